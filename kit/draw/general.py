@@ -69,7 +69,6 @@ MEMORY_METRICS = ("anon_rss", "rss", "pss", "driver_used", "process_used", "allo
 
 
 def memory_of(data: RunData) -> dict[str, Mapping[str, str]]:
-    """The sources of which memory was recorded: the host's, a device's."""
     return {where: names for where, names in SOURCES.items() if set(names) & data.metrics()}
 
 

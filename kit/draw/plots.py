@@ -88,7 +88,6 @@ class RunData:
         return set(self.frame["metric"].unique())
 
     def of(self, metric: str) -> pd.DataFrame:
-        """Finite values of a metric, with the number of their step."""
         return self.frame[(self.frame["metric"] == metric) & self.frame["value"].notna()]
 
     def level(self, metric: str) -> Level:
@@ -329,7 +328,6 @@ class Album:
         return [row for row in rows if row] if self.data.order else []
 
     def heading(self, tolerances: Mapping[str, float] | None = None) -> str:
-        """What was run and how it ended; moved limits are named."""
         data, run = self.data, self.data.run
         words = self.lead.words(data) if self.lead.words else [counted(len(data.cycles), "cycle")]
         name = run.lab if run.id.startswith(run.lab) else f"{run.lab} {run.id}"
@@ -386,12 +384,10 @@ SEPARATE = 4  # up to this many ranks are drawn one by one; more are drawn as on
 
 
 def rank_lanes(data: RunData) -> list[list[int]]:
-    """The ranks of each lane: one by one while they are few, else all in one."""
     return [[rank] for rank in data.ranks] if len(data.ranks) <= SEPARATE else [data.ranks]
 
 
 def draw_samples(ax: Axes, x: float, values: pd.Series[float], theme: Theme, *, marker: str, colour: str) -> None:
-    """A point per sample, a bar over their range and a tick at the median."""
     ax.plot([x, x], [values.min(), values.max()], color=colour, linewidth=5, alpha=0.3, solid_capstyle="round")
     ax.plot([x] * len(values), values, marker, color=colour, markersize=4.5, markeredgecolor=theme.paper)
     if len(values) > 1:
@@ -529,7 +525,6 @@ def name_ends(ax: Axes, ends: Sequence[tuple[float, str]], last: int, theme: The
 
 
 def phase_columns(data: RunData) -> int:
-    """As many names in a row of the legend as the width carries."""
     return max(1, min(len(data.phases), 130 // (6 + max(map(len, data.phases)))))
 
 

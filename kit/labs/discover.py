@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 
 class Found(NamedTuple):
-    """Labs by name, and the reason for each lab that could not be loaded."""
-
     labs: dict[str, Definition]
     broken: dict[str, str]
 
@@ -170,7 +168,6 @@ def settled(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_nccl2(python: str) -> None:
-    """Ask the ranks' torch, which may be another one than this process's."""
     said, why = machine.output(python, "-c", ASK_NCCL2, timeout_s=120)
     if said is None:
         raise BadInput(
@@ -237,7 +234,6 @@ def _read(lab: Definition, values: Mapping[str, Any]) -> LabConfig | dict[str, s
 
 @functools.cache
 def _known(config: Any) -> tuple[dict[str, Field], Any]:
-    """A config's fields by name, and its pydantic adapter."""
     import pydantic
 
     return {field.name: field for field in fields(config)}, pydantic.TypeAdapter(config)
@@ -321,7 +317,6 @@ ENDS = (*STATUSES, "interrupted", "damaged")
 
 
 def described(path: Path) -> dict[str, Any]:
-    """A run in a line: what sets it apart, and how it ended."""
     row: dict[str, Any] = {"run": str(path), "label": "", "lab": "", "set": {}, "fault": None, "answer": "not judged"}
     try:
         found = Run(path)
@@ -339,7 +334,6 @@ def described(path: Path) -> dict[str, Any]:
 
 @functools.cache
 def defaults(lab_name: str) -> Mapping[str, Any]:
-    """The defaults of a lab as run.json has them; none of a lab that is not known here."""
     lab = discover().labs.get(lab_name)
     values = settled({field.name: field.default for field in fields(lab.config)}) if lab else {}
     return {name: plain(value) for name, value in values.items()}
@@ -371,7 +365,6 @@ def select(
 
 
 def table(folder: Path, **asked: Any) -> pd.DataFrame:
-    """The runs of a folder, newest first, as a table."""
     import pandas as pd
 
     rows = [

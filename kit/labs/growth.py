@@ -60,16 +60,15 @@ one_cycle, few_cycles = needs_cycles(2), needs_cycles(SLOPE_CYCLES)
 
 
 def each_rank(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, metric: str) -> pd.DataFrame:
-    """A number from every rank in every cycle; with any missing the check cannot pass."""
+    """A number from every rank in every cycle, or of a phase of cycle 0 once; with any missing the check cannot pass."""
     rows = select(frame, phase=phase, metric=metric)
-    wanted = config["ranks"] * config["cycles"]
+    wanted = config["ranks"] * (config["cycles"] if rows["cycle"].any() else 1)
     if len(rows) < wanted:
         incomplete(f"{metric} was recorded {len(rows)} times, not {wanted} (once per rank and cycle)")
     return rows
 
 
 def most(rows: pd.DataFrame) -> tuple[float, str]:
-    """The largest value and where it was, with what was noted there."""
     row = rows.iloc[int(rows["value"].to_numpy().argmax())]
     noted = f": {row['text']}" if row.get("text") else ""
     return float(row["value"]), f"(rank {row['rank']}, cycle {row['cycle']}){noted}"
@@ -117,11 +116,6 @@ def gpus(ranks: Iterable[Mapping[str, Any]]) -> dict[int, int]:
     return {rank: numbers[seat] for rank, seat in seats.items()}
 
 
-def label(frame: pd.DataFrame) -> str:
-    """A note for times of communication: empty unless ranks share a GPU."""
-    return f"; {SHARED_GPU}" if sharing(frame) > 1 else ""
-
-
 def by_owner(
     frame: pd.DataFrame, source: Source, phase: str, metric: str | None = None, *, add: bool = False
 ) -> pd.Series[float]:
@@ -134,7 +128,6 @@ def by_owner(
 
 
 def series(frame: pd.DataFrame, metric: str, phase: str) -> pd.DataFrame:
-    """A metric after each cycle's phase, a column for each owner."""
     told = source(frame)
     seen = told if metric == told.metric else told._replace(metric=metric, gpu_of={})
     return by_owner(frame, seen, phase).unstack(seen.whose)
@@ -309,7 +302,8 @@ def steady(phases: Sequence[str]) -> Measure:
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         found = [_steady(frame, config, phase) for phase in phases]
         worst = max(found, key=lambda one: one.value or 0.0)
-        return Measured(worst.value, "; ".join(one.why for one in found) + label(frame))
+        shared = [SHARED_GPU] if sharing(frame) > 1 else []
+        return Measured(worst.value, "; ".join([*(one.why for one in found), *shared]))
 
     return measure
 

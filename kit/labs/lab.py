@@ -118,7 +118,6 @@ class Drive(Recording):
         self.write(NOTEBOOK, rows)
 
     def cancel(self) -> list[Pending]:
-        """Cancel what is still in flight."""
         left = [one for one in self.flying if not one.settled]
         for one in left:
             one.cancel()
@@ -527,7 +526,6 @@ def check_given(world: World | Worlds, config: LabConfig, sizes: tuple[int, ...]
 
 
 def routing_env(config: LabConfig) -> dict[str, str]:
-    """The environment variables to set for ranks; none if no flag is wanted or exported."""
     wanted = {module: config.routing == name for name, module in BACKENDS.items()}
     return {module.FLAG: str(int(asked)) for module, asked in wanted.items() if asked or module.requested()}
 

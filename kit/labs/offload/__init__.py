@@ -87,12 +87,10 @@ class OffloadConfig(JobConfig):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of tensors that are released."""
         return tuple(kind for kind in ("weights", "grads", "optimizer") if getattr(self, kind))
 
 
 def model_config(config: OffloadConfig) -> ModelConfig:
-    """The part of the config that makes the job."""
     # Values that are no default, so that a fall-back to a default shows; and dropout, so that random numbers matter.
     return model_of(config, dropout=0.1, timeout_minutes=23, odd_options=True)
 

@@ -29,7 +29,7 @@ from kit.labs.growth import (
 )
 from kit.labs.offload import EXACT, KIT_MODEL
 from kit.megatron.config import ModelConfig, dtype_on, model_bytes
-from kit.results import Check, Measured, Missing, NotMeasured, Unjudged, incomplete, select
+from kit.results import Check, Measured, Missing, NotMeasured, Unjudged, select
 from kit.results.frames import Source, source
 
 if TYPE_CHECKING:
@@ -98,7 +98,6 @@ def need_groups(frame: pd.DataFrame, config: Mapping[str, Any]) -> None:
 
 
 def groups_of(phase: str, metric: str, what: str) -> Measure:
-    """The largest count of something wrong with Megatron's groups."""
     count = count_of(phase, metric, what + ": {value:g} {where}", what + ": 0 in {everywhere}")
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
@@ -109,13 +108,11 @@ def groups_of(phase: str, metric: str, what: str) -> Measure:
 
 
 def groups_return(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Registered groups: while released against the start, and once back against before."""
     found = [more_than("groups", *phases)(frame, config) for phases in (("idle", "start"), ("verify", "build"))]
     return max(found, key=lambda one: one.value or 0)
 
 
 def old_groups(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Groups that something still holds while released, and the sockets and threads above the level without a job."""
     need_groups(frame, config)
     alive, where = most(each_rank(frame, config, "idle", "old_groups_alive"))
     above = [more_than(metric, "idle", "baseline")(frame, config) for metric in ("sockets", "threads")]
@@ -153,21 +150,6 @@ def need_whole_state(frame: pd.DataFrame) -> None:
         raise Unjudged(words.format_map(short.iloc[0]))
 
 
-def looked(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, metric: str) -> pd.Series:
-    """The row of the rank with most, where every rank looked once."""
-    rows = select(frame, phase=phase, metric=metric)
-    if len(rows) < config["ranks"]:
-        incomplete(f"only {len(rows)} of {config['ranks']} ranks looked")
-    return rows.iloc[int(rows["value"].to_numpy().argmax())]
-
-
-def names_restored(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    row = looked(frame, config, "end", "names_replaced")
-    if value := float(row["value"]):
-        return Measured(value, f"{value:g} functions are still replaced (rank {row['rank']}): {row['text']}")
-    return Measured(0, "all functions of torch.distributed and megatron.core are the original ones")
-
-
 def bitwise(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Losses, gradient norms, weights and optimizer state that differ from a run without any release."""
     if apart := select(frame, phase="second_control", metric="controls_differ")["value"].max():
@@ -182,13 +164,10 @@ def bitwise(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
             f"training stopped in cycle {cycle}: groups were dead, replaced or silent; see handles_alive, every_group_communicates"
         )
     compared = frame[frame["phase"] == "compare"]
-    rows = select(compared, metric="steps_differ").set_index("rank")["value"]
+    rows = each_rank(frame, config, "compare", "steps_differ").set_index("rank")["value"]
     tensors = select(compared, metric="tensors_differ")
-    if len(rows) < config["ranks"]:
-        incomplete(f"only {len(rows)} of {config['ranks']} ranks compared")
-    of = select(compared, metric="steps_compared")["value"].max()
     total = rows + tensors.set_index("rank")["value"]
-    if not of:
+    if not (of := select(compared, metric="steps_compared")["value"].max()):
         raise Unjudged("no step was trained")
     if not total.any():
         same = f"{of:g} steps and all final tensors bit-identical to a run without release"
@@ -216,15 +195,6 @@ def failure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     if hidden := ", ".join(map(str, rows[rows["value"] > 0]["rank"])):
         return Measured(1, f"a group could not be destroyed and no error named it (rank {hidden})")
     return Measured(0, f"a group could not be destroyed and the error named it on all {config['ranks']} ranks")
-
-
-def as_found(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    if value := float(looked(frame, config, "ownership", "not_as_found")["value"]):
-        return Measured(value, f"{value:g} differences; logs/rank*.log of the run lists them")
-    return Measured(
-        0,
-        "groups, globals and generators unchanged after success and after an error, with and without a default group of the caller",
-    )
 
 
 # -- memory while released and on the way back, on the host and on a GPU ------------------------------------------------
@@ -267,7 +237,6 @@ def state_bytes(config: Mapping[str, Any]) -> float:
 
 
 def sizes_of(config: Mapping[str, Any]) -> list[dict[str, int]]:
-    """The bytes of the kit's own job by arithmetic, for each pipeline stage."""
     fields = {field.name for field in dataclasses.fields(ModelConfig)} & {*config}
     job = ModelConfig(**{**{name: config[name] for name in fields}, "dtype": dtype_on(config["dtype"])})
     return [model_bytes(job, ranks=config["ranks"], stage=stage) for stage in range(config["pp"])]
@@ -537,12 +506,27 @@ CHECKS = (
         limit=10,
         unit="MiB",
     ),
-    at_most("names_restored", "Are all patched functions restored at the end?", "names_replaced", names_restored),
+    at_most(
+        "names_restored",
+        "Are all patched functions restored at the end?",
+        "names_replaced",
+        count_of(
+            "end",
+            "names_replaced",
+            "functions that are still replaced: {value:g} {where}",
+            "all functions of torch.distributed and megatron.core are the original ones",
+        ),
+    ),
     at_most(
         "state_as_found",
         "Are the caller's groups, globals and random state unchanged after success and after an error?",
         "not_as_found",
-        as_found,
+        count_of(
+            "ownership",
+            "not_as_found",
+            "{value:g} differences; logs/rank*.log of the run lists them",
+            "groups, globals and generators unchanged after success and after an error, with and without a default group of the caller",
+        ),
     ),
 )
 

@@ -82,12 +82,9 @@ def places(data: RunData) -> list[Place]:
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Levels after a phase of some cycles."""
-
     data: RunData
 
     def samples(self, metric: str, phase: str, cycles: Sequence[int]) -> pd.Series[float]:
-        """A value per rank and cycle."""
         rows = self.data.of(metric)
         rows = rows[(rows["phase"] == phase) & rows["cycle"].isin(cycles)]
         return rows.set_index(["rank", "cycle"])["value"]
@@ -121,7 +118,6 @@ class Levels:
         return self.level("driver_used", phase, cycles, add=False)
 
     def beyond(self, phase: str, cycles: Sequence[int]) -> float:
-        """What the driver reports beyond the allocator."""
         return (self.own(phase, cycles) or 0.0) - (self.level("reserved", phase, cycles) or 0.0)
 
     def without(self) -> float:
@@ -142,7 +138,6 @@ class Levels:
         return {kind: size for kind, size in found.items() if size is not None and place.part != "before"}
 
     def communicators(self, place: Place) -> float | None:
-        """NCCL's own statistics of every communicator that a phase left."""
         phase = ASKED_AT.get(place.phase)
         return None if phase is None else self.level("communicators_total", phase, place.cycles)
 
@@ -326,7 +321,6 @@ def rows_of(data: RunData, phase: str, metric: str) -> pd.DataFrame:
 
 
 def times(scene: Scene) -> None:
-    """Time per phase and rank: the first cycle hollow, the later ones filled."""
     ax, data, theme = scene.figure.subplots(), scene.data, scene.theme
     shown = [(timed(data, phase, metric), label) for phase, metric, label in TIMED]
     shown = [(rows, label) for rows, label in shown if not rows.empty]
@@ -368,7 +362,6 @@ def timed(data: RunData, phase: str, metric: str) -> pd.DataFrame:
 
 
 def left_out(data: RunData) -> str:
-    """The time of what is not drawn: the slowest rank of each phase."""
     slowest = data.of("seconds").groupby("step").agg({"phase": "first", "value": "max"})
     of = {"controls": CONTROLS, "hashing and checks": CHECKING}
     sums = {word: slowest[slowest["phase"].isin(phases)]["value"].sum() for word, phases in of.items()}
@@ -376,7 +369,6 @@ def left_out(data: RunData) -> str:
 
 
 def census(scene: Scene) -> None:
-    """A count per metric side by side, below the legend of the states."""
     theme, counts = scene.theme, counts_of(scene.data)
     axes = scene.figure.subplot_mosaic([["legend"] * len(counts), counts], height_ratios=[0.1, 2.2])
     marks = {word: state_style(place, scene) for place, (word, _, _) in enumerate(STATES)}
@@ -420,7 +412,6 @@ OURS = "kit.labs."
 
 
 def words(data: RunData) -> list[str]:
-    """The job, how it was released, and how often."""
     config = data.config
     sizes = [f"{name} {config[name]}" for name in ("tp", "pp", "ep") if config.get(name, 1) > 1]
     own = str(config.get("implementation", OURS))
@@ -434,7 +425,6 @@ def sources(data: RunData) -> list[str]:
 
 
 def memory(scene: Scene) -> None:
-    """The host's memory above the GPU's."""
     found = sources(scene.data)
     for ax, source in zip(scene.figure.subplots(len(found), 1, squeeze=False)[:, 0], found, strict=True):
         (host_bars if source == "anon_rss" else gpu_bars)(ax, scene.data, scene.theme)
@@ -527,7 +517,6 @@ def left_behind(ax: Axes, seen: Mapping[str, RunData], metric: str, styles: Styl
 
 
 def group_times(ax: Axes, seen: Mapping[str, RunData], styles: Styles, look: Theme) -> None:
-    """What the code under test says its groups took: a point per rank and cycle, a tick at the median."""
     counts = set()
     for index, (way, one) in enumerate(seen.items()):
         for place, phase in enumerate(PARTS):

@@ -40,8 +40,6 @@ SCALAR_BYTES = 8  # such as a step count: optimizers keep it on the host
 
 
 class Offload:
-    """The job, its controls, and what is known of it between phases."""
-
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
         self.config = ctx.config
@@ -132,10 +130,10 @@ class Offload:
         self.ctx.record("groups_watched", len(self.watch.old))
         there, wanted = self._resident(), arithmetic(self.job, self.ctx.world_size)
         for kind in KINDS:
-            self.ctx.record("state_bytes", total(each for each in there if each.kind == kind), "B", kind=kind)
+            self.ctx.record("state_bytes", sum(each.size for each in there if each.kind == kind), "B", kind=kind)
             if kind in wanted:
                 self.ctx.record("state_arithmetic", wanted[kind], "B", kind=kind)
-        self.ctx.record("resident_bytes", total(filter(self._to_go, there)), "B")
+        self.ctx.record("resident_bytes", sum(each.size for each in there if self._to_go(each)), "B")
         self._communicators()
 
     def release(self, cycle: int) -> None:  # noqa: ARG002 - as above
@@ -147,7 +145,7 @@ class Offload:
         gc.collect()  # here and not in release: what the lab does to see clearly is no part of what it times
         self.ctx.record("tensor_bytes", live_bytes(), "B")
         left = sorted(filter(self._to_go, self._resident()), key=lambda each: -each.size)
-        self.ctx.record("left_bytes", total(left), "B")
+        self.ctx.record("left_bytes", sum(each.size for each in left), "B")
         kept = [each for each in left if each.kind in self.config.kinds and each.size > SCALAR_BYTES]
         self._found("left_tensors", kept)
         if self.config.groups:
@@ -195,7 +193,6 @@ class Offload:
         self._ask_bystander()
 
     def compare(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """Against the control: every loss, gradient norm, weight and optimizer state."""
         if self.broken:
             return
         log, hashes = self.controls[0]
@@ -221,7 +218,7 @@ class Offload:
             self.bystander.close()
 
     def ownership(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """Whose group is it: after success and after an error, with and without a default group of the caller's."""
+        """Are the caller's groups unchanged after success and after an error, with and without a default group of the caller?"""
         if wrong := not_as_found(self.ctx, self.found):
             print(f"not as found: {shown(wrong)}")
         self.ctx.record("not_as_found", len(wrong))
@@ -236,8 +233,7 @@ class Offload:
         standin.install()
 
     def _build(self) -> None:
-        self.log = []
-        self.job = load(self.config.model)(self.ctx)
+        self.log, self.job = [], load(self.config.model)(self.ctx)
 
     def _train(self, what: str) -> None:
         began = time.perf_counter()
@@ -247,9 +243,7 @@ class Offload:
         log_steps(made, done=len(self.log), seconds=seconds, device=str(self.ctx.device), what=what)
 
     def _leave(self) -> None:
-        """Let go of the job and put the state back as it was found."""
-        mover = self.of.mover if self.of else getattr(self.job, "mover", None)
-        if mover is not None:
+        if mover := self.of.mover if self.of else getattr(self.job, "mover", None):
             mover.close()
         del mover
         self.job = self.releaser = self.state = self.of = None
@@ -262,7 +256,6 @@ class Offload:
             self._record((metric, value, "B") for metric, value in self.bystander.ask().items())
 
     def _communicators(self) -> None:
-        """What the library itself says that communicators take, beside what the driver says."""
         self._record((f"communicators_{name}", size, "B") for name, size in groups.communicators().items())
 
     def _record(self, rows: Iterable[tuple[str, float, str]]) -> None:
@@ -292,16 +285,10 @@ class Offload:
         return each.kind in kinds or len(kinds) == len(tensors.KINDS)
 
     def _resident(self) -> list[Resident]:
-        """The job's tensors that are on the device."""
         return self._state().resident(self.ctx.device.type)
 
 
-def total(found: Iterable[Resident]) -> int:
-    return sum(each.size for each in found)
-
-
 def shown(found: Iterable[Any]) -> str:
-    """The first of what was found, in one line."""
     every = [str(one) for one in found]
     more = f"; and {len(every) - SHOWN} more" if len(every) > SHOWN else ""
     return "; ".join(every[:SHOWN]) + more
@@ -355,9 +342,8 @@ class Watch:
 
     def talk(self) -> tuple[int, list[str]]:
         """How many groups answered, and what is wrong: a collective that failed, or ranks that are not those of before."""
-        self._answered, wrong = observe.talk()
-        answered = self._answered
-        self.mute = bool(wrong)
+        answered, wrong = observe.talk()
+        self._answered, self.mute = answered, bool(wrong)
         if not wrong:
             wrong = [
                 f"{name}: {f'ranks {answered[name]}' if name in answered else 'no ranks'} answer in place of {ranks}"
@@ -377,15 +363,12 @@ class Watch:
 
 def any_rank(value: bool) -> bool:
     """Whether it is so on any rank; over the default group."""
-    flag = torch.tensor([int(value)])
-    if "nccl" in dist.get_backend():
-        flag = flag.cuda()
+    flag = torch.tensor([int(value)], device="cuda" if "nccl" in dist.get_backend() else "cpu")
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag.item())
 
 
 def differing(log: Log, control: Log) -> int:
-    """How many steps are not exactly the same, those that only one log has included. NaN is never the same."""
     return sum(a != b for a, b in zip(log, control, strict=False)) + abs(len(log) - len(control))
 
 

@@ -34,8 +34,6 @@ ELSEWHERE = frozenset({"double-patch", "leaves-default-group", "masks-original-e
 
 
 class KitReleaser:
-    """Groups by the configured mode, tensors to a host arena."""
-
     def __init__(self, ctx: JobContext) -> None:
         self.ctx = ctx
         ctx.mover.arena.open()  # now, so that its file is no growth after the first release
@@ -151,8 +149,6 @@ LOSSY = (
 
 
 class Broken(KitReleaser):
-    """The kit's releaser with the configured fault."""
-
     def __init__(self, ctx: JobContext) -> None:
         super().__init__(ctx)
         self.kept: list[Any] = []
