@@ -84,13 +84,14 @@ def memory(scene: Scene) -> None:
 def draw_memory(ax: Axes, data: RunData, theme: Theme, sources: Mapping[str, str], title: str) -> None:
     """Memory after each phase as the change since the start. At the end of each line: the source and its last level."""
     known = [name for name in sources if name in data.metrics()]
-    scale, unit = size_unit(max(data.level(name).high[-1] for name in known))
+    scale, unit = size_unit(max(data.level(name)["max"].iloc[-1] for name in known))
     ends: list[tuple[float, str]] = []
     for source, line in zip(known, itertools.cycle(LINES)):
         level = data.level(source)
-        start = data.level(source.removeprefix("peak_")).start or 0.0
+        start = data.start(source.removeprefix("peak_")) or 0.0
         draw_level(ax, level, data, theme, start=start, scale=scale, line=line, points=not source.startswith("peak"))
-        ends.append(((level.middle[-1] - start) * scale, f"{sources[source]}, {level.middle[-1] * scale:.4g} {unit}"))
+        last = level["median"].iloc[-1]
+        ends.append(((last - start) * scale, f"{sources[source]}, {last * scale:.4g} {unit}"))
     widen(ax, least=8 * MIB * scale)
     ax.axhline(0, color=theme.faint, linewidth=1.0, zorder=1)
     ax.set(ylabel=f"change since start [{unit}]", title=f"{title} ({data.ranks_word()})")
@@ -245,17 +246,17 @@ def census(scene: Scene) -> None:
 def draw_count(ax: Axes, scene: Scene, metric: str) -> None:
     """A count through the phases, with the level at the start and, where a check judges it, the limit above that."""
     data, theme, more = scene.data, scene.theme, allowed(scene.verdict, metric)
-    level = data.level(metric)
-    draw_level(ax, level, data, theme)
-    if level.start is not None:
-        ax.axhline(level.start, color=theme.faint, linewidth=1.2, linestyle=LINES[1], zorder=1)
+    start = data.start(metric)
+    draw_level(ax, data.level(metric), data, theme)
+    if start is not None:
+        ax.axhline(start, color=theme.faint, linewidth=1.2, linestyle=LINES[1], zorder=1)
         if more is not None:
-            ax.axhline(level.start + more, color=theme.bad, linewidth=1.2, linestyle=LINES[2], zorder=1, gid="limit")
+            ax.axhline(start + more, color=theme.bad, linewidth=1.2, linestyle=LINES[2], zorder=1, gid="limit")
     widen(ax, least=4)
     ax.set_ylim(bottom=max(-0.2, ax.get_ylim()[0]))
     ax.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    limit = "" if level.start is None or more is None else f", limit {more:+g}"
-    title = COUNTS[metric] + ("" if level.start is None else f": start {level.start:g}{limit}")
+    limit = "" if start is None or more is None else f", limit {more:+g}"
+    title = COUNTS[metric] + ("" if start is None else f": start {start:g}{limit}")
     ax.set(ylabel="count" if len(data.ranks) == 1 else f"count (range of {len(data.ranks)} ranks)", title=title)
     step_axis(ax, data, theme)
 

@@ -46,17 +46,6 @@ BASELINE = "baseline"  # the phase after which a lab wants its levels to be the 
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """A metric through the steps. `start` is its value after a phase called baseline, else before the first phase."""
-
-    at: list[int]
-    middle: list[float]
-    low: list[float]
-    high: list[float]
-    start: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class RunData:
     """A run's records as they were when it was read.
 
@@ -87,28 +76,25 @@ class RunData:
     def metrics(self) -> set[str]:
         return set(self.frame["metric"].unique())
 
-    def of(self, metric: str) -> pd.DataFrame:
-        return self.frame[(self.frame["metric"] == metric) & self.frame["value"].notna()]
+    def of(self, metric: str, phase: str = "") -> pd.DataFrame:
+        """Finite values of a metric, of one phase or of all, with the number of their step."""
+        rows = self.frame[(self.frame["metric"] == metric) & self.frame["value"].notna()]
+        return rows[rows["phase"] == phase] if phase else rows
 
-    def level(self, metric: str) -> Level:
-        groups = self.of(metric).groupby("step")["value"]
-        first = self.of(metric)
-        first = first[first["phase"] == BASELINE]
-        if first.empty:
-            first = self.of(f"{metric}_before")
-        start = first[first["step"] == first["step"].min()]["value"]
-        return Level(
-            at=[int(step) for step in groups.median().index],
-            middle=groups.median().tolist(),
-            low=groups.min().tolist(),
-            high=groups.max().tolist(),
-            start=None if start.empty else float(start.median()),
-        )
+    def level(self, metric: str) -> pd.DataFrame:
+        """A metric through the steps: its min, median and max over ranks."""
+        return self.of(metric).groupby("step")["value"].agg(["min", "median", "max"])
+
+    def start(self, metric: str) -> float | None:
+        """A metric after a phase called baseline, else before the first phase."""
+        rows = self.of(metric, BASELINE)
+        if rows.empty:
+            rows = self.of(f"{metric}_before")
+        return None if rows.empty else float(rows[rows["step"] == rows["step"].min()]["value"].median())
 
     def memory_levels(self, phase: str) -> pd.DataFrame:
         """Memory after a phase of each cycle, as the memory checks see it: a column per rank, or per GPU that ranks share."""
-        rows = self.of(self.memory.metric)
-        rows = rows[rows["phase"] == phase]
+        rows = self.of(self.memory.metric, phase)
         columns = rows["rank"].map(lambda rank: self.memory.gpu_of.get(rank, rank))
         return rows.assign(rank=columns).pivot_table(index="cycle", columns="rank", values="value", aggfunc="max")
 
@@ -396,7 +382,7 @@ def draw_samples(ax: Axes, x: float, values: pd.Series[float], theme: Theme, *, 
 
 def draw_level(
     ax: Axes,
-    level: Level,
+    level: pd.DataFrame,
     data: RunData,
     theme: Theme,
     *,
@@ -406,14 +392,13 @@ def draw_level(
     points: bool = True,
 ) -> None:
     """A line through the medians, a band over the ranks, and points in the colours of the phases."""
-    curves = (level.low, level.middle, level.high)
-    low, middle, high = ([(value - start) * scale for value in values] for values in curves)
-    ax.fill_between(level.at, low, high, color=theme.faint, alpha=0.25, linewidth=0)
-    ax.plot(level.at, middle, color=theme.faint, linewidth=1.2, linestyle=line)
+    drawn = (level - start) * scale
+    ax.fill_between(drawn.index, drawn["min"], drawn["max"], color=theme.faint, alpha=0.25, linewidth=0)
+    ax.plot(drawn.index, drawn["median"], color=theme.faint, linewidth=1.2, linestyle=line)
     if points:
-        colours = [theme.colour(data.phases.index(data.order[step][1])) for step in level.at]
-        size = 26 if len(data.order) <= 30 else 9
-        ax.scatter(level.at, middle, s=size, c=colours, edgecolors=theme.paper, linewidths=0.6, zorder=3)
+        colours = [theme.colour(data.phases.index(data.order[step][1])) for step in drawn.index]
+        look: dict[str, Any] = {"edgecolors": theme.paper, "linewidths": 0.6, "zorder": 3}
+        ax.scatter(drawn.index, drawn["median"], s=26 if len(data.order) <= 30 else 9, c=colours, **look)
 
 
 def stack(ax: Axes, x: float, width: float, parts: Iterable[tuple[float, Mapping[str, Any]]]) -> float:

@@ -85,9 +85,8 @@ class Levels:
     data: RunData
 
     def samples(self, metric: str, phase: str, cycles: Sequence[int]) -> pd.Series[float]:
-        rows = self.data.of(metric)
-        rows = rows[(rows["phase"] == phase) & rows["cycle"].isin(cycles)]
-        return rows.set_index(["rank", "cycle"])["value"]
+        rows = self.data.of(metric, phase)
+        return rows[rows["cycle"].isin(cycles)].set_index(["rank", "cycle"])["value"]
 
     def level(
         self, metric: str, phase: str, cycles: Sequence[int], *, add: bool = True, of: str = "median"
@@ -100,11 +99,6 @@ class Levels:
         gpu_of = self.data.memory.gpu_of
         groups = rows.groupby([rows.index.get_level_values(0).map(lambda rank: gpu_of.get(rank, rank)), "cycle"])
         return float((groups.sum() if add else groups.max()).agg(of))
-
-    def start(self, metric: str) -> float:
-        """A rank's level at the baseline, else the lowest there is."""
-        found = self.samples(metric, WITHOUT, [0])
-        return float(self.data.of(metric)["value"].min() if found.empty else found.median())
 
     @property
     def by_process(self) -> bool:
@@ -147,7 +141,7 @@ def host_bars(ax: Axes, data: RunData, theme: Theme) -> None:
     levels, at_home = Levels(data), "driver_used" not in data.metrics()
     sources = {name: word for name, word in RESIDENT.items() if name in data.metrics()}
     scale, unit = size_unit(float(data.of(TOTAL)["value"].max()))
-    base = {name: levels.start(name) for name in (*sources, TOTAL)}
+    base = {name: data.start(name) or 0.0 for name in (*sources, TOTAL)}
     looks = dict(zip(sources, (look(theme.faint, theme), look(theme.grid, theme)), strict=False))
     steps = places(data)
     for x, place in enumerate(steps):
@@ -315,11 +309,6 @@ CHECKING = ("fingerprint", "verify", "compare", "rehearse_failure", "ownership")
 STATES = (("before the release", "fingerprint", 0), ("released", "idle", 4), ("reloaded", "verify", 2))
 
 
-def rows_of(data: RunData, phase: str, metric: str) -> pd.DataFrame:
-    rows = data.of(metric)
-    return rows[rows["phase"] == phase]
-
-
 def times(scene: Scene) -> None:
     ax, data, theme = scene.figure.subplots(), scene.data, scene.theme
     shown = [(timed(data, phase, metric), label) for phase, metric, label in TIMED]
@@ -357,7 +346,7 @@ def times(scene: Scene) -> None:
 
 def timed(data: RunData, phase: str, metric: str) -> pd.DataFrame:
     """The times of a phase; a training that had to be skipped took none."""
-    rows, trained = rows_of(data, phase, metric), data.of("trained_steps")["step"]
+    rows, trained = data.of(metric, phase), data.of("trained_steps")["step"]
     return rows[rows["step"].isin(trained)] if phase == "train" and len(trained) else rows
 
 
@@ -388,16 +377,16 @@ def draw_count(ax: Axes, scene: Scene, metric: str) -> None:
     drawn above the level that the check starts from."""
     data, theme, more = scene.data, scene.theme, allowed(scene.verdict, metric)
     for place, (_, phase, colour) in enumerate(STATES):
-        groups = rows_of(data, phase, metric).groupby("cycle")["value"]
+        groups = data.of(metric, phase).groupby("cycle")["value"]
         if not len(groups):
             continue
         middle, size = groups.median(), (7.5, 5, 3.8)[place]
         ax.fill_between(middle.index, groups.min(), groups.max(), color=theme.series[colour], alpha=0.25, linewidth=0)
         ax.plot(middle.index, middle, linewidth=1.2, markersize=size, **state_style(place, scene))
-    base = rows_of(data, "baseline", metric)["value"]
+    base = data.of(metric, "baseline")["value"]
     if not base.empty:
         ax.axhline(base.median(), color=theme.faint, linewidth=1.2, linestyle=LINES[1], zorder=1)
-    judged = rows_of(data, "baseline" if metric == "groups" else "build", metric)["value"]
+    judged = data.of(metric, "baseline" if metric == "groups" else "build")["value"]
     if more is not None and not judged.empty:
         draw_limit(ax, judged.median() + more, f"limit {more:+g}: {judged.median() + more:g}", theme)
     widen(ax, least=4)
@@ -505,8 +494,8 @@ def left_behind(ax: Axes, seen: Mapping[str, RunData], metric: str, styles: Styl
     """More than a process without the job has, while released: the worst rank of each cycle."""
     for place, (way, one) in enumerate(seen.items()):
         size = 5.5 + 1.2 * (len(seen) - 1 - place)  # those below stay in sight where ways are alike
-        base = rows_of(one, "baseline", metric).set_index("rank")["value"]
-        rows = rows_of(one, "idle", metric)
+        base = one.of(metric, "baseline").set_index("rank")["value"]
+        rows = one.of(metric, "idle")
         more = rows.assign(value=rows["value"] - rows["rank"].map(base)).groupby("cycle")["value"].max()
         ax.plot(more.index, more, linewidth=1.4, markersize=size, label=way, **styles[way])
     low, high = ax.get_ylim()
@@ -520,7 +509,7 @@ def group_times(ax: Axes, seen: Mapping[str, RunData], styles: Styles, look: The
     counts = set()
     for index, (way, one) in enumerate(seen.items()):
         for place, phase in enumerate(PARTS):
-            found = rows_of(one, phase, "groups_seconds")["value"] * 1e3
+            found = one.of("groups_seconds", phase)["value"] * 1e3
             if found.empty:
                 continue
             counts.add(len(found))
