@@ -351,7 +351,7 @@ class Watch:
                 if answered.get(name) != ranks
             ]
         if name := births.taken_name():
-            wrong.append(f"the next group that anybody makes would be named {name!r}, as another one is")
+            wrong.append(f"the next group would get the name {name!r}, which another group already has")
         return len(answered), wrong
 
     def after(self, **roots: Any) -> tuple[list[str], list[str], list[str]]:
@@ -463,8 +463,8 @@ def silent(group: Any) -> list[str]:
     try:
         dist.all_reduce(total, group=group)
     except Exception as error:  # noqa: BLE001 - a group that was destroyed may raise anything
-        return [f"a group of the caller's no longer works: {type(error).__name__}: {error}"]
-    return [] if total.item() == dist.get_world_size() else [f"a group of the caller's sums {total.item():g} ranks"]
+        return [f"a caller's group no longer works: {type(error).__name__}: {error}"]
+    return [] if total.item() == dist.get_world_size() else [f"a caller's group sums {total.item():g} ranks"]
 
 
 def borrowed(ctx: Context, body: Callable[[], None], *, fails: bool) -> list[str]:
