@@ -68,22 +68,34 @@ class OffloadConfig(JobConfig):
     def __post_init__(self) -> None:
         if self.model == KIT_MODEL:
             check(model_config(self), self.ranks)
-        if self.implementation != KIT_RELEASER and self.mode != "exact":
-            raise BadInput(
-                f"mode={self.mode} configures the kit's own releaser: leave it out with implementation={self.implementation}"
-            )
-        if self.include_world and not self.groups:
-            raise BadInput("include_world=true needs groups=true: with groups=false no group is released")
-        if self.include_world and self.mode in ("manual", "official"):
-            raise BadInput(
-                f"include_world=true needs mode=exact, abort or suspend, not {self.mode!r}, which cannot rebuild WORLD"
-            )
-        if self.mode == "suspend" and self.routing != "torch":
-            raise BadInput(f"mode=suspend needs routing=torch: {self.routing} cannot suspend a communicator")
-        if self.mode == "suspend" and self.device == "cpu":
-            raise BadInput("mode=suspend needs CUDA: only NCCL can suspend communicators, and device=cpu has none")
-        if not (self.groups or self.kinds):
-            raise BadInput("nothing would be released: set groups, weights, grads or optimizer to true")
+        for wrong, why in (
+            (
+                self.implementation != KIT_RELEASER and self.mode != "exact",
+                f"mode={self.mode} configures the kit's own releaser: leave it out with implementation={self.implementation}",
+            ),
+            (
+                self.include_world and not self.groups,
+                "include_world=true needs groups=true: with groups=false no group is released",
+            ),
+            (
+                self.include_world and self.mode in ("manual", "official"),
+                f"include_world=true needs mode=exact, abort or suspend, not {self.mode!r}, which cannot rebuild WORLD",
+            ),
+            (
+                self.mode == "suspend" and self.routing != "torch",
+                f"mode=suspend needs routing=torch: {self.routing} cannot suspend a communicator",
+            ),
+            (
+                self.mode == "suspend" and self.device == "cpu",
+                "mode=suspend needs CUDA: only NCCL can suspend communicators, and device=cpu has none",
+            ),
+            (
+                not (self.groups or self.kinds),
+                "nothing would be released: set groups, weights, grads or optimizer to true",
+            ),
+        ):
+            if wrong:
+                raise BadInput(why)
 
     @property
     def kinds(self) -> tuple[str, ...]:

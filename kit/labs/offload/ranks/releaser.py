@@ -39,10 +39,11 @@ class KitReleaser:
         ctx.mover.arena.open()  # now, so that its file is no growth after the first release
 
     def release(self) -> State:
-        return {"tensors": self.release_tensors(), "groups": self.destroy()}
+        return {"tensors": self.release_tensors(), "groups": self.destroy() if self.ctx.config.groups else {}}
 
     def restore(self, state: State) -> State:
-        return {"groups": self.reload(state["groups"]), "tensors": self.restore_tensors()}
+        reloaded = self.reload(state["groups"]) if self.ctx.config.groups else {}
+        return {"groups": reloaded, "tensors": self.restore_tensors()}
 
     def release_tensors(self) -> State:
         kinds = self.ctx.config.kinds
@@ -53,13 +54,11 @@ class KitReleaser:
 
     def destroy(self) -> State:
         config = self.ctx.config
-        if not config.groups:
-            return {}
         return groups.destroy(config.mode, include_world=config.include_world, timeout_s=config.meet_timeout_s)
 
     def reload(self, stats: State) -> State:
         if not stats.get("snapshot"):
-            return {}  # nothing was given back: groups=false, or a job without Megatron's groups
+            return {}  # a job without Megatron's groups
         return groups.reload(stats["snapshot"], timeout_s=self.ctx.config.meet_timeout_s)
 
 
@@ -71,15 +70,11 @@ class PairReleaser(KitReleaser):
         self.own = own
 
     def destroy(self) -> State:
-        if not self.ctx.config.groups:
-            return {}
         start = time.perf_counter()
         snapshot = self.own.destroy()
         return {"snapshot": snapshot, "seconds": time.perf_counter() - start}
 
     def reload(self, stats: State) -> State:
-        if not self.ctx.config.groups:
-            return {}
         start = time.perf_counter()
         self.own.reload(stats["snapshot"])
         return {"seconds": time.perf_counter() - start}
@@ -158,7 +153,7 @@ class Broken(KitReleaser):
         self.last = ctx.rank == ctx.world_size - 1
 
     def destroy(self) -> State:
-        fault = self.ctx.fault if self.ctx.config.groups else None
+        fault = self.ctx.fault
         if fault == "leak-gloo":
             self.kept.append(dist.new_group(backend="gloo"))
         elif fault == "leak-device":
@@ -179,7 +174,7 @@ class Broken(KitReleaser):
             raise
 
     def reload(self, stats: State) -> State:
-        fault = self.ctx.fault if self.ctx.config.groups else None
+        fault = self.ctx.fault
         if fault in {"lossy-snapshot", "stale-globals"}:
             given = stats["snapshot"]["init_arguments"]
             parallel_state().initialize_model_parallel(**{key: given[key] for key in LOSSY if key in given})
