@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kit.labs.definition import LabConfig, fields
 from kit.labs.discover import discover
-from kit.labs.options import LabConfig, fields
 from kit.measure import Recorder
 from kit.public import World
 from kit.world.calls import Pending, wait

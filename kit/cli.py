@@ -163,14 +163,14 @@ def labs(args: argparse.Namespace) -> Answer:
 
 
 def settings_of(lab: Definition) -> dict[str, Any]:
-    from kit.labs.options import fields
+    from kit.labs.definition import fields
 
     return {field.name: field for field in fields(lab.config)}
 
 
 def run(args: argparse.Namespace) -> Answer:
     from kit import public
-    from kit.labs.configure import from_text
+    from kit.labs.discover import from_text
 
     lab, swept = find(args.lab), pairs("--sweep", args.sweep)
     texts = pairs("--set", args.set)
@@ -290,7 +290,7 @@ def runs(args: argparse.Namespace) -> Answer:
     folder = args.dir or results.runs_dir()
     if args.dir and not args.dir.is_dir():
         raise BadInput(f"there is no folder {args.dir}")
-    from kit.labs.configure import value_of
+    from kit.labs.discover import value_of
 
     asked = {name: getattr(args, name) for name in ("lab", "fault", "status", "verdict")}
     config = {name: value_of(text) for name, text in pairs("--set", args.set).items()}

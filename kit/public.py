@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kit import world as room
 from kit.errors import BadInput
-from kit.labs.configure import complaints, find_fault, from_text
 from kit.labs.definition import Definition
-from kit.labs.discover import checks_of, find
+from kit.labs.discover import checks_of, complaints, find, find_fault, from_text
 from kit.labs.lab import Lab
 from kit.results import Run, runs_dir
 from kit.results.frames import plain

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kit.labs.definition import fields
 from kit.labs.discover import discover
-from kit.labs.options import fields
 
 ROOT = Path(__file__).resolve().parents[1]
 KIT = ROOT / "kit"
@@ -207,9 +207,9 @@ def test_what_ranks_load_of_a_lab_lies_under_ranks() -> None:
         own = [target for target in targets if target.startswith(f"kit.labs.{name}.")]
         assert own
         assert all(target.startswith(f"kit.labs.{name}.ranks.") for target in own), own
-    notebook = {f"kit.labs.{name}" for name in ("lab", "configure", "drive", "smoke.checks", "split.parity")}
+    notebook = {f"kit.labs.{name}" for name in ("lab", "discover", "smoke.checks", "split.parity")}
     assert not notebook & modules(labs_on_ranks()).keys()
-    assert {"kit.labs.split.config", "kit.labs.options"} <= modules(labs_on_ranks()).keys()
+    assert {"kit.labs.split.config", "kit.labs.definition"} <= modules(labs_on_ranks()).keys()
 
 
 def test_a_rank_file_that_loads_the_notebooks_side_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

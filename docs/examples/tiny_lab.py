@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kit.labs.definition import Definition, Fault, Step
-from kit.labs.options import LabConfig, Option
+from kit.labs.definition import Definition, Fault, LabConfig, Option, Step
 from kit.results import Check, Measured, incomplete, select
 
 if TYPE_CHECKING:  # the ranks' environment need not have pandas

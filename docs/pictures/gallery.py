@@ -16,7 +16,7 @@ from PIL import Image
 
 from kit.draw.plots import Picture
 from kit.draw.style import THEMES
-from kit.labs.offload.pictures.modes import plot_modes
+from kit.labs.offload.pictures import plot_modes
 from kit.view.named import plot
 
 if TYPE_CHECKING:

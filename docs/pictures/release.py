@@ -17,7 +17,7 @@ from docs.pictures.growth import draw
 from kit.draw.plots import Picture
 from kit.draw.style import LINES, MARKERS, theme
 from kit.errors import BadInput
-from kit.labs.offload.pictures.modes import WAYS
+from kit.labs.offload.pictures import WAYS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from kit import doctor
 from kit.bench.session import INTERRUPTED, read_rows, seat_of, seated
 from kit.errors import BadInput
-from kit.labs.configure import spelled
+from kit.labs.discover import spelled
 from kit.machine import free_memory
 from kit.preflight import run as preflight
 from kit.results import runs_dir

@@ -11,12 +11,33 @@ from typing import Any
 import matplotlib as mpl
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
-from kit.draw import axes
-from kit.draw.axes import grid_across
-from kit.draw.plots import ALL, Picture, Pictures, Plot, RunData, Scene, Table, message
+from kit.draw.plots import (
+    ALL,
+    SEPARATE,
+    Picture,
+    Pictures,
+    Plot,
+    RunData,
+    Scene,
+    Table,
+    cycle_axis,
+    draw_level,
+    draw_limit,
+    draw_samples,
+    grid_across,
+    limit_of,
+    log_scale,
+    marks_of,
+    message,
+    name_ends,
+    phase_columns,
+    phase_legend,
+    rank_lanes,
+    step_axis,
+    widen,
+)
 from kit.draw.style import LINES, MARKERS, Theme, theme
 from kit.errors import BadInput
 from kit.results import Run, Verdict, compare
@@ -27,13 +48,15 @@ from kit.results.units import ROW, amount, counted, samples, size_unit, time_uni
 from kit.results.verdict import MARKS, cells, folded, without_parts
 
 MIB = 2**20
-HOST = {"peak_rss": "peak", "rss": "resident", "anon_rss": "anonymous"}
-DEVICE = {
-    "driver_used": "whole GPU",
-    "process_used": "this process",
-    "reserved": "reserved",
-    "peak_allocated": "peak",
-    "allocated": "allocated",
+SOURCES = {
+    "Host memory of the ranks": {"peak_rss": "peak", "rss": "resident", "anon_rss": "anonymous"},
+    "GPU memory": {
+        "driver_used": "whole GPU",
+        "process_used": "this process",
+        "reserved": "reserved",
+        "peak_allocated": "peak",
+        "allocated": "allocated",
+    },
 }
 COUNTS = {"groups": "Process groups", "fds": "Open files", "sockets": "Sockets", "threads": "Threads"}
 COUNT_CHECKS = ("groups_return_to_baseline", "fds_return", "threads_return")
@@ -42,45 +65,38 @@ PASSED_COLUMNS = 4
 MEMORY_METRICS = ("anon_rss", "rss", "pss", "driver_used", "process_used", "allocated", "reserved")
 
 
-def measured(data: RunData) -> bool:
-    return bool(data.order)
-
-
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def memory_of(data: RunData) -> list[str]:
-    """Whose memory was recorded: the host's, a device's."""
-    known = data.metrics()
-    return [where for where, names in {"host": HOST, "device": DEVICE}.items() if set(names) & known]
+def memory_of(data: RunData) -> dict[str, Mapping[str, str]]:
+    return {where: names for where, names in SOURCES.items() if set(names) & data.metrics()}
 
 
 def memory(scene: Scene) -> None:
-    of_gpu = "GPU memory, each GPU shared by ranks" if scene.data.memory.gpu_of else "GPU memory"
-    about = {"host": (HOST, "Host memory of the ranks"), "device": (DEVICE, of_gpu)}
-    where = memory_of(scene.data)
-    for ax, name in zip(scene.figure.subplots(len(where), 1, squeeze=False)[:, 0], where, strict=True):
-        draw_memory(ax, scene.data, scene.theme, *about[name])
+    found = memory_of(scene.data)
+    for ax, (where, names) in zip(
+        scene.figure.subplots(len(found), 1, squeeze=False)[:, 0], found.items(), strict=True
+    ):
+        shared = ", each GPU shared by ranks" if where == "GPU memory" and scene.data.memory.gpu_of else ""
+        draw_memory(ax, scene.data, scene.theme, names, where + shared)
 
 
 def draw_memory(ax: Axes, data: RunData, theme: Theme, sources: Mapping[str, str], title: str) -> None:
     """Memory after each phase as the change since the start. At the end of each line: the source and its last level."""
     known = [name for name in sources if name in data.metrics()]
-    scale, unit = size_unit(max(data.level(name).high[-1] for name in known))
+    scale, unit = size_unit(max(data.level(name)["max"].iloc[-1] for name in known))
     ends: list[tuple[float, str]] = []
     for source, line in zip(known, itertools.cycle(LINES)):
         level = data.level(source)
-        start = data.level(source.removeprefix("peak_")).start or 0.0
-        axes.draw_level(
-            ax, level, data, theme, start=start, scale=scale, line=line, points=not source.startswith("peak")
-        )
-        ends.append(((level.middle[-1] - start) * scale, f"{sources[source]}, {level.middle[-1] * scale:.4g} {unit}"))
-    axes.widen(ax, least=8 * MIB * scale)
+        start = data.start(source.removeprefix("peak_")) or 0.0
+        draw_level(ax, level, data, theme, start=start, scale=scale, line=line, points=not source.startswith("peak"))
+        last = level["median"].iloc[-1]
+        ends.append(((last - start) * scale, f"{sources[source]}, {last * scale:.4g} {unit}"))
+    widen(ax, least=8 * MIB * scale)
     ax.axhline(0, color=theme.faint, linewidth=1.0, zorder=1)
-    ax.set_ylabel(f"change since start [{unit}]")
-    ax.set_title(f"{title} ({data.ranks_word()})")
-    axes.step_axis(ax, data, theme)
-    axes.name_ends(ax, ends, len(data.order) - 1, theme)
+    ax.set(ylabel=f"change since start [{unit}]", title=f"{title} ({data.ranks_word()})")
+    step_axis(ax, data, theme)
+    name_ends(ax, ends, len(data.order) - 1, theme)
 
 
 # -- drift -------------------------------------------------------------------------------------------------------------
@@ -119,30 +135,28 @@ def draw_drift(ax: Axes, scene: Scene, phase: str, when: str) -> None:
         ax.plot(
             moved.index, moved, color=theme.faint, linestyle=LINES[1], linewidth=1.2, label="control, never released"
         )
-    limit = axes.limit_of(scene.verdict, *DRIFT_CHECKS)
-    if limit is not None:
-        axes.draw_limit(ax, limit, f"limit {limit:g} MiB", theme)
+    if (limit := limit_of(scene.verdict, *DRIFT_CHECKS)) is not None:
+        draw_limit(ax, limit, f"limit {limit:g} MiB", theme)
         if limit > 8 * float(table.abs().max().max()):
             ax.set_yscale("symlog", linthresh=1)
             ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     low, high = ax.get_ylim()
     ax.set_ylim(min(low, -2), max(high, 2) * (15 if ax.get_yscale() == "symlog" else 1.3))
     ax.axhline(0, color=theme.faint, linewidth=1.0, zorder=1)
-    axes.cycle_axis(ax)
+    cycle_axis(ax)
     if data.cycle_words:
         ax.set_xticks(list(table.index), [data.cycle_words.get(int(cycle), str(cycle)) for cycle in table.index])
-    ax.set_xlabel(f"{data.cycle} (a point is one sample)")
     first = " ".join(data.cycle_words.get(int(table.index[0]), f"cycle {table.index[0]}").split())
-    ax.set_ylabel(f"since {first} [MiB]")
     word = "anonymous memory" if data.memory.metric == "anon_rss" else "GPU memory"
-    ax.set_title(f"Drift of {word} {when}")
+    about = f"{data.cycle} (a point is one sample)"
+    ax.set(xlabel=about, ylabel=f"since {first} [MiB]", title=f"Drift of {word} {when}")
     ax.legend(loc="upper left", ncols=3, handletextpad=0.4, columnspacing=0.9)
 
 
 def draw_ranks(ax: Axes, table: pd.DataFrame, theme: Theme, each: str) -> None:
     """A line per rank or GPU, a point per cycle; many are drawn as their median and range."""
     style: dict[str, Any] = {"color": theme.series[0], "markersize": 4.5, "linewidth": 1.2}
-    if len(table.columns) <= axes.SEPARATE:
+    if len(table.columns) <= SEPARATE:
         for lane, rank in enumerate(table.columns):
             ax.plot(table.index, table[rank], marker=MARKERS[lane], label=f"{each} {rank}", **style)
         return
@@ -169,8 +183,7 @@ def numbers(scene: Scene) -> None:
         table = mine.assign(at=mine["cycle"] if once else mine.groupby("rank").cumcount())
         draw_ranks(ax, table.pivot_table(index="at", columns="rank", values="value"), scene.theme, each="rank")
         unit = mine["unit"].iloc[0]
-        ax.set_title(f"{name} [{unit}]" if unit not in ("", "1") else name)
-        ax.set_xlabel("cycle" if once else "record")
+        ax.set(title=f"{name} [{unit}]" if unit not in ("", "1") else name, xlabel="cycle" if once else "record")
         ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
         ax.legend(loc="best", handletextpad=0.4)
 
@@ -182,7 +195,7 @@ def times(scene: Scene) -> None:
     ax, data, theme = scene.figure.subplots(), scene.data, scene.theme
     seconds = data.of("seconds")
     scale, unit = time_unit(float(seconds["value"].max()))
-    lanes = axes.rank_lanes(data)
+    lanes = rank_lanes(data)
     counts = set()
     for index, phase in enumerate(data.phases):
         for lane, ranks in enumerate(lanes):
@@ -190,27 +203,23 @@ def times(scene: Scene) -> None:
             if not chosen.empty:
                 counts.add(len(chosen))
                 x = index + (lane - (len(lanes) - 1) / 2) * 0.6 / len(lanes)
-                axes.draw_samples(ax, x, chosen, theme, marker=MARKERS[lane], colour=theme.colour(index))
+                draw_samples(ax, x, chosen, theme, marker=MARKERS[lane], colour=theme.colour(index))
     low, high = float(seconds["value"].min()), float(seconds["value"].max())
-    logarithmic = low > 0 and high / low > 30
-    if logarithmic:
-        axes.log_scale(ax)
+    if logarithmic := low > 0 and high / low > 30:
+        log_scale(ax)
     else:
         ax.set_ylim(bottom=0)
     if len(lanes) > 1:
-        shapes = [
-            Line2D([], [], linestyle="", marker=MARKERS[lane], color=theme.faint, label=f"rank {ranks[0]}")
-            for lane, ranks in enumerate(lanes)
-        ]
+        gray = {"linestyle": "", "color": theme.faint}
+        shapes = marks_of({f"rank {ranks[0]}": {**gray, "marker": MARKERS[n]} for n, ranks in enumerate(lanes)})
         ax.legend(handles=shapes, ncols=len(shapes), loc="upper right", handletextpad=0.2, columnspacing=1.0)
         ax.set_ylim(top=high * scale * (5 if logarithmic else 1.25))  # room for the legend
-    ax.set_ylabel(f"time [{unit}]")
     slant = {"rotation": 25, "ha": "right"} if len(data.phases) > 5 or max(map(len, data.phases)) > 11 else {}
     ax.set_xticks(range(len(data.phases)), data.phases, **slant)
-    ax.set_xlim(-0.6, len(data.phases) - 0.4)
     spread = "" if counts == {1} else ", median and range"
     of = "Time per phase and rank" if len(lanes) == len(data.ranks) else "Time per phase, all ranks"
-    ax.set_title(f"{of} ({samples(counts)} each{spread})")
+    title = f"{of} ({samples(counts)} each{spread})"
+    ax.set(xlim=(-0.6, len(data.phases) - 0.4), ylabel=f"time [{unit}]", title=title)
 
 
 def counts_of(data: RunData) -> list[str]:
@@ -223,13 +232,13 @@ def allowed(verdict: Verdict, metric: str) -> float | None:
 
 
 def phase_legend_height(data: RunData) -> float:
-    return 0.25 * math.ceil(len(data.phases) / axes.phase_columns(data))
+    return 0.25 * math.ceil(len(data.phases) / phase_columns(data))
 
 
 def census(scene: Scene) -> None:
     counts, high = counts_of(scene.data), phase_legend_height(scene.data)
     places = scene.figure.subplot_mosaic([["legend"] * len(counts), counts], height_ratios=[high, 2.2])
-    axes.phase_legend(places["legend"], scene.data, scene.theme)
+    phase_legend(places["legend"], scene.data, scene.theme)
     for name in counts:
         draw_count(places[name], scene, name)
 
@@ -237,19 +246,19 @@ def census(scene: Scene) -> None:
 def draw_count(ax: Axes, scene: Scene, metric: str) -> None:
     """A count through the phases, with the level at the start and, where a check judges it, the limit above that."""
     data, theme, more = scene.data, scene.theme, allowed(scene.verdict, metric)
-    level = data.level(metric)
-    axes.draw_level(ax, level, data, theme)
-    if level.start is not None:
-        ax.axhline(level.start, color=theme.faint, linewidth=1.2, linestyle=LINES[1], zorder=1)
+    start = data.start(metric)
+    draw_level(ax, data.level(metric), data, theme)
+    if start is not None:
+        ax.axhline(start, color=theme.faint, linewidth=1.2, linestyle=LINES[1], zorder=1)
         if more is not None:
-            ax.axhline(level.start + more, color=theme.bad, linewidth=1.2, linestyle=LINES[2], zorder=1, gid="limit")
-    axes.widen(ax, least=4)
+            ax.axhline(start + more, color=theme.bad, linewidth=1.2, linestyle=LINES[2], zorder=1, gid="limit")
+    widen(ax, least=4)
     ax.set_ylim(bottom=max(-0.2, ax.get_ylim()[0]))
     ax.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    ax.set_ylabel("count" if len(data.ranks) == 1 else f"count (range of {len(data.ranks)} ranks)")
-    limit = "" if level.start is None or more is None else f", limit {more:+g}"
-    ax.set_title(COUNTS[metric] + ("" if level.start is None else f": start {level.start:g}{limit}"))
-    axes.step_axis(ax, data, theme)
+    limit = "" if start is None or more is None else f", limit {more:+g}"
+    title = COUNTS[metric] + ("" if start is None else f": start {start:g}{limit}")
+    ax.set(ylabel="count" if len(data.ranks) == 1 else f"count (range of {len(data.ranks)} ranks)", title=title)
+    step_axis(ax, data, theme)
 
 
 def timeline(scene: Scene) -> None:
@@ -257,18 +266,17 @@ def timeline(scene: Scene) -> None:
     data, theme = scene.data, scene.theme
     high = phase_legend_height(data)
     legend, ax = scene.figure.subplots(2, 1, height_ratios=(high, timeline_height(data) - high))
-    axes.phase_legend(legend, data, theme)
+    phase_legend(legend, data, theme)
     seconds = data.of("seconds").sort_values("value", ascending=False)  # so that an inner phase lies on top
     failed = data.of("failed")
     raised = set(zip(failed["step"].tolist(), failed["rank"].tolist(), strict=True))
     begin = float((seconds["time"] - seconds["value"]).min())
     scale, unit = time_unit(float(seconds["time"].max()) - begin)
-    lanes = {rank: lane for lane, rank in enumerate(data.ranks)}
     for phase, bars in seconds.groupby("phase", sort=False):
         index = data.phases.index(str(phase))
         framed = [key in raised for key in zip(bars["step"].tolist(), bars["rank"].tolist(), strict=True)]
         ax.barh(
-            bars["rank"].map(lanes),
+            bars["rank"].map(data.ranks.index),
             bars["value"] * scale,
             left=(bars["time"] - bars["value"] - begin) * scale,
             height=0.72,
@@ -278,10 +286,9 @@ def timeline(scene: Scene) -> None:
             linewidth=[2.0 if frame else 0.0 for frame in framed],
         )
     ax.set_yticks(range(len(data.ranks)), [rank_name(rank, data.run.roles) for rank in data.ranks])
-    ax.set_ylim(len(data.ranks) - 0.5, -0.5)
-    axes.grid_across(ax)
-    ax.set_xlabel(f"time since the first phase began [{unit}]")
-    ax.set_title("Timeline of ranks" + (" (framed: raised)" if raised else ""))
+    grid_across(ax)
+    title = "Timeline of ranks" + (" (framed: raised)" if raised else "")
+    ax.set(ylim=(len(data.ranks) - 0.5, -0.5), xlabel=f"time since the first phase began [{unit}]", title=title)
 
 
 def timeline_height(data: RunData) -> float:
@@ -355,21 +362,23 @@ GENERAL = Pictures(
     plots={
         "memory": Plot(
             "Memory by source",
-            lambda data: measured(data) and bool(memory_of(data)),
+            lambda data: bool(data.order and memory_of(data)),
             lambda data, _: 3.2 * len(memory_of(data)),
             memory,
         ),
         "drift": drift(),
         "numbers": Plot("Own numbers", lambda data: bool(own_names(data)), lambda *_: 3.0, numbers),
-        "times": Plot("Time per phase and rank", measured, lambda *_: 3.4, times),
+        "times": Plot("Time per phase and rank", lambda data: bool(data.order), lambda *_: 3.4, times),
         "census": Plot(
             "Groups, files, threads",
-            lambda data: measured(data) and bool(counts_of(data)),
+            lambda data: bool(data.order and counts_of(data)),
             lambda data, _: 2.4 + phase_legend_height(data),
             census,
             COUNT_CHECKS,
         ),
-        "timeline": Plot("Timeline of ranks", measured, lambda data, _: timeline_height(data), timeline),
+        "timeline": Plot(
+            "Timeline of ranks", lambda data: bool(data.order), lambda data, _: timeline_height(data), timeline
+        ),
         "verdict": Plot(
             "Verdict",
             lambda data: bool(data.verdict()),
@@ -409,24 +418,14 @@ def plot_against(runs: Sequence[Run], *, theme_name: str = "light", table: pd.Da
         first = others.pop(runs[0].id)
         if shown.empty:
             return message(f"nothing that both measured changed by more than {EVEN - 1:.0%} against {first}", look)
-        beside = max(
-            1, min(3, len(others), LETTERS // max(map(len, others.values()), default=1))
-        )  # names in a row of the legend
+        # Names in a row of the legend.
+        beside = max(1, min(3, len(others), LETTERS // max(map(len, others.values()), default=1)))
         warned = [f"Warning: {why}" for why in warnings(runs)]
-        picture = Picture(
-            1.5
-            + 0.2 * (len(warned) + math.ceil(len(others) / beside))
-            + (0.08 + 0.18 * len(others)) * shown["place"].nunique()
-        )
+        lines = 0.2 * (len(warned) + math.ceil(len(others) / beside))
+        picture = Picture(1.5 + lines + (0.08 + 0.18 * len(others)) * shown["place"].nunique())
         draw(picture.subplots(), shown, others, look, beside)
-        picture.suptitle(
-            "\n".join(
-                [f"{runs[0].lab} · what changed most against {first} · {counted(len(others), 'other run')}", *warned]
-            ),
-            x=0.01,
-            ha="left",
-            fontsize=11.5,
-        )
+        heading = f"{runs[0].lab} · what changed most against {first} · {counted(len(others), 'other run')}"
+        picture.suptitle("\n".join([heading, *warned]), x=0.01, ha="left", fontsize=11.5)
     return picture
 
 
@@ -445,16 +444,12 @@ def draw(ax: Axes, shown: pd.DataFrame, others: Mapping[str, str], look: Theme, 
     """A line at 1 is the first run, with its own spread in grey. A bar is from the least to the greatest that the spreads allow."""
     ends = [1.0]
     for place, mine in shown.groupby("place"):
-        half = float((mine["base_spread"] / mine["base"]).max()) / 2
-        if half > 0:
-            own = [max(1 - half, 0.1), 1 + half]
-            ax.plot(
-                own, [float(str(place))] * 2, color=look.faint, linewidth=9, alpha=0.25, solid_capstyle="butt", zorder=1
-            )
-    lanes = {run: lane for lane, run in enumerate(others)}
+        if (half := float((mine["base_spread"] / mine["base"]).max()) / 2) > 0:
+            own: dict[str, Any] = {"color": look.faint, "alpha": 0.25, "solid_capstyle": "butt", "zorder": 1}
+            ax.plot([max(1 - half, 0.1), 1 + half], [float(str(place))] * 2, linewidth=9, **own)
     rows: Iterable[Any] = shown.itertuples()
     for row in rows:
-        lane = lanes[row.run]
+        lane = list(others).index(row.run)
         y = row.place + (lane - (len(others) - 1) / 2) * 0.6 / len(others)
         half = row.spread / 2 / row.base
         span = [max(row.ratio - half, row.ratio / 10), row.ratio + half]
@@ -465,20 +460,17 @@ def draw(ax: Axes, shown: pd.DataFrame, others: Mapping[str, str], look: Theme, 
         ax.text(1.01, y, words, transform=ax.get_yaxis_transform(), va="center", fontsize=8, color=look.ink)
         ends += span
     ax.axvline(1, color=look.ink, linewidth=1.2)
-    ax.set_xscale("log")
     margin = max(max(ends) / min(ends), 1.5) ** 0.04
-    ax.set_xlim(min(ends) / margin, max(ends) * margin)
+    ax.set(xscale="log", xlim=(min(ends) / margin, max(ends) * margin))
     ax.xaxis.set_major_locator(FixedLocator(ratios(*ax.get_xlim())))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:g} x")
     names = shown.drop_duplicates("place").sort_values("place")["name"]
     ax.set_yticks(range(len(names)), names)
-    ax.set_ylim(len(names) - 0.4, -0.6)
     grid_across(ax)
     numbers = samples({*shown["n"], *shown["base_n"]})
-    ax.set_xlabel(
-        f"ratio of medians over cycles ({numbers}); bars: their spread around it; grey: that of the first run"
-    )
+    about = f"ratio of medians over cycles ({numbers}); bars: their spread around it; grey: that of the first run"
+    ax.set(ylim=(len(names) - 0.4, -0.6), xlabel=about)
     if len(others) == 1:
         ax.set_title(next(iter(others.values())))
         return

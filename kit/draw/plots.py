@@ -1,4 +1,5 @@
-"""A run as plots need it, what a plot and a table of it are, what a lab adds, and how one plot or all of them become a picture.
+"""A run as plots need it, what a plot and a table of it are, what a lab adds, how one plot or all of them become a picture, and what plots
+share: samples and limits on axes, names at the ends of lines, axes of cycles and of steps.
 
 A notebook shows a picture and a file keeps it; in a page whose theme may change it is SVG.
 """
@@ -8,21 +9,28 @@ from __future__ import annotations
 import contextlib
 import html
 import io
+import itertools
+import math
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
-from kit.draw.style import DARK, LIGHT, SVG, Theme, theme
+from kit.draw.style import DARK, LIGHT, LINES, SVG, Theme, theme
 from kit.errors import BadInput
 from kit.results import Run, Verdict
 from kit.results.frames import Source, gpu_numbers, source
@@ -35,17 +43,6 @@ WIDTH = 11.0  # inches
 DARK_PAGE = 'body[data-jp-theme-light="false"] .kit-picture, body.vscode-dark .kit-picture'
 COLOURED = re.compile(r"#[0-9a-f]{6}\b")
 BASELINE = "baseline"  # the phase after which a lab wants its levels to be the same again
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """A metric through the steps. `start` is its value after a phase called baseline, else before the first phase."""
-
-    at: list[int]
-    middle: list[float]
-    low: list[float]
-    high: list[float]
-    start: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,29 +76,25 @@ class RunData:
     def metrics(self) -> set[str]:
         return set(self.frame["metric"].unique())
 
-    def of(self, metric: str) -> pd.DataFrame:
-        """Finite values of a metric, with the number of their step."""
-        return self.frame[(self.frame["metric"] == metric) & self.frame["value"].notna()]
+    def of(self, metric: str, phase: str = "") -> pd.DataFrame:
+        """Finite values of a metric, of one phase or of all, with the number of their step."""
+        rows = self.frame[(self.frame["metric"] == metric) & self.frame["value"].notna()]
+        return rows[rows["phase"] == phase] if phase else rows
 
-    def level(self, metric: str) -> Level:
-        groups = self.of(metric).groupby("step")["value"]
-        first = self.of(metric)
-        first = first[first["phase"] == BASELINE]
-        if first.empty:
-            first = self.of(f"{metric}_before")
-        start = first[first["step"] == first["step"].min()]["value"]
-        return Level(
-            at=[int(step) for step in groups.median().index],
-            middle=groups.median().tolist(),
-            low=groups.min().tolist(),
-            high=groups.max().tolist(),
-            start=None if start.empty else float(start.median()),
-        )
+    def level(self, metric: str) -> pd.DataFrame:
+        """A metric through the steps: its min, median and max over ranks."""
+        return self.of(metric).groupby("step")["value"].agg(["min", "median", "max"])
+
+    def start(self, metric: str) -> float | None:
+        """A metric after a phase called baseline, else before the first phase."""
+        rows = self.of(metric, BASELINE)
+        if rows.empty:
+            rows = self.of(f"{metric}_before")
+        return None if rows.empty else float(rows[rows["step"] == rows["step"].min()]["value"].median())
 
     def memory_levels(self, phase: str) -> pd.DataFrame:
         """Memory after a phase of each cycle, as the memory checks see it: a column per rank, or per GPU that ranks share."""
-        rows = self.of(self.memory.metric)
-        rows = rows[rows["phase"] == phase]
+        rows = self.of(self.memory.metric, phase)
         columns = rows["rank"].map(lambda rank: self.memory.gpu_of.get(rank, rank))
         return rows.assign(rank=columns).pivot_table(index="cycle", columns="rank", values="value", aggfunc="max")
 
@@ -321,7 +314,6 @@ class Album:
         return [row for row in rows if row] if self.data.order else []
 
     def heading(self, tolerances: Mapping[str, float] | None = None) -> str:
-        """What was run and how it ended; moved limits are named."""
         data, run = self.data, self.data.run
         words = self.lead.words(data) if self.lead.words else [counted(len(data.cycles), "cycle")]
         name = run.lab if run.id.startswith(run.lab) else f"{run.lab} {run.id}"
@@ -369,3 +361,181 @@ def inline(picture: Picture, label: str) -> str:
     named = f'{head} role="img" aria-label="{html.escape(label, quote=True)}">'
     width = round(picture.get_size_inches()[0] * 96)
     return f'<div class="kit-picture" style="max-width:{width}px">{named}{rest}</div>'
+
+
+# -- what plots share --------------------------------------------------------------------------------------------------
+
+
+SEPARATE = 4  # up to this many ranks are drawn one by one; more are drawn as one cloud
+
+
+def rank_lanes(data: RunData) -> list[list[int]]:
+    return [[rank] for rank in data.ranks] if len(data.ranks) <= SEPARATE else [data.ranks]
+
+
+def draw_samples(ax: Axes, x: float, values: pd.Series[float], theme: Theme, *, marker: str, colour: str) -> None:
+    ax.plot([x, x], [values.min(), values.max()], color=colour, linewidth=5, alpha=0.3, solid_capstyle="round")
+    ax.plot([x] * len(values), values, marker, color=colour, markersize=4.5, markeredgecolor=theme.paper)
+    if len(values) > 1:
+        ax.plot(x, values.median(), "_", color=theme.ink, markersize=11, markeredgewidth=1.4)
+
+
+def draw_level(
+    ax: Axes,
+    level: pd.DataFrame,
+    data: RunData,
+    theme: Theme,
+    *,
+    start: float = 0.0,
+    scale: float = 1.0,
+    line: Any = "-",
+    points: bool = True,
+) -> None:
+    """A line through the medians, a band over the ranks, and points in the colours of the phases."""
+    drawn = (level - start) * scale
+    ax.fill_between(drawn.index, drawn["min"], drawn["max"], color=theme.faint, alpha=0.25, linewidth=0)
+    ax.plot(drawn.index, drawn["median"], color=theme.faint, linewidth=1.2, linestyle=line)
+    if points:
+        colours = [theme.colour(data.phases.index(data.order[step][1])) for step in drawn.index]
+        look: dict[str, Any] = {"edgecolors": theme.paper, "linewidths": 0.6, "zorder": 3}
+        ax.scatter(drawn.index, drawn["median"], s=26 if len(data.order) <= 30 else 9, c=colours, **look)
+
+
+def stack(ax: Axes, x: float, width: float, parts: Iterable[tuple[float, Mapping[str, Any]]]) -> float:
+    """Bars that stand on one another, each with its look; the height that they reach."""
+    top = 0.0
+    for size, look in parts:
+        ax.bar(x, size, width, bottom=top, zorder=2, **look)
+        top += max(size, 0.0)
+    return top
+
+
+def limit_of(verdict: Verdict, *checks: str) -> float | None:
+    return next((row.limit for row in verdict if row.check in checks), None)
+
+
+def draw_limit(ax: Axes, limit: float, word: str, theme: Theme) -> None:
+    ax.axhline(limit, color=theme.bad, linewidth=1.4, linestyle=LINES[2], gid="limit")
+    ax.annotate(
+        word,
+        (1, limit),
+        (0, 2),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        color=theme.bad,
+        fontsize=8.5,
+    )
+
+
+def widen(ax: Axes, *, least: float) -> None:
+    """Keep noise from looking like a mountain: the axis spans at least this much."""
+    low, high = ax.get_ylim()
+    if high - low < least:
+        middle = (low + high) / 2
+        ax.set_ylim(middle - least / 2, middle + least / 2)
+
+
+def log_scale(ax: Axes) -> None:
+    ax.set_yscale("log")
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    ax.yaxis.set_minor_formatter(NullFormatter())
+
+
+def grid_across(ax: Axes) -> None:
+    ax.grid(visible=False, axis="y")
+    ax.grid(visible=True, axis="x")
+
+
+def marks_of(looks: Mapping[str, Mapping[str, Any]]) -> list[Any]:
+    """The marks of a legend by their words: a patch where a look has a facecolor, else a line or a marker."""
+    return [
+        Patch(label=word, **look) if "facecolor" in look else Line2D([], [], label=word, **look)
+        for word, look in looks.items()
+    ]
+
+
+def legend_of(ax: Axes, handles: Sequence[Any], **options: Any) -> None:
+    ax.set_axis_off()
+    ax.legend(handles=handles, **{"ncols": len(handles), "loc": "center left", "borderaxespad": 0, **options})
+
+
+def cycle_axis(ax: Axes) -> None:
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+    left, right = ax.get_xlim()
+    if right - left < 1:
+        ax.set_xlim(0.5, 1.5)
+    ax.set_xlabel("cycle")
+
+
+def step_axis(ax: Axes, data: RunData, theme: Theme) -> None:
+    """Steps by cycle, every other cycle shaded; a run of one cycle has its phases' names instead."""
+    ax.set_xlim(-0.7, len(data.order) - 0.3)
+    if len(data.cycles) <= 1:
+        ax.set_xticks(range(len(data.order)), [phase for _, phase in data.order], rotation=25, ha="right")
+        return
+    where = stretches(data.order, data.cycles)
+    every = math.ceil(len(where) / 10)
+    for number, places in enumerate(where.values()):
+        if number % 2 and len(where) <= 20:
+            ax.axvspan(places[0] - 0.5, places[-1] + 0.5, color=theme.shade, zorder=0, linewidth=0)
+    shown = list(where.items())[::every]
+    names = [data.cycle_words.get(cycle, str(cycle)) for cycle, _ in shown]
+    ax.set_xticks([(places[0] + places[-1]) / 2 for _, places in shown], names)
+    ax.tick_params(axis="x", length=0)
+    ax.set_xlabel(f"{data.cycle} (a point per phase)")
+
+
+def stretches(order: Sequence[tuple[int, str]], cycles: Sequence[int]) -> dict[int, list[int]]:
+    """The longest stretch of neighbouring steps of each of these cycles: a control has the same numbers elsewhere."""
+    longest: dict[int, list[int]] = {}
+    for cycle, steps in itertools.groupby(enumerate(order), key=lambda step: step[1][0]):
+        places = [place for place, _ in steps]
+        if cycle in cycles and len(places) >= len(longest.get(cycle, [])):
+            longest[cycle] = places
+    return dict(sorted(longest.items()))
+
+
+def name_ends(ax: Axes, ends: Sequence[tuple[float, str]], last: int, theme: Theme) -> None:
+    """Write names at the ends of their lines, in room made for them, moved apart where they would overlap."""
+    ax.set_xlim(right=(last + 1.4) * 1.42)
+    low, high = ax.get_ylim()
+    room, lowest = (high - low) * 0.085, -math.inf
+    paper = {"facecolor": theme.paper, "edgecolor": "none", "pad": 1.0}
+    for left, (value, name) in zip(range(len(ends), 0, -1), sorted(ends), strict=True):
+        lowest = max(min(value, high - (left - 0.5) * room), lowest + room)
+        x = last + 0.04 * (last + 5)
+        ax.text(x, lowest, name, color=theme.ink, fontsize=8.5, va="center", bbox=paper)
+
+
+def phase_columns(data: RunData) -> int:
+    return max(1, min(len(data.phases), 130 // (6 + max(map(len, data.phases)))))
+
+
+def phase_legend(ax: Axes, data: RunData, theme: Theme) -> None:
+    looks = {name: {"facecolor": theme.colour(n), "hatch": theme.hatch(n)} for n, name in enumerate(data.phases)}
+    legend_of(ax, marks_of(looks), ncols=phase_columns(data), handlelength=1.4)
+
+
+# -- many bars on one axis of time: as one collection, since a run may have thousands ----------------------------------
+
+
+class Box(NamedTuple):
+    """A bar: its ends in seconds, and its place from the top in inches."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+
+
+def paint_boxes(ax: Axes, boxes: Iterable[Box], began: float, scale: float, **look: Any) -> None:
+    corners = [
+        [
+            ((x - began) * scale, y)
+            for x, y in ((b.left, b.top), (b.right, b.top), (b.right, b.bottom), (b.left, b.bottom))
+        ]
+        for b in boxes
+    ]
+    ax.add_collection(PolyCollection(corners, **{"linewidth": 0, "zorder": 2, **look}), autolim=False)

@@ -1,21 +1,157 @@
-"""What a lab is made of. Data and names only, so that listing labs and faults loads nothing else."""
+"""What a lab is made of: the fields of its config, and its phases, roles, checks and faults. Both sides load it.
+
+`Annotated[int, Option("...", low=1, high=64)]` says what a field is for and what it may be. The notebook side checks it (pydantic asks the
+marker itself), `kit` prints it and widgets are made from it; the ranks take the values as they are. A `Definition` has data and names only,
+so that listing labs and faults loads nothing else.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+from kit.errors import BadInput
+from kit.machine import free_gpu_bytes, free_memory
+from kit.megatron.config import ModelConfig, dtype_on
 from kit.target import load
+from kit.world.asked import RANK_BYTES
 
 if TYPE_CHECKING:
-    from kit.labs.options import LabConfig
     from kit.results import Check
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What a field is for, the ends of its range (both allowed), and whether it names code (`module:attr`): for the ranks, or with `here`
+    for the notebook side. `names` are words that such a field may have in place of code, such as "auto"."""
+
+    help: str
+    _: dataclasses.KW_ONLY
+    low: float | None = None
+    high: float | None = None
+    unit: str = ""
+    target: bool = False
+    here: bool = False
+    names: tuple[str, ...] = ()
+
+    def check(self, value: Any) -> Any:
+        if self.names and isinstance(value, str) and value not in self.names and ":" not in value:
+            raise ValueError(f"must be {self.range()}")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            low, high = (-math.inf if self.low is None else self.low), (math.inf if self.high is None else self.high)
+            if not (low <= value <= high and math.isfinite(value)):
+                raise ValueError(f"must be {self.range()}")
+        return value
+
+    def range(self) -> str:
+        if self.names:
+            return f"one of {', '.join(self.names)}, or module:attr"
+        if self.high is None:
+            return "" if self.low is None else f"of at least {self.low}"
+        return f"of at most {self.high}" if self.low is None else f"from {self.low} to {self.high}"
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
+        function = {"type": "no-info", "function": self.check}
+        return {"type": "function-after", "function": function, "schema": handler(source)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LabConfig:
+    """What every lab's config has. A lab adds fields by inheriting; rules among fields are a ValueError in __post_init__."""
+
+    ranks: Annotated[int, Option("number of ranks", low=1, high=4096)] = 2
+    device: Annotated[Literal["auto", "cpu", "cuda"], Option("device of the ranks; auto: CUDA if it is usable")] = (
+        "auto"
+    )
+    timeout_s: Annotated[float, Option("time limit of a phase", low=0.1, high=86400, unit="s")] = 120.0
+    python: Annotated[
+        str, Option("Python interpreter of the ranks; empty: the first on this machine with torch and megatron.core")
+    ] = ""
+    routing: Annotated[
+        Literal["torch", "torchcomms", "nccl2"],
+        Option("backend of collectives: torch's own, torchcomms, or torch's nccl2 (CUDA only)"),
+    ] = "torch"
+    memory_snapshot: Annotated[
+        bool, Option("record PyTorch's memory history and write it for each rank (CUDA only; phases take longer)")
+    ] = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobConfig(LabConfig):
+    size: Annotated[Literal["tiny", "125m", "qwen2.5-0.5b"], Option("model size")] = "tiny"
+    layers: Annotated[int | None, Option("number of layers; null: that of the size", low=1, high=200)] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Option("dtype of the weights; auto: bfloat16 on CUDA, float32 on the CPU"),
+    ] = "auto"
+    seed: Annotated[int, Option("seed for weights and data", low=0, high=2**31)] = 1234
+
+
+def model_of(config: JobConfig, **more: Any) -> ModelConfig:
+    """The Megatron job that a lab's config describes, by the settings that have the same names; `more` are set by the lab."""
+    same = {one.name: getattr(config, one.name) for one in dataclasses.fields(ModelConfig) if hasattr(config, one.name)}
+    return ModelConfig(**{**same, "dtype": dtype_on(config.dtype), **more})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Field:
+    name: str
+    kind: Any
+    default: Any
+    option: Option
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        return typing.get_args(self.kind) if typing.get_origin(self.kind) is Literal else ()
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        union = typing.get_origin(self.kind) in {typing.Union, types.UnionType}
+        return typing.get_args(self.kind) if union else (self.kind,)
+
+    @property
+    def optional(self) -> bool:
+        return type(None) in self.kinds
+
+    def allowed(self) -> str:
+        if self.choices:
+            return f"one of {', '.join(map(str, self.choices))}"
+        kinds = [kind for kind in self.kinds if kind is not type(None) and not self.option.names]
+        words = " or ".join(_WORDS.get(kind, str(kind)) for kind in kinds)
+        return " ".join(filter(None, [words, self.option.range(), "or null" if self.optional else ""]))
+
+
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    tuple[int, ...]: "a list of whole numbers, such as [1, 2]",
+}
+
+
+def fields(config: type) -> list[Field]:
+    hints = typing.get_type_hints(config, include_extras=True)
+    found = []
+    for field in dataclasses.fields(config):
+        kind, *marks = typing.get_args(hints[field.name]) or (None,)
+        option = next((mark for mark in marks if isinstance(mark, Option)), None)
+        if option is None:
+            raise TypeError(f"config field {field.name!r} has no Option; give it one with a help text")
+        found.append(Field(field.name, kind, field.default, option))
+    return found
+
+
+# -- the parts of a lab ------------------------------------------------------------------------------------------------
 
 
 class Step(NamedTuple):
     """One phase of one cycle. Only `roles` are called and measured; none named means all. `driver` makes it a driven step: `module:attr` on
-    the notebook side, called with a `kit.labs.drive.Drive`, gives calls to roles until it returns."""
+    the notebook side, called with a `kit.labs.lab.Drive`, gives calls to roles until it returns."""
 
     cycle: int
     phase: str
@@ -114,14 +250,40 @@ class Definition:
         return roles
 
     def load_checks(self) -> Sequence[Check]:
-        checks: Sequence[Check] = load(self.checks)
-        return checks
+        return tuple(load(self.checks))
 
     def all_checks(self) -> Sequence[Check]:
-        """The lab's own and those of every lab, which ask only of runs that they are about."""
-        common: Sequence[Check] = load("kit.labs.growth:EVERY_LAB")
-        return [*self.load_checks(), *common]
+        """The lab's own checks and those of every lab, each of which applies only to the runs that it is about."""
+        return (*self.load_checks(), *load("kit.labs.growth:EVERY_LAB"))
 
     def load_presets(self) -> Mapping[str, Mapping[str, float]]:
-        presets: Mapping[str, Mapping[str, float]] = load(self.presets) if self.presets else {}
-        return presets
+        return dict(load(self.presets)) if self.presets else {}
+
+
+# -- whether a job fits this machine ------------------------------------------------------------------------------------
+
+
+GIB = 2**30
+JOB = "weights, gradients and optimizer"
+
+
+def check_fits(config: JobConfig, *, job: int, host: int, kept: str) -> None:
+    """Refuse a job that does not fit. `job`: bytes of a rank on its device; `host`: other bytes in host memory, which `kept` describes."""
+    ranks = config.ranks
+    if gpus := [] if config.device == "cpu" else free_gpu_bytes():
+        sharing = -(-ranks // len(gpus))  # ranks on the fullest GPU
+        least = min(gpus[:ranks])
+        if sharing * job > least:
+            many = f" on each of {sharing} ranks that share a GPU" if sharing > 1 else " for each rank"
+            raise BadInput(
+                f"size={config.size} does not fit: {job / GIB:.2f} GiB of {JOB}{many}, "
+                f"but {least / GIB:.1f} GiB are free on a GPU; use a smaller size, fewer layers, or more tp or pp"
+            )
+    here = 0 if gpus else job
+    needed = (here + host + RANK_BYTES) * ranks
+    if needed > (free := free_memory()):
+        raise BadInput(
+            f"size={config.size} does not fit: {ranks} ranks x ({here / GIB:.2f} GiB of {JOB} + {host / GIB:.2f} GiB {kept} "
+            f"+ {RANK_BYTES / GIB:.2f} GiB per process) = "
+            f"{needed / GIB:.1f} GiB, but {free / GIB:.1f} GiB are free; use a smaller size, fewer layers, or fewer ranks"
+        )

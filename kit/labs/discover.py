@@ -1,38 +1,40 @@
-"""The list of labs: packages in this folder, and entry points `kit.labs` of installed packages; and the list of runs in a folder."""
+"""The labs and their configs on the notebook side. Labs are packages in this folder and entry points `kit.labs` of installed packages.
+A config from user input is checked before any rank starts, with one sentence per mistake. Runs of a folder are listed by their config."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
+import os
 import pkgutil
-from collections.abc import Iterable, Mapping
+import subprocess
+import typing
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from kit import machine, nccl2
+from kit import target as targets
 from kit.errors import BadInput, hint
-from kit.labs.configure import settled
-from kit.labs.definition import Definition
-from kit.labs.options import fields
-from kit.results import Run, list_runs, read_verdict
+from kit.labs.definition import Definition, Fault, Field, LabConfig, fields
+from kit.machine import has_gpu_driver
+from kit.megatron.config import dtype_on, forced_tf32
+from kit.results import Check, Run, list_runs, read_verdict
 from kit.results.comparison import in_words
 from kit.results.run import STATUSES
 from kit.results.verdict import tally, without_parts
-from kit.target import load
+from kit.world import World, asked
+from kit.world.asked import check_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import pandas as pd
 
     from kit.draw.plots import Pictures
-    from kit.results import Check
-
-GROUP = "kit.labs"
 
 
 class Found(NamedTuple):
-    """Labs by name, and the reason for each lab that could not be loaded."""
-
     labs: dict[str, Definition]
     broken: dict[str, str]
 
@@ -42,10 +44,10 @@ def discover() -> Found:
     """Every lab. A broken third-party package is reported and does not affect the others."""
     from importlib.metadata import entry_points
 
-    home = import_module("kit.labs")
-    own = [import_module(f"kit.labs.{info.name}").LAB for info in pkgutil.iter_modules(home.__path__) if info.ispkg]
+    here = pkgutil.iter_modules([str(Path(__file__).parent)])
+    own = [import_module(f"kit.labs.{info.name}").LAB for info in here if info.ispkg]
     found = Found({lab.name: lab for lab in own}, {})
-    for point in entry_points(group=GROUP):
+    for point in entry_points(group="kit.labs"):
         try:
             lab = point.load()
         except Exception as error:  # noqa: BLE001 - importing a stranger's package may raise anything
@@ -62,24 +64,248 @@ def discover() -> Found:
 
 def find(name: str) -> Definition:
     labs, broken = discover()
-    if name in labs:
-        return labs[name]
-    if name in broken:
-        raise BadInput(f"lab {name!r}: {broken[name]}")
-    raise BadInput(f"unknown lab {name!r}; {hint(name, labs)}")
+    if name not in labs:
+        raise BadInput(
+            f"lab {name!r}: {broken[name]}" if name in broken else f"unknown lab {name!r}; {hint(name, labs)}"
+        )
+    return labs[name]
 
 
 def checks_of(name: str) -> Sequence[Check]:
     """The checks of a lab; for an unknown lab, such as a run recorded by your own script, those of the observers."""
     lab = discover().labs.get(name)
-    unknown: Sequence[Check] = load("kit.labs.growth:OBSERVED")
-    return lab.all_checks() if lab else unknown
+    return lab.all_checks() if lab else tuple(targets.load("kit.labs.growth:OBSERVED"))
 
 
 def pictures_of(name: str) -> Pictures | None:
     lab = discover().labs.get(name)
-    pictures: Pictures | None = load(lab.pictures) if lab and lab.pictures else None
-    return pictures
+    return cast("Pictures", targets.load(lab.pictures)) if lab and lab.pictures else None
+
+
+# -- a config from user input --------------------------------------------------------------------------------------------
+
+
+PROBE = """
+import importlib.util, runpy, sys
+if importlib.util.find_spec("kit") is None:
+    runpy.run_path(sys.argv[1])["make_kit_importable"]()
+runpy.run_path(sys.argv[2])["load_callable"](sys.argv[3])
+"""
+ASK_NCCL2 = "import torch, torch.distributed as dist; print(torch.__version__, hasattr(dist, 'ProcessGroupNCCL2'))"
+
+
+def configure(
+    lab: Definition, given: Mapping[str, Any], fault: Fault | None, *, world: World | None = None
+) -> LabConfig:
+    """The given settings over what the fault needs over the lab's defaults, checked against this machine. Code that a setting names is
+    looked up as the ranks would: with the Python and the environment of `world`."""
+    config = validate(lab, {**(fault.set if fault else {}), **given})
+    if refused := next(refusals(lab, config, fault), None):
+        raise BadInput(refused[1])
+    ranks_python = world.python if world else asked.find_python(config.python or None).path
+    if "megatron.core" in lab.preload and not asked.probe_python(ranks_python, "").megatron:
+        others = [one.path for one in asked.search_pythons() if one.torch and one.megatron]
+        instead = f"use one that has it: export KIT_PYTHON={others[0]}" if others else "install megatron-core there"
+        why = f"needs megatron.core, which the ranks' Python {ranks_python} does not have; {instead}"
+        raise BadInput(f"lab {lab.name!r} {why}")
+    if config.routing == nccl2.NAME:
+        check_nccl2(ranks_python)
+    for field in fields(lab.config):
+        target = getattr(config, field.name)
+        if field.option.target and target != field.default and target not in field.option.names:
+            there = () if field.option.here else (ranks_python, world.env if world else {})
+            check_target(field.name, target, *there)
+    return config
+
+
+def refusals(lab: Definition, config: LabConfig, fault: Fault | None) -> Iterator[tuple[str, str]]:
+    """What this machine or the fault does not allow: the field that it is about ("" for no single one), and a sentence."""
+    driver = has_gpu_driver()
+    on_cuda = driver and config.device != "cpu"
+    if config.device == "cuda" and not driver:
+        yield "device", "device=cuda needs a GPU driver, which this machine does not have; use cpu or auto"
+    # Ranks get this process's environment.
+    if on_cuda and getattr(config, "dtype", "") == "float32" and (why := forced_tf32()):
+        yield "dtype", why
+    if config.routing == nccl2.NAME and not on_cuda:
+        why = "ranks on the CPU have none" if driver else "this machine has no GPU driver"
+        yield "routing", f"routing=nccl2 needs NCCL, and {why}; use torch or torchcomms"
+    if config.memory_snapshot and config.device == "cpu":
+        why = "PyTorch records no memory history on the CPU"
+        yield "memory_snapshot", f"memory_snapshot=true needs CUDA: {why}; use cuda or auto"
+    rules: list[tuple[str, Callable[[], object]]] = [("ranks", lambda: check_ranks(config.ranks))]
+    if fault is not None:
+        yield from undetectable(lab, config, fault)
+        rules.insert(0, ("", lambda: refuse_device(fault, "cuda" if on_cuda else "cpu")))
+    if lab.fits is not None:
+        rules.append(("", functools.partial(lab.fits, config)))
+    for name, rule in rules:
+        try:
+            rule()
+        except BadInput as error:
+            yield name, str(error)
+
+
+def undetectable(lab: Definition, config: LabConfig, fault: Fault) -> Iterator[tuple[str, str]]:
+    """The settings with which the fault's check fails anyway, or is null so that the run would end as if there were no fault."""
+    found = {name: getattr(config, name) for name in fault.needs}
+    wrong = {name: value for name, value in found.items() if value not in fault.needs[name]}
+    for name, value in wrong.items():
+        words = " or ".join(map(spelled, fault.needs[name]))
+        yield name, f"fault {fault.name!r} cannot be detected with {name}={spelled(value)}; use {name}={words}"
+    check = next((check for check in lab.all_checks() if check.name == fault.check), None)
+    if check is not None and not wrong and (reason := check.unanswerable(dataclasses.asdict(config))):
+        why = f"{check.name} is not measured ({reason})"
+        yield "", f"fault {fault.name!r} cannot be detected with these settings: {why}"
+
+
+def settled(values: Mapping[str, Any]) -> dict[str, Any]:
+    """With `dtype=auto` as it is meant here, so that a run's config says what it ran with."""
+    if values.get("dtype") != "auto":
+        return dict(values)
+    on_cuda = values.get("device", "auto") != "cpu" and has_gpu_driver()
+    return {**values, "dtype": dtype_on("auto", "cuda" if on_cuda else "cpu")}
+
+
+def check_nccl2(python: str) -> None:
+    said, why = machine.output(python, "-c", ASK_NCCL2, timeout_s=120)
+    if said is None:
+        raise BadInput(
+            f"routing=nccl2: the ranks' Python {python} does not say whether its torch has that backend: {why}"
+        )
+    version, has_it = said.splitlines()[-1].split()
+    if has_it != "True":
+        raise BadInput(
+            f"routing=nccl2 needs a torch with the backend nccl2, and the ranks' torch {version} has none; use torch or torchcomms"
+        )
+
+
+def complaints(lab: Definition, given: Mapping[str, Any], fault: Fault | None) -> dict[str, str]:
+    """What `configure` would refuse: a sentence per field, under "" for a rule about several. Fast enough for every keystroke: code that a
+    setting names (`module:attr`) is not looked up."""
+    values = {**(fault.set if fault else {}), **given}
+    found = _read(lab, values)
+    if isinstance(found, dict):
+        return found
+    wrong: dict[str, str] = {}
+    for name, why in refusals(lab, found, fault):
+        wrong.setdefault(name, why)
+    return wrong
+
+
+def validate(lab: Definition, values: Mapping[str, Any]) -> LabConfig:
+    config = _read(lab, values)
+    if isinstance(config, dict):
+        raise BadInput("; ".join(dict.fromkeys(config.values())))
+    return config
+
+
+def _read(lab: Definition, values: Mapping[str, Any]) -> LabConfig | dict[str, str]:
+    """The config, or what is wrong by field; what no field can be blamed for raises."""
+    import pydantic
+
+    known, adapter = _known(cast("Hashable", lab.config))
+    for name in values:
+        if name not in known:
+            raise BadInput(f"lab {lab.name!r} has no setting {name!r}; {hint(name, list(known))}")
+    if "dtype" in known:
+        values = settled({"dtype": known["dtype"].default, **values})
+    for name, value in values.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            why = "settings must be plain values (numbers, text, true, false, null, lists)"
+            raise BadInput(f"{why}; {name} is not") from None
+    # A choice that looks like a number (`gate: 1` in a file) is one of its texts.
+    values = {
+        name: str(value) if type(value) in (int, float) and str(value) in known[name].choices else value
+        for name, value in values.items()
+    }
+    try:
+        # Strict, so that "3" is no number; by way of JSON, so that a list may fill a tuple.
+        config: LabConfig = adapter.validate_json(json.dumps(dict(values)), strict=True)
+    except pydantic.ValidationError as error:
+        found: dict[str, str] = {}
+        for row in error.errors():
+            found.setdefault(str(row["loc"][0]) if row["loc"] else "", _sentence(row, known, values))
+        return found
+    return config
+
+
+@functools.cache
+def _known(config: Any) -> tuple[dict[str, Field], Any]:
+    import pydantic
+
+    return {field.name: field for field in fields(config)}, pydantic.TypeAdapter(config)
+
+
+def from_text(lab: Definition, pairs: Mapping[str, str]) -> dict[str, Any]:
+    """Values from the command line: text where the field is text, else JSON, else the text itself for the check to refuse. A list needs no
+    brackets."""
+    kinds = {field.name: field.kind for field in fields(lab.config)}
+    lists = {name for name, kind in kinds.items() if typing.get_origin(kind) is tuple}
+    bare = {name for name, text in pairs.items() if name in lists and not text.startswith("[")}
+    texts = {name: f"[{text}]" if name in bare else text for name, text in pairs.items()}
+    plain = {name for name, kind in kinds.items() if kind is str}
+    return {name: text if name in plain else value_of(text) for name, text in texts.items()}
+
+
+def refuse_device(fault: Fault, device: str) -> None:
+    if device not in fault.devices:
+        raise BadInput(f"fault {fault.name!r} needs {' or '.join(fault.devices)}, but the ranks would run on {device}")
+
+
+def find_fault(lab: Definition, name: str | None) -> Fault | None:
+    faults = {fault.name: fault for fault in lab.faults}
+    if name is not None and name not in faults:
+        raise BadInput(f"lab {lab.name!r} has no fault {name!r}; {hint(name, faults)}")
+    return None if name is None else faults[name]
+
+
+def check_target(name: str, target: str, python: str = "", env: Mapping[str, str] | None = None) -> None:
+    """Load code where it will run: in the ranks' own interpreter and environment, which may be the only ones that have the module; without
+    `python` in this process, where it may also be a name of the notebook itself (`__main__:Name`)."""
+    if not targets.is_target(target):
+        raise BadInput(f"{name} must be 'module:attr', not {target!r}")
+    if not python:
+        try:
+            targets.load_callable(target)
+        except Exception as error:
+            raise BadInput(f"{name}={target} cannot be loaded here: {type(error).__name__}: {error}") from error
+        return
+    agent = Path(asked.__file__).with_name("agent.py")
+    command = [python, "-c", PROBE, str(agent), targets.__file__, target]
+    env = {**os.environ, **(env or {})}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
+    except subprocess.TimeoutExpired:
+        raise BadInput(f"{name}={target}: importing it took {python} more than 120 s") from None
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise BadInput(
+            f"{name}={target} cannot be loaded by the ranks' Python {python}: {why}; give a 'module:attr' that can"
+        )
+
+
+def _sentence(row: Any, known: Mapping[str, Field], values: Mapping[str, Any]) -> str:
+    if not row["loc"]:  # raised by the config itself: a rule among fields
+        return str(row["ctx"]["error"]) if "ctx" in row else str(row["msg"])
+    field = known[str(row["loc"][0])]
+    if row["type"] == "missing":
+        return f"{field.name} must be given: {field.allowed()}"
+    return f"{field.name} must be {field.allowed()}, not {values[field.name]!r}"
+
+
+def value_of(text: str) -> Any:
+    """A setting as run.json has it: a number, true, false, null, a list, or the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def spelled(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -91,26 +317,23 @@ ENDS = (*STATUSES, "interrupted", "damaged")
 
 
 def described(path: Path) -> dict[str, Any]:
-    """A run in a line: what sets it apart, and how it ended."""
+    row: dict[str, Any] = {"run": str(path), "label": "", "lab": "", "set": {}, "fault": None, "answer": "not judged"}
     try:
         found = Run(path)
         stored = found.dir / "verdict.json"
         counts = tally(without_parts(read_verdict(stored))) if stored.is_file() else "not judged"
-        about = {"run": str(path), "id": found.id, "label": found.label, "started": found.info().get("started")}
+        row |= {"id": found.id, "label": found.label, "started": found.info().get("started")}
     except BadInput as error:
-        nothing: dict[str, Any] = {"label": "", "lab": "", "set": {}, "fault": None}
-        return {"run": str(path), **nothing, "status": "damaged", "answer": "not judged", "verdict": str(error)}
-    judged = counts not in {"not judged", "no checks"}
-    answer = "not judged" if not judged else "passed" if counts.startswith("0 ") else "failed"
+        return {**row, "status": "damaged", "verdict": str(error)}
+    if counts not in {"not judged", "no checks"}:
+        row["answer"] = "passed" if counts.startswith("0 ") else "failed"
     same = defaults(found.lab)  # empty for an unknown lab: then all settings count as changed
     changed = {name: value for name, value in found.config.items() if name not in same or value != same[name]}
-    own = {"set": changed, "fault": found.fault, "status": found.status}
-    return {**about, "lab": found.lab, **own, "answer": answer, "verdict": counts}
+    return {**row, "lab": found.lab, "set": changed, "fault": found.fault, "status": found.status, "verdict": counts}
 
 
 @functools.cache
 def defaults(lab_name: str) -> Mapping[str, Any]:
-    """The defaults of a lab as run.json has them; none of a lab that is not known here."""
     lab = discover().labs.get(lab_name)
     values = settled({field.name: field.default for field in fields(lab.config)}) if lab else {}
     return {name: plain(value) for name, value in values.items()}
@@ -126,30 +349,22 @@ def select(
     config: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """The runs that have all of this, as `described`. A fault of "" is a run without one; settings are those of the whole config."""
-    config = config or {}
     for name, value, allowed in (("verdict", verdict, ANSWERS), ("status", status, ENDS)):
         if value is not None and value not in allowed:
             raise BadInput(f"there is no {name} {value!r}; {hint(value, allowed)}")
-    rows: list[dict[str, Any]] = []
-    known: set[str] = set()
-    for path in folders:
-        row = described(path)
-        asked = ((lab, row["lab"]), (fault, row["fault"] or ""), (status, row["status"]), (verdict, row["answer"]))
-        if row["status"] != "damaged" and config:
-            own = Run(path).config
-            known |= own.keys()
-            same = all(name in own and own[name] == plain(value) for name, value in config.items())
-        else:
-            same = not config
-        if same and all(wanted is None or wanted == value for wanted, value in asked):
-            rows.append(row)
-    if known and (unknown := [name for name in config if name not in known]):
-        raise BadInput(f"no run has a setting {unknown[0]!r}; {hint(unknown[0], sorted(known))}")
-    return rows
+    wanted = {"lab": lab, "fault": fault, "status": status, "answer": verdict}
+    rows = [described(path) for path in folders]
+    if config:
+        own = {row["run"]: Run(Path(row["run"])).config for row in rows if row["status"] != "damaged"}
+        known = sorted({name for settings in own.values() for name in settings})
+        if known and (unknown := [name for name in config if name not in known]):
+            raise BadInput(f"no run has a setting {unknown[0]!r}; {hint(unknown[0], known)}")
+        values = {name: plain(value) for name, value in config.items()}
+        rows = [row for row in rows if values.items() <= own.get(row["run"], {}).items()]
+    return [row for row in rows if all(one is None or one == (row[name] or "") for name, one in wanted.items())]
 
 
 def table(folder: Path, **asked: Any) -> pd.DataFrame:
-    """Those of a folder, newest first, as a table."""
     import pandas as pd
 
     rows = [

@@ -1,109 +1,27 @@
-"""Checks that every lab can use: memory, growth per cycle, counts that must return to a baseline, leftovers, steady times, routing;
-and how ledgers are read from a frame."""
+"""The toolbox of checks: counts, memory and its growth, leftovers, steady times, routing; and how ledgers are read from a frame.
+
+Every `measure` is called with the frame of a run and its config.
+"""
 
 from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kit.nccl import SHARED_GPU
 from kit.results import Check, Measured, Missing, NotMeasured, incomplete, select
-from kit.results.frames import sharing, source
+from kit.results.frames import Source, sharing, source
 from kit.results.records import NOTEBOOK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
     import pandas as pd
 
-    from kit.results.frames import Source
-
     Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
-    from collections.abc import Callable
 
 MIB = 2**20
-
-
-def gpus(ranks: Iterable[Mapping[str, Any]]) -> dict[int, int]:
-    """The GPU of each rank, numbered over the run, from the status of its World; empty on the CPU."""
-    seats = {row["rank"]: (row["host"], row["device"]) for row in ranks if row["device"].startswith("cuda")}
-    numbers = {seat: number for number, seat in enumerate(dict.fromkeys(seats.values()))}
-    return {rank: numbers[seat] for rank, seat in seats.items()}
-
-
-def label(frame: pd.DataFrame) -> str:
-    """A note for times of communication: empty unless ranks share a GPU."""
-    return f"; {SHARED_GPU}" if sharing(frame) > 1 else ""
-
-
-def by_owner(
-    frame: pd.DataFrame, source: Source, phase: str, metric: str | None = None, *, add: bool = False
-) -> pd.Series[float]:
-    """A metric (default: that of the source) after each cycle's phase, per rank, or per GPU if ranks share one. A number of the
-    whole GPU, which each of its ranks reports, counts once; with `add`, numbers of single ranks are summed."""
-    rows = select(frame, phase=phase, metric=metric or source.metric)
-    owner = rows["rank"].map(lambda rank: source.gpu_of.get(rank, rank)).rename(source.whose)
-    groups = rows.groupby([owner, "cycle"])["value"]
-    return groups.sum() if add else groups.max()
-
-
-def one_cycle(config: Mapping[str, Any]) -> str:
-    """Why a config cannot have a drift."""
-    return "" if config["cycles"] > 1 else "a drift needs at least 2 cycles"
-
-
-def growth(phase: str, when: str) -> Measure:
-    """The growth of memory from the first to the last cycle's phase, where it is largest; `when` describes the phase."""
-
-    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
-        origin = source(frame)
-        table = by_owner(frame, origin, phase).unstack(origin.whose)
-        if len(table) < 2:
-            raise Missing(f"memory was recorded in {len(table)} cycle; a drift needs 2")
-        grown = (table.iloc[-1] - table.iloc[0]) / MIB
-        return Measured(
-            float(grown.max()),
-            f"{origin.told} {when}, cycle {table.index[-1]} vs cycle {table.index[0]} ({origin.whose} {grown.idxmax()})",
-        )
-
-    return measure
-
-
-def others_untouched(first: str) -> Measure:
-    """The largest change in the memory of a process beside the job, against the first phase in which it was measured."""
-
-    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
-        rows = frame[frame["metric"] == "bystander_driver"]
-        source = "the driver"
-        if not rows["value"].all():
-            rows = frame[frame["metric"] == "bystander_bytes"]
-            source = "its own allocator (the driver does not list it)"
-        if rows.empty:
-            raise NotMeasured("no bystander process ran on the GPU")
-        start = rows[rows["phase"] == first].set_index("rank")["value"]
-        moved = (rows["value"] - rows["rank"].map(start)).abs()
-        damaged = select(frame, metric="bystander_damaged")["value"].max()
-        if damaged:
-            said = f"{damaged:g} bytes of a bystander process's memory were overwritten"
-            return Measured(float(start.max()) / MIB, said)
-        return Measured(float(moved.max()) / MIB, f"{len(rows)} readings over all ranks, from {source}")
-
-    return measure
-
-
-def on_cuda(ask: Measure) -> Measure:
-
-    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-        if not (frame["metric"] == "driver_used").any():
-            raise NotMeasured("the ranks had no CUDA device")
-        return ask(frame, config)
-
-    return measure
-
-
 COUNTS = ("fds", "sockets", "threads", "children", "memfds", "shared_maps", "shm_files", "temp_files")
 PILED = ("groups", *COUNTS)
 WEIGHED = ("anon_rss", "file_rss", "shm_rss", "tensor_bytes", "pinned_bytes")
@@ -112,7 +30,6 @@ SLOPE_CYCLES = 4
 RISING = 6  # cycles from which on one of them alone cannot tilt the line through all
 LEAST_S = 0.1  # a phase that takes less than this longer is steady
 SETTLED = 2  # cycles after which everything that is allocated once exists
-TOO_FEW = f"needs at least {SETTLED + 1} cycles"
 STATE_SHARE = 0.01  # of the job's state may be added in a cycle before it is called growth
 
 
@@ -131,16 +48,134 @@ def at_most(
     return Check(name, question, tolerance, limit, unit, "<=", measure, when, cannot)
 
 
-def few_cycles(config: Mapping[str, Any]) -> str:
-    """Why a config shows no growth from cycle to cycle."""
-    return "" if config["cycles"] >= SLOPE_CYCLES else f"needs at least {SLOPE_CYCLES} cycles"
+def needs_cycles(least: int) -> Callable[[Mapping[str, Any]], str]:
+    """Why a config cannot have an answer that needs so many cycles; a lab without cycles can."""
+    return lambda config: "" if config.get("cycles", least) >= least else f"needs at least {least} cycles"
+
+
+one_cycle, few_cycles = needs_cycles(2), needs_cycles(SLOPE_CYCLES)
+
+
+# -- counts --------------------------------------------------------------------------------------------------------------
+
+
+def each_rank(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, metric: str) -> pd.DataFrame:
+    """A number from every rank in every cycle, or of a phase of cycle 0 once; with any missing the check cannot pass."""
+    rows = select(frame, phase=phase, metric=metric)
+    wanted = config["ranks"] * (config["cycles"] if rows["cycle"].any() else 1)
+    if len(rows) < wanted:
+        incomplete(f"{metric} was recorded {len(rows)} times, not {wanted} (once per rank and cycle)")
+    return rows
+
+
+def most(rows: pd.DataFrame) -> tuple[float, str]:
+    row = rows.iloc[int(rows["value"].to_numpy().argmax())]
+    noted = f": {row['text']}" if row.get("text") else ""
+    return float(row["value"]), f"(rank {row['rank']}, cycle {row['cycle']}){noted}"
+
+
+def everywhere(config: Mapping[str, Any]) -> str:
+    return ", ".join(f"{config[name]} {name if config[name] > 1 else name[:-1]}" for name in ("ranks", "cycles"))
+
+
+def count_of(phase: str, metric: str, found: str, none: str) -> Measure:
+    """The largest number that was counted of something wrong; right is 0. The words are for what was found, and for none."""
+
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+        value, where = most(each_rank(frame, config, phase, metric))
+        return Measured(
+            value, (found if value else none).format(value=value, where=where, everywhere=everywhere(config))
+        )
+
+    return measure
+
+
+def more_than(metric: str, phase: str, base: str) -> Measure:
+    """How many more there are after any cycle's `phase` than after `base`, on the worst rank."""
+
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+        before = select(frame, phase=base, metric=metric).groupby("rank")["value"].first()
+        rows = each_rank(frame, config, phase, metric)
+        more = rows.assign(value=rows["value"] - rows["rank"].map(before))
+        if more["value"].isna().any():
+            incomplete(f"{metric} was not recorded on every rank after {base}")
+        value, where = most(more.dropna(subset="value"))
+        said = f"+{value:g} {where}" if value > 0 else f"no increase in {everywhere(config)}"
+        return Measured(value, f"{metric} after {phase}, compared with {int(before.max())} after {base}: {said}")
+
+    return measure
+
+
+# -- memory --------------------------------------------------------------------------------------------------------------
+
+
+def gpus(ranks: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+    """The GPU of each rank, numbered over the run, from the status of its World; empty on the CPU."""
+    seats = {row["rank"]: (row["host"], row["device"]) for row in ranks if row["device"].startswith("cuda")}
+    numbers = {seat: number for number, seat in enumerate(dict.fromkeys(seats.values()))}
+    return {rank: numbers[seat] for rank, seat in seats.items()}
+
+
+def by_owner(
+    frame: pd.DataFrame, source: Source, phase: str, metric: str | None = None, *, add: bool = False
+) -> pd.Series[float]:
+    """A metric (default: that of the source) after each cycle's phase, per rank, or per GPU if ranks share one. A number of the
+    whole GPU, which each of its ranks reports, counts once; with `add`, numbers of single ranks are summed."""
+    rows = select(frame, phase=phase, metric=metric or source.metric)
+    owner = rows["rank"].map(lambda rank: source.gpu_of.get(rank, rank)).rename(source.whose)
+    groups = rows.groupby([owner, "cycle"])["value"]
+    return groups.sum() if add else groups.max()
 
 
 def series(frame: pd.DataFrame, metric: str, phase: str) -> pd.DataFrame:
-    """A metric after each cycle's phase, a column for each owner."""
     told = source(frame)
     seen = told if metric == told.metric else told._replace(metric=metric, gpu_of={})
     return by_owner(frame, seen, phase).unstack(seen.whose)
+
+
+def growth(phase: str, when: str, metric: str = "") -> Measure:
+    """The growth of memory from the first to the last cycle's phase, where it is largest; `when` describes the phase."""
+
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
+        table = series(frame, metric or source(frame).metric, phase)
+        if len(table) < 2:
+            raise Missing(f"memory was recorded in {len(table)} cycle; a drift needs 2")
+        grown = (table.iloc[-1] - table.iloc[0]) / MIB
+        where = f"cycle {table.index[-1]} vs cycle {table.index[0]} ({table.columns.name} {grown.idxmax()})"
+        return Measured(float(grown.max()), f"{metric or source(frame).told} {when}, {where}")
+
+    return measure
+
+
+def others_untouched(first: str) -> Measure:
+    """The largest change in the memory of a process beside the job, against the first phase in which it was measured."""
+
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+        rows = frame[frame["metric"] == "bystander_driver"]
+        source = "the driver"
+        if not rows["value"].all():
+            rows = frame[frame["metric"] == "bystander_bytes"]
+            source = "its own allocator (the driver does not list it)"
+        if rows.empty:
+            raise NotMeasured("no bystander process ran on the GPU")
+        start = rows[rows["phase"] == first].set_index("rank")["value"]
+        moved = (rows["value"] - rows["rank"].map(start)).abs()
+        if damaged := select(frame, metric="bystander_damaged")["value"].max():
+            words = f"{damaged:g} bytes of a bystander process's memory were overwritten"
+            return Measured(float(start.max()) / MIB, words)
+        return Measured(float(moved.max()) / MIB, f"{len(rows)} readings over all ranks, from {source}")
+
+    return measure
+
+
+def on_cuda(ask: Measure) -> Measure:
+
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+        if not (frame["metric"] == "driver_used").any():
+            raise NotMeasured("the ranks had no CUDA device")
+        return ask(frame, config)
+
+    return measure
 
 
 def theil_sen(table: pd.DataFrame) -> pd.Series:
@@ -214,14 +249,9 @@ def lasting(metric: str, phase: str, base: str, then: str = "") -> Measure:
         rank, cycle = stays.max().idxmax(), stays.max(axis=1).idxmax()
         value = float(stays.max().max())
         said = f"+{value:g} from cycle {cycle} on (rank {rank})" if value > 0 else "no lasting increase"
-        return Measured(value, f"{metric} after {phase}, baseline {int(before.max())} after {base}: {said}")
+        return Measured(value, f"{metric} after {phase}, compared with {int(before.max())} after {base}: {said}")
 
     return measure
-
-
-def unsettled(config: Mapping[str, Any]) -> str:
-    """Why a config shows nothing that piles up; a lab without cycles says it by how many rounds it recorded."""
-    return "" if config.get("cycles", SETTLED + 1) > SETTLED else TOO_FEW
 
 
 def piled_up(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
@@ -231,7 +261,7 @@ def piled_up(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noq
     if rows.empty:
         raise Missing("no file descriptors, threads or files were counted")
     if rows["cycle"].nunique() <= SETTLED:
-        raise NotMeasured(TOO_FEW)
+        raise NotMeasured(f"needs at least {SETTLED + 1} cycles")
     phases = rows.groupby("cycle")["phase"].last()
     rows = rows[rows["phase"] == rows["cycle"].map(phases)]
     table = rows.pivot_table(index="cycle", columns=["metric", "rank"], values="value", aggfunc="last")
@@ -272,7 +302,8 @@ def steady(phases: Sequence[str]) -> Measure:
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         found = [_steady(frame, config, phase) for phase in phases]
         worst = max(found, key=lambda one: one.value or 0.0)
-        return Measured(worst.value, "; ".join(one.why for one in found) + label(frame))
+        shared = [SHARED_GPU] if sharing(frame) > 1 else []
+        return Measured(worst.value, "; ".join([*(one.why for one in found), *shared]))
 
     return measure
 
@@ -320,24 +351,23 @@ def observed(config: Mapping[str, Any]) -> bool:
     return bool(config.get("observed"))
 
 
-def by_rank(frame: pd.DataFrame, metric: str) -> dict[int, float]:
-    found = select(frame, phase="run", metric=metric)
-    return dict(zip(found["rank"].tolist(), found["value"].tolist(), strict=True))
-
-
 def routed_part(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """The share of groups (WORLD included) that is routed, on the rank with the lowest share."""
-    effective = by_rank(frame, "routing_effective")
-    rank = min(effective, key=effective.__getitem__)
+
+    def by_rank(metric: str) -> pd.Series:
+        return select(frame, phase="run", metric=metric).set_index("rank")["value"]
+
+    effective = by_rank("routing_effective")
+    rank: Any = effective.idxmin()
     if effective[rank] != 1:
         reason = select(frame, phase="run", metric="routing_reason", rank=rank)["text"].iloc[0]
         return Measured(0.0, f"requested but not in effect on rank {rank}: {reason or 'see run.json'}")
-    made, routed = by_rank(frame, "routing_groups"), by_rank(frame, "routing_groups_effective")
-    rank = min(made, key=lambda one: routed[one] / made[one])
+    made, routed = by_rank("routing_groups"), by_rank("routing_groups_effective")
+    rank = (routed / made).idxmin()
     why = f"{routed[rank]:.0f} of {made[rank]:.0f} groups on rank {rank} go through {config['routing']}"
-    lost = max(by_rank(frame, "routing_options_lost").values())
+    lost = by_rank("routing_options_lost").max()
     more = f"; {lost:.0f} options were dropped, see run.json" if lost else ""
-    return Measured(routed[rank] / made[rank], why + more)
+    return Measured(float(routed[rank] / made[rank]), why + more)
 
 
 NOTHING_PILES_UP = (
@@ -369,7 +399,7 @@ EVERY_LAB = (
         measure=routed_part,
         when=lambda config: config.get("routing", "torch") != "torch",
     ),
-    at_most(*NOTHING_PILES_UP, piled_up, cannot=unsettled),
+    at_most(*NOTHING_PILES_UP, piled_up, cannot=needs_cycles(SETTLED + 1)),
 )
 
 

@@ -1,4 +1,4 @@
-"""A lab that is stepped: phase by phase by hand, or all at once; both are the same code.
+"""A lab that is stepped, by hand or all at once (both are the same code); what a driven step works with; the table of a step.
 
 Making one checks the config and makes the run's folder; `start` starts the ranks, or takes those of a given World (whose logs stay where
 they are). Each `step` runs one phase on every rank and appends its records at once, so a killed run keeps everything. `run` does the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import html
 import itertools
 import secrets
 import time
@@ -18,22 +19,23 @@ from typing import Any, NamedTuple, Self
 
 from kit import nccl2, routing
 from kit.errors import BadInput, KitError, RankDied, RankError
-from kit.labs.configure import configure, find_fault, refuse_device
-from kit.labs.definition import Definition, Role, Step, role_names, working
-from kit.labs.drive import RANKSIDE, Drive, Quiet, Stepped, Write
+from kit.labs.definition import Definition, LabConfig, Role, Step, role_names, working
+from kit.labs.discover import configure, find_fault, refuse_device
 from kit.labs.growth import gpus
-from kit.labs.options import LabConfig
 from kit.measure.recorder import provenance
 from kit.results import Record, Run, create_run, runs_dir
 from kit.results.frames import GPU
-from kit.results.records import write_text
+from kit.results.records import NOTEBOOK, Recording, label, new_row, rank_name, write_text
 from kit.results.run import SNAPSHOTS, Plotter
+from kit.results.units import amount, columns, table_html
 from kit.results.verdict import asked, checked_tolerances
 from kit.target import load_callable
 from kit.world import World
-from kit.world.calls import Observer
-from kit.world.world import Worlds
+from kit.world.calls import Observer, Pending, wait
+from kit.world.world import Printer, Worlds
 
+RANKSIDE = "kit.labs.rankside"
+Write = Callable[[int, list[dict[str, Any]]], None]
 BACKENDS: dict[str, Any] = {"torchcomms": routing, nccl2.NAME: nccl2}  # what `routing` may name besides torch
 BOUNDARY = "run"  # the phase of what is measured once, before the first phase and after the last
 # The parts of a rank's answer on its routing that become records: at the start, and of the groups at the end.
@@ -47,6 +49,133 @@ class PhaseRow(NamedTuple):
     cycle: int
     phase: str
     status: str
+
+
+class Quiet(Printer):
+    """An observer of one call of a driven step: it shows output and may stop the step, and leaves the step's progress alone."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    def output(self, rank: int, text: str) -> None:
+        self._observer.output(rank, text)
+
+    def tick(self, answered: Sequence[int]) -> None:  # noqa: ARG002 - the answers of one call say nothing about the step
+        self._observer.tick(())
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Drive(Recording):
+    """What a driver works with: `submit` a method to a role, `wait`, `record`. The driver returns when the step is done."""
+
+    world: World | Worlds
+    config: Any
+    fault: str | None
+    cycle: int
+    phase: str
+    roles: Mapping[str, tuple[int, ...]]
+    folder: Path  # the run's, with everything that was recorded so far
+    write: Write
+    quiet: Quiet
+    lost: set[int] = dataclasses.field(
+        default_factory=set
+    )  # ranks that the step ended on purpose; no later call goes to them
+    flying: list[Pending] = dataclasses.field(default_factory=list)
+
+    def submit(
+        self,
+        method: str,
+        *,
+        args: Mapping[str, Any] | None = None,
+        role: str | None = None,
+        ranks: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> Pending:
+        """Have the ranks of a role, or these ranks, run `method(**args)` of their phases object."""
+        if (role is None) == (ranks is None):
+            raise BadInput("submit needs role= or ranks=, and not both")
+        if role is not None and role not in self.roles:
+            raise BadInput(f"there is no role {role!r} in this step; its roles are {', '.join(map(repr, self.roles))}")
+        pending = self.world.submit(
+            f"{RANKSIDE}:act",
+            args={"method": method, "args": dict(args or {})},
+            ranks=self.roles[role] if role is not None else ranks,
+            timeout_s=self.config.timeout_s if timeout_s is None else timeout_s,
+            phase=self.phase,
+            observer=self.quiet,
+            on_news=self.write,
+        )
+        self.flying = [one for one in self.flying if not one.settled] + [pending]
+        return pending
+
+    wait = staticmethod(wait)
+
+    def _send(self, row: dict[str, Any]) -> None:
+        self.append([row])
+
+    def append(self, rows: list[dict[str, Any]]) -> None:
+        self.write(NOTEBOOK, rows)
+
+    def cancel(self) -> list[Pending]:
+        left = [one for one in self.flying if not one.settled]
+        for one in left:
+            one.cancel()
+        return left
+
+    def finish(self) -> None:
+        """A driver that returns before its calls are over has a bug."""
+        if calls := ", ".join(f"{one.phase} on ranks {one.ranks}" for one in self.cancel()):
+            raise KitError(
+                f"the driver of {self.phase!r} returned while calls were in flight ({calls}); wait for them first"
+            )
+
+
+# In the records; in the way here.
+HIDDEN = (
+    *("overhead_seconds", "observers_seconds", "shared_rss", "peak_rss", "file_rss", "shm_rss", "pinned_bytes"),
+    *("memfds", "shared_maps", "shared_bytes", "shm_files", "temp_files", "children"),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Stepped:
+    """One phase that every rank has run. `records` are what was appended."""
+
+    cycle: int
+    phase: str
+    records: Sequence[Record]
+    done: int
+    planned: int
+    roles: Mapping[int, str] = dataclasses.field(default_factory=dict)
+
+    def rows(self) -> list[list[str]]:
+        """The heading, then a row per metric; where a level changed, what it was before the phase."""
+        ranks = sorted({record.rank for record in self.records})
+        values = {(label(record.metric, record.ids), record.rank): record for record in self.records}
+        found = [m for m in dict.fromkeys(m for m, _ in values) if not m.endswith("_before") and m not in HIDDEN]
+        names = sorted(found, key=lambda m: m != "seconds")  # the time comes first
+
+        def cell(name: str, rank: int) -> str:
+            now, before = (values.get((name + when, rank)) for when in ("", "_before"))
+            if now is None or now.value is None:
+                return (now and now.text) or "-"
+            text = amount(now.value, now.unit)
+            if before is None or before.value is None or amount(before.value, now.unit) == text:
+                return text
+            return f"{amount(before.value, now.unit)} → {text}"
+
+        body = [[name, *(cell(name, rank) for rank in ranks)] for name in names]
+        return [["", *(rank_name(rank, self.roles) for rank in ranks)], *body]
+
+    def __repr__(self) -> str:
+        return f"{self._head()}\n{columns(self.rows())}"
+
+    def _repr_html_(self) -> str:
+        head, *body = [[html.escape(cell) for cell in row] for row in self.rows()]
+        return table_html(head, body, caption=html.escape(self._head()))
+
+    def _head(self) -> str:
+        return f"{self.phase}, cycle {self.cycle} (phase {self.done} of {self.planned})"
 
 
 class Lab:
@@ -79,14 +208,15 @@ class Lab:
         self.roles = definition.roles_of(self.config)
         self._sizes = sizes(self.roles)
         if world is not None:
-            check_given(world, self.config.ranks, self._sizes, isolate=definition.isolate)
-            refuse_unrouted(world, self.config.routing)
+            check_given(world, self.config, self._sizes, isolate=definition.isolate)
         self._given = world
         self._settings = dataclasses.asdict(self.config)
         self._checks = asked(definition.all_checks(), self._settings)
         self.tolerances = checked_tolerances(tolerances or {}, [check.tolerance for check in self._checks])
         self.steps: Sequence[Step] = definition.plan(self.config)
-        check_roles(self.steps, self.roles)
+        known = {role.name for role in self.roles}
+        if wrong := [(step.phase, name) for step in self.steps for name in step.roles if name not in known]:
+            raise ValueError("step {!r} names the role {!r}, which this lab does not have".format(*wrong[0]))
         self.done = 0  # phases
         self._lost: set[int] = set()  # ranks whose death was rehearsed
         self.error = ""  # what ended it, in one line
@@ -219,7 +349,7 @@ class Lab:
         except BaseException as error:
             if isinstance(error, RankDied) and error.rank >= 0:  # the others say for themselves that they failed
                 with contextlib.suppress(KitError, OSError):
-                    write(error.rank, [{"metric": "failed", "value": 1.0, "unit": "1", "time": time.time()}])
+                    write(error.rank, [new_row("failed", 1, "1", time.time())])
             self._failed(error)
             raise
         self.done += 1
@@ -258,10 +388,8 @@ class Lab:
             try:
                 load_callable(step.driver)(drive)
                 drive.finish()
-            except BaseException:
-                drive.cancel()
-                raise
             finally:
+                drive.cancel()
                 self._lost |= drive.lost
                 with contextlib.suppress(KitError):  # of ranks that died or hang there is nothing more to measure
                     self.world.submit(f"{RANKSIDE}:close_step", ranks=self._idle(ranks), timeout_s=60, **quiet).result()
@@ -331,28 +459,27 @@ class Lab:
 
     def _append_once(self, metric: str, values: Mapping[int, float | str], unit: str) -> None:
         """A number or a text of each rank that belongs to no phase."""
-        ended = time.time()
-        rows = {}
+        ended, found = time.time(), {}
         for rank, value in values.items():
-            said = {"value": None, "text": value} if isinstance(value, str) else {"value": value}
-            rows[rank] = [{"metric": metric, "unit": unit, "time": ended, **said}]
-        self._append(0, BOUNDARY, rows)
+            number, text = (None, value) if isinstance(value, str) else (value, "")
+            found[rank] = [new_row(metric, number, unit, ended, text=text)]
+        self._append(0, BOUNDARY, found)
 
     def _failed(self, error: BaseException) -> None:
         """Keep what can be known of the failure. Whatever goes wrong here must not hide the error itself."""
-        text = str(error)
         name = "stopped" if isinstance(error, KeyboardInterrupt) else type(error).__name__
-        said = f"{name}: {text}" if text else name
+        said = f"{name}: {error}" if str(error) else name
         self.error = said.partition("\n")[0]
-        with contextlib.suppress(KitError):
-            if self._snapshots:
-                self.world.call(f"{RANKSIDE}:snapshot", ranks=self._idle(range(self.config.ranks)), timeout_s=60)
-        with contextlib.suppress(KitError, OSError):
-            write_text(self.dir / "logs" / "error.txt", said + "\n")
-        with contextlib.suppress(KitError, OSError):  # as far as the records go
-            self._writer.write_verdict(Run(self.dir, checks=lambda _: self._checks).verdict(**self.tolerances))
-        with contextlib.suppress(KitError, OSError):
-            self._writer.finish(self.error, stopped=isinstance(error, KeyboardInterrupt))
+        call, checks = f"{RANKSIDE}:snapshot", self._checks
+        keep: tuple[Callable[[], object], ...] = (
+            lambda: self._snapshots and self.world.call(call, ranks=self._idle(range(self.config.ranks)), timeout_s=60),
+            lambda: write_text(self.dir / "logs" / "error.txt", said + "\n"),
+            lambda: self._writer.write_verdict(Run(self.dir, checks=lambda _: checks).verdict(**self.tolerances)),
+            lambda: self._writer.finish(self.error, stopped=name == "stopped"),
+        )
+        for each in keep:
+            with contextlib.suppress(KitError, OSError):
+                each()
 
     def _left(self, ranks: Iterable[int]) -> list[int]:
         return [rank for rank in ranks if rank not in self._lost]
@@ -376,17 +503,11 @@ def devices(roles: Sequence[Role], sizes: Sequence[int]) -> list[list[int]]:
     return [[placed[rank] for rank in ranks if rank in placed] for ranks in worlds]
 
 
-def check_roles(plan: Sequence[Step], roles: Sequence[Role]) -> None:
-    known = {role.name for role in roles}
-    for step in plan:
-        if unknown := [name for name in step.roles if name not in known]:
-            raise ValueError(f"step {step.phase!r} names the role {unknown[0]!r}, which this lab does not have")
-
-
-def check_given(world: World | Worlds, ranks: int, sizes: tuple[int, ...], *, isolate: bool) -> None:
+def check_given(world: World | Worlds, config: LabConfig, sizes: tuple[int, ...], *, isolate: bool) -> None:
+    """Refuse a running World of other sizes, or one that was started without the flag that this routing needs."""
+    if config.ranks != world.ranks:
+        raise BadInput(f"ranks={config.ranks}, but the given World has {world.ranks}")
     given = world.sizes if isinstance(world, Worlds) else (world.ranks,)
-    if ranks != world.ranks:
-        raise BadInput(f"ranks={ranks}, but the given World has {world.ranks}")
     if given != sizes:
         words = " and ".join(map(str, sizes))
         raise BadInput(
@@ -395,21 +516,17 @@ def check_given(world: World | Worlds, ranks: int, sizes: tuple[int, ...], *, is
         )
     if isinstance(world, Worlds) and world.isolate != isolate:
         raise BadInput(f"this lab needs Worlds made with isolate={isolate}; make new ones, or leave out world=")
+    backend = BACKENDS.get(config.routing)
+    if backend and not all(world.call(f"{backend.__name__}:requested")):
+        flag = {backend.FLAG: "1"}
+        raise BadInput(
+            f"routing={config.routing} needs ranks started with it: make the World with env={flag}, or leave out world="
+        )
 
 
 def routing_env(config: LabConfig) -> dict[str, str]:
-    """The environment variables to set for ranks; none if no flag is wanted or exported."""
     wanted = {module: config.routing == name for name, module in BACKENDS.items()}
     return {module.FLAG: str(int(asked)) for module, asked in wanted.items() if asked or module.requested()}
-
-
-def refuse_unrouted(world: World | Worlds, name: str) -> None:
-    """Refuse a running World that was started without the flag that this routing needs."""
-    if name != "torch" and not all(world.call(f"{BACKENDS[name].__name__}:requested")):
-        flag = {BACKENDS[name].FLAG: "1"}
-        raise BadInput(
-            f"routing={name} needs ranks started with it: make the World with env={flag}, or leave out world="
-        )
 
 
 def _number(value: Any) -> float | str:

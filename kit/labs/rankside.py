@@ -11,9 +11,10 @@ import hashlib
 import itertools
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,9 +28,6 @@ from kit.results.records import Recording, new_row
 from kit.target import load
 from kit.train.plain import Numerics, full_float32
 from kit.world import channel
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,7 +52,6 @@ class Context(Recording):
         channel.publish(row)
 
     def world_of(self, rank: int) -> str:
-        """The name of the World that a rank is in."""
         worlds = [world for world, size in enumerate(self.world_sizes) for _ in range(size)]
         return f"{self.meeting} {worlds[rank]}"
 
@@ -195,19 +192,15 @@ def snapshot() -> None:
 def end() -> dict[str, Any]:
     global _session  # noqa: PLW0603 - as above
     snapshot()
-    session = _running()
-    about = routed(session.context.config)
-    session.found.restore()
+    _running().found.restore()
+    answer = {"pss": pss(), **routed(_running().context.config)}
     _session = None
-    answer = {"pss": pss(), **about}
-    del session
     gc.collect()  # ranks may go on to another lab, which has to fit beside what this one leaves
     trim()
     return answer
 
 
 def routed(config: Any) -> dict[str, Any]:
-    """The routing in effect, if one was asked for."""
     if config.routing == "torch":
         return {}
     return {"routing": (nccl2 if config.routing == nccl2.NAME else routing).describe()}
@@ -220,5 +213,4 @@ def _running() -> Session:
 
 
 def digest(hashes: Mapping[str, str]) -> str:
-    text = "\n".join(f"{name} {value}" for name, value in sorted(hashes.items()))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256("\n".join(f"{name} {value}" for name, value in sorted(hashes.items())).encode()).hexdigest()

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 from kit.errors import KitError, RankDied, RankError, RankTimeout
 from kit.labs.definition import working
-from kit.labs.drive import Stepped
-from kit.labs.lab import Lab
+from kit.labs.lab import Lab, Stepped
 from kit.results import Run
 from kit.results.records import STEP_LINE
 

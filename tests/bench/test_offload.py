@@ -41,7 +41,7 @@ def test_a_ratio_is_taken_cycle_by_cycle():
 
 def test_a_model_that_does_not_fit_is_a_row_that_says_so(monkeypatch, tmp_path):
 
-    monkeypatch.setattr("kit.labs.options.free_memory", lambda: 2**30)
+    monkeypatch.setattr("kit.labs.definition.free_memory", lambda: 2**30)
     (row,) = offload.tensors(Session("cpu", tmp_path, Book("offload")), "qwen2.5-0.5b", trials=1, cycles=1)
     assert row.median is None
     assert "does not fit" in row.note

@@ -42,8 +42,7 @@ from kit.bench.reference import (
 from kit.bench.session import Book, chosen, row
 from kit.cli import benches
 from kit.errors import BadInput
-from kit.labs.configure import validate
-from kit.labs.discover import discover, find
+from kit.labs.discover import discover, find, validate
 from kit.preflight import run as preflight
 from kit.results.records import read_json, write_json
 

@@ -7,9 +7,8 @@ import warnings
 import matplotlib as mpl
 import pytest
 
-from kit.draw.axes import stretches
 from kit.draw.general import most, plot_against, ratios
-from kit.draw.plots import cycles_of
+from kit.draw.plots import cycles_of, stretches
 from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.results import Record, Run, compare, create_run

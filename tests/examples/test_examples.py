@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 import kit
-from kit.labs.configure import validate
-from kit.labs.discover import find
+from kit.labs.discover import find, validate
 from kit.results import Verdict
 from tests.examples.cases import CASES, Case
 from tests.holdings import nothing_added

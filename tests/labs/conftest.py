@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 import torch.distributed as dist
 from kit.labs.definition import Definition, Fault, Role, Step
-from kit.labs.options import LabConfig, Option
+from kit.labs.definition import LabConfig, Option
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(LabConfig):

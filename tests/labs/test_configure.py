@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from kit.errors import BadInput
-from kit.labs import configure as module
-from kit.labs.configure import check_here, check_target, complaints, configure, find_fault, from_text, validate
-from kit.labs.definition import Definition
-from kit.labs.discover import discover, find
-from kit.labs.options import LabConfig, Option
+from kit.labs import discover as module
+from kit.labs.definition import Definition, LabConfig, Option
+from kit.labs.discover import check_target, complaints, configure, discover, find, find_fault, from_text, validate
 from kit.machine import has_gpu_driver
 
 
@@ -204,9 +202,9 @@ def test_code_that_the_ranks_can_load(own: Definition, monkeypatch: pytest.Monke
     ],
 )
 def test_code_for_the_notebook_side_is_looked_for_here(target: str, why: str) -> None:
-    check_here("sampler", "json:loads")
+    check_target("sampler", "json:loads")
     with pytest.raises(BadInput, match=why):
-        check_here("sampler", target)
+        check_target("sampler", target)
 
 
 def test_code_is_looked_for_with_the_worlds_own_environment(own: Definition, tmp_path: Path) -> None:
@@ -249,7 +247,7 @@ class Ways(LabConfig):
 
 def test_only_what_is_no_name_is_asked_of_the_ranks_python(own: Definition, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("kit.labs.configure.check_target", lambda name, target, *_: asked.append(target))  # a fake
+    monkeypatch.setattr("kit.labs.discover.check_target", lambda name, target, *_: asked.append(target))  # a fake
     lab = dataclasses.replace(own, config=Ways)
     for way in ("auto", "shm", "own_lab:Phases"):
         assert configure(lab, {"way": way}, None).way == way  # type: ignore[attr-defined]
@@ -331,7 +329,7 @@ def test_float32_that_the_environment_turns_into_tf32_is_refused_before_ranks_st
     ],
 )
 def test_nccl2_needs_gpus(given: dict[str, Any], driver: bool, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "has_driver", lambda: driver)
+    monkeypatch.setattr(module, "has_gpu_driver", lambda: driver)
     with pytest.raises(BadInput) as caught:
         configure(find("smoke"), {"routing": "nccl2", **given}, None)
     assert str(caught.value) == sentence
@@ -340,7 +338,7 @@ def test_nccl2_needs_gpus(given: dict[str, Any], driver: bool, sentence: str, mo
 
 def test_nccl2_is_refused_where_the_ranks_torch_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """The torch is asked for real; a driver is made up. `assumed`: a torch that has it binds ProcessGroupNCCL2 (pytorch/pytorch#188587)."""
-    monkeypatch.setattr(module, "has_driver", lambda: True)
+    monkeypatch.setattr(module, "has_gpu_driver", lambda: True)
     if hasattr(torch.distributed, "ProcessGroupNCCL2"):
         pytest.skip("this torch has nccl2")
     with pytest.raises(BadInput) as caught:

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import pytest
 
+from kit.labs.definition import LabConfig, Option, fields
 from kit.labs.discover import discover
-from kit.labs.options import LabConfig, Option, fields
 
 
 def test_every_field_of_every_lab_can_be_shown() -> None:

@@ -7,9 +7,8 @@ from dataclasses import asdict
 
 import pytest
 
-from kit.labs.configure import configure
 from kit.labs.definition import Definition
-from kit.labs.discover import discover
+from kit.labs.discover import configure, discover
 
 LABS = list(discover().labs.values())
 

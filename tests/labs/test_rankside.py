@@ -12,7 +12,7 @@ import torch
 
 from kit.errors import BadInput
 from kit.labs import rankside
-from kit.labs.options import LabConfig
+from kit.labs.definition import LabConfig
 from kit.world import channel
 
 Calls = list[Any]

@@ -13,11 +13,10 @@ import kit
 from kit import nccl2
 from kit.cli import main
 from kit.errors import BadInput
-from kit.labs.configure import validate
-from kit.labs.discover import find
+from kit.labs.definition import LabConfig
+from kit.labs.discover import find, validate
 from kit.labs.growth import routed_part
 from kit.labs.lab import routing_env
-from kit.labs.options import LabConfig
 from kit.results import Record, Run, outcomes, to_frame
 from kit.routing import FLAG
 from kit.world import World

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kit.labs.drive import Stepped
+from kit.labs.lab import Stepped
 from kit.results import Record
 
 

@@ -85,7 +85,7 @@ def test_limits_are_drawn_above_the_start(make_run):
 
 def test_levels_start_after_a_baseline(make_run):
     seen = read(make_run(phases=("baseline", "make")))
-    assert seen.level("fds").start == 20
+    assert seen.start("fds") == 20
 
 
 def test_a_partial_run_and_one_without_records(make_run):

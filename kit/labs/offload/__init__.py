@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from kit.errors import BadInput
-from kit.labs.definition import Definition, Fault, Step
-from kit.labs.options import JobConfig, Option, check_fits, model_of
+from kit.labs.definition import Definition, Fault, JobConfig, Option, Step, check_fits, model_of
 from kit.machine import free_gpu_bytes
 from kit.megatron.config import ModelConfig, check, model_bytes
 
@@ -69,31 +68,41 @@ class OffloadConfig(JobConfig):
     def __post_init__(self) -> None:
         if self.model == KIT_MODEL:
             check(model_config(self), self.ranks)
-        if self.implementation != KIT_RELEASER and self.mode != "exact":
-            raise BadInput(
-                f"mode={self.mode} configures the kit's own releaser: leave it out with implementation={self.implementation}"
-            )
-        if self.include_world and not self.groups:
-            raise BadInput("include_world=true needs groups=true: with groups=false no group is released")
-        if self.include_world and self.mode in ("manual", "official"):
-            raise BadInput(
-                f"include_world=true needs mode=exact, abort or suspend, not {self.mode!r}, which cannot rebuild WORLD"
-            )
-        if self.mode == "suspend" and self.routing != "torch":
-            raise BadInput(f"mode=suspend needs routing=torch: {self.routing} cannot suspend a communicator")
-        if self.mode == "suspend" and self.device == "cpu":
-            raise BadInput("mode=suspend needs CUDA: only NCCL can suspend communicators, and device=cpu has none")
-        if not (self.groups or self.kinds):
-            raise BadInput("nothing would be released: set groups, weights, grads or optimizer to true")
+        for wrong, why in (
+            (
+                self.implementation != KIT_RELEASER and self.mode != "exact",
+                f"mode={self.mode} configures the kit's own releaser: leave it out with implementation={self.implementation}",
+            ),
+            (
+                self.include_world and not self.groups,
+                "include_world=true needs groups=true: with groups=false no group is released",
+            ),
+            (
+                self.include_world and self.mode in ("manual", "official"),
+                f"include_world=true needs mode=exact, abort or suspend, not {self.mode!r}, which cannot rebuild WORLD",
+            ),
+            (
+                self.mode == "suspend" and self.routing != "torch",
+                f"mode=suspend needs routing=torch: {self.routing} cannot suspend a communicator",
+            ),
+            (
+                self.mode == "suspend" and self.device == "cpu",
+                "mode=suspend needs CUDA: only NCCL can suspend communicators, and device=cpu has none",
+            ),
+            (
+                not (self.groups or self.kinds),
+                "nothing would be released: set groups, weights, grads or optimizer to true",
+            ),
+        ):
+            if wrong:
+                raise BadInput(why)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of tensors that are released."""
         return tuple(kind for kind in ("weights", "grads", "optimizer") if getattr(self, kind))
 
 
 def model_config(config: OffloadConfig) -> ModelConfig:
-    """The part of the config that makes the job."""
     # Values that are no default, so that a fall-back to a default shows; and dropout, so that random numbers matter.
     return model_of(config, dropout=0.1, timeout_minutes=23, odd_options=True)
 
@@ -140,7 +149,7 @@ DESTROYED = {"mode": EXACT, "groups": (True,)}
 WHOLE = {"mode": (*EXACT, "suspend")}
 GROUPS = {**WHOLE, "groups": (True,)}
 
-# Known bugs of releasing and reloading. `ranks/broken.py` or the phases implement each; the check that it names detects it.
+# Known bugs of releasing and reloading. `ranks/releaser.py` or the phases implement each; the check that it names detects it.
 FAULTS = (
     Fault("leak-gloo", "a gloo group of every cycle is not destroyed", "groups_return_to_baseline", needs=DESTROYED),
     Fault(

@@ -6,8 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, NamedTuple
 
 from kit.errors import BadInput
-from kit.labs.definition import Role, Step
-from kit.labs.options import JobConfig, Option, check_fits
+from kit.labs.definition import JobConfig, Option, Role, Step, check_fits
 from kit.labs.stream.config import StreamConfig, replica_model, replica_names, trainer_model
 from kit.machine import free_gpu_bytes
 from kit.megatron.config import model_bytes

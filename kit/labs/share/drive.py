@@ -37,7 +37,7 @@ from kit.target import load_callable
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from kit.labs.drive import Drive
+    from kit.labs.lab import Drive
     from kit.labs.share.config import ShareConfig
     from kit.loop.messages import Command, Ledger
     from kit.loop.runner import Core, Port

@@ -22,7 +22,7 @@ from kit.loop.messages import Event, listed
 from kit.results.records import new_row
 
 if TYPE_CHECKING:
-    from kit.labs.drive import Drive
+    from kit.labs.lab import Drive
 
 EVERY_S = 0.02
 GPUS_EVERY_S = 1.0  # the driver's own average is over about as long

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import KitError, RankDied, RankTimeout
-from kit.labs.drive import Drive
+from kit.labs.lab import Drive
 from kit.labs.share.config import DESK, TRAINER, pipeline_config
 from kit.labs.share.observer import EVERY_S
 from kit.labs.stream import ports

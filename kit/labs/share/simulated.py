@@ -27,7 +27,7 @@ from kit.target import load_callable
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kit.labs.drive import Drive
+    from kit.labs.lab import Drive
     from kit.labs.share.config import ShareConfig
     from kit.loop.runner import Runner
     from kit.share.simulated import Simulation

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from kit.labs.definition import Definition, Fault, Step
-from kit.labs.options import LabConfig, Option
+from kit.labs.definition import Definition, Fault, LabConfig, Option, Step
 
 PHASES = ("make", "talk", "destroy", "count")
 

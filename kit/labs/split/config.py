@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from kit.errors import BadInput
-from kit.labs.definition import Step
-from kit.labs.options import JobConfig, Option, check_fits, model_of
+from kit.labs.definition import JobConfig, Option, Step, check_fits, model_of
 from kit.megatron.config import ModelConfig, check, model_bytes
 from kit.train.options import ClippedOptions
 

@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kit.draw.axes import SEPARATE, grid_across, legend_of, limit_of, marks_of
-from kit.draw.plots import Pictures, Plot, Table
+from kit.draw.plots import SEPARATE, Pictures, Plot, Table, grid_across, legend_of, limit_of, marks_of
 from kit.draw.style import LINES, MARKERS
 from kit.labs.split import parity
 from kit.labs.split.checks import COMMON

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from kit.errors import BadInput
-from kit.labs.definition import Role, Step
-from kit.labs.options import JobConfig, Option, check_fits, model_of
+from kit.labs.definition import JobConfig, Option, Role, Step, check_fits, model_of
 from kit.megatron.config import ModelConfig, check, model_bytes
 from kit.stream.settings import SAMPLERS, Settings, refusals, refuse_lacking
 from kit.target import load_callable

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kit.errors import KitError
-from kit.labs.drive import Drive
+from kit.labs.lab import Drive
 from kit.labs.stream import broken
 from kit.labs.stream.config import StreamConfig, replica_names, settings
 from kit.labs.stream.ports import TRAINER, Ranks, ReplicaPort, SyncPort, TrainerPort, name_of

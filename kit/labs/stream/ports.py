@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kit.errors import KitError, RankDied, RankTimeout
-from kit.labs.drive import Drive
+from kit.labs.lab import Drive
 from kit.loop.messages import Command, Event, numbers
 from kit.loop.runner import Port, Stalled
 from kit.world.calls import Pending

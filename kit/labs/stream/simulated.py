@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kit.errors import KitError
-from kit.labs.drive import Drive
+from kit.labs.lab import Drive
 from kit.labs.stream import broken
 from kit.labs.stream.config import StreamConfig, settings
 from kit.labs.stream.drive import PIPELINE, broken_logger

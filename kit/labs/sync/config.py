@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from kit.errors import BadInput
-from kit.labs.definition import Role, Step
-from kit.labs.options import JobConfig, Option, check_fits, model_of
+from kit.labs.definition import JobConfig, Option, Role, Step, check_fits, model_of
 from kit.megatron.config import DTYPE_BYTES, ModelConfig, check, dtype_on, model_bytes
 
 TRANSPORTS = ("auto", "shm", "broadcast", "rendezvous", "serialize", "ipc", "per-tensor")

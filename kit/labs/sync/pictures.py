@@ -6,9 +6,8 @@ import math
 import textwrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kit.draw.axes import grid_across, legend_of, marks_of, stack
 from kit.draw.general import drift
-from kit.draw.plots import Pictures, Plot, Table
+from kit.draw.plots import Pictures, Plot, Table, grid_across, legend_of, marks_of, stack
 from kit.draw.style import LINES, MARKERS
 from kit.labs.sync import tables
 from kit.results import NotMeasured, with_ids

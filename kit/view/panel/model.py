@@ -17,9 +17,8 @@ from traitlets import Any as AnyTrait
 from traitlets import Dict, HasTraits, Instance, Int, Tuple, Unicode
 
 from kit.errors import KitError
-from kit.labs.configure import complaints, find_fault, settled, validate
-from kit.labs.definition import Definition, role_names, working
-from kit.labs.options import Field, fields
+from kit.labs.definition import Definition, Field, fields, role_names, working
+from kit.labs.discover import complaints, find_fault, settled, validate
 from kit.results import Check, Run, Verdict, load_tolerances, newest_run, runs_dir, save_tolerances
 from kit.results.run import Plotter
 from kit.results.verdict import asked, checked_tolerances

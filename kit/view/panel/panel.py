@@ -16,9 +16,8 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from kit.labs.definition import Definition
+from kit.labs.definition import Definition, Field
 from kit.labs.lab import Lab
-from kit.labs.options import Field
 from kit.results.run import Plotter
 from kit.view import named
 from kit.view.panel import look

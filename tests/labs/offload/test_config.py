@@ -8,7 +8,7 @@ import pytest
 
 import kit
 from kit.errors import BadInput
-from kit.labs import options
+from kit.labs import definition
 from kit.labs.offload import EXACT, OffloadConfig
 from kit.labs.offload import fits as offload_fits
 from kit.megatron import groups
@@ -48,8 +48,8 @@ def test_one_sentence(config: dict[str, object], sentence: str) -> None:
 
 
 def test_a_job_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "free_memory", lambda: 10 * GIB)
-    monkeypatch.setattr(options, "free_bytes", list)
+    monkeypatch.setattr(definition, "free_memory", lambda: 10 * GIB)
+    monkeypatch.setattr(definition, "free_bytes", list)
     offload_fits(OffloadConfig(size="125m"))
     with pytest.raises(
         BadInput, match=r"size=qwen2.5-0.5b does not fit: 2 ranks x \(.* GiB, but 10.0 GiB are free"
@@ -63,8 +63,8 @@ def test_a_job_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "free_memory", lambda: 1000 * GIB)
-    monkeypatch.setattr(options, "free_bytes", lambda: [80 * GIB, 2 * GIB])
+    monkeypatch.setattr(definition, "free_memory", lambda: 1000 * GIB)
+    monkeypatch.setattr(definition, "free_bytes", lambda: [80 * GIB, 2 * GIB])
     offload_fits(OffloadConfig(size="125m"))
     with pytest.raises(
         BadInput, match=r"of weights, gradients and optimizer for each rank, but 2\.0 GiB are free on a GPU"
@@ -74,8 +74,8 @@ def test_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_that_is_too_small_for_those_who_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "free_memory", lambda: 1000 * GIB)
-    monkeypatch.setattr(options, "free_bytes", lambda: [12 * GIB])
+    monkeypatch.setattr(definition, "free_memory", lambda: 1000 * GIB)
+    monkeypatch.setattr(definition, "free_bytes", lambda: [12 * GIB])
     offload_fits(OffloadConfig(size="qwen2.5-0.5b", tp=1, ranks=1))
     with pytest.raises(BadInput, match=r"on each of 2 ranks that share a GPU, but 12\.0 GiB are free on a GPU"):
         offload_fits(OffloadConfig(size="qwen2.5-0.5b", tp=1, ranks=2))

@@ -10,8 +10,7 @@ import pytest
 from kit.draw.plots import read
 from kit.draw.style import THEMES
 from kit.errors import BadInput
-from kit.labs.offload.pictures import places
-from kit.labs.offload.pictures.modes import WAYS, numbered, plot_modes
+from kit.labs.offload.pictures import WAYS, numbered, places, plot_modes
 from kit.results import Record, Run, Verdict, VerdictRow, create_run
 from kit.view.named import plot
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import kit
-from kit.labs.configure import configure
+from kit.labs.discover import configure
 from kit.labs.split import LAB
 from kit.world import World
 

@@ -11,8 +11,7 @@ import matplotlib as mpl
 import pytest
 
 import kit
-from kit.draw.axes import step_axis
-from kit.draw.plots import Picture
+from kit.draw.plots import Picture, step_axis
 from kit.draw.style import THEMES, theme
 from kit.labs.split.config import SplitConfig, cases_of
 from kit.labs.split.pictures import Decades, ways

@@ -19,8 +19,7 @@ import kit
 from kit.errors import BadInput
 from kit.labs.definition import Definition, Role, Step
 from kit.labs.discover import find
-from kit.labs.drive import Stepped
-from kit.labs.lab import Lab
+from kit.labs.lab import Lab, Stepped
 from kit.results import read_verdict
 from kit.view.panel.controller import Controller
 from kit.view.panel.model import PanelModel
@@ -33,7 +32,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 import torch.distributed as dist
 from kit.labs.definition import Definition, Step
-from kit.labs.options import LabConfig, Option
+from kit.labs.definition import LabConfig, Option
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(LabConfig):

@@ -12,9 +12,8 @@ import pytest
 
 import kit
 from kit.errors import BadInput
-from kit.labs.configure import find_fault
 from kit.labs.definition import working
-from kit.labs.discover import discover, find
+from kit.labs.discover import discover, find, find_fault
 from kit.results import Record, create_run, load_tolerances
 from kit.view.panel.model import AS_IT_IS, PanelModel, choices, limits_of, rounded_up, span
 from kit.view.panel.strip import VerdictTab
@@ -82,7 +81,7 @@ def test_every_choice_is_refused_beforehand_exactly_where_choosing_it_is_a_probl
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "kit.labs.options.free_memory", lambda: 20 * 2**30
+        "kit.labs.definition.free_memory", lambda: 20 * 2**30
     )  # that of this box moves from one look to the next
     model = PanelModel(find(name))
     tried = 0

@@ -12,9 +12,8 @@ import ipywidgets as widgets
 import pytest
 
 import kit
-from kit.labs.definition import Definition
+from kit.labs.definition import Definition, LabConfig, Option
 from kit.labs.discover import find
-from kit.labs.options import LabConfig, Option
 from kit.view.panel import look, strip
 from kit.view.panel.model import PanelModel
 from kit.view.panel.panel import Buttons, Panel, Parameters

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from kit.labs.offload import model_config
+import torch
+
+from kit.labs.offload import OffloadConfig, model_config
+from kit.labs.rankside import Context
 from kit.megatron import groups, model, observe, tensors
 from kit.megatron.config import ModelConfig, model_bytes
-
-if TYPE_CHECKING:
-    import torch
-
-    from kit.labs.offload import OffloadConfig
-    from kit.labs.rankside import Context
 
 
 class Trainable(Protocol):
@@ -44,7 +41,6 @@ class JobContext:
 
 
 def build(ctx: Context) -> Trainable:
-    """The kit's own job: megatron-core's GPTModel, DDP, optimizer and scheduler."""
     return model.build(model_config(ctx.config))
 
 

@@ -1,4 +1,4 @@
-"""What a rank does in the offload lab. One method a phase; faults are in `broken.py`, what is looked at in `Watch`.
+"""What a rank does in the offload lab. One method a phase; what is observed is in `Watch`, known bugs are in `releaser.py`.
 
 The phases between `release` and `reload`, and around them, are the observers': nothing of them is in the times of the code under test.
 """
@@ -7,30 +7,30 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from kit.labs.bystander import Bystander
 from kit.labs.offload import KIT_MODEL
-from kit.labs.offload.ranks.broken import double_patched, failure_raises, not_as_found
 from kit.labs.offload.ranks.job import JobContext, arithmetic, context_for
-from kit.labs.offload.ranks.releaser import around, make_releaser, told
-from kit.labs.rankside import digest
+from kit.labs.offload.ranks.releaser import around, double_patched, make_releaser, reported
+from kit.labs.rankside import Context, digest
 from kit.measure.observers import births
 from kit.measure.observers.births import Births, Names, replaced_names, take_names
 from kit.measure.observers.tensors import KINDS, Print, Resident, State, children, differences, live_bytes
 from kit.measure.phase import log_steps
 from kit.megatron import groups, observe, ownership, standin, tensors
+from kit.megatron.groups import DestroyFailed
+from kit.megatron.handles import c10d
 from kit.target import load
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from kit.labs.rankside import Context
 
 Log = list[dict[str, float]]
 PATCHABLE = ("torch.distributed", "megatron.core")  # their functions must be the original ones at the end
@@ -40,8 +40,6 @@ SCALAR_BYTES = 8  # such as a step count: optimizers keep it on the host
 
 
 class Offload:
-    """The job, its controls, and what is known of it between phases."""
-
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
         self.config = ctx.config
@@ -132,22 +130,22 @@ class Offload:
         self.ctx.record("groups_watched", len(self.watch.old))
         there, wanted = self._resident(), arithmetic(self.job, self.ctx.world_size)
         for kind in KINDS:
-            self.ctx.record("state_bytes", total(each for each in there if each.kind == kind), "B", kind=kind)
+            self.ctx.record("state_bytes", sum(each.size for each in there if each.kind == kind), "B", kind=kind)
             if kind in wanted:
                 self.ctx.record("state_arithmetic", wanted[kind], "B", kind=kind)
-        self.ctx.record("resident_bytes", total(filter(self._to_go, there)), "B")
+        self.ctx.record("resident_bytes", sum(each.size for each in there if self._to_go(each)), "B")
         self._communicators()
 
     def release(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self.state = self.releaser.release()
-        self._record(told(self.state))
+        self._record(reported(self.state))
 
     def idle(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Nothing is held. What is measured of this phase is what a release is worth."""
         gc.collect()  # here and not in release: what the lab does to see clearly is no part of what it times
         self.ctx.record("tensor_bytes", live_bytes(), "B")
         left = sorted(filter(self._to_go, self._resident()), key=lambda each: -each.size)
-        self.ctx.record("left_bytes", total(left), "B")
+        self.ctx.record("left_bytes", sum(each.size for each in left), "B")
         kept = [each for each in left if each.kind in self.config.kinds and each.size > SCALAR_BYTES]
         self._found("left_tensors", kept)
         if self.config.groups:
@@ -162,7 +160,7 @@ class Offload:
         self._ask_bystander()
 
     def reload(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        self._record(told(self.releaser.restore(self.state)))
+        self._record(reported(self.releaser.restore(self.state)))
         self.state = None
 
     def talk(self, cycle: int) -> None:  # noqa: ARG002 - as above
@@ -195,7 +193,6 @@ class Offload:
         self._ask_bystander()
 
     def compare(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """Against the control: every loss, gradient norm, weight and optimizer state."""
         if self.broken:
             return
         log, hashes = self.controls[0]
@@ -221,7 +218,7 @@ class Offload:
             self.bystander.close()
 
     def ownership(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """Whose group is it: after success and after an error, with and without a default group of the caller's."""
+        """Are the caller's groups unchanged after success and after an error, with and without a default group of the caller?"""
         if wrong := not_as_found(self.ctx, self.found):
             print(f"not as found: {shown(wrong)}")
         self.ctx.record("not_as_found", len(wrong))
@@ -236,8 +233,7 @@ class Offload:
         standin.install()
 
     def _build(self) -> None:
-        self.log = []
-        self.job = load(self.config.model)(self.ctx)
+        self.log, self.job = [], load(self.config.model)(self.ctx)
 
     def _train(self, what: str) -> None:
         began = time.perf_counter()
@@ -247,9 +243,7 @@ class Offload:
         log_steps(made, done=len(self.log), seconds=seconds, device=str(self.ctx.device), what=what)
 
     def _leave(self) -> None:
-        """Let go of the job and put the state back as it was found."""
-        mover = self.of.mover if self.of else getattr(self.job, "mover", None)
-        if mover is not None:
+        if mover := self.of.mover if self.of else getattr(self.job, "mover", None):
             mover.close()
         del mover
         self.job = self.releaser = self.state = self.of = None
@@ -262,7 +256,6 @@ class Offload:
             self._record((metric, value, "B") for metric, value in self.bystander.ask().items())
 
     def _communicators(self) -> None:
-        """What the library itself says that communicators take, beside what the driver says."""
         self._record((f"communicators_{name}", size, "B") for name, size in groups.communicators().items())
 
     def _record(self, rows: Iterable[tuple[str, float, str]]) -> None:
@@ -292,16 +285,10 @@ class Offload:
         return each.kind in kinds or len(kinds) == len(tensors.KINDS)
 
     def _resident(self) -> list[Resident]:
-        """The job's tensors that are on the device."""
         return self._state().resident(self.ctx.device.type)
 
 
-def total(found: Iterable[Resident]) -> int:
-    return sum(each.size for each in found)
-
-
 def shown(found: Iterable[Any]) -> str:
-    """The first of what was found, in one line."""
     every = [str(one) for one in found]
     more = f"; and {len(every) - SHOWN} more" if len(every) > SHOWN else ""
     return "; ".join(every[:SHOWN]) + more
@@ -355,9 +342,8 @@ class Watch:
 
     def talk(self) -> tuple[int, list[str]]:
         """How many groups answered, and what is wrong: a collective that failed, or ranks that are not those of before."""
-        self._answered, wrong = observe.talk()
-        answered = self._answered
-        self.mute = bool(wrong)
+        answered, wrong = observe.talk()
+        self._answered, self.mute = answered, bool(wrong)
         if not wrong:
             wrong = [
                 f"{name}: {f'ranks {answered[name]}' if name in answered else 'no ranks'} answer in place of {ranks}"
@@ -365,7 +351,7 @@ class Watch:
                 if answered.get(name) != ranks
             ]
         if name := births.taken_name():
-            wrong.append(f"the next group that anybody makes would be named {name!r}, as another one is")
+            wrong.append(f"the next group would get the name {name!r}, which another group already has")
         return len(answered), wrong
 
     def after(self, **roots: Any) -> tuple[list[str], list[str], list[str]]:
@@ -377,15 +363,12 @@ class Watch:
 
 def any_rank(value: bool) -> bool:
     """Whether it is so on any rank; over the default group."""
-    flag = torch.tensor([int(value)])
-    if "nccl" in dist.get_backend():
-        flag = flag.cuda()
+    flag = torch.tensor([int(value)], device="cuda" if "nccl" in dist.get_backend() else "cpu")
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag.item())
 
 
 def differing(log: Log, control: Log) -> int:
-    """How many steps are not exactly the same, those that only one log has included. NaN is never the same."""
     return sum(a != b for a, b in zip(log, control, strict=False)) + abs(len(log) - len(control))
 
 
@@ -398,3 +381,153 @@ def departs(log: list[dict[str, float]], control: list[dict[str, float]]) -> tup
     if len(log) != len(control):
         return min(len(log), len(control)) + 1, f"{len(log)} steps vs {len(control)}"
     return None
+
+
+# -- rehearsals: a group that cannot be destroyed, and errors inside a borrowed state -------------------------------------
+
+
+@contextlib.contextmanager
+def refusing(victim: Any) -> Iterator[list[str]]:
+    """While entered, one group cannot be destroyed, however that is asked for: by torch's own call, or by its shutdown or abort. It is
+    known by what a collective reaches, so that a wrapper or handle around it is refused alike. Gives what was asked so far."""
+    asked: list[str] = []
+
+    def reaches_victim(group: Any) -> bool:
+        try:
+            with births.doors():
+                return group is not None and births.reach(group) is victim
+        except Exception:  # noqa: BLE001 - what reaches no group is none
+            return False
+
+    def guarded(plain: Callable[[Any], None], name: str, hit: Callable[[Any], bool]) -> Callable[[Any], None]:
+        def call(group: Any = None) -> None:
+            if hit(group):
+                asked.append(name)
+                raise RuntimeError("refused on purpose")
+            plain(group)
+
+        return call
+
+    doors: list[tuple[Any, str, Callable[[Any], bool]]] = [
+        *((module, "destroy_process_group", reaches_victim) for module in (dist, c10d)),
+        *((dist.ProcessGroup, name, lambda group: group is victim) for name in ("shutdown", "abort")),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, hit in doors:
+            stack.enter_context(mock.patch.object(owner, name, guarded(getattr(owner, name), name, hit)))
+        yield asked
+
+
+def failure_raises(releaser: Any) -> bool | None:
+    """Whether a release raises and names the group if one group cannot be destroyed; None if no one tried to destroy it."""
+    with births.doors():
+        victim = births.reach(next(iter(observe.standing().values())))
+    name = str(victim.group_desc)
+    raised = None
+    with refusing(victim) as asked:
+        del victim
+        try:
+            state = releaser.release()
+            if not dist.is_initialized():
+                releaser.restore(state)
+        except DestroyFailed as failure:
+            raised = name in str(failure)
+            groups.reload(failure.stats["snapshot"])
+        except Exception as error:  # noqa: BLE001 - any error will do, if it names the group
+            raised = any(name in str(one) for one in births.chain(error))
+    return False if raised is None and asked else raised
+
+
+class OnPurposeError(Exception):
+    """Raised by the rehearsal; whatever surfaces in its place hides it."""
+
+
+def not_as_found(ctx: Context, before_build: dict[str, Any]) -> list[str]:
+    """What is not as it was found: after the lab's own job, and after rehearsed bodies that end well or with an error."""
+    wrong = differs(before_build)
+    theirs = dist.new_group(backend="gloo", group_desc="of the caller")
+    for fails in (False, True):
+        wrong += borrowed(ctx, own_group, fails=fails)
+        wrong += silent(theirs)
+    with contextlib.suppress(ValueError):  # it is gone already, which was counted
+        dist.destroy_process_group(theirs)
+    for fails in (False, True):
+        with without_default_group():
+            wrong += borrowed(ctx, default_group, fails=fails)
+    return wrong
+
+
+def silent(group: Any) -> list[str]:
+    """What is wrong with a group of the caller's: an all-reduce that raises, or a wrong sum."""
+    total = torch.ones(1)
+    try:
+        dist.all_reduce(total, group=group)
+    except Exception as error:  # noqa: BLE001 - a group that was destroyed may raise anything
+        return [f"a caller's group no longer works: {type(error).__name__}: {error}"]
+    return [] if total.item() == dist.get_world_size() else [f"a caller's group sums {total.item():g} ranks"]
+
+
+def borrowed(ctx: Context, body: Callable[[], None], *, fails: bool) -> list[str]:
+    """Run a body inside `as_found`, which then ends well or with an error, with the fault if one is on; what is wrong afterwards."""
+    before = ownership.describe()
+    wrong = []
+    try:
+        with scope(ctx.fault):
+            body()
+            if fails:
+                raise OnPurposeError  # noqa: TRY301 - the rehearsed error
+    except OnPurposeError:
+        pass
+    except Exception as error:  # noqa: BLE001 - which error surfaces is the question
+        wrong.append(f"the original error was hidden by {type(error).__name__}: {error}")
+    return [*wrong, *differs(before)]
+
+
+def differs(before: dict[str, Any]) -> list[str]:
+    now = ownership.describe()
+    return [f"{key}: {before[key]!r} became {now[key]!r}" for key in before if before[key] != now[key]]
+
+
+@contextlib.contextmanager
+def scope(fault: str | None) -> Iterator[None]:
+    """`as_found`, or a common mistake in its place."""
+    if fault == "leaves-default-group" and not dist.is_initialized():
+        yield
+        return
+    log = logging.getLogger(ownership.__name__)  # the rehearsed error is logged by design; it is no news
+    with mock.patch.object(log, "disabled", new=True), ownership.as_found():
+        try:
+            yield
+        except OnPurposeError:
+            if fault == "masks-original-error":
+                raise RuntimeError("cleaning up failed") from None
+            raise
+
+
+def own_group() -> None:
+    dist.all_reduce(torch.rand(1), group=dist.new_group(backend="gloo"))  # the caller's random numbers must not change
+
+
+def default_group() -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(1))
+
+
+@contextlib.contextmanager
+def without_default_group() -> Iterator[None]:
+    """torch.distributed as in a process that has not initialised it; the caller's groups wait aside."""
+    world = c10d._world
+    default, count = world.default_pg, world.group_count
+    try:
+        with contextlib.ExitStack() as aside:
+            for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
+                aside.enter_context(mock.patch.dict(getattr(world, name), clear=True))
+            c10d._update_default_pg(None)
+            c10d._unregister_all_process_groups()
+            yield
+    finally:
+        c10d._unregister_all_process_groups()
+        c10d._update_default_pg(default)
+        world.group_count = count
+        for group, name in world.pg_names.items():
+            c10d._register_process_group(name, group)

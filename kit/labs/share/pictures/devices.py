@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from kit.draw.axes import Box, legend_of, marks_of
+from kit.draw.plots import Box, legend_of, marks_of
 from kit.labs.share import tables
 from kit.labs.share.pictures.lanes import (
     BETWEEN,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kit.draw.axes import grid_across, paint_boxes
+from kit.draw.plots import grid_across, paint_boxes
 from kit.labs.share import tables
 from kit.results.units import time_unit
 
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from kit.draw.axes import Box
-    from kit.draw.plots import RunData
+    from kit.draw.plots import Box, RunData
     from kit.draw.style import Theme
     from kit.share.books import Ledger
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kit.draw.axes import grid_across
+from kit.draw.plots import grid_across
 from kit.draw.style import LINES
 from kit.labs.share import tables
 from kit.labs.share.pictures.lanes import loop_of

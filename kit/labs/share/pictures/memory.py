@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kit.draw.axes import draw_limit, legend_of, limit_of, marks_of
+from kit.draw.plots import draw_limit, legend_of, limit_of, marks_of
 from kit.labs.share import tables
 from kit.labs.share.pictures.lanes import Loop, loop_of, owner_marks, some, time_axis
 from kit.results import NotMeasured

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kit.draw.axes import Box, grid_across, legend_of, marks_of, paint_boxes
+from kit.draw.plots import Box, grid_across, legend_of, marks_of, paint_boxes
 from kit.labs.share import tables
 from kit.labs.share.pictures.lanes import BETWEEN, HATCH, PALE, Loop, loop_of, some, time_axis
 

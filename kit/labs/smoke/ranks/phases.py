@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from kit.labs.rankside import digest
+from kit.labs.rankside import Context, digest
 from kit.measure.observers import births
 from kit.measure.observers.births import Births
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kit.labs.rankside import Context
-
 
 PATCHABLE = "torch.distributed"
 
 
 class Plain:
-    """The default code under test: torch's own calls."""
-
     def __init__(self, ctx: Context) -> None: ...
 
     def make(self, ranks: Sequence[int]) -> Any:
@@ -34,8 +27,6 @@ class Plain:
 
 
 class Smoke:
-    """One method a phase."""
-
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
         self.births = Births().__enter__()  # for as long as this rank works for the lab
@@ -101,7 +92,6 @@ class Smoke:
         return len(reached) + 1 - len({id(group) for group in [births.world(), *reached]})
 
     def message(self, index: int) -> torch.Tensor:
-        """Whole numbers, different for every place, group and rank."""
         return self.places(index) * (self.ctx.rank + 1)
 
     def wrong_values(self, index: int, group: Any, message: torch.Tensor) -> int:

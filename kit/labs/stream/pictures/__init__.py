@@ -13,8 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from kit.draw.axes import grid_across, legend_of, marks_of, stack
-from kit.draw.plots import Pictures, Plot, RunData, Scene, Table, WhatIf
+from kit.draw.plots import Pictures, Plot, RunData, Scene, Table, WhatIf, grid_across, legend_of, marks_of, stack
 from kit.draw.style import LINES, Theme
 from kit.labs.stream import tables, tokens
 from kit.labs.stream.pictures.lanes import height, versions

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from kit.draw.axes import Box, grid_across, legend_of, marks_of, paint_boxes
-from kit.draw.plots import RunData, Scene
+from kit.draw.plots import Box, RunData, Scene, grid_across, legend_of, marks_of, paint_boxes
 from kit.draw.style import LINES, Theme
 from kit.labs.stream import tables
 from kit.loop.messages import Row

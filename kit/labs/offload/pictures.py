@@ -9,24 +9,40 @@ the driver reports each process. Controls and checks of content are most of a ru
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import matplotlib as mpl
+import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from kit.draw.axes import cycle_axis, draw_limit, draw_samples, legend_of, log_scale, marks_of, rank_lanes, stack, widen
 from kit.draw.general import COUNT_CHECKS, COUNTS, allowed, counts_of, drift
-from kit.draw.plots import Pictures, Plot
-from kit.draw.style import LINES, MARKERS
+from kit.draw.plots import (
+    Picture,
+    Pictures,
+    Plot,
+    RunData,
+    Scene,
+    cycle_axis,
+    draw_limit,
+    draw_samples,
+    legend_of,
+    log_scale,
+    marks_of,
+    rank_lanes,
+    read,
+    stack,
+    widen,
+)
+from kit.draw.style import LINES, MARKERS, Theme, theme
+from kit.errors import BadInput
+from kit.results import Run, Verdict, VerdictRow
+from kit.results.comparison import warnings
 from kit.results.units import counted, samples, size_unit, time_unit
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.axes import Axes
-
-    from kit.draw.plots import RunData, Scene
-    from kit.draw.style import Theme
+from kit.results.verdict import MARKS
 
 WITHOUT = "baseline"  # the phase after which there are a context, loaded kernels and WORLD, and no job
 BEFORE, IN_CYCLE = (WITHOUT, "build"), ("train", "release", "idle", "reload")
@@ -66,15 +82,11 @@ def places(data: RunData) -> list[Place]:
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Levels after a phase of some cycles."""
-
     data: RunData
 
     def samples(self, metric: str, phase: str, cycles: Sequence[int]) -> pd.Series[float]:
-        """A value per rank and cycle."""
-        rows = self.data.of(metric)
-        rows = rows[(rows["phase"] == phase) & rows["cycle"].isin(cycles)]
-        return rows.set_index(["rank", "cycle"])["value"]
+        rows = self.data.of(metric, phase)
+        return rows[rows["cycle"].isin(cycles)].set_index(["rank", "cycle"])["value"]
 
     def level(
         self, metric: str, phase: str, cycles: Sequence[int], *, add: bool = True, of: str = "median"
@@ -88,11 +100,6 @@ class Levels:
         groups = rows.groupby([rows.index.get_level_values(0).map(lambda rank: gpu_of.get(rank, rank)), "cycle"])
         return float((groups.sum() if add else groups.max()).agg(of))
 
-    def start(self, metric: str) -> float:
-        """A rank's level at the baseline, else the lowest there is."""
-        found = self.samples(metric, WITHOUT, [0])
-        return float(self.data.of(metric)["value"].min() if found.empty else found.median())
-
     @property
     def by_process(self) -> bool:
         """Whether the driver reported the process every time: otherwise its part of some bars would be missing."""
@@ -105,7 +112,6 @@ class Levels:
         return self.level("driver_used", phase, cycles, add=False)
 
     def beyond(self, phase: str, cycles: Sequence[int]) -> float:
-        """What the driver reports beyond the allocator."""
         return (self.own(phase, cycles) or 0.0) - (self.level("reserved", phase, cycles) or 0.0)
 
     def without(self) -> float:
@@ -126,7 +132,6 @@ class Levels:
         return {kind: size for kind, size in found.items() if size is not None and place.part != "before"}
 
     def communicators(self, place: Place) -> float | None:
-        """NCCL's own statistics of every communicator that a phase left."""
         phase = ASKED_AT.get(place.phase)
         return None if phase is None else self.level("communicators_total", phase, place.cycles)
 
@@ -136,7 +141,7 @@ def host_bars(ax: Axes, data: RunData, theme: Theme) -> None:
     levels, at_home = Levels(data), "driver_used" not in data.metrics()
     sources = {name: word for name, word in RESIDENT.items() if name in data.metrics()}
     scale, unit = size_unit(float(data.of(TOTAL)["value"].max()))
-    base = {name: levels.start(name) for name in (*sources, TOTAL)}
+    base = {name: data.start(name) or 0.0 for name in (*sources, TOTAL)}
     looks = dict(zip(sources, (look(theme.faint, theme), look(theme.grid, theme)), strict=False))
     steps = places(data)
     for x, place in enumerate(steps):
@@ -150,21 +155,19 @@ def host_bars(ax: Axes, data: RunData, theme: Theme) -> None:
         if len(peak):
             draw_peak(ax, (x - HOST_WIDTH, x), peak.max(), place, theme)
         if at_home:
-            draw_job(ax, x + HOST_WIDTH / 2, {kind: size * scale for kind, size in levels.kinds(place).items()}, theme)
+            right, kinds = x + HOST_WIDTH / 2, levels.kinds(place).items()
+            looked = [(size * scale, {"color": part_colour(kind, theme)}) for kind, size in kinds]
+            stack(ax, right, HOST_WIDTH * 0.8, looked)
+            if ("left", 0) in kinds:
+                zero: dict[str, Any] = {"ha": "center", "color": theme.good, "fontweight": "bold"}
+                ax.annotate("0", (right, 0), (0, 2), textcoords="offset points", **zero)
     finish(ax, steps, theme)
-    ax.set_ylabel(f"above baseline [{unit}]")
-    ax.set_title(f"Host memory of a rank, {base[TOTAL] * scale:.4g} {unit} at the baseline ({data.ranks_word()})")
+    title = f"Host memory of a rank, {base[TOTAL] * scale:.4g} {unit} at the baseline ({data.ranks_word()})"
+    ax.set(ylabel=f"above baseline [{unit}]", title=title)
     marks = {word: looks[name] for name, word in sources.items()}
     marks["peak in the phase"] = {"color": theme.ink, "linewidth": 1.6}
     marks |= {f"job's {kind}": {"facecolor": part_colour(kind, theme)} for kind in KINDS if at_home}
     ax.legend(handles=marks_of(marks), ncols=len(marks), loc="upper left", columnspacing=1.1, handlelength=1.2)
-
-
-def draw_job(ax: Axes, x: float, kinds: Mapping[str, float], theme: Theme) -> None:
-    stack(ax, x, HOST_WIDTH * 0.8, [(size, {"color": part_colour(kind, theme)}) for kind, size in kinds.items()])
-    if kinds.get("left") == 0:
-        style: dict[str, Any] = {"ha": "center", "color": theme.good, "fontweight": "bold"}
-        ax.annotate("0", (x, 0), (0, 2), textcoords="offset points", **style)
 
 
 def draw_peak(ax: Axes, ends: tuple[float, float], level: float, place: Place, theme: Theme) -> None:
@@ -176,12 +179,11 @@ def finish(ax: Axes, steps: Sequence[Place], theme: Theme, *, room: float = 0.28
     """Names below the bars, the part of the run above them, and room for that and a legend as a part of the height."""
     ax.set_xticks(range(len(steps)), [place.phase for place in steps])
     ax.tick_params(axis="x", length=0)
-    ax.set_xlim(-0.7, len(steps) - 0.3)
     ax.axhline(0, color=theme.faint, linewidth=1.0, zorder=1)
     widen(ax, least=8)
     low, high = ax.get_ylim()
     ax.set_yticks([tick for tick in ax.get_yticks() if low <= tick <= high])
-    ax.set_ylim(low, high + room * (high - low))
+    ax.set(xlim=(-0.7, len(steps) - 0.3), ylim=(low, high + room * (high - low)))
     for part in dict.fromkeys(place.part for place in steps):
         at = [x for x, place in enumerate(steps) if place.part == part]
         if part == "cycle 1":
@@ -272,22 +274,18 @@ def gpu_bars(ax: Axes, data: RunData, theme: Theme) -> None:
             highest = top if place.phase == WITHOUT else max(top, at)
         ax.annotate(f"{top:.4g}", (x, highest), (0, 3), textcoords="offset points", ha="center", fontsize=8)
     finish(ax, steps, theme, room=0.16)
-    ax.set_ylim(bottom=0)
-    ax.set_ylabel(f"in use [{unit}]")
-    ax.set_title(f"GPU memory by use ({memory_words(data)})")
+    xlim = (-0.7, len(steps) * (1 + BESIDE))
+    ax.set(xlim=xlim, ylim=(0, None), ylabel=f"in use [{unit}]", title=f"GPU memory by use ({memory_words(data)})")
     marks: dict[str, Any] = {"peak in the phase (allocator)": {"color": theme.ink, "linewidth": 1.6}}
     marks |= {f"{band.name} ({band.source})": looks[band.key] for band in reversed(found)}
-    ax.set_xlim(-0.7, len(steps) * (1 + BESIDE))
     legend = ax.legend(handles=marks_of(marks), loc="center right", fontsize=8, labelspacing=0.45, borderaxespad=0)
     legend.set_frame_on(True)
     legend.get_frame().set(facecolor=theme.paper, edgecolor="none", alpha=1)
 
 
 def memory_words(data: RunData) -> str:
-    """Which memory a bar is."""
-    ranks = len(data.ranks)
-    if data.memory.gpu_of:
-        gpus = len(set(data.memory.gpu_of.values()))
+    ranks, gpus = len(data.ranks), len(set(data.memory.gpu_of.values()))
+    if gpus:
         return f"{counted(gpus, 'GPU')} shared by {ranks} ranks"
     return "1 rank" if ranks == 1 else f"median of {ranks} ranks"
 
@@ -311,13 +309,7 @@ CHECKING = ("fingerprint", "verify", "compare", "rehearse_failure", "ownership")
 STATES = (("before the release", "fingerprint", 0), ("released", "idle", 4), ("reloaded", "verify", 2))
 
 
-def rows_of(data: RunData, phase: str, metric: str) -> pd.DataFrame:
-    rows = data.of(metric)
-    return rows[rows["phase"] == phase]
-
-
 def times(scene: Scene) -> None:
-    """Time per phase and rank: the first cycle hollow, the later ones filled."""
     ax, data, theme = scene.figure.subplots(), scene.data, scene.theme
     shown = [(timed(data, phase, metric), label) for phase, metric, label in TIMED]
     shown = [(rows, label) for rows, label in shown if not rows.empty]
@@ -334,13 +326,13 @@ def times(scene: Scene) -> None:
             ax.plot([x] * len(first), first, MARKERS[lane], markersize=5.5, **hollow)
     log_scale(ax)
     low, high = ax.get_ylim()
-    ax.set_ylim(low, high * 4)  # room for the legend
     ax.set_xticks(range(len(shown)), [label for _, label in shown])
     ax.tick_params(axis="x", labelsize=8)
     for tick, (_, label) in zip(ax.get_xticklabels(), shown, strict=True):
         tick.set_color(theme.faint if label.startswith("its") else theme.ink)
     title = f"Time per phase{' and rank' if len(lanes) > 1 else ', all ranks'}"
-    ax.set(xlim=(-0.6, len(shown) - 0.4), ylabel=f"time [{unit}]", title=title)
+    room = (low, high * 4)  # for the legend
+    ax.set(xlim=(-0.6, len(shown) - 0.4), ylim=room, ylabel=f"time [{unit}]", title=title)
     names = [f"rank {ranks[0]}" if len(lanes) > 1 else f"{len(ranks)} ranks" for ranks in lanes]
     marks = {name: {"marker": MARKERS[lane], "color": theme.faint} for lane, name in enumerate(names)}
     marks["cycle 1, n = 1"] = {"marker": "o", "color": theme.series[1], "markerfacecolor": "none"}
@@ -354,22 +346,18 @@ def times(scene: Scene) -> None:
 
 def timed(data: RunData, phase: str, metric: str) -> pd.DataFrame:
     """The times of a phase; a training that had to be skipped took none."""
-    rows, trained = rows_of(data, phase, metric), data.of("trained_steps")["step"]
+    rows, trained = data.of(metric, phase), data.of("trained_steps")["step"]
     return rows[rows["step"].isin(trained)] if phase == "train" and len(trained) else rows
 
 
 def left_out(data: RunData) -> str:
-    """The time of what is not drawn: the slowest rank of each phase."""
     slowest = data.of("seconds").groupby("step").agg({"phase": "first", "value": "max"})
-    sums = {
-        word: float(slowest[slowest["phase"].isin(phases)]["value"].sum())
-        for word, phases in (("controls", CONTROLS), ("hashing and checks", CHECKING))
-    }
+    of = {"controls": CONTROLS, "hashing and checks": CHECKING}
+    sums = {word: slowest[slowest["phase"].isin(phases)]["value"].sum() for word, phases in of.items()}
     return "not drawn: " + ", ".join(f"{word} {seconds:.1f} s" for word, seconds in sums.items())
 
 
 def census(scene: Scene) -> None:
-    """A count per metric side by side, below the legend of the states."""
     theme, counts = scene.theme, counts_of(scene.data)
     axes = scene.figure.subplot_mosaic([["legend"] * len(counts), counts], height_ratios=[0.1, 2.2])
     marks = {word: state_style(place, scene) for place, (word, _, _) in enumerate(STATES)}
@@ -389,38 +377,30 @@ def draw_count(ax: Axes, scene: Scene, metric: str) -> None:
     drawn above the level that the check starts from."""
     data, theme, more = scene.data, scene.theme, allowed(scene.verdict, metric)
     for place, (_, phase, colour) in enumerate(STATES):
-        groups = rows_of(data, phase, metric).groupby("cycle")["value"]
+        groups = data.of(metric, phase).groupby("cycle")["value"]
         if not len(groups):
             continue
         middle, size = groups.median(), (7.5, 5, 3.8)[place]
         ax.fill_between(middle.index, groups.min(), groups.max(), color=theme.series[colour], alpha=0.25, linewidth=0)
         ax.plot(middle.index, middle, linewidth=1.2, markersize=size, **state_style(place, scene))
-    base = rows_of(data, "baseline", metric)["value"]
+    base = data.of(metric, "baseline")["value"]
     if not base.empty:
         ax.axhline(base.median(), color=theme.faint, linewidth=1.2, linestyle=LINES[1], zorder=1)
-    judged = rows_of(data, "baseline" if metric == "groups" else "build", metric)["value"]
+    judged = data.of(metric, "baseline" if metric == "groups" else "build")["value"]
     if more is not None and not judged.empty:
-        level = float(judged.median()) + more
-        draw_limit(ax, level, f"limit {more:+g}: {level:g}", theme)
+        draw_limit(ax, judged.median() + more, f"limit {more:+g}: {judged.median() + more:g}", theme)
     widen(ax, least=4)
-    ax.set_ylim(bottom=0, top=ax.get_ylim()[1] * 1.08)
     ax.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     cycle_axis(ax)
     title = COUNTS[metric] + ("" if base.empty else f" (without a job {base.median():g})")
     ranks = "" if len(data.ranks) == 1 else f" (range of {len(data.ranks)} ranks)"
-    ax.set(xlabel=f"cycle{ranks}", ylabel="count", title=title)
+    ax.set(xlabel=f"cycle{ranks}", ylabel="count", title=title, ylim=(0, ax.get_ylim()[1] * 1.08))
 
 
 OURS = "kit.labs."
 
 
-def ready(data: RunData) -> bool:
-    """Whether something was released and observed."""
-    return {"release", "idle"} <= set(data.phases)
-
-
 def words(data: RunData) -> list[str]:
-    """The job, how it was released, and how often."""
     config = data.config
     sizes = [f"{name} {config[name]}" for name in ("tp", "pp", "ep") if config.get(name, 1) > 1]
     own = str(config.get("implementation", OURS))
@@ -434,7 +414,6 @@ def sources(data: RunData) -> list[str]:
 
 
 def memory(scene: Scene) -> None:
-    """The host's memory above the GPU's."""
     found = sources(scene.data)
     for ax, source in zip(scene.figure.subplots(len(found), 1, squeeze=False)[:, 0], found, strict=True):
         (host_bars if source == "anon_rss" else gpu_bars)(ax, scene.data, scene.theme)
@@ -452,6 +431,132 @@ PICTURES = Pictures(
         ),
     },
     overview=(("memory",), ("times", "drift"), ("census",), ("verdict",)),
-    ready=ready,
+    ready=lambda data: {"release", "idle"} <= set(data.phases),
     words=words,
 )
+
+
+# -- ways of releasing side by side: what each leaves behind, what its groups cost, and which checks see it ---------------
+
+
+# Each keeps its colour and shape, whichever are shown.
+WAYS = ("exact", "abort", "manual", "official", "suspend", "manual, by store")
+Styles = Mapping[str, Mapping[str, Any]]  # the marker and the colour of each way
+PARTS = {"release": "destroy groups", "reload": "rebuild groups"}
+
+
+def plot_modes(runs: Sequence[Run], *, theme_name: str = "light") -> Picture:
+    """Two or more offload runs. `theme_name` is light or dark."""
+    if len(runs) < 2 or any(run.lab != "offload" for run in runs):
+        raise BadInput("plot_modes compares modes: give it two or more runs of the offload lab")
+    look, seen = theme(theme_name), {name(run): read(run) for run in runs}
+    if len(seen) < len(runs):
+        raise BadInput(f"two of these runs have the same mode; give one run per mode (here: {', '.join(seen)})")
+    numbers = numbered(seen)
+    styles = {way: {"marker": MARKERS[n % len(MARKERS)], "color": look.colour(n)} for way, n in numbers.items()}
+    verdicts = {name(run): run.verdict() for run in runs}
+    table = differing(verdicts)
+    counts = [metric for metric in COUNTS if all(metric in one.metrics() for one in seen.values())]
+    with mpl.rc_context(look.rc()):
+        high = max(2.2, 0.2 * (len(table) + 3))
+        warned = [f"Warning: {why}" for why in warnings(runs)]
+        picture = Picture(2.1 + high + 1.0 + 0.2 * len(warned))
+        names: list[Any] = [[metric for metric in counts for _ in range(12 // len(counts))]]
+        names.append(["times"] * 4 + ["checks"] * 8)
+        axes = picture.subplot_mosaic(names, height_ratios=[2.1, high])
+        for metric in counts:
+            left_behind(axes[metric], seen, metric, styles, look)
+        picture.legend(
+            *axes[counts[0]].get_legend_handles_labels(), loc="outside upper right", ncols=len(seen), handletextpad=0.4
+        )
+        group_times(axes["times"], seen, styles, look)
+        checks(axes["checks"], table, verdicts, styles, look)
+        ranks = counted(len(next(iter(seen.values())).ranks), "rank")
+        title = f"offload · {ranks} · modes of releasing · counts of the worst rank"
+        picture.suptitle("\n".join([title, *warned]), x=0.01, ha="left", fontsize=11.5)
+    return picture
+
+
+def name(run: Run) -> str:
+    own = str(run.config["implementation"])
+    return run.fault or (own.rpartition(":")[2] if not own.startswith(OURS) else str(run.config["mode"]))
+
+
+def numbered(ways: Iterable[str]) -> dict[str, int]:
+    """Numbers for colours and shapes: a mode has its own, as in the picture of the bench; others take what is free."""
+    shown = list(ways)
+    own = {way: WAYS.index(way) for way in shown if way in WAYS}
+    free = (index for index in itertools.count() if index not in own.values())
+    return own | {way: next(free) for way in shown if way not in WAYS}
+
+
+def left_behind(ax: Axes, seen: Mapping[str, RunData], metric: str, styles: Styles, look: Theme) -> None:
+    """More than a process without the job has, while released: the worst rank of each cycle."""
+    for place, (way, one) in enumerate(seen.items()):
+        size = 5.5 + 1.2 * (len(seen) - 1 - place)  # those below stay in sight where ways are alike
+        base = one.of(metric, "baseline").set_index("rank")["value"]
+        rows = one.of(metric, "idle")
+        more = rows.assign(value=rows["value"] - rows["rank"].map(base)).groupby("cycle")["value"].max()
+        ax.plot(more.index, more, linewidth=1.4, markersize=size, label=way, **styles[way])
+    low, high = ax.get_ylim()
+    ax.axhline(0, color=look.faint, linewidth=1.0, zorder=1)
+    cycle_axis(ax)
+    room = (min(low, -1), max(high, 4) * 1.05)
+    ax.set(ylim=room, ylabel="more than without a job", title=f"{COUNTS[metric]} while released")
+
+
+def group_times(ax: Axes, seen: Mapping[str, RunData], styles: Styles, look: Theme) -> None:
+    counts = set()
+    for index, (way, one) in enumerate(seen.items()):
+        for place, phase in enumerate(PARTS):
+            found = one.of("groups_seconds", phase)["value"] * 1e3
+            if found.empty:
+                continue
+            counts.add(len(found))
+            x = place + (index - (len(seen) - 1) / 2) * min(0.22, 0.8 / len(seen))
+            ax.plot([x] * len(found), found, linestyle="", markersize=5, alpha=0.75, **styles[way])
+            ax.plot(x, found.median(), "_", color=look.ink, markersize=14, markeredgewidth=1.6)
+    log_scale(ax)
+    ax.set_xticks(range(len(PARTS)), list(PARTS.values()))
+    title = f"Time for groups (n = {', '.join(map(str, sorted(counts)))} each, median)"
+    ax.set(xlim=(-0.6, len(PARTS) - 0.4), ylabel="time [ms]", title=title)
+
+
+def differing(verdicts: Mapping[str, Verdict]) -> dict[str, dict[str, VerdictRow]]:
+    """The checks that do not pass for every way, unless none was measured: a row by way."""
+    rows: dict[str, dict[str, VerdictRow]] = {}
+    for way, verdict in verdicts.items():
+        for row in verdict:
+            rows.setdefault(row.check, {})[way] = row
+    answers = {check: {row.passed for row in ways.values()} for check, ways in rows.items()}
+    return {check: ways for check, ways in rows.items() if answers[check] not in ({True}, {None})}
+
+
+def checks(
+    ax: Axes,
+    table: Mapping[str, Mapping[str, VerdictRow]],
+    verdicts: Mapping[str, Verdict],
+    styles: Styles,
+    look: Theme,
+) -> None:
+    """A line per check on which the ways differ or fail, with what was measured."""
+    ax.set_axis_off()
+    lines = max(len(table) + 3, 11)
+    where = {way: 0.5 + 0.5 * (index + 0.5) / len(verdicts) for index, way in enumerate(verdicts)}
+
+    def write(x: float, line: float, text: str, **how: Any) -> None:
+        ax.text(x, 1 - (line + 0.5) / lines, text, va="center", transform=ax.transAxes, **{"fontsize": 8.5, **how})
+
+    write(0.06, 0, "Checks", fontweight="bold", fontsize=10)
+    for way, x in where.items():
+        write(x, 0, way, ha="center", fontweight="bold", color=styles[way]["color"])
+    for line, (check, ways) in enumerate(table.items(), start=1):
+        write(0.06, line, check)
+        for way, row in ways.items():
+            measured = "" if row.measured is None or row.passed else f" {row.measured:g}"
+            text = f"{MARKS[row.passed].sign} {'not measured' if row.passed is None else measured}".strip()
+            write(where[way], line, text, ha="center", color=look.answer(row.passed))
+    rest = [row for row in next(iter(verdicts.values())) if row.check not in table]
+    passed = sum(row.passed is True for row in rest)
+    left_out = f"{passed} more pass in every run; {len(rest) - passed} not measured in any"
+    write(0.06, len(table) + 1.6, left_out, color=look.faint)
