@@ -6,29 +6,21 @@ Errors are on a scale of decades with separate places for 0 (bit for bit) and fo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kit.draw.axes import SEPARATE, grid_across, legend_of, limit_of, marks_of
-from kit.draw.plots import Pictures, Plot, Table
-from kit.draw.style import LINES, MARKERS
-from kit.labs.split import parity
-from kit.labs.split.checks import COMMON
-from kit.labs.split.config import KIT_SPLIT, cases_of
-from kit.labs.split.parity import chunks_of, every_chunks
+from kit.draw.plots import Pictures, Plot, RunData, Scene, Table
+from kit.draw.style import LINES, MARKERS, Theme
+from kit.labs.split import checks
+from kit.labs.split.checks import COMMON, chunks_of, every_chunks, singular
+from kit.labs.split.config import KIT_SPLIT, Case, cases_of
 from kit.results import with_ids
 from kit.results.units import counted, time_unit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import pandas as pd
     from matplotlib.axes import Axes
-
-    from kit.draw.plots import RunData, Scene
-    from kit.draw.style import Theme
-    from kit.labs.split.config import Case
 
 CALLS = {"run": "plain step", "begin": "begin", "microbatch": "microbatch", "finish": "finish"}
 HIGH = 0.76  # of the height of a row
@@ -91,8 +83,7 @@ def calls(scene: Scene) -> None:
     ax.legend(handles=marks, ncols=len(marks), loc="upper left", columnspacing=1.1, handlelength=1.2)
 
 
-@dataclass(frozen=True, slots=True)
-class Decades:
+class Decades(NamedTuple):
     """The positions of errors on an axis, and its decades."""
 
     low: int
@@ -190,7 +181,7 @@ def gradients(scene: Scene) -> None:
 
 def first_step(data: RunData) -> pd.DataFrame:
     """The largest error of each metric over all numbers of chunks in the first step, by level. NotMeasured if the run ended before."""
-    table = parity.metrics(data.records, data.config)
+    table = checks.metrics(data.records, data.config)
     table = table[table["step"] == 1].assign(lost=table["split"].isna() & table["sync"].notna())
     worst = {"error": "max", "one_scalar_error": "max", "lost": "any"}
     found = table.groupby(["level", "normalizer", "metric"], as_index=False).agg(worst)
@@ -251,14 +242,14 @@ def draw_metrics(ax: Axes, table: pd.DataFrame, level: str, limit: float | None,
     ax.axvspan(*decades.shade(), color=theme.shade, zorder=0, linewidth=0)
     ax.set_xticks(list(decades.ticks()), list(decades.ticks().values()))
     ax.set_xlim(*decades.ends())
-    words = ["" if unit == "none" else f"per {parity.singular(unit)}" for unit in rows.loc[names, "normalizer"]]
+    words = ["" if unit == "none" else f"per {singular(unit)}" for unit in rows.loc[names, "normalizer"]]
     if level == table["level"].iloc[0]:
         words = [f"{name}  {word}" for name, word in zip(names, words, strict=True)]
     ax.set_yticks(range(len(names)), words, fontsize=8)
     ax.set_ylim(len(names) - 0.4, -1.2)
     grid_across(ax)
     ax.set_xlabel("relative error in step 1, worst of all numbers of chunks")
-    ax.set_title(f"Metrics, loss per {parity.singular(level)}")
+    ax.set_title(f"Metrics, loss per {singular(level)}")
 
 
 def ready(data: RunData) -> bool:
@@ -302,9 +293,9 @@ PICTURES = Pictures(
     words=words,
     ready=ready,
     tables={
-        "metrics": Table("Every metric, worst first", lambda run: parity.metrics(run.frame(), run.config), "error"),
+        "metrics": Table("Every metric, worst first", lambda run: checks.metrics(run.frame(), run.config), "error"),
         "tensors": Table(
-            "Every tensor, worst first", lambda run: parity.tensors(run.frame(), run.config), "gradient_error"
+            "Every tensor, worst first", lambda run: checks.tensors(run.frame(), run.config), "gradient_error"
         ),
     },
 )
