@@ -112,9 +112,9 @@ def metrics(frame: pd.DataFrame, config: Config) -> pd.DataFrame:
     table = numbers[~numbers["metric"].isin(NOT_METRICS)].merge(by, how="left").fillna({"normalizer": "none"})
     steps = numbers.pivot_table(index=["cycle", "step"], columns="metric", values="sync", dropna=False)
     counts = steps[["global_valid_seqs", "global_valid_toks"]].clip(lower=1)
-    counts = counts.set_axis(["sequences", "tokens"], axis=1).assign(none=1.0).stack()
+    by_unit = counts.set_axis(["sequences", "tokens"], axis=1).assign(none=1.0).stack()
     right, scalar = (
-        counts.reindex(pd.MultiIndex.from_frame(table[["cycle", "step", unit]])).to_numpy()
+        by_unit.reindex(pd.MultiIndex.from_frame(table[["cycle", "step", unit]])).to_numpy()
         for unit in ("normalizer", "level")
     )
     extreme = table["metric"].str.endswith(("_min", "_max"))

@@ -39,7 +39,7 @@ RECIPES: dict[Recipe, dict[str, Any]] = {
 
 
 KIT_SPLIT = "kit.labs.split.ranks.backends:split_step"
-KIT_LOSS = "kit.labs.split.ranks.losses:of_recipe"
+KIT_LOSS = "kit.labs.split.ranks.backends:of_recipe"
 KIT_MODEL = "kit.labs.split.ranks.backends:assemble"
 LEVELS: tuple[Level, ...] = ("tokens", "sequences")
 LOSS_OPTIONS = (
