@@ -14,21 +14,17 @@ import hashlib
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from kit.measure.observers.holdings import shared_at
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from kit.labs.rankside import Context
-    from kit.measure.observers.holdings import Place
-    from kit.sync.receiver import Call, Receiver
-    from kit.sync.serving import Serving
+from kit.labs.rankside import Context
+from kit.measure.observers.holdings import Place, shared_at
+from kit.sync.receiver import Call, Receiver
+from kit.sync.serving import Serving
 
 QUIET_S = 0.015  # if no forward is inside and none begins for this long, forwards wait
 SETTLED_S = 2.0  # after a sync a forward has this long to begin: nothing may hold it back any more
@@ -199,8 +195,15 @@ class Watch:
                 super().undo()
                 watch.point("undone")
 
+        def seen(step: str) -> Callable[[Any, dict[str, Any]], None]:
+            def run(one: Any, said: dict[str, Any]) -> None:
+                getattr(plain, step)(one, said)
+                watch.point(step)
+
+            return run
+
         for step in STEPS:
-            setattr(Seen, step, _seen_step(plain, step, watch))
+            setattr(Seen, step, seen(step))
         return Seen
 
     def version_of(self, logits: str) -> str:
@@ -294,11 +297,3 @@ class SeenWeights:
     def apply(self, index: int, buffer: torch.Tensor) -> None:
         self._watch.point("write", index)
         self._applier.apply(index, buffer)
-
-
-def _seen_step(plain: type[Call], step: str, watch: Watch) -> Callable[..., None]:
-    def seen(self: Any, said: dict[str, Any]) -> None:
-        getattr(plain, step)(self, said)
-        watch.point(step)
-
-    return seen
