@@ -84,7 +84,6 @@ def error(value: pd.Series, base: pd.Series, floor: float = FLOOR) -> pd.Series:
 
 
 def worst(table: pd.DataFrame, column: str = "value") -> dict[str, Any]:
-    """The row with the largest value of a column."""
     row = table.iloc[int(table[column].to_numpy().argmax())]
     return {str(name): value for name, value in row.items()}
 
@@ -233,7 +232,6 @@ def fields(frame: pd.DataFrame, config: Config) -> Measured:
 
 
 def ranks(frame: pd.DataFrame, config: Config) -> Measured:
-    """Numbers of the result that differ between ranks."""
     found = results(frame, "split")
     found = found[found.groupby("cycle")["rank"].transform("nunique") == config["ranks"]]  # no rank raised in the phase
     if found.empty:
@@ -378,7 +376,6 @@ def update(frame: pd.DataFrame, config: Config) -> Measured:
 
 
 def gaps(frame: pd.DataFrame, config: Config) -> Measured:
-    """The loss against float64 at large gaps between trainer and engine."""
     rows = with_ids(select(frame, phase="oracle", metric="gap_error"), "gap")
     if config["loss"] != KIT_LOSS:
         rows = rows[rows["gap"].abs() <= 50]  # a loss in float32 overflows above 88
@@ -405,7 +402,6 @@ def replicas(frame: pd.DataFrame, config: Config) -> Measured:
 
 
 def oracle(frame: pd.DataFrame, config: Config) -> Measured:
-    """Loss, metrics and gradients of the plain step against separate float64 formulas."""
     exact = values(frame, "oracle").rename(columns={"value": "exact"})
     table = exact.merge(values(frame, "sync"), how="left")
     if lacking := sorted(set(exact["metric"]) - set(values(frame, "sync")["metric"])):

@@ -84,8 +84,6 @@ def calls(scene: Scene) -> None:
 
 
 class Decades(NamedTuple):
-    """The positions of errors on an axis, and its decades."""
-
     low: int
     high: int
     infinite: bool
@@ -203,7 +201,6 @@ def draw_bar(
 
 
 def metrics(scene: Scene) -> None:
-    """A drawing for each level of the loss, side by side."""
     table, theme = first_step(scene.data), scene.theme
     levels = list(dict.fromkeys(case.level for case in cases_of(scene.data.config)))
     axes = scene.figure.subplot_mosaic(
@@ -253,12 +250,10 @@ def draw_metrics(ax: Axes, table: pd.DataFrame, level: str, limit: float | None,
 
 
 def ready(data: RunData) -> bool:
-    """Whether every number of chunks was compared: the next phase has begun."""
     return "rehearse" in data.phases and "result" in data.metrics()  # not in runs of an older kit
 
 
 def words(data: RunData) -> list[str]:
-    """The job, the loss, the code under test, and the numbers of chunks."""
     config = data.config
     sizes = [f"{name} {config[name]}" for name in ("tp", "pp", "ep") if config[name] > 1]
     own = [] if config["implementation"] == KIT_SPLIT else [config["implementation"]]

@@ -173,7 +173,6 @@ def wide(word: str) -> int:
 
 
 def named(rank: int, config: Mapping[str, object]) -> str:
-    """A rank with the replica that it belongs to; inference ranks are the last ones."""
     if rank == 0:
         return "sender, rank 0"
     ranks, replicas, each = (int(str(config[name])) for name in ("ranks", "replicas", "infer_tp"))
@@ -242,13 +241,11 @@ def side_by_side(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
 
 
 def ready(data: RunData) -> bool:
-    """Whether a sync succeeded."""
     timed = data.of("wall")
     return bool(timed[timed["rank"] == 0]["phase"].isin(checks.PATHS).any())
 
 
 def words(data: RunData) -> list[str]:
-    """The trainer, the replicas, what carries the weights between them, and how often."""
     config = data.config
     sizes = [f"{name} {config[name]}" for name in ("tp", "pp") if config[name] > 1]
     replicas = counted(config["replicas"], "replica") + (f" of {config['infer_tp']}" if config["infer_tp"] > 1 else "")

@@ -61,7 +61,6 @@ class LossContext(OwnContext):
 
 
 def of_recipe(ctx: LossContext) -> Loss:
-    """The kit's loss with the recipe and options of the config."""
     if ctx.config.recipe == "nll":
         return NegativeLogLikelihood(level=ctx.level)
     return ClippedPolicyGradient(level=ctx.level, **loss_settings(ctx.config))
@@ -155,7 +154,6 @@ def own_job(target: str, built: Any, device: torch.device) -> Any:
 
 
 def assemble(ctx: ModelContext) -> model.Training:
-    """The kit's own job."""
     return model.assemble(model_config(ctx.config), ctx.device, settings(ctx.config))
 
 
@@ -201,7 +199,6 @@ class Megatron:
         return counted(job.chunks[0])
 
     def state(self, job: Any) -> dict[str, str]:
-        """Hashes of weights, optimizer state, scheduler and random numbers."""
         named = tensors.hashes(job.chunks, job.optimizer, ("weights", "optimizer"))
         return {**named, "scheduler": repr(job.scheduler.state_dict()), "random": str(observe.random_state())}
 
@@ -235,7 +232,6 @@ Backend = Megatron | Fsdp2
 
 
 def split_step(ctx: SplitContext) -> Split:
-    """The kit's own split step for the configured backend."""
     if ctx.config.backend == "fsdp2":
         return fsdp.FsdpSplit(ctx.job)
     return split.MegatronSplit(ctx.job)

@@ -60,8 +60,6 @@ def make_split(fault: str | None, given: SplitContext) -> Split:
 
 
 def broken_loss(fault: str | None, loss: Loss) -> Loss:
-    """The loss with its fault, if one is on."""
-
     def multiplied(logprobs: torch.Tensor, batch: Batch, **counts: float) -> Any:
         value, seen = loss(logprobs, batch, **counts)
         return value + (logprobs * 0.0).sum(), seen
@@ -81,7 +79,6 @@ def broken_loss(fault: str | None, loss: Loss) -> Loss:
 
 
 def broken_job(fault: str | None, job: Any) -> Any:
-    """The job with its fault, if one is on."""
     if fault == "unclipped":
         if not hasattr(job.optimizer, "config"):
             raise BadInput("fault 'unclipped' is a bug of a Megatron job: leave out backend=fsdp2")
@@ -283,7 +280,6 @@ class Scene:
     def note_rows(
         self, wrong: str, fine: str = "", call: str = "microbatch with rows that do not fill a microbatch"
     ) -> None:
-        """Note whether rows were lost, and how."""
         self.note("misuse_silent", int(bool(wrong)), wrong or fine, call=call)
 
 

@@ -41,8 +41,6 @@ class Token(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """The terms of one valid token in a clipped policy gradient."""
-
     loss: torch.Tensor
     penalty: float
     ratio: float

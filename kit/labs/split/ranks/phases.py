@@ -79,8 +79,6 @@ class Observed:
 
 
 class Split:
-    """The plain step, the split step, and their comparison."""
-
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
         self.record = ctx.record
@@ -111,7 +109,6 @@ class Split:
         self.record("ratios_off_one", backends.ratios_off_one(whole))
 
     def sync(self, cycle: int) -> None:
-        """The plain step."""
         self.first = {}
         self.plain = self._drive(self.backend, self.cases[cycle], plain=True)
         for name, by in self._loss(self.cases[cycle].level).normalizers().items():
@@ -156,7 +153,6 @@ class Split:
             self.record("parameter_error", oracle.overall(self.plain.weights, other.weights))
 
     def split(self, cycle: int) -> None:
-        """The split step."""
         self.cut = self._drive(self.backend, self.cases[cycle], plain=False)
 
     def compare(self, cycle: int) -> None:  # noqa: ARG002 - as above

@@ -46,14 +46,12 @@ def dirty(fault: str | None, cache: Cache) -> list[str] | None:
 
 
 def places_of(fault: str | None, places: dict[str, list[Destination]]) -> Mapping[str, Sequence[Destination]]:
-    """The destinations of full tensors on this rank."""
     if fault != "swapped-shards":
         return places
     return {name: [(into, other_rank(take)) for into, take in each] for name, each in places.items()}
 
 
 def serving(fault: str | None, serving: Serving, weight: torch.Tensor) -> None:
-    """Put the fault into the replica's gate."""
     if fault == "reads-ahead":
         serving.gate = ReadsAhead(serving.gate.timeout_s, weight)
 

@@ -57,7 +57,6 @@ def side(ctx: Context) -> Side:
 
 
 def scenes(config: SyncConfig, *, expansion: bool = False) -> tuple[str, ...]:
-    """The ways in which a refresh or an expansion fails."""
     wrong_bytes = ("wrong-bytes", PACKED) if config.verify != "none" and config.verify_share == 1 else ()
     if expansion:
         return ("missing", *wrong_bytes, "late", "publish")
@@ -171,7 +170,6 @@ class Trainer(sides.Trainer):
 
 
 def blamed(side: Trainer, scene: str) -> list[str]:
-    """The tensors that an error must name."""
     names, layout = sorted(side.digests), side.cache.layout
     first = layout.specs[layout.buckets[0][0].spec].name
     of_receivers = {"missing": names[-1:], "unfit": [names[0], names[-1]], "unsent": [EXTRA], "wrong-bytes": names}
@@ -228,7 +226,6 @@ class Inference(sides.Inference):
         self.count()
 
     def take_next(self, scene: str, wanted: int) -> None:
-        """The sync after the failed ones."""
         self.take()
         note(self, "next_failed", int(self.receiver.version != wanted or not self.receiver.routed), scene)
 

@@ -93,7 +93,6 @@ class Side:
         return "expand" if asleep else "refresh" if self.config.refresh == "staged" else "stream"
 
     def record_log(self, log: Log, began: float) -> None:
-        """Record stages and events of one sync."""
         for stage, seconds in log.seconds.items():
             self.ctx.record("stage_seconds", seconds, "s", stage=stage)
         for number, (name, when) in enumerate(log.events):
@@ -104,7 +103,6 @@ class Side:
         return set(shared_memory())
 
     def count(self) -> None:
-        """Record shared memory, and the memory of the bystander process."""
         self.ctx.record("segments", len(self.held()))
         for metric, value in self.bystander.ask().items() if self.bystander else ():
             self.ctx.record(metric, value, "B")
@@ -117,8 +115,6 @@ class Side:
 
 
 class Trainer(Side):
-    """Trains versions and sends them to the replicas."""
-
     def __init__(self, ctx: rankside.Context) -> None:
         super().__init__(ctx)
         self.sends = ctx.rank == 0
@@ -132,7 +128,6 @@ class Trainer(Side):
         self.watch = Watch(lambda: self.sender.version, measure=self.weigh)
 
     def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
-        """Build a training job with the base weights."""
         self.enter()
         config = trainer_model(self.config)
         with self.as_job():
@@ -193,7 +188,6 @@ class Trainer(Side):
         return tensors
 
     def train(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """Train a new version, and take the digests and logits that every replica must have."""
         with self.as_job():
             began = time.perf_counter()
             made = self.job.step(self.config.steps)
@@ -403,7 +397,6 @@ class Inference(Side):
         self.own: dict[str, str] = {}  # the digests of this replica's weights when they were last hashed
 
     def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
-        """Build a replica with the base weights."""
         self.enter()
         config = replica_model(self.config)
         with self.as_job():
@@ -546,7 +539,6 @@ class Inference(Side):
         self.ctx.record("asleep_tensors", len(kept), text="; ".join(map(str, kept[:3])))
 
     def serve(self) -> None:
-        """Run forwards one after the other."""
         self.serving.start()
         self.forwards.attempt(self.config.deadline_s)
 

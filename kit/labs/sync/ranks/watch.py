@@ -164,7 +164,6 @@ class Watch:
         self.points.append(Point(name, bucket, when, version, routed, logits))
 
     def reset(self, path: str) -> None:
-        """Start a new sync with this path."""
         self.path, self.points = path, []
         if self.forwards is not None:
             self.forwards.reset()
@@ -232,8 +231,6 @@ class Watch:
 
 
 class Judged(NamedTuple):
-    """The forwards of one sync."""
-
     served: int
     torn: int  # on mixed weights, on the old version after the new one, or with a writer inside
     mislabelled: int  # on another version than the replica reported at that moment
