@@ -87,11 +87,14 @@ def bars(scene: Scene) -> None:
         for passed in mine[(mine["who"] == "sender") & (mine["stage"] == "wall")]["seconds"] * scale:
             ax.plot([x - WIDTH, x + WIDTH], [passed] * 2, color=theme.ink, linewidth=1.8, zorder=4)
             ticks[x] += f"\ntook {passed:.3g} {unit}"
-    ax.set_xlim(-0.7, max(4.0, *ticks) + 0.7)  # one sync is not drawn as wide as all of it
-    ax.set_xticks(list(ticks), list(ticks.values()))
+    ax.set(
+        xlim=(-0.7, max(4.0, *ticks) + 0.7),  # one sync is not drawn as wide as all of it
+        xticks=list(ticks),
+        xticklabels=list(ticks.values()),
+        ylabel=f"busy [{unit}]",
+        title="Stages of each sync, n = 1 each (left: sender; right: last receiver; stages overlap)",
+    )
     ax.tick_params(axis="x", length=0)
-    ax.set_ylabel(f"busy [{unit}]")
-    ax.set_title("Stages of each sync, n = 1 each (left: sender; right: last receiver; stages overlap)")
 
 
 # -- events ----------------------------------------------------------------------------------------------------------------
@@ -141,15 +144,18 @@ def timeline(scene: Scene) -> None:
             ax.plot([x, x], [lane - 0.24, lane + 0.2], color=theme.ink, linewidth=1.0, zorder=3)
         for x, word in labels(mine, LETTER * (right - left)):
             ax.text(x, lane - 0.27, fold(word), fontsize=7.5, va="bottom", linespacing=1.0)
-    ax.set_yticks(range(len(ranks)), [named(rank, scene.data.config) for rank in ranks])
-    ax.set_ylim(len(ranks) - 0.6, -0.85)
-    ax.set_xlim(left, right)
-    grid_across(ax)
-    ax.set_xlabel(f"time since the sender began [{unit}]")
     receivers = events["rank"].nunique() - (0 in ranks)
     some = f", {len(ranks) - 1} of {receivers} receivers" if receivers > LANES - 1 else ""
     word = {"expand": "Expansion", "refresh": "Refresh"}[path]
-    ax.set_title(f"{word} of cycle {cycle}, event by event{some} (grey: preparing, waiting)")
+    ax.set(
+        yticks=range(len(ranks)),
+        yticklabels=[named(rank, scene.data.config) for rank in ranks],
+        ylim=(len(ranks) - 0.6, -0.85),
+        xlim=(left, right),
+        xlabel=f"time since the sender began [{unit}]",
+        title=f"{word} of cycle {cycle}, event by event{some} (grey: preparing, waiting)",
+    )
+    grid_across(ax)
 
 
 def labels(moments: Sequence[tuple[float, str]], letter: float) -> list[tuple[float, str]]:
@@ -205,17 +211,20 @@ def curves(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
                     textcoords="offset points", ha="right", fontsize=8.5)  # fmt: skip
     sizes = sorted(table["bucket_bytes"].unique() / MIB)
     ax.set_xscale("log", base=2)
-    ax.set_xlim(sizes[0] / 1.4, sizes[-1] * 1.4)
-    ax.set_xticks(sizes, [f"{size:g}" for size in sizes])
     ax.minorticks_off()
-    ax.set_ylim(0, (1.15 + 0.13 * math.ceil(table["transport"].nunique() / COLUMNS)) * highest)  # room for the legend
     swept = frame[frame["phase"] == "sweep"]
     numbers, size = (swept[swept["metric"] == name]["value"] for name in ("rate_samples", "sweep_bytes"))
     median = f"{samples({int(number) for number in numbers})}, median and range" if len(numbers) else "medians"
-    ax.set_xlabel(f"bucket size [MiB] ({median})")
-    ax.set_ylabel("GB/s")
     of = f", {float(size.iloc[0]) / MIB:.4g} MiB to one receiver" if len(size) else ""
-    ax.set_title(f"Transports by bucket size{of}")
+    ax.set(
+        xlim=(sizes[0] / 1.4, sizes[-1] * 1.4),
+        xticks=sizes,
+        xticklabels=[f"{size:g}" for size in sizes],
+        ylim=(0, (1.15 + 0.13 * math.ceil(table["transport"].nunique() / COLUMNS)) * highest),  # room for the legend
+        xlabel=f"bucket size [MiB] ({median})",
+        ylabel="GB/s",
+        title=f"Transports by bucket size{of}",
+    )
     ax.legend(ncols=COLUMNS, loc="upper left", columnspacing=1.1, handlelength=2.2)
 
 
@@ -232,12 +241,15 @@ def side_by_side(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
         mark = ", used here" if row["transport"] in chosen else ""
         words = f" {row['rate'] / GB:.3g} GB/s{share}, {row['bucket_bytes'] / MIB:g} MiB{mark}"
         ax.text(row["rate"] / GB, place, words, va="center", fontsize=8.5)
-    ax.set_yticks(range(len(found)), found["transport"])
-    ax.set_ylim(len(found) - 0.4, -0.6)
-    ax.set_xlim(0, 2.3 * float(found["rate"].max()) / GB)
+    ax.set(
+        yticks=range(len(found)),
+        yticklabels=list(found["transport"]),
+        ylim=(len(found) - 0.4, -0.6),
+        xlim=(0, 2.3 * float(found["rate"].max()) / GB),
+        xlabel="GB/s",
+        title="Best medians (share of memcpy, bucket)",
+    )
     grid_across(ax)
-    ax.set_xlabel("GB/s")
-    ax.set_title("Best medians (share of memcpy, bucket)")
 
 
 def ready(data: RunData) -> bool:
