@@ -153,7 +153,6 @@ def singular(level: str) -> str:
 
 
 def where(config: Config, row: Mapping[str, Any]) -> str:
-    """The case of a row, by its cycle."""
     case = cases_of(config)[row["cycle"] - 1]
     return f"loss per {singular(case.level)}, {chunks_of(case.chunks)}"
 
@@ -163,7 +162,6 @@ def chunks_of(count: int) -> str:
 
 
 def against(row: Mapping[str, Any]) -> str:
-    """A number of the split step beside the plain step's."""
     return f"{row['split']:.9g} vs {row['sync']:.9g} in the plain step"
 
 
@@ -173,7 +171,6 @@ def beside(value: float) -> str:
 
 
 def place_of(ids: str, text: str = "") -> str:
-    """The ids and the text of a record, in words."""
     words = [str(value) for value in json.loads(ids).values()] if ids else []
     return ", ".join(filter(None, [*words, text]))
 

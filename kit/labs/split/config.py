@@ -56,7 +56,6 @@ class Case(NamedTuple):
 
 
 def by_recipe(what: str, low: float) -> Option:
-    """A number of the loss that the recipe gives unless it is set."""
     return Option(f"{what}; null: from the recipe", low=low)
 
 
@@ -221,10 +220,6 @@ class SplitConfig(JobConfig):
     def has_twin(self) -> bool:
         """Whether a plain torch model can take the weights of the job, as the oracle and FSDP2 need."""
         return not self.experts and self.model == KIT_MODEL
-
-    @property
-    def balances(self) -> bool:
-        return self.experts > 0 and self.aux_loss > 0
 
     @property
     def set_options(self) -> dict[str, Any]:

@@ -113,7 +113,6 @@ class Decades(NamedTuple):
         return self.place(0) - 0.8, self.high + (BEYOND + 0.4 if self.infinite else 0.3)
 
     def shade(self) -> tuple[float, float]:
-        """The ends of the band for 0."""
         return self.ends()[0], self.low - ZERO / 2
 
 

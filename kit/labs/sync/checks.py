@@ -379,7 +379,6 @@ def answers(frame: pd.DataFrame, config: Config) -> Measured:
 
 
 def served_in(phase: str, config: Config) -> list[int]:
-    """The receivers that take part in the syncs of a phase."""
     names = {"refresh": ("replica",), "expand": ("sleeper",)}.get(phase, ("replica", "sleeper"))
     made = SyncConfig(**{each.name: config[each.name] for each in dataclasses.fields(SyncConfig)})
     return [rank for role in roles(made) if role.name in names for rank in role.ranks]

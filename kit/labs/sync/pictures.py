@@ -170,7 +170,6 @@ def labels(moments: Sequence[tuple[float, str]], letter: float) -> list[tuple[fl
 
 
 def fold(word: str) -> str:
-    """Long names in two lines of about the same length."""
     return textwrap.fill(word, max(LONG, len(word) // 2 + 9))
 
 
@@ -267,10 +266,8 @@ def words(data: RunData) -> list[str]:
 
 
 def has_rates(frame: pd.DataFrame) -> bool:
-    try:
-        return not checks.transports(frame).empty
-    except NotMeasured:
-        return False
+    rates = with_ids(frame[(frame["phase"] == "sweep") & (frame["metric"] == "rate")], "transport", "bucket_size")
+    return bool(rates["value"].notna().any())
 
 
 def summary(scene: Scene) -> None:

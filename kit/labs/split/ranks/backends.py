@@ -35,8 +35,6 @@ WARM = 24  # supervised updates of the tiny model; for a large model they would 
 
 @dataclass(kw_only=True, slots=True)
 class OwnContext:
-    """`ctx` for your own code."""
-
     rank: int
     world_size: int
     device: torch.device
@@ -131,13 +129,7 @@ def settings(config: SplitConfig) -> Settings:
     )
 
 
-def weights_dtype(config: SplitConfig) -> torch.dtype:
-    """The dtype of the compared weights: FSDP2 keeps float32, whatever it computes in."""
-    return torch.float32 if config.backend == "fsdp2" else model.DTYPES[config.dtype]
-
-
 def own_job(target: str, built: Any, device: torch.device) -> Any:
-    """The job that your own code built, in the form that steps need."""
     if missing := [name for name in ("chunks", "optimizer", "scheduler") if not hasattr(built, name)]:
         raise BadInput(f"model={target}: the object it returned lacks {', '.join(missing)}")
     chunks = list(built.chunks)
@@ -299,19 +291,6 @@ def everywhere(tensors: Tensors, device: torch.device) -> Tensors:
         dist.broadcast(value, src=0)
         found[name] = value.cpu()
     return found
-
-
-def steps(config: SplitConfig, whole: Batch) -> list[Batch]:
-    """The rows of each step over all data-parallel ranks."""
-    found = list(cuts(whole, config.batch))
-    return [rollout.uneven(step, config.data_ranks) for step in found] if config.masks == "empty-rank" else found
-
-
-def share(config: SplitConfig, step: Batch) -> Batch:
-    """This rank's rows of a step."""
-    each = config.batch // config.data_ranks
-    start = dist.get_rank(split.data_group()) * each
-    return cut(step, start, start + each)
 
 
 def shifted(megatron: Megatron, step: Batch) -> Batch:

@@ -221,8 +221,6 @@ class RehearsedError(RuntimeError):
 
 @dataclass(kw_only=True, slots=True)
 class Scene:
-    """A job, its step, and the rows to feed it."""
-
     backend: Any  # of backends.py
     make: Callable[[Any], Any]  # the code under test on another job
     loss: Loss
@@ -234,7 +232,6 @@ class Scene:
     found: list[tuple[str, float, str, dict[str, Any]]] = field(default_factory=list)  # what `note` was given
 
     def fresh(self) -> Scene:
-        """The same scene on a fresh job."""
         job = self.backend.fresh()
         return dataclasses.replace(self, job=job, step=self.make(job), hooks=self.backend.hooks(job), found=[])
 
@@ -528,7 +525,6 @@ def miscounted(result: StepResult, mine: torch.Tensor) -> str:
 
 
 def take_step(scene: Scene, batch: Batch) -> tuple[StepResult, dict[str, str]]:
-    """One step: its result, and the state of weights and optimizer afterwards."""
     result = scene.whole(batch)
     return result, {name: value for name, value in scene.backend.state(scene.job).items() if "random" not in name}
 

@@ -86,7 +86,6 @@ def by_itself(loss: Any, logprobs: torch.Tensor, batch: Tensors) -> tuple[torch.
 
 
 def widened(batch: Tensors) -> Tensors:
-    """Floating-point numbers in float64."""
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
@@ -466,8 +465,3 @@ def certain(gradients: Tensors) -> Tensors:
     """Masks of the elements whose gradient is above rounding. Adam turns the noise of the others into whole steps."""
     largest = max((float(value.abs().max()) for value in gradients.values()), default=0.0)
     return {name: value.abs() > ROUNDING * EPS * largest for name, value in gradients.items()}
-
-
-def only(tensors: Tensors, chosen: Tensors, *, those: bool) -> Tensors:
-    """The tensors with the other elements set to zero."""
-    return {name: torch.where(chosen[name] == those, value, 0.0) for name, value in tensors.items()}

@@ -18,10 +18,11 @@ from kit.labs.split.config import KIT_LOSS, KIT_MODEL, Case, SplitConfig, cases
 from kit.labs.split.ranks import backends, broken, oracle
 from kit.labs.split.ranks.backends import Tensors
 from kit.measure.phase import log_steps, now
-from kit.megatron import groups
+from kit.megatron import groups, model
 from kit.megatron import split as megatron_split
 from kit.megatron.gradients import clear_aux
-from kit.train.batch import Batch, cuts
+from kit.train import rollout
+from kit.train.batch import Batch, cut, cuts
 from kit.train.plain import from_weights, logprobs
 from kit.train.protocol import Loss, SplitContext, StepResult
 
@@ -98,10 +99,13 @@ class Split:
         self.backend: backends.Backend = self.megatron
         if config.backend == "fsdp2":
             self.backend = backends.Fsdp2(config, self.weights, self.device)
-        self.whole = backends.steps(config, whole)
+        self.whole = list(cuts(whole, config.batch))
+        if config.masks == "empty-rank":
+            self.whole = [rollout.uneven(step, config.data_ranks) for step in self.whole]
         if not config.has_twin:
             self.whole = [backends.shifted(self.megatron, step) for step in self.whole]
-        self.batches = [backends.share(config, step) for step in self.whole]
+        own, rank = config.batch // config.data_ranks, dist.get_rank(megatron_split.data_group())
+        self.batches = [cut(step, rank * own, (rank + 1) * own) for step in self.whole]
         for step, batch in enumerate(self.whole, start=1):
             for name, count in zip(("sequences", "tokens"), oracle.true_counts(batch), strict=True):
                 self.record("result", count, step=step, name=name)
@@ -119,9 +123,8 @@ class Split:
 
         With experts: their load-balancing loss.
         """
-        if self.config.balances:
-            exact_balance = balance_of_step(self.megatron.fresh(), self.batches[0], self.config.micro_batch)
-            self.record("balance", exact_balance)
+        if self.config.experts and self.config.aux_loss:
+            self.record("balance", balance_of_step(self.megatron.fresh(), self.batches[0], self.config.micro_batch))
         if self.ctx.rank:
             return
         level, step = self.cases[cycle].level, self.whole[0]
@@ -176,7 +179,10 @@ class Split:
         self.record("chunk_error", oracle.overall(cut.gradients[0], self.first))
         sure = sure or {name: torch.ones_like(value, dtype=torch.bool) for name, value in plain.weights.items()}
         for kind, those in (("parameter", True), ("uncertain", False)):
-            a, b = (oracle.only(weights, sure, those=those) for weights in (cut.weights, plain.weights))
+            a, b = (
+                {name: torch.where(sure[name] == those, value, 0.0) for name, value in weights.items()}
+                for weights in (cut.weights, plain.weights)
+            )
             for name, each in oracle.by_tensor(a, b).items():
                 self.record(f"tensor_{kind}_error", each.error, tensor=name)
                 self.record(f"tensor_{kind}_worst", each.worst, tensor=name)
@@ -231,7 +237,6 @@ class Split:
         return broken.make_split(self.ctx.fault, ctx)
 
     def _drive(self, backend: backends.Backend, case: Case, *, plain: bool) -> Trained:
-        """All plain or all split steps on a fresh job."""
         job, trained, config = broken.broken_job(self.ctx.fault, backend.fresh()), Trained(), self.config
         what = f"plain step, level {case.level}" if plain else f"level {case.level}, chunks {case.chunks}"
         observed = Observed(backend, job, str(self.device), waits=plain)
@@ -298,7 +303,9 @@ class Split:
         if self.ctx.rank or self.config.model != KIT_MODEL:
             return
         done = oracle.steps(self.settings, found.gradients, self.config.batch)
-        eps = torch.finfo(backends.weights_dtype(self.config)).eps
+        # FSDP2 keeps float32 weights, whatever it computes in.
+        dtype = torch.float32 if self.config.backend == "fsdp2" else model.DTYPES[self.config.dtype]
+        eps = torch.finfo(dtype).eps
         moved = oracle.moved(self.settings, start, found.weights, found.gradients, done, eps=eps)
         worst = max(moved, key=lambda name: moved[name])
         self.record("update_error", moved[worst], text=worst, way=way)
@@ -324,7 +331,6 @@ def rate_error(lr: float, used: list[float], step: int) -> float:
 
 
 def whole_result(config: SplitConfig, result: Any) -> StepResult:
-    """The result of finish(), if it is complete."""
     required = f"implementation={config.implementation}: finish() must return a dict with {', '.join(NUMBERS)}, version, metrics"
     if not isinstance(result, dict):
         raise BadInput(f"{required}; it returned {type(result).__name__}")
@@ -334,13 +340,10 @@ def whole_result(config: SplitConfig, result: Any) -> StepResult:
     if not isinstance(table, dict):
         raise BadInput(f"{required}; metrics is a {type(table).__name__} and must be a dict from names to numbers")
     values = {name: result[name] for name in (*NUMBERS, "version")} | table
-    if odd := [f"{name}={value!r}" for name, value in values.items() if not is_number(value)]:
-        raise BadInput(f"{required}; not a number: {', '.join(odd)}")
+    for name, value in values.items():
+        if not (isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)):
+            raise BadInput(f"{required}; not a number: {name}={value!r}")
     return cast("StepResult", result)
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def balance_of_step(job: Any, batch: Batch, micro_batch: int) -> float:

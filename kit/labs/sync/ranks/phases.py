@@ -50,6 +50,12 @@ ALONE = "alone"
 PACKED = "packed"
 TOO_LATE = "activate"
 BY_THE_SENDER = ("both", ALONE, PACKED)
+# The step of a receiver that raises, and when that is.
+FAILING = {
+    "late": ("finalize", "after all weights are new"),
+    "publish": ("publish", "after others have published"),
+    TOO_LATE: ("activate", "after the version became active"),
+}
 
 
 def side(ctx: Context) -> Side:
@@ -345,22 +351,12 @@ def failing(side: Inference, scene: str) -> Iterator[None]:
         def look(self, index: int, buffer: torch.Tensor) -> None:
             super().look(index, corrupted(self.layout, index, buffer) if scene == "wrong-bytes" else buffer)
 
-        def finalize(self, said: dict[str, Any]) -> None:
-            if scene == "late":
-                raise RehearsedError("rehearsed failure after all weights are new")
-            super().finalize(said)
+    def fail(_: object, said: dict[str, Any]) -> None:
+        receiver.version = said["version"] if scene == "publish" else receiver.version
+        raise RehearsedError(f"rehearsed failure {FAILING[scene][1]}")
 
-        def publish(self, said: dict[str, Any]) -> None:
-            if scene == "publish":
-                receiver.version = said["version"]
-                raise RehearsedError("rehearsed failure after others have published")
-            super().publish(said)
-
-        def activate(self, said: dict[str, Any]) -> None:
-            if scene == TOO_LATE:
-                raise RehearsedError("rehearsed failure after the version became active")
-            super().activate(said)
-
+    if scene in FAILING:
+        setattr(Failing, FAILING[scene][0], fail)
     with contextlib.ExitStack() as scope:
         scope.enter_context(mock.patch.object(receiver, "calls", Failing))
         scope.enter_context(mock.patch.object(side, "cut", functools.partial(cut_for, scene, max(side.truth))))

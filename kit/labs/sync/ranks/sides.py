@@ -451,7 +451,6 @@ class Inference(Side):
     expand = refresh
 
     def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """Compare this replica with the trainer: a SHA-256 of every tensor, and logits."""
         self.compare()
         self.record_state()
         self.count()

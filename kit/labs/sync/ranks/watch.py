@@ -252,8 +252,6 @@ def judge(forwards: Forwards, known: Mapping[int, str], old: int, new: int) -> J
 
 
 class SeenTransport:
-    """A transport that adds a point at each use."""
-
     def __init__(self, transport: Any, watch: Watch) -> None:
         self._transport = transport
         self._watch = watch
