@@ -196,7 +196,7 @@ def loss(frame: pd.DataFrame, config: Config) -> Measured:
 
 
 def later(frame: pd.DataFrame, config: Config) -> Measured:
-    """Loss, metrics, norms and gradients of the steps after the first, whose weights differ by rounding."""
+    """Loss, metrics, norms and gradients of the steps after the first; their weights differ by rounding."""
     table = paired(frame, config)
     row = worst(table[(table["step"] > 1) & ~table["metric"].isin(["lr", "wd", "updated"])], "error")
     steps = with_ids(of_every_case(frame, config, "compare", "gradient_error"), "step")
@@ -285,7 +285,7 @@ def parameters(frame: pd.DataFrame, config: Config) -> Measured:
         row["value"],
         f"||dp||/||p|| after {counted(config['steps'], 'step')}, worst: {where(config, row)}; "
         f"worst tensor: {tensor['tensor']}, {tensor['parameter_error']:.3g}; "
-        f"excluded: {uncertain / whole:.1%} of the elements, whose gradient is below rounding "
+        f"excluded: {uncertain / whole:.1%} of the elements, with gradients below rounding "
         f"(largest difference {table['uncertain_worst'].max():.2g})",
     )
 

@@ -101,7 +101,7 @@ def bars(scene: Scene) -> None:
 
 
 def shown(frame: pd.DataFrame) -> tuple[str, int] | None:
-    """The sync whose events are drawn: the last expansion that has any, else the last refresh."""
+    """The sync to draw event by event: the last expansion that has any, else the last refresh."""
     events = checks.all_events(frame)
     for path in reversed(checks.PATHS):
         cycles = events[events["phase"] == path]["cycle"]

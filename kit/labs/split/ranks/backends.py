@@ -1,5 +1,5 @@
-"""The job, loss and rows of a run: two training backends under one interface; the loss of the recipe, or your own, whose declared metrics
-are checked; rollouts made once on rank 0, sent to all ranks, divided over data-parallel ranks. `split_step(ctx)` is the code under test
+"""The job, loss and rows of a run: two training backends under one interface; the loss of the recipe, or your own with its declared
+metrics checked; rollouts made once on rank 0, sent to all ranks, divided over data-parallel ranks. `split_step(ctx)` is the code under test
 unless `implementation` names another.
 """
 
@@ -116,7 +116,7 @@ def make_loss(ctx: LossContext) -> Loss:
 
 
 def settings(config: SplitConfig) -> Settings:
-    """Settings whose effect shows: the learning rate changes in every step, gradients are clipped, weights decay visibly."""
+    """Settings with a visible effect: the learning rate changes in every step, gradients are clipped, weights decay visibly."""
     return Settings(
         first_lr=1e-4,
         last_lr=2e-4,
@@ -314,7 +314,7 @@ def shifted(megatron: Megatron, step: Batch) -> Batch:
 
 
 def ratios_off_one(batch: Batch) -> float:
-    """The share of valid tokens whose log-probabilities differ between engine and trainer; at 0 the ratios would not be tested."""
+    """The share of valid tokens with different log-probabilities in engine and trainer; at 0 the ratios would not be tested."""
     apart = (batch["prev_logprobs"] - batch["generation_logprobs"])[:, 1:].abs() > 1e-4
     mask = valid(batch) > 0
     return float((apart & mask).sum() / mask.sum().clamp(min=1))

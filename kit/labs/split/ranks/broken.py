@@ -462,7 +462,7 @@ def remainder(scene: Scene, batch: Batch) -> None:
 
     The step runs twice, with different tokens in these rows. If weights and optimizer then have the same bits, the rows were not trained
     on, whatever the result reports. They have an advantage and no gap to the engine, so that no loss ignores them. Not tried with a
-    pipeline, whose stages agree on the shape of a microbatch.
+    pipeline: its stages agree on the shape of a microbatch.
     """
     size = scene.config.micro_batch
     if size == 1 or scene.config.pp > 1:

@@ -79,7 +79,7 @@ def oracle(settings: Any, logprobs: torch.Tensor, batch: Tensors) -> tuple[torch
 
 
 def by_itself(loss: Any, logprobs: torch.Tensor, batch: Tensors) -> tuple[torch.Tensor, dict[str, float]]:
-    """For your own loss, whose formulas are unknown: its value over all rows at once, in float64, divided by the true counts."""
+    """For your own loss, with unknown formulas: its value over all rows at once, in float64, divided by the true counts."""
     sequences, tokens = true_counts(batch)
     value, _ = loss(logprobs, widened(batch), tokens=float(max(1, tokens)), sequences=float(max(1, sequences)))
     return value, {"loss": value.item()}
@@ -462,6 +462,6 @@ def by_tensor(a: Tensors, b: Tensors) -> dict[str, Distance]:
 
 
 def certain(gradients: Tensors) -> Tensors:
-    """Masks of the elements whose gradient is above rounding. Adam turns the noise of the others into whole steps."""
+    """Masks of the elements with a gradient above rounding. Adam turns the noise of the others into whole steps."""
     largest = max((float(value.abs().max()) for value in gradients.values()), default=0.0)
     return {name: value.abs() > ROUNDING * EPS * largest for name, value in gradients.items()}

@@ -43,7 +43,7 @@ from kit.sync.weights import Cut
 from kit.train.options import DEFAULTS
 from kit.train.plain import PlainModel
 
-ROWS, LENGTH = 2, 8  # of the prompt whose logits are compared
+ROWS, LENGTH = 2, 8  # of the prompt; its logits are compared
 MOVES = dataclasses.replace(DEFAULTS, first_lr=DEFAULTS.lr)  # no warm-up, so that the first step changes weights
 OF_THE_CACHE = ("stale-bucket", "cache-after-offload")  # faults that need the cache
 LEAST_BUCKETS = 8  # also for a model that would fit into fewer, because a run with one bucket proves little
