@@ -1,27 +1,168 @@
-"""The checks of the split lab: the split step gives the numbers of the plain step, for any number of chunks."""
+"""The tables of a split run and its checks: the split step gives the numbers of the plain step, for any number of chunks.
+
+`metrics(frame, config)` and `tensors(frame, config)` return pandas tables: every metric of both steps, and the errors of every gradient and
+weight. Most checks compare the two steps; the others judge the promises of the protocol, or compare with float64 computations and counts.
+"""
 
 from __future__ import annotations
 
-from math import isnan
-from typing import TYPE_CHECKING, Any
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 
 from kit.labs.growth import at_most
-from kit.labs.split import parity
-from kit.labs.split.config import KIT_MODEL, cases_of
-from kit.labs.split.parity import promised
-from kit.results import Check, Measured, NotMeasured, incomplete, select, with_ids
+from kit.labs.split.config import KIT_LOSS, KIT_MODEL, cases_of
+from kit.results import Check, Measured, Missing, NotMeasured, incomplete, select, with_ids
 from kit.results.units import counted
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured | Sequence[Measured]]
+Config = Mapping[str, Any]
+Measure = Callable[[pd.DataFrame, Config], Measured | Sequence[Measured]]
 
 COMMON = 1e-3  # a limit in common use for losses and gradient norms; shown beside the kit's
 COARSE = 1e-2  # bfloat16 keeps 8 bits
+# Errors of smaller values are absolute: a relative limit of 1e-6 becomes an absolute one of 1e-8.
+FLOOR = 1e-2
+# The same threshold if the rows of a microbatch depend on the number of chunks: log-probabilities are rounded differently, and a loss
+# near zero is a small difference of large terms.
+REGROUPED = 1.0
 FIELDS = ("grad_norm", "lr", "wd", "updated", "global_valid_seqs", "global_valid_toks")
+NOT_METRICS = (*FIELDS, "global_loss")
+COUNTS = {"num_valid_samples": "sequences", "num_unmasked_tokens": "tokens"}
+COUNTS |= {"global_valid_seqs": "sequences", "global_valid_toks": "tokens"}
+UPDATES = {"update_norm_error": "norm", "update_rate_error": "learning rate", "update_decay_error": "decay"}
+PLACES = 3  # of a broken promise that are named
+# What each number counts, in words.
+PROMISES = {
+    "hooks_lost": "hooks not restored",
+    "abort_changed": "tensors changed by abort",
+    "abort_gradients": "nonzero gradients left by abort",
+    "abort_next_differs": "tensors that differ after the step that follows an abort",
+    "abort_ticked": "versions that grew with abort",
+    "abort_raised": "aborts of a closed step that raised",
+    "error_changed": "tensors changed by an error and the abort after it",
+    "error_ticked": "versions that grew with an error",
+    "error_swallowed": "errors swallowed",
+    "misuse_changed": "states changed by calls in the wrong state",
+    "misuse_silent": "wrong calls that were accepted",
+    "misuse_other_words": "errors that do not name the state",
+    "misuse_other_type": "errors of another type than Misuse (allowed)",
+    "state_unseen": "kinds of state that a step did not change",
+    "wrong_versions": "wrong versions",
+    "groups_kept": "groups left behind",
+    "nonfinite_updated": "updates with non-finite values",
+    "nonfinite_changed": "tensors changed by a non-finite step",
+    "nonfinite_ticks_off": "wrong versions after a non-finite step",
+    "nonfinite_next_differs": "tensors that differ after the step that follows a non-finite one",
+    "masked_reach": "numbers changed by masked places",
+}
+
+
+# -- tables --------------------------------------------------------------------------------------------------------------
+
+
+def results(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
+    """The numbers that ranks recorded for the steps of a phase, with columns `step` and `metric`."""
+    found = with_ids(frame[(frame["phase"] == phase) & (frame["metric"] == "result")], "step", "name")
+    if found.empty:
+        raise Missing(f"no results of phase {phase}")
+    return found.assign(metric=found["name"])
+
+
+def values(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
+    """The numbers that rank 0 recorded for the steps of a phase."""
+    return results(frame[frame["rank"] == 0], phase)[["cycle", "step", "metric", "value"]]
+
+
+def error(value: pd.Series, base: pd.Series, floor: float = FLOOR) -> pd.Series:
+    """Relative error, absolute below the floor. NaN equals NaN and an infinity itself; other non-finite errors are infinite."""
+    equal = (value == base) | (value.isna() & base.isna())
+    relative = (value - base).abs() / base.abs().clip(lower=floor)
+    return relative.fillna(math.inf).where(~equal, 0.0)
+
+
+def worst(table: pd.DataFrame, column: str = "value") -> dict[str, Any]:
+    row = table.iloc[int(table[column].to_numpy().argmax())]
+    return {str(name): value for name, value in row.items()}
+
+
+def paired(frame: pd.DataFrame, config: Config) -> pd.DataFrame:
+    """Every number of the plain and the split step: cycle, level, chunks, step, metric, sync, split, error."""
+    cases = pd.DataFrame(cases_of(config))
+    cases["base"] = cases["cycle"].where(cases["first"]).ffill()
+    split = cases.merge(values(frame, "split").rename(columns={"value": "split"}))
+    plain = cases.merge(values(frame, "sync").rename(columns={"cycle": "base", "value": "sync"}), on="base")
+    for case in cases_of(config):
+        if case.cycle not in set(split["cycle"]):
+            raise Missing(f"the split step with chunks={case.chunks}, level={case.level} did not run")
+    table = plain.merge(split, on=[*cases.columns, "step", "metric"], how="outer", indicator="seen")
+    floor = FLOOR if config["batching"] == "fixed" else REGROUPED
+    return table.assign(error=error(table["split"], table["sync"], floor))
+
+
+def metrics(frame: pd.DataFrame, config: Config) -> pd.DataFrame:
+    """Every metric of every case and step, its normalizer, and its value if one scalar divided all metrics."""
+    numbers = paired(frame, config)
+    rows = frame[(frame["phase"] == "sync") & (frame["rank"] == 0) & (frame["metric"] == "normalizer")]
+    by = pd.DataFrame(cases_of(config))[["cycle", "level"]].merge(with_ids(rows, "name")[["cycle", "name", "text"]])
+    by = by.drop(columns="cycle").set_axis(["level", "metric", "normalizer"], axis=1)
+    table = numbers[~numbers["metric"].isin(NOT_METRICS)].merge(by, how="left").fillna({"normalizer": "none"})
+    steps = numbers.pivot_table(index=["cycle", "step"], columns="metric", values="sync", dropna=False)
+    counts = steps[["global_valid_seqs", "global_valid_toks"]].clip(lower=1)
+    by_unit = counts.set_axis(["sequences", "tokens"], axis=1).assign(none=1.0).stack()
+    right, scalar = (
+        by_unit.reindex(pd.MultiIndex.from_frame(table[["cycle", "step", unit]])).to_numpy()
+        for unit in ("normalizer", "level")
+    )
+    extreme = table["metric"].str.endswith(("_min", "_max"))
+    table["one_scalar"] = table["sync"].where(extreme, table["sync"] * right / scalar)
+    table["one_scalar_error"] = error(table["one_scalar"], table["sync"])
+    keys = ["level", "chunks", "step", "metric"]
+    columns = [*keys, "normalizer", "sync", "split", "one_scalar", "error", "one_scalar_error"]
+    return table[columns].sort_values(keys, ignore_index=True)
+
+
+def tensors(frame: pd.DataFrame, config: Config) -> pd.DataFrame:
+    """Every tensor of every case: relative error of the first gradient and of the final weights, and the worst element."""
+    rows = frame[(frame["phase"] == "compare") & (frame["rank"] == 0)]
+    found = with_ids(rows[rows["metric"].str.startswith("tensor_")], "tensor")
+    if found.empty:
+        raise Missing("no tensors were compared")
+    found = found.assign(name=found["metric"].str.removeprefix("tensor_"))
+    wide = found.pivot_table(index=["cycle", "tensor"], columns="name", values="value", sort=False).reset_index()
+    return pd.DataFrame(cases_of(config))[["cycle", "level", "chunks"]].merge(wide, on="cycle").drop(columns="cycle")
+
+
+# -- words for reasons and pictures ----------------------------------------------------------------------------------------
+
+
+def every_chunks(config: Config) -> str:
+    return "chunks " + ", ".join(str(count or "one per microbatch") for count in config["chunks"])
+
+
+def scope(config: Config) -> str:
+    """The steps, levels and numbers of chunks that a run compared."""
+    levels = sorted({case.level for case in cases_of(config)}, reverse=True)
+    return f"{counted(config['steps'], 'step')}, loss per {' and per '.join(map(singular, levels))}, {every_chunks(config)}"
+
+
+def singular(level: str) -> str:
+    return level.removesuffix("s")
+
+
+def where(config: Config, row: Mapping[str, Any]) -> str:
+    case = cases_of(config)[row["cycle"] - 1]
+    return f"loss per {singular(case.level)}, {chunks_of(case.chunks)}"
+
+
+def chunks_of(count: int) -> str:
+    return counted(count, "chunk") if count else "one chunk per microbatch"
+
+
+def against(row: Mapping[str, Any]) -> str:
+    return f"{row['split']:.9g} vs {row['sync']:.9g} in the plain step"
 
 
 def beside(value: float) -> str:
@@ -29,163 +170,269 @@ def beside(value: float) -> str:
     return f"; {'within' if value <= COMMON else 'above'} the 1e-3 in common use"
 
 
-def of_every_case(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, metric: str) -> pd.DataFrame:
+def place_of(ids: str, text: str = "") -> str:
+    words = [str(value) for value in json.loads(ids).values()] if ids else []
+    return ", ".join(filter(None, [*words, text]))
+
+
+# -- the split step against the plain one ----------------------------------------------------------------------------------
+
+
+def of_every_case(frame: pd.DataFrame, config: Config, phase: str, metric: str) -> pd.DataFrame:
     """A metric of every case; the check cannot pass if any is missing."""
-    rows = select(frame, phase=phase, metric=metric)
-    if missing := len(cases_of(config)) - rows["cycle"].nunique():
-        incomplete(f"{metric} is missing for {missing} of {len(cases_of(config))} cases (level and number of chunks)")
+    rows, cases = select(frame, phase=phase, metric=metric), len(cases_of(config))
+    if missing := cases - rows["cycle"].nunique():
+        incomplete(f"{metric} is missing for {missing} of {cases} cases (level and number of chunks)")
     return rows
 
 
-def loss(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+def loss(frame: pd.DataFrame, config: Config) -> Measured:
     """The loss of the first step, where the error is largest: both steps start from the same weights."""
-    table = parity.paired(frame, config)
-    row = parity.worst(table[(table["metric"] == "global_loss") & (table["step"] == 1)], "error")
+    table = paired(frame, config)
+    row = worst(table[(table["metric"] == "global_loss") & (table["step"] == 1)], "error")
     if not row["error"]:
-        return Measured(0, f"identical bit for bit in step 1 ({parity.scope(config)})")
-    why = f"worst: {parity.against(row)}, step 1, {parity.where(config, row['cycle'])}"
-    return Measured(row["error"], why + beside(row["error"]))
+        return Measured(0, f"identical bit for bit in step 1 ({scope(config)})")
+    return Measured(row["error"], f"worst: {against(row)}, step 1, {where(config, row)}{beside(row['error'])}")
 
 
-def later(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Loss, metrics, norms and gradients of the steps after the first, whose weights differ by rounding."""
-    table = parity.paired(frame, config)
-    row = parity.worst(table[(table["step"] > 1) & ~table["metric"].isin(["lr", "wd", "updated"])], "error")
+def later(frame: pd.DataFrame, config: Config) -> Measured:
+    """Loss, metrics, norms and gradients of the steps after the first; their weights differ by rounding."""
+    table = paired(frame, config)
+    row = worst(table[(table["step"] > 1) & ~table["metric"].isin(["lr", "wd", "updated"])], "error")
     steps = with_ids(of_every_case(frame, config, "compare", "gradient_error"), "step")
-    gradients = parity.worst(steps[steps["step"] > 1], "value")
-    why = f"worst number: {row['metric']}, {parity.against(row)}, step {row['step']}, {parity.where(config, row['cycle'])}"
+    gradients = worst(steps[steps["step"] > 1])
     return Measured(
         max(row["error"], gradients["value"]),
-        f"{why}; worst gradients: ||dg||/||g|| {gradients['value']:.2g} in step {gradients['step']}",
+        f"worst number: {row['metric']}, {against(row)}, step {row['step']}, {where(config, row)}; "
+        f"worst gradients: ||dg||/||g|| {gradients['value']:.2g} in step {gradients['step']}",
     )
 
 
-def fields(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+def fields(frame: pd.DataFrame, config: Config) -> Measured:
     """The numbers of the result that are no metrics. Norms of later steps contain rounding of the weights; the others do not.
 
     A norm may be summed in float32 in any order, tensor by tensor or shard by shard. The rounding that this allows
     (`oracle.norm_rounding`: about sqrt(n) times EPS with n elements in the largest tensor, 1.5e-5 in the tiny model) is excluded.
     """
-    table = parity.paired(frame, config)
+    table = paired(frame, config)
     table = table[table["metric"].isin(FIELDS) & ((table["metric"] != "grad_norm") | (table["step"] == 1))]
     allowed = frame[(frame["metric"] == "norm_rounding") & (frame["phase"] == "sync")]["value"]
     rounding = float(allowed.max()) if len(allowed) else 0.0
-    error = parity.error(table["split"], table["sync"], parity.FLOOR)
-    beyond = error.where(table["metric"] != "grad_norm", (error - rounding).clip(lower=0))
-    row = parity.worst(table.assign(error=error, beyond=beyond).sort_values("error", ascending=False), "beyond")
+    table["error"] = error(table["split"], table["sync"])
+    table["beyond"] = table["error"].where(table["metric"] != "grad_norm", (table["error"] - rounding).clip(lower=0))
+    row = worst(table.sort_values("error", ascending=False), "beyond")
     if not row["error"]:
-        return Measured(0, f"{', '.join(FIELDS)}: identical bit for bit ({parity.scope(config)})")
-    why = f"worst: {row['metric']}, {parity.against(row)}, step {row['step']}, {parity.where(config, row['cycle'])}"
-    rounded = row["error"] > row["beyond"]
+        return Measured(0, f"{', '.join(FIELDS)}: identical bit for bit ({scope(config)})")
+    why = f"worst: {row['metric']}, {against(row)}, step {row['step']}, {where(config, row)}"
     excused = f"rounding of a float32 norm is excluded, up to {rounding:.2g}"
-    return Measured(row["beyond"], why, if_passed=excused if rounded else "")
+    return Measured(row["beyond"], why, if_passed=excused if row["error"] > row["beyond"] else "")
 
 
-def ranks(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Numbers of the result that differ between ranks."""
-    results = parity.results(frame, "split")
-    whole = results.groupby("cycle")["rank"].transform("nunique") == config["ranks"]  # no rank raised in the phase
-    if not whole.any():
+def ranks(frame: pd.DataFrame, config: Config) -> Measured:
+    found = results(frame, "split")
+    found = found[found.groupby("cycle")["rank"].transform("nunique") == config["ranks"]]  # no rank raised in the phase
+    if found.empty:
         raise NotMeasured("no case has results of every rank")
-    results = results[whole]
-    keys = ["cycle", "step", "name"]
-    sides = results.pivot_table(index=keys, columns="rank", values="value", aggfunc="first", dropna=False)
+    keys = ["cycle", "step", "metric"]
+    sides = found.pivot_table(index=keys, columns="rank", values="value", aggfunc="first", dropna=False)
     sides = sides.reindex(columns=range(config["ranks"]))
-    first = sides[0]
-    differing = sides[~sides.apply(lambda one: (one == first) | (one.isna() & first.isna())).all(axis=1)]
+    same = sides.eq(sides[0], axis=0) | (sides.isna() & sides[[0]].isna().to_numpy())
+    differing = sides[~same.all(axis=1)]
     if differing.empty:
-        numbers = len(results[["step", "name"]].drop_duplicates())
+        numbers = len(found[["step", "metric"]].drop_duplicates())
         return Measured(0, f"{numbers} numbers are identical bit for bit on {config['ranks']} ranks")
-    cycle, step, name = differing.index[0]
-    row = differing.iloc[0]
-    odd = next(rank for rank in row.index[1:] if row[rank] != row[0] and not (isnan(row[rank]) and isnan(row[0])))
+    cycle, step, name = first = differing.index[0]
+    row, odd = differing.iloc[0], same.loc[first].idxmin()
     why = f"{name} differs between ranks in step {step}: {row[0]:.9g} on rank 0, {row[odd]:.9g} on rank {odd}"
-    return Measured(len(differing), f"{why}; {parity.where(config, cycle)}")
+    return Measured(len(differing), f"{why}; {where(config, {'cycle': cycle})}")
 
 
-def every_metric(frame: pd.DataFrame, config: Mapping[str, Any]) -> list[Measured]:
+def every_metric(frame: pd.DataFrame, config: Config) -> list[Measured]:
     """A row for every metric: its largest error, and the error that one scalar for all metrics would cause."""
-    table = parity.metrics(frame, config)
-    table = table[table["step"] == 1]
+    table = metrics(frame, config)
     found = []
-    for name, rows in table.groupby("metric", sort=False):
-        row = parity.worst(rows, "error")
-        scalar = rows["one_scalar_error"].max()
-        per = "not divided" if row["normalizer"] == "none" else f"per {parity.singular(row['normalizer'])}"
-        case = f"loss per {parity.singular(row['level'])}, {parity.chunks_of(row['chunks'])}"
-        why = f"{name} ({per}), {parity.against(row)}, {case if row['error'] else 'bit for bit'}"
-        why += f"; one scalar for all metrics would give an error of {scalar:.2g}" if scalar else ""
-        found.append(Measured(row["error"], why, of=str(name)))
+    for name, rows in table[table["step"] == 1].groupby("metric", sort=False):
+        row, scalar = worst(rows, "error"), rows["one_scalar_error"].max()
+        per = "not divided" if row["normalizer"] == "none" else f"per {singular(row['normalizer'])}"
+        case = f"loss per {singular(row['level'])}, {chunks_of(row['chunks'])}" if row["error"] else "bit for bit"
+        would = f"; one scalar for all metrics would give an error of {scalar:.2g}" if scalar else ""
+        found.append(Measured(row["error"], f"{name} ({per}), {against(row)}, {case}{would}", of=str(name)))
     return found
 
 
-def coverage(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    table = parity.paired(frame, config)
-    wrong = table[table["seen"] != "both"]
-    names = sorted(set(wrong["metric"]))
-    if names:
+def coverage(frame: pd.DataFrame, config: Config) -> Measured:
+    table = paired(frame, config)
+    if names := sorted(set(table[table["seen"] != "both"]["metric"])):
         return Measured(len(names), f"only one of the two steps reports {', '.join(names)}")
-    return Measured(0, f"both steps report the same {table['metric'].nunique()} numbers ({parity.scope(config)})")
+    return Measured(0, f"both steps report the same {table['metric'].nunique()} numbers ({scope(config)})")
 
 
-def gradient(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+def gradient(frame: pd.DataFrame, config: Config) -> Measured:
     table = with_ids(of_every_case(frame, config, "compare", "gradient_error"), "step")
-    row = parity.worst(table[table["step"] == 1], "value")
-    worst = parity.worst(parity.tensors(frame, config), "gradient_error")
-    why = f"||dg||/||g|| over the model in step 1, worst: {parity.where(config, row['cycle'])}"
-    why += f"; worst tensor: {worst['tensor']}, {worst['gradient_error']:.3g}, element {worst['gradient_index']:.0f}"
+    row, tensor = worst(table[table["step"] == 1]), worst(tensors(frame, config), "gradient_error")
+    why = f"||dg||/||g|| over the model in step 1, worst: {where(config, row)}"
+    why += f"; worst tensor: {tensor['tensor']}, {tensor['gradient_error']:.3g}, element {tensor['gradient_index']:.0f}"
     return Measured(row["value"], why + beside(row["value"]))
 
 
-def parameters(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    rows = of_every_case(frame, config, "compare", "parameter_error")
-    row, tensors = parity.worst(rows, "value"), parity.tensors(frame, config)
-    worst = parity.worst(tensors, "parameter_error")
-    uncertain = tensors["uncertain_worst"].max()
-    share = select(frame, phase="compare", metric="uncertain_elements")["value"].max()
-    share /= select(frame, phase="compare", metric="elements")["value"].max()
+def parameters(frame: pd.DataFrame, config: Config) -> Measured:
+    row, table = worst(of_every_case(frame, config, "compare", "parameter_error")), tensors(frame, config)
+    tensor = worst(table, "parameter_error")
+    uncertain, whole = (
+        select(frame, phase="compare", metric=name)["value"].max() for name in ("uncertain_elements", "elements")
+    )
     return Measured(
         row["value"],
-        f"||dp||/||p|| after {counted(config['steps'], 'step')}, worst: {parity.where(config, row['cycle'])}; "
-        f"worst tensor: {worst['tensor']}, {worst['parameter_error']:.3g}; "
-        f"excluded: {share:.1%} of the elements, whose gradient is below rounding (largest difference {uncertain:.2g})",
+        f"||dp||/||p|| after {counted(config['steps'], 'step')}, worst: {where(config, row)}; "
+        f"worst tensor: {tensor['tensor']}, {tensor['parameter_error']:.3g}; "
+        f"excluded: {uncertain / whole:.1%} of the elements, with gradients below rounding "
+        f"(largest difference {table['uncertain_worst'].max():.2g})",
     )
 
 
-def chunks(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    rows = of_every_case(frame, config, "compare", "chunk_error")
-    row = parity.worst(rows, "value")
+def chunks(frame: pd.DataFrame, config: Config) -> Measured:
+    row = worst(of_every_case(frame, config, "compare", "chunk_error"))
     if not row["value"]:
-        return Measured(0, f"gradients are identical bit for bit for {parity.every_chunks(config)}")
-    first = parity.chunks_of(config["chunks"][0])
-    return Measured(row["value"], f"||dg||/||g|| against {first}, worst: {parity.where(config, row['cycle'])}")
+        return Measured(0, f"gradients are identical bit for bit for {every_chunks(config)}")
+    first = chunks_of(config["chunks"][0])
+    return Measured(row["value"], f"||dg||/||g|| against {first}, worst: {where(config, row)}")
 
 
-def reductions(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+def reductions(frame: pd.DataFrame, config: Config) -> Measured:
     most = of_every_case(frame, config, "split", "reductions_most")["value"].max()
     least = of_every_case(frame, config, "split", "reductions_least")["value"].min()
     off = max(abs(most - 1), abs(least - 1))
     times = "exactly once" if not off else f"{least:g} to {most:g} times instead of once"
-    return Measured(off, f"each gradient bucket was reduced {times} per step ({parity.scope(config)})")
+    return Measured(off, f"each gradient bucket was reduced {times} per step ({scope(config)})")
 
 
-def rate(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+def rate(frame: pd.DataFrame, config: Config) -> Measured:
     off = of_every_case(frame, config, "split", "rate_off")["value"].max()
     if not off:
         return Measured(0, "lr in the result equals the learning rate of the optimizer in every step")
     return Measured(off, f"lr in the result differs from the optimizer's learning rate by {off:.2g} (relative)")
 
 
-def fine(exact: float, coarse: float) -> Callable[[Mapping[str, Any]], float]:
-    return lambda config: coarse if config.get("dtype") == "bfloat16" else exact
+# -- promises, float64, counts -----------------------------------------------------------------------------------------------
 
 
-def unless(can: Callable[[Mapping[str, Any]], bool], why: str) -> Callable[[Mapping[str, Any]], str]:
-    """The reason why a config cannot have a check."""
-    return lambda config: "" if can(config) else why
+def promised(*names: str, phases: Sequence[str] = ("rehearse",), right: str, uncounted: Sequence[str] = ()) -> Measure:
+    """The number of broken promises, on the worst rank of each. `right` is the reason if there is none; `uncounted` are only shown."""
+
+    def measure(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: ARG001 - checks are called alike
+        total, reasons = 0.0, []
+        broke = frame[(frame["metric"] == "rehearsal_raised") & (frame["value"] > 0)]
+        for name in (*names, *uncounted):
+            rows = frame[frame["phase"].isin(phases) & (frame["metric"] == name)]
+            if rows.empty and broke.empty:
+                raise Missing(f"no records of {name}")
+            if rows.empty:
+                raised = place_of(*broke.iloc[0][["ids", "text"]])
+                return Measured(math.inf, f"could not be judged: a rehearsal raised an error ({raised})")
+            broken = rows.loc[rows.groupby(["cycle", "ids"])["value"].idxmax()].query("value > 0")
+            total += float(broken["value"].sum()) if name in names else 0.0
+            if not broken.empty:
+                places = [*filter(None, map(place_of, broken["ids"], broken["text"]))]
+                more = [f"and {len(places) - PLACES} more"] if places[PLACES:] else []
+                listed = f" ({'; '.join(places[:PLACES] + more)})" if places else ""
+                reasons.append(f"{PROMISES[name]}: {broken['value'].sum():g}{listed}")
+        return Measured(total, ", ".join(reasons) if total else "; ".join([right, *reasons]))
+
+    return measure
 
 
-def no_oracle(config: Mapping[str, Any]) -> str:
+def update(frame: pd.DataFrame, config: Config) -> Measured:
+    """The updates of both steps against separate float64 formulas, from the gradients that the optimizer received."""
+    if config["model"] != KIT_MODEL:
+        raise NotMeasured(f"the optimizer settings of model={config['model']} are unknown")
+    rows, cases = frame[frame["phase"].isin(["sync", "split"])], len(cases_of(config))
+    most = {
+        name: worst(rows[rows["metric"] == name])
+        for name in ("update_error", *UPDATES)
+        if (rows["metric"] == name).any()
+    }
+    runs = rows[rows["metric"] == "update_error"]["cycle"].nunique()
+    if runs < cases:
+        incomplete(f"updates were recorded for {runs} of {cases} cases (level and number of chunks)")
+    if len(most) <= len(UPDATES):
+        if runs < cases:
+            raise Missing("updates were not recorded")
+        return Measured(math.inf, "no step called ctx.optimizer.step")
+    moved = most["update_error"]
+    off = ", ".join(
+        f"{word} {most[name]['value']:.2g}"
+        + (f" in step {json.loads(most[name]['ids'])['step']}" if most[name]["value"] else "")
+        for name, word in UPDATES.items()
+    )
+    return Measured(
+        max(float(row["value"]) for row in most.values()),
+        f"worst tensor after {counted(config['steps'], 'step')}: {moved['text']}, "
+        f"error {moved['value']:.2g} of the distance it moved ({place_of(moved['ids'])} step, "
+        f"against float64 clipping, AdamW and schedule); relative errors: {off}",
+    )
+
+
+def gaps(frame: pd.DataFrame, config: Config) -> Measured:
+    rows = with_ids(select(frame, phase="oracle", metric="gap_error"), "gap")
+    if config["loss"] != KIT_LOSS:
+        rows = rows[rows["gap"].abs() <= 50]  # a loss in float32 overflows above 88
+    row = worst(rows)
+    why = f"worst at a gap of {row['gap']:+d}: {row['text']}, error {row['value']:.2g}"
+    sizes = ", ".join(map(str, sorted(rows["gap"].abs().unique())))
+    return Measured(row["value"], f"{why}; gaps of {sizes} in both directions, float32 against float64")
+
+
+def replicas(frame: pd.DataFrame, config: Config) -> Measured:
+    """The counts in the result against the rows counted one by one."""
+    table = values(frame, "split")
+    table = table[table["metric"].isin(COUNTS)]
+    if table.empty:
+        return Measured(math.inf, "the result has no count of sequences or tokens")
+    true = values(frame, "prepare").drop(columns="cycle").rename(columns={"metric": "unit", "value": "true"})
+    table = table.assign(unit=table["metric"].map(COUNTS)).merge(true, how="left")
+    table["times"] = table["value"] / table["true"]
+    row = worst(table.assign(off=(table["times"] - 1).abs().fillna(math.inf)), "off")
+    why = f"{', '.join(name for name in COUNTS if name in set(table['metric']))} equal the counts of the rows"
+    if row["off"]:
+        why = f"{row['metric']} is {row['times']:g} times the count of the rows"
+    return Measured(row["off"], f"{why} ({counted(config['tp'] * config['pp'], 'rank')} per data-parallel replica)")
+
+
+def oracle(frame: pd.DataFrame, config: Config) -> Measured:
+    exact = values(frame, "oracle").rename(columns={"value": "exact"})
+    table = exact.merge(values(frame, "sync"), how="left")
+    if lacking := sorted(set(exact["metric"]) - set(values(frame, "sync")["metric"])):
+        return Measured(math.inf, f"the plain step does not report {', '.join(lacking)}, which the float64 oracle has")
+    floor = REGROUPED if config["dtype"] == "bfloat16" else FLOOR  # rounding, as there
+    row = worst(table.assign(error=error(table["value"], table["exact"], floor)), "error")
+    gradients = float(select(frame, phase="oracle", metric="gradient_error")["value"].max())
+    why = f"worst of {counted(table['metric'].nunique(), 'metric')}: {row['metric']}, {row['value']:.9g} vs {row['exact']:.9g} in float64"
+    return Measured(max(row["error"], gradients), f"{why}; gradients: ||dg||/||g|| {gradients:.2g}")
+
+
+def balance(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: ARG001 - checks are called alike
+    """The load-balancing loss that both steps report for step 1, against float64 from the routers' inputs."""
+    exact = float(select(frame, phase="oracle", metric="balance")["value"].iloc[0])
+    ways = {"plain": values(frame, "sync"), "split": values(frame, "split")}
+    table = pd.concat([rows.assign(way=way, exact=exact) for way, rows in ways.items()])
+    table = table[(table["step"] == 1) & (table["metric"] == "moe_aux_loss")]
+    if lacking := [way for way in ways if way not in set(table["way"])]:
+        return Measured(math.inf, f"the result of the {lacking[0]} step has no moe_aux_loss")
+    row = worst(table.assign(error=error(table["value"], table["exact"])), "error")
+    return Measured(row["error"], f"worst: {row['value']:.9g} in the {row['way']} step vs {exact:.9g} in float64")
+
+
+def backends(frame: pd.DataFrame, config: Config) -> Measured:
+    steps = with_ids(select(frame, phase="other_backend", metric="gradient_error"), "step")
+    weights = select(frame, phase="other_backend", metric="parameter_error")["value"].max()
+    after = f"weights after {counted(config['steps'], 'step')}: ||dp||/||p|| {weights:.2g}"
+    return Measured(select(steps, step=1)["value"].max(), f"||dg||/||g|| between Megatron and FSDP2 in step 1; {after}")
+
+
+# -- the checks --------------------------------------------------------------------------------------------------------------
+
+
+def no_oracle(config: Config) -> str:
     if config["experts"]:
         return "the float64 model does not support experts"
     return "" if config["model"] == KIT_MODEL else f"model={config['model']} has no float64 model to compare with"
@@ -194,7 +441,12 @@ def no_oracle(config: Mapping[str, Any]) -> str:
 def ratio(
     name: str, question: str, measure: Measure, tolerance: str, *, exact: float, coarse: float = COARSE, **given: Any
 ) -> Check:
-    return at_most(name, question, tolerance, measure, limit=fine(exact, coarse), unit="ratio", **given)
+    """A check of a relative error: `coarse` is its limit in bfloat16."""
+
+    def limit(config: Config) -> float:
+        return coarse if config.get("dtype") == "bfloat16" else exact
+
+    return at_most(name, question, tolerance, measure, limit=limit, unit="ratio", **given)
 
 
 CHECKS = (
@@ -208,7 +460,7 @@ CHECKS = (
         "later_rel",
         exact=1e-4,
         coarse=0.1,
-        cannot=unless(lambda config: config["steps"] > 1, "steps=1: no step after the first"),
+        cannot=lambda config: "" if config["steps"] > 1 else "steps=1: no step after the first",
     ),
     ratio("metric_parity", "Does every metric match the plain step's?", every_metric, "metric_rel", exact=1e-6),
     ratio("result_parity", "Do norm, learning rate, decay and counts match?", fields, "result_rel", exact=1e-6),
@@ -220,9 +472,8 @@ CHECKS = (
         chunks,
         "chunk_rel",
         exact=1e-6,
-        cannot=unless(
-            lambda config: len(config["chunks"]) > 1,
-            "only one number of chunks was run; use at least two, such as chunks=[1, 5]",
+        cannot=lambda config: (
+            "" if config["chunks"][1:] else "only one number of chunks was run; use at least two, such as chunks=[1, 5]"
         ),
     ),
     at_most("one_reduction", "Is each gradient reduced exactly once per step?", "reductions_off", reductions),
@@ -296,11 +547,11 @@ CHECKS = (
             right="no update; weights, optimizer and schedule are unchanged bit for bit; the next step equals one without it",
         ),
     ),
-    at_most("replicas_counted_once", "Do all ranks together count each row once?", "replicas_off", parity.replicas),
+    at_most("replicas_counted_once", "Do all ranks together count each row once?", "replicas_off", replicas),
     ratio(
         "oracle",
         "Does the plain step match a float64 computation?",
-        parity.oracle,
+        oracle,
         "oracle_rel",
         exact=1e-5,
         coarse=0.05,
@@ -309,7 +560,7 @@ CHECKS = (
     ratio(
         "experts_balance",
         "Does the load-balancing loss match a float64 computation?",
-        parity.balance,
+        balance,
         "balance_rel",
         exact=1e-5,
         coarse=0.05,
@@ -318,7 +569,7 @@ CHECKS = (
     ratio(
         "update",
         "Do clipping, AdamW and schedule match a float64 computation?",
-        parity.update,
+        update,
         "update_rel",
         exact=1e-5,
         coarse=0.1,
@@ -326,7 +577,7 @@ CHECKS = (
     ratio(
         "extreme_gaps",
         "Is the loss correct if the log-probabilities of trainer and engine are far apart?",
-        parity.gaps,
+        gaps,
         "gap_rel",
         exact=1e-5,
         coarse=1e-5,
@@ -344,12 +595,13 @@ CHECKS = (
     ratio(
         "backends_agree",
         "Do Megatron and FSDP2 give the same gradients?",
-        parity.backends,
+        backends,
         "backends_rel",
         exact=1e-5,
-        cannot=unless(
-            lambda config: config["backend"] == "fsdp2",
-            "backend=megatron runs Megatron only; use backend=fsdp2 to compare both backends",
+        cannot=lambda config: (
+            ""
+            if config["backend"] == "fsdp2"
+            else "backend=megatron runs Megatron only; use backend=fsdp2 to compare both backends"
         ),
     ),
 )

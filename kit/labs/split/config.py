@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from kit.errors import BadInput
 from kit.labs.definition import JobConfig, Option, Step, check_fits, model_of
 from kit.megatron.config import ModelConfig, check, model_bytes
-from kit.train.options import ClippedOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from kit.train.options import Level
+from kit.train.options import ClippedOptions, Level
 
 Recipe = Literal[
     "grpo", "dapo", "gspo", "cispo", "tis", "icepop", "seq-mask-tis", "on-policy", "reinforce", "vapo", "nll"
@@ -38,7 +34,7 @@ RECIPES: dict[Recipe, dict[str, Any]] = {
 
 
 KIT_SPLIT = "kit.labs.split.ranks.backends:split_step"
-KIT_LOSS = "kit.labs.split.ranks.losses:of_recipe"
+KIT_LOSS = "kit.labs.split.ranks.backends:of_recipe"
 KIT_MODEL = "kit.labs.split.ranks.backends:assemble"
 LEVELS: tuple[Level, ...] = ("tokens", "sequences")
 LOSS_OPTIONS = (
@@ -59,14 +55,16 @@ class Case(NamedTuple):
 
 
 def by_recipe(what: str, low: float) -> Option:
-    """A number of the loss that the recipe gives unless it is set."""
     return Option(f"{what}; null: from the recipe", low=low)
+
+
+def refuse_if(wrong: object, sentence: str) -> None:
+    if wrong:
+        raise BadInput(sentence)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitConfig(JobConfig):
-    """A training job, a loss, and the numbers of chunks of a step."""
-
     backend: Annotated[
         Literal["megatron", "fsdp2"], Option("training backend: Megatron, or FSDP2 on a plain torch model")
     ] = "megatron"
@@ -153,51 +151,60 @@ class SplitConfig(JobConfig):
     ] = KIT_SPLIT
 
     def __post_init__(self) -> None:
-        if not self.chunks:
-            raise BadInput("chunks is empty: give at least one number of chunks, such as [1, 5]")
+        refuse_if(not self.chunks, "chunks is empty: give at least one number of chunks, such as [1, 5]")
+        most = self.microbatches
         for count in self.chunks:
-            if not 0 <= count <= self.microbatches:
-                raise BadInput(
-                    f"chunks={count} is not between 1 and the {self.microbatches} microbatches of a step; "
-                    f"use 1 to {self.microbatches}, or 0 for one chunk per microbatch"
-                )
-        if len(set(self.chunks)) < len(self.chunks):
-            raise BadInput(f"chunks={list(self.chunks)} repeats a number: give each number once")
+            refuse_if(
+                not 0 <= count <= most,
+                f"chunks={count} is not between 1 and the {most} microbatches of a step; "
+                f"use 1 to {most}, or 0 for one chunk per microbatch",
+            )
+        repeats = len(set(self.chunks)) < len(self.chunks)
+        refuse_if(repeats, f"chunks={list(self.chunks)} repeats a number: give each number once")
         check(model_config(self), self.ranks)
-        if self.ep > 1 and not self.experts:
-            raise BadInput(f"ep={self.ep} needs a model with experts: set experts to a multiple of {self.ep}")
-        if self.experts and self.reduce != "mean":
-            raise BadInput(
-                "experts need reduce=mean: Megatron scales their load-balancing loss for a mean over data-parallel ranks"
-            )
-        if self.backend == "fsdp2" and (self.tp, self.pp, self.experts) != (1, 1, 0):
-            raise BadInput("backend=fsdp2 supports data parallelism only: leave out tp, pp and experts")
-        if self.backend == "megatron" and self.batching != "fixed":
-            raise BadInput(
-                f"batching={self.batching} needs backend=fsdp2: with Megatron, packed rows need Transformer Engine"
-            )
-        if self.batching != "fixed" and self.token_budget < self.length:
-            raise BadInput(
-                f"token_budget={self.token_budget} is less than a row of length={self.length}: use at least {self.length}"
-            )
-        if self.recipe == "gspo" and self.level != "sequences":
-            raise BadInput(f"recipe=gspo needs level=sequences, not {self.level!r}: its ratio is per sequence")
-        self._check_loss()
-        if self.model != KIT_MODEL and (self.backend != "megatron" or self.experts or self.layers is not None):
-            raise BadInput(
-                f"model={self.model} needs backend=megatron, without experts and layers: they configure the kit's own model only"
-            )
-        if self.masks == "empty-rank" and self.data_ranks < 2:
-            raise BadInput("masks=empty-rank needs at least 2 data-parallel ranks: one of them has no valid token")
-
-    def _check_loss(self) -> None:
+        refuse_if(
+            self.ep > 1 and not self.experts,
+            f"ep={self.ep} needs a model with experts: set experts to a multiple of {self.ep}",
+        )
+        refuse_if(
+            self.experts and self.reduce != "mean",
+            "experts need reduce=mean: Megatron scales their load-balancing loss for a mean over data-parallel ranks",
+        )
+        refuse_if(
+            self.backend == "fsdp2" and (self.tp, self.pp, self.experts) != (1, 1, 0),
+            "backend=fsdp2 supports data parallelism only: leave out tp, pp and experts",
+        )
+        refuse_if(
+            self.backend == "megatron" and self.batching != "fixed",
+            f"batching={self.batching} needs backend=fsdp2: with Megatron, packed rows need Transformer Engine",
+        )
+        refuse_if(
+            self.batching != "fixed" and self.token_budget < self.length,
+            f"token_budget={self.token_budget} is less than a row of length={self.length}: use at least {self.length}",
+        )
+        refuse_if(
+            self.recipe == "gspo" and self.level != "sequences",
+            f"recipe=gspo needs level=sequences, not {self.level!r}: its ratio is per sequence",
+        )
         options = ", ".join(self.set_options)
-        if self.loss != KIT_LOSS and (options or self.recipe != "grpo"):
-            raise BadInput(f"loss={self.loss} replaces the recipe and its options: leave out {options or 'recipe'}")
-        if self.recipe == "nll" and options:
-            raise BadInput(f"recipe=nll (negative log-likelihood) does not have {options}: use another recipe")
+        refuse_if(
+            self.loss != KIT_LOSS and (options or self.recipe != "grpo"),
+            f"loss={self.loss} replaces the recipe and its options: leave out {options or 'recipe'}",
+        )
+        refuse_if(
+            self.recipe == "nll" and options,
+            f"recipe=nll (negative log-likelihood) does not have {options}: use another recipe",
+        )
         for level in self.levels if self.recipe != "nll" else ():
             ClippedOptions(level=level, **loss_settings(self))
+        refuse_if(
+            self.model != KIT_MODEL and (self.backend != "megatron" or self.experts or self.layers is not None),
+            f"model={self.model} needs backend=megatron, without experts and layers: they configure the kit's own model only",
+        )
+        refuse_if(
+            self.masks == "empty-rank" and self.data_ranks < 2,
+            "masks=empty-rank needs at least 2 data-parallel ranks: one of them has no valid token",
+        )
 
     @property
     def data_ranks(self) -> int:
@@ -214,13 +221,7 @@ class SplitConfig(JobConfig):
         return not self.experts and self.model == KIT_MODEL
 
     @property
-    def balances(self) -> bool:
-        """Whether experts have a load-balancing loss."""
-        return self.experts > 0 and self.aux_loss > 0
-
-    @property
     def set_options(self) -> dict[str, Any]:
-        """The options of the loss that were set."""
         values = {name: getattr(self, name) for name in LOSS_OPTIONS}
         return {name: value for name, value in values.items() if value not in (None, "recipe")}
 
@@ -235,18 +236,16 @@ def loss_settings(config: SplitConfig) -> dict[str, Any]:
 
 
 def model_config(config: SplitConfig) -> ModelConfig:
-    """The part of the config that describes the Megatron job."""
     aux_loss = config.aux_loss if config.experts else 0.0
     return model_of(config, aux_loss=aux_loss, sum_gradients=config.reduce == "sum", seq=config.length)
 
 
 def cases(config: SplitConfig) -> list[Case]:
-    """Every number of chunks at every level, in the order of the run."""
     return cases_of({"level": config.level, "chunks": config.chunks})
 
 
 def cases_of(config: Mapping[str, Any]) -> list[Case]:
-    """The same from the config of a run on disk."""
+    """Every number of chunks at every level, in the order of the run; from the config of a run on disk."""
     levels = LEVELS if config["level"] == "both" else (config["level"],)
     ways = enumerate(itertools.product(levels, config["chunks"]), start=1)
     return [Case(cycle, level, count, first=count == config["chunks"][0]) for cycle, (level, count) in ways]

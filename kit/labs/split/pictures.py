@@ -5,35 +5,29 @@ Errors are on a scale of decades with separate places for 0 (bit for bit) and fo
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kit.draw.plots import SEPARATE, Pictures, Plot, Table, grid_across, legend_of, limit_of, marks_of
-from kit.draw.style import LINES, MARKERS
-from kit.labs.split import parity
-from kit.labs.split.checks import COMMON
-from kit.labs.split.config import KIT_SPLIT, cases_of
-from kit.labs.split.parity import chunks_of, every_chunks
+from kit.draw.plots import SEPARATE, Pictures, Plot, RunData, Scene, Table, grid_across, legend_of, limit_of, marks_of
+from kit.draw.style import LINES, MARKERS, Theme
+from kit.labs.split import checks
+from kit.labs.split.checks import COMMON, chunks_of, every_chunks, singular
+from kit.labs.split.config import KIT_SPLIT, Case, cases_of
 from kit.results import with_ids
 from kit.results.units import counted, time_unit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import pandas as pd
     from matplotlib.axes import Axes
-
-    from kit.draw.plots import RunData, Scene
-    from kit.draw.style import Theme
-    from kit.labs.split.config import Case
 
 CALLS = {"run": "plain step", "begin": "begin", "microbatch": "microbatch", "finish": "finish"}
 HIGH = 0.76  # of the height of a row
 BETWEEN = 0.5  # rows between two levels
 ZERO, BEYOND = 1.2, 0.8  # decades from the last tick to the place of 0, and to that of infinity
 APART = 0.14  # levels, in columns
+EACH = "one per\nmicrobatch"  # chunks
 WRONG = "////"  # beside its colour
 DIAMOND: dict[str, Any] = {"linestyle": "", "marker": "D", "markerfacecolor": "none"}
 ROWS = 0.19  # inches for a metric
@@ -42,12 +36,10 @@ RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 def ways(config: Mapping[str, Any]) -> list[tuple[float, Case, str]]:
     """The rows from top to bottom: position, case, phase."""
-    found: list[tuple[float, Case, str]] = []
-    for case in cases_of(config):
-        for phase in ("sync", "split") if case.first else ("split",):
-            gap = 1 + BETWEEN * (phase == "sync")
-            found.append((found[-1][0] + gap if found else 0.0, case, phase))
-    return found
+    cases = cases_of(config)
+    rows = [(case, phase) for case in cases for phase in (("sync", "split") if case.first else ("split",))]
+    places = itertools.accumulate(1 + BETWEEN * (phase == "sync") for _, phase in rows)
+    return [(place - 1 - BETWEEN, *row) for place, row in zip(places, rows, strict=True)]
 
 
 def calls(scene: Scene) -> None:
@@ -79,21 +71,21 @@ def calls(scene: Scene) -> None:
         if not here.empty:
             took = float(totals[case.cycle, phase].max())
             ax.text((took + 0.015 * longest) * scale, place, f"{took * scale:.3g} {unit}", va="center", fontsize=8.5)
-    ax.set_yticks(list(labels), list(labels.values()))
-    ax.set_ylim(max(labels) + 0.6, -0.6 - 0.12 * (max(labels) + 1))  # room for the legend
-    ax.set_xlim(0, 1.14 * longest * scale)
-    grid_across(ax)
-    ax.set_xlabel(f"time since the step began [{unit}], one sample")
     lanes = f"rank {ranks[0]}" if len(ranks) == 1 else f"lanes: ranks {ranks[0]} to {ranks[-1]}"
-    ax.set_title(f"Step {data.config['steps']}, call by call ({lanes})")
+    ax.set(
+        yticks=list(labels),
+        yticklabels=list(labels.values()),
+        ylim=(max(labels) + 0.6, -0.6 - 0.12 * (max(labels) + 1)),  # room for the legend
+        xlim=(0, 1.14 * longest * scale),
+        xlabel=f"time since the step began [{unit}], one sample",
+        title=f"Step {data.config['steps']}, call by call ({lanes})",
+    )
+    grid_across(ax)
     marks = marks_of({word: {"facecolor": colours[call]} for call, word in CALLS.items()})
     ax.legend(handles=marks, ncols=len(marks), loc="upper left", columnspacing=1.1, handlelength=1.2)
 
 
-@dataclass(frozen=True, slots=True)
-class Decades:
-    """The positions of errors on an axis, and its decades."""
-
+class Decades(NamedTuple):
     low: int
     high: int
     infinite: bool
@@ -120,7 +112,6 @@ class Decades:
         return self.place(0) - 0.8, self.high + (BEYOND + 0.4 if self.infinite else 0.3)
 
     def shade(self) -> tuple[float, float]:
-        """The ends of the band for 0."""
         return self.ends()[0], self.low - ZERO / 2
 
 
@@ -167,13 +158,17 @@ def gradients(scene: Scene) -> None:
             ax.text(right, math.log10(value), word.format(value), color=colour, fontsize=8.5, va="bottom")
     bottom, top = decades.ends()
     ax.axhspan(*decades.shade(), color=theme.shade, zorder=0, linewidth=0)
-    ax.set_yticks(list(decades.ticks()), list(decades.ticks().values()))
-    ax.set_ylim(bottom, top + 0.28 * (top - bottom))  # room for the legend
-    ax.set_xlim(-0.5, right + 0.3 * (len(columns) + 1))
-    ax.set_xticks(range(len(columns)), [str(count or "one per\nmicrobatch") for count in columns])
-    ax.set_xlabel("chunks per step (a point is one step, n = 1)")
-    ax.set_ylabel("||dg|| / ||g||")
-    ax.set_title("Gradients against the plain step")
+    ax.set(
+        yticks=list(decades.ticks()),
+        yticklabels=list(decades.ticks().values()),
+        ylim=(bottom, top + 0.28 * (top - bottom)),  # room for the legend
+        xlim=(-0.5, right + 0.3 * (len(columns) + 1)),
+        xticks=range(len(columns)),
+        xticklabels=[str(count or EACH) for count in columns],
+        xlabel="chunks per step (a point is one step, n = 1)",
+        ylabel="||dg|| / ||g||",
+        title="Gradients against the plain step",
+    )
     marks: dict[str, Any] = {}
     if len(columns) > 1:
         marks["against the first number of chunks"] = {**DIAMOND, "color": theme.ink}
@@ -189,7 +184,7 @@ def gradients(scene: Scene) -> None:
 
 def first_step(data: RunData) -> pd.DataFrame:
     """The largest error of each metric over all numbers of chunks in the first step, by level. NotMeasured if the run ended before."""
-    table = parity.metrics(data.records, data.config)
+    table = checks.metrics(data.records, data.config)
     table = table[table["step"] == 1].assign(lost=table["split"].isna() & table["sync"].notna())
     worst = {"error": "max", "one_scalar_error": "max", "lost": "any"}
     found = table.groupby(["level", "normalizer", "metric"], as_index=False).agg(worst)
@@ -211,7 +206,6 @@ def draw_bar(
 
 
 def metrics(scene: Scene) -> None:
-    """A drawing for each level of the loss, side by side."""
     table, theme = first_step(scene.data), scene.theme
     levels = list(dict.fromkeys(case.level for case in cases_of(scene.data.config)))
     axes = scene.figure.subplot_mosaic(
@@ -248,25 +242,26 @@ def draw_metrics(ax: Axes, table: pd.DataFrame, level: str, limit: float | None,
             ax.axvline(x, color=colour, linewidth=1.3, linestyle=LINES[2], zorder=3)
             ax.text(x, -0.75, word.format(value), color=colour, fontsize=8.5, va="center", ha=side)
     ax.axvspan(*decades.shade(), color=theme.shade, zorder=0, linewidth=0)
-    ax.set_xticks(list(decades.ticks()), list(decades.ticks().values()))
-    ax.set_xlim(*decades.ends())
-    words = ["" if unit == "none" else f"per {parity.singular(unit)}" for unit in rows.loc[names, "normalizer"]]
+    words = ["" if unit == "none" else f"per {singular(unit)}" for unit in rows.loc[names, "normalizer"]]
     if level == table["level"].iloc[0]:
         words = [f"{name}  {word}" for name, word in zip(names, words, strict=True)]
     ax.set_yticks(range(len(names)), words, fontsize=8)
-    ax.set_ylim(len(names) - 0.4, -1.2)
+    ax.set(
+        xticks=list(decades.ticks()),
+        xticklabels=list(decades.ticks().values()),
+        xlim=decades.ends(),
+        ylim=(len(names) - 0.4, -1.2),
+        xlabel="relative error in step 1, worst of all numbers of chunks",
+        title=f"Metrics, loss per {singular(level)}",
+    )
     grid_across(ax)
-    ax.set_xlabel("relative error in step 1, worst of all numbers of chunks")
-    ax.set_title(f"Metrics, loss per {parity.singular(level)}")
 
 
 def ready(data: RunData) -> bool:
-    """Whether every number of chunks was compared: the next phase has begun."""
     return "rehearse" in data.phases and "result" in data.metrics()  # not in runs of an older kit
 
 
 def words(data: RunData) -> list[str]:
-    """The job, the loss, the code under test, and the numbers of chunks."""
     config = data.config
     sizes = [f"{name} {config[name]}" for name in ("tp", "pp", "ep") if config[name] > 1]
     own = [] if config["implementation"] == KIT_SPLIT else [config["implementation"]]
@@ -274,14 +269,9 @@ def words(data: RunData) -> list[str]:
     return [job, config["recipe"], *own, every_chunks(config), counted(config["steps"], "step")]
 
 
-def cycle_words(config: Mapping[str, Any]) -> dict[int, str]:
-    each = "one per\nmicrobatch"
-    return {case.cycle: f"{case.level}\n{case.chunks or each}" for case in cases_of(config)}
-
-
 PICTURES = Pictures(
     cycle="level and chunks",
-    cycle_words=cycle_words,
+    cycle_words=lambda config: {case.cycle: f"{case.level}\n{case.chunks or EACH}" for case in cases_of(config)},
     plots={
         "metrics": Plot(
             "Metrics against the plain step",
@@ -301,9 +291,9 @@ PICTURES = Pictures(
     words=words,
     ready=ready,
     tables={
-        "metrics": Table("Every metric, worst first", lambda run: parity.metrics(run.frame(), run.config), "error"),
+        "metrics": Table("Every metric, worst first", lambda run: checks.metrics(run.frame(), run.config), "error"),
         "tensors": Table(
-            "Every tensor, worst first", lambda run: parity.tensors(run.frame(), run.config), "gradient_error"
+            "Every tensor, worst first", lambda run: checks.tensors(run.frame(), run.config), "gradient_error"
         ),
     },
 )

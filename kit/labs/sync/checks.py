@@ -1,26 +1,44 @@
-"""The checks of the sync lab."""
+"""The tables of a sync run, the required order of a sync, and the checks.
+
+`stages`, `syncs`, `transports`, `events` and `digests` take `run.frame()` and return a pandas table; they raise `NotMeasured` if the run
+ended before.
+
+The lab's own samples are held against the required order: points, versions, routes and attempted forwards. A successful sync has the points
+of `rule` on every receiver; `bucket` and `write` come once per bucket, from 0 on. If a rank did not end the phase, or raised in it, points
+may be missing at the end: such a sync is compared with the beginning of the rule, up to its undo.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pandas as pd
 
 from kit.labs.growth import at_most, growth, on_cuda, one_cycle, others_untouched
 from kit.labs.sync.config import SyncConfig, roles
-from kit.labs.sync.tables import attempts, ended, out_of_order
-from kit.results import Measured, Missing, NotMeasured, incomplete, select
+from kit.results import Measured, Missing, NotMeasured, incomplete, select, with_ids
 from kit.results.units import counted
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import pandas as pd
-
-    Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
+Config = Mapping[str, Any]
+Measure = Callable[[pd.DataFrame, Config], Measured]
 
 MIB = 2**20
-SYNCS = ("refresh", "expand")
+PATHS = ("refresh", "expand")
+SENDER = ("gather", "pack", "send", "verify", "apply", "teardown", "finalize", "publish", "activate")
+RECEIVER = ("receive", "verify", "keep", "gate", "apply", "teardown", "finalize")
+AFTER = ("apply", "close", "closed", "teardown", "derive", "finalize", "publish", "activate", "end")
+BEFORE = {"refresh": ("begin", "open"), "stream": ("begin", "gate", "open"), "expand": ("begin", "wake", "open")}
+PUBLISHED = ("publish", "activate", "end")
+SERVED = ("refresh", "stream")  # paths for replicas that are awake
+WAITS = "waits"
+END = "the end of the sync", 0
+BY_SYNC = ["cycle", "phase", "path", "sync"]
+BY_RANK = ["cycle", "phase", "rank"]
 # What each number of a rehearsed failure counts.
 FAILURES = {
     "accepted": "invalid calls that were accepted",
@@ -36,12 +54,219 @@ FAILURES = {
 }
 
 
-def syncs(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """A metric of every sync of a version."""
-    rows = frame[frame["phase"].isin(SYNCS) & (frame["metric"] == metric)]
+# -- tables ----------------------------------------------------------------------------------------------------------------
+
+
+def stages(frame: pd.DataFrame) -> pd.DataFrame:
+    """Busy seconds of the sender and of the slowest receiver of each sync: cycle, path, who, rank, stage, seconds.
+
+    The stage `wall` is the elapsed time; stages overlap, so their sum may be larger.
+    """
+    rows = frame[frame["phase"].isin(PATHS) & frame["value"].notna()]
+    busy = with_ids(rows[rows["metric"] == "stage_seconds"], "stage")
+    rows = pd.concat([busy, rows[rows["metric"] == "wall"].assign(stage="wall")])
+    received = rows[rows["rank"] != 0]
+    walls = received[received["stage"] == "wall"]
+    slowest = walls.loc[walls.groupby(["cycle", "phase"])["value"].idxmax(), BY_RANK]
+    found = pd.concat([rows[rows["rank"] == 0].assign(who="sender"), received.merge(slowest).assign(who="receiver")])
+    if found.empty:
+        raise NotMeasured("no sync was timed")
+    found = found.rename(columns={"phase": "path", "value": "seconds"})
+    found = found.sort_values(["cycle", "path"], ascending=[True, False], ignore_index=True)  # a refresh comes first
+    return found[["cycle", "path", "who", "rank", "stage", "seconds"]]
+
+
+def syncs(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per sync: bytes, buckets, elapsed time, and busy seconds of the sender and the slowest receiver by stage."""
+    rows = frame[(frame["rank"] == 0) & frame["phase"].isin(PATHS)]
+    found = []
+    for (cycle, path), mine in stages(frame).groupby(["cycle", "path"], sort=False):
+        here = rows[(rows["cycle"] == cycle) & (rows["phase"] == path)]
+        totals = here[here["ids"] == ""].set_index("metric")["value"]
+        sent, received = (mine[mine["who"] == who].set_index("stage")["seconds"] for who in ("sender", "receiver"))
+        by = with_ids(here[here["metric"] == "transport_receivers"], "transport")
+        names = [f"{name} to {count:g}" for name, count in zip(by["transport"], by["value"], strict=True) if count]
+        found.append(
+            {
+                "cycle": cycle,
+                "path": path,
+                "transport": ", ".join(names),
+                "bytes": totals.get("bytes"),
+                "buckets": totals.get("buckets"),
+                "wall": sent.get("wall"),
+                **{stage: sent[stage] for stage in SENDER if stage in sent},
+                **{f"receiver {stage}": received[stage] for stage in RECEIVER if stage in received},
+            }
+        )
+    return pd.DataFrame(found)
+
+
+def transports(frame: pd.DataFrame) -> pd.DataFrame:
+    """Every transport and bucket size that was tried on generated bytes: bytes per second (median, least, greatest), and the median's
+    share of one large memcpy."""
+    rates, keys = ["rate", "rate_low", "rate_high"], ["transport", "bucket_size"]
+    rows = with_ids(frame[(frame["phase"] == "sweep") & frame["metric"].isin(rates)], *keys)
+    rows = rows[(rows["rank"] == 0) & rows["value"].notna()]
     if rows.empty:
-        raise Missing(f"no sync recorded {metric}")
-    return rows
+        raise NotMeasured("transports were not compared")
+    found = rows.pivot_table(index=keys, columns="metric", values="value").reset_index().rename_axis(columns=None)
+    found = found.reindex(columns=[*keys, *rates]).rename(columns={"bucket_size": "bucket_bytes"})
+    return found.assign(of_memcpy=found["rate"] / memcpy(frame))
+
+
+def memcpy(frame: pd.DataFrame) -> float:
+    """Bytes per second of one copy of the same bytes; NaN where it was not measured."""
+    rows = with_ids(frame[(frame["phase"] == "sweep") & (frame["metric"] == "rate")], "transport")
+    return float(rows[rows["transport"] == "memcpy"]["value"].median())
+
+
+def events(frame: pd.DataFrame, path: str, cycle: int) -> pd.DataFrame:
+    """What happened on each rank, in its order: rank, order, event, seconds since the sender began."""
+    rows = all_events(frame)
+    found = rows[(rows["phase"] == path) & (rows["cycle"] == cycle)].rename(columns={"value": "seconds"})
+    if found.empty:
+        raise NotMeasured(f"no events of {path} in cycle {cycle}")
+    return found.sort_values(["rank", "order"], ignore_index=True)[["rank", "order", "event", "seconds"]]
+
+
+def all_events(frame: pd.DataFrame) -> pd.DataFrame:
+    return with_ids(frame[frame["metric"] == "event"], "event", "order")
+
+
+def digests(frame: pd.DataFrame) -> pd.DataFrame:
+    """Tensors that each receiver hashed after a cycle, and how many were not the sender's: cycle, rank, hashed, differ."""
+    columns = {"tensors_hashed": "hashed", "tensors_differ": "differ"}
+    rows = frame[(frame["phase"] == "verify") & frame["metric"].isin(list(columns))]
+    if rows.empty:
+        raise NotMeasured("no tensor was hashed on a receiver")
+    wide = rows.pivot_table(index=["cycle", "rank"], columns="metric", values="value").reset_index()
+    wide = wide.rename(columns=columns).rename_axis(columns=None).reindex(columns=["cycle", "rank", *columns.values()])
+    return wide.astype(dict.fromkeys(columns.values(), "Int64"))
+
+
+# -- the order of a sync -----------------------------------------------------------------------------------------------------
+
+
+def ended(frame: pd.DataFrame) -> set[tuple[int, str, int]]:
+    """The phases (cycle, phase, rank) that ended without an error, so that their records are complete."""
+    done, failed = (frame[frame["metric"] == metric][BY_RANK] for metric in ("seconds", "failed"))
+    return set(done.itertuples(index=False, name=None)) - set(failed.itertuples(index=False, name=None))
+
+
+def points(frame: pd.DataFrame) -> pd.DataFrame:
+    """Every sample of every sync, with a column for each id, and `whole`: whether the sync is complete."""
+    rows = frame[frame["metric"] == "point"].reset_index(drop=True)
+    if rows.empty:
+        raise Missing("no sync was sampled")
+    done = ended(frame)
+    whole = [key in done for key in rows[BY_RANK].itertuples(index=False, name=None)]
+    table = rows.join(pd.DataFrame(map(json.loads, rows["ids"]))).drop(columns="ids").assign(whole=whole)
+    table = table.sort_values([*BY_SYNC, "rank", "order"], kind="stable")
+    undone = (table["point"] == "undo").groupby([table[name] for name in [*BY_SYNC, "rank"]]).cummax()
+    return table[table["whole"] | ~undone]
+
+
+def rule(path: str, buckets: int) -> list[tuple[str, int]]:
+    """The points of a sync in the required order."""
+    if path == "base":
+        return [(name, 0) for name in ("begin", *PUBLISHED)]
+    if path == "refresh":
+        arrived = [("bucket", index) for index in range(buckets)] + [("verify", 0), ("gate", 0)]
+        arrived += [("write", index) for index in range(buckets)]
+    else:
+        arrived = [(name, index) for index in range(buckets) for name in ("bucket", "write")] + [("verify", 0)]
+    return [*((name, 0) for name in BEFORE[path]), *arrived, *((name, 0) for name in AFTER)]
+
+
+def out_of_order(frame: pd.DataFrame, trainers: int) -> tuple[int, int, str]:
+    """The number of receivers' syncs that break the rule, the number of all, and the first problem in words."""
+    table, done = points(frame), ended(frame)
+    found, count = [], 0
+    closed = table[(table["rank"] == 0) & (table["point"] == "closed")].groupby(BY_SYNC)["value"].max()
+    for (cycle, phase, path, sync, rank), rows in table[table["rank"] >= trainers].groupby([*BY_SYNC, "rank"]):
+        count += 1
+        end = closed.get((cycle, phase, path, sync), math.inf if (cycle, phase, 0) in done else -math.inf)
+        if problem := next(problems(str(path), rows, end), ""):
+            found.append(f"{problem} (rank {rank}, {path} in {phase}, cycle {cycle})")
+    return len(found), count, next(iter(found), "")
+
+
+def problems(path: str, rows: pd.DataFrame, sender_closed: float) -> Iterator[str]:
+    """The problems with one receiver's points in one sync. `sender_closed` is inf if the sender did not close, -inf if that is unknown."""
+    found = list(zip(rows["point"], rows["bucket"].astype(int), strict=True))
+    wanted = rule(path, sum(name == "bucket" for name, _ in found))
+    if found != (wanted if rows["whole"].all() else wanted[: len(found)]):
+        was, must = next(pair for pair in itertools.zip_longest(found, wanted, fillvalue=END) if pair[0] != pair[1])
+        yield f"{spelled(was)} came instead of {spelled(must)}"
+    if not rows["value"].is_monotonic_increasing:
+        yield "the times of the points are not increasing"
+    published = rows["point"].isin(PUBLISHED)
+    versions = rows["version"].astype(int)
+    old, new = versions[~published], versions[published]
+    if old.nunique() > 1 or new.nunique() > 1:
+        yield f"the version changed at another point than publish: {sorted(set(old))} before it, {sorted(set(new))} from then on"
+    elif len(old) and len(new) and new.iloc[0] < old.iloc[0] + (path in SERVED):
+        yield f"version {new.iloc[0]} was published while version {old.iloc[0]} was active"
+    yield from routes(path, rows)
+    if path in SERVED:
+        begun, over = (rows["point"].eq(point).cummax() for point in ("gate", "end"))
+        early = rows[begun & ~over & (rows["forward"] != WAITS)]
+        if len(early):
+            yield f"a forward ran at {early['point'].iloc[0]}, between gate and end"
+        if WAITS in rows[rows["point"] == "end"]["forward"].to_numpy():
+            yield "forwards still waited after the end"
+    closed = rows[rows["point"] == "close"]["value"]
+    if path != "base" and closed.min() < sender_closed:
+        yield f"the receiver closed its transport, but the sender {'did not' if sender_closed == math.inf else 'closed later'}"
+
+
+def routes(path: str, rows: pd.DataFrame) -> Iterator[str]:
+    """A serving replica has a route throughout; one that pauses or wakes gets it at the end; at the end all have one."""
+    routed = rows["routed"].astype(bool)
+    active = rows["point"] == "end"
+    if not routed[active].all():
+        yield "no route at the end"
+    elif path == "refresh" and not routed.all():
+        yield f"no route at {rows[~routed]['point'].iloc[0]} although the replica serves"
+    elif path in {"stream", "expand"}:
+        early = rows[routed & ~active & (rows["point"] != "begin")]  # the receiver learns the path with `begin`
+        if len(early):
+            yield f"a route at {early['point'].iloc[0]}, before the end"
+
+
+def spelled(point: tuple[str, int]) -> str:
+    name, index = point
+    return f"{name} {index}" if name in {"bucket", "write"} else name
+
+
+def attempts(frame: pd.DataFrame, config: Config) -> tuple[pd.DataFrame, list[str]]:
+    """Attempted forwards in syncs of awake replicas, and the points of the rule without an attempt."""
+    table = points(frame)
+    table = table[table["path"].isin(SERVED) & (table["rank"] >= trainer_ranks(config))]
+    if table.empty:
+        raise Missing("no replica was awake in any sync")
+    missing = []
+    for (cycle, phase, path, _, rank), rows in table[table["whole"]].groupby([*BY_SYNC, "rank"]):
+        tried = rows[rows["forward"].str.startswith((WAITS, "version", "no version"))]
+        there = set(zip(tried["point"], tried["bucket"].astype(int), strict=True))
+        wanted = rule(str(path), max(1, sum(rows["point"] == "bucket")))
+        missing += [f"{spelled(each)} (rank {rank}, {phase}, cycle {cycle})" for each in wanted if each not in there]
+    return table, missing
+
+
+# -- the checks --------------------------------------------------------------------------------------------------------------
+
+
+def receivers(config: Config) -> int:
+    return int(config["infer_tp"] * config["replicas"])
+
+
+def trainer_ranks(config: Config) -> int:
+    return int(config["ranks"] - receivers(config))
+
+
+def shares(frame: pd.DataFrame) -> bool:
+    return bool((frame["phase"] == "shrink").any())
 
 
 def worst(rows: pd.DataFrame) -> tuple[float, str]:
@@ -49,7 +274,7 @@ def worst(rows: pd.DataFrame) -> tuple[float, str]:
     return float(row["value"]), f"rank {row['rank']}, {row['phase']}, cycle {row['cycle']}"
 
 
-def bit_exact(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+def bit_exact(frame: pd.DataFrame, config: Config) -> Measured:
     """Hashes of all tensors after every cycle, after rehearsed failures, and after the syncs that follow them."""
     select(frame, phase="verify", metric="tensors_differ")
     done = frame[frame["phase"].isin(["verify", "rehearse"])]
@@ -58,60 +283,61 @@ def bit_exact(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     if len(differ) < wanted or not hashed.min():
         incomplete(f"all tensors were compared {len(differ)} times instead of {wanted}")
     value, where = worst(differ)
-    compared = f"SHA-256 of {hashed.min():.0f} tensors, {len(differ)} comparisons"
-    sent, verified = syncs(frame, "tensors_sent")["value"].max(), syncs(frame, "tensors_verified")["value"].min()
-    compared += f"; in transit {verified:.0f} of {sent:.0f} tensors were verified ({config['verify']})"
-    return Measured(value, f"{value:.0f} tensors differ ({where}); {compared}" if value else f"0 differ; {compared}")
+    moved = frame[frame["phase"].isin(PATHS)]
+    sent = select(moved, metric="tensors_sent")["value"].max()
+    verified = select(moved, metric="tensors_verified")["value"].min()
+    return Measured(
+        value,
+        (f"{value:.0f} tensors differ ({where})" if value else "0 differ")
+        + f"; SHA-256 of {hashed.min():.0f} tensors, {len(differ)} comparisons; "
+        f"in transit {verified:.0f} of {sent:.0f} tensors were verified ({config['verify']})",
+    )
 
 
-def equal_layouts(config: Mapping[str, Any]) -> bool:
+def equal_layouts(config: Config) -> bool:
     return bool(config["tp"] == config["infer_tp"] and config["pp"] == 1)
 
 
-def rounding(config: Mapping[str, Any]) -> float:
+def rounding(config: Config) -> float:
     return 1e-5 if config["dtype"] == "float32" else 3e-2
 
 
-def logits_limit(config: Mapping[str, Any]) -> float:
+def logits_limit(config: Config) -> float:
     """Equal layouts add in the same order; different ones round differently."""
     return 0.0 if equal_layouts(config) else rounding(config)
 
 
-def logits_equal(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+def logits_equal(frame: pd.DataFrame, config: Config) -> Measured:
     errors = frame[frame["phase"].isin(["base", "verify", "rehearse"]) & (frame["metric"] == "logits_error")]
     same = select(frame, metric="logits_same")["value"]
     value, where = worst(errors)
     why = f"{same.sum():.0f} of {len(errors)} logits are identical bit for bit; largest difference: {where}"
     if not equal_layouts(config):
         return Measured(value, why, if_passed="the layouts differ, so sums round differently")
-    value = float("inf") if value == 0 and same.min() < 1 else value
-    return Measured(value, f"{why}; replicas have the trainer's layout")
+    return Measured(value or (math.inf if same.min() < 1 else 0.0), f"{why}; replicas have the trainer's layout")
 
 
-def names_right(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
+def names_right(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: ARG001 - checks are called alike
     value, where = worst(select(frame, metric="plain_error"))
     return Measured(value, f"largest difference divided by the largest logit: {where}")
 
 
-def no_torn_reads(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    torn = select(frame, metric="torn")
-    served = select(frame, metric="served")["value"].sum()
-    moved = select(frame, metric="logits_moved")["value"].sum()
+def no_torn_reads(frame: pd.DataFrame, config: Config) -> Measured:
+    torn, served, moved = (select(frame, metric=name)["value"].sum() for name in ("torn", "served", "logits_moved"))
     table, missing = attempts(frame, config)
     same = (select(frame, metric="versions_differ")["value"] < 1).sum()
-    value = float(torn["value"].sum() + moved + len(missing) + same)
-    waited = int((table["forward"] == "waits").sum())
+    waited = int((table["forward"] == WAITS).sum())
     reasons = [
         f"no forward was attempted at {missing[0]}" if missing else "",
         "two versions gave the same logits, so a torn read would not show" if same else "",
         "the logits of one version changed between syncs" if moved else "",
-        f"{torn['value'].sum():.0f} of {served:.0f} forwards during syncs had mixed weights, or old ones after new ones",
+        f"{torn:.0f} of {served:.0f} forwards during syncs had mixed weights, or old ones after new ones",
         f"attempted forwards: {len(table) - waited} ran, {waited} waited ({counted(table['rank'].nunique(), 'rank')})",
     ]
-    return Measured(value, "; ".join(filter(None, reasons)))
+    return Measured(float(torn + moved + len(missing) + same), "; ".join(filter(None, reasons)))
 
 
-def version_order(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+def version_order(frame: pd.DataFrame, config: Config) -> Measured:
     """The sampled points of every sync on every receiver against the required order; and forwards on another version than reported."""
     wrong, count, first = out_of_order(frame, trainer_ranks(config))
     labels = frame[frame["metric"] == "mislabelled"]["value"].sum()
@@ -125,36 +351,34 @@ def version_order(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     return Measured(float(wrong + labels + unlocked), next(filter(None, reasons)))
 
 
-def no_double_bump(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+def no_double_bump(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: ARG001 - as above
     """The version on every rank after each cycle against the number of trained versions."""
     rows = select(frame, phase="verify", metric="version")
-    off = rows.assign(value=(rows["value"] - rows["cycle"]).abs())
-    value, where = worst(off)
+    value, where = worst(rows.assign(value=(rows["value"] - rows["cycle"]).abs()))
     right = f"version equals the number of trained versions ({counted(len(rows), 'reading')})"
-    return Measured(
-        value, f"version differs from the number of trained versions by {value:.0f} ({where})" if value else right
-    )
+    wrong = f"version differs from the number of trained versions by {value:.0f} ({where})"
+    return Measured(value, wrong if value else right)
 
 
-def answers(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+def answers(frame: pd.DataFrame, config: Config) -> Measured:
     """Each receiver is asked for a forward after every sync, if its phase ended or the sync failed on any rank."""
-    rows = frame[frame["phase"].isin([*SYNCS, "rehearse"])]
+    rows = frame[frame["phase"].isin([*PATHS, "rehearse"])]
     failed = rows[rows["metric"] == "failed"][["cycle", "phase"]].drop_duplicates()
     asked = {key for key in ended(rows) if key[2] >= trainer_ranks(config)}
     asked |= {(*key, rank) for key in failed.itertuples(index=False, name=None) for rank in served_in(key[1], config)}
     serves = rows[rows["metric"] == "serves"]
-    answered = list(zip(serves["cycle"], serves["phase"], serves["rank"], serves["value"], strict=True))
-    if failed.empty and not answered:
+    if failed.empty and serves.empty:
         raise Missing("no forward was requested after a sync")
-    unserved = [*(asked - {each[:3] for each in answered}), *(each[:3] for each in answered if each[3] < 1)]
-    served = sum(each[3] >= 1 for each in answered)
+    answered = list(serves[BY_RANK].itertuples(index=False, name=None))
+    wrong = serves[serves["value"] < 1][BY_RANK].itertuples(index=False, name=None)
+    unserved = sorted([*(asked - {*answered}), *wrong])
+    served = int((serves["value"] >= 1).sum())
     why = f"the new version was served after {served} of {served + len(unserved)} syncs on receivers"
-    where = [f"; not on rank {rank}, {phase}, cycle {cycle}" for cycle, phase, rank in sorted(unserved)[:1]]
+    where = [f"; not on rank {rank}, {phase}, cycle {cycle}" for cycle, phase, rank in unserved[:1]]
     return Measured(float(len(unserved)), why + "".join(where))
 
 
-def served_in(phase: str, config: Mapping[str, Any]) -> list[int]:
-    """The receivers that take part in the syncs of a phase."""
+def served_in(phase: str, config: Config) -> list[int]:
     names = {"refresh": ("replica",), "expand": ("sleeper",)}.get(phase, ("replica", "sleeper"))
     made = SyncConfig(**{each.name: config[each.name] for each in dataclasses.fields(SyncConfig)})
     return [rank for role in roles(made) if role.name in names for rank in role.ranks]
@@ -163,7 +387,7 @@ def served_in(phase: str, config: Mapping[str, Any]) -> list[int]:
 def returns_to_baseline(metric: str, noun: str) -> Measure:
     """Counts after every cycle and after the rehearsal against the baseline, which is taken after the base is published."""
 
-    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    def measure(frame: pd.DataFrame, config: Config) -> Measured:
         last = "shrink" if shares(frame) else "verify"
         before = select(frame, phase="base", metric=metric).set_index("rank")["value"]
         rows = frame[frame["phase"].isin([last, "rehearse"]) & (frame["metric"] == metric)]
@@ -178,42 +402,41 @@ def returns_to_baseline(metric: str, noun: str) -> Measure:
     return measure
 
 
-def cache_bounded(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+def cache_bounded(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: ARG001 - as above
     value, where = worst(select(frame, metric="cache_copies"))
     held = select(frame, metric="cache_bytes")["value"].max() / MIB
-    copies = counted(int(value), "copy").replace("copys", "copies")
+    copies = "1 copy" if value == 1 else f"{value:.0f} copies"
     return Measured(value, f"at most {copies} of the model in the sender's shared memory, {held:.1f} MiB ({where})")
 
 
-def base_equal(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    differ = select(frame, phase="base", metric="tensors_differ")
+def base_equal(frame: pd.DataFrame, config: Config) -> Measured:
+    differ = select(frame, phase="base", metric="tensors_differ")["value"]
     if len(differ) < receivers(config):
         incomplete(f"base weights were compared on {len(differ)} of {receivers(config)} receivers")
     compared = select(frame, phase="base", metric="tensors_hashed")["value"].sum()
     accepted = select(frame, phase="base", metric="base_accepted")["value"].sum()
-    why = f"{differ['value'].sum():.0f} of {compared:.0f} tensors on all receivers differ (SHA-256)"
+    why = f"{differ.sum():.0f} of {compared:.0f} tensors on all receivers differ (SHA-256)"
     if accepted:
         why += f"; a base with one changed number was not refused by name on {counted(int(accepted), 'rank')}"
-    return Measured(float(differ["value"].sum() + accepted), why)
+    return Measured(float(differ.sum() + accepted), why)
 
 
-def failure_is_clean(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+def failure_is_clean(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: ARG001 - as above
     rows = select(frame, phase="rehearse")
-    rows = rows[rows["metric"].isin(FAILURES)]
+    rows = rows[rows["metric"].isin(list(FAILURES))]
     if rows.empty:
         raise Missing("no failure was rehearsed")
     rows = rows.assign(scene=rows["ids"].map(lambda ids: json.loads(ids)["scene"]))
-    wrong = rows[rows["value"] > 0]
     found = "; ".join(
         f"{FAILURES[str(row.metric)]}: {row.value:.0f} (rank {row.rank}, scene {row.scene})"
-        for row in wrong.itertuples()
+        for row in rows[rows["value"] > 0].itertuples()
     )
     scenes = ", ".join(sorted(rows["scene"].unique()))  # ranks answer in any order
     right = "every failed sync left weights and version unchanged and named the cause, and the next sync succeeded"
     return Measured(float(rows["value"].sum()), found or f"{right} ({scenes})")
 
 
-def asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+def asleep(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: ARG001 - as above
     """Weights that stay on the device while their replica sleeps, on the worst rank, by name."""
     if not shares(frame):
         raise NotMeasured("no replica sleeps: the trainer has devices of its own")
@@ -226,25 +449,12 @@ def asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa:
     return Measured(float(row["value"]), wrong if row["value"] else right)
 
 
-def sweep_arrived(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+def sweep_arrived(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: ARG001 - as above
     rows = select(frame, phase="sweep", metric="sweep_missing")
-    wrong = rows[rows["value"] > 0]
-    named = [json.loads(ids) for ids in wrong["ids"]]
-    found = ", ".join(f"{one['transport']} with buckets of {one['bucket_bytes']} bytes" for one in named[:3])
+    wrong = [json.loads(ids) for ids in rows[rows["value"] > 0]["ids"]]
+    found = ", ".join(f"{one['transport']} with buckets of {one['bucket_bytes']} bytes" for one in wrong[:3])
     right = f"every tensor arrived with all {len(rows)} combinations of transport and bucket size"
     return Measured(float(rows["value"].sum()), f"tensors are missing with {found}" if found else right)
-
-
-def receivers(config: Mapping[str, Any]) -> int:
-    return int(config["infer_tp"] * config["replicas"])
-
-
-def trainer_ranks(config: Mapping[str, Any]) -> int:
-    return int(config["ranks"] - receivers(config))
-
-
-def shares(frame: pd.DataFrame) -> bool:
-    return bool((frame["phase"] == "shrink").any())
 
 
 CHECKS = (

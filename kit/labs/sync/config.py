@@ -13,6 +13,11 @@ TRANSPORTS = ("auto", "shm", "broadcast", "rendezvous", "serialize", "ipc", "per
 ONE_WORLD = ("broadcast", "per-tensor")  # they create a group inside one World
 
 
+def refuse_if(wrong: object, sentence: str) -> None:
+    if wrong:
+        raise BadInput(sentence)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncConfig(JobConfig):
     """A trainer, inference replicas, and how weights get from the trainer to the replicas. Trainer ranks come first."""
@@ -69,74 +74,72 @@ class SyncConfig(JobConfig):
     sweep_mib: Annotated[int, Option("size of the data in that comparison", low=1, high=1 << 16, unit="MiB")] = 64
 
     def __post_init__(self) -> None:
-        if self.trainer_ranks < 1 or self.trainer_ranks % (self.tp * self.pp):
-            raise BadInput(
-                f"ranks={self.ranks} with {self.replicas} replicas of infer_tp={self.infer_tp} leaves "
-                f"{max(self.trainer_ranks, 0)} ranks for the trainer, which needs a multiple of tp x pp = {self.tp * self.pp}"
-            )
+        replicas = f"{self.replicas} replicas of infer_tp={self.infer_tp}"
+        refuse_if(
+            self.trainer_ranks < 1 or self.trainer_ranks % (self.tp * self.pp) > 0,
+            f"ranks={self.ranks} with {replicas} leaves {max(self.trainer_ranks, 0)} ranks for the trainer, "
+            f"which needs a multiple of tp x pp = {self.tp * self.pp}",
+        )
         check(trainer_model(self), self.trainer_ranks)
         check(replica_model(self), self.infer_tp)
-        self._check_topology()
-        if self.oversize == "refuse" and self.bucket_mib is not None and self.bucket_mib * 2**20 < self.largest:
-            raise BadInput(
-                f"bucket_mib={self.bucket_mib:g} is less than the largest tensor ({self.largest / 2**20:.3g} MiB) "
-                "and oversize=refuse: use larger buckets or oversize=split"
-            )
-        if self.worlds == "two" and self.transport in ONE_WORLD:
-            raise BadInput(
-                f"transport={self.transport} needs a process group inside one World, but worlds=two: "
-                "use rendezvous, shm or serialize"
-            )
-        if self.transport in ONE_WORLD and self.awake == self.replicas and self.trainer_ranks == 1:
-            raise BadInput(
-                f"transport={self.transport} needs at least one rank outside the sync group, but the sender and the replicas are all "
-                f"{self.ranks} ranks: use shm, or add a trainer rank"
-            )
-        if self.transport == "ipc" and self.device == "cpu":
-            raise BadInput("transport=ipc shares CUDA memory and needs device=cuda")
-
-    def _check_topology(self) -> None:
         devices, pool = self.trainer_devices, set(range(self.infer_ranks))
-        if len(devices) != self.trainer_ranks or len(set(devices)) != len(devices):
-            raise BadInput(
-                f"trainer_on={list(devices)} must name {self.trainer_ranks} different devices, one for each trainer rank"
-            )
-        if self.placement == "apart" and not pool.isdisjoint(devices):
-            shared = sorted(pool & set(devices))
-            raise BadInput(
-                f"placement=apart, but the trainer shares devices {shared} with replicas: use placement=overlap"
-            )
-        if pool.isdisjoint(devices):
-            return
-        if self.replicas < 2:
-            raise BadInput(
-                f"replicas={self.replicas} cannot share devices with the trainer: one replica sleeps while another one serves; "
-                "use at least 2, or placement=apart"
-            )
+        refuse_if(
+            len(devices) != self.trainer_ranks or len(set(devices)) != len(devices),
+            f"trainer_on={list(devices)} must name {self.trainer_ranks} different devices, one for each trainer rank",
+        )
+        shared = sorted(pool & set(devices))
+        refuse_if(
+            self.placement == "apart" and shared,
+            f"placement=apart, but the trainer shares devices {shared} with replicas: use placement=overlap",
+        )
+        refuse_if(
+            shared and self.replicas < 2,
+            f"replicas={self.replicas} cannot share devices with the trainer: one replica sleeps while another one serves; "
+            "use at least 2, or placement=apart",
+        )
         room = self.infer_ranks - self.infer_tp
-        if not self.trainer_on and self.trainer_ranks > room:
-            raise BadInput(
-                f"{self.trainer_ranks} trainer ranks on the devices of {self.replicas} replicas of infer_tp={self.infer_tp} leave no "
-                f"replica to serve: use at most {room} trainer ranks, more replicas, or placement=apart"
-            )
-        if not set(devices) <= pool:
-            raise BadInput(
-                f"only some of the trainer's devices {list(devices)} belong to the replicas (0 to {self.infer_ranks - 1}): "
-                "either all or none of them must"
-            )
-        if not self.awake:
-            raise BadInput(
-                f"each of {self.replicas} replicas shares a device with the trainer "
-                f"(devices {list(devices)}, {self.infer_tp} per replica): at least one replica must not share any device"
-            )
-        if not self.asynchronous:
-            raise BadInput(
-                "asynchronous=false needs placement=apart: with shared devices the other replicas serve while the trainer trains"
-            )
+        refuse_if(
+            shared and not self.trainer_on and self.trainer_ranks > room,
+            f"{self.trainer_ranks} trainer ranks on the devices of {replicas} leave no replica to serve: "
+            f"use at most {room} trainer ranks, more replicas, or placement=apart",
+        )
+        refuse_if(
+            shared and not set(devices) <= pool,
+            f"only some of the trainer's devices {list(devices)} belong to the replicas (0 to {self.infer_ranks - 1}): "
+            "either all or none of them must",
+        )
+        refuse_if(
+            shared and not self.awake,
+            f"each of {self.replicas} replicas shares a device with the trainer "
+            f"(devices {list(devices)}, {self.infer_tp} per replica): at least one replica must not share any device",
+        )
+        refuse_if(
+            shared and not self.asynchronous,
+            "asynchronous=false needs placement=apart: with shared devices the other replicas serve while the trainer trains",
+        )
+        refuse_if(
+            self.oversize == "refuse" and self.bucket_mib is not None and self.bucket_mib * 2**20 < self.largest,
+            f"bucket_mib={self.bucket_mib} is less than the largest tensor ({self.largest / 2**20:.3g} MiB) "
+            "and oversize=refuse: use larger buckets or oversize=split",
+        )
+        one_world = self.transport in ONE_WORLD
+        refuse_if(
+            self.worlds == "two" and one_world,
+            f"transport={self.transport} needs a process group inside one World, but worlds=two: "
+            "use rendezvous, shm or serialize",
+        )
+        refuse_if(
+            one_world and self.awake == self.replicas and self.trainer_ranks == 1,
+            f"transport={self.transport} needs at least one rank outside the sync group, but the sender and the replicas are all "
+            f"{self.ranks} ranks: use shm, or add a trainer rank",
+        )
+        refuse_if(
+            self.transport == "ipc" and self.device == "cpu",
+            "transport=ipc shares CUDA memory and needs device=cuda",
+        )
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest tensor."""
         g = trainer_model(self).geometry
         return g.hidden * max(g.vocab, g.ffn, g.hidden) * DTYPE_BYTES[dtype_on(self.dtype)]
 
@@ -161,7 +164,6 @@ class SyncConfig(JobConfig):
 
     @property
     def awake(self) -> int:
-        """The number of replicas that stay awake."""
         return sum(not self.sleeps(replica) for replica in range(self.replicas))
 
     @property

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kit.draw.general import drift
-from kit.draw.plots import Pictures, Plot, Table, grid_across, legend_of, marks_of, stack
-from kit.draw.style import LINES, MARKERS
-from kit.labs.sync import tables
+from kit.draw.plots import Pictures, Plot, RunData, Scene, Table, grid_across, legend_of, marks_of, stack
+from kit.draw.style import LINES, MARKERS, Theme
+from kit.labs.sync import checks
 from kit.results import NotMeasured, with_ids
 from kit.results.units import counted, samples, time_unit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import pandas as pd
     from matplotlib.axes import Axes
-
-    from kit.draw.plots import RunData, Scene
-    from kit.draw.style import Theme
 
 GB, MIB = 1e9, 2**20
 COLUMNS = 4  # of a legend
@@ -74,7 +70,7 @@ def bars(scene: Scene) -> None:
     marks = {stage.word or name: look_of(name, theme) for name, stage in STAGES.items()}
     marks["elapsed time"] = {"color": theme.ink, "linewidth": 1.8}
     legend_of(legend, marks_of(marks), columnspacing=1.0, handlelength=1.2)
-    table = tables.stages(scene.data.records)
+    table = checks.stages(scene.data.records)
     table = table[table["cycle"].isin(sorted(table["cycle"].unique())[-CYCLES:])]
     scale, unit = time_unit(float(table["seconds"].max()))
     ticks: dict[float, str] = {}
@@ -90,20 +86,23 @@ def bars(scene: Scene) -> None:
         for passed in mine[(mine["who"] == "sender") & (mine["stage"] == "wall")]["seconds"] * scale:
             ax.plot([x - WIDTH, x + WIDTH], [passed] * 2, color=theme.ink, linewidth=1.8, zorder=4)
             ticks[x] += f"\ntook {passed:.3g} {unit}"
-    ax.set_xlim(-0.7, max(4.0, *ticks) + 0.7)  # one sync is not drawn as wide as all of it
-    ax.set_xticks(list(ticks), list(ticks.values()))
+    ax.set(
+        xlim=(-0.7, max(4.0, *ticks) + 0.7),  # one sync is not drawn as wide as all of it
+        xticks=list(ticks),
+        xticklabels=list(ticks.values()),
+        ylabel=f"busy [{unit}]",
+        title="Stages of each sync, n = 1 each (left: sender; right: last receiver; stages overlap)",
+    )
     ax.tick_params(axis="x", length=0)
-    ax.set_ylabel(f"busy [{unit}]")
-    ax.set_title("Stages of each sync, n = 1 each (left: sender; right: last receiver; stages overlap)")
 
 
 # -- events ----------------------------------------------------------------------------------------------------------------
 
 
 def shown(frame: pd.DataFrame) -> tuple[str, int] | None:
-    """The sync whose events are drawn: the last expansion that has any, else the last refresh."""
-    events = tables.all_events(frame)
-    for path in reversed(tables.PATHS):
+    """The sync to draw event by event: the last expansion that has any, else the last refresh."""
+    events = checks.all_events(frame)
+    for path in reversed(checks.PATHS):
         cycles = events[events["phase"] == path]["cycle"]
         if len(cycles):
             return path, int(cycles.max())
@@ -119,14 +118,14 @@ def lanes(events: pd.DataFrame) -> list[int]:
 
 def height(frame: pd.DataFrame) -> float:
     found = shown(frame)
-    return LANE * (len(lanes(tables.events(frame, *found))) + 1) if found else 0.0
+    return LANE * (len(lanes(checks.events(frame, *found))) + 1) if found else 0.0
 
 
 def timeline(scene: Scene) -> None:
     """A lane a rank: what led to each event in the colour of its stage, and its name where it happened."""
     ax, theme, frame = scene.figure.subplots(), scene.theme, scene.data.records
     path, cycle = shown(frame) or ("expand", 0)
-    events = tables.events(frame, path, cycle)
+    events = checks.events(frame, path, cycle)
     ranks = lanes(events)
     low, high = float(events["seconds"].min()), float(events["seconds"].max())
     scale, unit = time_unit(high - low)
@@ -144,15 +143,18 @@ def timeline(scene: Scene) -> None:
             ax.plot([x, x], [lane - 0.24, lane + 0.2], color=theme.ink, linewidth=1.0, zorder=3)
         for x, word in labels(mine, LETTER * (right - left)):
             ax.text(x, lane - 0.27, fold(word), fontsize=7.5, va="bottom", linespacing=1.0)
-    ax.set_yticks(range(len(ranks)), [named(rank, scene.data.config) for rank in ranks])
-    ax.set_ylim(len(ranks) - 0.6, -0.85)
-    ax.set_xlim(left, right)
-    grid_across(ax)
-    ax.set_xlabel(f"time since the sender began [{unit}]")
     receivers = events["rank"].nunique() - (0 in ranks)
     some = f", {len(ranks) - 1} of {receivers} receivers" if receivers > LANES - 1 else ""
     word = {"expand": "Expansion", "refresh": "Refresh"}[path]
-    ax.set_title(f"{word} of cycle {cycle}, event by event{some} (grey: preparing, waiting)")
+    ax.set(
+        yticks=range(len(ranks)),
+        yticklabels=[named(rank, scene.data.config) for rank in ranks],
+        ylim=(len(ranks) - 0.6, -0.85),
+        xlim=(left, right),
+        xlabel=f"time since the sender began [{unit}]",
+        title=f"{word} of cycle {cycle}, event by event{some} (grey: preparing, waiting)",
+    )
+    grid_across(ax)
 
 
 def labels(moments: Sequence[tuple[float, str]], letter: float) -> list[tuple[float, str]]:
@@ -167,7 +169,6 @@ def labels(moments: Sequence[tuple[float, str]], letter: float) -> list[tuple[fl
 
 
 def fold(word: str) -> str:
-    """Long names in two lines of about the same length."""
     return textwrap.fill(word, max(LONG, len(word) // 2 + 9))
 
 
@@ -176,7 +177,6 @@ def wide(word: str) -> int:
 
 
 def named(rank: int, config: Mapping[str, object]) -> str:
-    """A rank with the replica that it belongs to; inference ranks are the last ones."""
     if rank == 0:
         return "sender, rank 0"
     ranks, replicas, each = (int(str(config[name])) for name in ("ranks", "replicas", "infer_tp"))
@@ -194,14 +194,14 @@ def rates(scene: Scene) -> None:
 
 def curves(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
     """GB/s against the bucket size, end to end into a receiver's tensors; one large memcpy is the ceiling."""
-    table = tables.transports(frame)
+    table = checks.transports(frame)
     for index, (name, rows) in enumerate(table.groupby("transport")):
         x, style = rows["bucket_bytes"] / MIB, dict[str, Any](color=theme.colour(index))
         if rows["rate_low"].notna().all():
             ax.vlines(x, rows["rate_low"] / GB, rows["rate_high"] / GB, linewidth=5, alpha=0.3, **style)
         style |= {"marker": MARKERS[index % len(MARKERS)], "linestyle": LINES[index % len(LINES)]}
         ax.plot(x, rows["rate"] / GB, linewidth=1.6, markersize=5.5, label=str(name), **style)
-    highest, ceiling = float(table["rate"].max()) / GB, tables.memcpy(frame) / GB
+    highest, ceiling = float(table["rate"].max()) / GB, checks.memcpy(frame) / GB
     if math.isfinite(ceiling):
         highest = max(highest, ceiling)
         ax.axhline(ceiling, color=theme.ink, linewidth=1.3, linestyle=LINES[2], zorder=1)
@@ -209,26 +209,29 @@ def curves(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
                     textcoords="offset points", ha="right", fontsize=8.5)  # fmt: skip
     sizes = sorted(table["bucket_bytes"].unique() / MIB)
     ax.set_xscale("log", base=2)
-    ax.set_xlim(sizes[0] / 1.4, sizes[-1] * 1.4)
-    ax.set_xticks(sizes, [f"{size:g}" for size in sizes])
     ax.minorticks_off()
-    ax.set_ylim(0, (1.15 + 0.13 * math.ceil(table["transport"].nunique() / COLUMNS)) * highest)  # room for the legend
     swept = frame[frame["phase"] == "sweep"]
     numbers, size = (swept[swept["metric"] == name]["value"] for name in ("rate_samples", "sweep_bytes"))
     median = f"{samples({int(number) for number in numbers})}, median and range" if len(numbers) else "medians"
-    ax.set_xlabel(f"bucket size [MiB] ({median})")
-    ax.set_ylabel("GB/s")
     of = f", {float(size.iloc[0]) / MIB:.4g} MiB to one receiver" if len(size) else ""
-    ax.set_title(f"Transports by bucket size{of}")
+    ax.set(
+        xlim=(sizes[0] / 1.4, sizes[-1] * 1.4),
+        xticks=sizes,
+        xticklabels=[f"{size:g}" for size in sizes],
+        ylim=(0, (1.15 + 0.13 * math.ceil(table["transport"].nunique() / COLUMNS)) * highest),  # room for the legend
+        xlabel=f"bucket size [MiB] ({median})",
+        ylabel="GB/s",
+        title=f"Transports by bucket size{of}",
+    )
     ax.legend(ncols=COLUMNS, loc="upper left", columnspacing=1.1, handlelength=2.2)
 
 
 def side_by_side(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
     """Each transport at its best bucket size, the fastest first; those that this run's syncs used are marked."""
-    table = tables.transports(frame)
+    table = checks.transports(frame)
     order = list(table["transport"].unique())
     found = table.sort_values("rate", ascending=False).drop_duplicates("transport")
-    used = frame["phase"].isin(tables.PATHS) & (frame["metric"] == "transport_receivers") & (frame["value"] > 0)
+    used = frame["phase"].isin(checks.PATHS) & (frame["metric"] == "transport_receivers") & (frame["value"] > 0)
     chosen = set(with_ids(frame[used], "transport")["transport"])
     for place, row in enumerate(found.to_dict("records")):
         ax.barh(place, row["rate"] / GB, 0.62, color=theme.colour(order.index(row["transport"])), zorder=2)
@@ -236,22 +239,23 @@ def side_by_side(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
         mark = ", used here" if row["transport"] in chosen else ""
         words = f" {row['rate'] / GB:.3g} GB/s{share}, {row['bucket_bytes'] / MIB:g} MiB{mark}"
         ax.text(row["rate"] / GB, place, words, va="center", fontsize=8.5)
-    ax.set_yticks(range(len(found)), found["transport"])
-    ax.set_ylim(len(found) - 0.4, -0.6)
-    ax.set_xlim(0, 2.3 * float(found["rate"].max()) / GB)
+    ax.set(
+        yticks=range(len(found)),
+        yticklabels=list(found["transport"]),
+        ylim=(len(found) - 0.4, -0.6),
+        xlim=(0, 2.3 * float(found["rate"].max()) / GB),
+        xlabel="GB/s",
+        title="Best medians (share of memcpy, bucket)",
+    )
     grid_across(ax)
-    ax.set_xlabel("GB/s")
-    ax.set_title("Best medians (share of memcpy, bucket)")
 
 
 def ready(data: RunData) -> bool:
-    """Whether a sync succeeded."""
     timed = data.of("wall")
-    return bool(timed[timed["rank"] == 0]["phase"].isin(tables.PATHS).any())
+    return bool(timed[timed["rank"] == 0]["phase"].isin(checks.PATHS).any())
 
 
 def words(data: RunData) -> list[str]:
-    """The trainer, the replicas, what carries the weights between them, and how often."""
     config = data.config
     sizes = [f"{name} {config[name]}" for name in ("tp", "pp") if config[name] > 1]
     replicas = counted(config["replicas"], "replica") + (f" of {config['infer_tp']}" if config["infer_tp"] > 1 else "")
@@ -261,10 +265,8 @@ def words(data: RunData) -> list[str]:
 
 
 def has_rates(frame: pd.DataFrame) -> bool:
-    try:
-        return not tables.transports(frame).empty
-    except NotMeasured:
-        return False
+    rates = with_ids(frame[(frame["phase"] == "sweep") & (frame["metric"] == "rate")], "transport", "bucket_size")
+    return bool(rates["value"].notna().any())
 
 
 def summary(scene: Scene) -> None:
@@ -282,7 +284,7 @@ def summary(scene: Scene) -> None:
 
 def hashed(frame: pd.DataFrame, theme: Theme) -> tuple[str, str]:
     try:
-        table = tables.digests(frame)
+        table = checks.digests(frame)
     except NotMeasured as why:
         return f"Digests: {why}.", theme.faint
     wrong = table[table["differ"] > 0]
@@ -324,19 +326,19 @@ PICTURES = Pictures(
     tables={
         "syncs": Table(
             "Every sync",
-            lambda run: tables.syncs(run.frame()),
+            lambda run: checks.syncs(run.frame()),
             "wall",
             {
-                **dict.fromkeys(("wall", *tables.SENDER, *(f"receiver {one}" for one in tables.RECEIVER)), "s"),
+                **dict.fromkeys(("wall", *checks.SENDER, *(f"receiver {one}" for one in checks.RECEIVER)), "s"),
                 "bytes": "B",
             },
         ),
-        "stages": Table("Every stage of every sync", lambda run: tables.stages(run.frame()), units={"seconds": "s"}),
+        "stages": Table("Every stage of every sync", lambda run: checks.stages(run.frame()), units={"seconds": "s"}),
         "transports": Table(
             "Transports by bucket size",
-            lambda run: tables.transports(run.frame()),
+            lambda run: checks.transports(run.frame()),
             units={"bucket_bytes": "B", **dict.fromkeys(("rate", "rate_low", "rate_high"), "B/s")},
         ),
-        "digests": Table("Digests on the receivers, worst first", lambda run: tables.digests(run.frame()), "differ"),
+        "digests": Table("Digests on the receivers, worst first", lambda run: checks.digests(run.frame()), "differ"),
     },
 )

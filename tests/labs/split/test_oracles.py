@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from kit.labs.split.ranks import losses, phases
 from kit.labs.split.ranks import oracle as module
 from kit.labs.split.ranks.oracle import by_itself, oracle, true_counts
 from kit.train.fsdp import Schedule
@@ -146,8 +145,8 @@ def clipped_first(found: Tensors, limit: float) -> tuple[Tensors, float]:
 def test_gradients_that_were_clipped_first_are_made_whole() -> None:
     found = odd_gradients(0)
     clipped, norm = clipped_first(found, TOLD.clip)
-    assert phases.overall(clipped, found) > 0.9
-    assert phases.overall(module.unclipped(TOLD, clipped, norm), found) < 1e-7
+    assert module.overall(clipped, found) > 0.9
+    assert module.overall(module.unclipped(TOLD, clipped, norm), found) < 1e-7
     assert module.unclipped(TOLD, found, norm) is found  # the optimizer clips
     small = {name: value * (0.01 / norm) for name, value in found.items()}
     assert module.unclipped(TOLD, small, 0.01) is small  # nothing to clip
@@ -159,9 +158,9 @@ def test_gradients_that_were_clipped_wrongly_stay_wrong() -> None:
     other, norm = clipped_first(found, TOLD.clip * 1.001)
     assert module.unclipped(TOLD, other, norm) is other
     clipped, norm = clipped_first({**found, "bias": found["bias"] * 1.01}, TOLD.clip)
-    assert phases.overall(module.unclipped(TOLD, clipped, norm), found) > 1e-5
+    assert module.overall(module.unclipped(TOLD, clipped, norm), found) > 1e-5
     doubled, norm = clipped_first({name: value * 2 for name, value in found.items()}, TOLD.clip)
-    assert phases.overall(module.unclipped(TOLD, doubled, norm), found) == pytest.approx(1.0, rel=1e-5)
+    assert module.overall(module.unclipped(TOLD, doubled, norm), found) == pytest.approx(1.0, rel=1e-5)
 
 
 def rows(count: int = 8, length: int = 10) -> Tensors:
@@ -202,25 +201,25 @@ class Cancels(ClippedPolicyGradient):
         return super(Cancels, self)._weight((gap.float().expm1() + 1).double().log(), length)
 
 
-@pytest.mark.parametrize("gap", losses.GAPS)
+@pytest.mark.parametrize("gap", module.GAPS)
 def test_the_losses_hold_at_every_gap(gap: float) -> None:
     for options in ({"kl": 0.05}, {"importance": "sequences"}, {"dual_clip": 3.0}, {"ratio": "none"}):
         loss = ClippedPolicyGradient(**options)
-        error, name = losses.gap_error(loss, functools.partial(oracle, loss), rows(), gap)
+        error, name = module.gap_error(loss, functools.partial(oracle, loss), rows(), gap)
         assert error < 1e-6, (options, name)
 
 
 def test_a_cancellation_is_seen() -> None:
     loss = Cancels(importance="tokens")
-    assert losses.gap_error(loss, functools.partial(oracle, loss), rows(), -15.0)[0] > 1e-3
-    assert losses.gap_error(loss, functools.partial(by_itself, loss), rows(), 17.0)[0] < 1e-5
+    assert module.gap_error(loss, functools.partial(oracle, loss), rows(), -15.0)[0] > 1e-3
+    assert module.gap_error(loss, functools.partial(by_itself, loss), rows(), 17.0)[0] < 1e-5
 
 
 def test_rows_reach_what_a_ratio_is_clipped_for() -> None:
     """Else a missing dual clip would not show."""
     plain, bounded = ClippedPolicyGradient(), ClippedPolicyGradient(dual_clip=3.0)
-    logprobs, batch = losses.rows_of(rows(16))
-    assert losses.trained(plain, logprobs, batch)[0] != losses.trained(bounded, logprobs, batch)[0]
+    logprobs, batch = module.rows_of(rows(16))
+    assert module.trained(plain, logprobs, batch)[0] != module.trained(bounded, logprobs, batch)[0]
 
 
 class Multiplies:
@@ -236,11 +235,11 @@ class Multiplies:
         return loss, {"loss": loss.detach()}
 
 
-@pytest.mark.parametrize("rubbish", losses.RUBBISH.values())
+@pytest.mark.parametrize("rubbish", module.RUBBISH.values())
 def test_what_reaches_masked_places_is_named(rubbish: float) -> None:
     wrong: Any = Multiplies()
-    assert losses.masked_reach(wrong, rows(), rubbish) == ["loss", "value to differentiate"]
-    assert losses.masked_reach(ClippedPolicyGradient(kl=0.1), rows(), rubbish) == []
+    assert module.masked_reach(wrong, rows(), rubbish) == ["loss", "value to differentiate"]
+    assert module.masked_reach(ClippedPolicyGradient(kl=0.1), rows(), rubbish) == []
 
 
 def test_a_balance_by_hand() -> None:
@@ -253,5 +252,5 @@ def test_a_balance_by_hand() -> None:
             chances[expert] += slope / sum(slopes) / 10
             choices[expert] += (slope > min(slopes)) / 20
     wanted = 3 * sum(share * chance for share, chance in zip(choices, chances, strict=True))
-    assert phases.balance(hidden, weight, 2) == pytest.approx(wanted, rel=1e-12)
-    assert phases.balance(hidden, torch.zeros(3, 4), 3) == pytest.approx(1.0, rel=1e-12)  # as even as can be
+    assert module.balance(hidden, weight, 2) == pytest.approx(wanted, rel=1e-12)
+    assert module.balance(hidden, torch.zeros(3, 4), 3) == pytest.approx(1.0, rel=1e-12)  # as even as can be

@@ -10,7 +10,7 @@ import pytest
 import kit
 from kit.errors import BadInput
 from kit.labs.discover import find
-from kit.labs.split import parity
+from kit.labs.split import checks
 from kit.labs.split.ranks.phases import Split as Phases
 from kit.results import with_ids
 from tests.labs.parts import failing_parts, logged_steps
@@ -58,7 +58,7 @@ def test_a_run_that_breaks_is_not_blamed_for_what_it_did_not_get_to(split: Split
 
 def test_a_metric_is_a_row(split: Split) -> None:
     whole, *rows = [row for row in split().verdict() if row.check.startswith("metric_parity")]
-    table = parity.metrics(split().frame(), split().config)
+    table = checks.metrics(split().frame(), split().config)
     assert [row.check for row in rows] == [f"metric_parity/{name}" for name in sorted(table["metric"].unique())]
     assert len(rows) == METRICS
     assert whole.check == "metric_parity"
@@ -85,7 +85,7 @@ def test_reasons_name_what_was_compared(split: Split) -> None:
 
 def test_the_table_of_metrics(split: Split) -> None:
     run = split()
-    table = parity.metrics(run.frame(), run.config)
+    table = checks.metrics(run.frame(), run.config)
     assert len(table) == len(CASES) * 2 * METRICS
     assert set(zip(table["level"], table["chunks"], strict=True)) == set(CASES)
     assert set(table["normalizer"]) == {"tokens", "sequences", "none"}
@@ -101,7 +101,7 @@ def test_the_table_of_metrics(split: Split) -> None:
 
 def test_the_table_of_tensors(split: Split) -> None:
     run = split()
-    table = parity.tensors(run.frame(), run.config)
+    table = checks.tensors(run.frame(), run.config)
     assert set(zip(table["level"], table["chunks"], strict=True)) == set(CASES)
     assert {"model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.bias"} <= set(table["tensor"])
     assert table.notna().all(axis=None)
@@ -111,7 +111,7 @@ def test_the_table_of_tensors(split: Split) -> None:
 
 def test_records_of_every_rank_and_call(split: Split) -> None:
     run = split()
-    results = parity.results(run.frame(), "split").set_index(["step", "name"])
+    results = checks.results(run.frame(), "split").set_index(["step", "name"])
     told = [results.loc[key] for key in ((1, "global_loss"), (2, "grad_norm"), (1, "probs_ratio"))]
     told += [of(run, "split", metric) for metric in ("reductions_most", "wrong_versions")]
     for rows in told:
@@ -126,7 +126,7 @@ def test_records_of_every_rank_and_call(split: Split) -> None:
 
 
 def test_the_rate_moves_and_every_step_differs(split: Split) -> None:
-    told = parity.values(split().frame(), "split").query("cycle == 1").set_index(["metric", "step"])["value"]
+    told = checks.values(split().frame(), "split").query("cycle == 1").set_index(["metric", "step"])["value"]
     assert told["lr", 1] != told["lr", 2]
     assert told["global_loss", 1] != told["global_loss", 2]
     assert told["updated", 1] == 1
@@ -171,7 +171,7 @@ def test_step_by_step(world: kit.World, split: Split) -> None:
     # Ranks record in their own order; which rank is first hangs on the machine.
     rows = [run.frame()[keys].sort_values(["cycle", "phase", "rank"], kind="stable") for run in (by_hand, at_once)]
     assert rows[0].to_dict("records") == rows[1].to_dict("records")
-    told = [parity.values(run.frame(), "split") for run in (by_hand, at_once)]
+    told = [checks.values(run.frame(), "split") for run in (by_hand, at_once)]
     assert told[0].reset_index(drop=True).equals(told[1].reset_index(drop=True))  # the same seed, the same bits
     assert world.pids == pids
     assert world.eval("dist.get_world_size()") == [2, 2]

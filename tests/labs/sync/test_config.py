@@ -15,7 +15,7 @@ from kit.labs.lab import sizes
 from kit.labs.rankside import Context
 from kit.labs.sync.config import SyncConfig, plan, roles
 from kit.labs.sync.config import fits as sync_fits
-from kit.labs.sync.ranks.trainer import Trainer
+from kit.labs.sync.ranks.sides import Trainer
 from kit.sync.transports import Place, choose
 
 GIB = 2**30

@@ -10,8 +10,8 @@ import pytest
 
 import kit
 from kit.labs.discover import find
+from kit.labs.sync.checks import attempts, points, rule
 from kit.labs.sync.config import SyncConfig
-from kit.labs.sync.tables import attempts, points, rule
 from kit.results import Measured, judge, with_ids
 from tests.labs.parts import failing_parts, logged_steps
 from tests.labs.sync.conftest import failed, unanswered, why

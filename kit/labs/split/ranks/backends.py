@@ -1,51 +1,121 @@
-"""The two training backends under one interface, and the rows for every step: rollouts made once on rank 0, sent to all ranks, divided
-over data-parallel ranks. `split_step(ctx)` is the code under test unless `implementation` names another.
+"""The job, loss and rows of a run: two training backends under one interface; the loss of the recipe, or your own with its declared
+metrics checked; rollouts made once on rank 0, sent to all ranks, divided over data-parallel ranks. `split_step(ctx)` is the code under test
+unless `implementation` names another.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from kit.errors import BadInput
-from kit.labs.split.config import KIT_MODEL, model_config
+from kit.labs.split.config import KIT_LOSS, KIT_MODEL, NORMALIZERS, SplitConfig, loss_settings, model_config
 from kit.megatron import model, observe, shards, split, tensors
 from kit.megatron.split import counted, reduced
 from kit.target import load
 from kit.train import fsdp, rollout
-from kit.train.options import Settings
-from kit.train.protocol import Batch, SplitContext, cut, cuts, rows, valid
-
-if TYPE_CHECKING:
-    import contextlib
-    from collections.abc import Callable
-
-    from kit.labs.split.config import SplitConfig
-    from kit.train.protocol import Split
-
+from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
+from kit.train.options import Level, Settings
+from kit.train.protocol import Batch, Loss, Normalizer, Split, SplitContext, cut, cuts, rows, valid
 
 Tensors = dict[str, torch.Tensor]
+ANSWERS = 4  # per prompt
+WARM = 24  # supervised updates of the tiny model; for a large model they would take longer than the lab
 
 
 @dataclass(kw_only=True, slots=True)
-class ModelContext:
-    """`ctx` for your own model. Megatron's groups exist already; `settings` are those of the kit's optimizer."""
-
+class OwnContext:
     rank: int
     world_size: int
     device: torch.device
     config: SplitConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelContext(OwnContext):
+    """For your own model. Megatron's groups exist already; `settings` are those of the kit's optimizer."""
+
     settings: Settings
 
 
+@dataclass(kw_only=True, slots=True)
+class LossContext(OwnContext):
+    """For your own loss, which is made once for each level of the run."""
+
+    level: Level
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------------
+
+
+def of_recipe(ctx: LossContext) -> Loss:
+    if ctx.config.recipe == "nll":
+        return NegativeLogLikelihood(level=ctx.level)
+    return ClippedPolicyGradient(level=ctx.level, **loss_settings(ctx.config))
+
+
+class WrappedLoss:
+    """A loss that is called through another function, or has other normalizers."""
+
+    def __init__(
+        self, loss: Loss, call: Callable[..., Any] | None = None, names: Mapping[str, Normalizer] | None = None
+    ) -> None:
+        self.level = loss.level
+        self.call = call or loss
+        self.names = loss.normalizers() if names is None else names
+
+    def normalizers(self) -> Mapping[str, Normalizer]:
+        return self.names
+
+    def __call__(self, logprobs: torch.Tensor, batch: Batch, **counts: float) -> Any:
+        return self.call(logprobs, batch, **counts)
+
+
+def make_loss(ctx: LossContext) -> Loss:
+    """The loss of the config; your own is checked against the level and the metrics that it declares."""
+    target = ctx.config.loss
+    loss: Any = load(target)(ctx)
+    if target == KIT_LOSS:
+        return loss  # type: ignore[no-any-return]
+    if missing := [name for name in ("level", "normalizers", "__call__") if not hasattr(loss, name)]:
+        raise BadInput(f"loss={target}: the object it returned lacks {', '.join(missing)}")
+    if loss.level != ctx.level:
+        raise BadInput(
+            f"loss={target}: its level is {loss.level!r} but ctx.level is {ctx.level!r}; use level={loss.level}"
+        )
+    names: dict[str, Normalizer] = dict(loss.normalizers())
+    if wrong := {name: by for name, by in names.items() if by not in NORMALIZERS}:
+        raise BadInput(
+            f"loss={target}: normalizers() returned {wrong}; a normalizer must be 'tokens', 'sequences' or None"
+        )
+    if "loss" not in names:
+        raise BadInput(f"loss={target}: normalizers() lacks 'loss', the metric that every step reports")
+
+    def call(logprobs: torch.Tensor, batch: Batch, **counts: float) -> Any:
+        value, seen = loss(logprobs, batch, **counts)
+        if odd := sorted(set(seen) ^ set(names)):
+            raise BadInput(
+                f"loss={target}: normalizers() and the returned metrics differ in {', '.join(odd)}; they must have the same names"
+            )
+        return value, {name: torch.as_tensor(number) for name, number in seen.items()}
+
+    return WrappedLoss(loss, call, names)
+
+
+# -- the two backends --------------------------------------------------------------------------------------------------------
+
+
 def settings(config: SplitConfig) -> Settings:
-    """Settings whose effect shows: the learning rate changes in every step, gradients are clipped, weights decay visibly."""
+    """Settings with a visible effect: the learning rate changes in every step, gradients are clipped, weights decay visibly."""
     return Settings(
         first_lr=1e-4,
         last_lr=2e-4,
@@ -58,23 +128,7 @@ def settings(config: SplitConfig) -> Settings:
     )
 
 
-def weights_dtype(config: SplitConfig) -> torch.dtype:
-    """The dtype of the compared weights: FSDP2 keeps float32, whatever it computes in."""
-    return torch.float32 if config.backend == "fsdp2" else model.DTYPES[config.dtype]
-
-
-@dataclass(kw_only=True, slots=True)
-class OwnJob:
-    """The job that `model=module:attr` built, in the form that steps need."""
-
-    chunks: list[Any]
-    optimizer: Any
-    scheduler: Any
-    device: torch.device
-
-
-def own_job(target: str, built: Any, device: torch.device) -> OwnJob:
-    """The job that your own code built, if it has what a step needs."""
+def own_job(target: str, built: Any, device: torch.device) -> Any:
     if missing := [name for name in ("chunks", "optimizer", "scheduler") if not hasattr(built, name)]:
         raise BadInput(f"model={target}: the object it returned lacks {', '.join(missing)}")
     chunks = list(built.chunks)
@@ -87,11 +141,10 @@ def own_job(target: str, built: Any, device: torch.device) -> OwnJob:
             f"model={target}: finalize_model_grads_func in the config of a chunk is None, so gradients would not be reduced; "
             "set it to megatron.core.distributed.finalize_model_grads"
         )
-    return OwnJob(chunks=chunks, optimizer=built.optimizer, scheduler=built.scheduler, device=device)
+    return SimpleNamespace(chunks=chunks, optimizer=built.optimizer, scheduler=built.scheduler, device=device)
 
 
 def assemble(ctx: ModelContext) -> model.Training:
-    """The kit's own job."""
     return model.assemble(model_config(ctx.config), ctx.device, settings(ctx.config))
 
 
@@ -105,6 +158,7 @@ class Megatron:
         self.weights = weights
         self.model_config = model_config(config)
         self.device = model.initialise(self.model_config)
+        self.merge = shards.merge if config.model == KIT_MODEL else shards.by_rank
 
     def fresh(self) -> Any:
         target = self.config.model
@@ -126,21 +180,16 @@ class Megatron:
 
     def parameters(self, job: Any) -> Tensors:
         """Full tensors by their Hugging Face names, on the host. Collective."""
-        return self._whole(job, lambda param: param.data)
+        return self.merge(job.chunks, lambda param: param.data)
 
     def gradients(self, job: Any) -> Tensors:
         """The gradients that the optimizer gets. Collective."""
-        return self._whole(job, reduced(job.chunks[0]))
-
-    def _whole(self, job: Any, tensor: Callable[[Any], torch.Tensor]) -> Tensors:
-        merge = shards.merge if self.config.model == KIT_MODEL else shards.by_rank
-        return merge(job.chunks, tensor)
+        return self.merge(job.chunks, reduced(job.chunks[0]))
 
     def counted(self, job: Any) -> contextlib.AbstractContextManager[dict[str, int]]:
         return counted(job.chunks[0])
 
     def state(self, job: Any) -> dict[str, str]:
-        """Hashes of weights, optimizer state, scheduler and random numbers."""
         named = tensors.hashes(job.chunks, job.optimizer, ("weights", "optimizer"))
         return {**named, "scheduler": repr(job.scheduler.state_dict()), "random": str(observe.random_state())}
 
@@ -174,7 +223,6 @@ Backend = Megatron | Fsdp2
 
 
 def split_step(ctx: SplitContext) -> Split:
-    """The kit's own split step for the configured backend."""
     if ctx.config.backend == "fsdp2":
         return fsdp.FsdpSplit(ctx.job)
     return split.MegatronSplit(ctx.job)
@@ -188,19 +236,7 @@ def chunks_of(data: Batch, chunks: int, mbs: int) -> list[Batch]:
     return [cut(data, start, end) for start, end in itertools.pairwise(ends)]
 
 
-def watch_optimizer(job: Any, look: Callable[[], None]) -> None:
-    """Call `look` before each step of the optimizer, whoever calls it."""
-    plain = job.optimizer.step
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        look()
-        return plain(*args, **kwargs)
-
-    job.optimizer.step = step
-
-
-ANSWERS = 4  # per prompt
-WARM = 24  # supervised updates of the tiny model; for a large model they would take longer than the lab
+# -- the rows ----------------------------------------------------------------------------------------------------------------
 
 
 def rollouts(config: SplitConfig, device: torch.device) -> tuple[Tensors, Batch]:
@@ -256,19 +292,6 @@ def everywhere(tensors: Tensors, device: torch.device) -> Tensors:
     return found
 
 
-def steps(config: SplitConfig, whole: Batch) -> list[Batch]:
-    """The rows of each step over all data-parallel ranks."""
-    found = list(cuts(whole, config.batch))
-    return [rollout.uneven(step, config.data_ranks) for step in found] if config.masks == "empty-rank" else found
-
-
-def share(config: SplitConfig, step: Batch) -> Batch:
-    """This rank's rows of a step."""
-    each = config.batch // config.data_ranks
-    start = dist.get_rank(split.data_group()) * each
-    return cut(step, start, start + each)
-
-
 def shifted(megatron: Megatron, step: Batch) -> Batch:
     """For experts, which no plain model supports: log-probabilities keep their distances, around those of the job itself."""
     job = megatron.fresh()
@@ -290,7 +313,7 @@ def shifted(megatron: Megatron, step: Batch) -> Batch:
 
 
 def ratios_off_one(batch: Batch) -> float:
-    """The share of valid tokens whose log-probabilities differ between engine and trainer; at 0 the ratios would not be tested."""
+    """The share of valid tokens with different log-probabilities in engine and trainer; at 0 the ratios would not be tested."""
     apart = (batch["prev_logprobs"] - batch["generation_logprobs"])[:, 1:].abs() > 1e-4
     mask = valid(batch) > 0
     return float((apart & mask).sum() / mask.sum().clamp(min=1))

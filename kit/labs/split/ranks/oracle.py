@@ -1,25 +1,33 @@
-"""Losses and optimizer updates in float64 as oracles, with formulas of their own: only settings are shared with the code under test.
+"""The lab's own mathematics: losses and optimizer updates in float64 as oracles, the loss on extreme rows, and distances between tensors.
 
-`oracle` takes all rows of a step, over all data-parallel ranks, one token at a time, and returns the numbers that the step must give: the
-loss with its graph, and every metric, divided by the true counts. It is slow, and meant for some thousand tokens. From the weights before
-the first step and the gradients that the optimizer got in each step, `replay` computes the weights afterwards (clipping by the global norm,
-AdamW, schedule), and `steps` the numbers that each result must have.
+Nothing of the code under test is imported: only settings are shared with it. `oracle` takes all rows of a step, over all data-parallel
+ranks, one token at a time, and returns the numbers that the step must give: the loss with its graph, and every metric, divided by the true
+counts. It is slow, and meant for some thousand tokens. From the weights before the first step and the gradients that the optimizer got in
+each step, `replay` computes the weights afterwards (clipping by the global norm, AdamW, schedule), and `steps` the numbers that each result
+must have. Extreme rows are those that rollouts do not produce: large gaps between trainer and engine, and NaN or infinities in masked
+places.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-
 NOTHING_SEEN = -1.0
 EPS = 2.0**-23  # of float32, in which gradients are
+ROUNDING = 64  # a gradient below this many roundings of the model's largest gradient is noise
+GAPS = tuple(sign * size for size in (5.0, 15.0, 17.0, 50.0, 90.0, 100.0, 1000.0) for sign in (1.0, -1.0))
+RUBBISH = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+PARTIES = ("advantages", "prev_logprobs", "generation_logprobs", "reference_logprobs")
+ROWS = 8
+FAR = math.log(5.0)
+FLOOR = 1e-2  # errors of smaller numbers are absolute, as in the checks
+SMALLEST = 2.0**-126  # of float32
 Tensors = dict[str, torch.Tensor]
+Exact = Callable[[torch.Tensor, Tensors], tuple[torch.Tensor, dict[str, float]]]
 
 
 class Token(NamedTuple):
@@ -33,8 +41,6 @@ class Token(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """The terms of one valid token in a clipped policy gradient."""
-
     loss: torch.Tensor
     penalty: float
     ratio: float
@@ -49,13 +55,16 @@ def oracle(settings: Any, logprobs: torch.Tensor, batch: Tensors) -> tuple[torch
         raise TypeError(f"the oracle needs log-probabilities in float64, not {logprobs.dtype}")
     rows = _valid_rows(settings, logprobs, batch)
     count = max(1, sum(len(row) for row in rows))
+    table = {}
     if hasattr(settings, "clip_low"):
         judged = [_judge(settings, row) for row in rows]
         losses = [[token.loss for token in row] for row in judged]
         table = _clipped_table(settings, rows, judged, count)
     else:
         losses = [[-token.now for token in row] for row in rows]
-        table = {"positive_nll_loss": _positive(rows)}
+    if getattr(settings, "positive_nll", True):  # always a metric of the negative log-likelihood
+        praised = [-token.now.item() for row in rows for token in row if token.advantage > 0]
+        table["positive_nll_loss"] = math.fsum(praised)
     # A step without a valid token still has a graph, with a gradient of exactly 0.
     total = torch.zeros_like(logprobs).mul(logprobs.nan_to_num(0.0, 0.0, 0.0)).sum()
     for row in losses:
@@ -70,11 +79,14 @@ def oracle(settings: Any, logprobs: torch.Tensor, batch: Tensors) -> tuple[torch
 
 
 def by_itself(loss: Any, logprobs: torch.Tensor, batch: Tensors) -> tuple[torch.Tensor, dict[str, float]]:
-    """For your own loss, whose formulas are unknown: its value over all rows at once, in float64, divided by the true counts."""
+    """For your own loss, with unknown formulas: its value over all rows at once, in float64, divided by the true counts."""
     sequences, tokens = true_counts(batch)
-    exact = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
-    value, _ = loss(logprobs, exact, tokens=float(max(1, tokens)), sequences=float(max(1, sequences)))
+    value, _ = loss(logprobs, widened(batch), tokens=float(max(1, tokens)), sequences=float(max(1, sequences)))
     return value, {"loss": value.item()}
+
+
+def widened(batch: Tensors) -> Tensors:
+    return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
 def true_counts(batch: Tensors) -> tuple[int, int]:
@@ -84,15 +96,8 @@ def true_counts(batch: Tensors) -> tuple[int, int]:
     return len(kept), sum(1 for tokens in kept for token in tokens[1:] if token)
 
 
-def _positive(rows: Sequence[Sequence[Token]]) -> float:
-    return math.fsum(-token.now.item() for row in rows for token in row if token.advantage > 0)
-
-
 def _exp(x: float) -> float:
-    try:
-        return math.exp(x)
-    except OverflowError:
-        return math.inf
+    return torch.tensor(x, dtype=torch.float64).exp().item()  # infinite where math.exp overflows
 
 
 def _valid_rows(settings: Any, logprobs: torch.Tensor, batch: Tensors) -> list[list[Token]]:
@@ -104,9 +109,12 @@ def _valid_rows(settings: Any, logprobs: torch.Tensor, batch: Tensors) -> list[l
         before, *others = (batch[name][i, place].item() for name in names)
         return Token(now, now.item() if getattr(settings, "on_policy", False) else before, *others)
 
-    masks = batch["token_mask"].tolist()
-    valid = [i for i, row_counts in enumerate(batch["sample_mask"].tolist()) if row_counts]
-    return [[token(i, place) for place, counts in enumerate(masks[i]) if place and counts] for i in valid]
+    masks = zip(batch["sample_mask"].tolist(), batch["token_mask"].tolist(), strict=True)
+    return [
+        [token(i, place) for place, counts in enumerate(row) if place and counts]
+        for i, (row_counts, row) in enumerate(masks)
+        if row_counts
+    ]
 
 
 def _judge(settings: Any, row: Sequence[Token]) -> list[Judged]:
@@ -185,30 +193,27 @@ def _clamped(value: torch.Tensor, limit: float | None) -> torch.Tensor:
 def _clipped_table(
     settings: Any, rows: Sequence[Sequence[Token]], judged: Sequence[Sequence[Judged]], count: int
 ) -> dict[str, float]:
-    tokens = [token for row in rows for token in row]
-    results = [token for row in judged for token in row]
-    ratios, clipped = [each.ratio for each in results], [each.clipped for each in results]
+    done = [token for row in judged for token in row]
+    ratios, clipped = [each.ratio for each in done], [each.clipped for each in done]
     n_rows = max(1, len(rows))
+    numbers = [[token.now.item(), token.before, token.engine] for row in rows for token in row]
+    now, before, engine = torch.tensor(numbers, dtype=torch.float64).view(-1, 3).unbind(1)
+    mixture = torch.logaddexp(before, engine) - math.log(2)
 
-    def mean(values: Sequence[float]) -> float:
-        return math.fsum(values) / count
+    def mean(values: Sequence[float] | torch.Tensor) -> float:
+        return torch.as_tensor(values, dtype=torch.float64).sum().item() / count
 
-    if settings.level == "tokens":
-        penalty = mean([each.penalty for each in results])
-    else:
+    penalty, weight = mean([each.penalty for each in done]), mean([each.weight for each in done])
+    outside = mean([each.outside for each in done])
+    if settings.level == "sequences":
         penalty = math.fsum(sum(each.penalty for each in row) / len(row) for row in judged if row) / n_rows
     if settings.importance == "sequences":
         # An empty row's weight is an empty product, which truncation treats as any other.
         weights = [row[0].weight if row else _weigh(settings, 0.0, [], row_outside=False)[0] for row in judged]
         weight = math.fsum(weights) / n_rows
-    else:
-        weight = mean([each.weight for each in results])
     if settings.truncation == "seq-mask-tis":
         outside = sum(row[0].outside for row in judged if row) / n_rows
-    else:
-        outside = sum(each.outside for each in results) / count
-    praised = {"positive_nll_loss": _positive(rows)} if settings.positive_nll else {}
-    return praised | {
+    return {
         "kl_penalty": penalty,
         "probs_ratio": mean(ratios),
         "probs_ratio_clamped": mean(clipped),
@@ -216,28 +221,18 @@ def _clipped_table(
         "probs_ratio_max": max(ratios, default=NOTHING_SEEN),
         "probs_ratio_clamped_min": min(clipped, default=NOTHING_SEEN),
         "probs_ratio_clamped_max": max(clipped, default=NOTHING_SEEN),
-        "token_mult_prob_error": mean([_exp(abs(token.engine - token.before)) for token in tokens]),
-        "gen_kl_error": mean([_k3(token.before - token.engine) for token in tokens]),
-        "policy_kl_error": mean([_k3(token.engine - token.before) for token in tokens]),
-        "js_divergence_error": mean([_to_mixture(token.before, token.engine) for token in tokens]),
-        "approx_entropy": mean([-_exp(t.now.item() - t.engine) * t.now.item() for t in tokens]),
+        "token_mult_prob_error": mean((engine - before).abs().exp()),
+        "gen_kl_error": mean(_k3(before - engine)),
+        "policy_kl_error": mean(_k3(engine - before)),
+        "js_divergence_error": mean((_k3(before - mixture) + _k3(engine - mixture)) / 2),
+        "approx_entropy": mean(-(now - engine).exp() * now),
         "sampling_importance_ratio": weight,
         "is_oob_ratio": outside,
     }
 
 
-def _k3(log_ratio: float) -> float:
-    try:
-        return math.expm1(log_ratio) - log_ratio
-    except OverflowError:
-        return math.inf
-
-
-def _to_mixture(one: float, other: float) -> float:
-    """The mean distance of two probabilities to their half and half mixture."""
-    top = max(one, other)
-    mixture = top + math.log(0.5 * math.exp(one - top) + 0.5 * math.exp(other - top))
-    return 0.5 * _k3(one - mixture) + 0.5 * _k3(other - mixture)
+def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.expm1() - log_ratio
 
 
 class Step(NamedTuple):
@@ -325,14 +320,148 @@ def moved(
         must = replay(settings, before, [step.get(name) if step else None for step in gradients], done)
         rounding = len(gradients) * eps * must.abs()
         beyond = ((end[name].double() - must).abs() - rounding).clamp(min=0)
-        whole = float((must - before.double()).norm())
-        off = float(beyond.norm())
-        error = off / whole if whole else (math.inf if off else 0.0)
-        found[name] = error if math.isfinite(error) else math.inf
+        found[name] = share(float(beyond.norm()), float((must - before.double()).norm()))
     return found
 
 
-def relative(value: float, exact: float) -> float:
-    """|value - exact| / |exact|; infinite if that is not a number."""
-    error = abs(value - exact) / abs(exact) if exact else float(value != exact)
+def relative(value: float, exact: float, floor: float = SMALLEST) -> float:
+    """Relative error, absolute below the floor; infinite if a number is not finite and the two differ."""
+    if value == exact or (math.isnan(value) and math.isnan(exact)):
+        return 0.0
+    error = abs(value - exact) / max(abs(exact), floor)
     return error if math.isfinite(error) else math.inf
+
+
+# -- the loss on extreme rows ------------------------------------------------------------------------------------------------
+
+
+def rows_of(batch: Tensors, gap: float = 0.0, *, alone: bool = False) -> tuple[torch.Tensor, Tensors]:
+    """A few rows of a step on the host, and float32 log-probabilities near the trainer's; one token in seven is off by a factor of 5.
+
+    For one token the engine is `gap` below the trainer; with `alone` no other token counts, so that no sum hides it.
+    """
+    some = {name: value[:ROWS].cpu().clone() for name, value in batch.items()}
+    place = torch.arange(some["prev_logprobs"].numel()).view_as(some["prev_logprobs"])
+    near = torch.sin(place) / 10 + torch.where(place % 7 == 0, FAR, 0.0) * torch.sign(torch.sin(3.0 * place))
+    found = (~masked(some)).nonzero().tolist()
+    if gap and found:
+        row, column = found[len(found) // 2]
+        some["prev_logprobs"][row, column] = min(-0.5, gap - 0.5)
+        some["generation_logprobs"][row, column] = some["prev_logprobs"][row, column] - gap
+        some["reference_logprobs"][row, column] = some["prev_logprobs"][row, column]
+        if alone:
+            some["token_mask"].zero_()
+            some["token_mask"][row, column] = 1.0
+    return (some["prev_logprobs"] + near)[:, 1:].contiguous(), some
+
+
+def masked(batch: Tensors) -> torch.Tensor:
+    """The places that do not count; nothing predicts a row's first token."""
+    hidden = batch["token_mask"] * batch["sample_mask"][:, None] == 0
+    hidden[:, 0] = True
+    return hidden
+
+
+def gap_error(loss: Any, exact: Exact, batch: Tensors, gap: float) -> tuple[float, str]:
+    """The largest error of loss, metrics and gradient against `exact(logprobs, batch)` at a gap, and the name of that number."""
+    among = errors_at(loss, exact, *rows_of(batch, gap), FLOOR)
+    alone = errors_at(loss, exact, *rows_of(batch, gap, alone=True), SMALLEST)
+    errors = {**among, **{f"{name} of that token alone": error for name, error in alone.items()}}
+    name = max(errors, key=lambda each: errors[each])
+    return errors[name], name
+
+
+def errors_at(loss: Any, exact: Exact, logprobs: torch.Tensor, batch: Tensors, floor: float) -> dict[str, float]:
+    value, table, gradient = trained(loss, logprobs, batch)
+    sharp = logprobs.double().requires_grad_()
+    wanted, wanted_table = exact(sharp, widened(batch))
+    (slope,) = torch.autograd.grad(wanted, sharp)
+    slope = slope.to(gradient.dtype)
+    errors = {name: relative(table.get(name, math.nan), number, floor) for name, number in wanted_table.items()}
+    errors["value to differentiate"] = relative(value, wanted.item(), floor)
+    off = torch.where(gradient == slope, 0.0, gradient - slope).double().norm().item()  # equal infinities are equal
+    whole = slope[slope.isfinite()].double().norm().item()
+    return {**errors, "gradient": off / max(whole, floor) if math.isfinite(off) else math.inf}
+
+
+def masked_reach(loss: Any, batch: Tensors, rubbish: float) -> list[str]:
+    """The numbers that change if masked places hold `rubbish`. None may change, not by one bit."""
+    logprobs, some = rows_of(batch)
+    clean, clean_table, clean_gradient = trained(loss, logprobs, some)
+    if any(map(math.isnan, clean_table.values())):
+        return ["metrics are NaN even without it"]
+    hidden = masked(some)
+    dirty = {name: value.masked_fill(hidden, rubbish) if name in PARTIES else value for name, value in some.items()}
+    value, table, gradient = trained(loss, logprobs.masked_fill(hidden[:, 1:], rubbish), dirty)
+    reached = [name for name, number in table.items() if number != clean_table.get(name)]
+    reached += ["value to differentiate"] if value != clean else []
+    return reached + ([] if torch.equal(gradient, clean_gradient) else ["gradient"])
+
+
+def trained(loss: Any, logprobs: torch.Tensor, batch: Tensors) -> tuple[float, dict[str, float], torch.Tensor]:
+    """Value, metrics and gradient, divided by the true counts; an extreme without values is -1."""
+    own = logprobs.clone().requires_grad_()
+    kept = batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]
+    tokens, sequences = max(1.0, kept.sum().item()), max(1.0, batch["sample_mask"].sum().item())
+    value, seen = loss(own, batch, tokens=tokens, sequences=sequences)
+    (gradient,) = torch.autograd.grad(value, own)
+    table = {name: float(number) for name, number in seen.items()}
+    empty = {name: -1.0 for name, number in table.items() if name.endswith(("_min", "_max")) and math.isinf(number)}
+    return value.item(), {**table, **empty}, gradient
+
+
+# -- the load-balancing loss of experts --------------------------------------------------------------------------------------
+
+
+def balance(hidden: torch.Tensor, weight: torch.Tensor, choices: int) -> float:
+    """E * sum(f P) for the router of one layer and one microbatch: f is the share of choices of each of the E experts, P the mean of
+    its softmax probability."""
+    tokens = hidden.double().flatten(0, -2)
+    chances = torch.softmax(tokens @ weight.double().T, dim=-1)
+    chosen = chances.argsort(dim=-1, descending=True)[:, :choices]
+    share = torch.bincount(chosen.flatten(), minlength=len(weight)).double() / chosen.numel()
+    return float(len(weight) * torch.dot(share, chances.mean(0)))
+
+
+# -- distances between tensors -----------------------------------------------------------------------------------------------
+
+
+class Distance(NamedTuple):
+    """One tensor: ||a - b|| / ||b||, and the element that differs most."""
+
+    error: float
+    place: int
+    worst: float
+
+
+def overall(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float:
+    """||a - b|| / ||b|| over all tensors; infinite if a tensor is missing or not finite."""
+    if set(a) != set(b):
+        return math.inf
+    apart = sum(float((a[name].double() - b[name].double()).square().sum()) for name in b)
+    whole = sum(float(b[name].double().square().sum()) for name in b)
+    return share(apart**0.5, whole**0.5)
+
+
+def share(apart: float, whole: float) -> float:
+    """apart / whole; infinite if a number is not finite, or if only `whole` is 0."""
+    if not (math.isfinite(apart) and math.isfinite(whole)):
+        return math.inf
+    return apart / whole if whole else (math.inf if apart else 0.0)
+
+
+def by_tensor(a: Tensors, b: Tensors) -> dict[str, Distance]:
+    """The distance of every tensor; infinite if `a` or `b` lacks it."""
+    found = {}
+    for name in (name for name in b if name in a):
+        one, other = a[name].double(), b[name].double()
+        apart = (one - other).abs().flatten()
+        index = int(apart.argmax())
+        found[name] = Distance(share(float(apart.norm()), float(other.norm())), index, float(apart[index]))
+    return found | dict.fromkeys(sorted(set(a) ^ set(b)), Distance(math.inf, 0, math.inf))
+
+
+def certain(gradients: Tensors) -> Tensors:
+    """Masks of the elements with a gradient above rounding. Adam turns the noise of the others into whole steps."""
+    largest = max((float(value.abs().max()) for value in gradients.values()), default=0.0)
+    return {name: value.abs() > ROUNDING * EPS * largest for name, value in gradients.items()}

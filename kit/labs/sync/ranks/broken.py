@@ -6,26 +6,19 @@ import contextlib
 import functools
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
 
 from kit.errors import KitError
-from kit.sync.buckets import Bound
-from kit.sync.cache import BASE
+from kit.sync.buckets import Bound, Key
+from kit.sync.cache import BASE, Cache
 from kit.sync.groups import Broadcast
 from kit.sync.link import PeerSilent
 from kit.sync.receiver import Call
 from kit.sync.sender import STEPS, Sender
-from kit.sync.serving import Gate
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    import torch
-
-    from kit.sync.buckets import Destination, Key
-    from kit.sync.cache import Cache
-    from kit.sync.link import Link
-    from kit.sync.serving import Serving
+from kit.sync.serving import Gate, Serving
 
 KEPT: list[Any] = []  # leaked buffers
 KEPT_GROUPS: list[Any] = []
@@ -51,15 +44,13 @@ class OldBytes(Bound):
             out.copy_(self.old)
 
 
-def places_of(fault: str | None, places: dict[str, list[Destination]]) -> Mapping[str, Sequence[Destination]]:
-    """The destinations of full tensors on this rank."""
+def places_of(fault: str | None, places: Mapping[str, Sequence[Any]]) -> Mapping[str, Sequence[Any]]:
     if fault != "swapped-shards":
         return places
     return {name: [(into, other_rank(take)) for into, take in each] for name, each in places.items()}
 
 
 def serving(fault: str | None, serving: Serving, weight: torch.Tensor) -> None:
-    """Put the fault into the replica's gate."""
     if fault == "reads-ahead":
         serving.gate = ReadsAhead(serving.gate.timeout_s, weight)
 
@@ -192,26 +183,20 @@ class EarlyGate(Call):
 class Dies(Call):
     def look(self, index: int, buffer: torch.Tensor) -> None:
         if index == len(self.layout.buckets) // 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.stop()
         super().look(index, buffer)
 
-
-class Stalls(Call):
-    def look(self, index: int, buffer: torch.Tensor) -> None:
-        if index == len(self.layout.buckets) // 2:
-            stall(self.link)
-        super().look(index, buffer)
+    def stop(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stall(link: Link) -> None:
-    """Read messages without an answer until the sender gives up."""
-    while True:
-        try:
-            said, _ = link.receive("the end of the sync")
-        except PeerSilent:
-            continue
-        if said["kind"] == "failed":
-            raise KitError("stalled on purpose until the sender gave up")
+class Stalls(Dies):
+    def stop(self) -> None:
+        """Read messages without an answer until the sender gives up."""
+        while True:
+            with contextlib.suppress(PeerSilent):
+                if self.link.receive("the end of the sync")[0]["kind"] == "failed":
+                    raise KitError("stalled on purpose until the sender gave up")
 
 
 class KeepsNewWeights(Call):

@@ -14,21 +14,17 @@ import hashlib
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from kit.measure.phase import shared_at
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from kit.labs.rankside import Context
-    from kit.measure.phase import Place
-    from kit.sync.receiver import Call, Receiver
-    from kit.sync.serving import Serving
+from kit.labs.rankside import Context
+from kit.measure.phase import Place, shared_at
+from kit.sync.receiver import Call, Receiver
+from kit.sync.serving import Serving
 
 QUIET_S = 0.015  # if no forward is inside and none begins for this long, forwards wait
 SETTLED_S = 2.0  # after a sync a forward has this long to begin: nothing may hold it back any more
@@ -168,7 +164,6 @@ class Watch:
         self.points.append(Point(name, bucket, when, version, routed, logits))
 
     def reset(self, path: str) -> None:
-        """Start a new sync with this path."""
         self.path, self.points = path, []
         if self.forwards is not None:
             self.forwards.reset()
@@ -199,8 +194,15 @@ class Watch:
                 super().undo()
                 watch.point("undone")
 
+        def seen(step: str) -> Callable[[Any, dict[str, Any]], None]:
+            def run(one: Any, said: dict[str, Any]) -> None:
+                getattr(plain, step)(one, said)
+                watch.point(step)
+
+            return run
+
         for step in STEPS:
-            setattr(Seen, step, _seen_step(plain, step, watch))
+            setattr(Seen, step, seen(step))
         return Seen
 
     def version_of(self, logits: str) -> str:
@@ -229,8 +231,6 @@ class Watch:
 
 
 class Judged(NamedTuple):
-    """The forwards of one sync."""
-
     served: int
     torn: int  # on mixed weights, on the old version after the new one, or with a writer inside
     mislabelled: int  # on another version than the replica reported at that moment
@@ -252,8 +252,6 @@ def judge(forwards: Forwards, known: Mapping[int, str], old: int, new: int) -> J
 
 
 class SeenTransport:
-    """A transport that adds a point at each use."""
-
     def __init__(self, transport: Any, watch: Watch) -> None:
         self._transport = transport
         self._watch = watch
@@ -294,11 +292,3 @@ class SeenWeights:
     def apply(self, index: int, buffer: torch.Tensor) -> None:
         self._watch.point("write", index)
         self._applier.apply(index, buffer)
-
-
-def _seen_step(plain: type[Call], step: str, watch: Watch) -> Callable[..., None]:
-    def seen(self: Any, said: dict[str, Any]) -> None:
-        getattr(plain, step)(self, said)
-        watch.point(step)
-
-    return seen
