@@ -25,8 +25,7 @@ from kit.loop.messages import Command, Event, Memory, Row, numbers, read
 from kit.loop.runner import Core, Port, Runner, Simulated, VirtualClock
 from kit.results.records import PATTERN
 from kit.stream.core import TRAINERS, Controller
-from kit.stream.foreign import Foreign
-from kit.stream.meter import Log, Meter, Watched, Watcher, spent, syncs
+from kit.stream.ports import Foreign, Log, Meter, Watched, Watcher, spent, syncs
 from kit.stream.settings import Resume, Settings, opening, read_settings, refusals
 
 Answers = Iterable[tuple[float, Event]]

@@ -15,7 +15,7 @@ from kit.loop.messages import Command, Event, Memory
 from kit.loop.runner import Runner, Stalled, VirtualClock
 from kit.stream import what_if
 from kit.stream.core import Controller, resume_from
-from kit.stream.meter import Log, Meter
+from kit.stream.ports import Log, Meter
 from kit.stream.settings import SAMPLERS, Settings
 from kit.stream.simulated import ADDRESSES, Durations, System, drawn_length, forecast, measured, simulate
 from tests.loop.replaying import File, replay_rows

@@ -30,7 +30,7 @@ from kit.share.planner import PLANNERS
 from kit.share.simulated import Ports
 from kit.share.state import Cluster, Settings
 from kit.stream.core import Controller
-from kit.stream.meter import Log, Meter, Watched
+from kit.stream.ports import Log, Meter, Watched
 from kit.stream.settings import opening
 from kit.target import load_callable
 

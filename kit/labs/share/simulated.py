@@ -19,7 +19,7 @@ from kit.labs.stream.simulated import durations, written
 from kit.loop.messages import Event, Row
 from kit.loop.runner import VirtualClock
 from kit.share.simulated import Devices, Ports, simulate
-from kit.stream.meter import Log, Meter, Watched
+from kit.stream.ports import Log, Meter, Watched
 from kit.stream.settings import opening
 from kit.stream.simulated import ADDRESSES, System
 from kit.target import load_callable

@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 from kit.labs.stream.ports import TRAINER, TrainerPort
 from kit.loop.messages import Command, Event, listed, numbers
-from kit.stream import core, generation, training
+from kit.stream import core, generation
+from kit.stream.generation import DONE, RUNNING, Group, Owed, State, Step, Turn
 from kit.stream.settings import SAMPLERS, Resume
-from kit.stream.state import DONE, RUNNING, Group, Owed, State, Step, Turn
 
 Swap = tuple[ModuleType | type, str, Any]  # what a fault puts in place of one name of a module or class
 
@@ -110,8 +110,8 @@ FRESHEST_FIRST = dataclasses.replace(
 
 # -- steps and versions ---------------------------------------------------------------------------------------------------
 
-bump, finish, hold = training.bump, training.finish, generation.hold
-log, on_aborted, on_cleared, on_finished = training.log, training.on_aborted, training.on_cleared, training.on_finished
+bump, finish, hold = core.bump, core.finish, generation.hold
+log, on_aborted, on_cleared, on_finished = core.log, core.on_aborted, core.on_cleared, core.on_finished
 
 
 def waits_for_all(t: Turn) -> tuple[int, int]:
@@ -151,7 +151,7 @@ def clears_with_the_finish(t: Turn) -> None:
 def clear(t: Turn, step: Step) -> None:
     mine = step.groups[step.finished : step.fed]
     t.clearing = t.clearing.put((step.id, step.update), mine)
-    t.do("clear", "trainer", step=step.id, update=step.update, groups=training.ids(mine))
+    t.do("clear", "trainer", step=step.id, update=step.update, groups=core.ids(mine))
 
 
 def cleared_already(t: Turn, step: Step) -> None:
@@ -246,26 +246,26 @@ SWAPS: Mapping[str | None, tuple[Swap, ...]] = {
     "partial-group": (handles("completed", gives_up_the_last),),
     "uncounted-partial": ((generation, "give_up_attempt", forgets_the_attempt),),
     "slot-leak": ((generation, "leave", keeps_the_slot),),
-    "discard-and-requeue": ((training, "hold", requeues),),
+    "discard-and-requeue": ((core, "hold", requeues),),
     "freshest-first-starves": ((core, "SAMPLERS", {**SAMPLERS, "ready-first": FRESHEST_FIRST}),),
-    "waits-for-all": ((training, "limits", waits_for_all),),
-    "finish-per-chunk": ((training, "boundary", update_per_chunk),),
-    "double-bump": ((training, "bump", bumps_twice),),
-    "bump-on-abort": ((training, "on_aborted", bumps_on_abort),),
-    "no-abort": ((training, "abort", no_abort),),
-    "cleared-before-finish": ((training, "finish", clears_with_the_finish), (training, "on_finished", cleared_already)),
+    "waits-for-all": ((core, "limits", waits_for_all),),
+    "finish-per-chunk": ((core, "boundary", update_per_chunk),),
+    "double-bump": ((core, "bump", bumps_twice),),
+    "bump-on-abort": ((core, "on_aborted", bumps_on_abort),),
+    "no-abort": ((core, "abort", no_abort),),
+    "cleared-before-finish": ((core, "finish", clears_with_the_finish), (core, "on_finished", cleared_already)),
     "clear-fails-after-finish": (
-        (training, "bump", lambda *_: None),  # the version waits for the rows to be cleared
-        (training, "on_cleared", bumps_when_cleared),
+        (core, "bump", lambda *_: None),  # the version waits for the rows to be cleared
+        (core, "on_cleared", bumps_when_cleared),
     ),
     "resumes-too-early": (handles("published", resumes_with_the_first),),
-    "caught-up-too-late": ((training, "log", logs_the_version_before),),
+    "caught-up-too-late": ((core, "log", logs_the_version_before),),
     "blocks-the-loop": ((TrainerPort, "send", waits_for_the_trainer),),
     "logger-raises": (handles("logger_failed", ends_with_the_logger),),
     "resume-replays": ((core, "resume_from", all_prompts_again),),
     "accepted-from-zero": ((core.Controller, "begin", counts_from_zero),),
     "marks-untrained": ((Turn, "do", skips_some),),
-    "bumps-unfinished": ((training, "finish", pretends_the_finish),),
+    "bumps-unfinished": ((core, "finish", pretends_the_finish),),
     "waits-at-the-end": ((core, "is_stuck", lambda _: False),),  # nobody looks whether the data has ended
 }
 # What else a fault needs to show: arguments of `kit.labs.stream.simulated.simulate`.

@@ -26,8 +26,7 @@ from kit.loop.messages import Command, Event, Row, listed
 from kit.loop.runner import Core, Port, RealClock, Runner
 from kit.results.records import new_row
 from kit.stream.core import Controller, resume_from
-from kit.stream.foreign import Foreign
-from kit.stream.meter import Log, Meter, Watched, Watcher
+from kit.stream.ports import Foreign, Log, Meter, Watched, Watcher
 from kit.stream.settings import Resume, Settings, opening
 from kit.stream.simulated import measured, pace, rows_of, simulate
 from kit.target import load_callable

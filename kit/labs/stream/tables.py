@@ -17,7 +17,7 @@ from kit.loop.messages import Row
 from kit.results import NotMeasured, with_ids
 from kit.results.records import NOTEBOOK
 from kit.stream.history import ENDS
-from kit.stream.meter import PARTS, TRAINER, Meter, spent
+from kit.stream.ports import PARTS, TRAINER, Meter, spent
 
 LOOPS = ("plain", "lockstep", "stream", "bound")
 

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from kit.results import Measured, Missing, NotMeasured, Unjudged, with_ids
-from kit.stream.meter import drifted
+from kit.stream.ports import drifted
 
 FILE = "tokens.jsonl"
 WHOLE = ("group", "sample", "position", "token", "version", "step_version")

@@ -16,7 +16,7 @@ from kit.labs.share.ports import Clock, Live, Ranks
 from kit.labs.stream.ports import ReplicaPort, SyncPort, TrainerPort
 from kit.loop.messages import Command, Event, Memory, Row
 from kit.loop.runner import Stalled
-from kit.stream.meter import Meter
+from kit.stream.ports import Meter
 
 
 class Call:

@@ -20,7 +20,7 @@ from kit.labs.stream.pictures.lanes import pack
 from kit.labs.stream.tokens import drift
 from kit.loop.messages import Row
 from kit.results import NotMeasured, Record, create_run
-from kit.stream.meter import drifted
+from kit.stream.ports import drifted
 from kit.stream.simulated import Durations, pace, simulate
 from kit.view import named
 from kit.view.named import plot

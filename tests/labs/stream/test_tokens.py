@@ -15,7 +15,7 @@ from kit.labs.stream import tokens
 from kit.measure import Recorder
 from kit.results import Run
 from kit.results.verdict import VerdictRow
-from kit.stream.meter import drifted
+from kit.stream.ports import drifted
 
 Token = dict[str, Any]
 

@@ -21,7 +21,7 @@ from kit.labs.stream.pictures.lanes import height, versions
 from kit.loop.messages import Row
 from kit.results import NotMeasured, Run, Unjudged
 from kit.results.units import ROW, counted, time_unit
-from kit.stream.meter import PARTS
+from kit.stream.ports import PARTS
 from kit.stream.settings import SAMPLERS
 from kit.stream.simulated import forecast, pace
 

@@ -16,7 +16,7 @@ from kit.draw.style import LINES, Theme
 from kit.labs.stream import tables
 from kit.loop.messages import Row
 from kit.results.units import time_unit
-from kit.stream.meter import syncs
+from kit.stream.ports import syncs
 
 REPLICAS = 8  # as many have lanes, the first ones
 LANE = (0.022, 0.11)  # inches for a request of a replica

@@ -39,7 +39,7 @@ from kit.labs.stream.ranks.side import (
 from kit.measure.phase import log_steps
 from kit.megatron import model, shards, split, tensors
 from kit.megatron.groups import destroy, snapshot
-from kit.stream.meter import drifted
+from kit.stream.ports import drifted
 from kit.sync import hashes
 from kit.sync.buckets import automatic, lay_out, specs_of
 from kit.sync.cache import BASE, Cache
