@@ -20,7 +20,7 @@ from kit.labs.share.observer import Observer
 from kit.labs.share.ports import Clock, Devices, Live, Ranks, every, started
 from kit.labs.stream import drive as stream
 from kit.labs.stream.config import settings
-from kit.labs.stream.ports import ReplicaPort, SyncPort, TrainerPort, name_of
+from kit.labs.stream.drive import ReplicaPort, SyncPort, TrainerPort, name_of
 from kit.loop.messages import Event, Row
 from kit.loop.runner import RealClock, Runner
 from kit.share import core

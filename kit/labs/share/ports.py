@@ -14,8 +14,8 @@ from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.drive import Drive
 from kit.labs.share.config import DESK, TRAINER, pipeline_config
 from kit.labs.share.observer import EVERY_S
-from kit.labs.stream import ports
-from kit.labs.stream.ports import name_of, number_of
+from kit.labs.stream import drive as ports
+from kit.labs.stream.drive import name_of, number_of
 from kit.loop.messages import Command, Event
 from kit.loop.runner import Stalled
 

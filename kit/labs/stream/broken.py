@@ -5,44 +5,40 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-from kit.labs.stream.ports import TRAINER, TrainerPort
 from kit.loop.messages import Command, Event, listed, numbers
 from kit.stream import core, generation
 from kit.stream.generation import DONE, RUNNING, Group, Owed, State, Step, Turn
 from kit.stream.settings import SAMPLERS, Resume
-
-Swap = tuple[ModuleType | type, str, Any]  # what a fault puts in place of one name of a module or class
 
 
 @contextlib.contextmanager
 def switched_on(fault: str | None) -> Iterator[None]:
     """The fault's rules in place of the right ones."""
     with contextlib.ExitStack() as scope:
-        for swap in SWAPS.get(fault, ()):
-            scope.enter_context(patch.object(*swap))
+        for place, wrong in SWAPS.get(fault, {}).items():
+            scope.enter_context(patch(f"kit.{place}", wrong))
         yield
 
 
-def handles(event: str, wrong: Callable[[Turn, Event], None]) -> Swap:
+def handles(event: str, wrong: Callable[[Turn, Event], None]) -> dict[str, Any]:
     """Another handler of an event."""
-    return core, "HANDLERS", {**core.HANDLERS, event: wrong}
+    return {"stream.core.HANDLERS": {**core.HANDLERS, event: wrong}}
 
 
 # -- who may start --------------------------------------------------------------------------------------------------------
 
 
-def gate(wrong: Callable[[Turn], dict[str, Any]]) -> Swap:
+def gate(wrong: Callable[[Turn], dict[str, Any]]) -> dict[str, Any]:
     """The gate asks the sampler about a view in which some numbers are wrong."""
 
     def is_open(t: Turn) -> bool:
         assert t.sampler is not None
         return t.sampler.admits(dataclasses.replace(t.view(), **wrong(t)))
 
-    return generation, "gate_is_open", is_open
+    return {"stream.generation.gate_is_open": is_open}
 
 
 def running_with_tokens(t: Turn) -> dict[str, Any]:
@@ -214,18 +210,16 @@ def counts_from_zero(controller: core.Controller) -> tuple[State, tuple[Command,
 
 # -- ports ----------------------------------------------------------------------------------------------------------------
 
-send = TrainerPort.send
 
-
-def waits_for_the_trainer(port: TrainerPort, command: Command) -> Iterable[Event]:
+def waits_for_the_trainer(port: Any, command: Command) -> Iterable[Event]:
     """The controller waits until the trainer has carried out an order, and sees nothing else meanwhile."""
-    answers = send(port, command)
     ranks = port.ranks
+    ranks.queue.append(command)
     while True:
         ranks.arrived = ranks.take()
         ranks.start()
-        if (pending := ranks.busy.get(TRAINER)) is None:
-            return answers
+        if (pending := ranks.busy.get("trainer")) is None:
+            return ()
         ranks.drive.wait([pending], timeout_s=ranks.drive.config.deadline_s)
 
 
@@ -236,39 +230,43 @@ def ends_with_the_logger(t: Turn, event: Event) -> None:
     generation.fail(t, f"the logger raised: {event.why}")
 
 
-SWAPS: Mapping[str | None, tuple[Swap, ...]] = {
-    "off-by-one-window": (gate(lambda t: {"window": t.settings.window + 1}),),
-    "gate-never-opens": (gate(lambda _: {"version": 0}),),  # it never hears of a new version
-    "gate-checked-early": (gate(running_with_tokens),),
-    "unbounded-buffer": ((generation, "place_is_free", lambda _: True),),
-    "drops-oldest": ((generation, "place_is_free", oldest_makes_room),),
-    "lost-group": ((generation, "complete", loses_some),),
-    "partial-group": (handles("completed", gives_up_the_last),),
-    "uncounted-partial": ((generation, "give_up_attempt", forgets_the_attempt),),
-    "slot-leak": ((generation, "leave", keeps_the_slot),),
-    "discard-and-requeue": ((core, "hold", requeues),),
-    "freshest-first-starves": ((core, "SAMPLERS", {**SAMPLERS, "ready-first": FRESHEST_FIRST}),),
-    "waits-for-all": ((core, "limits", waits_for_all),),
-    "finish-per-chunk": ((core, "boundary", update_per_chunk),),
-    "double-bump": ((core, "bump", bumps_twice),),
-    "bump-on-abort": ((core, "on_aborted", bumps_on_abort),),
-    "no-abort": ((core, "abort", no_abort),),
-    "cleared-before-finish": ((core, "finish", clears_with_the_finish), (core, "on_finished", cleared_already)),
-    "clear-fails-after-finish": (
-        (core, "bump", lambda *_: None),  # the version waits for the rows to be cleared
-        (core, "on_cleared", bumps_when_cleared),
-    ),
-    "resumes-too-early": (handles("published", resumes_with_the_first),),
-    "caught-up-too-late": ((core, "log", logs_the_version_before),),
-    "blocks-the-loop": ((TrainerPort, "send", waits_for_the_trainer),),
-    "logger-raises": (handles("logger_failed", ends_with_the_logger),),
-    "resume-replays": ((core, "resume_from", all_prompts_again),),
-    "accepted-from-zero": ((core.Controller, "begin", counts_from_zero),),
-    "marks-untrained": ((Turn, "do", skips_some),),
-    "bumps-unfinished": ((core, "finish", pretends_the_finish),),
-    "waits-at-the-end": ((core, "is_stuck", lambda _: False),),  # nobody looks whether the data has ended
+# By fault: what takes the place of a function or a value, by its name under `kit`.
+SWAPS: Mapping[str | None, Mapping[str, Any]] = {
+    "off-by-one-window": gate(lambda t: {"window": t.settings.window + 1}),
+    "gate-never-opens": gate(lambda _: {"version": 0}),  # it never hears of a new version
+    "gate-checked-early": gate(running_with_tokens),
+    "unbounded-buffer": {"stream.generation.place_is_free": lambda _: True},
+    "drops-oldest": {"stream.generation.place_is_free": oldest_makes_room},
+    "lost-group": {"stream.generation.complete": loses_some},
+    "partial-group": handles("completed", gives_up_the_last),
+    "uncounted-partial": {"stream.generation.give_up_attempt": forgets_the_attempt},
+    "slot-leak": {"stream.generation.leave": keeps_the_slot},
+    "discard-and-requeue": {"stream.core.hold": requeues},
+    "freshest-first-starves": {"stream.core.SAMPLERS": {**SAMPLERS, "ready-first": FRESHEST_FIRST}},
+    "waits-for-all": {"stream.core.limits": waits_for_all},
+    "finish-per-chunk": {"stream.core.boundary": update_per_chunk},
+    "double-bump": {"stream.core.bump": bumps_twice},
+    "bump-on-abort": {"stream.core.on_aborted": bumps_on_abort},
+    "no-abort": {"stream.core.abort": no_abort},
+    "cleared-before-finish": {
+        "stream.core.finish": clears_with_the_finish,
+        "stream.core.on_finished": cleared_already,
+    },
+    "clear-fails-after-finish": {
+        "stream.core.bump": lambda *_: None,  # the version waits for the rows to be cleared
+        "stream.core.on_cleared": bumps_when_cleared,
+    },
+    "resumes-too-early": handles("published", resumes_with_the_first),
+    "caught-up-too-late": {"stream.core.log": logs_the_version_before},
+    "blocks-the-loop": {"labs.stream.drive.TrainerPort.send": waits_for_the_trainer},
+    "logger-raises": handles("logger_failed", ends_with_the_logger),
+    "resume-replays": {"stream.core.resume_from": all_prompts_again},
+    "accepted-from-zero": {"stream.core.Controller.begin": counts_from_zero},
+    "marks-untrained": {"stream.generation.Turn.do": skips_some},
+    "bumps-unfinished": {"stream.core.finish": pretends_the_finish},
+    "waits-at-the-end": {"stream.core.is_stuck": lambda _: False},  # nobody looks whether the data has ended
 }
-# What else a fault needs to show: arguments of `kit.labs.stream.simulated.simulate`.
+# What else a fault needs to show: arguments of `kit.labs.stream.drive.run_simulated`.
 CONDITIONS: Mapping[str | None, Mapping[str, Any]] = {
     "clear-fails-after-finish": {"fails": {"clear": 2}},
     "waits-at-the-end": {"prompts": 8},

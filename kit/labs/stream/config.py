@@ -228,7 +228,7 @@ def plan(config: StreamConfig) -> list[Step]:
     """Each loop starts from version 0: the plain one first, which generates everything before it trains. The last replica dies in the
     rehearsal, where there are several."""
     if config.simulated:
-        loops = [Step(1, phase, driver=f"kit.labs.stream.simulated:{phase}") for phase in ("stream", "resume")]
+        loops = [Step(1, phase, driver=f"kit.labs.stream.drive:simulated_{phase}") for phase in ("stream", "resume")]
         return [step for step in loops if config.runs(step.phase)]
     steps = [
         Step(cycle, phase, ("trainer",)) if phase == "verify" else Step(cycle, phase, driver=f"{DRIVER}:{phase}")

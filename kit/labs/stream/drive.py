@@ -1,35 +1,271 @@
-"""The driven phases of the lab `stream`: three loops from the same base weights, over the same ranks.
+"""The driven phases of the lab `stream`, on live ranks and on simulated ones, and the controller's ports. Notebook side.
 
-`plain` has no controller: it generates all samples of a step, then trains them in order of their groups. `lockstep` gives the same work to
-the controller with staleness 0; `stream` runs the config.
+Three loops start from the same base weights, over the same ranks. `plain` has no controller: it generates all samples of a step, then
+trains them in order of their groups. `lockstep` gives the same work to the controller with staleness 0; `stream` runs the config.
+
+On live ranks orders become calls in flight, and answers become events. A replica has one call at a time: it takes its new orders, decodes a
+few tokens of every request, and answers what happened. So aborts and syncs come between two calls and never in the middle of one. The
+trainer has one call at a time too; its orders wait in a queue. A sync starts once the trainer and every replica that takes part are idle;
+until it ends none of them gets another call.
+
+`simulated_stream` and `simulated_resume` run the controller on a virtual clock, in milliseconds. Every ledger check is judged as on live
+ranks; nothing is generated or trained, so nothing is recomputed. The trainer fails one microbatch, in the step of version 1, so that a step
+that is aborted is part of every simulated run; that step is tried again once. The logger raises.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kit.errors import KitError
+from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.drive import Drive
 from kit.labs.stream import broken
 from kit.labs.stream.config import StreamConfig, replica_names, settings
-from kit.labs.stream.ports import TRAINER, Ranks, ReplicaPort, SyncPort, TrainerPort, name_of
-from kit.loop.messages import Command, Event, Row, listed
-from kit.loop.runner import Core, Port, RealClock, Runner
+from kit.loop.messages import Command, Event, Memory, Row, listed, numbers
+from kit.loop.runner import Core, Port, RealClock, Runner, Stalled
 from kit.results.records import new_row
-from kit.stream.core import Controller, resume_from
+from kit.stream import core, simulated
+from kit.stream.core import Controller
 from kit.stream.ports import Foreign, Log, Meter, Watched, Watcher
 from kit.stream.settings import Resume, Settings, opening
-from kit.stream.simulated import measured, pace, rows_of, simulate
+from kit.stream.simulated import Durations, drawn_length
 from kit.target import load_callable
+from kit.world.pending import Pending
+
+Ended = Callable[[Pending], Iterable[Event]]
+
+TRAINER = "trainer"
+STUCK_S = 1.0  # without any call under way
+PATIENCE = 0.1  # of the deadline, in which a trainer notices by itself that a replica of its sync died
+
+
+class Ranks:
+    """All ranks of a run, and what they are doing. `trainer`, `replica` and `sync` are its ports."""
+
+    def __init__(self, drive: Drive, replicas: Iterable[str], *, pipeline: str = "") -> None:
+        self.drive = drive
+        self.pipeline = pipeline
+        self.orders: dict[str, list[dict[str, Any]]] = {name: [] for name in replicas}  # of every live replica
+        self.active: dict[str, set[tuple[int, int]]] = {name: set() for name in self.orders}  # requests that it decodes
+        self.queue: deque[Command] = deque()  # the trainer's
+        self.syncs: deque[Command] = deque()
+        self.busy: dict[str, Pending] = {}  # by role
+        self.flying: dict[int, tuple[Pending, tuple[str, ...], Ended]] = {}
+        self.arrived: list[Event] = []
+        self.in_vain: tuple[float, Pending] | None = (
+            None  # the trainer's sync with a dead replica, and until when it may wait
+        )
+        self.heard = time.monotonic()  # when a call was last under way
+        self.stuck: RankTimeout | None = None  # a call past the run's deadline: nothing more can be asked of its ranks
+
+    # -- what the runner asks -------------------------------------------------------------------------------------------
+
+    def wait(self, seconds: float) -> None:
+        """Until a call ends. With the runner's clock: `RealClock(ranks.wait)`."""
+        self.start()
+        if self.flying:
+            self.heard = time.monotonic()
+        if self.arrived:
+            return
+        if self.flying:
+            self.drive.wait([pending for pending, _, _ in self.flying.values()], timeout_s=self.patient(seconds))
+        else:
+            if time.monotonic() - self.heard > STUCK_S:
+                raise Stalled("the controller waits for an answer, but no call is under way", ())
+            time.sleep(min(seconds, STUCK_S / 10))
+
+    def take(self) -> list[Event]:
+        """What has happened. Ranks that became free get their next call once the controller has heard all of it: one event after the other
+        brings orders, and what comes after a call began waits for its end."""
+        self._give_up()
+        for number, (pending, roles, ended) in [*self.flying.items()]:
+            if pending.done():
+                del self.flying[number]
+                for role in roles:
+                    self.busy.pop(role, None)
+                try:
+                    self.arrived += ended(pending)
+                except RankTimeout as error:
+                    self.stuck = error
+                    raise
+        arrived, self.arrived = self.arrived, []
+        return arrived
+
+    def start(self) -> None:
+        """Give every idle role its next call; a sync that waits comes first."""
+        if self.syncs:
+            if self.busy.keys().isdisjoint((TRAINER, *self.orders)):
+                self._sync(self.syncs.popleft())
+            return
+        if self.queue and TRAINER not in self.busy:
+            self._train(self.queue.popleft())
+        for name in self.orders:
+            if name not in self.busy and (self.orders[name] or self.active[name]):
+                self._decode(name)
+
+    # -- calls ----------------------------------------------------------------------------------------------------------
+
+    def _call(self, roles: tuple[str, ...], method: str, args: dict[str, Any], ended: Ended) -> None:
+        ranks = [rank for role in roles for rank in self.drive.roles[role]]
+        pending = self.drive.submit(method, args=args, ranks=ranks, timeout_s=self.drive.config.deadline_s)
+        self.busy |= dict.fromkeys(roles, pending)
+        self.flying[id(pending)] = pending, roles, ended
+
+    def _train(self, command: Command) -> None:
+        args = {name: [*numbers(str(value))] if name == "groups" else value for name, value in command.ids}
+
+        def ended(pending: Pending) -> list[Event]:
+            try:
+                answer = pending.result()[0]
+            except KitError as error:
+                return self._failed(error, command)
+            if command.name == "discard":  # nothing waits for it
+                return []
+            more = {"tokens": answer["tokens"]} if command.name == "microbatch" else {}
+            return [Event("done", self.pipeline, **{**dict(command.ids), "of": command.name, **more})]
+
+        self._call((TRAINER,), command.name, args, ended)
+
+    def _decode(self, name: str) -> None:
+        orders, self.orders[name] = self.orders[name], []
+        for order in orders:
+            key = order["group"], order["sample"]
+            (self.active[name].add if order["order"] == "generate" else self.active[name].discard)(key)
+
+        def ended(pending: Pending) -> list[Event]:
+            try:
+                happened = pending.result()[0]
+            except KitError as error:
+                return self._lost(name, error)
+            for what in happened:
+                if what["event"] in ("completed", "failed", "cancelled"):
+                    self.active[name].discard((what["group"], what["sample"]))
+            return [Event(what.pop("event"), self.pipeline, replica=number_of(name), **what) for what in happened]
+
+        self._call((name,), "decode", {"orders": orders}, ended)
+
+    def _sync(self, command: Command) -> None:
+        """A call for the trainer and one for each replica, so that a death is an event at once."""
+        names = [name for name in map(name_of, numbers(command.replicas)) if name in self.orders]
+        args = {"version": command.version, "at_sync": command.at_sync, "replicas": names}
+        left, ids = {TRAINER, *names}, {"version": command.version}
+        failures: list[str] = []
+
+        def ended(role: str, pending: Pending) -> list[Event]:
+            left.discard(role)
+            happened: list[Event] = []
+            try:
+                pending.result()
+            except RankTimeout:
+                raise
+            except KitError as error:
+                failures.append(str(error).partition("\n")[0])
+                if isinstance(error, RankDied):
+                    happened += self._lost(role, error)
+                    if TRAINER in left and len(self.drive.roles[TRAINER]) == 1:
+                        until = time.monotonic() + PATIENCE * self.drive.config.deadline_s
+                        self.in_vain = until, self.busy[TRAINER]
+            else:
+                if role != TRAINER:
+                    happened.append(Event("published", self.pipeline, replica=number_of(role), **ids))
+            if not left and failures:
+                happened.append(Event("error", self.pipeline, of="sync", why=failures[0], **ids))
+            elif not left:
+                happened.append(Event("synced", self.pipeline, **ids))
+            return happened
+
+        for role in (*names, TRAINER):
+            self._call((role,), "sync", args, functools.partial(ended, role))
+
+    def _give_up(self) -> None:
+        """Interrupt a trainer that waits for the call of a replica which died before it made it; only the trainer can wait so. It lets the
+        other replicas know, and the sync is then tried with them. Limit: several ranks are not interrupted, as some wait in a collective.
+        """
+        if self.in_vain is not None and self.in_vain[0] <= time.monotonic():
+            _, pending = self.in_vain
+            self.in_vain = None
+            pending.cancel()
+
+    def patient(self, seconds: float) -> float:
+        """At most so long, and not beyond the time at which a call is given up."""
+        return seconds if self.in_vain is None else min(seconds, max(0.0, self.in_vain[0] - time.monotonic()))
+
+    def _failed(self, error: KitError, command: Command) -> list[Event]:
+        """A call that raised. Ranks that died are events of their own."""
+        if isinstance(error, RankTimeout):
+            raise error
+        dead: list[Event] = []
+        if isinstance(error, RankDied):
+            dead = self._lost(next(role for role, ranks in self.drive.roles.items() if error.rank in ranks), error)
+        why = str(error).partition("\n")[0]
+        return [*dead, Event("error", self.pipeline, **{**dict(command.ids), "of": command.name, "why": why})]
+
+    def _lost(self, name: str, error: KitError) -> list[Event]:
+        """A replica that died, or whose call raised: it gets no more calls."""
+        if name == TRAINER or isinstance(error, RankTimeout):
+            raise error
+        self.orders.pop(name, None)
+        self.active.pop(name, None)
+        return [Event("died", self.pipeline, replica=number_of(name), why=str(error).partition("\n")[0])]
+
+
+def name_of(replica: int) -> str:
+    """A replica's role."""
+    return f"replica {replica}"
+
+
+def number_of(name: str) -> int:
+    return int(name.rpartition(" ")[2])
+
+
+class OfRanks(Port):
+    """A port of these ranks."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+
+class TrainerPort(OfRanks):
+    """begin, microbatch, finish, abort, clear, discard, logprobs: one after the other."""
+
+    def send(self, command: Command) -> Iterable[Event]:
+        self.ranks.queue.append(command)
+        return ()
+
+    def take(self) -> Iterable[Event]:
+        return self.ranks.take()
+
+
+class ReplicaPort(OfRanks):
+    """generate and cancel, to the replica that the command names. One that is gone answers nothing: its death was an event."""
+
+    def send(self, command: Command) -> Iterable[Event]:
+        orders = self.ranks.orders.get(name_of(command.replica))
+        if orders is not None:
+            orders.append({"order": command.name, **dict(command.ids)})
+        return ()
+
+
+class SyncPort(OfRanks):
+    """Weights from the trainer to every live replica."""
+
+    def send(self, command: Command) -> Iterable[Event]:
+        self.ranks.syncs.append(command)
+        return ()
+
+
+# -- the phases -----------------------------------------------------------------------------------------------------------
 
 PIPELINE = "a"
 ASKS_S = 0.02  # between two questions from outside, at first
@@ -74,13 +310,13 @@ def bound(drive: Drive) -> None:
     Its ledger begins when that of `stream` did, so that both can be laid over one another.
     """
     config = drive.config
-    rows = rows_of(drive.folder, "stream")
-    core = load_callable(config.implementation)(settings(config))
+    rows = simulated.rows_of(drive.folder, "stream")
+    controller = load_callable(config.implementation)(settings(config))
     own = load_callable(config.sampler) if ":" in config.sampler else None
-    possible = simulate(settings(config), measured(rows), core=core, sampler=own).rows
+    possible = simulated.simulate(settings(config), simulated.measured(rows), core=controller, sampler=own).rows
     drive.append([new_row(row.name, None, "", rows[0].time + row.time, ids=row.ids) for row in possible])
     for loop, ledger in (("stream", rows), ("bound", possible)):
-        for metric, value in pace(ledger).items():
+        for metric, value in simulated.pace(ledger).items():
             drive.record(metric, value, UNITS[metric], loop=loop)
 
 
@@ -100,7 +336,7 @@ def resume(drive: Drive) -> None:
     drive.submit("save", role=TRAINER).result()
     ranks = started(drive)
     drive.submit("load", args={"version": half}, role=TRAINER).result()
-    start = resume_from(state)
+    start = core.resume_from(state)
     run(drive, strict(config, config.steps), start, ranks=ranks)
 
 
@@ -113,7 +349,7 @@ def run(
     ranks: Ranks | None = None,
 ) -> Any:
     """The controller with these settings over live ranks until it ends; its last state. `start` is where it goes on."""
-    core: Core[Any] = load_callable(drive.config.implementation)(limits, *([] if start is None else [start]))
+    machine: Core[Any] = load_callable(drive.config.implementation)(limits, *([] if start is None else [start]))
     live, asker, meter = ranks or started(drive), Asker(), Meter()
     ports: dict[str, Port] = {
         "trainer": TrainerPort(live),
@@ -138,7 +374,7 @@ def run(
             ports["sampler"] = foreign
             watchers.append(foreign)
         runner = Runner(
-            {PIPELINE: core},
+            {PIPELINE: machine},
             ports,
             clock=RealClock(lambda seconds: live.wait(min(seconds, asker.left()))),
             ledger=Watched(written, *watchers),
@@ -305,3 +541,90 @@ class Desk(Port):
 def controller(plan: Any, start: Resume | None = None) -> Core[Any]:
     """The kit's own controller."""
     return Controller(plan, pipeline=PIPELINE, resume=start)
+
+
+# -- simulated ranks ------------------------------------------------------------------------------------------------------
+
+REHEARSED = {"microbatch": 1}  # commands that fail once, and the step of their first failure
+
+
+def simulated_stream(drive: Drive) -> None:
+    """The controller with the config, and with the fault that is on."""
+    with written(drive) as rows, broken.switched_on(drive.fault):
+        run_simulated(drive.config, rows, **broken.CONDITIONS.get(drive.fault, {}))
+
+
+def simulated_resume(drive: Drive) -> None:
+    """The loop of the phase `stream`, stopped half-way: new ranks and a new controller go on."""
+    with written(drive) as rows, broken.switched_on(drive.fault):
+        state = run_simulated(drive.config, Memory(), until=drive.config.steps // 2)
+        run_simulated(drive.config, rows, start=core.resume_from(state))
+
+
+@contextlib.contextmanager
+def written(drive: Drive) -> Iterator[Memory]:
+    """A ledger that goes to the run's records, also that of a run that breaks."""
+    base, rows = time.time(), Memory()
+    try:
+        yield rows
+    finally:
+        drive.append([new_row(row.name, None, "", base + row.time, ids=row.ids) for row in rows])
+
+
+class Stopped(Exception):  # noqa: N818 - it is no error
+    """The loop has reached the version at which it is to stop."""
+
+
+class Stopping:
+    """A controller that stops behind a step, from a version on; `state` is what it knew then."""
+
+    def __init__(self, one: Core[Any], until: int | None) -> None:
+        self.core, self.until = one, until
+        self.state: Any = None
+
+    def begin(self) -> tuple[Any, tuple[Command, ...]]:
+        return self.core.begin()
+
+    def step(self, state: Any, event: Event) -> tuple[Any, tuple[Command, ...]]:
+        self.state, commands = self.core.step(state, event)
+        if self.until is not None and self.state.version >= self.until and self.state.step is None:
+            raise Stopped
+        return self.state, commands
+
+
+def run_simulated(
+    config: StreamConfig,
+    rows: Memory,
+    *,
+    fails: Mapping[str, int] = REHEARSED,
+    prompts: int | None = None,
+    start: Resume | None = None,
+    until: int | None = None,
+) -> Any:
+    """Run the controller until it ends, or up to a version; its last state. `rows` is its ledger; `prompts` None: the data never ends."""
+    plan = dataclasses.replace(settings(config), step_retries=1)
+    controller = Stopping(load_callable(config.implementation)(plan, *([] if start is None else [start])), until)
+    with contextlib.suppress(Stopped):
+        ended = simulated.simulate(
+            plan,
+            durations(config),
+            prompts=prompts,
+            core=controller,
+            resume=start,
+            sampler=load_callable(config.sampler) if ":" in config.sampler else None,
+            logger=broken_logger,
+            rows=rows,
+            pipeline=PIPELINE,
+            fails=fails,
+        ).ended
+        if ended.get("why") == "error":
+            raise KitError(f"the controller ended with an error: {ended.get('error', 'no reason given')}")
+    return controller.state
+
+
+def durations(config: StreamConfig) -> Durations:
+    """Of tokens and samples as the config paces them; without a pace, training takes about as long as generation."""
+    low, high = config.answer
+    paces = {"token_s": config.pace_ms / 1000, "train_s": config.train_pace_ms * config.group / 1000}
+    given: dict[str, Any] = {name: seconds for name, seconds in paces.items() if seconds}
+    return Durations(length=drawn_length(low, high, config.seed), span=config.decode, **given)

@@ -1,4 +1,4 @@
-"""The tables of a stream run, read from the ledger of a loop: steps, replicas, samples, lag of trained tokens, ends of groups.
+"""The tables of a stream run, read from the ledger of a loop, and the drift of its tokens.
 
 Each takes `run.frame()` and returns a pandas table; it raises `NotMeasured` if the run ended before. `phase` names the loop.
 """
@@ -6,18 +6,20 @@ Each takes `run.frame()` and returns a pandas table; it raises `NotMeasured` if 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from kit.loop.messages import Row
-from kit.results import NotMeasured, with_ids
+from kit.results import Missing, NotMeasured, Unjudged, with_ids
 from kit.results.records import NOTEBOOK
 from kit.stream.history import ENDS
-from kit.stream.ports import PARTS, TRAINER, Meter, spent
+from kit.stream.ports import PARTS, TRAINER, Meter, drifted, spent
 
 LOOPS = ("plain", "lockstep", "stream", "bound")
 
@@ -344,3 +346,65 @@ def capacity(rows: Sequence[Row]) -> dict[str, int]:
     """The limits that the controller wrote down first."""
     given = next((row.ids for row in rows if row.name == "capacity"), {})
     return {name: int(given[name]) for name in ("places", "slots", "window") if name in given}
+
+
+# -- tokens ----------------------------------------------------------------------------------------------------------------
+
+FILE = "tokens.jsonl"
+WHOLE = ("group", "sample", "position", "token", "version", "step_version")
+NUMBERS = ("logprob_engine", "logprob_trainer")
+COLUMNS = {"drift_mean": "mean difference", "drift_mismatch": "mismatch", "drift_ratio": "ratio", "drift_kl": "KL"}
+
+
+def drift(frame: pd.DataFrame, folder: Path) -> pd.DataFrame:
+    """By lag and position of a token in its answer: tokens, and the trainer's log-probability against the engine's."""
+    rows = frame[(frame["phase"] == "verify") & frame["metric"].isin(COLUMNS)]
+    if rows.empty:
+        return dumped(folder / FILE)
+    ids = ["lag", "position", "tokens"]
+    table = with_ids(rows, *ids).pivot_table(index=ids, columns="metric", values="value").reset_index()
+    table.columns.name = None
+    return table.astype(dict.fromkeys(ids, int))[[*ids, *COLUMNS]].rename(columns=COLUMNS)
+
+
+def dumped(path: Path) -> pd.DataFrame:
+    """The same of a dump: lines of JSON, a token each. A line that lacks something, or contradicts another, makes it unjudged."""
+    if not path.is_file():
+        raise NotMeasured(f"there is no {path.name} beside the records")
+    cells: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    seen: set[tuple[int, ...]] = set()
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        row = checked(line, f"{path.name}, line {number}")
+        key = tuple(row[name] for name in ("group", "sample", "position", "step_version"))
+        if key in seen:
+            raise Unjudged(
+                f"{path.name}, line {number}: this token of group {key[0]}, sample {key[1]} was there before"
+            )
+        seen.add(key)
+        cells[row["step_version"] - row["version"], row["position"]].append(
+            row["logprob_trainer"] - row["logprob_engine"]
+        )
+    if not cells:
+        raise Missing(f"{path.name} is empty")
+    rows = [
+        {"lag": lag, "position": position, "tokens": len(some), **drifted(some)}
+        for (lag, position), some in sorted(cells.items())
+    ]
+    return pd.DataFrame(rows).rename(columns=COLUMNS)
+
+
+def checked(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        raise Unjudged(f"{where} is not JSON") from None
+    for name in (*WHOLE, *NUMBERS):
+        value = row.get(name) if isinstance(row, dict) else None
+        right = isinstance(value, int) if name in WHOLE else isinstance(value, (int, float)) and math.isfinite(value)
+        if not right or isinstance(value, bool):
+            kind = "whole" if name in WHOLE else "finite"
+            raise Unjudged(f"{where}: {name}={value!r} is not a {kind} number")
+    if row["step_version"] < row["version"]:
+        raise Unjudged(f"{where}: version {row['version']} is newer than the step's, {row['step_version']}")
+    found: dict[str, Any] = row
+    return found

@@ -13,7 +13,7 @@ from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.share.config import ShareConfig
 from kit.labs.share.drive import opened
 from kit.labs.share.ports import Clock, Live, Ranks
-from kit.labs.stream.ports import ReplicaPort, SyncPort, TrainerPort
+from kit.labs.stream.drive import ReplicaPort, SyncPort, TrainerPort
 from kit.loop.messages import Command, Event, Memory, Row
 from kit.loop.runner import Stalled
 from kit.stream.ports import Meter

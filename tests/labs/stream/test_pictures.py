@@ -15,9 +15,8 @@ from kit.draw.style import THEMES, theme
 from kit.errors import BadInput
 from kit.labs.stream import tables
 from kit.labs.stream.config import StreamConfig, settings
-from kit.labs.stream.pictures import WHAT_IF
-from kit.labs.stream.pictures.lanes import pack
-from kit.labs.stream.tokens import drift
+from kit.labs.stream.pictures import WHAT_IF, pack
+from kit.labs.stream.tables import drift
 from kit.loop.messages import Row
 from kit.results import NotMeasured, Record, create_run
 from kit.stream.ports import drifted

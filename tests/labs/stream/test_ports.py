@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kit.errors import Cancelled, KitError, RankDied
-from kit.labs.stream.ports import Ranks, ReplicaPort, SyncPort
+from kit.labs.stream.drive import Ranks, ReplicaPort, SyncPort
 from kit.loop.messages import Command
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kit.labs.stream.ranks.side import Key
+from kit.labs.stream.ranks import Key
 from kit.labs.stream.ranks.trainer import Trainer
 from kit.stream.backed import TO
 

@@ -14,10 +14,9 @@ import torch
 
 from kit.labs.rankside import Context
 from kit.labs.stream.config import trainer_model
-from kit.labs.stream.ranks import trainer
+from kit.labs.stream.ranks import Key, Row, advantages, trainer
 from kit.labs.stream.ranks.oracle import Oracle
 from kit.labs.stream.ranks.replica import Happened, Replica, name_of
-from kit.labs.stream.ranks.side import Key, Row, advantages
 from kit.labs.stream.ranks.trainer import Trainer
 from kit.megatron.generate import (
     Answer,

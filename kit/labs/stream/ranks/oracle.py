@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from kit.labs.stream.ranks.side import Row
+from kit.labs.stream.ranks import Row
 from kit.megatron.config import Geometry
 from kit.train.arithmetic import END
 from kit.train.batch import Batch

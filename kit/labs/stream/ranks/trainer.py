@@ -22,8 +22,7 @@ from kit.errors import KitError
 from kit.labs import rankside
 from kit.labs.rankside import Context
 from kit.labs.stream.config import replica_names, settings, trainer_model
-from kit.labs.stream.ranks.oracle import Fed, Oracle, advantage_errors, drift, previous_error, recorded_error
-from kit.labs.stream.ranks.side import (
+from kit.labs.stream.ranks import (
     DIGEST,
     Inbox,
     Key,
@@ -36,6 +35,7 @@ from kit.labs.stream.ranks.side import (
     rows_of,
     syncs_of,
 )
+from kit.labs.stream.ranks.oracle import Fed, Oracle, advantage_errors, drift, previous_error, recorded_error
 from kit.measure.phase import log_steps
 from kit.megatron import model, shards, split, tensors
 from kit.megatron.groups import destroy, snapshot
