@@ -15,9 +15,9 @@ import asyncio
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kit.errors import BadInput, KitError
 from kit.loop.messages import Command, Event, Id, Ledger, Row, listed
@@ -35,13 +35,18 @@ class Meter:
         self._last: float | None = None
         self._trainer: list[str] = []  # its commands without an answer, in order
         self._syncing = False
-        self._loads: dict[int, int] = {}
-        self._where: dict[tuple[Id, Id], int] = {}
+        self._where: dict[int, set[tuple[Id, Id]]] = {}  # requests by replica
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def see(self, row: Row) -> None:
-        self._pass(row.time)
         name, ids = row.name, row.ids
+        passed = 0.0 if self._last is None else row.time - self._last
+        self._last = row.time
+        doing = TRAINER[self._trainer[0]] if self._trainer else "sync" if self._syncing else "exposed_generation"
+        self._seconds[doing] += passed
+        if self._where:
+            idle = sum(not requests for requests in self._where.values())
+            self._seconds["replicas_idle"] += passed * idle / len(self._where)
         is_event = "core" in ids
         if ids.get("to") == "trainer" and name in TRAINER:
             self._trainer.append(name)
@@ -52,31 +57,19 @@ class Meter:
         elif is_event and name in ("done", "error") and ids.get("of") in self._trainer:
             self._trainer.remove(str(ids["of"]))
         elif name == "joined":
-            self._loads.setdefault(int(ids["replica"]), 0)
+            self._where.setdefault(int(ids["replica"]), set())
         elif name in ("died", "left"):
-            self._loads.pop(int(ids["replica"]), None)
-        elif name == "sent":
-            self._where[ids["group"], ids["sample"]] = int(ids["replica"])
-            self._add(int(ids["replica"]), 1)
-        elif name in ("completed", "failed", "cancelled") and "sample" in ids:
-            self._add(self._where.pop((ids["group"], ids["sample"]), None), -1)
+            self._where.pop(int(ids["replica"]), None)
+        elif name in ("sent", "completed", "failed", "cancelled") and "sample" in ids:
+            for requests in self._where.values():
+                requests.discard((ids["group"], ids["sample"]))
+            if name == "sent" and int(ids["replica"]) in self._where:
+                self._where[int(ids["replica"])].add((ids["group"], ids["sample"]))
 
     def take(self) -> dict[str, float]:
         seconds = {name: self._seconds[name] for name in (*PARTS, "replicas_idle")}
         self._seconds.clear()
         return {"total": sum(seconds[name] for name in PARTS), **seconds}
-
-    def _add(self, replica: int | None, change: int) -> None:
-        if replica in self._loads:
-            self._loads[replica] += change
-
-    def _pass(self, now: float) -> None:
-        passed = 0.0 if self._last is None else now - self._last
-        self._last = now
-        doing = TRAINER[self._trainer[0]] if self._trainer else "sync" if self._syncing else "exposed_generation"
-        self._seconds[doing] += passed
-        if self._loads:
-            self._seconds["replicas_idle"] += passed * list(self._loads.values()).count(0) / len(self._loads)
 
 
 def spent(rows: Iterable[Row]) -> dict[str, float]:
@@ -85,6 +78,29 @@ def spent(rows: Iterable[Row]) -> dict[str, float]:
     for row in rows:
         meter.see(row)
     return meter.take()
+
+
+class Call(NamedTuple):
+    """A command that the trainer answered, and when it was at work on it."""
+
+    name: str
+    ids: Mapping[str, Id]
+    left: float
+    right: float
+    failed: bool
+
+
+def calls(rows: Iterable[Row]) -> Iterator[Call]:
+    """The trainer's calls that have ended. It takes one at a time, in order."""
+    waiting: defaultdict[str, list[Row]] = defaultdict(list)
+    free = -math.inf
+    for row in rows:
+        if row.ids.get("to") == "trainer":
+            waiting[row.name].append(row)
+        elif row.name in ("done", "error") and (asked := waiting[str(row.ids.get("of"))]):
+            first = asked.pop(0)
+            yield Call(first.name, first.ids, max(free, first.time), row.time, row.name == "error")
+            free = row.time
 
 
 def syncs(rows: Iterable[Row]) -> Iterator[tuple[float, float]]:
@@ -183,46 +199,37 @@ class Buffer:
     def __init__(self) -> None:
         self.slots: list[Slot] = []
         self.evicted: list[int] = []
-        self._known: dict[int, Slot] = {}
+        self._known: dict[Any, Slot] = {}
 
-    @property
-    def start_weight_list(self) -> list[int]:
-        return [slot.start for slot in self.slots]
-
-    @property
-    def target_step_list(self) -> list[int | None]:
-        return [slot.target for slot in self.slots]
-
-    @property
-    def ready_list(self) -> list[bool]:
-        return [slot.ready for slot in self.slots]
-
-    @property
-    def meta_list(self) -> list[Meta]:
-        return [Meta((slot.group,)) for slot in self.slots]
+    start_weight_list = property(lambda self: [slot.start for slot in self.slots])
+    target_step_list = property(lambda self: [slot.target for slot in self.slots])
+    ready_list = property(lambda self: [slot.ready for slot in self.slots])
+    meta_list = property(lambda self: [Meta((slot.group,)) for slot in self.slots])
 
     def __len__(self) -> int:
         return len(self.slots)
 
     async def remove(self, indices: Sequence[int], remove_in_dp: bool) -> int:
         """Take groups out: for training, or with `remove_in_dp` because they are too old."""
-        gone = {id(self.slots[index]) for index in indices}
-        self.evicted += [slot.group for slot in self.slots if id(slot) in gone and remove_in_dp]
-        self.slots = [slot for slot in self.slots if id(slot) not in gone]
+        gone = {*indices}
+        if remove_in_dp:
+            self.evicted += [slot.group for place, slot in enumerate(self.slots) if place in gone]
+        self.slots = [slot for place, slot in enumerate(self.slots) if place not in gone]
         return len(gone)
 
     def follow(self, row: Row) -> None:
         """Do what a row of the ledger says. A group of a step that was given up takes its place again."""
         group = row.ids.get("group")
-        if not isinstance(group, int) or "core" in row.ids:
+        if "core" in row.ids or (row.name != "reserved" and group not in self._known):
             return
         if row.name == "reserved":
             target = row.ids.get("target")
-            slot = self._known[group] = Slot(group, int(row.ids["version"]), None if target is None else int(target))
+            slot = Slot(int(row.ids["group"]), int(row.ids["version"]), None if target is None else int(target))
+            self._known[group] = slot
             self.slots.append(slot)
         elif row.name == "ready":
             self._known[group].ready = True
-        elif row.name in ("place", "unselected") and group in self._known:
+        elif row.name in ("place", "unselected"):
             self.slots = sorted([*self.slots, self._known[group]], key=lambda slot: slot.group)
         elif row.name in GONE:
             self.slots = [slot for slot in self.slots if slot.group != group]

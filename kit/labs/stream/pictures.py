@@ -22,7 +22,8 @@ from kit.labs.stream import tables
 from kit.loop.messages import Row
 from kit.results import NotMeasured, Run, Unjudged
 from kit.results.units import ROW, counted, time_unit
-from kit.stream.ports import PARTS, syncs
+from kit.stream.ports import PARTS, Call, calls, syncs
+from kit.stream.ports import TRAINER as TRAINING
 from kit.stream.settings import SAMPLERS
 from kit.stream.simulated import forecast, pace
 
@@ -136,7 +137,7 @@ def version_marks(rows: Sequence[Row], drawn: Lanes, theme: Theme) -> tuple[dict
     marks: dict[str, dict[str, Any]] = {"sync, from request to publication": {"facecolor": theme.faint, "alpha": BAND}}
     if drawn.joints:
         marks["one sample across a sync"] = {"color": theme.ink, "linewidth": 1.2}
-    if any(one.part == "logprobs" for one in tables.work(rows)):
+    if any(one.name == "logprobs" for one in calls(rows)):
         marks["log-probabilities"] = hatched
     if drawn.given_up:
         marks["given up"] = {"color": theme.ink, "linestyle": "", "marker": "x", "markersize": 5}
@@ -150,20 +151,21 @@ def few(numbers: Sequence[int]) -> str:
 def draw_trainer(ax: Axes, rows: Sequence[Row], theme: Theme, began: float, scale: float) -> None:
     """A step from its first call to its last in the colour of the version that it makes; it is open while it waits for groups."""
     made = {int(row.ids["step"]): int(row.ids["version"]) for row in rows if row.name == "bumped"}
-    by: dict[int, list[tables.Work]] = defaultdict(list)
-    for one in tables.work(rows):
-        by[one.step].append(one)
+    by: dict[int, list[Call]] = defaultdict(list)
+    for one in calls(rows):
+        if one.name in TRAINING:
+            by[int(one.ids["step"])].append(one)
     inch = (rows[-1].time - began) / ACROSS
-    ends = [*[calls[0].left for calls in by.values()][1:], rows[-1].time]
+    ends = [*[mine[0].left for mine in by.values()][1:], rows[-1].time]
     hatched = {"hatch": "////", "edgecolor": theme.paper}
-    for (step, calls), following in zip(by.items(), ends, strict=True):
+    for (step, mine), following in zip(by.items(), ends, strict=True):
         colour = theme.colour(made[step]) if step in made else theme.faint
-        left, right = calls[0].left, calls[-1].right
+        left, right = mine[0].left, mine[-1].right
         middle = (0.06 + TRAINER) / 2
         paint_boxes(ax, [Box(left, right, middle - 0.02, middle + 0.02)], began, scale, facecolor=colour)
         for part, look in (("training", {}), ("logprobs", hatched)):
-            mine = [Box(one.left, one.right, 0.06, TRAINER) for one in calls if one.part == part]
-            paint_boxes(ax, mine, began, scale, facecolor=colour, gid=f"step {step}", **look)
+            boxes = [Box(one.left, one.right, 0.06, TRAINER) for one in mine if TRAINING[one.name] == part]
+            paint_boxes(ax, boxes, began, scale, facecolor=colour, gid=f"step {step}", **look)
         whole = f"step {step}, version {made[step]}" if step in made else f"step {step} given up"
         fitting = [word for word in (whole, f"step {step}", str(step)) if len(word) * LETTER * inch < following - left]
         if fitting:

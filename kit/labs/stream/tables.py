@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
@@ -158,30 +158,6 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------------
-
-
-class Work(NamedTuple):
-    """A call of the trainer: its step, what it does, and when."""
-
-    step: int
-    part: str
-    left: float
-    right: float
-
-
-def work(rows: Sequence[Row]) -> list[Work]:
-    """The trainer's calls that have ended. It takes one at a time, in order."""
-    found: list[Work] = []
-    waiting: dict[str, list[Row]] = defaultdict(list)
-    free = rows[0].time
-    for row in rows:
-        if row.name in TRAINER and "to" in row.ids:
-            waiting[row.name].append(row)
-        elif row.name in ("done", "error") and (first := waiting.get(str(row.ids.get("of")))):
-            call = first.pop(0)
-            found.append(Work(int(call.ids["step"]), TRAINER[call.name], max(free, call.time), row.time))
-            free = row.time
-    return found
 
 
 def steps(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:

@@ -381,7 +381,7 @@ def test_a_loop_under_way_is_drawn(make_stream):
 
 def test_many_replicas_and_steps_fit(make_stream):
     """A replica that dies, evictions, more replicas than have lanes, more versions than colours."""
-    prepare = lambda system: system.goes(1, at=0.5)  # noqa: E731 - a fixture's argument
+    prepare = lambda system: system.schedule("died", 1, 0.5)  # noqa: E731 - a fixture's argument
     run = make_stream(
         ranks=11, replicas=10, steps=20, sampler="windowed", places=16, on_dead_replica="go-on", prepare=prepare
     )
