@@ -179,7 +179,6 @@ def on_scored(t: Turn, step: Step, event: Event) -> None:
 
 
 def boundary(t: Turn, step: Step) -> int:
-    """The end of the current update: a whole minibatch, or what is left of the step."""
     return min((step.update + 1) * t.settings.minibatch, t.need)
 
 
@@ -431,8 +430,8 @@ def is_stuck(t: Turn) -> bool:
     """No prompt is left, and nothing is under way: what could follow from the state has been ordered already."""
     step = t.step
     trainer = step is not None and (step.unanswered or step.scoring or step.finishing or step.aborting)
-    replicas = t.in_flight or t.waiting or t.held
-    return t.exhausted and t.prompt < 0 and not (trainer or replicas or t.clearing or t.asked - {"admit"})
+    busy = trainer or t.in_flight or t.waiting or t.held or t.clearing or t.asked - {"admit"}
+    return t.exhausted and t.prompt < 0 and not busy
 
 
 def end_of_data(t: Turn) -> None:
@@ -525,7 +524,6 @@ def on_logger_failed(t: Turn, event: Event) -> None:
 
 
 def on_ask(t: Turn, event: Event) -> None:
-    """Answer a question from outside, whatever else is under way."""
     step = "" if t.step is None else f"step {t.step.id}: {t.step.finished} of {t.need} groups finished"
     t.do(
         "answer",

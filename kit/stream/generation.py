@@ -73,7 +73,6 @@ class Group:
         return any(sample.in_flight for sample in self.samples)
 
     def put(self, number: int, **changes: Any) -> Group:
-        """The group with one sample changed."""
         samples = list(self.samples)
         samples[number] = replace(samples[number], **changes)
         return replace(self, samples=tuple(samples))
@@ -103,7 +102,6 @@ class Step:
     unrun: frozenset[int] = frozenset()
 
     def chunk_end(self, start: int) -> int:
-        """The end of the chunk that holds the group at `start`."""
         return next(end for end in self.chunks if end > start)
 
     @property
@@ -188,8 +186,6 @@ class State(Frozen, Fields):
 
 
 class Turn(Fields):
-    """One event under way: the fields to write on, and the commands so far."""
-
     __slots__ = ("commands", "pipeline", "sampler", "settings")
 
     def __init__(self, fields: Fields, settings: Settings, sampler: Sampler | None, pipeline: str) -> None:
@@ -204,7 +200,6 @@ class Turn(Fields):
         self.commands.append(Command(name, to, self.pipeline, **ids))
 
     def note(self, name: str, **ids: Id) -> None:
-        """A row of the ledger."""
         self.commands.append(Command(name, NOTES, self.pipeline, **ids))
 
     def count(self, name: str, amount: int = 1) -> None:
@@ -225,7 +220,6 @@ class Turn(Fields):
 
     @property
     def need(self) -> int:
-        """Groups of the step of this version."""
         return self.settings.groups - int(self.shrunk.get(self.version, 0))
 
     def put(self, group: Group) -> None:
@@ -233,7 +227,6 @@ class Turn(Fields):
 
 
 def about(target: int) -> dict[str, Id]:
-    """The id `target`, absent where there is none."""
     return {} if target == NO_TARGET else {"target": target}
 
 
@@ -248,7 +241,6 @@ def fail(t: Turn, why: str) -> None:
 
 
 def leave(t: Turn, group: Group) -> None:
-    """Give back the place, and the slot of an unfinished group."""
     t.buffer = t.buffer.without(group.id)
     t.note("place_back", group=group.id)
     if group.order < 0:
@@ -413,7 +405,6 @@ def batch_target(t: Turn) -> int:
 
 
 def active(t: Turn) -> list[int]:
-    """Replicas that serve the current version. None: everything waits until one does."""
     return [number for number, replica in t.replicas.items() if replica.version == t.version]
 
 

@@ -73,7 +73,6 @@ class Meter:
 
 
 def spent(rows: Iterable[Row]) -> dict[str, float]:
-    """The seconds of a whole ledger."""
     meter = Meter()
     for row in rows:
         meter.see(row)
@@ -81,8 +80,6 @@ def spent(rows: Iterable[Row]) -> dict[str, float]:
 
 
 class Call(NamedTuple):
-    """A command that the trainer answered, and when it was at work on it."""
-
     name: str
     ids: Mapping[str, Id]
     left: float
@@ -104,7 +101,6 @@ def calls(rows: Iterable[Row]) -> Iterator[Call]:
 
 
 def syncs(rows: Iterable[Row]) -> Iterator[tuple[float, float]]:
-    """Start and end of each sync that ended."""
     began: dict[Id, float] = {}
     for row in rows:
         if row.name == "sync_begin":
@@ -118,11 +114,9 @@ class Watcher(Protocol):
 
 
 class Watched:
-    """A ledger that others look at, row by row."""
-
     def __init__(self, ledger: Ledger, *watchers: Watcher) -> None:
         self.ledger = ledger
-        self.watchers = watchers
+        self.watchers = [*watchers]
 
     def write(self, row: Row) -> None:
         self.ledger.write(row)
@@ -142,8 +136,7 @@ class Log(Port):
 
     def send(self, command: Command) -> Iterable[Event]:
         seconds = self.meter.take()
-        counts = {name: float(value) for name, value in command.ids if name not in ("step", "version")}
-        values = {f"train/{name}": value for name, value in counts.items()}
+        values = {f"train/{name}": float(value) for name, value in command.ids if name not in ("step", "version")}
         values |= {f"timing/{name}": value for name, value in seconds.items()}
         ids: dict[str, Id] = {name: command[name] for name in ("step", "version", "update")}
         ids |= {f"s_{name}": repr(value) for name, value in seconds.items()}
@@ -271,7 +264,6 @@ class Foreign:
         return [self._chosen(command)]
 
     def take(self) -> Iterable[Event]:
-        """An admission, once the sampler gives it."""
         if self._admission is None or not self._changed:
             return ()
         self._changed = False
@@ -298,10 +290,18 @@ class Foreign:
             if not slot.ready
             and self.sampler.should_abort_inflight(start_weight_version=slot.start, current_train_weight=now)
         ]
-        limits = {"min_prompt_groups": command.least, "max_prompt_groups": command.most}
-        meta, _ = self._at_once(self.sampler.select(current_train_weight=now, **limits))
-        chosen = () if meta is None else meta.groups
-        return Event("chosen", self.pipeline, groups=listed(chosen), evicted=listed(evicted), aborted=listed(aborted))
+        meta, _ = self._at_once(
+            self.sampler.select(
+                current_train_weight=now, min_prompt_groups=command.least, max_prompt_groups=command.most
+            )
+        )
+        return Event(
+            "chosen",
+            self.pipeline,
+            groups=listed(() if meta is None else meta.groups),
+            evicted=listed(evicted),
+            aborted=listed(aborted),
+        )
 
     def _at_once(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         task = self._loop.create_task(coroutine)

@@ -25,7 +25,7 @@ from kit.loop.messages import Command, Event, Memory, Row, numbers, read
 from kit.loop.runner import Core, Port, Runner, Simulated, VirtualClock
 from kit.results.records import PATTERN
 from kit.stream.core import TRAINERS, Controller
-from kit.stream.ports import Foreign, Log, Meter, Watched, Watcher, calls, spent, syncs
+from kit.stream.ports import Foreign, Log, Meter, Watched, calls, spent, syncs
 from kit.stream.settings import Resume, Settings, opening, read_settings, refusals
 
 Answers = Iterable[tuple[float, Event]]
@@ -73,8 +73,6 @@ class Request:
 
 
 class Replica:
-    """One replica: its requests, its weights' version, and what it does next when its turn ends."""
-
     def __init__(self, number: int, system: System) -> None:
         self.number = number
         self.system = system
@@ -91,7 +89,6 @@ class Replica:
             self.turn()
 
     def turn(self) -> None:
-        """Orders first, then some tokens of every request."""
         if self.gone:
             return
         given = self.system.durations
@@ -181,12 +178,14 @@ class System(Simulated):
         self.sync_version = -1
 
     def say(self, name: str, **ids: int | str) -> None:
-        self.arrived.append(Event(name, self.pipeline, **ids))
+        self.arrived.append(self.event(name, **ids))
 
-    def prompt(self, command: Command) -> Answers:
+    def event(self, name: str, **ids: int | str) -> Event:
+        return Event(name, self.pipeline, **ids)
+
+    def prompt(self, _: Command) -> Answers:
         group = next(self.prompts, None)
-        exhausted = Event("exhausted", command.pipeline)
-        yield 0.0, exhausted if group is None else Event("prompt", command.pipeline, group=group)
+        yield 0.0, self.event("exhausted") if group is None else self.event("prompt", group=group)
 
     def request(self, command: Command) -> Answers:
         replica = self.replicas[command.replica]
@@ -235,8 +234,6 @@ class System(Simulated):
             self.sync_over(self.sync_version, self.syncing)
 
     def schedule(self, what: str, number: int, at: float) -> None:
-        """A replica joined, died or left at that time."""
-
         def happens() -> None:
             self.say(what, replica=number)
             (self.add if what == "joined" else self.remove)(number)
@@ -286,20 +283,23 @@ def simulate(
     logged: list[dict[str, float]] = []
     log = Log(meter, logger or (lambda values, version: logged.append({"version": version, **values})))
     ports: dict[str, Port] = {**dict.fromkeys(ADDRESSES, system), "log": log}
-    watchers: list[Watcher] = [meter]
+    ledger = Watched(rows, meter)
     with contextlib.ExitStack() as scope:
         if sampler is not None:
-            foreign = Foreign(sampler, settings, pipeline=pipeline, resume=resume)
+            foreign = ports["sampler"] = Foreign(sampler, settings, pipeline=pipeline, resume=resume)
             scope.callback(foreign.close)
-            ports["sampler"] = foreign
-            watchers.append(foreign)
-        cores = {pipeline: core or Controller(settings, pipeline=pipeline, resume=resume)}
-        runner = Runner(cores, ports, clock=clock, ledger=Watched(rows, *watchers), deadline_s=1e6)
+            ledger.watchers.append(foreign)
+        runner = Runner(
+            {pipeline: core or Controller(settings, pipeline=pipeline, resume=resume)},
+            ports,
+            clock=clock,
+            ledger=ledger,
+            deadline_s=1e6,
+        )
         return Simulation(rows, runner.run()[pipeline], logged, runner)
 
 
 def rows_of(folder: Path, phase: str | None) -> list[Row]:
-    """The ledger of a loop in a run's folder."""
     return [row for path in sorted(folder.glob(PATTERN)) for row in read(path, phase)]
 
 
@@ -310,8 +310,7 @@ def forecast(rows: Iterable[Row], **changes: Any) -> Simulation:
     changed = replace(settings, **changes)
     if changes and "places" not in changes:
         places = max(changed.places, changed.groups * (changed.window + 1))
-        slots = places if settings.slots == settings.places else changed.slots
-        changed = replace(changed, places=places, slots=slots)
+        changed = replace(changed, places=places, slots=places if settings.slots == settings.places else changed.slots)
     if found := refusals(changed):
         raise BadInput("; ".join(found))
     return simulate(changed, measured(known))
@@ -320,8 +319,10 @@ def forecast(rows: Iterable[Row], **changes: Any) -> Simulation:
 def pace(rows: Sequence[Row]) -> dict[str, float]:
     """What a loop reached: steps per second, and the seconds in which it only waited for samples."""
     seconds, steps = spent(rows), sum(row.name == "bumped" for row in rows)
-    speed = steps / seconds["total"] if seconds["total"] else 0.0
-    return {"steps_per_second": speed, "exposed_generation": seconds["exposed_generation"]}
+    return {
+        "steps_per_second": steps / seconds["total"] if seconds["total"] else 0.0,
+        "exposed_generation": seconds["exposed_generation"],
+    }
 
 
 def measured(rows: Sequence[Row]) -> Durations:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +16,6 @@ from kit.stream.settings import SAMPLERS, Resume
 
 @contextlib.contextmanager
 def switched_on(fault: str | None) -> Iterator[None]:
-    """The fault's rules in place of the right ones."""
     with contextlib.ExitStack() as scope:
         for place, wrong in SWAPS.get(fault, {}).items():
             scope.enter_context(patch(f"kit.{place}", wrong))
@@ -24,7 +23,6 @@ def switched_on(fault: str | None) -> Iterator[None]:
 
 
 def handles(event: str, wrong: Callable[[Turn, Event], None]) -> dict[str, Any]:
-    """Another handler of an event."""
     return {"stream.core.HANDLERS": {**core.HANDLERS, event: wrong}}
 
 
@@ -32,8 +30,6 @@ def handles(event: str, wrong: Callable[[Turn, Event], None]) -> dict[str, Any]:
 
 
 def gate(wrong: Callable[[Turn], dict[str, Any]]) -> dict[str, Any]:
-    """The gate asks the sampler about a view in which some numbers are wrong."""
-
     def is_open(t: Turn) -> bool:
         assert t.sampler is not None
         return t.sampler.admits(dataclasses.replace(t.view(), **wrong(t)))
@@ -42,12 +38,10 @@ def gate(wrong: Callable[[Turn], dict[str, Any]]) -> dict[str, Any]:
 
 
 def running_with_tokens(t: Turn) -> dict[str, Any]:
-    """A group counts as running only from its first token on; until then the gate lets others pass."""
     return {"running": sum(slot.order < 0 and slot.tokens > 0 for slot in t.buffer.values())}
 
 
 def oldest_makes_room(t: Turn) -> bool:
-    """A full buffer drops its oldest complete group and tells nobody."""
     complete = [group for group in t.buffer.values() if group.order >= 0]
     if len(t.buffer) >= t.settings.places and complete:
         generation.leave(t, complete[0])
@@ -91,7 +85,6 @@ def keeps_the_slot(t: Turn, group: Group) -> None:
 
 
 def requeues(t: Turn) -> None:
-    """What is unfinished when the version rises is thrown away, and other prompts take its part."""
     hold(t)
     for group in list(t.buffer.values()):
         if group.order < 0 and group.ends is None and t.version < t.last:
@@ -151,7 +144,6 @@ def clear(t: Turn, step: Step) -> None:
 
 
 def cleared_already(t: Turn, step: Step) -> None:
-    """As `on_finished`, without the order to clear."""
     on_finished(t, step)
     t.clearing = t.clearing.without((step.id, step.update))
     t.commands = [command for command in t.commands if command.name != "clear"]
@@ -167,14 +159,12 @@ do = Turn.do
 
 
 def skips_some(t: Turn, name: str, to: str, **ids: Any) -> None:
-    """Every fifth group is left out of its microbatch, and marked trained all the same."""
     if name == "microbatch":
         ids["groups"] = listed(group for group in numbers(ids["groups"]) if group % LOST_EVERY)
     do(t, name, to, **ids)
 
 
 def pretends_the_finish(t: Turn) -> None:
-    """The optimizer step is not ordered, and counted as done."""
     finish(t)
     if t.step is not None and t.step.finishing:
         t.commands.pop()
@@ -197,12 +187,10 @@ begin, resume_from = core.Controller.begin, core.resume_from
 
 
 def all_prompts_again(state: State) -> Resume:
-    """The data begins again with its first prompt."""
     return dataclasses.replace(resume_from(state), next=0, open=())
 
 
 def counts_from_zero(controller: core.Controller) -> tuple[State, tuple[Command, ...]]:
-    """What was accepted before the stop is forgotten, so that too much may start."""
     state, commands = begin(controller)
     object.__setattr__(state, "accepted", 0)
     return state, commands
@@ -211,16 +199,15 @@ def counts_from_zero(controller: core.Controller) -> tuple[State, tuple[Command,
 # -- ports ----------------------------------------------------------------------------------------------------------------
 
 
-def waits_for_the_trainer(port: Any, command: Command) -> Iterable[Event]:
-    """The controller waits until the trainer has carried out an order, and sees nothing else meanwhile."""
-    ranks = port.ranks
-    ranks.queue.append(command)
-    while True:
-        ranks.arrived = ranks.take()
-        ranks.start()
-        if (pending := ranks.busy.get("trainer")) is None:
-            return ()
-        ranks.drive.wait([pending], timeout_s=ranks.drive.config.deadline_s)
+def waits_for_the_trainer(ranks: Any, seconds: float) -> None:
+    """In place of a wait for whatever happens first."""
+    ranks.start()
+    trainer = ranks.busy.get("trainer")
+    flying = [pending for pending, _, _ in ranks.flying.values()]
+    if not ranks.arrived:
+        ranks.drive.wait(
+            [trainer] if trainer else flying, timeout_s=ranks.drive.config.deadline_s if trainer else seconds
+        )
 
 
 # -- ends -----------------------------------------------------------------------------------------------------------------
@@ -258,7 +245,7 @@ SWAPS: Mapping[str | None, Mapping[str, Any]] = {
     },
     "resumes-too-early": handles("published", resumes_with_the_first),
     "caught-up-too-late": {"stream.core.log": logs_the_version_before},
-    "blocks-the-loop": {"labs.stream.drive.TrainerPort.send": waits_for_the_trainer},
+    "blocks-the-loop": {"labs.stream.drive.Ranks.wait": waits_for_the_trainer},
     "logger-raises": handles("logger_failed", ends_with_the_logger),
     "resume-replays": {"stream.core.resume_from": all_prompts_again},
     "accepted-from-zero": {"stream.core.Controller.begin": counts_from_zero},

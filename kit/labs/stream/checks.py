@@ -144,7 +144,6 @@ def equals_plain(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
 
 
 def differing(wanted: Outcomes, found: Outcomes, where: str) -> Measured:
-    """How many outcomes are not the same bit for bit, and the first of them."""
     differ = [key for key in {**wanted, **found} if wanted.get(key) != found.get(key)]
     if not differ:
         return Measured(0.0, f"{len(wanted)} outcomes {where} are identical bit for bit")
@@ -189,8 +188,7 @@ def controller_answers(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
 
 def logger_is_harmless(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Does training go on when the logger raises?"""
-    phase = "stream" if config["simulated"] else "rehearse"
-    rows = needed(frame, phase, "no phase with a broken logger was recorded")
+    rows = needed(frame, "stream" if config["simulated"] else "rehearse", "no phase with a broken logger was recorded")
     failed = len(rows.by_event["logger_failed"])
     error = "no end was recorded" if rows.ended is None else str(rows.ended.get("error", ""))
     harmed = rows.ended is None or "logger" in error
@@ -263,8 +261,6 @@ def kv_policy_kept(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
 
 
 def of_tokens(metric: str, what: str) -> Measure:
-    """A number of tokens that must be 0."""
-
     def measure(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
         number = verified(frame)
         return Measured(number[metric], f"{number[metric]:.0f} of {number['tokens']:.0f} tokens {what}")
@@ -285,7 +281,6 @@ def of_batches(metric: str, what: str) -> Measure:
 
 
 def verified(frame: pd.DataFrame) -> dict[str, float]:
-    """The numbers of the recomputation."""
     rows = select(frame, phase="verify", metric="tokens")
     if not rows["value"].iloc[-1]:
         incomplete("no token was recomputed")
@@ -358,7 +353,6 @@ def ran(*phases: str) -> Callable[[Mapping[str, Any]], bool]:
 
 
 def resumes(config: Mapping[str, Any]) -> bool:
-    """Whether a loop was stopped and resumed, and another one was not."""
     return ran("lockstep", "resume")(config) or (config["simulated"] and "resume" in phases_in(config))
 
 
@@ -368,12 +362,10 @@ def phases_of(name: str) -> tuple[str, ...]:
 
 
 def question(function: Callable[..., Measured]) -> str:
-    """The first line of its docstring."""
     return (function.__doc__ or "").partition("\n")[0]
 
 
 def asked(measure: Measure, tolerance: str, **more: Any) -> Check:
-    """A check with the name of a function, which asks its question."""
     return at_most(measure.__name__, question(measure), tolerance, measure, **more)
 
 

@@ -160,7 +160,6 @@ class StreamConfig(JobConfig):
             )
 
     def runs(self, phase: str) -> bool:
-        """Whether this phase is asked for, and possible."""
         possible = {"resume": self.steps > 1, "rehearse": self.replicas > 1}
         return phase in wanted(self.phases) and possible.get(phase, True)
 
@@ -175,18 +174,15 @@ class StreamConfig(JobConfig):
 
     @property
     def loss_options(self) -> dict[str, Any]:
-        """The settings of the loss."""
         cut = {"importance": "tokens", "truncation": "tis", "band_high": 2.0} if self.correction else {}
         return {**cut, **({"kl": 0.05} if self.reference == "recomputed" else {})}
 
 
 def wanted(phases: str) -> tuple[str, ...]:
-    """The phases that a config names."""
     return (*PHASES,) if phases == ALL else tuple(phases.replace(" ", "").split(","))
 
 
 def settings(config: StreamConfig) -> Settings:
-    """The controller's part of the config."""
     same = {one.name: getattr(config, one.name) for one in dataclasses.fields(Settings) if hasattr(config, one.name)}
     sampler = SAMPLERS.get(config.sampler)
     needed = sampler.places(config.groups, config.window) if sampler else 0

@@ -32,12 +32,12 @@ from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.drive import Drive
 from kit.labs.stream import broken
 from kit.labs.stream.config import StreamConfig, replica_names, settings
-from kit.loop.messages import Command, Event, Memory, Row, listed, numbers
+from kit.loop.messages import Command, Event, Id, Memory, Row, listed, numbers
 from kit.loop.runner import Core, Port, RealClock, Runner, Stalled
 from kit.results.records import new_row
 from kit.stream import core, simulated
 from kit.stream.core import Controller
-from kit.stream.ports import Foreign, Log, Meter, Watched, Watcher
+from kit.stream.ports import Foreign, Log, Meter, Watched
 from kit.stream.settings import Resume, Settings, opening
 from kit.stream.simulated import Durations, drawn_length
 from kit.target import load_callable
@@ -50,8 +50,8 @@ STUCK_S = 1.0  # without any call under way
 PATIENCE = 0.1  # of the deadline, in which a trainer notices by itself that a replica of its sync died
 
 
-class Ranks:
-    """All ranks of a run, and what they are doing. `trainer`, `replica` and `sync` are its ports."""
+class Ranks(Port):
+    """All ranks of a run, and what they are doing: the ports "trainer", "replica" and "sync"."""
 
     def __init__(self, drive: Drive, replicas: Iterable[str], *, pipeline: str = "") -> None:
         self.drive = drive
@@ -61,11 +61,10 @@ class Ranks:
         self.queue: deque[Command] = deque()  # the trainer's
         self.syncs: deque[Command] = deque()
         self.busy: dict[str, Pending] = {}  # by role
-        self.flying: dict[int, tuple[Pending, tuple[str, ...], Ended]] = {}
+        self.flying: dict[int, tuple[Pending, str, Ended]] = {}
         self.arrived: list[Event] = []
-        self.in_vain: tuple[float, Pending] | None = (
-            None  # the trainer's sync with a dead replica, and until when it may wait
-        )
+        # the trainer's sync with a dead replica, and until when it may wait
+        self.in_vain: tuple[float, Pending] | None = None
         self.heard = time.monotonic()  # when a call was last under way
         self.stuck: RankTimeout | None = None  # a call past the run's deadline: nothing more can be asked of its ranks
 
@@ -80,20 +79,31 @@ class Ranks:
             return
         if self.flying:
             self.drive.wait([pending for pending, _, _ in self.flying.values()], timeout_s=self.patient(seconds))
+        elif time.monotonic() - self.heard > STUCK_S:
+            raise Stalled("the controller waits for an answer, but no call is under way", ())
         else:
-            if time.monotonic() - self.heard > STUCK_S:
-                raise Stalled("the controller waits for an answer, but no call is under way", ())
             time.sleep(min(seconds, STUCK_S / 10))
+
+    def send(self, command: Command) -> Iterable[Event]:
+        """Orders wait for the next call. A replica that is gone answers nothing: its death was an event."""
+        if command.name in ("generate", "cancel"):
+            self.orders.get(name_of(command.replica), []).append({"order": command.name, **dict(command.ids)})
+        else:
+            (self.syncs if command.name == "sync" else self.queue).append(command)
+        return ()
 
     def take(self) -> list[Event]:
         """What has happened. Ranks that became free get their next call once the controller has heard all of it: one event after the other
         brings orders, and what comes after a call began waits for its end."""
-        self._give_up()
-        for number, (pending, roles, ended) in [*self.flying.items()]:
+        if self.in_vain is not None and self.in_vain[0] <= time.monotonic():
+            # The trainer alone can wait for the call of a replica which died before it made it. It lets the other replicas know, and the
+            # sync is then tried with them. Limit: several ranks are not interrupted, as some wait in a collective.
+            self.in_vain[1].cancel()
+            self.in_vain = None
+        for number, (pending, role, ended) in [*self.flying.items()]:
             if pending.done():
                 del self.flying[number]
-                for role in roles:
-                    self.busy.pop(role, None)
+                self.busy.pop(role, None)
                 try:
                     self.arrived += ended(pending)
                 except RankTimeout as error:
@@ -116,11 +126,10 @@ class Ranks:
 
     # -- calls ----------------------------------------------------------------------------------------------------------
 
-    def _call(self, roles: tuple[str, ...], method: str, args: dict[str, Any], ended: Ended) -> None:
-        ranks = [rank for role in roles for rank in self.drive.roles[role]]
-        pending = self.drive.submit(method, args=args, ranks=ranks, timeout_s=self.drive.config.deadline_s)
-        self.busy |= dict.fromkeys(roles, pending)
-        self.flying[id(pending)] = pending, roles, ended
+    def _call(self, role: str, method: str, args: dict[str, Any], ended: Ended) -> None:
+        ranks, timeout_s = self.drive.roles[role], self.drive.config.deadline_s
+        pending = self.busy[role] = self.drive.submit(method, args=args, ranks=ranks, timeout_s=timeout_s)
+        self.flying[id(pending)] = pending, role, ended
 
     def _train(self, command: Command) -> None:
         args = {name: [*numbers(str(value))] if name == "groups" else value for name, value in command.ids}
@@ -135,13 +144,13 @@ class Ranks:
             more = {"tokens": answer["tokens"]} if command.name == "microbatch" else {}
             return [Event("done", self.pipeline, **{**dict(command.ids), "of": command.name, **more})]
 
-        self._call((TRAINER,), command.name, args, ended)
+        self._call(TRAINER, command.name, args, ended)
 
     def _decode(self, name: str) -> None:
         orders, self.orders[name] = self.orders[name], []
         for order in orders:
-            key = order["group"], order["sample"]
-            (self.active[name].add if order["order"] == "generate" else self.active[name].discard)(key)
+            active = self.active[name]
+            (active.add if order["order"] == "generate" else active.discard)((order["group"], order["sample"]))
 
         def ended(pending: Pending) -> list[Event]:
             try:
@@ -153,7 +162,7 @@ class Ranks:
                     self.active[name].discard((what["group"], what["sample"]))
             return [Event(what.pop("event"), self.pipeline, replica=number_of(name), **what) for what in happened]
 
-        self._call((name,), "decode", {"orders": orders}, ended)
+        self._call(name, "decode", {"orders": orders}, ended)
 
     def _sync(self, command: Command) -> None:
         """A call for the trainer and one for each replica, so that a death is an event at once."""
@@ -167,6 +176,8 @@ class Ranks:
             happened: list[Event] = []
             try:
                 pending.result()
+                if role != TRAINER:
+                    happened.append(Event("published", self.pipeline, replica=number_of(role), **ids))
             except RankTimeout:
                 raise
             except KitError as error:
@@ -174,28 +185,15 @@ class Ranks:
                 if isinstance(error, RankDied):
                     happened += self._lost(role, error)
                     if TRAINER in left and len(self.drive.roles[TRAINER]) == 1:
-                        until = time.monotonic() + PATIENCE * self.drive.config.deadline_s
-                        self.in_vain = until, self.busy[TRAINER]
-            else:
-                if role != TRAINER:
-                    happened.append(Event("published", self.pipeline, replica=number_of(role), **ids))
-            if not left and failures:
-                happened.append(Event("error", self.pipeline, of="sync", why=failures[0], **ids))
-            elif not left:
-                happened.append(Event("synced", self.pipeline, **ids))
-            return happened
+                        self.in_vain = time.monotonic() + PATIENCE * self.drive.config.deadline_s, self.busy[TRAINER]
+            if left:
+                return happened
+            if failures:
+                return [*happened, Event("error", self.pipeline, of="sync", why=failures[0], **ids)]
+            return [*happened, Event("synced", self.pipeline, **ids)]
 
         for role in (*names, TRAINER):
-            self._call((role,), "sync", args, functools.partial(ended, role))
-
-    def _give_up(self) -> None:
-        """Interrupt a trainer that waits for the call of a replica which died before it made it; only the trainer can wait so. It lets the
-        other replicas know, and the sync is then tried with them. Limit: several ranks are not interrupted, as some wait in a collective.
-        """
-        if self.in_vain is not None and self.in_vain[0] <= time.monotonic():
-            _, pending = self.in_vain
-            self.in_vain = None
-            pending.cancel()
+            self._call(role, "sync", args, functools.partial(ended, role))
 
     def patient(self, seconds: float) -> float:
         """At most so long, and not beyond the time at which a call is given up."""
@@ -221,48 +219,11 @@ class Ranks:
 
 
 def name_of(replica: int) -> str:
-    """A replica's role."""
     return f"replica {replica}"
 
 
 def number_of(name: str) -> int:
     return int(name.rpartition(" ")[2])
-
-
-class OfRanks(Port):
-    """A port of these ranks."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-
-
-class TrainerPort(OfRanks):
-    """begin, microbatch, finish, abort, clear, discard, logprobs: one after the other."""
-
-    def send(self, command: Command) -> Iterable[Event]:
-        self.ranks.queue.append(command)
-        return ()
-
-    def take(self) -> Iterable[Event]:
-        return self.ranks.take()
-
-
-class ReplicaPort(OfRanks):
-    """generate and cancel, to the replica that the command names. One that is gone answers nothing: its death was an event."""
-
-    def send(self, command: Command) -> Iterable[Event]:
-        orders = self.ranks.orders.get(name_of(command.replica))
-        if orders is not None:
-            orders.append({"order": command.name, **dict(command.ids)})
-        return ()
-
-
-class SyncPort(OfRanks):
-    """Weights from the trainer to every live replica."""
-
-    def send(self, command: Command) -> Iterable[Event]:
-        self.ranks.syncs.append(command)
-        return ()
 
 
 # -- the phases -----------------------------------------------------------------------------------------------------------
@@ -274,28 +235,58 @@ UNITS = {"steps_per_second": "1/s", "exposed_generation": "s"}
 
 
 def plain(drive: Drive) -> None:
-    """Every sample first, then every group in order; no controller."""
-    config = drive.config
-    loop = Straight(drive)
+    """Every call is waited for before the next; log-probabilities that are recomputed come before the first update of a step."""
+    config, plan = drive.config, settings(drive.config)
+    ranks = started(drive)
+
+    def events() -> Iterator[Event]:
+        while True:
+            ranks.wait(config.deadline_s)
+            for event in ranks.take():
+                if event.name in ("error", "died", "failed"):
+                    raise KitError(f"{event.name} in the plain loop: {event.get('why', event.ids)}")
+                yield event
+
+    def do(name: str, **ids: Id) -> None:
+        ranks.send(Command(name, "", **ids))
+        next(event for event in events() if event.name == ("synced" if name == "sync" else "done"))
+
+    def sync(version: int) -> None:
+        do("sync", version=version, at_sync="keep", replicas=listed(range(config.replicas)))
+
+    def generate(groups: Sequence[int]) -> None:
+        """All samples of these groups, dealt out over the replicas."""
+        wanted = {(group, sample) for group in groups for sample in range(config.group)}
+        for number, (group, sample) in enumerate(sorted(wanted)):
+            ranks.send(Command("generate", "", group=group, sample=sample, replica=number % config.replicas, attempt=0))
+        arrived = events()
+        while wanted:
+            event = next(arrived)
+            if event.name == "completed":
+                wanted.discard((event.group, event.sample))
+
     for step in range(config.steps):
-        loop.sync(step)
+        sync(step)
         groups = range(step * config.groups, (step + 1) * config.groups)
-        loop.generate(groups)
-        loop.train(step, groups)
-    loop.sync(config.steps)
+        generate(groups)
+        for which in plan.logprobs:
+            do("logprobs", step=step, groups=listed(groups), which=which)
+        for update, start in enumerate(range(0, len(groups), plan.minibatch)):
+            ids, mine = {"step": step, "update": update}, listed(groups[start : start + plan.minibatch])
+            do("begin", **ids)
+            do("microbatch", groups=mine, **ids)
+            do("finish", **ids)
+            do("clear", groups=mine, **ids)
+    sync(config.steps)
 
 
 def lockstep(drive: Drive) -> None:
-    """The controller without staleness: a step's groups are trained in order once all are complete."""
     run(drive, strict(drive.config, drive.config.steps))
 
 
 def strict(config: StreamConfig, steps: int) -> Settings:
-    """Without staleness, up to so many steps."""
-    groups = config.groups
-    return dataclasses.replace(
-        settings(config), sampler="strict", window=0, min_groups=groups, places=groups, slots=groups, steps=steps
-    )
+    whole = dict.fromkeys(("min_groups", "places", "slots"), config.groups)
+    return dataclasses.replace(settings(config), sampler="strict", window=0, steps=steps, **whole)  # type: ignore[arg-type]
 
 
 def stream(drive: Drive) -> None:
@@ -309,11 +300,11 @@ def bound(drive: Drive) -> None:
 
     Its ledger begins when that of `stream` did, so that both can be laid over one another.
     """
-    config = drive.config
+    config, plan = drive.config, settings(drive.config)
     rows = simulated.rows_of(drive.folder, "stream")
-    controller = load_callable(config.implementation)(settings(config))
-    own = load_callable(config.sampler) if ":" in config.sampler else None
-    possible = simulated.simulate(settings(config), simulated.measured(rows), core=controller, sampler=own).rows
+    possible = simulated.simulate(
+        plan, simulated.measured(rows), core=load_callable(config.implementation)(plan), sampler=own_sampler(config)
+    ).rows
     drive.append([new_row(row.name, None, "", rows[0].time + row.time, ids=row.ids) for row in possible])
     for loop, ledger in (("stream", rows), ("bound", possible)):
         for metric, value in simulated.pace(ledger).items():
@@ -336,8 +327,11 @@ def resume(drive: Drive) -> None:
     drive.submit("save", role=TRAINER).result()
     ranks = started(drive)
     drive.submit("load", args={"version": half}, role=TRAINER).result()
-    start = core.resume_from(state)
-    run(drive, strict(config, config.steps), start, ranks=ranks)
+    run(drive, strict(config, config.steps), core.resume_from(state), ranks=ranks)
+
+
+def silent(_: dict[str, float], __: int) -> None:
+    """A logger that drops everything: the numbers are in the ledger."""
 
 
 def run(
@@ -345,39 +339,32 @@ def run(
     limits: Settings,
     start: Resume | None = None,
     *,
-    logger: Callable[[dict[str, float], int], object] | None = None,
+    logger: Callable[[dict[str, float], int], object] = silent,
     ranks: Ranks | None = None,
 ) -> Any:
     """The controller with these settings over live ranks until it ends; its last state. `start` is where it goes on."""
     machine: Core[Any] = load_callable(drive.config.implementation)(limits, *([] if start is None else [start]))
     live, asker, meter = ranks or started(drive), Asker(), Meter()
     ports: dict[str, Port] = {
-        "trainer": TrainerPort(live),
-        "replica": ReplicaPort(live),
-        "sync": SyncPort(live),
-        "data": Data() if start is None else Data(start.next, start.open),
+        **dict.fromkeys((TRAINER, "replica", "sync"), live),
+        "data": Data(start),
         "desk": Desk(),
-        "log": Log(meter, logger or silent),
+        "log": Log(meter, logger),
         "asker": asker,
     }
-    written = Written(drive)
-    for name, ids in opening(limits, start):
-        row = Row(name, time.time(), ids)
-        written.write(row)
-        meter.see(row)  # its time begins where the ledger does, however long it takes until the loop does
-    watchers: list[Watcher] = [meter]
+    ledger = Watched(Written(drive), meter)
+    for name, ids in opening(limits, start):  # the meter's time begins here, however long it takes until the loop does
+        ledger.write(Row(name, time.time(), ids))
     with contextlib.ExitStack() as scope:
-        if ":" in drive.config.sampler:  # a core that has one of our samplers never asks it
-            kind = load_callable(drive.config.sampler)
-            foreign = Foreign(kind, settings(drive.config), pipeline=PIPELINE, resume=start)
+        if kind := own_sampler(drive.config):  # a core that has one of our samplers never asks it
+            foreign = ports["sampler"] = Foreign(kind, settings(drive.config), pipeline=PIPELINE, resume=start)
             scope.callback(foreign.close)
-            ports["sampler"] = foreign
-            watchers.append(foreign)
+            ledger.watchers.append(foreign)
         runner = Runner(
             {PIPELINE: machine},
             ports,
             clock=RealClock(lambda seconds: live.wait(min(seconds, asker.left()))),
-            ledger=Watched(written, *watchers),
+            ledger=ledger,
             deadline_s=drive.config.deadline_s,
         )
         ended = runner.run()[PIPELINE]
@@ -389,8 +376,8 @@ def run(
     return runner.states[PIPELINE]
 
 
-def silent(_: dict[str, float], __: int) -> None:
-    """A logger that drops everything: the numbers are in the ledger."""
+def own_sampler(config: StreamConfig) -> Any:
+    return load_callable(config.sampler) if ":" in config.sampler else None
 
 
 def broken_logger(_: dict[str, float], __: int) -> None:
@@ -405,9 +392,8 @@ class Losing(Ranks):
     def take(self) -> list[Event]:
         arrived = super().take()
         last = self.drive.config.replicas - 1
-        if not self.killed_at and any(
-            event.name == "tokens" and event.replica == last and event.version for event in arrived
-        ):
+        decoding = (event for event in arrived if event.name == "tokens" and event.replica == last)
+        if not self.killed_at and any(event.version for event in decoding):
             ranks = self.drive.roles[name_of(last)]
             self.drive.lost |= {*ranks}
             self.killed_at = time.time()
@@ -423,21 +409,19 @@ class Asker(Port):
     def __init__(self) -> None:
         self.began = time.time()
         self.due = self.began + ASKS_S
-        self.asked: dict[int, float] = {}
+        self.asked: list[float] = []  # when each question was due
         self.seconds: list[float] = []
 
     def left(self) -> float:
-        """Seconds until the next question."""
         return max(0.0, self.due - time.time())
 
     def take(self) -> Iterable[Event]:
         """All that are due: a controller that was blocked is late with each of them."""
         asked = []
         while time.time() >= self.due:
-            number = len(self.asked)
-            self.asked[number] = self.due
+            asked.append(Event("ask", PIPELINE, of="status", question=len(self.asked), asker="asker"))
+            self.asked.append(self.due)
             self.due += max(ASKS_S, (self.due - self.began) / ASKS)
-            asked.append(Event("ask", PIPELINE, of="status", question=number, asker="asker"))
         return asked
 
     def send(self, command: Command) -> Iterable[Event]:
@@ -455,8 +439,6 @@ def started(drive: Drive, ranks: type[Ranks] = Ranks) -> Ranks:
 
 
 class Written:
-    """The ledger among the run's records."""
-
     def __init__(self, drive: Drive) -> None:
         self.drive = drive
         self.rows: list[dict[str, Any]] = []
@@ -470,62 +452,11 @@ class Written:
             self.drive.append(rows)
 
 
-class Straight:
-    """Calls one after the other, each waited for."""
-
-    def __init__(self, drive: Drive) -> None:
-        self.config: StreamConfig = drive.config
-        self.ranks = started(drive)
-
-    def generate(self, groups: Sequence[int]) -> None:
-        """All samples of these groups, dealt out over the replicas."""
-        wanted = {(group, sample) for group in groups for sample in range(self.config.group)}
-        names = [*self.ranks.orders]
-        for number, (group, sample) in enumerate(sorted(wanted)):
-            order = {"order": "generate", "group": group, "sample": sample, "attempt": 0}
-            self.ranks.orders[names[number % len(names)]].append(order)
-        for event in self.events():
-            if event.name == "completed":
-                wanted.discard((event.group, event.sample))
-            if not wanted:
-                return
-
-    def train(self, step: int, groups: Sequence[int]) -> None:
-        """One step, cut into its updates; log-probabilities that are recomputed come before the first."""
-        plan = settings(self.config)
-        for which in plan.logprobs:
-            self.do(Command("logprobs", TRAINER, step=step, groups=listed(groups), which=which))
-        for update, start in enumerate(range(0, len(groups), plan.minibatch)):
-            ids = {"step": step, "update": update}
-            self.do(Command("begin", TRAINER, **ids))
-            self.do(Command("microbatch", TRAINER, groups=listed(groups[start : start + plan.minibatch]), **ids))
-            self.do(Command("finish", TRAINER, **ids))
-            self.do(Command("clear", TRAINER, groups=listed(groups[start : start + plan.minibatch]), **ids))
-
-    def sync(self, version: int) -> None:
-        replicas = listed(range(self.config.replicas))
-        self.do(Command("sync", "sync", version=version, at_sync="keep", replicas=replicas))
-
-    def do(self, command: Command) -> None:
-        """One call of the trainer, or a sync."""
-        (self.ranks.syncs if command.name == "sync" else self.ranks.queue).append(command)
-        last = "synced" if command.name == "sync" else "done"
-        next(event for event in self.events() if event.name == last)
-
-    def events(self) -> Iterator[Event]:
-        while True:
-            self.ranks.wait(self.config.deadline_s)
-            for event in self.ranks.take():
-                if event.name in ("error", "died", "failed"):
-                    raise KitError(f"{event.name} in the plain loop: {event.get('why', event.ids)}")
-                yield event
-
-
 class Data(Port):
     """Prompts by number: those that are given again, then from the first on without end. Replicas make each from the seed."""
 
-    def __init__(self, first: int = 0, again: Iterable[int] = ()) -> None:
-        self.numbers = itertools.chain(again, itertools.count(first))
+    def __init__(self, start: Resume | None = None) -> None:
+        self.numbers = itertools.count() if start is None else itertools.chain(start.open, itertools.count(start.next))
 
     def send(self, command: Command) -> Iterable[Event]:
         return [Event("prompt", command.pipeline, group=next(self.numbers))]
@@ -539,7 +470,6 @@ class Desk(Port):
 
 
 def controller(plan: Any, start: Resume | None = None) -> Core[Any]:
-    """The kit's own controller."""
     return Controller(plan, pipeline=PIPELINE, resume=start)
 
 
@@ -549,7 +479,6 @@ REHEARSED = {"microbatch": 1}  # commands that fail once, and the step of their 
 
 
 def simulated_stream(drive: Drive) -> None:
-    """The controller with the config, and with the fault that is on."""
     with written(drive) as rows, broken.switched_on(drive.fault):
         run_simulated(drive.config, rows, **broken.CONDITIONS.get(drive.fault, {}))
 
@@ -611,7 +540,7 @@ def run_simulated(
             prompts=prompts,
             core=controller,
             resume=start,
-            sampler=load_callable(config.sampler) if ":" in config.sampler else None,
+            sampler=own_sampler(config),
             logger=broken_logger,
             rows=rows,
             pipeline=PIPELINE,
@@ -624,7 +553,7 @@ def run_simulated(
 
 def durations(config: StreamConfig) -> Durations:
     """Of tokens and samples as the config paces them; without a pace, training takes about as long as generation."""
-    low, high = config.answer
     paces = {"token_s": config.pace_ms / 1000, "train_s": config.train_pace_ms * config.group / 1000}
     given: dict[str, Any] = {name: seconds for name, seconds in paces.items() if seconds}
+    low, high = config.answer
     return Durations(length=drawn_length(low, high, config.seed), span=config.decode, **given)

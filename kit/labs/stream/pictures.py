@@ -87,7 +87,6 @@ def pack(samples: Sequence[tables.Sample]) -> list[int]:
 
 
 def versions(scene: Scene) -> None:
-    """The trainer's lane, the requests of each replica, and the buffer below on the same axis of time."""
     theme, frame = scene.theme, scene.data.records
     phase = tables.shown(frame)
     rows = tables.ledger(frame, phase)
@@ -181,7 +180,6 @@ def bands(rows: Sequence[Row], axes: Iterable[Axes], theme: Theme, began: float,
 
 
 def draw_buffer(ax: Axes, rows: Sequence[Row], theme: Theme, began: float, scale: float) -> None:
-    """Places that complete and unfinished groups take, against the limits."""
     table, limits = tables.buffer(rows), tables.capacity(rows)
     x = (table["time"] - began) * scale
     ax.stackplot(
@@ -225,12 +223,10 @@ LOOP = {
 
 
 def looks(theme: Theme) -> dict[str, dict[str, Any]]:
-    """The parts of the time in their colours, by column."""
     return {part: {"facecolor": theme.series[PART[part][0]], "linewidth": 0} for part in PARTS}
 
 
 def times(scene: Scene) -> None:
-    """Every step by part, and beside it whole loops over the same work."""
     theme, frame = scene.theme, scene.data.records
     axes = scene.figure.subplot_mosaic(
         [["legend", "legend"], ["steps", "loops"]], height_ratios=(0.1, 1), width_ratios=(6, 5)
@@ -244,8 +240,7 @@ def times(scene: Scene) -> None:
 def whole_numbers(ax: Axes, numbers: Collection[int]) -> None:
     """An axis of bars at whole numbers. A few bars are not as wide as the plot."""
     low, high = min(numbers), max(numbers)
-    every = math.ceil((high - low + 1) / NAMED)
-    ax.set_xticks(range(low, high + 1, every))
+    ax.set_xticks(range(low, high + 1, math.ceil((high - low + 1) / NAMED)))
     ax.set_xlim(low - 0.8, max(high, low + 3) + 0.8)
 
 
@@ -335,7 +330,6 @@ def groups(scene: Scene) -> None:
 
 
 def draw_lags(ax: Axes, table: pd.DataFrame, window: int | None, theme: Theme) -> None:
-    """Trained tokens by lag; those beyond the window are wrong."""
     tokens = table.groupby("lag")["tokens"].sum()
     total = int(tokens.sum())
     for lag, count in zip(tokens.index.tolist(), tokens.tolist(), strict=True):
@@ -354,7 +348,6 @@ def draw_lags(ax: Axes, table: pd.DataFrame, window: int | None, theme: Theme) -
 
 
 def draw_ends(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
-    """Groups that ended under each version, stacked by how."""
     looks = {end: {"facecolor": theme.series[colour], "linewidth": 0} for end, (colour, _) in END.items()}
     kinds = [end for end in END if end in set(table["end"])]
     for version, rows in table.groupby("version"):
@@ -406,7 +399,6 @@ WIDEST = 8  # versions
 
 
 def prepare(run: Run) -> Callable[..., pd.DataFrame]:
-    """Reads the ledger of the loop that is drawn, once."""
     frame = run.frame()
     phase = tables.shown(frame)
     if not phase:
@@ -423,7 +415,6 @@ def prepare(run: Run) -> Callable[..., pd.DataFrame]:
 
 
 def line(rows: Sequence[Row]) -> dict[str, float]:
-    """A loop in a line of the table. Times are in seconds."""
     reached, lags = pace(rows), tables.lags_of(rows)
     ended = next((row.ids for row in rows if row.name == "ended"), {})
     return {
@@ -440,8 +431,6 @@ WHAT_IF = WhatIf(title="What if", names={"sampler": (*SAMPLERS,)}, numbers={"win
 
 
 def has_rows(table: Callable[[RunData], pd.DataFrame]) -> Callable[[RunData], bool]:
-    """Whether a table of a run has rows."""
-
     def has(data: RunData) -> bool:
         try:
             return len(table(data)) > 0
@@ -457,12 +446,10 @@ def measured(table: Callable[..., pd.DataFrame]) -> Callable[[RunData], bool]:
 
 
 def ready(data: RunData) -> bool:
-    """Whether a loop with a ledger has a complete sample."""
     return bool(data.order) and tables.shown(data.records) != ""
 
 
 def recomputed(scene: Scene) -> None:
-    """What the phase verify found, in a sentence."""
     ax, theme, frame = scene.figure.subplots(), scene.theme, scene.data.records
     rows = frame[frame["phase"] == "verify"]
     found = {str(name): float(value) for name, value in zip(rows["metric"], rows["value"], strict=True)}
@@ -480,7 +467,6 @@ def recomputed(scene: Scene) -> None:
 
 
 def words(data: RunData) -> list[str]:
-    """The trainer and its replicas, the sampler with its window, and what happens at a sync."""
     config = data.config
     sizes = [f"{name} {config[name]}" for name in ("tp", "pp") if config[name] > 1]
     served = counted(config["replicas"], "replica") + (f" of {config['infer_tp']}" if config["infer_tp"] > 1 else "")

@@ -42,7 +42,6 @@ def written(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def ledger(frame: pd.DataFrame, phase: str) -> list[Row]:
-    """Events and commands of a loop, in order."""
     rows = written(frame)
     rows = rows[rows["phase"] == phase]
     columns = (rows[name] for name in ("metric", "time", "ids"))
@@ -57,8 +56,6 @@ def ledger(frame: pd.DataFrame, phase: str) -> list[Row]:
 
 @dataclass(slots=True)
 class Part:
-    """Tokens of a sample that have one version, and when they were generated."""
-
     version: int
     left: float
     right: float
@@ -92,8 +89,7 @@ def samples(rows: Sequence[Row]) -> list[Sample]:
             synced = row.time
         elif row.name == "sent":
             replica = int(ids["replica"])
-            began = max(row.time, synced)
-            found.append(Sample(int(ids["group"]), int(ids["sample"]), replica, began))
+            found.append(Sample(int(ids["group"]), int(ids["sample"]), replica, max(row.time, synced)))
             under_way[key] = found[-1]
         elif key not in under_way:
             continue
@@ -149,7 +145,6 @@ def replicas(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length that these intervals cover together."""
     total, reached = 0.0, float("-inf")
     for left, right in sorted(intervals):
         total += max(0.0, right - max(left, reached))
@@ -193,7 +188,6 @@ def steps(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
 
 
 def lags(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
-    """Trained tokens by group and version: step, group, version of the tokens, lag behind the version that they were trained on, tokens."""
     return lags_of(ledger(frame, phase))
 
 
@@ -267,7 +261,6 @@ def bound(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def metered(frame: pd.DataFrame, phase: str) -> dict[str, float]:
-    """Seconds of a loop with a ledger; none if it has not ended."""
     try:
         rows = ledger(frame, phase)
     except NotMeasured:

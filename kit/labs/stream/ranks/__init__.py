@@ -37,8 +37,6 @@ TRAINER = "the trainer"
 
 
 class Key(NamedTuple):
-    """A sample of a group."""
-
     group: int
     sample: int
 
@@ -79,8 +77,6 @@ class Row:
 
 
 class Outbox:
-    """A replica's end."""
-
     def __init__(self, meeting: str, replica: str, timeout_s: float) -> None:
         self._link = call(address_of(meeting), replica, peer=TRAINER, timeout_s=timeout_s)
 
@@ -104,7 +100,6 @@ class Inbox:
         self._error: Exception | None = None
 
     def accept(self, replicas: Sequence[str]) -> None:
-        """Wait for these replicas to connect."""
         for name, link in self._listener.accept([*replicas], self.timeout_s).items():
             self._links[name] = link
             thread = threading.Thread(target=self._read, args=(link,), daemon=True, name=f"rows of {name}")
@@ -142,7 +137,6 @@ class Inbox:
 
     @property
     def stored(self) -> list[Key]:
-        """The samples that are here."""
         with self._changed:
             return sorted(self._rows)
 
@@ -226,8 +220,7 @@ def advantages(rewards: Mapping[Key, float], kind: str) -> dict[Key, float]:
     for mine in groups.values():
         mean = statistics.fmean(mine.values())
         if kind == "leave-one-out":
-            others = max(len(mine) - 1, 1)
-            found |= {key: (reward - mean) * len(mine) / others for key, reward in mine.items()}
+            found |= {key: (reward - mean) * len(mine) / max(len(mine) - 1, 1) for key, reward in mine.items()}
         else:
             deviation = statistics.pstdev(mine.values())
             found |= {key: (reward - mean) / (deviation + TINY) for key, reward in mine.items()}
