@@ -477,7 +477,7 @@ def close(t: Turn) -> None:
     t.owed = ()
     for kind in sorted(t.granted | (t.asked & {"generation", "logprobs", "training"})):
         t.do("release", "desk", kind=kind)
-    t.in_flight, t.replicas = 0, Map()  # after an error some may be in flight: their answers have no reader
+    t.replicas = Map()  # after an error some requests may be in flight: their answers have no reader
     t.closed = True
     error = {"error": t.error} if t.error else {}
     t.do("ended", "runner", why=t.ending, version=t.version, updates=t.updates, **error, **t.counts)

@@ -148,7 +148,6 @@ class Fields:
     accepted: int = 0  # the same without those that were filtered out
     failed_in_a_row: int = 0  # groups that failed since the last one that completed
     unfinished: int = 0
-    in_flight: int = 0
     buffer: Map = field(default_factory=Map)  # Group by id, in order of id
     waiting: tuple[tuple[int, int], ...] = ()  # samples without a replica: (group, sample)
     owed: tuple[Owed, ...] = ()
@@ -174,6 +173,11 @@ class Fields:
     error: str = ""
     closed: bool = False
     counts: Map = field(default_factory=Map)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests without a last answer."""
+        return sum(replica.load for replica in self.replicas.values())
 
 
 NAMES = tuple(Fields.__dataclass_fields__)
@@ -427,10 +431,8 @@ def send(t: Turn) -> None:
 
 
 def load(t: Turn, number: int, change: int) -> None:
-    t.in_flight += change
-    if number in t.replicas:
-        replica = t.replicas[number]
-        t.replicas = t.replicas.put(number, replace(replica, load=replica.load + change))
+    replica = t.replicas[number]
+    t.replicas = t.replicas.put(number, replace(replica, load=replica.load + change))
 
 
 def cancel_all(t: Turn) -> None:
@@ -552,7 +554,6 @@ def on_left(t: Turn, event: Event) -> None:
     for group in list(t.buffer.values()):
         for number, sample in enumerate(group.samples):
             if sample.in_flight and sample.replica == event.replica:
-                t.in_flight -= 1
                 give_up_attempt(t, t.buffer[group.id], number)
 
 

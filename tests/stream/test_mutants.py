@@ -138,7 +138,6 @@ MUTANTS = (
     mutant(
         "generation:on_left", "t.replicas = t.replicas.without(event.replica)", "pass", "a dead replica gets requests"
     ),
-    mutant("generation:on_left", "t.in_flight -= 1", "pass", "requests of a dead replica stay counted"),
     mutant("generation:sync_if_due", "t.sync is not None or ", "", "two syncs at once"),
     mutant("generation:sync_if_due", "t.step.finishing", "False", "a version that the trainer leaves is sent"),
     mutant("generation:sync_if_due", 'in ("abort", "drain")', 'in ("abort",)', "drain does not wait"),

@@ -239,13 +239,6 @@ def stamps_true(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
     )
 
 
-def behaviour_logprob(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
-    """Are recorded log-probabilities those of the distribution that was sampled from?"""
-    number = verified(frame)
-    why = f"largest difference to the closest version, {number['tokens']:.0f} tokens (noise of float32: {number['noise']:.1g})"
-    return Measured(number["logprob_error"], why)
-
-
 def kv_policy_kept(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Did every sync treat the KV cache as at_sync says?"""
     number, at_sync = verified(frame), config["at_sync"]
@@ -260,22 +253,14 @@ def kv_policy_kept(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     return Measured(wrong, f"{wrong:.0f} of {shown:.0f} tokens that show it contradict at_sync={at_sync}")
 
 
-def of_tokens(metric: str, what: str) -> Measure:
-    def measure(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
-        number = verified(frame)
-        return Measured(number[metric], f"{number[metric]:.0f} of {number['tokens']:.0f} tokens {what}")
-
-    return measure
-
-
-def of_batches(metric: str, what: str) -> Measure:
-    """Numbers of the batches that the trainer trained on, recomputed from the samples by separate code."""
+def of_recomputation(metric: str, why: str) -> Measure:
+    """A number of the recomputation; `why` may name it as {value}, and the others by their names."""
 
     def measure(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
-        number = verified(frame)
-        if metric not in number:
+        numbers = verified(frame)
+        if metric not in numbers:
             raise Missing(f"{metric} was not recorded")
-        return Measured(number[metric], f"{what}: largest difference over {number['samples']:.0f} samples")
+        return Measured(numbers[metric], why.format(value=numbers[metric], **numbers))
 
     return measure
 
@@ -376,27 +361,39 @@ CHECKS: tuple[Check, ...] = (
     asked(equals_plain, "outcomes_differ", when=ran("plain", "lockstep")),
     asked(recomputed_as_sampled, "not_as_sampled", when=ran("verify")),
     asked(stamps_true, "wrong_stamps", when=ran("verify")),
-    asked(behaviour_logprob, "logprob_error", limit=1e-5, when=ran("verify")),
+    at_most(
+        "behaviour_logprob",
+        "Are recorded log-probabilities those of the distribution that was sampled from?",
+        "logprob_error",
+        of_recomputation(
+            "logprob_error",
+            "largest difference to the closest version, {tokens:.0f} tokens (noise of float32: {noise:.1g})",
+        ),
+        limit=1e-5,
+        when=ran("verify"),
+    ),
     asked(kv_policy_kept, "wrong_policy", when=ran("verify")),
     at_most(
         "no_stale_prefix",
         "Was every prompt computed by the weights that its tokens are stamped with?",
         "stale_prefixes",
-        of_tokens("stale_prefixes", "follow from a prompt that an older version computed"),
+        of_recomputation(
+            "stale_prefixes", "{value:.0f} of {tokens:.0f} tokens follow from a prompt that an older version computed"
+        ),
         when=ran("verify"),
     ),
     at_most(
         "no_torn_generation",
         "Did every forward run on the weights of one version?",
         "torn_tokens",
-        of_tokens("of_no_version", "have the log-probability of no version"),
+        of_recomputation("of_no_version", "{value:.0f} of {tokens:.0f} tokens have the log-probability of no version"),
         when=ran("verify"),
     ),
     at_most(
         "advantage_by_group",
         "Is every advantage computed within the sample's own group?",
         "advantage_error",
-        of_batches("advantage_error", "advantages"),
+        of_recomputation("advantage_error", "advantages: largest difference over {samples:.0f} samples"),
         limit=1e-6,
         when=ran("verify"),
     ),
@@ -404,7 +401,7 @@ CHECKS: tuple[Check, ...] = (
         "on_policy_ratio_one",
         "Do previous log-probabilities match the weights at the beginning of the step?",
         "previous_error",
-        of_batches("previous_error", "log-probabilities"),
+        of_recomputation("previous_error", "log-probabilities: largest difference over {samples:.0f} samples"),
         limit=1e-5,
         when=ran("verify"),
     ),
@@ -412,7 +409,7 @@ CHECKS: tuple[Check, ...] = (
         "is_weight_right",
         "Does the loss of each sample use its recorded log-probabilities?",
         "recorded_error",
-        of_batches("recorded_error", "log-probabilities"),
+        of_recomputation("recorded_error", "log-probabilities: largest difference over {samples:.0f} samples"),
         when=ran("verify"),
     ),
     asked(
