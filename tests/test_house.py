@@ -50,8 +50,7 @@ RANK_ROOMS = {"measure", "megatron", "train", "sync"}
 # A config's `fits` weighs it against the machine; plain arithmetic of the standard library, harmless where a rank loads it along.
 # The schema and the writer of records are the ranks' too.
 BOTH_SIDES = (
-    "kit.stream.meter.",
-    "kit.stream.settings.",
+    "kit.stream.ports.",
     "kit.stream.settings.",
     "kit.world.asked.",
     "kit.world.channel",
@@ -317,8 +316,6 @@ def test_loops_and_controllers_need_the_standard_library_only() -> None:
     rooms = [path for path in FILES if room(path) in {"loop", "stream", "share"}]
     for name in modules(path for path in rooms if path.name != "judge.py"):
         assert not {each.split(".")[0] for each in imports(modules(FILES)[name], typing=True)} & HEAVY, name
-    seen = loaded_by(
-        "import kit.loop.runner, kit.stream.simulated, kit.stream.simulated, kit.stream.foreign, kit.share.broken"
-    )
+    seen = loaded_by("import kit.loop.runner, kit.stream.simulated, kit.stream.ports, kit.share.broken")
     assert {name for name in seen if name.startswith("kit.results.")} == {"kit.results.records"}
     assert not {name.split(".")[0] for name in seen} & HEAVY

@@ -69,12 +69,10 @@ class Command(Message):
 
 
 def listed(numbers: Iterable[int]) -> str:
-    """Several numbers as one id."""
     return ",".join(map(str, numbers))
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """The numbers of such an id."""
     return tuple(map(int, text.split(","))) if text else ()
 
 
@@ -95,7 +93,6 @@ class Map(dict[Any, Any]):
         return new
 
     def plus(self, key: Any, amount: int = 1) -> Map:
-        """The map of a counter after an increment."""
         return self.put(key, self.get(key, 0) + amount)
 
     def __hash__(self) -> int:  # type: ignore[override]
@@ -124,8 +121,6 @@ class Ledger(Protocol):
 
 
 class Memory(list[Row]):
-    """A ledger in memory."""
-
     def write(self, row: Row) -> None:
         self.append(row)
 

@@ -91,7 +91,6 @@ class Runner:
         self.inbox: deque[tuple[str, Event]] = deque()
 
     def run(self) -> dict[str, Command]:
-        """Begin every core and go on until all have ended."""
         try:
             for name in self.cores:
                 self._turn(name, None)
@@ -102,7 +101,6 @@ class Runner:
         return self.ended
 
     def post(self, event: Event) -> None:
-        """Put an event into the inbox, as a port would."""
         self.inbox += [(name, event) for name in self._cores_of(event)]
 
     def _next(self) -> None:
@@ -214,7 +212,6 @@ class VirtualClock:
         return self._now
 
     def after(self, seconds: float, what: Callable[[], None]) -> None:
-        """Call `what` once that time has passed."""
         if not (math.isfinite(seconds) and seconds >= 0):
             raise ValueError(f"{seconds} s is no time from now on")
         heapq.heappush(self._due, (self._now + seconds, next(self._count), what))

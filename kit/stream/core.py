@@ -1,7 +1,10 @@
 """The controller's core: an event changes the state by one rule, then the rules that follow from the state are applied in one order.
 
-State and commands come from the event alone, so that a run can be replayed from its ledger. The rules lie in `generation` (dispatch,
-replicas, syncs), `training` (selection, steps) and `groups` (ends); here is when each applies, and how a run ends.
+State and commands come from the event alone, so that a run can be replayed from its ledger. `generation` has the state and the rules for
+dispatch, samples and replicas. Here are selection and the trainer, when each rule applies, and how a run ends.
+
+selected -> scored (log-probabilities recomputed, where a setting says so) -> fed (begin, microbatch) -> finished -> cleared
+A step that fails is aborted; its groups that are in no weights yet become trainable again, or end.
 
 | port | commands (ids) | events (ids) |
 |---|---|---|
@@ -26,13 +29,317 @@ A port that raises is an `error` with the command's ids. Events about a sample h
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from kit.errors import BadInput
-from kit.loop.messages import Command, Event, Map, listed
-from kit.stream import generation, training
-from kit.stream.generation import doom, end, fail, put_back
-from kit.stream.settings import SAMPLERS, Resume, Settings, refusals
-from kit.stream.state import Fields, Replica, State, Turn
+from kit.errors import BadInput, KitError
+from kit.loop.messages import Command, Event, Map, listed, numbers
+from kit.stream import generation
+from kit.stream.generation import (
+    Fields,
+    Group,
+    Owed,
+    Replica,
+    State,
+    Step,
+    Turn,
+    doom,
+    end,
+    fail,
+    hold,
+    leave,
+    put_back,
+)
+from kit.stream.settings import NO_TARGET, SAMPLERS, Resume, Settings, refusals
+
+
+class Misuse(KitError):  # noqa: N818 - it names what the port did
+    """An answer that belongs to no step of this run."""
+
+
+# -- selection ------------------------------------------------------------------------------------------------------------
+
+
+def choose(t: Turn) -> None:
+    """End what is too old, and take what the sampler gives: at least the minimum or nothing, at most what the step still needs."""
+    if not t.news or not may_choose(t):
+        return
+    t.news = False
+    if t.sampler is None:
+        least, most = limits(t)
+        t.asked |= {"select"}
+        t.do("select", "sampler", version=t.version, least=least, most=most)
+        return
+    drop(t, t.sampler.evicts(t.view()), t.sampler.aborts(t.view()))
+    select(t, t.sampler.selects(t.view()))
+
+
+def may_choose(t: Turn) -> bool:
+    step = t.step
+    room = step is None or (len(step.groups) < t.need and not step.aborting)
+    return room and not t.held and t.version < t.last and "select" not in t.asked
+
+
+def limits(t: Turn) -> tuple[int, int]:
+    """How many groups a selection gives at least and at most. The last chunk of a step may be small."""
+    most = t.need - (0 if t.step is None else len(t.step.groups))
+    return min(t.settings.min_groups, most), most
+
+
+def drop(t: Turn, old: tuple[int, ...], unfinished: tuple[int, ...]) -> None:
+    for number in old:
+        end(t, t.buffer[number], "evicted", f"too old for version {t.version}")
+        if t.sampler is not None and t.sampler.refills:
+            t.owed += (Owed(NO_TARGET),)
+    for number in unfinished:
+        doom(t, t.buffer[number], "aborted", f"unfinished and too old for version {t.version}")
+
+
+def select(t: Turn, candidates: tuple[int, ...]) -> None:
+    """A selection opens a step where none is open, and gives the places back."""
+    least, most = limits(t)
+    if len(candidates) < max(1, least):
+        return
+    if t.step is None:
+        t.step = Step(id=t.steps)
+        t.steps += 1
+    chosen = [t.buffer[number] for number in candidates[:most]]
+    for group in chosen:
+        leave(t, group)
+        t.note("selected", group=group.id, step=t.step.id, version=t.version)
+    groups = (*t.step.groups, *chosen)
+    t.step = replace(t.step, groups=groups, chunks=(*t.step.chunks, len(groups)))
+
+
+def on_admitted(t: Turn, event: Event) -> None:
+    t.asked -= {"admit"}
+    t.admitted = (event.target,)
+
+
+def on_chosen(t: Turn, event: Event) -> None:
+    """A foreign sampler's answer. What it names and is not complete in the buffer is refused, not trained."""
+    t.asked -= {"select"}
+    gone, unfinished, chosen = (numbers(event[name]) for name in ("evicted", "aborted", "groups"))
+    drop(t, *(tuple(number for number in some if number in t.buffer) for some in (gone, unfinished)))
+    least, most = limits(t)
+    wrong = [number for number in chosen if number not in t.buffer or t.buffer[number].order < 0]
+    if chosen and not may_choose(t):  # the step was given up while it chose
+        for number in chosen:
+            t.note("unselected", group=number)
+        t.news = True
+    elif wrong or len(set(chosen)) < len(chosen) or (chosen and not least <= len(chosen) <= most):
+        fail(
+            t,
+            f"the sampler chose the groups {event.groups}; it may choose {least} to {most} complete ones, each once, or none",
+        )
+    elif chosen:
+        select(t, chosen)
+        t.news = True
+
+
+# -- the trainer ----------------------------------------------------------------------------------------------------------
+
+
+def train(t: Turn) -> None:
+    if t.step is not None and not t.step.aborting and not t.step.finishing:
+        score(t, t.step)
+        feed(t)
+        finish(t)
+
+
+def has(t: Turn, kind: str) -> bool:
+    """Whether the desk granted the trainer's devices for this; else ask. A pipeline holds one kind of the trainer's at a time."""
+    if kind in t.granted:
+        return True
+    if kind not in t.asked:
+        t.asked |= {kind}
+        t.do("acquire", "desk", kind=kind)
+    return False
+
+
+def score(t: Turn, step: Step) -> None:
+    """Recompute log-probabilities, chunk by chunk. Under the grant for training where that is held."""
+    which = t.settings.logprobs
+    if not which:
+        t.step = replace(step, scored=len(step.groups))
+    elif not step.scoring and step.scored < len(step.groups) and "training" not in t.asked:
+        if "training" not in t.granted and (step.fed < step.scored or not has(t, "logprobs")):
+            return
+        chunk = step.groups[step.scored : step.chunk_end(step.scored)]
+        for one in which:
+            t.do("logprobs", "trainer", step=step.id, groups=ids(chunk), which=one)
+        t.step = replace(step, scoring=which)
+
+
+def on_scored(t: Turn, step: Step, event: Event) -> None:
+    left = tuple(one for one in step.scoring if one != event.which)
+    t.step = replace(step, scoring=left, scored=step.scored if left else step.chunk_end(step.scored))
+    if not left and "logprobs" in t.granted:
+        t.granted -= {"logprobs"}
+        t.do("release", "desk", kind="logprobs")
+
+
+def boundary(t: Turn, step: Step) -> int:
+    return min((step.update + 1) * t.settings.minibatch, t.need)
+
+
+def feed(t: Turn) -> None:
+    """Queue what is scored as microbatches, in order, up to the end of the update. A chunk without a valid token is consumed unrun."""
+    step = t.step
+    while step is not None and step.fed < min(step.scored, boundary(t, step)):
+        if "logprobs" in t.granted | t.asked or not has(t, "training"):
+            return
+        to = min(step.chunk_end(step.fed), step.scored, boundary(t, step))
+        piece = step.groups[step.fed : to]
+        step = replace(step, fed=to)
+        if any(group.length for group in piece):
+            if not step.begun:
+                t.do("begin", "trainer", step=step.id, update=step.update)
+                step = replace(step, begun=True, unanswered=step.unanswered + 1)
+            t.do("microbatch", "trainer", step=step.id, update=step.update, groups=ids(piece))
+            step = replace(step, unanswered=step.unanswered + 1)
+        else:
+            step = replace(step, unrun=step.unrun | {group.id for group in piece})
+        t.step = step
+
+
+def finish(t: Turn) -> None:
+    """Order the optimizer step when every microbatch of the update is done.
+
+    Previous log-probabilities are those of the weights before the step, so with several updates all of them come before the first finish.
+    """
+    step = t.step
+    if step is None or step.fed == step.finished or step.fed < boundary(t, step) or step.unanswered:
+        return
+    if not step.begun:
+        fail(t, f"step {step.id} update {step.update} has no valid token in its {step.fed - step.finished} groups")
+    elif step.scored == t.need or t.settings.previous != "recomputed":
+        t.do("finish", "trainer", step=step.id, update=step.update)
+        t.step = replace(step, finishing=True)
+
+
+def on_finished(t: Turn, step: Step) -> None:
+    """The weights have moved: rows are cleared, and with the last update of a step the version rises and dispatch is held."""
+    groups = step.groups[step.finished : step.fed]
+    for group in groups:
+        if group.id in step.unrun:
+            end(t, group, "dropped", "no valid token")
+        else:
+            t.note("trained", group=group.id, step=step.id, update=step.update, version=t.version)
+            t.count("trained", group.length)
+    trained = tuple(group for group in groups if group.id not in step.unrun)
+    t.updates += 1
+    t.clearing = t.clearing.put((step.id, step.update), trained)
+    t.do("clear", "trainer", step=step.id, update=step.update, groups=ids(groups))
+    during = t.version
+    t.step = replace(step, finished=step.fed, update=step.update + 1, begun=False, finishing=False)
+    if step.fed == t.need:
+        bump(t, step)
+    log(t, step, trained, during)
+
+
+def bump(t: Turn, step: Step) -> None:
+    t.step = None
+    t.shrunk = Map({version: count for version, count in t.shrunk.items() if version > t.version})
+    t.version += 1
+    t.updates_at = t.updates_at.put(t.version, t.updates)
+    t.progress = -1
+    t.note("bumped", version=t.version, updates=t.updates, step=step.id)
+    hold(t)
+
+
+def end_shrunk_step(t: Turn) -> None:
+    """A step that shrinks to what is in the weights already is over, although its last finish was not known to be the last."""
+    if t.step is not None and t.step.finished == t.need and not t.step.on_the_trainer:
+        bump(t, t.step)
+
+
+def log(t: Turn, step: Step, groups: tuple[Group, ...], during: int) -> None:
+    """The counts of an optimizer step, under the version after it. The times of the same step come from the ledger."""
+    oldest = [group.oldest for group in groups if group.length]  # a group without tokens has no lag
+    lags = [during - version for version in oldest]
+    behind = [t.updates - 1 - t.updates_at.get(version, 0) for version in oldest]
+    values = {
+        "groups": len(groups),
+        "tokens": sum(group.length for group in groups),
+        "lag_max": max(lags),
+        "lag_mean": repr(sum(lags) / len(lags)),
+        "lag_updates_max": max(behind),
+        "queue": len(t.buffer) - t.unfinished,
+        "in_flight": t.in_flight,
+        **{f"total_{name}": count for name, count in t.counts.items()},
+    }
+    t.do("metrics", "log", step=step.id, update=step.update, version=t.version, **values)
+
+
+# -- answers and failures -------------------------------------------------------------------------------------------------
+
+
+def on_trainer(t: Turn, event: Event) -> None:
+    """`done` or `error` of one of the trainer's commands. Answers of a step that was given up come late and change nothing."""
+    if event.step >= t.steps:
+        raise Misuse(f"the trainer answered {event.of} of step {event.step}; {t.steps} steps were opened")
+    failed = event.name == "error"
+    if event.of == "clear":
+        on_cleared(t, event, failed)
+        return
+    step = t.step
+    if step is None or step.id != event.step or step.aborting != (event.of == "abort"):
+        return
+    if event.of == "abort":
+        on_aborted(t, step)
+    elif failed:
+        fail_step(t, f"{event.of} of step {step.id} failed: {event.why}")
+    elif event.of == "finish":
+        on_finished(t, step)
+    elif event.of == "logprobs":
+        on_scored(t, step, event)
+    else:
+        t.step = replace(step, unanswered=step.unanswered - 1)
+
+
+def on_cleared(t: Turn, event: Event, failed: bool) -> None:
+    """The version has moved already: groups that were trained end here, cleared or not."""
+    for group in t.clearing.get((event.step, event.update), ()):
+        if failed:
+            t.note("aborted", group=group.id, why="trained, but its rows could not be cleared", version=t.version)
+            t.count("aborted")
+        else:
+            t.note("cleared", group=group.id, step=event.step)
+            t.count("cleared")
+    t.clearing = t.clearing.without((event.step, event.update))
+    if failed:
+        fail(t, f"clear of step {event.step} failed after version {t.version} was reached: {event.why}")
+
+
+def fail_step(t: Turn, why: str) -> None:
+    """A step of which nothing is in the weights may be given up and tried again, so often as the settings say. Else the run ends."""
+    assert t.step is not None
+    if t.retried < t.settings.step_retries and not t.step.finished and not t.ending:
+        t.retried += 1
+        t.count("retried")
+    else:
+        fail(t, why)
+    abort(t, t.step)
+
+
+def abort(t: Turn, step: Step) -> None:
+    t.do("abort", "trainer", step=step.id)
+    t.step = replace(step, aborting=True, finishing=False)
+
+
+def on_aborted(t: Turn, step: Step) -> None:
+    """The step is closed, also where the abort failed: its error never hides the first."""
+    for kind in ("training", "logprobs"):
+        if kind in t.granted:
+            t.granted -= {kind}
+            t.do("release", "desk", kind=kind)
+    t.step = replace(step, begun=False, unanswered=0, scoring=())
+    put_back(t)
+
+
+def ids(groups: tuple[Group, ...]) -> str:
+    return listed(group.id for group in groups)
+
 
 Handler = Callable[[Turn, Event], None]
 TRAINERS = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")  # commands
@@ -77,7 +384,7 @@ class Controller:
             t.note("joined", replica=replica)
         t.note("hold", version=t.version)
         report_progress(t)
-        training.has(t, "generation")
+        has(t, "generation")
         return State(t), tuple(t.commands)
 
     def step(self, state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
@@ -96,10 +403,10 @@ def settle(t: Turn) -> None:
     if not t.ending:
         if t.version >= t.last:
             abort_the_rest(t, "the run is over")
-        training.end_shrunk_step(t)
+        end_shrunk_step(t)
         generation.sync_if_due(t)
-        training.choose(t)
-        training.train(t)
+        choose(t)
+        train(t)
         generation.send(t)
         if t.version < t.last:
             generation.dispatch(t)
@@ -123,8 +430,8 @@ def is_stuck(t: Turn) -> bool:
     """No prompt is left, and nothing is under way: what could follow from the state has been ordered already."""
     step = t.step
     trainer = step is not None and (step.unanswered or step.scoring or step.finishing or step.aborting)
-    replicas = t.in_flight or t.waiting or t.held
-    return t.exhausted and t.prompt < 0 and not (trainer or replicas or t.clearing or t.asked - {"admit"})
+    busy = trainer or t.in_flight or t.waiting or t.held or t.clearing or t.asked - {"admit"}
+    return t.exhausted and t.prompt < 0 and not busy
 
 
 def end_of_data(t: Turn) -> None:
@@ -143,7 +450,7 @@ def wind_down(t: Turn) -> None:
         return  # the weights may move: whether they did is counted
     if step is not None and step.on_the_trainer:
         if not step.aborting:
-            training.abort(t, step)
+            abort(t, step)
         return
     if step is not None:
         put_back(t)
@@ -170,7 +477,7 @@ def close(t: Turn) -> None:
     t.owed = ()
     for kind in sorted(t.granted | (t.asked & {"generation", "logprobs", "training"})):
         t.do("release", "desk", kind=kind)
-    t.in_flight, t.replicas = 0, Map()  # after an error some may be in flight: their answers have no reader
+    t.replicas = Map()  # after an error some requests may be in flight: their answers have no reader
     t.closed = True
     error = {"error": t.error} if t.error else {}
     t.do("ended", "runner", why=t.ending, version=t.version, updates=t.updates, **error, **t.counts)
@@ -198,7 +505,7 @@ def on_error(t: Turn, event: Event) -> None:
     """A command failed. What the loop does not need to be right is counted and goes on; everything else ends the run or the step."""
     of, why = event.of, event.why
     if of in TRAINERS:
-        training.on_trainer(t, event)
+        on_trainer(t, event)
     elif of == "generate":
         generation.on_failed(t, event)
     elif of == "sync":
@@ -217,7 +524,6 @@ def on_logger_failed(t: Turn, event: Event) -> None:
 
 
 def on_ask(t: Turn, event: Event) -> None:
-    """Answer a question from outside, whatever else is under way."""
     step = "" if t.step is None else f"step {t.step.id}: {t.step.finished} of {t.need} groups finished"
     t.do(
         "answer",
@@ -253,10 +559,10 @@ HANDLERS: dict[str, Handler] = {
     "published": generation.on_published,
     "synced": generation.on_synced,
     "granted": on_granted,
-    "done": training.on_trainer,
+    "done": on_trainer,
     "error": on_error,
-    "admitted": training.on_admitted,
-    "chosen": training.on_chosen,
+    "admitted": on_admitted,
+    "chosen": on_chosen,
     "logger_failed": on_logger_failed,
     "logged": ignore,
     "ask": on_ask,

@@ -96,7 +96,6 @@ class Sample:
 
     @property
     def repeated(self) -> bool:
-        """Completed again without being sent again."""
         return len(self.completed) > max(1, len(self.sent))
 
 
@@ -175,7 +174,6 @@ class Ledger:
         return next((row.get(name) for row in self.by_event["capacity"]), None)
 
     def limit(self, name: str) -> int | None:
-        """A setting that is a number."""
         return None if self.setting(name) is None else self.by_event["capacity"][0].number(name)
 
     def size(self, name: str) -> int:
@@ -202,7 +200,6 @@ class Ledger:
         return {name: min(row.number("version") for row in some) for name, some in rows.items() if some}
 
     def is_empty(self, group: Id) -> bool:
-        """Whether all samples of a group are complete and have no token, so that it has no lag."""
         samples = self.samples[group].values()
         return bool(samples) and all(one.is_empty for one in samples)
 
@@ -214,23 +211,19 @@ class Ledger:
         return [row for row in rows if row.ends_group] or [row for row in rows if row.event == "filtered"][:1]
 
     def completed(self) -> Iterator[tuple[Id, Id, Sample]]:
-        """Group, number and content of every sample that was completed."""
         for group, samples in self.samples.items():
             yield from ((group, name, sample) for name, sample in samples.items() if sample.completed)
 
     def trained(self) -> list[Row]:
-        """Every time that a group went into the weights."""
         rows = [row for row in self.by_event["trained"] if "step" not in row.ids]
         return sorted([*rows, *(row for step in self.steps for row in step.trained)], key=lambda row: row.at)
 
     def tokens(self, groups: Iterable[Id]) -> int:
-        """Tokens of the completed samples of these groups."""
         return sum(sample.tokens for group in groups for sample in self.samples[group].values() if sample.completed)
 
     # -- steps ------------------------------------------------------------------------------------------------------------
 
     def finishes(self) -> list[Row]:
-        """The optimizer steps that were carried out, in order."""
         return sorted(
             (row for step in self.steps for rows in step.finished.values() for row in rows), key=lambda row: row.at
         )
@@ -263,7 +256,6 @@ class Ledger:
 
 
 def listed(groups: Id) -> list[Id]:
-    """The groups of a command: numbers with commas between."""
     return [int(one) for one in str(groups).split(",") if one]
 
 
@@ -326,7 +318,6 @@ def counted(rule: Callable[P, Finding]) -> Callable[P, Measured]:
 
 
 def by(rows: Iterable[Row], name: str) -> dict[Id, list[Row]]:
-    """Rows by an id; those without it are left out."""
     found: defaultdict[Id, list[Row]] = defaultdict(list)
     for row in rows:
         if name in row.ids:

@@ -57,7 +57,6 @@ class View:
 
     @property
     def oldest(self) -> int:
-        """The oldest start in the window."""
         return max(0, self.version - self.window)
 
     def ready(self) -> Iterable[Slot]:
@@ -195,7 +194,6 @@ class Settings:
 
     @property
     def minibatch(self) -> int:
-        """Groups of one optimizer step."""
         return self.train_global_batch_size // self.group
 
     @property
@@ -217,7 +215,6 @@ class Resume:
 
 
 def opening(settings: Settings, start: Resume | None = None) -> Iterator[tuple[str, dict[str, int | str]]]:
-    """The rows with which a ledger begins, by who starts a controller: checks compare the controller with them."""
     found = {name: value if isinstance(value, str) else int(value) for name, value in asdict(settings).items()}
     yield "capacity", {"groups_per_step": found.pop("groups"), **found}
     if start is not None:
@@ -246,7 +243,6 @@ def refusals(settings: Settings) -> tuple[str, ...]:
 
 
 def _misfits(settings: Settings) -> Iterator[str]:
-    """What does not go together."""
     groups, samples, batch = settings.groups, settings.groups * settings.group, settings.train_global_batch_size
     if batch % settings.group:
         yield f"train_global_batch_size={batch} is not a multiple of group={settings.group}; a group is never cut"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,13 +25,13 @@ from kit.loop.messages import Command, Event, Memory, Row, numbers, read
 from kit.loop.runner import Core, Port, Runner, Simulated, VirtualClock
 from kit.results.records import PATTERN
 from kit.stream.core import TRAINERS, Controller
-from kit.stream.foreign import Foreign
-from kit.stream.meter import Log, Meter, Watched, Watcher, spent, syncs
+from kit.stream.ports import Foreign, Log, Meter, Watched, calls, spent, syncs
 from kit.stream.settings import Resume, Settings, opening, read_settings, refusals
 
 Answers = Iterable[tuple[float, Event]]
 
 REHEARSED = "a failure that is rehearsed"
+PER_GROUP = ("microbatch", "logprobs")  # commands that take longer with more groups
 ADDRESSES = ("data", "replica", "trainer", "sync", "desk", "asker")
 
 
@@ -57,7 +57,7 @@ class Durations:
     reward: Callable[[int, int], str] = lambda _, sample: str(sample % 2)  # it varies within every group
 
     def of_trainer(self, command: Command) -> float:
-        if command.name in ("microbatch", "logprobs"):
+        if command.name in PER_GROUP:
             return (self.train_s if command.name == "microbatch" else self.logprobs_s) * len(numbers(command.groups))
         return {"begin": self.begin_s, "finish": self.finish_s, "clear": self.clear_s}.get(command.name, 0.0)
 
@@ -73,41 +73,32 @@ class Request:
 
 
 class Replica:
-    """One replica: its requests, its weights' version, and what it does next when its turn ends."""
-
     def __init__(self, number: int, system: System) -> None:
         self.number = number
         self.system = system
         self.version = -1
         self.requests: dict[tuple[int, int], Request] = {}
-        self.orders: list[Callable[[], float]] = []
-        self.busy = False
-        self.gone = False
+        self.orders: list[Callable[[], float | None]] = []
+        self.busy = self.gone = False
 
-    def order(self, what: Callable[[], float]) -> None:
-        """Do something between two turns; it returns its seconds."""
+    def order(self, what: Callable[[], float | None]) -> None:
+        """Do something between two turns; it may return the seconds that it takes."""
         self.orders.append(what)
-        self.wake()
-
-    def wake(self) -> None:
         if not self.busy and not self.gone:
             self.busy = True
             self.turn()
 
     def turn(self) -> None:
-        """Orders first, then some tokens of every request."""
         if self.gone:
             return
+        given = self.system.durations
+        self.busy = bool(self.orders or self.requests)
         if self.orders:
-            self.system.clock.after(self.orders.pop(0)(), self.turn)
+            self.system.clock.after(self.orders.pop(0)() or 0.0, self.turn)
         elif self.requests:
-            tokens = {key: min(self.system.durations.span, one.length - one.done) for key, one in self.requests.items()}
-            seconds = (
-                sum(tokens.values()) * self.system.durations.token_s / min(len(tokens), self.system.durations.batch)
-            )
+            tokens = {key: min(given.span, one.length - one.done) for key, one in self.requests.items()}
+            seconds = sum(tokens.values()) * given.token_s / min(len(tokens), given.batch)
             self.system.clock.after(seconds, lambda: self.decoded(tokens))
-        else:
-            self.busy = False
 
     def decoded(self, tokens: Mapping[tuple[int, int], int]) -> None:
         for key, count in tokens.items() if not self.gone else ():
@@ -122,34 +113,27 @@ class Replica:
                 one.done += count
             if one.done == one.length:
                 del self.requests[key]
-                about: dict[str, int | str] = {
-                    "newest": one.newest,
-                    "length": one.length,
-                    "digest": f"{one.group}/{one.sample}",
-                }
+                ids |= {"version": one.oldest, "newest": one.newest, "length": one.length}
                 reward = self.system.durations.reward(one.group, one.sample)
-                self.system.say("completed", **{**ids, **about, "version": one.oldest, "reward": reward})
+                self.system.say("completed", **ids, digest=f"{one.group}/{one.sample}", reward=reward)
         self.turn()
 
-    def accept(self, command: Command) -> float:
+    def generate(self, command: Command) -> None:
         length = self.system.durations.length(command.group, command.sample)
         self.requests[command.group, command.sample] = Request(command.group, command.sample, length)
-        return 0.0
 
-    def cancel(self, command: Command) -> float:
+    def cancel(self, command: Command) -> None:
         if self.requests.pop((command.group, command.sample), None) is not None:
             self.system.say("cancelled", group=command.group, sample=command.sample, replica=self.number)
-        return 0.0
 
     def publish(self, version: int, left: set[int]) -> float:
         """New weights: from the next token on they are used. The last replica of a sync completes it."""
 
-        def published() -> float:
+        def published() -> None:
             self.version = version
             self.system.say("published", version=version, replica=self.number)
             left.discard(self.number)
             self.system.sync_over(version, left)
-            return 0.0
 
         self.orders.insert(0, published)
         return self.system.durations.sync_s
@@ -174,10 +158,15 @@ class System(Simulated):
         fail_at: Mapping[int, str] | None = None,
         fails: Mapping[str, int] | None = None,
     ) -> None:
-        own = {"next_prompt": self.prompt, "generate": self.generate, "cancel": self.cancel, "sync": self.sync}
-        trainer = dict.fromkeys(TRAINERS, self.trainer)
-        nothing = dict.fromkeys(("release", "progress", "answer", "discard"), lambda _: ())
-        super().__init__(clock, {**own, **trainer, **nothing, "acquire": self.acquire}, fail_at=fail_at)
+        answers: dict[str, Callable[[Command], Answers]] = {
+            **dict.fromkeys(TRAINERS, self.trainer),
+            **dict.fromkeys(("generate", "cancel"), self.request),
+            **dict.fromkeys(("release", "progress", "answer", "discard"), lambda _: ()),
+            "acquire": lambda command: [(0.0, Event("granted", command.pipeline, kind=command.kind))],
+            "next_prompt": self.prompt,
+            "sync": self.sync,
+        }
+        super().__init__(clock, answers, fail_at=fail_at)
         self.durations = durations
         self.pipeline = pipeline
         self.replicas = {number: Replica(number, self) for number in range(replicas)}
@@ -189,34 +178,32 @@ class System(Simulated):
         self.sync_version = -1
 
     def say(self, name: str, **ids: int | str) -> None:
-        self.arrived.append(Event(name, self.pipeline, **ids))
+        self.arrived.append(self.event(name, **ids))
 
-    def prompt(self, command: Command) -> Answers:
+    def event(self, name: str, **ids: int | str) -> Event:
+        return Event(name, self.pipeline, **ids)
+
+    def prompt(self, _: Command) -> Answers:
         group = next(self.prompts, None)
-        name = "exhausted" if group is None else "prompt"
-        yield 0.0, Event(name, command.pipeline, **({} if group is None else {"group": group}))
+        yield 0.0, self.event("exhausted") if group is None else self.event("prompt", group=group)
 
-    def generate(self, command: Command) -> Answers:
+    def request(self, command: Command) -> Answers:
         replica = self.replicas[command.replica]
-        replica.order(lambda: replica.accept(command))
-        return ()
-
-    def cancel(self, command: Command) -> Answers:
-        replica = self.replicas[command.replica]
-        replica.order(lambda: replica.cancel(command))
+        replica.order(lambda: getattr(replica, command.name)(command))
         return ()
 
     def trainer(self, command: Command) -> Answers:
+        ids = {**dict(command.ids), "of": command.name}
         if self.fails.get(command.name) == command.step:
             del self.fails[command.name]
-            yield 0.0, Event("error", command.pipeline, **dict(command.ids), of=command.name, why=REHEARSED)
+            yield 0.0, Event("error", command.pipeline, **ids, why=REHEARSED)
             return
         now = self.clock.now()
         begins = max(now, self.trainer_free)
         self.trainer_free = begins + self.durations.of_trainer(command)
         if command.name == "finish":
             self.weights_move = begins, self.trainer_free
-        yield self.trainer_free - now, Event("done", command.pipeline, **dict(command.ids), of=command.name)
+        yield self.trainer_free - now, Event("done", command.pipeline, **ids)
 
     def sync(self, command: Command) -> Answers:
         """A trainer that finishes an update has other weights, once it is free to send them, than the version that was ordered."""
@@ -236,9 +223,6 @@ class System(Simulated):
         if not left:
             self.say("synced", version=version)
 
-    def acquire(self, command: Command) -> Answers:
-        yield 0.0, Event("granted", command.pipeline, kind=command.kind)
-
     def add(self, number: int) -> None:
         self.replicas[number] = Replica(number, self)
 
@@ -249,21 +233,12 @@ class System(Simulated):
             self.syncing.discard(number)
             self.sync_over(self.sync_version, self.syncing)
 
-    def joins(self, number: int, at: float) -> None:
-        def join() -> None:
-            self.add(number)
-            self.say("joined", replica=number)
+    def schedule(self, what: str, number: int, at: float) -> None:
+        def happens() -> None:
+            self.say(what, replica=number)
+            (self.add if what == "joined" else self.remove)(number)
 
-        self.clock.after(at, join)
-
-    def goes(self, number: int, at: float, how: str = "died") -> None:
-        """A replica dies, or leaves."""
-
-        def go() -> None:
-            self.say(how, replica=number)
-            self.remove(number)
-
-        self.clock.after(at, go)
+        self.clock.after(at, happens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,34 +276,30 @@ def simulate(
     """
     clock, meter, rows = VirtualClock(), Meter(), Memory() if rows is None else rows
     rows += [Row(name, 0.0, ids) for name, ids in opening(settings, resume)]
-    given = {} if resume is None else {"first": resume.next, "again": resume.open}
-    system = System(
-        clock,
-        durations or Durations(),
-        replicas=settings.replicas,
-        pipeline=pipeline,
-        prompts=prompts,
-        **given,  # type: ignore[arg-type]
-        **failures,
-    )
+    given: dict[str, Any] = {} if resume is None else {"first": resume.next, "again": resume.open}
+    about: dict[str, Any] = {"replicas": settings.replicas, "pipeline": pipeline, "prompts": prompts}
+    system = System(clock, durations or Durations(), **about, **given, **failures)
     prepare(system)
     logged: list[dict[str, float]] = []
     log = Log(meter, logger or (lambda values, version: logged.append({"version": version, **values})))
     ports: dict[str, Port] = {**dict.fromkeys(ADDRESSES, system), "log": log}
-    watchers: list[Watcher] = [meter]
+    ledger = Watched(rows, meter)
     with contextlib.ExitStack() as scope:
         if sampler is not None:
-            foreign = Foreign(sampler, settings, pipeline=pipeline, resume=resume)
+            foreign = ports["sampler"] = Foreign(sampler, settings, pipeline=pipeline, resume=resume)
             scope.callback(foreign.close)
-            ports["sampler"] = foreign
-            watchers.append(foreign)
-        cores = {pipeline: core or Controller(settings, pipeline=pipeline, resume=resume)}
-        runner = Runner(cores, ports, clock=clock, ledger=Watched(rows, *watchers), deadline_s=1e6)
+            ledger.watchers.append(foreign)
+        runner = Runner(
+            {pipeline: core or Controller(settings, pipeline=pipeline, resume=resume)},
+            ports,
+            clock=clock,
+            ledger=ledger,
+            deadline_s=1e6,
+        )
         return Simulation(rows, runner.run()[pipeline], logged, runner)
 
 
 def rows_of(folder: Path, phase: str | None) -> list[Row]:
-    """The ledger of a loop in a run's folder."""
     return [row for path in sorted(folder.glob(PATTERN)) for row in read(path, phase)]
 
 
@@ -339,8 +310,7 @@ def forecast(rows: Iterable[Row], **changes: Any) -> Simulation:
     changed = replace(settings, **changes)
     if changes and "places" not in changes:
         places = max(changed.places, changed.groups * (changed.window + 1))
-        slots = places if settings.slots == settings.places else changed.slots
-        changed = replace(changed, places=places, slots=slots)
+        changed = replace(changed, places=places, slots=places if settings.slots == settings.places else changed.slots)
     if found := refusals(changed):
         raise BadInput("; ".join(found))
     return simulate(changed, measured(known))
@@ -355,79 +325,60 @@ def pace(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def measured(rows: Iterable[Row]) -> Durations:
-    """The durations that a ledger tells. A run without a completed sample or a finished update tells too little."""
-    known = list(rows)
-    lengths = {_sample(row): int(row.ids["length"]) for row in known if row.name == "completed" and "core" in row.ids}
-    rewards = {_sample(row): str(row.ids["reward"]) for row in known if row.name == "completed" and "core" in row.ids}
-    taken = _trainer(known)
-    if not lengths or not taken["finish"]:
+def measured(rows: Sequence[Row]) -> Durations:
+    """The durations of a ledger. It needs at least one completed sample and one finished update."""
+    completed = {sample_of(row): row.ids for row in rows if row.name == "completed" and "core" in row.ids}
+    taken: defaultdict[str, list[float]] = defaultdict(list)
+    for call in calls(rows):
+        if not call.failed:
+            groups = len(numbers(str(call.ids["groups"]))) if call.name in PER_GROUP else 1
+            taken[call.name].append((call.right - call.left) / max(1, groups))
+    if not completed or not taken["finish"]:
         raise BadInput(
             "the ledger has no completed sample or no finished update; a forecast needs the durations of one step"
         )
-    token_s, span = _decoding(known)
+    lengths = {sample: int(ids["length"]) for sample, ids in completed.items()}
     drawn = sorted(lengths.values())
-
-    def length(group: int, sample: int) -> int:
-        return lengths.get((group, sample)) or random.Random(f"{group} {sample}").choice(drawn)  # noqa: S311
-
+    token_s, span = _decoding(rows)
+    middle = {name: median(taken[name] or [0.0]) for name in ("begin", "microbatch", "logprobs", "finish", "clear")}
     return Durations(
         token_s=token_s,
         span=span,
-        begin_s=median(taken["begin"] or [0.0]),
-        train_s=median(taken["microbatch"] or [0.0]),
-        logprobs_s=median(taken["logprobs"] or [0.0]),
-        finish_s=median(taken["finish"]),
-        clear_s=median(taken["clear"] or [0.0]),
-        sync_s=median([right - left for left, right in syncs(known)] or [0.0]),
-        length=length,
-        reward=lambda group, sample: rewards.get((group, sample), str(sample % 2)),
+        begin_s=middle["begin"],
+        train_s=middle["microbatch"],
+        logprobs_s=middle["logprobs"],
+        finish_s=middle["finish"],
+        clear_s=middle["clear"],
+        sync_s=median([right - left for left, right in syncs(rows)] or [0.0]),
+        length=lambda *sample: lengths.get(sample) or random.Random("{} {}".format(*sample)).choice(drawn),  # noqa: S311
+        reward=lambda *sample: str(completed[sample]["reward"] if sample in completed else sample[1] % 2),
     )
 
 
-def _sample(row: Row) -> tuple[int, int]:
+def sample_of(row: Row) -> tuple[int, int]:
     return int(row.ids["group"]), int(row.ids["sample"])
 
 
-def _trainer(rows: list[Row]) -> defaultdict[str, list[float]]:
-    """Seconds of each of the trainer's commands, per group where it has groups. It answers in order: one starts when the last has ended."""
-    found: defaultdict[str, list[float]] = defaultdict(list)
-    sent: dict[tuple[Any, ...], float] = {}
-    free = float("-inf")
-    for row in rows:
-        about = row.ids.get("step"), row.ids.get("update"), row.ids.get("groups"), row.ids.get("which")
-        if row.ids.get("to") == "trainer":
-            sent[row.name, about] = row.time
-        elif row.name == "done" and (row.ids["of"], about) in sent:
-            began = max(sent.pop((row.ids["of"], about)), free)
-            free = row.time
-            groups = len(numbers(str(row.ids.get("groups", "")))) if row.ids["of"] in ("microbatch", "logprobs") else 1
-            found[str(row.ids["of"])].append((row.time - began) / max(1, groups))
-    return found
-
-
-def _decoding(rows: list[Row]) -> tuple[float, int]:
+def _decoding(rows: Sequence[Row]) -> tuple[float, int]:
     """Seconds a token while a replica is busy, whatever the number of its requests, and tokens a call."""
     last: dict[Any, float] = {}
-    busy: defaultdict[Any, float] = defaultdict(float)
-    tokens: defaultdict[Any, int] = defaultdict(int)
-    load: defaultdict[Any, int] = defaultdict(int)
-    spans = [1]
+    load: Counter[Any] = Counter()
     where: dict[tuple[int, int], Any] = {}
+    busy, tokens, span = 0.0, 0, 1
     for row in rows:
         replica = row.ids.get("replica")
         if row.name == "sent":
-            where[_sample(row)] = replica
+            where[sample_of(row)] = replica
             if not load[replica]:  # it was idle until now
                 last[replica] = row.time
             load[replica] += 1
         elif row.name == "published":
             last[replica] = row.time  # the time of a sync is no decoding
         elif row.name == "tokens":
-            busy[replica] += row.time - last.get(replica, row.time)
+            busy += row.time - last.get(replica, row.time)
             last[replica] = row.time
-            tokens[replica] += int(row.ids["count"])
-            spans.append(int(row.ids["count"]))
+            tokens += int(row.ids["count"])
+            span = max(span, int(row.ids["count"]))
         elif row.name in ("completed", "cancelled", "failed") and "sample" in row.ids:
-            load[where.pop(_sample(row), None)] -= 1
-    return sum(busy.values()) / max(1, sum(tokens.values())), max(spans)
+            load[where.pop(sample_of(row), None)] -= 1
+    return busy / max(1, tokens), span

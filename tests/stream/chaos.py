@@ -12,8 +12,8 @@ from typing import Any
 
 from kit.loop.messages import Command, Event, numbers
 from kit.stream.core import Controller
+from kit.stream.generation import RUNNING, State
 from kit.stream.settings import Settings
-from kit.stream.state import RUNNING, State
 
 TRAINER = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")
 ENDS = ("cleared", "evicted", "aborted", "failed", "dropped", "replaced")

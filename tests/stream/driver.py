@@ -6,8 +6,8 @@ from typing import Any
 
 from kit.loop.messages import Command, Event, numbers
 from kit.stream.core import Controller
+from kit.stream.generation import State
 from kit.stream.settings import Resume, Settings
-from kit.stream.state import State
 
 TRAINER = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")
 

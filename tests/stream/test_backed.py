@@ -53,8 +53,8 @@ def test_what_a_right_controller_notes_did_happen(sampler: str, at_sync: Any) ->
 
 def test_so_it_does_where_replicas_go_and_commands_fail() -> None:
     def come_and_go(system: System) -> None:
-        system.goes(1, 1.0)
-        system.joins(7, 2.0)
+        system.schedule("died", 1, 1.0)
+        system.schedule("joined", 7, 2.0)
 
     settings = replace(PLAIN, on_dead_replica="go-on", on_failed="replace", step_retries=3, sampler="windowed")
     for number in range(20, 200, 9):

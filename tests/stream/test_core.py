@@ -9,8 +9,7 @@ import pytest
 
 from kit.errors import BadInput
 from kit.loop.messages import Event
-from kit.stream.core import Controller, resume_from
-from kit.stream.training import Misuse
+from kit.stream.core import Controller, Misuse, resume_from
 from tests.stream.driver import Driver, small, train_step
 
 # -- dispatch -------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from kit.errors import BadInput
 from kit.loop.messages import Event, Memory
 from kit.stream.core import Controller, resume_from
-from kit.stream.foreign import Buffer, Foreign
+from kit.stream.ports import Buffer, Foreign
 from kit.stream.settings import Settings
 from kit.stream.simulated import Durations, simulate
 from tests.loop.replaying import replay_rows

@@ -8,8 +8,8 @@ import pytest
 
 from kit.loop.messages import Command, Event, numbers
 from kit.stream.core import Controller
+from kit.stream.generation import State
 from kit.stream.settings import Settings
-from kit.stream.state import State
 from tests.stream.chaos import ENDS, TRAINER, check_state
 
 Channels = frozenset[tuple[str, tuple[Event, ...]]]

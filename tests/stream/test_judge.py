@@ -831,7 +831,7 @@ def test_the_ledger_of_the_example_passes(tmp_path: Path) -> None:
 def test_the_page_lists_every_check_and_event() -> None:
     page = (ROOT / "docs" / "ledger.md").read_text()
     rooms = ROOT / "kit" / "stream"
-    source = "".join(path.read_text() for path in (rooms / "history.py", *(rooms / "judge").glob("*.py")))
+    source = "".join((rooms / f"{name}.py").read_text() for name in ("history", "judge", "backed"))
     assert {name for name in [*CHECKS, "resume_equals"] if f"`{name}`" not in page} == set()
     table = page.partition("| event | ids | when |")[2].partition("## What is judged")[0].strip().splitlines()[1:]
     events = [name for line in table for name in re.findall(r"`(\w+)`", line.split("|")[1])]
@@ -849,4 +849,4 @@ def test_the_judge_needs_the_standard_library_only() -> None:
     assert not {name.split(".")[0] for name in seen} & {"pandas", "numpy", "torch", "pydantic", "matplotlib"}
     rooms = {name.split(".")[1] for name in seen if name.startswith("kit.")}
     assert rooms <= {"errors", "results", "stream"}
-    assert {name.split(".")[2] for name in seen if name.startswith("kit.stream.")} == {"history", "judge"}
+    assert {name.split(".")[2] for name in seen if name.startswith("kit.stream.")} == {"backed", "history", "judge"}

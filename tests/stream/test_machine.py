@@ -120,7 +120,7 @@ def test_many_orders_of_answers_lose_no_permit() -> None:
 def test_a_bug_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A place that is not given back by groups that end."""
     from kit.stream import generation
-    from kit.stream.state import Group, Turn
+    from kit.stream.generation import Group, Turn
 
     def forgets(t: Turn, group: Group) -> None:
         t.buffer = t.buffer.without(group.id)

@@ -15,7 +15,7 @@ from kit.loop.messages import Command, Event, Memory
 from kit.loop.runner import Runner, Stalled, VirtualClock
 from kit.stream import what_if
 from kit.stream.core import Controller, resume_from
-from kit.stream.meter import Log, Meter
+from kit.stream.ports import Log, Meter
 from kit.stream.settings import SAMPLERS, Settings
 from kit.stream.simulated import ADDRESSES, Durations, System, drawn_length, forecast, measured, simulate
 from tests.loop.replaying import File, replay_rows
@@ -88,13 +88,13 @@ def test_a_thousand_groups_may_be_in_flight() -> None:
 
 
 def test_a_dead_replica_stops_the_run_or_it_goes_on_without_it() -> None:
-    died = simulate(PLAIN, prepare=lambda system: system.goes(1, 2.0))
+    died = simulate(PLAIN, prepare=lambda system: system.schedule("died", 1, 2.0))
     assert (died.ended.why, died.ended.error) == ("error", "replica 1 died")
 
     def come_and_go(system: System) -> None:
-        system.goes(1, 2.0)
-        system.joins(7, 5.0)
-        system.goes(0, 9.0, "left")
+        system.schedule("died", 1, 2.0)
+        system.schedule("joined", 7, 5.0)
+        system.schedule("left", 0, 9.0)
 
     settings = replace(PLAIN, on_dead_replica="go-on")
     went_on = simulate(settings, prepare=come_and_go)
@@ -110,18 +110,17 @@ def test_a_replica_may_join_at_any_moment_of_an_update() -> None:
     slow = Durations(token_s=0.001, train_s=0.01, finish_s=0.5)
     whole = simulate(PLAIN, slow).seconds
     for part in range(1, 40):
-        done = simulate(PLAIN, slow, prepare=lambda system, at=0.8 * whole * part / 40: system.joins(7, at))
+        done = simulate(
+            PLAIN, slow, prepare=lambda system, at=0.8 * whole * part / 40: system.schedule("joined", 7, at)
+        )
         assert done.ended.why == "done", (part, done.ended)
         assert any(row.name == "published" and row.ids["replica"] == 7 for row in done.rows)
 
 
 def test_a_stalled_system_is_noticed() -> None:
-    class Deaf(System):
-        def acquire(self, command: Command) -> Any:
-            return ()
-
     clock = VirtualClock()
-    system = Deaf(clock, Durations(), replicas=1)
+    system = System(clock, Durations(), replicas=1)
+    system.answers["acquire"] = lambda _: ()
     runner = Runner({"": Controller(replace(PLAIN, replicas=1))}, dict.fromkeys(ADDRESSES, system), clock=clock)
     with pytest.raises(Stalled, match="no event can arrive any more"):
         runner.run()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kit.share.core import Scheduler
     from kit.share.state import State, Turn
-    from kit.stream.state import Turn as Loop
+    from kit.stream.generation import Turn as Loop
 
 
 @contextlib.contextmanager

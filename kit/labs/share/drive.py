@@ -20,7 +20,7 @@ from kit.labs.share.observer import Observer
 from kit.labs.share.ports import Clock, Devices, Live, Ranks, every, started
 from kit.labs.stream import drive as stream
 from kit.labs.stream.config import settings
-from kit.labs.stream.ports import ReplicaPort, SyncPort, TrainerPort, name_of
+from kit.labs.stream.drive import name_of
 from kit.loop.messages import Event, Row
 from kit.loop.runner import RealClock, Runner
 from kit.share import core
@@ -30,7 +30,7 @@ from kit.share.planner import PLANNERS
 from kit.share.simulated import Ports
 from kit.share.state import Cluster, Settings
 from kit.stream.core import Controller
-from kit.stream.meter import Log, Meter, Watched
+from kit.stream.ports import Log, Meter, Watched
 from kit.stream.settings import opening
 from kit.target import load_callable
 
@@ -161,9 +161,7 @@ def run(
     clock, live = more.get("clock"), Live(drive, parts.values())
     meters = {name: Meter() for name in parts}
     ports: dict[str, Port] = {
-        "trainer": Ports({name: TrainerPort(part) for name, part in parts.items()}),
-        "replica": Ports({name: ReplicaPort(part) for name, part in parts.items()}),
-        "sync": Ports({name: SyncPort(part) for name, part in parts.items()}),
+        **dict.fromkeys(("trainer", "replica", "sync"), Ports(parts)),
         "data": Ports({name: stream.Data() for name in parts}),
         "log": Ports({name: Log(meters[name], stream.silent) for name in parts}),
         **more,

@@ -14,8 +14,8 @@ from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.lab import Drive
 from kit.labs.share.config import DESK, TRAINER, pipeline_config
 from kit.labs.share.observer import EVERY_S
-from kit.labs.stream import ports
-from kit.labs.stream.ports import name_of, number_of
+from kit.labs.stream import drive as ports
+from kit.labs.stream.drive import name_of, number_of
 from kit.loop.messages import Command, Event
 from kit.loop.runner import Stalled
 
@@ -108,7 +108,7 @@ class Ranks(ports.Ranks):
                 self.orders[name], self.active[name] = [], set()
             return [*self.observer.look(), Event("shrunk" if command.name == "shrink" else "expanded", DESK, **ids)]
 
-        self._call((name,), command.name, {}, ended)
+        self._call(name, command.name, {}, ended)
 
     def _refused(self, name: str, error: Event) -> list[Event]:
         """A replica that cannot wake frees what it took, and only then the desk hears of it. One that cannot sleep may hold anything."""
@@ -122,7 +122,7 @@ class Ranks(ports.Ranks):
                 return self._lost(name, worse)
             return [*self.observer.look(), error]
 
-        self._call((name,), "vacate", {}, ended)
+        self._call(name, "vacate", {}, ended)
         return []
 
     def _lost(self, name: str, error: KitError) -> list[Event]:
@@ -153,7 +153,7 @@ class Ranks(ports.Ranks):
             return []
 
         try:
-            self._call((name,), "vacate", {}, ended)
+            self._call(name, "vacate", {}, ended)
         except KitError as error:  # one of its ranks is still in an earlier call
             return stays(error)
         return []

@@ -14,12 +14,11 @@ from kit.labs.share import broken
 from kit.labs.share.config import DESK, pipeline_config
 from kit.labs.share.drive import OfPipeline, member
 from kit.labs.stream.config import settings
-from kit.labs.stream.drive import silent
-from kit.labs.stream.simulated import durations, written
+from kit.labs.stream.drive import durations, silent, written
 from kit.loop.messages import Event, Row
 from kit.loop.runner import VirtualClock
 from kit.share.simulated import Devices, Ports, simulate
-from kit.stream.meter import Log, Meter, Watched
+from kit.stream.ports import Log, Meter, Watched
 from kit.stream.settings import opening
 from kit.stream.simulated import ADDRESSES, System
 from kit.target import load_callable

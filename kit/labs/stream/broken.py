@@ -4,54 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import ModuleType
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest.mock import patch
 
-from kit.labs.stream.ports import TRAINER, TrainerPort
 from kit.loop.messages import Command, Event, listed, numbers
-from kit.stream import core, generation, training
+from kit.stream import core, generation
+from kit.stream.generation import DONE, RUNNING, Group, Owed, State, Step, Turn
 from kit.stream.settings import SAMPLERS, Resume
-from kit.stream.state import DONE, RUNNING, Group, Owed, State, Step, Turn
-
-Swap = tuple[ModuleType | type, str, Any]  # what a fault puts in place of one name of a module or class
 
 
 @contextlib.contextmanager
 def switched_on(fault: str | None) -> Iterator[None]:
-    """The fault's rules in place of the right ones."""
     with contextlib.ExitStack() as scope:
-        for swap in SWAPS.get(fault, ()):
-            scope.enter_context(patch.object(*swap))
+        for place, wrong in SWAPS.get(fault, {}).items():
+            scope.enter_context(patch(f"kit.{place}", wrong))
         yield
 
 
-def handles(event: str, wrong: Callable[[Turn, Event], None]) -> Swap:
-    """Another handler of an event."""
-    return core, "HANDLERS", {**core.HANDLERS, event: wrong}
+def handles(event: str, wrong: Callable[[Turn, Event], None]) -> dict[str, Any]:
+    return {"stream.core.HANDLERS": {**core.HANDLERS, event: wrong}}
 
 
 # -- who may start --------------------------------------------------------------------------------------------------------
 
 
-def gate(wrong: Callable[[Turn], dict[str, Any]]) -> Swap:
-    """The gate asks the sampler about a view in which some numbers are wrong."""
-
+def gate(wrong: Callable[[Turn], dict[str, Any]]) -> dict[str, Any]:
     def is_open(t: Turn) -> bool:
         assert t.sampler is not None
         return t.sampler.admits(dataclasses.replace(t.view(), **wrong(t)))
 
-    return generation, "gate_is_open", is_open
+    return {"stream.generation.gate_is_open": is_open}
 
 
 def running_with_tokens(t: Turn) -> dict[str, Any]:
-    """A group counts as running only from its first token on; until then the gate lets others pass."""
     return {"running": sum(slot.order < 0 and slot.tokens > 0 for slot in t.buffer.values())}
 
 
 def oldest_makes_room(t: Turn) -> bool:
-    """A full buffer drops its oldest complete group and tells nobody."""
     complete = [group for group in t.buffer.values() if group.order >= 0]
     if len(t.buffer) >= t.settings.places and complete:
         generation.leave(t, complete[0])
@@ -95,7 +85,6 @@ def keeps_the_slot(t: Turn, group: Group) -> None:
 
 
 def requeues(t: Turn) -> None:
-    """What is unfinished when the version rises is thrown away, and other prompts take its part."""
     hold(t)
     for group in list(t.buffer.values()):
         if group.order < 0 and group.ends is None and t.version < t.last:
@@ -110,8 +99,8 @@ FRESHEST_FIRST = dataclasses.replace(
 
 # -- steps and versions ---------------------------------------------------------------------------------------------------
 
-bump, finish, hold = training.bump, training.finish, generation.hold
-log, on_aborted, on_cleared, on_finished = training.log, training.on_aborted, training.on_cleared, training.on_finished
+bump, finish, hold = core.bump, core.finish, generation.hold
+log, on_aborted, on_cleared, on_finished = core.log, core.on_aborted, core.on_cleared, core.on_finished
 
 
 def waits_for_all(t: Turn) -> tuple[int, int]:
@@ -151,11 +140,10 @@ def clears_with_the_finish(t: Turn) -> None:
 def clear(t: Turn, step: Step) -> None:
     mine = step.groups[step.finished : step.fed]
     t.clearing = t.clearing.put((step.id, step.update), mine)
-    t.do("clear", "trainer", step=step.id, update=step.update, groups=training.ids(mine))
+    t.do("clear", "trainer", step=step.id, update=step.update, groups=core.ids(mine))
 
 
 def cleared_already(t: Turn, step: Step) -> None:
-    """As `on_finished`, without the order to clear."""
     on_finished(t, step)
     t.clearing = t.clearing.without((step.id, step.update))
     t.commands = [command for command in t.commands if command.name != "clear"]
@@ -171,14 +159,12 @@ do = Turn.do
 
 
 def skips_some(t: Turn, name: str, to: str, **ids: Any) -> None:
-    """Every fifth group is left out of its microbatch, and marked trained all the same."""
     if name == "microbatch":
         ids["groups"] = listed(group for group in numbers(ids["groups"]) if group % LOST_EVERY)
     do(t, name, to, **ids)
 
 
 def pretends_the_finish(t: Turn) -> None:
-    """The optimizer step is not ordered, and counted as done."""
     finish(t)
     if t.step is not None and t.step.finishing:
         t.commands.pop()
@@ -201,12 +187,10 @@ begin, resume_from = core.Controller.begin, core.resume_from
 
 
 def all_prompts_again(state: State) -> Resume:
-    """The data begins again with its first prompt."""
     return dataclasses.replace(resume_from(state), next=0, open=())
 
 
 def counts_from_zero(controller: core.Controller) -> tuple[State, tuple[Command, ...]]:
-    """What was accepted before the stop is forgotten, so that too much may start."""
     state, commands = begin(controller)
     object.__setattr__(state, "accepted", 0)
     return state, commands
@@ -214,19 +198,16 @@ def counts_from_zero(controller: core.Controller) -> tuple[State, tuple[Command,
 
 # -- ports ----------------------------------------------------------------------------------------------------------------
 
-send = TrainerPort.send
 
-
-def waits_for_the_trainer(port: TrainerPort, command: Command) -> Iterable[Event]:
-    """The controller waits until the trainer has carried out an order, and sees nothing else meanwhile."""
-    answers = send(port, command)
-    ranks = port.ranks
-    while True:
-        ranks.arrived = ranks.take()
-        ranks.start()
-        if (pending := ranks.busy.get(TRAINER)) is None:
-            return answers
-        ranks.drive.wait([pending], timeout_s=ranks.drive.config.deadline_s)
+def waits_for_the_trainer(ranks: Any, seconds: float) -> None:
+    """In place of a wait for whatever happens first."""
+    ranks.start()
+    trainer = ranks.busy.get("trainer")
+    flying = [pending for pending, _, _ in ranks.flying.values()]
+    if not ranks.arrived:
+        ranks.drive.wait(
+            [trainer] if trainer else flying, timeout_s=ranks.drive.config.deadline_s if trainer else seconds
+        )
 
 
 # -- ends -----------------------------------------------------------------------------------------------------------------
@@ -236,39 +217,43 @@ def ends_with_the_logger(t: Turn, event: Event) -> None:
     generation.fail(t, f"the logger raised: {event.why}")
 
 
-SWAPS: Mapping[str | None, tuple[Swap, ...]] = {
-    "off-by-one-window": (gate(lambda t: {"window": t.settings.window + 1}),),
-    "gate-never-opens": (gate(lambda _: {"version": 0}),),  # it never hears of a new version
-    "gate-checked-early": (gate(running_with_tokens),),
-    "unbounded-buffer": ((generation, "place_is_free", lambda _: True),),
-    "drops-oldest": ((generation, "place_is_free", oldest_makes_room),),
-    "lost-group": ((generation, "complete", loses_some),),
-    "partial-group": (handles("completed", gives_up_the_last),),
-    "uncounted-partial": ((generation, "give_up_attempt", forgets_the_attempt),),
-    "slot-leak": ((generation, "leave", keeps_the_slot),),
-    "discard-and-requeue": ((training, "hold", requeues),),
-    "freshest-first-starves": ((core, "SAMPLERS", {**SAMPLERS, "ready-first": FRESHEST_FIRST}),),
-    "waits-for-all": ((training, "limits", waits_for_all),),
-    "finish-per-chunk": ((training, "boundary", update_per_chunk),),
-    "double-bump": ((training, "bump", bumps_twice),),
-    "bump-on-abort": ((training, "on_aborted", bumps_on_abort),),
-    "no-abort": ((training, "abort", no_abort),),
-    "cleared-before-finish": ((training, "finish", clears_with_the_finish), (training, "on_finished", cleared_already)),
-    "clear-fails-after-finish": (
-        (training, "bump", lambda *_: None),  # the version waits for the rows to be cleared
-        (training, "on_cleared", bumps_when_cleared),
-    ),
-    "resumes-too-early": (handles("published", resumes_with_the_first),),
-    "caught-up-too-late": ((training, "log", logs_the_version_before),),
-    "blocks-the-loop": ((TrainerPort, "send", waits_for_the_trainer),),
-    "logger-raises": (handles("logger_failed", ends_with_the_logger),),
-    "resume-replays": ((core, "resume_from", all_prompts_again),),
-    "accepted-from-zero": ((core.Controller, "begin", counts_from_zero),),
-    "marks-untrained": ((Turn, "do", skips_some),),
-    "bumps-unfinished": ((training, "finish", pretends_the_finish),),
-    "waits-at-the-end": ((core, "is_stuck", lambda _: False),),  # nobody looks whether the data has ended
+# By fault: what takes the place of a function or a value, by its name under `kit`.
+SWAPS: Mapping[str | None, Mapping[str, Any]] = {
+    "off-by-one-window": gate(lambda t: {"window": t.settings.window + 1}),
+    "gate-never-opens": gate(lambda _: {"version": 0}),  # it never hears of a new version
+    "gate-checked-early": gate(running_with_tokens),
+    "unbounded-buffer": {"stream.generation.place_is_free": lambda _: True},
+    "drops-oldest": {"stream.generation.place_is_free": oldest_makes_room},
+    "lost-group": {"stream.generation.complete": loses_some},
+    "partial-group": handles("completed", gives_up_the_last),
+    "uncounted-partial": {"stream.generation.give_up_attempt": forgets_the_attempt},
+    "slot-leak": {"stream.generation.leave": keeps_the_slot},
+    "discard-and-requeue": {"stream.core.hold": requeues},
+    "freshest-first-starves": {"stream.core.SAMPLERS": {**SAMPLERS, "ready-first": FRESHEST_FIRST}},
+    "waits-for-all": {"stream.core.limits": waits_for_all},
+    "finish-per-chunk": {"stream.core.boundary": update_per_chunk},
+    "double-bump": {"stream.core.bump": bumps_twice},
+    "bump-on-abort": {"stream.core.on_aborted": bumps_on_abort},
+    "no-abort": {"stream.core.abort": no_abort},
+    "cleared-before-finish": {
+        "stream.core.finish": clears_with_the_finish,
+        "stream.core.on_finished": cleared_already,
+    },
+    "clear-fails-after-finish": {
+        "stream.core.bump": lambda *_: None,  # the version waits for the rows to be cleared
+        "stream.core.on_cleared": bumps_when_cleared,
+    },
+    "resumes-too-early": handles("published", resumes_with_the_first),
+    "caught-up-too-late": {"stream.core.log": logs_the_version_before},
+    "blocks-the-loop": {"labs.stream.drive.Ranks.wait": waits_for_the_trainer},
+    "logger-raises": handles("logger_failed", ends_with_the_logger),
+    "resume-replays": {"stream.core.resume_from": all_prompts_again},
+    "accepted-from-zero": {"stream.core.Controller.begin": counts_from_zero},
+    "marks-untrained": {"stream.generation.Turn.do": skips_some},
+    "bumps-unfinished": {"stream.core.finish": pretends_the_finish},
+    "waits-at-the-end": {"stream.core.is_stuck": lambda _: False},  # nobody looks whether the data has ended
 }
-# What else a fault needs to show: arguments of `kit.labs.stream.simulated.simulate`.
+# What else a fault needs to show: arguments of `kit.labs.stream.drive.run_simulated`.
 CONDITIONS: Mapping[str | None, Mapping[str, Any]] = {
     "clear-fails-after-finish": {"fails": {"clear": 2}},
     "waits-at-the-end": {"prompts": 8},

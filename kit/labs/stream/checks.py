@@ -8,20 +8,20 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
 
 from kit.labs.growth import PerFrame, at_most, events, rows_of
+from kit.labs.stream import tables
 from kit.labs.stream.config import ALL, wanted
-from kit.labs.stream.tokens import tokens_match
 from kit.results import Check, Measured, Missing, NotMeasured, incomplete, select
 from kit.results.units import counted
 from kit.stream import judge
 from kit.stream.history import Ledger
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-    Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
+Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
 
 Outcomes = Mapping[tuple[str, str], tuple[float | None, str]]
 
@@ -124,6 +124,7 @@ def mean_length(seen: Sequence[tuple[int, bool]]) -> float:
 SHUFFLED = 0.95  # share of wrong stamps, made for a control, that a run must find; many runs together find 99 %
 QUESTIONS_ASKED = 50
 ENOUGH = 0.5  # share of the tokens whose version can be told
+AT_A_POSITION = 16  # tokens at a position that are judged by themselves
 OUTCOMES = ("digest", "global_loss", "grad_norm", "tokens_digest")
 
 
@@ -143,7 +144,6 @@ def equals_plain(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
 
 
 def differing(wanted: Outcomes, found: Outcomes, where: str) -> Measured:
-    """How many outcomes are not the same bit for bit, and the first of them."""
     differ = [key for key in {**wanted, **found} if wanted.get(key) != found.get(key)]
     if not differ:
         return Measured(0.0, f"{len(wanted)} outcomes {where} are identical bit for bit")
@@ -188,8 +188,7 @@ def controller_answers(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
 
 def logger_is_harmless(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Does training go on when the logger raises?"""
-    phase = "stream" if config["simulated"] else "rehearse"
-    rows = needed(frame, phase, "no phase with a broken logger was recorded")
+    rows = needed(frame, "stream" if config["simulated"] else "rehearse", "no phase with a broken logger was recorded")
     failed = len(rows.by_event["logger_failed"])
     error = "no end was recorded" if rows.ended is None else str(rows.ended.get("error", ""))
     harmed = rows.ended is None or "logger" in error
@@ -240,13 +239,6 @@ def stamps_true(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
     )
 
 
-def behaviour_logprob(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
-    """Are recorded log-probabilities those of the distribution that was sampled from?"""
-    number = verified(frame)
-    why = f"largest difference to the closest version, {number['tokens']:.0f} tokens (noise of float32: {number['noise']:.1g})"
-    return Measured(number["logprob_error"], why)
-
-
 def kv_policy_kept(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Did every sync treat the KV cache as at_sync says?"""
     number, at_sync = verified(frame), config["at_sync"]
@@ -261,30 +253,19 @@ def kv_policy_kept(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     return Measured(wrong, f"{wrong:.0f} of {shown:.0f} tokens that show it contradict at_sync={at_sync}")
 
 
-def of_tokens(metric: str, what: str) -> Measure:
-    """A number of tokens that must be 0."""
+def of_recomputation(metric: str, why: str) -> Measure:
+    """A number of the recomputation; `why` may name it as {value}, and the others by their names."""
 
     def measure(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
-        number = verified(frame)
-        return Measured(number[metric], f"{number[metric]:.0f} of {number['tokens']:.0f} tokens {what}")
-
-    return measure
-
-
-def of_batches(metric: str, what: str) -> Measure:
-    """Numbers of the batches that the trainer trained on, recomputed from the samples by separate code."""
-
-    def measure(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
-        number = verified(frame)
-        if metric not in number:
+        numbers = verified(frame)
+        if metric not in numbers:
             raise Missing(f"{metric} was not recorded")
-        return Measured(number[metric], f"{what}: largest difference over {number['samples']:.0f} samples")
+        return Measured(numbers[metric], why.format(value=numbers[metric], **numbers))
 
     return measure
 
 
 def verified(frame: pd.DataFrame) -> dict[str, float]:
-    """The numbers of the recomputation."""
     rows = select(frame, phase="verify", metric="tokens")
     if not rows["value"].iloc[-1]:
         incomplete("no token was recomputed")
@@ -319,6 +300,33 @@ def digests(frame: pd.DataFrame, phase: str, metric: str) -> dict[str, set[str]]
     return {str(ids): {*texts} for ids, texts in rows.groupby("ids", sort=False)["text"]}
 
 
+def tokens_match(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
+    """Do engine and trainer give tokens of the same version the same log-probability?
+
+    The mean difference at lag 0, at the position where it is largest.
+    """
+    table = tables.drift(frame, Path(frame.attrs.get("folder", "")))
+    fresh = table[table["lag"] == 0]
+    if fresh.empty:
+        raise NotMeasured(
+            f"no token was generated by the version of its step; the smallest lag is {table['lag'].min()}"
+        )
+    every = weighted(fresh)
+    judged = [row for row in fresh.to_dict("records") if row["tokens"] >= AT_A_POSITION]
+    worst = max(judged, key=lambda row: float(row["mismatch"]), default=None)
+    value = every if worst is None else max(every, float(worst["mismatch"]))
+    at = "" if worst is None else f", largest at position {worst['position']}: {worst['mismatch']:.2g}"
+    lags = sorted({int(lag) for lag in table["lag"]} - {0})
+    others = "".join(f"; lag {lag}: {weighted(table[table['lag'] == lag]):.2g}" for lag in lags)
+    return Measured(
+        value, f"mean |trainer - engine| at lag 0: {every:.2g} over {fresh['tokens'].sum()} tokens{at}{others}"
+    )
+
+
+def weighted(table: pd.DataFrame) -> float:
+    return float((table["mismatch"] * table["tokens"]).sum() / table["tokens"].sum())
+
+
 def phases_in(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The phases that a config asks for; an older kit had no setting for it."""
     return wanted(config.get("phases", ALL))
@@ -330,7 +338,6 @@ def ran(*phases: str) -> Callable[[Mapping[str, Any]], bool]:
 
 
 def resumes(config: Mapping[str, Any]) -> bool:
-    """Whether a loop was stopped and resumed, and another one was not."""
     return ran("lockstep", "resume")(config) or (config["simulated"] and "resume" in phases_in(config))
 
 
@@ -340,12 +347,10 @@ def phases_of(name: str) -> tuple[str, ...]:
 
 
 def question(function: Callable[..., Measured]) -> str:
-    """The first line of its docstring."""
     return (function.__doc__ or "").partition("\n")[0]
 
 
 def asked(measure: Measure, tolerance: str, **more: Any) -> Check:
-    """A check with the name of a function, which asks its question."""
     return at_most(measure.__name__, question(measure), tolerance, measure, **more)
 
 
@@ -356,27 +361,39 @@ CHECKS: tuple[Check, ...] = (
     asked(equals_plain, "outcomes_differ", when=ran("plain", "lockstep")),
     asked(recomputed_as_sampled, "not_as_sampled", when=ran("verify")),
     asked(stamps_true, "wrong_stamps", when=ran("verify")),
-    asked(behaviour_logprob, "logprob_error", limit=1e-5, when=ran("verify")),
+    at_most(
+        "behaviour_logprob",
+        "Are recorded log-probabilities those of the distribution that was sampled from?",
+        "logprob_error",
+        of_recomputation(
+            "logprob_error",
+            "largest difference to the closest version, {tokens:.0f} tokens (noise of float32: {noise:.1g})",
+        ),
+        limit=1e-5,
+        when=ran("verify"),
+    ),
     asked(kv_policy_kept, "wrong_policy", when=ran("verify")),
     at_most(
         "no_stale_prefix",
         "Was every prompt computed by the weights that its tokens are stamped with?",
         "stale_prefixes",
-        of_tokens("stale_prefixes", "follow from a prompt that an older version computed"),
+        of_recomputation(
+            "stale_prefixes", "{value:.0f} of {tokens:.0f} tokens follow from a prompt that an older version computed"
+        ),
         when=ran("verify"),
     ),
     at_most(
         "no_torn_generation",
         "Did every forward run on the weights of one version?",
         "torn_tokens",
-        of_tokens("of_no_version", "have the log-probability of no version"),
+        of_recomputation("of_no_version", "{value:.0f} of {tokens:.0f} tokens have the log-probability of no version"),
         when=ran("verify"),
     ),
     at_most(
         "advantage_by_group",
         "Is every advantage computed within the sample's own group?",
         "advantage_error",
-        of_batches("advantage_error", "advantages"),
+        of_recomputation("advantage_error", "advantages: largest difference over {samples:.0f} samples"),
         limit=1e-6,
         when=ran("verify"),
     ),
@@ -384,7 +401,7 @@ CHECKS: tuple[Check, ...] = (
         "on_policy_ratio_one",
         "Do previous log-probabilities match the weights at the beginning of the step?",
         "previous_error",
-        of_batches("previous_error", "log-probabilities"),
+        of_recomputation("previous_error", "log-probabilities: largest difference over {samples:.0f} samples"),
         limit=1e-5,
         when=ran("verify"),
     ),
@@ -392,7 +409,7 @@ CHECKS: tuple[Check, ...] = (
         "is_weight_right",
         "Does the loss of each sample use its recorded log-probabilities?",
         "recorded_error",
-        of_batches("recorded_error", "log-probabilities"),
+        of_recomputation("recorded_error", "log-probabilities: largest difference over {samples:.0f} samples"),
         when=ran("verify"),
     ),
     asked(

@@ -159,7 +159,6 @@ class StreamConfig(JobConfig):
             )
 
     def runs(self, phase: str) -> bool:
-        """Whether this phase is asked for, and possible."""
         possible = {"resume": self.steps > 1, "rehearse": self.replicas > 1}
         return phase in wanted(self.phases) and possible.get(phase, True)
 
@@ -174,18 +173,15 @@ class StreamConfig(JobConfig):
 
     @property
     def loss_options(self) -> dict[str, Any]:
-        """The settings of the loss."""
         cut = {"importance": "tokens", "truncation": "tis", "band_high": 2.0} if self.correction else {}
         return {**cut, **({"kl": 0.05} if self.reference == "recomputed" else {})}
 
 
 def wanted(phases: str) -> tuple[str, ...]:
-    """The phases that a config names."""
     return (*PHASES,) if phases == ALL else tuple(phases.replace(" ", "").split(","))
 
 
 def settings(config: StreamConfig) -> Settings:
-    """The controller's part of the config."""
     same = {one.name: getattr(config, one.name) for one in dataclasses.fields(Settings) if hasattr(config, one.name)}
     sampler = SAMPLERS.get(config.sampler)
     needed = sampler.places(config.groups, config.window) if sampler else 0
@@ -227,7 +223,7 @@ def plan(config: StreamConfig) -> list[Step]:
     """Each loop starts from version 0: the plain one first, which generates everything before it trains. The last replica dies in the
     rehearsal, where there are several."""
     if config.simulated:
-        loops = [Step(1, phase, driver=f"kit.labs.stream.simulated:{phase}") for phase in ("stream", "resume")]
+        loops = [Step(1, phase, driver=f"kit.labs.stream.drive:simulated_{phase}") for phase in ("stream", "resume")]
         return [step for step in loops if config.runs(step.phase)]
     steps = [
         Step(cycle, phase, ("trainer",)) if phase == "verify" else Step(cycle, phase, driver=f"{DRIVER}:{phase}")

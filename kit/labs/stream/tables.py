@@ -1,4 +1,4 @@
-"""The tables of a stream run, read from the ledger of a loop: steps, replicas, samples, lag of trained tokens, ends of groups.
+"""The tables of a stream run, read from the ledger of a loop, and the drift of its tokens.
 
 Each takes `run.frame()` and returns a pandas table; it raises `NotMeasured` if the run ended before. `phase` names the loop.
 """
@@ -6,18 +6,20 @@ Each takes `run.frame()` and returns a pandas table; it raises `NotMeasured` if 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from kit.loop.messages import Row
-from kit.results import NotMeasured, with_ids
+from kit.results import Missing, NotMeasured, Unjudged, with_ids
 from kit.results.records import NOTEBOOK
 from kit.stream.history import ENDS
-from kit.stream.meter import PARTS, TRAINER, Meter, spent
+from kit.stream.ports import PARTS, TRAINER, Meter, drifted, spent
 
 LOOPS = ("plain", "lockstep", "stream", "bound")
 
@@ -40,7 +42,6 @@ def written(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def ledger(frame: pd.DataFrame, phase: str) -> list[Row]:
-    """Events and commands of a loop, in order."""
     rows = written(frame)
     rows = rows[rows["phase"] == phase]
     columns = (rows[name] for name in ("metric", "time", "ids"))
@@ -55,8 +56,6 @@ def ledger(frame: pd.DataFrame, phase: str) -> list[Row]:
 
 @dataclass(slots=True)
 class Part:
-    """Tokens of a sample that have one version, and when they were generated."""
-
     version: int
     left: float
     right: float
@@ -90,8 +89,7 @@ def samples(rows: Sequence[Row]) -> list[Sample]:
             synced = row.time
         elif row.name == "sent":
             replica = int(ids["replica"])
-            began = max(row.time, synced)
-            found.append(Sample(int(ids["group"]), int(ids["sample"]), replica, began))
+            found.append(Sample(int(ids["group"]), int(ids["sample"]), replica, max(row.time, synced)))
             under_way[key] = found[-1]
         elif key not in under_way:
             continue
@@ -147,7 +145,6 @@ def replicas(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length that these intervals cover together."""
     total, reached = 0.0, float("-inf")
     for left, right in sorted(intervals):
         total += max(0.0, right - max(left, reached))
@@ -156,30 +153,6 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------------
-
-
-class Work(NamedTuple):
-    """A call of the trainer: its step, what it does, and when."""
-
-    step: int
-    part: str
-    left: float
-    right: float
-
-
-def work(rows: Sequence[Row]) -> list[Work]:
-    """The trainer's calls that have ended. It takes one at a time, in order."""
-    found: list[Work] = []
-    waiting: dict[str, list[Row]] = defaultdict(list)
-    free = rows[0].time
-    for row in rows:
-        if row.name in TRAINER and "to" in row.ids:
-            waiting[row.name].append(row)
-        elif row.name in ("done", "error") and (first := waiting.get(str(row.ids.get("of")))):
-            call = first.pop(0)
-            found.append(Work(int(call.ids["step"]), TRAINER[call.name], max(free, call.time), row.time))
-            free = row.time
-    return found
 
 
 def steps(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
@@ -215,7 +188,6 @@ def steps(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
 
 
 def lags(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
-    """Trained tokens by group and version: step, group, version of the tokens, lag behind the version that they were trained on, tokens."""
     return lags_of(ledger(frame, phase))
 
 
@@ -289,7 +261,6 @@ def bound(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def metered(frame: pd.DataFrame, phase: str) -> dict[str, float]:
-    """Seconds of a loop with a ledger; none if it has not ended."""
     try:
         rows = ledger(frame, phase)
     except NotMeasured:
@@ -344,3 +315,65 @@ def capacity(rows: Sequence[Row]) -> dict[str, int]:
     """The limits that the controller wrote down first."""
     given = next((row.ids for row in rows if row.name == "capacity"), {})
     return {name: int(given[name]) for name in ("places", "slots", "window") if name in given}
+
+
+# -- tokens ----------------------------------------------------------------------------------------------------------------
+
+FILE = "tokens.jsonl"
+WHOLE = ("group", "sample", "position", "token", "version", "step_version")
+NUMBERS = ("logprob_engine", "logprob_trainer")
+COLUMNS = {"drift_mean": "mean difference", "drift_mismatch": "mismatch", "drift_ratio": "ratio", "drift_kl": "KL"}
+
+
+def drift(frame: pd.DataFrame, folder: Path) -> pd.DataFrame:
+    """By lag and position of a token in its answer: tokens, and the trainer's log-probability against the engine's."""
+    rows = frame[(frame["phase"] == "verify") & frame["metric"].isin(COLUMNS)]
+    if rows.empty:
+        return dumped(folder / FILE)
+    ids = ["lag", "position", "tokens"]
+    table = with_ids(rows, *ids).pivot_table(index=ids, columns="metric", values="value").reset_index()
+    table.columns.name = None
+    return table.astype(dict.fromkeys(ids, int))[[*ids, *COLUMNS]].rename(columns=COLUMNS)
+
+
+def dumped(path: Path) -> pd.DataFrame:
+    """The same of a dump: lines of JSON, a token each. A line that lacks something, or contradicts another, makes it unjudged."""
+    if not path.is_file():
+        raise NotMeasured(f"there is no {path.name} beside the records")
+    cells: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    seen: set[tuple[int, ...]] = set()
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        row = checked(line, f"{path.name}, line {number}")
+        key = tuple(row[name] for name in ("group", "sample", "position", "step_version"))
+        if key in seen:
+            raise Unjudged(
+                f"{path.name}, line {number}: this token of group {key[0]}, sample {key[1]} was there before"
+            )
+        seen.add(key)
+        cells[row["step_version"] - row["version"], row["position"]].append(
+            row["logprob_trainer"] - row["logprob_engine"]
+        )
+    if not cells:
+        raise Missing(f"{path.name} is empty")
+    rows = [
+        {"lag": lag, "position": position, "tokens": len(some), **drifted(some)}
+        for (lag, position), some in sorted(cells.items())
+    ]
+    return pd.DataFrame(rows).rename(columns=COLUMNS)
+
+
+def checked(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        raise Unjudged(f"{where} is not JSON") from None
+    for name in (*WHOLE, *NUMBERS):
+        value = row.get(name) if isinstance(row, dict) else None
+        right = isinstance(value, int) if name in WHOLE else isinstance(value, (int, float)) and math.isfinite(value)
+        if not right or isinstance(value, bool):
+            kind = "whole" if name in WHOLE else "finite"
+            raise Unjudged(f"{where}: {name}={value!r} is not a {kind} number")
+    if row["step_version"] < row["version"]:
+        raise Unjudged(f"{where}: version {row['version']} is newer than the step's, {row['step_version']}")
+    found: dict[str, Any] = row
+    return found

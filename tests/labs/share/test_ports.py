@@ -13,10 +13,9 @@ from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.share.config import ShareConfig
 from kit.labs.share.drive import opened
 from kit.labs.share.ports import Clock, Live, Ranks
-from kit.labs.stream.ports import ReplicaPort, SyncPort, TrainerPort
 from kit.loop.messages import Command, Event, Memory, Row
 from kit.loop.runner import Stalled
-from kit.stream.meter import Meter
+from kit.stream.ports import Meter
 
 
 class Call:
@@ -84,7 +83,7 @@ def move(name: str, replica: int = 0) -> Command:
 
 
 def generate(ranks: Ranks, replica: int = 0) -> None:
-    ReplicaPort(ranks).send(Command("generate", "replica", "a", group=0, sample=0, replica=replica, attempt=0))
+    ranks.send(Command("generate", "replica", "a", group=0, sample=0, replica=replica, attempt=0))
 
 
 def names(events: Sequence[Event]) -> list[str]:
@@ -178,7 +177,7 @@ def test_a_dead_replica_is_an_event_for_the_pipeline_and_for_the_desk(calls: Cal
 def test_a_pipeline_without_its_trainer_leaves_its_devices_before_the_desk_hears_of_it(
     calls: Calls, ranks: Ranks
 ) -> None:
-    trainer = TrainerPort(ranks)
+    trainer = ranks
     trainer.send(Command("microbatch", "trainer", "a", step=0, update=0, groups="0"))
     ranks.start()
     calls.made[0].answer = died(0)
@@ -200,7 +199,7 @@ def test_a_call_past_its_deadline_ends_the_run_with_its_own_error(calls: Calls, 
     """And not with that of the next call, which finds the rank busy."""
     if name == "sync":
         ids = {"version": 1, "at_sync": "wait", "replicas": "0"}
-        SyncPort(ranks).send(Command("sync", "sync", "a", **ids))
+        ranks.send(Command("sync", "sync", "a", **ids))
     else:
         ranks.move(move(name))
     ranks.start()

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
+from kit.labs.stream.ranks import Row
 from kit.labs.stream.ranks.oracle import Oracle
-from kit.labs.stream.ranks.side import Row
 from kit.megatron.config import GEOMETRIES
 from kit.train.arithmetic import END
 from kit.train.plain import from_weights, initial_weights

@@ -15,12 +15,11 @@ from kit.draw.style import THEMES, theme
 from kit.errors import BadInput
 from kit.labs.stream import tables
 from kit.labs.stream.config import StreamConfig, settings
-from kit.labs.stream.pictures import WHAT_IF
-from kit.labs.stream.pictures.lanes import pack
-from kit.labs.stream.tokens import drift
+from kit.labs.stream.pictures import WHAT_IF, pack
+from kit.labs.stream.tables import drift
 from kit.loop.messages import Row
 from kit.results import NotMeasured, Record, create_run
-from kit.stream.meter import drifted
+from kit.stream.ports import drifted
 from kit.stream.simulated import Durations, pace, simulate
 from kit.view import named
 from kit.view.named import plot
@@ -382,7 +381,7 @@ def test_a_loop_under_way_is_drawn(make_stream):
 
 def test_many_replicas_and_steps_fit(make_stream):
     """A replica that dies, evictions, more replicas than have lanes, more versions than colours."""
-    prepare = lambda system: system.goes(1, at=0.5)  # noqa: E731 - a fixture's argument
+    prepare = lambda system: system.schedule("died", 1, 0.5)  # noqa: E731 - a fixture's argument
     run = make_stream(
         ranks=11, replicas=10, steps=20, sampler="windowed", places=16, on_dead_replica="go-on", prepare=prepare
     )

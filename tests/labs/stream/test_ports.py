@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kit.errors import Cancelled, KitError, RankDied
-from kit.labs.stream.ports import Ranks, ReplicaPort, SyncPort
+from kit.labs.stream.drive import Ranks
 from kit.loop.messages import Command
 
 
@@ -51,7 +51,7 @@ class Calls:
 def test_orders_that_follow_from_the_same_answers_go_into_one_call() -> None:
     calls = Calls()
     ranks = Ranks(calls, ["replica 0"], pipeline="a")  # type: ignore[arg-type]
-    port = ReplicaPort(ranks)
+    port = ranks
 
     def generate(group: int) -> None:
         port.send(Command("generate", "replica", group=group, sample=0, replica=0, attempt=0))
@@ -75,7 +75,7 @@ def test_a_trainer_that_waits_for_a_dead_replica_is_interrupted_once(trainer: tu
     calls = Calls()
     calls.roles = {"trainer": trainer, "replica 0": (2,), "replica 1": (3,)}
     ranks = Ranks(calls, ["replica 0", "replica 1"], pipeline="a")  # type: ignore[arg-type]
-    SyncPort(ranks).send(Command("sync", "sync", "a", version=1, at_sync="keep", replicas="0,1"))
+    ranks.send(Command("sync", "sync", "a", version=1, at_sync="keep", replicas="0,1"))
     ranks.wait(0.0)
     calls.made[1].answer = RankDied("rank 3 was killed", rank=3, phase="stream", signal="SIGKILL")
     assert [event.name for event in ranks.take()] == ["died"]

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kit.errors import KitError
-from kit.labs.stream.ranks.side import Inbox, Key, Outbox, Row
+from kit.labs.stream.ranks import Inbox, Key, Outbox, Row
 
 
 def row(group: int, sample: int = 0, attempt: int = 0, replica: str = "replica 0") -> Row:

@@ -11,11 +11,11 @@ import pytest
 
 from kit import cli
 from kit.labs.discover import find
-from kit.labs.stream import tokens
+from kit.labs.stream import tables
 from kit.measure import Recorder
 from kit.results import Run
 from kit.results.verdict import VerdictRow
-from kit.stream.meter import drifted
+from kit.stream.ports import drifted
 
 Token = dict[str, Any]
 
@@ -46,7 +46,7 @@ def test_a_dump_is_judged_by_lag_and_position(tmp_path: Path) -> None:
     assert row.passed is True
     assert row.measured == pytest.approx(0.001)
     assert "over 64 tokens, largest at position 4: 0.001; lag 1: 0.5" in row.why
-    table = tokens.dumped(tmp_path / "run" / "tokens.jsonl")
+    table = tables.dumped(tmp_path / "run" / "tokens.jsonl")
     assert table[["lag", "position", "tokens"]].values.tolist() == [
         *([0, position, 16] for position in range(4, 8)),
         *([1, position, 16] for position in range(4)),

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from kit.labs.stream.ranks.side import Key
+from kit.labs.stream.ranks import Key
 from kit.labs.stream.ranks.trainer import Trainer
-from kit.stream.judge.backed import TO
+from kit.stream.backed import TO
 
 
 class Counting(Trainer):

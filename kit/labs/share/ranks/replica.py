@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kit.labs import rankside
 from kit.labs.share.config import number_of
 from kit.labs.share.ranks.part import Lease, Times, device_of, part_of
-from kit.labs.stream.ranks import replica
-from kit.labs.stream.ranks.side import DIGEST
+from kit.labs.stream.ranks import DIGEST, replica
 from kit.measure.host import trim
 from kit.megatron import shards
 from kit.megatron.serve import Engine

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kit.errors import KitError
 from kit.labs import rankside
 from kit.labs.share.ranks.part import Lease, Times, device_of, part_of
-from kit.labs.stream.ranks import trainer
-from kit.labs.stream.ranks.side import DIGEST
+from kit.labs.stream.ranks import DIGEST, trainer
 from kit.measure.observers.births import registered
 from kit.megatron import groups
 from kit.sync import hashes

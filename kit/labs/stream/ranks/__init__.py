@@ -1,11 +1,230 @@
-"""A rank without work: in a simulated run everything happens on the notebook's side."""
+"""What the trainer and the replicas of the lab `stream` share: samples on their way, base weights, advantages, locations.
+
+A replica sends a sample as soon as it is complete, over a connection of its own; the controller sees none of this. The trainer's rank 0
+stores it until its group is cleared. A sample that is sent again (its replica died, its group was aborted) replaces the earlier one.
+Limits: all samples in flight are in the host memory of that rank; a message is JSON, a few kB a sample.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import statistics
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
-if TYPE_CHECKING:
-    from kit.labs.rankside import Context
+import torch
+
+from kit.errors import KitError
+from kit.labs.rankside import Context
+from kit.labs.stream.config import StreamConfig, trainer_model
+from kit.machine import host
+from kit.megatron.model import DTYPES
+from kit.sync.link import Link, Listener, PeerGone, address_of, call
+from kit.sync.transports import Place
+from kit.train.arithmetic import END, encode, problem
+from kit.train.options import Settings
+from kit.train.plain import from_weights, initial_weights
+from kit.train.rollout import Pupil
+
+TRAINER = "the trainer"
+
+
+class Key(NamedTuple):
+    group: int
+    sample: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One sample: prompt and answer, and for each token of the answer its log-probability and the version of the weights that gave it."""
+
+    group: int
+    sample: int
+    attempt: int
+    replica: str
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    minimum: int  # tokens of the answer before which it could not end
+    reward: float
+
+    @property
+    def key(self) -> Key:
+        return Key(self.group, self.sample)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.prompt + self.answer
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of everything above: where a sample was generated, and wherever it arrives."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+    @classmethod
+    def from_message(cls, said: dict[str, Any]) -> Self:
+        given = ((field.name, said[field.name]) for field in dataclasses.fields(cls))
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given}
+        return cls(**values)
+
+
+class Outbox:
+    def __init__(self, meeting: str, replica: str, timeout_s: float) -> None:
+        self._link = call(address_of(meeting), replica, peer=TRAINER, timeout_s=timeout_s)
+
+    def send(self, row: Row) -> None:
+        self._link.send({"kind": "row", **dataclasses.asdict(row)})
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class Inbox:
+    """The trainer's end, on its rank 0. A thread for each replica reads until that replica leaves: none waits for a training step."""
+
+    def __init__(self, meeting: str, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._listener = Listener(name=meeting)
+        self._changed = threading.Condition()
+        self._rows: dict[Key, Row] = {}
+        self._links: dict[str, Link] = {}
+        self._threads: list[threading.Thread] = []
+        self._error: Exception | None = None
+
+    def accept(self, replicas: Sequence[str]) -> None:
+        for name, link in self._listener.accept([*replicas], self.timeout_s).items():
+            self._links[name] = link
+            thread = threading.Thread(target=self._read, args=(link,), daemon=True, name=f"rows of {name}")
+            self._threads.append(thread)
+            thread.start()
+
+    def put(self, row: Row) -> None:
+        """Store a sample, in place of an earlier one."""
+        with self._changed:
+            self._rows[row.key] = row
+            self._changed.notify_all()
+
+    def take(self, keys: Iterable[Key]) -> list[Row]:
+        """These samples, in this order. One that does not come is named."""
+        wanted, end = [*keys], time.monotonic() + self.timeout_s
+        with self._changed:
+            while missing := [key for key in wanted if key not in self._rows]:
+                if self._error is not None:
+                    raise KitError(f"a sample could not be read: {self._error}") from self._error
+                if not self._changed.wait(max(0.0, end - time.monotonic())) and time.monotonic() >= end:
+                    first = missing[0]
+                    raise KitError(
+                        f"sample {first.sample} of group {first.group} did not arrive within {self.timeout_s:g} s "
+                        f"({len(missing)} of {len(wanted)} are missing)"
+                    )
+            return [self._rows[key] for key in wanted]
+
+    def clear(self, groups: Iterable[int]) -> int:
+        """Drop all samples of these groups; the number of samples that were dropped."""
+        gone = set(groups)
+        with self._changed:
+            before = len(self._rows)
+            self._rows = {key: row for key, row in self._rows.items() if key.group not in gone}
+            return before - len(self._rows)
+
+    @property
+    def stored(self) -> list[Key]:
+        with self._changed:
+            return sorted(self._rows)
+
+    def close(self) -> None:
+        """Stop listening. Replicas close first; a reader ends with its replica's connection."""
+        self._listener.close()
+        end = time.monotonic() + self.timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        for link in self._links.values():
+            link.close()
+
+    def _read(self, link: Link) -> None:
+        link.wait_at_most(threading.TIMEOUT_MAX)  # until the next sample, however long a replica has none
+        with contextlib.suppress(PeerGone):
+            try:
+                while True:
+                    said, _ = link.expect("row")
+                    self.put(Row.from_message(said))
+            except PeerGone:
+                raise
+            except Exception as error:  # noqa: BLE001 - raised where the sample is taken
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+
+
+Weights = dict[str, torch.Tensor]
+DIGEST = "sha256"  # of weights
+LESSON = 16  # problems of one supervised update
+
+
+def rows_of(meeting: str) -> str:
+    """Where samples arrive."""
+    return f"{meeting}-rows"
+
+
+def syncs_of(meeting: str) -> str:
+    """Where receivers of weights call."""
+    return f"{meeting}-sync"
+
+
+def rest(began: float, pace_ms: float) -> None:
+    """Wait until the work that began then has taken as long as a larger model would take."""
+    time.sleep(max(0.0, began + pace_ms / 1000 - time.monotonic()))
+
+
+def lesson(seed: int, update: int, numbers: int = 10) -> list[tuple[list[int], list[int]]]:
+    """Prompts with their right answers, for a supervised update: other draws than those that a loop asks."""
+    asked = [problem(seed, -1 - update * LESSON - number, numbers) for number in range(LESSON)]
+    return [(encode(each.prompt), [*encode(each.answer), END]) for each in asked]
+
+
+def base_weights(config: StreamConfig) -> Weights:
+    """Version 0: a plain model after `warm` updates on right answers, the same bits on every rank of a machine."""
+    model = trainer_model(config)
+    plain = from_weights(model.geometry, initial_weights(model.geometry, config.seed))
+    Pupil(plain, config.seed, functools.partial(lesson, numbers=config.numbers)).learn(config.warm)
+    return {name: value.detach().to(DTYPES[model.dtype]) for name, value in plain.named_parameters()}
+
+
+def optimizer_settings(config: StreamConfig) -> Settings:
+    """A constant learning rate: every update moves the weights far enough for versions to differ."""
+    return Settings(lr=config.lr, first_lr=config.lr, last_lr=config.lr, warmup=0, decay=1_000_000)
+
+
+def place_of(ctx: Context, rank: int) -> Place:
+    """The location of a rank: this machine, and the World that it is in. Each replica is a World of its own."""
+    return Place(host=host(), world=ctx.world_of(rank))
+
+
+TINY = 1e-6
+
+
+def advantages(rewards: Mapping[Key, float], kind: str) -> dict[Key, float]:
+    """`grpo`: reward less the mean of its group, over the group's deviation. `leave-one-out`: reward less the mean of the others."""
+    groups: defaultdict[int, dict[Key, float]] = defaultdict(dict)
+    for key, reward in rewards.items():
+        groups[key.group][key] = reward
+    found: dict[Key, float] = {}
+    for mine in groups.values():
+        mean = statistics.fmean(mine.values())
+        if kind == "leave-one-out":
+            found |= {key: (reward - mean) * len(mine) / max(len(mine) - 1, 1) for key, reward in mine.items()}
+        else:
+            deviation = statistics.pstdev(mine.values())
+            found |= {key: (reward - mean) / (deviation + TINY) for key, reward in mine.items()}
+    return found
 
 
 class Idle:

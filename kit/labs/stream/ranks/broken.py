@@ -14,10 +14,9 @@ import torch
 
 from kit.labs.rankside import Context
 from kit.labs.stream.config import trainer_model
-from kit.labs.stream.ranks import trainer
+from kit.labs.stream.ranks import Key, Row, advantages, trainer
 from kit.labs.stream.ranks.oracle import Oracle
 from kit.labs.stream.ranks.replica import Happened, Replica, name_of
-from kit.labs.stream.ranks.side import Key, Row, advantages
 from kit.labs.stream.ranks.trainer import Trainer
 from kit.megatron.serve import (
     Answer,
@@ -39,12 +38,10 @@ PLAIN = 1  # loops that run before the first with a controller
 
 
 def replica(ctx: Context) -> Replica:
-    """The right replica, or the fault's."""
     return REPLICAS.get(ctx.fault, Replica)(ctx)
 
 
 def train(ctx: Context) -> Trainer:
-    """The right trainer, or the fault's."""
     return TRAINERS.get(ctx.fault, Trainer)(ctx)
 
 
@@ -52,8 +49,6 @@ def train(ctx: Context) -> Trainer:
 
 
 class StampsReplies(Engine):
-    """All tokens of an answer are stamped with the version when it is complete."""
-
     def _leave(self, name: str, ended: Ended) -> Answer:
         flight = self._flights[name]
         flight.spans = [Span(self.version, 0, len(flight.tokens))]
@@ -61,8 +56,6 @@ class StampsReplies(Engine):
 
 
 class StampsStarts(Engine):
-    """All tokens of an answer are stamped with the version of the first."""
-
     def _leave(self, name: str, ended: Ended) -> Answer:
         flight = self._flights[name]
         flight.spans = [Span(flight.spans[0].version, 0, len(flight.tokens))] if flight.spans else []
@@ -70,8 +63,6 @@ class StampsStarts(Engine):
 
 
 class Untempered(Engine):
-    """Recorded log-probabilities are those of temperature 1."""
-
     def _sample(self, flight: Flight) -> None:
         asked, written = flight.request, len(flight.tokens)
         logits = self._feed(flight)
@@ -101,8 +92,6 @@ class KeepsPrefixes(Engine):
 
 
 class KeepsCache(Engine):
-    """Whatever a sync asks for, the KV cache stays."""
-
     def weights_changed(self, version: int, at_sync: AtSync) -> list[Answer]:  # noqa: ARG002 - the fault ignores it
         return super().weights_changed(version, "keep")
 
@@ -111,16 +100,12 @@ class KeepsCache(Engine):
 
 
 class Wrong(Replica):
-    """A replica with another engine."""
-
     def reset(self) -> None:
         super().reset()
         self.engine = ENGINES[str(self.ctx.fault)](self.replica)
 
 
 class StampsLate(Replica):
-    """The first call after a sync still has the old stamp."""
-
     late = 0
 
     def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:
@@ -139,8 +124,6 @@ class StampsLate(Replica):
 
 
 class Torn(Replica):
-    """The first call after a sync runs with half of the weights still old."""
-
     rest: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
     def reset(self) -> None:
@@ -171,8 +154,6 @@ class Torn(Replica):
 
 
 class SameNumbers(Replica):
-    """Every sample of a group draws the random numbers of the first."""
-
     def request(self, key: Key) -> Request:
         return dataclasses.replace(super().request(Key(key.group, 0)), id=name_of(key))
 
@@ -214,8 +195,6 @@ class ScoresAgain(Trainer):
 
 
 class OtherAdvantages(Trainer):
-    """Advantages by another function."""
-
     def assemble(self, rows: Sequence[Row]) -> Batch:
         with patch.object(trainer, "advantages", ADVANTAGES[str(self.ctx.fault)]):
             return super().assemble(rows)
@@ -231,15 +210,12 @@ def by_position(rewards: Mapping[Key, float], kind: str) -> dict[Key, float]:
 
 
 def with_rejected(rewards: Mapping[Key, float], kind: str) -> dict[Key, float]:
-    """Each group's baseline counts a sample that was rejected."""
     rejected = {Key(key.group, -1): 0.0 for key in rewards}
     found = advantages({**rewards, **rejected}, kind)
     return {key: found[key] for key in rewards}
 
 
 class OtherDenominator(Trainer):
-    """The importance weights divide by the policy of the step's beginning, which did not generate stale tokens."""
-
     def assemble(self, rows: Sequence[Row]) -> Batch:
         batch = super().assemble(rows)
         return {**batch, "generation_logprobs": batch["prev_logprobs"]}

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from kit.labs.stream.ranks.side import Row
+from kit.labs.stream.ranks import Row
 from kit.megatron.config import Geometry
 from kit.train.arithmetic import END
 from kit.train.plain import Cache, PlainModel, from_weights
@@ -183,7 +183,6 @@ class Oracle:
         return self._chosen(model(ids, cache=cache, start=fed[0])[0, span.first - span.end :], row, span)
 
     def _chosen(self, logits: torch.Tensor, row: Row, span: Span) -> torch.Tensor:
-        """Log-probabilities of the span's tokens as they were sampled."""
         after = logits.double()
         after[: max(0, row.minimum - span.first), END] = -torch.inf
         chosen = torch.tensor(row.answer[span.first : span.end])[:, None]
@@ -195,7 +194,6 @@ class Oracle:
 
 
 def spans(versions: Sequence[int]) -> Iterator[Span]:
-    """Neighbours with the same stamp."""
     first = 0
     for version, some in itertools.groupby(versions):
         end = first + len([*some])

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from kit.labs import rankside
 from kit.labs.rankside import Context
 from kit.labs.stream.config import replica_model
-from kit.labs.stream.ranks.side import DIGEST, Key, Outbox, Row, base_weights, rest, rows_of, syncs_of
+from kit.labs.stream.ranks import DIGEST, Key, Outbox, Row, base_weights, rest, rows_of, syncs_of
 from kit.megatron import serve, shards
 from kit.megatron.groups import destroy
 from kit.megatron.serve import Answer, Engine, Request
@@ -55,7 +55,6 @@ class Replica:
             self.scope.callback(self.outbox.close)
 
     def reset(self) -> None:
-        """Version 0, no requests, empty caches."""
         shards.load_full(self.replica.chunks, self.base)
         self.engine = Engine(self.replica)
         self.attempts = {}
@@ -75,7 +74,6 @@ class Replica:
     # -- calls ----------------------------------------------------------------------------------------------------------
 
     def decode(self, orders: Sequence[dict[str, Any]]) -> list[Happened]:
-        """Take orders, decode a few tokens of every request, and say what happened."""
         began = time.monotonic()
         happened = [self.take(order) for order in orders]
         before = self.engine.in_flight
@@ -108,8 +106,7 @@ class Replica:
         if order["order"] == "cancel":
             if name_of(key) not in self.engine.in_flight:  # it ended while the order was on its way
                 return {"event": "cancelled", **key._asdict(), "tokens": 0}
-            answer = self.engine.cancel(name_of(key))
-            return {"event": "cancelled", **key._asdict(), "tokens": len(answer.tokens)}
+            return {"event": "cancelled", **key._asdict(), "tokens": len(self.engine.cancel(name_of(key)).tokens)}
         self.attempts[key] = order["attempt"]
         self.engine.start(self.request(key))
         return {"event": "started", **key._asdict(), "version": self.engine.version}
@@ -132,7 +129,6 @@ class Replica:
         )
 
     def complete(self, answer: Answer) -> Happened:
-        """Send a sample to the trainer."""
         key = of(answer.request.id)
         gained = reward(self.problem(key), [*answer.tokens])
         versions = [span.version for span in answer.spans for _ in range(span.count)]

@@ -22,8 +22,7 @@ from kit.errors import KitError
 from kit.labs import rankside
 from kit.labs.rankside import Context
 from kit.labs.stream.config import replica_names, settings, trainer_model
-from kit.labs.stream.ranks.oracle import Fed, Oracle, advantage_errors, drift, previous_error, recorded_error
-from kit.labs.stream.ranks.side import (
+from kit.labs.stream.ranks import (
     DIGEST,
     Inbox,
     Key,
@@ -36,10 +35,11 @@ from kit.labs.stream.ranks.side import (
     rows_of,
     syncs_of,
 )
+from kit.labs.stream.ranks.oracle import Fed, Oracle, advantage_errors, drift, previous_error, recorded_error
 from kit.measure.phase import log_steps
 from kit.megatron import model, shards, split, tensors
 from kit.megatron.groups import destroy, snapshot
-from kit.stream.meter import drifted
+from kit.stream.ports import drifted
 from kit.sync import hashes
 from kit.sync.buckets import automatic, lay_out, specs_of
 from kit.sync.cache import BASE, Cache
@@ -58,8 +58,6 @@ class RehearsedError(RuntimeError):
 
 
 class Open(NamedTuple):
-    """The update that is under way."""
-
     step: int
     update: int
 
@@ -95,7 +93,6 @@ class Trainer:
             self.inbox.accept(replica_names(self.config))
 
     def reset(self) -> None:
-        """A fresh job on the base weights, which are version 0."""
         self.settle()
         self.job = model.assemble(trainer_model(self.config), self.device, optimizer_settings(self.config))
         shards.load_full(self.job.chunks, self.base)
@@ -133,10 +130,8 @@ class Trainer:
         )
 
     def save(self) -> None:
-        """Keep what a checkpoint has: weights, optimizer, scheduler."""
         weights = {name: value.detach().clone() for name, value in self.job.named_parameters()}
-        states = copy.deepcopy((self.job.optimizer.state_dict(), self.job.scheduler.state_dict()))
-        self.saved = weights, *states
+        self.saved = weights, *copy.deepcopy((self.job.optimizer.state_dict(), self.job.scheduler.state_dict()))
 
     def load(self, version: int) -> None:
         """Put what was saved into the present job, as this version."""
@@ -151,7 +146,6 @@ class Trainer:
         self.keep(version)
 
     def fail_next(self) -> None:
-        """Have the next microbatch raise."""
         self.failing = True
 
     def settle(self) -> None:
@@ -175,8 +169,7 @@ class Trainer:
         if not self.first:
             self.gather()
             return {}
-        report = self.sender.sync(version or BASE, self.targets(replicas), self.gather)
-        return {"bytes": report.bytes}
+        return {"bytes": self.sender.sync(version or BASE, self.targets(replicas), self.gather).bytes}
 
     def gather(self) -> dict[Any, torch.Tensor]:
         """Full tensors of the live weights, on rank 0. Collective."""
@@ -219,7 +212,6 @@ class Trainer:
         return {"tokens": tokens}
 
     def observe(self, rows: Sequence[Row], batch: Batch) -> None:
-        """Keep what the step was given, for the recomputation."""
         for place, row in enumerate(rows):
             self.fed.append(Fed(row, self.version, {name: value[place] for name, value in batch.items()}))
             digest = hashlib.sha256(repr((row.tokens, row.logprobs)).encode()).hexdigest()
@@ -247,7 +239,6 @@ class Trainer:
         return self.drop(groups)
 
     def discard(self, group: int) -> int:
-        """Drop the samples of a group that is not trained."""
         return self.drop([group])
 
     def drop(self, groups: Sequence[int]) -> int:
@@ -266,8 +257,7 @@ class Trainer:
 
     def logprobs(self, step: int, groups: Sequence[int], which: str) -> None:  # noqa: ARG002 - as above
         """Recompute the previous policy's (`previous`) or the reference's log-probabilities of these groups, by the current weights."""
-        batch = self.batch_of(groups)
-        found = split.logprobs(self.job, batch, self.config.micro_batch)
+        found = split.logprobs(self.job, self.batch_of(groups), self.config.micro_batch)
         kept = self.previous if which == "previous" else self.reference
         kept.update(zip(self.keys(groups), found, strict=True))
 
@@ -289,7 +279,6 @@ class Trainer:
         return batch
 
     def assemble(self, rows: Sequence[Row]) -> Batch:
-        """Samples as a batch, padded to the model's length."""
         count, length = len(rows), self.config.length
         ids = torch.full((count, length), PAD)
         numbers = {name: torch.zeros(count, length) for name in ("token_mask", "advantages", "generation_logprobs")}

@@ -46,8 +46,7 @@ def _genuine(ledger: Ledger) -> Iterator[str]:
     begun = False
     for row in ledger.rows:
         begun = begun or ("core" in row.ids and row.event != "begins")
-        of_port = row.event in EVENTS or (row.event == "failed" and "sample" in row.ids)
-        if of_port and "core" not in row.ids:
+        if "core" not in row.ids and (row.event in EVENTS or (row.event == "failed" and "sample" in row.ids)):
             yield f"{row}: no port reported it"
         elif row.event in TO and "core" not in row.ids and row.get("to") != TO[row.event]:
             yield f"{row}: it went to {row.get('to', 'no port')}, not to the port {TO[row.event]}"
@@ -58,16 +57,13 @@ def _genuine(ledger: Ledger) -> Iterator[str]:
 def _prompts(ledger: Ledger) -> Iterator[str]:
     """A group is a prompt that the data gave. One prompt may be at hand when the loop ends."""
     at_hand: dict[Id, Row] = {}
-    last = next(reversed(ledger.by_event["prompt"]), None)
     for row in ledger.rows:
         if row.event == "prompt":
             at_hand[row["group"]] = row
         elif row.event == "reserved" and at_hand.pop(row["group"], None) is None:
             yield f"{row}: the data gave no such prompt"
-    for row in at_hand.values():
-        if row is last:
-            continue
-        yield f"{row}: the prompt never became a group"
+    last = ledger.by_event["prompt"][-1:]
+    yield from (f"{row}: the prompt never became a group" for row in at_hand.values() if row not in last)
 
 
 def _requests(ledger: Ledger) -> Iterator[str]:
@@ -91,8 +87,7 @@ def _requests(ledger: Ledger) -> Iterator[str]:
             key = row["group"], row["sample"]
             if open_.get(key) == row.get("replica", open_.get(key)):
                 open_.pop(key, None)
-    for row in ordered.values():
-        yield f"{row}: a request without `sent`"
+    yield from (f"{row}: a request without `sent`" for row in ordered.values())
 
 
 def _syncs(ledger: Ledger) -> Iterator[str]:
@@ -120,9 +115,8 @@ def _trained(ledger: Ledger) -> Iterator[str]:
             yield f"{row}: the trainer carried out no update with the group"
         elif row.event == "bumped" and row["step"] not in finished:
             yield f"{row}: the trainer carried out no finish of the step"
-    for groups in unnoted.values():
-        for group, row in groups.items():
-            yield f"{row}: group {group} is in the weights, and no `trained` says so"
+    for group, row in (one for groups in unnoted.values() for one in groups.items()):
+        yield f"{row}: group {group} is in the weights, and no `trained` says so"
 
 
 def _selected(ledger: Ledger) -> Iterator[str]:

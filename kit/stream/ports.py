@@ -1,0 +1,333 @@
+"""The ports "log" and "sampler". Both watch the ledger: the meter measures times, a foreign sampler follows the buffer.
+
+At any time the loop does one thing: what the trainer was asked first and has not answered (training or log-probabilities), else a sync,
+else it waits for generation, which is what `exposed_generation` counts. `replicas_idle` is the replicas' mean time without a request.
+
+A sampler with NeMo-RL's protocol is asked through a port, so that its answers are events and a replay needs no sampler. Its buffer has
+`start_weight_list`, `target_step_list`, `ready_list`, `meta_list` and `remove(indices, remove_in_dp)`. Its coroutines run here, on a clock
+that stands still between two polls: a gate that sleeps is asked again when the version has moved. Limits: `select` and `evict` must not
+wait; a constructor takes the buffer, and its window as one of `WINDOWS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from kit.errors import BadInput, KitError
+from kit.loop.messages import Command, Event, Id, Ledger, Row, listed
+from kit.loop.runner import Port
+from kit.stream.settings import NO_TARGET, Resume, Settings, refuse_lacking
+
+PARTS = ("training", "logprobs", "sync", "exposed_generation")
+TRAINER = {"begin": "training", "microbatch": "training", "finish": "training", "logprobs": "logprobs"}
+
+
+class Meter:
+    """`see` each row, then `take` the seconds since the last `take`."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._trainer: list[str] = []  # its commands without an answer, in order
+        self._syncing = False
+        self._where: dict[int, set[tuple[Id, Id]]] = {}  # requests by replica
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def see(self, row: Row) -> None:
+        name, ids = row.name, row.ids
+        passed = 0.0 if self._last is None else row.time - self._last
+        self._last = row.time
+        doing = TRAINER[self._trainer[0]] if self._trainer else "sync" if self._syncing else "exposed_generation"
+        self._seconds[doing] += passed
+        if self._where:
+            idle = sum(not requests for requests in self._where.values())
+            self._seconds["replicas_idle"] += passed * idle / len(self._where)
+        is_event = "core" in ids
+        if ids.get("to") == "trainer" and name in TRAINER:
+            self._trainer.append(name)
+        elif name == "sync_begin":
+            self._syncing = True
+        elif is_event and (name == "synced" or ids.get("of") == "sync"):
+            self._syncing = False
+        elif is_event and name in ("done", "error") and ids.get("of") in self._trainer:
+            self._trainer.remove(str(ids["of"]))
+        elif name == "joined":
+            self._where.setdefault(int(ids["replica"]), set())
+        elif name in ("died", "left"):
+            self._where.pop(int(ids["replica"]), None)
+        elif name in ("sent", "completed", "failed", "cancelled") and "sample" in ids:
+            for requests in self._where.values():
+                requests.discard((ids["group"], ids["sample"]))
+            if name == "sent" and int(ids["replica"]) in self._where:
+                self._where[int(ids["replica"])].add((ids["group"], ids["sample"]))
+
+    def take(self) -> dict[str, float]:
+        seconds = {name: self._seconds[name] for name in (*PARTS, "replicas_idle")}
+        self._seconds.clear()
+        return {"total": sum(seconds[name] for name in PARTS), **seconds}
+
+
+def spent(rows: Iterable[Row]) -> dict[str, float]:
+    meter = Meter()
+    for row in rows:
+        meter.see(row)
+    return meter.take()
+
+
+class Call(NamedTuple):
+    name: str
+    ids: Mapping[str, Id]
+    left: float
+    right: float
+    failed: bool
+
+
+def calls(rows: Iterable[Row]) -> Iterator[Call]:
+    """The trainer's calls that have ended. It takes one at a time, in order."""
+    waiting: defaultdict[str, list[Row]] = defaultdict(list)
+    free = -math.inf
+    for row in rows:
+        if row.ids.get("to") == "trainer":
+            waiting[row.name].append(row)
+        elif row.name in ("done", "error") and (asked := waiting[str(row.ids.get("of"))]):
+            first = asked.pop(0)
+            yield Call(first.name, first.ids, max(free, first.time), row.time, row.name == "error")
+            free = row.time
+
+
+def syncs(rows: Iterable[Row]) -> Iterator[tuple[float, float]]:
+    began: dict[Id, float] = {}
+    for row in rows:
+        if row.name == "sync_begin":
+            began[row.ids["version"]] = row.time
+        elif row.name == "synced" and row.ids["version"] in began:
+            yield began.pop(row.ids["version"]), row.time
+
+
+class Watcher(Protocol):
+    def see(self, row: Row) -> None: ...
+
+
+class Watched:
+    def __init__(self, ledger: Ledger, *watchers: Watcher) -> None:
+        self.ledger = ledger
+        self.watchers = [*watchers]
+
+    def write(self, row: Row) -> None:
+        self.ledger.write(row)
+        for watcher in self.watchers:
+            watcher.see(row)
+
+    def flush(self) -> None:
+        self.ledger.flush()
+
+
+class Log(Port):
+    """The port "log": a step's counts and times go to a logger with prefixes, under the version after the step, and into the ledger."""
+
+    def __init__(self, meter: Meter, logger: Callable[[dict[str, float], int], object]) -> None:
+        self.meter = meter
+        self.logger = logger
+
+    def send(self, command: Command) -> Iterable[Event]:
+        seconds = self.meter.take()
+        values = {f"train/{name}": float(value) for name, value in command.ids if name not in ("step", "version")}
+        values |= {f"timing/{name}": value for name, value in seconds.items()}
+        ids: dict[str, Id] = {name: command[name] for name in ("step", "version", "update")}
+        ids |= {f"s_{name}": repr(value) for name, value in seconds.items()}
+        try:
+            self.logger(values, command.version)
+        except Exception as error:  # noqa: BLE001 - a logger never ends training
+            return [Event("logger_failed", command.pipeline, **ids, why=f"{type(error).__name__}: {error}")]
+        return [Event("logged", command.pipeline, **ids)]
+
+
+def drifted(differences: Sequence[float]) -> dict[str, float]:
+    """Of tokens with these differences, the trainer's log-probability minus the engine's.
+
+    `drift_ratio` is the mean importance weight, `drift_kl` the estimate of KL(engine, trainer) that is never below 0.
+    """
+    count = len(differences)
+    ratios = [math.exp(min(one, 700.0)) for one in differences]
+    return {
+        "drift_mean": math.fsum(differences) / count,
+        "drift_mismatch": math.fsum(map(abs, differences)) / count,
+        "drift_ratio": math.fsum(ratios) / count,
+        "drift_kl": math.fsum(ratio - 1 - one for ratio, one in zip(ratios, differences, strict=True)) / count,
+    }
+
+
+WINDOWS = ("max_staleness_versions", "max_lookahead_versions", "window")
+TICK_S = 1.0  # by how much the sampler's clock moves with each poll
+POLLS = 8
+GONE = ("selected", "evicted", "aborted", "failed", "dropped", "replaced")
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """What stands for a group's rows. `concat` joins several, as a selection does."""
+
+    groups: tuple[int, ...]
+
+    def concat(self, *others: Meta) -> Meta:
+        return Meta(tuple(group for one in (self, *others) for group in one.groups))
+
+
+@dataclass(slots=True)
+class Slot:
+    group: int
+    start: int
+    target: int | None
+    ready: bool = False
+
+
+class Buffer:
+    """The controller's buffer as a sampler sees it: one entry a group, in order of reservation."""
+
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []
+        self.evicted: list[int] = []
+        self._known: dict[Any, Slot] = {}
+
+    start_weight_list = property(lambda self: [slot.start for slot in self.slots])
+    target_step_list = property(lambda self: [slot.target for slot in self.slots])
+    ready_list = property(lambda self: [slot.ready for slot in self.slots])
+    meta_list = property(lambda self: [Meta((slot.group,)) for slot in self.slots])
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    async def remove(self, indices: Sequence[int], remove_in_dp: bool) -> int:
+        """Take groups out: for training, or with `remove_in_dp` because they are too old."""
+        gone = {*indices}
+        if remove_in_dp:
+            self.evicted += [slot.group for place, slot in enumerate(self.slots) if place in gone]
+        self.slots = [slot for place, slot in enumerate(self.slots) if place not in gone]
+        return len(gone)
+
+    def follow(self, row: Row) -> None:
+        """Do what a row of the ledger says. A group of a step that was given up takes its place again."""
+        group = row.ids.get("group")
+        if "core" in row.ids or (row.name != "reserved" and group not in self._known):
+            return
+        if row.name == "reserved":
+            target = row.ids.get("target")
+            slot = Slot(int(row.ids["group"]), int(row.ids["version"]), None if target is None else int(target))
+            self._known[group] = slot
+            self.slots.append(slot)
+        elif row.name == "ready":
+            self._known[group].ready = True
+        elif row.name in ("place", "unselected"):
+            self.slots = sorted([*self.slots, self._known[group]], key=lambda slot: slot.group)
+        elif row.name in GONE:
+            self.slots = [slot for slot in self.slots if slot.group != group]
+        elif row.name == "cleared":
+            del self._known[group]
+
+
+class Foreign:
+    """The port "sampler". It is also a watcher of the ledger (`see`), from which its buffer and the version come."""
+
+    def __init__(self, kind: Any, settings: Settings, *, pipeline: str = "", resume: Resume | None = None) -> None:
+        refuse_lacking(kind, settings.sampler)
+        self.buffer = Buffer()
+        known = inspect.signature(kind).parameters
+        self.sampler = kind(self.buffer, **{name: settings.window for name in WINDOWS if name in known})
+        needed = self.sampler.required_buffer_capacity(settings.groups)
+        if needed is not None and settings.places < needed:
+            raise BadInput(
+                f"places={settings.places} is fewer than the {needed} that the sampler {settings.sampler} needs"
+            )
+        self.pipeline = pipeline
+        self.version = 0 if resume is None else resume.version
+        self.sampler.set_dispatch_index(self.version)
+        self._loop = Loop()
+        self._admission: asyncio.Task[int | None] | None = None
+        self._changed = True
+
+    def see(self, row: Row) -> None:
+        self.buffer.follow(row)
+        if row.name == "bumped":
+            self.version = int(row.ids["version"])
+            self._changed = True
+
+    def send(self, command: Command) -> Iterable[Event]:
+        if command.name == "admit":
+            self._admission = self._loop.create_task(self.sampler.admit(trainer_version_fn=lambda: self.version))
+            self._changed = True
+            return ()
+        return [self._chosen(command)]
+
+    def take(self) -> Iterable[Event]:
+        if self._admission is None or not self._changed:
+            return ()
+        self._changed = False
+        if not self._loop.poll(self._admission):
+            return ()
+        admission, self._admission = self._admission, None
+        target = admission.result()
+        return [Event("admitted", self.pipeline, target=NO_TARGET if target is None else target)]
+
+    def close(self) -> None:
+        if self._admission is not None:
+            self._admission.cancel()
+            self._loop.poll(self._admission)
+        self._loop.close()
+
+    def _chosen(self, command: Command) -> Event:
+        """Evict, then abort, then select, as a train pump does."""
+        now = command.version
+        self._at_once(self.sampler.evict(current_train_weight=now))
+        evicted, self.buffer.evicted = self.buffer.evicted, []
+        aborted = [
+            slot.group
+            for slot in self.buffer.slots
+            if not slot.ready
+            and self.sampler.should_abort_inflight(start_weight_version=slot.start, current_train_weight=now)
+        ]
+        meta, _ = self._at_once(
+            self.sampler.select(
+                current_train_weight=now, min_prompt_groups=command.least, max_prompt_groups=command.most
+            )
+        )
+        return Event(
+            "chosen",
+            self.pipeline,
+            groups=listed(() if meta is None else meta.groups),
+            evicted=listed(evicted),
+            aborted=listed(aborted),
+        )
+
+    def _at_once(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        task = self._loop.create_task(coroutine)
+        if not self._loop.poll(task):
+            task.cancel()
+            self._loop.poll(task)
+            raise KitError("the sampler's select or evict waits; they must answer from what is in the buffer")
+        return task.result()
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """An event loop the clock of which moves only when it is polled, so that nothing ever sleeps."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        super().__init__()
+
+    def time(self) -> float:
+        return self._now
+
+    def poll(self, task: asyncio.Task[Any]) -> bool:
+        """Whether the task is done after some turns of the loop."""
+        for _ in range(POLLS):
+            if task.done():
+                break
+            self._now += TICK_S
+            self.call_soon(self.stop)
+            self.run_forever()
+        return task.done()
