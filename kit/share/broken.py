@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from kit.loop.messages import Command, Event, Map
 from kit.loop.runner import VirtualClock
-from kit.share import core, operations
+from kit.share import core
 from kit.share.core import Scheduler
 from kit.share.planner import Gaps, Share, Supply, View
 from kit.share.simulated import Devices, Script, Simulation, simulate
@@ -140,29 +140,10 @@ LATE = replace(
 # -- wrong rules ------------------------------------------------------------------------------------------------------------
 
 
-class Swap(NamedTuple):
-    """What a fault puts in place of one name of a module or class."""
-
-    owner: Any
-    name: str
-    wrong: Any
-
-
-def never(*_: Any) -> bool:
-    return False
-
-
-def always(*_: Any) -> bool:
-    return True
-
-
-def valid(*_: Any) -> list[str]:
-    return []
-
-
+Swap = tuple[Any, str, Any]  # what a fault puts in place of one name of a module or class
 meets = Supply.meets
 shrink = core.shrink
-drop = operations.drop
+drop = core.drop
 lose = core.lose
 grant = core.grant
 advance = core.advance
@@ -196,14 +177,6 @@ def drop_without_devices(t: Turn, name: str, how: str) -> None:
     """The release is swallowed, as its owner has died."""
     t.leases = Map({key: lease for key, lease in t.leases.items() if key[0] != name})
     drop(t, name, how)
-
-
-def last_is_first(request: Request) -> tuple[int, int]:
-    return -PRIORITY[request.kind], request.number
-
-
-def youngest_first(request: Request) -> tuple[int, int]:
-    return PRIORITY[request.kind], -request.number
 
 
 def target_without_floor(gaps: Gaps, share: Share) -> int:
@@ -247,14 +220,6 @@ def lose_and_forget(t: Turn, name: str, replica: int) -> None:
         t.change(name, waiters=0)
 
 
-def watch_nothing(t: Turn) -> None:
-    t.alarm(t.settings.watchdog_ms, "watchdog")
-
-
-def ends_no_stream(t: Turn, event: Event) -> None:
-    """A stream of progress that ended is still counted."""
-
-
 def reports_unclamped(t: Turn, event: Event) -> None:
     if (one := t.pipelines.get(event.pipeline)) is not None:
         stream = event.get("stream", "training")
@@ -271,7 +236,7 @@ def when_all_are_active(t: Turn) -> None:
         if request.kind == GENERATION and len(t.active(request.pipeline)) == len(
             t.pipelines[request.pipeline].generation.bundles
         ):
-            operations.answer(t, request)
+            core.answer(t, request)
 
 
 def shrinks_for_nothing(supply: Supply, request: Request) -> bool:
@@ -282,7 +247,7 @@ def shrinks_for_nothing(supply: Supply, request: Request) -> bool:
 
 
 def handles(event: str, wrong: Callable[[Turn, Event], None]) -> Swap:
-    return Swap(core, "HANDLERS", {**core.HANDLERS, event: wrong})
+    return (core, "HANDLERS", {**core.HANDLERS, event: wrong})
 
 
 class Fault(NamedTuple):
@@ -293,37 +258,41 @@ class Fault(NamedTuple):
     swaps: tuple[Swap, ...]
 
 
-UNCHECKED = Swap(core, "violations", valid)
+UNCHECKED: Swap = (core, "violations", lambda *_: [])
+LAST_FIRST = property(lambda request: (-PRIORITY[request.kind], request.number))
+YOUNGEST_FIRST = property(lambda request: (PRIORITY[request.kind], -request.number))
 FAULTS = {
     "double-allocation": Fault(
-        "one_owner", CROWD, (Swap(Supply, "meets", gives_twice), Swap(core, "grant", grant_unseen), UNCHECKED)
+        "one_owner", CROWD, ((Supply, "meets", gives_twice), (core, "grant", grant_unseen), UNCHECKED)
     ),
-    "expand-first": Fault("shrink_before_expand", PAIR, (Swap(core, "advance", advance_at_once),)),
-    "lost-device": Fault("devices_conserved", DEATH, (Swap(core, "drop", drop_without_devices),)),
-    "priority-inverted": Fault("priority_kept", CROWD, (Swap(Request, "precedence", property(last_is_first)),)),
-    "youngest-first": Fault("priority_kept", CROWD, (Swap(Request, "precedence", property(youngest_first)),)),
-    "no-floor": Fault("no_starvation", SMALL_DEMAND, (Swap(Gaps, "target", target_without_floor),)),
+    "expand-first": Fault("shrink_before_expand", PAIR, ((core, "advance", advance_at_once),)),
+    "lost-device": Fault("devices_conserved", DEATH, ((core, "drop", drop_without_devices),)),
+    "priority-inverted": Fault("priority_kept", CROWD, ((Request, "precedence", LAST_FIRST),)),
+    "youngest-first": Fault("priority_kept", CROWD, ((Request, "precedence", YOUNGEST_FIRST),)),
+    "no-floor": Fault("no_starvation", SMALL_DEMAND, ((Gaps, "target", target_without_floor),)),
     "no-validation": Fault("plan_valid", replace(PAIR, planner=takes_all), (UNCHECKED,)),
-    "never-rebalances": Fault("fair_share", SHIFT, (Swap(core, "is_off_balance", never),)),
-    "planner-ignores-tp": Fault("plan_as_specified", WIDE, (Swap(Gaps, "__init__", gaps_without_tp),)),
-    "shrinks-for-nothing": Fault("plan_as_specified", STUCK, (Swap(Supply, "meets", shrinks_for_nothing),)),
-    "half-replica": Fault("plan_valid", WIDE, (Swap(core, "expand", half_a_replica),)),
-    "stomps-planned-release": Fault("planned_release_once", RELEASE, (Swap(core, "lose", lose_and_forget),)),
-    "progress-not-ended": Fault("progress_ended", STREAMS, (handles("progress_end", ends_no_stream),)),
+    "never-rebalances": Fault("fair_share", SHIFT, ((core, "is_off_balance", lambda _: False),)),
+    "planner-ignores-tp": Fault("plan_as_specified", WIDE, ((Gaps, "__init__", gaps_without_tp),)),
+    "shrinks-for-nothing": Fault("plan_as_specified", STUCK, ((Supply, "meets", shrinks_for_nothing),)),
+    "half-replica": Fault("plan_valid", WIDE, ((core, "expand", half_a_replica),)),
+    "stomps-planned-release": Fault("planned_release_once", RELEASE, ((core, "lose", lose_and_forget),)),
+    "progress-not-ended": Fault("progress_ended", STREAMS, (handles("progress_end", lambda *_: None),)),
     "progress-unclamped": Fault("progress_ended", STREAMS, (handles("progress", reports_unclamped),)),
-    "one-shot-generation": Fault("no_starvation", PREEMPTED, (Swap(core, "shrink", forgets_what_it_shrank),)),
-    "no-watchdog": Fault("no_starvation", UNREPORTED, (Swap(core, "watch", watch_nothing),)),
-    "waits-for-all": Fault("no_starvation", PAIR, (Swap(core, "grant_generation", when_all_are_active),)),
-    "admits-at-init": Fault("admission", STAGGERED, (Swap(operations, "may_start", always),)),
-    "trains-on-at-once": Fault("admission", STAGGERED, (Swap(operations, "is_held", never),)),
-    "forgets-waiters": Fault("no_request_lost", QUITTER, (Swap(operations, "wake_waiters", waiters_sleep_on),)),
+    "one-shot-generation": Fault("no_starvation", PREEMPTED, ((core, "shrink", forgets_what_it_shrank),)),
+    "no-watchdog": Fault(
+        "no_starvation", UNREPORTED, ((core, "watch", lambda t: t.alarm(t.settings.watchdog_ms, "watchdog")),)
+    ),
+    "waits-for-all": Fault("no_starvation", PAIR, ((core, "grant_generation", when_all_are_active),)),
+    "admits-at-init": Fault("admission", STAGGERED, ((core, "may_start", lambda *_: True),)),
+    "trains-on-at-once": Fault("admission", STAGGERED, ((core, "is_held", lambda *_: False),)),
+    "forgets-waiters": Fault("no_request_lost", QUITTER, ((core, "wake_waiters", waiters_sleep_on),)),
 }
 
 
 @contextlib.contextmanager
-def switched_on(fault: str | None) -> Iterator[None]:
-    """The fault's rules in place of the right ones."""
+def swapped(swaps: Iterable[Swap]) -> Iterator[None]:
+    """The wrong rules in place of the right ones."""
     with contextlib.ExitStack() as scope:
-        for swap in FAULTS[fault].swaps if fault else ():
+        for swap in swaps:
             scope.enter_context(patch.object(*swap))
         yield

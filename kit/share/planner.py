@@ -1,4 +1,5 @@
-"""Plans. A cycle plans releases, then requests by precedence, then shares what is left among those that generate.
+"""Plans, and what every plan must keep. A cycle plans releases, then requests by precedence, then shares what is left among those that
+generate.
 
 A planner decides the last part: it gets a view and calls `shrink` and `expand` on it. `gap-ratio` gives each pipeline devices in proportion
 to what is left of its step; `fifo` gives all to the first that came; `static` gives each an equal part, for ever.
@@ -8,16 +9,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
-from kit.share.state import GENERATION, Op, Plan
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from kit.share.state import Fields, Request
+from kit.share.state import GENERATION, NO_CLUSTER, Cluster, Fields, Op, Pipeline, Plan, Request
 
 
 @dataclass(slots=True)
@@ -124,10 +119,6 @@ class Gaps:
         relative = len(share.active) / share.remaining if share.remaining else float("inf")  # 1 - relative gap, scaled
         return relative, -self.gap(share), share.name
 
-    def spare(self, share: Share) -> int:
-        """Replicas that a pipeline above its share can give: it keeps its bundles, and at least one."""
-        return len(share.active) - self.bundles[share.name]
-
 
 def gap_ratio(view: View) -> None:
     """Activate one replica after the other, each for the pipeline that lacks most, from idle devices, else from who has too many."""
@@ -166,8 +157,8 @@ def idle_replica(view: View, share: Share, starts: Counter[str]) -> int:
 
 
 def from_donors(view: View, gaps: Gaps, share: Share) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """A replica and those that sleep for it: whose owners have most of their work left, then the first."""
-    spare = {donor.name: left for donor in gaps.eligible if (left := gaps.spare(donor)) > 0}
+    """A replica and those that sleep for it: of the pipelines with most of their work left, then the first. A donor keeps its bundles."""
+    spare = {one.name: left for one in gaps.eligible if (left := len(one.active) - gaps.bundles[one.name]) > 0}
     if not spare:
         return -1, ()
     owners = {
@@ -227,11 +218,25 @@ def make_plan(f: Fields, planner: Planner, devices: int, names: tuple[str, ...] 
     """Planned releases, requests other than generation by precedence, then generation by its planner."""
     removes = tuple(sorted((name, GENERATION) for name, one in f.pipelines.items() if one.leaving and f.active(name)))
     supply = Supply(f)
-    wanted = [request for request in f.asked_for() if request.kind != GENERATION]
-    grants = tuple(Op(one.pipeline, one.cluster, (), supply.needs(one)) for one in wanted if supply.meets(one))
+    wanted = sorted((one for one in f.requests if not one.held), key=lambda one: one.precedence)
+    grants = tuple(
+        Op(one.pipeline, one.cluster, (), supply.needs(one))
+        for one in wanted
+        if one.kind != GENERATION and supply.meets(one)
+    )
     view = View((share_of(f, name, supply.shrunk) for name in f.pipelines), supply.idle, devices, names)
     planner(view)
-    return Plan(merged([*supply.shrunk, *view.shrunk]), grants, merged(view.expanded, supply.bundles), removes)
+    expands = tuple(
+        replace(op, devices=frozenset().union(*(supply.bundles[op.pipeline][one] for one in op.replicas)))
+        for op in merged(view.expanded)
+    )
+    return Plan(merged([*supply.shrunk, *view.shrunk]), grants, expands, removes)
+
+
+def merged(moves: list[tuple[str, int]]) -> tuple[Op, ...]:
+    """Moves of single replicas as one operation for each pipeline."""
+    names = sorted({name for name, _ in moves})
+    return tuple(Op(name, GENERATION, tuple(one for who, one in moves if who == name)) for name in names)
 
 
 class Supply:
@@ -242,7 +247,12 @@ class Supply:
         self.bundles = {name: one.generation.bundles for name, one in f.pipelines.items()}
         self.idle = set(f.idle)
         self.kept: set[int] = set()
-        self.owners = f.replicas()
+        self.owners = {
+            device: (name, one)
+            for name, bundles in self.bundles.items()
+            for one in f.active(name)
+            for device in bundles[one]
+        }
         self.shrunk: list[tuple[str, int]] = []
         for name, one in f.pipelines.items():
             for replica in sorted(f.active(name)):
@@ -256,8 +266,7 @@ class Supply:
             del self.owners[device]
 
     def needs(self, request: Request) -> frozenset[int]:
-        found: frozenset[int] = self.f.pipelines[request.pipeline].clusters[request.cluster].all
-        return found
+        return frozenset(self.f.pipelines[request.pipeline].clusters[request.cluster].devices)
 
     def meets(self, request: Request) -> bool:
         """All of its devices or none: replicas sleep for it only where that is enough.
@@ -294,24 +303,6 @@ def share_of(f: Fields, name: str, shrunk: list[tuple[str, int]]) -> Share:
     )
 
 
-def merged(
-    moves: list[tuple[str, int]], bundles: dict[str, tuple[frozenset[int], ...]] | None = None
-) -> tuple[Op, ...]:
-    """Moves of single replicas as one operation for each pipeline. An expand says the devices that it takes."""
-    found: dict[str, list[int]] = {}
-    for name, replica in moves:
-        found.setdefault(name, []).append(replica)
-    return tuple(
-        Op(
-            name,
-            GENERATION,
-            tuple(some),
-            frozenset().union(*(bundles[name][one] for one in some)) if bundles else frozenset(),
-        )
-        for name, some in sorted(found.items())
-    )
-
-
 def is_off_balance(f: Fields) -> bool:
     """Whether someone who has demand has no replica; or, where nobody waits, whether the half that has completed least has more than
     10 points more or less of the devices than of the demand.
@@ -334,3 +325,106 @@ def is_off_balance(f: Fields) -> bool:
     worse = sorted(rows)[: (len(rows) + 1) // 2]
     off = abs(sum(row[2] for row in worse) * devices - sum(row[3] for row in worse) * demand)
     return bool(10 * off > demand * devices)
+
+
+# -- validation -----------------------------------------------------------------------------------------------------------
+
+
+def violations(f: Fields, plan: Plan, devices: int) -> list[str]:
+    """What every plan must keep, tried on a copy before anything is carried out: sentences, each with its condition's number."""
+    return [*wrong_form(f, plan), *Trial(f, devices).carry_out(plan)]
+
+
+def wrong_form(f: Fields, plan: Plan) -> Iterator[str]:
+    for name in ("shrinks", "grants", "expands"):
+        counts = Counter((op.pipeline, op.cluster) for op in getattr(plan, name))
+        for (pipeline, cluster), count in counts.items():
+            if count > 1:
+                yield f"1: {pipeline}.{cluster} is {count} times in the {name}"
+    for op in (*plan.shrinks, *plan.expands):
+        if op.cluster != GENERATION:
+            yield f"2: {op} moves replicas of a cluster that does not generate"
+    given = {(op.pipeline, op.cluster) for op in (*plan.grants, *plan.expands)}
+    for pipeline, cluster in plan.removes:
+        if (pipeline, cluster) in given:
+            yield f"3: {pipeline}.{cluster} is given devices and removed"
+        if (pipeline, cluster) not in f.leases:
+            yield f"11: {pipeline}.{cluster} is removed, and has no lease"
+
+
+class Trial:
+    """The devices of a state, to try a plan on."""
+
+    def __init__(self, f: Fields, devices: int) -> None:
+        self.f = f
+        self.universe = set(range(devices))
+        self.idle = set(f.idle)
+        self.freed: set[int] = set()
+        self.active = {name: set(f.active(name)) for name in f.pipelines}
+        self.held: Counter[int] = Counter()
+        for key, lease in f.leases.items():
+            self.held.update(lease.devices)
+            for replica in lease.active:
+                self.held.update(self.cluster(*key).bundles[replica])
+
+    def cluster(self, pipeline: str, cluster: str = GENERATION) -> Cluster:
+        one: Pipeline | None = self.f.pipelines.get(pipeline)
+        return NO_CLUSTER if one is None else one.clusters.get(cluster, NO_CLUSTER)
+
+    def carry_out(self, plan: Plan) -> Iterator[str]:
+        yield from self.balance("before")
+        for op in plan.shrinks:
+            yield from self.shrink(op)
+        yield from self.balance("after the shrinks")
+        for op in plan.grants:
+            yield from self.take(op)
+        for op in plan.expands:
+            yield from self.expand(op)
+        yield from self.balance("at the end")
+
+    def balance(self, when: str) -> Iterator[str]:
+        held = {device for device, count in self.held.items() if count > 0}
+        if both := sorted(self.idle & held):
+            yield f"4: {when}, the devices {both} are idle and allocated"
+        if twice := sorted(device for device in held if self.held[device] > 1):
+            yield f"10: {when}, the devices {twice} are allocated twice"
+        if odd := sorted((self.idle | held) ^ self.universe):
+            yield f"8: {when}, the devices {odd} are neither idle nor allocated, or are none of the desk's"
+
+    def shrink(self, op: Op) -> Iterator[str]:
+        for replica in op.replicas:
+            if replica not in self.active.get(op.pipeline, ()):
+                yield f"5: {op} shrinks replica {replica}, which is not active"
+                continue
+            self.active[op.pipeline].discard(replica)
+            bundle = self.cluster(op.pipeline).bundles[replica]
+            if again := sorted(bundle & self.freed):
+                yield f"9: {op} frees the devices {again} a second time"
+            self.freed |= bundle
+            self.held.subtract(bundle)
+            self.idle |= bundle
+
+    def expand(self, op: Op) -> Iterator[str]:
+        bundles = self.cluster(op.pipeline).bundles
+        there = self.active.setdefault(op.pipeline, set())
+        if outside := [replica for replica in op.replicas if not 0 <= replica < len(bundles)]:
+            yield f"6: {op} expands the replicas {outside}; the mapping has {len(bundles)}"
+            return
+        if op.devices != frozenset().union(*(bundles[replica] for replica in op.replicas)):
+            yield f"6: {op} takes the devices {sorted(op.devices)}, which are not its replicas' whole bundles"
+        if len(there) + len(op.replicas) > len(bundles):
+            yield f"7: {op} makes {len(there) + len(op.replicas)} active replicas of {len(bundles)}"
+        one = self.f.pipelines[op.pipeline]
+        for replica in op.replicas:
+            if replica in there | one.out | one.dead:
+                yield f"5: {op} expands replica {replica}, which is active, removed or dead"
+            there.add(replica)
+        yield from self.take(op)
+
+    def take(self, op: Op) -> Iterator[str]:
+        if outside := sorted(op.devices - self.cluster(op.pipeline, op.cluster).all):
+            yield f"6: {op} takes the devices {outside}, which are outside its mapping"
+        if missing := sorted(op.devices - self.idle):
+            yield f"10: {op} takes the devices {missing}, which are not idle"
+        self.idle -= op.devices
+        self.held.update(op.devices)

@@ -1,27 +1,21 @@
 """Devices on a virtual clock: replicas take time to sleep and to wake, and say when they hold a device. And the clock's alarms.
 
-A pipeline's own ports are given; a port that is told of sleep and wake (`Sleeper`) can be a `kit.stream.simulated.System`.
+A pipeline's own ports are given; what hears of sleep and wake (`Sleeper`) can be a `kit.stream.simulated.System`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from kit.loop.messages import Command, Event, Memory, numbers
-from kit.loop.runner import Runner, Simulated, Stalled, VirtualClock
+from kit.loop.runner import Core, Port, Runner, Simulated, Stalled, VirtualClock
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from kit.loop.runner import Core, Port
-
-    Answers = Iterable[tuple[float, Event]]
+Answers = Iterable[tuple[float, Event]]
 
 
 class Sleeper(Protocol):
-    """What a pipeline's replicas do when one of them sleeps or wakes."""
-
     def remove(self, number: int) -> None: ...
     def add(self, number: int) -> None: ...
 
