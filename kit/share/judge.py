@@ -175,8 +175,11 @@ def flights(ledger: Ledger) -> Iterator[tuple[Row, dict[Request, Row]]]:
             flying[row.request] = row
         elif row.event in ("completed", "cancelled", "failed") and "sample" in row.ids:
             flying.pop(row.request, None)
-        elif row.event in ("left", "shrink", "died") and "replica" in row.ids:
-            flying = {one: sent for one, sent in flying.items() if sent.replica != row.replica}
+        elif row.event in ("left", "shrink", "died", "gone"):
+            gone = (row.who, row["replica"]) if "replica" in row.ids else None  # else the whole pipeline
+            flying = {
+                one: sent for one, sent in flying.items() if sent.who != row.who or gone not in (None, sent.replica)
+            }
 
 
 def stranded_requests(ledger: Ledger) -> Iterator[str]:

@@ -19,7 +19,7 @@ LOCK = "device-{}.lock"  # the file of a device, which the rank that holds the d
 PIPELINES = ("a", "b")
 PLANNERS = ("gap-ratio", "fifo", "static")
 SCHEDULER = "kit.labs.share.drive:scheduler"
-PIPELINE = "kit.share.own:Pipeline"
+PIPELINE = "kit.share.member:Pipeline"
 SEED_APART = 100_003  # between the seeds of two pipelines: more than a run has groups
 # What the scenarios E and F have in place of the defaults.
 LARGER = {

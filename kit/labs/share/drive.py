@@ -12,20 +12,21 @@ import os
 import shutil
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from kit.errors import KitError
-from kit.labs.share.config import DESK, PIPELINE, TRAINER, pipeline_config
+from kit.labs.drive import Drive
+from kit.labs.share.config import DESK, PIPELINE, TRAINER, ShareConfig, pipeline_config
 from kit.labs.share.observer import Observer
 from kit.labs.share.ports import Clock, Devices, Live, Ranks, every, started
 from kit.labs.stream import drive as stream
 from kit.labs.stream.config import settings
 from kit.labs.stream.ports import ReplicaPort, SyncPort, TrainerPort, name_of
-from kit.loop.messages import Event, Row
-from kit.loop.runner import RealClock, Runner
+from kit.loop.messages import Command, Event, Ledger, Row
+from kit.loop.runner import Core, Port, RealClock, Runner
 from kit.share import core
-from kit.share.member import Member
-from kit.share.own import Own
+from kit.share.member import Member, Own
 from kit.share.planner import PLANNERS
 from kit.share.simulated import Ports
 from kit.share.state import Cluster, Settings
@@ -33,14 +34,6 @@ from kit.stream.core import Controller
 from kit.stream.meter import Log, Meter, Watched
 from kit.stream.settings import opening
 from kit.target import load_callable
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
-
-    from kit.labs.drive import Drive
-    from kit.labs.share.config import ShareConfig
-    from kit.loop.messages import Command, Ledger
-    from kit.loop.runner import Core, Port
 
 
 def alone_a(drive: Drive) -> None:

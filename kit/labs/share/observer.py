@@ -13,16 +13,13 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from kit import gpu, machine
+from kit.labs.drive import Drive
 from kit.labs.share.config import DESK, LOCK
-from kit.labs.share.seen import role_of
 from kit.loop.messages import Event, listed
 from kit.results.records import new_row
-
-if TYPE_CHECKING:
-    from kit.labs.drive import Drive
 
 EVERY_S = 0.02
 GPUS_EVERY_S = 1.0  # the driver's own average is over about as long
@@ -120,7 +117,7 @@ class Observer:
         found: dict[int, tuple[str, ...]] = {}
         for inode, device in self.inodes.items():
             pids = locks.get(inode, ())
-            owners = tuple(sorted(role_of(self.names.get(pid, f"pid {pid}")) for pid in pids))
+            owners = tuple(sorted(self.names.get(pid, f"pid {pid}").partition("#")[0] for pid in pids))
             found[device] = owners
             if owners != self._owners.get(device, ()):
                 self._end_ownership(device, now)

@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import heapq
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.drive import Drive
 from kit.labs.share.config import DESK, TRAINER, pipeline_config
-from kit.labs.share.observer import EVERY_S
+from kit.labs.share.observer import EVERY_S, Observer
 from kit.labs.stream import ports
 from kit.labs.stream.ports import name_of, number_of
 from kit.loop.messages import Command, Event
 from kit.loop.runner import Stalled
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from kit.labs.share.observer import Observer
-    from kit.world.pending import Pending
-
+from kit.world.pending import Pending
 
 OF_REQUESTS = ("started", "tokens", "completed", "failed", "cancelled")
 MOVES = ("begin", "finish", "abort")  # the trainer's calls with which it comes onto its devices and leaves them

@@ -6,31 +6,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kit.errors import KitError
-from kit.labs.share import broken
-from kit.labs.share.config import DESK, pipeline_config
+from kit.labs.drive import Drive
+from kit.labs.share.config import DESK, ShareConfig, pipeline_config
 from kit.labs.share.drive import OfPipeline, member
 from kit.labs.stream.config import settings
 from kit.labs.stream.drive import silent
 from kit.labs.stream.simulated import durations, written
-from kit.loop.messages import Event, Row
-from kit.loop.runner import VirtualClock
-from kit.share.simulated import Devices, Ports, simulate
+from kit.loop.messages import Command, Event, Row
+from kit.loop.runner import Runner, VirtualClock
+from kit.share import broken as desks
+from kit.share import core
+from kit.share.broken import Swap, handles, swapped
+from kit.share.member import Joined, Member
+from kit.share.simulated import Devices, Ports, Simulation, simulate
+from kit.share.state import State
+from kit.stream import core as stream
+from kit.stream import generation
+from kit.stream.generation import fail
 from kit.stream.meter import Log, Meter, Watched
 from kit.stream.settings import opening
 from kit.stream.simulated import ADDRESSES, System
+from kit.stream.state import Turn as Loop
 from kit.target import load_callable
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from kit.labs.drive import Drive
-    from kit.labs.share.config import ShareConfig
-    from kit.loop.runner import Runner
-    from kit.share.simulated import Simulation
 
 OF_THE_DESK = ("request_ms", "operation_ms", "admission_ms", "watchdog_ms")  # settings
 LATE = (
@@ -41,7 +43,7 @@ SHORT_MS = 50  # a limit that a scene reaches
 
 def shared(drive: Drive) -> None:
     """The pipelines with the config, and with the fault that is on."""
-    with written(drive) as rows, broken.switched_on(drive.fault):
+    with written(drive) as rows, swapped(SWAPS.get(drive.fault, ())):
         done = run(drive.config)
         rows.extend(done.rows)
     finished(done, drive.config)
@@ -49,14 +51,15 @@ def shared(drive: Drive) -> None:
 
 def scripted(drive: Drive) -> None:
     """Scripted pipelines, which expose the desk's faults; with a fault on, those that expose it."""
-    with written(drive) as rows, broken.switched_on(drive.fault):
-        for scenario in broken.scenarios(drive.fault):
+    with written(drive) as rows, swapped(SWAPS.get(drive.fault, ())):
+        faults = [one for name, one in desks.FAULTS.items() if drive.fault in (None, name)]
+        for scenario in {id(one.scenario): one.scenario for one in faults}.values():
             rows.extend(scenario.run().rows)
 
 
 def rehearse(drive: Drive) -> None:
     """Every scene. What it does to the run is for the checks to say."""
-    with written(drive) as rows, broken.switched_on(drive.fault):
+    with written(drive) as rows, swapped(SWAPS.get(drive.fault, ())):
         for scene in scenes(drive.config):
             rows.extend(run(drive.config, scene).rows)
 
@@ -176,3 +179,87 @@ def run(config: ShareConfig, scene: Scene | None = None) -> Simulation:
     done = simulate(cores, {**ports, "log": logs}, clock, devices, until_s=late, prepare=watched)
     done.rows[:0] = first
     return done
+
+
+# -- wrong rules of pipelines --------------------------------------------------------------------------------------------
+
+NOBODY = -1
+on_left, send = generation.on_left, generation.send
+member_step, desk_step = Member.step, core.Scheduler.step
+
+
+def routes_by_an_old_set(t: Loop, event: Event) -> None:
+    """Requests are sent again by the set of replicas before the shrink, in which the sleeper looks idle. They are taken back later."""
+    there = t.replicas
+    on_left(t, event)
+    if event.replica in there:
+        t.replicas = there.put(event.replica, replace(there[event.replica], load=-1))
+        send(t)
+        on_left(t, event)
+
+
+def shrinks_first(member: Member, state: Joined, event: Event) -> tuple[Joined, tuple[Command, ...]]:
+    """The replica may sleep before its pipeline routes elsewhere."""
+    state, commands = member_step(member, state, event)
+    shrinks = tuple(one for one in commands if one.name == "shrink")
+    return state, (*shrinks, *(one for one in commands if one.name != "shrink"))
+
+
+def refuses_when_empty(t: Loop) -> None:
+    """A request that finds no replica is an error."""
+    if t.waiting and not t.held and not generation.active(t) and t.version == t.last - 1:
+        fail(t, "there is no replica to send a request to")
+    send(t)
+
+
+def forgets_what_was_in_flight(t: Loop, event: Event) -> None:
+    """A shrink aborts requests, and nobody hears of it."""
+    if event.replica in t.replicas:
+        t.replicas = t.replicas.without(event.replica)
+
+
+def counts_too_early(t: Loop, event: Event) -> None:
+    """What is to be taken back was counted before the last request came: that one stays with a replica that sleeps."""
+    there = [
+        (group.id, number)
+        for group in t.buffer.values()
+        for number, sample in enumerate(group.samples)
+        if sample.in_flight and sample.replica == event.replica
+    ]
+    for group, number in there[-1:]:
+        t.put(t.buffer[group].put(number, replica=NOBODY))
+    on_left(t, event)
+    for group, number in there[-1:]:
+        t.put(t.buffer[group].put(number, replica=event.replica))
+
+
+# -- the desk and a pipeline's set-up ------------------------------------------------------------------------------------------
+
+
+def hears_nothing_meanwhile(desk: core.Scheduler, state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
+    """A lock is held until the replicas have answered, and their answers wait for the lock."""
+    return (state, ()) if state.plan is not None else desk_step(desk, state, event)
+
+
+def asks_before_it_is_there(member: Member, state: Joined, event: Event) -> tuple[Joined, tuple[Command, ...]]:
+    """The first request goes out before there is anything to route with: the replica that wakes for it finds nobody."""
+    if state.core is None and event.name == "admitted":
+        return state, (member.ask("acquire", kind="generation", target=1),)
+    if state.core is None and event.name == "granted":
+        return member.start()
+    return member_step(member, state, event)
+
+
+SWAPS: Mapping[str | None, tuple[Swap, ...]] = {
+    **{name: fault.swaps for name, fault in desks.FAULTS.items()},
+    "stale-routing": (
+        (stream, "HANDLERS", {**stream.HANDLERS, "left": routes_by_an_old_set}),
+        (Member, "step", shrinks_first),
+    ),
+    "raises-when-empty": ((generation, "send", refuses_when_empty),),
+    "abort-never-signals": ((stream, "HANDLERS", {**stream.HANDLERS, "left": forgets_what_was_in_flight}),),
+    "count-outside-lock": ((stream, "HANDLERS", {**stream.HANDLERS, "left": counts_too_early}),),
+    "lock-held-across-call": ((core.Scheduler, "step", hears_nothing_meanwhile),),
+    "request-before-shell": ((Member, "step", asks_before_it_is_there),),
+    "dead-coordinator": (handles("died", lambda *_: None),),
+}

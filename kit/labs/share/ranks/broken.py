@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from kit.labs.rankside import Context
 from kit.labs.share.config import SEED_APART
-from kit.labs.share.ranks.replica import Replica
-from kit.labs.share.ranks.trainer import Trainer
+from kit.labs.share.ranks.roles import Replica, Trainer
 from kit.megatron import groups, serve
 from kit.megatron.generate import Engine
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kit.labs.rankside import Context
 
 LATE_S = 0.3
 
