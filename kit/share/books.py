@@ -90,9 +90,8 @@ class Ledger:
 
     def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
         found = list(rows)
-        limits = next((row for row in found if row.get("event") == "limits"), {})
-        self.desk = str(limits.get("pipeline", "desk"))
-        self.limits = dict(limits)
+        self.limits = dict(next((row for row in found if row.get("event") == "limits"), {}))
+        self.desk = str(self.limits.get("pipeline", "desk"))
         self.rows: list[Row] = []
         turn = 0
         for at, row in enumerate(found):
@@ -211,7 +210,6 @@ class Books:
                 self._take_replica(row, row.replica)
 
     def _take_membership(self, row: Row) -> None:
-        """Pipelines come, report progress and go."""
         match row.event:
             case "admitted":
                 self.admitted.add(row.who)
@@ -370,21 +368,13 @@ def share_out(books: Books, idle: set[int], shrinks: set[tuple[str, int]]) -> se
     def gap(name: str) -> Fraction:
         return share[name] - Fraction(len(books.active[name]) * books.tp[name], budget)
 
-    def relative(name: str) -> Fraction:
-        return gap(name) / share[name] if share[name] else Fraction(-(10**9))
-
-    def percent(name: str) -> Fraction:
-        return Fraction(left[name], target[name] or asks[name])
-
     def activate(name: str) -> bool:
         options = []
         busy = {device for (who, cluster) in books.held for device in books.clusters[who][cluster]}
         for replica in books.replicas(name):
-            one = name, replica
-            bundle = books.bundle(*one)
-            if replica in books.active[name] or one in touched | books.dead | books.out or bundle & busy:
-                continue
-            if (name, "generation") in books.held:
+            bundle = books.bundle(name, replica)
+            lost = (name, replica) in touched | books.dead | books.out or (name, "generation") in books.held
+            if replica in books.active[name] or lost or bundle & busy:
                 continue
             donors = [
                 (who, other)
@@ -395,9 +385,8 @@ def share_out(books: Books, idle: set[int], shrinks: set[tuple[str, int]]) -> se
             counts = {who: sum(other[0] == who for other in donors) for who, _ in donors}
             spare = all(len(books.active[who]) - count >= bundles.get(who, 0) for who, count in counts.items())
             if spare and bundle <= idle.union(*(books.bundle(*donor) for donor in donors)):
-                options.append(
-                    (bool(donors), [-one for one in sorted(percent(who) for who, _ in donors)], replica, donors)
-                )
+                percents = sorted(Fraction(left[who], target[who] or asks[who]) for who, _ in donors)
+                options.append((bool(donors), [-one for one in percents], replica, donors))
         if not options:
             return False
         _, _, replica, donors = min(options, key=lambda option: option[:3])
@@ -414,7 +403,8 @@ def share_out(books: Books, idle: set[int], shrinks: set[tuple[str, int]]) -> se
 
     while True:
         acceptors = [name for name in eligible if len(books.active[name]) < bundles[name]]
-        acceptors.sort(key=lambda name: (-relative(name), -gap(name), name))
+        relative = {name: gap(name) / share[name] if share[name] else Fraction(-(10**9)) for name in acceptors}
+        acceptors.sort(key=lambda name: (-relative[name], -gap(name), name))
         if not any(activate(name) for name in acceptors):
             return expands
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -37,7 +38,6 @@ class Scenario:
         return simulate(cores, {}, clock, Devices(clock, {}), until_s=self.until_s)
 
     def script(self, name: str) -> Iterator[Line]:
-        """It comes first and leaves last."""
         yield 0, "register", self.clusters[name]
         yield 1, "admit", {}
         yield from self.lines[name]
@@ -141,18 +141,11 @@ LATE = replace(
 
 
 Swap = tuple[Any, str, Any]  # what a fault puts in place of one name of a module or class
-meets = Supply.meets
-shrink = core.shrink
-drop = core.drop
-lose = core.lose
-grant = core.grant
-advance = core.advance
-expand = core.expand
-measure = Gaps.__init__
+meets, measure = Supply.meets, Gaps.__init__
+right = SimpleNamespace(**vars(core))  # the right rules of the desk, whatever is swapped
 
 
 def gives_twice(supply: Supply, request: Request) -> bool:
-    """Devices that came free in a cycle are counted for every request of that cycle."""
     idle = set(supply.idle)
     met = meets(supply, request)
     supply.idle |= idle
@@ -160,23 +153,20 @@ def gives_twice(supply: Supply, request: Request) -> bool:
 
 
 def grant_unseen(t: Turn, op: Op) -> None:
-    """A grant does not look whether the devices are idle."""
     idle, t.idle = t.idle, t.idle | op.devices
-    grant(t, op)
+    right.grant(t, op)
     t.idle = idle - op.devices
 
 
 def advance_at_once(t: Turn) -> None:
-    """The expands do not wait for the shrinks."""
     sleeping, t.sleeping = t.sleeping, frozenset()
-    advance(t)
+    right.advance(t)
     t.sleeping = sleeping
 
 
 def drop_without_devices(t: Turn, name: str, how: str) -> None:
-    """The release is swallowed, as its owner has died."""
     t.leases = Map({key: lease for key, lease in t.leases.items() if key[0] != name})
-    drop(t, name, how)
+    right.drop(t, name, how)
 
 
 def target_without_floor(gaps: Gaps, share: Share) -> int:
@@ -184,7 +174,6 @@ def target_without_floor(gaps: Gaps, share: Share) -> int:
 
 
 def gaps_without_tp(gaps: Gaps, view: View) -> None:
-    """A replica counts as one device, however many it has."""
     measure(gaps, View([replace(share, tp=1) for share in view.shares.values()], view.idle, view.devices))
     shares = [view.shares[share.name] for share in gaps.known]
     gaps.eligible = [share for share in shares if share.name in gaps.bundles]
@@ -192,14 +181,13 @@ def gaps_without_tp(gaps: Gaps, view: View) -> None:
 
 
 def takes_all(view: View) -> None:
-    """Somebody's planner, which does not look at who has what."""
     for share in view.shares.values():
         for replica in list(share.free):
             view.expand(share.name, replica)
 
 
 def half_a_replica(t: Turn, op: Op, replica: int) -> None:
-    expand(t, op, replica)
+    right.expand(t, op, replica)
     if t.commands and t.commands[-1].name == "expand":
         wrong = t.commands.pop()
         devices = str(wrong.devices).rpartition(",")[0] or str(wrong.devices)
@@ -207,15 +195,13 @@ def half_a_replica(t: Turn, op: Op, replica: int) -> None:
 
 
 def forgets_what_it_shrank(t: Turn, name: str, replica: int) -> None:
-    """The request was consumed: a pipeline that lost its last replica is not thought of again."""
-    shrink(t, name, replica)
+    right.shrink(t, name, replica)
     if not t.active(name):
         t.leases = t.leases.without((name, GENERATION))
 
 
 def lose_and_forget(t: Turn, name: str, replica: int) -> None:
-    """A death takes the place of the planned release that was under way."""
-    lose(t, name, replica)
+    right.lose(t, name, replica)
     if t.pipelines[name].releasing:
         t.change(name, waiters=0)
 
@@ -231,7 +217,6 @@ def waiters_sleep_on(t: Turn, name: str, _: str) -> None:
 
 
 def when_all_are_active(t: Turn) -> None:
-    """A request for generation waits for every one of its replicas."""
     for request in t.requests:
         if request.kind == GENERATION and len(t.active(request.pipeline)) == len(
             t.pipelines[request.pipeline].generation.bundles
@@ -240,7 +225,6 @@ def when_all_are_active(t: Turn) -> None:
 
 
 def shrinks_for_nothing(supply: Supply, request: Request) -> bool:
-    """A request that cannot be met shrinks what it can."""
     for one in sorted({supply.owners[device] for device in supply.needs(request) if device in supply.owners}):
         supply.shrink(*one)
     return meets(supply, request)
@@ -251,8 +235,6 @@ def handles(event: str, wrong: Callable[[Turn, Event], None]) -> Swap:
 
 
 class Fault(NamedTuple):
-    """The check that sees it, the run that exposes it, and its wrong rules."""
-
     check: str
     scenario: Scenario
     swaps: tuple[Swap, ...]

@@ -96,7 +96,6 @@ def settle(t: Turn, planner: Planner) -> None:
 
 
 def start(t: Turn, planner: Planner) -> None:
-    """Make a plan, try it on a copy, and order its shrinks."""
     try:
         plan = make_plan(t, planner, t.settings.devices, t.settings.pipelines)
     except Exception as error:  # noqa: BLE001 - whatever a planner raises ends the run with its name
@@ -437,7 +436,6 @@ def enter(t: Turn, request: Request) -> None:
 
 
 def answer(t: Turn, request: Request) -> None:
-    """The devices of a lease, to the pipeline that asked for it."""
     name, cluster = request.key
     lease = t.leases[request.key]
     bundles = t.pipelines[name].generation.bundles
@@ -475,7 +473,6 @@ def withdraw(t: Turn, key: tuple[str, str], kind: str) -> None:
 
 
 def on_planned_release(t: Turn, event: Event) -> None:
-    """All replicas of a pipeline fall asleep, and its lease ends."""
     if (one := known(t, event)) is not None:
         withdraw(t, (event.pipeline, GENERATION), GENERATION)
         t.change(event.pipeline, releasing=True, waiters=one.waiters + 1)
@@ -555,7 +552,6 @@ def on_unregister(t: Turn, event: Event) -> None:
 
 
 def wake_waiters(t: Turn, name: str, how: str) -> None:
-    """Whoever waits for a request of a pipeline that goes gets an error."""
     for one in t.requests:
         if one.pipeline == name:
             t.note("withdrawn", name, cluster=one.cluster)

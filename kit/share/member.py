@@ -160,8 +160,6 @@ class Hooked(Joined):
 
 
 class Own(Member):
-    """A member whose requests are made by somebody's own code."""
-
     first = Hooked()
 
     def __init__(
@@ -172,7 +170,6 @@ class Own(Member):
         self.own = make(self.side)
 
     def adapted(self, state: Any, core: Any, commands: tuple[Command, ...]) -> tuple[Joined, tuple[Command, ...]]:
-        """Its calls in place of the requests that the loop would make by itself."""
         found: list[Command] = []
         waiting = [*commands]
         while waiting:
@@ -192,7 +189,6 @@ class Own(Member):
             return super().adapted(replace(state, failed=True), core, tuple(found))
 
     def hooked(self, state: Hooked, core: Any, one: Command) -> tuple[Hooked, tuple[Command, ...]]:
-        """What becomes of one command of the loop."""
         version, step = core.version, state.step
         match one.to, one.name, one.get("kind"):
             case "sync", "sync", _ if 0 <= step < version and not state.sent:

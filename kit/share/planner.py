@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from kit.share.state import GENERATION, NO_CLUSTER, Cluster, Fields, Op, Pipeline, Plan, Request
+from kit.share.state import GENERATION, NO_CLUSTER, Fields, Op, Pipeline, Plan, Request
 
 
 @dataclass(slots=True)
@@ -34,7 +34,6 @@ class Share:
 
     @property
     def free(self) -> Iterator[int]:
-        """Replicas that may be activated, in order."""
         return (one for one in range(len(self.bundles)) if one not in self.active and one not in self.touched)
 
     @property
@@ -234,7 +233,6 @@ def make_plan(f: Fields, planner: Planner, devices: int, names: tuple[str, ...] 
 
 
 def merged(moves: list[tuple[str, int]]) -> tuple[Op, ...]:
-    """Moves of single replicas as one operation for each pipeline."""
     names = sorted({name for name, _ in moves})
     return tuple(Op(name, GENERATION, tuple(one for who, one in moves if who == name)) for name in names)
 
@@ -287,7 +285,6 @@ class Supply:
 
 
 def share_of(f: Fields, name: str, shrunk: list[tuple[str, int]]) -> Share:
-    """A pipeline's share as the earlier parts of the plan leave it."""
     one, request, lease = f.pipelines[name], f.waits(name, GENERATION), f.leases.get((name, GENERATION))
     request = request if request is not None and request.kind == GENERATION else None
     since = -1 if one.leaving else lease.since if lease is not None else -1 if request is None else request.number
@@ -332,7 +329,7 @@ def is_off_balance(f: Fields) -> bool:
 
 def violations(f: Fields, plan: Plan, devices: int) -> list[str]:
     """What every plan must keep, tried on a copy before anything is carried out: sentences, each with its condition's number."""
-    return [*wrong_form(f, plan), *Trial(f, devices).carry_out(plan)]
+    return [*wrong_form(f, plan), *wrong_steps(f, plan, devices)]
 
 
 def wrong_form(f: Fields, plan: Plan) -> Iterator[str]:
@@ -352,79 +349,61 @@ def wrong_form(f: Fields, plan: Plan) -> Iterator[str]:
             yield f"11: {pipeline}.{cluster} is removed, and has no lease"
 
 
-class Trial:
-    """The devices of a state, to try a plan on."""
-
-    def __init__(self, f: Fields, devices: int) -> None:
-        self.f = f
-        self.universe = set(range(devices))
-        self.idle = set(f.idle)
-        self.freed: set[int] = set()
-        self.active = {name: set(f.active(name)) for name in f.pipelines}
-        self.held: Counter[int] = Counter()
-        for key, lease in f.leases.items():
-            self.held.update(lease.devices)
-            for replica in lease.active:
-                self.held.update(self.cluster(*key).bundles[replica])
-
-    def cluster(self, pipeline: str, cluster: str = GENERATION) -> Cluster:
-        one: Pipeline | None = self.f.pipelines.get(pipeline)
-        return NO_CLUSTER if one is None else one.clusters.get(cluster, NO_CLUSTER)
-
-    def carry_out(self, plan: Plan) -> Iterator[str]:
-        yield from self.balance("before")
-        for op in plan.shrinks:
-            yield from self.shrink(op)
-        yield from self.balance("after the shrinks")
-        for op in plan.grants:
-            yield from self.take(op)
-        for op in plan.expands:
-            yield from self.expand(op)
-        yield from self.balance("at the end")
-
-    def balance(self, when: str) -> Iterator[str]:
-        held = {device for device, count in self.held.items() if count > 0}
-        if both := sorted(self.idle & held):
-            yield f"4: {when}, the devices {both} are idle and allocated"
-        if twice := sorted(device for device in held if self.held[device] > 1):
-            yield f"10: {when}, the devices {twice} are allocated twice"
-        if odd := sorted((self.idle | held) ^ self.universe):
-            yield f"8: {when}, the devices {odd} are neither idle nor allocated, or are none of the desk's"
-
-    def shrink(self, op: Op) -> Iterator[str]:
+def wrong_steps(f: Fields, plan: Plan, devices: int) -> Iterator[str]:
+    """What goes wrong when the plan is carried out on a copy of who has what."""
+    idle, freed = set(f.idle), set[int]()
+    active = {name: set(f.active(name)) for name in f.pipelines}
+    bundles = {name: one.generation.bundles for name, one in f.pipelines.items()}
+    held = Counter(device for lease in f.leases.values() for device in lease.devices)
+    held.update(device for name in active for replica in active[name] for device in bundles[name][replica])
+    yield from unbalanced("before", idle, held, devices)
+    for op in plan.shrinks:
         for replica in op.replicas:
-            if replica not in self.active.get(op.pipeline, ()):
+            if replica not in active.get(op.pipeline, ()):
                 yield f"5: {op} shrinks replica {replica}, which is not active"
                 continue
-            self.active[op.pipeline].discard(replica)
-            bundle = self.cluster(op.pipeline).bundles[replica]
-            if again := sorted(bundle & self.freed):
+            bundle = bundles[op.pipeline][replica]
+            if again := sorted(bundle & freed):
                 yield f"9: {op} frees the devices {again} a second time"
-            self.freed |= bundle
-            self.held.subtract(bundle)
-            self.idle |= bundle
-
-    def expand(self, op: Op) -> Iterator[str]:
-        bundles = self.cluster(op.pipeline).bundles
-        there = self.active.setdefault(op.pipeline, set())
-        if outside := [replica for replica in op.replicas if not 0 <= replica < len(bundles)]:
-            yield f"6: {op} expands the replicas {outside}; the mapping has {len(bundles)}"
-            return
-        if op.devices != frozenset().union(*(bundles[replica] for replica in op.replicas)):
+            active[op.pipeline].discard(replica)
+            freed |= bundle
+            idle |= bundle
+            held.subtract(bundle)
+    yield from unbalanced("after the shrinks", idle, held, devices)
+    for op in plan.grants:
+        yield from taken(f, op, idle, held)
+    for op in plan.expands:
+        known, there = bundles.get(op.pipeline, ()), active.setdefault(op.pipeline, set())
+        if outside := [replica for replica in op.replicas if not 0 <= replica < len(known)]:
+            yield f"6: {op} expands the replicas {outside}; the mapping has {len(known)}"
+            continue
+        if op.devices != frozenset().union(*(known[replica] for replica in op.replicas)):
             yield f"6: {op} takes the devices {sorted(op.devices)}, which are not its replicas' whole bundles"
-        if len(there) + len(op.replicas) > len(bundles):
-            yield f"7: {op} makes {len(there) + len(op.replicas)} active replicas of {len(bundles)}"
-        one = self.f.pipelines[op.pipeline]
-        for replica in op.replicas:
-            if replica in there | one.out | one.dead:
-                yield f"5: {op} expands replica {replica}, which is active, removed or dead"
-            there.add(replica)
-        yield from self.take(op)
+        if len(there) + len(op.replicas) > len(known):
+            yield f"7: {op} makes {len(there) + len(op.replicas)} active replicas of {len(known)}"
+        lost = f.pipelines[op.pipeline].out | f.pipelines[op.pipeline].dead
+        if any(replica in there | lost for replica in op.replicas) or len({*op.replicas}) < len(op.replicas):
+            yield f"5: {op} expands a replica that is active, removed or dead"
+        there.update(op.replicas)
+        yield from taken(f, op, idle, held)
+    yield from unbalanced("at the end", idle, held, devices)
 
-    def take(self, op: Op) -> Iterator[str]:
-        if outside := sorted(op.devices - self.cluster(op.pipeline, op.cluster).all):
-            yield f"6: {op} takes the devices {outside}, which are outside its mapping"
-        if missing := sorted(op.devices - self.idle):
-            yield f"10: {op} takes the devices {missing}, which are not idle"
-        self.idle -= op.devices
-        self.held.update(op.devices)
+
+def taken(f: Fields, op: Op, idle: set[int], held: Counter[int]) -> Iterator[str]:
+    one: Pipeline | None = f.pipelines.get(op.pipeline)
+    mapping = NO_CLUSTER if one is None else one.clusters.get(op.cluster, NO_CLUSTER)
+    if outside := sorted(op.devices - {*mapping.devices}):
+        yield f"6: {op} takes the devices {outside}, which are outside its mapping"
+    if missing := sorted(op.devices - idle):
+        yield f"10: {op} takes the devices {missing}, which are not idle"
+    idle -= op.devices
+    held.update(op.devices)
+
+
+def unbalanced(when: str, idle: set[int], held: Counter[int], devices: int) -> Iterator[str]:
+    if both := sorted(device for device in idle if held[device] > 0):
+        yield f"4: {when}, the devices {both} are idle and allocated"
+    if twice := sorted(device for device in held if held[device] > 1):
+        yield f"10: {when}, the devices {twice} are allocated twice"
+    if odd := sorted((idle | {device for device in held if held[device] > 0}) ^ {*range(devices)}):
+        yield f"8: {when}, the devices {odd} are neither idle nor allocated, or are none of the desk's"

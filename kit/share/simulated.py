@@ -66,7 +66,6 @@ class Devices(Simulated):
             yield self.wake_s, Event("expanded", self.desk, who=name, replica=replica)
 
     def each(self, name: str, command: Command, seconds: float) -> Answers:
-        """A row for each device, as its observer writes it."""
         for device in numbers(command.devices):
             yield seconds, Event(name, self.desk, who=command.pipeline, device=device)
 
@@ -106,8 +105,6 @@ class Ports:
 
 
 class Simulation(NamedTuple):
-    """A simulated run: its ledger, how each core ended, and the runner."""
-
     rows: Memory
     ended: dict[str, Command]
     runner: Runner

@@ -134,7 +134,6 @@ class Request:
 
     @property
     def precedence(self) -> tuple[int, int]:
-        """By priority; first in, first out within one."""
         return PRIORITY[self.kind], self.number
 
 

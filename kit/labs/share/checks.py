@@ -50,7 +50,6 @@ SEEN_BYTES = 8 * MIB  # a change of resident memory that is no noise
 
 
 def read(config: Mapping[str, Any]) -> ShareConfig:
-    """A run's config as it was given to the lab."""
     given: dict[str, Any] = {one.name: config[one.name] for one in dataclasses.fields(ShareConfig)}
     given |= {name: tuple(one) for name, one in given.items() if isinstance(one, list)}
     return ShareConfig(**given)
@@ -69,7 +68,6 @@ def lacking(frame: pd.DataFrame, what: str) -> None:
 
 
 def rows_of(frame: pd.DataFrame, phase: str, metric: str, *ids: str) -> pd.DataFrame:
-    """The rows of a metric in a phase, with ids as columns. There must be some."""
     rows = recorded(frame, phase, metric, *ids)
     if rows.empty:
         lacking(frame, f"the phase {phase} recorded no {metric}")
@@ -258,7 +256,6 @@ def outcomes(frame: pd.DataFrame, phase: str, pipeline: str) -> dict[tuple[str, 
 
 
 def wanted_outcomes(config: ShareConfig, pipeline: str) -> dict[str, int]:
-    """How many of each a whole loop records."""
     one = pipeline_config(config, pipeline)
     updates = one.steps * one.groups * one.group // (one.batch or one.groups * one.group)
     samples = one.steps * one.groups * one.group
@@ -266,7 +263,6 @@ def wanted_outcomes(config: ShareConfig, pipeline: str) -> dict[str, int]:
 
 
 def same_numbers(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Each pipeline in the phase `shared` against the phase in which it ran alone, bit for bit."""
     run = read(config)
     found = [departed(frame, run, name, MAIN) for name in run.pipelines]
     wrong = [one for some, _ in found for one in some]
@@ -421,7 +417,6 @@ def returns(ledger: Ledger, *, beside_others: bool) -> int:
 
 
 def hand_overs(ledger: Ledger) -> int:
-    """How often training was released and granted again."""
     rows = [row for row in ledger.of("granted", "release") if row.get("kind") == "training"]
     return sum(one.event == "release" and after.event == "granted" for one, after in itertools.pairwise(rows))
 

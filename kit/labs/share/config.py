@@ -71,7 +71,6 @@ class Mapping(NamedTuple):
         return self.infer[replica * self.tp : (replica + 1) * self.tp]
 
     def devices(self, role: str) -> tuple[int, ...]:
-        """Those of a role, one for each of its ranks."""
         return self.train if role == TRAINER else self.bundle(number_of(role))
 
     @property
@@ -262,7 +261,6 @@ def pipeline_config(config: ShareConfig, pipeline: str) -> StreamConfig:
 
 
 def number_of(role: str) -> int:
-    """The number of a replica."""
     return int(role.rpartition(" ")[2])
 
 

@@ -45,12 +45,10 @@ def alone_b(drive: Drive) -> None:
 
 
 def shared(drive: Drive) -> None:
-    """Both pipelines, one desk."""
     share(drive)
 
 
 def serial(drive: Drive) -> None:
-    """One pipeline after the other, each with all of its devices."""
     for name in drive.config.pipelines:
         alone(drive, {name: every_replica(drive.config, name)})
 
@@ -69,7 +67,6 @@ def rehearse(drive: Drive) -> None:
 
 
 def kill(drive: Drive, role: str) -> None:
-    """End the first rank of a role, on purpose."""
     ranks = drive.roles[role]
     drive.lost |= {*ranks}
     drive.record("killed", None, text=role)
@@ -206,13 +203,11 @@ def member(config: ShareConfig, pipeline: str, **changes: Any) -> Member:
 
 
 def clusters(config: ShareConfig, pipeline: str) -> dict[str, Cluster]:
-    """What a pipeline registers."""
     of = config.mapping(pipeline)
     return {"trainer": Cluster(of.train), "generation": Cluster(of.infer, of.tp)}
 
 
 def scheduler(config: ShareConfig) -> core.Scheduler:
-    """The kit's own desk, with the planner of the config."""
     planner = None if config.planner in PLANNERS else load_callable(config.planner)
     return core.Scheduler(desk_settings(config), desk=DESK, planner=planner)
 
@@ -249,8 +244,6 @@ class Without:
 
 
 class Written(stream.Written):
-    """The ledger and what the observer saw, among the run's records."""
-
     def __init__(self, drive: Drive, observer: Observer) -> None:
         super().__init__(drive)
         self.observer = observer
@@ -261,8 +254,6 @@ class Written(stream.Written):
 
 
 class OfPipeline:
-    """A meter that sees the rows of one pipeline."""
-
     def __init__(self, name: str, meter: Meter) -> None:
         self.name = name
         self.meter = meter

@@ -143,12 +143,10 @@ class Span(NamedTuple):
 
 
 def spans(book: Ledger) -> list[Span]:
-    """In order of their ends. What is under way ends with the last row."""
     return [Span(*key, *value, left, right) for key, value, left, right in over_time(book.replay(), in_use)]
 
 
 def in_use(books: Books) -> dict[tuple[str, str], tuple[tuple[int, ...], str]]:
-    """The devices and the state of each replica and cluster that has any."""
     awake = {(name, one) for name, some in books.active.items() for one in some}
     states = {"sleeping": books.sleeping, "waking": books.waking, "awake": awake}
     found = {
@@ -176,7 +174,6 @@ OWNERS = re.compile(r"\w+\.(?:trainer|replica \d+)|pid \d+")
 
 
 def recorded(frame: pd.DataFrame, phase: str, metric: str, *ids: str) -> pd.DataFrame:
-    """The rows of a metric in a phase, in order of time, with ids as columns."""
     return with_ids(frame[(frame["phase"] == phase) & (frame["metric"] == metric)], *ids).sort_values(
         "time", kind="stable"
     )
@@ -216,7 +213,6 @@ class Sight(NamedTuple):
 
 
 def sights(frame: pd.DataFrame, phase: str) -> dict[int, list[Sight]]:
-    """By device, in order."""
     rows = recorded(frame, phase, "seen_owner", "device")
     found: dict[int, list[Sight]] = {}
     for device, some in rows.groupby("device"):
@@ -234,7 +230,6 @@ class Levels:
     bytes: list[float] = field(default_factory=list)
 
     def at(self, when: float) -> float:
-        """The level at a time; the first one before it."""
         return self.bytes[max(0, bisect.bisect_right(self.times, when) - 1)]
 
     def between(self, since: float, until: float) -> list[float]:
@@ -244,7 +239,6 @@ class Levels:
 
 
 def residents(frame: pd.DataFrame, phase: str) -> dict[str, Levels]:
-    """By the rank's name, as observers saw it."""
     rows = recorded(frame, phase, "seen_resident", "who")
     return {str(who): Levels([*some["time"]], [*some["value"]]) for who, some in rows.groupby("who", sort=False)}
 

@@ -178,15 +178,12 @@ class Ranks(ports.Ranks):
 
 
 class Live:
-    """The ranks of all pipelines, for the runner's clock."""
-
     def __init__(self, drive: Drive, parts: Iterable[Ranks]) -> None:
         self.drive = drive
         self.parts = tuple(parts)
         self.heard = time.monotonic()  # when a call was last under way
 
     def wait(self, seconds: float) -> None:
-        """Until a call ends."""
         for part in self.parts:
             part.start()
         flying = [pending for part in self.parts for pending, _, _ in part.flying.values()]
@@ -221,8 +218,6 @@ class Devices:
 
 
 class Clock:
-    """The port "clock": an alarm for each command `after`."""
-
     def __init__(self) -> None:
         self._due: list[tuple[float, int, str]] = []
 
@@ -231,7 +226,6 @@ class Clock:
         return ()
 
     def take(self) -> Iterable[Event]:
-        """All alarms that are due."""
         rung = []
         while self._due and self._due[0][0] <= time.monotonic():
             _, number, pipeline = heapq.heappop(self._due)
@@ -239,7 +233,6 @@ class Clock:
         return rung
 
     def left(self) -> float:
-        """Seconds until the next alarm."""
         return max(0.0, self._due[0][0] - time.monotonic()) if self._due else 3600.0
 
 
@@ -251,7 +244,6 @@ def started(drive: Drive, names: Sequence[str], folder: str, *, alone: bool) -> 
 
 
 def every(drive: Drive, method: str, names: Sequence[str], **args: Any) -> None:
-    """Have all ranks of these roles run a method, and wait."""
     pendings = [drive.submit(method, args=args, role=name) for name in names]
     drive.wait(pendings, first=False)
     for pending in pendings:

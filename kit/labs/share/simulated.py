@@ -42,7 +42,6 @@ SHORT_MS = 50  # a limit that a scene reaches
 
 
 def shared(drive: Drive) -> None:
-    """The pipelines with the config, and with the fault that is on."""
     with written(drive) as rows, swapped(SWAPS.get(drive.fault, ())):
         done = run(drive.config)
         rows.extend(done.rows)
@@ -58,14 +57,12 @@ def scripted(drive: Drive) -> None:
 
 
 def rehearse(drive: Drive) -> None:
-    """Every scene. What it does to the run is for the checks to say."""
     with written(drive) as rows, swapped(SWAPS.get(drive.fault, ())):
         for scene in scenes(drive.config):
             rows.extend(run(drive.config, scene).rows)
 
 
 def finished(done: Simulation, config: ShareConfig) -> None:
-    """Refuse a run that did not come to its end."""
     if left := [name for name in (*config.pipelines, DESK) if name not in done.ended]:
         raise KitError(f"the run is stuck: {', '.join(left)} did not end")
     if errors := [one for one in done.ended.values() if one.get("why") == "error"]:
@@ -152,7 +149,6 @@ class Trigger:
 
 
 def run(config: ShareConfig, scene: Scene | None = None) -> Simulation:
-    """The pipelines and their desk until all have ended, or are stuck."""
     clock, systems, cores, first = VirtualClock(), dict[str, System](), dict[str, Any](), list[Row]()
     late = 3 * max(getattr(config, name) for name in OF_THE_DESK) / 1000
     for name in config.pipelines:
@@ -199,21 +195,18 @@ def routes_by_an_old_set(t: Loop, event: Event) -> None:
 
 
 def shrinks_first(member: Member, state: Joined, event: Event) -> tuple[Joined, tuple[Command, ...]]:
-    """The replica may sleep before its pipeline routes elsewhere."""
     state, commands = member_step(member, state, event)
     shrinks = tuple(one for one in commands if one.name == "shrink")
     return state, (*shrinks, *(one for one in commands if one.name != "shrink"))
 
 
 def refuses_when_empty(t: Loop) -> None:
-    """A request that finds no replica is an error."""
     if t.waiting and not t.held and not generation.active(t) and t.version == t.last - 1:
         fail(t, "there is no replica to send a request to")
     send(t)
 
 
 def forgets_what_was_in_flight(t: Loop, event: Event) -> None:
-    """A shrink aborts requests, and nobody hears of it."""
     if event.replica in t.replicas:
         t.replicas = t.replicas.without(event.replica)
 

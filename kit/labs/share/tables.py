@@ -92,7 +92,6 @@ def training(book: Ledger) -> Iterator[Work]:
 
 
 def weights(book: Ledger) -> dict[tuple[str, str], list[tuple[float, int]]]:
-    """When each version was published on each replica, by pipeline and replica."""
     found: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
     for row in book.of("published"):
         found[row.who, f"replica {row['replica']}"].append((row.time, int(row["version"])))
@@ -254,7 +253,6 @@ def loads(book: Ledger, woken: Iterable[Row]) -> Iterator[float]:
 
 
 def hashing(frame: pd.DataFrame, phase: str) -> list[tuple[str, float, float]]:
-    """Which pipeline's replica hashed its weights, from when to when."""
     rows = recorded(frame, phase, "handing_over", "what", "who")
     mine = rows[rows["what"] == "check"]
     return [

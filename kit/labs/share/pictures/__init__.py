@@ -59,7 +59,6 @@ def looks(loop: Loop, theme: Theme) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def utilisation(scene: Scene) -> None:
-    """What each device was used for, over time and in total."""
     loop, theme = loop_of(scene.data), scene.theme
     axes = scene.figure.subplot_mosaic(
         [["legend", "legend"], ["time", "total"]], height_ratios=(KEYS, lanes_height(loop)), width_ratios=(7, 3)
@@ -215,7 +214,6 @@ def has_loops(data: RunData) -> bool:
 
 
 def loops(scene: Scene) -> None:
-    """Whole loops over the same work beside each other, and how long requests waited."""
     left, right = scene.figure.subplots(1, 2, width_ratios=(5, 5))
     draw_loops(left, tables.loops(scene.data.records), scene.theme)
     draw_waits(right, scene)
@@ -254,7 +252,6 @@ def draw_loops(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
 
 
 def draw_waits(ax: Axes, scene: Scene) -> None:
-    """The mean and the longest wait of each pipeline's requests, by kind."""
     loop, theme = loop_of(scene.data), scene.theme
     table = tables.requests(scene.data.records, loop.phase)
     scale, unit = time_unit(float(table["longest wait"].max()))
@@ -282,12 +279,10 @@ def bars_axis(ax: Axes, names: Sequence[str], right: float) -> None:
 
 
 def ready(data: RunData) -> bool:
-    """Whether a replica woke in a loop with a ledger."""
     return bool(data.order) and tables.shown(data.records) is not None
 
 
 def words(data: RunData) -> list[str]:
-    """The pipelines and their devices, and the planner."""
     config = data.config
     if "devices" not in config:  # another system's ledger
         return []

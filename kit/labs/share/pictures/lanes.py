@@ -59,7 +59,6 @@ class Loop(NamedTuple):
         return len(text) * LETTER * (self.ended - self.began) < seconds * ACROSS
 
     def devices(self, most: int) -> range:
-        """The devices that have a lane, the first ones."""
         return range(min(self.book.limit("devices", 0), most))
 
     def first_of(self, most: int) -> str:
@@ -115,7 +114,6 @@ def owner_marks(loop: Loop, theme: Theme) -> dict[str, dict[str, Any]]:
 
 
 def devices(scene: Scene) -> None:
-    """The devices, and the requests on the same axis of time."""
     loop, theme = loop_of(scene.data), scene.theme
     heights = (LEGENDS, devices_height(loop), requests_height(loop))
     legend, upper, lower = scene.figure.subplots(3, 1, height_ratios=heights)
@@ -289,7 +287,6 @@ def version_lanes(loop: Loop, found: Iterable[Stretch]) -> dict[tuple[str, str],
 
 
 def versions(scene: Scene) -> None:
-    """The weight version of each trainer and each replica over time. A replica that sleeps has none."""
     loop, theme = loop_of(scene.data), scene.theme
     found = stretches(loop)
     tops = version_lanes(loop, found)

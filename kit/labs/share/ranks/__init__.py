@@ -58,7 +58,6 @@ def part_of(ctx: Context) -> Part:
 
 
 def device_of(part: Part, mapping: Mapping) -> int:
-    """The device on which this rank works."""
     return mapping.devices(part.role)[part.place]
 
 

@@ -21,33 +21,26 @@ LATE_S = 0.3
 
 
 def replica(ctx: Context) -> Replica:
-    """The right replica, or the fault's."""
     return REPLICAS.get(ctx.fault, Replica)(seeded(ctx))
 
 
 def train(ctx: Context) -> Trainer:
-    """The right trainer, or the fault's."""
     return TRAINERS.get(ctx.fault, Trainer)(seeded(ctx))
 
 
 def seeded(ctx: Context) -> Context:
-    """With the fault `shared-seed` pipeline B has the seed of pipeline A."""
     if ctx.fault != "shared-seed" or ctx.role.startswith("a "):
         return ctx
     return dataclasses.replace(ctx, config=dataclasses.replace(ctx.config, seed=ctx.config.seed - SEED_APART))
 
 
 class SleepsBusy(Replica):
-    """Weights and caches go while requests are in flight."""
-
     def shrink(self) -> dict[str, Any]:
         with patch.object(Engine, "cancel"):
             return super().shrink()
 
 
 class StaysResident(Replica):
-    """Asleep by its own word, a replica keeps its weights."""
-
     def reset(self, folder: str, alone: bool) -> None:  # type: ignore[override]
         if not self.replica.asleep:
             self.replica.sleep()
@@ -66,12 +59,9 @@ class StaysResident(Replica):
 
 
 class SleepsLate(Replica):
-    """A replica says that it sleeps, and gives its device away, before its memory is down."""
-
     late: threading.Timer | None = None
 
     def settle(self) -> None:
-        """Until what was left to do is done."""
         if self.late is not None:
             self.late.join()
             self.late = None
@@ -97,8 +87,6 @@ class SleepsLate(Replica):
 
 
 class Skewed(Replica):
-    """Tokens of a replica that woke up are stamped with the version before."""
-
     def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:
         woke = self.blank
         found = super().sync(version, at_sync, replicas)
@@ -126,8 +114,6 @@ class AssumesBase(Replica):
 
 
 class LeaksGroup(Replica):
-    """With each wake a replica makes a process group, and nobody destroys it."""
-
     def expand(self) -> None:
         super().expand()
         dist.new_group([*range(dist.get_world_size())], backend="gloo")
@@ -137,8 +123,6 @@ SIGN = "woke-{}"  # a file beside the devices' locks, by pipeline
 
 
 class TellsOthers(Replica):
-    """A replica that wakes lets ranks of the other pipeline know."""
-
     def expand(self) -> None:
         super().expand()
         (self.folder / SIGN.format(self.lease.part.pipeline)).touch()
@@ -154,8 +138,6 @@ class Rebuilds(Trainer):
 
 
 class KeepsGroups(Trainer):
-    """A trainer leaves its devices with its process groups, and says that they are gone."""
-
     def let_groups_go(self) -> None:
         with patch.object(groups, "destroy", return_value={"snapshot": {}}):
             super().let_groups_go()

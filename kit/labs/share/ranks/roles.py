@@ -1,11 +1,12 @@
 """The ranks of a pipeline in the lab `share`: those of the lab `stream`, which come to their devices and leave them between two calls.
 
-A trainer is on its devices only from `begin` to `finish` of a step. `finish` keeps the new weights in the bucket cache while they are on the
-device, then everything goes to host memory and the device is free. A sync sends from the cache, with no device. With `release_groups` the
-process groups go with the device and come back with it.
+A trainer is on its devices only from `begin` to `finish` of a step. `finish` keeps the new weights in the bucket cache while they are on
+the device, then everything goes to host memory and the device is free. A sync sends from the cache, with no device. With `release_groups`
+the process groups go with the device and come back with it.
 
-A replica that sleeps has no requests, no KV cache and, at level 2, no weights, and its device is free. Awake again, its weights are NaN until a
-sync brings the version that is due. At version 0 a sync moves nothing: the replica loads its own base weights, which are then compared.
+A replica that sleeps has no requests, no KV cache and, at level 2, no weights, and its device is free. Awake again, its weights are NaN
+until a sync brings the version that is due. At version 0 a sync moves nothing: the replica loads its own base weights, which are then
+compared.
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ class Trainer(trainer.Trainer):
         self.lease.note_resident("asleep")
 
     def reset(self, folder: str, alone: bool) -> None:  # type: ignore[override]
-        """A fresh job on the base weights, version 0."""
         self.folder, self.alone = Path(folder), alone
         self.lease.take(self.folder, together=alone)
         self.bring_groups_back()
@@ -83,7 +83,6 @@ class Trainer(trainer.Trainer):
     # -- the device -----------------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Take the device and bring the job back onto it."""
         if not self.lease.held:
             self.lease.take(self.folder)
             with self.times("onload"):
@@ -206,7 +205,6 @@ class Replica(replica.Replica):
             self.shrink()
 
     def vacate(self) -> None:
-        """Leave the device, whatever was under way there."""
         if self.lease.held:
             self.shrink()
 
