@@ -23,6 +23,7 @@ RUNS_ON = {
     "logprobs": "trainer",
     "values": "critic",
 }
+CLUSTERS = ("trainer", "critic", "reference", "generation")
 OPERATIONS = [
     "register",
     "admit",
@@ -179,14 +180,16 @@ class Books:
     def owners(self) -> dict[int, list[str]]:
         """Who has each device: a replica from the order to wake until it sleeps, a cluster from its grant until its release."""
         found: dict[int, list[str]] = {device: [] for device in range(self.devices)}
-        moving = self.sleeping | self.waking
-        for name, replica in moving | {(name, one) for name, some in self.active.items() for one in some}:
+        for name, replica in self.sleeping | self.waking | self.awake():
             for device in self.bundle(name, replica):
                 found.setdefault(device, []).append(f"replica {replica} of {name}")
         for name, cluster in self.held:
             for device in self.clusters[name][cluster]:
                 found.setdefault(device, []).append(f"{cluster} of {name}")
         return found
+
+    def awake(self) -> set[tuple[str, int]]:
+        return {(name, one) for name, some in self.active.items() for one in some}
 
     def idle(self) -> set[int]:
         return {device for device, owners in self.owners().items() if not owners}
@@ -199,8 +202,7 @@ class Books:
         elif row.event == "commit":
             self.plan = None
         elif row.event == "clusters":
-            known = ("trainer", "critic", "reference", "generation")
-            self.clusters[row.who] = {name: numbers(str(row[name])) for name in known if name in row.ids}
+            self.clusters[row.who] = {name: numbers(str(row[name])) for name in CLUSTERS if name in row.ids}
             self.tp[row.who] = int(row.get("tp", 1))
             self.active[row.who] = set()
         elif row.who in self.clusters:
@@ -320,18 +322,15 @@ def before_sharing(books: Books) -> tuple[Books, set[tuple[str, int]], list[tupl
         shrinks.add((name, replica))
         idle.update(books.bundle(name, replica))
 
-    for name in books.clusters:
-        for replica in sorted(books.active[name]):
-            if name in books.leaving or (name, replica) in books.out:
-                shrink(name, replica)
+    for name, replica in books.awake():
+        if name in books.leaving or (name, replica) in books.out:
+            shrink(name, replica)
     kept: set[int] = set()
     for (name, cluster), waits in sorted(books.waiting.items(), key=lambda one: (ORDER.index(one[1][0]), one[1][1])):
         if waits[0] == "generation":
             continue
         wanted = set(books.clusters[name][cluster])
-        victims = [
-            (who, one) for who, some in books.active.items() for one in some if books.bundle(who, one) & (wanted - idle)
-        ]
+        victims = [one for one in books.awake() if books.bundle(*one) & (wanted - idle)]
         covered = idle.union(*(books.bundle(*victim) for victim in victims))
         if not wanted <= covered or (wanted & kept and not any(who == name for who, _ in books.held)):
             kept |= wanted

@@ -233,8 +233,8 @@ def priority_kept(ledger: Ledger) -> Finding:
             could = before_sharing(books)[2]
             for key in could:
                 if key not in granted:
-                    kind = books.waiting[key][0]
-                    yield f"{row}: {kind} of {key[0]} could have its devices and waits; {sorted(granted)} were granted"
+                    what = f"{books.waiting[key][0]} of {key[0]}"
+                    yield f"{row}: {what} could have its devices and waits; {sorted(granted)} were granted"
             for name, cluster in granted - {*could}:
                 yield f"{row}: {name}.{cluster} is granted before its turn, or without all of its devices"
     for row, books in ledger.turns():

@@ -46,8 +46,7 @@ class Member:
 
     def begin(self) -> tuple[Joined, tuple[Command, ...]]:
         devices = {name: listed(cluster.devices) for name, cluster in self.clusters.items()}
-        tp = self.clusters[GENERATION].tp
-        return self.first, (self.ask("register", tp=tp, **devices), self.ask("admit"))
+        return self.first, (self.ask("register", tp=self.clusters[GENERATION].tp, **devices), self.ask("admit"))
 
     def step(self, state: Joined, event: Event) -> tuple[Joined, tuple[Command, ...]]:
         name, of = event.name, event.get("of")
@@ -64,8 +63,7 @@ class Member:
         if state.core is not None and name not in ANSWERS and of != "resize":
             state, commands = self.adapted(state, *self.core.step(state.core, event))
         if name == "left":
-            ids = {"replica": event.replica, "devices": event.devices}
-            commands += (Command("shrink", "devices", self.name, **ids),)
+            commands += (Command("shrink", "devices", self.name, replica=event.replica, devices=event.devices),)
         return state, commands
 
     def start(self) -> tuple[Joined, tuple[Command, ...]]:

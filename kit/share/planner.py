@@ -273,8 +273,7 @@ class Supply:
         """
         devices = self.needs(request)
         missing = devices - self.idle
-        leases = self.f.leases.items()
-        holds = any(name == request.pipeline and lease.kind != GENERATION for (name, _), lease in leases)
+        holds = any(name == request.pipeline and lease.kind != GENERATION for (name, _), lease in self.f.leases.items())
         if (devices & self.kept and not holds) or not missing <= self.owners.keys():
             self.kept |= devices
             return False

@@ -79,8 +79,9 @@ class Script:
         self.desk = desk
 
     def begin(self) -> tuple[int, tuple[Command, ...]]:
-        alarms = (Command("after", "clock", self.name, number=at, ms=line[0]) for at, line in enumerate(self.lines))
-        return 0, tuple(alarms)
+        return 0, tuple(
+            Command("after", "clock", self.name, number=at, ms=line[0]) for at, line in enumerate(self.lines)
+        )
 
     def step(self, state: int, event: Event) -> tuple[int, tuple[Command, ...]]:
         if event.name == "left":

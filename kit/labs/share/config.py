@@ -276,6 +276,9 @@ def roles(config: ShareConfig) -> tuple[Role, ...]:
         return (Role(name="idle", ranks=tuple(range(config.ranks)), phases="kit.labs.stream.ranks:Idle"),)
     found: list[Role] = []
     first = 0
+    gpus = (
+        0 if config.device == "cpu" else len(free_bytes())
+    )  # with fewer than devices, several devices are the same one
     for pipeline in config.pipelines:
         for name, count in role_names(config, pipeline).items():
             kind = "train" if name == TRAINER else "replica"
@@ -285,18 +288,12 @@ def roles(config: ShareConfig) -> tuple[Role, ...]:
                     name=f"{pipeline} {name}",
                     ranks=ranks,
                     world=len(found),
-                    devices=gpus(config, config.mapping(pipeline).devices(name)),
+                    devices=tuple(one % gpus for one in config.mapping(pipeline).devices(name)) if gpus else (),
                     phases=f"kit.labs.share.ranks.broken:{kind}",
                 )
             )
             first += count
     return tuple(found)
-
-
-def gpus(config: ShareConfig, devices: tuple[int, ...]) -> tuple[int, ...]:
-    """The GPUs of these devices, on a machine that has any; with fewer GPUs than devices, several devices are the same one."""
-    count = 0 if config.device == "cpu" else len(free_bytes())
-    return tuple(device % count for device in devices) if count else ()
 
 
 def plan(config: ShareConfig) -> list[Step]:

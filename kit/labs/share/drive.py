@@ -37,20 +37,16 @@ from kit.target import load_callable
 
 
 def alone_a(drive: Drive) -> None:
-    alone(drive, {"a": every_replica(drive.config, "a")})
+    alone(drive, {"a": range(drive.config.mapping("a").replicas)})
 
 
 def alone_b(drive: Drive) -> None:
-    alone(drive, {"b": every_replica(drive.config, "b")})
-
-
-def shared(drive: Drive) -> None:
-    share(drive)
+    alone(drive, {"b": range(drive.config.mapping("b").replicas)})
 
 
 def serial(drive: Drive) -> None:
-    for name in drive.config.pipelines:
-        alone(drive, {name: every_replica(drive.config, name)})
+    alone_a(drive)
+    alone_b(drive)
 
 
 def static(drive: Drive) -> None:
@@ -63,7 +59,7 @@ def static(drive: Drive) -> None:
 
 def rehearse(drive: Drive) -> None:
     """What must not end the others: a replica of A is killed while it wakes, and B's trainer in its second step."""
-    share(drive, {"a": WakingDies, "b": TrainerDies}, on_dead_replica="go-on")
+    shared(drive, {"a": WakingDies, "b": TrainerDies}, on_dead_replica="go-on")
 
 
 def kill(drive: Drive, role: str) -> None:
@@ -102,10 +98,6 @@ def own_half(config: ShareConfig, pipeline: str) -> tuple[int, tuple[int, ...]]:
     return at, tuple(one for one in range(of.replicas) if {*of.bundle(one), *of.train} <= half)
 
 
-def every_replica(config: ShareConfig, pipeline: str) -> tuple[int, ...]:
-    return tuple(range(config.mapping(pipeline).replicas))
-
-
 def alone(drive: Drive, replicas: Mapping[str, Collection[int]]) -> None:
     """These pipelines at once, each with these replicas, without a desk between them."""
     roles = [f"{name} {role}" for name, some in replicas.items() for role in (TRAINER, *map(name_of, some))]
@@ -115,7 +107,7 @@ def alone(drive: Drive, replicas: Mapping[str, Collection[int]]) -> None:
         run(drive, cores, parts, {"desk": stream.Desk()}, observer)
 
 
-def share(drive: Drive, kinds: Mapping[str, type[Ranks]] | None = None, **changes: Any) -> None:
+def shared(drive: Drive, kinds: Mapping[str, type[Ranks]] | None = None, **changes: Any) -> None:
     """All pipelines under the desk. `kinds` are other ranks than the usual, by pipeline; `changes` are to the controllers' settings."""
     config = drive.config
     with begun(drive, [*drive.roles], alone=False) as observer:
@@ -146,8 +138,8 @@ def run(
     parts: Mapping[str, Ranks],
     more: Mapping[str, Port],
     observer: Observer,
-) -> dict[str, Command]:
-    """The cores over live ranks until all have ended; how each did. `more` are the ports of the desk, or in its place."""
+) -> None:
+    """The cores over live ranks until all have ended. `more` are the ports of the desk, or in its place."""
     clock, live = more.get("clock"), Live(drive, parts.values())
     meters = {name: Meter() for name in parts}
     ports: dict[str, Port] = {
@@ -178,7 +170,6 @@ def run(
     for name, end in ended.items():
         if end.get("why") == "error" and not (name in parts and parts[name].gone):
             raise KitError(f"{name} ended with an error: {end.get('error', 'no reason given')}")
-    return ended
 
 
 def opened(ledger: Ledger, meters: Mapping[str, Meter], config: ShareConfig) -> Watched:

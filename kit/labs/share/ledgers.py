@@ -147,8 +147,7 @@ def spans(book: Ledger) -> list[Span]:
 
 
 def in_use(books: Books) -> dict[tuple[str, str], tuple[tuple[int, ...], str]]:
-    awake = {(name, one) for name, some in books.active.items() for one in some}
-    states = {"sleeping": books.sleeping, "waking": books.waking, "awake": awake}
+    states = {"sleeping": books.sleeping, "waking": books.waking, "awake": books.awake()}
     found = {
         (name, f"replica {one}"): (tuple(sorted(books.bundle(name, one))), state)
         for state, replicas in states.items()

@@ -230,7 +230,6 @@ def switch(book: Ledger, plan: Row, *rows: Row, hashed: Sequence[tuple[str, floa
     end = max([plan.time, *times["shrunk"], *times["expanded"], *times["commit"]])
     woken = [row for row in rows if row.event == "expanded"]
     loaded = max([end, *(loads(book, woken) if times["commit"] else ())])
-    names = {row.who for row in woken}
     return {
         "cycle": int(plan["number"]),
         "at": plan.time - book.rows[0].time,
@@ -239,7 +238,7 @@ def switch(book: Ledger, plan: Row, *rows: Row, hashed: Sequence[tuple[str, floa
         "expand": max(times["expanded"]) - min(times["expand"]) if woken else 0.0,
         "weights": loaded - end,
         "total": loaded - plan.time,
-        "check": covered([span for name, *span in hashed if name in names], end, loaded),
+        "check": covered([span for name, *span in hashed if name in {row.who for row in woken}], end, loaded),
     }
 
 
@@ -302,7 +301,7 @@ def waits(book: Ledger) -> list[Wait]:
             keys = [key for key in asked if key[0] == row.who and (all_of_it or key[1] == row.cluster)]
             found += [Wait(*key, *asked.pop(key), row.time, ENDS[row.event]) for key in keys]
     last = book.rows[-1].time
-    found += [Wait(*key, kind, since, last, "open") for key, (kind, since) in asked.items()]
+    found += [Wait(*key, *one, last, "open") for key, one in asked.items()]
     admitted = {row.who: row.time for row in book.of("admitted")}
     for row in book.of("admit"):
         end = "granted" if row.who in admitted else "open"
