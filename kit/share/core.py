@@ -566,14 +566,10 @@ def drop(t: Turn, name: str, how: str) -> None:
     one = t.pipelines[name]
     for _ in range(one.waiters):
         t.say("released", name, kind=GENERATION)
-    bundles = one.generation.bundles
-    for key, lease in t.leases.items():
-        if key[0] == name:
-            t.idle = t.idle.union(lease.devices, *(bundles[replica] for replica in lease.active))
-            t.leases = t.leases.without(key)
-    for who, replica in t.sleeping | t.waking:
-        if who == name:
-            t.idle |= bundles[replica]
+    moving = [replica for who, replica in t.sleeping | t.waking if who == name]
+    t.idle = t.idle.union(*(one.generation.bundles[replica] for replica in [*t.active(name), *moving]))
+    t.idle = t.idle.union(*(lease.devices for key, lease in t.leases.items() if key[0] == name))
+    t.leases = Map({key: lease for key, lease in t.leases.items() if key[0] != name})
     t.sleeping = frozenset(pair for pair in t.sleeping if pair[0] != name)
     t.waking = frozenset(pair for pair in t.waking if pair[0] != name)
     t.pipelines = t.pipelines.without(name)

@@ -142,28 +142,36 @@ def devices_conserved(ledger: Ledger) -> Finding:
 @as_check
 def no_request_lost(ledger: Ledger) -> Finding:
     """Does every request end, those of replicas that fell asleep included?"""
-    asked: dict[tuple[str, str], Row] = {}
-    count = len(need(ledger, "acquire"))
-    for row in ledger.rows:
-        if row.event == "acquire" and row.at not in ledger.refused:
-            given = asked.get((row.who, RUNS_ON.get(row.get("release", ""), row.get("release", ""))))
-            if given is not None and given["kind"] == row["release"]:
-                del asked[given.who, given.cluster]
-            asked[row.who, row.cluster] = row
-        elif row.event in ("granted", "error", "release", "planned_release"):
-            if row.event == "error" and row.get("of") == ledger.desk:
-                asked = {key: one for key, one in asked.items() if key[0] != row.who}
-            elif row.event in ("granted", "planned_release") or row.get("of", "acquire") == "acquire":
-                one = asked.get((row.who, row.cluster))
-                if one is not None and one["kind"] == row.get("kind", "generation"):
-                    del asked[row.who, row.cluster]
-        elif row.event == "gone":
-            for key in [key for key in asked if key[0] == row.who]:
-                yield f"{asked.pop(key)} has no answer, and the pipeline is gone (row {row.at})"
-    if ledger.of("ended"):
-        yield from (f"{one} has no answer" for one in asked.values())
+    count, has_ended = len(need(ledger, "acquire")), bool(ledger.of("ended"))
+    for asked, end in device_requests(ledger):
+        if end is not None and end.event == "gone":
+            yield f"{asked} has no answer, and the pipeline is gone (row {end.at})"
+        elif end is None and has_ended:
+            yield f"{asked} has no answer"
     yield from stranded_requests(ledger)
     return f"{count} requests"
+
+
+def device_requests(ledger: Ledger) -> Iterator[tuple[Row, Row | None]]:
+    """Each request for devices and the row that ends it: its answer, its release, or the end of its pipeline; those without an end come
+    last."""
+    asked: dict[tuple[str, str], Row] = {}
+    for row in ledger.rows:
+        mine = [key for key in asked if key[0] == row.who]
+        if row.event == "acquire" and row.at not in ledger.refused:
+            given = row.get("release", "")
+            ended = [key for key in mine if key[1] == RUNS_ON.get(given, given) and asked[key]["kind"] == given]
+        elif row.event == "gone" or (row.event == "error" and row.get("of") == ledger.desk):
+            ended = mine
+        elif row.event in ("granted", "release", "planned_release") or row.get("of") == "acquire":
+            kind = row.get("kind", "generation")
+            ended = [key for key in mine if key[1] == row.cluster and asked[key]["kind"] == kind]
+        else:
+            continue
+        yield from ((asked.pop(key), row) for key in ended)
+        if row.event == "acquire" and row.at not in ledger.refused:
+            asked[row.who, row.cluster] = row
+    yield from ((one, None) for one in asked.values())
 
 
 def flights(ledger: Ledger) -> Iterator[tuple[Row, dict[Request, Row]]]:

@@ -195,8 +195,13 @@ MUTANTS = (
     ),
     mutant("core:on_unregister", 'wake_waiters(t, name, "unregistered")', "pass", "waiters are not woken"),
     mutant("core:on_unregister", "give_back(t, name, cluster, lease.kind)", "pass", "who leaves keeps its devices"),
-    mutant("core:drop", "t.leases = t.leases.without(key)", "pass", "a dead pipeline keeps its lease"),
-    mutant("core:drop", "t.idle |= bundles[replica]", "pass", "devices of a dead sleeper are lost"),
+    mutant(
+        "core:drop",
+        "for key, lease in t.leases.items() if key[0] != name}",
+        "for key, lease in t.leases.items()}",
+        "a dead pipeline keeps its lease",
+    ),
+    mutant("core:drop", "[*t.active(name), *moving]", "t.active(name)", "devices of a dead sleeper are lost"),
     mutant(
         "core:drop",
         "t.waking = frozenset(pair for pair in t.waking if pair[0] != name)",

@@ -127,13 +127,13 @@ class Observer:
                     new_row("seen_owner", len(owners), "1", now, text=" ".join(owners), ids={"device": device})
                 )
         # All that were freed come first: between two looks a device may go from one to the other.
-        for name, at, others in (
-            () if not self.for_desk else (("freed", self._owners, found), ("taken", found, self._owners))
-        ):
-            for device, owners in at.items():
-                for owner in sorted({*owners} - {*others.get(device, ())}):
-                    who = owner.partition(".")[0]
-                    self._events.append(Event(name, DESK, who=who, device=device, owner=owner))
+        changes = (("freed", self._owners, found), ("taken", found, self._owners)) if self.for_desk else ()
+        self._events += [
+            Event(name, DESK, who=owner.partition(".")[0], device=device, owner=owner)
+            for name, at, others in changes
+            for device, owners in at.items()
+            for owner in sorted({*owners} - {*others.get(device, ())})
+        ]
         self.shared_samples += any(len(owners) > 1 for owners in found.values())
         self._owners = found
 

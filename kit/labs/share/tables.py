@@ -16,7 +16,7 @@ from kit.labs.share.ledgers import MAIN, Span, over_time, recorded, runs, seats,
 from kit.loop.messages import numbers
 from kit.results import NotMeasured
 from kit.share.books import Books, Ledger, Row
-from kit.share.judge import flights, is_needy
+from kit.share.judge import device_requests, flights, is_needy
 
 ALONE = "alone_"  # with the pipeline's name
 USES = ("training", "generating", "waiting", "switching", "idle")
@@ -273,7 +273,7 @@ def covered(spans: Iterable[Sequence[float]], since: float, until: float) -> flo
 
 
 class Wait(NamedTuple):
-    """A request from when it was made until its end: granted, withdrawn, expired or refused; `open` if it has none.
+    """A request from when it was made until its end: granted, withdrawn or refused, or its pipeline is gone; `open` if it has none.
 
     Two kinds are no requests for devices: `admission`, and `suspended`, where the pipeline has demand and a lease of generation, and all
     its replicas sleep.
@@ -287,21 +287,15 @@ class Wait(NamedTuple):
     end: str
 
 
-ENDS = {"granted": "granted", "expired": "expired", "withdrawn": "withdrawn", "error": "refused", "gone": "gone"}
+ENDS = {"granted": "granted", "error": "refused", "gone": "gone"}  # else it was withdrawn
 
 
 def waits(book: Ledger) -> list[Wait]:
-    found: list[Wait] = []
-    asked: dict[tuple[str, str], tuple[str, float]] = {}
-    for row in book.rows:
-        if row.event == "acquire" and row.at not in book.refused:
-            asked.setdefault((row.who, row.cluster), (str(row["kind"]), row.time))
-        elif row.event in ENDS and (row.event != "error" or row.get("of") in ("acquire", book.desk)):
-            all_of_it = row.event == "gone" or row.get("of") == book.desk
-            keys = [key for key in asked if key[0] == row.who and (all_of_it or key[1] == row.cluster)]
-            found += [Wait(*key, *asked.pop(key), row.time, ENDS[row.event]) for key in keys]
     last = book.rows[-1].time
-    found += [Wait(*key, *one, last, "open") for key, one in asked.items()]
+    found = []
+    for one, row in device_requests(book):
+        end = "open" if row is None else ENDS.get(row.event, "withdrawn")
+        found.append(Wait(one.who, one.cluster, str(one["kind"]), one.time, last if row is None else row.time, end))
     admitted = {row.who: row.time for row in book.of("admitted")}
     for row in book.of("admit"):
         end = "granted" if row.who in admitted else "open"

@@ -117,15 +117,9 @@ class Lease:
         """What this rank holds, by its own word: `awake` or `held` with a device, `asleep` without."""
         self.part.record("resident", machine.status()["VmRSS"], "B", who=self.part.owner, state=state)
 
-
-class Times:
-    """Spans of a hand-over's parts, as records: `with times("wake"): ...`."""
-
-    def __init__(self, part: Part) -> None:
-        self.part = part
-
     @contextlib.contextmanager
-    def __call__(self, what: str) -> Iterator[None]:
+    def timed(self, what: str) -> Iterator[None]:
+        """A part of a hand-over as a record with its span."""
         began = time.time()
         yield
         self.part.record("handing_over", time.time() - began, "s", start=began, what=what, who=self.part.owner)

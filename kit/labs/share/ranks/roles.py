@@ -22,7 +22,7 @@ from kit.errors import KitError
 from kit.labs import rankside
 from kit.labs.rankside import Context
 from kit.labs.share.config import number_of
-from kit.labs.share.ranks import Lease, Times, device_of, part_of
+from kit.labs.share.ranks import Lease, device_of, part_of
 from kit.labs.stream.ranks import replica, trainer
 from kit.labs.stream.ranks.side import DIGEST
 from kit.measure.host import trim
@@ -41,7 +41,6 @@ class Trainer(trainer.Trainer):
         part = part_of(ctx)
         super().__init__(part)
         self.lease = Lease(part, device_of(part, ctx.config.mapping(part.pipeline)))
-        self.times = Times(part)
         self.folder = Path()
         self.alone = False
         self.release_groups: bool = ctx.config.release_groups
@@ -85,14 +84,14 @@ class Trainer(trainer.Trainer):
     def enter(self) -> None:
         if not self.lease.held:
             self.lease.take(self.folder)
-            with self.times("onload"):
+            with self.lease.timed("onload"):
                 self.bring_groups_back()
                 self.job.mover.restore()
             self.lease.note_resident("held")
 
     def leave(self) -> None:
         """Move the job to host memory, destroy its process groups if they are to go, and free the device."""
-        with self.times("offload"):
+        with self.lease.timed("offload"):
             if not self.job.mover.away:  # else it failed on its way in or out
                 self.job.mover.release()
             self.let_groups_go()
@@ -131,7 +130,7 @@ class Trainer(trainer.Trainer):
         """The optimizer step, then the new version in the cache, then off the device."""
         super().finish(step, update)
         self.keep(self.version + 1)
-        with self.times("build"):
+        with self.lease.timed("build"):
             weights = self.gather()
             if self.first:
                 self.sender.build(self.version, weights)
@@ -161,7 +160,7 @@ class Trainer(trainer.Trainer):
             return {}
         if version != self.version:
             raise KitError(f"version {version} is to be sent, but the trainer is at version {self.version}")
-        with self.times("send"):
+        with self.lease.timed("send"):
             report = self.sender.sync(version or BASE, self.targets(replicas), None if version else self.base_on_host)
         return {"bytes": report.bytes}
 
@@ -183,7 +182,6 @@ class Replica(replica.Replica):
         self.number = number_of(part.role)
         self.level = ctx.config.sleep_level
         self.lease = Lease(part, device_of(part, ctx.config.mapping(part.pipeline)))
-        self.times = Times(part)
         self.folder = Path()
         self.blank = True
         self.kept: list[torch.Tensor] = []  # weights in host memory, at level 1
@@ -220,7 +218,7 @@ class Replica(replica.Replica):
 
     def shrink(self) -> dict[str, Any]:
         """Abort every request, drop caches and weights, give the memory back, and free the device."""
-        with self.times("sleep"):
+        with self.lease.timed("sleep"):
             requests = [*self.engine.in_flight]
             for name in requests:
                 self.engine.cancel(name)
@@ -240,7 +238,7 @@ class Replica(replica.Replica):
     def expand(self) -> None:
         """Take the device and allocate the weights. Nothing is decoded before a sync has filled them."""
         self.lease.take(self.folder)
-        with self.times("wake"):
+        with self.lease.timed("wake"):
             self.replica.wake()
             for weight, kept in zip(self.replica.chunks[0].parameters(), self.kept, strict=bool(self.kept)):
                 weight.data.copy_(kept)
@@ -249,12 +247,12 @@ class Replica(replica.Replica):
 
     def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:
         """Receive a version, and note the digest of what is served from now on."""
-        with self.times("receive"):
+        with self.lease.timed("receive"):
             if self.blank and not version:
                 shards.load_full(self.replica.chunks, self.base)
             super().sync(version, at_sync, replicas)
         self.blank = False
-        with self.times("check"):
+        with self.lease.timed("check"):
             table = self.digests(DIGEST)
         if self.first:
             self.ctx.record("served", None, text=rankside.digest(table), version=version, replica=self.number)
