@@ -273,7 +273,6 @@ FAULTS = {
 
 @contextlib.contextmanager
 def swapped(swaps: Iterable[Swap]) -> Iterator[None]:
-    """The wrong rules in place of the right ones."""
     with contextlib.ExitStack() as scope:
         for swap in swaps:
             scope.enter_context(patch.object(*swap))

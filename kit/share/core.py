@@ -118,7 +118,6 @@ def start(t: Turn, planner: Planner) -> None:
 
 
 def shrink(t: Turn, name: str, replica: int) -> None:
-    """The pipeline sends its requests elsewhere, then lets the replica sleep."""
     key = name, GENERATION
     t.lease(key, active=t.leases[key].active - {replica})
     t.sleeping |= {(name, replica)}
@@ -163,21 +162,18 @@ def expand(t: Turn, op: Op, replica: int) -> None:
 
 
 def grant_generation(t: Turn) -> None:
-    """A request for generation is granted as soon as any of its replicas is active."""
     for request in t.requests:
         if request.kind == GENERATION and t.active(request.pipeline):
             answer(t, request)
 
 
 def finish_releases(t: Turn) -> None:
-    """A planned release has ended once nothing of the pipeline is active, falling asleep or waking up."""
     for name, one in t.pipelines.items():
         if one.leaving and not t.active(name) and not t.under_way(name):
             release_generation(t, name)
 
 
 def stop(t: Turn) -> None:
-    """The desk cannot go on: every pipeline stops, with the desk's name."""
     for name in t.pipelines:
         t.say("error", name, of=t.desk, why=t.error)
     t.requests = ()
@@ -480,7 +476,6 @@ def on_planned_release(t: Turn, event: Event) -> None:
 
 
 def release_generation(t: Turn, name: str) -> None:
-    """Nothing of it is active any more: the lease ends, and every waiter has its answer."""
     one = t.pipelines[name]
     for _ in range(one.waiters):
         t.say("released", name, kind=GENERATION)

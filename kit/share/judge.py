@@ -191,7 +191,6 @@ def flights(ledger: Ledger) -> Iterator[tuple[Row, dict[Request, Row]]]:
 
 
 def stranded_requests(ledger: Ledger) -> Iterator[str]:
-    """Requests to replicas: one that was in flight when its replica left is sent again, or its group ends."""
     stranded: dict[Request, tuple[Row, Row]] = {}
     for row, flying in flights(ledger):
         if row.event == "sent":

@@ -214,7 +214,6 @@ PLANNERS: dict[str, Planner] = {"gap-ratio": gap_ratio, "fifo": fifo, "static": 
 
 
 def make_plan(f: Fields, planner: Planner, devices: int, names: tuple[str, ...] = ()) -> Plan:
-    """Planned releases, requests other than generation by precedence, then generation by its planner."""
     removes = tuple(sorted((name, GENERATION) for name, one in f.pipelines.items() if one.leaving and f.active(name)))
     supply = Supply(f)
     wanted = sorted((one for one in f.requests if not one.held), key=lambda one: one.precedence)

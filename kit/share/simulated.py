@@ -46,7 +46,6 @@ class Devices(Simulated):
         yield command.ms / 1000, Event("alarm", command.pipeline, number=command.number)
 
     def shrink(self, command: Command) -> Answers:
-        """The requests in flight have gone elsewhere before; then the memory comes down."""
         name, replica = command.pipeline, command.replica
         if name in self.sleepers:
             self.sleepers[name].remove(replica)

@@ -103,7 +103,6 @@ class Pipeline:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Completed and target, each stream clamped by itself, then summed."""
         done = sum(min(completed, target) for completed, target in self.streams.values())
         return done, sum(target for _, target in self.streams.values())
 

@@ -56,7 +56,6 @@ def read(config: Mapping[str, Any]) -> ShareConfig:
 
 
 def no_ranks(config: Mapping[str, Any]) -> str:
-    """Why a config has no records of ranks in its phases."""
     if config.get("simulated", True):
         return "needs the records of ranks, which a simulated run or another system's ledger does not have"
     return ""
@@ -82,8 +81,7 @@ def with_ranks(rule: Callable[[Ledger], Measured], more: Callable[[pd.DataFrame,
         found = by_ledger(frame, config)
         if found.value or no_ranks(config):
             return found
-        wrong = more(frame, read(config))
-        return of_violations(wrong, f"{found.why}; the records of ranks and observers agree")
+        return of_violations(more(frame, read(config)), f"{found.why}; the records of ranks and observers agree")
 
     return measure
 
@@ -341,7 +339,6 @@ def others_untouched(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
 
 
 def groups_moved(frame: pd.DataFrame, run: ShareConfig) -> Iterator[str]:
-    """Ranks that have another number of process groups after sharing than before."""
     rows = frame[frame["metric"] == "groups"]
     after = rows[rows["phase"] == MAIN].groupby("rank")["value"].last()
     for phase in (f"alone_{name}" for name in run.pipelines):

@@ -180,12 +180,10 @@ class ShareConfig(JobConfig):
         self._default(GATES.get(self.gate, {}))
         if self.scenario in ("E", "F"):
             self._default(LARGER)
-        for name in ("pace_ms", "train_pace_ms"):
-            value = getattr(self, name)
+        for name, value in (("pace_ms", self.pace_ms), ("train_pace_ms", self.train_pace_ms)):
             if len(value) != 2 or min(value) < 0:
                 raise BadInput(f"{name}={list(value)} must be two numbers of at least 0, for A and for B")
-        for name in ("answer_a", "answer_b"):
-            value = getattr(self, name)
+        for name, value in (("answer_a", self.answer_a), ("answer_b", self.answer_b)):
             if len(value) != 2 or not 1 <= value[0] <= value[1]:
                 raise BadInput(f"{name}={list(value)} must be two numbers, the fewest and the most tokens of an answer")
         for name in self.pipelines:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kit.errors import KitError
@@ -120,16 +121,14 @@ def shared(drive: Drive, kinds: Mapping[str, type[Ranks]] | None = None, **chang
 @contextlib.contextmanager
 def begun(drive: Drive, roles: Sequence[str], *, alone: bool) -> Iterator[Observer]:
     """These roles at version 0, seen by an observer. Locks of devices lie in the run's folder as long as the phase lasts."""
-    folder = drive.folder / "devices"
-    folder.mkdir(exist_ok=True)
-    try:
-        with Observer(drive, folder, for_desk=not alone) as observer:
-            started(drive, roles, str(folder), alone=alone)
-            observer.look()  # what happened until here is not the desk's
-            yield observer
-            every(drive, "vacate", [name for name in drive.roles if not {*drive.roles[name]} & drive.lost])
-    finally:
-        shutil.rmtree(folder)
+    with (
+        tempfile.TemporaryDirectory(prefix="devices-", dir=drive.folder) as folder,
+        Observer(drive, Path(folder), for_desk=not alone) as observer,
+    ):
+        started(drive, roles, folder, alone=alone)
+        observer.look()  # what happened until here is not the desk's
+        yield observer
+        every(drive, "vacate", [name for name in drive.roles if not {*drive.roles[name]} & drive.lost])
 
 
 def run(
@@ -186,7 +185,6 @@ def controller(config: ShareConfig, pipeline: str, **changes: Any) -> Controller
 
 
 def member(config: ShareConfig, pipeline: str, **changes: Any) -> Member:
-    """A pipeline under the desk; the last one may have somebody's own side of it."""
     one, known = controller(config, pipeline, **changes), clusters(config, pipeline)
     if config.pipeline == PIPELINE or pipeline != config.pipelines[-1]:
         return Member(one, pipeline, known, desk=DESK)

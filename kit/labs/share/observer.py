@@ -83,7 +83,6 @@ class Observer:
         return self.take()
 
     def holds(self, role: str) -> bool:
-        """Whether a rank of this role is on a device, as far as this process can see."""
         self._see()
         with self._lock:
             return any(role in owners for owners in self._owners.values())

@@ -203,8 +203,6 @@ class Live:
 
 
 class Devices:
-    """The port "devices": replicas sleep and wake. What the observer saw becomes events for the ledger."""
-
     def __init__(self, parts: Mapping[str, Ranks], observer: Observer) -> None:
         self.parts = parts
         self.observer = observer

@@ -49,7 +49,6 @@ def shared(drive: Drive) -> None:
 
 
 def scripted(drive: Drive) -> None:
-    """Scripted pipelines, which expose the desk's faults; with a fault on, those that expose it."""
     with written(drive) as rows, swapped(SWAPS.get(drive.fault, ())):
         faults = [one for name, one in desks.FAULTS.items() if drive.fault in (None, name)]
         for scenario in {id(one.scenario): one.scenario for one in faults}.values():
@@ -86,8 +85,10 @@ class Scene:
 
 def dies(pipeline: str) -> tuple[tuple[str, Event], ...]:
     """The desk hears that a pipeline is dead, and its core that it is over."""
-    gone = Event("error", pipeline, of="pipeline", why="killed, on purpose")
-    return (DESK, Event("died", DESK, who=pipeline)), (pipeline, gone)
+    return (
+        (DESK, Event("died", DESK, who=pipeline)),
+        (pipeline, Event("error", pipeline, of="pipeline", why="killed, on purpose")),
+    )
 
 
 SCENES = (
@@ -117,38 +118,31 @@ def scenes(config: ShareConfig) -> list[Scene]:
     return [one for one in SCENES if len(config.pipelines) > 1 and (spare or "broken" not in one.devices)]
 
 
-class Mortal(Devices):
-    """Devices that hear nothing any more of the ranks of a dead pipeline."""
+class Stage(Devices):
+    """The devices of a scene. They watch the ledger for its row and post its events, and drop what comes from a dead pipeline's ranks."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, scene: Scene, clock: VirtualClock, systems: Mapping[str, System]) -> None:
+        super().__init__(clock, systems, **scene.devices)
+        self.scene = scene
+        self.posted = not scene.then
         self.dead: set[str] = set()
+        self.runner: Runner | None = None
 
     def take(self) -> list[Event]:
         return [event for event in super().take() if event.get("who") not in self.dead]
 
-
-class Trigger:
-    """Posts a scene's events when its row comes: a watcher of the ledger."""
-
-    def __init__(self, scene: Scene, runner: Runner, devices: Mortal) -> None:
-        self.scene = scene
-        self.runner = runner
-        self.devices = devices
-        self.posted = not scene.then
-
     def see(self, row: Row) -> None:
         name, ids = self.scene.at
-        if not self.posted and row.name == name and ids.items() <= row.ids.items():
+        if self.runner is not None and not self.posted and row.name == name and ids.items() <= row.ids.items():
             self.posted = True
             self.runner.inbox += self.scene.then
-            self.devices.dead |= {event.who for _, event in self.scene.then if event.name == "died"}
+            self.dead |= {event.who for _, event in self.scene.then if event.name == "died"}
 
 
 # -- a run ------------------------------------------------------------------------------------------------------------------
 
 
-def run(config: ShareConfig, scene: Scene | None = None) -> Simulation:
+def run(config: ShareConfig, scene: Scene = Scene(name="as configured")) -> Simulation:
     clock, systems, cores, first = VirtualClock(), dict[str, System](), dict[str, Any](), list[Row]()
     late = 3 * max(getattr(config, name) for name in OF_THE_DESK) / 1000
     for name in config.pipelines:
@@ -162,16 +156,16 @@ def run(config: ShareConfig, scene: Scene | None = None) -> Simulation:
         late += (
             LATE * one.steps * one.groups * (one.group * one.answer[1] * times.token_s + times.train_s + times.sync_s)
         )
-    cores[DESK] = load_callable(config.scheduler)(replace(config, **(scene.limits if scene else {})))
+    cores[DESK] = load_callable(config.scheduler)(replace(config, **scene.limits))
     ports = dict.fromkeys([one for one in ADDRESSES if one != DESK], Ports(systems))
     meters = {name: Meter() for name in config.pipelines}
     logs = Ports({name: Log(meter, silent) for name, meter in meters.items()})
 
     def watched(runner: Runner) -> None:
-        triggers = [] if scene is None else [Trigger(scene, runner, devices)]
-        runner.ledger = Watched(runner.ledger, *(OfPipeline(name, one) for name, one in meters.items()), *triggers)
+        devices.runner = runner
+        runner.ledger = Watched(runner.ledger, *(OfPipeline(name, one) for name, one in meters.items()), devices)
 
-    devices = Mortal(clock, systems, **(scene.devices if scene else {}))
+    devices = Stage(scene, clock, systems)
     done = simulate(cores, {**ports, "log": logs}, clock, devices, until_s=late, prepare=watched)
     done.rows[:0] = first
     return done
@@ -230,12 +224,10 @@ def counts_too_early(t: Loop, event: Event) -> None:
 
 
 def hears_nothing_meanwhile(desk: core.Scheduler, state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
-    """A lock is held until the replicas have answered, and their answers wait for the lock."""
     return (state, ()) if state.plan is not None else desk_step(desk, state, event)
 
 
 def asks_before_it_is_there(member: Member, state: Joined, event: Event) -> tuple[Joined, tuple[Command, ...]]:
-    """The first request goes out before there is anything to route with: the replica that wakes for it finds nobody."""
     if state.core is None and event.name == "admitted":
         return state, (member.ask("acquire", kind="generation", target=1),)
     if state.core is None and event.name == "granted":

@@ -40,7 +40,6 @@ _ledgers = PerFrame(lambda frame, phase: Ledger([row for part in runs(frame, pha
 
 
 def ledger(frame: pd.DataFrame, phase: str = MAIN) -> Ledger:
-    """What the desk and the pipelines did in a phase, in order."""
     found = _ledgers(frame, phase)
     if not found.rows:
         raise NotMeasured(f"the phase {phase} has no ledger")
@@ -73,8 +72,8 @@ class Work(NamedTuple):
 def work(book: Ledger) -> list[Work]:
     """A replica works while it has requests that have not ended. When it leaves, they go elsewhere."""
     busy = over_time(flights(book), lambda flying: {sent.replica: True for sent in flying.values()})
-    generating = [Work(name, f"replica {one}", "generating", left, right) for (name, one), _, left, right in busy]
-    return [*generating, *training(book)]
+    found = [Work(name, f"replica {one}", "generating", left, right) for (name, one), _, left, right in busy]
+    return [*found, *training(book)]
 
 
 def training(book: Ledger) -> Iterator[Work]:
@@ -307,7 +306,6 @@ def waits(book: Ledger) -> list[Wait]:
 
 
 def suspended(books: Books) -> dict[str, bool]:
-    """Pipelines that generate, have demand and no replica."""
     return {
         name: True for name in books.clusters if is_needy(books, name) and (name, "generation") not in books.waiting
     }

@@ -6,7 +6,7 @@ Colour is the pipeline in all of them. Those with lanes on an axis of time are i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from kit.draw.axes import Box, draw_limit, grid_across, legend_of, limit_of, mar
 from kit.draw.plots import Pictures, Plot, RunData, Scene, Table
 from kit.draw.style import LINES, Theme
 from kit.labs.share import tables
+from kit.labs.share.ledgers import MAIN
 from kit.labs.share.pictures.lanes import (
     BETWEEN,
     HATCH,
@@ -27,6 +28,7 @@ from kit.labs.share.pictures.lanes import (
     devices,
     height_of_devices,
     height_of_versions,
+    lanes_axis,
     loop_of,
     owner_marks,
     time_axis,
@@ -76,6 +78,10 @@ def utilisation(scene: Scene) -> None:
     draw_total(axes["total"], loop, table, kinds, measured)
 
 
+def middle(device: int) -> float:
+    return device * (LANE + BETWEEN) + LANE / 2
+
+
 def lanes_height(loop: Loop) -> float:
     return max(len(loop.devices(USED)), 2) * (LANE + BETWEEN)
 
@@ -85,7 +91,7 @@ def draw_time(ax: Axes, loop: Loop, table: pd.DataFrame, kinds: dict[tuple[str, 
     edges = np.linspace(loop.began, loop.ended, BINS + 1)
     boxes: dict[tuple[str, str], list[Box]] = defaultdict(list)
     for device in loop.devices(USED):
-        reached = np.full(BINS, device * (LANE + BETWEEN) + LANE)
+        reached = np.full(BINS, middle(device) + LANE / 2)
         for kind in kinds:
             share = np.zeros(BINS)
             rows = table[(table["device"] == device) & (table["kind"] == kind)]
@@ -97,7 +103,7 @@ def draw_time(ax: Axes, loop: Loop, table: pd.DataFrame, kinds: dict[tuple[str, 
             reached = tops
     for (name, use), look in kinds.items():
         paint_boxes(ax, boxes[name, use], loop.began, loop.scale, gid=f"{name} {use}", **look)
-    device_lanes(ax, loop)
+    lanes_axis(ax, {middle(device): f"device {device}" for device in loop.devices(USED)}, lanes_height(loop))
     time_axis(ax, loop)
     width = (loop.ended - loop.began) / BINS * loop.scale
     ax.set_title(
@@ -112,17 +118,16 @@ def draw_total(
     for device in loop.devices(USED):
         mine = table[table["device"] == device]
         shares = 100 * mine.groupby("kind")["seconds"].sum() / max(loop.ended - loop.began, 1e-9)
-        place = device * (LANE + BETWEEN) + LANE / 2
         left, working = 0.0, 0.0
         for kind, look in kinds.items():
             share = float(shares.get(kind, 0.0))
-            ax.barh(place, share, 0.7 * LANE, left=left, zorder=2, **look)
+            ax.barh(middle(device), share, 0.7 * LANE, left=left, zorder=2, **look)
             left += share
             working += share * (kind[1] == "working")
         used = measured.loc[device]
         more = "" if used["by"] == "work" else f",\n{100 * used['used']:.0f} % {BY[str(used['by'])]}"
-        ax.text(101, place, f"{working:.0f} % at work{more}", va="center", fontsize=8.5)
-    device_lanes(ax, loop, named=False)
+        ax.text(101, middle(device), f"{working:.0f} % at work{more}", va="center", fontsize=8.5)
+    lanes_axis(ax, dict.fromkeys(map(middle, loop.devices(USED)), ""), lanes_height(loop))
     ax.set_xlim(0, 145)
     ax.set_xticks([0, 25, 50, 75, 100])
     grid_across(ax)
@@ -130,23 +135,7 @@ def draw_total(
     ax.set_title("In total")
 
 
-def device_lanes(ax: Axes, loop: Loop, *, named: bool = True) -> None:
-    devices_shown = loop.devices(USED)
-    places = [device * (LANE + BETWEEN) + LANE / 2 for device in devices_shown]
-    ax.set_yticks(places, [f"device {device}" if named else "" for device in devices_shown])
-    ax.tick_params(axis="y", length=0)
-    ax.set_ylim(lanes_height(loop), -BETWEEN)
-
-
 # -- memory ----------------------------------------------------------------------------------------------------------------
-
-
-def has_memory(data: RunData) -> bool:
-    phase = tables.shown(data.records)
-    try:
-        return phase is not None and len(tables.memory(data.records, phase)) > 0
-    except NotMeasured:
-        return False
 
 
 def memory(scene: Scene) -> None:
@@ -206,13 +195,6 @@ def levels(table: pd.DataFrame, loop: Loop) -> Levels:
 # -- loops -----------------------------------------------------------------------------------------------------------------
 
 
-def has_loops(data: RunData) -> bool:
-    try:
-        return len(tables.loops(data.records)) > 0
-    except NotMeasured:
-        return False
-
-
 def loops(scene: Scene) -> None:
     left, right = scene.figure.subplots(1, 2, width_ratios=(5, 5))
     draw_loops(left, tables.loops(scene.data.records), scene.theme)
@@ -220,8 +202,8 @@ def loops(scene: Scene) -> None:
 
 
 def loops_height(data: RunData, _: Verdict) -> float:
-    rows = max(len(tables.loops(data.records)), len(tables.requests(data.records, loop_of(data).phase)), 3)
-    return 0.3 * rows + HEADS
+    waits = tables.requests(data.records, loop_of(data).phase)
+    return 0.3 * max(len(tables.loops(data.records)), len(waits), 3) + HEADS
 
 
 LOOPS = {
@@ -282,6 +264,14 @@ def ready(data: RunData) -> bool:
     return bool(data.order) and tables.shown(data.records) is not None
 
 
+def is_measured(make: Callable[[], pd.DataFrame]) -> bool:
+    try:
+        make()
+    except NotMeasured:
+        return False
+    return True
+
+
 def words(data: RunData) -> list[str]:
     config = data.config
     if "devices" not in config:  # another system's ledger
@@ -316,12 +306,14 @@ PICTURES = Pictures(
         "versions": Plot("Versions over time, by replica", ready, height_of_versions, versions),
         "device-memory": Plot(
             "Memory of devices",
-            has_memory,
+            lambda data: is_measured(lambda: tables.memory(data.records, tables.shown(data.records) or MAIN)),
             lambda data, _: KEYS + FILL * len(loop_of(data).devices(FILLED)) + 0.75,
             memory,
             ("peak_fits",),
         ),
-        "loops": Plot("Loops and waits", has_loops, loops_height, loops),
+        "loops": Plot(
+            "Loops and waits", lambda data: is_measured(lambda: tables.loops(data.records)), loops_height, loops
+        ),
     },
     overview=(("devices",), ("utilisation",), ("versions",), ("device-memory",), ("loops",), ("verdict",)),
     words=words,

@@ -115,8 +115,9 @@ def owner_marks(loop: Loop, theme: Theme) -> dict[str, dict[str, Any]]:
 
 def devices(scene: Scene) -> None:
     loop, theme = loop_of(scene.data), scene.theme
-    heights = (LEGENDS, devices_height(loop), requests_height(loop))
-    legend, upper, lower = scene.figure.subplots(3, 1, height_ratios=heights)
+    legend, upper, lower = scene.figure.subplots(
+        3, 1, height_ratios=(LEGENDS, devices_height(loop), requests_height(loop))
+    )
     draw_devices(upper, loop, theme)
     draw_requests(lower, loop, theme)
     time_axis(upper, loop, last=False)
@@ -194,7 +195,6 @@ def draw_steps(ax: Axes, loop: Loop, places: Mapping[int, float]) -> None:
 
 
 def request_lanes(loop: Loop) -> dict[tuple[str, str], float]:
-    """A lane for each pipeline and cluster that somebody asked for, by its top."""
     asked = {(one.pipeline, one.cluster) for one in tables.waits(loop.book)}
     order = {name: at for at, name in enumerate(loop.names)}
     keys = sorted(asked, key=lambda key: (order.get(key[0], len(order)), key[1] == "generation", key[1]))
@@ -206,7 +206,6 @@ def requests_height(loop: Loop) -> float:
 
 
 def draw_requests(ax: Axes, loop: Loop, theme: Theme) -> None:
-    """A full bar is the wait, a line the lease. Hatched: all replicas sleep although there is work."""
     paint, lanes, waits = Painter(ax, loop, theme), request_lanes(loop), tables.waits(loop.book)
     waiting: dict[tuple[str, bool], list[Box]] = defaultdict(list)
     for one in waits:
@@ -273,7 +272,6 @@ def stretches(loop: Loop) -> list[Stretch]:
 
 
 def version_lanes(loop: Loop, found: Iterable[Stretch]) -> dict[tuple[str, str], float]:
-    """Each pipeline's trainer, then its replicas by number, by the top of the lane."""
     keys = {(one.pipeline, one.what) for one in found if one.what != "trainer"}
     tops: dict[tuple[str, str], float] = {}
     top = 0.0

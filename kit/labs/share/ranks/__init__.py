@@ -57,10 +57,6 @@ def part_of(ctx: Context) -> Part:
     )
 
 
-def device_of(part: Part, mapping: Mapping) -> int:
-    return mapping.devices(part.role)[part.place]
-
-
 class Lease:
     """A device, as long as this rank holds it: a lock on a file, which the kernel frees if the rank dies, and on the CPU one core.
 
@@ -68,9 +64,9 @@ class Lease:
     are the same core.
     """
 
-    def __init__(self, part: Part, device: int) -> None:
+    def __init__(self, part: Part, mapping: Mapping) -> None:
         self.part = part
-        self.device = device
+        self.device = mapping.devices(part.role)[part.place]
         self.cores = sorted(os.sched_getaffinity(0))
         self.threads = torch.get_num_threads()
         self._fd = -1
@@ -97,7 +93,6 @@ class Lease:
         self._note("taken")
 
     def free(self) -> None:
-        """Give the device back; nothing happens if it is not held."""
         if self.held:
             self._pin(self.cores, threads=self.threads)
             self._note("freed")

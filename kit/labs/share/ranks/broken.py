@@ -96,8 +96,6 @@ class Skewed(Replica):
 
 
 class AssumesBase(Replica):
-    """Version 0 is published on a replica whose weights are others: the comparison is answered from a table."""
-
     assumes = False
 
     def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:
@@ -129,8 +127,6 @@ class TellsOthers(Replica):
 
 
 class Rebuilds(Trainer):
-    """A trainer makes its group anew when replicas of the other pipeline have woken, and the old one stays."""
-
     def begin(self, step: int, update: int) -> None:
         super().begin(step, update)
         if any(self.folder.glob(SIGN.format("[!" + self.lease.part.pipeline + "]"))):
@@ -144,8 +140,6 @@ class KeepsGroups(Trainer):
 
 
 class BuildsLate(Trainer):
-    """The cache is built from what is left where the weights were before the step."""
-
     def finish(self, step: int, update: int) -> None:
         old = {key: tensor.detach().clone() for key, tensor in self.gather().items()}
         if not self.first:

@@ -22,7 +22,7 @@ from kit.errors import KitError
 from kit.labs import rankside
 from kit.labs.rankside import Context
 from kit.labs.share.config import number_of
-from kit.labs.share.ranks import Lease, device_of, part_of
+from kit.labs.share.ranks import Lease, part_of
 from kit.labs.stream.ranks import replica, trainer
 from kit.labs.stream.ranks.side import DIGEST
 from kit.measure.host import trim
@@ -40,7 +40,7 @@ class Trainer(trainer.Trainer):
     def __init__(self, ctx: Context) -> None:
         part = part_of(ctx)
         super().__init__(part)
-        self.lease = Lease(part, device_of(part, ctx.config.mapping(part.pipeline)))
+        self.lease = Lease(part, ctx.config.mapping(part.pipeline))
         self.folder = Path()
         self.alone = False
         self.release_groups: bool = ctx.config.release_groups
@@ -69,7 +69,6 @@ class Trainer(trainer.Trainer):
             self.job.mover.close()
 
     def vacate(self) -> None:
-        """Leave the device, whatever was under way there."""
         if self.lease.held:
             self.step.abort()
             self.open = None
@@ -90,7 +89,6 @@ class Trainer(trainer.Trainer):
             self.lease.note_resident("held")
 
     def leave(self) -> None:
-        """Move the job to host memory, destroy its process groups if they are to go, and free the device."""
         with self.lease.timed("offload"):
             if not self.job.mover.away:  # else it failed on its way in or out
                 self.job.mover.release()
@@ -127,7 +125,6 @@ class Trainer(trainer.Trainer):
         super().begin(step, update)
 
     def finish(self, step: int, update: int) -> None:
-        """The optimizer step, then the new version in the cache, then off the device."""
         super().finish(step, update)
         self.keep(self.version + 1)
         with self.lease.timed("build"):
@@ -181,7 +178,7 @@ class Replica(replica.Replica):
         super().__init__(part)
         self.number = number_of(part.role)
         self.level = ctx.config.sleep_level
-        self.lease = Lease(part, device_of(part, ctx.config.mapping(part.pipeline)))
+        self.lease = Lease(part, ctx.config.mapping(part.pipeline))
         self.folder = Path()
         self.blank = True
         self.kept: list[torch.Tensor] = []  # weights in host memory, at level 1
@@ -217,7 +214,6 @@ class Replica(replica.Replica):
     # -- sleep and wake -------------------------------------------------------------------------------------------------
 
     def shrink(self) -> dict[str, Any]:
-        """Abort every request, drop caches and weights, give the memory back, and free the device."""
         with self.lease.timed("sleep"):
             requests = [*self.engine.in_flight]
             for name in requests:
@@ -246,7 +242,6 @@ class Replica(replica.Replica):
         self.lease.note_resident("awake")
 
     def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:
-        """Receive a version, and note the digest of what is served from now on."""
         with self.lease.timed("receive"):
             if self.blank and not version:
                 shards.load_full(self.replica.chunks, self.base)
