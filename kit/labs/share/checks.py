@@ -419,7 +419,6 @@ def hand_overs(ledger: Ledger) -> int:
 
 
 def exchanges(ledger: Ledger) -> int:
-    """How often a replica woke up on a device that a replica of another pipeline had before."""
     last: dict[int, str] = {}
     count = 0
     for row in ledger.of("expand"):

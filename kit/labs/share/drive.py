@@ -214,8 +214,6 @@ def desk_settings(config: ShareConfig) -> Settings:
 
 
 class Without:
-    """A core that has only these replicas from the beginning."""
-
     def __init__(self, core: Controller, name: str, replicas: Collection[int]) -> None:
         self.core = core
         self.name = name

@@ -78,7 +78,6 @@ class Observer:
             self._see()
 
     def look(self) -> list[Event]:
-        """Look now; what happened since the last events were taken."""
         self._see()
         return self.take()
 

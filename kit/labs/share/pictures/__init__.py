@@ -50,7 +50,6 @@ MIB = 2**20
 
 
 def looks(loop: Loop, theme: Theme) -> dict[tuple[str, str], dict[str, Any]]:
-    """How work of each pipeline and each other use is drawn, from the bottom of a lane up."""
     plain: dict[str, Any] = {"linewidth": 0}
     hatched = {"hatch": HATCH, "edgecolor": theme.paper, "alpha": 0.75}
     return {
@@ -114,7 +113,6 @@ def draw_time(ax: Axes, loop: Loop, table: pd.DataFrame, kinds: dict[tuple[str, 
 def draw_total(
     ax: Axes, loop: Loop, table: pd.DataFrame, kinds: dict[tuple[str, str], dict[str, Any]], measured: pd.DataFrame
 ) -> None:
-    """The same over the whole loop, and beside it what the kernel or the driver reports about the device."""
     for device in loop.devices(USED):
         mine = table[table["device"] == device]
         shares = 100 * mine.groupby("kind")["seconds"].sum() / max(loop.ended - loop.began, 1e-9)

@@ -42,8 +42,6 @@ LEGEND_OF_VERSIONS = 0.22
 
 
 class Loop(NamedTuple):
-    """The loop that is drawn, its ledger, its ends in seconds, and the unit of its axis."""
-
     phase: str
     book: Ledger
     names: list[str]
