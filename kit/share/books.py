@@ -1,18 +1,19 @@
-"""A ledger of leases, kept again from its rows: who has which device, who waits, who generates where. No count of the desk's is used.
+"""A ledger of leases, kept again from its rows: who has which device, who waits, who generates where; and the plans that follow from that.
+No count of the desk's is used, and none of its code.
 
 Rows that a runner writes twice, as a command and as the event of another core, count once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from math import ceil, floor
+from typing import Any
 
 from kit.errors import BadInput
 from kit.loop.messages import numbers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
 
 ORDER = ("initialisation", "training", "critic", "logprobs", "reference", "values", "generation")
 RUNS_ON = {
@@ -22,7 +23,19 @@ RUNS_ON = {
     "logprobs": "trainer",
     "values": "critic",
 }
-ANSWERS = (
+CLUSTERS = ("trainer", "critic", "reference", "generation")
+OPERATIONS = [
+    "register",
+    "admit",
+    "acquire",
+    "release",
+    "planned_release",
+    "resize",
+    "unregister",
+    "progress",
+    "progress_end",
+]
+ANSWERS = [
     "registered",
     "admitted",
     "granted",
@@ -32,7 +45,9 @@ ANSWERS = (
     "released",
     "resized",
     "unregistered",
-)  # of the desk
+]  # of the desk
+
+Request = tuple[str, Any, Any]  # to a replica: pipeline, group, sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +73,14 @@ class Row:
         kind = str(self.get("kind", "generation"))
         return str(self.get("cluster", RUNS_ON.get(kind, kind)))
 
+    @property
+    def request(self) -> Request:
+        return self.who, self.get("group"), self.get("sample")
+
+    @property
+    def replica(self) -> tuple[str, int]:
+        return self.who, int(self["replica"])
+
     def __str__(self) -> str:
         about = "".join(f" {name}={self.ids[name]}" for name in ("kind", "replica", "number") if name in self.ids)
         return f"`{self.event}` of {self.who}{about} (row {self.at}, {self.since:.3f} s)"
@@ -68,9 +91,8 @@ class Ledger:
 
     def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
         found = list(rows)
-        limits = next((row for row in found if row.get("event") == "limits"), {})
-        self.desk = str(limits.get("pipeline", "desk"))
-        self.limits = dict(limits)
+        self.limits = dict(next((row for row in found if row.get("event") == "limits"), {}))
+        self.desk = str(self.limits.get("pipeline", "desk"))
         self.rows: list[Row] = []
         turn = 0
         for at, row in enumerate(found):
@@ -85,7 +107,14 @@ class Ledger:
             ids = {name: value for name, value in row.items() if name not in ("event", "time", "pipeline")}
             who = str(row.get("who", self.desk if ours else row.get("pipeline", "")))
             self.rows.append(Row(at, str(row["event"]), row["time"], row["time"] - found[0]["time"], who, turn, ids))
-        self.refused = self._refused()
+        asked = {row.turn: row for row in self.rows if row.event in OPERATIONS}
+        self.refused = {  # operations that the same turn answers with an error
+            one.at
+            for row in self.rows
+            if row.event == "error"
+            and (one := asked.get(row.turn))
+            and (one.who, one.event) == (row.who, row.get("of"))
+        }
 
     def of(self, *events: str) -> list[Row]:
         return [row for row in self.rows if row.event in events]
@@ -111,26 +140,6 @@ class Ledger:
                 yield last, books
             last = row
 
-    def _refused(self) -> set[int]:
-        """Operations that the same turn answers with an error."""
-        asked = {row.turn: row for row in self.rows if row.event in OPERATIONS}
-        errors = [row for row in self.rows if row.event == "error" and row.get("of") in OPERATIONS]
-        pairs = [(asked.get(row.turn), row) for row in errors]
-        return {one.at for one, row in pairs if one and (one.who, one.event) == (row.who, row["of"])}
-
-
-OPERATIONS = (
-    "register",
-    "admit",
-    "acquire",
-    "release",
-    "planned_release",
-    "resize",
-    "unregister",
-    "progress",
-    "progress_end",
-)
-
 
 @dataclass(slots=True)
 class Books:
@@ -143,9 +152,8 @@ class Books:
     set_up: set[str] = field(default_factory=set)
     handed_over: set[str] = field(default_factory=set)
     over: set[tuple[str, str]] = field(default_factory=set)  # sides of the admission that reached their limit
-    waiting: dict[tuple[str, str], tuple[str, int, int, float]] = field(
-        default_factory=dict
-    )  # kind, number, target, since
+    # Kind, number, target and time of a request.
+    waiting: dict[tuple[str, str], tuple[str, int, int, float]] = field(default_factory=dict)
     held: dict[tuple[str, str], str] = field(default_factory=dict)  # leases other than generation: their kind
     generating: set[str] = field(default_factory=set)  # pipelines with a lease of generation
     active: dict[str, set[int]] = field(default_factory=dict)
@@ -172,8 +180,7 @@ class Books:
     def owners(self) -> dict[int, list[str]]:
         """Who has each device: a replica from the order to wake until it sleeps, a cluster from its grant until its release."""
         found: dict[int, list[str]] = {device: [] for device in range(self.devices)}
-        moving = self.sleeping | self.waking
-        for name, replica in moving | {(name, one) for name, some in self.active.items() for one in some}:
+        for name, replica in self.sleeping | self.waking | self.awake():
             for device in self.bundle(name, replica):
                 found.setdefault(device, []).append(f"replica {replica} of {name}")
         for name, cluster in self.held:
@@ -181,138 +188,248 @@ class Books:
                 found.setdefault(device, []).append(f"{cluster} of {name}")
         return found
 
+    def awake(self) -> set[tuple[str, int]]:
+        return {(name, one) for name, some in self.active.items() for one in some}
+
     def idle(self) -> set[int]:
         return {device for device, owners in self.owners().items() if not owners}
-
-    def copy(self) -> Books:
-        new = Books(self.devices, dict(self.clusters), dict(self.tp), waiting=dict(self.waiting), held=dict(self.held))
-        new.active = {name: set(some) for name, some in self.active.items()}
-        new.generating, new.out, new.dead, new.leaving = {*self.generating}, {*self.out}, {*self.dead}, {*self.leaving}
-        new.sleeping, new.waking, new.streams = {*self.sleeping}, {*self.waking}, {**self.streams}
-        return new
 
     # -- rows -------------------------------------------------------------------------------------------------------------
 
     def take(self, row: Row) -> None:
-        if row.event == "clusters" or row.who in self.clusters or row.event in ("plan", "commit"):
-            getattr(self, f"_{row.event}", lambda _: None)(row)
+        if row.event == "plan":
+            self.plan = row
+        elif row.event == "commit":
+            self.plan = None
+        elif row.event == "clusters":
+            self.clusters[row.who] = {name: numbers(str(row[name])) for name in CLUSTERS if name in row.ids}
+            self.tp[row.who] = int(row.get("tp", 1))
+            self.active[row.who] = set()
+        elif row.who in self.clusters:
+            self._take_membership(row)
+            self._take_request(row)
+            if "replica" in row.ids or row.event in ("left", "shrunk", "expand", "expanded"):
+                self._take_replica(row, row.replica)
 
-    def _clusters(self, row: Row) -> None:
-        known = ("trainer", "critic", "reference", "generation")
-        self.clusters[row.who] = {name: numbers(str(row[name])) for name in known if name in row.ids}
-        self.tp[row.who] = int(row.get("tp", 1))
-        self.active[row.who] = set()
+    def _take_membership(self, row: Row) -> None:
+        match row.event:
+            case "admitted":
+                self.admitted.add(row.who)
+            case "admission_limit":
+                self.over.add((row.who, row["side"]))
+            case "resize":
+                add, remove = ({(row.who, one) for one in numbers(str(row.get(way, "")))} for way in ("add", "remove"))
+                self.out = (self.out | remove) - add
+            case "progress":
+                report = (int(row["completed"]), int(row["target"]))
+                self.streams.setdefault(row.who, {})[row.get("stream", "training")] = report
+            case "progress_end":
+                self.streams.get(row.who, {}).pop(row.get("stream", "training"), None)
+            case "unregister":
+                for (name, cluster), kind in [*self.held.items()]:
+                    if name == row.who:
+                        self.free(name, cluster, kind)
+                self.leaving.add(row.who)
+                self.closing.add(row.who)
+                self.streams.pop(row.who, None)
+            # A pipeline hears at once that a replica of it died, the desk once the devices are free: until then it may still shrink it.
+            case "gone" | "died" if "replica" not in row.ids and row.get("core") != row.who:
+                self.forget(row.who)
 
-    def _admitted(self, row: Row) -> None:
-        self.admitted.add(row.who)
+    def _take_request(self, row: Row) -> None:
+        key = row.who, row.cluster
+        match row.event:
+            case "acquire":
+                if "release" in row.ids:
+                    for cluster in (row.cluster, RUNS_ON.get(row["release"], row["release"])):
+                        self.free(row.who, cluster, row["release"])
+                if row["kind"] == "generation":
+                    self.set_up.add(row.who)
+            case "queued":
+                self.waiting[key] = (row["kind"], int(row["number"]), int(row.get("target", 0)), row.time)
+            case "granted":
+                self.waiting.pop(key, None)
+                if row["kind"] != "generation":
+                    self.held[key] = row["kind"]
+            case "expired" | "withdrawn":
+                self.waiting.pop(key, None)
+            case "release" if row["kind"] != "generation":
+                self.free(*key, row["kind"])
+            case "release" | "planned_release":
+                self.leaving.add(row.who)
+            case "released":
+                self.leaving -= {row.who} - self.closing
+                self.generating.discard(row.who)
 
-    def _admission_limit(self, row: Row) -> None:
-        self.over.add((row.who, row["side"]))
+    def _take_replica(self, row: Row, one: tuple[str, int]) -> None:
+        name, replica = one
+        match row.event:
+            case "left":
+                self.active[name].discard(replica)
+                self.sleeping.add(one)
+            case "shrunk":
+                self.sleeping.discard(one)
+            case "expand":
+                self.waking.add(one)
+            case "expanded" if one in self.waking:
+                self.waking.discard(one)
+                self.active[name].add(replica)
+                self.generating.add(name)
+            case "error" if row.get("of") == "expand":
+                self.lose(one)
+            case "died" if row.get("core") != name:
+                self.lose(one)
 
-    def _acquire(self, row: Row) -> None:
-        if "release" in row.ids:
-            for cluster in (row.cluster, RUNS_ON.get(row["release"], row["release"])):
-                self.free(row.who, cluster, row["release"])
-        if row["kind"] == "generation":
-            self.set_up.add(row.who)
-
-    def _queued(self, row: Row) -> None:
-        self.waiting[row.who, row.cluster] = (row["kind"], int(row["number"]), int(row.get("target", 0)), row.time)
-
-    def _granted(self, row: Row) -> None:
-        self.waiting.pop((row.who, row.cluster), None)
-        if row["kind"] != "generation":
-            self.held[row.who, row.cluster] = row["kind"]
-
-    def _expired(self, row: Row) -> None:
-        self.waiting.pop((row.who, row.cluster), None)
-
-    _withdrawn = _expired
-
-    def _release(self, row: Row) -> None:
-        if row["kind"] == "generation":
-            self.leaving.add(row.who)
-        else:
-            self.free(row.who, row.cluster, row["kind"])
-
-    def _planned_release(self, row: Row) -> None:
-        self.leaving.add(row.who)
+    def lose(self, one: tuple[str, int]) -> None:
+        if one[1] in self.replicas(one[0]):
+            self.dead.add(one)
+            self.active[one[0]].discard(one[1])
+            self.sleeping.discard(one)
+            self.waking.discard(one)
 
     def free(self, name: str, cluster: str, kind: str) -> None:
         if self.held.get((name, cluster)) == kind:
             del self.held[name, cluster]
             self.handed_over |= {name} if kind == "training" else set()
 
-    def _unregister(self, row: Row) -> None:
-        for (name, cluster), kind in [one for one in self.held.items() if one[0][0] == row.who]:
-            self.free(name, cluster, kind)
-        self.leaving.add(row.who)
-        self.closing.add(row.who)
-        self.streams.pop(row.who, None)
-
-    def _released(self, row: Row) -> None:
-        self.leaving -= {row.who} - self.closing
-        self.generating.discard(row.who)
-
-    def _resize(self, row: Row) -> None:
-        add, remove = ({(row.who, one) for one in numbers(str(row.get(name, "")))} for name in ("add", "remove"))
-        self.out = (self.out | remove) - add
-
-    def _progress(self, row: Row) -> None:
-        report = (int(row["completed"]), int(row["target"]))
-        self.streams.setdefault(row.who, {})[row.get("stream", "training")] = report
-
-    def _progress_end(self, row: Row) -> None:
-        self.streams.get(row.who, {}).pop(row.get("stream", "training"), None)
-
-    def _left(self, row: Row) -> None:
-        self.active[row.who].discard(row["replica"])
-        self.sleeping.add((row.who, row["replica"]))
-
-    def _shrunk(self, row: Row) -> None:
-        self.sleeping.discard((row.who, row["replica"]))
-
-    def _expand(self, row: Row) -> None:
-        self.waking.add((row.who, row["replica"]))
-
-    def _expanded(self, row: Row) -> None:
-        if (row.who, row["replica"]) in self.waking:
-            self.waking.discard((row.who, row["replica"]))
-            self.active[row.who].add(row["replica"])
-            self.generating.add(row.who)
-
-    def _error(self, row: Row) -> None:
-        if row.get("of") == "expand":
-            self.lose(row.who, row["replica"])
-
-    def _died(self, row: Row) -> None:
-        """A pipeline hears at once that a replica of it died, the desk once the devices are free: until then it may still shrink it."""
-        if row.get("core") == row.who:
-            return
-        if "replica" in row.ids:
-            self.lose(row.who, row["replica"])
-        else:
-            self._gone(row)
-
-    def lose(self, name: str, replica: int) -> None:
-        if replica in self.replicas(name):
-            self.dead.add((name, replica))
-            self.active[name].discard(replica)
-            self.sleeping.discard((name, replica))
-            self.waking.discard((name, replica))
-
-    def _gone(self, row: Row) -> None:
-        name = row.who
-        for table in (self.clusters, self.tp, self.active, self.streams):
-            table.pop(name, None)
-        self.waiting = {key: value for key, value in self.waiting.items() if key[0] != name}
-        self.held = {key: value for key, value in self.held.items() if key[0] != name}
+    def forget(self, name: str) -> None:
+        for by_name in (self.clusters, self.tp, self.active, self.streams):
+            by_name.pop(name, None)
+        for by_cluster in (self.waiting, self.held):
+            for key in [key for key in by_cluster if key[0] == name]:
+                del by_cluster[key]
         for some in (self.sleeping, self.waking):
             some -= {one for one in some if one[0] == name}
         self.generating.discard(name)
 
-    def _plan(self, row: Row) -> None:
-        self.plan = row
 
-    def _commit(self, _: Row) -> None:
-        self.plan = None
+# -- the planner once more, straight from its specification: every plan is compared with it ----------------------------------
+
+
+def specified(books: Books) -> tuple[set[tuple[str, int]], list[tuple[str, str]], set[tuple[str, int]]]:
+    """What shrinks, is granted and expands: planned releases, requests by priority and arrival, then shares of what is left."""
+    books, shrinks, grants, idle = before_sharing(books)
+    return shrinks, grants, share_out(books, idle, shrinks)
+
+
+def before_sharing(books: Books) -> tuple[Books, set[tuple[str, int]], list[tuple[str, str]], set[int]]:
+    """Copied books after everything but the sharing, what shrinks, which requests other than generation are met, and what is idle then."""
+    books = replace(books, active={name: {*some} for name, some in books.active.items()})
+    idle, shrinks, grants = books.idle(), set[tuple[str, int]](), list[tuple[str, str]]()
+
+    def shrink(name: str, replica: int) -> None:
+        books.active[name].discard(replica)
+        shrinks.add((name, replica))
+        idle.update(books.bundle(name, replica))
+
+    for name, replica in books.awake():
+        if name in books.leaving or (name, replica) in books.out:
+            shrink(name, replica)
+    kept: set[int] = set()
+    for (name, cluster), waits in sorted(books.waiting.items(), key=lambda one: (ORDER.index(one[1][0]), one[1][1])):
+        if waits[0] == "generation":
+            continue
+        wanted = set(books.clusters[name][cluster])
+        victims = [one for one in books.awake() if books.bundle(*one) & (wanted - idle)]
+        covered = idle.union(*(books.bundle(*victim) for victim in victims))
+        if not wanted <= covered or (wanted & kept and not any(who == name for who, _ in books.held)):
+            kept |= wanted
+            continue
+        for victim in victims:
+            shrink(*victim)
+        idle -= wanted
+        grants.append((name, cluster))
+    return books, shrinks, grants, idle
+
+
+def share_out(books: Books, idle: set[int], shrinks: set[tuple[str, int]]) -> set[tuple[str, int]]:
+    """Activates one replica after the other for the pipeline that lacks most; returns them, and adds donors' replicas to `shrinks`."""
+    touched, expands = {*shrinks}, set[tuple[str, int]]()
+    asks = {name: waits[2] for (name, cluster), waits in books.waiting.items() if waits[0] == "generation" == cluster}
+    target = {name: books.progress(name)[1] for name in books.clusters}
+    left = {name: max(target[name] - books.progress(name)[0], 0) + asks.get(name, 0) for name in target}
+    known = [name for name in target if target[name] > 0 or asks.get(name, 0) > 0]
+    eligible = [
+        name
+        for name in known
+        if name not in books.leaving and (name in asks or name in books.generating or books.active[name])
+    ]
+    weight = sum(left[name] * books.tp[name] for name in eligible)
+    budget = len(idle) + sum(len(books.active[name]) * books.tp[name] for name in known)
+    if not budget:
+        return expands
+    share = {
+        name: Fraction(left[name] * books.tp[name], weight) if weight and name in eligible else Fraction(0)
+        for name in known
+    }
+    bundles = {name: max(1, floor(share[name] * budget / books.tp[name] + Fraction(1, 2))) for name in eligible}
+
+    def gap(name: str) -> Fraction:
+        return share[name] - Fraction(len(books.active[name]) * books.tp[name], budget)
+
+    def activate(name: str) -> bool:
+        options = []
+        busy = {device for (who, cluster) in books.held for device in books.clusters[who][cluster]}
+        for replica in books.replicas(name):
+            bundle = books.bundle(name, replica)
+            lost = (name, replica) in touched | books.dead | books.out or (name, "generation") in books.held
+            if replica in books.active[name] or lost or bundle & busy:
+                continue
+            donors = [
+                (who, other)
+                for who in known
+                for other in sorted(books.active[who])
+                if (who, other) not in touched and gap(who) < 0 and books.bundle(who, other) & (bundle - idle)
+            ]
+            counts = {who: sum(other[0] == who for other in donors) for who, _ in donors}
+            spare = all(len(books.active[who]) - count >= bundles.get(who, 0) for who, count in counts.items())
+            if spare and bundle <= idle.union(*(books.bundle(*donor) for donor in donors)):
+                percents = sorted(Fraction(left[who], target[who] or asks[who]) for who, _ in donors)
+                options.append((bool(donors), [-one for one in percents], replica, donors))
+        if not options:
+            return False
+        _, _, replica, donors = min(options, key=lambda option: option[:3])
+        for who, other in donors:
+            books.active[who].discard(other)
+            shrinks.add((who, other))
+            touched.add((who, other))
+            idle.update(books.bundle(who, other))
+        idle.difference_update(books.bundle(name, replica))
+        books.active[name].add(replica)
+        touched.add((name, replica))
+        expands.add((name, replica))
+        return True
+
+    while True:
+        acceptors = [name for name in eligible if len(books.active[name]) < bundles[name]]
+        relative = {name: gap(name) / share[name] if share[name] else Fraction(-(10**9)) for name in acceptors}
+        acceptors.sort(key=lambda name: (-relative[name], -gap(name), name))
+        if not any(activate(name) for name in acceptors):
+            return expands
+
+
+def off_balance(books: Books) -> bool:
+    """Whether somebody with demand has no replica; or, where nobody waits, whether shares are more than 10 points off."""
+    if any(kind == "generation" for kind, *_ in books.waiting.values()):
+        return True
+    rows = []
+    moving = {name for name, _ in books.sleeping | books.waking}
+    for name in sorted(books.generating - books.leaving):
+        done, target = books.progress(name)
+        if target > done and not books.active[name] and name not in moving:
+            return True
+        tp = books.tp[name]
+        rows.append(
+            (
+                Fraction(done, target) if target else Fraction(0),
+                name,
+                (target - done) * tp,
+                len(books.active[name]) * tp,
+            )
+        )
+    demand, devices = sum(row[2] for row in rows), sum(row[3] for row in rows)
+    if len(rows) < 2 or books.waiting or not demand or not devices:
+        return False
+    worse = sorted(rows)[: ceil(len(rows) / 2)]
+    off = Fraction(sum(row[2] for row in worse), demand) - Fraction(sum(row[3] for row in worse), devices)
+    return abs(off) > Fraction(1, 10)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from kit.loop.messages import Command, Event, Map
 from kit.loop.runner import VirtualClock
-from kit.share import core, operations
+from kit.share import core
 from kit.share.core import Scheduler
 from kit.share.planner import Gaps, Share, Supply, View
 from kit.share.simulated import Devices, Script, Simulation, simulate
@@ -37,7 +38,6 @@ class Scenario:
         return simulate(cores, {}, clock, Devices(clock, {}), until_s=self.until_s)
 
     def script(self, name: str) -> Iterator[Line]:
-        """It comes first and leaves last."""
         yield 0, "register", self.clusters[name]
         yield 1, "admit", {}
         yield from self.lines[name]
@@ -140,38 +140,12 @@ LATE = replace(
 # -- wrong rules ------------------------------------------------------------------------------------------------------------
 
 
-class Swap(NamedTuple):
-    """What a fault puts in place of one name of a module or class."""
-
-    owner: Any
-    name: str
-    wrong: Any
-
-
-def never(*_: Any) -> bool:
-    return False
-
-
-def always(*_: Any) -> bool:
-    return True
-
-
-def valid(*_: Any) -> list[str]:
-    return []
-
-
-meets = Supply.meets
-shrink = core.shrink
-drop = operations.drop
-lose = core.lose
-grant = core.grant
-advance = core.advance
-expand = core.expand
-measure = Gaps.__init__
+Swap = tuple[Any, str, Any]  # what a fault puts in place of one name of a module or class
+meets, measure = Supply.meets, Gaps.__init__
+right = SimpleNamespace(**vars(core))  # the right rules of the desk, whatever is swapped
 
 
 def gives_twice(supply: Supply, request: Request) -> bool:
-    """Devices that came free in a cycle are counted for every request of that cycle."""
     idle = set(supply.idle)
     met = meets(supply, request)
     supply.idle |= idle
@@ -179,31 +153,20 @@ def gives_twice(supply: Supply, request: Request) -> bool:
 
 
 def grant_unseen(t: Turn, op: Op) -> None:
-    """A grant does not look whether the devices are idle."""
     idle, t.idle = t.idle, t.idle | op.devices
-    grant(t, op)
+    right.grant(t, op)
     t.idle = idle - op.devices
 
 
 def advance_at_once(t: Turn) -> None:
-    """The expands do not wait for the shrinks."""
     sleeping, t.sleeping = t.sleeping, frozenset()
-    advance(t)
+    right.advance(t)
     t.sleeping = sleeping
 
 
 def drop_without_devices(t: Turn, name: str, how: str) -> None:
-    """The release is swallowed, as its owner has died."""
     t.leases = Map({key: lease for key, lease in t.leases.items() if key[0] != name})
-    drop(t, name, how)
-
-
-def last_is_first(request: Request) -> tuple[int, int]:
-    return -PRIORITY[request.kind], request.number
-
-
-def youngest_first(request: Request) -> tuple[int, int]:
-    return PRIORITY[request.kind], -request.number
+    right.drop(t, name, how)
 
 
 def target_without_floor(gaps: Gaps, share: Share) -> int:
@@ -211,7 +174,6 @@ def target_without_floor(gaps: Gaps, share: Share) -> int:
 
 
 def gaps_without_tp(gaps: Gaps, view: View) -> None:
-    """A replica counts as one device, however many it has."""
     measure(gaps, View([replace(share, tp=1) for share in view.shares.values()], view.idle, view.devices))
     shares = [view.shares[share.name] for share in gaps.known]
     gaps.eligible = [share for share in shares if share.name in gaps.bundles]
@@ -219,14 +181,13 @@ def gaps_without_tp(gaps: Gaps, view: View) -> None:
 
 
 def takes_all(view: View) -> None:
-    """Somebody's planner, which does not look at who has what."""
     for share in view.shares.values():
         for replica in list(share.free):
             view.expand(share.name, replica)
 
 
 def half_a_replica(t: Turn, op: Op, replica: int) -> None:
-    expand(t, op, replica)
+    right.expand(t, op, replica)
     if t.commands and t.commands[-1].name == "expand":
         wrong = t.commands.pop()
         devices = str(wrong.devices).rpartition(",")[0] or str(wrong.devices)
@@ -234,25 +195,15 @@ def half_a_replica(t: Turn, op: Op, replica: int) -> None:
 
 
 def forgets_what_it_shrank(t: Turn, name: str, replica: int) -> None:
-    """The request was consumed: a pipeline that lost its last replica is not thought of again."""
-    shrink(t, name, replica)
+    right.shrink(t, name, replica)
     if not t.active(name):
         t.leases = t.leases.without((name, GENERATION))
 
 
 def lose_and_forget(t: Turn, name: str, replica: int) -> None:
-    """A death takes the place of the planned release that was under way."""
-    lose(t, name, replica)
+    right.lose(t, name, replica)
     if t.pipelines[name].releasing:
         t.change(name, waiters=0)
-
-
-def watch_nothing(t: Turn) -> None:
-    t.alarm(t.settings.watchdog_ms, "watchdog")
-
-
-def ends_no_stream(t: Turn, event: Event) -> None:
-    """A stream of progress that ended is still counted."""
 
 
 def reports_unclamped(t: Turn, event: Event) -> None:
@@ -266,64 +217,63 @@ def waiters_sleep_on(t: Turn, name: str, _: str) -> None:
 
 
 def when_all_are_active(t: Turn) -> None:
-    """A request for generation waits for every one of its replicas."""
     for request in t.requests:
         if request.kind == GENERATION and len(t.active(request.pipeline)) == len(
             t.pipelines[request.pipeline].generation.bundles
         ):
-            operations.answer(t, request)
+            core.answer(t, request)
 
 
 def shrinks_for_nothing(supply: Supply, request: Request) -> bool:
-    """A request that cannot be met shrinks what it can."""
     for one in sorted({supply.owners[device] for device in supply.needs(request) if device in supply.owners}):
         supply.shrink(*one)
     return meets(supply, request)
 
 
 def handles(event: str, wrong: Callable[[Turn, Event], None]) -> Swap:
-    return Swap(core, "HANDLERS", {**core.HANDLERS, event: wrong})
+    return (core, "HANDLERS", {**core.HANDLERS, event: wrong})
 
 
 class Fault(NamedTuple):
-    """The check that sees it, the run that exposes it, and its wrong rules."""
-
     check: str
     scenario: Scenario
     swaps: tuple[Swap, ...]
 
 
-UNCHECKED = Swap(core, "violations", valid)
+UNCHECKED: Swap = (core, "violations", lambda *_: [])
+LAST_FIRST = property(lambda request: (-PRIORITY[request.kind], request.number))
+YOUNGEST_FIRST = property(lambda request: (PRIORITY[request.kind], -request.number))
 FAULTS = {
     "double-allocation": Fault(
-        "one_owner", CROWD, (Swap(Supply, "meets", gives_twice), Swap(core, "grant", grant_unseen), UNCHECKED)
+        "one_owner", CROWD, ((Supply, "meets", gives_twice), (core, "grant", grant_unseen), UNCHECKED)
     ),
-    "expand-first": Fault("shrink_before_expand", PAIR, (Swap(core, "advance", advance_at_once),)),
-    "lost-device": Fault("devices_conserved", DEATH, (Swap(core, "drop", drop_without_devices),)),
-    "priority-inverted": Fault("priority_kept", CROWD, (Swap(Request, "precedence", property(last_is_first)),)),
-    "youngest-first": Fault("priority_kept", CROWD, (Swap(Request, "precedence", property(youngest_first)),)),
-    "no-floor": Fault("no_starvation", SMALL_DEMAND, (Swap(Gaps, "target", target_without_floor),)),
+    "expand-first": Fault("shrink_before_expand", PAIR, ((core, "advance", advance_at_once),)),
+    "lost-device": Fault("devices_conserved", DEATH, ((core, "drop", drop_without_devices),)),
+    "priority-inverted": Fault("priority_kept", CROWD, ((Request, "precedence", LAST_FIRST),)),
+    "youngest-first": Fault("priority_kept", CROWD, ((Request, "precedence", YOUNGEST_FIRST),)),
+    "no-floor": Fault("no_starvation", SMALL_DEMAND, ((Gaps, "target", target_without_floor),)),
     "no-validation": Fault("plan_valid", replace(PAIR, planner=takes_all), (UNCHECKED,)),
-    "never-rebalances": Fault("fair_share", SHIFT, (Swap(core, "is_off_balance", never),)),
-    "planner-ignores-tp": Fault("plan_as_specified", WIDE, (Swap(Gaps, "__init__", gaps_without_tp),)),
-    "shrinks-for-nothing": Fault("plan_as_specified", STUCK, (Swap(Supply, "meets", shrinks_for_nothing),)),
-    "half-replica": Fault("plan_valid", WIDE, (Swap(core, "expand", half_a_replica),)),
-    "stomps-planned-release": Fault("planned_release_once", RELEASE, (Swap(core, "lose", lose_and_forget),)),
-    "progress-not-ended": Fault("progress_ended", STREAMS, (handles("progress_end", ends_no_stream),)),
+    "never-rebalances": Fault("fair_share", SHIFT, ((core, "is_off_balance", lambda _: False),)),
+    "planner-ignores-tp": Fault("plan_as_specified", WIDE, ((Gaps, "__init__", gaps_without_tp),)),
+    "shrinks-for-nothing": Fault("plan_as_specified", STUCK, ((Supply, "meets", shrinks_for_nothing),)),
+    "half-replica": Fault("plan_valid", WIDE, ((core, "expand", half_a_replica),)),
+    "stomps-planned-release": Fault("planned_release_once", RELEASE, ((core, "lose", lose_and_forget),)),
+    "progress-not-ended": Fault("progress_ended", STREAMS, (handles("progress_end", lambda *_: None),)),
     "progress-unclamped": Fault("progress_ended", STREAMS, (handles("progress", reports_unclamped),)),
-    "one-shot-generation": Fault("no_starvation", PREEMPTED, (Swap(core, "shrink", forgets_what_it_shrank),)),
-    "no-watchdog": Fault("no_starvation", UNREPORTED, (Swap(core, "watch", watch_nothing),)),
-    "waits-for-all": Fault("no_starvation", PAIR, (Swap(core, "grant_generation", when_all_are_active),)),
-    "admits-at-init": Fault("admission", STAGGERED, (Swap(operations, "may_start", always),)),
-    "trains-on-at-once": Fault("admission", STAGGERED, (Swap(operations, "is_held", never),)),
-    "forgets-waiters": Fault("no_request_lost", QUITTER, (Swap(operations, "wake_waiters", waiters_sleep_on),)),
+    "one-shot-generation": Fault("no_starvation", PREEMPTED, ((core, "shrink", forgets_what_it_shrank),)),
+    "no-watchdog": Fault(
+        "no_starvation", UNREPORTED, ((core, "watch", lambda t: t.alarm(t.settings.watchdog_ms, "watchdog")),)
+    ),
+    "waits-for-all": Fault("no_starvation", PAIR, ((core, "grant_generation", when_all_are_active),)),
+    "admits-at-init": Fault("admission", STAGGERED, ((core, "may_start", lambda *_: True),)),
+    "trains-on-at-once": Fault("admission", STAGGERED, ((core, "is_held", lambda *_: False),)),
+    "forgets-waiters": Fault("no_request_lost", QUITTER, ((core, "wake_waiters", waiters_sleep_on),)),
 }
 
 
 @contextlib.contextmanager
-def switched_on(fault: str | None) -> Iterator[None]:
-    """The fault's rules in place of the right ones."""
+def swapped(swaps: Iterable[Swap]) -> Iterator[None]:
     with contextlib.ExitStack() as scope:
-        for swap in FAULTS[fault].swaps if fault else ():
+        for swap in swaps:
             scope.enter_context(patch.object(*swap))
         yield

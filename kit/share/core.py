@@ -23,20 +23,26 @@ noted. What is released is free: whoever releases training has nothing on its de
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import asdict, replace
 
 from kit.errors import BadInput
-from kit.loop.messages import Command, Event, listed
-from kit.share import operations
-from kit.share.operations import admit, alarmed, drop, fail, release_generation, waits_for
-from kit.share.planner import PLANNERS, Planner, is_off_balance, make_plan
-from kit.share.state import GENERATION, Fields, Lease, Plan, Request, Settings, State, Turn
-from kit.share.validator import violations
-
-if TYPE_CHECKING:
-    from kit.share.state import Op
-
-Handler = Callable[[Turn, Event], None]
+from kit.loop.messages import Command, Event, Map, listed, numbers
+from kit.share.planner import PLANNERS, Planner, is_off_balance, make_plan, violations
+from kit.share.state import (
+    CLUSTERS,
+    GENERATION,
+    KINDS,
+    Cluster,
+    Fields,
+    Lease,
+    Op,
+    Pipeline,
+    Plan,
+    Request,
+    Settings,
+    State,
+    Turn,
+)
 
 
 class Scheduler:
@@ -52,23 +58,16 @@ class Scheduler:
     def begin(self) -> tuple[State, tuple[Command, ...]]:
         settings = self.settings
         t = Turn(Fields(idle=frozenset(range(settings.devices))), settings, self.desk)
-        names = ("devices", "planner", "request_ms", "operation_ms", "admission_ms", "watchdog_ms")
-        t.note(
-            "limits",
-            self.desk,
-            pipelines=",".join(settings.pipelines),
-            **{one: getattr(settings, one) for one in names},
-        )
+        t.note("limits", self.desk, **{**asdict(settings), "pipelines": ",".join(settings.pipelines)})
         t.alarm(settings.watchdog_ms, "watchdog")
         return State(t), tuple(t.commands)
 
     def step(self, state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
         t = Turn(state, self.settings, self.desk)
-        handler = HANDLERS.get(event.name)
-        if handler is None:
+        if event.name not in HANDLERS:
             raise BadInput(f"the desk knows no event {event.name!r}; it knows {', '.join(HANDLERS)}")
         if not t.closed:
-            handler(t, event)
+            HANDLERS[event.name](t, event)
             settle(t, self.planner)
         return State(t), tuple(t.commands)
 
@@ -97,33 +96,28 @@ def settle(t: Turn, planner: Planner) -> None:
 
 
 def start(t: Turn, planner: Planner) -> None:
-    """Make a plan, try it on a copy, and order its shrinks."""
     try:
         plan = make_plan(t, planner, t.settings.devices, t.settings.pipelines)
     except Exception as error:  # noqa: BLE001 - whatever a planner raises ends the run with its name
-        fail(t, f"the planner {t.settings.planner} raised {type(error).__name__}: {error}")
+        t.error = f"the planner {t.settings.planner} raised {type(error).__name__}: {error}"
         return
     if not plan:
         return
     if wrong := violations(t, plan, t.settings.devices):
-        fail(t, f"the planner {t.settings.planner} made a plan that violates condition {wrong[0]}")
+        t.error = f"the planner {t.settings.planner} made a plan that violates condition {wrong[0]}"
         return
     t.cycles += 1
     t.plan = plan
     ops = {name: " ".join(map(str, getattr(plan, name))) for name in ("shrinks", "grants", "expands")}
-    t.note("plan", t.desk, number=t.cycles, idle=listed(sorted(t.idle)), demand=demand(t), **ops)
+    demand = " ".join(f"{name}:{one.remaining}" for name, one in t.pipelines.items() if one.streams)
+    t.note("plan", t.desk, number=t.cycles, idle=listed(sorted(t.idle)), demand=demand, **ops)
     t.alarm(t.settings.operation_ms, "cycle", t.cycles)
     for op in plan.shrinks:
         for replica in op.replicas:
             shrink(t, op.pipeline, replica)
 
 
-def demand(t: Turn) -> str:
-    return " ".join(f"{name}:{one.remaining}" for name, one in t.pipelines.items() if one.streams)
-
-
 def shrink(t: Turn, name: str, replica: int) -> None:
-    """The pipeline sends its requests elsewhere, then lets the replica sleep."""
     key = name, GENERATION
     t.lease(key, active=t.leases[key].active - {replica})
     t.sleeping |= {(name, replica)}
@@ -152,7 +146,7 @@ def grant(t: Turn, op: Op) -> None:
     if request is not None and op.devices <= t.idle:
         t.idle -= op.devices
         t.leases = t.leases.put(request.key, Lease(request.kind, request.number, op.devices))
-        operations.answer(t, request)
+        answer(t, request)
 
 
 def expand(t: Turn, op: Op, replica: int) -> None:
@@ -164,25 +158,22 @@ def expand(t: Turn, op: Op, replica: int) -> None:
     bundle = one.generation.bundles[replica]
     t.idle -= bundle
     t.waking |= {(op.pipeline, replica)}
-    t.order("expand", op.pipeline, replica=replica, devices=listed(sorted(bundle)))
+    t.commands.append(Command("expand", "devices", op.pipeline, replica=replica, devices=listed(sorted(bundle))))
 
 
 def grant_generation(t: Turn) -> None:
-    """A request for generation is granted as soon as any of its replicas is active."""
     for request in t.requests:
         if request.kind == GENERATION and t.active(request.pipeline):
-            operations.answer(t, request)
+            answer(t, request)
 
 
 def finish_releases(t: Turn) -> None:
-    """A planned release has ended once nothing of the pipeline is active, falling asleep or waking up."""
     for name, one in t.pipelines.items():
         if one.leaving and not t.active(name) and not t.under_way(name):
             release_generation(t, name)
 
 
 def stop(t: Turn) -> None:
-    """The desk cannot go on: every pipeline stops, with the desk's name."""
     for name in t.pipelines:
         t.say("error", name, of=t.desk, why=t.error)
     t.requests = ()
@@ -214,19 +205,18 @@ def on_expanded(t: Turn, event: Event) -> None:
 
 
 def on_error(t: Turn, event: Event) -> None:
-    """A replica that cannot wake is lost, and its devices are free. One that cannot sleep may still hold its devices: nobody can go on."""
+    """A replica that cannot wake is lost, and its devices are free. One that cannot sleep may still hold its devices, so the desk ends."""
     name = event.get("who", event.pipeline)
     if event.of == "expand" and (name, event.replica) in t.waking:
         t.note("failed", name, replica=event.replica, why=event.why)
         lose(t, name, event.replica)
     elif event.of == "shrink" and (name, event.replica) in t.sleeping:
-        fail(t, f"replica {event.replica} of {name} could not release its devices: {event.why}")
+        t.error = f"replica {event.replica} of {name} could not release its devices: {event.why}"
     elif event.of == "after":
-        fail(t, f"the clock failed: {event.why}")
+        t.error = f"the clock failed: {event.why}"
 
 
 def on_died(t: Turn, event: Event) -> None:
-    """A dead replica's devices are free, and so are those of a dead pipeline. Whoever waits for its release still gets an answer."""
     name, replica = event.get("who", event.pipeline), event.get("replica", -1)
     if name not in t.pipelines:
         return
@@ -263,11 +253,25 @@ def on_alarm(t: Turn, event: Event) -> None:
         watch(t)
     elif what[0] == "cycle" and t.plan is not None and what[1] == t.cycles:
         slow = " and ".join(f"replica {replica} of {name}" for name, replica in sorted(t.sleeping or t.waking))
-        fail(
-            t, f"{slow} did not answer {'a shrink' if t.sleeping else 'an expand'} within {t.settings.operation_ms} ms"
-        )
-    else:
-        alarmed(t, what)
+        order = "a shrink" if t.sleeping else "an expand"
+        t.error = f"{slow} did not answer {order} within {t.settings.operation_ms} ms"
+    elif what[0] == "request":
+        for request in [one for one in t.requests if one.number == what[1]]:
+            expire(t, request)
+    elif what[0] == "admission" and what[1] in t.pipelines:
+        one = t.pipelines[what[1]]
+        if what[2] == "trains" or not one.admitted:
+            t.change(what[1], overdue=one.overdue | {what[2]})
+            t.note("admission_limit", what[1], side=what[2])
+
+
+def expire(t: Turn, request: Request) -> None:
+    name, kind, cluster = request.pipeline, request.kind, request.cluster
+    t.requests = tuple(one for one in t.requests if one != request)
+    t.due = True
+    t.note("expired", name, cluster=cluster, kind=kind, number=request.number)
+    why = f"{kind} of {name} was not granted within {t.settings.request_ms} ms"
+    t.say("error", name, of="acquire", kind=kind, cluster=cluster, why=why)
 
 
 def watch(t: Turn) -> None:
@@ -275,30 +279,316 @@ def watch(t: Turn) -> None:
     for name, one in t.pipelines.items():
         if (name, GENERATION) in t.leases and one.moved == one.watched and waits_for(t, name):
             t.note("asked_again", name)
-            operations.queue(t, Request(name, GENERATION, GENERATION, 0, one.estimate, again=True))
+            queue(t, Request(name, GENERATION, GENERATION, 0, one.estimate, again=True))
         t.change(name, watched=one.moved)
     t.alarm(t.settings.watchdog_ms, "watchdog")
 
 
-def ignore(_: Turn, __: Event) -> None:
-    """An event that is there for the ledger."""
+# -- operations of pipelines: each may come twice; an impossible one is refused with a sentence ----------------------------
 
 
-HANDLERS: dict[str, Handler] = {
-    "register": operations.on_register,
-    "admit": operations.on_admit,
-    "acquire": operations.on_acquire,
-    "release": operations.on_release,
-    "planned_release": operations.on_planned_release,
-    "resize": operations.on_resize,
-    "unregister": operations.on_unregister,
-    "progress": operations.on_progress,
-    "progress_end": operations.on_progress_end,
+def refuse(t: Turn, event: Event, why: str) -> None:
+    ids = {name: event[name] for name in ("kind", "cluster") if event.get(name) is not None}
+    t.say("error", event.pipeline, of=event.name, why=why, **ids)
+
+
+def known(t: Turn, event: Event) -> Pipeline | None:
+    """The pipeline that asks. One that is not there, or on its way out, is refused."""
+    one: Pipeline | None = t.pipelines.get(event.pipeline)
+    if one is None or one.closing:
+        refuse(t, event, f"the pipeline {event.pipeline} is not registered")
+        return None
+    return one
+
+
+# -- coming ---------------------------------------------------------------------------------------------------------------
+
+
+def on_register(t: Turn, event: Event) -> None:
+    """A second time with the same clusters it changes nothing."""
+    name, tp = event.pipeline, event.get("tp", 1)
+    given = {cluster: numbers(str(event[cluster])) for cluster in CLUSTERS if event.get(cluster) is not None}
+    clusters = Map({cluster: Cluster(some, tp if cluster == GENERATION else 1) for cluster, some in given.items()})
+    there = t.pipelines.get(name)
+    generation = given.get(GENERATION, ())
+    if name not in t.settings.pipelines:
+        refuse(t, event, f"no pipeline {name} is expected; those are {', '.join(t.settings.pipelines)}")
+    elif name in t.left or (there is not None and (there.closing or there.clusters != clusters)):
+        refuse(t, event, f"{name} was registered before")
+    elif odd := sorted({*generation, *(one for some in given.values() for one in some)} - {*range(t.settings.devices)}):
+        refuse(t, event, f"{name} names the devices {odd}; there are {t.settings.devices}")
+    elif any(len({*some}) < len(some) for some in given.values()):
+        refuse(t, event, f"{name} names a device twice in one cluster")
+    elif tp < 1 or len(generation) % tp:
+        refuse(t, event, f"{name} has {len(generation)} devices to generate on, which tp={tp} does not divide")
+    else:
+        if there is None:
+            t.pipelines = t.pipelines.put(name, Pipeline(clusters))
+            t.note("clusters", name, tp=tp, **{cluster: listed(some) for cluster, some in given.items()})
+        t.say("registered", name)
+
+
+def on_admit(t: Turn, event: Event) -> None:
+    if (one := known(t, event)) is not None:
+        if one.admitted:
+            t.say("admitted", event.pipeline)
+        elif not one.asked:
+            t.change(event.pipeline, asked=True)
+            if t.settings.admission_ms:
+                t.alarm(t.settings.admission_ms, "admission", event.pipeline, "starts")
+
+
+def admit(t: Turn) -> None:
+    """A pipeline is admitted after the first hand-over of the one before it. That one then trains on once this one is set up.
+
+    Both sides have a limit, and reaching it is reported.
+    """
+    before = None
+    for name, one in t.pipelines.items():
+        if one.asked and not one.admitted and may_start(t, before, one):
+            t.change(name, admitted=True)
+            t.say("admitted", name)
+        before = t.pipelines[name]
+    for request in t.requests:
+        if request.held and not is_held(t, request):
+            t.requests = tuple(replace(each, held=False) if each == request else each for each in t.requests)
+            enter(t, request)
+
+
+def may_start(t: Turn, before: Pipeline | None, one: Pipeline) -> bool:
+    over = before is None or before.handed_over or before.closing
+    return over or "starts" in one.overdue or not t.settings.admission_ms
+
+
+def is_held(t: Turn, request: Request) -> bool:
+    """After its first hand-over a pipeline's training waits until the next pipeline is set up."""
+    one, names = t.pipelines[request.pipeline], list(t.pipelines)
+    if request.kind != "training" or not one.handed_over or "trains" in one.overdue or not t.settings.admission_ms:
+        return False
+    after = names[names.index(request.pipeline) + 1 :][:1]
+    return any(not t.pipelines[name].set_up and not t.pipelines[name].closing for name in after)
+
+
+# -- requests -------------------------------------------------------------------------------------------------------------
+
+
+def on_acquire(t: Turn, event: Event) -> None:
+    """A granted request asked again gets the same devices. Another priority, or a second pending one, is refused."""
+    one = known(t, event)
+    if one is None:
+        return
+    kind, name = event.kind, event.pipeline
+    cluster = event.get("cluster", KINDS.get(kind, ""))
+    given = event.get("release", "")
+    lease, waits = t.leases.get((name, cluster)), t.waits(name, cluster)
+    lease = None if lease is not None and lease.kind == given else lease
+    waits = None if waits is not None and waits.kind == given else waits
+    if not one.admitted:
+        refuse(t, event, f"{name} has not been admitted")
+    elif kind not in KINDS or cluster not in one.clusters or not runs_on(kind, cluster):
+        refuse(t, event, f"{name} cannot ask for {kind or 'nothing'} on {cluster or 'no cluster'}")
+    elif given == GENERATION:
+        refuse(t, event, f"{name} cannot release its generation and ask in one operation; its replicas sleep first")
+    elif waits is not None and not waits.again:
+        refuse(t, event, f"{name} waits for {cluster} already")
+    elif lease is not None and lease.kind != kind:
+        refuse(t, event, f"{name} holds {cluster} for {lease.kind} and asks for it as {kind}")
+    elif one.releasing and cluster == GENERATION:
+        refuse(t, event, f"{name} releases its generation; ask when it is released")
+    else:
+        for where in (cluster, KINDS.get(given, "")):
+            give_back(t, name, where, given)
+        if lease is not None and (lease.devices or lease.active):
+            answer(t, Request(name, cluster, kind, lease.since))
+            return
+        target = event.get("target", one.progress[1]) if kind == GENERATION else 0
+        if kind == GENERATION:
+            t.change(name, set_up=True, estimate=target)
+        t.requests = tuple(each for each in t.requests if each != waits)
+        queue(t, Request(name, cluster, kind, 0, target))
+
+
+def runs_on(kind: str, cluster: str) -> bool:
+    """Generation runs on its own cluster only, and there nothing else but what initialises it."""
+    return cluster == GENERATION if kind == GENERATION else cluster != GENERATION or kind == "initialisation"
+
+
+def queue(t: Turn, request: Request) -> None:
+    t.serial += 1
+    request = replace(request, number=t.serial, held=is_held(t, request))
+    t.requests += (request,)
+    if request.held:
+        t.alarm(t.settings.admission_ms, "admission", request.pipeline, "trains")
+    else:
+        enter(t, request)
+
+
+def enter(t: Turn, request: Request) -> None:
+    t.due = True
+    if not request.again:
+        t.alarm(t.settings.request_ms, "request", request.number)
+    ids = {name: getattr(request, name) for name in ("cluster", "kind", "number", "target")}
+    t.note("queued", request.pipeline, **ids)
+
+
+def answer(t: Turn, request: Request) -> None:
+    name, cluster = request.key
+    lease = t.leases[request.key]
+    bundles = t.pipelines[name].generation.bundles
+    devices = lease.devices.union(*(bundles[one] for one in lease.active))
+    t.requests = tuple(one for one in t.requests if one.key != request.key)
+    t.say("granted", name, kind=lease.kind, cluster=cluster, devices=listed(sorted(devices)))
+
+
+def on_release(t: Turn, event: Event) -> None:
+    """What was not granted yet is withdrawn. A release of what is not held changes nothing."""
+    if event.kind == GENERATION and event.pipeline in t.pipelines:
+        on_planned_release(t, event)
+    elif event.pipeline in t.pipelines:
+        give_back(t, event.pipeline, event.get("cluster", KINDS.get(event.kind, "")), event.kind)
+
+
+def give_back(t: Turn, name: str, cluster: str, kind: str) -> None:
+    """End a lease, the devices of which are free: every one but that of generation, whose replicas sleep first."""
+    key = name, cluster
+    lease = t.leases.get(key)
+    withdraw(t, key, kind)
+    if lease is not None and lease.kind == kind != GENERATION:
+        t.idle |= lease.devices
+        t.leases = t.leases.without(key)
+        t.due = True
+        if kind == "training":
+            t.change(name, handed_over=True)
+
+
+def withdraw(t: Turn, key: tuple[str, str], kind: str) -> None:
+    if any((one.key, one.kind) == (key, kind) for one in t.requests):
+        t.requests = tuple(one for one in t.requests if one.key != key)
+        t.note("withdrawn", key[0], cluster=key[1])
+        t.due = True
+
+
+def on_planned_release(t: Turn, event: Event) -> None:
+    if (one := known(t, event)) is not None:
+        withdraw(t, (event.pipeline, GENERATION), GENERATION)
+        t.change(event.pipeline, releasing=True, waiters=one.waiters + 1)
+        t.due = True
+
+
+def release_generation(t: Turn, name: str) -> None:
+    one = t.pipelines[name]
+    for _ in range(one.waiters):
+        t.say("released", name, kind=GENERATION)
+    lease = t.leases.get((name, GENERATION))
+    if lease is not None and lease.kind == GENERATION:
+        t.leases = t.leases.without((name, GENERATION))
+    t.change(name, releasing=False, waiters=0)
+    t.due = True
+    if one.closing:
+        drop(t, name, "unregistered")
+
+
+def on_resize(t: Turn, event: Event) -> None:
+    one = known(t, event)
+    if one is None:
+        return
+    add, remove = (frozenset(numbers(str(event.get(name, "")))) for name in ("add", "remove"))
+    if bool(add) == bool(remove):
+        refuse(t, event, "a resize names exactly one of add and remove")
+    elif odd := sorted(replica for replica in add | remove if replica >= len(one.generation.bundles)):
+        refuse(t, event, f"{event.pipeline} has no replica {odd[0]}")
+    elif gone := sorted((add | remove) & one.dead):
+        refuse(t, event, f"replica {gone[0]} of {event.pipeline} died")
+    else:
+        t.change(event.pipeline, out=(one.out | remove) - add)
+        t.due = True
+        t.say("resized", event.pipeline, out=listed(sorted((one.out | remove) - add)))
+
+
+# -- progress -------------------------------------------------------------------------------------------------------------
+
+
+def on_progress(t: Turn, event: Event) -> None:
+    """How much of the awaited step is there. A report that says the same again is no progress."""
+    one = t.pipelines.get(event.pipeline)
+    stream, report = event.get("stream", "training"), (min(event.completed, event.target), event.target)
+    if one is not None and one.streams.get(stream) != report:
+        t.change(event.pipeline, streams=one.streams.put(stream, report), moved=one.moved + 1)
+
+
+def on_progress_end(t: Turn, event: Event) -> None:
+    one, stream = t.pipelines.get(event.pipeline), event.get("stream", "training")
+    if one is not None and stream in one.streams:
+        t.change(event.pipeline, streams=one.streams.without(stream), moved=one.moved + 1)
+
+
+def waits_for(t: Turn, name: str) -> bool:
+    """Whether a pipeline generates, has no replica, and does not say that it needs none."""
+    one = t.pipelines[name]
+    idle = not t.active(name) and not t.under_way(name) and t.waits(name, GENERATION) is None
+    return idle and not one.leaving and (not one.streams or one.remaining > 0)
+
+
+# -- going ----------------------------------------------------------------------------------------------------------------
+
+
+def on_unregister(t: Turn, event: Event) -> None:
+    """Its replicas fall asleep, its other devices are free; who waits for something of it gets an error. Later calls do nothing."""
+    name = event.pipeline
+    if name not in t.pipelines:
+        t.say("unregistered", name)
+    elif not t.pipelines[name].closing:
+        wake_waiters(t, name, "unregistered")
+        for (who, cluster), lease in t.leases.items():
+            if who == name:
+                give_back(t, name, cluster, lease.kind)
+        t.change(name, closing=True, streams=Map())
+        t.due = True
+
+
+def wake_waiters(t: Turn, name: str, how: str) -> None:
+    for one in t.requests:
+        if one.pipeline == name:
+            t.note("withdrawn", name, cluster=one.cluster)
+            if not one.again:
+                t.say("error", name, of="acquire", kind=one.kind, cluster=one.cluster, why=f"{name} {how}")
+    t.requests = tuple(one for one in t.requests if one.pipeline != name)
+
+
+def drop(t: Turn, name: str, how: str) -> None:
+    """A pipeline is gone, with everything that it held. Operations on it that are under way have no effect any more."""
+    wake_waiters(t, name, how)
+    one = t.pipelines[name]
+    for _ in range(one.waiters):
+        t.say("released", name, kind=GENERATION)
+    moving = [replica for who, replica in t.sleeping | t.waking if who == name]
+    t.idle = t.idle.union(*(one.generation.bundles[replica] for replica in [*t.active(name), *moving]))
+    t.idle = t.idle.union(*(lease.devices for key, lease in t.leases.items() if key[0] == name))
+    t.leases = Map({key: lease for key, lease in t.leases.items() if key[0] != name})
+    t.sleeping = frozenset(pair for pair in t.sleeping if pair[0] != name)
+    t.waking = frozenset(pair for pair in t.waking if pair[0] != name)
+    t.pipelines = t.pipelines.without(name)
+    t.left |= {name}
+    t.note("gone", name, how=how, idle=listed(sorted(t.idle)))
+    t.say("unregistered", name)
+    t.due = True
+
+
+HANDLERS: dict[str, Callable[[Turn, Event], None]] = {
+    "register": on_register,
+    "admit": on_admit,
+    "acquire": on_acquire,
+    "release": on_release,
+    "planned_release": on_planned_release,
+    "resize": on_resize,
+    "unregister": on_unregister,
+    "progress": on_progress,
+    "progress_end": on_progress_end,
     "shrunk": on_shrunk,
     "expanded": on_expanded,
     "died": on_died,
     "error": on_error,
     "alarm": on_alarm,
-    "taken": ignore,
-    "freed": ignore,
+    "taken": lambda *_: None,  # only for the ledger
+    "freed": lambda *_: None,
 }

@@ -7,36 +7,31 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from kit.loop.messages import numbers
+from kit.results.units import counted
 from kit.results.verdict import Measured, Missing, NotMeasured, Unjudged
-from kit.share.books import RUNS_ON, Books, Ledger, Row
-from kit.share.specified import grants_due, off_balance, specified
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["CHECKS", "Ledger", "pipeline_rows"]
+from kit.share.books import RUNS_ON, Books, Ledger, Request, Row, before_sharing, off_balance, specified
 
 Finding = Generator[str, None, str]  # yields violations, returns what was judged
 CHECKS: dict[str, Callable[[Ledger], Measured]] = {}
 
 
-def of_ledger(rule: Callable[[Ledger], Finding]) -> Callable[[Ledger], Measured]:
-    """A rule as a check, listed in `CHECKS`."""
-    CHECKS[rule.__name__] = as_check(rule)
-    return CHECKS[rule.__name__]
+def of_violations(wrong: Sequence[str], right: str) -> Measured:
+    if not wrong:
+        return Measured(0.0, right)
+    return Measured(float(len(wrong)), wrong[0] + (f"; {len(wrong) - 1} more" if len(wrong) > 1 else ""))
 
 
 def as_check(rule: Callable[[Ledger], Finding]) -> Callable[[Ledger], Measured]:
-    """A rule that counts violations. What keeps it from going on counts only if it found no violation before."""
+    """A rule that yields violations as a check, listed in `CHECKS`. What keeps it from going on counts only if it found none before."""
 
     @functools.wraps(rule)
     def check(ledger: Ledger) -> Measured:
         found: list[str] = []
-        finding = rule(ledger)
+        finding, judged = rule(ledger), ""
         try:
             while True:
                 found.append(next(finding))
@@ -48,10 +43,9 @@ def as_check(rule: Callable[[Ledger], Finding]) -> Callable[[Ledger], Measured]:
         except (KeyError, ValueError, IndexError) as error:
             if not found:
                 raise Unjudged(f"rows of the ledger contradict each other or lack an id: {error!r}") from error
-        if not found:
-            return Measured(0.0, judged)
-        return Measured(float(len(found)), found[0] + (f"; {len(found) - 1} more" if len(found) > 1 else ""))
+        return of_violations(found, judged)
 
+    CHECKS[rule.__name__] = check
     return check
 
 
@@ -83,14 +77,20 @@ def pipeline_rows(rows: Iterable[Mapping[str, Any]], name: str) -> list[Mapping[
 # -- devices ----------------------------------------------------------------------------------------------------------------
 
 
-@of_ledger
+def gives_devices(row: Row, books: Books) -> bool:
+    """A replica is to wake, or a cluster is granted; a grant that is repeated gives nothing."""
+    if row.event == "granted":
+        return bool(row["kind"] != "generation" and (row.who, row.cluster) not in books.held)
+    return row.event == "expand"
+
+
+@as_check
 def one_owner(ledger: Ledger) -> Finding:
     """Does every device have at most one owner at a time, by its leases and by what observers saw?"""
     need(ledger, "expand", "granted")
     count, seen = 0, dict[int, str]()
     for row, books in ledger.replay():
-        is_grant = row.event == "granted" and row["kind"] != "generation" and (row.who, row.cluster) not in books.held
-        if is_grant or row.event == "expand":
+        if gives_devices(row, books):
             count += 1
             owners = books.owners()
             for device in numbers(str(row["devices"])):
@@ -107,21 +107,20 @@ def one_owner(ledger: Ledger) -> Finding:
     return f"{count} times devices were given, {ledger.limit('devices', 0)} devices"
 
 
-@of_ledger
+@as_check
 def shrink_before_expand(ledger: Ledger) -> Finding:
     """Do all shrinks of a cycle end before its first expand and its first grant?"""
     count = 0
     need(ledger, "plan")
     for row, books in ledger.replay():
-        given = row.event == "granted" and row["kind"] != "generation" and (row.who, row.cluster) not in books.held
-        if row.event == "expand" or given:
+        if gives_devices(row, books):
             count += 1
             for name, replica in sorted(books.sleeping)[:1]:
                 yield f"{row}: replica {replica} of {name} has not gone to sleep"
     return f"{count} expands and grants"
 
 
-@of_ledger
+@as_check
 def devices_conserved(ledger: Ledger) -> Finding:
     """Is every device always either idle or owned, by the desk's records and by the leases?"""
     rows = [row for row in need(ledger, "plan", "commit") if "idle" in row.ids]
@@ -140,55 +139,67 @@ def devices_conserved(ledger: Ledger) -> Finding:
 # -- requests ---------------------------------------------------------------------------------------------------------------
 
 
-@of_ledger
+@as_check
 def no_request_lost(ledger: Ledger) -> Finding:
     """Does every request end, those of replicas that fell asleep included?"""
-    asked: dict[tuple[str, str], Row] = {}
-    count = len(need(ledger, "acquire"))
-    for row in ledger.rows:
-        if row.event == "acquire" and row.at not in ledger.refused:
-            given = asked.get((row.who, RUNS_ON.get(row.get("release", ""), row.get("release", ""))))
-            if given is not None and given["kind"] == row["release"]:
-                del asked[given.who, given.cluster]
-            asked[row.who, row.cluster] = row
-        elif row.event in ("granted", "error", "release", "planned_release"):
-            if row.event == "error" and row.get("of") == ledger.desk:
-                asked = {key: one for key, one in asked.items() if key[0] != row.who}
-            elif row.event in ("granted", "planned_release") or row.get("of", "acquire") == "acquire":
-                one = asked.get((row.who, row.cluster))
-                if one is not None and one["kind"] == row.get("kind", "generation"):
-                    del asked[row.who, row.cluster]
-        elif row.event in ("gone", "died") and "replica" not in row.ids:
-            lost = [one for key, one in asked.items() if key[0] == row.who and row.event == "gone"]
-            yield from (f"{one} has no answer, and the pipeline is gone (row {row.at})" for one in lost)
-            asked = {key: one for key, one in asked.items() if key not in {(one.who, one.cluster) for one in lost}}
-    if ledger.of("ended"):
-        yield from (f"{one} has no answer" for one in asked.values())
-    yield from _samples(ledger)
+    count, has_ended = len(need(ledger, "acquire")), bool(ledger.of("ended"))
+    for asked, end in device_requests(ledger):
+        if end is not None and end.event == "gone":
+            yield f"{asked} has no answer, and the pipeline is gone (row {end.at})"
+        elif end is None and has_ended:
+            yield f"{asked} has no answer"
+    yield from stranded_requests(ledger)
     return f"{count} requests"
 
 
-def _samples(ledger: Ledger) -> Iterator[str]:
-    """Requests to replicas: one that was in flight when its replica left is sent again, or its group ends."""
-    flying: dict[tuple[str, Any, Any], tuple[int, Row]] = {}
-    stranded: dict[tuple[str, Any, Any], tuple[Row, Row]] = {}
+def device_requests(ledger: Ledger) -> Iterator[tuple[Row, Row | None]]:
+    """Each request for devices and the row that ends it: its answer, its release, or the end of its pipeline; those without an end come
+    last."""
+    asked: dict[tuple[str, str], Row] = {}
     for row in ledger.rows:
-        key = row.who, row.get("group"), row.get("sample")
+        mine = [key for key in asked if key[0] == row.who]
+        if row.event == "acquire" and row.at not in ledger.refused:
+            given = row.get("release", "")
+            ended = [key for key in mine if key[1] == RUNS_ON.get(given, given) and asked[key]["kind"] == given]
+        elif row.event == "gone" or (row.event == "error" and row.get("of") == ledger.desk):
+            ended = mine
+        elif row.event in ("granted", "release", "planned_release") or row.get("of") == "acquire":
+            kind = row.get("kind", "generation")
+            ended = [key for key in mine if key[1] == row.cluster and asked[key]["kind"] == kind]
+        else:
+            continue
+        yield from ((asked.pop(key), row) for key in ended)
+        if row.event == "acquire" and row.at not in ledger.refused:
+            asked[row.who, row.cluster] = row
+    yield from ((one, None) for one in asked.values())
+
+
+def flights(ledger: Ledger) -> Iterator[tuple[Row, dict[Request, Row]]]:
+    """Each row, and the requests to replicas that were in flight before it, by the row that sent them."""
+    flying: dict[Request, Row] = {}
+    for row in ledger.rows:
+        yield row, flying
         if row.event == "sent":
-            flying[key] = row["replica"], row
-            stranded.pop(key, None)
+            flying[row.request] = row
         elif row.event in ("completed", "cancelled", "failed") and "sample" in row.ids:
-            flying.pop(key, None)
-        elif row.event in ("cleared", "aborted", "evicted", "dropped", "failed", "replaced") and "group" in row.ids:
-            stranded = {one: pair for one, pair in stranded.items() if one[:2] != key[:2]}
-        elif row.event in ("left", "shrink"):  # what was sent between the two is stranded as well
-            gone = {
-                one: (sent, row)
-                for one, (replica, sent) in flying.items()
-                if (one[0], replica) == (row.who, row["replica"])
+            flying.pop(row.request, None)
+        elif row.event in ("left", "shrink", "died", "gone"):
+            gone = (row.who, row["replica"]) if "replica" in row.ids else None  # else the whole pipeline
+            flying = {
+                one: sent for one, sent in flying.items() if sent.who != row.who or gone not in (None, sent.replica)
             }
-            stranded |= gone
-            flying = {one: value for one, value in flying.items() if one not in gone}
+
+
+def stranded_requests(ledger: Ledger) -> Iterator[str]:
+    stranded: dict[Request, tuple[Row, Row]] = {}
+    for row, flying in flights(ledger):
+        if row.event == "sent":
+            stranded.pop(row.request, None)
+        elif row.event in ("cleared", "aborted", "evicted", "dropped", "failed", "replaced") and "group" in row.ids:
+            if row.event != "failed" or "sample" not in row.ids:
+                stranded = {one: pair for one, pair in stranded.items() if one[:2] != row.request[:2]}
+        elif row.event in ("left", "shrink"):  # what was sent between the two is stranded as well
+            stranded |= {one: (sent, row) for one, sent in flying.items() if sent.replica == row.replica}
         elif row.event == "died" and "replica" not in row.ids:
             stranded = {one: pair for one, pair in stranded.items() if one[0] != row.who}
     ended = {row.who for row in ledger.of("ended")}
@@ -200,72 +211,68 @@ def _samples(ledger: Ledger) -> Iterator[str]:
     )
 
 
-@of_ledger
+@as_check
 def routed_to_awake(ledger: Ledger) -> Finding:
     """Are requests sent only to replicas that are awake and have the current weights?"""
     sent = need(ledger, "sent")
-    awake: defaultdict[str, set[int]] = defaultdict(set)
-    told: defaultdict[str, set[int]] = defaultdict(set)  # that the pipeline must not send there any more
-    published: set[tuple[str, int]] = set()
+    awake, published = set[tuple[str, Any]](), set[tuple[str, Any]]()
     for row in ledger.rows:
-        one = row.get("replica")
+        one = row.who, row.get("replica")
         if row.event == "joined":
-            awake[row.who].add(one)
-            told[row.who].discard(one)
+            awake.add(one)
         elif row.event in ("shrink", "shrunk", "died"):
-            awake[row.who].discard(one)
-            published.discard((row.who, one))
+            awake.discard(one)
+            published.discard(one)
         elif row.event == "published":
-            published.add((row.who, one))
-        elif row.event == "sent" and (one not in awake[row.who] or (row.who, one) not in published):
-            yield f"{row}: the replica {'is asleep' if one not in awake[row.who] else 'has no weights'}"
+            published.add(one)
+        elif row.event == "sent" and one not in awake & published:
+            yield f"{row}: the replica {'has no weights' if one in awake else 'is asleep'}"
     return f"{len(sent)} requests"
 
 
-@of_ledger
+@as_check
 def priority_kept(ledger: Ledger) -> Finding:
     """Are requests served by priority, and first in, first out within one?"""
     plans = need(ledger, "plan")
     for row, books in ledger.replay():
         if row.event == "plan":
             granted = {(name, cluster) for name, cluster, _ in ops(row, "grants")}
-            could = grants_due(books)
+            could = before_sharing(books)[2]
             for key in could:
                 if key not in granted:
-                    kind = books.waiting[key][0]
-                    yield f"{row}: {kind} of {key[0]} could have its devices and waits; {sorted(granted)} were granted"
+                    what = f"{books.waiting[key][0]} of {key[0]}"
+                    yield f"{row}: {what} could have its devices and waits; {sorted(granted)} were granted"
             for name, cluster in granted - {*could}:
                 yield f"{row}: {name}.{cluster} is granted before its turn, or without all of its devices"
     for row, books in ledger.turns():
         if books.plan is None and books.waiting:
-            for name, cluster in grants_due(books):
+            for name, cluster in before_sharing(books)[2]:
                 yield f"{row}: {name}.{cluster} could have its devices, and no plan is made"
     return f"{len(plans)} plans"
 
 
-@of_ledger
+@as_check
 def no_starvation(ledger: Ledger) -> Finding:
     """Is every request for devices served within its deadline?"""
     limit = ledger.limit("request_ms", 0) / 1000
     if not limit:
         raise Missing("the ledger has no `limits` event with `request_ms`")
     longest, since = 0.0, dict[str, float]()
-    reported: set[tuple[str, Any]] = set()
+    reported: set[tuple[str, int, float]] = set()
     for row, books in ledger.replay():
         if row.event == "expired":
             yield f"{row}: the request waited for {limit:g} s"
-        for (name, cluster), (kind, number, _, begun) in books.waiting.items():
+        since = {name: since.get(name, row.time) for name in books.clusters if is_needy(books, name)}
+        waits = [
+            (f"{kind} of {name} waits for {cluster}", number, begun)
+            for (name, cluster), (kind, number, _, begun) in books.waiting.items()
+        ]
+        waits += [(f"{name} has demand and no replica", 0, begun) for name, begun in since.items()]
+        for what, number, begun in waits:
             longest = max(longest, row.time - begun)
-            if row.time - begun > limit * 1.001 and (name, number) not in reported:
-                reported.add((name, number))
-                yield f"{row}: {kind} of {name} waits for {cluster} since {row.time - begun:.3f} s (limit {limit:g} s)"
-        needy = {name for name in books.clusters if is_needy(books, name)}
-        since = {name: since.get(name, row.time) for name in needy}
-        for name, begun in since.items():
-            longest = max(longest, row.time - begun)
-            if row.time - begun > limit and (name, begun) not in reported:
-                reported.add((name, begun))
-                yield f"{row}: {name} has demand and no replica since {row.time - begun:.3f} s (limit {limit:g} s)"
+            if row.time - begun > limit * 1.001 and (what, number, begun) not in reported:
+                reported.add((what, number, begun))
+                yield f"{row}: {what} since {row.time - begun:.3f} s (limit {limit:g} s)"
     return f"longest wait {longest:.3f} s, limit {limit:g} s"
 
 
@@ -290,7 +297,7 @@ def ops(row: Row, which: str) -> list[tuple[str, str, tuple[int, ...]]]:
     return found
 
 
-@of_ledger
+@as_check
 def plan_valid(ledger: Ledger) -> Finding:
     """Is every plan possible: whole bundles, active ones shrink and inactive ones wake, and no device is freed or given twice?"""
     plans = need(ledger, "plan")
@@ -337,7 +344,7 @@ def impossible(row: Row, books: Books) -> Iterator[str]:
         given |= devices
 
 
-@of_ledger
+@as_check
 def plan_as_specified(ledger: Ledger) -> Finding:
     """Does an independent planner make the same plans?"""
     plans = need(ledger, "plan")
@@ -345,19 +352,17 @@ def plan_as_specified(ledger: Ledger) -> Finding:
         raise NotMeasured(f"the planner {ledger.limits['planner']} is not the one that is specified")
     for row, books in ledger.replay():
         if row.event == "plan":
-            wanted = specified(books)
+            shrinks, _, expands = map(sorted, specified(books))
             found = [
-                {(name, one) for name, _, some in ops(row, which) for one in some} for which in ("shrinks", "expands")
+                sorted({(name, one) for name, _, some in ops(row, which) for one in some})
+                for which in ("shrinks", "expands")
             ]
-            if found != [wanted.shrinks, wanted.expands]:
-                yield (
-                    f"{row} shrinks {sorted(found[0])} and expands {sorted(found[1])}; "
-                    f"specified are {sorted(wanted.shrinks)} and {sorted(wanted.expands)}"
-                )
+            if found != [shrinks, expands]:
+                yield f"{row} shrinks {found[0]} and expands {found[1]}; specified are {shrinks} and {expands}"
     return f"{len(plans)} plans"
 
 
-@of_ledger
+@as_check
 def fair_share(ledger: Ledger) -> Finding:
     """Are devices moved whenever shares are more than 10 points off and a move helps?"""
     need(ledger, "plan")
@@ -367,16 +372,16 @@ def fair_share(ledger: Ledger) -> Finding:
     for row, books in ledger.turns():
         if books.plan is None and off_balance(books):
             count += 1
-            wanted = specified(books)
-            if wanted.shrinks or wanted.expands:
-                yield f"{row}: shares are off balance, and expanding {sorted(wanted.expands)} would help"
+            shrinks, _, expands = specified(books)
+            if shrinks or expands:
+                yield f"{row}: shares are off balance, and expanding {sorted(expands)} would help"
     return f"{count} times shares were off, and nothing could be moved"
 
 
 # -- operations -------------------------------------------------------------------------------------------------------------
 
 
-@of_ledger
+@as_check
 def planned_release_once(ledger: Ledger) -> Finding:
     """Is every planned release answered once, with one shrink per replica?"""
     open_: defaultdict[str, list[Row]] = defaultdict(list)
@@ -407,7 +412,7 @@ def planned_release_once(ledger: Ledger) -> Finding:
     return f"{count} planned releases"
 
 
-@of_ledger
+@as_check
 def admission(ledger: Ledger) -> Finding:
     """Does each pipeline start only after the first hand-over of the one before it?"""
     rows = need(ledger, "admitted")
@@ -430,7 +435,7 @@ def admission(ledger: Ledger) -> Finding:
     return f"{len(rows)} pipelines"
 
 
-@of_ledger
+@as_check
 def progress_ended(ledger: Ledger) -> Finding:
     """Does the desk clamp every progress stream to its target, and does every stream end?"""
     plans = [row for row in need(ledger, "plan") if "demand" in row.ids]
@@ -446,3 +451,158 @@ def progress_ended(ledger: Ledger) -> Finding:
         elif row.event == "unregister" and books.streams.get(row.who) and row.at not in ledger.refused:
             yield f"{row}: its progress of {', '.join(books.streams[row.who])} has not ended"
     return f"{len(plans)} plans"
+
+
+# -- requests, replicas and versions across sleep and wake: the pipelines' rows beside the desk's ------------------------------
+
+
+@as_check
+def drained_before_sleep(ledger: Ledger) -> Finding:
+    """Does a replica generate nothing from the moment it sleeps until it wakes?"""
+    count, asleep = len(need(ledger, "shrunk")), set[tuple[str, int]]()
+    for row in ledger.rows:
+        if row.event == "shrunk":
+            asleep.add(row.replica)
+        elif row.event == "expand":
+            asleep.discard(row.replica)
+        elif row.event in ("started", "tokens", "completed") and "replica" in row.ids and row.replica in asleep:
+            yield f"{row}: the replica is asleep"
+    return f"{count} times a replica fell asleep"
+
+
+@as_check
+def empty_set_suspends(ledger: Ledger) -> Finding:
+    """While no replica of a pipeline serves, do its requests wait without an error and get answered later?"""
+    need(ledger, "sent")
+    count, over = 0, dead(ledger)
+    serving: defaultdict[str, set[int]] = defaultdict(set)
+    empty: set[str] = set()  # pipelines of which no replica serves any more
+    heard = "shrink" if ledger.of("shrink") else "left"  # the pipeline's word that it sends nothing there any more
+    for row in ledger.rows:
+        name, replica = row.who, row.get("replica")
+        if row.event == "published":
+            serving[name].add(replica)
+            empty.discard(name)
+        elif row.event in (heard, "died") and replica in serving[name]:
+            serving[name].discard(replica)
+            if not serving[name]:
+                count += 1
+                empty.add(name)
+        elif row.event == "sent" and name in empty:
+            yield f"{row}: no replica serves"
+        elif row.event == "ended" and name in empty - over and row.get("why") == "error":
+            yield f"{row}: no replica served, and the pipeline ended with an error: {row.get('error', '')}"
+    yield from still_counted(ledger)
+    if not count:
+        raise NotMeasured("at any time a replica of each pipeline served")
+    return f"{count} times the last replica of a pipeline fell asleep"
+
+
+def still_counted(ledger: Ledger) -> Iterator[str]:
+    """Requests without an answer when a pipeline that came to its end gave its generation back."""
+    kept: dict[str, list[Request]] = {}
+    for row, flying in flights(ledger):
+        if row.event in ("release", "planned_release") and row.cluster == "generation":
+            kept[row.who] = [one for one in flying if one[0] == row.who]
+        elif row.event == "ended" and row.get("why") != "error" and (left := kept.get(row.who)):
+            yield f"{row}: {len(left)} requests are still counted, the first for group {left[0][1]} sample {left[0][2]}"
+
+
+@as_check
+def version_after_wake(ledger: Ledger) -> Finding:
+    """Does every replica that wakes get the current version, and generate only with that one?"""
+    need(ledger, "published", "hold")
+    count, limit, began = len(need(ledger, "expanded")), ledger.limit("request_ms", 60_000) / 1000, 0
+    current: defaultdict[str, int] = defaultdict(int)
+    ordered: dict[tuple[str, int], int] = {}
+    serves: dict[tuple[str, int], int] = {}
+    woken: dict[tuple[str, int], Row] = {}
+    later: set[tuple[str, int]] = set()  # woke up after version 0
+    for row in ledger.rows:
+        if row.event == "bumped":
+            current[row.who] = row["version"]
+        elif row.event == "expanded":
+            later |= {row.replica} if current[row.who] else set()
+            woken[row.replica] = row
+            serves.pop(row.replica, None)
+        elif row.event == "sync":
+            ordered |= {(row.who, replica): row["version"] for replica in numbers(str(row["replicas"]))}
+            if row["version"] != current[row.who]:
+                yield f"{row} is of version {row['version']}; version {current[row.who]} is due"
+        elif row.event == "published" and row.replica in woken | serves:
+            woken.pop(row.replica, None)
+            serves[row.replica] = row["version"]
+            if row["version"] != (due := ordered.get(row.replica, current[row.who])):
+                yield f"{row} is of version {row['version']}; version {due} was ordered"
+        elif row.event in ("started", "tokens") and "replica" in row.ids:
+            version, one = row.get("version"), row.replica
+            began += row.event == "started" and one in later
+            if one in woken:
+                yield f"{row}: the replica woke up and has got no weights since (row {woken[one].at})"
+            elif version != serves.get(one, version):
+                yield f"{row} is of version {version}; the replica serves version {serves[one]}"
+        elif row.event in ("left", "died", "shrunk") and "replica" in row.ids:
+            yield from bare([woken.pop(one) for one in {row.replica} & {*woken}], row.time, limit)
+            serves.pop(row.replica, None)
+        elif row.event in ("ended", "died", "unregistered"):
+            yield from bare([woken.pop(one) for one in [*woken] if one[0] == row.who], row.time, limit)
+    yield from bare(woken.values(), ledger.rows[-1].time, limit)
+    return f"{count} times a replica woke up, {counted(began, 'request')} began on those that woke after version 0"
+
+
+def bare(woken: Iterable[Row], now: float, limit: float) -> Iterator[str]:
+    """Those that were awake for longer than a request may wait, and got no weights."""
+    return (f"{row}: the replica got no weights in {now - row.time:.3f} s" for row in woken if now - row.time > limit)
+
+
+@as_check
+def no_deadlock(ledger: Ledger) -> Finding:
+    """Do the desk and all pipelines end by themselves, the live ones without an error?"""
+    begun = {str(row["core"]): row for row in ledger.rows if row.event == "begins" and "core" in row.ids}
+    ends = {row.who for row in ledger.of("ended", *(() if begun else ("gone", "unregistered")))}
+    begun = begun or {row.who: row for row in ledger.of("clusters")}
+    if not begun:
+        raise Missing("the ledger has no `begins` or `clusters` event")
+    yield from (f"{name} never ended; the last row is {ledger.rows[-1]}" for name in begun if name not in ends)
+    yield from harmed(ledger)
+    return f"{', '.join(sorted(begun))} ended"
+
+
+def harmed(ledger: Ledger) -> Iterator[str]:
+    """Pipelines that ended with an error, although neither they nor the desk failed."""
+    over = dead(ledger) | {ledger.desk}
+    for row in ledger.of("ended"):
+        if row.who not in over and row.get("why") == "error":
+            yield f"{row}: it ended with an error: {row.get('error', '')}"
+
+
+def dead(ledger: Ledger) -> set[str]:
+    """Pipelines that died, and those that the desk's failure stopped."""
+    gone = {row.who for row in ledger.of("died") if "replica" not in row.ids}
+    return gone | {row.who for row in ledger.of("error") if row.get("of") == ledger.desk}
+
+
+@as_check
+def dead_pipeline_leaves(ledger: Ledger) -> Finding:
+    """Are the devices of a dead pipeline freed in time, and do the other pipelines finish?"""
+    limit, slowest = ledger.limit("operation_ms", 60_000) / 1000, 0.0
+    deaths: dict[str, tuple[Row, set[int]]] = {}
+    left: set[str] = set()
+    for row, books in ledger.replay():
+        name = row.who
+        if row.event == "died" and "replica" not in row.ids and name in books.clusters and name not in deaths:
+            owned = {at for at, some in books.owners().items() if any(one.endswith(f" of {name}") for one in some)}
+            deaths[name] = row, owned
+        elif row.event == "gone" and name in deaths and name not in left:
+            died, owned = deaths[name]
+            left.add(name)
+            slowest = max(slowest, row.time - died.time)
+            if row.time - died.time > limit:
+                yield f"{died}: it was let go only {row.time - died.time:.3f} s later (limit {limit:g} s)"
+            if "idle" in row.ids and (kept := sorted(owned - {*numbers(str(row["idle"]))})):
+                yield f"{row}: its devices {kept} are not idle"
+    if not deaths:
+        raise NotMeasured("no pipeline died")
+    yield from (f"{died}: the desk never let it go" for name, (died, _) in deaths.items() if name not in left)
+    yield from harmed(ledger)
+    return f"{', '.join(sorted(deaths))} died; its devices were idle {slowest:.3f} s later"

@@ -1,18 +1,18 @@
-"""A pipeline's core under the desk: it registers, waits to be admitted, and leaves. The core itself knows only `acquire` and `release`."""
+"""A pipeline's core under the desk: it registers, waits to be admitted, and leaves. The core itself knows only `acquire` and `release`.
+
+A loop that was not written for a shared cluster makes six calls at the moments that matter. `Pipeline` makes the right ones, and somebody's
+own code may begin with it. Without any, the same loop runs as it is (the lab's phases `alone`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kit.loop.messages import Command, Event, listed
-from kit.share.state import GENERATION
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from kit.loop.runner import Core
-    from kit.share.state import Cluster
+from kit.loop.runner import Core
+from kit.share.state import GENERATION, Cluster
 
 # A pipeline's core does not wait for them; nor does it hear that a resize was refused, which somebody else asked for.
 ANSWERS = ("registered", "admitted", "released", "resized", "unregistered")
@@ -31,7 +31,7 @@ class Joined:
 
 
 class Member:
-    """Wraps a core whose replicas are all there when it begins: it is told that they left, and that each joins when the desk wakes it.
+    """Wraps a core whose replicas are all there when it begins: it hears that they left, and that each joins when the desk wakes it.
 
     A release and a request of one turn become one operation. At its end the core's progress ends, its replicas sleep, and it leaves.
     """
@@ -46,8 +46,7 @@ class Member:
 
     def begin(self) -> tuple[Joined, tuple[Command, ...]]:
         devices = {name: listed(cluster.devices) for name, cluster in self.clusters.items()}
-        tp = self.clusters[GENERATION].tp
-        return self.first, (self.ask("register", tp=tp, **devices), self.ask("admit"))
+        return self.first, (self.ask("register", tp=self.clusters[GENERATION].tp, **devices), self.ask("admit"))
 
     def step(self, state: Joined, event: Event) -> tuple[Joined, tuple[Command, ...]]:
         name, of = event.name, event.get("of")
@@ -64,8 +63,7 @@ class Member:
         if state.core is not None and name not in ANSWERS and of != "resize":
             state, commands = self.adapted(state, *self.core.step(state.core, event))
         if name == "left":
-            ids = {"replica": event.replica, "devices": event.devices}
-            commands += (Command("shrink", "devices", self.name, **ids),)
+            commands += (Command("shrink", "devices", self.name, replica=event.replica, devices=event.devices),)
         return state, commands
 
     def start(self) -> tuple[Joined, tuple[Command, ...]]:
@@ -91,3 +89,136 @@ class Member:
 
     def leave(self, _: Joined) -> tuple[Command, ...]:
         return self.ask("progress_end"), self.ask("unregister")
+
+
+# -- somebody's own side of the desk --------------------------------------------------------------------------------------
+
+
+class Desk:
+    """What a pipeline may ask of the desk. Nothing waits: the loop goes on once the desk has answered."""
+
+    def __init__(self, ask: Callable[..., Command]) -> None:
+        self._ask = ask
+        self.asked: list[Command] = []
+
+    def request(self, kind: str) -> None:
+        self.asked.append(self._ask("acquire", kind=kind))
+
+    def release(self, kind: str) -> None:
+        self.asked.append(self._ask("release", kind=kind))
+
+    def progress(self, completed: int, target: int) -> None:
+        """How many groups of the awaited step are complete."""
+        self.asked.append(self._ask("progress", completed=completed, target=target))
+
+    def progress_end(self) -> None:
+        self.asked.append(self._ask("progress_end"))
+
+
+class Pipeline:
+    """The calls. The next step is awaited from the moment at which the weights have moved, before they are sent."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+
+    def begin_progress(self, completed: int, target: int) -> None:
+        """A step is awaited: the desk weighs shares by what is left. `completed`: groups that are there already."""
+        self.desk.progress(completed, target)
+
+    def collector_created(self) -> None:
+        """Requests can be routed: ask for replicas. Once, at the beginning."""
+        self.desk.request(GENERATION)
+
+    def before_training(self, step: int) -> None:  # noqa: ARG002 - another one may look at it
+        """The step's groups are there: ask for the trainer's devices. The trainer begins once they are granted."""
+        self.desk.request("training")
+
+    def before_weight_sync(self, step: int) -> None:
+        """The weights of the step are in the cache, the trainer is off its devices, and replicas that are awake get the weights next."""
+
+    def after_training(self, step: int) -> int:
+        """These replicas have the weights: give the trainer's devices back. Returns the version that is served from now on."""
+        self.desk.release("training")
+        return step + 1
+
+    def end_progress(self) -> None:
+        """The loop is over, however it ended."""
+        self.desk.progress_end()
+
+
+@dataclass(frozen=True, slots=True)
+class Hooked(Joined):
+    """`step` is the one that is trained, -1 between two; `sent`: its weights go to replicas. `awaited`: the version whose groups were
+    announced. `failed`: a call raised an error, or answered wrong; the loop then goes on by itself to its end."""
+
+    step: int = -1
+    sent: bool = False
+    awaited: int = -1
+    failed: bool = False
+
+
+class Own(Member):
+    first = Hooked()
+
+    def __init__(
+        self, core: Core[Any], name: str, clusters: Mapping[str, Cluster], *, desk: str, make: Callable[[Desk], Any]
+    ) -> None:
+        super().__init__(core, name, clusters, desk=desk)
+        self.side = Desk(self.ask)
+        self.own = make(self.side)
+
+    def adapted(self, state: Any, core: Any, commands: tuple[Command, ...]) -> tuple[Joined, tuple[Command, ...]]:
+        found: list[Command] = []
+        waiting = [*commands]
+        while waiting:
+            one = waiting.pop(0)
+            try:
+                state, asked = (state, (one,)) if state.failed else self.hooked(state, core, one)
+            except WrongCallError as error:
+                state, asked = replace(state, failed=True), (one,)
+                core, more = self.core.step(core, Event("error", self.name, of="pipeline", why=str(error)))
+                waiting += more
+            found += asked
+        try:
+            return super().adapted(state, core, tuple(found))
+        except WrongCallError as error:  # its last call, at the loop's end
+            wrong = Command("ended", "runner", self.name, why="error", error=str(error))
+            found = [wrong if (one.to, one.name) == ("runner", "ended") else one for one in found]
+            return super().adapted(replace(state, failed=True), core, tuple(found))
+
+    def hooked(self, state: Hooked, core: Any, one: Command) -> tuple[Hooked, tuple[Command, ...]]:
+        version, step = core.version, state.step
+        match one.to, one.name, one.get("kind"):
+            case "sync", "sync", _ if 0 <= step < version and not state.sent:
+                return replace(state, sent=True), (*self.call("before_weight_sync", step), one)
+            case self.desk, "acquire", "generation":
+                return state, self.call("collector_created")
+            case self.desk, "acquire", "training":
+                return replace(state, step=version, sent=False), self.call("before_training", version)
+            case self.desk, "release", "training" if 0 <= step < version:  # else the step was given up
+                before = () if state.sent else self.call("before_weight_sync", step)
+                return replace(state, step=-1), before + self.call("after_training", step, version)
+            case self.desk, "progress", _ if state.awaited != version < core.last:
+                return replace(state, awaited=version), self.call("begin_progress", one.completed, one.target)
+        return state, (one,)
+
+    def call(self, name: str, *args: int) -> tuple[Command, ...]:
+        """What it asks of the desk in this call. The second number of `after_training` is what it has to return."""
+        given = args[:1] if name == "after_training" else args
+        words = f"{name}({', '.join(map(str, given))}) of the pipeline's own code"
+        self.side.asked = []
+        try:
+            found = getattr(self.own, name)(*given)
+        except Exception as error:
+            raise WrongCallError(f"{words} raised {type(error).__name__}: {error}") from error
+        if name == "after_training" and found != args[1]:
+            raise WrongCallError(f"{words} returned version {found}; the loop is at version {args[1]}")
+        return tuple(self.side.asked)
+
+    def leave(self, state: Any) -> tuple[Command, ...]:
+        ended = () if state.failed else self.call("end_progress")
+        return (*ended, self.ask("unregister"))
+
+
+class WrongCallError(Exception):
+    """A call of somebody's own code raised an error, or answered wrong."""

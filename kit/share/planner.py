@@ -1,4 +1,5 @@
-"""Plans. A cycle plans releases, then requests by precedence, then shares what is left among those that generate.
+"""Plans, and what every plan must keep. A cycle plans releases, then requests by precedence, then shares what is left among those that
+generate.
 
 A planner decides the last part: it gets a view and calls `shrink` and `expand` on it. `gap-ratio` gives each pipeline devices in proportion
 to what is left of its step; `fifo` gives all to the first that came; `static` gives each an equal part, for ever.
@@ -8,16 +9,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
-from kit.share.state import GENERATION, Op, Plan
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from kit.share.state import Fields, Request
+from kit.share.state import GENERATION, NO_CLUSTER, Fields, Op, Pipeline, Plan, Request
 
 
 @dataclass(slots=True)
@@ -39,7 +34,6 @@ class Share:
 
     @property
     def free(self) -> Iterator[int]:
-        """Replicas that may be activated, in order."""
         return (one for one in range(len(self.bundles)) if one not in self.active and one not in self.touched)
 
     @property
@@ -124,10 +118,6 @@ class Gaps:
         relative = len(share.active) / share.remaining if share.remaining else float("inf")  # 1 - relative gap, scaled
         return relative, -self.gap(share), share.name
 
-    def spare(self, share: Share) -> int:
-        """Replicas that a pipeline above its share can give: it keeps its bundles, and at least one."""
-        return len(share.active) - self.bundles[share.name]
-
 
 def gap_ratio(view: View) -> None:
     """Activate one replica after the other, each for the pipeline that lacks most, from idle devices, else from who has too many."""
@@ -166,8 +156,8 @@ def idle_replica(view: View, share: Share, starts: Counter[str]) -> int:
 
 
 def from_donors(view: View, gaps: Gaps, share: Share) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """A replica and those that sleep for it: whose owners have most of their work left, then the first."""
-    spare = {donor.name: left for donor in gaps.eligible if (left := gaps.spare(donor)) > 0}
+    """A replica and those that sleep for it: of the pipelines with most of their work left, then the first. A donor keeps its bundles."""
+    spare = {one.name: left for one in gaps.eligible if (left := len(one.active) - gaps.bundles[one.name]) > 0}
     if not spare:
         return -1, ()
     owners = {
@@ -224,14 +214,26 @@ PLANNERS: dict[str, Planner] = {"gap-ratio": gap_ratio, "fifo": fifo, "static": 
 
 
 def make_plan(f: Fields, planner: Planner, devices: int, names: tuple[str, ...] = ()) -> Plan:
-    """Planned releases, requests other than generation by precedence, then generation by its planner."""
     removes = tuple(sorted((name, GENERATION) for name, one in f.pipelines.items() if one.leaving and f.active(name)))
     supply = Supply(f)
-    wanted = [request for request in f.asked_for() if request.kind != GENERATION]
-    grants = tuple(Op(one.pipeline, one.cluster, (), supply.needs(one)) for one in wanted if supply.meets(one))
+    wanted = sorted((one for one in f.requests if not one.held), key=lambda one: one.precedence)
+    grants = tuple(
+        Op(one.pipeline, one.cluster, (), supply.needs(one))
+        for one in wanted
+        if one.kind != GENERATION and supply.meets(one)
+    )
     view = View((share_of(f, name, supply.shrunk) for name in f.pipelines), supply.idle, devices, names)
     planner(view)
-    return Plan(merged([*supply.shrunk, *view.shrunk]), grants, merged(view.expanded, supply.bundles), removes)
+    expands = tuple(
+        replace(op, devices=frozenset().union(*(supply.bundles[op.pipeline][one] for one in op.replicas)))
+        for op in merged(view.expanded)
+    )
+    return Plan(merged([*supply.shrunk, *view.shrunk]), grants, expands, removes)
+
+
+def merged(moves: list[tuple[str, int]]) -> tuple[Op, ...]:
+    names = sorted({name for name, _ in moves})
+    return tuple(Op(name, GENERATION, tuple(one for who, one in moves if who == name)) for name in names)
 
 
 class Supply:
@@ -242,7 +244,12 @@ class Supply:
         self.bundles = {name: one.generation.bundles for name, one in f.pipelines.items()}
         self.idle = set(f.idle)
         self.kept: set[int] = set()
-        self.owners = f.replicas()
+        self.owners = {
+            device: (name, one)
+            for name, bundles in self.bundles.items()
+            for one in f.active(name)
+            for device in bundles[one]
+        }
         self.shrunk: list[tuple[str, int]] = []
         for name, one in f.pipelines.items():
             for replica in sorted(f.active(name)):
@@ -256,8 +263,7 @@ class Supply:
             del self.owners[device]
 
     def needs(self, request: Request) -> frozenset[int]:
-        found: frozenset[int] = self.f.pipelines[request.pipeline].clusters[request.cluster].all
-        return found
+        return frozenset(self.f.pipelines[request.pipeline].clusters[request.cluster].devices)
 
     def meets(self, request: Request) -> bool:
         """All of its devices or none: replicas sleep for it only where that is enough.
@@ -266,8 +272,7 @@ class Supply:
         """
         devices = self.needs(request)
         missing = devices - self.idle
-        leases = self.f.leases.items()
-        holds = any(name == request.pipeline and lease.kind != GENERATION for (name, _), lease in leases)
+        holds = any(name == request.pipeline and lease.kind != GENERATION for (name, _), lease in self.f.leases.items())
         if (devices & self.kept and not holds) or not missing <= self.owners.keys():
             self.kept |= devices
             return False
@@ -278,7 +283,6 @@ class Supply:
 
 
 def share_of(f: Fields, name: str, shrunk: list[tuple[str, int]]) -> Share:
-    """A pipeline's share as the earlier parts of the plan leave it."""
     one, request, lease = f.pipelines[name], f.waits(name, GENERATION), f.leases.get((name, GENERATION))
     request = request if request is not None and request.kind == GENERATION else None
     since = -1 if one.leaving else lease.since if lease is not None else -1 if request is None else request.number
@@ -291,24 +295,6 @@ def share_of(f: Fields, name: str, shrunk: list[tuple[str, int]]) -> Share:
     asks = -1 if request is None else request.target
     return Share(
         name, one.generation.tp, one.generation.bundles, set(active), touched | lost, done, target, asks, since
-    )
-
-
-def merged(
-    moves: list[tuple[str, int]], bundles: dict[str, tuple[frozenset[int], ...]] | None = None
-) -> tuple[Op, ...]:
-    """Moves of single replicas as one operation for each pipeline. An expand says the devices that it takes."""
-    found: dict[str, list[int]] = {}
-    for name, replica in moves:
-        found.setdefault(name, []).append(replica)
-    return tuple(
-        Op(
-            name,
-            GENERATION,
-            tuple(some),
-            frozenset().union(*(bundles[name][one] for one in some)) if bundles else frozenset(),
-        )
-        for name, some in sorted(found.items())
     )
 
 
@@ -334,3 +320,88 @@ def is_off_balance(f: Fields) -> bool:
     worse = sorted(rows)[: (len(rows) + 1) // 2]
     off = abs(sum(row[2] for row in worse) * devices - sum(row[3] for row in worse) * demand)
     return bool(10 * off > demand * devices)
+
+
+# -- validation -----------------------------------------------------------------------------------------------------------
+
+
+def violations(f: Fields, plan: Plan, devices: int) -> list[str]:
+    """What every plan must keep, tried on a copy before anything is carried out: sentences, each with its condition's number."""
+    return [*wrong_form(f, plan), *wrong_steps(f, plan, devices)]
+
+
+def wrong_form(f: Fields, plan: Plan) -> Iterator[str]:
+    for name in ("shrinks", "grants", "expands"):
+        counts = Counter((op.pipeline, op.cluster) for op in getattr(plan, name))
+        for (pipeline, cluster), count in counts.items():
+            if count > 1:
+                yield f"1: {pipeline}.{cluster} is {count} times in the {name}"
+    for op in (*plan.shrinks, *plan.expands):
+        if op.cluster != GENERATION:
+            yield f"2: {op} moves replicas of a cluster that does not generate"
+    given = {(op.pipeline, op.cluster) for op in (*plan.grants, *plan.expands)}
+    for pipeline, cluster in plan.removes:
+        if (pipeline, cluster) in given:
+            yield f"3: {pipeline}.{cluster} is given devices and removed"
+        if (pipeline, cluster) not in f.leases:
+            yield f"11: {pipeline}.{cluster} is removed, and has no lease"
+
+
+def wrong_steps(f: Fields, plan: Plan, devices: int) -> Iterator[str]:
+    """What goes wrong when the plan is carried out on a copy of who has what."""
+    idle, freed = set(f.idle), set[int]()
+    active = {name: set(f.active(name)) for name in f.pipelines}
+    bundles = {name: one.generation.bundles for name, one in f.pipelines.items()}
+    held = Counter(device for lease in f.leases.values() for device in lease.devices)
+    held.update(device for name in active for replica in active[name] for device in bundles[name][replica])
+    yield from unbalanced("before", idle, held, devices)
+    for op in plan.shrinks:
+        for replica in op.replicas:
+            if replica not in active.get(op.pipeline, ()):
+                yield f"5: {op} shrinks replica {replica}, which is not active"
+                continue
+            bundle = bundles[op.pipeline][replica]
+            if again := sorted(bundle & freed):
+                yield f"9: {op} frees the devices {again} a second time"
+            active[op.pipeline].discard(replica)
+            freed |= bundle
+            idle |= bundle
+            held.subtract(bundle)
+    yield from unbalanced("after the shrinks", idle, held, devices)
+    for op in plan.grants:
+        yield from taken(f, op, idle, held)
+    for op in plan.expands:
+        known, there = bundles.get(op.pipeline, ()), active.setdefault(op.pipeline, set())
+        if outside := [replica for replica in op.replicas if not 0 <= replica < len(known)]:
+            yield f"6: {op} expands the replicas {outside}; the mapping has {len(known)}"
+            continue
+        if op.devices != frozenset().union(*(known[replica] for replica in op.replicas)):
+            yield f"6: {op} takes the devices {sorted(op.devices)}, which are not its replicas' whole bundles"
+        if len(there) + len(op.replicas) > len(known):
+            yield f"7: {op} makes {len(there) + len(op.replicas)} active replicas of {len(known)}"
+        lost = f.pipelines[op.pipeline].out | f.pipelines[op.pipeline].dead
+        if any(replica in there | lost for replica in op.replicas) or len({*op.replicas}) < len(op.replicas):
+            yield f"5: {op} expands a replica that is active, removed or dead"
+        there.update(op.replicas)
+        yield from taken(f, op, idle, held)
+    yield from unbalanced("at the end", idle, held, devices)
+
+
+def taken(f: Fields, op: Op, idle: set[int], held: Counter[int]) -> Iterator[str]:
+    one: Pipeline | None = f.pipelines.get(op.pipeline)
+    mapping = NO_CLUSTER if one is None else one.clusters.get(op.cluster, NO_CLUSTER)
+    if outside := sorted(op.devices - {*mapping.devices}):
+        yield f"6: {op} takes the devices {outside}, which are outside its mapping"
+    if missing := sorted(op.devices - idle):
+        yield f"10: {op} takes the devices {missing}, which are not idle"
+    idle -= op.devices
+    held.update(op.devices)
+
+
+def unbalanced(when: str, idle: set[int], held: Counter[int], devices: int) -> Iterator[str]:
+    if both := sorted(device for device in idle if held[device] > 0):
+        yield f"4: {when}, the devices {both} are idle and allocated"
+    if twice := sorted(device for device in held if held[device] > 1):
+        yield f"10: {when}, the devices {twice} are allocated twice"
+    if odd := sorted((idle | {device for device in held if held[device] > 0}) ^ {*range(devices)}):
+        yield f"8: {when}, the devices {odd} are neither idle nor allocated, or are none of the desk's"

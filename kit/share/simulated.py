@@ -1,27 +1,21 @@
 """Devices on a virtual clock: replicas take time to sleep and to wake, and say when they hold a device. And the clock's alarms.
 
-A pipeline's own ports are given; a port that is told of sleep and wake (`Sleeper`) can be a `kit.stream.simulated.System`.
+A pipeline's own ports are given; what hears of sleep and wake (`Sleeper`) can be a `kit.stream.simulated.System`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from kit.loop.messages import Command, Event, Memory, numbers
-from kit.loop.runner import Runner, Simulated, Stalled, VirtualClock
+from kit.loop.runner import Core, Port, Runner, Simulated, Stalled, VirtualClock
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from kit.loop.runner import Core, Port
-
-    Answers = Iterable[tuple[float, Event]]
+Answers = Iterable[tuple[float, Event]]
 
 
 class Sleeper(Protocol):
-    """What a pipeline's replicas do when one of them sleeps or wakes."""
-
     def remove(self, number: int) -> None: ...
     def add(self, number: int) -> None: ...
 
@@ -52,7 +46,6 @@ class Devices(Simulated):
         yield command.ms / 1000, Event("alarm", command.pipeline, number=command.number)
 
     def shrink(self, command: Command) -> Answers:
-        """The requests in flight have gone elsewhere before; then the memory comes down."""
         name, replica = command.pipeline, command.replica
         if name in self.sleepers:
             self.sleepers[name].remove(replica)
@@ -72,7 +65,6 @@ class Devices(Simulated):
             yield self.wake_s, Event("expanded", self.desk, who=name, replica=replica)
 
     def each(self, name: str, command: Command, seconds: float) -> Answers:
-        """A row for each device, as its observer writes it."""
         for device in numbers(command.devices):
             yield seconds, Event(name, self.desk, who=command.pipeline, device=device)
 
@@ -86,8 +78,9 @@ class Script:
         self.desk = desk
 
     def begin(self) -> tuple[int, tuple[Command, ...]]:
-        alarms = (Command("after", "clock", self.name, number=at, ms=line[0]) for at, line in enumerate(self.lines))
-        return 0, tuple(alarms)
+        return 0, tuple(
+            Command("after", "clock", self.name, number=at, ms=line[0]) for at, line in enumerate(self.lines)
+        )
 
     def step(self, state: int, event: Event) -> tuple[int, tuple[Command, ...]]:
         if event.name == "left":
@@ -112,8 +105,6 @@ class Ports:
 
 
 class Simulation(NamedTuple):
-    """A simulated run: its ledger, how each core ended, and the runner."""
-
     rows: Memory
     ended: dict[str, Command]
     runner: Runner

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kit.errors import BadInput
 from kit.loop.messages import NOTES, Command, Frozen, Id, Map
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 GENERATION = "generation"
 # The first comes first. What each kind runs on, where a request does not name a cluster.
@@ -54,7 +52,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices in the order of its ranks. Replica r of a generation cluster has the r-th bundle of `tp` devices."""
+    """Devices in rank order. Replica r of a generation cluster has the r-th bundle of `tp` devices."""
 
     devices: tuple[int, ...]
     tp: int = 1
@@ -79,7 +77,7 @@ class Pipeline:
     `waiters` are planned releases without an answer; `releasing` and `closing` say that its replicas must all sleep.
     """
 
-    clusters: Map
+    clusters: Mapping[str, Cluster]
     asked: bool = False  # to be admitted
     admitted: bool = False
     set_up: bool = False  # it has asked for generation
@@ -97,8 +95,7 @@ class Pipeline:
 
     @property
     def generation(self) -> Cluster:
-        found: Cluster = self.clusters.get(GENERATION, NO_CLUSTER)
-        return found
+        return self.clusters.get(GENERATION, NO_CLUSTER)
 
     @property
     def leaving(self) -> bool:
@@ -106,7 +103,6 @@ class Pipeline:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Completed and target, each stream clamped by itself, then summed."""
         done = sum(min(completed, target) for completed, target in self.streams.values())
         return done, sum(target for _, target in self.streams.values())
 
@@ -137,7 +133,6 @@ class Request:
 
     @property
     def precedence(self) -> tuple[int, int]:
-        """By priority; first in, first out within one."""
         return PRIORITY[self.kind], self.number
 
 
@@ -200,32 +195,13 @@ class Fields:
         return lease.active if lease is not None and lease.kind == GENERATION else frozenset()
 
     def under_way(self, name: str) -> bool:
-        """Whether a replica of this pipeline is falling asleep or waking up."""
         return any(one[0] == name for one in (*self.sleeping, *self.waking))
 
     def waits(self, name: str, cluster: str) -> Request | None:
         return next((one for one in self.requests if one.key == (name, cluster)), None)
 
-    def asked_for(self) -> Iterator[Request]:
-        """Requests, the turn of which has come, by precedence."""
-        yield from sorted((one for one in self.requests if not one.held), key=lambda one: one.precedence)
-
-    def replicas(self) -> dict[int, tuple[str, int]]:
-        """The active replica on each device that generates."""
-        found: dict[int, tuple[str, int]] = {}
-        for (name, cluster), lease in self.leases.items():
-            if cluster == GENERATION and lease.kind == GENERATION:
-                bundles = self.pipelines[name].generation.bundles
-                found |= {device: (name, one) for one in lease.active for device in bundles[one]}
-        return found
-
-
-NAMES = tuple(Fields.__dataclass_fields__)
-
 
 class State(Frozen, Fields):
-    """The fields, frozen."""
-
     __slots__ = ()
 
 
@@ -235,22 +211,16 @@ class Turn(Fields):
     __slots__ = ("commands", "desk", "settings")
 
     def __init__(self, fields: Fields, settings: Settings, desk: str) -> None:
-        for name in NAMES:
+        for name in Fields.__dataclass_fields__:
             setattr(self, name, getattr(fields, name))
         self.settings = settings
         self.desk = desk
         self.commands: list[Command] = []
 
     def say(self, name: str, who: str, **ids: Id) -> None:
-        """An event for a pipeline."""
         self.commands.append(Command(name, who, who, **ids))
 
-    def order(self, name: str, who: str, **ids: Id) -> None:
-        """A command for a pipeline's replica."""
-        self.commands.append(Command(name, "devices", who, **ids))
-
     def note(self, name: str, who: str, **ids: Id) -> None:
-        """A row of the ledger."""
         self.commands.append(Command(name, NOTES, who, **ids))
 
     def alarm(self, ms: int, *what: Id) -> None:
@@ -259,10 +229,8 @@ class Turn(Fields):
         self.alarms = self.alarms.put(self.serial, what)
         self.commands.append(Command("after", "clock", self.desk, number=self.serial, ms=ms))
 
-    def change(self, name: str, **changes: Any) -> Pipeline:
-        changed: Pipeline = replace(self.pipelines[name], **changes)
-        self.pipelines = self.pipelines.put(name, changed)
-        return changed
+    def change(self, name: str, **changes: Any) -> None:
+        self.pipelines = self.pipelines.put(name, replace(self.pipelines[name], **changes))
 
     def lease(self, key: tuple[str, str], **changes: Any) -> None:
         self.leases = self.leases.put(key, replace(self.leases[key], **changes))

@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.loop.messages import Map
-from kit.share.books import Books
-from kit.share.planner import PLANNERS, Share, View, gap_ratio, make_plan
-from kit.share.specified import specified
+from kit.share.books import Books, specified
+from kit.share.planner import PLANNERS, Share, View, gap_ratio, make_plan, violations
 from kit.share.state import GENERATION, Cluster, Fields, Lease, Op, Pipeline, Plan, Request
-from kit.share.validator import violations
 
 
 def share(name: str, tp: int, devices: int, active: set[int], *, left: int, target: int = 0, asks: int = -1) -> Share:

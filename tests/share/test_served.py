@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from kit.results.verdict import Measured
-from kit.share.judge import CHECKS as JUDGE
-from kit.share.judge import Ledger
-from kit.share.served import CHECKS
+from kit.share.judge import CHECKS, Ledger
 
 
 def rows(*names: str) -> list[dict[str, Any]]:
@@ -45,10 +43,10 @@ def test_a_pipeline_sends_until_it_hears_that_its_last_replica_left(names: tuple
 def test_a_request_that_was_sent_before_it_heard_is_stranded_too() -> None:
     lost = rows("published", "left", "sent", "shrink", "ended")
     lost[-1] |= {"why": "done"}
-    assert "was never sent again after its replica left" in JUDGE["no_request_lost"](Ledger([*ASKED, *lost])).why
+    assert "was never sent again after its replica left" in CHECKS["no_request_lost"](Ledger([*ASKED, *lost])).why
     again = rows("published", "left", "sent", "shrink", "published", "sent", "completed", "ended")
     again[-1] |= {"why": "done"}
-    assert not JUDGE["no_request_lost"](Ledger([*ASKED, *again])).value
+    assert not CHECKS["no_request_lost"](Ledger([*ASKED, *again])).value
 
 
 ASKED: list[dict[str, Any]] = [

@@ -1,38 +1,47 @@
-"""The checks of the lab `share`. Some need only the ledger (`kit.share.judge`, `kit.share.served`), the others what ranks recorded and what
-observers saw of them; these are null where a run has no ranks."""
+"""The checks of the lab `share`. Some need only the ledger (`kit.share.judge`), the others what ranks recorded and what observers saw of
+them; these are null where a run has no ranks."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kit.labs.growth import at_most, left
 from kit.labs.share.config import PIPELINES, TRAINER, ShareConfig, pipeline_config
-from kit.labs.share.ledgers import MAIN, every_ledger, ledgers, loops, of_ledgers
-from kit.labs.share.seen import devices_of, leases, residents, role_of, sights, was_seen
+from kit.labs.share.ledgers import (
+    MAIN,
+    Measure,
+    devices_of,
+    every_ledger,
+    leases,
+    ledgers,
+    loops,
+    of_ledgers,
+    recorded,
+    residents,
+    role_of,
+    sights,
+    spans,
+)
 from kit.labs.stream.config import replica_model
 from kit.loop.messages import numbers
 from kit.megatron.config import model_bytes
 from kit.results import Check, Measured, Missing, NotMeasured
-from kit.results.frames import with_ids
 from kit.results.units import counted
 from kit.results.verdict import Unjudged
-from kit.share import judge, served
+from kit.share import judge
+from kit.share.books import Ledger
+from kit.share.judge import of_violations
 from kit.stream import judge as stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     import pandas as pd
-
-    from kit.share.books import Ledger
-
-    Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
-    Outcomes = Mapping[tuple[str, str], tuple[float | None, str]]
 
 MIB = 2**20
 OUTCOMES = ("digest", "global_loss", "grad_norm", "tokens_digest")
@@ -41,16 +50,12 @@ SEEN_BYTES = 8 * MIB  # a change of resident memory that is no noise
 
 
 def read(config: Mapping[str, Any]) -> ShareConfig:
-    """A run's config as it was given to the lab."""
-    names = [one.name for one in dataclasses.fields(ShareConfig)]
-    given: dict[str, Any] = {
-        name: tuple(config[name]) if isinstance(config[name], list) else config[name] for name in names
-    }
+    given: dict[str, Any] = {one.name: config[one.name] for one in dataclasses.fields(ShareConfig)}
+    given |= {name: tuple(one) for name, one in given.items() if isinstance(one, list)}
     return ShareConfig(**given)
 
 
 def no_ranks(config: Mapping[str, Any]) -> str:
-    """Why a config has no records of ranks in its phases."""
     if config.get("simulated", True):
         return "needs the records of ranks, which a simulated run or another system's ledger does not have"
     return ""
@@ -62,8 +67,7 @@ def lacking(frame: pd.DataFrame, what: str) -> None:
 
 
 def rows_of(frame: pd.DataFrame, phase: str, metric: str, *ids: str) -> pd.DataFrame:
-    """The rows of a metric in a phase, with ids as columns."""
-    rows = with_ids(frame[(frame["phase"] == phase) & (frame["metric"] == metric)], *ids)
+    rows = recorded(frame, phase, metric, *ids)
     if rows.empty:
         lacking(frame, f"the phase {phase} recorded no {metric}")
     return rows
@@ -77,16 +81,9 @@ def with_ranks(rule: Callable[[Ledger], Measured], more: Callable[[pd.DataFrame,
         found = by_ledger(frame, config)
         if found.value or no_ranks(config):
             return found
-        wrong = more(frame, read(config))
-        return of_violations(wrong, f"{found.why}; the records of ranks and observers agree")
+        return of_violations(more(frame, read(config)), f"{found.why}; the records of ranks and observers agree")
 
     return measure
-
-
-def of_violations(wrong: Sequence[str], right: str) -> Measured:
-    if wrong:
-        return Measured(float(len(wrong)), wrong[0] + (f"; {len(wrong) - 1} more" if len(wrong) > 1 else ""))
-    return Measured(0.0, right)
 
 
 # -- devices ----------------------------------------------------------------------------------------------------------------
@@ -102,8 +99,9 @@ def owned_twice(frame: pd.DataFrame, config: ShareConfig) -> list[str]:
     for device, some in () if blind else seen.items():
         wrong += [f"device {device} was locked by {' and '.join(one.owners)}" for one in some if len(one.owners) > 1]
     for one in () if blind else held:
-        if one.until - one.since > BETWEEN_LOOKS_S and not was_seen(one, seen.get(one.device, [])):
-            wrong.append(f"{one.owner} says that it held device {one.device}; no observer saw its lock")
+        then = [each for each in seen.get(one.device, []) if each.since <= one.until and each.until > one.since]
+        if one.until - one.since > BETWEEN_LOOKS_S and not any(one.owner in each.owners for each in then):
+            wrong.append(f"{one.owner} recorded a lease of device {one.device}; no observer saw its lock")
     for row in (row for ledger in ledgers(frame, MAIN) for row in ledger.of("expanded")):
         owner = f"{row.who}.replica {row['replica']}"
         for device in devices_of(config, owner):
@@ -210,7 +208,7 @@ def slept_in_flight(frame: pd.DataFrame, config: ShareConfig) -> list[str]:
     ]
     recorded = Counter(zip(rows["pipeline"], rows["replica"].astype(int), strict=True))
     for ledger in ledgers(frame, MAIN):
-        for (name, replica), slept in Counter((row.who, row["replica"]) for row in ledger.of("shrunk")).items():
+        for (name, replica), slept in Counter(row.replica for row in ledger.of("shrunk")).items():
             if recorded[name, replica] < slept * config.infer_tp:
                 wrong.append(
                     f"replica {replica} of {name} slept {slept} times and counted {recorded[name, replica]} times"
@@ -243,7 +241,7 @@ def weights_after_wake(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measur
 # -- the same numbers -----------------------------------------------------------------------------------------------------------
 
 
-def outcomes(frame: pd.DataFrame, phase: str, pipeline: str) -> Outcomes:
+def outcomes(frame: pd.DataFrame, phase: str, pipeline: str) -> dict[tuple[str, str], tuple[float | None, str]]:
     """Weights of each version, losses and norms of each update, tokens of each sample, in the order in which they were recorded."""
     rows = frame[(frame["phase"] == phase) & frame["metric"].isin(OUTCOMES)].sort_values("time", kind="stable")
     found: dict[tuple[str, str], tuple[float | None, str]] = {}
@@ -256,7 +254,6 @@ def outcomes(frame: pd.DataFrame, phase: str, pipeline: str) -> Outcomes:
 
 
 def wanted_outcomes(config: ShareConfig, pipeline: str) -> dict[str, int]:
-    """How many of each a whole loop records."""
     one = pipeline_config(config, pipeline)
     updates = one.steps * one.groups * one.group // (one.batch or one.groups * one.group)
     samples = one.steps * one.groups * one.group
@@ -264,7 +261,6 @@ def wanted_outcomes(config: ShareConfig, pipeline: str) -> dict[str, int]:
 
 
 def same_numbers(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Each pipeline in the phase `shared` against the phase in which it ran alone, bit for bit."""
     run = read(config)
     found = [departed(frame, run, name, MAIN) for name in run.pipelines]
     wrong = [one for some, _ in found for one in some]
@@ -283,14 +279,14 @@ def departed(frame: pd.DataFrame, run: ShareConfig, name: str, phase: str) -> tu
                     frame, f"pipeline {name} recorded {metric} {there} times in the phase {where} instead of {number}"
                 )
     wrong = [
-        f"pipeline {name}, {metric} of {ids}: {said(found.get((metric, ids)))} in the phase {phase}, {said(one)} alone"
+        f"pipeline {name}, {metric} of {ids}: {describe(found.get((metric, ids)))} in the phase {phase}, {describe(one)} alone"
         for (metric, ids), one in alone.items()
         if found.get((metric, ids)) != one
     ]
     return wrong, len(alone)
 
 
-def said(one: tuple[float | None, str] | None) -> str:
+def describe(one: tuple[float | None, str] | None) -> str:
     if one is None:
         return "nothing"
     return one[1][:12] if one[0] is None else repr(one[0])
@@ -328,24 +324,21 @@ def others_untouched(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
     run, levels = read(config), residents(frame, MAIN)
     wrong = list(groups_moved(frame, run))
     held, count = leases(frame, MAIN)[0], 0
-    for ledger in ledgers(frame, MAIN):
-        for name, since, until in moves(ledger):
-            busy = {one.owner for one in held if one.since < until and one.until > since}
-            for owner, level in levels.items():
-                if owner.partition(".")[0] != name and role_of(owner) not in busy:
-                    count += 1
-                    moved = max(level.between(since, until)) - level.at(since)
-                    if moved > SEEN_BYTES:
-                        wrong.append(
-                            f"{owner} grew by {moved / MIB:.1f} MiB asleep while a replica of {name} was moved"
-                        )
+    moves = [one for ledger in ledgers(frame, MAIN) for one in spans(ledger) if one.state in ("waking", "sleeping")]
+    for move, (owner, level) in itertools.product(moves, levels.items()):
+        busy = {one.owner for one in held if one.since < move.right and one.until > move.left}
+        if owner.partition(".")[0] != move.pipeline and role_of(owner) not in busy:
+            count += 1
+            grown = max(level.between(move.left, move.right)) - level.at(move.left)
+            if grown > SEEN_BYTES:
+                what = f"a replica of {move.pipeline} was moved"
+                wrong.append(f"{owner} grew by {grown / MIB:.1f} MiB asleep while {what}")
     return of_violations(
         wrong, f"{counted(count, 'reading')} of ranks asleep while a replica of the other pipeline was moved"
     )
 
 
 def groups_moved(frame: pd.DataFrame, run: ShareConfig) -> Iterator[str]:
-    """Ranks that have another number of process groups after sharing than before."""
     rows = frame[frame["metric"] == "groups"]
     after = rows[rows["phase"] == MAIN].groupby("rank")["value"].last()
     for phase in (f"alone_{name}" for name in run.pipelines):
@@ -353,17 +346,6 @@ def groups_moved(frame: pd.DataFrame, run: ShareConfig) -> Iterator[str]:
         for rank in before.index.intersection(after.index):
             if before[rank] != after[rank]:
                 yield f"rank {rank} has {after[rank]:g} process groups after the phase shared, {before[rank]:g} after {phase}"
-
-
-def moves(ledger: Ledger) -> Iterator[tuple[str, float, float]]:
-    """Each shrink and expand that was carried out: of which pipeline, from when to when."""
-    begun: dict[tuple[str, int], float] = {}
-    for row in ledger.of("shrink", "expand", "shrunk", "expanded"):
-        key = row.who, int(row["replica"])
-        if row.event in ("shrink", "expand"):
-            begun[key] = row.time
-        elif key in begun:
-            yield row.who, begun.pop(key), row.time
 
 
 def dead_and_seen(frame: pd.DataFrame, config: ShareConfig) -> list[str]:
@@ -378,7 +360,7 @@ def dead_and_seen(frame: pd.DataFrame, config: ShareConfig) -> list[str]:
             gone = next((row.time for row in ledger.of("gone") if row.who == name), math.inf)
             last = ledger.rows[-1].time
             for device, seen in sights(frame, "rehearse").items():
-                late = [one for one in seen if gone + BETWEEN_LOOKS_S < one.time <= last]
+                late = [one for one in seen if gone + BETWEEN_LOOKS_S < one.since <= last]
                 wrong += [
                     f"{where}: {owner} holds device {device} after {name} was let go"
                     for one in late
@@ -408,48 +390,35 @@ def loops_right(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # 
     )
 
 
-GATES = {
-    "1": "one of several replicas slept, requests went to another one, and it returned",
-    "2": "the only replica slept, requests waited, and it returned",
-    "2.5": "a pipeline handed its devices over, without its process groups, and trained on",
-    "3": "a pipeline handed its devices over after a step, and trained on",
-    "4": "a replica woke up on a device where one of the other pipeline had been",
-    "5": "a pipeline with its own side of the desk handed its devices over after a step, and trained on",
-}
-
-
 def gate_shown(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Whether what a gate is about did happen: only then do the other checks say something about it."""
-    gate = config["gate"]
-    count = sum(shown[gate](one) for one in ledgers(frame, MAIN))
-    return Measured(float(count), f"{GATES[gate]}: {count} times" if count else f"it never happened that {GATES[gate]}")
+    what, count_in = GATES[config["gate"]]
+    count = sum(map(count_in, ledgers(frame, MAIN)))
+    return Measured(float(count), f"{what}: {count} times" if count else f"it never happened that {what}")
 
 
-def returns(ledger: Ledger, others: Callable[[int], bool]) -> int:
-    """How often a replica slept while so many others of its pipeline served, and served again later."""
-    serving: defaultdict[str, set[int]] = defaultdict(set)
+def returns(ledger: Ledger, *, beside_others: bool) -> int:
+    """How often a replica slept, while others of its pipeline served or while none did, and served again later."""
+    serving: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
     asleep: set[tuple[str, int]] = set()
     count = 0
     for row in ledger.of("published", "left"):
-        one = row.who, int(row["replica"])
         if row.event == "published":
-            serving[row.who].add(one[1])
-            count += one in asleep
-            asleep.discard(one)
+            serving[row.who].add(row.replica)
+            count += row.replica in asleep
+            asleep.discard(row.replica)
         else:
-            serving[row.who].discard(one[1])
-            asleep |= {one} if others(len(serving[row.who])) else set()
+            serving[row.who].discard(row.replica)
+            asleep |= {row.replica} if bool(serving[row.who]) == beside_others else set()
     return count
 
 
 def hand_overs(ledger: Ledger) -> int:
-    """How often training was released and granted again."""
     rows = [row for row in ledger.of("granted", "release") if row.get("kind") == "training"]
     return sum(one.event == "release" and after.event == "granted" for one, after in itertools.pairwise(rows))
 
 
 def exchanges(ledger: Ledger) -> int:
-    """How often a replica woke up on a device that a replica of another pipeline had before."""
     last: dict[int, str] = {}
     count = 0
     for row in ledger.of("expand"):
@@ -459,13 +428,23 @@ def exchanges(ledger: Ledger) -> int:
     return count
 
 
-shown: Mapping[str, Callable[[Ledger], int]] = {
-    "1": lambda ledger: returns(ledger, lambda others: others > 0),
-    "2": lambda ledger: returns(ledger, lambda others: not others),
-    "2.5": hand_overs,
-    "3": hand_overs,
-    "4": exchanges,
-    "5": hand_overs,
+# What a gate is about, and how often it happened in a ledger.
+GATES: Mapping[str, tuple[str, Callable[[Ledger], int]]] = {
+    "1": (
+        "one of several replicas slept, requests went to another one, and it returned",
+        functools.partial(returns, beside_others=True),
+    ),
+    "2": (
+        "the only replica slept, requests waited, and it returned",
+        functools.partial(returns, beside_others=False),
+    ),
+    "2.5": ("a pipeline handed its devices over, without its process groups, and trained on", hand_overs),
+    "3": ("a pipeline handed its devices over after a step, and trained on", hand_overs),
+    "4": ("a replica woke up on a device where one of the other pipeline had been", exchanges),
+    "5": (
+        "a pipeline with its own side of the desk handed its devices over after a step, and trained on",
+        hand_overs,
+    ),
 }
 
 
@@ -481,8 +460,6 @@ def nothing_left(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     return left("end", "prepare")(pd.concat([frame[~kept | (frame["phase"] != "prepare")], settled]), config)
 
 
-RULES = {**judge.CHECKS, **served.CHECKS}
-QUESTIONS = {name: (rule.__doc__ or "").partition("\n")[0] for name, rule in RULES.items()}
 BY_RANKS_TOO = {
     "one_owner": owned_twice,
     "drained_before_sleep": slept_in_flight,
@@ -565,11 +542,11 @@ CHECKS: tuple[Check, ...] = (
     *(
         at_most(
             name,
-            QUESTIONS[name],
+            rule.__doc__ or "",
             name,
             with_ranks(rule, BY_RANKS_TOO[name]) if name in BY_RANKS_TOO else of_ledgers(rule),
         )
-        for name, rule in RULES.items()
+        for name, rule in judge.CHECKS.items()
     ),
 )
 

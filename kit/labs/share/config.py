@@ -18,7 +18,7 @@ LOCK = "device-{}.lock"  # the file of a device, which the rank that holds the d
 PIPELINES = ("a", "b")
 PLANNERS = ("gap-ratio", "fifo", "static")
 SCHEDULER = "kit.labs.share.drive:scheduler"
-PIPELINE = "kit.share.own:Pipeline"
+PIPELINE = "kit.share.member:Pipeline"
 SEED_APART = 100_003  # between the seeds of two pipelines: more than a run has groups
 # What the scenarios E and F have in place of the defaults.
 LARGER = {
@@ -70,7 +70,6 @@ class Mapping(NamedTuple):
         return self.infer[replica * self.tp : (replica + 1) * self.tp]
 
     def devices(self, role: str) -> tuple[int, ...]:
-        """Those of a role, one for each of its ranks."""
         return self.train if role == TRAINER else self.bundle(number_of(role))
 
     @property
@@ -180,12 +179,10 @@ class ShareConfig(JobConfig):
         self._default(GATES.get(self.gate, {}))
         if self.scenario in ("E", "F"):
             self._default(LARGER)
-        for name in ("pace_ms", "train_pace_ms"):
-            value = getattr(self, name)
+        for name, value in (("pace_ms", self.pace_ms), ("train_pace_ms", self.train_pace_ms)):
             if len(value) != 2 or min(value) < 0:
                 raise BadInput(f"{name}={list(value)} must be two numbers of at least 0, for A and for B")
-        for name in ("answer_a", "answer_b"):
-            value = getattr(self, name)
+        for name, value in (("answer_a", self.answer_a), ("answer_b", self.answer_b)):
             if len(value) != 2 or not 1 <= value[0] <= value[1]:
                 raise BadInput(f"{name}={list(value)} must be two numbers, the fewest and the most tokens of an answer")
         for name in self.pipelines:
@@ -261,7 +258,6 @@ def pipeline_config(config: ShareConfig, pipeline: str) -> StreamConfig:
 
 
 def number_of(role: str) -> int:
-    """The number of a replica."""
     return int(role.rpartition(" ")[2])
 
 
@@ -277,6 +273,8 @@ def roles(config: ShareConfig) -> tuple[Role, ...]:
         return (Role(name="idle", ranks=tuple(range(config.ranks)), phases="kit.labs.stream.ranks:Idle"),)
     found: list[Role] = []
     first = 0
+    # With fewer GPUs than devices, several devices are the same one.
+    gpus = 0 if config.device == "cpu" else len(free_gpu_bytes())
     for pipeline in config.pipelines:
         for name, count in role_names(config, pipeline).items():
             kind = "train" if name == TRAINER else "replica"
@@ -286,18 +284,12 @@ def roles(config: ShareConfig) -> tuple[Role, ...]:
                     name=f"{pipeline} {name}",
                     ranks=ranks,
                     world=len(found),
-                    devices=gpus(config, config.mapping(pipeline).devices(name)),
+                    devices=tuple(one % gpus for one in config.mapping(pipeline).devices(name)) if gpus else (),
                     phases=f"kit.labs.share.ranks.broken:{kind}",
                 )
             )
             first += count
     return tuple(found)
-
-
-def gpus(config: ShareConfig, devices: tuple[int, ...]) -> tuple[int, ...]:
-    """The GPUs of these devices, on a machine that has any; with fewer GPUs than devices, several devices are the same one."""
-    count = 0 if config.device == "cpu" else len(free_gpu_bytes())
-    return tuple(device % count for device in devices) if count else ()
 
 
 def plan(config: ShareConfig) -> list[Step]:

@@ -9,23 +9,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shutil
 import signal
+import tempfile
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from kit.errors import KitError
-from kit.labs.share.config import DESK, PIPELINE, TRAINER, pipeline_config
+from kit.labs.lab import Drive
+from kit.labs.share.config import DESK, PIPELINE, TRAINER, ShareConfig, pipeline_config
 from kit.labs.share.observer import Observer
 from kit.labs.share.ports import Clock, Devices, Live, Ranks, every, started
 from kit.labs.stream import drive as stream
 from kit.labs.stream.config import settings
 from kit.labs.stream.drive import name_of
-from kit.loop.messages import Event, Row
-from kit.loop.runner import RealClock, Runner
+from kit.loop.messages import Command, Event, Ledger, Row
+from kit.loop.runner import Core, Port, RealClock, Runner
 from kit.share import core
-from kit.share.member import Member
-from kit.share.own import Own
+from kit.share.member import Member, Own
 from kit.share.planner import PLANNERS
 from kit.share.simulated import Ports
 from kit.share.state import Cluster, Settings
@@ -34,32 +36,18 @@ from kit.stream.ports import Log, Meter, Watched
 from kit.stream.settings import opening
 from kit.target import load_callable
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
-
-    from kit.labs.lab import Drive
-    from kit.labs.share.config import ShareConfig
-    from kit.loop.messages import Command, Ledger
-    from kit.loop.runner import Core, Port
-
 
 def alone_a(drive: Drive) -> None:
-    alone(drive, {"a": every_replica(drive.config, "a")})
+    alone(drive, {"a": range(drive.config.mapping("a").replicas)})
 
 
 def alone_b(drive: Drive) -> None:
-    alone(drive, {"b": every_replica(drive.config, "b")})
-
-
-def shared(drive: Drive) -> None:
-    """Both pipelines, one desk."""
-    share(drive)
+    alone(drive, {"b": range(drive.config.mapping("b").replicas)})
 
 
 def serial(drive: Drive) -> None:
-    """One pipeline after the other, each with all of its devices."""
-    for name in drive.config.pipelines:
-        alone(drive, {name: every_replica(drive.config, name)})
+    alone_a(drive)
+    alone_b(drive)
 
 
 def static(drive: Drive) -> None:
@@ -72,11 +60,10 @@ def static(drive: Drive) -> None:
 
 def rehearse(drive: Drive) -> None:
     """What must not end the others: a replica of A is killed while it wakes, and B's trainer in its second step."""
-    share(drive, {"a": WakingDies, "b": TrainerDies}, on_dead_replica="go-on")
+    shared(drive, {"a": WakingDies, "b": TrainerDies}, on_dead_replica="go-on")
 
 
 def kill(drive: Drive, role: str) -> None:
-    """End the first rank of a role, on purpose."""
     ranks = drive.roles[role]
     drive.lost |= {*ranks}
     drive.record("killed", None, text=role)
@@ -112,10 +99,6 @@ def own_half(config: ShareConfig, pipeline: str) -> tuple[int, tuple[int, ...]]:
     return at, tuple(one for one in range(of.replicas) if {*of.bundle(one), *of.train} <= half)
 
 
-def every_replica(config: ShareConfig, pipeline: str) -> tuple[int, ...]:
-    return tuple(range(config.mapping(pipeline).replicas))
-
-
 def alone(drive: Drive, replicas: Mapping[str, Collection[int]]) -> None:
     """These pipelines at once, each with these replicas, without a desk between them."""
     roles = [f"{name} {role}" for name, some in replicas.items() for role in (TRAINER, *map(name_of, some))]
@@ -125,7 +108,7 @@ def alone(drive: Drive, replicas: Mapping[str, Collection[int]]) -> None:
         run(drive, cores, parts, {"desk": stream.Desk()}, observer)
 
 
-def share(drive: Drive, kinds: Mapping[str, type[Ranks]] | None = None, **changes: Any) -> None:
+def shared(drive: Drive, kinds: Mapping[str, type[Ranks]] | None = None, **changes: Any) -> None:
     """All pipelines under the desk. `kinds` are other ranks than the usual, by pipeline; `changes` are to the controllers' settings."""
     config = drive.config
     with begun(drive, [*drive.roles], alone=False) as observer:
@@ -138,16 +121,14 @@ def share(drive: Drive, kinds: Mapping[str, type[Ranks]] | None = None, **change
 @contextlib.contextmanager
 def begun(drive: Drive, roles: Sequence[str], *, alone: bool) -> Iterator[Observer]:
     """These roles at version 0, seen by an observer. Locks of devices lie in the run's folder as long as the phase lasts."""
-    folder = drive.folder / "devices"
-    folder.mkdir(exist_ok=True)
-    try:
-        with Observer(drive, folder, for_desk=not alone) as observer:
-            started(drive, roles, str(folder), alone=alone)
-            observer.look()  # what happened until here is not the desk's
-            yield observer
-            every(drive, "vacate", [name for name in drive.roles if not {*drive.roles[name]} & drive.lost])
-    finally:
-        shutil.rmtree(folder)
+    with (
+        tempfile.TemporaryDirectory(prefix="devices-", dir=drive.folder) as folder,
+        Observer(drive, Path(folder), for_desk=not alone) as observer,
+    ):
+        started(drive, roles, folder, alone=alone)
+        observer.look()  # what happened until here is not the desk's
+        yield observer
+        every(drive, "vacate", [name for name in drive.roles if not {*drive.roles[name]} & drive.lost])
 
 
 def run(
@@ -156,8 +137,8 @@ def run(
     parts: Mapping[str, Ranks],
     more: Mapping[str, Port],
     observer: Observer,
-) -> dict[str, Command]:
-    """The cores over live ranks until all have ended; how each did. `more` are the ports of the desk, or in its place."""
+) -> None:
+    """The cores over live ranks until all have ended. `more` are the ports of the desk, or in its place."""
     clock, live = more.get("clock"), Live(drive, parts.values())
     meters = {name: Meter() for name in parts}
     ports: dict[str, Port] = {
@@ -186,7 +167,6 @@ def run(
     for name, end in ended.items():
         if end.get("why") == "error" and not (name in parts and parts[name].gone):
             raise KitError(f"{name} ended with an error: {end.get('error', 'no reason given')}")
-    return ended
 
 
 def opened(ledger: Ledger, meters: Mapping[str, Meter], config: ShareConfig) -> Watched:
@@ -203,7 +183,6 @@ def controller(config: ShareConfig, pipeline: str, **changes: Any) -> Controller
 
 
 def member(config: ShareConfig, pipeline: str, **changes: Any) -> Member:
-    """A pipeline under the desk; the last one may have somebody's own side of it."""
     one, known = controller(config, pipeline, **changes), clusters(config, pipeline)
     if config.pipeline == PIPELINE or pipeline != config.pipelines[-1]:
         return Member(one, pipeline, known, desk=DESK)
@@ -211,13 +190,11 @@ def member(config: ShareConfig, pipeline: str, **changes: Any) -> Member:
 
 
 def clusters(config: ShareConfig, pipeline: str) -> dict[str, Cluster]:
-    """What a pipeline registers."""
     of = config.mapping(pipeline)
     return {"trainer": Cluster(of.train), "generation": Cluster(of.infer, of.tp)}
 
 
 def scheduler(config: ShareConfig) -> core.Scheduler:
-    """The kit's own desk, with the planner of the config."""
     planner = None if config.planner in PLANNERS else load_callable(config.planner)
     return core.Scheduler(desk_settings(config), desk=DESK, planner=planner)
 
@@ -235,8 +212,6 @@ def desk_settings(config: ShareConfig) -> Settings:
 
 
 class Without:
-    """A core that has only these replicas from the beginning."""
-
     def __init__(self, core: Controller, name: str, replicas: Collection[int]) -> None:
         self.core = core
         self.name = name
@@ -254,8 +229,6 @@ class Without:
 
 
 class Written(stream.Written):
-    """The ledger and what the observer saw, among the run's records."""
-
     def __init__(self, drive: Drive, observer: Observer) -> None:
         super().__init__(drive)
         self.observer = observer
@@ -266,8 +239,6 @@ class Written(stream.Written):
 
 
 class OfPipeline:
-    """A meter that sees the rows of one pipeline."""
-
     def __init__(self, name: str, meter: Meter) -> None:
         self.name = name
         self.meter = meter

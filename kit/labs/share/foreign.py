@@ -6,7 +6,7 @@ What has a setting here is taken over, what cannot work here is refused with a s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -38,13 +38,36 @@ PLACES = {
     "steps": ("max_steps", "grpo.max_num_steps"),
     "devices": ("num_gpus_per_node", "cluster.gpus_per_node"),
 }
-ONE = {
-    "pp": "pipeline parallel trainer",
-    "cp": "context parallel trainer",
-    "ep": "expert parallel trainer",
-    "infer_pp": "pipeline parallel engine",
-}
 TRANSPORTS = ("cpu_serialize", "cuda_ipc", "nccl", "auto")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def only_1(what: str) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: is_number(value) and value == 1, f"is a {what}, which is not part of this lab; use 1"
+
+
+# What a value may be, and the sentence about any other.
+ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "pp": only_1("pipeline parallel trainer"),
+    "cp": only_1("context parallel trainer"),
+    "ep": only_1("expert parallel trainer"),
+    "infer_pp": only_1("pipeline parallel engine"),
+    **dict.fromkeys(("tp", "infer_tp", "age", "steps", "devices"), (is_number, "must be a whole number")),
+    "sleep_level": (
+        lambda value: is_number(value) and value in (1, 2),
+        "must be 1 (weights stay on the host) or 2 (they are dropped)",
+    ),
+    "transport": (TRANSPORTS.__contains__, f"must be one of {', '.join(TRANSPORTS)}"),
+    "bucket": (lambda value: is_number(value) and value >= 1, "must be a whole number of at least 1"),
+    "ratio": (
+        lambda value: (is_number(value) or isinstance(value, float)) and value >= 0,
+        "must be a number of at least 0",
+    ),
+    **dict.fromkeys(("verify", "async"), (lambda value: isinstance(value, bool), "must be true or false")),
+}
 CLUSTERS = ("actor_train", "actor_infer", "reference", "critic")  # with `device_mapping` and `offload_nccl`
 REWARDS = re.compile(r"(rewards?(\.\w+)?)\.device_mapping")
 
@@ -96,15 +119,14 @@ def resolved(value: Any, found: Mapping[str, Any]) -> Any:
 
 
 def known(given: Mapping[str, Any]) -> set[str]:
-    """The keys that were looked at."""
     places = {place for some in PLACES.values() for place in some}
     offloads = {"offload_nccl", *(f"{cluster}.offload_nccl" for cluster in CLUSTERS)}
     return places | offloads | {key for key in given if REWARDS.fullmatch(key)}
 
 
 def pipeline_settings(given: Mapping[str, Any], pipeline: str) -> dict[str, Any]:
-    """One pipeline's settings, or a sentence about what it cannot be."""
-    refuse(given)
+    refuse_clusters(given)
+    values = dict(allowed_values(given))
     found: dict[str, Any] = {}
     for cluster in ("train", "infer"):
         devices = [mapping(given[place], place) for place in PLACES[cluster] if place in given]
@@ -113,28 +135,30 @@ def pipeline_settings(given: Mapping[str, Any], pipeline: str) -> dict[str, Any]
         if devices[0] != devices[-1]:
             raise BadInput(f"{' and '.join(PLACES[cluster])} differ: {devices[0]} and {devices[-1]}")
         found[f"{cluster}_{pipeline}"] = devices[0]
-    for name in ("tp", "infer_tp", "sleep_level"):
-        if (value := number(given, name)) is not None:
-            found[name] = value
-    if (steps := number(given, "steps")) is not None:
-        found[f"steps_{pipeline}"] = steps
-    if (window := staleness(given)) is not None:
-        found["window"] = window
-    found["release_groups"] = True  # `offload_nccl`, absent or true: `refuse` knows no other
-    most = max(one for name in (f"train_{pipeline}", f"infer_{pipeline}") for one in found[name]) + 1
-    found["devices"] = max(most, number(given, "devices") or 0)
-    return found
+    most = max(one for devices in found.values() for one in devices) + 1
+    found |= {name: values[name] for name in ("tp", "infer_tp", "sleep_level") if name in values}
+    if "steps" in values:
+        found[f"steps_{pipeline}"] = values["steps"]
+    # The window of an asynchronous loop: versions between generation and training.
+    if "ratio" in values:
+        found["window"] = -int(-values["ratio"] // 1)
+    elif "async" in values:
+        found["window"] = values.get("age", 1) if values["async"] else 0
+    # `offload_nccl`, absent or true: another value was refused.
+    return found | {"release_groups": True, "devices": max(most, values.get("devices", 0))}
 
 
-def refuse(given: Mapping[str, Any]) -> None:
-    """What no setting can make of it."""
-    for name, what in ONE.items():
-        if (value := number(given, name)) not in (None, 1):
-            raise BadInput(f"{place_of(given, name)}={value}: a {what} is not part of this lab; use 1")
-    if (level := number(given, "sleep_level")) not in (None, 1, 2):
-        raise BadInput(
-            f"{place_of(given, 'sleep_level')}={level} must be 1 (weights stay on the host) or 2 (they are dropped)"
-        )
+def allowed_values(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a file gives for each of `ALLOWED`, from the first place that has it."""
+    for name, (is_allowed, sentence) in ALLOWED.items():
+        place = next((place for place in PLACES[name] if given.get(place) is not None), None)
+        if place is not None:
+            if not is_allowed(given[place]):
+                raise BadInput(f"{place}={given[place]!r} {sentence}")
+            yield name, given[place]
+
+
+def refuse_clusters(given: Mapping[str, Any]) -> None:
     for cluster in CLUSTERS:
         off = given.get(f"{cluster}.offload_nccl", given.get("offload_nccl", True))
         if off is False and mapping(given.get(f"{cluster}.device_mapping"), cluster):
@@ -146,41 +170,6 @@ def refuse(given: Mapping[str, Any]) -> None:
             raise BadInput(
                 f"{key}={value}: rewards are computed on the host; leave the devices of a reward cluster out"
             )
-    if (transport := value_of(given, "transport")) is not None and transport not in TRANSPORTS:
-        raise BadInput(f"model_update_transport={transport!r} must be one of {', '.join(TRANSPORTS)}")
-    if (size := number(given, "bucket")) is not None and size < 1:
-        raise BadInput(f"model_update_buffer_size_mb={size} must be at least 1")
-    for name in ("verify", "async"):
-        if not isinstance(value_of(given, name) or False, bool):
-            raise BadInput(f"{place_of(given, name)}={value_of(given, name)!r} must be true or false")
-
-
-def staleness(given: Mapping[str, Any]) -> int | None:
-    """The window that an asynchronous loop has: versions between generation and training. None where nothing says whether it is one."""
-    ratio, is_async = value_of(given, "ratio"), value_of(given, "async")
-    if ratio is not None:
-        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or ratio < 0:
-            raise BadInput(f"async_generation_ratio={ratio!r} must be a number of at least 0")
-        return -int(-ratio // 1)
-    if is_async is None:
-        return None
-    age = number(given, "age")
-    return (1 if age is None else age) if is_async else 0
-
-
-def place_of(given: Mapping[str, Any], name: str) -> str:
-    return next((place for place in PLACES[name] if place in given), PLACES[name][0])
-
-
-def value_of(given: Mapping[str, Any], name: str) -> Any:
-    return given.get(place_of(given, name))
-
-
-def number(given: Mapping[str, Any], name: str) -> int | None:
-    value = value_of(given, name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise BadInput(f"{place_of(given, name)}={value!r} must be a whole number")
-    return value
 
 
 def mapping(value: Any, place: str) -> list[int]:

@@ -1,25 +1,36 @@
-"""The ledgers of a run, by phase: one for each time that pipelines and their desk were run. And how their rules become checks."""
+"""What a run recorded, by phase: the ledgers of its pipelines and their desk, what ranks stated about themselves, and what observers saw of
+them from outside. And how the rules of ledgers become checks.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import bisect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kit.labs.growth import PerFrame, events, rows_of
-from kit.results import Measured, Missing, NotMeasured
+from kit.loop.messages import numbers
+from kit.results import Measured, Missing, NotMeasured, with_ids
 from kit.results.units import counted
-from kit.share.books import Ledger
+from kit.share.books import Books, Ledger, Row
 from kit.share.judge import pipeline_rows
 from kit.stream import judge as stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
     import pandas as pd
 
-    Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
+Measure = Callable[["pd.DataFrame", Mapping[str, Any]], Measured]
+State = TypeVar("State")
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 MAIN = "shared"
 PHASES = (MAIN, "scripted", "alone_a", "alone_b", "serial", "static", "rehearse")  # those with ledgers
+
+
+# -- ledgers --------------------------------------------------------------------------------------------------------------
 
 
 def parts(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
@@ -38,7 +49,7 @@ def parts(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 
 def read_parts(frame: pd.DataFrame, phase: str) -> list[list[dict[str, Any]]]:
-    """The rows of each run of a phase. If the run is not of this lab, all its events are one run of the phase `shared`."""
+    """If the run is not of this lab, all its events are one run of the phase `shared`."""
     found = events(frame, phase, lab="share", main=MAIN)
     return [*parts(rows_of(found[found["text"].fillna("") == ""]))]  # what observers recorded beside it has a text
 
@@ -54,7 +65,7 @@ ledgers = PerFrame(read_ledgers).of
 
 
 def every_ledger(frame: pd.DataFrame, phases: Iterable[str] = PHASES) -> Iterator[tuple[str, Ledger]]:
-    """Every ledger with where it is from, that of the phase `shared` first."""
+    """Every ledger with the place where it is from, that of the phase `shared` first."""
     for phase in phases:
         found = ledgers(frame, phase)
         for number, one in enumerate(found, 1):
@@ -62,24 +73,24 @@ def every_ledger(frame: pd.DataFrame, phases: Iterable[str] = PHASES) -> Iterato
 
 
 def loops(frame: pd.DataFrame, phases: Iterable[str]) -> Iterator[tuple[str, stream.Ledger]]:
-    """The ledger of every pipeline's own loop, as the checks of the lab `stream` take it, with where it is from."""
+    """The ledger of every pipeline's own loop, as the checks of the lab `stream` take it, with the place where it is from."""
     for phase in phases:
         for part in runs(frame, phase):
-            first = [row for row in part if row["event"] == "capacity" and "pipeline" in row]
-            for row in first:
-                name = str(row["pipeline"])
-                yield f"{phase}, pipeline {name}", stream.Ledger([row, *pipeline_rows(part, name)])
+            for row in part:
+                if row["event"] == "capacity" and "pipeline" in row:
+                    name = str(row["pipeline"])
+                    yield f"{phase}, pipeline {name}", stream.Ledger([row, *pipeline_rows(part, name)])
 
 
-def of_ledgers(question: Callable[[Ledger], Measured], phases: Iterable[str] = PHASES) -> Measure:
+def of_ledgers(rule: Callable[[Ledger], Measured]) -> Measure:
     """The first violation in any ledger, else the answer of the first that has one. What the first lacks, the check lacks."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
         answers: list[Measured] = []
         lacking: list[NotMeasured] = []
-        for where, one in every_ledger(frame, phases):
+        for where, one in every_ledger(frame):
             try:
-                answer = question(one)
+                answer = rule(one)
             except NotMeasured as error:
                 if not answers and not lacking and isinstance(error, Missing):
                     raise
@@ -94,3 +105,151 @@ def of_ledgers(question: Callable[[Ledger], Measured], phases: Iterable[str] = P
         return Measured(0.0, answers[0].why + more)
 
     return measure
+
+
+# -- a ledger over time ---------------------------------------------------------------------------------------------------
+
+
+def over_time(
+    replay: Iterable[tuple[Row, State]], look: Callable[[State], Mapping[Key, Value]]
+) -> Iterator[tuple[Key, Value, float, float]]:
+    """The stretches of time in which what `look` finds stays the same: key, value, left, right, in order of their ends.
+
+    `replay` gives each row with the state before it.
+    """
+    open_: dict[Key, tuple[Value, float]] = {}
+    when = None
+    for row, state in replay:
+        when = row.time if when is None else when
+        found = look(state)
+        for key in [key for key, (value, _) in open_.items() if found.get(key) != value]:
+            value, left = open_.pop(key)
+            yield key, value, left, when
+        for key, value in found.items():
+            open_.setdefault(key, (value, when))
+        when = row.time
+    yield from ((key, value, left, when) for key, (value, left) in open_.items() if when is not None)
+
+
+class Span(NamedTuple):
+    """What a pipeline has devices for: a replica that is waking, awake or sleeping (falling asleep), or another cluster that is held."""
+
+    pipeline: str
+    what: str
+    devices: tuple[int, ...]
+    state: str
+    left: float
+    right: float
+
+
+def spans(book: Ledger) -> list[Span]:
+    return [Span(*key, *value, left, right) for key, value, left, right in over_time(book.replay(), in_use)]
+
+
+def in_use(books: Books) -> dict[tuple[str, str], tuple[tuple[int, ...], str]]:
+    states = {"sleeping": books.sleeping, "waking": books.waking, "awake": books.awake()}
+    found = {
+        (name, f"replica {one}"): (tuple(sorted(books.bundle(name, one))), state)
+        for state, replicas in states.items()
+        for name, one in replicas
+    }
+    return found | {(name, cluster): (books.clusters[name][cluster], "held") for name, cluster in books.held}
+
+
+def seats(book: Ledger) -> dict[str, tuple[int, ...]]:
+    """The devices of each role, by its pipeline and name ("a.replica 0"), and of each rank of it ("a.replica 0#1")."""
+    found: dict[str, tuple[int, ...]] = {}
+    for row in book.of("clusters"):
+        found[f"{row.who}.trainer"] = numbers(str(row.get("trainer", "")))
+        devices, tp = numbers(str(row.get("generation", ""))), int(row.get("tp", 1))
+        found |= {f"{row.who}.replica {at // tp}": devices[at : at + tp] for at in range(0, len(devices), tp)}
+    ranks = {f"{role}#{place}": (one,) for role, devices in found.items() for place, one in enumerate(devices)}
+    return found | ranks
+
+
+# -- ranks and observers --------------------------------------------------------------------------------------------------
+
+OWNERS = re.compile(r"\w+\.(?:trainer|replica \d+)|pid \d+")
+
+
+def recorded(frame: pd.DataFrame, phase: str, metric: str, *ids: str) -> pd.DataFrame:
+    return with_ids(frame[(frame["phase"] == phase) & (frame["metric"] == metric)], *ids).sort_values(
+        "time", kind="stable"
+    )
+
+
+class Held(NamedTuple):
+    """A device in the hands of an owner such as "a.replica 0"; `until` is infinite if no record shows that it was given back."""
+
+    device: int
+    owner: str
+    since: float
+    until: float
+
+
+def leases(frame: pd.DataFrame, phase: str) -> tuple[list[Held], list[str]]:
+    """Leases as ranks recorded them, and a sentence for each time that one took a device that another held."""
+    open_: dict[int, tuple[str, float]] = {}
+    found, wrong = list[Held](), list[str]()
+    for row in recorded(frame, phase, "lease", "device", "event").to_dict("records"):
+        device, owner, when = int(row["device"]), str(row["text"]), float(row["time"])
+        if row["event"] == "taken":
+            if device in open_:
+                wrong.append(f"{owner} took device {device} while {open_[device][0]} held it, by their own leases")
+            open_[device] = owner, when
+        elif device in open_ and open_[device][0] == owner:
+            found.append(Held(device, owner, open_.pop(device)[1], when))
+    found += [Held(device, owner, since, float("inf")) for device, (owner, since) in open_.items()]
+    return found, wrong
+
+
+class Sight(NamedTuple):
+    """An observer saw a device with these owners from one time until another."""
+
+    owners: tuple[str, ...]
+    since: float
+    until: float
+
+
+def sights(frame: pd.DataFrame, phase: str) -> dict[int, list[Sight]]:
+    rows = recorded(frame, phase, "seen_owner", "device")
+    found: dict[int, list[Sight]] = {}
+    for device, some in rows.groupby("device"):
+        owners = [tuple(OWNERS.findall(text)) for text in some["text"]]
+        times = [*some["time"], float("inf")]
+        found[int(str(device))] = [Sight(*one) for one in zip(owners, times, times[1:], strict=False)]
+    return found
+
+
+@dataclass(slots=True)
+class Levels:
+    """The resident bytes of a rank over time: each holds until the next."""
+
+    times: list[float] = field(default_factory=list)
+    bytes: list[float] = field(default_factory=list)
+
+    def at(self, when: float) -> float:
+        return self.bytes[max(0, bisect.bisect_right(self.times, when) - 1)]
+
+    def between(self, since: float, until: float) -> list[float]:
+        """All levels in an interval, that at its begin included."""
+        inside = self.bytes[bisect.bisect_right(self.times, since) : bisect.bisect_left(self.times, until)]
+        return [self.at(since), *inside]
+
+
+def residents(frame: pd.DataFrame, phase: str) -> dict[str, Levels]:
+    rows = recorded(frame, phase, "seen_resident", "who")
+    return {str(who): Levels([*some["time"]], [*some["value"]]) for who, some in rows.groupby("who", sort=False)}
+
+
+def role_of(rank: str) -> str:
+    """The owner that a rank belongs to: "a.trainer" for "a.trainer#1", the second of its ranks."""
+    return rank.partition("#")[0]
+
+
+def devices_of(config: Any, owner: str) -> tuple[int, ...]:
+    """The devices of an owner such as "a.replica 0", or of one of its ranks such as "a.replica 0#1", by a run's config."""
+    name, _, place = owner.partition("#")
+    pipeline, _, role = name.partition(".")
+    devices: tuple[int, ...] = config.mapping(pipeline).devices(role)
+    return devices[int(place) : int(place) + 1] if place else devices

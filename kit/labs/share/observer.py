@@ -13,16 +13,13 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from kit import machine
+from kit.labs.lab import Drive
 from kit.labs.share.config import DESK, LOCK
-from kit.labs.share.seen import role_of
 from kit.loop.messages import Event, listed
 from kit.results.records import new_row
-
-if TYPE_CHECKING:
-    from kit.labs.lab import Drive
 
 EVERY_S = 0.02
 GPUS_EVERY_S = 1.0  # the driver's own average is over about as long
@@ -81,12 +78,10 @@ class Observer:
             self._see()
 
     def look(self) -> list[Event]:
-        """Look now; what happened since the last events were taken."""
         self._see()
         return self.take()
 
     def holds(self, role: str) -> bool:
-        """Whether a rank of this role is on a device, as far as this process can see."""
         self._see()
         with self._lock:
             return any(role in owners for owners in self._owners.values())
@@ -120,7 +115,7 @@ class Observer:
         found: dict[int, tuple[str, ...]] = {}
         for inode, device in self.inodes.items():
             pids = locks.get(inode, ())
-            owners = tuple(sorted(role_of(self.names.get(pid, f"pid {pid}")) for pid in pids))
+            owners = tuple(sorted(self.names.get(pid, f"pid {pid}").partition("#")[0] for pid in pids))
             found[device] = owners
             if owners != self._owners.get(device, ()):
                 self._end_ownership(device, now)
@@ -130,13 +125,13 @@ class Observer:
                     new_row("seen_owner", len(owners), "1", now, text=" ".join(owners), ids={"device": device})
                 )
         # All that were freed come first: between two looks a device may go from one to the other.
-        for name, at, others in (
-            () if not self.for_desk else (("freed", self._owners, found), ("taken", found, self._owners))
-        ):
-            for device, owners in at.items():
-                for owner in sorted({*owners} - {*others.get(device, ())}):
-                    who = owner.partition(".")[0]
-                    self._events.append(Event(name, DESK, who=who, device=device, owner=owner))
+        changes = (("freed", self._owners, found), ("taken", found, self._owners)) if self.for_desk else ()
+        self._events += [
+            Event(name, DESK, who=owner.partition(".")[0], device=device, owner=owner)
+            for name, at, others in changes
+            for device, owners in at.items()
+            for owner in sorted({*owners} - {*others.get(device, ())})
+        ]
         self.shared_samples += any(len(owners) > 1 for owners in found.values())
         self._owners = found
 

@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import heapq
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.lab import Drive
 from kit.labs.share.config import DESK, TRAINER, pipeline_config
-from kit.labs.share.observer import EVERY_S
+from kit.labs.share.observer import EVERY_S, Observer
 from kit.labs.stream import drive as ports
 from kit.labs.stream.drive import name_of, number_of
 from kit.loop.messages import Command, Event
 from kit.loop.runner import Stalled
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from kit.labs.share.observer import Observer
-    from kit.world.calls import Pending
-
+from kit.world.calls import Pending
 
 OF_REQUESTS = ("started", "tokens", "completed", "failed", "cancelled")
 MOVES = ("begin", "finish", "abort")  # the trainer's calls with which it comes onto its devices and leaves them
@@ -183,15 +178,12 @@ class Ranks(ports.Ranks):
 
 
 class Live:
-    """The ranks of all pipelines, for the runner's clock."""
-
     def __init__(self, drive: Drive, parts: Iterable[Ranks]) -> None:
         self.drive = drive
         self.parts = tuple(parts)
         self.heard = time.monotonic()  # when a call was last under way
 
     def wait(self, seconds: float) -> None:
-        """Until a call ends."""
         for part in self.parts:
             part.start()
         flying = [pending for part in self.parts for pending, _, _ in part.flying.values()]
@@ -211,8 +203,6 @@ class Live:
 
 
 class Devices:
-    """The port "devices": replicas sleep and wake. What the observer saw becomes events for the ledger."""
-
     def __init__(self, parts: Mapping[str, Ranks], observer: Observer) -> None:
         self.parts = parts
         self.observer = observer
@@ -226,8 +216,6 @@ class Devices:
 
 
 class Clock:
-    """The port "clock": an alarm for each command `after`."""
-
     def __init__(self) -> None:
         self._due: list[tuple[float, int, str]] = []
 
@@ -236,7 +224,6 @@ class Clock:
         return ()
 
     def take(self) -> Iterable[Event]:
-        """All alarms that are due."""
         rung = []
         while self._due and self._due[0][0] <= time.monotonic():
             _, number, pipeline = heapq.heappop(self._due)
@@ -244,7 +231,6 @@ class Clock:
         return rung
 
     def left(self) -> float:
-        """Seconds until the next alarm."""
         return max(0.0, self._due[0][0] - time.monotonic()) if self._due else 3600.0
 
 
@@ -256,7 +242,6 @@ def started(drive: Drive, names: Sequence[str], folder: str, *, alone: bool) -> 
 
 
 def every(drive: Drive, method: str, names: Sequence[str], **args: Any) -> None:
-    """Have all ranks of these roles run a method, and wait."""
     pendings = [drive.submit(method, args=args, role=name) for name in names]
     drive.wait(pendings, first=False)
     for pending in pendings:

@@ -6,30 +6,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kit.errors import KitError
-from kit.labs.share import broken
-from kit.labs.share.config import DESK, pipeline_config
+from kit.labs.lab import Drive
+from kit.labs.share.config import DESK, ShareConfig, pipeline_config
 from kit.labs.share.drive import OfPipeline, member
 from kit.labs.stream.config import settings
 from kit.labs.stream.drive import durations, silent, written
-from kit.loop.messages import Event, Row
-from kit.loop.runner import VirtualClock
-from kit.share.simulated import Devices, Ports, simulate
+from kit.loop.messages import Command, Event, Row
+from kit.loop.runner import Runner, VirtualClock
+from kit.share import broken as desks
+from kit.share import core
+from kit.share.broken import Swap, handles, swapped
+from kit.share.member import Joined, Member
+from kit.share.simulated import Devices, Ports, Simulation, simulate
+from kit.share.state import State
+from kit.stream import core as stream
+from kit.stream import generation
+from kit.stream.generation import Turn as Loop
+from kit.stream.generation import fail
 from kit.stream.ports import Log, Meter, Watched
 from kit.stream.settings import opening
 from kit.stream.simulated import ADDRESSES, System
 from kit.target import load_callable
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from kit.labs.lab import Drive
-    from kit.labs.share.config import ShareConfig
-    from kit.loop.runner import Runner
-    from kit.share.simulated import Simulation
 
 OF_THE_DESK = ("request_ms", "operation_ms", "admission_ms", "watchdog_ms")  # settings
 LATE = (
@@ -39,29 +41,26 @@ SHORT_MS = 50  # a limit that a scene reaches
 
 
 def shared(drive: Drive) -> None:
-    """The pipelines with the config, and with the fault that is on."""
-    with written(drive) as rows, broken.switched_on(drive.fault):
+    with written(drive) as rows, swapped(SWAPS.get(drive.fault, ())):
         done = run(drive.config)
         rows.extend(done.rows)
     finished(done, drive.config)
 
 
 def scripted(drive: Drive) -> None:
-    """Scripted pipelines, which expose the desk's faults; with a fault on, those that expose it."""
-    with written(drive) as rows, broken.switched_on(drive.fault):
-        for scenario in broken.scenarios(drive.fault):
+    with written(drive) as rows, swapped(SWAPS.get(drive.fault, ())):
+        faults = [one for name, one in desks.FAULTS.items() if drive.fault in (None, name)]
+        for scenario in {id(one.scenario): one.scenario for one in faults}.values():
             rows.extend(scenario.run().rows)
 
 
 def rehearse(drive: Drive) -> None:
-    """Every scene. What it does to the run is for the checks to say."""
-    with written(drive) as rows, broken.switched_on(drive.fault):
+    with written(drive) as rows, swapped(SWAPS.get(drive.fault, ())):
         for scene in scenes(drive.config):
             rows.extend(run(drive.config, scene).rows)
 
 
 def finished(done: Simulation, config: ShareConfig) -> None:
-    """Refuse a run that did not come to its end."""
     if left := [name for name in (*config.pipelines, DESK) if name not in done.ended]:
         raise KitError(f"the run is stuck: {', '.join(left)} did not end")
     if errors := [one for one in done.ended.values() if one.get("why") == "error"]:
@@ -85,8 +84,10 @@ class Scene:
 
 def dies(pipeline: str) -> tuple[tuple[str, Event], ...]:
     """The desk hears that a pipeline is dead, and its core that it is over."""
-    gone = Event("error", pipeline, of="pipeline", why="killed, on purpose")
-    return (DESK, Event("died", DESK, who=pipeline)), (pipeline, gone)
+    return (
+        (DESK, Event("died", DESK, who=pipeline)),
+        (pipeline, Event("error", pipeline, of="pipeline", why="killed, on purpose")),
+    )
 
 
 SCENES = (
@@ -116,39 +117,31 @@ def scenes(config: ShareConfig) -> list[Scene]:
     return [one for one in SCENES if len(config.pipelines) > 1 and (spare or "broken" not in one.devices)]
 
 
-class Mortal(Devices):
-    """Devices that hear nothing any more of the ranks of a dead pipeline."""
+class Stage(Devices):
+    """The devices of a scene. They watch the ledger for its row and post its events, and drop what comes from a dead pipeline's ranks."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, scene: Scene, clock: VirtualClock, systems: Mapping[str, System]) -> None:
+        super().__init__(clock, systems, **scene.devices)
+        self.scene = scene
+        self.posted = not scene.then
         self.dead: set[str] = set()
+        self.runner: Runner | None = None
 
     def take(self) -> list[Event]:
         return [event for event in super().take() if event.get("who") not in self.dead]
 
-
-class Trigger:
-    """Posts a scene's events when its row comes: a watcher of the ledger."""
-
-    def __init__(self, scene: Scene, runner: Runner, devices: Mortal) -> None:
-        self.scene = scene
-        self.runner = runner
-        self.devices = devices
-        self.posted = not scene.then
-
     def see(self, row: Row) -> None:
         name, ids = self.scene.at
-        if not self.posted and row.name == name and ids.items() <= row.ids.items():
+        if self.runner is not None and not self.posted and row.name == name and ids.items() <= row.ids.items():
             self.posted = True
             self.runner.inbox += self.scene.then
-            self.devices.dead |= {event.who for _, event in self.scene.then if event.name == "died"}
+            self.dead |= {event.who for _, event in self.scene.then if event.name == "died"}
 
 
 # -- a run ------------------------------------------------------------------------------------------------------------------
 
 
-def run(config: ShareConfig, scene: Scene | None = None) -> Simulation:
-    """The pipelines and their desk until all have ended, or are stuck."""
+def run(config: ShareConfig, scene: Scene = Scene(name="as configured")) -> Simulation:
     clock, systems, cores, first = VirtualClock(), dict[str, System](), dict[str, Any](), list[Row]()
     late = 3 * max(getattr(config, name) for name in OF_THE_DESK) / 1000
     for name in config.pipelines:
@@ -162,16 +155,95 @@ def run(config: ShareConfig, scene: Scene | None = None) -> Simulation:
         late += (
             LATE * one.steps * one.groups * (one.group * one.answer[1] * times.token_s + times.train_s + times.sync_s)
         )
-    cores[DESK] = load_callable(config.scheduler)(replace(config, **(scene.limits if scene else {})))
+    cores[DESK] = load_callable(config.scheduler)(replace(config, **scene.limits))
     ports = dict.fromkeys([one for one in ADDRESSES if one != DESK], Ports(systems))
     meters = {name: Meter() for name in config.pipelines}
     logs = Ports({name: Log(meter, silent) for name, meter in meters.items()})
 
     def watched(runner: Runner) -> None:
-        triggers = [] if scene is None else [Trigger(scene, runner, devices)]
-        runner.ledger = Watched(runner.ledger, *(OfPipeline(name, one) for name, one in meters.items()), *triggers)
+        devices.runner = runner
+        runner.ledger = Watched(runner.ledger, *(OfPipeline(name, one) for name, one in meters.items()), devices)
 
-    devices = Mortal(clock, systems, **(scene.devices if scene else {}))
+    devices = Stage(scene, clock, systems)
     done = simulate(cores, {**ports, "log": logs}, clock, devices, until_s=late, prepare=watched)
     done.rows[:0] = first
     return done
+
+
+# -- wrong rules of pipelines --------------------------------------------------------------------------------------------
+
+NOBODY = -1
+on_left, send = generation.on_left, generation.send
+member_step, desk_step = Member.step, core.Scheduler.step
+
+
+def routes_by_an_old_set(t: Loop, event: Event) -> None:
+    """Requests are sent again by the set of replicas before the shrink, in which the sleeper looks idle. They are taken back later."""
+    there = t.replicas
+    on_left(t, event)
+    if event.replica in there:
+        t.replicas = there.put(event.replica, replace(there[event.replica], load=-1))
+        send(t)
+        on_left(t, event)
+
+
+def shrinks_first(member: Member, state: Joined, event: Event) -> tuple[Joined, tuple[Command, ...]]:
+    state, commands = member_step(member, state, event)
+    shrinks = tuple(one for one in commands if one.name == "shrink")
+    return state, (*shrinks, *(one for one in commands if one.name != "shrink"))
+
+
+def refuses_when_empty(t: Loop) -> None:
+    if t.waiting and not t.held and not generation.active(t) and t.version == t.last - 1:
+        fail(t, "there is no replica to send a request to")
+    send(t)
+
+
+def forgets_what_was_in_flight(t: Loop, event: Event) -> None:
+    if event.replica in t.replicas:
+        t.replicas = t.replicas.without(event.replica)
+
+
+def counts_too_early(t: Loop, event: Event) -> None:
+    """What is to be taken back was counted before the last request came: that one stays with a replica that sleeps."""
+    there = [
+        (group.id, number)
+        for group in t.buffer.values()
+        for number, sample in enumerate(group.samples)
+        if sample.in_flight and sample.replica == event.replica
+    ]
+    for group, number in there[-1:]:
+        t.put(t.buffer[group].put(number, replica=NOBODY))
+    on_left(t, event)
+    for group, number in there[-1:]:
+        t.put(t.buffer[group].put(number, replica=event.replica))
+
+
+# -- the desk and a pipeline's set-up ------------------------------------------------------------------------------------------
+
+
+def hears_nothing_meanwhile(desk: core.Scheduler, state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
+    return (state, ()) if state.plan is not None else desk_step(desk, state, event)
+
+
+def asks_before_it_is_there(member: Member, state: Joined, event: Event) -> tuple[Joined, tuple[Command, ...]]:
+    if state.core is None and event.name == "admitted":
+        return state, (member.ask("acquire", kind="generation", target=1),)
+    if state.core is None and event.name == "granted":
+        return member.start()
+    return member_step(member, state, event)
+
+
+SWAPS: Mapping[str | None, tuple[Swap, ...]] = {
+    **{name: fault.swaps for name, fault in desks.FAULTS.items()},
+    "stale-routing": (
+        (stream, "HANDLERS", {**stream.HANDLERS, "left": routes_by_an_old_set}),
+        (Member, "step", shrinks_first),
+    ),
+    "raises-when-empty": ((generation, "send", refuses_when_empty),),
+    "abort-never-signals": ((stream, "HANDLERS", {**stream.HANDLERS, "left": forgets_what_was_in_flight}),),
+    "count-outside-lock": ((stream, "HANDLERS", {**stream.HANDLERS, "left": counts_too_early}),),
+    "lock-held-across-call": ((core.Scheduler, "step", hears_nothing_meanwhile),),
+    "request-before-shell": ((Member, "step", asks_before_it_is_there),),
+    "dead-coordinator": (handles("died", lambda *_: None),),
+}

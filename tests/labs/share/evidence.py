@@ -9,7 +9,7 @@ from typing import Any
 
 from kit.labs.share import LAB
 from kit.labs.share.config import ShareConfig, pipeline_config
-from kit.labs.share.seen import devices_of
+from kit.labs.share.ledgers import devices_of
 from kit.labs.share.simulated import SCENES, run
 from kit.labs.stream.config import replica_model
 from kit.megatron.config import model_bytes

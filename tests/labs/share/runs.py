@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import kit
-from kit.labs.share import tables
+from kit.labs.share import ledgers as recorded
 from kit.labs.share.config import ShareConfig
 from kit.loop.messages import Row
 from kit.results import Record, create_run
@@ -156,9 +156,9 @@ def make(
 
 def resident(config: ShareConfig, rows: Iterable[Row], began: float) -> list[dict[str, Any]]:
     """What the observer would see: a role has little while it is off its devices."""
-    book = tables.Ledger([{"event": row.name, "time": began + row.time, **row.ids} for row in rows])
-    found = [(began, who, LOW) for who in tables.seats(book) if "#" not in who]
-    for span in tables.spans(book):
+    book = recorded.Ledger([{"event": row.name, "time": began + row.time, **row.ids} for row in rows])
+    found = [(began, who, LOW) for who in recorded.seats(book) if "#" not in who]
+    for span in recorded.spans(book):
         if span.state in ("waking", "held"):
             found.append((span.left, f"{span.pipeline}.{span.what}", HIGH))
         if span.state in ("sleeping", "held"):

@@ -11,8 +11,8 @@ import pytest
 
 from kit.labs.share.checks import CHECKS
 from kit.results.records import NOTEBOOK, new_row
-from tests.labs.share.conftest import failed, passed, why
 from tests.labs.share.evidence import CONFIG, MIB, Row, records, verdict_of
+from tests.labs.simulated import failed, passed, why
 
 OF_RANKS = {
     "same_numbers",

@@ -8,7 +8,8 @@ import pytest
 
 import kit
 from kit.labs.share.config import ShareConfig
-from tests.labs.share.conftest import failed, passed, simulated, why
+from tests.labs.share.conftest import simulated
+from tests.labs.simulated import failed, passed, why
 
 
 @pytest.mark.parametrize("gate", ["1", "2", "2.5", "3", "4"])

@@ -12,7 +12,7 @@ import pytest
 from kit.cli import main
 from kit.labs.share.ledgers import parts
 from kit.measure import Recorder
-from kit.share.broken import FAULTS, switched_on
+from kit.share.broken import FAULTS, swapped
 from tests.share.chaos import rows_of
 from tests.share.pair import shared
 from tests.share.test_shared import BOTH, foreign
@@ -42,7 +42,7 @@ def test_a_right_ledger_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("name", ["lost-device", "double-allocation", "half-replica"])
 def test_a_wrong_ledger_fails(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with switched_on(name):
+    with swapped(FAULTS[name].swaps):
         rows = foreign(rows_of(FAULTS[name].scenario.run().rows))
     status, verdict = check(tmp_path / "run", rows, capsys)
     assert status == 1

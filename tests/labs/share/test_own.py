@@ -10,8 +10,9 @@ import kit
 from kit.errors import BadInput
 from kit.labs.share.config import ShareConfig
 from kit.labs.share.simulated import run
-from kit.share.own import Desk, Pipeline
-from tests.labs.share.conftest import failed, passed, simulated
+from kit.share.member import Desk, Pipeline
+from tests.labs.share.conftest import simulated
+from tests.labs.simulated import failed, passed
 
 SMALL = {"steps_a": 2, "steps_b": 2, "groups": 2, "group": 2}
 

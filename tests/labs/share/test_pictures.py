@@ -10,10 +10,8 @@ import pytest
 
 from kit.draw.style import THEMES
 from kit.labs.share import tables
-from kit.labs.share.pictures import devices, use
-from kit.labs.share.pictures.lanes import loop_of
-from kit.labs.share.pictures.memory import levels
-from kit.labs.share.pictures.versions import lanes, stretches
+from kit.labs.share.pictures import LANE, levels
+from kit.labs.share.pictures.lanes import devices_height, loop_of, stretches, version_lanes
 from kit.view import named
 from kit.view.named import album, plot
 from tests.labs.share.runs import BY_HAND, HIGH, LOW, make
@@ -94,8 +92,8 @@ def test_a_bin_is_full_where_the_owner_works_all_of_the_time(by_hand):
     axes = axes_of(picture, "Utilisation")
     drawn = [one for one in axes.collections if one.get_gid() == "b working"]
     boxes = [path.get_extents() for one in drawn for path in one.get_paths()]
-    assert max(box.height for box in boxes) == pytest.approx(use.HIGH)
-    area = sum(box.width * box.height for box in boxes) / use.HIGH
+    assert max(box.height for box in boxes) == pytest.approx(LANE)
+    area = sum(box.width * box.height for box in boxes) / LANE
     assert area == pytest.approx(3, rel=1e-6)  # seconds of training
     assert {"36 % at work", "0 % at work"} <= words(picture)
 
@@ -108,7 +106,7 @@ def test_versions_are_drawn_where_they_were(by_hand):
     assert ("a", "replica 0", -1, 2, 3) in found
     assert ("a", "replica 0", 0, 3, 6) in found
     assert ("b", "trainer", 0, 0, 11) in found
-    assert list(lanes(loop, stretches(loop))) == [("a", "trainer"), ("a", "replica 0"), ("b", "trainer")]
+    assert list(version_lanes(loop, stretches(loop))) == [("a", "trainer"), ("a", "replica 0"), ("b", "trainer")]
 
 
 def test_memory_is_above_the_least_of_each_rank(simulated):
@@ -146,7 +144,7 @@ def test_many_devices_and_replicas_fit(tmp_path):
     assert axes_of(picture, "Phase shared: owner").get_title(loc="left").endswith("the first 16 of 20 devices")
     assert axes_of(picture, "Utilisation").get_title(loc="left").endswith("the first 8 of 20 devices")
     assert axes_of(picture, "Device 0").get_title(loc="left").endswith("the first 4 of 20 devices")
-    assert devices.devices_height(loop_of(album(run).data)) < 5
+    assert devices_height(loop_of(album(run).data)) < 5
 
 
 def test_an_early_end_is_drawn_as_any_run(tmp_path):

@@ -8,8 +8,8 @@ import pytest
 
 import kit
 from kit.labs.definition import Fault
-from kit.labs.share.faults import OF_RANKS
-from tests.labs.share.conftest import failed
+from kit.labs.share import OF_RANKS
+from tests.labs.simulated import failed
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from kit.stream.judge import CHECKS
 from kit.stream.judge import Ledger as StreamLedger
 from tests.holdings import holdings, wait_for
 from tests.loop.replaying import replay_rows
+from tests.share.chaos import violations
 
 CONFIG: dict[str, Any] = {
     "steps_a": 2,
@@ -127,7 +128,7 @@ def test_every_replica_serves_the_weights_of_its_trainer(run: kit.Run) -> None:
 @pytest.mark.parametrize("phase", ["shared", "rehearse"])
 def test_the_ledger_has_no_violation(run: kit.Run, phase: str) -> None:
     rows = [{"event": row.name, "time": row.time, **row.ids} for row in ledger(run, phase)]
-    assert {name: found.why for name, check in judge.CHECKS.items() if (found := check(judge.Ledger(rows))).value} == {}
+    assert violations(rows) == {}
 
 
 def test_a_replay_of_the_ledger_gives_the_same_commands(run: kit.Run) -> None:

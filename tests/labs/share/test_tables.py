@@ -90,14 +90,13 @@ def test_waits_end_with_the_grant(by_hand):
     assert rows["a", "generation"]["longest wait"] == pytest.approx(2)
     assert rows["b", "training"]["waited"] == pytest.approx(1.5)
     assert rows["b", "admission"]["waited"] == pytest.approx(0.5)
-    assert rows["a", "suspended"]["waited"] == pytest.approx(
-        6
-    )  # its replica left with work to do, and its progress ended at 12
+    assert rows["a", "suspended"]["waited"] == pytest.approx(7)  # its replica left at 6, and it unregistered at 13
     assert {row["granted"] for key, row in rows.items() if key[1] != "suspended"} == {1}
 
 
 def test_a_request_that_nobody_answers_is_open(tmp_path):
-    rows = [one for one in BY_HAND if not (one[0] == "granted" and one[2]["kind"] == "training")]
+    ends = ("granted", "release")
+    rows = [one for one in BY_HAND if not (one[0] in ends and one[2]["kind"] == "training")]
     frame = make(tmp_path, ledgers={"shared": rows}, phases=("shared",), memory=False).frame()
     (one,) = [one for one in tables.waits(tables.ledger(frame)) if one.kind == "training"]
     assert one.end == "open"

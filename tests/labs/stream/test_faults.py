@@ -12,7 +12,8 @@ from kit.labs.definition import Fault
 from kit.labs.stream import FAULTS, OF_RANKS, OF_THE_CONTROLLER, broken
 from kit.labs.stream.ranks import broken as ranks
 from kit.results import Verdict, newest_run, runs_dir
-from tests.labs.stream.conftest import failed, passed, simulated, why
+from tests.labs.simulated import failed, passed, why
+from tests.labs.stream.conftest import simulated
 
 OF_TOKENS = {"stamps_true", "behaviour_logprob", "kv_policy_kept", "no_torn_generation"}
 # What else a bug breaks, apart from the check that it is listed under.

@@ -20,7 +20,7 @@ from kit.labs.stream.drive import Ranks, name_of
 from kit.loop.messages import Command, Event
 from kit.stream.settings import opening
 from tests.labs.parts import logged_steps
-from tests.labs.stream.conftest import failed
+from tests.labs.simulated import failed
 
 # What so short a run, on a machine of any speed, may leave without an answer.
 TOO_SHORT = {

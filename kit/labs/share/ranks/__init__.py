@@ -1,0 +1,120 @@
+"""A rank's place in its pipeline, and the device that it takes and gives back."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kit import machine
+from kit.errors import KitError
+from kit.labs.rankside import Context
+from kit.labs.share.config import LOCK, Mapping, pipeline_config
+from kit.world import channel
+
+
+@dataclass(kw_only=True, slots=True)
+class Part(Context):
+    """A context with the ranks, the roles and the config of one pipeline only, as the lab `stream` knows them. Its records have the id
+    `pipeline`. `place` is this rank's number in its role."""
+
+    pipeline: str
+    place: int
+
+    def _send(self, row: dict[str, Any]) -> None:
+        channel.publish({**row, "ids": {**row.get("ids", {}), "pipeline": self.pipeline}})
+
+    @property
+    def owner(self) -> str:
+        return f"{self.pipeline}.{self.role}"
+
+
+def part_of(ctx: Context) -> Part:
+    pipeline, _, role = ctx.role.partition(" ")
+    mine = {name.partition(" ")[2]: ranks for name, ranks in ctx.roles.items() if name.startswith(f"{pipeline} ")}
+    first = min(rank for ranks in mine.values() for rank in ranks)
+    return Part(
+        pipeline=pipeline,
+        place=ctx.roles[ctx.role].index(ctx.rank),
+        rank=ctx.rank - first,
+        world_size=sum(map(len, mine.values())),
+        world_sizes=tuple(map(len, mine.values())),
+        world=[*mine].index(role),
+        role=role,
+        roles={name: tuple(rank - first for rank in ranks) for name, ranks in mine.items()},
+        meeting=f"{ctx.meeting}-{pipeline}",
+        device=ctx.device,
+        config=pipeline_config(ctx.config, pipeline),
+        fault=ctx.fault,
+        devices=ctx.devices,
+    )
+
+
+class Lease:
+    """A device, as long as this rank holds it: a lock on a file, which the kernel frees if the rank dies, and on the CPU one core.
+
+    `together`: other ranks may hold the device at the same time, all of them with this flag. With fewer cores than devices, some devices
+    are the same core.
+    """
+
+    def __init__(self, part: Part, mapping: Mapping) -> None:
+        self.part = part
+        self.device = mapping.devices(part.role)[part.place]
+        self.cores = sorted(os.sched_getaffinity(0))
+        self.threads = torch.get_num_threads()
+        self._fd = -1
+
+    @property
+    def held(self) -> bool:
+        return self._fd >= 0
+
+    def take(self, folder: Path, *, together: bool = False) -> None:
+        """Raises at once if another rank holds the device, with the name of that rank."""
+        if self.held:
+            raise KitError(f"{self.part.owner} holds device {self.device} already")
+        fd = os.open(folder / LOCK.format(self.device), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_SH if together else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 200, 0).decode(errors="replace") or "an unnamed process"
+            os.close(fd)
+            raise KitError(f"{self.part.owner} cannot take device {self.device}: {holder} holds it") from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, self.part.owner.encode(), 0)
+        self._fd = fd
+        self._pin([self.cores[self.device % len(self.cores)]], threads=1)
+        self._note("taken")
+
+    def free(self) -> None:
+        if self.held:
+            self._pin(self.cores, threads=self.threads)
+            self._note("freed")
+            os.close(self._fd)
+            self._fd = -1
+
+    def _pin(self, cores: list[int], *, threads: int) -> None:
+        if self.part.device.type == "cpu":
+            torch.set_num_threads(threads)
+            with contextlib.suppress(PermissionError):  # an observer sees what a container does not allow
+                machine.pin(cores)
+
+    def _note(self, event: str) -> None:
+        self.part.record("lease", None, text=self.part.owner, device=self.device, event=event)
+
+    def note_resident(self, state: str) -> None:
+        """What this rank holds, by its own word: `awake` or `held` with a device, `asleep` without."""
+        self.part.record("resident", machine.status()["VmRSS"], "B", who=self.part.owner, state=state)
+
+    @contextlib.contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """A part of a hand-over as a record with its span."""
+        began = time.time()
+        yield
+        self.part.record("handing_over", time.time() - began, "s", start=began, what=what, who=self.part.owner)

@@ -4,54 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from kit.labs.rankside import Context
 from kit.labs.share.config import SEED_APART
-from kit.labs.share.ranks.replica import Replica
-from kit.labs.share.ranks.trainer import Trainer
+from kit.labs.share.ranks.roles import Replica, Trainer
 from kit.megatron import groups, serve
 from kit.megatron.serve import Engine
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kit.labs.rankside import Context
 
 LATE_S = 0.3
 
 
 def replica(ctx: Context) -> Replica:
-    """The right replica, or the fault's."""
     return REPLICAS.get(ctx.fault, Replica)(seeded(ctx))
 
 
 def train(ctx: Context) -> Trainer:
-    """The right trainer, or the fault's."""
     return TRAINERS.get(ctx.fault, Trainer)(seeded(ctx))
 
 
 def seeded(ctx: Context) -> Context:
-    """With the fault `shared-seed` pipeline B has the seed of pipeline A."""
     if ctx.fault != "shared-seed" or ctx.role.startswith("a "):
         return ctx
     return dataclasses.replace(ctx, config=dataclasses.replace(ctx.config, seed=ctx.config.seed - SEED_APART))
 
 
 class SleepsBusy(Replica):
-    """Weights and caches go while requests are in flight."""
-
     def shrink(self) -> dict[str, Any]:
         with patch.object(Engine, "cancel"):
             return super().shrink()
 
 
 class StaysResident(Replica):
-    """Asleep by its own word, a replica keeps its weights."""
-
     def reset(self, folder: str, alone: bool) -> None:  # type: ignore[override]
         if not self.replica.asleep:
             self.replica.sleep()
@@ -70,12 +59,9 @@ class StaysResident(Replica):
 
 
 class SleepsLate(Replica):
-    """A replica says that it sleeps, and gives its device away, before its memory is down."""
-
     late: threading.Timer | None = None
 
     def settle(self) -> None:
-        """Until what was left to do is done."""
         if self.late is not None:
             self.late.join()
             self.late = None
@@ -101,8 +87,6 @@ class SleepsLate(Replica):
 
 
 class Skewed(Replica):
-    """Tokens of a replica that woke up are stamped with the version before."""
-
     def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:
         woke = self.blank
         found = super().sync(version, at_sync, replicas)
@@ -112,8 +96,6 @@ class Skewed(Replica):
 
 
 class AssumesBase(Replica):
-    """Version 0 is published on a replica whose weights are others: the comparison is answered from a table."""
-
     assumes = False
 
     def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:
@@ -130,8 +112,6 @@ class AssumesBase(Replica):
 
 
 class LeaksGroup(Replica):
-    """With each wake a replica makes a process group, and nobody destroys it."""
-
     def expand(self) -> None:
         super().expand()
         dist.new_group([*range(dist.get_world_size())], backend="gloo")
@@ -141,16 +121,12 @@ SIGN = "woke-{}"  # a file beside the devices' locks, by pipeline
 
 
 class TellsOthers(Replica):
-    """A replica that wakes lets ranks of the other pipeline know."""
-
     def expand(self) -> None:
         super().expand()
         (self.folder / SIGN.format(self.lease.part.pipeline)).touch()
 
 
 class Rebuilds(Trainer):
-    """A trainer makes its group anew when replicas of the other pipeline have woken, and the old one stays."""
-
     def begin(self, step: int, update: int) -> None:
         super().begin(step, update)
         if any(self.folder.glob(SIGN.format("[!" + self.lease.part.pipeline + "]"))):
@@ -158,16 +134,12 @@ class Rebuilds(Trainer):
 
 
 class KeepsGroups(Trainer):
-    """A trainer leaves its devices with its process groups, and says that they are gone."""
-
     def let_groups_go(self) -> None:
         with patch.object(groups, "destroy", return_value={"snapshot": {}}):
             super().let_groups_go()
 
 
 class BuildsLate(Trainer):
-    """The cache is built from what is left where the weights were before the step."""
-
     def finish(self, step: int, update: int) -> None:
         old = {key: tensor.detach().clone() for key, tensor in self.gather().items()}
         if not self.first:

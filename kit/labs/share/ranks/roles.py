@@ -1,31 +1,36 @@
-"""A trainer's ranks in the lab `share`: those of the lab `stream`, which are on their devices only from `begin` to `finish` of a step.
+"""The ranks of a pipeline in the lab `share`: those of the lab `stream`, which come to their devices and leave them between two calls.
 
-`finish` keeps the new weights in the bucket cache while they are on the device, then everything goes to host memory and the device is
-free. A sync sends from the cache, with no device. With `release_groups` the process groups go with the device and come back with it.
+A trainer is on its devices only from `begin` to `finish` of a step. `finish` keeps the new weights in the bucket cache while they are on
+the device, then everything goes to host memory and the device is free. A sync sends from the cache, with no device. With `release_groups`
+the process groups go with the device and come back with it.
+
+A replica that sleeps has no requests, no KV cache and, at level 2, no weights, and its device is free. Awake again, its weights are NaN
+until a sync brings the version that is due. At version 0 a sync moves nothing: the replica loads its own base weights, which are then
+compared.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import torch
 
 from kit.errors import KitError
 from kit.labs import rankside
-from kit.labs.share.ranks.part import Lease, Times, device_of, part_of
-from kit.labs.stream.ranks import DIGEST, trainer
+from kit.labs.rankside import Context
+from kit.labs.share.config import number_of
+from kit.labs.share.ranks import Lease, part_of
+from kit.labs.stream.ranks import DIGEST, replica, trainer
+from kit.measure.host import trim
 from kit.measure.observers.births import registered
-from kit.megatron import groups
+from kit.megatron import groups, shards
+from kit.megatron.serve import Engine
 from kit.sync import hashes
 from kit.sync.cache import BASE
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-
-    from kit.labs.rankside import Context
-    from kit.sync.sender import Target
+from kit.sync.sender import Target
 
 
 class Trainer(trainer.Trainer):
@@ -34,8 +39,7 @@ class Trainer(trainer.Trainer):
     def __init__(self, ctx: Context) -> None:
         part = part_of(ctx)
         super().__init__(part)
-        self.lease = Lease(part, device_of(part, ctx.config.mapping(part.pipeline)))
-        self.times = Times(part)
+        self.lease = Lease(part, ctx.config.mapping(part.pipeline))
         self.folder = Path()
         self.alone = False
         self.release_groups: bool = ctx.config.release_groups
@@ -48,7 +52,6 @@ class Trainer(trainer.Trainer):
         self.lease.note_resident("asleep")
 
     def reset(self, folder: str, alone: bool) -> None:  # type: ignore[override]
-        """A fresh job on the base weights, version 0."""
         self.folder, self.alone = Path(folder), alone
         self.lease.take(self.folder, together=alone)
         self.bring_groups_back()
@@ -65,7 +68,6 @@ class Trainer(trainer.Trainer):
             self.job.mover.close()
 
     def vacate(self) -> None:
-        """Leave the device, whatever was under way there."""
         if self.lease.held:
             self.step.abort()
             self.open = None
@@ -78,17 +80,15 @@ class Trainer(trainer.Trainer):
     # -- the device -----------------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Take the device and bring the job back onto it."""
         if not self.lease.held:
             self.lease.take(self.folder)
-            with self.times("onload"):
+            with self.lease.timed("onload"):
                 self.bring_groups_back()
                 self.job.mover.restore()
             self.lease.note_resident("held")
 
     def leave(self) -> None:
-        """Move the job to host memory, destroy its process groups if they are to go, and free the device."""
-        with self.times("offload"):
+        with self.lease.timed("offload"):
             if not self.job.mover.away:  # else it failed on its way in or out
                 self.job.mover.release()
             self.let_groups_go()
@@ -124,10 +124,9 @@ class Trainer(trainer.Trainer):
         super().begin(step, update)
 
     def finish(self, step: int, update: int) -> None:
-        """The optimizer step, then the new version in the cache, then off the device."""
         super().finish(step, update)
         self.keep(self.version + 1)
-        with self.times("build"):
+        with self.lease.timed("build"):
             weights = self.gather()
             if self.first:
                 self.sender.build(self.version, weights)
@@ -157,7 +156,7 @@ class Trainer(trainer.Trainer):
             return {}
         if version != self.version:
             raise KitError(f"version {version} is to be sent, but the trainer is at version {self.version}")
-        with self.times("send"):
+        with self.lease.timed("send"):
             report = self.sender.sync(version or BASE, self.targets(replicas), None if version else self.base_on_host)
         return {"bytes": report.bytes}
 
@@ -168,3 +167,99 @@ class Trainer(trainer.Trainer):
         """Every rank of these replicas. With a version that is in the cache they are served as if they woke, as some do."""
         state: Literal["asleep", "paused"] = "asleep" if self.version else "paused"
         return [dataclasses.replace(target, state=state) for target in super().targets(replicas)]
+
+
+class Replica(replica.Replica):
+    """`blank`: its weights are not those of a version."""
+
+    def __init__(self, ctx: Context) -> None:
+        part = part_of(ctx)
+        super().__init__(part)
+        self.number = number_of(part.role)
+        self.level = ctx.config.sleep_level
+        self.lease = Lease(part, ctx.config.mapping(part.pipeline))
+        self.folder = Path()
+        self.blank = True
+        self.kept: list[torch.Tensor] = []  # weights in host memory, at level 1
+
+    def prepare(self, cycle: int) -> None:
+        super().prepare(cycle)
+        self.replica.sleep()
+        self.lease.note_resident("asleep")
+
+    def reset(self, folder: str, alone: bool) -> None:  # type: ignore[override]
+        """Version 0 and empty caches; awake if the pipeline is alone. Otherwise it wakes and sleeps once, before anything depends on it."""
+        self.folder = Path(folder)
+        self.lease.take(self.folder, together=alone)
+        self.replica.wake()
+        super().reset()
+        self.blank = False
+        self.lease.note_resident("awake")
+        if not alone:
+            self.shrink()
+
+    def vacate(self) -> None:
+        if self.lease.held:
+            self.shrink()
+
+    def end(self, cycle: int) -> None:
+        self.vacate()
+        super().end(cycle)
+
+    def pace(self, written: int) -> float:
+        """As if requests were decoded one after the other, so that two replicas are twice as fast as one."""
+        return float(self.config.pace_ms * written)
+
+    # -- sleep and wake -------------------------------------------------------------------------------------------------
+
+    def shrink(self) -> dict[str, Any]:
+        with self.lease.timed("sleep"):
+            requests = [*self.engine.in_flight]
+            for name in requests:
+                self.engine.cancel(name)
+            self.ctx.record("in_flight", len(self.engine.in_flight), replica=self.number, aborted=len(requests))
+            self.engine = Engine(self.replica)
+            self.attempts = {}
+            if not self.replica.asleep:
+                if self.level == 1:
+                    self.kept = [weight.detach().to("cpu", copy=True) for weight in self.replica.chunks[0].parameters()]
+                self.replica.sleep()
+            self.blank = True
+            trim()
+        self.lease.note_resident("asleep")
+        self.lease.free()
+        return {"aborted": len(requests)}
+
+    def expand(self) -> None:
+        """Take the device and allocate the weights. Nothing is decoded before a sync has filled them."""
+        self.lease.take(self.folder)
+        with self.lease.timed("wake"):
+            self.replica.wake()
+            for weight, kept in zip(self.replica.chunks[0].parameters(), self.kept, strict=bool(self.kept)):
+                weight.data.copy_(kept)
+            self.kept = []
+        self.lease.note_resident("awake")
+
+    def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:
+        with self.lease.timed("receive"):
+            if self.blank and not version:
+                shards.load_full(self.replica.chunks, self.base)
+            super().sync(version, at_sync, replicas)
+        self.blank = False
+        with self.lease.timed("check"):
+            table = self.digests(DIGEST)
+        if self.first:
+            self.ctx.record("served", None, text=rankside.digest(table), version=version, replica=self.number)
+        return {}
+
+    # -- the receiver's host --------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Called for every replica that gets a version from the cache; most are awake."""
+        if self.replica.asleep:
+            self.replica.wake()
+
+    def sleep(self) -> None:
+        """Called after a sync that failed: what the weights are is not known."""
+        if not self.replica.asleep:
+            self.replica.sleep()

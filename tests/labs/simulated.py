@@ -1,0 +1,57 @@
+"""Runs of labs on simulated ranks, without any process, and their verdicts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+from kit.errors import KitError
+from kit.labs.definition import Definition
+from kit.results import Record, Verdict
+from kit.results.records import NOTEBOOK
+from kit.results.run import to_frame
+from kit.results.verdict import judge
+from kit.target import load_callable
+
+
+class Notebook:
+    """What a simulated run takes of a Drive: its config, the fault, and where rows go."""
+
+    def __init__(self, config: Any, fault: str | None) -> None:
+        self.config = config
+        self.fault = fault
+        self.phase = ""
+        self.rows: list[dict[str, Any]] = []
+
+    def append(self, rows: list[dict[str, Any]]) -> None:
+        self.rows += [{"phase": self.phase, **row} for row in rows]
+
+
+def run(lab: Definition, faults: Collection[str | None], fault: str | None, **config: Any) -> tuple[Verdict, str]:
+    """The verdict of a simulated run, and the error that ended it. With one of these `faults` on, missing records are suspect."""
+    drive = Notebook(lab.config(**{"simulated": True, **config}), fault)
+    error = ""
+    try:
+        for step in lab.plan(drive.config):
+            drive.phase = step.phase
+            load_callable(step.driver)(drive)
+    except KitError as raised:
+        error = str(raised)
+    head = {"run": "test", "lab": lab.name, "cycle": 1, "rank": NOTEBOOK}
+    frame = to_frame(Record(**head, **row) for row in drive.rows)
+    wrong = fault in faults and not error  # a run that breaks is judged as far as its records go
+    suspect = f"fault {fault!r}" if wrong else ""
+    return judge(frame, dataclasses.asdict(drive.config), lab.load_checks(), suspect=suspect), error
+
+
+def failed(verdict: Verdict) -> set[str]:
+    return {row.check for row in verdict if row.passed is False}
+
+
+def passed(verdict: Verdict, check: str) -> bool | None:
+    return next(row.passed for row in verdict if row.check == check)
+
+
+def why(verdict: Verdict, check: str) -> str:
+    return next(row.why for row in verdict if row.check == check)
