@@ -19,7 +19,7 @@ from kit.world.pending import Pending, wait
 if TYPE_CHECKING:
     import pandas as pd
 
-    from kit.view.panel.panel import Panel
+    from kit.view.panel import Panel
     from kit.world.pending import Observer
     from kit.world.several import Worlds
 
@@ -120,14 +120,14 @@ def run(
 
 def panel(name: str, *, fault: str | None = None, out: str | os.PathLike[str] | None = None, **config: Any) -> Panel:
     """A panel of a lab: its settings, buttons, a strip of phases and ranks, and the run. Ranks start with its Start."""
-    from kit.view.panel.panel import make
+    from kit.view.panel import make
 
     return make(find(name), config, fault=fault, out=out, plotter=plot)
 
 
 def panel_of(lab: Lab) -> Panel:
     """The panel that `lab.panel()` returns, in the current state of the lab."""
-    from kit.view.panel.panel import adopt
+    from kit.view.panel import adopt
 
     return adopt(lab, plotter=plot)
 

@@ -288,8 +288,8 @@ def test_import_kit_loads_no_room() -> None:
 
 
 DRIVEN = (
-    "from kit.labs.discover import find\nfrom kit.view.panel.model import PanelModel\n"
-    "from kit.view.panel.controller import Controller\n"
+    "from kit.labs.discover import find\nfrom kit.view.model import PanelModel\n"
+    "from kit.view.model import Controller\n"
     "model = PanelModel(find('smoke'))\nmodel.set('cycles', 2)\nmodel.move('drift_mib', 1)\nController(model).close()"
 )
 
