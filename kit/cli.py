@@ -33,7 +33,7 @@ from kit.labs.discover import ANSWERS, ENDS, described, discover, find, select
 from kit.results.comparison import answers_changed, changed, compact, in_words, labelled, settings, warnings
 from kit.results.frames import plain, readable, summary_of
 from kit.results.records import read_json, to_json
-from kit.results.run import INDEX, find_run, memory_snapshots, write_junit
+from kit.results.run import INDEX, find_run, memory_snapshots, unique, write_junit
 from kit.results.units import ROW, columns
 from kit.results.verdict import MARKS
 
@@ -131,12 +131,7 @@ def run_names(prefix: str, **_: Any) -> list[str]:
 
 
 def benches(**_: Any) -> list[str]:
-    """The modules in kit/bench that have `parts`, without importing any."""
-    home = Path(__file__).with_name("bench")
-    files = {path: path.stem for path in home.glob("*.py")} | {
-        path: path.parent.name for path in home.glob("*/__init__.py")
-    }
-    return sorted(name for path, name in files.items() if "\ndef parts(" in path.read_text())
+    return list(import_module("kit.bench").BENCHES)
 
 
 # -- labs and their runs -------------------------------------------------------------------------------------------------
@@ -482,7 +477,7 @@ def bench(args: argparse.Namespace) -> Answer:
     if args.name not in names:
         raise BadInput(f"there is no bench {args.name!r}; {hint(args.name, names)}")
     room = import_module("kit.bench.session")
-    out = args.out or room.new_file(args.name, results.runs_dir())
+    out = args.out or results.runs_dir() / "benches" / f"{args.name}-{unique()}.jsonl"
     status = room.conduct(args.name, out=out, quick=args.quick, only=args.part, device=args.device)
     print(f"the rows are in {out}", file=sys.stderr)
     return Answer(room.read_rows(out), status=status)

@@ -33,7 +33,9 @@ from kit.world.world import Worlds
 if TYPE_CHECKING:
     import pandas as pd
 
-    from kit.view.panel.panel import Panel
+    from kit.view.panel import Panel
+    from kit.world.calls import Observer
+    from kit.world.world import Worlds
 
 __all__ = ["Pending", "Run", "World", "lab", "load", "panel", "run", "runs", "wait"]
 
@@ -131,13 +133,14 @@ def run(
 
 def panel(name: str, *, fault: str | None = None, out: str | os.PathLike[str] | None = None, **config: Any) -> Panel:
     """A panel of a lab: its settings, buttons, a strip of phases and ranks, and the run. Ranks start with its Start."""
-    from kit.view.panel.panel import make
+    from kit.view.panel import make
 
     return make(find(name), config, fault=fault, out=out, plotter=plot)
 
 
 def panel_of(lab: Lab) -> Panel:
-    from kit.view.panel.panel import adopt
+    """The panel that `lab.panel()` returns, in the current state of the lab."""
+    from kit.view.panel import adopt
 
     return adopt(lab, plotter=plot)
 

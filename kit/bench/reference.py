@@ -9,6 +9,8 @@ A part's time limit is what it took on the machine named in `TIMED_ON`, times th
     NAME.json, NAME.png, -dark    a lab's verdict, its medians by phase and metric, provenance; its picture
     README.md                     what ran, what failed, missed limits, predicted and measured seconds
     rows/, runs/                  rows as they were measured; the runs themselves, with every record
+
+`kit bench limits`: how near these predictions are. Parts run, and their seconds are compared with the predicted ones.
 """
 
 from __future__ import annotations
@@ -21,11 +23,24 @@ import sys
 import tarfile
 import time
 import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit import doctor
-from kit.bench.session import INTERRUPTED, read_rows, seat_of, seated
+from kit.bench.session import (
+    INTERRUPTED,
+    Bench,
+    Row,
+    Session,
+    read_rows,
+    row,
+    seat_of,
+    seated,
+    unmeasured,
+)
 from kit.errors import BadInput
 from kit.labs.discover import spelled
 from kit.machine import free_memory
@@ -36,9 +51,6 @@ from kit.results.frames import labels
 from kit.results.records import make_folder, read_json, replacing, write_json, write_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
     from kit.results import Run
 
 DOCTOR = "doctor.json"
@@ -59,14 +71,12 @@ TIMES = "times.json"
 SLACK, LEAST_S = 2.5, 20.0  # a part's time limit: in predictions, and at least
 GIB = 2**30
 KIT = (sys.executable, "-m", "kit")
-SETTLED = (0, 1, 2)
 ENDED = {0: "no check failed", 1: "a check failed", 2: "refused", 3: "broke", INTERRUPTED: "interrupted"}
 MEASURED = ("rows", "medians")  # of a bench, and of a lab
 MOST = 16 * 2**20
 KEPT_FREE = 2**16  # for headers and the list of what is left out
 LEFT_OUT = "LEFT-OUT.txt"
-
-
+WITHIN = 1.5  # how far a prediction may be off, times or divided by
 LAYOUTS: dict[str, dict[str, Any]] = {  # in addition to each lab's own
     "pp2": {"ranks": 2, "tp": 1, "pp": 2},
     "tp2-pp2": {"ranks": 4, "tp": 2, "pp": 2},
@@ -207,28 +217,32 @@ def make(
         factor, why = ASSUMED if assumed else scale(find_times(out, found, device), device)
     if minutes is None and device == "cuda":
         minutes = GPU_MINUTES
-    plan = plan_text(parts, factor, device, minutes, why)
-    say(plan)
+    planned = plan_text(parts, factor, device, minutes, why)
+    say(planned)
+
+    def keep(parts: Sequence[Part] = parts) -> list[str]:
+        """Write the page, and the archive if one is wanted; returns the files that do not fit into it."""
+        write_page(out, parts, planned, missing)
+        return pack_into(out, pack) if pack is not None else []
+
     try:
         for number, part in enumerate(parts, start=1):
             place = f"{number} of {len(parts)}, {part.name}"
             if settled(out, part):
                 say(f"{place}: there already")
                 continue
-            predicted, limit = factor * part.seconds, part.limit(factor)
-            if minutes is not None:
-                left = 60 * minutes - (time.monotonic() - began)
-                if left < predicted:
-                    missing[part.name] = f"{left:.0f} s were left of {minutes:g} min: run `kit reference` again"
-                    say(f"{place}: {missing[part.name]}")
-                    continue
-                limit = min(limit, left)
+            predicted = factor * part.seconds
+            left = float("inf") if minutes is None else 60 * minutes - (time.monotonic() - began)
+            if left < predicted:
+                missing[part.name] = f"{left:.0f} s were left of {minutes:g} min: run `kit reference` again"
+                say(f"{place}: {missing[part.name]}")
+                continue
             say(f"{place} ...")
-            ended = perform(out, part, limit, predicted)
+            ended = perform(out, part, min(left, part.limit(factor)), predicted)
             say(f"{place}: {ended['state']}, {ended['seconds']:.0f} s (predicted: {ended['predicted']:.0f} s)")
-            keep(out, parts, plan, missing, pack)
+            keep()
     finally:
-        left_out = keep(out, parts, plan, missing, pack)
+        left_out = keep()
     if pack is not None:
         say(f"packed into {pack}" + (f"; {len(left_out)} files did not fit" if left_out else ""))
     say(f"the reference is in {out}")
@@ -240,12 +254,6 @@ def results_of(out: Path, parts: Sequence[Part]) -> list[dict[str, Any]]:
     """Of the parts that ran; a file without an exit status was not written by `kit reference`."""
     there = [path for part in parts if (path := out / f"{part.name}.json").exists()]
     return [one for one in map(read_json, there) if "exit" in one]
-
-
-def keep(out: Path, parts: Sequence[Part], plan: str, missing: dict[str, str], pack: Path | None) -> list[str]:
-    """Write the page, and the archive if one is wanted; returns the files that do not fit into it."""
-    write_page(out, parts, plan, missing)
-    return pack_into(out, pack) if pack is not None else []
 
 
 def plan(out: Path | None, *, device: str = "auto", assumed: bool = False, minutes: float | None = None) -> int:
@@ -361,7 +369,7 @@ def is_settled(result: Mapping[str, Any]) -> bool:
     """Whether it need not run again: it ended as it should, or its limit ended it and it measured something before."""
     if result.get("timed_out"):
         return any(result.get(name) for name in MEASURED)
-    return result.get("exit") in SETTLED
+    return result.get("exit") in {0, 1, 2}
 
 
 def settled(out: Path, part: Part) -> bool:
@@ -394,7 +402,7 @@ def finish(command: Sequence[str], limit_s: float) -> tuple[int, str, str, bool]
 
 def of_run(out: Path, part: Part, folder: Path) -> dict[str, Any]:
     """What is kept of a lab's run beside the run itself."""
-    from kit.draw.style import THEMES
+    from kit.draw.style import THEMES  # here and below: `kit reference --plan` needs no matplotlib
     from kit.public import load
     from kit.view.named import plot
 
@@ -441,8 +449,8 @@ def in_order(folder: Path) -> Iterator[Path]:
 
     def order(path: Path) -> tuple[bool, int, int, str]:
         in_runs = path.relative_to(folder).parts[0] == "runs"
-        dark = path.stem.endswith("-dark")
-        return in_runs, ranks.get(path.suffix, 3) + dark, path.stat().st_size if in_runs else 0, str(path)
+        kind = ranks.get(path.suffix, 3) + path.stem.endswith("-dark")
+        return in_runs, kind, path.stat().st_size if in_runs else 0, str(path)
 
     yield from sorted((path for path in folder.rglob("*") if path.is_file()), key=order)
 
@@ -486,8 +494,7 @@ def short_of(result: Mapping[str, Any]) -> list[str]:
 
 def plan_text(parts: Sequence[Part], factor: float, device: str, minutes: float | None = None, why: str = "") -> str:
     """A line per part with its predicted seconds and its time limit."""
-    width = max((len(part.name) for part in parts), default=0)
-    whole = sum(factor * part.seconds for part in parts)
+    width, whole = max((len(part.name) for part in parts), default=0), sum(factor * part.seconds for part in parts)
     budget = f"; no part starts that would not end within {minutes:g} min" if minutes else ""
     lines = [
         f"seconds: {TIMED_ON[device]}, times {factor:.3g} for this box",
@@ -496,3 +503,36 @@ def plan_text(parts: Sequence[Part], factor: float, device: str, minutes: float 
         *(f"{one.name:<{width}}  {factor * one.seconds:6.1f} s, limit {one.limit(factor):5.0f} s" for one in parts),
     ]
     return "\n".join([*lines, f"{'in all':<{width}}  {whole:6.1f} s, {whole / 60:.1f} min"])
+
+
+# -- kit bench limits ---------------------------------------------------------------------------------------------------
+
+
+def limit_parts(_: str, *, parts: Sequence[Part] | None = None) -> dict[str, Any]:
+    """All parts of a reference, or some like them. This box's factor is measured first."""
+    factor = cache(lambda: scale(preflight.measure(doctor.examine(), "cpu"), "cpu")[0])
+    return {part.name: partial(against_prediction, part=part, factor=factor) for part in parts or on_cpu()}
+
+
+def against_prediction(session: Session, part: Part, factor: Callable[[], float]) -> Iterator[Row]:
+    """The larger of measured over predicted and its inverse, so that 1 is exact. On the CPU: the seconds for a GPU are assumed
+    until one has run a reference."""
+    predicted = factor() * part.seconds
+    ended = perform(session.logs / "reference", part, part.limit(factor()), predicted)
+    if ended["timed_out"] or not is_settled(ended):
+        yield unmeasured(part.name, f"{ended['state']}: {ended['complaint']}")
+        return
+    over = ended["seconds"] / predicted
+    note = f"took {ended['seconds']:.1f} s, predicted {predicted:.1f} s"
+    ids = {"part": part.name, "seconds": ended["seconds"], "predicted": round(predicted, 1)}
+    what = f"{part.name}: measured against predicted"
+    yield row(what, [max(over, 1 / over)], unit="x", limit=WITHIN, note=note, ids=ids)
+
+
+FEW = (
+    *(part for part in on_cpu() if part.name in {"lab-smoke", "lab-sync"}),
+    lab("split", 13, steps=2, chunks=[1, 5], level="tokens"),
+    bench("release", 7, "groups.own", quick=True),
+    bench("split", 10, "steps.megatron", quick=True),
+)
+LIMITS = Bench(limit_parts, {"parts": FEW})

@@ -1,7 +1,7 @@
 """What every bench is made of: rows from samples, parts that run one after another, and a file that has each row at once.
 
-A bench is a module of this package with `Sizes`, `QUICK` and `parts(sizes, device)`, which returns its parts by name. A part measures
-something with a session and yields rows. A bench measures and does not judge: it ends with 0, also if a limit is not met.
+A bench has a function of the device and of sizes that gives its parts by name. A part measures something with a session and yields
+rows. A bench measures and does not judge: it ends with 0, also if a limit is not met.
 
 An interrupt or a time limit ends the bench and loses no row. A part that breaks gives a row with the reason, and the next part runs.
 The file has one JSON object per line: `bench`, `provenance`, `seats`, `row` (with its `part`), `part` (with its `seconds`), `ended`.
@@ -13,18 +13,17 @@ import contextlib
 import gc
 import io
 import json
-import secrets
+import pkgutil
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kit.bench import BENCHES
 from kit.errors import BadInput, KitError
 from kit.machine import has_gpu_driver
 from kit.nccl import SHARED_GPU
@@ -76,8 +75,13 @@ def row(what: str, samples: Sequence[float], **about: Any) -> Row:
     if not samples:
         return Row(what=what, **about)
     values = [float(one) for one in samples]  # numpy's numbers are not JSON's
-    middle = statistics.median(values)
-    return Row(what=what, median=middle, low=min(values), high=max(values), n=len(values), **about)
+    spread: dict[str, Any] = {
+        "median": statistics.median(values),
+        "low": min(values),
+        "high": max(values),
+        "n": len(values),
+    }
+    return Row(what=what, **spread, **about)
 
 
 def unmeasured(what: str, why: KitError | str, **about: Any) -> Row:
@@ -89,22 +93,9 @@ def first_line(text: object) -> str:
     return str(text).partition("\n")[0]
 
 
-def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Ratios turn by turn, so that a disturbance of the machine affects both sides."""
-    return [a / b for a, b in zip(above, below, strict=True)]
-
-
 def over(what: str, above: Sequence[float], below: Sequence[float], **about: Any) -> Row:
-    return row(what, ratios(above, below), unit="x", **about)
-
-
-def ratio(what: str, value: float, limit: float | None, note: str, **about: Any) -> Row:
-    return row(what, [value], unit="ratio", limit=limit, note=note, **about)
-
-
-def none_of(what: str, found: float | None, note: str) -> Row:
-    """A count that must be 0; without it the note says why."""
-    return row(what, [] if found is None else [found], unit="1", limit=0.0, note=note)
+    """Ratios turn by turn, so that a disturbance of the machine affects both sides."""
+    return row(what, [a / b for a, b in zip(above, below, strict=True)], unit="x", **about)
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -158,7 +149,6 @@ def seated(seat: Mapping[str, Any]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Numbers to the right, words to the left; notes stand under the table."""
     notes = [f"{one.who}, {one.what}: {one.note}" for one in rows if one.note]
     shown = columns([HEADS, *map(_cells, rows)], right=[HEADS.index(head) for head in NUMBERS])
     return "\n".join([shown, "", *notes] if notes else [shown])
@@ -180,8 +170,15 @@ def number(value: float | None) -> str:
 # -- how a bench runs --------------------------------------------------------------------------------------------------
 
 INTERRUPTED = 130
-Seat = dict[str, Any]
 Part = Callable[["Session"], Iterable[Row]]
+
+
+class Bench(NamedTuple):
+    """`parts(device, **sizes)` gives the parts by name; sizes that are not given are the full ones, `quick` has smaller ones."""
+
+    parts: Callable[..., Mapping[str, Part]]
+    quick: Mapping[str, Any]
+    table: Callable[[Sequence[Row]], str] = table
 
 
 class Session:
@@ -245,10 +242,9 @@ class Session:
         return made
 
 
-def seat_of(provenance: Mapping[str, Any]) -> Seat:
+def seat_of(provenance: Mapping[str, Any]) -> dict[str, Any]:
     """Where the ranks of a lab's run sat, from its provenance."""
-    about = provenance["world"]
-    return {"ranks": about["ranks"], "devices": about["devices"], "why": about["why"]}
+    return {name: provenance["world"][name] for name in ("ranks", "devices", "why")}
 
 
 @dataclass(slots=True)
@@ -259,9 +255,8 @@ class Book:
     path: Path | None = None
     rows: dict[tuple[str, str], Row] = field(default_factory=dict)
     provenance: dict[str, Any] | None = None
-    seats: list[Seat] = field(default_factory=list)
-    parts: dict[str, float] = field(default_factory=dict)
-    shared: bool = False  # whether ranks of the part that runs share a GPU, which slows whatever they say to each other
+    seats: list[dict[str, Any]] = field(default_factory=list)
+    shared: bool = False  # whether ranks of the part that runs share a GPU, which slows their collectives
 
     def begin(self) -> None:
         if self.path is not None:
@@ -270,33 +265,26 @@ class Book:
                 self.path.write_text("")
             except OSError as error:
                 raise BadInput(f"cannot write rows to {self.path}: {error.strerror}") from error
-        self._write(bench=self.bench)
+        self.write(bench=self.bench)
 
     def keep(self, part: str, row: Row) -> None:
         if self.shared:
             row = replace(row, note="; ".join(filter(None, [row.note, SHARED_GPU])))
         self.rows[row.what, row.who] = row
-        self._write(part=part, row=row.to_json())
+        self.write(part=part, row=row.to_json())
 
     def describe(self, provenance: dict[str, Any]) -> None:
         self.provenance = provenance
-        self._write(provenance=provenance)
+        self.write(provenance=provenance)
 
-    def seat(self, seat: Seat) -> None:
+    def seat(self, seat: dict[str, Any]) -> None:
         gpus = [device for device in seat["devices"] if device.startswith("cuda")]
         self.shared = self.shared or len(set(gpus)) < len(gpus)
         if seat not in self.seats:
             self.seats.append(seat)
-            self._write(seats=self.seats)
+            self.write(seats=self.seats)
 
-    def took(self, part: str, seconds: float) -> None:
-        self.parts[part] = round(seconds, 3)
-        self._write(part=part, seconds=self.parts[part])
-
-    def end(self, how: str) -> None:
-        self._write(ended=how)
-
-    def _write(self, **line: Any) -> None:
+    def write(self, **line: Any) -> None:
         if self.path is not None:
             with self.path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -321,26 +309,25 @@ def read_rows(path: Path) -> dict[str, Any]:
 
 def conduct(
     name: str,
-    sizes: Any = None,
     *,
     quick: bool = False,
     only: Sequence[str] = (),
     device: str = "auto",
     out: Path | None = None,
-    module: Any = None,
+    bench: Bench | None = None,
+    **sizes: Any,
 ) -> int:
     """Run a bench's parts, or some of them, and print their rows. Ends with 0, or 130 where it was interrupted."""
-    module = module or import_module(f"kit.bench.{name}")
-    sizes = sizes or (module.QUICK if quick else module.Sizes())
-    book = Book(name, out)
-    how = "broke"
+    bench = bench or pkgutil.resolve_name(BENCHES[name])
+    book, how, finished = Book(name, out), "broke", 0
     with tempfile.TemporaryDirectory(prefix="kit-bench-") as scratch:
         session = Session(device_for(device), Path(scratch), book)
-        parts = chosen(name, module.parts(sizes, session.device), only)
+        parts = chosen(name, bench.parts(session.device, **(bench.quick if quick else {}), **sizes), only)
         book.begin()
         try:
             for part, work in parts.items():
                 perform(session, part, work)
+                finished += 1
             if book.provenance is None:
                 session.world(1, device="cpu").close()
             how = "finished"
@@ -348,10 +335,10 @@ def conduct(
             how = "interrupted"
         finally:
             session.drop_shared()
-            book.end(how)
-    print(page(book, getattr(module, "table", table)))
+            book.write(ended=how)
+    print(page(book, bench.table))
     if how == "interrupted":
-        print(f"interrupted: {len(book.parts)} of {len(parts)} parts were finished", file=sys.stderr)
+        print(f"interrupted: {finished} of {len(parts)} parts were finished", file=sys.stderr)
         return INTERRUPTED
     return 0
 
@@ -375,7 +362,7 @@ def perform(session: Session, part: str, work: Part) -> None:
     except KitError as error:
         session.drop_shared()
         session.book.keep(part, unmeasured(part, error))
-    session.book.took(part, time.monotonic() - began)
+    session.book.write(part=part, seconds=round(time.monotonic() - began, 3))
 
 
 def chosen(name: str, parts: Mapping[str, Part], only: Sequence[str]) -> dict[str, Part]:
@@ -390,9 +377,3 @@ def chosen(name: str, parts: Mapping[str, Part], only: Sequence[str]) -> dict[st
 def device_for(asked: str) -> str:
     """`auto` is the GPU wherever there is a driver, whether or not torch can use it: the error then names the reason."""
     return asked if asked != "auto" else "cuda" if has_gpu_driver() else "cpu"
-
-
-def new_file(name: str, folder: Path) -> Path:
-    """A file for the rows of a bench that was given none."""
-    stamp = f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-    return folder / "benches" / f"{name}-{stamp}.jsonl"

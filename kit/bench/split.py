@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from kit.bench.session import Part, Row, Session, over, progress, row
+from kit.bench.session import Bench, Part, Row, Session, over, progress, row
 from kit.labs.split.config import SplitConfig, model_config
 from kit.world import World
 
 Config = dict[str, Any]
 Seconds = dict[str, list[float]]
-ONRANKS = "kit.bench.onranks.split"
+ONRANKS = "kit.bench.onranks.jobs"
 RANKS = 2
 WHOLE, IN_FIVE, MEMORY, METRICS = 1.02, 1.05, 1.01, 1.15
 LONG_ENOUGH = 0.3  # seconds; ratios of shorter steps are too noisy
@@ -41,37 +41,31 @@ class Job:
         return f"{self.size}, {self.layers} layers, {rows}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
-    """How much of each. Rounds are even, so that turns are evenly dealt. `gpu` is the job on a GPU, which a small one would not fill."""
-
-    job: Job = field(default_factory=Job)
-    pipeline: Job = field(default_factory=lambda: Job(layers=2, microbatches=10))
-    gpu: Job = field(default_factory=lambda: Job(layers=12, length=512))
-    rounds: int = 10
-    trials: int = 1  # fresh processes for each way of stepping, to see its peak
-    peak_steps: int = 3
-    loss: tuple[int, int] = (8, 4096)
-    loss_rounds: int = 22
-
-    def on(self, device: str) -> tuple[Job, Job]:
-        """The job, and the one of a pipeline."""
-        return (self.job, self.pipeline) if device == "cpu" else (self.gpu, replace(self.gpu, microbatches=10))
-
-
 SHORT = Job(size="tiny", layers=4, length=256, micro_batch=2)  # about a third of a second on two cores
-QUICK = Sizes(job=SHORT, pipeline=SHORT, rounds=4, peak_steps=1, loss=(4, 2048), loss_rounds=4)
+ON_GPU = Job(layers=12, length=512)  # a small one would not fill a GPU
 
 
-def parts(sizes: Sizes, device: str) -> dict[str, Part]:
-    job, pipeline = sizes.on(device)
-    rounds, peaks = sizes.rounds, partial(memory, job=job, trials=sizes.trials, times=sizes.peak_steps)
+def parts(
+    device: str,
+    *,
+    job: Job = Job(),
+    pipeline: Job = Job(layers=2, microbatches=10),
+    rounds: int = 10,
+    trials: int = 1,
+    peak_steps: int = 3,
+    loss: tuple[int, int] = (8, 4096),
+    loss_rounds: int = 22,
+) -> dict[str, Part]:
+    """Rounds are even, so that turns are evenly dealt. `trials` are fresh processes for each way of stepping, to see its peak."""
+    if device != "cpu":
+        job, pipeline = ON_GPU, replace(ON_GPU, microbatches=10)
+    peaks = partial(memory, job=job, trials=trials, times=peak_steps)
     return {
         "steps.megatron": partial(times, job=job, backend="megatron", rounds=rounds),
         "steps.pipeline": partial(bubbles, job=pipeline, rounds=rounds),
         "steps.fsdp2": partial(times, job=job, backend="fsdp2", rounds=rounds),
         "steps.experts": partial(experts, job=job, rounds=rounds),
-        "losses": partial(losses, shape=sizes.loss, rounds=sizes.loss_rounds),
+        "losses": partial(losses, shape=loss, rounds=loss_rounds),
         "memory.megatron": partial(peaks, backend="megatron"),
         "memory.fsdp2": partial(peaks, backend="fsdp2"),
     }
@@ -87,6 +81,7 @@ def called(chunks: int) -> str:
 
 
 def slowest(answers: Sequence[dict[str, Any]]) -> Seconds:
+    """Seconds of each way, where a step takes what its slowest rank takes."""
     ways = answers[0]["seconds"]
     return {way: [max(each) for each in zip(*(one["seconds"][way] for one in answers), strict=True)] for way in ways}
 
@@ -94,7 +89,7 @@ def slowest(answers: Sequence[dict[str, Any]]) -> Seconds:
 def asked(
     session: Session, what: str, function: str, job: Job, layout: Config, **arguments: Any
 ) -> tuple[Seconds, dict[str, Any]]:
-    """Seconds of each way, where a step takes what its slowest rank takes; and all that the first rank answered."""
+    """Seconds of each way by the slowest rank, and all that the first rank answered."""
     progress(what)
     settings = {**asdict(job), "ranks": RANKS, **layout}
     answers = ranks(session).call(f"{ONRANKS}:{function}", job=settings, **arguments)
@@ -185,9 +180,10 @@ def memory(session: Session, *, job: Job, backend: str, trials: int, times: int)
 
 
 def peaks(what: str, seen: dict[str, list[float]]) -> list[Row]:
-    mib = [value / MIB for value in seen["plain"]]
     return [
-        row(what, mib, who="plain", unit="MiB", note="of the process that has most"),
+        row(
+            what, [value / MIB for value in seen["plain"]], who="plain", unit="MiB", note="of the process that has most"
+        ),
         over(f"{what}, plain over plain, the empty control", seen["plain again"], seen["plain"]),
         *(over(f"{what}, {called(n)} over plain", seen[str(n)], seen["plain"], limit=MEMORY) for n in (1, 5)),
     ]
@@ -197,9 +193,9 @@ def losses(session: Session, *, shape: tuple[int, int], rounds: int) -> list[Row
     """Every recipe, with its metrics over bare; on the host on one thread."""
     what = f"loss at {list(shape)}, forward and backward"
     progress(what)
-    alone = {"OMP_NUM_THREADS": "1"}
-    with session.world(1, env=alone, preload=("megatron.core",), timeout_s=SLOW) as world:
-        (seen,) = world.call(f"{ONRANKS}:losses", rows=shape[0], length=shape[1], rounds=rounds)
+    env, (rows, length) = {"OMP_NUM_THREADS": "1"}, shape
+    with session.world(1, env=env, preload=("megatron.core",), timeout_s=SLOW) as world:
+        (seen,) = world.call(f"{ONRANKS}:losses", rows=rows, length=length, rounds=rounds)
     made = []
     for recipe, seconds in seen.items():
         bare = row("", [1e3 * value for value in seconds["bare"]])
@@ -207,3 +203,7 @@ def losses(session: Session, *, shape: tuple[int, int], rounds: int) -> list[Row
         words = f"{what}, {recipe}: with metrics over bare"
         made.append(over(words, seconds["metrics"], seconds["bare"], limit=METRICS, note=note))
     return made
+
+
+QUICK: Config = {"job": SHORT, "pipeline": SHORT, "rounds": 4, "peak_steps": 1, "loss": (4, 2048), "loss_rounds": 4}
+SPLIT = Bench(parts, QUICK)

@@ -10,14 +10,14 @@ import os
 import secrets
 import shutil
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kit.bench.session import KIT, Part, Row, Session, over, progress, row, unmeasured
+from kit.bench.session import KIT, Bench, Part, Row, Session, over, progress, row, unmeasured
 from kit.errors import BadInput
 from kit.machine import free_memory
 from kit.megatron.config import ModelConfig, model_bytes
@@ -80,60 +80,44 @@ SHAPES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
-    """How much of each. `aim` is the share of memcpy's speed that shared memory is to reach."""
-
-    shapes: tuple[Shape, ...] = field(default_factory=lambda: SHAPES)
-    rounds: int = 7
-    slow_rounds: int = 2  # of what goes through files
-    buckets_mib: tuple[float, ...] = (1, 4, 8, 16, 64)
-    hash_mib: int = 256
-    verify: tuple[str, ...] = ("xxh3", "sha256")
-    growth_mb: tuple[int, ...] = (10, 100, 1000, 2000)
-    receivers: tuple[int, ...] = (1, 2, 4)
-    receivers_mb: int = 100
-    on_gpus: str = "qwen2.5-0.5b"
-
-
-QUICK = Sizes(
-    shapes=SHAPES[1:],
-    rounds=2,
-    slow_rounds=1,
-    buckets_mib=(4, 16, 64),
-    hash_mib=64,
-    verify=("xxh3",),
-    growth_mb=(10, 100),
-    receivers=(1, 2),
-)
-
-
-def parts(sizes: Sizes, device: str) -> dict[str, Part]:
+def parts(
+    device: str,
+    *,
+    shapes: Sequence[Shape] = SHAPES,
+    rounds: int = 7,
+    slow_rounds: int = 2,
+    buckets_mib: Sequence[float] = (1, 4, 8, 16, 64),
+    hash_mib: int = 256,
+    verify: Sequence[str] = ("xxh3", "sha256"),
+    growth_mb: Sequence[int] = (10, 100, 1000, 2000),
+    receivers: Sequence[int] = (1, 2, 4),
+    receivers_mb: int = 100,
+) -> dict[str, Part]:
     """All but the parts on GPUs share one World on the CPU: a sender, the receivers, and one rank that takes no part. With a GPU its
-    parts come first, since time there is the scarcest."""
-    few, receivers = sizes.rounds, max(2, *sizes.receivers)
+    parts come first, since time there is the scarcest. `slow_rounds` are those of what goes through files."""
 
-    def on(work: Callable[..., Iterable[Row]], *args: Any, rounds: int = few, **keywords: Any) -> Part:
+    def on(work: Any, *args: Any, rounds: int = rounds) -> Part:
         def part(session: Session) -> Iterable[Row]:
-            world = session.shared(receivers + 2, device="cpu", env=ENVIRONMENT, timeout_s=SLOW)
-            return work(world, *args, rounds=rounds, **keywords)
+            world = session.shared(max(2, *receivers) + 2, device="cpu", env=ENVIRONMENT, timeout_s=SLOW)
+            rows: Iterable[Row] = work(world, *args, rounds=rounds)
+            return rows
 
         return part
 
     by_gpu: dict[str, Part] = {
-        f"gpus.{name}": partial(on_gpus, name=name, model=sizes.on_gpus, cycles=few) for name in RANKS
+        f"gpus.{name}": partial(on_gpus, name=name, model="qwen2.5-0.5b", cycles=rounds) for name in RANKS
     }
     made: dict[str, Part] = {}
-    for shape in sizes.shapes:
+    for shape in shapes:
         made |= {
-            f"{shape.key}.transports": on(transports, shape, buckets_mib=sizes.buckets_mib),
+            f"{shape.key}.transports": on(transports, shape, buckets_mib),
             f"{shape.key}.receivers": on(two_receivers, shape),
-            f"{shape.key}.verified": on(verified, shape, sizes.verify),
-            f"{shape.key}.files": on(through_files, shape, rounds=sizes.slow_rounds),
+            f"{shape.key}.verified": on(verified, shape, verify),
+            f"{shape.key}.files": on(through_files, shape, rounds=slow_rounds),
         }
-    made["digests"] = on(digests, sizes.hash_mib)
-    made["growth.bytes"] = on(growth, sizes.growth_mb, [1])
-    made["growth.receivers"] = on(growth, [sizes.receivers_mb], sizes.receivers)
+    made["digests"] = on(digests, hash_mib)
+    made["growth.bytes"] = on(growth, growth_mb, [1])
+    made["growth.receivers"] = on(growth, [receivers_mb], receivers)
     return by_gpu | made if device == "cuda" else made | by_gpu
 
 
@@ -147,19 +131,14 @@ def rates(world: World, shape: Shape, ways: Sequence[str], *, receivers: int, ro
     return answer
 
 
-def quickest(seconds: Seconds, names: Sequence[str]) -> str:
-    return min(names, key=lambda name: statistics.median(seconds[name]))
-
-
 def times(what: str, answer: dict[str, Any], names: Sequence[str], **ids: float) -> list[Row]:
     """Seconds of each, with its rate."""
-    made = []
-    for name in names:
-        taken = answer["seconds"][name]
-        rate = answer["bytes"] / statistics.median(taken) / GB
-        about: dict[str, Any] = {"note": f"{rate:.2f} GB/s", "ids": {**ids, "way": called(name)}}
-        made.append(row(f"{what}: {called(name)}", taken, who=who(name), **about))
-    return made
+
+    def one(name: str, taken: Sequence[float]) -> Row:
+        note, way = f"{answer['bytes'] / statistics.median(taken) / GB:.2f} GB/s", called(name)
+        return row(f"{what}: {way}", taken, who=who(name), note=note, ids={**ids, "way": way})
+
+    return [one(name, answer["seconds"][name]) for name in names]
 
 
 def called(name: str) -> str:
@@ -179,26 +158,25 @@ def who(name: str) -> str:
 # -- the parts -----------------------------------------------------------------------------------------------------------
 
 
-def transports(world: World, shape: Shape, *, rounds: int, buckets_mib: Sequence[float]) -> list[Row]:
+def transports(world: World, shape: Shape, buckets_mib: Sequence[float], *, rounds: int) -> list[Row]:
     """Every transport to one receiver; shared memory against one copy and against groups, and the automatic size against fixed ones."""
     fixed = [f"broadcast@{mib:g}" for mib in buckets_mib]
     ways = ["memcpy", "copies", *OVER_MEMCPY, "serialize", *GROUPS, *fixed]
     answer = rates(world, shape, ways, receivers=1, rounds=rounds)
     seconds, what = answer["seconds"], f"{shape.name}, 1 receiver"
-    group = quickest(seconds, [*GROUPS, *fixed])
-    other = quickest(seconds, ["per-tensor", *fixed])
-    best, pair = f"that is {called(group)}", (seconds["broadcast"], seconds[other])
-    automatic = f"that is {called(other)}; automatic buckets are of {answer['automatic'] / MIB:.3g} MiB"
+    group, other = (
+        min(names, key=lambda name: statistics.median(seconds[name]))
+        for names in ([*GROUPS, *fixed], ["per-tensor", *fixed])
+    )
+    best = f"{what}: shm over the best by a group, time"
+    automatic = f"{what}: broadcast over the best of per-tensor and fixed sizes, time"
+    note = f"that is {called(other)}; automatic buckets are of {answer['automatic'] / MIB:.3g} MiB"
     return [
         *times(what, answer, ways),
         over_memcpy(what, seconds, "copies"),
         *(over_memcpy(what, seconds, name, shape.at_most if name == "shm" else None) for name in OVER_MEMCPY),
-        over(
-            f"{what}: shm over the best by a group, time", seconds["shm"], seconds[group], limit=OVER_GROUPS, note=best
-        ),
-        over(
-            f"{what}: broadcast over the best of per-tensor and fixed sizes, time", *pair, limit=SLACK, note=automatic
-        ),
+        over(best, seconds["shm"], seconds[group], limit=OVER_GROUPS, note=f"that is {called(group)}"),
+        over(automatic, seconds["broadcast"], seconds[other], limit=SLACK, note=note),
     ]
 
 
@@ -233,21 +211,16 @@ def verified(world: World, shape: Shape, algorithms: Sequence[str], *, rounds: i
 
 def through_files(world: World, shape: Shape, *, rounds: int) -> list[Row]:
     """Against what others do: files in memory."""
-    peers = {name: missing(package) for name, package in PEERS.items()}
-    ways = ["shm", *(name for name, why in peers.items() if not why)]
-    answer = rates(world, shape, ways, receivers=1, rounds=rounds)
-    what = f"{shape.name}, 1 receiver, files"
-    where = place_for(shape.size())
+    there = [name for name, package in PEERS.items() if find_spec(package)]
+    answer = rates(world, shape, ["shm", *there], receivers=1, rounds=rounds)
+    what, seconds, where = f"{shape.name}, 1 receiver, files", answer["seconds"], place_for(shape.size())
     place = f"in {where}" if where else "in the folder for temporary files: too little room in memory"
-    made = []
-    for name in ways[1:]:
-        seconds = answer["seconds"]
-        made += times(what, answer, [name])
-        made.append(
-            over(f"{what}: {called(name)} over shm, time", seconds[name], seconds["shm"], who=who(name), note=place)
-        )
-    left = {name: why for name, why in peers.items() if why}
-    return [*made, *(Row(what=f"{what}: {called(name)}", who=who(name), note=why) for name, why in left.items())]
+    made = times(what, answer, there)
+    for name in there:
+        words = f"{what}: {called(name)} over shm, time"
+        made.append(over(words, seconds[name], seconds["shm"], who=who(name), note=place))
+    absent = [name for name in PEERS if name not in there]
+    return [*made, *(Row(what=f"{what}: {called(name)}", who=who(name), note=NOT_HERE) for name in absent)]
 
 
 def digests(world: World, size_mib: int, *, rounds: int) -> Iterator[Row]:
@@ -271,11 +244,6 @@ def growth(world: World, megabytes: Sequence[int], receivers: Sequence[int], *, 
             ways = ["memcpy", "shm", "broadcast"]
             answer = rates(world, shape, ways, receivers=count, rounds=rounds)
             yield from times(what, answer, ways, megabytes=size, receivers=count)
-
-
-def missing(package: str) -> str:
-    """Why a peer cannot be measured; empty where it can."""
-    return "" if find_spec(package) else "not installed"
 
 
 def place_for(size: int) -> Path | None:
@@ -320,24 +288,25 @@ def beside_copies(run: Run, name: str, plain: Seconds, *, same: bool) -> list[Ro
     frame = run.frame()
     sent = frame[(frame["phase"] == "refresh") & (frame["rank"] == 0)]
     size = float(sent[sent["metric"] == "bytes"]["value"].max())
-    seconds = []
-    for cycle in sorted(sent["cycle"].unique())[1:]:
-        at = events(frame, "refresh", int(cycle)).query("rank == 0").set_index("event")["seconds"]
-        seconds.append(float(at["apply"] - at["ready"]))
-    limits = ceiling_of(name, plain, same=same)
-    least = {what: statistics.median(plain[what]) * size / BLOCK for what in limits}
+    at = [
+        events(frame, "refresh", int(cycle)).query("rank == 0").set_index("event")["seconds"]
+        for cycle in sorted(sent["cycle"].unique())[1:]
+    ]
+    seconds = [float(one["apply"] - one["ready"]) for one in at]
+    least = {what: statistics.median(plain[what]) * size / BLOCK for what in ceiling_of(name, plain, same=same)}
     slowest = max(least, key=least.__getitem__)
-    rate = size / statistics.median(seconds) / GB
-    share = least[slowest] / statistics.median(seconds)
+    taken, device = statistics.median(seconds), "same" if same else "another"
     where = f"{run.config['size']}, 1 receiver on {'the same' if same else 'another'} device"
-    note = f"{rate:.2f} GB/s, {share:.2f} of {slowest} at {size / least[slowest] / GB:.2f} GB/s"
-    ids: dict[str, str | int | float] = {"transport": name, "bytes": size, "device": "same" if same else "another"}
-    made = [row(f"{where}: {name}, from all ready to applied", seconds, ceiling=least[slowest], note=note, ids=ids)]
-    for what, taken in plain.items():
-        note = f"{BLOCK / statistics.median(taken) / GB:.2f} GB/s"
-        about: dict[str, Any] = {"note": note, "ids": {"transport": name, "bytes": BLOCK, "copy": what}}
-        made.append(row(f"{name}: {BLOCK >> 20} MiB, {what}", taken, who="plain copy", **about))
-    return made
+    share = f"{least[slowest] / taken:.2f} of {slowest} at {size / least[slowest] / GB:.2f} GB/s"
+    about: dict[str, Any] = {"ceiling": least[slowest], "note": f"{size / taken / GB:.2f} GB/s, {share}"}
+    about["ids"] = {"transport": name, "bytes": size, "device": device}
+
+    def copies(what: str) -> Row:
+        note, ids = f"{BLOCK / statistics.median(plain[what]) / GB:.2f} GB/s", {"transport": name, "bytes": BLOCK}
+        words = f"{name}: {BLOCK >> 20} MiB, {what}"
+        return row(words, plain[what], who="plain copy", note=note, ids={**ids, "copy": what})
+
+    return [row(f"{where}: {name}, from all ready to applied", seconds, **about), *map(copies, plain)]
 
 
 def ceiling_of(name: str, plain: Seconds, *, same: bool) -> list[str]:
@@ -348,3 +317,13 @@ def ceiling_of(name: str, plain: Seconds, *, same: bool) -> list[str]:
     if name == "shm" or not (same or peers):
         return [OUT, BACK]
     return [WITHIN] if same else peers
+
+
+QUICK: dict[str, Any] = {
+    "shapes": SHAPES[1:],
+    "rounds": 2,
+    "slow_rounds": 1,
+    "buckets_mib": (4, 16, 64),
+    "hash_mib": 64,
+}
+SYNC = Bench(parts, {**QUICK, "verify": ("xxh3",), "growth_mb": (10, 100), "receivers": (1, 2)})

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
-from kit.bench.session import Part, Row, Session, progress, row, samples, seconds_of
+import kit
+from kit.bench.session import Bench, Part, Row, Session, progress, row, samples, seconds_of
+from kit.draw.general import records_table
+from kit.labs.definition import Step
 from kit.labs.discover import find
 from kit.labs.offload import OffloadConfig
 from kit.measure import provenance
+from kit.public import load
 from kit.results import Record, create_run
+from kit.view.model import PanelModel
+from kit.view.tabs import Grid, PlotsTab, VerdictTab
 
-if TYPE_CHECKING:
-    from kit.labs.definition import Step
-    from kit.view.panel.model import PanelModel
-
-MS = 1e3
 MIB = 2**20
 RANKS = 4
 # Phases after which the job has released its memory.
@@ -34,24 +35,13 @@ PLOTS = {"drift": "drift_mib", "census": "fds_more", "verdict": "drift_mib", "ov
 MADE_UP = "made-up records in the shape of the offload lab's"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
+def parts(
+    _: str, *, records: int = 10_000, many: int = 100_000, moves: int = 30, opens: int = 5, panels: int = 7
+) -> dict[str, Part]:
     """How large the runs are, and how many samples of each."""
-
-    records: int = 10_000
-    many: int = 100_000
-    moves: int = 30
-    opens: int = 5
-    panels: int = 7
-
-
-QUICK = Sizes(many=20_000, moves=5, opens=2, panels=2)
-
-
-def parts(sizes: Sizes, _: str) -> dict[str, Part]:
     made: dict[int, Path] = {}
 
-    def among_runs(part: Callable[[Path, Sizes], list[Row]], records: int) -> Part:
+    def among_runs(part: Callable[[Path, int], list[Row]], size: int, n: int) -> Part:
         """A part that gets a run with this number of records, which is also the last run."""
 
         def work(session: Session) -> list[Row]:
@@ -59,19 +49,19 @@ def parts(sizes: Sizes, _: str) -> dict[str, Part]:
             folder.mkdir(exist_ok=True)
             if session.book.provenance is None:
                 session.book.describe(provenance())
-            if records not in made:
-                progress(f"{records} records")
-                made[records] = made_up(folder, records)
+            if size not in made:
+                progress(f"{size} records")
+                made[size] = made_up(folder, size)
             with patch.dict(os.environ, {"KIT_RUNS": str(folder)}):  # a panel looks there for the last run by itself
-                return part(made[records], sizes)
+                return part(made[size], n)
 
         return work
 
     return {
-        "opening": among_runs(opening, sizes.many),
-        "panels": among_runs(panels, sizes.records),
-        "moving": among_runs(moving, sizes.records),
-        "filtering": among_runs(sifting, sizes.many),
+        "opening": among_runs(opening, many, opens),
+        "panels": among_runs(panels_made, records, panels),
+        "moving": among_runs(moving, records, moves),
+        "filtering": among_runs(filtering, many, moves),
     }
 
 
@@ -82,7 +72,7 @@ def made_up(folder: Path, records: int) -> Path:
     """A run with at least this number of records: a job on four ranks, released and reloaded as often as that takes."""
     lab = find("offload")
     cycles = 1
-    while sum(len(told(step, 0)) for step in lab.plan(OffloadConfig(ranks=RANKS, cycles=cycles))) * RANKS < records:
+    while sum(len(rows_of(step, 0)) for step in lab.plan(OffloadConfig(ranks=RANKS, cycles=cycles))) * RANKS < records:
         cycles += 1
     config = OffloadConfig(ranks=RANKS, cycles=cycles)
     writer = create_run(folder, lab.name, asdict(config), provenance())
@@ -92,13 +82,13 @@ def made_up(folder: Path, records: int) -> Path:
         for rank in range(RANKS):
             about: dict[str, Any] = {"run": writer.id, "lab": lab.name, "cycle": step.cycle, "phase": step.phase}
             about |= {"rank": rank, "time": clock}
-            found = told(step, rank)
+            found = rows_of(step, rank)
             writer.append([Record(**about, metric=metric, value=value, unit=unit) for metric, value, unit in found])
     writer.finish()
     return writer.dir
 
 
-def told(step: Step, rank: int) -> list[tuple[str, float, str]]:
+def rows_of(step: Step, rank: int) -> list[tuple[str, float, str]]:
     """What a rank says after a phase."""
     held = 0 if step.phase in HELD else 348
     sizes = {"rss": 320 + held, "anon_rss": 280 + held + 0.01 * step.cycle + rank, "shared_rss": 40, "pss": 300 + held}
@@ -121,46 +111,36 @@ def told(step: Step, rank: int) -> list[tuple[str, float, str]]:
 # -- what is measured ------------------------------------------------------------------------------------------------------
 
 
-def opening(folder: Path, sizes: Sizes) -> list[Row]:
+def opening(folder: Path, n: int) -> list[Row]:
     """From the folder to the table, and to the verdict: nothing is known of the run before."""
-    from kit.public import load
-
     count = len(load(folder).frame())
     made = []
     for name, work in (("table", lambda: load(folder).frame()), ("verdict", lambda: load(folder).verdict())):
-        taken = samples(f"opening {count} records", sizes.opens, partial(seconds_of, work))
+        taken = samples(f"opening {count} records", n, partial(seconds_of, work))
         made.append(row(f"a run of {count} records, opened to its {name}", taken, limit=2.0, note=MADE_UP))
     return made
 
 
-def panels(run: Path, sizes: Sizes) -> list[Row]:
+def panels_made(run: Path, n: int) -> list[Row]:
     """All of a panel's widgets, with the last run, which it finds by itself, judged and drawn."""
-    import kit
-
     os.utime(run / "run.json")  # it is the last one now
     what = "a panel made, with its last run judged and a first plot drawn"
-    first, *later = samples(what, sizes.panels + 1, lambda: seconds_of(lambda: kit.panel("offload").close()))
-    note = f"{MADE_UP}; the first one, which loads what it needs, took {first:.2g} s"
-    return [row(what, later, note=note)]
+    first, *later = samples(what, n + 1, lambda: seconds_of(lambda: kit.panel("offload").close()))
+    return [row(what, later, note=f"{MADE_UP}; the first one took {first:.2g} s")]
 
 
-def moving(folder: Path, sizes: Sizes) -> list[Row]:
+def moving(folder: Path, n: int) -> list[Row]:
     """A limit that moves by another step each time, up to all that is sent to the browser; the first move is not counted."""
-    from kit.public import load
-    from kit.view.panel.model import PanelModel
-    from kit.view.panel.strip import VerdictTab
-    from kit.view.panel.tabs import PlotsTab
-
     count = len(load(folder).frame())
 
     def moved(what: str, limit: str, at_most: float, tab_of: Callable[[PanelModel], object]) -> Row:
         model = PanelModel(find("offload"))
         model.show(load(folder))
         _shown = tab_of(model)
-        values = iter(range(1000, 1001 + sizes.moves))
+        values = iter(range(1000, 1001 + n))
         what = f"a limit moved, to {what}, {count} records"
         move = partial(model.move, limit)
-        _, *taken = samples(what, sizes.moves + 1, lambda: MS * seconds_of(lambda: move(float(next(values)))))
+        _, *taken = samples(what, n + 1, lambda: 1e3 * seconds_of(lambda: move(float(next(values)))))
         return row(what, taken, unit="ms", limit=at_most, note=MADE_UP)
 
     def plot(model: PanelModel, name: str) -> PlotsTab:
@@ -169,21 +149,17 @@ def moving(folder: Path, sizes: Sizes) -> list[Row]:
         tab.choice.value = name
         return tab
 
-    made = [moved("the verdict shown anew", "drift_mib", 100.0, VerdictTab)]
-    for name, limit in PLOTS.items():
-        made.append(moved(f"the plot {name!r} drawn anew", limit, 300.0, partial(plot, name=name)))
-    return made
+    plots = (moved(f"the plot {name!r} drawn anew", PLOTS[name], 300.0, partial(plot, name=name)) for name in PLOTS)
+    return [moved("the verdict shown anew", "drift_mib", 100.0, VerdictTab), *plots]
 
 
-def sifting(folder: Path, sizes: Sizes) -> list[Row]:
-    from kit.draw.general import records_table
-    from kit.public import load
-    from kit.view.panel.tabs import Grid
-
-    run = load(folder)
-    grid = Grid()
+def filtering(folder: Path, n: int) -> list[Row]:
+    run, grid = load(folder), Grid()
     grid.show(records_table(run))
     what = f"a word more in the filter of a table of {len(run.frame())} rows"
-    words = iter([f'phase == "reload" and rank == {index % RANKS} and value > {index}' for index in range(sizes.moves)])
-    taken = samples(what, sizes.moves, lambda: MS * seconds_of(lambda: setattr(grid.words, "value", next(words))))
+    words = iter([f'phase == "reload" and rank == {index % RANKS} and value > {index}' for index in range(n)])
+    taken = samples(what, n, lambda: 1e3 * seconds_of(lambda: setattr(grid.words, "value", next(words))))
     return [row(what, taken, unit="ms", note=MADE_UP)]
+
+
+VIEW = Bench(parts, {"many": 20_000, "moves": 5, "opens": 2, "panels": 2})

@@ -9,18 +9,13 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from kit import machine
 from kit.errors import KitError, RankTimeout
-from kit.preflight.run import shm_names
+from kit.preflight.run import Report, shm_names
 from kit.world import World
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from kit.preflight.run import Report
 
 MIB, GIB = 2**20, 2**30
 START_S = 3600.0  # the probe's own limit ends a start that takes too long
@@ -54,9 +49,10 @@ def started(
         report.at("the end of the ranks")
 
 
-def on_ranks(world: World, target: str, **arguments: Any) -> list[Any]:
-    """Call `target` of the package `onranks`, such as ".groups:twice"."""
-    return world.call(f"kit.preflight.onranks{target}", args=arguments, timeout_s=60.0)
+def ask(report: Report, world: World, what: str, function: str, **arguments: Any) -> list[Any]:
+    """Call a function of `onranks`; `what` is named if it does not end."""
+    report.at(what)
+    return world.call(f"kit.preflight.onranks:{function}", args=arguments, timeout_s=60.0)
 
 
 def mib(size: float) -> float:
@@ -69,20 +65,17 @@ def mib(size: float) -> float:
 def seats(report: Report, device: str, settings: Settings) -> None:
     """1: two ranks with Megatron loaded before the fork find a working device."""
     with started(report, device, settings, megatron=settings["megatron"]) as world:
-        report.at("a kernel on every rank")
-        places = on_ranks(world, ":place")
-        status = world.status()
-        first = places[0]
+        places = ask(report, world, "a kernel on every rank", "place")
         names = ", ".join(f"rank {number}: {one['device']}" for number, one in enumerate(places))
         wrong = [one for one in places if not one["device"].startswith(device)]
-        report.row("seats", passed=not wrong, why=f"{names} ({status[0]['why']})")
+        report.row("seats", passed=not wrong, why=f"{names} ({world.status()[0]['why']})")
         report.row("kernel", passed=all(one["sum"] == 999_000.0 for one in places), why="a sum on the device, by value")
         if device == "cpu":
             report.needs_gpu("context after the fork", "compute mode", "architecture", "NCCL settings")
             return
-        poisoned = any(one["poisoned"] for one in places)
-        report.row("context after the fork", not poisoned, "CUDA was not started before it")
-        report.row(*architecture(first))
+        fresh = not any(one["poisoned"] for one in places)
+        report.row("context after the fork", fresh, "CUDA was not started before it")
+        report.row(*architecture(places[0]))
         report.row(*watchdog(places))
         report.at("nvidia-smi")
         report.row(*compute_mode(len({one["device"] for one in places}) < len(places)))
@@ -114,23 +107,22 @@ def compute_mode(shared: bool) -> Line:
 def all_reduces(report: Report, device: str, settings: Settings) -> None:
     """2: WORLD has its communicator at once, and sums are right and how fast."""
     with started(report, device, settings) as world:
-        report.at("WORLD's communicator")
-        eager = on_ranks(world, ":ready_at_once")
+        eager = ask(report, world, "WORLD's communicator", "ready_at_once")
         unknown = "only NCCL knows, and only some versions of torch show it" if None in eager else ""
         report.row("WORLD ready before its first collective", None if unknown else all(eager), unknown)
-        report.at("100 small all-reduces on the device and on the host")
-        measured = on_ranks(world, ":all_reduces", n=100)
-        where = {"device": f"all-reduce on {device}", "host": "all-reduce on the host"}
-        for name, what in where.items():
+        measured = ask(report, world, "100 small all-reduces on the device and on the host", "all_reduces", n=100)
+        right = {name: all(one[name]["right"] for one in measured) for name in ("device", "host")}
+        for name, what, time_of in (("device", device, "all_reduce"), ("host", "the host", "all_reduce_host")):
             worst = max(one[name]["seconds"] for one in measured)
-            right = all(one[name]["right"] for one in measured)
-            report.row(what, passed=right, value=1e3 * worst, unit="ms", why="" if right else "a sum is wrong")
-            report.time(**{"all_reduce" if name == "device" else "all_reduce_host": worst})
-        seat = world.status()
-        shared = seat[0]["device"] == seat[1]["device"] and device == "cuda"
-        right = all(one["device"]["right"] for one in measured)
-        why = f"{seat[0]['why']}; its times are those of a shared GPU" if shared else "no GPU is shared here"
-        report.row("two ranks on one GPU", right if shared else None, why)
+            why = "" if right[name] else "a sum is wrong"
+            report.row(f"all-reduce on {what}", right[name], why, 1e3 * worst, "ms")
+            report.time(**{time_of: worst})
+        first, second = world.status()
+        if device == "cuda" and first["device"] == second["device"]:
+            why = f"{first['why']}; its times are those of a shared GPU"
+            report.row("two ranks on one GPU", right["device"], why)
+        else:
+            report.row("two ranks on one GPU", None, "no GPU is shared here")
 
 
 def groups(report: Report, device: str, settings: Settings) -> None:
@@ -140,8 +132,9 @@ def groups(report: Report, device: str, settings: Settings) -> None:
             if backend == "nccl" and device == "cpu":
                 report.needs_gpu("NCCL groups")
                 continue
-            report.at(f"ten {backend} groups: made, used once, destroyed")
-            measured = on_ranks(world, ":make_groups", backend=backend, n=10)
+            measured = ask(
+                report, world, f"ten {backend} groups: made, used once, destroyed", "make_groups", backend=backend, n=10
+            )
             worst = {part: max(one[part] for one in measured) for part in ("make", "use", "destroy")}
             right = all(one["right"] for one in measured)
             whole = worst["make"] + worst["use"]
@@ -159,11 +152,9 @@ def rebuild(report: Report, device: str, settings: Settings) -> None:
         report.row("exact destroy and reload", None, why="the ranks' Python has no megatron.core")
         return
     with started(report, device, settings, megatron=True) as world:
-        report.at("ten groups made and used")
-        first = on_ranks(world, ".groups:begin", n=10)
+        first = ask(report, world, "ten groups made and used", "begin", n=10)
         for number in (1, 2):
-            report.at(f"ten groups destroyed and made anew, cycle {number}")
-            seen = on_ranks(world, ".groups:cycle")
+            seen = ask(report, world, f"ten groups destroyed and made anew, cycle {number}", "cycle")
             for row in rebuilt(first, seen):
                 report.row(f"{row[0]}, cycle {number}", *row[1:])
             seconds = {part: max(one["seconds"][part] for one in seen) for part in ("destroy", "reload", "use")}
@@ -196,13 +187,12 @@ def off_baseline(name: str, first: Sequence[Seen], seen: Sequence[Seen]) -> Line
         for state in ("without", "with")
     }
     rank, state = max(off, key=lambda key: abs(off[key]))
-    worst, one, before = off[rank, state], seen[rank], first[rank]
+    worst, now, before = off[rank, state], seen[rank][state][name], first[rank][state][name]
+    where = f"rank {rank}, {state} groups:"
     if name == "driver":
-        why = f"rank {rank}, {state} groups: {mib(one[state][name]):g} MiB, before {mib(before[state][name]):g}"
-        why = f"{why}; allowed: {mib(DRIVER_SLACK):g}"
+        why = f"{where} {mib(now):g} MiB, before {mib(before):g}; allowed: {mib(DRIVER_SLACK):g}"
         return "driver memory off the baseline", worst <= DRIVER_SLACK, why, mib(worst), "MiB"
-    why = f"rank {rank}, {state} groups: {one[state][name]}, before {before[state][name]}"
-    return f"{name} off the baseline", not worst, why, worst, ""
+    return f"{name} off the baseline", not worst, f"{where} {now}, before {before}", worst, ""
 
 
 def absent_peer(report: Report, device: str, settings: Settings) -> None:
@@ -211,24 +201,26 @@ def absent_peer(report: Report, device: str, settings: Settings) -> None:
         before = world.pids
         report.at("rank 1 comes late to an all-reduce")
         try:
-            late: dict[str, Any] = {"rank": 1, "seconds": 1.5}
-            world.call("kit.preflight.onranks.groups:come_late", args=late, timeout_s=0.5)
+            world.call("kit.preflight.onranks:come_late", args={"rank": 1, "seconds": 1.5}, timeout_s=0.5)
             report.row("the late rank is named", passed=False, why="the call returned before its late rank came")
         except RankTimeout as error:
             named = ", ".join(map(str, error.culprits)) or "none"
             report.row("the late rank is named", passed=error.culprits == (1,), why=f"named: {named}; late: 1")
         idle_again(world, 6.0)
-        report.at("a group of both ranks")
-        ready = on_ranks(world, ".groups:prepare", deadline_s=DEADLINE_S)
+        ready = ask(report, world, "a group of both ranks", "prepare", deadline_s=DEADLINE_S)
         report.row("a group with a deadline", passed=all(ready))
-        report.at(f"both ranks wait {DEADLINE_S:g} s for a peer that does not come")
-        ended = on_ranks(world, ".groups:wait_in_vain", deadline_s=DEADLINE_S)
+        ended = ask(
+            report,
+            world,
+            f"both ranks wait {DEADLINE_S:g} s for a peer that does not come",
+            "wait_in_vain",
+            deadline_s=DEADLINE_S,
+        )
         for one in ended:
             in_time = bool(one["error"]) and DEADLINE_S / 2 <= one["seconds"] <= DEADLINE_S + 2
             why = f"deadline {DEADLINE_S:g} s; {one['error'] or 'no error was raised'}"
             report.row(f"{one['way']} without its peer", passed=in_time, value=one["seconds"], unit="s", why=why)
-        report.at("WORLD after the failure")
-        after = on_ranks(world, ".groups:survive")
+        after = ask(report, world, "WORLD after the failure", "survive")
         alive = world.pids == before and all(one["host"] and one["device"] for one in after)
         report.row("survivors use WORLD again", passed=alive, why=f"on the host and on {device}, by value")
         report.row("the failed group is given up", passed=True, value=max(one["give_up"] for one in after), unit="s")
@@ -239,15 +231,11 @@ def idle_again(world: World, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while True:
         try:
-            world.run("pass")
-        except RankTimeout:
-            raise
-        except KitError:
-            if time.monotonic() > deadline:
+            return world.run("pass")
+        except KitError as error:
+            if isinstance(error, RankTimeout) or time.monotonic() > deadline:
                 raise
-            time.sleep(0.05)
-        else:
-            return
+        time.sleep(0.05)
 
 
 # -- probes 6 to 9: host memory, resized storage, what the driver reports, memory of one GPU in two ranks ---------------
@@ -257,8 +245,9 @@ def host_memory(report: Report, device: str, settings: Settings) -> None:
     """6: a memfd is registered with CUDA and is copied from as fast as torch's pinned memory."""
     size = GIB if device == "cuda" else GIB // 16
     with started(report, device, settings, ranks=1) as world:
-        report.at(f"a memfd of {size // MIB} MiB: pages, registration, copies")
-        (seen,) = on_ranks(world, ":registered", size=size)
+        (seen,) = ask(
+            report, world, f"a memfd of {size // MIB} MiB: pages, registration, copies", "registered", size=size
+        )
     limit = "without limit" if seen["memlock"] is None else f"{seen['memlock'] // 1024} KiB"
     report.row("memlock", passed=True, why=f"{limit} may be locked")
     report.row("pages supplied", passed=True, value=gb_s(size, seen["populate"]), unit="GB/s")
@@ -273,14 +262,14 @@ def host_memory(report: Report, device: str, settings: Settings) -> None:
     for way, what in (("h2d", "host to device"), ("d2h", "device to host")):
         pinned, pageable = gb_s(size, seen[f"pinned_{way}"]), gb_s(size, seen[f"pageable_{way}"])
         beside = f"torch's pinned memory {pinned:.1f} GB/s, pageable {pageable:.1f} GB/s"
-        if done:
-            rate = gb_s(size, seen[way])
-            enough = rate >= REGISTERED_SHARE * pinned and seen["right"]
-            beside += "" if seen["right"] else "; the bytes are wrong"
-            report.row(what, enough, f"{beside}; wanted: {REGISTERED_SHARE:g} of pinned", rate, "GB/s")
-            report.time(**{{"h2d": "host_to_device", "d2h": "device_to_host"}[way]: seen[way]})
-        else:
+        if not done:
             report.row(what, None, why=f"the memory is not registered; {beside}")
+            continue
+        rate = gb_s(size, seen[way])
+        beside += "" if seen["right"] else "; the bytes are wrong"
+        enough = rate >= REGISTERED_SHARE * pinned and seen["right"]
+        report.row(what, enough, f"{beside}; wanted: {REGISTERED_SHARE:g} of pinned", rate, "GB/s")
+        report.time(**{what.replace(" ", "_"): seen[way]})
 
 
 def gb_s(size: int, seconds: float) -> float:
@@ -295,8 +284,13 @@ def resize(report: Report, device: str, settings: Settings) -> None:
         return
     size = 2 * GIB if device == "cuda" else GIB // 16
     with started(report, device, settings, ranks=1) as world:
-        report.at(f"a buffer of {size // MIB} MiB with views: resized to nothing and back")
-        (seen,) = on_ranks(world, ":resized", size=size)
+        (seen,) = ask(
+            report,
+            world,
+            f"a buffer of {size // MIB} MiB with views: resized to nothing and back",
+            "resized",
+            size=size,
+        )
     source = "the driver's memory in use" if device == "cuda" else "resident anonymous memory"
     for way, what in (("left", "given back"), ("came", "taken again")):
         share = seen[way] / size
@@ -312,8 +306,7 @@ def driver_memory(report: Report, device: str, settings: Settings) -> None:
         report.needs_gpu("NVML lists the rank's process", "residual of a rank")
         return
     with started(report, device, settings) as world:
-        report.at("what the driver reports for each rank")
-        seen = on_ranks(world, ":driver_view")
+        seen = ask(report, world, "what the driver reports for each rank", "driver_view")
     for rows in driver_rows(seen):
         report.row(*rows)
 
@@ -327,12 +320,11 @@ def driver_rows(seen: Sequence[Seen]) -> list[Line]:
     rows: list[Line] = [("NVML lists the rank's process", listed or None, source)]
     for number, one in enumerate(seen):
         together = [other for other in seen if other["device"] == one["device"]]
-        if listed:
-            residual = one["process_used"] - one["reserved"]
-        else:
+        used, residual = "NVML, this process", (one["process_used"] or 0) - one["reserved"]
+        if not listed:
             whole = max(other["driver_used"] for other in together)
+            used = f"whole GPU / {len(together)} ranks"
             residual = (whole - sum(other["reserved"] for other in together)) / len(together)
-        used = "NVML, this process" if listed else f"whole GPU / {len(together)} ranks"
         why = f"{used}; allocator {mib(one['reserved']):g} MiB, whole GPU {mib(one['driver_used']):g} MiB"
         rows.append((f"residual of rank {number}", residual > 0, why, mib(residual), "MiB"))
     return rows
@@ -369,16 +361,15 @@ def ipc(report: Report, device: str, settings: Settings) -> None:
 def handed_over(report: Report, world: World, size: int, *, keep: bool, expandable: bool) -> bool:
     """Whether rank 1 reads what rank 0 wrote, and rank 0 what rank 1 wrote."""
     what = "a second handle" if keep else "memory of rank 0 in rank 1"
-    (offered,) = world.call("kit.preflight.onranks:offer", ranks=[0], size=size)
-    seen: dict[str, Any] = offered
-    if "error" not in offered:
-        asked = {"handle": offered["handle"], "size": size, "keep": keep}
+    (seen,) = world.call("kit.preflight.onranks:offer", ranks=[0], size=size)
+    if "error" not in seen:
+        asked = {"handle": seen["handle"], "size": size, "keep": keep}
         (seen,) = world.call("kit.preflight.onranks:take", ranks=[1], args=asked)
     if "error" in seen:
         # Segments that expand are shared by a descriptor of the other process, which needs a permission (ptrace) that containers withhold.
-        passed = None if expandable else False
         scope = machine.ptrace_scope()
-        report.row(what, passed, why=f"{seen['error']}; {'no Yama' if scope is None else f'ptrace_scope {scope}'}")
+        why = f"{seen['error']}; {'no Yama' if scope is None else f'ptrace_scope {scope}'}"
+        report.row(what, None if expandable else False, why)
         return False
     (written,) = world.call("kit.preflight.onranks:written", ranks=[0])
     report.row(what, passed=seen["same"] and written, value=size // MIB, unit="MiB", why="every word, both ways")
@@ -394,21 +385,24 @@ def jobs(report: Report, device: str, settings: Settings) -> None:
         report.row("tiny jobs", None, why="the ranks' Python has no megatron.core")
         return
     with started(report, device, settings, megatron=True) as world:
-        for layout in ({"tp": 2}, {"pp": 2}):
-            name = "".join(f"{key}{value}" for key, value in layout.items())
-            report.at(f"tiny jobs with {name}: two steps, twice, in float32 and bfloat16")
-            measured = on_ranks(world, ".groups:twice", layout=layout, dtypes=["float32", "bfloat16"])
+        for name, layout in (("tp2", {"tp": 2}), ("pp2", {"pp": 2})):
+            measured = ask(
+                report,
+                world,
+                f"tiny jobs with {name}: two steps, twice, in float32 and bfloat16",
+                "twice",
+                layout=layout,
+                dtypes=["float32", "bfloat16"],
+            )
             for dtype in ("float32", "bfloat16"):
                 report.row(*bitwise(f"{name} {dtype}", [one[dtype] for one in measured]))
-            if "tp" in layout:
+            if name == "tp2":
                 plain = [one["float32"] for one in measured]
                 report.time(step=max(one["step"] for one in plain), job=max(one["job"] for one in plain))
                 report.time(layout=max(one["layout"] for one in measured))
-        report.at("one step with four experts")
-        seen = on_ranks(world, ".groups:experts")
+        seen = ask(report, world, "one step with four experts", "experts")
         report.row("experts, one step", passed=all(one["finite"] for one in seen), why=f"loss {seen[0]['loss']:.4f}")
-        report.at("a communicator suspended and resumed")
-        for row in suspend_rows(on_ranks(world, ".groups:suspended")):
+        for row in suspend_rows(ask(report, world, "a communicator suspended and resumed", "suspended")):
             report.row(*row)
 
 
@@ -431,8 +425,7 @@ def suspend_rows(ranks: Sequence[Seen]) -> list[Line]:
     if errors := [one["error"] for one in ranks if "error" in one]:
         return [("suspend", False, errors[0])]
     stats = f"NCCL's statistics of rank 0: {first['stats'][0]} before, {first['stats'][1]} while suspended"
-    freed = mib(max(one["freed"] for one in ranks))
-    right = all(one["right"] for one in ranks)
+    freed, right = mib(max(one["freed"] for one in ranks)), all(one["right"] for one in ranks)
     return [
         ("suspend frees", freed > 0, stats, freed, "MiB"),
         ("suspend", True, "", max(one["suspend"] for one in ranks), "s"),

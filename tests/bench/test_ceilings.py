@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kit.bench.onranks import sync
+from kit.bench.session import turn_by_turn
 
 MIB = 2**20
 
@@ -28,7 +29,7 @@ def test_a_copy_is_a_copy(monkeypatch):
 def test_works_take_turns_and_the_first_is_not_counted():
     order = []
     works = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
-    seen = sync.seconds(works, 2)
+    seen = turn_by_turn(list(works), 2, lambda name, _: works[name]() or 1.0)
     assert [sorted(turn) for turn in (order[:2], order[2:4], order[4:])] == [["a", "b"]] * 3
     assert [len(taken) for taken in seen.values()] == [2, 2]
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kit.bench import offload
-from kit.bench.offload import Samples, Sizes
-from kit.bench.onranks import release as onranks
+from kit.bench.offload import Samples
+from kit.bench.onranks import jobs as onranks
 from kit.bench.session import Book, Session, conduct, read_rows
 from kit.errors import KitError
 from kit.megatron.tensors import Item
@@ -13,8 +13,8 @@ from kit.megatron.tensors import Item
 
 @pytest.mark.slow
 def test_a_small_run_has_every_row(tmp_path):
-    few = Sizes(models=("tiny",), trials=1, cycles=2)
-    assert conduct("offload", few, out=tmp_path / "rows.jsonl", device="cpu") == 0
+    out = tmp_path / "rows.jsonl"
+    assert conduct("offload", models=("tiny",), trials=1, cycles=2, out=out, device="cpu") == 0
     said = read_rows(tmp_path / "rows.jsonl")
     assert said["bench"] == "offload"
     assert said["provenance"]["versions"]["torch"]

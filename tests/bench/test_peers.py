@@ -9,12 +9,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kit.bench import peers as remains
-from kit.bench.peers import PEERS, STARTED, STEPPED, TOLD, VANISHED, Library, of_trial, peers
 from kit.bench.session import Row
+from kit.bench.world import PEERS, STARTED, STEPPED, TOLD, VANISHED, of_trial, peers, seconds_until_gone
 from kit.world import leftovers
 
 
@@ -35,12 +35,13 @@ def folders() -> list[Path]:
 
 
 def test_a_peer_that_is_not_installed_has_a_row_that_says_so() -> None:
-    [one] = peers(trials=1, steps=1, wanted={"it": Library(needs="no-such-distribution")})
+    [one] = peers({"it": SimpleNamespace(needs="no-such-distribution")}, trials=1, steps=1)
     assert (one.who, one.n, one.note) == ("it", 0, "not measured: no-such-distribution is not installed")
 
 
 def test_a_peer_that_breaks_says_how_and_the_others_go_on() -> None:
-    rows = list(peers(trials=1, steps=1, wanted={"broken": Library(needs="pytest"), "gone": Library(needs="no-such")}))
+    wanted = {"broken": SimpleNamespace(needs="pytest"), "gone": SimpleNamespace(needs="no-such")}
+    rows = list(peers(wanted, trials=1, steps=1))
     assert [one.n for one in rows] == [0, 0]
     assert "KeyError: 'broken'" in rows[0].note
     assert nothing_marked()
@@ -52,13 +53,13 @@ def test_a_real_peer(name: str) -> None:
     if not installed(name):
         pytest.skip(f"{PEERS[name].needs} is not installed")
     before = folders()
-    rows: dict[str, Row] = {one.what: one for one in peers(trials=1, steps=3, wanted={name: PEERS[name]})}
+    rows: dict[str, Row] = {one.what: one for one in peers({name: PEERS[name]}, trials=1, steps=3)}
     assert set(rows) >= {STARTED, TOLD, VANISHED}, rows
     assert rows[STARTED].n == 2
     assert rows[STARTED].note == ""
     assert rows[TOLD].n == 1
     assert rows[TOLD].note
-    assert (STEPPED in rows) == bool(PEERS[name].step)
+    assert (STEPPED in rows) == bool(PEERS[name].is_a_step)
     assert rows[VANISHED].n or "still there" in rows[VANISHED].note
     assert nothing_marked()
     assert folders() == before
@@ -71,9 +72,9 @@ def test_remains_are_found_by_their_mark_and_ended(tmp_path: Path) -> None:
     try:
         while leftovers.carriers(mark.__eq__) != [sleeper.pid]:
             assert sleeper.poll() is None
-        assert remains.seconds_until_gone(mark.__eq__, [sleeper.pid], time.perf_counter(), at_most=0.01) is None
+        assert seconds_until_gone(mark.__eq__, [sleeper.pid], time.perf_counter(), at_most=0.01) is None
         leftovers.end_carriers(mark.__eq__)
-        assert remains.seconds_until_gone(mark.__eq__, [sleeper.pid], time.perf_counter(), at_most=5) is not None
+        assert seconds_until_gone(mark.__eq__, [sleeper.pid], time.perf_counter(), at_most=5) is not None
         assert sleeper.wait() == -9
         assert other.poll() is None
     finally:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
+import pkgutil
 import subprocess
 import sys
 import tarfile
 import time
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kit.bench import reference
+from kit.bench import BENCHES, reference
 from kit.bench.reference import (
     ASSUMED_BOX,
     GPU_MINUTES,
@@ -355,10 +356,10 @@ def test_every_lab_and_bench_has_its_part_with_settings_that_are_there(parts) ->
         if part.lab:
             validate(find(part.lab), part.settings)
             continue
-        module = import_module(f"kit.bench.{part.command[1]}")
-        sizes = module.QUICK if "--quick" in part.command else module.Sizes()
+        asked_for = pkgutil.resolve_name(BENCHES[part.command[1]])
+        sizes = asked_for.quick if "--quick" in part.command else {}
         asked = [word for option, word in itertools.pairwise(part.command) if option == "--part"]
-        assert chosen(part.name, module.parts(sizes, "cuda" if "cuda" in part.command else "cpu"), asked)
+        assert chosen(part.name, asked_for.parts("cuda" if "cuda" in part.command else "cpu", **sizes), asked)
 
 
 @pytest.mark.parametrize(
@@ -490,6 +491,7 @@ def test_names_are_those_of_files() -> None:
 
 @pytest.mark.parametrize("name", benches())
 def test_every_bench_can_be_quick(name: str) -> None:
-    module = import_module(f"kit.bench.{name}")
-    assert isinstance(module.QUICK, module.Sizes)
-    assert module.Sizes() != module.QUICK
+    asked_for = pkgutil.resolve_name(BENCHES[name])
+    full = {name: one.default for name, one in inspect.signature(asked_for.parts).parameters.items()}
+    assert asked_for.quick
+    assert all(full[name] != size for name, size in asked_for.quick.items())

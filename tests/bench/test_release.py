@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from kit.bench.onranks.release import GLOO, SPLIT, STORE
-from kit.bench.release import LIKE_EXACT, Sizes, Way, of, side_by_side, table
+from kit.bench.offload import LIKE_EXACT, of, release_table, ways_compared
+from kit.bench.onranks.jobs import GLOO, SPLIT, STORE
 from kit.bench.session import Row, conduct, read_rows
 from kit.errors import KitError
 
 MIB = 2**20
-EXACT, MANUAL = Way("exact"), Way("manual")
+EXACT, MANUAL = "exact", "manual"
 
 
 def rank(release: float, *, freed: int, left: int, groups: int = 20, mechanism: str = GLOO) -> dict:
@@ -72,7 +72,7 @@ def test_like_is_compared_with_like_and_every_row_names_its_mechanism():
 
 def test_the_table_has_a_line_for_each_way_and_says_what_was_not_measured():
     rows = [*made().values(), Row(what="groups, 2 ranks", who="suspend", note="not measured: it needs a GPU")]
-    said = table(rows).splitlines()
+    said = release_table(rows).splitlines()
     assert said[0].split()[:4] == ["ranks", "groups", "way", "release"]
     assert said[1].split() == [
         "2",
@@ -130,7 +130,7 @@ def test_rows_of_every_trial_are_given_before_the_next_one():
     rows: dict[tuple[str, str], Row] = {}
 
     def keep() -> None:
-        for one in side_by_side(session, 2, 0, trials=2, cycles=1):
+        for one in ways_compared(session, 2, 0, trials=2, cycles=1):
             rows[one.what, one.who] = one
 
     with pytest.raises(KeyboardInterrupt):
@@ -158,16 +158,16 @@ def test_on_a_gpu_manual_is_measured_by_the_same_mechanism_too():
             return [rank(0.02, freed=20, left=0, mechanism=STORE)]
 
     session = SimpleNamespace(device="cuda", world=lambda *_, **__: Gpu())
-    list(side_by_side(session, 2, 0, trials=1, cycles=1))
+    list(ways_compared(session, 2, 0, trials=1, cycles=1))
     assert [one for one in asked if one[0] == "manual"] == [("manual", False), ("manual", True)]
-    (row,) = side_by_side(session, 4, 0, trials=1, cycles=1, most_a_gpu=1)
+    (row,) = ways_compared(session, 4, 0, trials=1, cycles=1, most_a_gpu=1)
     assert row.note == "not measured: 2 ranks would share a GPU"
 
 
 @pytest.mark.slow
 def test_a_small_run_tells_the_ways_apart(tmp_path):
-    few = Sizes(groups=(0, 30), more_ranks=(), trials=1, cycles=2)
-    assert conduct("release", few, out=tmp_path / "rows.jsonl", device="cpu") == 0
+    few = {"groups": (0, 30), "more_ranks": (), "trials": 1, "cycles": 2}
+    assert conduct("release", **few, out=tmp_path / "rows.jsonl", device="cpu") == 0
     said = read_rows(tmp_path / "rows.jsonl")
     assert said["bench"] == "release"
     assert {row["ids"]["mechanism"] for row in said["rows"] if row["median"] is not None} == {GLOO}

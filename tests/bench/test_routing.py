@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kit import results
-from kit.bench import routing
-from kit.bench.routing import NUMBERS, PHASES
+from kit.bench import offload
+from kit.bench.offload import NUMBERS, PHASES
 from kit.bench.session import Book, Session, conduct, read_rows
 from tests.test_routing import STANDINS
 
@@ -55,11 +55,11 @@ def test_one_turn_that_differs_is_enough(
     routed: bool, seen: list[tuple[int, int]], told: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     turns = iter(seen)
-    monkeypatch.setattr(routing, "once", lambda *_: MadeUp(routed=routed))
-    monkeypatch.setattr(routing, "seconds", lambda *_: 1.0)
+    monkeypatch.setattr(offload, "routed_run", lambda *_: MadeUp(routed=routed))
+    monkeypatch.setattr(offload, "seconds_in", lambda *_: 1.0)
     monkeypatch.setattr(results, "outcomes", lambda *_: next(turns))
     session = Session("cpu", tmp_path, Book("routing"))
-    rows = {row.what: row for row in routing.side_by_side(session, routing.Sizes(turns=3))}
+    rows = {row.what: row for row in offload.routed(session, turns=3, cycles=1)}
     assert (rows[NUMBERS].median, rows[NUMBERS].met, rows[NUMBERS].note) == told
 
 

@@ -8,22 +8,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kit.bench import session as room
-from kit.bench.session import Book, Part, Row, Session, chosen, conduct, device_for, read_rows, row
+from kit.bench.session import Bench, Book, Part, Row, Session, chosen, conduct, device_for, read_rows, row
 from kit.errors import BadInput, KitError
 from kit.nccl import SHARED_GPU
 
 MACHINE = {"cpu": {}}
 # A bench in a process of its own: two rows, then it says so and waits for its end.
 WAITING = """
-import sys, time, types
+import sys, time
 from pathlib import Path
-from kit.bench.session import conduct, row
+from kit.bench.session import Bench, conduct, row
 def measured(session):
     session.book.provenance = {"cpu": {"affinity": 2, "cores": 2, "model": ""}, "versions": {}, "gpu": {"gpus": []},
         "git": {"commit": None}, "python": "3", "kit": "0", "time": "now"}
@@ -32,8 +31,8 @@ def measured(session):
     print("two rows", flush=True)
     time.sleep(60)
     yield row("third", [3.0])
-module = types.SimpleNamespace(parts=lambda *_: {"slow": measured}, Sizes=dict, QUICK={"few": 1})
-raise SystemExit(conduct("made-up", quick=True, out=Path(sys.argv[1]), device="cpu", module=module))
+bench = Bench(lambda device, few: {"slow": measured}, {"few": 1})
+raise SystemExit(conduct("made-up", quick=True, out=Path(sys.argv[1]), device="cpu", bench=bench))
 """
 
 
@@ -46,7 +45,7 @@ def bench(**parts: Any) -> Any:
         return described
 
     given = {name: made(work) for name, work in (parts or {"nothing": list}).items()}
-    return SimpleNamespace(parts=lambda *_: given, Sizes=lambda: {"of": "all"}, QUICK={"of": "few"})
+    return Bench(lambda *_, **__: given, {"of": "few"})
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +81,7 @@ def test_a_row_is_on_disk_before_the_next_one_is_measured(tmp_path: Path) -> Non
             seen.append(len(read_rows(out).get("rows", ())))
             yield row(f"row {number}", [1.0])
 
-    assert conduct("x", out=out, device="cpu", module=bench(only=measured)) == 0
+    assert conduct("x", out=out, device="cpu", bench=bench(only=measured)) == 0
     assert seen == [0, 1, 2]
     assert read_rows(out)["parts"].keys() == {"only"}
 
@@ -91,7 +90,7 @@ def test_a_later_row_of_the_same_name_takes_its_place(tmp_path: Path) -> None:
     """As after a second trial: more samples of the same."""
     out = tmp_path / "rows.jsonl"
     rows = [row("a", [1.0]), row("b", [1.0]), row("a", [1.0, 3.0]), row("a", [9.0], who="other")]
-    conduct("x", out=out, device="cpu", module=bench(only=lambda: rows))
+    conduct("x", out=out, device="cpu", bench=bench(only=lambda: rows))
     told = [(one["what"], one["who"], one["median"]) for one in read_rows(out)["rows"]]
     assert told == [("a", "kit", 2.0), ("b", "kit", 1.0), ("a", "other", 9.0)]
 
@@ -102,7 +101,7 @@ def test_a_part_that_breaks_is_a_row_with_the_reason_and_the_others_go_on(tmp_pa
         raise KitError("rank 1 died\nand more")
 
     assert (
-        conduct("x", out=tmp_path / "rows.jsonl", device="cpu", module=bench(a=breaks, b=lambda: [row("after", [1.0])]))
+        conduct("x", out=tmp_path / "rows.jsonl", device="cpu", bench=bench(a=breaks, b=lambda: [row("after", [1.0])]))
         == 0
     )
     said = read_rows(tmp_path / "rows.jsonl")
@@ -118,7 +117,7 @@ def test_what_is_no_error_of_the_kit_ends_the_bench_and_leaves_its_rows(tmp_path
 
     out = tmp_path / "rows.jsonl"
     with pytest.raises(ZeroDivisionError):
-        conduct("x", out=out, device="cpu", module=bench(a=wrong))
+        conduct("x", out=out, device="cpu", bench=bench(a=wrong))
     assert (len(read_rows(out)["rows"]), read_rows(out)["ended"]) == (1, "broke")
 
 
@@ -133,12 +132,11 @@ def test_parts_are_chosen_by_name_or_by_what_they_have_in_common() -> None:
 
 def test_sizes_are_those_that_were_asked_for() -> None:
     seen = []
-    module = bench()
-    plain = module.parts
-    module.parts = lambda sizes, device: seen.append(sizes) or plain(sizes, device)
-    for quick in (True, False):
-        conduct("x", quick=quick, device="cpu", module=module)
-    assert seen == [{"of": "few"}, {"of": "all"}]
+    plain = bench()
+    asked = plain._replace(parts=lambda device, *, of="all": seen.append((device, of)) or plain.parts())
+    for sizes in ({"quick": True}, {}, {"of": "some"}):
+        conduct("x", device="cpu", bench=asked, **sizes)
+    assert seen == [("cpu", "few"), ("cpu", "all"), ("cpu", "some")]
 
 
 def test_where_there_is_a_driver_a_bench_insists_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +171,7 @@ def test_where_there_is_a_driver_a_bench_insists_on_the_gpu(tmp_path: Path, monk
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(BadInput, match="cannot write rows to"):
-        conduct("x", out=tmp_path / "file" / "rows.jsonl", device="cpu", module=bench())
+        conduct("x", out=tmp_path / "file" / "rows.jsonl", device="cpu", bench=bench())
 
 
 def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pandas as pd
 import pytest
 
-from kit.bench import share
+from kit.bench import loops as share
 from kit.bench.session import Session, conduct, read_rows
 from kit.labs.share import tables
 from kit.results import Record
@@ -69,7 +69,7 @@ def test_owners_are_those_that_the_observer_counted() -> None:
 
 
 def test_the_scheduler_has_a_row_for_each_size_and_question() -> None:
-    part = share.parts(share.Sizes(rounds=3, plans=1), "cpu")["scheduler"]
+    part = share.share_parts("cpu", rounds=3, plans=1)["scheduler"]
     rows = list(part(cast("Session", None)))  # it needs no ranks
     assert [(row.ids["tp"], row.limit) for row in rows] == [(1, 1.0), (1, 25.0), (8, 1.0), (8, 25.0)]
     assert all(row.median for row in rows)
@@ -77,8 +77,7 @@ def test_the_scheduler_has_a_row_for_each_size_and_question() -> None:
 
 @pytest.mark.slow
 def test_both_together_are_as_each_alone_and_no_device_has_two_owners(tmp_path: Path) -> None:
-    sizes = share.Sizes(steps=2)
-    assert conduct("share", sizes, only=["together"], device="cpu", out=tmp_path / "rows.jsonl") == 0
+    assert conduct("share", steps=2, only=["together"], device="cpu", out=tmp_path / "rows.jsonl") == 0
     rows = read_rows(tmp_path / "rows.jsonl")["rows"]
     assert [row["limit"] for row in rows] == [0.0, 0.0]
     assert rows[0]["median"] == 0

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from kit.bench import split
-from kit.bench.onranks import split as onranks
+from kit.bench.onranks import jobs as onranks
 from kit.bench.session import conduct, order, read_rows
-from kit.bench.split import QUICK, Job, Sizes
+from kit.bench.split import SPLIT, Job
 from kit.errors import KitError
 from kit.labs.split.config import RECIPES
 from kit.train.protocol import counts, cuts
@@ -21,16 +21,9 @@ TINY = Job(size="tiny", length=24, microbatches=5)
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_small_run_has_every_row(tmp_path):
-    few = Sizes(
-        job=TINY,
-        pipeline=replace(TINY, layers=2),
-        rounds=2,
-        trials=1,
-        peak_steps=1,
-        loss=(2, 64),
-        loss_rounds=2,
-    )
-    assert conduct("split", few, out=tmp_path / "rows.jsonl", device="cpu") == 0
+    few = {"job": TINY, "pipeline": replace(TINY, layers=2), "rounds": 2, "trials": 1, "peak_steps": 1}
+    few |= {"loss": (2, 64), "loss_rounds": 2}
+    assert conduct("split", **few, out=tmp_path / "rows.jsonl", device="cpu") == 0
     said = read_rows(tmp_path / "rows.jsonl")
     assert said["bench"] == "split"
     rows = said["rows"]
@@ -59,8 +52,10 @@ def within(row):
 
 
 def test_a_quick_bench_has_a_larger_job_on_a_gpu():
-    assert QUICK.on("cpu")[0].size == "tiny"
-    assert QUICK.on("cuda")[0].size == "125m"
+    sizes = {
+        device: SPLIT.parts(device, **SPLIT.quick)["steps.megatron"].keywords["job"].size for device in ("cpu", "cuda")
+    }
+    assert sizes == {"cpu": "tiny", "cuda": "125m"}
 
 
 @pytest.mark.parametrize("count", [2, 4, 6])
@@ -101,7 +96,7 @@ def test_steps_that_differ_are_seen_and_steps_without_an_update_are_no_steps():
     def told(loss, *, updated=True):
         return {"global_loss": loss, "grad_norm": 2.0, "updated": updated}
 
-    bench = SimpleNamespace(told={"a": [told(1.0)], "b": [told(0.9)], "c": [told(1.0, updated=False)]})
+    bench = SimpleNamespace(results={"a": [told(1.0)], "b": [told(0.9)], "c": [told(1.0, updated=False)]})
     assert onranks.Bench.apart(bench, "a", "b") == pytest.approx(0.1)
     with pytest.raises(KitError, match="no update"):
         onranks.Bench.apart(bench, "a", "c")

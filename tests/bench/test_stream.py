@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kit.bench import stream
+from kit.bench import loops as stream
 from kit.bench.session import conduct, read_rows
 from kit.stream.history import Ledger
 
@@ -60,8 +60,8 @@ def test_the_best_constant_answer_has_the_right_form_and_is_sometimes_right() ->
 
 @pytest.mark.slow
 def test_the_part_that_learns_has_a_row_for_each_staleness(tmp_path: Path) -> None:
-    sizes = stream.Sizes(learning_steps=5, seeds=1)
-    assert conduct("stream", sizes, only=["learns"], device="cpu", out=tmp_path / "rows.jsonl") == 0
+    out = tmp_path / "rows.jsonl"
+    assert conduct("stream", learning_steps=5, seeds=1, only=["learns"], device="cpu", out=out) == 0
     rows = read_rows(tmp_path / "rows.jsonl")["rows"]
     assert [(row["ids"]["staleness"], row["ids"]["correction"]) for row in rows] == [
         (0, 1),
@@ -75,9 +75,7 @@ def test_the_part_that_learns_has_a_row_for_each_staleness(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_paced_part_has_a_row_for_the_speed_up_and_one_for_exposed_generation(tmp_path: Path) -> None:
-    assert (
-        conduct("stream", stream.Sizes(paced_steps=2), only=["paced"], device="cpu", out=tmp_path / "rows.jsonl") == 0
-    )
+    assert conduct("stream", paced_steps=2, only=["paced"], device="cpu", out=tmp_path / "rows.jsonl") == 0
     rows = read_rows(tmp_path / "rows.jsonl")["rows"]
     assert [row["n"] for row in rows] == [1, 1]
     assert all("K=2; control: the plain loop" in row["note"] for row in rows)

@@ -12,28 +12,21 @@ import torch
 from kit.bench import sync
 from kit.bench.onranks import sync as onranks
 from kit.bench.session import conduct, read_rows
-from kit.bench.sync import Shape, Sizes
+from kit.bench.sync import Shape
 from kit.errors import BadInput
 
-TINY = Sizes(
-    shapes=(
-        Shape(key="model", name="tiny model", model="tiny", at_most=sync.LARGE),
-        Shape(key="small", name="9 x 32 KiB", count=9, each=32 * 1024, at_most=sync.SMALL),
-    ),
-    rounds=2,
-    slow_rounds=1,
-    buckets_mib=(0.0625, 1),
-    hash_mib=1,
-    growth_mb=(1, 2),
-    receivers=(1, 2),
-    receivers_mb=1,
+SHAPES = (
+    Shape(key="model", name="tiny model", model="tiny", at_most=sync.LARGE),
+    Shape(key="small", name="9 x 32 KiB", count=9, each=32 * 1024, at_most=sync.SMALL),
 )
+TINY: dict[str, Any] = {"shapes": SHAPES, "rounds": 2, "slow_rounds": 1, "buckets_mib": (0.0625, 1), "hash_mib": 1}
+TINY |= {"growth_mb": (1, 2), "receivers": (1, 2), "receivers_mb": 1}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_small_run_has_every_row(tmp_path: Path) -> None:
-    assert conduct("sync", TINY, out=tmp_path / "rows.jsonl", device="cpu") == 0
+    assert conduct("sync", **TINY, out=tmp_path / "rows.jsonl", device="cpu") == 0
     said = read_rows(tmp_path / "rows.jsonl")
     assert said["bench"] == "sync"
     rows = said["rows"]
@@ -69,7 +62,7 @@ def test_a_small_run_has_every_row(tmp_path: Path) -> None:
     assert named("growth: 1 MB, 2 receivers: broadcast")["n"] == 2
 
 
-@pytest.mark.parametrize("shape", [*sync.SHAPES, TINY.shapes[0]], ids=lambda shape: str(shape.name))
+@pytest.mark.parametrize("shape", [*sync.SHAPES, SHAPES[0]], ids=lambda shape: str(shape.name))
 def test_sizes_are_those_of_the_weights(shape: Shape) -> None:
     elements = sum(torch.Size(each).numel() for each in onranks.shapes_of(shape.arguments()))
     assert shape.size() == 2 * elements
@@ -113,9 +106,7 @@ def test_ratios_are_taken_turn_by_turn_against_the_best(monkeypatch: pytest.Monk
         "broadcast@4": [10.0, 10.0],
     }
     monkeypatch.setattr(sync, "rates", lambda *_, **__: made)
-    rows = {
-        row.what.partition(": ")[2]: row for row in sync.transports(None, TINY.shapes[1], rounds=2, buckets_mib=[4])
-    }  # type: ignore[arg-type]
+    rows = {row.what.partition(": ")[2]: row for row in sync.transports(None, SHAPES[1], rounds=2, buckets_mib=[4])}  # type: ignore[arg-type]
     over = rows["shm, time over memcpy's"]
     assert (over.low, over.median, over.high, over.met) == (1.0, 1.5, 2.0, True)
     group = rows["shm over the best by a group, time"]
@@ -127,7 +118,7 @@ def test_ratios_are_taken_turn_by_turn_against_the_best(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("device", "first"), [("cuda", "gpus.ipc"), ("cpu", "model.transports")])
 def test_gpu_rows_come_first_where_there_is_a_gpu(device: str, first: str) -> None:
-    made = sync.parts(Sizes(), device)
+    made = sync.parts(device)
     assert next(iter(made)) == first
     assert {"gpus.ipc", "gpus.shm", "gpus.broadcast", "digests", "growth.bytes"} < made.keys()
 

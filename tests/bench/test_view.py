@@ -7,7 +7,7 @@ import os
 import pytest
 
 from kit.bench.session import conduct, read_rows
-from kit.bench.view import RANKS, Sizes, made_up
+from kit.bench.view import RANKS, made_up
 from kit.public import load
 from kit.view import named
 
@@ -25,8 +25,8 @@ def test_the_made_up_run_is_judged_and_drawn_as_the_labs_own(tmp_path):
 @pytest.mark.slow
 def test_a_small_run_has_every_row(tmp_path):
     before = os.environ.get("KIT_RUNS")
-    few = Sizes(records=3500, many=5000, moves=2, opens=2, panels=1)
-    assert conduct("view", few, out=tmp_path / "rows.jsonl") == 0
+    few = {"records": 3500, "many": 5000, "moves": 2, "opens": 2, "panels": 1}
+    assert conduct("view", **few, out=tmp_path / "rows.jsonl") == 0
     assert os.environ.get("KIT_RUNS") == before
     said = read_rows(tmp_path / "rows.jsonl")
     assert said["bench"] == "view"

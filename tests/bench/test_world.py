@@ -9,13 +9,11 @@ import pytest
 from kit import cli
 from kit.bench import world as bench
 from kit.bench.session import conduct, read_rows
-from kit.bench.world import Sizes
 from kit.errors import KitError
 from kit.world import asked
 
-TINY = Sizes(
-    starts=1, megatron=1, steps=3, deaths=1, kernels=1, helps=1, restarts=1, phases=1, flights=1, peer_trials=0
-)
+TINY = dict.fromkeys(("starts", "megatron", "deaths", "kernels", "helps", "restarts", "phases", "flights"), 1)
+TINY |= {"steps": 3, "peer_trials": 0}
 
 
 def test_the_command_line_finds_it() -> None:
@@ -25,7 +23,7 @@ def test_the_command_line_finds_it() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
 def test_every_row(tmp_path: Path) -> None:
-    assert conduct("world", TINY, out=tmp_path / "rows.jsonl") == 0
+    assert conduct("world", **TINY, out=tmp_path / "rows.jsonl") == 0
     said = read_rows(tmp_path / "rows.jsonl")
     rows = {one["what"]: one for one in said["rows"] if one["who"] == "kit"}
     limits = [2.5, 4.5, 1.3, 0.25, None, 1.0, 0.5, 1.0, 2.0, 2.0, 0.3]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from docs.pictures.release import measured, plot_release
-from kit.bench.release import Way, of
+from kit.bench.offload import of
 from kit.bench.session import Row
 from kit.errors import BadInput
 
@@ -26,7 +26,7 @@ def bench(*sources: str) -> dict[str, Any]:
             freed = dict.fromkeys(("groups", "rss_anon", *sources), number * MIB)
             told = {"cycles": [{"seconds": seconds, "freed": freed}] * 3, "left": dict.fromkeys(freed, 0)}
             told |= {"groups": number, "mechanism": "gloo over the store"}
-            seen[Way(way)] = [[told, told]]
+            seen[way] = [[told, told]]
         rows += [*of(2, seen), *(of(4, seen) if number == 20 else ())]
     why = "not measured: it needs a GPU (NCCL)"
     rows.append(Row(what="own groups, 2 ranks", who="suspend", note=why, ids={"ranks": 2, "way": "suspend"}))

@@ -15,7 +15,7 @@ from kit.errors import BadInput
 from kit.labs.discover import find
 from kit.results import Verdict, VerdictRow, create_run
 from kit.results.comparison import labelled
-from kit.view.panel.tabs import listed
+from kit.view.tabs import listed
 
 
 @pytest.fixture

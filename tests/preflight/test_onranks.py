@@ -17,7 +17,6 @@ import torch.distributed as dist
 from kit import nccl
 from kit.measure.phase import DeviceMemory
 from kit.preflight import onranks
-from kit.preflight.onranks import groups
 from tests.preflight.test_judging import COPIES, SUSPENDED, VIEW
 
 GPU = types.SimpleNamespace(type="cuda", index=0)
@@ -157,14 +156,14 @@ class Backend:
 def test_one_communicator_goes_to_sleep_and_comes_back(monkeypatch, refuses):
     backend = Backend(refuses)
     group = types.SimpleNamespace(_get_backend=lambda where: backend)
-    monkeypatch.setattr(groups, "device", lambda: GPU)
+    monkeypatch.setattr(onranks, "device", lambda: GPU)
     monkeypatch.setattr(nccl, "no_suspend", lambda *_: "")
     for name, value in {"meet": None, "held": 7, "sums": True}.items():
-        monkeypatch.setattr(groups, name, lambda *_, value=value: value)
+        monkeypatch.setattr(onranks, name, lambda *_, value=value: value)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "new_group", lambda ranks, backend: group)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
-    seen = groups.suspended()
+    seen = onranks.suspended()
     if refuses == "suspend":
         assert seen["error"] == "RuntimeError: ncclInvalidUsage: it shares its memory"
         return
@@ -177,9 +176,9 @@ def test_one_communicator_goes_to_sleep_and_comes_back(monkeypatch, refuses):
 
 
 def test_suspend_is_asked_of_versions_first(monkeypatch):
-    assert groups.suspended() == {"refused": "it needs a GPU, and these ranks work on the host"}
-    monkeypatch.setattr(groups, "device", lambda: GPU)
-    assert groups.suspended() == {"refused": "there is no NCCL: this torch is built without CUDA"}
+    assert onranks.suspended() == {"refused": "it needs a GPU, and these ranks work on the host"}
+    monkeypatch.setattr(onranks, "device", lambda: GPU)
+    assert onranks.suspended() == {"refused": "there is no NCCL: this torch is built without CUDA"}
 
 
 def test_options_are_compared_field_by_field():
@@ -189,7 +188,7 @@ def test_options_are_compared_field_by_field():
     )
     about = {"group_desc": "ONE", "bound_device_id": None, "_device_types": [torch.device("cpu")]}
     group = types.SimpleNamespace(_get_backend=lambda where: types.SimpleNamespace(options=stored), **about)
-    before = [groups.options(group)]
+    before = [onranks.options(group)]
     assert before[0] == {
         "backend": "SimpleNamespace",
         "timeout_s": 600.0,
@@ -199,7 +198,7 @@ def test_options_are_compared_field_by_field():
         "is_high_priority_stream": True,
     }
     config.max_ctas = 32
-    assert groups.differences(before, [groups.options(group)]) == {"group 0: max_ctas 4 -> 32"}
+    assert onranks.differences(before, [onranks.options(group)]) == {"group 0: max_ctas 4 -> 32"}
 
 
 def test_whether_world_is_ready_is_asked_of_its_backend(monkeypatch):

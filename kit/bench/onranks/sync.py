@@ -10,10 +10,11 @@ from __future__ import annotations
 import tempfile
 import time
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,20 +28,13 @@ from kit.megatron.config import GEOMETRIES
 from kit.sync.buckets import Bound, Layout, automatic, lay_out, live, specs_of, views
 from kit.sync.cache import LARGEST, SLOTS, Cache, Kept, Segment, starts
 from kit.sync.hashes import NONE, Digests, algorithms, digest
-from kit.sync.link import Listener, address_of, call
-from kit.sync.transports import TransportContext, make
+from kit.sync.link import Link, Listener, address_of, call
+from kit.sync.transports import Transport, TransportContext, make
 from kit.train.plain import PlainModel
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from kit.sync.link import Link
-    from kit.sync.transports import Transport
-
-    Tensors = Mapping[tuple[str, int], torch.Tensor]
-    Named = dict[str, torch.Tensor]
-    Work = Callable[[], object]
-
+Tensors = Mapping[tuple[str, int], torch.Tensor]
+Named = dict[str, torch.Tensor]
+Work = Callable[[], object]
 MIB = 2**20
 PAGE = 4096
 NOISE = 8 * MIB
@@ -62,21 +56,17 @@ def weights(wanted: dict[str, Any], *, filled: bool) -> dict[tuple[str, int], to
     noise = torch.randint(0, 256, (NOISE + PAGE,), dtype=torch.uint8)
     made: dict[tuple[str, int], torch.Tensor] = {}
     for number, shape in enumerate(shapes_of(wanted)):
-        one = torch.empty(shape, dtype=torch.bfloat16)
+        made[f"weight{number}", 0] = one = torch.empty(shape, dtype=torch.bfloat16)
         flat = one.view(-1).view(torch.uint8).zero_()
-        shift = number % PAGE
-        for start in range(0, flat.numel() if filled else 0, NOISE):
-            part = flat[start : start + NOISE]
-            part.copy_(noise[shift : shift + part.numel()])
-        made[f"weight{number}", 0] = one
+        for part in flat.split(NOISE) if filled else ():  # type: ignore[no-untyped-call]
+            part.copy_(noise[number % PAGE :][: part.numel()])
     return made
 
 
 class Laid(NamedTuple):
-    """The tensors in buckets of one size, with what is worked out once: bytes of buckets and of their pieces, and plans of copies."""
+    """The tensors in buckets of one size, with what is worked out once: bytes of the pieces of buckets, and plans of copies."""
 
     layout: Layout
-    sizes: tuple[int, ...]
     pieces: list[list[int]]
     bound: Bound
 
@@ -116,25 +106,8 @@ class Bench:
             specs = specs_of(self.tensors)
             layout = lay_out(specs, size or automatic(specs, oversize="split"), oversize="split")
             pieces = [[piece.size for piece in bucket] for bucket in layout.buckets]
-            self._laid[size] = Laid(layout, layout.sizes, pieces, Bound(layout, self.tensors))
+            self._laid[size] = Laid(layout, pieces, Bound(layout, self.tensors))
         return self._laid[size]
-
-    def context(self, size: int, places: Sequence[int], segment: Segment | None, kept: Kept | None) -> TransportContext:
-        laid = self.laid(size)
-        return TransportContext(
-            role="receiver" if self.rank else "sender",
-            name=f"rank {self.rank}",
-            links=self.links,
-            sizes=laid.sizes,
-            starts=places,
-            segment=segment,
-            device=torch.device("cpu"),
-            timeout_s=TIMEOUT_S,
-            ranks=self.part,
-            place=self.rank,
-            pieces=laid.pieces,
-            kept=kept,
-        )
 
     # -- ways --------------------------------------------------------------------------------------------------------------
 
@@ -193,11 +166,11 @@ class Bench:
 
     def send_bound(self, kind: str, size: int, algorithm: str, *, slots: int = 0) -> None:
         """Tensors that stay where they are: looked up and checked once."""
-        layout, sizes, _, bound = self.laid(size)
-        places, room = starts(sizes, slots)
+        layout, _, bound = self.laid(size)
+        places, room = starts(layout.sizes, slots)
         segment = self.memory(room)
         transport, digests = self.open(kind, size, algorithm, segment=segment, places=places)
-        for index, (start, count) in enumerate(zip(places, sizes, strict=True)):
+        for index, (start, count) in enumerate(zip(places, layout.sizes, strict=True)):
             if slots:
                 transport.ahead(index, slots)
             out = segment.tensor[start : start + count]
@@ -233,11 +206,12 @@ class Bench:
             self.exchange({"kind": "digests", "table": digests.table()}, "same")
 
     def receive(self, kind: str, size: int, algorithm: str, *, slots: int, kept: Kept | None) -> None:
-        layout, sizes, _, bound = self.laid(size)
-        if self._room.numel() < max(sizes):
-            self._room = torch.zeros(max(sizes), dtype=torch.uint8)
-        transport, digests = self.open(kind, size, algorithm, segment=None, places=starts(sizes, slots)[0], kept=kept)
-        for index, count in enumerate(sizes):
+        layout, _, bound = self.laid(size)
+        if self._room.numel() < max(layout.sizes):
+            self._room = torch.zeros(max(layout.sizes), dtype=torch.uint8)
+        places = starts(layout.sizes, slots)[0]
+        transport, digests = self.open(kind, size, algorithm, segment=None, places=places, kept=kept)
+        for index, count in enumerate(layout.sizes):
             buffer = transport.receive(index, self._room[:count])
             if digests:
                 digests.add(index, views(layout, index, buffer))
@@ -246,8 +220,8 @@ class Bench:
                 digests.wait(index)  # another bucket comes to the same place
             transport.done(index)
         if digests:
-            said, _ = self.links[SENDER].expect("digests")
-            if digests.differences(layout, said["table"]):
+            sent, _ = self.links[SENDER].expect("digests")
+            if digests.differences(layout, sent["table"]):
                 raise KitError(f"{kind} brought other bytes than were sent")
             self.links[SENDER].send({"kind": "same"})
 
@@ -261,22 +235,35 @@ class Bench:
         places: Sequence[int],
         kept: Kept | None = None,
     ) -> tuple[Transport, Digests | None]:
-        digests = None if algorithm == NONE else Digests(self.laid(size).layout, 0, algorithm=algorithm)
-        transport = make(kind, self.context(size, places, segment, kept))
+        layout, pieces, _ = self.laid(size)
+        digests = None if algorithm == NONE else Digests(layout, 0, algorithm=algorithm)
+        context = TransportContext(
+            role="receiver" if self.rank else "sender",
+            name=f"rank {self.rank}",
+            links=self.links,
+            sizes=layout.sizes,
+            starts=places,
+            segment=segment,
+            device=torch.device("cpu"),
+            timeout_s=TIMEOUT_S,
+            ranks=self.part,
+            place=self.rank,
+            pieces=pieces,
+            kept=kept,
+        )
+        transport = make(kind, context)
         self.opened += [transport] if digests is None else [transport, digests]
         return transport, digests
 
     # -- around them -------------------------------------------------------------------------------------------------------
 
     def close_opened(self) -> None:
-        opened, self.opened = self.opened, []
-        for one in opened:
-            one.close()
+        while self.opened:
+            self.opened.pop(0).close()
 
     def close(self) -> None:
         self.close_opened()
-        self.kept.close()
-        for holder in (self.segment, self.cache, *self.links.values()):
+        for holder in (self.kept, self.segment, self.cache, *self.links.values()):
             if holder is not None:
                 holder.close()
 
@@ -335,34 +322,24 @@ def hashing(*, each: int, count: int, rounds: int) -> dict[str, list[float]]:
 # -- through files: written whole by the sender, read and copied by receivers -------------------------------------------
 
 
-def write_library(folder: Path, tensors: Named) -> None:
-    library("safetensors.torch").save_file(tensors, folder / "model.safetensors")
+def write_safetensors(folder: Path, tensors: Named) -> None:
+    import_module("safetensors.torch").save_file(tensors, folder / "model.safetensors")
 
 
-def read_library(folder: Path, into: Named) -> None:
-    with library("safetensors").safe_open(folder / "model.safetensors", framework="pt") as file:
+def read_safetensors(folder: Path, into: Named) -> None:
+    with import_module("safetensors").safe_open(folder / "model.safetensors", framework="pt") as file:
         for name, tensor in into.items():
             tensor.copy_(file.get_tensor(name))
 
 
-def write_dcp(folder: Path, tensors: Named) -> None:
+def checkpointed(act: str, folder: Path, tensors: Named) -> None:
     with warnings.catch_warnings(action="ignore"):  # that it works alone, which was asked for
-        library("torch.distributed.checkpoint").save(tensors, checkpoint_id=folder, no_dist=True)
-
-
-def read_dcp(folder: Path, into: Named) -> None:
-    with warnings.catch_warnings(action="ignore"):
-        library("torch.distributed.checkpoint").load(into, checkpoint_id=folder, no_dist=True)
-
-
-def library(name: str) -> Any:
-    """What need not be installed, or is slow to load, or carries no types."""
-    return import_module(name)
+        getattr(import_module("torch.distributed.checkpoint"), act)(tensors, checkpoint_id=folder, no_dist=True)
 
 
 FILES: dict[str, tuple[Callable[[Path, Named], None], Callable[[Path, Named], None]]] = {
-    "safetensors": (write_library, read_library),
-    "dcp": (write_dcp, read_dcp),
+    "safetensors": (write_safetensors, read_safetensors),
+    "dcp": (partial(checkpointed, "save"), partial(checkpointed, "load")),
 }
 
 
@@ -375,10 +352,9 @@ def bring(way: tuple[Any, Any], tensors: Tensors, links: Mapping[str, Link], *, 
         read(Path(link.expect("written")[0]["folder"]), named)
         link.send({"kind": "read"})
         return
-    size = sum(tensor.nbytes for tensor in named.values())
-    if not size:
-        raise KitError("there are no weights to write")
-    with tempfile.TemporaryDirectory(prefix="kit-bench-", dir=place_for(size)) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="kit-bench-", dir=place_for(sum(tensor.nbytes for tensor in named.values()))
+    ) as folder:
         write(Path(folder), named)
         for link in links.values():
             link.send({"kind": "written", "folder": folder})
@@ -390,7 +366,7 @@ def bring(way: tuple[Any, Any], tensors: Tensors, links: Mapping[str, Link], *, 
 
 
 def memcpy(size: int) -> Work:
-    """One copy between two places of host memory that are both there: of zeros the kernel would keep one page for all."""
+    """One copy between two places of host memory that both have pages: of zeros the kernel would keep one page for all."""
     source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
     return lambda: copy(target, source)
 
@@ -417,15 +393,11 @@ def on_gpu(device: torch.device, size: int) -> dict[str, Work]:
     return works
 
 
-def seconds(works: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
-    """Turn by turn, each until the GPU is done; a copy to another GPU is this one's work."""
-    return turn_by_turn(list(works), rounds, lambda name, _: timed(works[name]))
-
-
 def measured(*, size: int, rounds: int, device: str) -> dict[str, list[float]]:
-    """Seconds for `size` bytes of everything there is here."""
+    """Seconds for `size` bytes of each plain copy that this machine can do, turn by turn, each until the GPU is done; a copy to
+    another GPU is this one's work."""
     where = torch.device(device)
     works = {HOST: memcpy(size)}
     if where.type == "cuda":
         works |= on_gpu(where, size)
-    return seconds(works, rounds)
+    return turn_by_turn(list(works), rounds, lambda name, _: timed(works[name]))

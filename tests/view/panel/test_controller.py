@@ -21,8 +21,7 @@ from kit.labs.definition import Definition, Role, Step
 from kit.labs.discover import find
 from kit.labs.lab import Lab, Stepped
 from kit.results import read_verdict
-from kit.view.panel.controller import Controller
-from kit.view.panel.model import PanelModel
+from kit.view.model import Controller, PanelModel
 from kit.view.progress import Failure, Watch
 from tests.holdings import holdings, wait_for
 
@@ -473,7 +472,7 @@ def test_who_is_to_blame_is_marked_and_nobody_else(own: Definition) -> None:
 def test_a_kernel_that_is_killed_leaves_no_ranks(own: Definition, tmp_path: Path) -> None:
     code = (
         "import os, panelled_lab\n"
-        "from kit.view.panel.model import PanelModel\nfrom kit.view.panel.controller import Controller\n"
+        "from kit.view.model import Controller, PanelModel\n"
         "model = PanelModel(panelled_lab.LAB, {'do': 'hard'})\ncontroller = Controller(model)\ncontroller.run_all()\n"
         "while not any(row.phase == 'second' and row.status == 'running' for row in model.phases): pass\n"
         "print(os.getpid(), len(controller._lab.world.pids), flush=True)\nos.kill(os.getpid(), 9)"

@@ -19,10 +19,10 @@ from kit.draw.plots import WhatIf
 from kit.errors import BadInput
 from kit.labs.discover import find
 from kit.results import NotMeasured, Run
-from kit.view.panel import tabs
-from kit.view.panel.model import PanelModel
-from kit.view.panel.panel import make
-from kit.view.panel.tabs import (
+from kit.view import tabs
+from kit.view.model import PanelModel
+from kit.view.panel import make
+from kit.view.tabs import (
     KINDS,
     CompareTab,
     ExportTab,

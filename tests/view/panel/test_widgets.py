@@ -14,9 +14,9 @@ import pytest
 import kit
 from kit.labs.definition import Definition, LabConfig, Option
 from kit.labs.discover import find
-from kit.view.panel import look, strip
-from kit.view.panel.model import PanelModel
-from kit.view.panel.panel import Buttons, Panel, Parameters
+from kit.view import look, tabs
+from kit.view.model import PanelModel
+from kit.view.panel import Buttons, Panel, Parameters
 from kit.view.progress import Failure, PhaseState, RunProgress
 
 LABS = ("smoke", "offload", "split", "sync")
@@ -80,12 +80,12 @@ def test_every_control_tells_the_model_and_shows_it(lab):
 @pytest.mark.parametrize("lab", LABS)
 def test_every_control_has_a_label_and_says_what_it_is_for(lab):
     model = PanelModel(find(lab))
-    tab = strip.VerdictTab(model)
+    tab = tabs.VerdictTab(model)
     asked = [
         *tree(Parameters(model).widget),
         *tree(tab.widget),
-        *tree(strip.LogsTab(model).widget),
-        *tree(strip.Strip(model).widget),
+        *tree(tabs.LogsTab(model).widget),
+        *tree(look.Strip(model).widget),
     ]
     controls = [
         one
@@ -159,7 +159,7 @@ def test_once_there_is_a_run_the_settings_are_one_line_and_what_is_wrong_unfolds
 
 def test_the_strip_stays_while_a_setting_is_wrong():
     model = PanelModel(find("smoke"))
-    shown = strip.Strip(model)
+    shown = look.Strip(model)
     before = shown.grid.value
     assert "kit-strip" in before
     model.set("cycles", 0)
@@ -286,7 +286,7 @@ DONE = PhaseState(0, "baseline", "done", ("done", "done"), (0.5, 12.0), None)
 def test_each_phase_and_rank_has_a_sign_a_word_and_a_time():
     running = PhaseState(1, "make", "running", ("done", "running"), (0.2, None), time.monotonic() - 65)
     to_do = PhaseState(1, "talk", "to do", ("waiting", "waiting"), (None, None), None)
-    rows = re.findall(r"<tr>.*?</tr>", strip.grid_html((DONE, running, to_do), 2, None).partition("<tbody>")[2])
+    rows = re.findall(r"<tr>.*?</tr>", look.grid_html((DONE, running, to_do), 2, None).partition("<tbody>")[2])
     assert [re.findall(r'<td class="kit-(\w+)".*?>(\S)(?:<small>(.*?)</small>)?</td>', row) for row in rows] == [
         [("done", "✓", "0.5 s"), ("done", "✓", "0.2 s"), ("waiting", "·", "")],
         [("done", "✓", "12 s"), ("running", "▶", "65 s"), ("waiting", "·", "")],
@@ -297,16 +297,16 @@ def test_each_phase_and_rank_has_a_sign_a_word_and_a_time():
 def test_roles_stand_beside_their_ranks_and_a_rank_without_work_has_an_empty_cell():
     model = PanelModel(find("sync"))
     assert model.roles == {0: "trainer", 1: "trainer", 2: "sleeper", 3: "sleeper", 4: "replica"}
-    shown = strip.Strip(model)
+    shown = look.Strip(model)
     assert '<th class="kit-rank" scope="row">rank 4 (replica)</th>' in shown.grid.value
     assert 'title="train, cycle 1, rank 4: no work in this phase"></td>' in shown.grid.value
     assert 'title="train, cycle 1, rank 0: waiting">' in shown.grid.value
-    assert strip.LogsTab(model).rank.options[-1] == "rank 4 (replica)"
+    assert tabs.LogsTab(model).rank.options[-1] == "rank 4 (replica)"
 
 
 def test_the_culprit_is_red_and_its_traceback_is_folded():
     model = PanelModel(find("smoke"))
-    shown = strip.Strip(model)
+    shown = look.Strip(model)
     model.size = 2
     model.phases = (PhaseState(1, "talk", "failed", ("waiting", "failed"), (None, None), None),)
     model.failure = Failure("raised", "rank 1 raised <b>ValueError</b>\nmore", (1,), "talk", "Traceback:\n  <script>")
@@ -327,7 +327,7 @@ def test_the_culprit_is_red_and_its_traceback_is_folded():
 
 def test_the_verdict_is_said_in_words(finished):
     model = PanelModel(find("smoke"), {"cycles": 2})
-    shown = strip.Strip(model)
+    shown = look.Strip(model)
     assert "checks" not in shown.said.value
     model.show(finished)
     model.state = "finished"
@@ -343,7 +343,7 @@ def test_the_verdict_is_said_in_words(finished):
 
 def test_a_tick_leaves_the_unfolded_traceback_alone():
     model = PanelModel(find("smoke"))
-    shown = strip.Strip(model)
+    shown = look.Strip(model)
     model.failure = Failure("died", "rank 0 died", (0,), "talk", "stack")
     sent = []
     shown.failure.observe(sent.append, "value")
@@ -354,10 +354,10 @@ def test_a_tick_leaves_the_unfolded_traceback_alone():
 
 def test_the_bar_says_in_words_how_far_it_is():
     phases = (DONE, PhaseState(1, "make", "running", ("running", "running"), (None, None), time.monotonic()))
-    words = strip.progress_words(RunProgress(6, 22, 12.3, 20.4), phases, "running")
+    words = look.progress_words(RunProgress(6, 22, 12.3, 20.4), phases, "running")
     assert words == "phase 7 of 22 (make, cycle 1), 12 s, about 20 s left"
-    assert strip.progress_words(RunProgress(6, 22, 12.3, None), phases, "running").endswith("12 s")
-    bar = strip.bar_html(RunProgress(11, 22, 12.3, None), phases, "ready")
+    assert look.progress_words(RunProgress(6, 22, 12.3, None), phases, "running").endswith("12 s")
+    bar = look.bar_html(RunProgress(11, 22, 12.3, None), phases, "ready")
     for part in (
         'role="progressbar"',
         'aria-valuenow="11"',
@@ -370,7 +370,7 @@ def test_the_bar_says_in_words_how_far_it_is():
 
 def test_what_is_said_is_a_live_line():
     model = PanelModel(find("smoke"))
-    shown = strip.Strip(model)
+    shown = look.Strip(model)
     model.said = "a <tag>"
     assert shown.said.value == (
         '<div role="status" aria-live="polite"><b class="kit-faint">· not started</b> a &lt;tag&gt;</div>'
@@ -379,26 +379,26 @@ def test_what_is_said_is_a_live_line():
 
 def test_of_many_ranks_fewer_phases_are_sent_at_once():
     model = PanelModel(find("smoke"), {"cycles": 30})
-    shown = strip.Strip(model)
+    shown = look.Strip(model)
     for ranks in (2, 8, 64):
         model.size = ranks
         model.phases = tuple(phase._replace(ranks=("done",) * ranks, seconds=(1.5,) * ranks) for phase in model.phases)
-        assert shown.grid.value.count("<td") == ranks * strip.columns(ranks)
+        assert shown.grid.value.count("<td") == ranks * look.columns(ranks)
         assert len(shown.grid.value) < 100_000
 
 
 def test_of_a_long_plan_the_phases_near_the_one_under_way_are_shown():
     model = PanelModel(find("offload"), {"cycles": 30})
-    shown = strip.Strip(model)
+    shown = look.Strip(model)
     total = len(model.phases)
-    assert shown.grid.value.count('scope="col"') == strip.COLUMNS < total
+    assert shown.grid.value.count('scope="col"') == look.COLUMNS < total
     phases = [phase._replace(status="done" if index < 100 else "to do") for index, phase in enumerate(model.phases)]
     phases[100] = phases[100]._replace(status="running")
     model.phases = tuple(phases)
     assert shown.grid.value.count("kit-now") == 1
     heads = re.findall(r'scope="col">(.*?)</th>', shown.grid.value)
-    first = 100 - strip.COLUMNS // 2
-    assert heads == [phase.phase for phase in phases[first : first + strip.COLUMNS]]
+    first = 100 - look.COLUMNS // 2
+    assert heads == [phase.phase for phase in phases[first : first + look.COLUMNS]]
 
 
 # -- logs -----------------------------------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ def test_of_a_long_plan_the_phases_near_the_one_under_way_are_shown():
 
 def test_logs_by_rank_the_last_lines_and_the_error():
     model = PanelModel(find("smoke"))
-    tab = strip.LogsTab(model)
+    tab = tabs.LogsTab(model)
     model.log = tuple((index % 2, f"line {index} <i>") for index in range(600))
     assert tab.lines.value == ""  # nobody looks
     tab.visible = True
@@ -420,7 +420,7 @@ def test_logs_by_rank_the_last_lines_and_the_error():
     assert "new" in tab.lines.value
     model.failure = Failure("raised", "it broke", (0,), "talk", "")
     assert "it broke" not in tab.lines.value
-    tab.rank.value = strip.ALL
+    tab.rank.value = tabs.ALL
     assert '<span class="kit-bad">✗ raised: it broke</span>' in tab.lines.value
 
 
@@ -429,22 +429,22 @@ def test_logs_by_rank_the_last_lines_and_the_error():
 
 def test_a_slider_has_whole_places_that_a_browser_cannot_round():
     for found in (
-        strip.scale(0, 10, whole=True),
-        strip.scale(1e-9, 1.0),
-        strip.scale(0, 200.0),
-        strip.scale(0, 5000, whole=True),
-        strip.scale(1e-6, 2.0),
-        strip.scale(0, 0),
+        tabs.scale(0, 10, whole=True),
+        tabs.scale(1e-9, 1.0),
+        tabs.scale(0, 200.0),
+        tabs.scale(0, 5000, whole=True),
+        tabs.scale(1e-6, 2.0),
+        tabs.scale(0, 0),
     ):
         assert found == sorted(set(found))
         for place in range(0, len(found), 7):
-            assert strip.nearest(found, found[place]) == place
-        assert strip.nearest(found, found[-1] + 1e9) == len(found) - 1
-        assert strip.nearest(found, found[0] - 1e9) == 0
-    assert [strip.scale(1e-9, 1.0)[place] for place in (0, 60, 61, 120, -1)] == [1e-9, 1e-6, 1.12e-6, 1e-3, 1.0]
-    assert (strip.scale(0, 10, whole=True), strip.scale(0, 0)) == ([*range(11)], [0])
-    assert strip.scale(0, 200.0)[-2:] == [199.5, 200]
-    for row in strip.VerdictTab(PanelModel(find("split"))).rows.values():
+            assert tabs.nearest(found, found[place]) == place
+        assert tabs.nearest(found, found[-1] + 1e9) == len(found) - 1
+        assert tabs.nearest(found, found[0] - 1e9) == 0
+    assert [tabs.scale(1e-9, 1.0)[place] for place in (0, 60, 61, 120, -1)] == [1e-9, 1e-6, 1.12e-6, 1e-3, 1.0]
+    assert (tabs.scale(0, 10, whole=True), tabs.scale(0, 0)) == ([*range(11)], [0])
+    assert tabs.scale(0, 200.0)[-2:] == [199.5, 200]
+    for row in tabs.VerdictTab(PanelModel(find("split"))).rows.values():
         assert isinstance(row.slider, widgets.IntSlider)
 
 
@@ -453,7 +453,7 @@ def test_a_slider_has_whole_places_that_a_browser_cannot_round():
 
 def test_a_limit_that_moves_flips_its_row_and_rebuilds_nothing(finished):
     model = PanelModel(find("smoke"))
-    tab = strip.VerdictTab(model)
+    tab = tabs.VerdictTab(model)
     assert "Not judged yet" in tab.head.value
     model.show(finished)
     assert "0 failed, 7 passed" in re.sub("<.*?>", "", tab.head.value)
@@ -476,7 +476,7 @@ def test_a_limit_that_moves_flips_its_row_and_rebuilds_nothing(finished):
 
 def test_rows_are_made_when_somebody_looks_and_then_know_what_was_measured_before(finished):
     model = PanelModel(find("smoke"))
-    tab = strip.VerdictTab(model, visible=False)
+    tab = tabs.VerdictTab(model, visible=False)
     made = len(list(tree(tab.widget)))
     model.show(finished)
     model.move("groups_more", -1)
@@ -496,7 +496,7 @@ def test_rows_are_made_when_somebody_looks_and_then_know_what_was_measured_befor
 
 def test_the_worst_come_first(finished):
     model = PanelModel(find("smoke"))
-    tab = strip.VerdictTab(model)
+    tab = tabs.VerdictTab(model)
     model.take({"drift_mib": -1e6})
     model.show(finished)
     assert tab.body.children[0] is tab.rows["drift_mib"].widget
@@ -505,7 +505,7 @@ def test_the_worst_come_first(finished):
 @pytest.mark.parametrize("lab", LABS)
 def test_every_limit_has_one_row_and_its_slider_holds_the_default(lab):
     model = PanelModel(find(lab))
-    tab = strip.VerdictTab(model)
+    tab = tabs.VerdictTab(model)
     asked = [check for check in model.checks if check.asked(model.values)]
     assert len(tab.body.children) == len({check.tolerance for check in asked})
     assert {name for row in tab.rows.values() for name in row.limit.checks} == {check.name for check in asked}
@@ -520,7 +520,7 @@ def test_every_limit_has_one_row_and_its_slider_holds_the_default(lab):
 
 def test_another_run_moves_the_ends_of_a_slider_and_makes_no_new_one(finished):
     model = PanelModel(find("smoke"))
-    tab = strip.VerdictTab(model)
+    tab = tabs.VerdictTab(model)
     row, made = tab.rows["drift_mib"], len(list(tree(tab.widget)))
     model.take({"drift_mib": 9000.0})
     assert row.exact.value == 9000
@@ -535,7 +535,7 @@ def test_another_run_moves_the_ends_of_a_slider_and_makes_no_new_one(finished):
 
 def test_presets_and_files(finished, tmp_path):
     model = PanelModel(find("smoke"))
-    tab = strip.VerdictTab(model)
+    tab = tabs.VerdictTab(model)
     model.show(finished)
     tab.rows["drift_mib"].exact.value = 7
     tab.path.value = str(tmp_path / "mine.json")
@@ -558,8 +558,8 @@ def test_presets_and_files(finished, tmp_path):
 def test_of_many_answers_the_failed_ones_are_written_out():
     limit = verdict_limit()
     rows = [answer("parity", 2.0, passed=False), *(answer(f"parity/t{n}", 2.0, passed=n > 8) for n in range(12))]
-    shown = strip.check_html(limit, rows, moved=False)
-    assert shown.count("✗ FAIL") == 1 + strip.FEW
+    shown = tabs.check_html(limit, rows, moved=False)
+    assert shown.count("✗ FAIL") == 1 + tabs.FEW
     assert "12 answers, 3 more fail" in shown
 
 
@@ -570,7 +570,7 @@ def answer(check, measured, *, passed):
 
 
 def verdict_limit():
-    from kit.view.panel.model import Limit
+    from kit.view.model import Limit
 
     return Limit("parity_rel", ("parity",), "Are they equal?", 1.0, "ratio", "<=", 0.0, 2.0)
 
@@ -605,7 +605,7 @@ def test_nothing_is_fetched_for_the_sheet():
 
 def test_the_phase_under_way_is_held_in_sight_only_while_it_moves():
     model = PanelModel(find("smoke"))
-    shown = strip.Strip(model)
+    shown = look.Strip(model)
     for state, held in (("idle", False), ("running", True), ("ready", True), ("finished", False), ("failed", False)):
         model.state = state
         assert ("kit-follow" in shown.scroll._dom_classes) is held

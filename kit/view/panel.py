@@ -19,12 +19,9 @@ import ipywidgets as widgets
 from kit.labs.definition import Definition, Field
 from kit.labs.lab import Lab
 from kit.results.run import Plotter
-from kit.view import named
-from kit.view.panel import look
-from kit.view.panel.controller import Controller
-from kit.view.panel.model import BUSY, PanelModel
-from kit.view.panel.strip import LogsTab, Strip, VerdictTab
-from kit.view.panel.tabs import CompareTab, ExportTab, PlotsTab, RecordsTab, WhatIfTab
+from kit.view import look, named
+from kit.view.model import BUSY, Controller, PanelModel
+from kit.view.tabs import CompareTab, ExportTab, LogsTab, PlotsTab, RecordsTab, VerdictTab, WhatIfTab
 
 # What a button does, its icon and what it says of itself; the order is the order of work.
 BUTTONS = {
@@ -77,7 +74,7 @@ class Panel:
         )
         self.parameters = Parameters(model)
         self.buttons = Buttons(model, controller)
-        self.strip = Strip(model)
+        self.strip = look.Strip(model)
         verdict = VerdictTab(model, visible=False)  # the first to hear of a change: the picture takes its time
         self.tabs: dict[str, Any] = {
             title: verdict if kind is VerdictTab else kind(model) for title, kind in TABS.items()
