@@ -17,7 +17,7 @@ START := /lab/tree/$(COPIES)/notebooks/00_start.ipynb
 
 .PHONY: help env lab notebooks test test-all test-faults mutants lint pins
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 env: ## create or update .venv; immediate if nothing changed
 	@$(PYTHON) -c '' || { echo "$(PYTHON) does not run here. Name a Python 3.11 or newer by its path: make env PYTHON=/path/to/python3.12"; exit 1; }
