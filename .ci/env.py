@@ -1,9 +1,8 @@
-"""Makes `.venv` beside pyproject.toml, for `make env`; does nothing when it is already what is asked for.
+"""Creates or updates `.venv` beside pyproject.toml, for `make env`.
 
-A stamp in `.venv` says which Python, which folder and which pyproject.toml and constraints.txt it was made from. Another
-Python or a moved folder means a new environment; other dependencies mean one pip run over the one that is there. The
-stamp is written last, so an install that was cut short is taken up again. Standard library only, and syntax that Python
-3.6 reads, so that an old Python can still say that it is too old.
+Two stamps in `.venv` record its Python and folder, and the hash of pyproject.toml and constraints.txt. If Python or folder
+changed, the environment is created anew; if dependencies changed, pip runs in the existing one. The second stamp is written
+last, so an interrupted install continues. The syntax is that of Python 3.6, so that an old Python can report that it is too old.
 """
 
 import hashlib
@@ -30,7 +29,7 @@ def main() -> int:
     made, ready = VENV / ".made", VENV / ".ready"
     if text(made) == identity and text(ready) == dependencies:
         return 0
-    if VENV.is_symlink():  # to make it anew would empty what somebody else uses
+    if VENV.is_symlink():  # creating it anew would empty an environment that others use
         sys.stderr.write(
             f"{VENV} is a link to {VENV.resolve()}, which was not made for this folder. Remove the link, then run make env again.\n"
         )

@@ -1,8 +1,8 @@
 """Writes constraints.txt: the versions that pip resolves for `.[dev,hf]`, from each Python named on the command line.
 
-One file serves all of them: a version that every Python gets, and a package that only some need, stand without a marker;
-where versions differ each line carries the Python it is for, the newest one's line also for what is newer still. Nothing
-is installed. Local versions (`+cpu`) are cut: which build of torch it is stays the choice of the machine's package index.
+One file serves all of them. A line has a marker only if versions differ between Pythons; the newest Python's line also holds
+for newer ones. Nothing is installed. Local versions (`+cpu`) are removed, so that the machine's package index decides which build
+of torch is installed.
 """
 
 import json
@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
-# What is not to be the newest just because it is: raised by hand, once the labs were tried with it.
+# Not resolved to the newest version: raised by hand after the labs were tried with it.
 HELD = ["torch==2.13.0"]
 HEAD = """\
 # A set of versions that is known to work, for every Python named in a marker. Written by `make pins` from pyproject.toml,
@@ -24,7 +24,7 @@ def resolve(python: str) -> tuple[tuple[int, int], dict[str, str]]:
     """The Python's version, and name -> version of everything that pip would install with it."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        pip = [Path(folder) / "venv/bin/python", "-m", "pip"]  # of its own: a dry run leaves out what is installed
+        pip = [Path(folder) / "venv/bin/python", "-m", "pip"]  # a new environment: a dry run omits installed packages
         subprocess.run([python, "-m", "venv", Path(folder) / "venv"], check=True)
         dry = [*pip, "install", "--dry-run", "--quiet", "--report", report]
         subprocess.run([*dry, ".[dev,hf]", *HELD], cwd=HERE, check=True)

@@ -57,7 +57,7 @@ def described(kind: type[Any]) -> Iterator[str]:
 
 
 def member(name: str, one: Any) -> Iterator[str]:
-    """Its signature and its docstring."""
+    """Signature and docstring."""
     words, star = [], False
     for part in inspect.signature(one).parameters.values():
         if part.name == "self":

@@ -18,11 +18,11 @@ def write(folder: Path) -> None:
     (folder / "problems.jsonl").write_text("".join(lines))
     (folder / "README.md").write_text(
         "# Arithmetic\n\n"
-        f"{COUNT} problems, made by `python data/arithmetic/make.py --out data/arithmetic` from the seed {SEED}: sums, differences\n"
-        "and products of two numbers below 100. One JSON object a line, with `prompt` and `answer`. Free of any other source,\n"
-        "under the license of this repository.\n\n"
-        f"A token is a character's ASCII code; {PAD} is padding and {END} ends an answer. A reward is between 0 and 1: 0.75 times\n"
-        "the share of right characters in their place (the end counts as one), and 0.25 for the right length, less the further off.\n"
+        f"{COUNT} problems: sums, differences and products of two numbers below 100, generated from seed {SEED} by\n"
+        "`python data/arithmetic/make.py --out data/arithmetic`. Each line is a JSON object with `prompt` and `answer`. The data uses\n"
+        "no other source and has the license of this repository.\n\n"
+        f"A token is the ASCII code of a character; {PAD} is padding and {END} ends an answer. The reward is between 0 and 1: 0.75 times\n"
+        "the share of correct characters (the end counts as one), plus 0.25 for the correct length, decreasing with the distance from it.\n"
     )
 
 

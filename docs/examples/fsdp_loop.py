@@ -93,7 +93,7 @@ class Loop:
         return self.clip()
 
     def clip(self) -> float:
-        """As `ctx.optimizer` expects it: it clips when it steps, so that gradients observed before are not clipped."""
+        """Set the scale with which `ctx.optimizer` clips in its step, so that the lab observes unclipped gradients."""
         norm = torch.nn.utils.get_total_norm([param.grad for param in self.model.parameters()]).full_tensor()
         self.optimizer.scale = self.max_norm / (float(norm) + 1e-6)
         return float(norm)

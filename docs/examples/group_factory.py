@@ -34,7 +34,7 @@ class FactoryThatForgetsAGroup(Factory):
 
 
 class FactoryThatKeepsHandles(Factory):
-    """Keeps destroyed groups for its log. Over gloo a destroyed group keeps its threads and sockets while an object holds it."""
+    """Keeps destroyed groups in a list for its log. Over gloo they keep their threads and sockets as long as an object holds them."""
 
     def destroy(self, group: Any) -> None:
         super().destroy(group)

@@ -17,7 +17,7 @@ async def generate(rec: Recorder, group: int, sample: int) -> None:
     versions = []
     for first in range(0, length, 4):
         await asyncio.sleep(0.002)
-        versions.append(serves[replica])  # read where the tokens are made, not when the answer arrives
+        versions.append(serves[replica])  # read when the tokens are generated, not when the answer arrives
         rec.event("tokens", **ids, version=versions[-1], first=first, count=min(4, length - first))
     rec.event("completed", **ids, version=versions[0], newest=versions[-1], length=length)
 
@@ -32,7 +32,7 @@ async def main(rec: Recorder) -> None:
     rec.event("capacity", window=WINDOW, groups_per_step=GROUPS, group=GROUP, sampler="in-order")
     tasks: list[asyncio.Task[int]] = []
     for step in range(STEPS):
-        last = min(step + WINDOW + 1, STEPS) * GROUPS  # no group of a step beyond version + window
+        last = min(step + WINDOW + 1, STEPS) * GROUPS  # dispatch no step beyond version + window
         tasks += [asyncio.create_task(rollout(rec, group, step)) for group in range(len(tasks), last)]
         rec.event("begin", step=step, update=0)
         for group in asyncio.as_completed(tasks[step * GROUPS : (step + 1) * GROUPS]):
@@ -40,7 +40,7 @@ async def main(rec: Recorder) -> None:
         rec.event("finish", step=step, update=0)
         rec.event("bumped", version=step + 1, updates=step + 1, step=step)
         for replica in range(len(serves)):
-            serves[replica] = step + 1  # the weights go out
+            serves[replica] = step + 1  # the new weights arrive
             rec.event("published", version=step + 1, replica=replica)
         for number in range(step * GROUPS, (step + 1) * GROUPS):
             rec.event("cleared", group=number, step=step)

@@ -24,11 +24,11 @@ class Files(Transport):
                 link.send({"kind": "bucket", "bucket": index}, [file.fileno()])
 
     def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - read in place
-        """Receiver: return the bytes in place. They could also be copied into `into`, which has their size."""
+        """Receiver: return the bytes in place. A copy into `into`, which has their size, is possible too."""
         _, (fd,) = self.ctx.sender.expect("bucket")
         with os.fdopen(fd):
             mapped = mmap.mmap(fd, self.ctx.sizes[index], access=mmap.ACCESS_COPY)
-        return torch.frombuffer(mapped, dtype=torch.uint8)  # it holds the map, which holds the file
+        return torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping and the file alive
 
     def close(self) -> None:
         """Nothing to release: a file disappears with the last tensor that reads it, even if a rank is killed."""

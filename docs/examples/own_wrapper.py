@@ -10,7 +10,7 @@ from torch.distributed import distributed_c10d as c10d
 
 
 class Wrapper(dist.ProcessGroup):
-    """Layers keep this object. The group inside is destroyed and rebuilt; in between every use raises."""
+    """Layers keep this object. The group inside is destroyed and rebuilt; in between, every use raises an error."""
 
     def __init__(self, group: Any) -> None:
         super().__init__(group.rank(), group.size())
@@ -18,7 +18,7 @@ class Wrapper(dist.ProcessGroup):
         self.fill(group)
 
     def fill(self, group: Any) -> None:
-        """Hold this group and take its place in torch's registry."""
+        """Hold this group and replace it in torch's registry."""
         world = c10d._world
         for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag):
             table[self] = table.pop(group)
@@ -27,7 +27,7 @@ class Wrapper(dist.ProcessGroup):
         self.__dict__["inside"] = group
 
     def __repr__(self) -> str:
-        return f"<wrapper of {self.__dict__['title']}>"  # torch shows it in its own errors
+        return f"<wrapper of {self.__dict__['title']}>"  # for torch's error messages
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("__class__", "__dict__", "fill"):
@@ -48,10 +48,10 @@ class Wrapping:
     @staticmethod
     @contextlib.contextmanager
     def around(ctx: Any) -> Iterator[list[Any]]:
-        """Entered on every rank before Megatron creates its groups, left when the job has ended. The yielded list is `ctx.around`."""
+        """Entered on every rank before Megatron creates its groups, and left after the job. The yielded list becomes `ctx.around`."""
         print(f"rank {ctx.rank}: new_group is patched")
         plain = dist.new_group
-        calls = []  # of new_group: function, arguments, wrapper (None on a rank outside the group)
+        calls = []  # one per new_group: function, arguments, wrapper (None on a rank outside the group)
 
         def new_group(*args: Any, **kwargs: Any) -> Any:
             group = plain(*args, **kwargs)

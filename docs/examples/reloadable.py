@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 
 
 class ReloadableGroup(dist.ProcessGroup):
-    """Layers keep this object. The group inside is destroyed and rebuilt; torch only sees the one inside."""
+    """Layers keep this object. The group inside is destroyed and rebuilt; torch sees only the group inside."""
 
     def __init__(self, inside: Any) -> None:
         super().__init__(inside.rank(), inside.size())
@@ -47,10 +47,10 @@ class Reloadable:
     @classmethod
     @contextlib.contextmanager
     def around(cls, ctx: Any) -> Iterator[list[Any]]:  # noqa: ARG003 - the lab passes it
-        """Patch new_group and every function that takes a group, from the build of the job to its end."""
+        """Patch new_group, and every function with a group argument, while the job exists."""
         plain = {name: function for name, function in vars(dist).items() if takes_group(function)}
         new_group = dist.new_group
-        calls = []  # of new_group: arguments, wrapper (None on a rank outside the group)
+        calls = []  # one per new_group: the call, and its wrapper (None on a rank outside the group)
 
         def patched(*args: Any, **kwargs: Any) -> Any:
             group = new_group(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Megatron initialises its groups again, and every object that held one is pointed at the new one by hand.
+"""Megatron initialises its groups again, and every object that held a group gets the new one by hand.
 kit run offload --set implementation=docs.examples.repointed:Repointed"""
 
 import contextlib
@@ -76,16 +76,16 @@ class Repointed:
 
 
 def is_group(value: Any) -> bool:
-    return issubclass(type(value), dist.ProcessGroup)  # isinstance would read the class of a Released, which raises
+    return issubclass(type(value), dist.ProcessGroup)  # isinstance would read __class__ of a Released, which raises
 
 
 def key(group: Any) -> tuple[str, tuple[int, ...], str]:
-    """The purpose of a group; the new group has the same."""
+    """Description, ranks and backend of a group, which the new group shares."""
     return group.group_desc, tuple(dist.get_process_group_ranks(group)), dist.get_backend(group)
 
 
 def replace(root: Any, by: Any) -> None:
-    """Replace every value by by(value) in every attribute, list and dict that the root leads to."""
+    """Replace every value with by(value) in all attributes, lists and dicts that are reachable from the root."""
     seen: set[int] = set()
     todo = [root]
     while todo:

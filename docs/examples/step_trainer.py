@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
 class StepTrainer:
-    """begin_train_step, train_microbatch for each batch of data, finish_train_step. It cannot abort a step."""
+    """Three calls: begin_train_step, train_microbatch for each batch, finish_train_step. It cannot abort a step."""
 
     def __init__(self, model: Any, optimizer: Any, scheduler: Any) -> None:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
@@ -65,7 +65,7 @@ class StepTrainer:
 
     @contextlib.contextmanager
     def no_reduction(self, config: Any) -> Iterator[None]:
-        """Keep the schedule from reducing at the end of a microbatch: only the end of the step reduces."""
+        """Keep the schedule from reducing at the end of a microbatch; only the end of the step reduces."""
         hooks = config.no_sync_func, config.finalize_model_grads_func
         config.no_sync_func, config.finalize_model_grads_func = contextlib.nullcontext, None
         try:

@@ -1,7 +1,7 @@
 """Pictures for the README, from real runs: `python -m docs.pictures.gallery --out docs/images`.
 
-Each is drawn twice, for light and for dark pages. The runs themselves are not kept. The panel's is made in a browser, and
-only when it is named: `--only panel`.
+Each picture is drawn twice, for light and for dark pages. The runs are not kept. The picture of the panel needs a browser and is made
+only with `--only panel`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Shot(NamedTuple):
-    """A picture of the gallery: a lab, a config for each of its runs, and how they are drawn."""
+    """A picture of the gallery: a lab, a config for each of its runs, and the function that draws them."""
 
     lab: str
     configs: Sequence[Mapping[str, Any]]
@@ -39,7 +39,7 @@ def side_by_side(runs: Sequence[Run], theme_name: str) -> Picture:
     return plot_modes(runs, theme_name=theme_name)
 
 
-# Enough bytes that they stand out beside the interpreter's own memory.
+# Large enough to stand out from the interpreter's own memory.
 SEEN = {"size": "125m", "layers": 1, "seq": 16, "steps": 1, "microbatches": 1, "cycles": 5}
 GALLERY = {
     "smoke": Shot("smoke", [{"cycles": 5}], one),
@@ -75,7 +75,7 @@ def make(out: Path, names: Sequence[str] = tuple(GALLERY)) -> list[Path]:
 
 
 def shrink(path: Path, colours: int = 128) -> Path:
-    """The same picture in few colours: a page loads it sooner, and nobody sees a difference."""
+    """Reduce the number of colours for a smaller file; the difference is not visible."""
     with Image.open(path) as picture:
         picture.convert("RGB").quantize(colours, dither=Image.Dither.NONE).save(path, optimize=True)
     return path
@@ -85,8 +85,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m docs.pictures.gallery", description="Draw the pictures of the README."
     )
-    parser.add_argument("--only", choices=[*GALLERY, "panel"], action="append", help="a picture; may be given again")
-    parser.add_argument("--out", type=Path, default=Path("docs/images"), help="the folder for them")
+    parser.add_argument(
+        "--only", choices=[*GALLERY, "panel"], action="append", help="draw only this picture; may be repeated"
+    )
+    parser.add_argument("--out", type=Path, default=Path("docs/images"), help="folder for the pictures")
     arguments = parser.parse_args()
     names = arguments.only or list(GALLERY)
     made = make(arguments.out, [name for name in names if name != "panel"])

@@ -1,6 +1,7 @@
-"""How the cost of a sync grows, with bytes and with receivers, from what `kit bench sync --json` wrote.
+"""Time of a sync by bytes and by receivers, from the output of `kit bench sync --json`.
 
-`python -m docs.pictures.growth BENCH.json --out docs/images` draws it for light and dark pages. Bars span the least to the greatest sample.
+`python -m docs.pictures.growth BENCH.json --out docs/images` draws it for light and dark pages. Error bars span the smallest to the largest
+sample.
 """
 
 from __future__ import annotations
@@ -30,31 +31,31 @@ MS = 1e3
 
 
 def growth(bench: dict[str, Any]) -> pd.DataFrame:
-    """megabytes, receivers, way, and its seconds: median, low, high."""
+    """A table with megabytes, receivers, way, and seconds: median, low, high."""
     rows = [
         {key: row["ids"][key] for key in IDS} | {key: row[key] for key in ("median", "low", "high")}
         for row in bench["rows"]
         if "megabytes" in row["ids"] and row["median"] is not None
     ]
     if bench.get("bench") != "sync" or not rows:
-        raise BadInput("these are no rows of `kit bench sync --json` that tell how its cost grows")
+        raise BadInput("the file has no rows of `kit bench sync --json` with megabytes")
     return pd.DataFrame(rows).drop_duplicates(list(IDS))
 
 
 def plot_growth(bench: dict[str, Any], *, theme_name: str = "light") -> Picture:
-    """By bytes to one receiver, and by receivers of the same bytes."""
+    """Left: time by bytes, to one receiver. Right: time by receivers, for the same bytes."""
     table, look = growth(bench), theme(theme_name)
     with mpl.rc_context(look.rc()):
         picture = Picture(3.6)
         left, right = picture.subplots(1, 2)
-        left.set(xscale="log", yscale="log", xlabel="MB, to one receiver", ylabel="time [ms]")
+        left.set(xscale="log", yscale="log", xlabel="MB to one receiver", ylabel="time [ms]")
         lines(left, table[table["receivers"] == 1], "megabytes", look)
-        left.set_title("A larger model")
+        left.set_title("By size of the model")
         some = table[table["receivers"] > 1]["megabytes"]
         same = table[table["megabytes"] == (some.iloc[0] if len(some) else table["megabytes"].iloc[0])]
         lines(right, same, "receivers", look)
         right.set(xlabel=f"receivers of {same['megabytes'].iloc[0]} MB", ylabel="time [ms]", ylim=(0, None))
-        right.set_title("More receivers, on the same cores")
+        right.set_title("By receivers, on the same cores")
     return picture
 
 
@@ -82,30 +83,28 @@ def lines(ax: Axes, table: pd.DataFrame, by: str, look: Theme) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What `kit bench sync --json` printed, with its table, or the JSON object alone, as references keep it."""
+    """The JSON object of a bench, alone in a file or after the printed table."""
     text = path.read_text()
     found: dict[str, Any] = json.loads(text if text.startswith("{") else text.splitlines()[-1])
     return found
 
 
 def together(files: Sequence[Path]) -> dict[str, Any]:
-    """The rows of several parts of one bench as one; a machine's reference keeps a file a part."""
+    """The rows of several files of one bench; references have one file per part."""
     benches = [read(file) for file in files]
     return benches[0] | {"rows": [row for bench in benches for row in bench["rows"]]}
 
 
 def draw(bench: str, plot: Callable[..., Picture], stem: str) -> None:
-    """A module's command line: one picture for light and one for dark pages, of what a bench wrote."""
-    parser = argparse.ArgumentParser(description=f"Draw what `kit bench {bench}` measured.")
-    parser.add_argument(
-        "bench", type=Path, nargs="+", help=f"what `kit bench {bench} --json` wrote, in one file or more"
-    )
-    parser.add_argument("--out", type=Path, default=Path("docs/images"), help="the folder for the pictures")
+    """The command line of a module: draws one picture for light and one for dark pages."""
+    parser = argparse.ArgumentParser(description=f"Draw the results of `kit bench {bench}`.")
+    parser.add_argument("bench", type=Path, nargs="+", help=f"one or more output files of `kit bench {bench} --json`")
+    parser.add_argument("--out", type=Path, default=Path("docs/images"), help="folder for the pictures")
     arguments = parser.parse_args()
-    told = together(arguments.bench)
+    results = together(arguments.bench)
     for theme_name in THEMES:
         suffix = "" if theme_name == "light" else f"-{theme_name}"
-        print(plot(told, theme_name=theme_name).save(arguments.out / f"{stem}{suffix}.png"))
+        print(plot(results, theme_name=theme_name).save(arguments.out / f"{stem}{suffix}.png"))
 
 
 if __name__ == "__main__":

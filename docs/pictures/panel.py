@@ -1,6 +1,6 @@
-"""A picture of the panel as it is in JupyterLab, light and dark, for the README: `python -m docs.pictures.gallery --only panel`.
+"""Pictures of the panel in JupyterLab, light and dark, for the README: `python -m docs.pictures.gallery --only panel`.
 
-It needs what the browser tests need: playwright (a dev dependency) and a Chromium. The run that it shows is a real one.
+They show a real run, and need playwright (a dev dependency) and Chromium, like the browser tests.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ CELL = 'import kit\n\npanel = kit.panel("offload", mode="manual", size="125m", l
 THEMES = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
 PLOT = "Memory by source"
 WIDTH = 1180
-TALL = 3000  # of the window, so that nothing of the panel is scrolled away
+TALL = 3000  # height of the window: the whole panel is visible without scrolling
 
 
 def panel_pictures(out: Path) -> list[Path]:
-    """Run the lab by the panel's own button, and keep how it looks then."""
+    """Run the lab with the panel's button, and take a screenshot of the result."""
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
@@ -60,7 +60,7 @@ def panel_pictures(out: Path) -> list[Path]:
 
 
 def judged(page: Any) -> Any:
-    """The panel once its run came to an end."""
+    """The panel after its run has ended."""
     idle(page)
     page.locator(".jp-CodeCell .cm-content").first.click()
     page.keyboard.press("Shift+Enter")
@@ -76,17 +76,17 @@ def judged(page: Any) -> Any:
 
 
 def dressed(page: Any, panel: Any, theme: str) -> Any:
-    """The panel in a theme of JupyterLab, its picture too."""
+    """The panel and its plot in a theme of JupyterLab."""
     for level, name in (("MenuBar", "Settings"), ("Menu", "Theme"), ("Menu", theme)):
         page.locator(f'.lm-{level}-itemLabel:text-is("{name}")').click()
     page.locator(f'body[data-jp-theme-name="{theme}"]').wait_for(state="attached", timeout=30_000)
     page.locator("#jupyterlab-splash").wait_for(state="detached", timeout=30_000)
     plots = panel.locator(".widget-dropdown", has_text="Plot").locator("select").first
-    for name in ("Verdict", PLOT):  # chosen anew, it is drawn anew
+    for name in ("Verdict", PLOT):  # selecting the plot again redraws it
         plots.select_option(name)
         panel.locator(f'[role="img"][aria-label^="{name}"]').first.wait_for(timeout=60_000)
     page.mouse.move(0, 0)
-    page.wait_for_timeout(500)  # buttons fade from one look to another
+    page.wait_for_timeout(500)  # buttons have a transition
     return panel
 
 
@@ -96,7 +96,7 @@ def idle(page: Any) -> None:
 
 @contextlib.contextmanager
 def server(folder: Path) -> Iterator[str]:
-    """JupyterLab on loopback with nothing but one notebook; the address of that notebook."""
+    """Start JupyterLab on loopback with a single notebook; yields the URL of that notebook."""
     import nbformat
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
@@ -117,23 +117,23 @@ def server(folder: Path) -> Iterator[str]:
     try:
         yield f"{address(process, folder)}lab/tree/panel.ipynb?token={token}"
     finally:
-        process.terminate()  # ends its kernels too, and they their ranks
+        process.terminate()  # also ends its kernels, and these end their ranks
         process.wait(30)
 
 
 def settle(folder: Path, extension: str, name: str, settings: dict[str, str]) -> None:
-    """Settings of JupyterLab, which it reads when a page is opened."""
+    """Write settings of JupyterLab, which it reads when a page is opened."""
     home = folder / "settings" / "@jupyterlab" / extension
     home.mkdir(parents=True, exist_ok=True)
     (home / f"{name}.jupyterlab-settings").write_text(json.dumps(settings))
 
 
 def address(process: subprocess.Popen[bytes], folder: Path) -> str:
-    """What the server says it listens on, once it does."""
-    told = folder / "runtime" / f"jpserver-{process.pid}.json"
+    """Wait until the server listens, and return its URL."""
+    info = folder / "runtime" / f"jpserver-{process.pid}.json"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-            return str(json.loads(told.read_text())["url"])
+            return str(json.loads(info.read_text())["url"])
         time.sleep(0.1)
     raise KitError(f"JupyterLab did not start: {(folder / 'server.log').read_text()[-500:]}")

@@ -1,7 +1,7 @@
-"""Ways of giving communicators back, side by side, from what `kit bench release --json` wrote.
+"""Release modes side by side, from the output of `kit bench release --json`.
 
-`python -m docs.pictures.release BENCH.json --out docs/images` draws it for light and for dark pages. Bars on points are the least and the
-greatest sample.
+`python -m docs.pictures.release BENCH.json --out docs/images` draws it for light and for dark pages. Error bars span the smallest to the
+largest sample.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 TIMES = {
     "release": "Time to release",
-    "back": "Time to come back",
-    "first collective": "First collective after, all groups",
+    "back": "Time to reload",
+    "first collective": "First collective afterwards",
 }
-# A GPU's own numbers before the host's; as many as there is room for.
+# Sources on the GPU come before those on the host; the first ROOM are drawn.
 SOURCES = ("groups", "driver", "communicators", "sockets", "threads", "host memory")
 ROOM = 4
 
 
 def measured(bench: dict[str, Any]) -> pd.DataFrame:
-    """groups, ranks, way, what, and its median, low, high, n, unit."""
+    """A table with groups, ranks, way, what, median, low, high, n, unit."""
     rows = [
         {key: row["ids"][key] for key in ("groups", "ranks", "what", "way")}
         | {key: row[key] for key in ("median", "low", "high", "n", "unit")}
@@ -43,12 +43,12 @@ def measured(bench: dict[str, Any]) -> pd.DataFrame:
         if "what" in row["ids"] and row["median"] is not None
     ]
     if bench.get("bench") != "release" or not rows:
-        raise BadInput("these are no rows of `kit bench release --json`")
+        raise BadInput("the file has no rows of `kit bench release --json`")
     return pd.DataFrame(rows)
 
 
 def plot_release(bench: dict[str, Any], *, theme_name: str = "light") -> Picture:
-    """Times by the number of groups; below what the most groups gave back by source, and what of them was left at the end."""
+    """Above: times by the number of groups. Below, for the largest number: what was released by source, and what remained at the end."""
     table, look = measured(bench), theme(theme_name)
     counts = table.drop_duplicates(["ranks", "groups"])["ranks"].value_counts()
     ranks = int(counts.index[0])
@@ -61,7 +61,7 @@ def plot_release(bench: dict[str, Any], *, theme_name: str = "light") -> Picture
         axes = above.subplots(1, len(TIMES), sharey=True)
         for ax, (what, title) in zip(axes, TIMES.items(), strict=True):
             times(ax, table[table["what"] == what], look)
-            ax.set(title=title, xlabel="groups a rank")
+            ax.set(title=title, xlabel="groups per rank")
         axes[0].set_ylabel("time [ms]")
         above.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(WAYS))
         for ax, source in zip(below.subplots(1, len(sources)), sources, strict=True):
@@ -70,24 +70,24 @@ def plot_release(bench: dict[str, Any], *, theme_name: str = "light") -> Picture
         of = table.groupby("what")["n"].max()
         samples, cycles = of["release"], of["release"] // of["left groups"]
         picture.suptitle(
-            f"kit bench release · {ranks} ranks · {gpus(bench)} · median, least and greatest (n = {samples})",
+            f"kit bench release · {ranks} ranks · {gpus(bench)} · median, minimum and maximum (n = {samples})",
             x=0.01,
             ha="left",
             fontsize=11.5,
         )
         below.suptitle(
-            f"Of {most} groups a rank: what a release gave back; hatched: growth after {cycles} cycles",
+            f"With {most} groups per rank: released; hatched: growth after {cycles} cycles",
             x=0.01,
             ha="left",
             fontsize=10,
         )
-        if told := aside(bench, ranks):
-            below.supxlabel(told, x=0.01, ha="left", fontsize=8, color=look.faint)
+        if lines := not_measured(bench, ranks):
+            below.supxlabel(lines, x=0.01, ha="left", fontsize=8, color=look.faint)
     return picture
 
 
 def times(ax: Axes, table: pd.DataFrame, look: Theme) -> None:
-    """A line a way, each a little to the side, so that ways that take as long stay apart."""
+    """One line per mode, each shifted a little, so that modes with equal times stay visible."""
     places = sorted(table["groups"].unique())
     step = 0.018 * (places[-1] - places[0] or 1)
     for index, way in enumerate(WAYS):
@@ -114,7 +114,7 @@ def times(ax: Axes, table: pd.DataFrame, look: Theme) -> None:
 
 
 def weighed(ax: Axes, table: pd.DataFrame, source: str, look: Theme) -> None:
-    """Two bars a way: what a release gave back, and what there was more of at the end than at the beginning."""
+    """Two bars per mode: what a release freed, and the growth from the beginning to the end."""
     values = table.set_index(["what", "way"])["median"]
     there = [way for way in WAYS if ("release", way) in values.index]
     unit = table.loc[table["what"] == f"freed {source}", "unit"].iloc[0]
@@ -148,8 +148,8 @@ def gpus(bench: dict[str, Any]) -> str:
     return ", ".join(dict.fromkeys(names)) or "no GPU"
 
 
-def aside(bench: dict[str, Any], ranks: int) -> str:
-    """What was not measured, and why."""
+def not_measured(bench: dict[str, Any], ranks: int) -> str:
+    """The modes that were not measured, with reasons."""
     lines = {
         f"{row['who']} {row['note']}"
         for row in bench["rows"]
