@@ -45,10 +45,10 @@ def code_for_gpus(torch, running):
         for one in found
     ]
 with contextlib.redirect_stdout(sys.stderr):
-    said = {"python": sys.version.partition(" ")[0]}
+    facts = {"python": sys.version.partition(" ")[0]}
     for module, package in (("torch", "torch"), ("numpy", "numpy"), ("megatron.core", "megatron-core")):
-        said[module], said[module + "_why"] = imported(module, package)
-    if said["torch"]:
+        facts[module], facts[module + "_why"] = imported(module, package)
+    if facts["torch"]:
         import torch
         from kit import nccl, nccl2
         from kit.measure.recorder import cuda_state, findings
@@ -56,19 +56,19 @@ with contextlib.redirect_stdout(sys.stderr):
         from kit.routing import probe
         device, why, _ = choose("auto", 0, 1)
         count = torch.cuda.device_count()
-        said.update(cuda_state(), device=device.type, device_why=why, gpus=count)
-        said["torch"] = torch.__version__
+        facts.update(cuda_state(), device=device.type, device_why=why, gpus=count)
+        facts["torch"] = torch.__version__
         running = nccl.running()
         shared = nccl.sharing(running, 0)
-        said["suspend_why"] = nccl.no_suspend(running, torch.__version__, gpus=count) or None
-        said["shared_gpus"] = shared and shared.words
+        facts["suspend_why"] = nccl.no_suspend(running, torch.__version__, gpus=count) or None
+        facts["shared_gpus"] = shared and shared.words
         pairs = [(a, b) for a in range(count) for b in range(count) if a < b]
-        said["no_peer_access"] = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
-        said["findings"] = [one._asdict() for one in findings()] if torch.version.cuda else []  # elsewhere none of it runs
-        said["torchcomms"] = probe()
-        said["nccl2"] = nccl2.available()
-        said["code"] = code_for_gpus(torch, running) if torch.version.cuda else []
-print(json.dumps(said))
+        facts["no_peer_access"] = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+        facts["findings"] = [one._asdict() for one in findings()] if torch.version.cuda else []  # elsewhere none of it runs
+        facts["torchcomms"] = probe()
+        facts["nccl2"] = nccl2.available()
+        facts["code"] = code_for_gpus(torch, running) if torch.version.cuda else []
+print(json.dumps(facts))
 """
 Found = dict[str, Any]
 ANSWERS_S = 120.0  # within which the ranks' Python has imported torch and Megatron

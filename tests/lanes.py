@@ -2,9 +2,8 @@
 
     python -m tests.lanes -m "not slow and not browser"
 
-Tests that start ranks run one after another, in one process: they share Worlds, wait for deadlines, and count processes, ports and
-shared memory of the machine. All others run beside them, on another core. So do notebooks, the browser and a few more that start ranks and
-count nothing of the machine. `pytest` alone runs everything in one process, as ever.
+The first process runs most tests that start ranks, the second one all others, the browser, and those of some labs. Each counts only
+processes, files and shared memory that it made itself. `pytest` alone runs everything in one process.
 """
 
 from __future__ import annotations
@@ -26,12 +25,15 @@ ROOT = Path(__file__).resolve().parent.parent
 FIXTURES = {"nothing_left", "world", "worlds", "launch", "offload", "split", "sync", "client", "finished"}
 FILES = (
     "tests/bench/",
+    "tests/browser/",
+    "tests/docs/test_gallery.py",
+    "tests/docs/test_pages.py",
     "tests/examples/",
     "tests/faults/",
     "tests/labs/offload/test_faults.py",
     "tests/labs/offload/test_run.py",
-    "tests/labs/share/test_own.py",
     "tests/labs/share/test_gates.py",
+    "tests/labs/share/test_own.py",
     "tests/labs/share/test_rank_faults.py",
     "tests/labs/share/test_run.py",
     "tests/labs/split/test_faults.py",
@@ -50,17 +52,23 @@ FILES = (
     "tests/preflight/test_whole.py",
     "tests/sync/test_transports_on_ranks.py",
     "tests/test_cli.py",
+    "tests/test_notebooks.py",
     "tests/test_on_gpu.py",
+    "tests/test_public.py",
     "tests/test_routing.py",
+    "tests/test_ways.py",
     "tests/test_wheel.py",
+    "tests/view/panel/",
     "tests/view/test_worlds.py",
     "tests/world/",
 )
-# These start ranks and run beside the others all the same: they count nothing of the machine, and the first process has enough to do.
-SHOWN = (
+# Of these, the ones with ranks run in the second process, which would otherwise end long before the first one.
+BESIDE = (
     "tests/browser/",
-    "tests/docs/test_gallery.py",
-    "tests/docs/test_pages.py",
+    "tests/docs/",
+    "tests/labs/share/",
+    "tests/labs/split/",
+    "tests/labs/stream/",
     "tests/test_notebooks.py",
     "tests/test_public.py",
     "tests/test_ways.py",
@@ -71,10 +79,10 @@ SHOWN = (
 def mark(items: Sequence[pytest.Item]) -> None:
     for item in items:
         file = item.path.relative_to(ROOT).as_posix()
-        if file.startswith(SHOWN):
-            item.add_marker(pytest.mark.shown)
-        if file.startswith((*FILES, *SHOWN)) or not FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
+        if file.startswith(FILES) or not FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.ranks)
+            if file.startswith(BESIDE):
+                item.add_marker(pytest.mark.beside)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -86,9 +94,9 @@ def main(arguments: Sequence[str]) -> int:
     with made as folder, (Path(folder) / "log").open("w+", errors="replace") as log:
         # The second process has a folder for temporary files of its own, since tests count what is in it.
         command = [sys.executable, "-m", "pytest", *others, "-m"]
-        ranks = subprocess.Popen([*command, f"({asked.marks}) and ranks and not shown"])
+        ranks = subprocess.Popen([*command, f"({asked.marks}) and ranks and not beside"])
         beside = subprocess.Popen(
-            [*command, f"({asked.marks}) and (shown or not ranks)"],
+            [*command, f"({asked.marks}) and (beside or not ranks)"],
             env={**os.environ, "TMPDIR": folder},
             stdout=log,
             stderr=log,

@@ -68,7 +68,7 @@ def judged(page: Any) -> Any:
     panel.locator(".kit-strip").wait_for(timeout=60_000)
     panel.evaluate(f"element => element.style.width = '{WIDTH}px'")
     panel.locator("button.jupyter-button", has_text="Run all").first.click()
-    end = panel.locator(".kit-said", has_text=re.compile("finished|failed"))
+    end = panel.locator(".kit-notice", has_text=re.compile("finished|failed"))
     end.wait_for(timeout=300_000)
     if "finished" not in end.inner_text():
         raise KitError(f"the run of the picture broke: {end.inner_text()}")

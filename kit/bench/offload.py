@@ -316,8 +316,8 @@ NUMBERS = "losses, gradient norms and digests that differ, on against off"
 def routing_parts(_: str, *, turns: int = 5, cycles: int = 3) -> dict[str, Part]:
     def offload(session: Session) -> Iterator[Row]:
         with session.world(1, env={FLAG: "1"}) as world:
-            said = world.call("kit.routing:describe")[0]
-        yield from routed(session, turns, cycles) if said["effective"] else not_measured(str(said["why"]))
+            routing = world.call("kit.routing:describe")[0]
+        yield from routed(session, turns, cycles) if routing["effective"] else not_measured(str(routing["why"]))
 
     return {"offload": offload}
 

@@ -383,21 +383,21 @@ def finish(command: Sequence[str], limit_s: float) -> tuple[int, str, str, bool]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     try:
-        printed, said = process.communicate(timeout=limit_s)
+        printed, errors = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         process.send_signal(2)
         try:
-            printed, said = process.communicate(timeout=30)
+            printed, errors = process.communicate(timeout=30)
         except subprocess.TimeoutExpired:
             process.kill()
-            printed, said = process.communicate()
+            printed, errors = process.communicate()
         return process.returncode, printed, f"it took more than {limit_s:.3g} s and was ended", True
     except BaseException:
         process.send_signal(2)
         process.communicate(timeout=60)
         raise
     wrong = process.returncode not in {0, 1}
-    return process.returncode, printed, (said.strip().splitlines() or [""])[0] if wrong else "", False
+    return process.returncode, printed, (errors.strip().splitlines() or [""])[0] if wrong else "", False
 
 
 def of_run(out: Path, part: Part, folder: Path) -> dict[str, Any]:

@@ -244,7 +244,7 @@ def kernel_death_once(logs: Path) -> float:
     command = [sys.executable, "-c", HOLDER, str(logs)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()) as holder:
         assert holder.stdout is not None
-        said = holder.stdout.readline()
+        printed = holder.stdout.readline()
         owner = str(holder.pid)
 
         def fits(mark: str) -> bool:
@@ -253,7 +253,7 @@ def kernel_death_once(logs: Path) -> float:
         known = carriers(fits)
         began = time.perf_counter()
         holder.kill()
-        if said != b"ready\n" or len(known) < 3:
+        if printed != b"ready\n" or len(known) < 3:
             raise KitError(f"a World in another process did not start; it has the processes {known}")
         took = seconds_until_gone(fits, known, began, GONE_S)
         if took is None:
@@ -601,11 +601,11 @@ dist.barrier()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        self.said = sorted(self.process.stdout.readline().split() for _ in range(2))
-        return [float(value) for _, _, value in self.said]
+        self.states = sorted(self.process.stdout.readline().split() for _ in range(2))
+        return [float(value) for _, _, value in self.states]
 
     def pids(self) -> list[int]:
-        return [int(pid) for _, pid, _ in self.said]
+        return [int(pid) for _, pid, _ in self.states]
 
     def hang(self) -> None:
         """The script does so after its all-reduce."""

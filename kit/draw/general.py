@@ -127,7 +127,7 @@ def draw_drift(ax: Axes, scene: Scene, phase: str, when: str) -> None:
     data, theme = scene.data, scene.theme
     table = data.memory_levels(phase)
     table = (table - table.iloc[0]) / MIB
-    draw_ranks(ax, table, theme, each=data.memory.whose)
+    draw_ranks(ax, table, theme, each=data.memory.owner)
     control = data.memory_levels("control")
     control = control[control.index.isin(table.index)]
     if not control.empty:

@@ -168,12 +168,12 @@ def settled(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_nccl2(python: str) -> None:
-    said, why = machine.output(python, "-c", ASK_NCCL2, timeout_s=120)
-    if said is None:
+    printed, why = machine.output(python, "-c", ASK_NCCL2, timeout_s=120)
+    if printed is None:
         raise BadInput(
             f"routing=nccl2: the ranks' Python {python} does not say whether its torch has that backend: {why}"
         )
-    version, has_it = said.splitlines()[-1].split()
+    version, has_it = printed.splitlines()[-1].split()
     if has_it != "True":
         raise BadInput(
             f"routing=nccl2 needs a torch with the backend nccl2, and the ranks' torch {version} has none; use torch or torchcomms"

@@ -100,8 +100,8 @@ def more_than(metric: str, phase: str, base: str) -> Measure:
         if more["value"].isna().any():
             incomplete(f"{metric} was not recorded on every rank after {base}")
         value, where = most(more.dropna(subset="value"))
-        said = f"+{value:g} {where}" if value > 0 else f"no increase in {everywhere(config)}"
-        return Measured(value, f"{metric} after {phase}, compared with {int(before.max())} after {base}: {said}")
+        words = f"+{value:g} {where}" if value > 0 else f"no increase in {everywhere(config)}"
+        return Measured(value, f"{metric} after {phase}, compared with {int(before.max())} after {base}: {words}")
 
     return measure
 
@@ -122,15 +122,15 @@ def by_owner(
     """A metric (default: that of the source) after each cycle's phase, per rank, or per GPU if ranks share one. A number of the
     whole GPU, which each of its ranks reports, counts once; with `add`, numbers of single ranks are summed."""
     rows = select(frame, phase=phase, metric=metric or source.metric)
-    owner = rows["rank"].map(lambda rank: source.gpu_of.get(rank, rank)).rename(source.whose)
+    owner = rows["rank"].map(lambda rank: source.gpu_of.get(rank, rank)).rename(source.owner)
     groups = rows.groupby([owner, "cycle"])["value"]
     return groups.sum() if add else groups.max()
 
 
 def series(frame: pd.DataFrame, metric: str, phase: str) -> pd.DataFrame:
-    told = source(frame)
-    seen = told if metric == told.metric else told._replace(metric=metric, gpu_of={})
-    return by_owner(frame, seen, phase).unstack(seen.whose)
+    own = source(frame)
+    seen = own if metric == own.metric else own._replace(metric=metric, gpu_of={})
+    return by_owner(frame, seen, phase).unstack(seen.owner)
 
 
 def growth(phase: str, when: str, metric: str = "") -> Measure:
@@ -142,7 +142,7 @@ def growth(phase: str, when: str, metric: str = "") -> Measure:
             raise Missing(f"memory was recorded in {len(table)} cycle; a drift needs 2")
         grown = (table.iloc[-1] - table.iloc[0]) / MIB
         where = f"cycle {table.index[-1]} vs cycle {table.index[0]} ({table.columns.name} {grown.idxmax()})"
-        return Measured(float(grown.max()), f"{metric or source(frame).told} {when}, {where}")
+        return Measured(float(grown.max()), f"{metric or source(frame).label} {when}, {where}")
 
     return measure
 
@@ -196,8 +196,8 @@ def slopes(phase: str, control: str = "") -> Measure:
     kind in a control without treatment. All levels are of one phase: another moment is another level."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
-        told = source(frame)
-        kinds = dict.fromkeys([told.metric, *(["driver_used"] if told.metric != "process_used" else []), *WEIGHED])
+        own = source(frame)
+        kinds = dict.fromkeys([own.metric, *(["driver_used"] if own.metric != "process_used" else []), *WEIGHED])
         here = [kind for kind in kinds if ((frame["metric"] == kind) & (frame["phase"] == phase)).any()]
         if not here:
             raise Missing(f"no memory was recorded in phase {phase}")
@@ -248,8 +248,8 @@ def lasting(metric: str, phase: str, base: str, then: str = "") -> Measure:
         stays = table.clip(upper=table.shift(-1)).iloc[:-1] if len(table) > 1 else table
         rank, cycle = stays.max().idxmax(), stays.max(axis=1).idxmax()
         value = float(stays.max().max())
-        said = f"+{value:g} from cycle {cycle} on (rank {rank})" if value > 0 else "no lasting increase"
-        return Measured(value, f"{metric} after {phase}, compared with {int(before.max())} after {base}: {said}")
+        words = f"+{value:g} from cycle {cycle} on (rank {rank})" if value > 0 else "no lasting increase"
+        return Measured(value, f"{metric} after {phase}, compared with {int(before.max())} after {base}: {words}")
 
     return measure
 
@@ -290,8 +290,8 @@ def _more(before: pd.Series, now: pd.Series, then: str, at_last: str) -> Measure
     more = (now - before).dropna()
     worst = more.groupby(level="metric").idxmax()
     grown = [place for place in worst if more[place] > 0]
-    said = [f"{one[0]}: {before[one]:g} {then}, {now[one]:g} {at_last} (rank {one[1]})" for one in grown]
-    return Measured(max(0.0, float(more.max())), "; ".join(said) or f"no increase in {', '.join(worst.index)}")
+    words = [f"{one[0]}: {before[one]:g} {then}, {now[one]:g} {at_last} (rank {one[1]})" for one in grown]
+    return Measured(max(0.0, float(more.max())), "; ".join(words) or f"no increase in {', '.join(worst.index)}")
 
 
 def steady(phases: Sequence[str]) -> Measure:

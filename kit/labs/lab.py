@@ -402,7 +402,7 @@ class Lab:
         config = type(self.config)
         seats = self.world.status()
         places = [seat["device"] for seat in seats]
-        said = self.world.call(
+        found = self.world.call(
             f"{RANKSIDE}:begin",
             roles=[
                 {"name": role.name, "ranks": role.ranks, "phases": role.phases or self.definition.phases}
@@ -416,7 +416,7 @@ class Lab:
             meeting=f"kit-{secrets.token_hex(8)}",
             snapshots=str(self.dir / SNAPSHOTS) if self._snapshots else None,
         )
-        answers = dict(enumerate(said))
+        answers = dict(enumerate(found))
         about = {"ranks": self.world.ranks, "device": self.world.device, "why": seats[0]["why"], "devices": places}
         if len(self._sizes) > 1:
             about["sizes"] = list(self._sizes)
@@ -450,10 +450,10 @@ class Lab:
         """Each rank's proportional memory; and what ranks say of a routing that was asked for: numbers among the records, and rank 0's own
         words where it comes from."""
         if self.config.routing != "torch":
-            said = {rank: answer["routing"] for rank, answer in answers.items()}
-            self._writer.set_provenance({**self._about, "routing": next(iter(said.values()))})
+            known = {rank: answer["routing"] for rank, answer in answers.items()}
+            self._writer.set_provenance({**self._about, "routing": next(iter(known.values()))})
             for name in names:
-                self._append_once(f"routing_{name}", {rank: _number(one[name]) for rank, one in said.items()}, "1")
+                self._append_once(f"routing_{name}", {rank: _number(one[name]) for rank, one in known.items()}, "1")
         rows = {rank: answer["pss"] for rank, answer in answers.items() if answer["pss"] is not None}
         self._append_once(metric, rows, "B")
 
@@ -468,12 +468,12 @@ class Lab:
     def _failed(self, error: BaseException) -> None:
         """Keep what can be known of the failure. Whatever goes wrong here must not hide the error itself."""
         name = "stopped" if isinstance(error, KeyboardInterrupt) else type(error).__name__
-        said = f"{name}: {error}" if str(error) else name
-        self.error = said.partition("\n")[0]
+        words = f"{name}: {error}" if str(error) else name
+        self.error = words.partition("\n")[0]
         call, checks = f"{RANKSIDE}:snapshot", self._checks
         keep: tuple[Callable[[], object], ...] = (
             lambda: self._snapshots and self.world.call(call, ranks=self._idle(range(self.config.ranks)), timeout_s=60),
-            lambda: write_text(self.dir / "logs" / "error.txt", said + "\n"),
+            lambda: write_text(self.dir / "logs" / "error.txt", words + "\n"),
             lambda: self._writer.write_verdict(Run(self.dir, checks=lambda _: checks).verdict(**self.tolerances)),
             lambda: self._writer.finish(self.error, stopped=name == "stopped"),
         )

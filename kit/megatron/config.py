@@ -228,15 +228,15 @@ def _attention(path: Path, config: dict[str, Any], sizes: dict[str, int]) -> Non
 
 def _rope_base(path: Path, config: dict[str, Any]) -> int:
     """Older files say rope_theta and rope_scaling, newer ones put both into rope_parameters."""
-    said = config.get("rope_parameters") or {}
+    rope = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
     plain = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1}
-    for key, found in (("rope_parameters", said), ("rope_scaling", scaling)):
+    for key, found in (("rope_parameters", rope), ("rope_scaling", scaling)):
         if not isinstance(found, dict) or {
             name for name, value in found.items() if name != "rope_theta" and plain.get(name) != value
         }:
             raise BadInput(f"{path} has {key} {json.dumps(found)}: the kit supports only plain rotary positions")
-    bases = {_positive(path, each, "rope_theta") for each in (config, said, scaling) if "rope_theta" in each}
+    bases = {_positive(path, each, "rope_theta") for each in (config, rope, scaling) if "rope_theta" in each}
     if len(bases) != 1 or not next(iter(bases)).is_integer():
         raise BadInput(f"{path} has rope_theta {sorted(bases)}: it must have one, a whole number")
     return int(bases.pop())

@@ -124,8 +124,8 @@ def initialise(config: ModelConfig) -> torch.device:
         raise BadInput("torch.distributed is not initialised: call init_process_group (or start a World) first")
     check(config, dist.get_world_size())
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron asks for, or it warns in every step
-    for said in (r"`torch\.distributed\.\w+` is deprecated", r"The \.grad attribute of a Tensor that is not a leaf"):
-        warnings.filterwarnings("ignore", message=said)  # Megatron's own calls, in every step
+    for words in (r"`torch\.distributed\.\w+` is deprecated", r"The \.grad attribute of a Tensor that is not a leaf"):
+        warnings.filterwarnings("ignore", message=words)  # Megatron's own calls, in every step
     # Handles come first: some modules that Megatron imports keep the default group that they find.
     groups.install()
     standin.install()

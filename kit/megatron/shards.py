@@ -120,9 +120,9 @@ def check_full(chunks: Sequence[Any], full: Mapping[str, torch.Tensor]) -> None:
         for name, shape in wanted.items()
         if name in full and tuple(full[name].shape) != shape
     }
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (set(wanted), missing, misshaped, set(full)))
-    known, missing, misshaped, given = (set[str]().union(*each) for each in zip(*said, strict=True))
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (set(wanted), missing, misshaped, set(full)))
+    known, missing, misshaped, given = (set[str]().union(*each) for each in zip(*gathered, strict=True))
     complaints = [
         f"missing: {_some(missing)}" if missing else "",
         f"wrong shape: {_some(misshaped)}" if misshaped else "",
@@ -166,12 +166,12 @@ def full_tensors(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """
     own = [part for chunk in chunks for part in parts(chunk)]
     rank = dist.get_rank()
-    said: list[Any] = [None] * dist.get_world_size()
+    gathered: list[Any] = [None] * dist.get_world_size()
     mine = [(dist.get_process_group_ranks(part.group), part.param.dtype, dict(_shapes(part))) for part in own]
-    dist.all_gather_object(said, mine)
+    dist.all_gather_object(gathered, mine)
     seen: set[str] = set()
-    for home, index in ((home, index) for home, each in enumerate(said) for index in range(len(each))):
-        ranks, dtype, shapes = said[home][index]
+    for home, index in ((home, index) for home, each in enumerate(gathered) for index in range(len(each))):
+        ranks, dtype, shapes = gathered[home][index]
         if shapes.keys() <= seen:
             continue  # another replica's, or the last stage's copy of the tied embedding
         seen |= shapes.keys()
@@ -304,16 +304,18 @@ def _shared(own: Tensors, group: Any) -> Tensors:
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
         return own
-    said: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(said, {name: (tuple(value.shape), value.dtype) for name, value in own.items()}, group=group)
+    gathered: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(
+        gathered, {name: (tuple(value.shape), value.dtype) for name, value in own.items()}, group=group
+    )
     device = next(iter(own.values())).device
     shared: Tensors = {}
-    for name in sorted(set().union(*said)):
-        having = [rank for rank, names in enumerate(said) if name in names]
+    for name in sorted(set().union(*gathered)):
+        having = [rank for rank, names in enumerate(gathered) if name in names]
         if len(having) == len(ranks):
             shared[name] = own[name]
             continue
-        shape, dtype = said[having[0]][name]
+        shape, dtype = gathered[having[0]][name]
         value = own[name].contiguous() if name in own else torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(value, ranks[having[0]], group=group)
         shared[name] = value

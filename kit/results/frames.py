@@ -90,14 +90,14 @@ GPU = "gpu"  # recorded once a run: the number of the GPU that a rank works on
 
 
 class Source(NamedTuple):
-    """A metric, its name in words, and for ranks that share a GPU the GPU that a rank's number is about."""
+    """A metric, its label, and for ranks that share a GPU the GPU that a rank's number is about."""
 
     metric: str
-    told: str
+    label: str
     gpu_of: Mapping[int, int]
 
     @property
-    def whose(self) -> str:
+    def owner(self) -> str:
         return "GPU" if self.gpu_of else "rank"
 
     @property

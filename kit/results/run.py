@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -330,8 +330,9 @@ def _checked_info(path: Path, info: object) -> dict[str, Any]:
 # -- the records as a table ------------------------------------------------------------------------------------------------
 
 
-def to_frame(records: Sequence[Record]) -> pd.DataFrame:
-    return frame_of({name: [getattr(row, name) for row in records] for name in COLUMNS})
+def to_frame(records: Iterable[Record]) -> pd.DataFrame:
+    rows = list(records)
+    return frame_of({name: [getattr(row, name) for row in rows] for name in COLUMNS})
 
 
 def frame_of(columns: Columns) -> pd.DataFrame:

@@ -238,8 +238,8 @@ def _seconds(ledger: Ledger) -> Iterator[tuple[Row, dict[str, float]]]:
         elif row.event in ("sync_begin", "synced") or of == "sync":
             syncing = row.event == "sync_begin"
         elif row.event == "metrics":
-            if told := logged.get((row.get("step"), row.get("update"))):
-                yield told, {**spent, "s_total": sum(spent.values())}
+            if log := logged.get((row.get("step"), row.get("update"))):
+                yield log, {**spent, "s_total": sum(spent.values())}
             spent = dict.fromkeys(SECONDS, 0.0)
 
 

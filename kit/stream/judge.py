@@ -529,14 +529,14 @@ PERMITS = (("place", "place_back", "group"), ("slot", "slot_back", "group"), ("a
 def capacity_kept(ledger: Ledger) -> Finding:
     """Are never more groups in the buffer and in flight than allowed, and does nothing start too early?"""
     ledger.need("reserved", "group")
-    told = []
+    counts = []
     for name in ("places", "slots"):
         if ledger.setting(name) is not None:
-            told += [(yield from _occupied(ledger, name, ledger.size(name)))]
-    told += filter(None, [(yield from admitted(ledger))])
-    if not told:
+            counts += [(yield from _occupied(ledger, name, ledger.size(name)))]
+    counts += filter(None, [(yield from admitted(ledger))])
+    if not counts:
         raise Missing("the ledger has no `capacity` event with `places` or `slots`, or with the window of a gate")
-    return ", ".join(told)
+    return ", ".join(counts)
 
 
 def _occupied(ledger: Ledger, name: str, limit: int) -> Finding:
@@ -732,11 +732,11 @@ def _by_version(ledger: Ledger) -> Mapping[int, dict[Id, str]]:
     for row in ledger.trained():
         samples = sorted(ledger.samples[row["group"]].items(), key=lambda one: str(one[0]))
         last = [(name, one.completed[-1]) for name, one in samples if one.completed]
-        said = (
+        parts = (
             f"sample {name}: " + " ".join(str(done.get(id_, "")) for id_ in ("length", "reward", "digest"))
             for name, done in last
         )
-        found[ledger.version_during(row)][row["group"]] = "; ".join(said)
+        found[ledger.version_during(row)][row["group"]] = "; ".join(parts)
     return found
 
 

@@ -48,13 +48,13 @@ class PeerSilent(KitError):  # noqa: N818 - as above
 
 
 class PeerFailed(KitError):  # noqa: N818 - as above
-    """The other end reports that it cannot go on. `said` is its whole message."""
+    """The other end reports that it cannot go on. `message` is its whole message."""
 
-    def __init__(self, peer: str, waiting_for: str, said: dict[str, Any]) -> None:
-        what = f"failed: {said.get('why')}" if said.get("kind") == FAILED else f"said {said.get('kind')!r}"
+    def __init__(self, peer: str, waiting_for: str, message: dict[str, Any]) -> None:
+        what = f"failed: {message.get('why')}" if message.get("kind") == FAILED else f"sent {message.get('kind')!r}"
         super().__init__(f"{peer} {what} (waiting for {waiting_for})")
         self.peer = peer
-        self.said = said
+        self.message = message
 
 
 class Link:
@@ -130,9 +130,9 @@ class Link:
         end = time.monotonic() + within_s
         with contextlib.suppress(KitError, ValueError):
             while self.waits() and time.monotonic() < end:
-                said = self.message(awaited)
-                if isinstance(said, dict) and said.get("kind") == FAILED:
-                    return PeerFailed(self.peer, awaited, said)
+                message = self.message(awaited)
+                if isinstance(message, dict) and message.get("kind") == FAILED:
+                    return PeerFailed(self.peer, awaited, message)
         return None
 
     def send_bytes(self, data: memoryview) -> None:

@@ -120,55 +120,55 @@ class Call:
         self.writing = contextlib.ExitStack()
 
     def run(self) -> None:
-        said = self.link.expect("begin")[0]
-        self.path, self.version, self.began = said["path"], said["version"], said["began"]
-        self.mates = said["mates"]  # other ranks of its replica
-        self.begin(said)
+        message = self.link.expect("begin")[0]
+        self.path, self.version, self.began = message["path"], message["version"], message["began"]
+        self.mates = message["mates"]  # other ranks of its replica
+        self.begin(message)
         while True:
-            said = self.link.message("the sender's next step")
-            kind = said["kind"]
+            message = self.link.message("the sender's next step")
+            kind = message["kind"]
             if kind == FAILED:
                 self.in_doubt = False
-                if said.get(KEEP):
+                if message.get(KEEP):
                     self.commit()
             if kind not in STEPS:
-                raise PeerFailed(SENDER, "the next step", said)
-            getattr(self, kind)(said)
+                raise PeerFailed(SENDER, "the next step", message)
+            getattr(self, kind)(message)
             self.log.event({"verify": "verified", "apply": "applied"}.get(kind, kind))
             if kind == "end":
                 return
 
-    def begin(self, said: dict[str, Any]) -> None:
-        if said["path"] == "base":
+    def begin(self, message: dict[str, Any]) -> None:
+        if message["path"] == "base":
             self.log.event("begin")
-            self.link.send({"kind": "base", "digests": self.receiver.host.digests(said["algorithm"])})
+            self.link.send({"kind": "base", "digests": self.receiver.host.digests(message["algorithm"])})
             return
-        if said["path"] in STREAMS:
+        if message["path"] in STREAMS:
             self.receiver.routed = False
             self.log.event("inactive")
-        if said["path"] == "expand":
+        if message["path"] == "expand":
             self.receiver.host.wake()
             self.woke = True
             self.log.event("wake")
-        if said["path"] == "stream":
+        if message["path"] == "stream":
             self.writing.enter_context(self.receiver.host.writing())
             self.log.event("gate")
         self.log.event("begin")
-        if said["layout"] is not None:
-            self.receiver.layout = said[LAYOUT], Layout.from_json(said["layout"])
+        if message["layout"] is not None:
+            self.receiver.layout = message[LAYOUT], Layout.from_json(message["layout"])
         known = self.receiver.layout[1]
         if known is None:
             raise KitError("the sender sent no bucket layout")
         self.layout = known
-        self.slots = said["slots"]  # in the sender's memory, if it has not all buckets; else 0
+        self.slots = message["slots"]  # in the sender's memory, if it has not all buckets; else 0
         weights = self.receiver.weights()
         self.applier = weights.bind(self.layout)
-        self.digests = Digests(self.layout, said["version"], algorithm=said["verify"], share=said["share"])
+        self.digests = Digests(self.layout, message["version"], algorithm=message["verify"], share=message["share"])
         self.link.send({"kind": "ready"})
         self.log.event("ready")
         with self.log.stage("receive"):
-            self.transport = self.receiver.make(said["transport"], self.context(said))
-        if said["path"] in STREAMS:
+            self.transport = self.receiver.make(message["transport"], self.context(message))
+        if message["path"] in STREAMS:
             self.stream(self.transport)
         else:
             self.store(self.transport)
@@ -194,10 +194,10 @@ class Call:
 
     # -- commands after the bytes ----------------------------------------------------------------------------------------
 
-    def verify(self, said: dict[str, Any]) -> None:
+    def verify(self, message: dict[str, Any]) -> None:
         assert self.digests is not None
         with self.log.stage("verify"):
-            differing = self.digests.differences(self.layout, said["digests"])
+            differing = self.digests.differences(self.layout, message["digests"])
         if differing:
             first, names = differing[0][0], tuple(dict.fromkeys(name for _, name in differing))
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -205,7 +205,7 @@ class Call:
             raise WrongBytes(wrong, bucket=first, tensors=names)
         self.link.send({"kind": "verified"})
 
-    def apply(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - steps are called alike
+    def apply(self, message: dict[str, Any]) -> None:  # noqa: ARG002 - steps are called alike
         if self.path == "refresh":
             with self.log.stage("gate"):
                 self.writing.enter_context(self.receiver.host.writing())
@@ -215,26 +215,26 @@ class Call:
                 self.apply_stored()
         self.link.send({"kind": "applied"})
 
-    def teardown(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - as above
+    def teardown(self, message: dict[str, Any]) -> None:  # noqa: ARG002 - as above
         with self.log.stage("teardown"):
             self.let_go()
         self.link.send({"kind": "closed"})
 
-    def finalize(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - as above
+    def finalize(self, message: dict[str, Any]) -> None:  # noqa: ARG002 - as above
         with self.log.stage("finalize"):
             self.receiver.host.finalize()
         self.link.send({"kind": "finalized"})
 
-    def publish(self, said: dict[str, Any]) -> None:
-        self.receiver.version = said["version"]
+    def publish(self, message: dict[str, Any]) -> None:
+        self.receiver.version = message["version"]
         self.link.send({"kind": "published"})
 
-    def activate(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - as above
+    def activate(self, message: dict[str, Any]) -> None:  # noqa: ARG002 - as above
         """Ready to run the version; forwards still wait."""
         self.in_doubt = True
         self.link.send({"kind": "activated"})
 
-    def end(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - as above
+    def end(self, message: dict[str, Any]) -> None:  # noqa: ARG002 - as above
         self.commit()
         self.link.send({"kind": "ended"})
 
@@ -269,7 +269,7 @@ class Call:
                 buffer = received(transport, index, into)
             yield index, into, buffer
 
-    def context(self, said: dict[str, Any]) -> TransportContext:
+    def context(self, message: dict[str, Any]) -> TransportContext:
         return TransportContext(
             role="receiver",
             name=self.receiver.name,
@@ -278,8 +278,8 @@ class Call:
             starts=starts(self.layout.sizes, self.slots)[0],
             device=self.receiver.device,
             timeout_s=self.receiver.timeout_s,
-            ranks=tuple(said["ranks"]),
-            place=said["place"],
+            ranks=tuple(message["ranks"]),
+            place=message["place"],
             pieces=self.layout.pieces,
             kept=self.receiver.kept,
         )

@@ -112,10 +112,10 @@ class SyncFailed(KitError):  # noqa: N818 - it is what happened
     def __init__(self, what: str, active: int, error: KitError, *, published: bool = False) -> None:
         remains = "is already active" if published else "stays active"
         super().__init__(f"{what} failed: {error}; version {active} {remains}")
-        said = error.said if isinstance(error, PeerFailed) else {}
+        message = error.message if isinstance(error, PeerFailed) else {}
         self.peer: str | None = getattr(error, "peer", None)
-        self.bucket: int | None = said.get("bucket")
-        self.tensors: tuple[str, ...] = tuple(said.get("tensors", getattr(error, "tensors", ())))
+        self.bucket: int | None = message.get("bucket")
+        self.tensors: tuple[str, ...] = tuple(message.get("tensors", getattr(error, "tensors", ())))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -312,8 +312,10 @@ class Sending:
         mine = {name: digest(tensor, algorithm) for (name, _), tensor in named(weights).items()}
         theirs = self.hear("base")
         differing = {
-            peer: sorted(name for name in {*mine, *said["digests"]} if mine.get(name) != said["digests"].get(name))
-            for peer, said in theirs.items()
+            peer: sorted(
+                name for name in {*mine, *message["digests"]} if mine.get(name) != message["digests"].get(name)
+            )
+            for peer, message in theirs.items()
         }
         self.report.verified = len(mine)
         if not self.sender.base_agrees(differing):
@@ -522,13 +524,13 @@ class Sending:
         while waiting and (there := ready(waiting.values(), end - time.monotonic())):
             for name in [name for name, link in waiting.items() if link in there]:
                 try:
-                    said = waiting[name].message("bytes")
+                    message = waiting[name].message("bytes")
                 except (PeerGone, PeerSilent) as error:
                     found.append(error)
                     del waiting[name]
                     continue
-                if said.get("kind") == FAILED:
-                    found.append(PeerFailed(waiting.pop(name).peer, "bytes", said))
+                if message.get("kind") == FAILED:
+                    found.append(PeerFailed(waiting.pop(name).peer, "bytes", message))
         return min(found, key=lambda error: not isinstance(error, PeerGone), default=None)
 
     def close(self) -> None:

@@ -141,10 +141,10 @@ class Tab(ABC):
 
     def __init__(self, model: PanelModel) -> None:
         self.model = model
-        self.said = widgets.HTML()
+        self.notice = widgets.HTML()
 
     def _say(self, words: str, *, bad: bool = False) -> None:
-        self.said.value = status(words, bad=bad)
+        self.notice.value = status(words, bad=bad)
 
     @property
     def visible(self) -> bool:
@@ -187,14 +187,14 @@ FOLDS = {"raised": "traceback", "timeout": "what the ranks were doing", "stopped
 class Strip:
     def __init__(self, model: PanelModel) -> None:
         self.model = model
-        self.said = classed(widgets.HTML(), "kit-said")
+        self.notice = classed(widgets.HTML(), "kit-notice")
         self.bar = widgets.HTML()
         self.grid = widgets.HTML()
         self.failure = widgets.HTML()
         self.scroll = classed(widgets.Box([self.grid]), "kit-scroll")
-        self.widget = widgets.VBox([self.said, self.bar, self.scroll, self.failure])
+        self.widget = widgets.VBox([self.notice, self.bar, self.scroll, self.failure])
         model.observe(self._draw, ["phases", "state", "progress"])
-        model.observe(self._tell, ["said", "state", "verdict"])
+        model.observe(self._tell, ["notice", "state", "verdict"])
         model.observe(self._fail, "failure")
         self._draw()
         self._tell()
@@ -218,16 +218,16 @@ class Strip:
         model = self.model
         sign, kind, word = STATES.get(model.state, ("·", "faint", model.state))
         state = f'<b class="kit-{kind}">{sign} {text(word)}</b>'
-        said = "" if not model.said else f" {text(model.said.removeprefix(word).strip(': '))}"
+        notice = "" if not model.notice else f" {text(model.notice.removeprefix(word).strip(': '))}"
         verdict = () if model.state in BUSY else model.verdict or ()
         if any(row.passed is not None for row in verdict):
             mark = MARKS[not any(row.passed is False for row in verdict)]
             answer = span(mark.kind, f"{mark.sign} {headline(verdict)}")
             done = model.state == "finished"
-            line = f"<b>{answer}</b> {span('faint', word)}{said}" if done else f"{state}{said}; {answer}"
+            line = f"<b>{answer}</b> {span('faint', word)}{notice}" if done else f"{state}{notice}; {answer}"
         else:
-            line = state + said + ("" if model.run is None or model.state in BUSY else "; nothing is judged yet")
-        self.said.value = f'<div role="status" aria-live="polite">{line}</div>'
+            line = state + notice + ("" if model.run is None or model.state in BUSY else "; nothing is judged yet")
+        self.notice.value = f'<div role="status" aria-live="polite">{line}</div>'
 
     def _fail(self, _: Any = None) -> None:
         self.failure.value = failure_html(self.model.failure)

@@ -80,7 +80,7 @@ class PanelModel(HasTraits):
     progress = Instance(RunProgress, args=())
     failure = Instance(Failure, allow_none=True)
     log = Tuple()
-    said = Unicode("")
+    notice = Unicode("")
     run = AnyTrait(None)
     revision = Int(0)
     limits = Tuple()
@@ -115,9 +115,9 @@ class PanelModel(HasTraits):
         if last := newest_run(runs_dir(), definition.name):
             try:  # a notebook that is opened again shows where its owner left off
                 self.run = self.open(last)
-                self.said = f"showing the last run, {described(self.run)}"
+                self.notice = f"showing the last run, {described(self.run)}"
             except KitError as error:
-                self.said = f"the last run cannot be shown: {error}"
+                self.notice = f"the last run cannot be shown: {error}"
         self.judge()
 
     # -- settings -----------------------------------------------------------------------------------------------------
@@ -145,21 +145,21 @@ class PanelModel(HasTraits):
         self.fault = name or None
         self._settle()
         if fault is None:
-            self.said = "no fault is switched on"
+            self.notice = "no fault is switched on"
             return
         wanted = ", ".join(f"{key}={value}" for key, value in fault.set.items() if key in self._given)
         kept = f"; it needs {wanted}; your own values are kept" if wanted else ""
-        self.said = f"fault {name}: {fault.breaks}{kept}"
+        self.notice = f"fault {name}: {fault.breaks}{kept}"
 
     def reset(self) -> None:
         self._given = {}
         self.fault = None
         self._settle()
-        self.said = "all settings are back to the lab's defaults"
+        self.notice = "all settings are back to the lab's defaults"
 
     def refuse(self, sentence: str) -> None:
         """A start was refused, such as for code that cannot be loaded."""
-        self.said = sentence
+        self.notice = sentence
         self.failure = Failure("error", sentence, (), "", "")
         self._settle()
 
@@ -195,17 +195,17 @@ class PanelModel(HasTraits):
             self.revision += 1
             self.judge()
         if run is not None:
-            self.said = f"showing {described(run)}"
+            self.notice = f"showing {described(run)}"
 
     def follow(self, folder: Path) -> None:
         self._live = folder
         self.show(self.open(folder))
-        self.said = folder.name
+        self.notice = folder.name
 
     def finished(self, run: Run) -> None:
         """The run that ranks worked on came to its verdict; its records were read and judged in another thread."""
         self.show(run)
-        self.said = run.dir.name
+        self.notice = run.dir.name
 
     def open(self, folder: Path) -> Run:
         return Run(folder, checks=lambda _: self.checks, plotter=self.plotter)
@@ -221,9 +221,9 @@ class PanelModel(HasTraits):
             try:
                 verdict = run.verdict(**self.tolerances)
             except KitError as error:
-                self.said = str(error)
+                self.notice = str(error)
             except Exception as error:  # noqa: BLE001 - a check may stumble over part of a run; the panel must stay
-                self.said = f"{run.dir.name} cannot be judged: {type(error).__name__}: {error}"
+                self.notice = f"{run.dir.name} cannot be judged: {type(error).__name__}: {error}"
         self.verdict = verdict
         config = settled(self.values) if run is None else {**self.values, **run.config}
         self.limits = limits_of(self.checks, config, verdict, self.tolerances)
@@ -387,7 +387,7 @@ class Controller:
             goes_on = self.model.state == "ready" and name in {"step", "run"}
             with self.model.hold_trait_notifications():
                 self.model.failure = None
-                self.model.said = ""
+                self.model.notice = ""
                 self.model.state = "running" if goes_on else "starting"
             self._send(name)
 
@@ -401,7 +401,7 @@ class Controller:
         if self._allowed("stop"):
             self._stopping.set()
             self.model.state = "stopping"
-            self.model.said = "stopping: ranks are asked to stop, and ended if they do not"
+            self.model.notice = "stopping: ranks are asked to stop, and ended if they do not"
             self._send("stop")  # for ranks that wait for orders; where a call is under way its next tick ends it
 
     def close(self) -> None:
@@ -434,7 +434,7 @@ class Controller:
             return True
         problem = next(iter(model.problems.values()), "")
         why = "the panel is closed" if self._closed else problem or f"the lab is {model.state}"
-        model.said = f"{name} is not possible now: {why}"
+        model.notice = f"{name} is not possible now: {why}"
         return False
 
     def _send(self, name: str) -> None:
@@ -567,7 +567,7 @@ class Controller:
             raise KeyboardInterrupt
 
     def _say(self, text: str) -> None:
-        self.model.said = text
+        self.model.notice = text
 
     def _running(self) -> None:
         if self.model.state != "stopping":

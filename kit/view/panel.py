@@ -226,13 +226,13 @@ class Parameters:
 
 def settings_line(model: PanelModel) -> str:
     """The settings that matter, in one line: "size tiny, ranks 2, tp 2, cycles 3"."""
-    told = []
+    changes = []
     for field in model.fields:
         value = model.values.get(field.name)
         usual = value in (None, 1, "", False) or field.option.target
         if field.name in model.given or (field.name in model.definition.first and not usual):
-            told.append(f"{field.name} {_said(value)}")
-    return ", ".join([*told, *([f"fault {model.fault}"] if model.fault else [])]) or "the lab's own"
+            changes.append(f"{field.name} {_words(value)}")
+    return ", ".join([*changes, *([f"fault {model.fault}"] if model.fault else [])]) or "the lab's own"
 
 
 def fault_html(model: PanelModel) -> str:
@@ -241,7 +241,7 @@ def fault_html(model: PanelModel) -> str:
     if fault is None:
         return ""
     ends = " The run itself must break." if fault.exit == 3 else ""
-    settings = ", ".join(f"{name}={_said(value)}" for name, value in fault.set.items())
+    settings = ", ".join(f"{name}={_words(value)}" for name, value in fault.set.items())
     sets = f" Sets {settings}." if settings else ""
     return (
         f'<p><b class="kit-bad">✗ {look.text(fault.name)}:</b> {look.text(fault.breaks)}. '
@@ -254,12 +254,12 @@ def refused_html(refused: Mapping[str, Mapping[Any, str]]) -> str:
     rows = [(name, choice, why) for name, choices in refused.items() for choice, why in choices.items()]
     if not rows:
         return ""
-    lines = "".join(f"<li>{look.text(f'{name}={_said(choice)}')}: {look.text(why)}</li>" for name, choice, why in rows)
+    lines = "".join(f"<li>{look.text(f'{name}={_words(choice)}')}: {look.text(why)}</li>" for name, choice, why in rows)
     count = "1 choice is" if len(rows) == 1 else f"{len(rows)} choices are"
     return f"<details><summary>{count} excluded by other settings</summary><ul>{lines}</ul></details>"
 
 
-def _said(choice: Any) -> str:
+def _words(choice: Any) -> str:
     return json.dumps(choice) if isinstance(choice, bool) or choice is None else str(choice)
 
 

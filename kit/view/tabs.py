@@ -86,7 +86,7 @@ class PlotsTab(Tab):
         self.svg = look.button("Save SVG", "picture-o", f"{keep}svg", lambda: self.save("svg"))
         self.pictures = widgets.VBox(layout={"width": "100%", "min_height": "120px"})
         controls = look.box(self.choice, self.png, self.svg)
-        self.widget = widgets.VBox([look.sheet(SHEET), controls, self.said, self.pictures])
+        self.widget = widgets.VBox([look.sheet(SHEET), controls, self.notice, self.pictures])
         model.observe(self._changed, ["run", "revision", "tolerances", "state"])
         self.choice.observe(self._choose, "value")
 
@@ -266,7 +266,7 @@ class RecordsTab(Tab):
         why = "bytes as MiB and seconds as ms; otherwise as they were recorded"
         self.units = look.control(widgets.Checkbox, "MiB and ms", why, indent=False, value=True)
         self.grid = Grid()
-        self.widget = widgets.VBox([look.box(self.choice, self.units), self.said, self.grid.widget])
+        self.widget = widgets.VBox([look.box(self.choice, self.units), self.notice, self.grid.widget])
         model.observe(self._changed, ["run", "revision"])
         for control in (self.choice, self.units):
             control.observe(self._changed, "value")
@@ -335,7 +335,7 @@ class CompareTab(Tab):
         self.picture = widgets.HTML(layout={"width": "100%"})
         self.grid = Grid("what changed most")
         chosen = [self.words, self.runs, look.box(self.go)]
-        self.widget = widgets.VBox([look.sheet(SHEET), *chosen, self.said, self.picture, self.grid.widget])
+        self.widget = widgets.VBox([look.sheet(SHEET), *chosen, self.notice, self.picture, self.grid.widget])
         self.words.observe(self._changed, "value")
         self.runs.observe(self._chosen, "value")
         model.observe(self._changed, ["run", "state"])
@@ -390,7 +390,7 @@ class ExportTab(Tab):
         self.path = look.control(widgets.Text, "File", "where it is written; ~ is your home", width="100%")
         self.go = look.button("Export", "download", "write the file", self.export, button_style="primary")
         self.link = widgets.HTML()
-        self.widget = widgets.VBox([self.kind, self.path, look.box(self.go), self.said, self.link])
+        self.widget = widgets.VBox([self.kind, self.path, look.box(self.go), self.notice, self.link])
         self.kind.observe(self._another, "value")
         model.observe(self._another, "run")
         self._another()
@@ -456,7 +456,7 @@ class WhatIfTab(Tab):
             },
         }
         self.grid = Grid(declared.title)
-        self.widget = widgets.VBox([look.box(*self.controls.values()), self.said, self.grid.widget])
+        self.widget = widgets.VBox([look.box(*self.controls.values()), self.notice, self.grid.widget])
         model.observe(self._changed, ["run", "revision"])
         for control in self.controls.values():
             control.observe(self._changed, "value")
@@ -631,7 +631,7 @@ class VerdictTab(Tab):
         self.load = look.button("Load", "upload", "take the tolerances of the file", lambda: self._file(save=False))
         self.body = widgets.VBox()
         controls = look.box(self.preset, self.path, self.save, self.load)
-        self.widget = widgets.VBox([self.head, controls, self.said, self.body])
+        self.widget = widgets.VBox([self.head, controls, self.notice, self.body])
         self.preset.observe(self._preset, "value")
         model.observe(self._show, ["verdict", "tolerances"])
         model.observe(self._order, ["run", "state"])

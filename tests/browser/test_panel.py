@@ -81,7 +81,7 @@ def press(panel, name: str) -> None:
 
 
 def said(panel, words: str, *, timeout_s: float = 60) -> None:
-    panel.locator(".kit-said", has_text=words).wait_for(timeout=1000 * timeout_s)
+    panel.locator(".kit-notice", has_text=words).wait_for(timeout=1000 * timeout_s)
 
 
 def tab(panel, name: str) -> None:

@@ -96,7 +96,7 @@ def wrong_with(case: Case) -> list[str]:
     "case",
     [
         pytest.param(
-            case, id=case.code, marks=() if case.quick else [pytest.mark.slow, pytest.mark.drawn(3, of=case.lab)]
+            case, id=case.code, marks=() if case.quick else [pytest.mark.slow, pytest.mark.drawn(1, of=case.lab)]
         )
         for case in CASES
     ],

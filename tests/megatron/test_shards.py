@@ -129,7 +129,7 @@ def test_layers_and_experts_are_counted_over_all_ranks() -> None:
     ],
 )
 def test_a_parameter_that_is_not_known_is_refused(name: str) -> None:
-    with pytest.raises(BadInput, match=f"{name} is no parameter"):
+    with pytest.raises(BadInput, match=f"{name} is not a parameter"):
         made_of(name)
 
 

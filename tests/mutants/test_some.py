@@ -13,7 +13,7 @@ from tests.mutants.catalogue import CATALOGUE, SETUPS
 from tests.mutants.mutant import ROOT
 from tests.mutants.run import Runner, line
 
-A_LAB = 2  # mutants
+A_LAB = 1  # mutants
 
 
 def commit() -> str:

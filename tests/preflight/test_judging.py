@@ -219,12 +219,12 @@ def test_a_gpu_that_torch_has_no_code_for_is_told(box):
 )
 def test_ranks_share_a_gpu_only_in_its_default_mode(rows, shared, result, monkeypatch):
     """`assumed`: the names of the modes are nvidia-smi's (`nvidia-smi --help-query-gpu`, compute_mode)."""
-    monkeypatch.setattr(probes.gpu, "query", lambda *_, **__: (rows, None))
+    monkeypatch.setattr(probes.machine, "query_gpus", lambda *_, **__: (rows, None))
     assert probes.compute_mode(shared)[1] is result
 
 
 def test_without_an_answer_the_compute_mode_is_not_measurable(monkeypatch):
-    monkeypatch.setattr(probes.gpu, "query", lambda *_, **__: ([], "nvidia-smi did not answer within 3 s"))
+    monkeypatch.setattr(probes.machine, "query_gpus", lambda *_, **__: ([], "nvidia-smi did not answer within 3 s"))
     assert probes.compute_mode(shared=True) == ("compute mode", None, "nvidia-smi did not answer within 3 s")
 
 

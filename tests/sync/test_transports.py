@@ -234,7 +234,7 @@ def test_who_says_why_and_leaves_is_not_just_gone() -> None:
 
     sender, _ = between("serialize", send, complains)
     assert isinstance(sender, PeerFailed)
-    assert sender.said["why"] == "the disk is full"
+    assert sender.message["why"] == "the disk is full"
 
 
 @pytest.mark.parametrize(

@@ -130,10 +130,10 @@ def tensors_restored(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
     if not hashed.min():
         raise Unjudged("no tensor was found on some rank")
     value, where = most(each_rank(frame, config, "verify", "tensors_changed"))
-    said = f"{value:g} changed {where}" if value else "none changed"
+    words = f"{value:g} changed {where}" if value else "none changed"
     dropped = "dropped_grads=true allows gradients to come back as zeros" if config.get("dropped_grads") else ""
-    said = f"{hashed.sum():.0f} tensors hashed before release and after reload: {said}"
-    return Measured(value, said, if_passed=dropped)
+    words = f"{hashed.sum():.0f} tensors hashed before release and after reload: {words}"
+    return Measured(value, words, if_passed=dropped)
 
 
 def need_whole_state(frame: pd.DataFrame) -> None:
@@ -173,14 +173,14 @@ def bitwise(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         same = f"{of:g} steps and all final tensors bit-identical to a run without release"
         return Measured(0, f"{same} ({config['ranks']} ranks)")
     worst = tensors.iloc[int(tensors["value"].to_numpy().argmax())]
-    said = f"{rows.max():g} of {of:g} steps and {worst['value']:g} final tensors differ from a run without release"
+    words = f"{rows.max():g} of {of:g} steps and {worst['value']:g} final tensors differ from a run without release"
     departs = compared[compared["metric"] == "departs"]
     if len(departs):
         first = departs.iloc[int(departs["value"].to_numpy().argmin())]
-        said += f"; first in step {first['value']:g} (rank {first['rank']}): {first['text']}"
+        words += f"; first in step {first['value']:g} (rank {first['rank']}): {first['text']}"
     if worst["value"]:
-        said += f"; tensors (rank {worst['rank']}): {worst['text']}"
-    return Measured(float(total.max()), said)
+        words += f"; tensors (rank {worst['rank']}): {worst['text']}"
+    return Measured(float(total.max()), words)
 
 
 def failure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
@@ -220,13 +220,13 @@ def tensors_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
         return Measured(
             share,
             f"{share:.3f} of {resident.min() / MIB:.1f} MiB by tensor storages",
-            if_passed=f"too small to see in {seen.told}",
+            if_passed=f"too small to see in {seen.label}",
         )
     there = by_owner(frame, seen, "fingerprint", "resident_bytes", add=True)
     gone = by_owner(frame, seen, "fingerprint") - by_owner(frame, seen, "idle")
     fell = float((gone / there).min())
-    said = f"of {there.min() / MIB:.0f} MiB: {share:.3f} by tensor storages, {fell:.3f} by {seen.told}"
-    return Measured(min(share, fell), said)
+    words = f"of {there.min() / MIB:.0f} MiB: {share:.3f} by tensor storages, {fell:.3f} by {seen.label}"
+    return Measured(min(share, fell), words)
 
 
 def state_bytes(config: Mapping[str, Any]) -> float:
@@ -270,10 +270,10 @@ def residual(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noq
     over = highest(frame, seen, "idle") - highest(frame, seen, "start") - kept
     each = over / over.index.map(lambda owner: seen.sharers.get(owner, 1))
     worst: Any = each.idxmax()
-    said = f"{seen.told} while released, above a CUDA context and one matmul ({seen.whose} {worst})"
+    words = f"{seen.label} while released, above a CUDA context and one matmul ({seen.owner} {worst})"
     if worst in seen.sharers:
-        said += f": {over[worst] / MIB:.0f} MiB divided by its {seen.sharers[worst]} ranks"
-    return Measured(float(each.max()) / MIB, said + staying)
+        words += f": {over[worst] / MIB:.0f} MiB divided by its {seen.sharers[worst]} ranks"
+    return Measured(float(each.max()) / MIB, words + staying)
 
 
 def keeps(frame: pd.DataFrame, seen: Source) -> tuple[pd.Series | float, str]:
@@ -282,16 +282,16 @@ def keeps(frame: pd.DataFrame, seen: Source) -> tuple[pd.Series | float, str]:
     if not ((frame["phase"] == "release") & (frame["metric"] == "comm_persist_after")).any():
         return 0.0, ""
     kept = highest(frame, seen, "release", "comm_persist_after", add=True)
-    most = f"{kept.max() / MIB:.0f} MiB per {seen.whose}"
-    said = f"; beside that NCCL keeps up to {most}, which it cannot suspend (NVLS, network buffers)"
-    return kept, said if kept.max() else ""
+    most = f"{kept.max() / MIB:.0f} MiB per {seen.owner}"
+    words = f"; beside that NCCL keeps up to {most}, which it cannot suspend (NVLS, network buffers)"
+    return kept, words if kept.max() else ""
 
 
 def highest(
     frame: pd.DataFrame, seen: Source, phase: str, metric: str | None = None, *, add: bool = False
 ) -> pd.Series:
     """The most of all cycles, for each that has memory of its own."""
-    return by_owner(frame, seen, phase, metric, add=add).groupby(seen.whose).max()
+    return by_owner(frame, seen, phase, metric, add=add).groupby(seen.owner).max()
 
 
 def comm_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
@@ -306,8 +306,8 @@ def comm_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  
     taken = held - without - kept
     if taken.min() < MIB:
         raise NotMeasured("communicators took less than 1 MiB of driver memory")
-    said = f"of {taken.max() / MIB:.0f} MiB per {seen.whose}, from {seen.told}{staying}"
-    return Measured(float(((held - idle) / taken).min()), said)
+    words = f"of {taken.max() / MIB:.0f} MiB per {seen.owner}, from {seen.label}{staying}"
+    return Measured(float(((held - idle) / taken).min()), words)
 
 
 CHECKS = (

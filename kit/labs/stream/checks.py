@@ -123,7 +123,7 @@ def mean_length(seen: Sequence[tuple[int, bool]]) -> float:
 
 SHUFFLED = 0.95  # share of wrong stamps, made for a control, that a run must find; many runs together find 99 %
 QUESTIONS_ASKED = 50
-ENOUGH = 0.5  # share of the tokens whose version can be told
+ENOUGH = 0.5  # share of the tokens with a version that can be identified
 AT_A_POSITION = 16  # tokens at a position that are judged by themselves
 OUTCOMES = ("digest", "global_loss", "grad_norm", "tokens_digest")
 
@@ -166,12 +166,12 @@ def resume_equals(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """
     before = "stream" if config["simulated"] else "lockstep"
     whole, resumed = (needed(frame, phase, f"the phase {phase} recorded no ledger") for phase in (before, "resume"))
-    told = judge.resume_equals(whole, resumed)
-    if told.value or config["simulated"]:
-        return told
+    resumed_equal = judge.resume_equals(whole, resumed)
+    if resumed_equal.value or config["simulated"]:
+        return resumed_equal
     wanted, found = (outcomes(frame, phase) for phase in (before, "resume"))
     same = differing(wanted, found, f"with a stop after step {config['steps'] // 2}")
-    return Measured(same.value, f"{same.why}; {told.why}")
+    return Measured(same.value, f"{same.why}; {resumed_equal.why}")
 
 
 def controller_answers(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:

@@ -49,7 +49,7 @@ def test_one_sentence(config: dict[str, object], sentence: str) -> None:
 
 def test_a_job_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(definition, "free_memory", lambda: 10 * GIB)
-    monkeypatch.setattr(definition, "free_bytes", list)
+    monkeypatch.setattr(definition, "free_gpu_bytes", list)
     offload_fits(OffloadConfig(size="125m"))
     with pytest.raises(
         BadInput, match=r"size=qwen2.5-0.5b does not fit: 2 ranks x \(.* GiB, but 10.0 GiB are free"
@@ -64,7 +64,7 @@ def test_a_job_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(definition, "free_memory", lambda: 1000 * GIB)
-    monkeypatch.setattr(definition, "free_bytes", lambda: [80 * GIB, 2 * GIB])
+    monkeypatch.setattr(definition, "free_gpu_bytes", lambda: [80 * GIB, 2 * GIB])
     offload_fits(OffloadConfig(size="125m"))
     with pytest.raises(
         BadInput, match=r"of weights, gradients and optimizer for each rank, but 2\.0 GiB are free on a GPU"
@@ -75,7 +75,7 @@ def test_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_that_is_too_small_for_those_who_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(definition, "free_memory", lambda: 1000 * GIB)
-    monkeypatch.setattr(definition, "free_bytes", lambda: [12 * GIB])
+    monkeypatch.setattr(definition, "free_gpu_bytes", lambda: [12 * GIB])
     offload_fits(OffloadConfig(size="qwen2.5-0.5b", tp=1, ranks=1))
     with pytest.raises(BadInput, match=r"on each of 2 ranks that share a GPU, but 12\.0 GiB are free on a GPU"):
         offload_fits(OffloadConfig(size="qwen2.5-0.5b", tp=1, ranks=2))
@@ -90,8 +90,8 @@ def test_the_modes_are_those_of_the_room_that_releases() -> None:
 def test_suspending_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadInput, match=r"mode=suspend needs CUDA: .* and device=cpu has none"):
         kit.lab("offload", mode="suspend", device="cpu")
-    monkeypatch.setattr("kit.labs.offload.free_bytes", list)
+    monkeypatch.setattr("kit.labs.offload.free_gpu_bytes", list)
     with pytest.raises(BadInput, match=r"mode=suspend needs CUDA: .* and this machine has no GPU driver"):
         kit.lab("offload", mode="suspend")
-    monkeypatch.setattr("kit.labs.offload.free_bytes", lambda: [80 * GIB])
+    monkeypatch.setattr("kit.labs.offload.free_gpu_bytes", lambda: [80 * GIB])
     offload_fits(OffloadConfig(mode="suspend"))

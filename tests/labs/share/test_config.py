@@ -97,7 +97,7 @@ def test_the_larger_scenarios_leave_what_is_given() -> None:
 
 def test_ranks_are_placed_on_the_gpus_of_their_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     def placed(free: list[int], **given: Any) -> list[tuple[int, ...]]:
-        monkeypatch.setattr("kit.labs.share.config.free_bytes", lambda: free)
+        monkeypatch.setattr("kit.labs.share.config.free_gpu_bytes", lambda: free)
         return [role.devices for role in roles(ShareConfig(**given))]
 
     assert placed([1, 1]) == [(0,), (0,), (1,), (1,), (0,), (1,)]

@@ -84,7 +84,7 @@ def test_one_sentence(config: dict[str, object], sentence: str) -> None:
 
 def test_a_job_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(definition, "free_memory", lambda: 16 * GIB)
-    monkeypatch.setattr(definition, "free_bytes", list)
+    monkeypatch.setattr(definition, "free_gpu_bytes", list)
     split_fits(SplitConfig(size="125m", layers=2, steps=1))
     with pytest.raises(BadInput, match="for the gradients of 9 steps"):
         kit.lab("split", size="qwen2.5-0.5b", steps=9)

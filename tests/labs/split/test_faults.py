@@ -1,7 +1,4 @@
-"""A fault's check sees that bug: in the same config without the fault it passes. What else each bug breaks is known.
-
-That every fault ends as its entry says, and fails the check it names, is tested with the command line too.
-"""
+"""A fault's check sees that bug: in the same config without the fault it passes. What else each bug breaks is known."""
 
 from __future__ import annotations
 
@@ -50,6 +47,7 @@ ALSO = {
     "schedule-by-steps": {"later_steps", "result_parity", "update"},
 }
 QUICK = ("double-reduce",)
+DRAWN = [pytest.mark.slow, pytest.mark.drawn(8, of="faults")]
 SMALLER = {"layers": 1, "microbatches": 5}
 
 
@@ -58,15 +56,14 @@ def own(fault: Fault) -> dict[str, object]:
     return {**SMALLER, "chunks": [1, 2, 5], **fault.set}
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in HERE]
-)
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=DRAWN) for name in HERE])
 def test_a_fault_fails_its_check_and_hardly_another(split: Split, name: str) -> None:
     broken = failed(split(fault=name, **own(HERE[name])).verdict())
     assert {HERE[name].check} <= broken <= {HERE[name].check} | ALSO[name]
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(3, of="without faults")
 @pytest.mark.parametrize("fault", CONFIGS.values(), ids=lambda fault: fault.name)
 def test_without_the_fault_its_check_passes(split: Split, fault: Fault) -> None:
     verdict = split(**own(fault)).verdict()

@@ -59,7 +59,7 @@ WRONG = {
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(6, of="a_wrong_trainer_is_found_out")
+@pytest.mark.drawn(4, of="a_wrong_trainer_is_found_out")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_trainer_is_found_out(split: Split, name: str) -> None:
     assert WRONG[name] <= failed(split(implementation=f"mine:{name}", **ONE).verdict())
@@ -94,7 +94,7 @@ def test_what_it_does_to_its_rows_is_its_own_business(split: Split) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(2, of="what_breaks_the_run_says_so")
+@pytest.mark.drawn(1, of="what_breaks_the_run_says_so")
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -126,7 +126,7 @@ def test_a_loss_of_ones_own(split: Split) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(2, of="a_wrong_loss_is_found_out")
+@pytest.mark.drawn(1, of="a_wrong_loss_is_found_out")
 @pytest.mark.parametrize(
     ("name", "checks"),
     [("WrongNormalizer", {"metric_parity"}), ("DividesAgain", {"oracle"}), ("ByMultiplying", {"masked_places"})],

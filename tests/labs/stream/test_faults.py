@@ -86,6 +86,7 @@ CONFIGS = {repr(fault.set): fault for fault in JUDGED}  # faults of one config s
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(6, of="faults")
 @pytest.mark.parametrize("fault", JUDGED, ids=lambda fault: fault.name)
 def test_a_rank_with_a_bug_fails_its_check_and_hardly_another(on_ranks: Callable[..., kit.Run], fault: Fault) -> None:
     broke = failed(on_ranks(fault.name, **fault.set).verdict())
@@ -93,6 +94,7 @@ def test_a_rank_with_a_bug_fails_its_check_and_hardly_another(on_ranks: Callable
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(3, of="without faults")
 @pytest.mark.parametrize("fault", CONFIGS.values(), ids=lambda fault: fault.name)
 def test_without_the_bug_ranks_pass(on_ranks: Callable[..., kit.Run], fault: Fault) -> None:
     verdict = on_ranks(**fault.set).verdict()
@@ -101,6 +103,7 @@ def test_without_the_bug_ranks_pass(on_ranks: Callable[..., kit.Run], fault: Fau
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(1, of="replicas that stop")
 @pytest.mark.parametrize("fault", [fault for fault in OF_RANKS if fault.exit == 3], ids=lambda fault: fault.name)
 def test_a_replica_that_stops_is_named(places: None, fault: Fault) -> None:
     with pytest.raises(KitError, match=r"rank 1|replica 0"):

@@ -85,7 +85,7 @@ def test_a_world_of_ones_own_cannot_be_two(tmp_path, monkeypatch, nothing_left: 
 
 def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(definition, "free_memory", lambda: 16 * GIB)
-    monkeypatch.setattr(definition, "free_bytes", list)
+    monkeypatch.setattr(definition, "free_gpu_bytes", list)
     sync_fits(SyncConfig(size="125m", layers=2))
     with pytest.raises(BadInput, match="for copies on the way to the replicas"):
         sync_fits(SyncConfig(size="qwen2.5-0.5b"))

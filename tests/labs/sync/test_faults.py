@@ -1,7 +1,4 @@
-"""A fault's check sees that bug: in the same config without the fault it passes. What else each bug breaks is known.
-
-That every fault ends as its entry says is tested with the command line too.
-"""
+"""A fault's check sees that bug: in the same config without the fault it passes. What else each bug breaks is known."""
 
 from __future__ import annotations
 
@@ -38,18 +35,18 @@ ALSO = {
     "keeps-new-weights": {"bit_exact", "no_torn_reads", "version_order"},
 }
 QUICK = ("permuted-rows",)
+DRAWN = [pytest.mark.slow, pytest.mark.drawn(8, of="faults")]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in HERE]
-)
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=DRAWN) for name in HERE])
 def test_a_fault_fails_its_check_and_hardly_another(sync: Sync, name: str) -> None:
     broken = failed(sync(fault=name, **HERE[name].set).verdict())
     assert {HERE[name].check} <= broken <= {HERE[name].check} | ALSO.get(name, set())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", [pytest.param("overlap", marks=pytest.mark.slow), "apart"])
+@pytest.mark.drawn(1, of="placements")
+@pytest.mark.parametrize("placement", ["overlap", "apart"])
 def test_a_mapping_that_is_kept_shows_where_replicas_pause(sync: Sync, placement: str) -> None:
     """Apart, versions come through a ring; overlapping, from the cache."""
     paused = {**HERE["leaked-segment"].set, "refresh": "paused", "placement": placement}
@@ -58,6 +55,7 @@ def test_a_mapping_that_is_kept_shows_where_replicas_pause(sync: Sync, placement
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(3, of="without faults")
 @pytest.mark.parametrize("fault", CONFIGS.values(), ids=lambda fault: fault.name)
 def test_without_the_fault_its_check_passes(sync: Sync, fault: Fault) -> None:
     verdict = sync(**fault.set).verdict()
@@ -66,6 +64,7 @@ def test_without_the_fault_its_check_passes(sync: Sync, fault: Fault) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(1, of="with digests")
 @pytest.mark.parametrize("name", ["permuted-rows", "stale-bucket", "cache-after-offload", "misaligned-offset"])
 def test_what_is_compared_on_the_way_sees_what_happens_on_the_way(name: str) -> None:
     """With digests on, a run either breaks by the tensor's name, or the bug comes after them: rows that are permuted in the weights."""

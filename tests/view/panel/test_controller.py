@@ -133,7 +133,7 @@ def test_every_button_of_the_smoke_lab(made: Make) -> None:
     controller.wait()
     assert (model.state, model.failure) == ("ready", None)
     assert model.can == {"step", "run", "stop", "restart"}
-    assert "next is baseline" in model.said
+    assert "next is baseline" in model.notice
 
     controller.step()
     controller.wait()
@@ -175,10 +175,10 @@ def test_every_button_of_the_smoke_lab(made: Make) -> None:
 def test_a_button_that_makes_no_sense_says_so_and_does_nothing(made: Make) -> None:
     model, controller = made(find("smoke"))
     controller.stop()
-    assert model.said == "stop is not possible now: the lab is idle"
+    assert model.notice == "stop is not possible now: the lab is idle"
     model.set("cycles", 0)
     controller.run_all()
-    assert model.said.startswith("run is not possible now: cycles must be a whole number")
+    assert model.notice.startswith("run is not possible now: cycles must be a whole number")
     assert model.state == "idle"
 
 
@@ -207,7 +207,7 @@ def test_a_rank_that_dies(made: Make) -> None:
     controller.run_all()
     controller.wait()
     assert (model.failure.kind, model.failure.ranks) == ("died", (1,))
-    assert "SIGKILL" in model.said
+    assert "SIGKILL" in model.notice
     assert model.run.status == "failed"
 
 
@@ -232,7 +232,7 @@ def test_stop_ends_ranks_that_hang_and_keeps_what_was_measured(made: Make, do: s
     assert model.state == "stopping"
     controller.wait()
     assert (model.state, model.failure.kind, model.failure.ranks) == ("stopped", "stopped", ())
-    assert model.said == "stopped in phase 'second': 1 of 4 phases were done, and what they measured is kept"
+    assert model.notice == "stopped in phase 'second': 1 of 4 phases were done, and what they measured is kept"
     assert model.failure.phase == "second"
     assert "rank 1:" in model.failure.detail
     assert "failed" not in model.phases[1].ranks
@@ -286,7 +286,10 @@ def test_stop_between_two_steps(made: Make) -> None:
     controller.wait()
     controller.stop()
     controller.wait()
-    assert (model.state, model.said) == ("stopped", "stopped: 1 of 4 phases were done, and what they measured is kept")
+    assert (model.state, model.notice) == (
+        "stopped",
+        "stopped: 1 of 4 phases were done, and what they measured is kept",
+    )
     assert "1 of 4 phases" in str(model.run.error)
     controller.restart()
     controller.wait()
@@ -298,7 +301,7 @@ def test_code_that_cannot_be_loaded_is_told_and_the_panel_stays(made: Make) -> N
     controller.start()
     controller.wait()
     assert (model.state, model.problems, model.failure.kind) == ("idle", {}, "error")
-    assert "cannot be loaded" in model.said
+    assert "cannot be loaded" in model.notice
     assert "start" in model.can
 
 

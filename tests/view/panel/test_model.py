@@ -179,7 +179,7 @@ def test_a_faults_settings_come_below_a_persons() -> None:
     model.set_fault("slow-leak")
     wanted = fault.set["cycles"]
     assert (model.values["cycles"], model.values["steps"]) == (7, fault.set["steps"])
-    assert f"it needs cycles={wanted}; your own values are kept" in model.said
+    assert f"it needs cycles={wanted}; your own values are kept" in model.notice
     model.set("cycles", wanted)  # as the fault has it: no choice any more
     assert model.given == {}
     assert sum(row.phase == "release" for row in model.phases) == wanted
@@ -195,7 +195,7 @@ def test_every_fault_can_be_switched_on(name: str) -> None:
         model.set_fault(fault.name)
         assert model.fault == fault.name
         assert {key: model.values[key] for key in fault.set} == json.loads(json.dumps(dict(fault.set)))
-        assert fault.breaks in model.said
+        assert fault.breaks in model.notice
         if "cpu" in fault.devices:
             assert "start" in model.can, (fault.name, model.problems)
 
@@ -203,7 +203,7 @@ def test_every_fault_can_be_switched_on(name: str) -> None:
 def test_what_only_a_start_finds_out_is_shown_and_forbids_nothing() -> None:
     model = PanelModel(find("smoke"), {"implementation": "nowhere:Thing"})
     model.refuse("implementation=nowhere:Thing cannot be loaded by the ranks' Python: no module")
-    assert model.failure.message == model.said
+    assert model.failure.message == model.notice
     assert (model.problems, "start" in model.can) == ({}, True)
     assert model.phases
 
@@ -217,7 +217,7 @@ def test_the_last_run_of_the_lab_is_shown_and_no_other(runs: Path) -> None:
     smoke_run(runs, lab="offload", second=3)
     model = PanelModel(find("smoke"))
     assert model.run.dir == newest
-    assert newest.name in model.said
+    assert newest.name in model.notice
     assert passed(model, "memory_drift") is True
     assert PanelModel(find("split")).run is None
 
@@ -226,7 +226,7 @@ def test_a_last_run_that_is_damaged_is_told_and_the_panel_opens(runs: Path) -> N
     (smoke_run(runs) / "run.json").write_text('{"run": 1}')
     model = PanelModel(find("smoke"))
     assert model.run is None
-    assert "the last run cannot be shown" in model.said
+    assert "the last run cannot be shown" in model.notice
     assert "start" in model.can
 
 
@@ -324,7 +324,7 @@ def test_a_check_that_stumbles_is_told_and_the_panel_stays(runs: Path, monkeypat
 
     monkeypatch.setattr("kit.results.run.measure", stumble)
     model = PanelModel(find("smoke"))
-    assert model.said == f"{folder.name} cannot be judged: ZeroDivisionError: of this test"
+    assert model.notice == f"{folder.name} cannot be judged: ZeroDivisionError: of this test"
     assert model.verdict is None
     assert model.limits
 

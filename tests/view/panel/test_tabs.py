@@ -73,7 +73,7 @@ def smoke(finished, folder):
 
 
 def said(tab):
-    return re.sub("<.*?>", "", tab.said.value)
+    return re.sub("<.*?>", "", tab.notice.value)
 
 
 # -- plots -----------------------------------------------------------------------------------------------------------------

@@ -328,17 +328,17 @@ def test_the_culprit_is_red_and_its_traceback_is_folded():
 def test_the_verdict_is_said_in_words(finished):
     model = PanelModel(find("smoke"), {"cycles": 2})
     shown = look.Strip(model)
-    assert "checks" not in shown.said.value
+    assert "checks" not in shown.notice.value
     model.show(finished)
     model.state = "finished"
     asked = sum(row.passed is not None for row in model.verdict)
-    assert f'<b><span class="kit-good">✓ all {asked} checks pass' in shown.said.value
+    assert f'<b><span class="kit-good">✓ all {asked} checks pass' in shown.notice.value
     assert "<details>" in shown.grid.value  # the picture comes first
     model.move("drift_mib", -1)
-    assert f'<span class="kit-bad">✗ 1 of {asked} checks fails: memory_drift</span>' in shown.said.value
+    assert f'<span class="kit-bad">✗ 1 of {asked} checks fails: memory_drift</span>' in shown.notice.value
     for state in ("running", "starting"):
         model.state = state
-        assert "memory_drift" not in shown.said.value
+        assert "memory_drift" not in shown.notice.value
 
 
 def test_a_tick_leaves_the_unfolded_traceback_alone():
@@ -371,8 +371,8 @@ def test_the_bar_says_in_words_how_far_it_is():
 def test_what_is_said_is_a_live_line():
     model = PanelModel(find("smoke"))
     shown = look.Strip(model)
-    model.said = "a <tag>"
-    assert shown.said.value == (
+    model.notice = "a <tag>"
+    assert shown.notice.value == (
         '<div role="status" aria-live="polite"><b class="kit-faint">· not started</b> a &lt;tag&gt;</div>'
     )
 
@@ -550,8 +550,8 @@ def test_presets_and_files(finished, tmp_path):
     assert tab.preset.value == ""
     tab.path.value = str(tmp_path / "none.json")
     tab.load.click()
-    assert "kit-bad" in tab.said.value
-    assert "none.json" in tab.said.value
+    assert "kit-bad" in tab.notice.value
+    assert "none.json" in tab.notice.value
     assert model.tolerances == {"drift_mib": 7.0}
 
 
@@ -592,7 +592,7 @@ def test_a_panel_is_stepped_with_its_buttons():
         panel.buttons.of["run"].click()
         panel.controller.wait(60)
         assert panel.strip.grid.value.count('class="kit-done"') == 2 * len(panel.model.phases)
-        assert "checks pass" in panel.strip.said.value
+        assert "checks pass" in panel.strip.notice.value
         assert "0 failed" in panel.tabs["Verdict"].head.value
     finally:
         panel.close()

@@ -70,8 +70,8 @@ class Row:
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
     @classmethod
-    def from_message(cls, said: dict[str, Any]) -> Self:
-        given = ((field.name, said[field.name]) for field in dataclasses.fields(cls))
+    def from_message(cls, message: dict[str, Any]) -> Self:
+        given = ((field.name, message[field.name]) for field in dataclasses.fields(cls))
         values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given}
         return cls(**values)
 
@@ -154,8 +154,8 @@ class Inbox:
         with contextlib.suppress(PeerGone):
             try:
                 while True:
-                    said, _ = link.expect("row")
-                    self.put(Row.from_message(said))
+                    message, _ = link.expect("row")
+                    self.put(Row.from_message(message))
             except PeerGone:
                 raise
             except Exception as error:  # noqa: BLE001 - raised where the sample is taken

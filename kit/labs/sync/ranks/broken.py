@@ -121,14 +121,14 @@ class ReadsAhead(Gate):
 
 
 class RunsAtOnce(Call):
-    def activate(self, said: dict[str, Any]) -> None:
+    def activate(self, message: dict[str, Any]) -> None:
         self.commit()
-        super().activate(said)
+        super().activate(message)
 
 
 class PermutedRows(Call):
-    def apply(self, said: dict[str, Any]) -> None:
-        super().apply(said)
+    def apply(self, message: dict[str, Any]) -> None:
+        super().apply(message)
         rows = next(one for one in self.receiver.weights().own() if one.dim() == 2)
         rows[[0, 1]] = rows[[1, 0]]
 
@@ -159,7 +159,7 @@ class LeakedSegment(Call):
 class TornRead(Call):
     """No gate, and a forward between the two halves of the buckets, as happens sooner or later."""
 
-    def apply(self, said: dict[str, Any]) -> None:  # noqa: ARG002 - as the right one
+    def apply(self, message: dict[str, Any]) -> None:  # noqa: ARG002 - as the right one
         host: Any = self.receiver.host  # the lab's own
         middle = len(self.stored) // 2
         self.changing = True

@@ -349,8 +349,8 @@ def failing(side: Inference, scene: str) -> Iterator[None]:
         def look(self, index: int, buffer: torch.Tensor) -> None:
             super().look(index, corrupted(self.layout, index, buffer) if scene == "wrong-bytes" else buffer)
 
-    def fail(_: object, said: dict[str, Any]) -> None:
-        receiver.version = said["version"] if scene == "publish" else receiver.version
+    def fail(_: object, message: dict[str, Any]) -> None:
+        receiver.version = message["version"] if scene == "publish" else receiver.version
         raise RehearsedError(f"rehearsed failure {FAILING[scene][1]}")
 
     if scene in FAILING:

@@ -185,9 +185,9 @@ class Watch:
         watch = self
 
         class Seen(plain):  # type: ignore[misc, valid-type]
-            def begin(self, said: dict[str, Any]) -> None:
+            def begin(self, message: dict[str, Any]) -> None:
                 watch.point("begin")
-                super().begin(said)
+                super().begin(message)
 
             def undo(self) -> None:
                 watch.point("undo")
@@ -195,8 +195,8 @@ class Watch:
                 watch.point("undone")
 
         def seen(step: str) -> Callable[[Any, dict[str, Any]], None]:
-            def run(one: Any, said: dict[str, Any]) -> None:
-                getattr(plain, step)(one, said)
+            def run(one: Any, message: dict[str, Any]) -> None:
+                getattr(plain, step)(one, message)
                 watch.point(step)
 
             return run
