@@ -154,8 +154,8 @@ def test_a_shell_completes(cli: Cli, line: str, found: set[str]) -> None:
 
 
 def test_the_settings_of_a_lab(cli: Cli) -> None:
-    told = cli.json("labs", "split")
-    rows = {row["name"]: row for row in told["settings"]}
+    reported = cli.json("labs", "split")
+    rows = {row["name"]: row for row in reported["settings"]}
     assert rows["chunks"]["default"] == [1, 2, 5]
     assert (rows["ranks"]["low"], rows["ranks"]["high"]) == (1, 4096)
     assert rows["level"]["choices"] == ["tokens", "sequences", "both"]
@@ -181,9 +181,14 @@ def test_labs_and_faults(cli: Cli) -> None:
 
 @pytest.mark.slow
 def test_a_run_and_what_is_made_of_it(cli: Cli, tmp_path: Path) -> None:
-    said = cli.json("run", "smoke", "--set", "cycles=2", "--out", tmp_path / "one")
-    assert (said["run"], said["status"], said["exit"], said["error"]) == (str(tmp_path / "one"), "finished", 0, None)
-    assert said["verdict"] == json.loads((tmp_path / "one" / "verdict.json").read_text())
+    message = cli.json("run", "smoke", "--set", "cycles=2", "--out", tmp_path / "one")
+    assert (message["run"], message["status"], message["exit"], message["error"]) == (
+        str(tmp_path / "one"),
+        "finished",
+        0,
+        None,
+    )
+    assert message["verdict"] == json.loads((tmp_path / "one" / "verdict.json").read_text())
     more = ("--set", "groups=1", "--set", "memory_snapshot=true")
     more = (*more, "--junit", tmp_path / "junit" / "two.xml")
     out, err = cli("run", "smoke", "--like", tmp_path / "one", *more, "--out", tmp_path / "two")
@@ -237,13 +242,13 @@ def test_a_sweep_with_repeats_is_one_folder(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SLOW)
     (tmp_path / "run.yaml").write_text("cycles: 9\nranks: 1\n")
     words = ("--config", "run.yaml", "--set", "cycles=1", "--sweep", "groups=1,2", "--repeat", 2, "--junit", "all.xml")
-    said = cli.json("run", "smoke", *words)
-    folder = Path(said["sweep"])
+    message = cli.json("run", "smoke", *words)
+    folder = Path(message["sweep"])
     assert folder.parent == cli.runs
-    assert [(row["set"], row["repeat"]) for row in said["runs"]] == [
+    assert [(row["set"], row["repeat"]) for row in message["runs"]] == [
         ({"groups": 1}, 1), ({"groups": 2}, 1), ({"groups": 1}, 2), ({"groups": 2}, 2),
     ]  # fmt: skip
-    assert {row["count"] for row in said["spread"]} == {2}
+    assert {row["count"] for row in message["spread"]} == {2}
     assert (tmp_path / "all.xml").read_text().count("<testsuite ") == 4
     listed = cli.json("runs")
     assert [Path(row["run"]).name for row in listed] == ["04", "03", "02", "01"]  # newest first
@@ -257,14 +262,14 @@ def test_a_sweep_with_repeats_is_one_folder(cli: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_notebook_without_a_browser(cli: Cli, tmp_path: Path) -> None:
-    told = {"nbformat": 4, "nbformat_minor": 5, "metadata": {}}
+    reported = {"nbformat": 4, "nbformat_minor": 5, "metadata": {}}
     more = {"cell_type": "code", "execution_count": None, "outputs": []}
     cells = [
         {**more, "id": "given", "source": "n = 1", "metadata": {"tags": ["parameters"]}},
         {**more, "id": "work", "source": "print('n is', 10 // n)", "metadata": {}},
     ]
     path = tmp_path / "mine.ipynb"
-    path.write_text(json.dumps({**told, "cells": cells}))
+    path.write_text(json.dumps({**reported, "cells": cells}))
     out, err = cli("notebook", path, "-p", "n", "5")
     made = Path(out.strip())
     assert made.parent == cli.runs / "notebooks"
@@ -294,18 +299,18 @@ def test_every_fault_ends_as_its_entry_says(cli: Cli, lab: str, fault: Any) -> N
     if "cpu" not in fault.devices:
         assert "needs" in cli.sentence("run", lab, "--fault", fault.name, "--set", "device=cpu")
         return
-    said = cli.json("run", lab, "--fault", fault.name, status=fault.exit)
-    assert json.loads((Path(said["run"]) / "run.json").read_text())["fault"] == fault.name
+    message = cli.json("run", lab, "--fault", fault.name, status=fault.exit)
+    assert json.loads((Path(message["run"]) / "run.json").read_text())["fault"] == fault.name
     if fault.exit == 1:
-        assert {row["check"]: row["passed"] for row in said["verdict"]}[fault.check] is False
+        assert {row["check"]: row["passed"] for row in message["verdict"]}[fault.check] is False
 
 
 @pytest.mark.slow
 def test_tolerances_from_a_file(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "limits.json").write_text('{"groups_more": -1}')
     words = ("run", "smoke", "--set", "cycles=1", "--tolerances", tmp_path / "limits.json", "--out", tmp_path / "run")
-    said = cli.json(*words, status=1)
-    assert [row["check"] for row in said["verdict"] if row["passed"] is False] == ["groups_return_to_baseline"]
+    message = cli.json(*words, status=1)
+    assert [row["check"] for row in message["verdict"] if row["passed"] is False] == ["groups_return_to_baseline"]
     assert "FAIL  groups_return_to_baseline" in cli("show", tmp_path / "run")[0]
 
 
@@ -406,18 +411,18 @@ def test_comparing_runs_of_different_labs_says_so(cli: Cli, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_a_run_that_breaks(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SLOW)
-    said = cli.json("run", "smoke", "--set", "implementation=mine:Raises", status=3)
-    assert said["status"] == "failed"
-    assert {row["check"]: row["passed"] for row in said["verdict"]}["groups_return_to_baseline"] is None
-    assert said["verdict"] == json.loads((Path(said["run"]) / "verdict.json").read_text())
-    assert "my own destroy failed" in said["error"]
-    out, _ = cli("show", said["run"])
+    message = cli.json("run", "smoke", "--set", "implementation=mine:Raises", status=3)
+    assert message["status"] == "failed"
+    assert {row["check"]: row["passed"] for row in message["verdict"]}["groups_return_to_baseline"] is None
+    assert message["verdict"] == json.loads((Path(message["run"]) / "verdict.json").read_text())
+    assert "my own destroy failed" in message["error"]
+    out, _ = cli("show", message["run"])
     assert "note: the run failed: RankError" in out
     assert "0 failed, " in out
     again, _ = cli("check", status=3)  # the newest run is the one that broke
     assert "note: the run failed: RankError" in again
     assert "\n-  groups_return_to_baseline" in again
-    cli("export", said["run"], "--to", tmp_path / "partial.csv")
+    cli("export", message["run"], "--to", tmp_path / "partial.csv")
 
 
 def start_slow(cli: Cli) -> tuple[subprocess.Popen[str], Path, list[int]]:

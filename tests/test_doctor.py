@@ -11,7 +11,7 @@ from kit import doctor
 
 
 def ranks(**other: Any) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    reported: dict[str, Any] = {
         "cuda": "13.0",
         "gpus": 2,
         "suspend_why": None,
@@ -30,20 +30,20 @@ def ranks(**other: Any) -> dict[str, Any]:
             {"name": "CUDA graphs", "what": None, "means": "capture anew"},
         ],
     }
-    return told | other
+    return reported | other
 
 
 def lines(**other: Any) -> dict[str, str]:
     return dict(doctor.communication(ranks(**other)))
 
 
-def test_release_modes_are_told_with_the_reason_for_what_is_missing():
+def test_release_modes_are_reported_with_the_reason_for_what_is_missing():
     assert lines()["release"] == "exact, abort, manual, official; suspend should work, and has not run on a GPU yet"
     old = lines(suspend_why="NCCL 2.28.9 cannot suspend communicators: 2.29.7 or newer is needed")
     assert old["release"].endswith("no suspend: NCCL 2.28.9 cannot suspend communicators: 2.29.7 or newer is needed")
 
 
-def test_how_gpus_are_shared_is_told_where_there_are_any():
+def test_how_gpus_are_shared_is_reported_where_there_are_any():
     assert lines()["sharing"] == "more ranks than GPUs share them by the multi-rank flag of NCCL 2.30.4"
     assert "sharing" not in lines(gpus=0)
 
@@ -53,13 +53,13 @@ def test_pairs_without_peer_access_are_named():
     assert lines(no_peer_access=[[0, 1], [0, 3]])["peers"] == "no peer access between GPUs 0-1, 0-3"
 
 
-def test_only_what_is_there_is_told_and_only_where_it_runs():
+def test_only_what_is_there_is_reported_and_only_where_it_runs():
     assert lines()["found"] == "Transformer Engine (2.9): its workspaces stay"
     assert "found" not in lines(findings=[])
 
 
 @pytest.mark.parametrize(
-    ("requested", "effective", "why", "said"),
+    ("requested", "effective", "why", "message"),
     [
         (True, True, None, "requested; importable, in effect"),
         (
@@ -71,9 +71,9 @@ def test_only_what_is_there_is_told_and_only_where_it_runs():
         (False, None, None, "not requested; importable"),
     ],
 )
-def test_routing_says_whether_it_was_asked_for_and_what_came_of_it(requested, effective, why, said):
+def test_routing_says_whether_it_was_asked_for_and_what_came_of_it(requested, effective, why, message):
     comms = {"requested": requested, "importable": True, "effective": effective, "why": why}
-    assert lines(torchcomms=comms)["torchcomms"] == said
+    assert lines(torchcomms=comms)["torchcomms"] == message
     assert lines()["torchcomms"] == "not requested; not importable: torchcomms is not installed"
 
 
@@ -83,15 +83,15 @@ def test_other_environments_with_megatron_are_listed_with_the_line_to_use(monkey
         doctor, "ask_interpreters", lambda _: ([{**both, "chosen": is_it} for is_it in (True, False)], None)
     )
     lines = doctor.describe(doctor.examine()).splitlines()
-    said = "/opt/x/bin/python (found under /opt): has both"
-    assert f"ranks use   -> {said}" in lines
-    assert f"ranks use      {said}; to use it: export KIT_PYTHON=/opt/x/bin/python" in lines
+    message = "/opt/x/bin/python (found under /opt): has both"
+    assert f"ranks use   -> {message}" in lines
+    assert f"ranks use      {message}; to use it: export KIT_PYTHON=/opt/x/bin/python" in lines
 
 
 def test_a_gpu_in_a_line():
     gpu = {"name": "H200", "memory_mib": 143771, "memory_free_mib": 140000, "pcie_gen_max": 5, "pcie_width": 16}
-    said = doctor.gpus({"driver": "580.95", "gpus": [gpu]})
-    assert said == ["H200, 140000 of 143771 MiB free, PCIe 5 x16, driver 580.95"]
+    message = doctor.gpus({"driver": "580.95", "gpus": [gpu]})
+    assert message == ["H200, 140000 of 143771 MiB free, PCIe 5 x16, driver 580.95"]
 
 
 CODE = {
@@ -118,6 +118,6 @@ def test_a_python_that_does_not_answer_is_a_problem_and_no_traceback(monkeypatch
     monkeypatch.setattr(doctor, "ANSWERS_S", 0.2)
     monkeypatch.setattr(doctor, "PROBE", "import time; time.sleep(60)")
     problems: list[str] = []
-    said = doctor.ask_ranks_python(sys.executable, problems)
-    assert said == {"path": sys.executable, "why": "it did not answer within 0.2 s"}
+    message = doctor.ask_ranks_python(sys.executable, problems)
+    assert message == {"path": sys.executable, "why": "it did not answer within 0.2 s"}
     assert [sys.executable in one and "did not answer within 0.2 s" in one for one in problems] == [True]

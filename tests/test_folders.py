@@ -69,9 +69,9 @@ def damage(folder: Path, dice: random.Random) -> None:
         case 7:
             verdict.write_bytes(verdict.read_bytes()[: dice.randrange(60)])
         case 8:  # a value of another kind
-            told: dict[str, Any] = json.loads(info.read_text())
-            told[dice.choice(list(told))] = dice.choice((None, 3, "x", [], {"a": {"b": []}}, [1], True))
-            info.write_text(json.dumps(told))
+            reported: dict[str, Any] = json.loads(info.read_text())
+            reported[dice.choice(list(reported))] = dice.choice((None, 3, "x", [], {"a": {"b": []}}, [1], True))
+            info.write_text(json.dumps(reported))
         case 9:
             shutil.rmtree(folder / "logs")
         case 10:
@@ -98,6 +98,7 @@ def asked(capfd: pytest.CaptureFixture[str], *words: Any) -> str:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_200_folders_are_read_without_a_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     made = folders(tmp_path / "runs")
@@ -174,10 +175,10 @@ def test_check_says_what_differs_from_the_stored_verdict(run: Path, capfd: pytes
     (run / "run.json").write_text(
         json.dumps({**info, "lab": "smoke", "config": {"ranks": 1, "cycles": 3, "groups": 1}})
     )
-    said = asked(capfd, "check", run)
-    assert "differs from the stored verdict:" in said
-    assert "memory_drift: FAIL, limit 50.0 MiB; the stored verdict does not have this check" in said
-    assert "$a_{: not asked now; stored: FAIL at 1.0, limit 0.0 1" in said
+    message = asked(capfd, "check", run)
+    assert "differs from the stored verdict:" in message
+    assert "memory_drift: FAIL, limit 50.0 MiB; the stored verdict does not have this check" in message
+    assert "$a_{: not asked now; stored: FAIL at 1.0, limit 0.0 1" in message
     kit.load(run).verdict().write(run / "verdict.json")
     assert "same as the stored verdict" in asked(capfd, "check", run)
     rows = json.loads((run / "verdict.json").read_text())

@@ -76,10 +76,10 @@ class Busy:
         return NVML_FINE if self.percent[handle.value - 1] >= 0 else NVML_TOO_SMALL
 
 
-@pytest.mark.parametrize(("library", "said"), [(Busy(40, 7), [40, 7]), (Busy(40, -1), []), (Busy(), []), (None, [])])
-def test_how_busy_each_gpu_is(library: Any, said: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("library", "message"), [(Busy(40, 7), [40, 7]), (Busy(40, -1), []), (Busy(), []), (None, [])])
+def test_how_busy_each_gpu_is(library: Any, message: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "nvml", lambda: library)
-    assert machine.busy_gpus() == said
+    assert machine.busy_gpus() == message
 
 
 def test_a_box_without_a_driver_has_no_library(monkeypatch):

@@ -70,9 +70,9 @@ WHEELS = [
 
 @pytest.mark.parametrize(("torch_version", "version", "why"), WHEELS)
 def test_who_can_suspend(torch_version, version, why):
-    said = nccl.no_suspend(version, torch_version)
-    assert why in said
-    assert bool(why) == bool(said)
+    message = nccl.no_suspend(version, torch_version)
+    assert why in message
+    assert bool(why) == bool(message)
 
 
 @pytest.mark.parametrize(("torch_version", "version", "why"), WHEELS)
@@ -142,7 +142,7 @@ def test_every_rank_gets_a_gpu_of_its_own_where_there_are_enough(gpus):
 
 
 @pytest.mark.parametrize("version", [(2, 28, 9), (2, 30, 0)])
-def test_fewer_gpus_than_ranks_are_shared_and_it_is_said(gpus, version):
+def test_fewer_gpus_than_ranks_are_shared_and_it_is_reported(gpus, version):
     gpus(2, version)
     seats = [choose(wanted, number, 4) for number, wanted in enumerate(("auto", "cuda", "auto", "cuda"))]
     assert [str(seat.device) for seat in seats] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]

@@ -128,7 +128,7 @@ def test_groups_over_gloo_are_made_unbound_and_not_split(fake: Callable[[int], S
     default.bound_device_id = None
 
 
-def test_a_call_that_was_not_rehearsed_is_told(fake: Callable[[int], Splits]) -> None:
+def test_a_call_that_was_not_rehearsed_is_reported(fake: Callable[[int], Splits]) -> None:
     fake(0)
     turns = iter([[0, 1], [0, 2]])
     with pytest.raises(RuntimeError, match=r"ranks \[0, 2\] was asked for where \[0, 1\] was rehearsed"):
@@ -153,7 +153,7 @@ def test_without_the_flag_nothing_is_touched(monkeypatch: pytest.MonkeyPatch) ->
     assert c10d.new_group is before
 
 
-def test_what_is_in_effect_is_told_by_the_types_of_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_in_effect_is_reported_by_the_types_of_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """`assumed`: the type's name is that of its binding (torch/csrc/distributed/c10d/init.cpp in pytorch/pytorch#188587)."""
 
     class Group:
@@ -167,8 +167,8 @@ def test_what_is_in_effect_is_told_by_the_types_of_backends(monkeypatch: pytest.
 
     groups = [Group("ProcessGroupNCCL2"), Group("ProcessGroupNCCL"), Group("")]
     monkeypatch.setattr(c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(groups), default_pg=groups[0]))
-    told = nccl2.describe()
-    assert (told["effective"], told["groups"], told["groups_effective"]) == (True, 2, 1)
+    reported = nccl2.describe()
+    assert (reported["effective"], reported["groups"], reported["groups_effective"]) == (True, 2, 1)
     monkeypatch.setattr(c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(groups), default_pg=groups[1]))
-    told = nccl2.describe()
-    assert (told["effective"], told["reason"]) == (False, nccl2.LACKS)
+    reported = nccl2.describe()
+    assert (reported["effective"], reported["reason"]) == (False, nccl2.LACKS)

@@ -56,7 +56,7 @@ def test_a_folder_of_that_name_does_not_hide_the_package(tmp_path: Path) -> None
     assert (done.stdout.strip(), done.stderr) == ("World", "")
 
 
-def test_what_a_world_leaves_is_told_from_other_files(tmp_path: Path) -> None:
+def test_what_a_world_leaves_is_reported_from_other_files(tmp_path: Path) -> None:
     """matplotlib holds font files open once it has drawn; in a checkout named after the kit they have its name in their path."""
     before = holdings(os.getpid())["fds"]
     (tmp_path / "lifecycle-kit").mkdir()

@@ -81,7 +81,7 @@ def test_conda_users_get_the_same_lists() -> None:
     assert from_pip == {"pip": ["-c constraints.txt", "-e .[dev]"]}
 
 
-def test_the_two_commands_are_told_and_run_by_ci() -> None:
+def test_the_two_commands_are_reported_and_run_by_ci() -> None:
     readme = (ROOT / "README.md").read_text()
     assert "make lab" in readme
     assert "make test" in readme
@@ -105,7 +105,7 @@ def test_an_environment_that_a_link_leads_to_is_left_alone(tmp_path: Path) -> No
 
 
 def test_the_lanes_name_files_that_exist() -> None:
-    named = (*lanes.FILES, *lanes.SHOWN, *lanes.SLOW_FILES)
+    named = (*lanes.FILES, *lanes.BESIDE, *lanes.SLOW_FILES)
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 

@@ -52,40 +52,40 @@ def test_the_flag_is_read_as_torch_reads_it(flag: str, asked: bool, monkeypatch:
 
 @pytest.mark.slow
 def test_nothing_is_installed(tmp_path: Path) -> None:
-    said = ask(tmp_path, "1")
-    if said["why"] != "torchcomms is not installed":
+    message = ask(tmp_path, "1")
+    if message["why"] != "torchcomms is not installed":
         pytest.skip("torchcomms is installed here")
-    assert said == {"requested": True, "importable": False, "effective": None, "why": "torchcomms is not installed"}
+    assert message == {"requested": True, "importable": False, "effective": None, "why": "torchcomms is not installed"}
     assert ask(tmp_path, "0")["requested"] is False
 
 
 def test_the_package_indexs_placeholder_is_recognised(tmp_path: Path) -> None:
     package(tmp_path, "0.0.1", "raise ImportError('a name without code')\n")
-    said = ask(tmp_path, "1")
-    assert (said["requested"], said["importable"], said["effective"]) == (True, False, None)
-    assert said["why"] == (
+    message = ask(tmp_path, "1")
+    assert (message["requested"], message["importable"], message["effective"]) == (True, False, None)
+    assert message["why"] == (
         "torchcomms 0.0.1 cannot be imported (ImportError: a name without code): it is the package index's placeholder"
     )
 
 
 def test_a_real_one_that_does_not_load_is_no_placeholder(tmp_path: Path) -> None:
     package(tmp_path, "0.2.0", "import nothing_of_that_name\n")
-    said = ask(tmp_path)
-    assert said["importable"] is False
-    assert "No module named 'nothing_of_that_name'" in said["why"]
-    assert "placeholder" not in said["why"]
+    message = ask(tmp_path)
+    assert message["importable"] is False
+    assert "No module named 'nothing_of_that_name'" in message["why"]
+    assert "placeholder" not in message["why"]
 
 
 def test_one_that_lacks_what_torch_asks_for_is_not_importable(tmp_path: Path) -> None:
     package(tmp_path, "0.2.0", "def new_comm(): ...\n")
-    said = ask(tmp_path, "1")
-    assert (said["importable"], said["effective"]) == (False, None)
-    assert "_backend_wrapper" in said["why"]
+    message = ask(tmp_path, "1")
+    assert (message["importable"], message["effective"]) == (False, None)
+    assert "_backend_wrapper" in message["why"]
 
 
 def test_a_group_tells_whether_it_is_routed() -> None:
-    said = ask(STANDINS, "1")
-    assert said == {"requested": True, "importable": True, "effective": True, "why": None}
+    message = ask(STANDINS, "1")
+    assert message == {"requested": True, "importable": True, "effective": True, "why": None}
     assert ask(STANDINS) == {"requested": False, "importable": True, "effective": None, "why": None}
 
 
@@ -93,6 +93,6 @@ def test_a_group_that_cannot_be_made_is_not_routed(tmp_path: Path) -> None:
     package(tmp_path, "0.3.0", "def new_comm(*_, **__): raise RuntimeError('no library')\n")
     (tmp_path / "torchcomms" / "_comms.py").write_text("class _BackendWrapper: ...\n")
     (tmp_path / "torchcomms" / "hooks.py").write_text("class FlightRecorderHook: ...\n")
-    said = ask(tmp_path, "1")
-    assert (said["importable"], said["effective"]) == (True, False)
-    assert said["why"] == "a group cannot be made (RuntimeError: no library)"
+    message = ask(tmp_path, "1")
+    assert (message["importable"], message["effective"]) == (True, False)
+    assert message["why"] == "a group cannot be made (RuntimeError: no library)"

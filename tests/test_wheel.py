@@ -81,8 +81,8 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     ] * 2
     ask = "from kit.results.comparison import recorded; print(recorded('bench-sync')[0].head)"
     assert "recorded on cpu-2core" in run(env / "bin/python", "-c", ask, cwd=tmp_path)
-    said = run(env / "bin/kit", "run", "smoke", "--set", "cycles=2", "--set", "device=cpu", cwd=tmp_path, **runs)
-    assert "0 failed" in said
+    message = run(env / "bin/kit", "run", "smoke", "--set", "cycles=2", "--set", "device=cpu", cwd=tmp_path, **runs)
+    assert "0 failed" in message
     page = tmp_path / "00.ipynb"  # a page would need the templates beside the other environment
     run(env / "bin/kit", "notebook", "00", "-p", "cycles", "2", "--to", page, cwd=tmp_path, **runs)
     assert "groups_return_to_baseline" in page.read_text()

@@ -15,10 +15,10 @@ from kit.megatron.tensors import Item
 def test_a_small_run_has_every_row(tmp_path):
     out = tmp_path / "rows.jsonl"
     assert conduct("offload", models=("tiny",), trials=1, cycles=2, out=out, device="cpu") == 0
-    said = read_rows(tmp_path / "rows.jsonl")
-    assert said["bench"] == "offload"
-    assert said["provenance"]["versions"]["torch"]
-    rows = said["rows"]
+    message = read_rows(tmp_path / "rows.jsonl")
+    assert message["bench"] == "offload"
+    assert message["provenance"]["versions"]["torch"]
+    rows = message["rows"]
 
     def named(part, who="kit"):
         (found,) = [row for row in rows if part in row["what"] and row["who"] == who]

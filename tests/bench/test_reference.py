@@ -66,34 +66,38 @@ time.sleep(600)
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], int]:
     out = tmp_path_factory.mktemp("reference") / "box"
-    said: list[str] = []
-    return out, said, make(out, parts=SMALL, device="cpu", factor=SLOW_BOX, say=said.append)
+    message: list[str] = []
+    return out, message, make(out, parts=SMALL, device="cpu", factor=SLOW_BOX, say=message.append)
 
 
 @pytest.mark.slow
 def test_a_labs_files_have_verdict_numbers_picture_and_origin(made) -> None:
     out, _, _ = made
-    told = read_json(out / "lab-smoke.json")
-    assert (told["exit"], told["state"], told["command"]) == (0, "no check failed", "kit run smoke --set cycles=2")
-    assert {row["check"] for row in told["verdict"]} >= {"groups_return_to_baseline"}
-    assert told["provenance"]["versions"]["torch"]
-    assert told["seats"][0]["devices"] == ["cpu"] * told["seats"][0]["ranks"]
-    seconds = [row for row in told["medians"] if row["metric"] == "seconds"]
+    reported = read_json(out / "lab-smoke.json")
+    assert (reported["exit"], reported["state"], reported["command"]) == (
+        0,
+        "no check failed",
+        "kit run smoke --set cycles=2",
+    )
+    assert {row["check"] for row in reported["verdict"]} >= {"groups_return_to_baseline"}
+    assert reported["provenance"]["versions"]["torch"]
+    assert reported["seats"][0]["devices"] == ["cpu"] * reported["seats"][0]["ranks"]
+    seconds = [row for row in reported["medians"] if row["metric"] == "seconds"]
     assert all(row["min"] <= row["median"] <= row["max"] and row["count"] >= 2 for row in seconds)
-    assert all(row["count"] for row in told["medians"])  # no events
+    assert all(row["count"] for row in reported["medians"])  # no events
     for name in ("lab-smoke.png", "lab-smoke-dark.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     assert (out / "runs" / "lab-smoke" / "records.jsonl").exists()
 
 
 @pytest.mark.slow
-def test_what_is_refused_is_told_and_is_no_failure(made) -> None:
-    out, said, status = made
-    told = read_json(out / "lab-refused.json")
-    assert (told["exit"], told["state"]) == (2, "refused")
-    assert "cycles must be a whole number from 1 to 1000, not 0" in told["complaint"]
+def test_what_is_refused_is_reported_and_is_no_failure(made) -> None:
+    out, message, status = made
+    reported = read_json(out / "lab-refused.json")
+    assert (reported["exit"], reported["state"]) == (2, "refused")
+    assert "cycles must be a whole number from 1 to 1000, not 0" in reported["complaint"]
     assert status == 0
-    assert said[1] == "1 of 2, lab-smoke ..."
+    assert message[1] == "1 of 2, lab-smoke ..."
 
 
 @pytest.mark.slow
@@ -112,10 +116,10 @@ def test_the_page_lists_every_part_and_who_sat_where(made) -> None:
 def test_it_goes_on_where_it_was(made) -> None:
     out, _, _ = made
     before = (out / "lab-smoke.json").stat().st_mtime_ns
-    said: list[str] = []
+    message: list[str] = []
     again = (SMALL[0], lab("smoke", 3, "another", cycles=1))
-    assert make(out, parts=again, device="cpu", factor=SLOW_BOX, say=said.append) == 0
-    assert said[1] == "1 of 2, lab-smoke: there already"
+    assert make(out, parts=again, device="cpu", factor=SLOW_BOX, say=message.append) == 0
+    assert message[1] == "1 of 2, lab-smoke: there already"
     assert (out / "lab-smoke.json").stat().st_mtime_ns == before
     assert read_json(out / "lab-another.json")["state"] == "no check failed"
 
@@ -144,15 +148,17 @@ def test_a_part_that_timed_out_with_rows_is_settled(
         return plain([sys.executable, "-c", "import time; time.sleep(600)"], 0.1)
 
     monkeypatch.setattr(reference, "finish", finish)
-    told = perform(tmp_path, part, 0.1, 0.0)
-    assert (told["state"], told["timed_out"]) == (state, True)
-    assert told["complaint"] == "it took more than 0.1 s and was ended"
-    assert [one["what"] for one in told.get("rows", ())] == [f"row {index}" for index in range(rows)]
+    reported = perform(tmp_path, part, 0.1, 0.0)
+    assert (reported["state"], reported["timed_out"]) == (state, True)
+    assert reported["complaint"] == "it took more than 0.1 s and was ended"
+    assert [one["what"] for one in reported.get("rows", ())] == [f"row {index}" for index in range(rows)]
     assert settled(tmp_path, part) is is_through
-    said: list[str] = []
+    message: list[str] = []
     monkeypatch.setattr(reference, "perform", lambda *_: {"state": "again", "seconds": 0, "predicted": 0})
-    make(tmp_path, parts=[part], device="cpu", factor=1.0, say=said.append)
-    assert said[1] == ("1 of 1, bench-sync.digests: there already" if is_through else "1 of 1, bench-sync.digests ...")
+    make(tmp_path, parts=[part], device="cpu", factor=1.0, say=message.append)
+    assert message[1] == (
+        "1 of 1, bench-sync.digests: there already" if is_through else "1 of 1, bench-sync.digests ..."
+    )
 
 
 def test_a_bench_that_measured_nothing_is_seen_on_the_page() -> None:
@@ -163,7 +169,7 @@ def test_a_bench_that_measured_nothing_is_seen_on_the_page() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "is_through"),
+    ("reported", "is_through"),
     [
         ({"exit": 0}, True),
         ({"exit": 1}, True),
@@ -176,8 +182,8 @@ def test_a_bench_that_measured_nothing_is_seen_on_the_page() -> None:
         ({}, False),
     ],
 )
-def test_what_counts_as_settled(told: dict[str, Any], is_through: bool) -> None:
-    assert is_settled(told) is is_through
+def test_what_counts_as_settled(reported: dict[str, Any], is_through: bool) -> None:
+    assert is_settled(reported) is is_through
 
 
 def test_limits_follow_the_box_and_end_with_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,9 +193,9 @@ def test_limits_follow_the_box_and_end_with_the_whole(tmp_path: Path, monkeypatc
     def takes(out: Path, part: Part, limit_s: float, predicted_s: float) -> dict[str, Any]:
         limits[part.name] = limit_s
         clock[0] += 120
-        told = {"part": part.name, "exit": 0, "state": "well", "seconds": 120, "predicted": predicted_s}
-        write_json(out / f"{part.name}.json", {**told, "command": "kit", "complaint": ""})
-        return told
+        reported = {"part": part.name, "exit": 0, "state": "well", "seconds": 120, "predicted": predicted_s}
+        write_json(out / f"{part.name}.json", {**reported, "command": "kit", "complaint": ""})
+        return reported
 
     monkeypatch.setattr(reference, "perform", takes)
     monkeypatch.setattr(reference.time, "monotonic", lambda: clock[0])
@@ -197,7 +203,7 @@ def test_limits_follow_the_box_and_end_with_the_whole(tmp_path: Path, monkeypatc
         Part(name=name, command=("bench", name), seconds=seconds)
         for name, seconds in (("first", 20), ("second", 50), ("long", 35), ("short", 15))
     ]
-    said: list[str] = []
+    message: list[str] = []
     assert (
         make(
             tmp_path,
@@ -206,18 +212,18 @@ def test_limits_follow_the_box_and_end_with_the_whole(tmp_path: Path, monkeypatc
             factor=2.0,
             minutes=5,
             pack=tmp_path.with_suffix(".tgz"),
-            say=said.append,
+            say=message.append,
         )
         == 0
     )
     assert limits == {"first": 100, "second": 180, "short": 60}
-    assert said[5] == "3 of 4, long: 60 s were left of 5 min: run `kit reference` again"
+    assert message[5] == "3 of 4, long: 60 s were left of 5 min: run `kit reference` again"
     text = (tmp_path / "README.md").read_text()
     assert "Not run: long: 60 s were left of 5 min: run `kit reference` again." in text
     with tarfile.open(tmp_path.with_suffix(".tgz")) as tar:
         assert f"{tmp_path.name}/short.json" in tar.getnames()
     clock[0] = 0.0
-    assert make(tmp_path, parts=parts, device="cpu", factor=2.0, minutes=5, say=said.append) == 0
+    assert make(tmp_path, parts=parts, device="cpu", factor=2.0, minutes=5, say=message.append) == 0
     assert read_json(tmp_path / "long.json")["state"] == "well"
 
 
@@ -237,9 +243,9 @@ def test_a_lab_past_its_limit_keeps_what_it_measured(tmp_path: Path, monkeypatch
             raise subprocess.TimeoutExpired(self.args, limit_s)
 
     monkeypatch.setattr(reference.subprocess, "Popen", Process)
-    told = perform(tmp_path, part, limit_s, 1.0)
-    assert told["state"] == f"timed out with {len(told['medians'])} rows"
-    assert told["verdict"]
+    reported = perform(tmp_path, part, limit_s, 1.0)
+    assert reported["state"] == f"timed out with {len(reported['medians'])} rows"
+    assert reported["verdict"]
     assert settled(tmp_path, part)
 
 
@@ -290,8 +296,8 @@ def test_rows_of_an_earlier_try_are_not_taken_for_new_ones(tmp_path: Path, monke
     book = Book("sync", tmp_path / "rows" / "bench-sync.jsonl")
     book.keep("a", row("old", [1.0]))
     monkeypatch.setattr(reference, "finish", lambda *_: (3, "", "died", False))
-    told = perform(tmp_path, bench("sync", 9), 1.0, 1.0)
-    assert "rows" not in told
+    reported = perform(tmp_path, bench("sync", 9), 1.0, 1.0)
+    assert "rows" not in reported
 
 
 def test_what_was_recorded_by_hand_is_recorded_anew(tmp_path) -> None:
@@ -302,11 +308,11 @@ def test_what_was_recorded_by_hand_is_recorded_anew(tmp_path) -> None:
 
 
 def test_what_fell_short_is_named() -> None:
-    told = {
+    reported = {
         "verdict": [{"check": "a", "passed": False}, {"check": "b", "passed": None}],
         "rows": [{"what": "slow", "met": False}, {"what": "quick", "met": True}, {"what": "free", "met": None}],
     }
-    assert short_of(told) == ["a", "slow"]
+    assert short_of(reported) == ["a", "slow"]
 
 
 def test_a_pack_is_one_small_file_with_the_most_telling_first(tmp_path: Path) -> None:
@@ -390,12 +396,12 @@ def test_a_box_where_labs_cannot_run_is_refused(tmp_path, monkeypatch) -> None:
 def test_a_plan_for_a_gpu_asks_nothing_of_this_box_and_is_the_one_in_the_docs(capsys, monkeypatch) -> None:
     monkeypatch.setattr(reference.doctor, "examine", lambda: pytest.fail("this box was asked"))
     assert plan(None, device="cuda", assumed=True) == 0
-    said = capsys.readouterr().out
-    lines = said.splitlines()
+    message = capsys.readouterr().out
+    lines = message.splitlines()
     assert lines[0] == "seconds: assumed for one H200 with two ranks on it, times 1 for this box"
     assert [line.split()[0] for line in lines[3:-1]] == [part.name for part in on_gpus() if not part.needs]
     docs = Path(__file__).resolve().parents[2] / "docs" / "reference.md"
-    assert f"```\n{said}```" in docs.read_text()
+    assert f"```\n{message}```" in docs.read_text()
 
 
 def test_one_gpu_is_through_in_time_and_the_most_telling_comes_first() -> None:

@@ -72,9 +72,9 @@ def test_like_is_compared_with_like_and_every_row_names_its_mechanism():
 
 def test_the_table_has_a_line_for_each_way_and_says_what_was_not_measured():
     rows = [*made().values(), Row(what="groups, 2 ranks", who="suspend", note="not measured: it needs a GPU")]
-    said = release_table(rows).splitlines()
-    assert said[0].split()[:4] == ["ranks", "groups", "way", "release"]
-    assert said[1].split() == [
+    message = release_table(rows).splitlines()
+    assert message[0].split()[:4] == ["ranks", "groups", "way", "release"]
+    assert message[1].split() == [
         "2",
         "20",
         "exact",
@@ -91,8 +91,8 @@ def test_the_table_has_a_line_for_each_way_and_says_what_was_not_measured():
         "/",
         "1",
     ]
-    assert "exact, 20 groups a rank, 2 ranks: round: 42 ms, at most 212: met" in said
-    assert said[-1] == "suspend, groups, 2 ranks: not measured: it needs a GPU"
+    assert "exact, 20 groups a rank, 2 ranks: round: 42 ms, at most 212: met" in message
+    assert message[-1] == "suspend, groups, 2 ranks: not measured: it needs a GPU"
 
 
 class Broken:
@@ -168,12 +168,12 @@ def test_on_a_gpu_manual_is_measured_by_the_same_mechanism_too():
 def test_a_small_run_tells_the_ways_apart(tmp_path):
     few = {"groups": (0, 30), "more_ranks": (), "trials": 1, "cycles": 2}
     assert conduct("release", **few, out=tmp_path / "rows.jsonl", device="cpu") == 0
-    said = read_rows(tmp_path / "rows.jsonl")
-    assert said["bench"] == "release"
-    assert {row["ids"]["mechanism"] for row in said["rows"] if row["median"] is not None} == {GLOO}
+    message = read_rows(tmp_path / "rows.jsonl")
+    assert message["bench"] == "release"
+    assert {row["ids"]["mechanism"] for row in message["rows"] if row["median"] is not None} == {GLOO}
     rows = {
         (row["ids"]["groups"], row["ids"]["what"], row["who"]): row["median"]
-        for row in said["rows"]
+        for row in message["rows"]
         if "what" in row["ids"]
     }
     own, more = sorted({number for number, _, _ in rows})
@@ -184,5 +184,5 @@ def test_a_small_run_tells_the_ways_apart(tmp_path):
             assert rows[number, "left groups", way] == rows[number, "left threads", way] == 0
             assert rows[number, "freed sockets", way] > rows[number, "freed sockets", "manual"]
         assert rows[number, "left groups", "official"] > rows[number, "left groups", "manual"] > 0
-    (why,) = {row["note"] for row in said["rows"] if row["who"] == "suspend" and row["median"] is None} or {""}
+    (why,) = {row["note"] for row in message["rows"] if row["who"] == "suspend" and row["median"] is None} or {""}
     assert not why or "it needs a GPU (NCCL)" in why

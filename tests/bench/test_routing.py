@@ -18,13 +18,13 @@ from tests.test_routing import STANDINS
 
 def measured(folder: Path) -> dict[str, Any]:
     assert conduct("routing", quick=True, out=folder / "rows.jsonl", device="cpu") == 0
-    said = read_rows(folder / "rows.jsonl")
-    assert said["bench"] == "routing"
-    return {row["what"]: row for row in said["rows"]}
+    message = read_rows(folder / "rows.jsonl")
+    assert message["bench"] == "routing"
+    return {row["what"]: row for row in message["rows"]}
 
 
 @pytest.mark.slow
-def test_numbers_are_the_same_and_times_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_numbers_are_the_same_and_times_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", str(STANDINS), prepend=os.pathsep)
     rows = measured(tmp_path)
     assert (rows[NUMBERS]["median"], rows[NUMBERS]["met"]) == (0.0, True)
@@ -43,7 +43,7 @@ class MadeUp:
 
 
 @pytest.mark.parametrize(
-    ("routed", "seen", "told"),
+    ("routed", "seen", "reported"),
     [
         (True, [(10, 0), (10, 2), (10, 0)], (2.0, False, "10 numbers in each turn; turns: 3")),
         (True, [(10, 0)] * 3, (0.0, True, "10 numbers in each turn; turns: 3")),
@@ -52,7 +52,11 @@ class MadeUp:
     ],
 )
 def test_one_turn_that_differs_is_enough(
-    routed: bool, seen: list[tuple[int, int]], told: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    routed: bool,
+    seen: list[tuple[int, int]],
+    reported: tuple[Any, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     turns = iter(seen)
     monkeypatch.setattr(offload, "routed_run", lambda *_: MadeUp(routed=routed))
@@ -60,7 +64,7 @@ def test_one_turn_that_differs_is_enough(
     monkeypatch.setattr(results, "outcomes", lambda *_: next(turns))
     session = Session("cpu", tmp_path, Book("routing"))
     rows = {row.what: row for row in offload.routed(session, turns=3, cycles=1)}
-    assert (rows[NUMBERS].median, rows[NUMBERS].met, rows[NUMBERS].note) == told
+    assert (rows[NUMBERS].median, rows[NUMBERS].met, rows[NUMBERS].note) == reported
 
 
 def test_where_it_is_not_in_effect_the_rows_say_why(tmp_path: Path) -> None:

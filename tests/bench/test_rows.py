@@ -27,7 +27,7 @@ def test_a_count_has_no_unit_and_a_ratio_is_so_many_times() -> None:
     assert [line.split()[-1] for line in lines[1:]] == ["1", "x", "s"]  # of the first, n is the last word
 
 
-def test_a_limit_that_is_not_met_is_told_as_it_is() -> None:
+def test_a_limit_that_is_not_met_is_reported_as_it_is() -> None:
     lines = table([row("fast", [0.1], limit=1), row("slow", [1234.5], limit=1)]).splitlines()
     assert lines[1].endswith("  met")
     assert lines[2].endswith("NOT MET")
@@ -35,7 +35,7 @@ def test_a_limit_that_is_not_met_is_told_as_it_is() -> None:
     assert len(lines) == 3
 
 
-def test_rows_are_told_and_read_back(tmp_path: Path) -> None:
+def test_rows_are_reported_and_read_back(tmp_path: Path) -> None:
     rows = [row("it", [1.0, 2.0], limit=1.2, ceiling=0.5), Row(what="other", note="why")]
     book = Book("some", tmp_path / "rows.jsonl")
     book.begin()
@@ -45,10 +45,10 @@ def test_rows_are_told_and_read_back(tmp_path: Path) -> None:
     first, *_, last = page(book, table).splitlines()
     assert first.split()[:3] == ["what", "who", "median"]
     assert " cores; " in last
-    said = read_rows(tmp_path / "rows.jsonl")
-    assert said["bench"] == "some"
-    first_row = said["rows"][0]
+    message = read_rows(tmp_path / "rows.jsonl")
+    assert message["bench"] == "some"
+    first_row = message["rows"][0]
     assert list(first_row.values()) == ["it", "kit", "s", 1.5, 1.0, 2.0, 2, 1.2, None, 0.5, "", {}, False]
     assert list(first_row)[-6:] == ["limit", "aim", "ceiling", "note", "ids", "met"]
-    assert [one["note"] for one in said["rows"]] == ["", "why"]
-    assert said["provenance"]["python"]
+    assert [one["note"] for one in message["rows"]] == ["", "why"]
+    assert message["provenance"]["python"]

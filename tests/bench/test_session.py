@@ -91,8 +91,8 @@ def test_a_later_row_of_the_same_name_takes_its_place(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     rows = [row("a", [1.0]), row("b", [1.0]), row("a", [1.0, 3.0]), row("a", [9.0], who="other")]
     conduct("x", out=out, device="cpu", bench=bench(only=lambda: rows))
-    told = [(one["what"], one["who"], one["median"]) for one in read_rows(out)["rows"]]
-    assert told == [("a", "kit", 2.0), ("b", "kit", 1.0), ("a", "other", 9.0)]
+    reported = [(one["what"], one["who"], one["median"]) for one in read_rows(out)["rows"]]
+    assert reported == [("a", "kit", 2.0), ("b", "kit", 1.0), ("a", "other", 9.0)]
 
 
 def test_a_part_that_breaks_is_a_row_with_the_reason_and_the_others_go_on(tmp_path: Path) -> None:
@@ -104,10 +104,10 @@ def test_a_part_that_breaks_is_a_row_with_the_reason_and_the_others_go_on(tmp_pa
         conduct("x", out=tmp_path / "rows.jsonl", device="cpu", bench=bench(a=breaks, b=lambda: [row("after", [1.0])]))
         == 0
     )
-    said = read_rows(tmp_path / "rows.jsonl")
-    assert [one["what"] for one in said["rows"]] == ["before", "a", "after"]
-    assert said["rows"][1]["note"] == "not measured: rank 1 died"
-    assert said["rows"][1]["median"] is None
+    message = read_rows(tmp_path / "rows.jsonl")
+    assert [one["what"] for one in message["rows"]] == ["before", "a", "after"]
+    assert message["rows"][1]["note"] == "not measured: rank 1 died"
+    assert message["rows"][1]["median"] is None
 
 
 def test_what_is_no_error_of_the_kit_ends_the_bench_and_leaves_its_rows(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ def test_a_small_run_has_every_row(tmp_path):
     few = {"job": TINY, "pipeline": replace(TINY, layers=2), "rounds": 2, "trials": 1, "peak_steps": 1}
     few |= {"loss": (2, 64), "loss_rounds": 2}
     assert conduct("split", **few, out=tmp_path / "rows.jsonl", device="cpu") == 0
-    said = read_rows(tmp_path / "rows.jsonl")
-    assert said["bench"] == "split"
-    rows = said["rows"]
+    message = read_rows(tmp_path / "rows.jsonl")
+    assert message["bench"] == "split"
+    rows = message["rows"]
     assert not [row for row in rows if row["median"] is None]
 
     def named(*parts):
@@ -93,10 +93,10 @@ def test_ratios_are_taken_turn_by_turn_and_short_steps_are_owned_up_to():
 
 
 def test_steps_that_differ_are_seen_and_steps_without_an_update_are_no_steps():
-    def told(loss, *, updated=True):
+    def reported(loss, *, updated=True):
         return {"global_loss": loss, "grad_norm": 2.0, "updated": updated}
 
-    bench = SimpleNamespace(results={"a": [told(1.0)], "b": [told(0.9)], "c": [told(1.0, updated=False)]})
+    bench = SimpleNamespace(results={"a": [reported(1.0)], "b": [reported(0.9)], "c": [reported(1.0, updated=False)]})
     assert onranks.Bench.apart(bench, "a", "b") == pytest.approx(0.1)
     with pytest.raises(KitError, match="no update"):
         onranks.Bench.apart(bench, "a", "c")

@@ -27,9 +27,9 @@ TINY |= {"growth_mb": (1, 2), "receivers": (1, 2), "receivers_mb": 1}
 @pytest.mark.timeout(300)
 def test_a_small_run_has_every_row(tmp_path: Path) -> None:
     assert conduct("sync", **TINY, out=tmp_path / "rows.jsonl", device="cpu") == 0
-    said = read_rows(tmp_path / "rows.jsonl")
-    assert said["bench"] == "sync"
-    rows = said["rows"]
+    message = read_rows(tmp_path / "rows.jsonl")
+    assert message["bench"] == "sync"
+    rows = message["rows"]
     silent = {(row["what"], row["who"]): row["note"] for row in rows if row["median"] is None}
     assert set(silent.values()) <= {
         "not installed",
@@ -77,20 +77,20 @@ def test_noise_differs_from_tensor_to_tensor() -> None:
     assert not any(tensor.any() for tensor in onranks.weights({"count": 3, "each": 4096}, filled=False).values())
 
 
-def test_ways_are_told_in_words() -> None:
+def test_ways_are_reported_in_words() -> None:
     assert sync.called("broadcast@16") == "broadcast, buckets of 16 MiB"
     assert sync.called("shm+cache") == "shm, by way of the cache"
     assert sync.called("shm+sha256") == "shm, verified by sha256"
     assert sync.called("file:dcp") == "dcp"
 
 
-def told(**seconds: list[float]) -> dict[str, Any]:
+def reported(**seconds: list[float]) -> dict[str, Any]:
     return {"bytes": 10**9, "automatic": 2**22, "seconds": seconds}
 
 
 def test_ratios_are_taken_turn_by_turn_against_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks' samples are made up."""
-    made = told(
+    made = reported(
         memcpy=[1.0, 2.0],
         copies=[1.5, 2.5],
         shm=[2.0, 2.0],

@@ -43,7 +43,7 @@ def run(tmp_path):
     return Run(writer.dir)
 
 
-def test_the_first_version_is_not_told_and_the_slower_copy_is_the_ceiling(run):
+def test_the_first_version_is_not_reported_and_the_slower_copy_is_the_ceiling(run):
     beside, *plain = sync.beside_copies(run, "shm", GPU, same=True)
     assert (beside.n, beside.median) == (1, 0.5)
     assert beside.ceiling == pytest.approx(2 * 0.005)

@@ -28,9 +28,9 @@ def test_a_small_run_has_every_row(tmp_path):
     few = {"records": 3500, "many": 5000, "moves": 2, "opens": 2, "panels": 1}
     assert conduct("view", **few, out=tmp_path / "rows.jsonl") == 0
     assert os.environ.get("KIT_RUNS") == before
-    said = read_rows(tmp_path / "rows.jsonl")
-    assert said["bench"] == "view"
-    rows = said["rows"]
+    message = read_rows(tmp_path / "rows.jsonl")
+    assert message["bench"] == "view"
+    rows = message["rows"]
     assert all(row["n"] > 0 and row["low"] <= row["median"] <= row["high"] for row in rows)
     assert all("made-up records" in row["note"] for row in rows)
     limits = [(row["unit"], row["limit"]) for row in rows if row["limit"] is not None]

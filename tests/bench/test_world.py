@@ -24,8 +24,8 @@ def test_the_command_line_finds_it() -> None:
 @pytest.mark.usefixtures("nothing_left")
 def test_every_row(tmp_path: Path) -> None:
     assert conduct("world", **TINY, out=tmp_path / "rows.jsonl") == 0
-    said = read_rows(tmp_path / "rows.jsonl")
-    rows = {one["what"]: one for one in said["rows"] if one["who"] == "kit"}
+    message = read_rows(tmp_path / "rows.jsonl")
+    rows = {one["what"]: one for one in message["rows"] if one["who"] == "kit"}
     limits = [2.5, 4.5, 1.3, 0.25, None, 1.0, 0.5, 1.0, 2.0, 2.0, 0.3]
     assert [one["limit"] for one in rows.values()] == limits
     measured = [one for one in rows.values() if not one["note"].startswith("not measured")]
@@ -33,7 +33,7 @@ def test_every_row(tmp_path: Path) -> None:
     assert len(measured) == 11 if asked.find_python().megatron else 9
     assert rows[bench.STEPPED]["n"] == 3
     assert "rank 1" in rows[bench.TOLD]["note"]
-    assert said["provenance"]["versions"]["torch"]
+    assert message["provenance"]["versions"]["torch"]
 
 
 @pytest.mark.slow

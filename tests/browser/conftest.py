@@ -100,16 +100,16 @@ def page(chromium, artefacts, request):
         flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
         browser = play.chromium.launch(executable_path=chromium, args=flags)
         page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.errors, page.strays, said = [], [], []
+        page.errors, page.strays, sentence = [], [], []
         page.on("console", lambda message: note(page.errors, message.text) if message.type == "error" else None)
-        page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
+        page.on("console", lambda message: sentence.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: note(page.errors, str(error)))
         page.on("request", lambda request: stray(page.strays, request.url))
         page.on("websocket", lambda socket: stray(page.strays, socket.url))
         yield page
         page.screenshot(path=artefacts / f"{request.node.name}-end.png")
         # pytest shows this of a test that failed: what the page said, and what became of each cell
-        print("console:", *said[-40:], sep="\n  ")
+        print("console:", *sentence[-40:], sep="\n  ")
         cells = "cells => cells.map(cell => cell.innerText.slice(0, 300))"
         print("cells:", *map(repr, page.locator(".jp-CodeCell").evaluate_all(cells)), sep="\n  ")
         browser.close()

@@ -80,7 +80,7 @@ def press(panel, name: str) -> None:
     panel.locator("button.jupyter-button:not(.kit-line)", has_text=name).first.click()
 
 
-def said(panel, words: str, *, timeout_s: float = 60) -> None:
+def message(panel, words: str, *, timeout_s: float = 60) -> None:
     panel.locator(".kit-notice", has_text=words).wait_for(timeout=1000 * timeout_s)
 
 
@@ -158,12 +158,12 @@ def test_a_lab_is_stepped_a_fault_is_seen_and_a_limit_flips_the_verdict(page, se
         if page.evaluate("document.activeElement.innerText").strip() == "Start":
             break
     page.keyboard.press("Enter")
-    said(panel, "ranks are ready")
+    message(panel, "ranks are ready")
     press(panel, "Step")
     panel.locator(".kit-strip td.kit-done").nth(1).wait_for(timeout=30_000)
     assert panel.locator(".kit-strip td.kit-done").count() == 2
     press(panel, "Run all")
-    said(panel, "finished")
+    message(panel, "finished")
     assert panel.locator(".kit-strip td.kit-done").count() == 2 * len(
         find("smoke").plan(find("smoke").config(cycles=2))
     )
@@ -176,7 +176,7 @@ def test_a_lab_is_stepped_a_fault_is_seen_and_a_limit_flips_the_verdict(page, se
     press(panel, "Run all")
     leak = row(panel, "groups_return_to_baseline")
     leak.locator(".kit-bad", has_text="FAIL").wait_for(timeout=60_000)
-    said(panel, "checks fail: groups_return_to_baseline")
+    message(panel, "checks fail: groups_return_to_baseline")
     panel.locator(".kit-line", has_text="size 1024, fault leaked-group").wait_for(timeout=10_000)
     snap(page, artefacts, "fault", leak)
     handle = leak.locator(".noUi-handle")
@@ -231,7 +231,7 @@ def test_ranks_work_and_the_kernel_answers(page, server, artefacts):
         f"1+1 while four ranks ran: median {statistics.median(took):.0f} ms, {min(took):.0f} to {max(took):.0f}, n={len(took)}; {answered}"
     )
     assert "'running'" in answered
-    said(panel, "finished", timeout_s=150)
+    message(panel, "finished", timeout_s=150)
     tab(panel, "Verdict")
     row(panel, "groups_return_to_baseline").locator(".kit-bad", has_text="FAIL").wait_for(timeout=10_000)
     assert panel.locator(".kit-check", has_text="(lab:").count() == 0  # the browser moves no limit by itself
@@ -272,7 +272,7 @@ def test_a_rank_that_hangs_is_stopped_and_one_that_raises_is_named(page, server,
     panel.locator('.kit-strip td.kit-running[title^="make"]').nth(1).wait_for(timeout=60_000)
     snap(page, artefacts, "hangs", panel)
     press(panel, "Stop")
-    said(panel, "stopped")
+    message(panel, "stopped")
     assert wait_for(lambda: ranks_of(server) == [], 20)
     assert panel.locator('td.kit-done[title^="baseline"]').count() == 2  # what was done before stays
     assert panel.locator('td.kit-done[title^="make"]').count() == 0  # and to have been stopped is not to be done
@@ -303,7 +303,7 @@ def test_a_rank_that_hangs_is_stopped_and_one_that_raises_is_named(page, server,
 def test_a_restarted_kernel_leaves_no_ranks_and_the_last_run_is_shown_again(page, server, artefacts):
     panel = opened(page, server, "again", 'import kit\npanel = kit.panel("smoke", cycles=2)\npanel')
     press(panel, "Start")
-    said(panel, "ranks are ready")
+    message(panel, "ranks are ready")
     press(panel, "Step")
     panel.locator(".kit-strip td.kit-done").nth(1).wait_for(timeout=30_000)
     assert ranks_of(server)
@@ -314,7 +314,7 @@ def test_a_restarted_kernel_leaves_no_ranks_and_the_last_run_is_shown_again(page
     idle(page)
     menu(page, "Run", "Run All Cells")
     panel = shown(page)
-    said(panel, "showing the last run, smoke-")
+    message(panel, "showing the last run, smoke-")
     snap(page, artefacts, "again", panel)
 
     menu(page, "File", "Save Notebook")
@@ -324,7 +324,7 @@ def test_a_restarted_kernel_leaves_no_ranks_and_the_last_run_is_shown_again(page
     press(panel, "Step")
     panel.locator(".kit-strip td.kit-done").nth(1).wait_for(timeout=60_000)
     press(panel, "Stop")
-    said(panel, "stopped")
+    message(panel, "stopped")
     clean(page)
 
 
@@ -332,7 +332,7 @@ def test_a_notebook_that_is_opened_without_its_kernel_shows_the_last_picture_and
     panel = opened(page, server, "later", 'import kit\npanel = kit.panel("smoke", cycles=1)\npanel')
     assert not panel.locator(".kit-gone").is_visible()
     press(panel, "Run all")
-    said(panel, "checks pass")
+    message(panel, "checks pass")
     contents(panel).locator("svg, img").first.wait_for(timeout=30_000)
     menu(page, "File", "Save Notebook")
     page.locator(".jp-mod-dirty").first.wait_for(state="detached", timeout=30_000)
@@ -342,7 +342,7 @@ def test_a_notebook_that_is_opened_without_its_kernel_shows_the_last_picture_and
     page.goto(server.page("later.ipynb"))
     panel = page.locator(".kit-panel")
     panel.wait_for(timeout=60_000)
-    said(panel, "checks pass")
+    message(panel, "checks pass")
     contents(panel).locator("svg, img").first.wait_for(timeout=30_000)
     assert panel.locator(".kit-gone").is_visible()
     snap(page, artefacts, "later", panel)

@@ -19,8 +19,8 @@ def bench() -> dict[str, Any]:
     for megabytes, receivers in ((10, 1), (100, 1), (100, 2), (1000, 1)):
         seconds = {way: [slow * megabytes / 1e4 * receivers] * 3 for way, slow in (("memcpy", 1.0), ("shm", 1.4))}
         what = f"growth: {megabytes} MB, {receivers} receiver{'s' * (receivers > 1)}"
-        told = {"seconds": seconds, "bytes": megabytes * 10**6}
-        rows += times(what, told, ["memcpy", "shm"], megabytes=megabytes, receivers=receivers)
+        reported = {"seconds": seconds, "bytes": megabytes * 10**6}
+        rows += times(what, reported, ["memcpy", "shm"], megabytes=megabytes, receivers=receivers)
     rows.append(row("something else", [1.0]))
     return {"bench": "sync", "rows": [each.to_json() for each in rows]}
 

@@ -24,9 +24,9 @@ def bench(*sources: str) -> dict[str, Any]:
         for way, cost in COST.items():
             seconds = {"release": cost * number / 20, "back": 0.01, "first collective": 0.002}
             freed = dict.fromkeys(("groups", "rss_anon", *sources), number * MIB)
-            told = {"cycles": [{"seconds": seconds, "freed": freed}] * 3, "left": dict.fromkeys(freed, 0)}
-            told |= {"groups": number, "mechanism": "gloo over the store"}
-            seen[way] = [[told, told]]
+            reported = {"cycles": [{"seconds": seconds, "freed": freed}] * 3, "left": dict.fromkeys(freed, 0)}
+            reported |= {"groups": number, "mechanism": "gloo over the store"}
+            seen[way] = [[reported, reported]]
         rows += [*of(2, seen), *(of(4, seen) if number == 20 else ())]
     why = "not measured: it needs a GPU (NCCL)"
     rows.append(Row(what="own groups, 2 ranks", who="suspend", note=why, ids={"ranks": 2, "way": "suspend"}))
@@ -58,7 +58,7 @@ def test_a_gpus_own_numbers_come_before_the_hosts() -> None:
     assert titles == ["Groups", "Driver", "Communicators", "Sockets"]
 
 
-def test_what_was_not_measured_is_said() -> None:
+def test_what_was_not_measured_is_reported() -> None:
     picture = plot_release(bench())
     below = picture.subfigs[1]
     assert below.get_supxlabel() == "suspend not measured: it needs a GPU (NCCL)"

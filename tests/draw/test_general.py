@@ -73,7 +73,7 @@ def test_what_changed_most_is_on_top_and_what_did_not_is_left_out(make):
 
 
 @pytest.mark.parametrize("theme_name", THEMES)
-def test_both_medians_their_spread_and_number_are_told(make, theme_name):
+def test_both_medians_their_spread_and_number_are_reported(make, theme_name):
     runs = [make({"seconds": (1.0, "s")}, step=0.1), make({"seconds": (4.0, "s")}, step=1.0)]
     picture = plot_against(runs, theme_name=theme_name)
     assert "1.1 s → 5 s, rank 0" in words(picture)
@@ -108,7 +108,7 @@ def test_the_table_that_is_known_is_taken(make):
     assert most(table, 1)["metric"].tolist() == ["seconds"]
 
 
-def test_settings_that_differ_are_told(make):
+def test_settings_that_differ_are_reported(make):
     runs = [make(BASE, tp=2), make(BASE, tp=2, mode="manual", fault="leak-gloo")]
     assert settings(runs) == {"mode": ["exact", "manual"], "fault": [None, "leak-gloo"]}
 

@@ -32,10 +32,10 @@ class OtherMachine:
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
-        self.said: list[str] = []
+        self.message: list[str] = []
 
     def __call__(self, text: str) -> None:
-        self.said.append(text)
+        self.message.append(text)
         if found := re.search(r"KIT_KEY=(\S+) python (-m kit\.world\.agent .*)", text):
             env = {
                 **os.environ,
@@ -96,11 +96,11 @@ def test_two_agents_make_one_world(two_nodes: tuple[World, OtherMachine], capsys
 def test_a_machine_that_never_joins_is_named(
     tmp_path: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(module, "print", said.append, raising=False)
+    message: list[str] = []
+    monkeypatch.setattr(module, "print", message.append, raising=False)
     with pytest.raises(KitError, match=r"1 of 2 machines have joined; missing: 1"):
         World(2, nodes=2, endpoint=f"127.0.0.1:{free_port()}", device="cpu", logs=tmp_path, start_timeout_s=7)
-    assert any("missing: 1" in text for text in said)  # progress while it waited
+    assert any("missing: 1" in text for text in message)  # progress while it waited
 
 
 def test_an_agent_without_a_notebook_ends_with_a_sentence(tmp_path: Path) -> None:

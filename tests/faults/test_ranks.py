@@ -176,7 +176,7 @@ def test_an_exception_on_one_rank_while_the_other_waits_for_it(world: World) -> 
 
 
 @pytest.mark.slow
-def test_an_exception_on_one_rank_only_is_told_when_the_other_has_finished_its_work(world: World) -> None:
+def test_an_exception_on_one_rank_only_is_reported_when_the_other_has_finished_its_work(world: World) -> None:
     with pytest.raises(RankError) as info:
         world.run("import time\nif rank == 1: raise ValueError('early')\ntime.sleep(1.5)\ndone = True")
     assert info.value.ranks == (1,)

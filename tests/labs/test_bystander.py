@@ -29,8 +29,8 @@ def alive(one: Bystander) -> bool:
 
 def test_it_answers(standing: Bystander) -> None:
     for _ in range(2):
-        told = standing.ask()
-        assert told == {"bystander_driver": 0.0, "bystander_bytes": 4.0 * BLOCK, "bystander_damaged": 0.0}
+        reported = standing.ask()
+        assert reported == {"bystander_driver": 0.0, "bystander_bytes": 4.0 * BLOCK, "bystander_damaged": 0.0}
     assert alive(standing)
 
 

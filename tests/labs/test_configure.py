@@ -314,9 +314,9 @@ def test_float32_that_the_environment_turns_into_tf32_is_refused_before_ranks_st
     (tmp_path / "version").touch()
     monkeypatch.setattr("kit.machine.GPU_DRIVERS", (tmp_path / "version",))
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
-    said = complaints(find("split"), given, None)
+    message = complaints(find("split"), given, None)
     why = "NVIDIA_TF32_OVERRIDE=1 makes float32 products TF32, about 1e-3 off; unset it or use dtype=bfloat16"
-    assert said == ({"dtype": why} if refused else {})
+    assert message == ({"dtype": why} if refused else {})
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     assert complaints(find("split"), given, None) == {}
 

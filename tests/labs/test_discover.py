@@ -60,7 +60,7 @@ def test_another_packages_lab(own: Definition, tmp_path: Path, fresh: None) -> N
     assert [check.name for check in checks_of("own")] == ["seen_often", "routing_effective", "nothing_piles_up"]
 
 
-def test_broken_packages_are_told_and_harm_nobody(own: Definition, tmp_path: Path, fresh: None) -> None:
+def test_broken_packages_are_reported_and_harm_nobody(own: Definition, tmp_path: Path, fresh: None) -> None:
     (tmp_path / "copycat.py").write_text(
         "import dataclasses, own_lab\nLAB = dataclasses.replace(own_lab.LAB, name='smoke')\n"
     )

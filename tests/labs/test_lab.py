@@ -372,8 +372,8 @@ def test_ranks_without_work_in_a_step_are_neither_called_nor_measured(own: Defin
     assert "rank 1 (right)" in repr(shown)
     assert set(run.frame().query("phase == 'second' and cycle == 1")["rank"]) == {1}
     assert set(run.frame().query("phase == 'second' and cycle == 2")["rank"]) == {0, 1}
-    told = run.frame().query("metric == 'role'").set_index("rank")["text"].to_dict()
-    assert told == {0: "left", 1: "right"}
+    reported = run.frame().query("metric == 'role'").set_index("rank")["text"].to_dict()
+    assert reported == {0: "left", 1: "right"}
     assert run.provenance["world"]["roles"] == {"left": [0], "right": [1]}
     unknown = dataclasses.replace(own, plan=lambda _: [Step(0, "first", ("nobody",))])
     with pytest.raises(ValueError, match="names the role 'nobody', which this lab does not have"):
@@ -426,7 +426,7 @@ def test_a_driven_step(own: Definition, runs: Path, nothing_left: None) -> None:
     assert "notebook" in repr(shown)
 
 
-def test_a_driver_that_leaves_calls_in_flight_is_told_so(own: Definition, runs: Path, nothing_left: None) -> None:
+def test_a_driver_that_leaves_calls_in_flight_is_reported_so(own: Definition, runs: Path, nothing_left: None) -> None:
     with Lab(driven(own, "careless"), {}) as lab:
         with pytest.raises(
             KitError, match=r"returned while calls were in flight \(drive on ranks \[1\]\); wait for them"

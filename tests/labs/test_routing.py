@@ -68,14 +68,14 @@ def test_the_placeholder_fails_the_check(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     status = main(["run", "smoke", "--set", "routing=torchcomms", "--set", "cycles=1", "--set", "device=cpu", "--json"])
     assert status == 1
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    failed = [row for row in said["verdict"] if row["passed"] is False]
+    message = json.loads(capsys.readouterr().out.splitlines()[-1])
+    failed = [row for row in message["verdict"] if row["passed"] is False]
     assert [row["check"] for row in failed] == ["routing_effective"]
     assert failed[0]["why"] == (
         "requested but not in effect on rank 0: "
         "the torchcomms that the ranks have is the package index's placeholder, which has a name and no code"
     )
-    run = kit.load(said["run"])
+    run = kit.load(message["run"])
     assert run.verdict().failed[0].check == "routing_effective"  # judged anew from the records
     assert "a name without code" in run.provenance["routing"]["why"]
     assert rows(run)["routing_importable"] == {0: 0.0, 1: 0.0}
@@ -172,13 +172,13 @@ def frame(**values: dict[int, float]) -> Any:
 
 
 def test_a_group_that_went_past_it_fails_the_check() -> None:
-    told = frame(
+    reported = frame(
         effective={0: 1.0, 1: 1.0},
         groups={0: 4.0, 1: 4.0},
         groups_effective={0: 4.0, 1: 3.0},
         options_lost={0: 0.0, 1: 2.0},
     )
-    found = routed_part(told, {"routing": "torchcomms"})
+    found = routed_part(reported, {"routing": "torchcomms"})
     assert (found.value, found.why) == (
         0.75,
         "3 of 4 groups on rank 1 go through torchcomms; 2 options were dropped, see run.json",

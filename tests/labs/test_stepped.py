@@ -13,7 +13,7 @@ def made(rank: int, metric: str, value: float | None, unit: str = "1", **more: A
     return Record(**about, rank=rank, metric=metric, value=value, unit=unit, **more)
 
 
-def test_records_of_one_metric_are_told_apart_by_their_ids_and_texts_are_shown() -> None:
+def test_records_of_one_metric_are_distinguished_by_their_ids_and_texts_are_shown() -> None:
     records = [made(rank, "rss_before", 2**20, "B") for rank in (0, 1)]
     records += [made(rank, "rss", (1 + rank) * 2**20, "B") for rank in (0, 1)]
     records += [

@@ -70,7 +70,7 @@ def test_a_phase_that_raises_is_measured_and_raises_the_same():
     assert meter.device_error is None
 
 
-def test_its_own_cost_is_told():
+def test_its_own_cost_is_reported():
     with PhaseMeter() as meter:
         pass
     assert values(meter.metrics)["overhead_seconds"] > 0

@@ -25,13 +25,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_it_is_json_and_says_what_runs_here():
-    told = json.loads(json.dumps(provenance()))
-    assert told["versions"]["torch"] == torch.__version__
-    assert told["kit"]
-    assert told["cpu"]["cores"] >= told["cpu"]["affinity"] >= 1
-    assert told["time"].endswith("+00:00")
-    assert (told["cuda"]["cuda"] is None) == (torch.version.cuda is None)
-    assert told["gpu"]["gpus"] or told["gpu"]["why"] or told["gpu"]["driver"] is None
+    reported = json.loads(json.dumps(provenance()))
+    assert reported["versions"]["torch"] == torch.__version__
+    assert reported["kit"]
+    assert reported["cpu"]["cores"] >= reported["cpu"]["affinity"] >= 1
+    assert reported["time"].endswith("+00:00")
+    assert (reported["cuda"]["cuda"] is None) == (torch.version.cuda is None)
+    assert reported["gpu"]["gpus"] or reported["gpu"]["why"] or reported["gpu"]["driver"] is None
 
 
 def test_it_loads_neither_torch_nor_pandas():

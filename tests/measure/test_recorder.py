@@ -155,9 +155,9 @@ def test_a_phase_that_raises_is_recorded_and_raises_the_same(tmp_path):
 )
 def test_how_the_process_ended_is_in_run_json(tmp_path, body, status, error):
     script(tmp_path / "r", body)
-    told = run_json(tmp_path / "r")
-    assert (told["status"], told["error"]) == (status, error)
-    assert (told["finished"] is None) == (status == "running")
+    reported = run_json(tmp_path / "r")
+    assert (reported["status"], reported["error"]) == (status, error)
+    assert (reported["finished"] is None) == (status == "running")
     assert Run(tmp_path / "r").status == ("interrupted" if status == "running" else status)
 
 
@@ -437,7 +437,7 @@ def test_an_observed_phase_that_keeps_nothing_passes(tmp_path):
     assert kit.load(tmp_path / "plain").verdict() == ()  # not asked for
 
 
-def test_own_numbers_are_shown_told_and_drawn(tmp_path, capsys):
+def test_own_numbers_are_shown_reported_and_drawn(tmp_path, capsys):
     with Recorder(tmp_path / "r", rank=0, world_size=1) as rec:
         for cycle in range(4):
             with rec.phase("train", cycle=cycle, observe=True):

@@ -33,7 +33,7 @@ def test_a_history_is_kept_and_the_last_one_written_stays(calls, tmp_path):
     assert calls == [{"max_entries": 100_000, "stacks": "python"}, {"enabled": None}]
 
 
-def test_one_that_cannot_be_written_is_said_and_leaves_no_half(calls, tmp_path, monkeypatch, capsys):
+def test_one_that_cannot_be_written_is_reported_and_leaves_no_half(calls, tmp_path, monkeypatch, capsys):
     def full(path: str) -> None:
         Path(path).write_bytes(b"a sna")
         raise OSError(28, "No space left on device")

@@ -83,12 +83,12 @@ def test_where_the_driver_does_not_pin_it_torch_does(monkeypatch):
         asked.append((size, pin_memory))
         return plain(size, dtype=dtype)  # pinning needs a GPU
 
-    def told(*_: object, **__: object) -> None:
+    def reported(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: operation not supported")  # of the refusal before
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(refuses=True))
     monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(torch, "ones", told)
+    monkeypatch.setattr(torch, "ones", reported)
     arena = Arena(CUDA)
     assert arena.grow(2**20)
     assert (asked, arena.size, mapped()) == ([(2**20, True)], 2**20, False)
@@ -99,37 +99,37 @@ def test_where_the_driver_does_not_pin_it_torch_does(monkeypatch):
 class Stream:
     """Stands in for a stream: says what it was asked for, in order."""
 
-    said: list[str]
+    message: list[str]
 
     def __init__(self, device: torch.device) -> None:
-        self.name = f"side {sum(line.startswith('made') for line in self.said)}"
-        self.said.append(f"made {self.name}")
+        self.name = f"side {sum(line.startswith('made') for line in self.message)}"
+        self.message.append(f"made {self.name}")
 
     def synchronize(self) -> None:
-        self.said.append(f"{self.name} is done")
+        self.message.append(f"{self.name} is done")
 
 
 @pytest.fixture
-def said(monkeypatch):
-    Stream.said = []
+def message(monkeypatch):
+    Stream.message = []
 
     @contextlib.contextmanager
     def on(stream):
-        Stream.said.append(f"copy on {stream.name}")
+        Stream.message.append(f"copy on {stream.name}")
         yield
 
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: Stream.said.append(f"all of {device} is done"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: Stream.message.append(f"all of {device} is done"))
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", on)
-    return Stream.said
+    return Stream.message
 
 
-def test_copies_wait_for_what_was_begun_and_are_done_at_the_end(said):
+def test_copies_wait_for_what_was_begun_and_are_done_at_the_end(message):
     source = torch.arange(200, dtype=torch.uint8)
     targets = [torch.zeros(120, dtype=torch.uint8), torch.zeros(80, dtype=torch.uint8)]
     copy_on_streams(zip(targets, source.split([120, 80]), strict=True), CUDA)
     assert torch.equal(torch.cat(targets), source)
-    assert [line for line in said if not line.startswith("made")] == [
+    assert [line for line in message if not line.startswith("made")] == [
         "all of cuda:0 is done",  # also what other streams than the current one had begun
         "copy on side 0",
         "copy on side 1",
@@ -138,12 +138,12 @@ def test_copies_wait_for_what_was_begun_and_are_done_at_the_end(said):
     ]
 
 
-def test_copies_under_way_are_waited_for_where_one_fails(said):
+def test_copies_under_way_are_waited_for_where_one_fails(message):
     source = torch.arange(4, dtype=torch.uint8)
     pairs = [(torch.zeros(4, dtype=torch.uint8), source), (torch.zeros(3, dtype=torch.uint8), source)]
     with pytest.raises(RuntimeError, match="must match the size"):
         copy_on_streams(pairs, CUDA)
-    assert said[-2:] == ["side 0 is done", "side 1 is done"]
+    assert message[-2:] == ["side 0 is done", "side 1 is done"]
 
 
 def test_a_release_that_fails_leaves_every_tensor_where_it_is(monkeypatch):

@@ -308,7 +308,7 @@ def test_a_damaged_folder_is_one_sentence(tmp_path: Path, case: str) -> None:
         Folder(folder)
 
 
-def test_ranks_without_the_package_are_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_without_the_package_are_reported_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make(tmp_path / "in")
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(BadInput, match="the ranks' Python lacks the package safetensors"):

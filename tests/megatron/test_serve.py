@@ -114,7 +114,7 @@ def test_the_memory_of_a_replica_that_sleeps_is_the_systems_again(world: World) 
 
 def test_a_storage_that_cannot_be_resized_is_named_and_nothing_is_given_back(world: World) -> None:
     for rank in ask(world, "fixed"):
-        assert rank["said"].startswith("KitError: the storage of decoder.final_layernorm.weight cannot be resized")
+        assert rank["message"].startswith("KitError: the storage of decoder.final_layernorm.weight cannot be resized")
         assert rank["kept"]
 
 

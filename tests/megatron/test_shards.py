@@ -197,8 +197,8 @@ def test_full_tensors_are_applied_one_by_one_in_any_order(ranks: list[Any]) -> N
 def test_a_full_tensor_of_another_shape_is_not_applied(world: World) -> None:
     found = ask(world, "misapplied", **STAGES)
     assert found[-1].startswith("BadInput")
-    for said in found:
-        assert said in {"BadInput: model.norm.weight is (1,) and must be (64,)", "no such tensor here"}
+    for message in found:
+        assert message in {"BadInput: model.norm.weight is (1,) and must be (64,)", "no such tensor here"}
 
 
 @every_layout
@@ -224,9 +224,9 @@ def test_two_tensors_that_changed_places_are_seen(world: World) -> None:
 @pytest.mark.parametrize("case", REFUSED)
 def test_tensors_that_do_not_fit_are_refused_by_name_on_every_rank(world: World, case: str) -> None:
     found = ask(world, "refused", case=case, **STAGES)
-    assert len({rank["said"] for rank in found}) == 1
-    assert found[0]["said"].startswith("these tensors do not fill the model: ")
-    assert found[0]["said"].endswith(REFUSED[case])
+    assert len({rank["message"] for rank in found}) == 1
+    assert found[0]["message"].startswith("these tensors do not fill the model: ")
+    assert found[0]["message"].endswith(REFUSED[case])
     for rank in found:
         assert rank["changed"] == []
 

@@ -33,7 +33,7 @@ def one(answers: list[Any]) -> Any:
 
 def test_calls_that_do_not_fit_name_the_state(world: World) -> None:
     found = one(ask(world, "states"))
-    assert found["said"] == {
+    assert found["message"] == {
         "microbatch-closed": "microbatch: the step is closed; it must be open",
         "finish-closed": "finish: the step is closed; it must be open",
         "no-rows-a-microbatch": "begin: gbs=16 and mbs=0 must be at least 1",
@@ -94,7 +94,7 @@ def test_no_valid_token_anywhere(world: World) -> None:
 )
 def test_an_error_half_way_through_a_chunk(world: World, settings: dict[str, Any]) -> None:
     found = one(ask(world, "error_in_a_chunk", **settings))
-    assert found["said"] == "broken in the middle of a chunk"
+    assert found["message"] == "broken in the middle of a chunk"
     assert found["hooks_back"]
     assert (found["state"], found["version"]) == ("open", 1)
     assert found["then"] == "microbatch: the step is open and microbatch raised LookupError; call abort() first"
@@ -105,7 +105,7 @@ def test_an_error_half_way_through_a_chunk(world: World, settings: dict[str, Any
 @pytest.mark.slow
 def test_an_error_of_the_optimizer(world: World) -> None:
     found = one(ask(world, "error_after_reduction", **OVERLAP))
-    assert found == {"said": "pop from empty list", "hooks_back": True, "changed": [], "version": 0, "updated": True}
+    assert found == {"message": "pop from empty list", "hooks_back": True, "changed": [], "version": 0, "updated": True}
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_the_caller_may_reuse_what_it_passed(world: World) -> None:
 @pytest.mark.slow
 def test_experts_need_as_many_microbatches_everywhere(world: World) -> None:
     found = one(ask(world, "uneven_microbatches"))
-    assert found["said"].endswith("with experts every data rank must have as many microbatches, not 1 to 4")
+    assert found["message"].endswith("with experts every data rank must have as many microbatches, not 1 to 4")
     assert found["hooks_back"]
     assert found["changed"] == []
     assert found["updated"]

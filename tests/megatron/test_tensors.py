@@ -46,7 +46,7 @@ def test_the_arena_is_reused(seen):
     assert shared[-1] < 1.1 * seen["cycles"][-1]["out"]["bytes"]["total"]
 
 
-def test_what_cannot_be_is_said_in_a_sentence(seen):
+def test_what_cannot_be_is_reported_in_a_sentence(seen):
     assert all("already off the device" in cycle["twice"] for cycle in seen["cycles"])
     assert seen["idle_restore"] == 0
     assert "kind 'everything' is unknown" in seen["unknown"]

@@ -481,7 +481,7 @@ MUTANTS = (
         "sync",
         RECEIVER,
         "Call.publish",
-        old='self.receiver.version = said["version"]',
+        old='self.receiver.version = message["version"]',
         new="self.receiver.version += 1",
         check="no_double_bump",
         bug="a receiver counts versions by itself",

@@ -79,16 +79,19 @@ def combined(results: Sequence[dict[str, Any]]) -> Rows:
         mine = [row for row in results if row["id"] == mutant.id]
         if not mine:
             continue
-        told = next((row for state in ("caught", "broke") for row in mine if row["state"] == state), None)
-        if told is None:
-            told = dict(next((row for row in mine if row["differs"] or row["error"]), mine[0]))
+        reported = next((row for state in ("caught", "broke") for row in mine if row["state"] == state), None)
+        if reported is None:
+            reported = dict(next((row for row in mine if row["differs"] or row["error"]), mine[0]))
             wanted = {mutant.config, *others(mutant.config)}
             left = wanted - {row["setup"] for row in mine}
-            told["tried"] = f"in {len(wanted) - len(left)} of {len(wanted)} setups"
-            if not left and not told["differs"] and not told["error"]:
-                told["state"] = "equivalent"
+            reported["tried"] = f"in {len(wanted) - len(left)} of {len(wanted)} setups"
+            if not left and not reported["differs"] and not reported["error"]:
+                reported["state"] = "equivalent"
         rows.append(
-            (mutant, {**told, "ran": sum(row["ran"] for row in mine), "seconds": sum(row["seconds"] for row in mine)})
+            (
+                mutant,
+                {**reported, "ran": sum(row["ran"] for row in mine), "seconds": sum(row["seconds"] for row in mine)},
+            )
         )
     return rows
 

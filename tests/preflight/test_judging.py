@@ -206,7 +206,7 @@ def test_seats_on_the_host_or_with_a_dead_context_fail(box):
     assert results(box("seats", place=[PLACE, {**PLACE, "sum": 0.0}]))["kernel"] == "fail"
 
 
-def test_a_gpu_that_torch_has_no_code_for_is_told(box):
+def test_a_gpu_that_torch_has_no_code_for_is_reported(box):
     blackwell = {**PLACE, "capability": (10, 0), "built_for": ["sm_80", "sm_90"]}
     findings = box("seats", place=[blackwell, PLACE])
     assert results(findings)["architecture"] == "fail"
@@ -228,14 +228,14 @@ def test_without_an_answer_the_compute_mode_is_not_measurable(monkeypatch):
     assert probes.compute_mode(shared=True) == ("compute mode", None, "nvidia-smi did not answer within 3 s")
 
 
-def test_a_watchdog_that_would_end_the_survivor_is_told(box):
+def test_a_watchdog_that_would_end_the_survivor_is_reported(box):
     """`assumed`: only mode 0 (NoHandling) does not rethrow (torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp, ErrorHandlingMode)."""
     findings = box("seats", place=[{**PLACE, "env": {}}, PLACE])
     assert results(findings)["NCCL settings"] == "fail"
     assert "0, not set" in why(findings, "NCCL settings")
 
 
-def test_world_that_waits_for_its_first_collective_is_told(box):
+def test_world_that_waits_for_its_first_collective_is_reported(box):
     """`assumed`: with a device_id, init_process_group connects at once (eager_connect_single_device in `_new_process_group_helper`)."""
     assert results(box("all_reduces", ready_at_once=[True, False]))["WORLD ready before its first collective"] == "fail"
     hidden = results(box("all_reduces", ready_at_once=[None, None]))

@@ -83,11 +83,11 @@ def test_a_digest_sees_a_byte_that_moved():
 def test_what_the_driver_tells_is_read_once_both_hold_their_block(monkeypatch):
     order: list[str] = []
     plain = torch.ones
-    told = DeviceMemory(allocated=1, reserved=2, peak_allocated=3, driver_used=4, process_used=None)
+    reported = DeviceMemory(allocated=1, reserved=2, peak_allocated=3, driver_used=4, process_used=None)
     monkeypatch.setattr(onranks, "device", lambda: GPU)
     monkeypatch.setattr(torch, "ones", lambda *size, dtype, device: order.append("block") or plain(1, dtype=dtype))
     monkeypatch.setattr(onranks, "meet", lambda: order.append("meet"))
-    monkeypatch.setattr(onranks, "device_memory", lambda name: order.append("read") or told)
+    monkeypatch.setattr(onranks, "device_memory", lambda name: order.append("read") or reported)
     seen = onranks.driver_view()
     assert seen is not None
     assert seen.keys() == VIEW.keys()

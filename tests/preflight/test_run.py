@@ -91,7 +91,7 @@ def test_a_probe_reports_rows_and_times():
     assert outcome.line().endswith("s  sum 0.5 s")
 
 
-def test_what_falls_short_is_told_with_its_limit():
+def test_what_falls_short_is_reported_with_its_limit():
     outcome = ended("falls_short")
     assert outcome.result == "fail"
     assert outcome.summary() == "share 12 %: wanted: 90 %"
@@ -139,12 +139,12 @@ def test_an_interrupt_keeps_what_was_measured_and_runs_no_more(tmp_path, monkeyp
     monkeypatch.setattr(run, "runs_dir", lambda: tmp_path)
     lines: list[str] = []
     probes = [odd_probe("interrupted"), odd_probe("fine")]
-    told, status = run.deep(FOUND, lines.append, time.monotonic(), probes)
+    reported, status = run.deep(FOUND, lines.append, time.monotonic(), probes)
     assert status == 130
-    assert [one["ended"] for one in told["probes"]] == ["interrupted", "not run"]
-    assert [row["what"] for row in told["probes"][0]["rows"]] == ["before"]
+    assert [one["ended"] for one in reported["probes"]] == ["interrupted", "not run"]
+    assert [row["what"] for row in reported["probes"][0]["rows"]] == ["before"]
     assert "interrupted: 1 interrupted" in lines[-1]
-    assert json.loads((tmp_path / run.TIMES).read_text()) == told["times"]
+    assert json.loads((tmp_path / run.TIMES).read_text()) == reported["times"]
 
 
 def test_the_total_is_held_and_what_did_not_run_is_named(tmp_path, monkeypatch):
@@ -152,8 +152,8 @@ def test_the_total_is_held_and_what_did_not_run_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "pace", lambda device: 1.0)
     lines: list[str] = []
     long_ago = time.monotonic() - TOTAL_S
-    told, status = run.deep(FOUND, lines.append, long_ago, [odd_probe("fine")])
-    assert told["probes"][0]["ended"] == "not run"
+    reported, status = run.deep(FOUND, lines.append, long_ago, [odd_probe("fine")])
+    assert reported["probes"][0]["ended"] == "not run"
     assert "not run: 1 fine" in lines[-1]
     assert status == 0
 
@@ -198,10 +198,10 @@ def test_json_is_one_object_and_the_lines_go_to_stderr(capsys, monkeypatch):
     monkeypatch.setattr(run, "PROBES", (odd_probe("fine"), odd_probe("falls_short")))
     assert cli.main(["doctor", "--deep", "--json"]) == 1
     out, err = capsys.readouterr()
-    told = json.loads(out)["deep"]
-    assert [one["result"] for one in told["probes"]] == ["pass", "fail"]
-    assert (told["times"]["step"], told["times"]["device"], told["times"]["torch"]) == (0.5, "cpu", "2.13")
-    assert told["times"]["host"] == os.uname().nodename
+    reported = json.loads(out)["deep"]
+    assert [one["result"] for one in reported["probes"]] == ["pass", "fail"]
+    assert (reported["times"]["step"], reported["times"]["device"], reported["times"]["torch"]) == (0.5, "cpu", "2.13")
+    assert reported["times"]["host"] == os.uname().nodename
     assert len([line for line in err.splitlines() if line.startswith("1 ")]) == 2
 
 

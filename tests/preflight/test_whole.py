@@ -29,21 +29,21 @@ def deep(tmp_path):
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(GPU, reason="this machine has a GPU: see the test for it")
 def test_without_a_gpu_all_that_can_be_measured_passes(tmp_path, nothing_left):
-    done, told = deep(tmp_path)
-    shown = json.dumps(told["probes"], indent=1)
+    done, reported = deep(tmp_path)
+    shown = json.dumps(reported["probes"], indent=1)
     assert done.returncode == 0, shown
-    assert {one["number"]: one["result"] for one in told["probes"]} == {
+    assert {one["number"]: one["result"] for one in reported["probes"]} == {
         number: "not measurable" if number in NEED_A_GPU else "pass"
         for number in ("1", "2", "3", "4", "5", "6", "7a", "7b", "8", "9a", "9b", "10")
     }, shown
-    rows = {row["what"]: row for one in told["probes"] for row in one["rows"]}
+    rows = {row["what"]: row for one in reported["probes"] for row in one["rows"]}
     for what in ("NCCL groups", "cudaHostRegister", "CUDA IPC", "suspend", "driver memory", "compute mode"):
         assert rows[what]["result"] == "not measurable"
         assert rows[what]["why"]
     for what in ("gloo group", "given back", "tp2 bfloat16, step", "collective without its peer"):
         assert rows[what]["value"] > 0
     assert rows["the late rank is named"]["result"] == "pass"
-    kept = told["times"]
+    kept = reported["times"]
     unknown = {"host_to_device", "device_to_host"}
     numbers = (
         "world",
@@ -67,7 +67,7 @@ def test_without_a_gpu_all_that_can_be_measured_passes(tmp_path, nothing_left):
 @pytest.mark.skipif(not GPU, reason="this machine has no GPU driver")
 def test_on_a_gpu_every_probe_ends_by_itself_in_time(tmp_path, nothing_left):
     """What a probe finds is for a person to judge; here only that each comes to an end, and that together they keep their promise."""
-    _, told = deep(tmp_path)
-    assert told["device"] == "cuda"
-    assert [one["number"] for one in told["probes"] if one["ended"] != "finished"] == []
-    assert told["seconds"] <= told["limit_s"] == 130
+    _, reported = deep(tmp_path)
+    assert reported["device"] == "cuda"
+    assert [one["number"] for one in reported["probes"] if one["ended"] != "finished"] == []
+    assert reported["seconds"] <= reported["limit_s"] == 130

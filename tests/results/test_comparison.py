@@ -90,7 +90,7 @@ def test_outcomes_are_held_against_each_other_to_the_last_bit(make_run, record):
     assert outcomes(Run(make_run([record()], "none")), Run(make_run([record()], "nor here"))) == (0, 0)
 
 
-def test_only_what_changed_by_more_than_the_spread_is_told(make_run, record):
+def test_only_what_changed_by_more_than_the_spread_is_reported(make_run, record):
     def run(name, **values):
         rows = [
             record(cycle=cycle, metric=metric, value=value, unit="1" if metric == "groups" else "s", rank=rank)
@@ -137,8 +137,8 @@ def test_changed_answers_come_with_the_failures_first(make_run):
 
     one = run("one", same=True, better=False, worse=True, gone=True)
     two = run("two", same=True, better=True, worse=False, new=None)
-    told = [(name, was and was.passed, now and now.passed) for name, was, now in answers_changed(one, two)]
-    assert told == [("worse", True, False), ("better", False, True), ("gone", True, None), ("new", None, None)]
+    reported = [(name, was and was.passed, now and now.passed) for name, was, now in answers_changed(one, two)]
+    assert reported == [("worse", True, False), ("better", False, True), ("gone", True, None), ("new", None, None)]
 
 
 def test_settings_that_make_runs_different_in_size():

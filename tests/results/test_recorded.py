@@ -14,9 +14,9 @@ from kit.measure import provenance
 from kit.results.comparison import FOLDER, recorded
 
 
-def keep(folder: Path, part: str, **told: Any) -> None:
+def keep(folder: Path, part: str, **reported: Any) -> None:
     folder.mkdir(exist_ok=True)
-    (folder / f"{part}.json").write_text(json.dumps({**told, "provenance": provenance()}))
+    (folder / f"{part}.json").write_text(json.dumps({**reported, "provenance": provenance()}))
 
 
 @pytest.fixture

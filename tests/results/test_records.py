@@ -86,7 +86,7 @@ ABSURD = {
 
 
 @pytest.mark.parametrize("what", ABSURD)
-def test_an_absurd_line_is_dropped_and_told_and_the_others_count(tmp_path, record, what):
+def test_an_absurd_line_is_dropped_and_reported_and_the_others_count(tmp_path, record, what):
     good = record().to_line()
     bad = good.replace(*ABSURD[what])
     assert bad != good
@@ -127,7 +127,7 @@ def test_what_other_writers_call_nan_is_read_too(tmp_path, record):
 
 
 @pytest.mark.parametrize("cut", range(1, 40, 3))
-def test_a_torn_last_line_is_dropped_and_told(tmp_path, record, cut):
+def test_a_torn_last_line_is_dropped_and_reported(tmp_path, record, cut):
     path = tmp_path / "records.jsonl"
     write(path, [record(cycle=0), record(cycle=1, phase="é")])
     path.write_bytes(path.read_bytes()[: -1 - cut])

@@ -27,5 +27,5 @@ def test_times_that_still_run_have_two_digits_at_most() -> None:
     ]  # fmt: skip
 
 
-def test_sizes_of_memory_are_told_in_the_larger_unit():
+def test_sizes_of_memory_are_reported_in_the_larger_unit():
     assert [size(512 * 2**20), size(31.25 * 2**30)] == ["512.0 MiB", "31.2 GiB"]

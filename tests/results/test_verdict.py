@@ -111,7 +111,7 @@ def test_a_config_that_cannot_have_an_answer_is_not_asked():
     assert "ZeroDivisionError" in judge(to_frame([]), {"cycles": 2}, [question])[0].why
 
 
-def test_why_a_value_is_good_enough_is_told_of_rows_that_pass():
+def test_why_a_value_is_good_enough_is_reported_of_rows_that_pass():
     question = Check("c", "?", "c", 1e-5, "1", "<=", lambda _, c: Measured(c["x"], "far", if_passed="another order"))
     assert [judge(to_frame([]), {"x": x}, [question])[0].why for x in (0.0, 1.35)] == ["far; another order", "far"]
 
@@ -235,7 +235,7 @@ def test_a_value_just_beside_its_limit_shows_the_digits_that_differ():
 
 
 @pytest.mark.parametrize(
-    ("answers", "said"),
+    ("answers", "message"),
     [
         ([], "nothing is judged yet"),
         ([None, None], "nothing is judged yet"),
@@ -245,9 +245,9 @@ def test_a_value_just_beside_its_limit_shows_the_digits_that_differ():
         ([False] * 5, "5 of 5 checks fail: c0, c1, c2 and 2 more"),
     ],
 )
-def test_a_verdict_in_words(answers, said):
+def test_a_verdict_in_words(answers, message):
     rows = [VerdictRow(f"c{n}", None, 1.0, "1", passed, "") for n, passed in enumerate(answers)]
-    assert headline([*rows, VerdictRow("c0/part", None, 1.0, "1", False, "")] if rows else rows) == said
+    assert headline([*rows, VerdictRow("c0/part", None, 1.0, "1", False, "")] if rows else rows) == message
 
 
 def test_the_html_is_escaped():

@@ -71,7 +71,7 @@ class Drive:
         return (name, cluster) in self.state.leases
 
 
-def said(commands: list[Command], *names: str) -> list[tuple[str, str]]:
+def message(commands: list[Command], *names: str) -> list[tuple[str, str]]:
     """Who got which answer."""
     return [(one.name, one.pipeline) for one in commands if one.name in names]
 

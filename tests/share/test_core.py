@@ -11,7 +11,7 @@ from kit.share.member import Member
 from kit.share.planner import Share, View
 from kit.share.state import Cluster, Settings
 from tests.loop.replaying import replay
-from tests.share.driver import TRAINER_0, TRAINER_1, Drive, said, why
+from tests.share.driver import TRAINER_0, TRAINER_1, Drive, message, why
 
 
 def pair(**settings: int) -> Drive:
@@ -31,10 +31,10 @@ def test_a_request_other_than_generation_takes_all_of_its_devices_or_none() -> N
     assert d.active("a") == [0, 1]
     d.do("acquire", "b", kind="training")
     assert d.active("a") == [0]
-    told = d.do("acquire", "c", kind="training")
-    assert said(told, "left", "granted") == []  # it cannot be met, so that nobody shrinks for it
-    told = d.do("release", "b", kind="training")
-    assert said(told, "left", "granted") == [("left", "a"), ("granted", "c")]
+    reported = d.do("acquire", "c", kind="training")
+    assert message(reported, "left", "granted") == []  # it cannot be met, so that nobody shrinks for it
+    reported = d.do("release", "b", kind="training")
+    assert message(reported, "left", "granted") == [("left", "a"), ("granted", "c")]
 
 
 def test_priorities_decide_then_the_order_of_arrival() -> None:
@@ -47,8 +47,8 @@ def test_priorities_decide_then_the_order_of_arrival() -> None:
     order = []
     holder, kind = "a", "training"
     for _ in range(5):
-        told = d.do("release", holder, kind=kind)
-        (granted,) = [one for one in told if one.name == "granted"]
+        reported = d.do("release", holder, kind=kind)
+        (granted,) = [one for one in reported if one.name == "granted"]
         holder, kind = granted.pipeline, granted.kind
         order.append((holder, kind))
     assert order == [("e", "initialisation"), ("d", "training"), ("f", "training"), ("c", "reference"), ("b", "values")]
@@ -58,10 +58,10 @@ def test_a_request_that_waits_keeps_its_devices_from_later_ones_but_not_from_tho
     d = Drive(names="abc").join("a", trainer="0", critic="1").join("b", trainer="0,1").join("c", trainer="1")
     d.do("acquire", "a", kind="training")
     d.do("acquire", "b", kind="training")
-    assert said(d.do("acquire", "c", kind="training"), "granted") == []  # b came first and needs device 1 too
-    assert said(d.do("acquire", "a", kind="critic"), "granted") == [("granted", "a")]  # b waits for a anyway
+    assert message(d.do("acquire", "c", kind="training"), "granted") == []  # b came first and needs device 1 too
+    assert message(d.do("acquire", "a", kind="critic"), "granted") == [("granted", "a")]  # b waits for a anyway
     d.do("release", "a", kind="training")
-    assert said(d.do("release", "a", kind="critic"), "granted") == [("granted", "b")]
+    assert message(d.do("release", "a", kind="critic"), "granted") == [("granted", "b")]
 
 
 def test_a_grant_may_let_another_request_of_the_pipeline_pass() -> None:
@@ -69,16 +69,16 @@ def test_a_grant_may_let_another_request_of_the_pipeline_pass() -> None:
     d.do("acquire", "a", kind="training")
     d.do("acquire", "b", kind="training")
     d.do("acquire", "c", kind="training")
-    told = d.do("acquire", "c", kind="critic")
-    assert [one.kind for one in told if one.name == "granted"] == ["critic", "training"]
+    reported = d.do("acquire", "c", kind="critic")
+    assert [one.kind for one in reported if one.name == "granted"] == ["critic", "training"]
 
 
 def test_generation_is_granted_once_any_replica_is_active() -> None:
     d = Drive().join("a", trainer="0", generation="0,1").join("b", trainer="1")
     d.do("acquire", "b", kind="training")
-    told = d.do("acquire", "a", kind="generation", target=5)
+    reported = d.do("acquire", "a", kind="generation", target=5)
     assert [
-        (one.name, one.get("devices")) for one in told if one.pipeline == "a" and one.name in ("expand", "granted")
+        (one.name, one.get("devices")) for one in reported if one.pipeline == "a" and one.name in ("expand", "granted")
     ] == [
         ("expand", "0"),
         ("granted", "0"),
@@ -95,8 +95,8 @@ def test_a_granted_request_asked_again_gets_the_same_devices() -> None:
     assert again == first
     assert first[0].devices == "0"
     assert d.active("a") == [1]
-    assert said(d.do("acquire", "a", kind="generation"), "granted", "queued") == [("granted", "a")]
-    assert said(d.do("acquire", "b", kind="generation"), "granted", "queued") == [("queued", "b")]  # it has none now
+    assert message(d.do("acquire", "a", kind="generation"), "granted", "queued") == [("granted", "a")]
+    assert message(d.do("acquire", "b", kind="generation"), "granted", "queued") == [("queued", "b")]  # it has none now
 
 
 def test_another_priority_or_a_second_pending_request_is_refused() -> None:
@@ -114,9 +114,9 @@ def test_release_and_request_are_one_operation() -> None:
     d = Drive().join("a", trainer="0").join("b", trainer="0")
     d.do("acquire", "a", kind="logprobs")
     d.do("acquire", "b", kind="logprobs")
-    told = d.do("acquire", "a", kind="training", release="logprobs")
-    assert said(told, "granted") == [("granted", "a")]  # nothing came between
-    assert said(d.do("release", "a", kind="training"), "granted") == [("granted", "b")]
+    reported = d.do("acquire", "a", kind="training", release="logprobs")
+    assert message(reported, "granted") == [("granted", "a")]  # nothing came between
+    assert message(d.do("release", "a", kind="training"), "granted") == [("granted", "b")]
     e = pair()
     e.do("acquire", "a", kind="training")
     e.do("acquire", "a", kind="generation", release="training")
@@ -131,8 +131,8 @@ def test_a_request_that_was_not_granted_can_be_withdrawn() -> None:
     d.do("release", "b", kind="logprobs")  # not what it asked for
     assert d.state.waits("b", "trainer")
     d.do("release", "b", kind="training")
-    assert said(d.do("release", "a", kind="training"), "granted") == []
-    assert said(d.do("release", "a", kind="training"), "granted") == []  # once more changes nothing
+    assert message(d.do("release", "a", kind="training"), "granted") == []
+    assert message(d.do("release", "a", kind="training"), "granted") == []  # once more changes nothing
 
 
 def test_every_request_has_a_deadline_on_the_clock() -> None:
@@ -141,9 +141,9 @@ def test_every_request_has_a_deadline_on_the_clock() -> None:
     asked = [one.ms for one in d.do("acquire", "b", kind="training") if one.name == "after"]
     assert asked == [3000]
     assert d.alarm("request") == []  # a's, which was granted
-    told = d.alarm("request")
-    assert why(told) == "training of b was not granted within 3000 ms"
-    assert said(d.do("release", "a", kind="training"), "granted") == []
+    reported = d.alarm("request")
+    assert why(reported) == "training of b was not granted within 3000 ms"
+    assert message(d.do("release", "a", kind="training"), "granted") == []
 
 
 @pytest.mark.parametrize(
@@ -161,10 +161,10 @@ def test_requests_that_make_no_sense_are_refused(ids: dict[str, str], sentence: 
 
 def test_initialisation_may_take_the_generations_devices_as_a_whole() -> None:
     d = Drive().join("a", **TRAINER_0).join("b", target=5, **TRAINER_1)
-    told = d.do("acquire", "a", kind="initialisation", cluster="generation")
-    assert said(told, "left", "granted") == [("left", "b"), ("left", "b"), ("granted", "a")]
+    reported = d.do("acquire", "a", kind="initialisation", cluster="generation")
+    assert message(reported, "left", "granted") == [("left", "b"), ("left", "b"), ("granted", "a")]
     assert "holds generation for initialisation" in why(d.do("acquire", "a", kind="generation"))
-    told = d.do("acquire", "a", kind="generation", release="initialisation", target=5)
+    reported = d.do("acquire", "a", kind="generation", release="initialisation", target=5)
     assert d.active("a")
     assert d.active("b")
 
@@ -180,16 +180,16 @@ def test_all_shrinks_end_before_the_first_expand_and_the_grants() -> None:
     )
     d.slow = True
     d.do("progress", "b", completed=0, target=10)
-    told = d.do("acquire", "b", kind="generation")
-    assert said(told, "left", "expand") == [("left", "a")] * 3  # remaining 10 to 20: one and three of four
-    assert said(d.do("acquire", "b", kind="training"), "queued", "plan") == [
+    reported = d.do("acquire", "b", kind="generation")
+    assert message(reported, "left", "expand") == [("left", "a")] * 3  # remaining 10 to 20: one and three of four
+    assert message(d.do("acquire", "b", kind="training"), "queued", "plan") == [
         ("queued", "b")
     ]  # planned when this cycle is over
-    assert said(d.answer(), "expand") == []
-    assert said(d.answer(), "expand") == []
-    assert said(d.answer(), "expand") == [("expand", "b")] * 3
-    told = [one for _ in range(3) for one in d.answer()]
-    steps = [name for name, _ in said(told, "joined", "commit", "granted", "plan", "left")]
+    assert message(d.answer(), "expand") == []
+    assert message(d.answer(), "expand") == []
+    assert message(d.answer(), "expand") == [("expand", "b")] * 3
+    reported = [one for _ in range(3) for one in d.answer()]
+    steps = [name for name, _ in message(reported, "joined", "commit", "granted", "plan", "left")]
     assert steps == ["joined", "granted", "joined", "joined", "commit", "plan", "left"]
 
 
@@ -212,28 +212,28 @@ def test_operations_of_a_pipeline_that_left_between_plan_and_commit_are_skipped(
     d = Drive().join("a", target=10, **TRAINER_0).join("b", **TRAINER_1)
     d.slow = True
     d.do("acquire", "b", kind="training")
-    told = d.do("died", who="b")
-    assert said(told, "error") == [("error", "b")]
+    reported = d.do("died", who="b")
+    assert message(reported, "error") == [("error", "b")]
     d.answer()
     assert not d.holds("b")
     assert "b" not in d.state.pipelines
-    told = d.do("died", who="a")  # its replica is waking up
+    reported = d.do("died", who="a")  # its replica is waking up
     assert d.state.idle == {0, 1}
-    assert said(told, "ended") == [("ended", "desk")]
+    assert message(reported, "ended") == [("ended", "desk")]
 
 
 def test_an_unregistered_pipeline_sleeps_first_and_its_waiters_get_an_error() -> None:
     d = pair()
     d.do("acquire", "a", kind="training")
     d.slow = True
-    told = d.do("unregister", "a")
+    reported = d.do("unregister", "a")
     d.slow = False
-    assert said(told, "unregistered") == []
+    assert message(reported, "unregistered") == []
     while d.waiting:
         d.answer()
     assert "a" not in d.state.pipelines
     assert "not registered" in why(d.do("acquire", "a", kind="training"))
-    assert said(d.do("unregister", "a"), "unregistered", "left") == [("unregistered", "a")]
+    assert message(d.do("unregister", "a"), "unregistered", "left") == [("unregistered", "a")]
     assert d.do("release", "a", kind="training") == []
     e = Drive().join("a", trainer="0").join("b", trainer="0")
     e.do("acquire", "a", kind="training")
@@ -248,20 +248,20 @@ def test_a_plan_that_breaks_a_condition_is_not_carried_out() -> None:
                 view.expand(share.name, replica)
 
     d = Drive(planner=greedy).join("a", target=5, **TRAINER_0)
-    told = d.join("b", **TRAINER_1).do("acquire", "b", kind="generation")
-    assert said(told, "expand", "left", "plan") == []
-    assert {one.why for one in told if one.name == "error"} == {d.state.error}
+    reported = d.join("b", **TRAINER_1).do("acquire", "b", kind="generation")
+    assert message(reported, "expand", "left", "plan") == []
+    assert {one.why for one in reported if one.name == "error"} == {d.state.error}
     assert "condition 10" in d.state.error
-    assert said(told, "ended") == [("ended", "desk")]
+    assert message(reported, "ended") == [("ended", "desk")]
 
 
 def test_a_planner_that_raises_ends_the_desk_with_its_name() -> None:
     def broken(view: View) -> None:
         raise KeyError("share")
 
-    told = Drive(planner=broken).join("a", **TRAINER_0).do("acquire", "a", kind="generation")
-    assert said(told, "error", "ended") == [("error", "a"), ("ended", "desk")]
-    assert told[-1].error == "the planner gap-ratio raised KeyError: 'share'"
+    reported = Drive(planner=broken).join("a", **TRAINER_0).do("acquire", "a", kind="generation")
+    assert message(reported, "error", "ended") == [("error", "a"), ("ended", "desk")]
+    assert reported[-1].error == "the planner gap-ratio raised KeyError: 'share'"
 
 
 def test_a_replica_that_cannot_wake_is_lost_and_one_that_cannot_sleep_ends_everything() -> None:
@@ -276,8 +276,8 @@ def test_a_replica_that_cannot_wake_is_lost_and_one_that_cannot_sleep_ends_every
     d.slow = True
     d.do("acquire", "a", kind="initialisation", cluster="trainer")
     d.do("planned_release", "a")
-    told = d.answer("stuck")
-    assert why(told) == "replica 1 of a could not release its devices: stuck"
+    reported = d.answer("stuck")
+    assert why(reported) == "replica 1 of a could not release its devices: stuck"
 
 
 @pytest.mark.parametrize(
@@ -291,12 +291,12 @@ def test_a_cycle_has_a_limit(waits: str, sentence: str) -> None:
         d.slow = True
         d.do("planned_release", "a")
         number = max(number for number, what in d.state.alarms.items() if what[0] == "cycle")
-        told = d.do("alarm", number=number)
+        reported = d.do("alarm", number=number)
     else:
-        told = d.alarm("cycle")
+        reported = d.alarm("cycle")
     assert sentence in d.state.error
     assert "700 ms" in d.state.error
-    assert said(told, "error") == [("error", "a")]
+    assert message(reported, "error") == [("error", "a")]
 
 
 # -- releases, resizes, deaths ----------------------------------------------------------------------------------------------
@@ -305,14 +305,14 @@ def test_a_cycle_has_a_limit(waits: str, sentence: str) -> None:
 def test_a_planned_release_ends_the_lease_and_a_second_one_joins_the_first() -> None:
     d = Drive(names="a").join("a", target=5, **TRAINER_0)
     d.slow = True
-    told = d.do("planned_release", "a")
-    assert said(told, "left", "released") == [("left", "a"), ("left", "a")]
-    assert said(d.do("planned_release", "a"), "left", "released") == []
+    reported = d.do("planned_release", "a")
+    assert message(reported, "left", "released") == [("left", "a"), ("left", "a")]
+    assert message(d.do("planned_release", "a"), "left", "released") == []
     assert "releases its generation" in why(d.do("acquire", "a", kind="generation"))
     d.answer()
-    assert said(d.answer(), "released") == [("released", "a"), ("released", "a")]
+    assert message(d.answer(), "released") == [("released", "a"), ("released", "a")]
     assert not d.state.leases
-    assert said(d.do("planned_release", "a"), "released") == [("released", "a")]  # nothing is active
+    assert message(d.do("planned_release", "a"), "released") == [("released", "a")]  # nothing is active
     d.slow = False
     d.do("progress", "a", completed=0, target=9)
     assert d.active("a") == []  # it gave its devices back, and has not asked again
@@ -325,10 +325,10 @@ def test_a_death_does_not_take_the_place_of_a_planned_release() -> None:
     d.slow = True
     d.do("planned_release", "a")
     d.do("died", who="a", replica=0)
-    told = d.do("died", who="a", replica=1)
-    assert said(told, "released") == [("released", "a")]
+    reported = d.do("died", who="a", replica=1)
+    assert message(reported, "released") == [("released", "a")]
     assert d.state.idle == {0, 1}
-    assert said(d.answer(), "joined", "released") == []  # its late answer frees nothing twice
+    assert message(d.answer(), "joined", "released") == []  # its late answer frees nothing twice
 
 
 def test_a_resize_names_exactly_one_of_add_and_remove() -> None:
@@ -336,7 +336,7 @@ def test_a_resize_names_exactly_one_of_add_and_remove() -> None:
     for ids in ({}, {"add": "0", "remove": "1"}):
         assert "exactly one" in why(d.do("resize", "a", **ids))
     assert "no replica 7" in why(d.do("resize", "a", remove="7"))
-    assert said(d.do("resize", "a", remove="1"), "left", "resized") == [("resized", "a"), ("left", "a")]
+    assert message(d.do("resize", "a", remove="1"), "left", "resized") == [("resized", "a"), ("left", "a")]
     assert d.active("a") == [0]
     d.do("resize", "a", remove="1")
     assert d.active("a") == [0]
@@ -354,7 +354,7 @@ def test_a_dead_pipeline_leaves_everything() -> None:
     assert d.active("b") == [0, 1]
     d.do("died", who="a")
     assert d.state.left == {"a"}
-    assert said(d.do("died", who="b"), "ended") == [("ended", "desk")]
+    assert message(d.do("died", who="b"), "ended") == [("ended", "desk")]
 
 
 # -- coming and progress ----------------------------------------------------------------------------------------------------
@@ -374,7 +374,7 @@ def test_a_dead_pipeline_leaves_everything() -> None:
 def test_registrations_that_make_no_sense_are_refused(name: str, ids: dict[str, str | int], sentence: str) -> None:
     d = Drive().join("b", **TRAINER_1)
     assert sentence in why(d.do("register", name, **ids))
-    assert said(d.do("register", "b", **TRAINER_1), "registered") == [("registered", "b")]
+    assert message(d.do("register", "b", **TRAINER_1), "registered") == [("registered", "b")]
 
 
 def test_nobody_asks_before_it_is_admitted() -> None:
@@ -386,26 +386,26 @@ def test_nobody_asks_before_it_is_admitted() -> None:
 
 def test_the_second_starts_after_the_first_hand_over_and_the_first_trains_on_when_it_is_set_up() -> None:
     d = Drive(admission_ms=9000).join("a", target=10, **TRAINER_0)
-    assert said(d.join("b", **TRAINER_1).log, "admitted") == [("admitted", "a")]
+    assert message(d.join("b", **TRAINER_1).log, "admitted") == [("admitted", "a")]
     d.do("acquire", "a", kind="logprobs")
-    assert said(d.do("acquire", "a", kind="training", release="logprobs"), "admitted") == []
-    assert said(d.do("release", "a", kind="training"), "admitted") == [("admitted", "b")]
-    assert said(d.do("acquire", "a", kind="training"), "granted", "queued") == []
-    told = d.do("acquire", "b", kind="generation", target=4)
-    assert ("granted", "a") in said(told, "granted")
-    assert said(d.do("admit", "a"), "admitted") == [("admitted", "a")]
+    assert message(d.do("acquire", "a", kind="training", release="logprobs"), "admitted") == []
+    assert message(d.do("release", "a", kind="training"), "admitted") == [("admitted", "b")]
+    assert message(d.do("acquire", "a", kind="training"), "granted", "queued") == []
+    reported = d.do("acquire", "b", kind="generation", target=4)
+    assert ("granted", "a") in message(reported, "granted")
+    assert message(d.do("admit", "a"), "admitted") == [("admitted", "a")]
 
 
 def test_each_side_of_the_admission_has_a_limit_that_is_reported() -> None:
     d = Drive(admission_ms=9000).join("a", target=10, **TRAINER_0).join("b", **TRAINER_1)
     assert d.alarm("admission") == []  # a's own, which was admitted
-    told = d.alarm("admission")
-    assert said(told, "admission_limit", "admitted") == [("admission_limit", "b"), ("admitted", "b")]
+    reported = d.alarm("admission")
+    assert message(reported, "admission_limit", "admitted") == [("admission_limit", "b"), ("admitted", "b")]
     d.do("acquire", "a", kind="training")
     d.do("release", "a", kind="training")
     d.do("acquire", "a", kind="training")
-    told = d.alarm("admission")
-    assert said(told, "admission_limit", "granted") == [("admission_limit", "a"), ("granted", "a")]
+    reported = d.alarm("admission")
+    assert message(reported, "admission_limit", "granted") == [("admission_limit", "a"), ("granted", "a")]
 
 
 def test_progress_is_clamped_by_stream_and_summed() -> None:
@@ -435,9 +435,13 @@ def test_the_watchdog_asks_again_where_a_request_was_consumed_and_progress_stand
     d.alarm("watchdog")
     d.do("release", "b", kind="training")
     assert d.active("a") == []
-    told = d.alarm("watchdog")
-    assert said(told, "asked_again", "joined", "granted") == [("asked_again", "a"), ("joined", "a"), ("granted", "a")]
-    assert said(d.alarm("watchdog"), "asked_again") == []  # it has a replica
+    reported = d.alarm("watchdog")
+    assert message(reported, "asked_again", "joined", "granted") == [
+        ("asked_again", "a"),
+        ("joined", "a"),
+        ("granted", "a"),
+    ]
+    assert message(d.alarm("watchdog"), "asked_again") == []  # it has a replica
 
 
 def test_the_watchdog_counts_progress_and_not_heartbeats() -> None:
@@ -445,12 +449,12 @@ def test_the_watchdog_counts_progress_and_not_heartbeats() -> None:
     d.do("acquire", "b", kind="training")
     d.alarm("watchdog")
     d.do("progress", "a", completed=1, target=4)
-    assert said(d.alarm("watchdog"), "asked_again") == []  # it moved
+    assert message(d.alarm("watchdog"), "asked_again") == []  # it moved
     d.do("progress", "a", completed=1, target=4)
-    assert said(d.alarm("watchdog"), "asked_again") == [("asked_again", "a")]
-    assert said(d.alarm("watchdog"), "asked_again") == []  # it waits already
+    assert message(d.alarm("watchdog"), "asked_again") == [("asked_again", "a")]
+    assert message(d.alarm("watchdog"), "asked_again") == []  # it waits already
     d.do("progress", "b", completed=4, target=4)
-    assert said(d.alarm("watchdog"), "asked_again") == []
+    assert message(d.alarm("watchdog"), "asked_again") == []
 
 
 def test_balance_is_restored_when_shares_are_more_than_ten_points_off() -> None:
@@ -458,8 +462,8 @@ def test_balance_is_restored_when_shares_are_more_than_ten_points_off() -> None:
     d = Drive(devices=8).join("a", target=100, **eight).join("b", target=100, **eight)
     d.do("progress", "b", completed=1, target=100)
     assert (len(d.active("a")), len(d.active("b"))) == (4, 4)
-    told = d.do("progress", "a", completed=15, target=100)
-    assert said(told, "left") == []
+    reported = d.do("progress", "a", completed=15, target=100)
+    assert message(reported, "left") == []
     d.do("progress", "a", completed=90, target=100)
     assert (len(d.active("a")), len(d.active("b"))) == (1, 7)
 
@@ -472,9 +476,9 @@ def test_nothing_moves_for_less_than_ten_points() -> None:
     d = Drive(devices=20).join("a", target=100, **twenty).join("b", target=100, **twenty)
     assert (len(d.active("a")), len(d.active("b"))) == (10, 10)
     assert (
-        said(d.do("progress", "a", completed=15, target=100), "plan") == []
+        message(d.do("progress", "a", completed=15, target=100), "plan") == []
     )  # 46 % of the demand; its share would be 9
-    assert said(d.do("progress", "a", completed=60, target=100), "plan") == [("plan", "desk")]
+    assert message(d.do("progress", "a", completed=60, target=100), "plan") == [("plan", "desk")]
 
 
 def test_balance_waits_while_a_request_waits() -> None:
@@ -482,7 +486,7 @@ def test_balance_waits_while_a_request_waits() -> None:
     d.join("a", target=100, **EIGHT).join("b", target=100, **EIGHT)
     d.do("acquire", "c", kind="training")
     d.do("acquire", "d", kind="training")
-    assert said(d.do("progress", "a", completed=90, target=100), "plan") == []
+    assert message(d.do("progress", "a", completed=90, target=100), "plan") == []
     d.do("release", "d", kind="training")
     assert (len(d.active("a")), len(d.active("b"))) == (1, 7)
 
@@ -503,10 +507,10 @@ def test_a_suspended_pipeline_whose_demand_becomes_known_gets_devices() -> None:
 def test_a_replica_that_was_given_up_since_the_plan_is_not_woken(name: str, ids: dict[str, str | int]) -> None:
     d = Drive().join("a", target=10, **TRAINER_0).join("b", **TRAINER_1)
     d.slow = True
-    assert said(d.do("acquire", "b", kind="generation", target=10), "left") == [("left", "a")]
+    assert message(d.do("acquire", "b", kind="generation", target=10), "left") == [("left", "a")]
     d.do(name, "desk" if name == "died" else "b", **ids)
-    told = d.answer()
-    assert [one.replica for one in told if one.name == "expand" and one.pipeline == "b"] in ([], [1])
+    reported = d.answer()
+    assert [one.replica for one in reported if one.name == "expand" and one.pipeline == "b"] in ([], [1])
 
 
 def test_a_pipeline_that_releases_since_the_plan_gets_no_more_replicas() -> None:
@@ -514,9 +518,9 @@ def test_a_pipeline_that_releases_since_the_plan_gets_no_more_replicas() -> None
     d = Drive(devices=4).join("a", target=10, **four).join("b", target=10, **four)
     assert (len(d.active("a")), len(d.active("b"))) == (2, 2)
     d.slow = True
-    assert said(d.do("progress", "a", completed=9, target=10), "left") == [("left", "a")]
+    assert message(d.do("progress", "a", completed=9, target=10), "left") == [("left", "a")]
     d.do("planned_release", "b")
-    assert said(d.answer(), "expand", "left") == [("left", "b"), ("left", "b")]
+    assert message(d.answer(), "expand", "left") == [("left", "b"), ("left", "b")]
 
 
 def test_an_alarm_of_an_earlier_cycle_is_about_nothing() -> None:
@@ -542,7 +546,7 @@ def test_the_watchdog_leaves_alone_who_needs_nothing() -> None:
     d.do("acquire", "b", kind="training")
     d.do("progress", "a", completed=4, target=4)
     d.alarm("watchdog")
-    assert said(d.alarm("watchdog"), "asked_again") == []
+    assert message(d.alarm("watchdog"), "asked_again") == []
 
 
 class Short:
@@ -558,7 +562,7 @@ class Short:
         return state + 1, ends
 
 
-def told(*events: Event) -> list[list[str]]:
+def reported(*events: Event) -> list[list[str]]:
     """What a member commands after it was admitted, for each of these events."""
     member = Member(Short(), "a", {"generation": Cluster((0,))})
     state, _ = member.begin()
@@ -572,19 +576,19 @@ def told(*events: Event) -> list[list[str]]:
 
 def test_a_pipeline_that_waits_to_leave_ends_with_the_desk() -> None:
     error = Event("error", "a", of="desk", why="gone")
-    assert told(Event("joined", "a", replica=0), error) == [["progress_end", "unregister"], ["ended"]]
+    assert reported(Event("joined", "a", replica=0), error) == [["progress_end", "unregister"], ["ended"]]
 
 
 def test_a_pipeline_that_the_desk_holds_for_dead_ends_without_asking() -> None:
     """Its core may come to its end only after the desk has gone, and then nobody answers."""
     d = Drive().join("a", target=4, **TRAINER_0)
-    assert said(d.do("died", who="a"), "unregistered", "ended") == [("unregistered", "a")]
-    assert told(Event("unregistered", "a"), Event("joined", "a", replica=0)) == [[], ["ended"]]
+    assert message(d.do("died", who="a"), "unregistered", "ended") == [("unregistered", "a")]
+    assert reported(Event("unregistered", "a"), Event("joined", "a", replica=0)) == [[], ["ended"]]
 
 
 def test_a_refused_resize_does_not_end_a_pipeline() -> None:
     error = Event("error", "a", of="resize", why="replica 0 of a died")
-    assert told(error, Event("joined", "a", replica=0)) == [[], ["progress_end", "unregister"]]
+    assert reported(error, Event("joined", "a", replica=0)) == [[], ["progress_end", "unregister"]]
 
 
 def test_a_replica_that_a_planner_shrank_is_not_free_in_that_cycle() -> None:
@@ -623,9 +627,9 @@ def test_settings_that_cannot_work_are_refused() -> None:
 
 def test_the_desk_ends_when_the_last_expected_pipeline_has_left() -> None:
     d = Drive().join("a", **TRAINER_0)
-    assert said(d.do("unregister", "a"), "ended") == []
+    assert message(d.do("unregister", "a"), "ended") == []
     d.join("b", **TRAINER_1)
-    assert said(d.do("unregister", "b"), "ended") == [("ended", "desk")]
+    assert message(d.do("unregister", "b"), "ended") == [("ended", "desk")]
     assert d.do("acquire", "b", kind="training") == []
     assert replay(d.core, [Event("progress", "b", completed=1, target=2)])[0] is not None
 
@@ -633,5 +637,5 @@ def test_the_desk_ends_when_the_last_expected_pipeline_has_left() -> None:
 def test_a_pipeline_that_dies_while_it_leaves_gets_its_answer() -> None:
     d = Drive().join("a", target=4, **TRAINER_0)
     d.slow = True
-    assert said(d.do("unregister", "a"), "unregistered") == []
-    assert said(d.do("died", who="a"), "unregistered") == [("unregistered", "a")]
+    assert message(d.do("unregister", "a"), "unregistered") == []
+    assert message(d.do("died", who="a"), "unregistered") == [("unregistered", "a")]

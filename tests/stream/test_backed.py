@@ -35,7 +35,7 @@ def backed(rows: Memory) -> str:
     return found.why if found.value else ""
 
 
-def told(lie: Lie, settings: Settings = PLAIN) -> Memory:
+def reported(lie: Lie, settings: Settings = PLAIN) -> Memory:
     class Lying(Controller):
         def step(self, state: Any, event: Event) -> Any:
             state, commands = super().step(state, event)
@@ -145,7 +145,7 @@ def test_a_lie_is_found(name: str) -> None:
     lie, why = LIES[name]
     settings = DROPS if name in ("rows that stay", "an order to the ledger") else PLAIN
     assert backed(simulate(settings, RAGGED).rows) == ""
-    with_it = backed(told(lie, settings))
+    with_it = backed(reported(lie, settings))
     assert with_it
     assert re.search(why, with_it), with_it
 

@@ -478,7 +478,7 @@ def test_a_wrong_row_fails_its_check(check: str, edit: Edit, why: str, settings:
 
 
 @pytest.mark.parametrize(("between", "wrong"), [([], 0), (["joined"], 1), (["joined", "published"], 0)])
-def test_what_a_replica_said_before_it_left_may_come_later_but_not_once_it_joined(
+def test_what_a_replica_reported_before_it_left_may_come_later_but_not_once_it_joined(
     between: list[str], wrong: int
 ) -> None:
     """Version 0 was published there before it left. A replica that joins again has no weights until they are published."""

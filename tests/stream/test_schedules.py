@@ -115,9 +115,9 @@ def test_other_names_for_groups_pipelines_and_replicas_change_nothing_else(varia
         return moved
 
     events = [Event(one.name, "b", **renamed(dict(one.ids))) for one in done.events]
-    told = [Command(one.name, one.to, "b", **renamed(dict(one.ids))) for one in done.commands]
-    told = [restated(new, old) for new, old in zip(told, done.commands, strict=True)]
-    assert replay(Controller(found, pipeline="b"), events)[1] == told
+    reported = [Command(one.name, one.to, "b", **renamed(dict(one.ids))) for one in done.commands]
+    reported = [restated(new, old) for new, old in zip(reported, done.commands, strict=True)]
+    assert replay(Controller(found, pipeline="b"), events)[1] == reported
 
 
 def restated(new: Command, old: Command) -> Command:

@@ -134,10 +134,10 @@ def test_a_build_that_fails_leaves_the_active_version(make, packs, reached):
     assert held(cache, 3) == [3] * 6
 
 
-def test_buckets_are_told_when_they_are_there_and_a_listener_may_fail(make):
-    cache, told = make(), []
-    cache.build(1, model(1), packed=told.append)
-    assert told == [0, 1, 2]
+def test_buckets_are_reported_when_they_are_there_and_a_listener_may_fail(make):
+    cache, reported = make(), []
+    cache.build(1, model(1), packed=reported.append)
+    assert reported == [0, 1, 2]
 
     def fail(index):
         if index:

@@ -140,7 +140,7 @@ def test_deadlines_name_who_was_inside(inside, outside, sentence):
         from_another_thread(way)
 
 
-def test_who_waits_for_itself_is_told_at_once():
+def test_who_waits_for_itself_is_reported_at_once():
     gate = Gate(timeout_s=LIMIT)
     for enter in (gate.reading, gate.writing):
         with enter():

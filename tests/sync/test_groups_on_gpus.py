@@ -62,9 +62,9 @@ def test_a_late_one_is_left_to_torchs_wait_which_raises(monkeypatch: pytest.Monk
 
 
 def test_what_does_not_come_to_its_end_is_given_up() -> None:
-    said: list[str] = []
-    within(timedelta(seconds=30), lambda: said.append(threading.current_thread().name))
-    assert said == ["kit-sync-start"]
+    message: list[str] = []
+    within(timedelta(seconds=30), lambda: message.append(threading.current_thread().name))
+    assert message == ["kit-sync-start"]
     with pytest.raises(OSError, match="no route"):
         within(timedelta(seconds=30), lambda: (_ for _ in ()).throw(OSError("no route")))
     never = threading.Event()

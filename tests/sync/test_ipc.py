@@ -187,6 +187,6 @@ def test_why_a_handle_cannot_be_opened(monkeypatch: pytest.MonkeyPatch, words: s
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", refuses, raising=False)
     with pytest.raises(KitError) as refused:
         opened([0, {"bytes": "AA=="}])
-    said = str(refused.value)
-    assert said.startswith(f"the sender's GPU memory cannot be opened here ({words.partition(chr(10))[0]})")
-    assert ("use expandable_segments:False, or transport=shm" in said) == names_the_setting
+    message = str(refused.value)
+    assert message.startswith(f"the sender's GPU memory cannot be opened here ({words.partition(chr(10))[0]})")
+    assert ("use expandable_segments:False, or transport=shm" in message) == names_the_setting

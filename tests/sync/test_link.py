@@ -50,7 +50,7 @@ def test_bytes(pair: Pair) -> None:
     assert got == data
 
 
-def test_what_is_not_awaited_is_told_with_its_reason(pair: Pair) -> None:
+def test_what_is_not_awaited_is_reported_with_its_reason(pair: Pair) -> None:
     mine, theirs = pair
     mine.send({"kind": "failed", "why": "bucket 3 is torn"})
     with pytest.raises(KitError, match=r"sender failed: bucket 3 is torn \(waiting for bucket\)"):

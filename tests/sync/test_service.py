@@ -364,7 +364,7 @@ def test_an_expansion_that_fails_sleeps_again_and_one_that_could_not_wake_is_lef
     assert not receiver.routed
 
 
-def test_an_error_that_is_not_the_kits_is_told_with_its_type_and_the_gate_opens(scene: Scene) -> None:
+def test_an_error_that_is_not_the_kits_is_reported_with_its_type_and_the_gate_opens(scene: Scene) -> None:
     scene.works(1)
     scene.receivers["r2"].calls = failing("finalize", lambda: KeyError("bias"))
     assert "r2 failed: KeyError: 'bias' (waiting for finalized)" in str(scene.fails(2)[0])
@@ -476,7 +476,7 @@ class Pouring(Plain):
 def test_a_transport_of_ones_own_needs_no_base_class_and_its_mistakes_are_named(scene: Scene) -> None:
     scene.sender.transport = f"{__name__}:Plain"
     scene.works(1)
-    for own, said in {
+    for own, text in {
         "Short": r"r2 failed: receive returned torch\.uint8 of \[\d+\] for bucket 0 instead of torch\.uint8 of \[4096\]",
         "Nothing": r"r2 failed: receive returned NoneType for bucket 0 instead of torch\.uint8 of",
         "Half": r"Half: the object it returned lacks flush, receive, done",
@@ -484,7 +484,7 @@ def test_a_transport_of_ones_own_needs_no_base_class_and_its_mistakes_are_named(
     }.items():
         scene.sender.transport = f"{__name__}:{own}"
         error, _ = scene.fails(2, "serving", "r2")
-        assert re.search(said, str(error)), (own, str(error))
+        assert re.search(text, str(error)), (own, str(error))
     scene.sender.transport = "auto"
     scene.works(2)
 
@@ -505,7 +505,7 @@ def test_what_cannot_be_undone_is_not_routed_to(scene: Scene) -> None:
     scene.works(3)
 
 
-def test_who_said_why_and_left_is_not_merely_gone(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_reported_why_and_left_is_not_merely_gone(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has acknowledged every bucket and left before the sender says anything to it."""
     left = threading.Event()
     plain = Digests.table
@@ -714,7 +714,7 @@ def test_two_syncs_at_once_go_one_after_the_other(scene: Scene) -> None:
     assert scene.hosts["r2"].has(2)
 
 
-def test_who_waits_too_long_for_another_sync_is_told_for_which(scene: Scene) -> None:
+def test_who_waits_too_long_for_another_sync_is_reported_for_which(scene: Scene) -> None:
     scene.sender.cache.timeout_s = 0.05
     with scene.sender.cache.held("the sync of version 1"):
         (error,) = at_once(lambda: scene.sender.sync(2, [target("r1")], lambda: tensors(2)))
@@ -772,12 +772,12 @@ def killed(folder: Path, transport: str, dies: str) -> dict[str, Any]:
             process.kill()
             process.wait()
     assert codes == dict.fromkeys(started, 0) | {victim: -9}
-    said = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
-    assert set(said) == set(started) - {victim}
-    for each in said.values():
+    text = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    assert set(text) == set(started) - {victim}
+    for each in text.values():
         assert each["seconds"] < 15  # of a deadline of 20
         assert each["left"] == {}
-    return said
+    return text
 
 
 @pytest.mark.slow
@@ -790,12 +790,12 @@ def killed(folder: Path, transport: str, dies: str) -> dict[str, Any]:
     ],
 )
 def test_a_receiver_that_is_killed_is_named_and_the_others_go_back(transport: str, dies: str, tmp_path: Path) -> None:
-    said = killed(tmp_path, transport, dies)
-    name, words, peer = said["sender"]["error"]
+    text = killed(tmp_path, transport, dies)
+    name, words, peer = text["sender"]["error"]
     assert (name, peer) == ("SyncFailed", "receiver 2"), words
     assert words.startswith("the refresh with version 2 failed: receiver 2 is gone (waiting for ")
-    assert (said["sender"]["version"], said["sender"]["copies"] <= 2) == (1, True)
-    other = said["receiver 1"]
+    assert (text["sender"]["version"], text["sender"]["copies"] <= 2) == (1, True)
+    other = text["receiver 1"]
     assert (other["version"], other["routed"], other["old"]) == (1, True, True)
     assert "receiver 2 is gone" in other["error"][1] or transport == "rendezvous", other["error"]
 

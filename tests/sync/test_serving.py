@@ -121,7 +121,7 @@ def test_the_next_forward_began_after_it_was_asked_for() -> None:
     assert serving.served[0] == digest(torch.tensor(0), ALGORITHM)
 
 
-def test_a_forward_that_raises_is_told_to_whoever_waits_and_at_the_end() -> None:
+def test_a_forward_that_raises_is_reported_to_whoever_waits_and_at_the_end() -> None:
     def forward() -> torch.Tensor:
         raise ValueError("no such token")
 
@@ -142,7 +142,7 @@ def test_a_forward_that_raises_is_told_to_whoever_waits_and_at_the_end() -> None
     serving.stop()
 
 
-def test_who_waits_where_nobody_serves_is_told_at_once() -> None:
+def test_who_waits_where_nobody_serves_is_reported_at_once() -> None:
     serving = Serving(lambda: torch.zeros(1))
     for _ in range(2):
         with pytest.raises(KitError, match="waited for a forward, but the replica does not serve"):
@@ -151,7 +151,7 @@ def test_who_waits_where_nobody_serves_is_told_at_once() -> None:
         serving.stop()
 
 
-def test_a_forward_that_hangs_is_told_and_is_not_forgotten() -> None:
+def test_a_forward_that_hangs_is_reported_and_is_not_forgotten() -> None:
     entered, go = threading.Event(), threading.Event()
 
     def forward() -> torch.Tensor:

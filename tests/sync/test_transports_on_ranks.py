@@ -33,8 +33,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def sync(world: World, ranks: list[int], **about: Any) -> list[Any]:
     """What sender and receivers say, in this order."""
     (address,) = world.call(f"{RANKS}:listen", ranks=[ranks[0]])
-    said = world.call(f"{RANKS}:sync", address=address, part=ranks, **about)
-    return [said[rank] for rank in ranks]
+    message = world.call(f"{RANKS}:sync", address=address, part=ranks, **about)
+    return [message[rank] for rank in ranks]
 
 
 @pytest.mark.parametrize("kind", ["shm", "broadcast", "per-tensor", "rendezvous", "serialize"])
@@ -50,7 +50,7 @@ def test_every_byte_arrives_and_nothing_is_left(world: World, kind: str, ranks: 
 
 @pytest.mark.parametrize("kind", kinds("shm", slow=("broadcast", "per-tensor", "rendezvous", "serialize")))
 def test_a_receiver_that_stalls_is_named_in_time_and_nothing_is_left(world: World, kind: str) -> None:
-    sender, victim, _ = said = sync(world, [0, 1, 2], kind=kind, stalls=2, deadline_s=2.0)
+    sender, victim, _ = message = sync(world, [0, 1, 2], kind=kind, stalls=2, deadline_s=2.0)
     name, words, peer = sender["error"]
     assert (name, peer) == ("PeerSilent", "receiver 2"), words
     if kind in {"broadcast", "per-tensor", "rendezvous"}:
@@ -58,7 +58,7 @@ def test_a_receiver_that_stalls_is_named_in_time_and_nothing_is_left(world: Worl
         assert "(with receiver 1, receiver 2" in words
     assert sender["seconds"] < 10
     assert victim["error"] is None or victim["error"][0].startswith("Peer"), victim["error"]
-    assert [each["left"] for each in said] == [{}] * 3
+    assert [each["left"] for each in message] == [{}] * 3
     assert sync(world, [0, 1, 2], kind=kind)[2]["differ"] == []  # the next one goes as if nothing had been
 
 
@@ -80,9 +80,9 @@ def test_two_worlds(world: World, kind: str, tmp_path: Path) -> None:
             about = {"kind": kind, "address": address, "part": [1, 3, 4]}
             here = pool.submit(world.call, f"{RANKS}:sync", **about)
             there = pool.submit(other.call, f"{RANKS}:sync", offset=4, **about)
-            said = [*here.result(), *there.result()]
-            assert [each["left"] for each in said if each] == [{}] * 3
-            assert [each.get("differ") for each in said] == [None, None, None, [], []]
+            message = [*here.result(), *there.result()]
+            assert [each["left"] for each in message if each] == [{}] * 3
+            assert [each.get("differ") for each in message] == [None, None, None, [], []]
 
 
 @pytest.mark.parametrize("kind", kinds("broadcast", slow=("shm", "rendezvous", "serialize")))

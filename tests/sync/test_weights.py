@@ -78,8 +78,8 @@ def test_what_is_missing_on_either_end_or_does_not_fit_is_named_before_a_byte_mo
     assert error.failed == (("small", 0), ("half", 0), ("one", 0))
     assert error.missing == (("extra", 0),)
     assert error.bucket == 0
-    for told in ("(3, 6)", "float32 (64, 16)", "bfloat16 (64, 16)", "one (shard 0) is missing here"):
-        assert told in str(error)
+    for reported in ("(3, 6)", "float32 (64, 16)", "bfloat16 (64, 16)", "one (shard 0) is missing here"):
+        assert reported in str(error)
     assert "extra (shard 0) is not sent" in str(error)
 
 

@@ -121,9 +121,9 @@ def test_abort_leaves_nothing(world: World, where: str, dtype: str) -> None:
             assert (rank["error"], rank["again"]) == ("", [])
         else:
             assert rank["error"] == "ArithmeticError: broken"
-            for said in rank["again"]:
-                assert said.startswith("Misuse")
-                assert "the step is open and microbatch raised ArithmeticError; call abort() first" in said
+            for message in rank["again"]:
+                assert message.startswith("Misuse")
+                assert "the step is open and microbatch raised ArithmeticError; call abort() first" in message
         assert rank["hooks_back"]
         assert rank["same"]
         assert rank["left"] == []
@@ -133,12 +133,12 @@ def test_abort_leaves_nothing(world: World, where: str, dtype: str) -> None:
 
 
 def test_misuse_names_the_state(world: World) -> None:
-    for said in ask(world, "misuse"):
-        assert said["abort closed"] == ""
+    for message in ask(world, "misuse"):
+        assert message["abort closed"] == ""
         for call in ("microbatch", "finish"):
-            assert said[f"{call} closed"] == f"Misuse: {call}: the step is closed; it must be open"
-        assert said["begin open"] == "Misuse: begin: the step is open; it must be closed"
-        assert said["finish empty"].startswith("Misuse: finish: the step is open and has no microbatch yet")
+            assert message[f"{call} closed"] == f"Misuse: {call}: the step is closed; it must be open"
+        assert message["begin open"] == "Misuse: begin: the step is open; it must be closed"
+        assert message["finish empty"].startswith("Misuse: finish: the step is open and has no microbatch yet")
 
 
 def test_gradients_that_are_not_finite_update_nothing(world: World) -> None:
@@ -178,7 +178,8 @@ def test_hashing_leaves_tensors_resizable(world: World) -> None:
 
 def test_batches_by_tokens_need_a_budget(world: World) -> None:
     assert all(
-        "token_budget=0 is not allowed with batching='packed'" in said for said in ask(world, "build_needs_a_budget")
+        "token_budget=0 is not allowed with batching='packed'" in message
+        for message in ask(world, "build_needs_a_budget")
     )
 
 

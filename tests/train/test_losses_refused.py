@@ -90,7 +90,7 @@ SETTINGS = (
 )
 
 
-def told(kind, loss):
+def reported(kind, loss):
     """The docs' table for a loss of these settings."""
     section = DOCS.split("## Normalizers")[1].split("\n## ")[0]
     table = {}
@@ -118,7 +118,7 @@ def told(kind, loss):
     ("kind", "loss"), SETTINGS, ids=[f"{index}-{kind}" for index, (kind, _) in enumerate(SETTINGS)]
 )
 def test_the_docs_tell_the_normalizers(kind, loss):
-    assert told(kind, loss) == loss.normalizers()
+    assert reported(kind, loss) == loss.normalizers()
 
 
 @pytest.mark.parametrize(

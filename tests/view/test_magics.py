@@ -25,7 +25,7 @@ def test_ranks_are_read(words, ranks):
 
 
 @pytest.mark.parametrize("word", ["x", "-", "1-", "-1", "3-1", "4", "0-4", "1-2-3"])
-def test_wrong_ranks_are_told(word):
+def test_wrong_ranks_are_reported(word):
     with pytest.raises(UsageError, match=r"ranks"):
         parse_ranks([word], 4)
 
@@ -84,7 +84,7 @@ def test_an_error_in_the_background_is_raised_by_the_wait(cell, world):
     assert world.state == "idle"
 
 
-def test_a_typo_is_told_before_any_rank_sees_it(cell, world):
+def test_a_typo_is_reported_before_any_rank_sees_it(cell, world):
     result, shown = cell("%%ranks\nx = = 1")
     assert isinstance(result.error_in_exec, BadInput)
     assert "SyntaxError: invalid syntax" in shown

@@ -85,7 +85,7 @@ def test_what_each_shows(run):
     assert {"✓", "memory_drift"} <= words(seen("verdict"))
 
 
-def test_a_tolerance_moves_its_line_and_is_told(run):
+def test_a_tolerance_moves_its_line_and_is_reported(run):
     plain, moved = (named.plot(run, "drift", tolerances=limits) for limits in (None, {"drift_mib": 7.5}))
     assert (flat(plain.axes[0]), flat(moved.axes[0])) == ([200], [7.5])
     assert "limit 7.5 MiB" in words(moved)
@@ -123,7 +123,7 @@ def test_a_plot_that_is_like_another_is_laid_out_as_that_is(run):
     assert second.get_layout_engine().__class__.__name__ == "PlaceHolderLayoutEngine"
 
 
-def test_names_and_options_that_are_wrong_are_told(run, make_run):
+def test_names_and_options_that_are_wrong_are_reported(run, make_run):
     with pytest.raises(BadInput, match="has no plot 'drfit'; its plots are: overview, memory, drift"):
         run.plot("drfit")
     with pytest.raises(BadInput, match="has no plot 'rates'"):

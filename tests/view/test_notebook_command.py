@@ -64,16 +64,16 @@ def test_it_runs_with_what_is_given(tiny, tmp_path):
         "quick": "false",
         "own": "a:b",
     }
-    told: list[str] = []
-    made = notebooks.run_notebook(str(tiny), given, tmp_path / "out.ipynb", tell=told.append)
+    reported: list[str] = []
+    made = notebooks.run_notebook(str(tiny), given, tmp_path / "out.ipynb", tell=reported.append)
     assert shown(made, "body") == "seen 4 1 125 None [1, 0] False a:b\n"
     assert shown(made, "where") == f"in home on {sys.executable}\n"
     assert shown(made, "wanted") == "ZeroDivisionError"
     cells = nbformat.read(made, as_version=4).cells
     assert [cell.metadata.get("tags") for cell in cells[1:3]] == [["parameters"], ["injected-parameters"]]
     assert cells[2].source.startswith("# Parameters\nranks = 4\n")
-    assert told[0] == "1 of 5: ranks = 2  # a comment ... "
-    assert re.fullmatch(r"\d+\.\d s\n", told[1])
+    assert reported[0] == "1 of 5: ranks = 2  # a comment ... "
+    assert re.fullmatch(r"\d+\.\d s\n", reported[1])
     again = notebooks.run_notebook(
         str(made), {"ranks": "5"}, tmp_path / "again.ipynb"
     )  # in the place of the first injection
@@ -108,7 +108,7 @@ def test_a_cell_that_fails_is_named_and_what_ran_is_kept(tiny, tmp_path):
         assert "seen 13" in (tmp_path / name).read_text()
 
 
-def test_a_kernel_that_dies_is_told(tiny, tmp_path):
+def test_a_kernel_that_dies_is_reported(tiny, tmp_path):
     notebook = nbformat.read(tiny, as_version=4)
     notebook.cells.insert(2, new_code_cell("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"))
     nbformat.write(notebook, tiny)

@@ -120,7 +120,7 @@ def test_the_same_run_makes_the_same_svg(make_run, tmp_path):
     assert first == second
 
 
-def test_wrong_names_are_told(make_run, tmp_path):
+def test_wrong_names_are_reported(make_run, tmp_path):
     run = make_run()
     with pytest.raises(BadInput, match="light, dark, not 'pink'"):
         plot(run, theme="pink")

@@ -28,7 +28,7 @@ class Notes:
 @pytest.mark.parametrize(
     ("ranks", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 3], "0-3"), ([5, 0, 1, 3], "0-1, 3, 5"), ([2, 2], "2")]
 )
-def test_ranks_are_told_short(ranks, text):
+def test_ranks_are_reported_short(ranks, text):
     assert ranks_short(ranks) == text
 
 

@@ -120,7 +120,7 @@ def test_the_worst_comes_first(make_run):
 
 
 @pytest.mark.slow
-def test_runs_are_told_worst_first_and_compared(make_run, tmp_path):
+def test_runs_are_reported_worst_first_and_compared(make_run, tmp_path):
     good = make_run()
     slow = make_run(more=(("groups_made", 2, "1"),))
     broken = make_run(finish=False)

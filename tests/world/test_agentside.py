@@ -24,7 +24,7 @@ class Sent:
         self.messages.append(message)
 
 
-def test_a_status_that_torchrun_took_first_is_told(monkeypatch: Any) -> None:
+def test_a_status_that_torchrun_took_first_is_reported(monkeypatch: Any) -> None:
     """The other thread wins every time: the call that would have seen the end says that there is no such child."""
     node = Node.__new__(Node)
     node.link = Sent()  # type: ignore[assignment]

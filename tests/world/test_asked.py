@@ -45,15 +45,15 @@ def test_a_wish_that_cannot_be_met_is_refused_and_not_replaced(tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("/bin/false", "is no Python"),
         ("/bin/ls", r"is no Python: it answers -V with \S*ls: .*"),
         ("/bin/echo", "is no Python: it answers -V with -V"),
     ],
 )
-def test_what_is_no_python_says_so_in_one_line(path: str, said: str) -> None:
-    with pytest.raises(BadInput, match=f"^python= names {path}, which {said}; give a Python") as caught:
+def test_what_is_no_python_says_so_in_one_line(path: str, message: str) -> None:
+    with pytest.raises(BadInput, match=f"^python= names {path}, which {message}; give a Python") as caught:
         asked.find_python(path)
     assert "import" not in str(caught.value)
 

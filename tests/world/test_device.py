@@ -135,7 +135,7 @@ def test_for_ranks_on_the_host_nobody_is_asked(asked: Path) -> None:
     assert not asked.exists()
 
 
-def test_a_driver_that_was_started_too_early_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_was_started_too_early_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     seat = choose("auto", 0, 2)

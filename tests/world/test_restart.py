@@ -104,7 +104,7 @@ def test_a_forked_child_does_not_close_its_parents_world(tmp_path: Path, what: s
         assert world.eval("rank") == [0, 1]
 
 
-def test_a_forked_child_is_told_whose_world_it_is(tmp_path: Path) -> None:
+def test_a_forked_child_is_reported_whose_world_it_is(tmp_path: Path) -> None:
     """A child of os.fork that exits as scripts do runs the exit handlers that it inherited."""
     code = (
         "import os, sys\nfrom kit.world import World\nfrom kit.errors import KitError\n"

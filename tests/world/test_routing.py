@@ -42,12 +42,12 @@ def calls(world: World) -> list[list[dict[str, Any]]]:
 
 def test_a_group_is_made_with_its_own_rank_size_and_timeout(world: World) -> None:
     before = calls(world)
-    assert [(told[0]["rank"], told[0]["size"]) for told in before] == [(0, 3), (1, 3), (2, 3)]  # WORLD
+    assert [(reported[0]["rank"], reported[0]["size"]) for reported in before] == [(0, 3), (1, 3), (2, 3)]  # WORLD
     world.run("import datetime\npart = dist.new_group([1, 2], timeout=datetime.timedelta(seconds=77))")
     world.run("if rank: x = torch.ones(1) * rank; dist.all_reduce(x, group=part); assert x.item() == 3")
-    made = [after[len(told) :] for told, after in zip(before, calls(world), strict=True)]
-    told = [[(one["rank"], one["size"], one["timeout_s"]) for one in some] for some in made]
-    assert told == [[], [(0, 2, 77.0)], [(1, 2, 77.0)]]
+    made = [after[len(reported) :] for reported, after in zip(before, calls(world), strict=True)]
+    reported = [[(one["rank"], one["size"], one["timeout_s"]) for one in some] for some in made]
+    assert reported == [[], [(0, 2, 77.0)], [(1, 2, 77.0)]]
     assert world.eval("[name for name in __import__('os').environ if name.startswith('TORCHCOMM_')]") == [[], [], []]
     timeout = "part._get_backend(torch.device('cpu')).options._timeout.total_seconds() if rank else 77.0"
     assert world.eval(timeout) == [77.0] * 3
@@ -65,7 +65,7 @@ def test_what_torch_refuses_when_it_splits_is_made(world: World) -> None:
     assert world.eval("dist.get_rank(part)") == [1, -1, 0]
 
 
-def test_options_go_as_hints_and_what_is_lost_is_told(world: World) -> None:
+def test_options_go_as_hints_and_what_is_lost_is_reported(world: World) -> None:
     world.run(f"{OPTIONS}\nmade = dist.new_group([0, 1, 2], backend='nccl', pg_options=options)")
     made = calls(world)[0][-1]
     assert (made["backend"], made["device"]) == ("nccl", "cuda")
@@ -78,8 +78,8 @@ def test_options_go_as_hints_and_what_is_lost_is_told(world: World) -> None:
 
 def test_groups_tell_whether_they_are_routed(world: World) -> None:
     before = world.call("kit.routing:describe")
-    told = [(one["requested"], one["importable"], one["effective"], one["why"]) for one in before]
-    assert told == [(True, True, True, None)] * 3
+    reported = [(one["requested"], one["importable"], one["effective"], one["why"]) for one in before]
+    assert reported == [(True, True, True, None)] * 3
     assert all(one["groups_effective"] == one["groups"] for one in before)
     world.run("part = dist.new_group([0, 1])")
     world.run("torch.distributed.config.use_torchcomms = False\npast = dist.new_group([1, 2])")

@@ -27,12 +27,12 @@ class Seen:
 
     def __init__(self, act: Callable[[int, str], None] = lambda *_: None) -> None:
         self.lines: list[tuple[int, str]] = []
-        self.told: list[Any] = []
+        self.reported: list[Any] = []
         self.threads: set[str] = set()
         self._act = act
 
     def started(self, phase: str, ranks: object) -> None:
-        self.told.append((phase, ranks))
+        self.reported.append((phase, ranks))
 
     def output(self, rank: int, text: str) -> None:
         self.threads.add(threading.current_thread().name)
@@ -43,7 +43,7 @@ class Seen:
         self.threads.add(threading.current_thread().name)
 
     def ended(self) -> None:
-        self.told.append("ended")
+        self.reported.append("ended")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_what_ranks_print_is_shown_and_logged_under_their_numbers(
     monkeypatch.setattr(worlds, "observer", seen)
     worlds.call(f"{ACROSS}:say", phase="greet")
     assert sorted(seen.lines) == [(n, f"here is {n}") for n in range(3)]
-    assert seen.told == [("greet", [0, 1, 2]), "ended"]
+    assert seen.reported == [("greet", [0, 1, 2]), "ended"]
     assert seen.threads == {threading.current_thread().name}
     for n in range(3):
         assert (worlds.worlds[0].logs / f"rank{n}.log").read_text().splitlines()[-1] == f"here is {n}"

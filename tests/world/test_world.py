@@ -147,7 +147,7 @@ def test_values_of_the_last_line(world: World) -> None:
     assert len(shown) < 11_000
 
 
-def test_a_typo_is_told_before_any_rank_sees_it(world: World, seen: Seen) -> None:
+def test_a_typo_is_reported_before_any_rank_sees_it(world: World, seen: Seen) -> None:
     calls = len(seen.phases)
     with pytest.raises(SyntaxError):
         world.run("x = = 1")

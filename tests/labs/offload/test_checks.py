@@ -171,7 +171,7 @@ def test_what_is_missing_is_not_judged() -> None:
     assert (row.passed, "recorded 1 times, not 10" in row.why) == (None, True)
 
 
-def two_ranks(*, fell: float, told: Iterable[str] = ("driver_used",)) -> pd.DataFrame:
+def two_ranks(*, fell: float, reported: Iterable[str] = ("driver_used",)) -> pd.DataFrame:
     """Two ranks on one GPU with a job of 100 MiB each; what the driver says of the GPU is said by both of them."""
     rows: list[tuple[int, int, str, str, float]] = []
     for rank in range(2):
@@ -188,7 +188,7 @@ def two_ranks(*, fell: float, told: Iterable[str] = ("driver_used",)) -> pd.Data
                 ("idle", 1300.0 - fell),
             ):
                 rows += [(rank, cycle, phase, "driver_used", level * MIB), (rank, cycle, phase, "reserved", 150 * MIB)]
-                if "process_used" in told:
+                if "process_used" in reported:
                     part = {"start": 400.0, "baseline": 400.0, "fingerprint": 600.0, "idle": 600.0 - fell / 2}[phase]
                     rows += [(rank, cycle, phase, "process_used", part * MIB)]
     return to_frame(
@@ -218,10 +218,10 @@ def test_communicators_of_ranks_on_one_gpu_are_what_is_beyond_both_allocators() 
     assert row.why == "of 400 MiB per GPU, from driver_used of the GPU, shared by 2 ranks"
 
 
-def test_a_process_s_own_bytes_are_taken_where_a_gpu_is_shared_and_they_were_always_told() -> None:
-    row = judged(two_ranks(fell=300, told=("driver_used", "process_used")), "residual")
+def test_a_process_s_own_bytes_are_taken_where_a_gpu_is_shared_and_they_were_always_reported() -> None:
+    row = judged(two_ranks(fell=300, reported=("driver_used", "process_used")), "residual")
     assert (row.measured, row.why.partition(" while")[0]) == (50.0, "process_used")
-    frame = two_ranks(fell=300, told=("driver_used", "process_used"))
+    frame = two_ranks(fell=300, reported=("driver_used", "process_used"))
     once = frame[(frame["metric"] != "process_used") | (frame["phase"] != "idle")]
     row = judged(once, "residual")
     whole = "driver_used of the GPU, shared by 2 ranks while released, above a CUDA context and one matmul (GPU 0)"
@@ -258,7 +258,7 @@ def test_megatron_may_call_itself_initialised_while_its_groups_are_suspended() -
 
 
 def test_a_gpu_of_its_own_is_a_rank_s() -> None:
-    frame = two_ranks(fell=300, told=("driver_used", "process_used"))
+    frame = two_ranks(fell=300, reported=("driver_used", "process_used"))
     frame.loc[frame["metric"] == "gpu", "value"] = frame["rank"]
     assert judged(frame, "residual").why.startswith("driver_used while released")
 
@@ -290,8 +290,8 @@ def test_what_leaks_stays(metric: str, more: tuple[int, ...], left: int) -> None
     assert ("no lasting increase" in row.why) == (left <= 0)
 
 
-@pytest.mark.parametrize(("gpus_of", "said"), [((0, 0), True), ((0, 1), False), ((), False)])
-def test_times_among_ranks_that_share_a_gpu_are_no_product_numbers(gpus_of: tuple[int, ...], said: bool) -> None:
+@pytest.mark.parametrize(("gpus_of", "message"), [((0, 0), True), ((0, 1), False), ((), False)])
+def test_times_among_ranks_that_share_a_gpu_are_no_product_numbers(gpus_of: tuple[int, ...], message: bool) -> None:
     rows = [(rank, 0, "run", "gpu", float(number)) for rank, number in enumerate(gpus_of)]
     for rank in range(2):
         rows += [(rank, c, phase, "seconds", 0.5) for c in (1, 2, 3, 4) for phase in ("release", "reload")]
@@ -304,7 +304,7 @@ def test_times_among_ranks_that_share_a_gpu_are_no_product_numbers(gpus_of: tupl
     checks = find("offload").load_checks()
     (row,) = [one for one in judge(frame, {**CONFIG, "ranks": 2, "cycles": 4}, checks) if one.check == "time_steady"]
     assert row.passed
-    assert row.why.endswith("; shared GPU, not a product number") == said
+    assert row.why.endswith("; shared GPU, not a product number") == message
 
 
 @pytest.mark.parametrize(

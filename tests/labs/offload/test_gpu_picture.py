@@ -18,7 +18,7 @@ PHASES = ((0, "start"), (0, "baseline"), (0, "build"), *((1, p) for p in ("train
 def seen(tmp_path):
     """An offload run on CUDA up to its first idle, in MiB; `told` are what the driver and NCCL tell besides."""
 
-    def make(*, ranks=1, shared=False, told=()):
+    def make(*, ranks=1, shared=False, reported=()):
         writer = create_run(tmp_path, "offload", {}, {})
 
         def write(rank, cycle, phase, rows):
@@ -34,11 +34,11 @@ def seen(tmp_path):
                 own = CONTEXT + (COMMUNICATORS if busy else 0) + allocated + SLACK
                 rows = {"driver_used": own * (ranks if shared else 1) + STRANGERS, "peak_allocated": allocated + 1}
                 rows |= {"allocated": allocated, "reserved": allocated + SLACK}
-                hidden = "sometimes" in told and phase == "idle"
-                rows |= {"process_used": own} if "process" in told and not hidden else {}
-                if "nccl" in told and phase in {"baseline", "fingerprint", "idle"}:
+                hidden = "sometimes" in reported and phase == "idle"
+                rows |= {"process_used": own} if "process" in reported and not hidden else {}
+                if "nccl" in reported and phase in {"baseline", "fingerprint", "idle"}:
                     rows["communicators_total"] = WORLD + (290 if busy else 0)
-                    rows["communicators_total"] += 2000 if "suspended" in told and phase == "idle" else 0
+                    rows["communicators_total"] += 2000 if "suspended" in reported and phase == "idle" else 0
                 if phase == "release":
                     rows |= dict(zip(("weights_bytes", "grads_bytes", "optimizer_bytes"), JOB, strict=True))
                 rows |= {"left_bytes": 2} if phase == "idle" else {}
@@ -56,7 +56,7 @@ def at(seen, phase):
     return {f"{band.name} ({band.source})": band.sizes[index] / MIB for band in bands(seen, there) if band.sizes[index]}
 
 
-def test_every_part_of_a_gpu_is_named_with_who_told_it(seen):
+def test_every_part_of_a_gpu_is_named_with_who_reported_it(seen):
     run = seen()
     assert at(run, "train") == {
         "CUDA context, WORLD, others (driver, baseline)": CONTEXT + STRANGERS,
@@ -76,23 +76,23 @@ def test_every_part_of_a_gpu_is_named_with_who_told_it(seen):
 
 
 def test_the_parts_add_up_to_what_the_driver_says(seen):
-    for told in ((), ("process",), ("nccl",), ("process", "nccl")):
-        run = seen(ranks=2, told=told)
+    for reported in ((), ("process",), ("nccl",), ("process", "nccl")):
+        run = seen(ranks=2, reported=reported)
         for phase, whole in (("train", CONTEXT + COMMUNICATORS + sum(JOB) + SCRATCH + SLACK + STRANGERS),):
-            assert sum(at(run, phase).values()) == pytest.approx(whole), told
+            assert sum(at(run, phase).values()) == pytest.approx(whole), reported
 
 
 def test_the_library_and_the_driver_s_list_of_processes_speak_for_themselves(seen):
-    parts = at(seen(told=("process", "nccl")), "train")
+    parts = at(seen(reported=("process", "nccl")), "train")
     assert parts["communicators (NCCL's statistics)"] == WORLD + 290
     assert parts["not counted by NCCL (driver's residual)"] == COMMUNICATORS - 290
     assert parts["other processes (driver)"] == STRANGERS
     assert parts["CUDA context (driver, baseline)"] == CONTEXT - WORLD
-    assert at(seen(told=("process",)), "train")["CUDA context, WORLD (driver, baseline)"] == CONTEXT
+    assert at(seen(reported=("process",)), "train")["CUDA context, WORLD (driver, baseline)"] == CONTEXT
 
 
 def test_what_nccl_counts_and_is_not_on_the_gpu_takes_nothing(seen):
-    assert at(seen(told=("nccl", "suspended")), "idle")["communicators (NCCL's statistics)"] == WORLD
+    assert at(seen(reported=("nccl", "suspended")), "idle")["communicators (NCCL's statistics)"] == WORLD
 
 
 def test_a_gpu_that_ranks_share_is_one_bar_of_all_of_them(seen):
@@ -103,11 +103,11 @@ def test_a_gpu_that_ranks_share_is_one_bar_of_all_of_them(seen):
 
 
 def test_or_a_bar_of_one_of_them_where_the_driver_tells_of_each(seen):
-    parts = at(seen(ranks=2, shared=True, told=("process",)), "train")
+    parts = at(seen(ranks=2, shared=True, reported=("process",)), "train")
     assert parts["weights (the job)"] == 10
     own = CONTEXT + COMMUNICATORS + sum(JOB) + SCRATCH + SLACK
     assert parts["other processes and ranks (driver)"] == own + STRANGERS
 
 
 def test_a_driver_that_tells_of_processes_only_sometimes_is_not_asked(seen):
-    assert at(seen(told=("process", "sometimes")), "train") == at(seen(), "train")
+    assert at(seen(reported=("process", "sometimes")), "train") == at(seen(), "train")

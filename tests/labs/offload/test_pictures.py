@@ -78,8 +78,8 @@ def make_offload(tmp_path):
                     "rank": rank,
                     "time": clock,
                 }
-                told = [row for row in rows if row[0] not in without]
-                writer.append([Record(**about, metric=name, value=value, unit=unit) for name, value, unit in told])
+                reported = [row for row in rows if row[0] not in without]
+                writer.append([Record(**about, metric=name, value=value, unit=unit) for name, value, unit in reported])
         writer.finish()
         bad = VerdictRow("groups_return_to_baseline", leak, 0, "1", leak == 0, "rank 0 has more")
         none = VerdictRow("residual", None, 500, "MiB", None, "not measured: the ranks had no CUDA device")
@@ -208,7 +208,7 @@ def test_modes_of_jobs_of_different_sizes_warn(make_offload):
     assert "Warning" not in plot_modes([make_offload(), make_offload(mode="manual")]).get_suptitle()
 
 
-def test_modes_need_runs_that_can_be_told_apart(make_offload, tmp_path):
+def test_modes_need_runs_that_can_be_distinguished(make_offload, tmp_path):
     with pytest.raises(BadInput, match="two or more runs of the offload lab"):
         plot_modes([make_offload(), Run(create_run(tmp_path, "smoke", {}, {}).dir)])
     with pytest.raises(BadInput, match=r"two of these runs have the same mode.*exact"):

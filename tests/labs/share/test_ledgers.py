@@ -64,7 +64,7 @@ def test_what_a_small_ledger_lacks_is_named(tmp_path: Path, capsys: pytest.Captu
     assert verdict["plan_valid"]["why"] == "not measured: the ledger has no `plan` event"
 
 
-def test_runs_of_a_phase_are_told_apart() -> None:
+def test_runs_of_a_phase_are_distinguished() -> None:
     one = [
         {"event": "capacity"},
         {"event": "begins", "core": "a"},

@@ -140,7 +140,7 @@ def test_devices_times_are_whole(simulated):
     assert by.tolist() == pytest.approx([ended - began] * 2)
 
 
-def test_what_is_missing_is_said(tmp_path):
+def test_what_is_missing_is_reported(tmp_path):
     nothing = make(tmp_path, until="prepare")
     for table in (tables.leases, tables.switches, tables.requests, tables.progress, tables.loops):
         with pytest.raises(NotMeasured):

@@ -46,8 +46,8 @@ class Step(SplitStep):
         seen = []
         for piece in pieces:
             ids = piece["input_ids"]
-            said = self.job.table[ids[:, :-1]].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-            value, metrics = self.loss(said, piece, tokens=1.0, sequences=1.0)
+            message = self.job.table[ids[:, :-1]].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+            value, metrics = self.loss(message, piece, tokens=1.0, sequences=1.0)
             value.backward()  # type: ignore[no-untyped-call]
             seen.append(metrics)
         return seen

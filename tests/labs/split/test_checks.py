@@ -71,8 +71,11 @@ def test_without_a_rounding_a_norm_has_none() -> None:
 
 
 def balances(plain: float, cut: float | None, exact: float = 1.25) -> list[Row]:
-    said = [*results("sync", {"moe_aux_loss": plain}), *results("split", {} if cut is None else {"moe_aux_loss": cut})]
-    return [*said, (1, "oracle", "balance", exact, {})]
+    message = [
+        *results("sync", {"moe_aux_loss": plain}),
+        *results("split", {} if cut is None else {"moe_aux_loss": cut}),
+    ]
+    return [*message, (1, "oracle", "balance", exact, {})]
 
 
 @pytest.mark.parametrize(

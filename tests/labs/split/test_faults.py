@@ -87,14 +87,14 @@ def test_every_fault_is_known_here() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "config", "said"),
+    ("fault", "config", "message"),
     [
         ("late-lr", {"backend": "fsdp2"}, "leave out backend=fsdp2"),
         ("dummy-bins-counted", {"backend": "megatron", "batching": "fixed"}, "set backend=fsdp2"),
     ],
 )
 def test_a_bug_of_one_backend_is_not_put_into_the_other(
-    split: Split, fault: str, config: dict[str, str], said: str
+    split: Split, fault: str, config: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(kit.RankError, match=said):
+    with pytest.raises(kit.RankError, match=message):
         split(fault=fault, **config)

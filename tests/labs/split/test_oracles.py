@@ -26,7 +26,7 @@ EPS = 2.0**-23
 Tensors = dict[str, torch.Tensor]
 
 
-def trained(told: Settings, steps: int = 6, *, clip: bool = True, decay_vectors: bool = False) -> tuple[Any, ...]:
+def trained(reported: Settings, steps: int = 6, *, clip: bool = True, decay_vectors: bool = False) -> tuple[Any, ...]:
     """Weights before and after steps of torch's own AdamW in float32, and the gradients of each step."""
     generator = torch.Generator().manual_seed(0)
     params = {
@@ -34,11 +34,11 @@ def trained(told: Settings, steps: int = 6, *, clip: bool = True, decay_vectors:
     }
     start = {name: value.detach().clone() for name, value in params.items()}
     groups = [
-        {"params": [params["w"]], "weight_decay": told.weight_decay},
-        {"params": [params["b"]], "weight_decay": told.weight_decay if decay_vectors else 0.0},
+        {"params": [params["w"]], "weight_decay": reported.weight_decay},
+        {"params": [params["b"]], "weight_decay": reported.weight_decay if decay_vectors else 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=told.betas, eps=told.eps)
-    schedule = Schedule(optimizer, told)
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=reported.betas, eps=reported.eps)
+    schedule = Schedule(optimizer, reported)
     seen, rates = [], []
     for _ in range(steps):
         for value in params.values():
@@ -46,15 +46,15 @@ def trained(told: Settings, steps: int = 6, *, clip: bool = True, decay_vectors:
         seen.append({name: value.grad.clone() for name, value in params.items() if value.grad is not None})
         rates.append(optimizer.param_groups[0]["lr"])
         if clip:
-            torch.nn.utils.clip_grad_norm_(params.values(), told.clip)
+            torch.nn.utils.clip_grad_norm_(params.values(), reported.clip)
         optimizer.step()
         schedule.step(SEQUENCES)
     return start, {name: value.detach() for name, value in params.items()}, seen, rates
 
 
-def worst(told: Settings, start: Tensors, end: Tensors, seen: list[Tensors]) -> float:
-    done = module.steps(told, seen, SEQUENCES)
-    return max(module.moved(told, start, end, seen, done, eps=EPS).values())
+def worst(reported: Settings, start: Tensors, end: Tensors, seen: list[Tensors]) -> float:
+    done = module.steps(reported, seen, SEQUENCES)
+    return max(module.moved(reported, start, end, seen, done, eps=EPS).values())
 
 
 def test_the_oracles_import_nothing_of_what_they_check() -> None:

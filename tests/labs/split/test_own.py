@@ -96,7 +96,7 @@ def test_what_it_does_to_its_rows_is_its_own_business(split: Split) -> None:
 @pytest.mark.slow
 @pytest.mark.drawn(1, of="what_breaks_the_run_says_so")
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("Raises", "LookupError: my own finish failed"),
         ("Empty", "the object it returned lacks begin, microbatch, finish, abort, version"),
@@ -106,8 +106,8 @@ def test_what_it_does_to_its_rows_is_its_own_business(split: Split) -> None:
         ("Words", r"not a number: loss='small'"),
     ],
 )
-def test_what_breaks_the_run_says_so(split: Split, name: str, said: str) -> None:
-    with pytest.raises(kit.RankError, match=said) as caught:
+def test_what_breaks_the_run_says_so(split: Split, name: str, message: str) -> None:
+    with pytest.raises(kit.RankError, match=message) as caught:
         split(implementation=f"mine:{name}", **ONE)
     assert caught.value.phase == "split"
     assert name == "Raises" or f"implementation=mine:{name}" in str(caught.value)
@@ -138,7 +138,7 @@ def test_a_wrong_loss_is_found_out(split: Split, name: str, checks: set[str]) ->
 @pytest.mark.slow
 @pytest.mark.drawn(1, of="a_loss_that_cannot_be_used_says_so")
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("OneLevel", "loss=mine:OneLevel: its level is 'tokens' but ctx.level is 'sequences'; use level=tokens"),
         ("UnknownMetric", "normalizers.. and the returned metrics differ in extra"),
@@ -146,8 +146,8 @@ def test_a_wrong_loss_is_found_out(split: Split, name: str, checks: set[str]) ->
         ("Empty", "the object it returned lacks level, normalizers, __call__"),
     ],
 )
-def test_a_loss_that_cannot_be_used_says_so(split: Split, name: str, said: str) -> None:
-    with pytest.raises(kit.RankError, match=said):
+def test_a_loss_that_cannot_be_used_says_so(split: Split, name: str, message: str) -> None:
+    with pytest.raises(kit.RankError, match=message):
         split(loss=f"mine:{name}", **{**ONE, "level": "sequences"})
 
 
@@ -164,14 +164,14 @@ def test_a_model_of_ones_own(split: Split, config: dict[str, object]) -> None:
 @pytest.mark.slow
 @pytest.mark.drawn(1, of="a_model_that_cannot_be_used_says_so")
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("model_without_scheduler", "model=mine:model_without_scheduler: the object it returned lacks scheduler"),
         ("model_that_never_reduces", "finalize_model_grads_func in the config of a chunk is None"),
     ],
 )
-def test_a_model_that_cannot_be_used_says_so(split: Split, name: str, said: str) -> None:
-    with pytest.raises(kit.RankError, match=said):
+def test_a_model_that_cannot_be_used_says_so(split: Split, name: str, message: str) -> None:
+    with pytest.raises(kit.RankError, match=message):
         split(model=f"mine:{name}", **{**ONE, "layers": None})
 
 
@@ -179,17 +179,17 @@ WHOLE = {**dict.fromkeys(NUMBERS, 1.0), "version": 1, "metrics": {"loss": 0.5}}
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"lr": None}, "not a number: lr=None"),
         ({"metrics": [1]}, "metrics is a list and must be a dict"),
         ({"metrics": {"loss": "small"}}, "not a number: loss='small'"),
     ],
 )
-def test_a_result_that_is_none(change: dict[str, object], said: str) -> None:
+def test_a_result_that_is_none(change: dict[str, object], message: str) -> None:
     config = SplitConfig(implementation="mine:Own")
     assert whole_result(config, WHOLE) == WHOLE
-    with pytest.raises(BadInput, match=f"^implementation=mine:Own: finish.*; {said}"):
+    with pytest.raises(BadInput, match=f"^implementation=mine:Own: finish.*; {message}"):
         whole_result(config, {**WHOLE, **change})
     with pytest.raises(BadInput, match=r"it lacks version$"):
         whole_result(config, {name: value for name, value in WHOLE.items() if name != "version"})

@@ -152,7 +152,7 @@ def test_calls_follow_each_other_a_lane_for_each_rank(make_split):
     assert {"700 ms", "300 ms", "100 ms"} <= words(axes.figure)
 
 
-def test_many_ranks_are_told_by_one(make_split):
+def test_many_ranks_are_reported_by_one(make_split):
     assert axes_of(plot(make_split(ranks=8)), "Step 2, call by call (rank 0)")
 
 

@@ -112,9 +112,9 @@ def test_the_table_of_tensors(split: Split) -> None:
 def test_records_of_every_rank_and_call(split: Split) -> None:
     run = split()
     results = checks.results(run.frame(), "split").set_index(["step", "name"])
-    told = [results.loc[key] for key in ((1, "global_loss"), (2, "grad_norm"), (1, "probs_ratio"))]
-    told += [of(run, "split", metric) for metric in ("reductions_most", "wrong_versions")]
-    for rows in told:
+    reported = [results.loc[key] for key in ((1, "global_loss"), (2, "grad_norm"), (1, "probs_ratio"))]
+    reported += [of(run, "split", metric) for metric in ("reductions_most", "wrong_versions")]
+    for rows in reported:
         assert sorted(zip(rows["cycle"], rows["rank"], strict=True)) == [(c, r) for c in range(1, 7) for r in (0, 1)]
     assert set(of(run, "compare", "parameter_error")["rank"]) == {0, 1}
     rows = with_ids(of(run, "split", "call_seconds").query("rank == 1"), "call", "order")
@@ -126,10 +126,10 @@ def test_records_of_every_rank_and_call(split: Split) -> None:
 
 
 def test_the_rate_moves_and_every_step_differs(split: Split) -> None:
-    told = checks.values(split().frame(), "split").query("cycle == 1").set_index(["metric", "step"])["value"]
-    assert told["lr", 1] != told["lr", 2]
-    assert told["global_loss", 1] != told["global_loss", 2]
-    assert told["updated", 1] == 1
+    reported = checks.values(split().frame(), "split").query("cycle == 1").set_index(["metric", "step"])["value"]
+    assert reported["lr", 1] != reported["lr", 2]
+    assert reported["global_loss", 1] != reported["global_loss", 2]
+    assert reported["updated", 1] == 1
 
 
 def test_limits_move_without_a_rerun(split: Split) -> None:
@@ -171,8 +171,8 @@ def test_step_by_step(world: kit.World, split: Split) -> None:
     # Ranks record in their own order; which rank is first hangs on the machine.
     rows = [run.frame()[keys].sort_values(["cycle", "phase", "rank"], kind="stable") for run in (by_hand, at_once)]
     assert rows[0].to_dict("records") == rows[1].to_dict("records")
-    told = [checks.values(run.frame(), "split") for run in (by_hand, at_once)]
-    assert told[0].reset_index(drop=True).equals(told[1].reset_index(drop=True))  # the same seed, the same bits
+    reported = [checks.values(run.frame(), "split") for run in (by_hand, at_once)]
+    assert reported[0].reset_index(drop=True).equals(reported[1].reset_index(drop=True))  # the same seed, the same bits
     assert world.pids == pids
     assert world.eval("dist.get_world_size()") == [2, 2]
     with pytest.raises(BadInput, match="ranks=4, but the given World has 2"):

@@ -355,7 +355,7 @@ def test_a_wrong_version_is_in_the_colour_of_what_is_wrong(make_stream):
     assert colours[sentence] == theme("light").bad
 
 
-def test_what_is_missing_is_said_or_left_out(make_stream):
+def test_what_is_missing_is_reported_or_left_out(make_stream):
     half = plot(make_stream(until="stream"))
     assert "Recomputation: the run ended before it." in words(half)
     early = make_stream(until="lockstep")

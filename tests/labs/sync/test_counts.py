@@ -132,7 +132,7 @@ def drop(point: str) -> Callable[[Rows], None]:
         ("refresh", put("close", value=99.0), "the times of the points are not increasing"),
     ],
 )
-def test_what_breaks_the_rule_is_told(path: str, change: Callable[[Rows], None], words: str) -> None:
+def test_what_breaks_the_rule_is_reported(path: str, change: Callable[[Rows], None], words: str) -> None:
     rows = receiver(path)
     change(rows)
     wrong, count, first = out_of_order(frame(receiver(path, 1), rows, sender(path)), 1)
@@ -149,7 +149,7 @@ def test_the_sender_closes_first() -> None:
     assert (wrong, "the sender did not" in first) == (1, True)
 
 
-def test_two_syncs_of_one_path_are_told_apart() -> None:
+def test_two_syncs_of_one_path_are_distinguished() -> None:
     second = [{**row, "sync": 2, "value": row["value"] + 50} for row in receiver("refresh")]
     closed = [{**row, "sync": 2, "value": 150.0} for row in sender("refresh")]
     table = frame(receiver("refresh"), sender("refresh"), second, closed)

@@ -92,7 +92,7 @@ def test_a_buffer_that_is_used_again_is_found_out_where_buckets_are_stored() -> 
 
 
 @pytest.mark.slow
-def test_one_that_raises_ends_the_run_and_its_error_is_told() -> None:
+def test_one_that_raises_ends_the_run_and_its_error_is_reported() -> None:
     with pytest.raises(kit.RankError, match="my own receive failed") as caught:
         run("mine:Raises")
     assert caught.value.phase == "refresh"

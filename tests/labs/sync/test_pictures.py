@@ -188,7 +188,7 @@ def test_without_an_expansion_the_refresh_is_drawn(make_sync):
     assert "inactive" not in " ".join(words(picture))
 
 
-def test_many_receivers_are_told_by_the_slowest(make_sync):
+def test_many_receivers_are_reported_by_the_slowest(make_sync):
     axes = axes_of(
         plot(make_sync(ranks=10, replicas=4, infer_tp=2)), "Expansion of cycle 3, event by event, 5 of 8 receivers"
     )
@@ -223,7 +223,7 @@ def test_rates_have_their_ceiling_and_their_best(make_sync):
         ({"until": (1, "expand")}, "Digests: no tensor was hashed on a receiver."),
     ],
 )
-def test_what_is_missing_is_said(make_sync, changed, sentence):
+def test_what_is_missing_is_reported(make_sync, changed, sentence):
     picture = plot(make_sync(**changed))
     assert sentence in words(picture)
     assert not any(title.startswith("Medians at") for title in titles(picture))

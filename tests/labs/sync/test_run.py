@@ -122,9 +122,9 @@ def test_other_ways(sync: Sync, config: dict[str, object]) -> None:
 
 
 @pytest.mark.slow
-def test_what_was_compared_on_the_way_is_said(sync: Sync) -> None:
-    said = why(sync(transport="serialize", verify_share=0.3).verdict(), "bit_exact")
-    part = int(said.split("in transit ")[1].split(" of ")[0])
+def test_what_was_compared_on_the_way_is_reported(sync: Sync) -> None:
+    message = why(sync(transport="serialize", verify_share=0.3).verdict(), "bit_exact")
+    part = int(message.split("in transit ")[1].split(" of ")[0])
     assert 0 < part < 26
 
 

@@ -36,9 +36,9 @@ def released(folder: str, to: str, **settings: Any) -> str:
     with ownership.as_found():
         made = job(folder, **settings)
         shards.export(made.chunks, like=folder, to=to)
-        said = attempt(made.mover.release)
+        message = attempt(made.mover.release)
         made.mover.close()
-        return said
+        return message
 
 
 def changed(folder: str, to: str, name: str, **settings: Any) -> None:

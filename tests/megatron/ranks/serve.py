@@ -114,6 +114,6 @@ def fixed() -> dict[str, Any]:
     with ownership.as_found():
         replica = serve.Replica(ModelConfig())
         replica.chunks[0].decoder.final_layernorm.weight.detach().numpy()
-        said = attempt(replica.sleep)
+        message = attempt(replica.sleep)
         kept = all(param.untyped_storage().nbytes() > 0 for param in replica.chunks[0].parameters())
-        return {"said": said, "kept": kept and not replica.asleep}
+        return {"message": message, "kept": kept and not replica.asleep}

@@ -237,12 +237,12 @@ def refused(case: str, **settings: Any) -> dict[str, Any]:
             full["model.embed_tokens.weight"] = torch.zeros(257, 64)
         elif case == "many":
             full = {name: value for name, value in full.items() if ".layers.3." not in name}
-        said = ""
+        message = ""
         try:
             shards.load_full(job.chunks, full)
         except BadInput as error:
-            said = str(error)
-        return {"said": said, "changed": unequal(shards.merge(job.chunks), before)}
+            message = str(error)
+        return {"message": message, "changed": unequal(shards.merge(job.chunks), before)}
 
 
 def own_alone(**settings: Any) -> list[str]:

@@ -111,7 +111,7 @@ def far(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return float((apart / sum(float(b[name].double().square().sum()) for name in b)) ** 0.5)
 
 
-def said(call: Callable[[], object], kind: type[Exception] = Misuse) -> str:
+def message(call: Callable[[], object], kind: type[Exception] = Misuse) -> str:
     try:
         call()
     except kind as error:
@@ -125,16 +125,16 @@ def said(call: Callable[[], object], kind: type[Exception] = Misuse) -> str:
 def states() -> dict[str, Any]:
     with job_of() as job:
         split, data, sentences = MegatronSplit(job), mine(), {}
-        sentences["microbatch-closed"] = said(lambda: split.microbatch(data))
-        sentences["finish-closed"] = said(split.finish)
-        sentences["no-rows-a-microbatch"] = said(lambda: split.begin(LOSS, 16, 0))
+        sentences["microbatch-closed"] = message(lambda: split.microbatch(data))
+        sentences["finish-closed"] = message(split.finish)
+        sentences["no-rows-a-microbatch"] = message(lambda: split.begin(LOSS, 16, 0))
         split.abort()
         split.begin(LOSS, 16, MBS)
-        sentences["begin-open"] = said(lambda: split.begin(LOSS, 16, MBS))
-        sentences["finish-empty"] = said(split.finish)
-        sentences["half-a-microbatch"] = said(lambda: split.microbatch(cut(data, 0, 3)))
-        sentences["after-an-error"] = said(lambda: split.microbatch(data))
-        sentences["finish-after-an-error"] = said(split.finish)
+        sentences["begin-open"] = message(lambda: split.begin(LOSS, 16, MBS))
+        sentences["finish-empty"] = message(split.finish)
+        sentences["half-a-microbatch"] = message(lambda: split.microbatch(cut(data, 0, 3)))
+        sentences["after-an-error"] = message(lambda: split.microbatch(data))
+        sentences["finish-after-an-error"] = message(split.finish)
         split.abort()
         split.abort()
         closed, version = split.state, split.version
@@ -142,14 +142,14 @@ def states() -> dict[str, Any]:
         split.microbatch(data)
         result = split.finish()
         after = {"closed": closed, "version": version, "state": split.state}
-        return {"said": sentences, **after, "ticked": [split.version, result["version"]]}
+        return {"message": sentences, **after, "ticked": [split.version, result["version"]]}
 
 
 def refused() -> dict[str, str]:
     with job_of(**{**MOE, "sum_gradients": True}) as job:
-        per_token = said(lambda: MegatronSplit(job), BadInput)
+        per_token = message(lambda: MegatronSplit(job), BadInput)
         job.chunks *= 2
-        return {"per-token": per_token, "chunks": said(lambda: MegatronSplit(job), BadInput)}
+        return {"per-token": per_token, "chunks": message(lambda: MegatronSplit(job), BadInput)}
 
 
 # -- what is no number, what is not there ---------------------------------------------------------------------------------
@@ -168,15 +168,15 @@ def not_finite(kind: str) -> dict[str, Any]:
             split.microbatch(piece)
         result = split.finish()
         after = state(job)
-        told = {name: result[name] for name in ("updated", "version")}
-        told["finite"] = [math.isfinite(value) for value in (result["grad_norm"], result["lr"])]
+        reported = {name: result[name] for name in ("updated", "version")}
+        reported["finite"] = [math.isfinite(value) for value in (result["grad_norm"], result["lr"])]
         found, again = gradients(job, lambda: next_step(split, mine()))
-        told["changed"] = differ(before, after)
-        told["hooks_back"] = hooks(job) == at
-        told["next"] = [again["updated"], again["version"]]
+        reported["changed"] = differ(before, after)
+        reported["hooks_back"] = hooks(job) == at
+        reported["next"] = [again["updated"], again["version"]]
     with job_of() as job:
-        told["next_as_ever"] = far(found, gradients(job, lambda: step(job, [mine()]))[0])
-    return told
+        reported["next_as_ever"] = far(found, gradients(job, lambda: step(job, [mine()]))[0])
+    return reported
 
 
 def next_step(split: MegatronSplit, data: Batch) -> Any:
@@ -238,18 +238,22 @@ def error_in_a_chunk(**settings: Any) -> dict[str, Any]:
         next_step(split, mine())
         before = state(job)
         split.begin(Breaks(), 16, MBS)
-        told: dict[str, Any] = {"said": said(lambda: split.microbatch(mine()), LookupError)}
-        told |= {"hooks_back": hooks(job) == at, "state": split.state, "then": said(lambda: split.microbatch(mine()))}
+        reported: dict[str, Any] = {"message": message(lambda: split.microbatch(mine()), LookupError)}
+        reported |= {
+            "hooks_back": hooks(job) == at,
+            "state": split.state,
+            "then": message(lambda: split.microbatch(mine())),
+        }
         split.abort()
-        told |= {"changed": differ(before, state(job)), "version": split.version}
+        reported |= {"changed": differ(before, state(job)), "version": split.version}
         next_step(split, mine())
         mended = state(job)
     with job_of(**settings) as job:
         control = MegatronSplit(job)
         for _ in range(2):
             next_step(control, mine())
-        told["unlike_control"] = [name for name in differ(mended, state(job)) if name != "random"]
-    return told
+        reported["unlike_control"] = [name for name in differ(mended, state(job)) if name != "random"]
+    return reported
 
 
 def error_after_reduction(**settings: Any) -> dict[str, Any]:
@@ -260,12 +264,12 @@ def error_after_reduction(**settings: Any) -> dict[str, Any]:
         job.optimizer.step = [].pop
         split.begin(LOSS, 16, MBS)
         split.microbatch(mine())
-        told: dict[str, Any] = {"said": said(split.finish, IndexError), "hooks_back": hooks(job) == at}
+        reported: dict[str, Any] = {"message": message(split.finish, IndexError), "hooks_back": hooks(job) == at}
         job.optimizer.step = plain
         split.abort()
-        told |= {"changed": differ(before, state(job)), "version": split.version}
-        told["updated"] = next_step(split, mine())["updated"]
-        return told
+        reported |= {"changed": differ(before, state(job)), "version": split.version}
+        reported["updated"] = next_step(split, mine())["updated"]
+        return reported
 
 
 # -- reductions ------------------------------------------------------------------------------------------------------------
@@ -430,9 +434,9 @@ def uneven_microbatches() -> dict[str, Any]:
         split, before, at = MegatronSplit(job), state(job), hooks(job)
         split.begin(LOSS, 16, MBS)
         split.microbatch(cut(mine(), 0, ROWS if dist.get_rank() == 0 else MBS))
-        told = {"said": said(split.finish), "hooks_back": hooks(job) == at}
+        reported = {"message": message(split.finish), "hooks_back": hooks(job) == at}
         split.abort()
-        return {**told, "changed": differ(before, state(job)), "updated": next_step(split, mine())["updated"]}
+        return {**reported, "changed": differ(before, state(job)), "updated": next_step(split, mine())["updated"]}
 
 
 def both_ways(pieces: int) -> dict[str, float]:
@@ -451,5 +455,5 @@ def both_ways(pieces: int) -> dict[str, float]:
                         split.microbatch(cut(mine(), at, at + each))
                     result = split.finish()
             found.append((shards.merge(job.chunks), result["metrics"]))
-    (weights, metrics), (others, told) = found
-    return {"weights": far(others, weights), **{name: abs(told[name] - metrics[name]) for name in metrics}}
+    (weights, metrics), (others, reported) = found
+    return {"weights": far(others, weights), **{name: abs(reported[name] - metrics[name]) for name in metrics}}

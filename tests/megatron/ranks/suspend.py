@@ -59,7 +59,10 @@ def there_and_back() -> dict[str, Any]:
     kept = stats["snapshot"]["suspended"]
     asleep = [handle for handle in living if handle.kit_inner is None]
     used = [attempt(lambda handle=handle: dist.barrier(group=handle)) for handle in asleep]
-    named = [str(handle.group_desc) in said and "released" in said for handle, said in zip(asleep, used, strict=True)]
+    named = [
+        str(handle.group_desc) in message and "released" in message
+        for handle, message in zip(asleep, used, strict=True)
+    ]
     result = {
         "counted": stats["destroyed"],
         "suspended": len(kept["suspended"]),

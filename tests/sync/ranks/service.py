@@ -174,7 +174,7 @@ class Dies(Call):
 class DiesLate(Call):
     """Killed when its weights are new."""
 
-    def finalize(self, said: dict[str, Any]) -> None:
+    def finalize(self, message: dict[str, Any]) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -176,8 +176,8 @@ def process(rank: int, size: int, folder: Path, kind: str) -> None:
         dist.barrier()
         address = json.loads((folder / "address").read_text())
         dist.barrier()
-        said = sync(kind=kind, address=address, part=part, dies=part[-1] if attempt else None)
-        (folder / f"rank{rank}-{attempt}.json").write_text(json.dumps(said))
+        message = sync(kind=kind, address=address, part=part, dies=part[-1] if attempt else None)
+        (folder / f"rank{rank}-{attempt}.json").write_text(json.dumps(message))
     os._exit(0)  # the World has lost a rank: there is no orderly end
 
 

@@ -290,13 +290,13 @@ def abort(where: str, dtype: str) -> dict[str, Any]:
 
 def misuse() -> dict[str, str]:
     step = fsdp.FsdpSplit(job())
-    said = {"microbatch closed": attempt(lambda: step.microbatch(mine())), "finish closed": attempt(step.finish)}
-    said["abort closed"] = attempt(step.abort)
+    message = {"microbatch closed": attempt(lambda: step.microbatch(mine())), "finish closed": attempt(step.finish)}
+    message["abort closed"] = attempt(step.abort)
     step.begin(a_loss("tokens"), GBS, MBS)
-    said["begin open"] = attempt(lambda: step.begin(a_loss("tokens"), GBS, MBS))
-    said["finish empty"] = attempt(step.finish)
+    message["begin open"] = attempt(lambda: step.begin(a_loss("tokens"), GBS, MBS))
+    message["finish empty"] = attempt(step.finish)
     step.abort()
-    return said
+    return message
 
 
 def not_finite() -> dict[str, Any]:
@@ -330,11 +330,11 @@ def refused() -> list[str]:
         here.token_budget = 8
     step = fsdp.FsdpSplit(here)
     step.begin(a_loss("tokens"), GBS, MBS)
-    said = [attempt(lambda: step.microbatch(mine()))]
+    message = [attempt(lambda: step.microbatch(mine()))]
     step.abort()
     here.token_budget = BUDGET
-    said.append(str(_step(here, step)["updated"]))
-    return said
+    message.append(str(_step(here, step)["updated"]))
+    return message
 
 
 def clipping() -> dict[str, Any]:

@@ -296,7 +296,7 @@ def test_stop_between_two_steps(made: Make) -> None:
     assert model.state == "ready"
 
 
-def test_code_that_cannot_be_loaded_is_told_and_the_panel_stays(made: Make) -> None:
+def test_code_that_cannot_be_loaded_is_reported_and_the_panel_stays(made: Make) -> None:
     model, controller = made(find("smoke"), implementation="nowhere:Thing")
     controller.start()
     controller.wait()
@@ -415,16 +415,16 @@ def test_what_ranks_print_is_in_the_log_and_a_view_that_fails_stops_nothing(
     model.unobserve(fail, ["progress"])
 
 
-def test_ticks_that_come_fast_are_told_seldom(own: Definition) -> None:
-    told: list[None] = []
-    watch = Watch(threading.Event(), lambda: told.append(None), every_s=3600)
+def test_ticks_that_come_fast_are_reported_seldom(own: Definition) -> None:
+    reported: list[None] = []
+    watch = Watch(threading.Event(), lambda: reported.append(None), every_s=3600)
     with Lab(own, {}) as lab:
         watch.take(lab)
         for _ in range(100):
             watch.tick(())
             watch.output(0, "a line\nand another")
         phases, progress, log = watch.seen()
-    assert len(told) <= 1
+    assert len(reported) <= 1
     assert len(log) == 200
     assert (len(phases), progress.done, progress.total, progress.left) == (4, 0, 4, 0)
 

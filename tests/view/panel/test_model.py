@@ -88,15 +88,15 @@ def test_every_choice_is_refused_beforehand_exactly_where_choosing_it_is_a_probl
     for field in model.fields:
         for choice in choices(field):
             model.reset()
-            told = model.refused.get(field.name, {}).get(choice)
+            reported = model.refused.get(field.name, {}).get(choice)
             if choice == model.values[field.name]:
-                assert told is None
+                assert reported is None
                 continue
             model.set(field.name, choice)
             tried += 1
             assert model.values[field.name] == choice
-            assert (told in model.problems.values()) if told else not model.problems, (field.name, choice)
-            assert bool(model.can) == (told is None)
+            assert (reported in model.problems.values()) if reported else not model.problems, (field.name, choice)
+            assert bool(model.can) == (reported is None)
             assert model.phases
     assert tried
 
@@ -222,7 +222,7 @@ def test_the_last_run_of_the_lab_is_shown_and_no_other(runs: Path) -> None:
     assert PanelModel(find("split")).run is None
 
 
-def test_a_last_run_that_is_damaged_is_told_and_the_panel_opens(runs: Path) -> None:
+def test_a_last_run_that_is_damaged_is_reported_and_the_panel_opens(runs: Path) -> None:
     (smoke_run(runs) / "run.json").write_text('{"run": 1}')
     model = PanelModel(find("smoke"))
     assert model.run is None
@@ -316,7 +316,7 @@ def test_ranges() -> None:
     assert limits_of((), {}, None, {}) == ()
 
 
-def test_a_check_that_stumbles_is_told_and_the_panel_stays(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_stumbles_is_reported_and_the_panel_stays(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = smoke_run(runs)
 
     def stumble(*_: object, **__: object) -> None:

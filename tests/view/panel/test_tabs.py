@@ -72,7 +72,7 @@ def smoke(finished, folder):
     return model
 
 
-def said(tab):
+def message(tab):
     return re.sub("<.*?>", "", tab.notice.value)
 
 
@@ -206,10 +206,10 @@ def test_a_drawing_that_stumbles_is_one_sentence_and_the_next_one_is_drawn(offlo
     plots = tab._album.plots
     monkeypatch.setitem(plots, "drift", dataclasses.replace(plots["drift"], paint=stumble))
     tab.choice.value = "drift"
-    assert said(tab) == "drift cannot be drawn of this run: KeyError: &#x27;idle&#x27;"
+    assert message(tab) == "drift cannot be drawn of this run: KeyError: &#x27;idle&#x27;"
     tab.choice.value = "times"
     assert "Time per phase and rank of" in page(tab)
-    assert said(tab) == ""
+    assert message(tab) == ""
 
 
 def test_plots_are_saved_beside_the_run(offload):
@@ -219,12 +219,12 @@ def test_plots_are_saved_beside_the_run(offload):
     tab.png.click()
     path = offload.run.dir / "drift.png"
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert said(tab) == f"written: {path}"
+    assert message(tab) == f"written: {path}"
     tab.svg.click()
     assert "<svg" in (offload.run.dir / "drift.svg").read_text()
 
 
-def test_without_a_run_a_person_is_told_what_to_do(tmp_path, monkeypatch):
+def test_without_a_run_a_person_is_reported_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("KIT_RUNS", str(tmp_path))
     model = PanelModel(find("smoke"))
     tab = PlotsTab(model)
@@ -234,7 +234,7 @@ def test_without_a_run_a_person_is_told_what_to_do(tmp_path, monkeypatch):
     export, records = ExportTab(model), RecordsTab(model)
     records.visible = True
     assert export.go.disabled
-    assert "no run yet" in said(export) + said(records)
+    assert "no run yet" in message(export) + message(records)
 
 
 # -- records ---------------------------------------------------------------------------------------------------------------
@@ -338,10 +338,10 @@ def test_tables_of_a_lab_that_the_run_has_nothing_for_say_so(finished, folder, t
     tab.visible = True
     assert set(tab.choice.options) == {"records", "times", "memory", "syncs", "stages", "transports", "digests"}
     tab.choice.value = "digests"
-    assert said(tab) == "no tensor was hashed on a receiver"
+    assert message(tab) == "no tensor was hashed on a receiver"
     assert tab.grid.words.disabled
     tab.choice.value = "records"
-    assert said(tab) == ""
+    assert message(tab) == ""
 
 
 # -- comparison ------------------------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ def test_two_runs_are_compared(smoke, folder):
         str(folder / "plain"),
     ]  # the last two, until a person chooses
     tab.go.click()
-    assert "fault: None / leaked-group" in said(tab)  # compared with the older one
+    assert "fault: None / leaked-group" in message(tab)  # compared with the older one
     assert "<svg" in tab.picture.value
     assert "What changed most against" in tab.picture.value
     assert list(tab.grid.frame.columns) == ["phase", "metric", "rank", "base", "value", "ratio", "n", "unit"]
@@ -376,15 +376,15 @@ def test_two_runs_are_compared(smoke, folder):
     assert (row["base"], row["value"], row["ratio"]) == (1, 2.5, 2.5)
 
 
-def test_one_run_is_not_compared_and_words_that_find_nothing_are_told(smoke, folder):
+def test_one_run_is_not_compared_and_words_that_find_nothing_are_reported(smoke, folder):
     tab = CompareTab(smoke)
     tab.visible = True
     tab.runs.value = [str(folder / "plain")]
     assert tab.go.disabled
-    assert "two runs or more" in said(tab)
+    assert "two runs or more" in message(tab)
     tab.words.value = "nothing-of-it"
     assert tab.runs.options == ()
-    assert said(tab).startswith("No run in")
+    assert message(tab).startswith("No run in")
 
 
 # -- export ----------------------------------------------------------------------------------------------------------------
@@ -398,7 +398,7 @@ def test_every_kind_is_written_with_its_origin_and_can_be_taken_from_the_page(sm
     tab.path.value = str(tmp_path / f"leaking{kind}")
     tab.go.click()
     path = tmp_path / f"leaking{kind}"
-    assert said(tab).startswith(f"written: {path}")
+    assert message(tab).startswith(f"written: {path}")
     assert f'download="leaking{kind}"' in tab.link.value
     assert base64.b64decode(tab.link.value.partition("base64,")[2].partition('"')[0]) == path.read_bytes()
     if kind in {".csv", ".parquet", ".json"}:
@@ -422,7 +422,7 @@ def test_what_cannot_be_written_is_one_sentence(smoke, tmp_path, path, sentence)
     tab = ExportTab(smoke)
     tab.path.value = str(tmp_path / path)
     tab.go.click()
-    assert sentence in said(tab).replace("&#x27;", "'")
+    assert sentence in message(tab).replace("&#x27;", "'")
     assert tab.link.value == ""
     assert not list(tmp_path.iterdir())
 
@@ -491,17 +491,17 @@ def test_controls_begin_with_the_runs_settings_and_the_table_follows_them(model,
     assert forecasts.reads == 2
 
 
-def test_what_cannot_be_forecast_is_said(model, forecasts):
+def test_what_cannot_be_forecast_is_reported(model, forecasts):
     tab = WhatIfTab(model, forecasts.declared)
     tab.visible = True
     tab.controls["cycles"].value = 4
     tab.controls["mode"].value = "odd"
-    assert (shown(tab), said(tab)) == (None, "cycles=4 is even")
+    assert (shown(tab), message(tab)) == (None, "cycles=4 is even")
     tab.controls["cycles"].value = 5
-    assert (shown(tab), said(tab)) == ([{"loop": "odd", "cycles": 5}], "")
+    assert (shown(tab), message(tab)) == ([{"loop": "odd", "cycles": 5}], "")
     forecasts.lacking = "the run ended before"
     model.revision += 1
-    assert (shown(tab), said(tab)) == (None, "the run ended before")
+    assert (shown(tab), message(tab)) == (None, "the run ended before")
 
 
 def test_only_a_lab_that_declares_it_has_the_tab(model):

@@ -256,15 +256,15 @@ class Pressed:
     """A stand-in for the controller that only notes what it is told."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.reported: list[str] = []
 
     def __getattr__(self, name):
-        return lambda: self.told.append(name)
+        return lambda: self.reported.append(name)
 
 
 def test_buttons_are_pressable_where_they_make_sense():
-    model, told = PanelModel(find("smoke")), Pressed()
-    buttons = Buttons(model, told)
+    model, reported = PanelModel(find("smoke")), Pressed()
+    buttons = Buttons(model, reported)
     for state in ("idle", "starting", "ready", "running", "stopping", "finished", "failed", "stopped"):
         model.state = state
         assert {name for name, button in buttons.of.items() if not button.disabled} == set(model.can)
@@ -275,7 +275,7 @@ def test_buttons_are_pressable_where_they_make_sense():
         assert button.description
         assert button.icon
         button.click()
-    assert told.told == ["start", "step", "run_all", "stop", "restart"]
+    assert reported.reported == ["start", "step", "run_all", "stop", "restart"]
 
 
 # -- strip ----------------------------------------------------------------------------------------------------------
@@ -313,19 +313,19 @@ def test_the_culprit_is_red_and_its_traceback_is_folded():
     assert shown.grid.value.count('<tr class="kit-culprit">') == 1
     assert '<tr class="kit-culprit"><th class="kit-rank" scope="row">✗ rank 1</th>' in shown.grid.value
     assert '<td class="kit-failed"' in shown.grid.value
-    said = shown.failure.value
-    assert "<details><summary>" in said
-    assert "✗ rank 1 raised in phase talk" in said
-    assert "&lt;b&gt;ValueError" in said
-    assert "&lt;script&gt;" in said
-    assert "<script>" not in said
+    message = shown.failure.value
+    assert "<details><summary>" in message
+    assert "✗ rank 1 raised in phase talk" in message
+    assert "&lt;b&gt;ValueError" in message
+    assert "&lt;script&gt;" in message
+    assert "<script>" not in message
     model.failure = Failure("stopped", "stopped in phase 'talk': 1 of 4 phases were done", (), "talk", "")
     assert "kit-bad" not in shown.failure.value  # a person's Stop
     model.failure = None
     assert shown.failure.value == ""
 
 
-def test_the_verdict_is_said_in_words(finished):
+def test_the_verdict_is_reported_in_words(finished):
     model = PanelModel(find("smoke"), {"cycles": 2})
     shown = look.Strip(model)
     assert "checks" not in shown.notice.value
@@ -368,7 +368,7 @@ def test_the_bar_says_in_words_how_far_it_is():
         assert part in bar
 
 
-def test_what_is_said_is_a_live_line():
+def test_what_is_reported_is_a_live_line():
     model = PanelModel(find("smoke"))
     shown = look.Strip(model)
     model.notice = "a <tag>"
