@@ -1,10 +1,10 @@
-"""Events and commands, and the ledger: the rows of everything that passed a runner, with its time, in order.
+"""Events, commands and the ledger: a row, with its time, for everything that passes a runner, in order.
 
-A message is a name, the pipeline that it belongs to, and ids: frozen, hashable, and cheap to make. An id is a whole number or a text, as in
-a record, so that a ledger gives back exactly what passed. Several numbers are one text: `listed((3, 4))` is "3,4".
+A message is a name, its pipeline, and ids: frozen, hashable, and cheap to make. An id is a whole number or a text, as in a record, so a
+ledger reads back exactly as written. Several numbers are one text: `listed((3, 4))` is "3,4".
 
-A row is a name, a time in seconds and ids. An event's row has the id `core` (which core took it), a command's row the id `to` (its
-address). A command to "ledger" is a note: it goes nowhere else, and its row has neither. Commands stand behind the event that they answer.
+A row is a name, a time in seconds and ids. An event's row has the id `core` (the core that received it), a command's row the id `to` (its
+address). A command to "ledger" is a note: only the ledger gets it, and its row has neither id. Commands follow the event that caused them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kit.errors import BadInput
 from kit.results.records import parse, read_bytes
 
 Id = int | str
-NOTES = "ledger"  # the address of commands that are rows and nothing else
+NOTES = "ledger"  # the address of commands that are only recorded
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Message:
-    """Its ids are read as `message["group"]` or `message.group`; `get` gives a default where an id is missing."""
+    """Read an id as `message["group"]` or `message.group`; `get` returns a default if the id is missing."""
 
     name: str
     pipeline: str
@@ -41,7 +41,7 @@ class Message:
         raise KeyError(f"{self.name} has no id {name!r}; it has {', '.join(key for key, _ in self.ids) or 'none'}")
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("name", "pipeline", "ids", "to") or name.startswith("_"):  # not set yet, as in a copy under way
+        if name in ("name", "pipeline", "ids", "to") or name.startswith("_"):  # not set yet, as during a copy
             raise AttributeError(name)
         try:
             return self[name]
@@ -59,7 +59,7 @@ class Event(Message):
 
 @dataclass(frozen=True, slots=True, init=False)
 class Command(Message):
-    """What a core wants done: `Command("begin", "trainer", "a", step=3)`. `to` names a port or another core."""
+    """What a core orders: `Command("begin", "trainer", "a", step=3)`. `to` names a port or another core."""
 
     to: str
 
@@ -77,9 +77,9 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 class Map(dict[Any, Any]):
-    """A mapping that does not change and can be hashed. `put`, `without` and `plus` give a new one.
+    """An immutable, hashable mapping. `put`, `without` and `plus` return a new one.
 
-    A copy of 1,000 entries takes some microseconds, so a state may hold one and still be replaced with every event.
+    Copying 1,000 entries takes a few microseconds, so a state can hold a Map and be replaced at every event.
     """
 
     __slots__ = ()
@@ -99,7 +99,7 @@ class Map(dict[Any, Any]):
         return hash(frozenset(self.items()))
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise TypeError("a Map does not change; use put or without")
+        raise TypeError("a Map is immutable; use put or without")
 
     __setitem__ = __delitem__ = update = pop = popitem = clear = setdefault = __ior__ = _refuse
 
@@ -114,7 +114,7 @@ class Row(NamedTuple):
 
 
 class Ledger(Protocol):
-    """Where a runner writes. `flush` comes before each wait and at the end."""
+    """Where a runner writes. It calls `flush` before each wait and at the end."""
 
     def write(self, row: Row) -> None: ...
     def flush(self) -> None: ...
@@ -136,14 +136,14 @@ def command_row(command: Command, when: float) -> Row:
     ids = dict(command.ids)
     if {"core", "to"} & ids.keys():
         raise BadInput(
-            f"{command.name} has an id `core` or `to`; these say what passed a port, and only the runner writes them"
+            f"{command.name} has an id `core` or `to`; these are reserved for the runner, so rename the id"
         )
     address = {} if command.to == NOTES else {"to": command.to}
     return Row(command.name, when, {**ids, "pipeline": command.pipeline, **address})
 
 
 def read(path: Path, phase: str | None = None) -> list[Row]:
-    """The rows of a file of records that are events, of all phases or of one. Lines that cannot be read are left out."""
+    """The event rows of a file of records, of all phases or of one. Unreadable lines are skipped."""
     columns, _ = parse(read_bytes(path))
     events = zip(*(columns[name] for name in ("metric", "time", "ids", "value", "text", "phase")), strict=True)
     return [
@@ -154,7 +154,7 @@ def read(path: Path, phase: str | None = None) -> list[Row]:
 
 
 class Frozen:
-    """A core's state: the fields of a turn, copied, which never change. Mixed in before the dataclass of the fields."""
+    """A core's state: an immutable copy of the fields of a turn. Inherit it before the dataclass of the fields."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -164,7 +164,7 @@ class Frozen:
             object.__setattr__(self, name, getattr(fields, name))
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise FrozenInstanceError(f"a state does not change: {name}")
+        raise FrozenInstanceError(f"a state is immutable: {name}")
 
     def __hash__(self) -> int:
         return hash(self.values())

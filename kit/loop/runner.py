@@ -1,8 +1,8 @@
-"""The runner: one inbox, any number of named cores, routing by address, a clock, and the ledger.
+"""The runner: one inbox, any number of named cores, routing by address, a clock and the ledger.
 
-It takes one event at a time, gives it to its core, and carries the commands: to a port, to another core (for which the command is an
-event), to the ledger ("ledger", a note) or to itself ("runner": `ended` ends that core). Every wait has a deadline. A port that raises
-becomes an `error` event with the command's ids; a core that raises is a bug and ends the run. Not for use from several threads.
+It gives one event at a time to its core and delivers the commands: to a port, to another core (which gets the command as an event), to
+the ledger ("ledger", a note) or to itself ("runner": `ended` ends that core). Every wait has a deadline. An exception in a port becomes an
+`error` event with the command's ids; an exception in a core is a bug and ends the run. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Answer = Callable[[Command], Iterable[tuple[float, Event]]]
 
 S = TypeVar("S")
 ITSELF = "runner"
-BEGINS = "begins"  # the row before the commands with which a core begins
+BEGINS = "begins"  # the row before a core's first commands
 
 
 class Core(Protocol[S]):
-    """A pure state machine. States are hashable and never change; neither method has a clock, I/O or random numbers."""
+    """A pure state machine. States are hashable and immutable; neither method uses a clock, I/O or random numbers."""
 
     def begin(self) -> tuple[S, tuple[Command, ...]]: ...
     def step(self, state: S, event: Event) -> tuple[S, tuple[Command, ...]]: ...
 
 
 class Port(Protocol):
-    """Carries out commands. It answers at once, or later when it is asked what has arrived; neither call waits."""
+    """Executes commands. `send` returns the events known at once, `take` those that arrived since; neither blocks."""
 
     def send(self, command: Command) -> Iterable[Event]: ...
     def take(self) -> Iterable[Event]:
@@ -42,14 +42,14 @@ class Port(Protocol):
 
 
 class Clock(Protocol):
-    """`wait` returns when something may have arrived, or after the seconds; with False if nothing can ever arrive."""
+    """`wait` returns when something may have arrived or the seconds are over; False if nothing can ever arrive."""
 
     def now(self) -> float: ...
     def wait(self, seconds: float) -> bool: ...
 
 
 class Stalled(KitError):  # noqa: N818 - reads as what happened
-    """Nothing arrived before the deadline, or nothing can arrive. `cores` are those that have not ended."""
+    """Nothing arrived before the deadline, or nothing can arrive. `cores`: those that have not ended."""
 
     def __init__(self, message: str, cores: tuple[str, ...]) -> None:
         super().__init__(message)
@@ -59,8 +59,8 @@ class Stalled(KitError):  # noqa: N818 - reads as what happened
 class Runner:
     """`Runner({"a": core}, {"trainer": port, ...}).run()` returns how each core ended: its `ended` command.
 
-    An event from a port goes to the core that its pipeline names; where there is one core only, to that one. `own` has the seconds that
-    each event took in the core and the runner, without the ports.
+    An event from a port goes to the core of its pipeline, or to the only core. `own` has the seconds that each event took in the core and
+    the runner, without the ports.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Runner:
         if taken := sorted({NOTES, ITSELF} & {*cores, *ports}):
             raise BadInput(f"{taken[0]!r} is the runner's own address; give the core or port another name")
         if not deadline_s > 0:
-            raise BadInput(f"deadline_s={deadline_s} must be above 0: every wait has a deadline")
+            raise BadInput(f"deadline_s={deadline_s} must be above 0, because every wait has a deadline")
         self.cores = dict(cores)
         self.ports = dict(ports)
         self.clock = clock
@@ -107,7 +107,7 @@ class Runner:
         self._take()
         if self.inbox:
             name, event = self.inbox.popleft()
-            if name not in self.ended:  # what arrives after a core's end has no reader
+            if name not in self.ended:  # events after a core's end are ignored
                 self._turn(name, event)
         else:
             self._wait()
@@ -116,7 +116,7 @@ class Runner:
         for name, port in self.ports.items():
             try:
                 arrived = list(port.take())
-            except Exception as error:  # noqa: BLE001 - whatever a port raises is an event for the cores
+            except Exception as error:  # noqa: BLE001 - any exception of a port becomes an event for the cores
                 arrived = [Event("error", core, of="port", port=name, why=_sentence(error)) for core in self.cores]
             for event in arrived:
                 self.post(event)
@@ -130,14 +130,14 @@ class Runner:
                 return
             if self.clock.now() >= until:
                 self._stalled(f"no event arrived within {self.deadline_s:g} s")
-        self._stalled("no event can arrive any more")
+        self._stalled("no further event can arrive")
 
     def _stalled(self, what: str) -> None:
         left = tuple(name for name in self.cores if name not in self.ended)
         raise Stalled(f"{what}; not ended: {', '.join(left)}", left)
 
     def _turn(self, name: str, event: Event | None) -> None:
-        """One event through its core. The ledger has it before its commands, whatever they do."""
+        """Pass one event to its core. The ledger has the event before its commands run."""
         began = time.perf_counter()
         now = self.clock.now()
         if event is None:
@@ -162,7 +162,7 @@ class Runner:
         elif command.to in self.ports:
             try:
                 answers = list(self.ports[command.to].send(command))
-            except Exception as error:  # noqa: BLE001 - whatever a port raises is an event for the core
+            except Exception as error:  # noqa: BLE001 - any exception of a port becomes an event for the core
                 ids = {**dict(command.ids), "of": command.name, "why": _sentence(error)}
                 self.inbox.append((name, Event("error", command.pipeline, **ids)))
             else:
@@ -176,7 +176,7 @@ class Runner:
             return [event.pipeline]
         if len(self.cores) == 1:
             return list(self.cores)
-        raise BadInput(f"the event {event.name} belongs to the pipeline {event.pipeline!r}, which no core has")
+        raise BadInput(f"the event {event.name} belongs to the pipeline {event.pipeline!r}, which has no core")
 
 
 def _sentence(error: BaseException) -> str:
@@ -184,7 +184,7 @@ def _sentence(error: BaseException) -> str:
 
 
 class RealClock:
-    """Unix seconds. `wait` is what waits for the ports: it takes seconds, and returns when something may have arrived.
+    """Unix seconds. `wait` blocks for up to the given seconds and returns when something may have arrived.
 
     For calls in flight on ranks: `RealClock(lambda seconds: kit.wait(pendings, timeout_s=seconds))`.
     """
@@ -201,7 +201,7 @@ class RealClock:
 
 
 class VirtualClock:
-    """Time that jumps to what happens next. What is due at the same time happens in the order in which it was scheduled."""
+    """Time that jumps to the next scheduled action. Actions due at the same time run in the order in which they were scheduled."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -213,11 +213,11 @@ class VirtualClock:
 
     def after(self, seconds: float, what: Callable[[], None]) -> None:
         if not (math.isfinite(seconds) and seconds >= 0):
-            raise ValueError(f"{seconds} s is no time from now on")
+            raise ValueError(f"{seconds} s must be finite and at least 0")
         heapq.heappush(self._due, (self._now + seconds, next(self._count), what))
 
     def wait(self, seconds: float) -> bool:
-        """Jump to the next thing that is due and let it happen; at most so far."""
+        """Jump to the next action, at most `seconds` ahead, and run it."""
         if not self._due:
             return False
         if self._due[0][0] > self._now + seconds:
@@ -229,9 +229,9 @@ class VirtualClock:
 
 
 class Simulated:
-    """A port on a virtual clock. `answers` gives, for each command by name, events and the seconds until each arrives.
+    """A port on a virtual clock. `answers` maps a command's name to its events and the seconds until each arrives.
 
-    `fail_at` names commands that fail, by their number (from 0, in the order in which this port gets them): the port raises.
+    `fail_at` maps the number of a command (from 0, in the order in which this port gets them) to the error that the port raises.
     """
 
     def __init__(

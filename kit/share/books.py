@@ -1,7 +1,7 @@
-"""A ledger of leases, kept again from its rows: who has which device, who waits, who generates where; and the plans that follow from that.
-No count of the desk's is used, and none of its code.
+"""Rebuilds the state of the desk from the rows of a ledger: who has which device, who waits, who generates where; and plans from that state.
+Uses neither the desk's code nor its counts.
 
-Rows that a runner writes twice, as a command and as the event of another core, count once.
+Rows that a runner writes twice, as a command and as another core's event, count once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Request = tuple[str, Any, Any]  # to a replica: pipeline, group, sample
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`who` is the pipeline that it is about, `turn` the number of the desk's turn that it belongs to."""
+    """`who` is the pipeline that the row is about, `turn` the number of its desk turn."""
 
     at: int
     event: str
@@ -98,12 +98,12 @@ class Ledger:
         for at, row in enumerate(found):
             if "event" not in row or not isinstance(row.get("time"), int | float):
                 raise BadInput(
-                    f"row {at} of the ledger is {dict(row)!r}; a row needs an `event` and a `time` in seconds"
+                    f"row {at} of the ledger is {dict(row)!r}; it needs an `event` and a `time` in seconds"
                 )
             core, ours = row.get("core"), row.get("pipeline") == self.desk
             turn += core == self.desk or (core is None and row["event"] in OPERATIONS)
             if row.get("to") == self.desk or (core not in (None, self.desk) and row["event"] in ANSWERS):
-                continue  # it comes, or came, a second time
+                continue  # written twice
             ids = {name: value for name, value in row.items() if name not in ("event", "time", "pipeline")}
             who = str(row.get("who", self.desk if ours else row.get("pipeline", "")))
             self.rows.append(Row(at, str(row["event"]), row["time"], row["time"] - found[0]["time"], who, turn, ids))
@@ -123,7 +123,7 @@ class Ledger:
         return int(self.limits.get(name, default))
 
     def replay(self) -> Iterator[tuple[Row, Books]]:
-        """Each row with the books before it, up to the desk's end; `books.take(row)` is done when the next one is asked for."""
+        """Each row with the books before it, up to the desk's end. `books.take(row)` runs when the next row is requested."""
         books = Books(self.limit("devices", 0))
         for row in self.rows:
             yield row, books
@@ -143,7 +143,7 @@ class Ledger:
 
 @dataclass(slots=True)
 class Books:
-    """What follows from the rows so far. A replica is (pipeline, number), a cluster (pipeline, name)."""
+    """The state according to the rows so far. A replica is (pipeline, number), a cluster (pipeline, name)."""
 
     devices: int
     clusters: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)  # in order of registration
@@ -164,7 +164,7 @@ class Books:
     leaving: set[str] = field(default_factory=set)
     closing: set[str] = field(default_factory=set)
     streams: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
-    plan: Row | None = None  # the one under way
+    plan: Row | None = None  # the current one
 
     def bundle(self, name: str, replica: int) -> frozenset[int]:
         tp = self.tp[name]
@@ -178,7 +178,7 @@ class Books:
         return sum(min(done, target) for done, target in reports), sum(target for _, target in reports)
 
     def owners(self) -> dict[int, list[str]]:
-        """Who has each device: a replica from the order to wake until it sleeps, a cluster from its grant until its release."""
+        """The owners of each device: a replica from the order to wake until it sleeps, a cluster from its grant until its release."""
         found: dict[int, list[str]] = {device: [] for device in range(self.devices)}
         for name, replica in self.sleeping | self.waking | self.awake():
             for device in self.bundle(name, replica):
@@ -232,7 +232,7 @@ class Books:
                 self.leaving.add(row.who)
                 self.closing.add(row.who)
                 self.streams.pop(row.who, None)
-            # A pipeline hears at once that a replica of it died, the desk once the devices are free: until then it may still shrink it.
+            # A pipeline learns at once that its replica died, the desk only when the devices are free; until then it may shrink that replica.
             case "gone" | "died" if "replica" not in row.ids and row.get("core") != row.who:
                 self.forget(row.who)
 
@@ -307,13 +307,13 @@ class Books:
 
 
 def specified(books: Books) -> tuple[set[tuple[str, int]], list[tuple[str, str]], set[tuple[str, int]]]:
-    """What shrinks, is granted and expands: planned releases, requests by priority and arrival, then shares of what is left."""
+    """The shrinks, grants and expands: planned releases, then requests by priority and arrival, then shares of the remaining devices."""
     books, shrinks, grants, idle = before_sharing(books)
     return shrinks, grants, share_out(books, idle, shrinks)
 
 
 def before_sharing(books: Books) -> tuple[Books, set[tuple[str, int]], list[tuple[str, str]], set[int]]:
-    """Copied books after everything but the sharing, what shrinks, which requests other than generation are met, and what is idle then."""
+    """A copy of the books before the sharing, the shrinks, the granted requests other than generation, and the idle devices."""
     books = replace(books, active={name: {*some} for name, some in books.active.items()})
     idle, shrinks, grants = books.idle(), set[tuple[str, int]](), list[tuple[str, str]]()
 
@@ -343,7 +343,7 @@ def before_sharing(books: Books) -> tuple[Books, set[tuple[str, int]], list[tupl
 
 
 def share_out(books: Books, idle: set[int], shrinks: set[tuple[str, int]]) -> set[tuple[str, int]]:
-    """Activates one replica after the other for the pipeline that lacks most; returns them, and adds donors' replicas to `shrinks`."""
+    """Activates replicas one by one for the pipeline that lacks most; returns them and adds donors' replicas to `shrinks`."""
     touched, expands = {*shrinks}, set[tuple[str, int]]()
     asks = {name: waits[2] for (name, cluster), waits in books.waiting.items() if waits[0] == "generation" == cluster}
     target = {name: books.progress(name)[1] for name in books.clusters}
@@ -409,7 +409,7 @@ def share_out(books: Books, idle: set[int], shrinks: set[tuple[str, int]]) -> se
 
 
 def off_balance(books: Books) -> bool:
-    """Whether somebody with demand has no replica; or, where nobody waits, whether shares are more than 10 points off."""
+    """Whether a pipeline with demand has no replica, or, if none waits, whether shares are more than 10 points off."""
     if any(kind == "generation" for kind, *_ in books.waiting.values()):
         return True
     rows = []

@@ -1,4 +1,4 @@
-"""The faults of the desk: single rules, each with one bug, and for each a small run on simulated devices that exposes it."""
+"""The faults of the desk: rules with one bug each, and for each a small run on simulated devices that exposes it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Line = tuple[int, str, dict[str, int | str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Scripted pipelines: their clusters as they register them, and what they ask at which time (ms)."""
+    """Scripted pipelines: the clusters that they register, and their requests with times (ms)."""
 
     lines: Mapping[str, tuple[Line, ...]]
     clusters: Mapping[str, dict[str, int | str]]
@@ -140,9 +140,9 @@ LATE = replace(
 # -- wrong rules ------------------------------------------------------------------------------------------------------------
 
 
-Swap = tuple[Any, str, Any]  # what a fault puts in place of one name of a module or class
+Swap = tuple[Any, str, Any]  # module or class, name, and the fault's replacement
 meets, measure = Supply.meets, Gaps.__init__
-right = SimpleNamespace(**vars(core))  # the right rules of the desk, whatever is swapped
+right = SimpleNamespace(**vars(core))  # the correct rules of the desk, unaffected by swaps
 
 
 def gives_twice(supply: Supply, request: Request) -> bool:

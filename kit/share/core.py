@@ -1,23 +1,23 @@
-"""The scheduler: an event changes what the desk knows by one rule, then what follows from the state is ordered.
+"""The scheduler: an event changes the desk's state by one rule; then the desk issues the commands that the state calls for.
 
 | from | event (ids) | answer to the pipeline |
 |---|---|---|
 | pipeline | register (a cluster's devices by its name, tp) | registered, or error |
-| pipeline | admit | admitted, once its turn has come |
-| pipeline | acquire (kind; cluster, target, release) | granted (kind, cluster, devices), or error; `release`: a kind given back at once |
-| pipeline | release (kind; cluster) | none, and released where it is generation; what was not granted yet is withdrawn |
+| pipeline | admit | admitted, once it is its turn |
+| pipeline | acquire (kind; cluster, target, release) | granted (kind, cluster, devices), or error; `release`: a kind to release first |
+| pipeline | release (kind; cluster) | released for generation, else none; a request not granted yet is withdrawn |
 | pipeline | planned_release | released, once all replicas sleep; a second one joins the first |
-| pipeline | resize (add or remove) | resized, or error: replicas that may be active again, or not any more |
-| pipeline | unregister | unregistered, once all replicas sleep; those who wait get an error |
+| pipeline | resize (add or remove) | resized, or error: allow replicas to be active again, or no longer |
+| pipeline | unregister | unregistered, once all replicas sleep; waiting requests get an error |
 | pipeline | progress (completed, target; stream), progress_end (stream) | none |
-| devices | shrunk (who, replica) | answers left (replica, devices), after which nothing is sent there and the replica sleeps |
+| devices | shrunk (who, replica) | answers left (replica, devices), after which the replica gets no requests and sleeps |
 | devices | expanded (who, replica), then joined (replica) | answers the command `expand` (replica, devices) to "devices" |
-| devices | error (of, who, replica, why) | none: one of the two failed |
-| devices | died (who; replica) | none: without a replica the whole pipeline is gone, and nothing of it is on its devices |
+| devices | error (of, who, replica, why) | none: a shrink or an expand failed |
+| devices | died (who; replica) | none: without a replica the whole pipeline is gone, and its devices are free |
 | clock | alarm (number) | answers the command `after` (number, ms) |
 
-A cycle orders all shrinks (`left`), then grants and orders all expands (`expand`), then commits. While it is under way operations are only
-noted. What is released is free: whoever releases training has nothing on its devices any more.
+A cycle orders all shrinks (`left`), then grants and orders all expands (`expand`), then commits. Operations that arrive during a cycle are
+queued. Released devices are free: a pipeline that releases training has already left them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from kit.share.state import (
 
 
 class Scheduler:
-    """The desk: `begin()`, then `step(state, event)` for every event. `planner` is another than the settings name."""
+    """The desk: `begin()`, then `step(state, event)` for every event. `planner` overrides the one in the settings."""
 
     def __init__(self, settings: Settings, *, desk: str = "desk", planner: Planner | None = None) -> None:
         if planner is None and settings.planner not in PLANNERS:
@@ -65,7 +65,7 @@ class Scheduler:
     def step(self, state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
         t = Turn(state, self.settings, self.desk)
         if event.name not in HANDLERS:
-            raise BadInput(f"the desk knows no event {event.name!r}; it knows {', '.join(HANDLERS)}")
+            raise BadInput(f"unknown event {event.name!r}; the desk handles {', '.join(HANDLERS)}")
         if not t.closed:
             HANDLERS[event.name](t, event)
             settle(t, self.planner)
@@ -73,7 +73,7 @@ class Scheduler:
 
 
 def settle(t: Turn, planner: Planner) -> None:
-    """What follows from the state, until nothing does: admissions, grants, ends of releases, then a plan, where none is under way."""
+    """Apply the rules until nothing changes: admissions, grants, ends of releases, then a plan if none is in progress."""
     while not t.error:
         admit(t)
         grant_generation(t)
@@ -98,7 +98,7 @@ def settle(t: Turn, planner: Planner) -> None:
 def start(t: Turn, planner: Planner) -> None:
     try:
         plan = make_plan(t, planner, t.settings.devices, t.settings.pipelines)
-    except Exception as error:  # noqa: BLE001 - whatever a planner raises ends the run with its name
+    except Exception as error:  # noqa: BLE001 - any exception of a planner ends the run with the planner's name
         t.error = f"the planner {t.settings.planner} raised {type(error).__name__}: {error}"
         return
     if not plan:
@@ -125,7 +125,7 @@ def shrink(t: Turn, name: str, replica: int) -> None:
 
 
 def advance(t: Turn) -> None:
-    """After the last shrink come the grants and all expands, after the last expand the commit."""
+    """The grants and all expands follow the last shrink; the commit follows the last expand."""
     if t.plan is not None and not t.sleeping:
         grants, expands = t.plan.grants, t.plan.expands
         t.plan = Plan()
@@ -141,7 +141,7 @@ def advance(t: Turn) -> None:
 
 
 def grant(t: Turn, op: Op) -> None:
-    """Skipped where the pipeline has gone, or has withdrawn its request, since the plan was made."""
+    """Skipped if the pipeline has gone or withdrawn its request since the plan was made."""
     request = t.waits(op.pipeline, op.cluster)
     if request is not None and op.devices <= t.idle:
         t.idle -= op.devices
@@ -150,7 +150,7 @@ def grant(t: Turn, op: Op) -> None:
 
 
 def expand(t: Turn, op: Op, replica: int) -> None:
-    """Skipped where the pipeline has gone or wants no devices any more, or the replica is lost, since the plan was made."""
+    """Skipped if, since the plan was made, the pipeline has gone or no longer wants devices, or the replica is lost."""
     one = t.pipelines.get(op.pipeline)
     wanted = (op.pipeline, GENERATION) in t.leases or t.waits(op.pipeline, GENERATION) is not None
     if one is None or one.leaving or not wanted or replica in one.out | one.dead:
@@ -205,7 +205,7 @@ def on_expanded(t: Turn, event: Event) -> None:
 
 
 def on_error(t: Turn, event: Event) -> None:
-    """A replica that cannot wake is lost, and its devices are free. One that cannot sleep may still hold its devices, so the desk ends."""
+    """A replica that cannot wake is lost and its devices are free. If one cannot sleep, it may still hold its devices, so the desk ends."""
     name = event.get("who", event.pipeline)
     if event.of == "expand" and (name, event.replica) in t.waking:
         t.note("failed", name, replica=event.replica, why=event.why)
@@ -275,7 +275,7 @@ def expire(t: Turn, request: Request) -> None:
 
 
 def watch(t: Turn) -> None:
-    """Ask again for a pipeline whose request was consumed: it has no replica, none is under way, and its progress has not moved."""
+    """Repeat the consumed request of a pipeline that has no replica, none on the way, and no progress since."""
     for name, one in t.pipelines.items():
         if (name, GENERATION) in t.leases and one.moved == one.watched and waits_for(t, name):
             t.note("asked_again", name)
@@ -293,7 +293,7 @@ def refuse(t: Turn, event: Event, why: str) -> None:
 
 
 def known(t: Turn, event: Event) -> Pipeline | None:
-    """The pipeline that asks. One that is not there, or on its way out, is refused."""
+    """The pipeline of a request. Refuses one that is not registered or is leaving."""
     one: Pipeline | None = t.pipelines.get(event.pipeline)
     if one is None or one.closing:
         refuse(t, event, f"the pipeline {event.pipeline} is not registered")
@@ -305,22 +305,22 @@ def known(t: Turn, event: Event) -> Pipeline | None:
 
 
 def on_register(t: Turn, event: Event) -> None:
-    """A second time with the same clusters it changes nothing."""
+    """Registering again with the same clusters changes nothing."""
     name, tp = event.pipeline, event.get("tp", 1)
     given = {cluster: numbers(str(event[cluster])) for cluster in CLUSTERS if event.get(cluster) is not None}
     clusters = Map({cluster: Cluster(some, tp if cluster == GENERATION else 1) for cluster, some in given.items()})
     there = t.pipelines.get(name)
     generation = given.get(GENERATION, ())
     if name not in t.settings.pipelines:
-        refuse(t, event, f"no pipeline {name} is expected; those are {', '.join(t.settings.pipelines)}")
+        refuse(t, event, f"unexpected pipeline {name}; expected: {', '.join(t.settings.pipelines)}")
     elif name in t.left or (there is not None and (there.closing or there.clusters != clusters)):
-        refuse(t, event, f"{name} was registered before")
+        refuse(t, event, f"{name} was already registered")
     elif odd := sorted({*generation, *(one for some in given.values() for one in some)} - {*range(t.settings.devices)}):
-        refuse(t, event, f"{name} names the devices {odd}; there are {t.settings.devices}")
+        refuse(t, event, f"{name} names the devices {odd}, but there are only {t.settings.devices}")
     elif any(len({*some}) < len(some) for some in given.values()):
         refuse(t, event, f"{name} names a device twice in one cluster")
     elif tp < 1 or len(generation) % tp:
-        refuse(t, event, f"{name} has {len(generation)} devices to generate on, which tp={tp} does not divide")
+        refuse(t, event, f"tp={tp} does not divide the {len(generation)} generation devices of {name}")
     else:
         if there is None:
             t.pipelines = t.pipelines.put(name, Pipeline(clusters))
@@ -339,9 +339,9 @@ def on_admit(t: Turn, event: Event) -> None:
 
 
 def admit(t: Turn) -> None:
-    """A pipeline is admitted after the first hand-over of the one before it. That one then trains on once this one is set up.
+    """A pipeline is admitted after the first hand-over of the previous one, which then trains on once the new one is set up.
 
-    Both sides have a limit, and reaching it is reported.
+    Both waits have a limit; reaching it is reported.
     """
     before = None
     for name, one in t.pipelines.items():
@@ -373,7 +373,7 @@ def is_held(t: Turn, request: Request) -> bool:
 
 
 def on_acquire(t: Turn, event: Event) -> None:
-    """A granted request asked again gets the same devices. Another priority, or a second pending one, is refused."""
+    """A repeated request gets the devices already granted. Another priority or a second pending request is refused."""
     one = known(t, event)
     if one is None:
         return
@@ -386,15 +386,15 @@ def on_acquire(t: Turn, event: Event) -> None:
     if not one.admitted:
         refuse(t, event, f"{name} has not been admitted")
     elif kind not in KINDS or cluster not in one.clusters or not runs_on(kind, cluster):
-        refuse(t, event, f"{name} cannot ask for {kind or 'nothing'} on {cluster or 'no cluster'}")
+        refuse(t, event, f"{name} cannot request {kind or 'nothing'} on {cluster or 'no cluster'}")
     elif given == GENERATION:
-        refuse(t, event, f"{name} cannot release its generation and ask in one operation; its replicas sleep first")
+        refuse(t, event, f"{name} cannot release generation and request in one operation; its replicas must sleep first")
     elif waits is not None and not waits.again:
-        refuse(t, event, f"{name} waits for {cluster} already")
+        refuse(t, event, f"{name} already waits for {cluster}")
     elif lease is not None and lease.kind != kind:
-        refuse(t, event, f"{name} holds {cluster} for {lease.kind} and asks for it as {kind}")
+        refuse(t, event, f"{name} holds {cluster} for {lease.kind} and cannot request it for {kind}")
     elif one.releasing and cluster == GENERATION:
-        refuse(t, event, f"{name} releases its generation; ask when it is released")
+        refuse(t, event, f"{name} is releasing its generation; request again once it is released")
     else:
         for where in (cluster, KINDS.get(given, "")):
             give_back(t, name, where, given)
@@ -409,7 +409,7 @@ def on_acquire(t: Turn, event: Event) -> None:
 
 
 def runs_on(kind: str, cluster: str) -> bool:
-    """Generation runs on its own cluster only, and there nothing else but what initialises it."""
+    """Generation runs only on its own cluster, which otherwise allows only initialization."""
     return cluster == GENERATION if kind == GENERATION else cluster != GENERATION or kind == "initialisation"
 
 
@@ -441,7 +441,7 @@ def answer(t: Turn, request: Request) -> None:
 
 
 def on_release(t: Turn, event: Event) -> None:
-    """What was not granted yet is withdrawn. A release of what is not held changes nothing."""
+    """A request not granted yet is withdrawn. Releasing something not held changes nothing."""
     if event.kind == GENERATION and event.pipeline in t.pipelines:
         on_planned_release(t, event)
     elif event.pipeline in t.pipelines:
@@ -449,7 +449,7 @@ def on_release(t: Turn, event: Event) -> None:
 
 
 def give_back(t: Turn, name: str, cluster: str, kind: str) -> None:
-    """End a lease, the devices of which are free: every one but that of generation, whose replicas sleep first."""
+    """End a lease with free devices. A lease of generation ends only after its replicas sleep."""
     key = name, cluster
     lease = t.leases.get(key)
     withdraw(t, key, kind)
@@ -494,7 +494,7 @@ def on_resize(t: Turn, event: Event) -> None:
         return
     add, remove = (frozenset(numbers(str(event.get(name, "")))) for name in ("add", "remove"))
     if bool(add) == bool(remove):
-        refuse(t, event, "a resize names exactly one of add and remove")
+        refuse(t, event, "a resize needs exactly one of add and remove")
     elif odd := sorted(replica for replica in add | remove if replica >= len(one.generation.bundles)):
         refuse(t, event, f"{event.pipeline} has no replica {odd[0]}")
     elif gone := sorted((add | remove) & one.dead):
@@ -509,7 +509,7 @@ def on_resize(t: Turn, event: Event) -> None:
 
 
 def on_progress(t: Turn, event: Event) -> None:
-    """How much of the awaited step is there. A report that says the same again is no progress."""
+    """How much of the awaited step is complete. A repeated report is not progress."""
     one = t.pipelines.get(event.pipeline)
     stream, report = event.get("stream", "training"), (min(event.completed, event.target), event.target)
     if one is not None and one.streams.get(stream) != report:
@@ -523,7 +523,7 @@ def on_progress_end(t: Turn, event: Event) -> None:
 
 
 def waits_for(t: Turn, name: str) -> bool:
-    """Whether a pipeline generates, has no replica, and does not say that it needs none."""
+    """Whether a pipeline generates and has no replica, unless it reports that it needs none."""
     one = t.pipelines[name]
     idle = not t.active(name) and not t.under_way(name) and t.waits(name, GENERATION) is None
     return idle and not one.leaving and (not one.streams or one.remaining > 0)
@@ -533,7 +533,7 @@ def waits_for(t: Turn, name: str) -> bool:
 
 
 def on_unregister(t: Turn, event: Event) -> None:
-    """Its replicas fall asleep, its other devices are free; who waits for something of it gets an error. Later calls do nothing."""
+    """Put its replicas to sleep and free its other devices; everything that waits for it gets an error. Later calls do nothing."""
     name = event.pipeline
     if name not in t.pipelines:
         t.say("unregistered", name)
@@ -556,7 +556,7 @@ def wake_waiters(t: Turn, name: str, how: str) -> None:
 
 
 def drop(t: Turn, name: str, how: str) -> None:
-    """A pipeline is gone, with everything that it held. Operations on it that are under way have no effect any more."""
+    """Remove a pipeline with everything that it held. Operations in progress on it no longer have an effect."""
     wake_waiters(t, name, how)
     one = t.pipelines[name]
     for _ in range(one.waiters):
@@ -589,6 +589,6 @@ HANDLERS: dict[str, Callable[[Turn, Event], None]] = {
     "died": on_died,
     "error": on_error,
     "alarm": on_alarm,
-    "taken": lambda *_: None,  # only for the ledger
+    "taken": lambda *_: None,  # only the ledger needs it
     "freed": lambda *_: None,
 }

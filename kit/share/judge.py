@@ -1,6 +1,6 @@
-"""The checks of a ledger of leases. Each counts violations from the rows alone and names the first; it does not matter who wrote it.
+"""The checks of a ledger of leases. Each counts violations in the rows and names the first; any system may have written the ledger.
 
-A check raises `Missing` (null) where the ledger lacks an event that it needs, and names it.
+A check raises `Missing` (null), which names the event, if the ledger lacks an event that it needs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kit.results.units import counted
 from kit.results.verdict import Measured, Missing, NotMeasured, Unjudged
 from kit.share.books import RUNS_ON, Books, Ledger, Request, Row, before_sharing, off_balance, specified
 
-Finding = Generator[str, None, str]  # yields violations, returns what was judged
+Finding = Generator[str, None, str]  # yields violations, returns a summary
 CHECKS: dict[str, Callable[[Ledger], Measured]] = {}
 
 
@@ -57,9 +57,9 @@ def need(ledger: Ledger, *events: str) -> list[Row]:
 
 
 def pipeline_rows(rows: Iterable[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
-    """The rows of one pipeline's own core: what the checks of `stream` judge in a ledger with a desk.
+    """The rows of one pipeline's core, for the checks of `stream`.
 
-    A release and a request that were one operation are two rows again. Its core begins when it is admitted.
+    A combined release and request is split into two rows. The core begins when the pipeline is admitted.
     """
     found: list[Mapping[str, Any]] = []
     inside = False
@@ -78,7 +78,7 @@ def pipeline_rows(rows: Iterable[Mapping[str, Any]], name: str) -> list[Mapping[
 
 
 def gives_devices(row: Row, books: Books) -> bool:
-    """A replica is to wake, or a cluster is granted; a grant that is repeated gives nothing."""
+    """Whether a replica is ordered to wake or a cluster is granted. A repeated grant does not count."""
     if row.event == "granted":
         return bool(row["kind"] != "generation" and (row.who, row.cluster) not in books.held)
     return row.event == "expand"
@@ -86,7 +86,7 @@ def gives_devices(row: Row, books: Books) -> bool:
 
 @as_check
 def one_owner(ledger: Ledger) -> Finding:
-    """Does every device have at most one owner at a time, by its leases and by what observers saw?"""
+    """Does every device have at most one owner at a time, according to leases and observers?"""
     need(ledger, "expand", "granted")
     count, seen = 0, dict[int, str]()
     for row, books in ledger.replay():
@@ -104,7 +104,7 @@ def one_owner(ledger: Ledger) -> Finding:
             del seen[row["device"]]
         elif row.event in ("died", "gone"):
             seen = {device: name for device, name in seen.items() if name != row.who}
-    return f"{count} times devices were given, {ledger.limit('devices', 0)} devices"
+    return f"{count} device assignments on {ledger.limit('devices', 0)} devices"
 
 
 @as_check
@@ -116,13 +116,13 @@ def shrink_before_expand(ledger: Ledger) -> Finding:
         if gives_devices(row, books):
             count += 1
             for name, replica in sorted(books.sleeping)[:1]:
-                yield f"{row}: replica {replica} of {name} has not gone to sleep"
+                yield f"{row}: replica {replica} of {name} is not asleep yet"
     return f"{count} expands and grants"
 
 
 @as_check
 def devices_conserved(ledger: Ledger) -> Finding:
-    """Is every device always either idle or owned, by the desk's records and by the leases?"""
+    """Is every device always either idle or owned, according to both the desk's records and the leases?"""
     rows = [row for row in need(ledger, "plan", "commit") if "idle" in row.ids]
     if not rows:
         raise Missing("no `plan` or `commit` event has the id `idle`")
@@ -131,9 +131,9 @@ def devices_conserved(ledger: Ledger) -> Finding:
         if last is not None and last.event in ("plan", "commit", "gone") and "idle" in last.ids:
             stated, counted = set(numbers(str(last["idle"]))), books.idle()
             if stated != counted:
-                yield f"{last} states that {sorted(stated)} are idle; by the leases {sorted(counted)} are"
+                yield f"{last} states the idle devices {sorted(stated)}; according to the leases they are {sorted(counted)}"
         last = row
-    return f"{len(rows)} times idle devices were counted"
+    return f"idle devices match at {len(rows)} counts"
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------------
@@ -141,11 +141,11 @@ def devices_conserved(ledger: Ledger) -> Finding:
 
 @as_check
 def no_request_lost(ledger: Ledger) -> Finding:
-    """Does every request end, those of replicas that fell asleep included?"""
+    """Does every request end, including those on replicas that fell asleep?"""
     count, has_ended = len(need(ledger, "acquire")), bool(ledger.of("ended"))
     for asked, end in device_requests(ledger):
         if end is not None and end.event == "gone":
-            yield f"{asked} has no answer, and the pipeline is gone (row {end.at})"
+            yield f"{asked} has no answer although the pipeline is gone (row {end.at})"
         elif end is None and has_ended:
             yield f"{asked} has no answer"
     yield from stranded_requests(ledger)
@@ -153,8 +153,8 @@ def no_request_lost(ledger: Ledger) -> Finding:
 
 
 def device_requests(ledger: Ledger) -> Iterator[tuple[Row, Row | None]]:
-    """Each request for devices and the row that ends it: its answer, its release, or the end of its pipeline; those without an end come
-    last."""
+    """Each request for devices and the row that ends it: its answer, its release, or the end of its pipeline. Requests without an end
+    come last."""
     asked: dict[tuple[str, str], Row] = {}
     for row in ledger.rows:
         mine = [key for key in asked if key[0] == row.who]
@@ -198,7 +198,7 @@ def stranded_requests(ledger: Ledger) -> Iterator[str]:
         elif row.event in ("cleared", "aborted", "evicted", "dropped", "failed", "replaced") and "group" in row.ids:
             if row.event != "failed" or "sample" not in row.ids:
                 stranded = {one: pair for one, pair in stranded.items() if one[:2] != row.request[:2]}
-        elif row.event in ("left", "shrink"):  # what was sent between the two is stranded as well
+        elif row.event in ("left", "shrink"):  # requests sent between the two are stranded too
             stranded |= {one: (sent, row) for one, sent in flying.items() if sent.replica == row.replica}
         elif row.event == "died" and "replica" not in row.ids:
             stranded = {one: pair for one, pair in stranded.items() if one[0] != row.who}
@@ -232,7 +232,7 @@ def routed_to_awake(ledger: Ledger) -> Finding:
 
 @as_check
 def priority_kept(ledger: Ledger) -> Finding:
-    """Are requests served by priority, and first in, first out within one?"""
+    """Are requests served by priority, and first in, first out within a priority?"""
     plans = need(ledger, "plan")
     for row, books in ledger.replay():
         if row.event == "plan":
@@ -241,13 +241,13 @@ def priority_kept(ledger: Ledger) -> Finding:
             for key in could:
                 if key not in granted:
                     what = f"{books.waiting[key][0]} of {key[0]}"
-                    yield f"{row}: {what} could have its devices and waits; {sorted(granted)} were granted"
+                    yield f"{row}: {what} waits although its devices are available; granted: {sorted(granted)}"
             for name, cluster in granted - {*could}:
-                yield f"{row}: {name}.{cluster} is granted before its turn, or without all of its devices"
+                yield f"{row}: {name}.{cluster} is granted out of turn or without all its devices"
     for row, books in ledger.turns():
         if books.plan is None and books.waiting:
             for name, cluster in before_sharing(books)[2]:
-                yield f"{row}: {name}.{cluster} could have its devices, and no plan is made"
+                yield f"{row}: the devices of {name}.{cluster} are available but no plan is made"
     return f"{len(plans)} plans"
 
 
@@ -277,7 +277,7 @@ def no_starvation(ledger: Ledger) -> Finding:
 
 
 def is_needy(books: Books, name: str) -> bool:
-    """It generates, or waits to, has work left by its own word (or gives none), and has no replica."""
+    """Whether a pipeline generates, or waits to, has work left (or reports none), and has no replica."""
     done, target = books.progress(name)
     waits = (name, "generation") in books.waiting
     wants = waits or (name in books.generating and (target > done or not target))
@@ -299,17 +299,17 @@ def ops(row: Row, which: str) -> list[tuple[str, str, tuple[int, ...]]]:
 
 @as_check
 def plan_valid(ledger: Ledger) -> Finding:
-    """Is every plan possible: whole bundles, active ones shrink and inactive ones wake, and no device is freed or given twice?"""
+    """Is every plan feasible: whole bundles, only active ones shrink, only inactive ones wake, no device freed or given twice?"""
     plans = need(ledger, "plan")
     for row, books in ledger.replay():
         if row.event == "plan":
             yield from (f"{row}: {wrong}" for wrong in impossible(row, books))
         elif row.event == "expand" and set(numbers(str(row["devices"]))) != books.bundle(row.who, row["replica"]):
-            yield f"{row} takes the devices {row['devices']}; its bundle is {sorted(books.bundle(row.who, row['replica']))}"
+            yield f"{row} takes the devices {row['devices']}; the bundle is {sorted(books.bundle(row.who, row['replica']))}"
         elif row.event == "granted" and row["kind"] != "generation":
             mapping = sorted(books.clusters[row.who][row.cluster])
             if sorted(numbers(str(row["devices"]))) != mapping:
-                yield f"{row} gives the devices {row['devices']}; its mapping is {mapping}"
+                yield f"{row} gives the devices {row['devices']}; the mapping is {mapping}"
     return f"{len(plans)} plans"
 
 
@@ -323,7 +323,7 @@ def impossible(row: Row, books: Books) -> Iterator[str]:
     for name, _, replicas in ops(row, "shrinks"):
         for replica in replicas:
             if replica not in books.active.get(name, ()):
-                yield f"replica {replica} of {name} shrinks, and is not active"
+                yield f"replica {replica} of {name} shrinks but is not active"
                 continue
             if books.bundle(name, replica) & freed:
                 yield f"replica {replica} of {name} frees devices a second time"
@@ -333,9 +333,9 @@ def impossible(row: Row, books: Books) -> Iterator[str]:
     for name, _, replicas in ops(row, "expands"):
         for replica in replicas:
             if replica in books.active.get(name, ()) or (name, replica) in books.dead | books.out:
-                yield f"replica {replica} of {name} expands, and is active, removed or dead"
+                yield f"replica {replica} of {name} expands but is active, removed or dead"
             elif replica not in books.replicas(name):
-                yield f"replica {replica} of {name} expands; it has {len(books.replicas(name))}"
+                yield f"replica {replica} of {name} expands but {name} has only {len(books.replicas(name))} replicas"
             else:
                 wanted.append((f"replica {replica} of {name}", {*books.bundle(name, replica)}))
     for what, devices in wanted:
@@ -349,7 +349,7 @@ def plan_as_specified(ledger: Ledger) -> Finding:
     """Does an independent planner make the same plans?"""
     plans = need(ledger, "plan")
     if ledger.limits.get("planner", "gap-ratio") != "gap-ratio":
-        raise NotMeasured(f"the planner {ledger.limits['planner']} is not the one that is specified")
+        raise NotMeasured(f"only the planner gap-ratio is specified; this run used {ledger.limits['planner']}")
     for row, books in ledger.replay():
         if row.event == "plan":
             shrinks, _, expands = map(sorted, specified(books))
@@ -358,7 +358,7 @@ def plan_as_specified(ledger: Ledger) -> Finding:
                 for which in ("shrinks", "expands")
             ]
             if found != [shrinks, expands]:
-                yield f"{row} shrinks {found[0]} and expands {found[1]}; specified are {shrinks} and {expands}"
+                yield f"{row} shrinks {found[0]} and expands {found[1]}; specified: {shrinks} and {expands}"
     return f"{len(plans)} plans"
 
 
@@ -374,8 +374,8 @@ def fair_share(ledger: Ledger) -> Finding:
             count += 1
             shrinks, _, expands = specified(books)
             if shrinks or expands:
-                yield f"{row}: shares are off balance, and expanding {sorted(expands)} would help"
-    return f"{count} times shares were off, and nothing could be moved"
+                yield f"{row}: shares are unbalanced, and expanding {sorted(expands)} would help"
+    return f"{count} times shares were unbalanced but no move would help"
 
 
 # -- operations -------------------------------------------------------------------------------------------------------------
@@ -398,10 +398,10 @@ def planned_release_once(ledger: Ledger) -> Finding:
             count += 1
         elif row.event == "released":
             if not open_[row.who]:
-                yield f"{row}: nobody waits for it"
+                yield f"{row}: no planned release waits for it"
             open_[row.who] = open_[row.who][1:]
             if books.active.get(row.who):
-                yield f"{row}: replicas {sorted(books.active[row.who])} are active"
+                yield f"{row}: replicas {sorted(books.active[row.who])} are still active"
         elif row.event == "left" and row["replica"] not in books.active.get(row.who, ()):
             yield f"{row}: the replica is not active"
         elif row.event == "error" and row.get("of") == ledger.desk:
@@ -427,11 +427,11 @@ def admission(ledger: Ledger) -> Finding:
         elif row.event == "admitted" and staggered and at and row.who not in books.admitted:
             before = names[at - 1]
             if before not in books.handed_over | books.closing and (row.who, "starts") not in books.over:
-                yield f"{row}: {before} has not handed over, and the limit is not reached"
+                yield f"{row}: {before} has not handed over and the limit is not reached"
         elif row.event == "queued" and staggered and row["kind"] == "training" and row.who in books.handed_over:
             for after in names[at + 1 :][:1]:
                 if after not in books.set_up | books.closing and (row.who, "trains") not in books.over:
-                    yield f"{row}: {after} is not set up, and the limit is not reached"
+                    yield f"{row}: {after} is not set up and the limit is not reached"
     return f"{len(rows)} pipelines"
 
 
@@ -447,7 +447,7 @@ def progress_ended(ledger: Ledger) -> Finding:
             sums = {name: books.progress(name) for name in books.clusters if books.streams.get(name)}
             counted = {name: target - done for name, (done, target) in sums.items()}
             if stated != counted:
-                yield f"{row} counts the demand {stated}; by the reports it is {counted}"
+                yield f"{row} states the demand {stated}; according to the reports it is {counted}"
         elif row.event == "unregister" and books.streams.get(row.who) and row.at not in ledger.refused:
             yield f"{row}: its progress of {', '.join(books.streams[row.who])} has not ended"
     return f"{len(plans)} plans"
@@ -458,7 +458,7 @@ def progress_ended(ledger: Ledger) -> Finding:
 
 @as_check
 def drained_before_sleep(ledger: Ledger) -> Finding:
-    """Does a replica generate nothing from the moment it sleeps until it wakes?"""
+    """Does a replica generate nothing while it sleeps?"""
     count, asleep = len(need(ledger, "shrunk")), set[tuple[str, int]]()
     for row in ledger.rows:
         if row.event == "shrunk":
@@ -472,12 +472,12 @@ def drained_before_sleep(ledger: Ledger) -> Finding:
 
 @as_check
 def empty_set_suspends(ledger: Ledger) -> Finding:
-    """While no replica of a pipeline serves, do its requests wait without an error and get answered later?"""
+    """While no replica of a pipeline serves, do its requests wait without an error and get an answer later?"""
     need(ledger, "sent")
     count, over = 0, dead(ledger)
     serving: defaultdict[str, set[int]] = defaultdict(set)
-    empty: set[str] = set()  # pipelines of which no replica serves any more
-    heard = "shrink" if ledger.of("shrink") else "left"  # the pipeline's word that it sends nothing there any more
+    empty: set[str] = set()  # pipelines without a serving replica
+    heard = "shrink" if ledger.of("shrink") else "left"  # the event after which a pipeline sends nothing there
     for row in ledger.rows:
         name, replica = row.who, row.get("replica")
         if row.event == "published":
@@ -494,12 +494,12 @@ def empty_set_suspends(ledger: Ledger) -> Finding:
             yield f"{row}: no replica served, and the pipeline ended with an error: {row.get('error', '')}"
     yield from still_counted(ledger)
     if not count:
-        raise NotMeasured("at any time a replica of each pipeline served")
+        raise NotMeasured("every pipeline always had a serving replica")
     return f"{count} times the last replica of a pipeline fell asleep"
 
 
 def still_counted(ledger: Ledger) -> Iterator[str]:
-    """Requests without an answer when a pipeline that came to its end gave its generation back."""
+    """Requests without an answer when a finished pipeline released its generation."""
     kept: dict[str, list[Request]] = {}
     for row, flying in flights(ledger):
         if row.event in ("release", "planned_release") and row.cluster == "generation":
@@ -510,7 +510,7 @@ def still_counted(ledger: Ledger) -> Iterator[str]:
 
 @as_check
 def version_after_wake(ledger: Ledger) -> Finding:
-    """Does every replica that wakes get the current version, and generate only with that one?"""
+    """Does every woken replica get the current version and generate only with it?"""
     need(ledger, "published", "hold")
     count, limit, began = len(need(ledger, "expanded")), ledger.limit("request_ms", 60_000) / 1000, 0
     current: defaultdict[str, int] = defaultdict(int)
@@ -528,36 +528,36 @@ def version_after_wake(ledger: Ledger) -> Finding:
         elif row.event == "sync":
             ordered |= {(row.who, replica): row["version"] for replica in numbers(str(row["replicas"]))}
             if row["version"] != current[row.who]:
-                yield f"{row} is of version {row['version']}; version {current[row.who]} is due"
+                yield f"{row} has version {row['version']}; expected {current[row.who]}"
         elif row.event == "published" and row.replica in woken | serves:
             woken.pop(row.replica, None)
             serves[row.replica] = row["version"]
             if row["version"] != (due := ordered.get(row.replica, current[row.who])):
-                yield f"{row} is of version {row['version']}; version {due} was ordered"
+                yield f"{row} has version {row['version']}; ordered was {due}"
         elif row.event in ("started", "tokens") and "replica" in row.ids:
             version, one = row.get("version"), row.replica
             began += row.event == "started" and one in later
             if one in woken:
-                yield f"{row}: the replica woke up and has got no weights since (row {woken[one].at})"
+                yield f"{row}: the replica has received no weights since it woke up (row {woken[one].at})"
             elif version != serves.get(one, version):
-                yield f"{row} is of version {version}; the replica serves version {serves[one]}"
+                yield f"{row} has version {version}; the replica serves version {serves[one]}"
         elif row.event in ("left", "died", "shrunk") and "replica" in row.ids:
             yield from bare([woken.pop(one) for one in {row.replica} & {*woken}], row.time, limit)
             serves.pop(row.replica, None)
         elif row.event in ("ended", "died", "unregistered"):
             yield from bare([woken.pop(one) for one in [*woken] if one[0] == row.who], row.time, limit)
     yield from bare(woken.values(), ledger.rows[-1].time, limit)
-    return f"{count} times a replica woke up, {counted(began, 'request')} began on those that woke after version 0"
+    return f"{count} wake-ups; {counted(began, 'request')} began on replicas that woke after version 0"
 
 
 def bare(woken: Iterable[Row], now: float, limit: float) -> Iterator[str]:
-    """Those that were awake for longer than a request may wait, and got no weights."""
-    return (f"{row}: the replica got no weights in {now - row.time:.3f} s" for row in woken if now - row.time > limit)
+    """Replicas awake for longer than a request may wait, without weights."""
+    return (f"{row}: the replica got no weights for {now - row.time:.3f} s" for row in woken if now - row.time > limit)
 
 
 @as_check
 def no_deadlock(ledger: Ledger) -> Finding:
-    """Do the desk and all pipelines end by themselves, the live ones without an error?"""
+    """Do the desk and all pipelines end on their own, the live ones without an error?"""
     begun = {str(row["core"]): row for row in ledger.rows if row.event == "begins" and "core" in row.ids}
     ends = {row.who for row in ledger.of("ended", *(() if begun else ("gone", "unregistered")))}
     begun = begun or {row.who: row for row in ledger.of("clusters")}
@@ -573,7 +573,7 @@ def harmed(ledger: Ledger) -> Iterator[str]:
     over = dead(ledger) | {ledger.desk}
     for row in ledger.of("ended"):
         if row.who not in over and row.get("why") == "error":
-            yield f"{row}: it ended with an error: {row.get('error', '')}"
+            yield f"{row}: ended with an error: {row.get('error', '')}"
 
 
 def dead(ledger: Ledger) -> set[str]:
@@ -598,11 +598,11 @@ def dead_pipeline_leaves(ledger: Ledger) -> Finding:
             left.add(name)
             slowest = max(slowest, row.time - died.time)
             if row.time - died.time > limit:
-                yield f"{died}: it was let go only {row.time - died.time:.3f} s later (limit {limit:g} s)"
+                yield f"{died}: released only {row.time - died.time:.3f} s later (limit {limit:g} s)"
             if "idle" in row.ids and (kept := sorted(owned - {*numbers(str(row["idle"]))})):
                 yield f"{row}: its devices {kept} are not idle"
     if not deaths:
         raise NotMeasured("no pipeline died")
-    yield from (f"{died}: the desk never let it go" for name, (died, _) in deaths.items() if name not in left)
+    yield from (f"{died}: the desk never released it" for name, (died, _) in deaths.items() if name not in left)
     yield from harmed(ledger)
     return f"{', '.join(sorted(deaths))} died; its devices were idle {slowest:.3f} s later"

@@ -1,7 +1,7 @@
 """A pipeline's core under the desk: it registers, waits to be admitted, and leaves. The core itself knows only `acquire` and `release`.
 
-A loop that was not written for a shared cluster makes six calls at the moments that matter. `Pipeline` makes the right ones, and somebody's
-own code may begin with it. Without any, the same loop runs as it is (the lab's phases `alone`).
+A loop that was not written for a shared cluster makes six calls at fixed points. `Pipeline` makes the right ones; your code may inherit
+from it. Without these calls the same loop runs unchanged (the lab's phases `alone`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from kit.loop.messages import Command, Event, listed
 from kit.loop.runner import Core
 from kit.share.state import GENERATION, Cluster
 
-# A pipeline's core does not wait for them; nor does it hear that a resize was refused, which somebody else asked for.
+# A pipeline's core does not wait for them, and is not informed if a resize is refused, because it did not request the resize.
 ANSWERS = ("registered", "admitted", "released", "resized", "unregistered")
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """`core` is the state of the pipeline's core, None before it is admitted. `ended` is how it ended, while its replicas fall asleep.
+    """`core` is the state of the pipeline's core, None before it is admitted. `ended` is its end, while its replicas fall asleep.
 
-    `alone`: the desk has failed, or holds this pipeline for dead; it answers nothing any more.
+    `alone`: the desk has failed or regards this pipeline as dead; it no longer answers.
     """
 
     core: Any = None
@@ -31,9 +31,9 @@ class Joined:
 
 
 class Member:
-    """Wraps a core whose replicas are all there when it begins: it hears that they left, and that each joins when the desk wakes it.
+    """Wraps a core that begins with all replicas: it gets `left` for each, and `joined` whenever the desk wakes one.
 
-    A release and a request of one turn become one operation. At its end the core's progress ends, its replicas sleep, and it leaves.
+    A release and a request of one turn become one operation. When the core ends, its progress ends, its replicas sleep, and it leaves.
     """
 
     first = Joined()
@@ -95,7 +95,7 @@ class Member:
 
 
 class Desk:
-    """What a pipeline may ask of the desk. Nothing waits: the loop goes on once the desk has answered."""
+    """The requests that a pipeline may make to the desk. No call blocks; the loop continues once the desk has answered."""
 
     def __init__(self, ask: Callable[..., Command]) -> None:
         self._ask = ask
@@ -108,7 +108,7 @@ class Desk:
         self.asked.append(self._ask("release", kind=kind))
 
     def progress(self, completed: int, target: int) -> None:
-        """How many groups of the awaited step are complete."""
+        """Report how many groups of the awaited step are complete."""
         self.asked.append(self._ask("progress", completed=completed, target=target))
 
     def progress_end(self) -> None:
@@ -116,40 +116,40 @@ class Desk:
 
 
 class Pipeline:
-    """The calls. The next step is awaited from the moment at which the weights have moved, before they are sent."""
+    """The calls. The next step is awaited as soon as the weights have changed, before they are sent."""
 
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
 
     def begin_progress(self, completed: int, target: int) -> None:
-        """A step is awaited: the desk weighs shares by what is left. `completed`: groups that are there already."""
+        """A step is awaited: the desk weighs shares by the groups still missing. `completed`: groups that are already complete."""
         self.desk.progress(completed, target)
 
     def collector_created(self) -> None:
-        """Requests can be routed: ask for replicas. Once, at the beginning."""
+        """Requests can be routed: request replicas. Called once, at the start."""
         self.desk.request(GENERATION)
 
-    def before_training(self, step: int) -> None:  # noqa: ARG002 - another one may look at it
-        """The step's groups are there: ask for the trainer's devices. The trainer begins once they are granted."""
+    def before_training(self, step: int) -> None:  # noqa: ARG002 - a subclass may use it
+        """The step's groups are complete: request the trainer's devices. The trainer begins once they are granted."""
         self.desk.request("training")
 
     def before_weight_sync(self, step: int) -> None:
-        """The weights of the step are in the cache, the trainer is off its devices, and replicas that are awake get the weights next."""
+        """The weights of the step are in the cache and the trainer has left its devices. Awake replicas get the weights next."""
 
     def after_training(self, step: int) -> int:
-        """These replicas have the weights: give the trainer's devices back. Returns the version that is served from now on."""
+        """These replicas have the weights: release the trainer's devices. Returns the version served from now on."""
         self.desk.release("training")
         return step + 1
 
     def end_progress(self) -> None:
-        """The loop is over, however it ended."""
+        """The loop is over, with or without an error."""
         self.desk.progress_end()
 
 
 @dataclass(frozen=True, slots=True)
 class Hooked(Joined):
-    """`step` is the one that is trained, -1 between two; `sent`: its weights go to replicas. `awaited`: the version whose groups were
-    announced. `failed`: a call raised an error, or answered wrong; the loop then goes on by itself to its end."""
+    """`step`: the one in training, -1 between two; `sent`: its weights are being sent to replicas. `awaited`: the version that was
+    announced. `failed`: a call raised an error or returned a wrong answer; the loop then continues to its end without calls."""
 
     step: int = -1
     sent: bool = False
@@ -203,7 +203,7 @@ class Own(Member):
         return state, (one,)
 
     def call(self, name: str, *args: int) -> tuple[Command, ...]:
-        """What it asks of the desk in this call. The second number of `after_training` is what it has to return."""
+        """The requests to the desk in this call. `after_training` must return its second number."""
         given = args[:1] if name == "after_training" else args
         words = f"{name}({', '.join(map(str, given))}) of the pipeline's own code"
         self.side.asked = []
@@ -212,7 +212,7 @@ class Own(Member):
         except Exception as error:
             raise WrongCallError(f"{words} raised {type(error).__name__}: {error}") from error
         if name == "after_training" and found != args[1]:
-            raise WrongCallError(f"{words} returned version {found}; the loop is at version {args[1]}")
+            raise WrongCallError(f"{words} returned version {found}; it must return the loop's version {args[1]}")
         return tuple(self.side.asked)
 
     def leave(self, state: Any) -> tuple[Command, ...]:
@@ -221,4 +221,4 @@ class Own(Member):
 
 
 class WrongCallError(Exception):
-    """A call of somebody's own code raised an error, or answered wrong."""
+    """A call of user code raised an error or returned a wrong answer."""

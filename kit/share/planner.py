@@ -1,8 +1,8 @@
-"""Plans, and what every plan must keep. A cycle plans releases, then requests by precedence, then shares what is left among those that
-generate.
+"""Plans, and the conditions that every plan must satisfy. A cycle plans releases, then requests by precedence, then shares the remaining
+devices among the generating pipelines.
 
 A planner decides the last part: it gets a view and calls `shrink` and `expand` on it. `gap-ratio` gives each pipeline devices in proportion
-to what is left of its step; `fifo` gives all to the first that came; `static` gives each an equal part, for ever.
+to the remaining work of its step; `fifo` gives all to the first to arrive; `static` gives each a fixed equal part.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kit.share.state import GENERATION, NO_CLUSTER, Fields, Op, Pipeline, Plan, 
 
 @dataclass(slots=True)
 class Share:
-    """One pipeline's generation. `completed` and `target` are its progress, `asks` the target of its pending request, -1 without one.
+    """One pipeline's generation. `completed` and `target` are its progress; `asks` is the target of its pending request, -1: none.
 
-    `touched` are replicas that this cycle has shrunk or activated, and those that are lost: they stay as they are.
+    `touched`: replicas that this cycle has shrunk or activated, and lost ones; they do not change again.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Share:
     completed: int = 0
     target: int = 0
     asks: int = -1
-    since: int = -1  # its place in the order of arrival, -1: it has neither request nor lease
+    since: int = -1  # its position in order of arrival, -1: neither request nor lease
 
     @property
     def free(self) -> Iterator[int]:
@@ -42,7 +42,7 @@ class Share:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is progress or an estimate; without either a pipeline is not considered."""
+        """Whether there is progress or an estimate; a pipeline with neither is not considered."""
         return self.target > 0 or self.asks > 0
 
     @property
@@ -55,9 +55,9 @@ class Share:
 
 
 class View:
-    """What a planner may look at and do. `shares` are in order of registration, `idle` is what no plan has given away.
+    """What a planner may read and do. `shares` is in order of registration; `idle` are the devices not given away yet.
 
-    `names` are all pipelines that are expected, those that have left or not come yet included.
+    `names` are all expected pipelines, including those that have left or not registered yet.
     """
 
     def __init__(self, shares: Iterable[Share], idle: Iterable[int], devices: int, names: tuple[str, ...] = ()) -> None:
@@ -90,10 +90,10 @@ Planner = Callable[[View], object]
 
 
 class Gaps:
-    """Shares of the budget in whole numbers, so that equal ones are equal: everything is multiplied by `weight` x `budget`.
+    """Shares of the budget as integers, so equal shares compare equal: everything is multiplied by `weight` x `budget`.
 
-    share = remaining x tp / weight, with the weight summed over the eligible; budget = idle and active devices of all that are known;
-    bundles = floor(share x budget / tp + 0.5), at least one; gap = share - what it has of the budget.
+    share = remaining x tp / weight, with the weight summed over eligible pipelines; budget = all idle and active devices;
+    bundles = floor(share x budget / tp + 0.5), at least one; gap = share - the current part of the budget.
     """
 
     def __init__(self, view: View) -> None:
@@ -114,25 +114,25 @@ class Gaps:
         return len(share.active) < self.bundles[share.name]
 
     def order(self, share: Share) -> tuple[float, int, str]:
-        """The largest relative gap (gap / share) first, then the largest gap, then the name. Without demand it comes last."""
+        """Order: largest relative gap (gap / share), then largest gap, then name. Pipelines without demand come last."""
         relative = len(share.active) / share.remaining if share.remaining else float("inf")  # 1 - relative gap, scaled
         return relative, -self.gap(share), share.name
 
 
 def gap_ratio(view: View) -> None:
-    """Activate one replica after the other, each for the pipeline that lacks most, from idle devices, else from who has too many."""
+    """Activate replicas one by one, each for the pipeline that lacks most, on idle devices, else on those of pipelines with too many."""
     gaps = Gaps(view)
     waiting = [(gaps.order(share), share.name) for share in gaps.eligible if gaps.lacks(share)]
     heapq.heapify(waiting)
     starts: Counter[str] = Counter()
-    while waiting:  # each turn activates a replica that is not touched again, or drops a pipeline
+    while waiting:  # each iteration activates a replica for good or drops a pipeline
         _, name = heapq.heappop(waiting)
         share = view.shares[name]
         replica = idle_replica(view, share, starts)
         donors: tuple[tuple[str, int], ...] = ()
         if replica < 0:
             replica, donors = from_donors(view, gaps, share)
-        if replica < 0:  # and none will become possible: a device that comes free was a donor's before
+        if replica < 0:  # and none will become possible later, since only donors free devices
             continue
         for donor in donors:
             view.shrink(*donor)
@@ -146,7 +146,7 @@ def gap_ratio(view: View) -> None:
 
 
 def idle_replica(view: View, share: Share, starts: Counter[str]) -> int:
-    """The first replica that idle devices alone can serve. Those before `starts` cannot, unless more devices become idle."""
+    """The first replica that fits on idle devices. Those before `starts` do not fit unless more devices become idle."""
     for replica in range(starts[share.name], len(share.bundles)):
         if share.bundles[replica] <= view.idle and replica not in share.active and replica not in share.touched:
             starts[share.name] = replica + 1
@@ -156,7 +156,7 @@ def idle_replica(view: View, share: Share, starts: Counter[str]) -> int:
 
 
 def from_donors(view: View, gaps: Gaps, share: Share) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """A replica and those that sleep for it: of the pipelines with most of their work left, then the first. A donor keeps its bundles."""
+    """A replica and the donors' replicas that must sleep for it. Donors with the most remaining work come first and keep their share."""
     spare = {one.name: left for one in gaps.eligible if (left := len(one.active) - gaps.bundles[one.name]) > 0}
     if not spare:
         return -1, ()
@@ -184,7 +184,7 @@ def from_donors(view: View, gaps: Gaps, share: Share) -> tuple[int, tuple[tuple[
 
 
 def fifo(view: View) -> None:
-    """Who came first gets every replica that idle devices allow, and keeps them."""
+    """The first to arrive gets every replica that fits on idle devices and keeps them."""
     for share in sorted(view.shares.values(), key=lambda one: one.since):
         if share.since >= 0:
             for replica in list(share.free):
@@ -193,7 +193,7 @@ def fifo(view: View) -> None:
 
 
 def static(view: View) -> None:
-    """The devices are cut into equal parts, one for each expected pipeline. Nobody generates outside its part, whoever has left."""
+    """Split the devices into equal parts, one per expected pipeline. A pipeline never generates outside its part, even if others leave."""
     count, parts = len(view.names), {}
     for share in view.shares.values():
         at = view.names.index(share.name)
@@ -237,7 +237,7 @@ def merged(moves: list[tuple[str, int]]) -> tuple[Op, ...]:
 
 
 class Supply:
-    """The devices that one plan can give to requests other than generation: idle ones, and those of replicas that it shrinks."""
+    """The devices that a plan can give to requests other than generation: idle ones and those of the replicas that it shrinks."""
 
     def __init__(self, f: Fields) -> None:
         self.f = f
@@ -266,9 +266,9 @@ class Supply:
         return frozenset(self.f.pipelines[request.pipeline].clusters[request.cluster].devices)
 
     def meets(self, request: Request) -> bool:
-        """All of its devices or none: replicas sleep for it only where that is enough.
+        """Grant all of the devices or none: replicas sleep for a request only if that frees enough devices.
 
-        Where it is not, later requests leave its devices alone, except those of pipelines that hold some already: these finish first.
+        If it does not, later requests must not take its devices, except requests of pipelines that already hold some; these finish first.
         """
         devices = self.needs(request)
         missing = devices - self.idle
@@ -299,8 +299,8 @@ def share_of(f: Fields, name: str, shrunk: list[tuple[str, int]]) -> Share:
 
 
 def is_off_balance(f: Fields) -> bool:
-    """Whether someone who has demand has no replica; or, where nobody waits, whether the half that has completed least has more than
-    10 points more or less of the devices than of the demand.
+    """Whether a pipeline with demand has no replica; or, if none waits, whether the half that has completed least has a share of
+    the devices that differs from its share of the demand by more than 10 points.
     """
     waits = [one for one in f.requests if not one.held]
     if any(one.kind == GENERATION for one in waits):
@@ -326,7 +326,7 @@ def is_off_balance(f: Fields) -> bool:
 
 
 def violations(f: Fields, plan: Plan, devices: int) -> list[str]:
-    """What every plan must keep, tried on a copy before anything is carried out: sentences, each with its condition's number."""
+    """The violated conditions of a plan, tried on a copy before execution: sentences, each starting with its condition's number."""
     return [*wrong_form(f, plan), *wrong_steps(f, plan, devices)]
 
 
@@ -338,17 +338,17 @@ def wrong_form(f: Fields, plan: Plan) -> Iterator[str]:
                 yield f"1: {pipeline}.{cluster} is {count} times in the {name}"
     for op in (*plan.shrinks, *plan.expands):
         if op.cluster != GENERATION:
-            yield f"2: {op} moves replicas of a cluster that does not generate"
+            yield f"2: {op} moves replicas of a cluster that is not for generation"
     given = {(op.pipeline, op.cluster) for op in (*plan.grants, *plan.expands)}
     for pipeline, cluster in plan.removes:
         if (pipeline, cluster) in given:
-            yield f"3: {pipeline}.{cluster} is given devices and removed"
+            yield f"3: {pipeline}.{cluster} is both given devices and removed"
         if (pipeline, cluster) not in f.leases:
-            yield f"11: {pipeline}.{cluster} is removed, and has no lease"
+            yield f"11: {pipeline}.{cluster} is removed but has no lease"
 
 
 def wrong_steps(f: Fields, plan: Plan, devices: int) -> Iterator[str]:
-    """What goes wrong when the plan is carried out on a copy of who has what."""
+    """The violations when the plan is executed on a copy of the state."""
     idle, freed = set(f.idle), set[int]()
     active = {name: set(f.active(name)) for name in f.pipelines}
     bundles = {name: one.generation.bundles for name, one in f.pipelines.items()}

@@ -1,6 +1,6 @@
-"""Devices on a virtual clock: replicas take time to sleep and to wake, and say when they hold a device. And the clock's alarms.
+"""Devices on a virtual clock: replicas take time to sleep and to wake, and report when they hold a device. Also the clock's alarms.
 
-A pipeline's own ports are given; what hears of sleep and wake (`Sleeper`) can be a `kit.stream.simulated.System`.
+A pipeline brings its own ports. The receiver of sleep and wake (`Sleeper`) can be a `kit.stream.simulated.System`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Devices(Simulated):
 
 
 class Script:
-    """A pipeline that does what is written: at each time (ms) one operation with its ids; `ended` ends it. Replicas sleep when told to."""
+    """A scripted pipeline: at each time (ms) one operation with its ids; `ended` ends it. Replicas sleep when ordered to."""
 
     def __init__(self, name: str, *lines: tuple[int, str, dict[str, int | str]], desk: str = "desk") -> None:
         self.name = name
@@ -123,9 +123,9 @@ def simulate(
     until_s: float = 1e6,
     prepare: Callable[[Runner], None] = lambda _: None,
 ) -> Simulation:
-    """Run pipelines and their desk, at most so long: what has not ended then is missing in `ended`.
+    """Run pipelines and their desk for at most `until_s`; those that have not ended are missing in `ended`.
 
-    `prepare` may schedule what happens from outside: `clock.after(3.0, lambda: runner.post(Event("died", "desk", who="a")))`.
+    `prepare` may schedule external events: `clock.after(3.0, lambda: runner.post(Event("died", "desk", who="a")))`.
     """
 
     def stop() -> None:

@@ -1,4 +1,4 @@
-"""What the desk knows: pipelines with their clusters, requests, leases, the plan under way. Frozen, hashable, without a clock."""
+"""The desk's state: pipelines with their clusters, requests, leases, the current plan. Frozen, hashable, without a clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kit.errors import BadInput
 from kit.loop.messages import NOTES, Command, Frozen, Id, Map
 
 GENERATION = "generation"
-# The first comes first. What each kind runs on, where a request does not name a cluster.
+# In order of priority: each kind and its default cluster.
 KINDS = {
     "initialisation": "trainer",
     "training": "trainer",
@@ -27,7 +27,7 @@ CLUSTERS = tuple(dict.fromkeys(KINDS.values()))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """`pipelines` are those to come: the desk ends when the last has left. A planner is one of ours by name, or `module:attr`.
+    """`pipelines` are the expected ones; the desk ends when the last has left. `planner` is a built-in name or `module:attr`.
 
     Every wait has a limit: a request, a shrink or an expand, each side of the admission (0: all are admitted at once).
     """
@@ -47,7 +47,7 @@ class Settings:
             raise BadInput(f"pipelines={self.pipelines} must be names, each once")
         for name in ("request_ms", "operation_ms", "watchdog_ms"):
             if getattr(self, name) < 1:
-                raise BadInput(f"{name}={getattr(self, name)} must be at least 1: every wait has a limit")
+                raise BadInput(f"{name}={getattr(self, name)} must be at least 1, because every wait has a limit")
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ NO_CLUSTER = Cluster(())
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """`streams` are the reports of progress: (completed, target) by name. `out` are replicas that a resize removed, `dead` those that died.
+    """`streams`: reports of progress, (completed, target) by name. `out`: replicas removed by a resize; `dead`: those that died.
 
-    `estimate` is the target of its last generation request, `moved` counts changes of its progress, `watched` those that the watchdog saw.
-    `waiters` are planned releases without an answer; `releasing` and `closing` say that its replicas must all sleep.
+    `estimate`: the target of the last generation request. `moved` counts changes of progress, `watched` those seen by the watchdog.
+    `waiters`: planned releases without an answer. `releasing` and `closing`: all replicas must sleep.
     """
 
     clusters: Mapping[str, Cluster]
@@ -114,9 +114,9 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`target` is the demand that it adds while it waits. `held`: its turn has not come, for the admission of another pipeline.
+    """`target`: the demand that it adds while it waits. `held`: it waits for the admission of another pipeline.
 
-    `again`: the watchdog asks, so that nobody waits for an answer.
+    `again`: repeated by the watchdog, so it needs no answer.
     """
 
     pipeline: str
@@ -138,7 +138,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Devices of a cluster. One of generation has the bundles of its active replicas; without any it is suspended."""
+    """Devices of a cluster. A lease of generation has the bundles of its active replicas; without any it is suspended."""
 
     kind: str
     since: int
@@ -148,7 +148,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """What happens to one cluster: replicas that sleep or wake, or a whole cluster that is granted."""
+    """A change to one cluster: replicas that sleep or wake, or the grant of a whole cluster."""
 
     pipeline: str
     cluster: str
@@ -162,7 +162,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one cycle does. `removes` are leases of generation that end, once their replicas sleep."""
+    """The changes of one cycle. `removes`: leases of generation that end once their replicas sleep."""
 
     shrinks: tuple[Op, ...] = ()
     grants: tuple[Op, ...] = ()
@@ -179,14 +179,14 @@ class Fields:
     pipelines: Map = field(default_factory=Map)  # Pipeline by name, in order of registration
     requests: tuple[Request, ...] = ()  # in order of arrival
     leases: Map = field(default_factory=Map)  # Lease by (pipeline, cluster)
-    plan: Plan | None = None  # the one that is carried out
-    sleeping: frozenset[tuple[str, int]] = frozenset()  # replicas with a shrink under way
-    waking: frozenset[tuple[str, int]] = frozenset()  # with an expand under way
-    due: bool = False  # something changed: a plan may find something to do
+    plan: Plan | None = None  # the current one
+    sleeping: frozenset[tuple[str, int]] = frozenset()  # replicas with a shrink in progress
+    waking: frozenset[tuple[str, int]] = frozenset()  # replicas with an expand in progress
+    due: bool = False  # something changed, so a new plan may be needed
     serial: int = 0
     cycles: int = 0
-    alarms: Map = field(default_factory=Map)  # what an alarm is about, by its number
-    left: frozenset[str] = frozenset()  # pipelines that came and went
+    alarms: Map = field(default_factory=Map)  # the subject of each alarm, by its number
+    left: frozenset[str] = frozenset()  # pipelines that have left
     error: str = ""
     closed: bool = False
 
@@ -206,7 +206,7 @@ class State(Frozen, Fields):
 
 
 class Turn(Fields):
-    """One event under way: the fields to write on, and the commands so far."""
+    """The processing of one event: mutable fields and the commands so far."""
 
     __slots__ = ("commands", "desk", "settings")
 
@@ -224,7 +224,7 @@ class Turn(Fields):
         self.commands.append(Command(name, NOTES, who, **ids))
 
     def alarm(self, ms: int, *what: Id) -> None:
-        """An event `alarm` after that time. One that is about nothing any more changes nothing."""
+        """Schedule an event `alarm`. If its subject is gone by then, it changes nothing."""
         self.serial += 1
         self.alarms = self.alarms.put(self.serial, what)
         self.commands.append(Command("after", "clock", self.desk, number=self.serial, ms=ms))

@@ -1,7 +1,7 @@
-"""The controller of an asynchronous RL loop: who may start, what is trained, what is too old, when weights move. Standard library only.
+"""The controller of an asynchronous RL loop: what to generate, train and drop, and when to sync weights. Standard library only.
 
-`settings` are its settings, `core` the state machine, `samplers` the rules of staleness, `simulated` a whole system on a virtual clock.
-Versions count from 0, the base: `version` rises by one with each outer step, `updates` with each optimizer step.
+`settings` has its settings and samplers, `core` the state machine, `simulated` a whole system on a virtual clock.
+Versions count from 0, the base. `version` rises by one with each outer step, `updates` with each optimizer step.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def what_if(run: Run, phase: str | None = "stream", **changes: Any) -> Simulation:
-    """Simulate a run with its own durations and some settings changed: `what_if(run, sampler="windowed", window=2).seconds`.
+    """Simulate a run with its measured durations and changed settings: `what_if(run, sampler="windowed", window=2).seconds`.
 
-    `phase` is the loop whose ledger tells settings and durations; None takes all rows of the run.
+    Settings and durations come from the ledger of `phase`; None reads all rows of the run.
     """
     from kit.stream.simulated import forecast, rows_of
 

@@ -1,7 +1,7 @@
-"""Notes and logged numbers against ports: the controller, which is judged, writes notes itself; the runner writes what passed its ports.
+"""Checks the controller's own notes and logged numbers against the events and commands that the runner recorded at its ports.
 
-An event's row has the id `core`, a command's row the id `to`; a note has neither. A note without its event, and an event without its
-note, are violations, so that a controller cannot pass the other checks by what it says alone.
+An event's row has the id `core`, a command's row the id `to`; a note has neither. A note without its event and an event without its
+note are violations. So a controller cannot pass the other checks by writing false notes.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ TO = {
     "next_prompt": "data",
     "ended": "runner",
 }
-BEFORE = ("capacity", "resumed", "joined")  # written before the first event, the first two by who starts the controller
+BEFORE = ("capacity", "resumed", "joined")  # notes before the first event; the caller of the controller writes the first two
 
 
 @counted
 def notes_backed(ledger: Ledger) -> Finding:
-    """Does every note of the controller match what passed its ports, and the other way round?"""
+    """Does every note of the controller match an event or command at its ports, and vice versa?"""
     if not any("core" in row.ids for row in ledger.rows):
-        raise Missing("no row has the id `core`, which tells the events of ports from a controller's notes")
+        raise Missing("no row has the id `core`, which marks the events of ports")
     for rule in (_genuine, _prompts, _requests, _syncs, _trained, _selected, _cleared, _gone, _filtered):
         yield from rule(ledger)
     notes = sum(is_note(row) for row in ledger.rows)
-    return f"{many(notes, 'note')} against {many(len(ledger.rows) - notes, 'event')} and commands of ports"
+    return f"{many(notes, 'note')} match {many(len(ledger.rows) - notes, 'event')} and commands at the ports"
 
 
 def is_note(row: Row) -> bool:
@@ -42,26 +42,26 @@ def is_note(row: Row) -> bool:
 
 
 def _genuine(ledger: Ledger) -> Iterator[str]:
-    """No note has the name of an event or of a command."""
+    """No note has the name of an event or a command."""
     begun = False
     for row in ledger.rows:
         begun = begun or ("core" in row.ids and row.event != "begins")
         if "core" not in row.ids and (row.event in EVENTS or (row.event == "failed" and "sample" in row.ids)):
             yield f"{row}: no port reported it"
         elif row.event in TO and "core" not in row.ids and row.get("to") != TO[row.event]:
-            yield f"{row}: it went to {row.get('to', 'no port')}, not to the port {TO[row.event]}"
+            yield f"{row}: sent to {row.get('to', 'no port')}, not to the port {TO[row.event]}"
         elif row.event in BEFORE and begun and is_note(row):
             yield f"{row}: written after the loop began"
 
 
 def _prompts(ledger: Ledger) -> Iterator[str]:
-    """A group is a prompt that the data gave. One prompt may be at hand when the loop ends."""
+    """Each group comes from a prompt that the data gave. One prompt may be left over when the loop ends."""
     at_hand: dict[Id, Row] = {}
     for row in ledger.rows:
         if row.event == "prompt":
             at_hand[row["group"]] = row
         elif row.event == "reserved" and at_hand.pop(row["group"], None) is None:
-            yield f"{row}: the data gave no such prompt"
+            yield f"{row}: the data gave no prompt for this group"
     last = ledger.by_event["prompt"][-1:]
     yield from (f"{row}: the prompt never became a group" for row in at_hand.values() if row not in last)
 
@@ -87,7 +87,7 @@ def _requests(ledger: Ledger) -> Iterator[str]:
             key = row["group"], row["sample"]
             if open_.get(key) == row.get("replica", open_.get(key)):
                 open_.pop(key, None)
-    yield from (f"{row}: a request without `sent`" for row in ordered.values())
+    yield from (f"{row}: the request has no note `sent`" for row in ordered.values())
 
 
 def _syncs(ledger: Ledger) -> Iterator[str]:
@@ -98,7 +98,7 @@ def _syncs(ledger: Ledger) -> Iterator[str]:
 
 
 def _trained(ledger: Ledger) -> Iterator[str]:
-    """Trained is what was in a microbatch that the trainer carried out, in an update whose finish it carried out."""
+    """A group is trained if the trainer executed its microbatch and the finish of that update."""
     fed: defaultdict[tuple[Id, int], set[Id]] = defaultdict(set)
     unnoted: dict[tuple[Id, int], dict[Id, Row]] = {}
     finished: set[Id] = set()
@@ -112,15 +112,15 @@ def _trained(ledger: Ledger) -> Iterator[str]:
         elif row.event == "abort":
             fed = defaultdict(set, {key: groups for key, groups in fed.items() if key[0] != row["step"]})
         elif row.event == "trained" and unnoted.get((row["step"], update), {}).pop(row["group"], None) is None:
-            yield f"{row}: the trainer carried out no update with the group"
+            yield f"{row}: the trainer executed no update with the group"
         elif row.event == "bumped" and row["step"] not in finished:
-            yield f"{row}: the trainer carried out no finish of the step"
+            yield f"{row}: the trainer executed no finish of the step"
     for group, row in (one for groups in unnoted.values() for one in groups.items()):
-        yield f"{row}: group {group} is in the weights, and no `trained` says so"
+        yield f"{row}: group {group} is in the weights but has no note `trained`"
 
 
 def _selected(ledger: Ledger) -> Iterator[str]:
-    """The trainer is given what was selected, all of it or what else became of it, for one step at a time."""
+    """The trainer gets only selected groups, one step at a time; every selected group is trained or has another end."""
     chosen: defaultdict[Id, set[Id]] = defaultdict(set)
     current: Id | None = None
     for row in ledger.rows:
@@ -136,7 +136,7 @@ def _selected(ledger: Ledger) -> Iterator[str]:
         elif row.event == "bumped":
             trained = {one["group"] for one in ledger.by_event["trained"] if one["step"] == step}
             left = {one for one in chosen[row["step"]] - trained if not ledger.ends(one)}
-            yield from (f"{row}: group {group} was selected, and not trained" for group in sorted(left, key=str))
+            yield from (f"{row}: group {group} was selected but not trained" for group in sorted(left, key=str))
         current = None if row.event in ("abort", "bumped") and current == step else current
 
 
@@ -148,13 +148,13 @@ def _cleared(ledger: Ledger) -> Iterator[str]:
             mine = ((row["step"], group) for group in listed(row["groups"]))
             carried |= {key: row for key in mine if key in trained}
         elif row.event == "cleared" and carried.pop((row["step"], row["group"]), None) is None:
-            yield f"{row}: the trainer cleared no such rows of a trained group"
+            yield f"{row}: the trainer cleared no rows of this group"
     for (_, group), row in carried.items():
-        yield f"{row}: the rows of group {group} are gone, and no `cleared` says so"
+        yield f"{row}: the rows of group {group} were cleared but it has no note `cleared`"
 
 
 def _gone(ledger: Ledger) -> Iterator[str]:
-    """A group that is not trained leaves nothing on the trainer: where it has a complete sample, its rows are discarded or cleared."""
+    """A group that is not trained leaves nothing on the trainer: its complete samples are discarded or cleared."""
     dropped = {row["group"] for row in ledger.by_event["discard"]}
     dropped |= {group for row in ledger.by_event["clear"] for group in listed(row["groups"])}
     for group, samples in ledger.samples.items():
@@ -163,14 +163,14 @@ def _gone(ledger: Ledger) -> Iterator[str]:
                 row for one in samples.values() for row in one.completed if row.at < end.at and row.number("length", 1)
             ]
             if end.event != "cleared" and done and group not in dropped:
-                yield f"{end}: {many(len(done), 'complete sample')} of the group stay on the trainer"
+                yield f"{end}: {many(len(done), 'complete sample')} of the group left on the trainer"
 
 
 def _filtered(ledger: Ledger) -> Iterator[str]:
     for row in ledger.by_event["filtered"]:
         rewards = {one.completed[-1].get("reward") for one in ledger.samples[row["group"]].values() if one.completed}
         if len(rewards) > 1:
-            yield f"{row}: its rewards vary ({', '.join(sorted(map(str, rewards)))})"
+            yield f"{row}: filtered although its rewards vary ({', '.join(sorted(map(str, rewards)))})"
 
 
 EXACT = 1e-9
@@ -179,27 +179,27 @@ MILLISECOND = 1e-3
 
 @counted
 def metrics_true(ledger: Ledger) -> Finding:
-    """Do the logged numbers equal those counted from the ledger?"""
+    """Do the logged numbers match those counted from the ledger?"""
     rows, compared = ledger.need("metrics", "version"), 0
     for counts, slack in ((_counts(ledger, rows[0]), EXACT), (_seconds(ledger), MILLISECOND)):
         for row, true in counts:
             for name in [name for name in true if name in row.ids]:
                 compared += name != "version"
                 if abs(float(row[name]) - true[name]) > slack * max(1.0, abs(true[name])):
-                    yield f"{row} states {name} {row[name]}; {true[name]:g} by the rows"
+                    yield f"{row} states {name} {row[name]}; counted from the rows: {true[name]:g}"
     if not compared:
         raise Missing(f"no `metrics` event has one of groups, tokens, lag_max, lag_mean, queue, {', '.join(TOTALS)}")
-    return f"{many(compared, 'number')} in {many(len(rows), 'row')}"
+    return f"{many(compared, 'number')} in {many(len(rows), 'row')} match"
 
 
 def _counts(ledger: Ledger, first: Row) -> Iterator[tuple[Row, dict[str, float]]]:
-    """What each row of metrics should state: of its update, and totals."""
+    """The numbers that each row of metrics should state: those of its update, and totals."""
     in_weights = {row.at for row in ledger.trained()}
     totals: dict[str, float] = dict.fromkeys(TOTALS, 0)
     ready: set[Id] = set()
     for row in ledger.rows:
         if row.event == "metrics":
-            if ledger.resumed and row is first:  # totals may go on from those of the run before
+            if ledger.resumed and row is first:  # totals may continue those of the run before
                 totals |= {name: float(row[name]) for name in totals.keys() & row.ids.keys()}
             version = {"version": ledger.version_at(row)} if ledger.by_event["bumped"] else {}
             yield row, {**totals, **version, "queue": len(ready), **_of_update(ledger, row)}
@@ -219,9 +219,9 @@ TOTALS = [f"total_{name}" for name in ("reserved", *ENDS, "generated", "trained"
 
 
 def _seconds(ledger: Ledger) -> Iterator[tuple[Row, dict[str, float]]]:
-    """What the time between two rows of metrics went to, as the row `logged` should state it.
+    """How the time between two rows of metrics was spent, as the row `logged` should state it.
 
-    It is what the trainer was asked first and has not answered, else a sync, else waiting for generation.
+    The trainer's oldest unanswered command counts first, else a sync, else waiting for generation.
     """
     logged = {(row.get("step"), row.get("update")): row for row in ledger.by_event["logged"]}
     spent: dict[str, float] = dict.fromkeys(SECONDS, 0.0)
@@ -248,7 +248,7 @@ SECONDS = ("s_training", "s_logprobs", "s_sync", "s_exposed_generation")
 
 
 def _of_update(ledger: Ledger, metrics: Row) -> dict[str, float]:
-    """The groups of its update, by the rows before it."""
+    """The numbers of its update, counted from the rows before it."""
     same = [name for name in ("step", "update") if name in metrics.ids]
     mine = [
         row

@@ -1,24 +1,24 @@
-"""The controller's core: an event changes the state by one rule, then the rules that follow from the state are applied in one order.
+"""The controller's core: an event changes the state by one rule; then the rules that depend on the state run in a fixed order.
 
-State and commands come from the event alone, so that a run can be replayed from its ledger. `generation` has the state and the rules for
-dispatch, samples and replicas. Here are selection and the trainer, when each rule applies, and how a run ends.
+State and commands depend on the events alone, so a run can be replayed from its ledger. `generation` has the state and the rules for
+dispatch, samples and replicas. This module has selection, the trainer, the order of the rules, and the end of a run.
 
-selected -> scored (log-probabilities recomputed, where a setting says so) -> fed (begin, microbatch) -> finished -> cleared
-A step that fails is aborted; its groups that are in no weights yet become trainable again, or end.
+selected -> scored (log-probabilities recomputed, if a setting asks for it) -> fed (begin, microbatch) -> finished -> cleared
+A step that fails is aborted; its groups that are not in the weights yet become trainable again, or end.
 
 | port | commands (ids) | events (ids) |
 |---|---|---|
 | data | next_prompt | prompt (group) or exhausted |
 | replica | generate (group, sample, replica, attempt) | started, tokens (.., version, first, count), then a last answer |
 | | | the last answer: completed (.., version, newest, length, reward), failed (.., why) or cancelled |
-| replica | cancel (group, sample, replica) | cancelled, where no last answer was given before |
+| replica | cancel (group, sample, replica) | cancelled, unless the last answer came first |
 | replica | | joined, left, died (replica) |
 | trainer | begin, finish (step, update), microbatch, clear (.., groups) | done (of, the same ids) or error (.., why) |
 | trainer | logprobs (step, groups, which), abort (step) | the same |
 | trainer | discard (group) | none: the rows of a group that is not trained |
 | sync | sync (version, at_sync, replicas) | published (version, replica) for each, then synced (version), or error |
 | desk | acquire (kind) | granted (kind) |
-| desk | release (kind), progress (completed, target) | none; a release of what was not granted yet withdraws the request |
+| desk | release (kind), progress (completed, target) | none; a release before the grant withdraws the request |
 | log | metrics (step, update, version, numbers) | logged or logger_failed |
 | sampler | admit (version), select (version, least, most) | admitted (target, -1: none), chosen (groups, evicted, aborted) |
 | any | answer | to the event ask (of, question, asker) |
@@ -60,7 +60,7 @@ class Misuse(KitError):  # noqa: N818 - it names what the port did
 
 
 def choose(t: Turn) -> None:
-    """End what is too old, and take what the sampler gives: at least the minimum or nothing, at most what the step still needs."""
+    """End groups that are too old and take groups from the sampler: none, or at least the minimum and at most what the step needs."""
     if not t.news or not may_choose(t):
         return
     t.news = False
@@ -80,7 +80,7 @@ def may_choose(t: Turn) -> bool:
 
 
 def limits(t: Turn) -> tuple[int, int]:
-    """How many groups a selection gives at least and at most. The last chunk of a step may be small."""
+    """The fewest and the most groups that a selection may give. The last chunk of a step may be small."""
     most = t.need - (0 if t.step is None else len(t.step.groups))
     return min(t.settings.min_groups, most), most
 
@@ -95,7 +95,7 @@ def drop(t: Turn, old: tuple[int, ...], unfinished: tuple[int, ...]) -> None:
 
 
 def select(t: Turn, candidates: tuple[int, ...]) -> None:
-    """A selection opens a step where none is open, and gives the places back."""
+    """A selection opens a step if none is open, and gives the places back."""
     least, most = limits(t)
     if len(candidates) < max(1, least):
         return
@@ -116,13 +116,13 @@ def on_admitted(t: Turn, event: Event) -> None:
 
 
 def on_chosen(t: Turn, event: Event) -> None:
-    """A foreign sampler's answer. What it names and is not complete in the buffer is refused, not trained."""
+    """A foreign sampler's answer. Groups that are not complete in the buffer are refused, not trained."""
     t.asked -= {"select"}
     gone, unfinished, chosen = (numbers(event[name]) for name in ("evicted", "aborted", "groups"))
     drop(t, *(tuple(number for number in some if number in t.buffer) for some in (gone, unfinished)))
     least, most = limits(t)
     wrong = [number for number in chosen if number not in t.buffer or t.buffer[number].order < 0]
-    if chosen and not may_choose(t):  # the step was given up while it chose
+    if chosen and not may_choose(t):  # the step was given up while the sampler chose
         for number in chosen:
             t.note("unselected", group=number)
         t.news = True
@@ -147,7 +147,7 @@ def train(t: Turn) -> None:
 
 
 def has(t: Turn, kind: str) -> bool:
-    """Whether the desk granted the trainer's devices for this; else ask. A pipeline holds one kind of the trainer's at a time."""
+    """Whether the desk granted the trainer's devices for this; else ask. A pipeline holds one kind of trainer grant at a time."""
     if kind in t.granted:
         return True
     if kind not in t.asked:
@@ -157,7 +157,7 @@ def has(t: Turn, kind: str) -> bool:
 
 
 def score(t: Turn, step: Step) -> None:
-    """Recompute log-probabilities, chunk by chunk. Under the grant for training where that is held."""
+    """Recompute log-probabilities, chunk by chunk. Uses the grant for training if that is held."""
     which = t.settings.logprobs
     if not which:
         t.step = replace(step, scored=len(step.groups))
@@ -183,7 +183,7 @@ def boundary(t: Turn, step: Step) -> int:
 
 
 def feed(t: Turn) -> None:
-    """Queue what is scored as microbatches, in order, up to the end of the update. A chunk without a valid token is consumed unrun."""
+    """Queue scored groups as microbatches, in order, up to the end of the update. A chunk without a valid token is skipped."""
     step = t.step
     while step is not None and step.fed < min(step.scored, boundary(t, step)):
         if "logprobs" in t.granted | t.asked or not has(t, "training"):
@@ -205,7 +205,7 @@ def feed(t: Turn) -> None:
 def finish(t: Turn) -> None:
     """Order the optimizer step when every microbatch of the update is done.
 
-    Previous log-probabilities are those of the weights before the step, so with several updates all of them come before the first finish.
+    Previous log-probabilities come from the weights before the step, so with several updates all are computed before the first finish.
     """
     step = t.step
     if step is None or step.fed == step.finished or step.fed < boundary(t, step) or step.unanswered:
@@ -218,7 +218,7 @@ def finish(t: Turn) -> None:
 
 
 def on_finished(t: Turn, step: Step) -> None:
-    """The weights have moved: rows are cleared, and with the last update of a step the version rises and dispatch is held."""
+    """The weights have changed: clear the rows. With the last update of a step the version rises and dispatch is held."""
     groups = step.groups[step.finished : step.fed]
     for group in groups:
         if group.id in step.unrun:
@@ -248,13 +248,13 @@ def bump(t: Turn, step: Step) -> None:
 
 
 def end_shrunk_step(t: Turn) -> None:
-    """A step that shrinks to what is in the weights already is over, although its last finish was not known to be the last."""
+    """A step that shrinks to the groups already in the weights is over; its last finish could not know that it was the last."""
     if t.step is not None and t.step.finished == t.need and not t.step.on_the_trainer:
         bump(t, t.step)
 
 
 def log(t: Turn, step: Step, groups: tuple[Group, ...], during: int) -> None:
-    """The counts of an optimizer step, under the version after it. The times of the same step come from the ledger."""
+    """Log the counts of an optimizer step under the version after it. The times of the step come from the ledger."""
     oldest = [group.oldest for group in groups if group.length]  # a group without tokens has no lag
     lags = [during - version for version in oldest]
     behind = [t.updates - 1 - t.updates_at.get(version, 0) for version in oldest]
@@ -275,7 +275,7 @@ def log(t: Turn, step: Step, groups: tuple[Group, ...], during: int) -> None:
 
 
 def on_trainer(t: Turn, event: Event) -> None:
-    """`done` or `error` of one of the trainer's commands. Answers of a step that was given up come late and change nothing."""
+    """`done` or `error` of a trainer command. Late answers of a step that was given up change nothing."""
     if event.step >= t.steps:
         raise Misuse(f"the trainer answered {event.of} of step {event.step}; {t.steps} steps were opened")
     failed = event.name == "error"
@@ -298,7 +298,7 @@ def on_trainer(t: Turn, event: Event) -> None:
 
 
 def on_cleared(t: Turn, event: Event, failed: bool) -> None:
-    """The version has moved already: groups that were trained end here, cleared or not."""
+    """The version has risen already: trained groups end here, cleared or not."""
     for group in t.clearing.get((event.step, event.update), ()):
         if failed:
             t.note("aborted", group=group.id, why="trained, but its rows could not be cleared", version=t.version)
@@ -312,7 +312,7 @@ def on_cleared(t: Turn, event: Event, failed: bool) -> None:
 
 
 def fail_step(t: Turn, why: str) -> None:
-    """A step of which nothing is in the weights may be given up and tried again, so often as the settings say. Else the run ends."""
+    """If nothing of the step is in the weights, give it up and try again, at most `step_retries` times. Else the run ends."""
     assert t.step is not None
     if t.retried < t.settings.step_retries and not t.step.finished and not t.ending:
         t.retried += 1
@@ -346,10 +346,10 @@ TRAINERS = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")  # co
 
 
 def resume_from(state: State) -> Resume:
-    """What to keep of a state between two steps. What is in flight or in the buffer is generated again."""
+    """What to keep of a state between two steps. Groups in flight or in the buffer are generated again."""
     held = {*state.buffer, *(one.replaces.id for one in state.owed if one.replaces is not None)}
     if state.step is not None:
-        raise BadInput(f"step {state.step.id} is open; a run is resumed after a step, not inside one")
+        raise BadInput(f"step {state.step.id} is open; a run can only be resumed between two steps")
     if state.prompt >= 0:
         held.add(state.prompt)
     given = int(state.counts.get("reserved", 0)) + (state.prompt >= 0)
@@ -391,7 +391,7 @@ class Controller:
         t = Turn(state, self.settings, self.sampler, self.pipeline)
         handler = HANDLERS.get(event.name)
         if handler is None:
-            raise BadInput(f"the controller knows no event {event.name!r}; it knows {', '.join(HANDLERS)}")
+            raise BadInput(f"unknown event {event.name!r}; the controller handles {', '.join(HANDLERS)}")
         if not t.closed:
             handler(t, event)
             settle(t)
@@ -399,7 +399,7 @@ class Controller:
 
 
 def settle(t: Turn) -> None:
-    """What follows from the state, in this order: places that a selection gives back are there for the dispatch after it."""
+    """Run the rules that depend on the state. The order matters: a selection frees places for the dispatch after it."""
     if not t.ending:
         if t.version >= t.last:
             abort_the_rest(t, "the run is over")
@@ -427,7 +427,7 @@ def is_done(t: Turn) -> bool:
 
 
 def is_stuck(t: Turn) -> bool:
-    """No prompt is left, and nothing is under way: what could follow from the state has been ordered already."""
+    """No prompt is left and nothing is in progress, so no event can change the state any more."""
     step = t.step
     trainer = step is not None and (step.unanswered or step.scoring or step.finishing or step.aborting)
     busy = trainer or t.in_flight or t.waiting or t.held or t.clearing or t.asked - {"admit"}
@@ -435,19 +435,19 @@ def is_stuck(t: Turn) -> bool:
 
 
 def end_of_data(t: Turn) -> None:
-    """A clean end only if no group was taken for a step and none is left over; a partial step is never trained."""
+    """The end is clean only if no step is open and the buffer is empty; a partial step is never trained."""
     if t.step is None and not t.buffer:
         t.ending = "exhausted"
     else:
         taken = 0 if t.step is None else len(t.step.groups)
-        fail(t, f"the data ended with {taken} of {t.need} groups of a step taken and {len(t.buffer)} in the buffer")
+        fail(t, f"the data ended with {taken} of {t.need} groups of a step selected and {len(t.buffer)} in the buffer")
 
 
 def wind_down(t: Turn) -> None:
-    """End a run: first the trainer's step, then every group, then the devices. After an error nobody waits for the replicas."""
+    """End a run: first the trainer's step, then every group, then the devices. After an error the replicas are not waited for."""
     step = t.step
     if step is not None and step.finishing:
-        return  # the weights may move: whether they did is counted
+        return  # the weights may change: wait for the answer, so that the count is right
     if step is not None and step.on_the_trainer:
         if not step.aborting:
             abort(t, step)
@@ -472,22 +472,22 @@ def close(t: Turn) -> None:
         how, why = group.ends or ("aborted", t.error or "the run is over")
         end(t, group, "failed" if how == "replaced" else how, why)
     for owed in t.owed:
-        if owed.replaces is not None and owed.replaces.ends is not None:  # no prompt came to replace it
+        if owed.replaces is not None and owed.replaces.ends is not None:  # no prompt was left to replace it
             end(t, owed.replaces, "failed", owed.replaces.ends[1])
     t.owed = ()
     for kind in sorted(t.granted | (t.asked & {"generation", "logprobs", "training"})):
         t.do("release", "desk", kind=kind)
-    t.replicas = Map()  # after an error some requests may be in flight: their answers have no reader
+    t.replicas = Map()  # after an error requests may still be in flight: their answers are ignored
     t.closed = True
     error = {"error": t.error} if t.error else {}
     t.do("ended", "runner", why=t.ending, version=t.version, updates=t.updates, **error, **t.counts)
 
 
-# -- events that concern nobody else --------------------------------------------------------------------------------------
+# -- other events ---------------------------------------------------------------------------------------------------------
 
 
 def report_progress(t: Turn) -> None:
-    """Tell the desk how much of the awaited step is there, each 2 %: prefetched groups count, what is beyond the step does not."""
+    """Report to the desk, every 2 %, how much of the next step is generated. Prefetched groups count, up to the size of the step."""
     need = t.need
     there = min(need, (0 if t.step is None else len(t.step.groups)) + len(t.buffer) - t.unfinished)
     if need > 0 and (part := 50 * there // need) != t.progress:
@@ -502,7 +502,7 @@ def on_granted(t: Turn, event: Event) -> None:
 
 
 def on_error(t: Turn, event: Event) -> None:
-    """A command failed. What the loop does not need to be right is counted and goes on; everything else ends the run or the step."""
+    """A command failed. Commands that do not affect correctness are only counted; any other failure ends the run or the step."""
     of, why = event.of, event.why
     if of in TRAINERS:
         on_trainer(t, event)
@@ -542,7 +542,7 @@ def on_ask(t: Turn, event: Event) -> None:
 
 
 def ignore(_: Turn, __: Event) -> None:
-    """An event that is there for the ledger."""
+    """An event that only the ledger needs."""
 
 
 HANDLERS: dict[str, Handler] = {

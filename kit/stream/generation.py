@@ -1,12 +1,12 @@
-"""The controller's state, and its rules for dispatch, samples, replicas, syncs and how groups leave.
+"""The controller's state, and its rules for dispatch, samples, replicas, syncs and the ends of groups.
 
-The state is frozen and hashable. A turn is a copy of it that the rules write on, with the commands so far.
+The state is frozen and hashable. A turn is a mutable copy of it with the commands so far.
 
-Every group ends exactly once, and its permits go with it. At a sync, with what is in flight:
+Every group ends exactly once and then gives its permits back. What a sync does with requests in flight:
 
 | at_sync | tokens so far | cache of keys and values | stamps | place and slot |
 |---|---|---|---|---|
-| keep | kept | kept: later tokens see what the old weights computed | of both versions | kept |
+| keep | kept | kept: later tokens attend to entries of the old weights | of both versions | kept |
 | recompute | kept | computed again by the new weights | of both versions | kept |
 | abort | discarded, counted as wasted, sampled again with the same random numbers | none | of the new version | kept |
 | drain | the sync waits until nothing is in flight | none is left | of the old version | kept until selection |
@@ -26,7 +26,7 @@ UNPUBLISHED = -1
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """`tokens` are those of this attempt so far. One that is waiting has no replica yet."""
+    """`tokens` counts the tokens of this attempt. A waiting sample has no replica yet."""
 
     status: str = WAITING
     replica: int = -1
@@ -42,9 +42,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`version` is the current one when it was reserved, `order` counts complete groups (-1: unfinished).
+    """`version`: the version at which the group was reserved; `order`: its rank by completion (-1: unfinished).
 
-    `ends` is how an unfinished group will end, once nothing of it is in flight: (end, why).
+    `ends`: how an unfinished group will end once none of its requests is in flight: (end, why).
     """
 
     id: int
@@ -80,11 +80,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An open step: of its groups, in the order of selection, the first `scored` have log-probabilities, the first `fed` went to the
-    trainer, the first `finished` are in the weights.
+    """An open step. Of its groups, in order of selection, the first `scored` have log-probabilities, the first `fed` were sent to the
+    trainer, and the first `finished` are in the weights.
 
-    `chunks` are the ends of what was selected at once, `begun` whether the current update has a begin, `unanswered` how many of its
-    commands (begin, microbatch) have no answer yet, `unrun` the groups of chunks without a valid token.
+    `chunks`: the end of each selection; `begun`: whether the current update has a begin; `unanswered`: how many of its commands
+    (begin, microbatch) have no answer yet; `unrun`: the groups of chunks without a valid token.
     """
 
     id: int
@@ -106,13 +106,13 @@ class Step:
 
     @property
     def on_the_trainer(self) -> bool:
-        """Whether the trainer may hold something of this step, so that only an abort closes it."""
+        """Whether the trainer may hold state of this step, so that only an abort closes it."""
         return self.begun or self.unanswered > 0 or bool(self.scoring)
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """`version` is the one that was published there; `load` its requests in flight."""
+    """`version`: the version published there; `load`: its requests in flight."""
 
     version: int = UNPUBLISHED
     load: int = 0
@@ -120,7 +120,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """A sync under way: of the current version after a step, or only for replicas that joined."""
+    """A sync in progress: of the current version after a step, or only for replicas that joined."""
 
     version: int
     replicas: tuple[int, ...]
@@ -128,7 +128,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Owed:
-    """A place in a batch that has passed the gate and lost its group. `replaces`: the group that ends when another takes its place."""
+    """A place in a batch that passed the gate and lost its group. `replaces`: the group that ends when a new one takes its place."""
 
     target: int
     replaces: Group | None = None
@@ -136,7 +136,7 @@ class Owed:
 
 @dataclass(slots=True)
 class Fields:
-    """Everything that the controller knows. A place is an entry of `buffer`, a slot an unfinished one: no permit is counted apart."""
+    """Everything that the controller knows. Places are the entries of `buffer`, slots the unfinished ones; neither has a counter."""
 
     version: int = 0
     updates: int = 0
@@ -144,28 +144,28 @@ class Fields:
     steps: int = 0  # ids of steps that were opened
     index: int = -1
     position: int = 0
-    completed: int = 0  # groups, all samples of which completed
-    accepted: int = 0  # the same without those that were filtered out
-    failed_in_a_row: int = 0  # groups that failed since the last one that completed
+    completed: int = 0  # groups with all samples complete
+    accepted: int = 0  # the same, without groups that were filtered out
+    failed_in_a_row: int = 0  # groups that failed since the last one completed
     unfinished: int = 0
     buffer: Map = field(default_factory=Map)  # Group by id, in order of id
     waiting: tuple[tuple[int, int], ...] = ()  # samples without a replica: (group, sample)
     owed: tuple[Owed, ...] = ()
-    shrunk: Map = field(default_factory=Map)  # groups that a version's step does without
+    shrunk: Map = field(default_factory=Map)  # by version: groups that its step lacks
     news: bool = False  # a selection may have become possible
     updates_at: Map = field(default_factory=Map)  # `updates` by version
     step: Step | None = None
-    clearing: Map = field(default_factory=Map)  # rows that are being cleared: groups by (step, update)
+    clearing: Map = field(default_factory=Map)  # groups being cleared, by (step, update)
     replicas: Map = field(default_factory=Map)  # Replica by number
-    prompt: int = -1  # a prompt at hand
+    prompt: int = -1  # the next prompt, -1: none yet
     prompt_asked: bool = False
     exhausted: bool = False
     held: bool = True  # dispatch waits for the current version
     sync_due: bool = True
     sync: Sync | None = None
-    admitted: tuple[int, ...] = ()  # a foreign sampler's admission at hand: its target
-    foreign_target: int = NO_TARGET  # the target of the batch that it admitted last
-    asked: frozenset[str] = frozenset()  # what was asked of the desk or of a foreign sampler, and not answered yet
+    admitted: tuple[int, ...] = ()  # the target of a foreign sampler's unused admission
+    foreign_target: int = NO_TARGET  # the target of the last batch that it admitted
+    asked: frozenset[str] = frozenset()  # unanswered requests to the desk or to a foreign sampler
     granted: frozenset[str] = frozenset()
     retried: int = 0
     progress: int = -1
@@ -238,7 +238,7 @@ def about(target: int) -> dict[str, Id]:
 
 
 def fail(t: Turn, why: str) -> None:
-    """End the run with an error. The first error stays; what fails on the way out never hides it."""
+    """End the run with an error. The first error is kept; later failures never hide it."""
     if not t.error:
         t.error = why
         t.ending = "error"
@@ -253,13 +253,13 @@ def leave(t: Turn, group: Group) -> None:
 
 
 def discard(t: Turn, group: Group) -> None:
-    """The rows of a group that will not be trained: those of its complete samples are dropped. Nobody waits for it."""
+    """Drop the rows of a group that will not be trained. There is no answer to wait for."""
     if any(sample.length for sample in group.samples):
         t.do("discard", "trainer", group=group.id)
 
 
 def end(t: Turn, group: Group, how: str, why: str) -> None:
-    """End a group otherwise than trained."""
+    """End a group that is not trained."""
     if group.id in t.buffer:
         leave(t, group)
     discard(t, group)
@@ -269,7 +269,7 @@ def end(t: Turn, group: Group, how: str, why: str) -> None:
 
 
 def doom(t: Turn, group: Group, how: str, why: str) -> None:
-    """An unfinished group will end: cancel what is in flight of it, and end it when nothing is."""
+    """An unfinished group will end: cancel its requests, and end it once none is in flight."""
     if group.ends is not None:
         return
     for number, sample in enumerate(group.samples):
@@ -285,7 +285,7 @@ def doom(t: Turn, group: Group, how: str, why: str) -> None:
 
 
 def end_if_idle(t: Turn, group: Group) -> None:
-    """End a doomed group, once nothing of it is in flight. One to be replaced ends when another takes over its part of the batch."""
+    """End a doomed group once none of its requests is in flight. A group to be replaced ends when another takes its place in the batch."""
     if group.ends is None or group.in_flight:
         return
     how, why = group.ends
@@ -298,7 +298,7 @@ def end_if_idle(t: Turn, group: Group) -> None:
 
 
 def complete(t: Turn, group: Group) -> None:
-    """All samples of a group are there: it gives its slot back and can be selected, or is filtered out and made up for."""
+    """All samples of a group are complete: it gives its slot back and can be selected, or is filtered out and replaced."""
     group = replace(group, order=t.completed)
     if group.oldest < 0:  # no token at all
         group = replace(group, oldest=group.version, newest=group.version)
@@ -320,7 +320,7 @@ def complete(t: Turn, group: Group) -> None:
 
 
 def put_back(t: Turn) -> None:
-    """The groups of a step that was given up retake their places, before any new dispatch; where none is free a group ends."""
+    """Groups of a step that was given up retake their places before any new dispatch; if no place is free, a group ends."""
     assert t.step is not None
     for group in t.step.groups[t.step.finished :]:
         if len(t.buffer) < t.settings.places:
@@ -339,7 +339,7 @@ def put_back(t: Turn) -> None:
 
 
 def dispatch(t: Turn) -> None:
-    """Reserve groups while there is a place, a slot and a passage of the gate, asked in this order for every group."""
+    """Reserve groups while a place and a slot are free and the gate is open, checked in this order for every group."""
     while may_dispatch(t):
         if t.prompt < 0:
             if not t.prompt_asked:
@@ -372,7 +372,7 @@ def gate_is_open(t: Turn) -> bool:
 
 
 def reserve(t: Turn) -> None:
-    """The prompt at hand becomes a group: of a batch that lost one, else of the batch that the gate let through."""
+    """The next prompt becomes a group: of a batch that lost one, else of the batch that passed the gate."""
     number, t.prompt = t.prompt, -1
     owed = t.owed[0] if t.owed else None
     target = batch_target(t) if owed is None else owed.target
@@ -394,7 +394,7 @@ def reserve(t: Turn) -> None:
 
 
 def batch_target(t: Turn) -> int:
-    """The target of the next group. The index rises at a batch's first group."""
+    """The target of the next group. The index rises at the first group of a batch."""
     if t.position == 0:
         t.index += 1
         if t.sampler is None:
@@ -413,7 +413,7 @@ def active(t: Turn) -> list[int]:
 
 
 def send(t: Turn) -> None:
-    """Give every waiting sample a replica: that of its group, for the prefix cache, else the one with the fewest requests."""
+    """Send every waiting sample to a replica: its group's, for the prefix cache, else the one with the fewest requests."""
     there = active(t)
     if t.held or not there:
         return
@@ -436,7 +436,7 @@ def load(t: Turn, number: int, change: int) -> None:
 
 
 def cancel_all(t: Turn) -> None:
-    """Take every sample in flight back; it is sent again later, with the same random numbers."""
+    """Cancel every sample in flight; each is sent again later with the same random numbers."""
     for group in list(t.buffer.values()):
         for number, sample in enumerate(group.samples):
             if sample.status == RUNNING:
@@ -445,7 +445,7 @@ def cancel_all(t: Turn) -> None:
 
 
 def answered(t: Turn, event: Event) -> Group | None:
-    """The group that an answer is about, or None where nobody waits for it: the sample went to another replica, or its group is gone."""
+    """The group of an answer; None if the answer is outdated: the sample moved to another replica, or its group is gone."""
     group: Group | None = t.buffer.get(event.group)
     if group is None:
         return None
@@ -484,7 +484,7 @@ def on_cancelled(t: Turn, event: Event) -> None:
 
 
 def give_up_attempt(t: Turn, group: Group, number: int) -> None:
-    """A sample is in flight no more. Its group ends, or waits for another attempt, whose tokens are the same as far as versions are."""
+    """A sample is no longer in flight. Its group ends, or it waits for another attempt, which repeats its tokens if versions repeat."""
     if group.ends is not None:
         group = group.put(number, status=DONE)
         t.put(group)
@@ -498,7 +498,7 @@ def give_up_attempt(t: Turn, group: Group, number: int) -> None:
 
 
 def on_failed(t: Turn, event: Event) -> None:
-    """What becomes of the group is a setting; each failure is counted, none is silent."""
+    """`on_failed` decides what happens to the group. Every failure is counted."""
     if (group := answered(t, event)) is None:
         return
     load(t, group.samples[event.sample].replica, -1)
@@ -512,7 +512,7 @@ def on_failed(t: Turn, event: Event) -> None:
     t.failed_in_a_row += 1
     if t.settings.on_failed == "stop":
         fail(t, why)
-    elif t.failed_in_a_row > t.settings.slots + t.settings.groups:  # replacing them would go on for ever
+    elif t.failed_in_a_row > t.settings.slots + t.settings.groups:  # replacing them would never end
         fail(t, f"{t.failed_in_a_row} groups failed and none completed; the last: {why}")
     if t.settings.on_failed == "shrink":
         shrink(t, group)
@@ -520,13 +520,13 @@ def on_failed(t: Turn, event: Event) -> None:
 
 
 def shrink(t: Turn, group: Group) -> None:
-    """The step that would have had the group does without, down to the floor: its batch's, else the next that is not full yet."""
+    """The step of the group's batch, else the next one that is not full, gets one group less, down to the floor."""
     full = t.step is not None and len(t.step.groups) >= t.need
     version = group.target if group.target != NO_TARGET else t.version + full
     t.shrunk = t.shrunk.plus(version)
-    t.news = True  # the rest of a step may be there already
+    t.news = True  # the remaining groups of the step may be complete already
     if (left := t.settings.groups - t.shrunk[version]) < t.settings.floor:
-        fail(t, f"the step of version {version} would have {left} groups, fewer than floor={t.settings.floor}")
+        fail(t, f"the step of version {version} would have only {left} groups, below floor={t.settings.floor}")
 
 
 # -- replicas and syncs ---------------------------------------------------------------------------------------------------
@@ -547,7 +547,7 @@ def on_died(t: Turn, event: Event) -> None:
 
 
 def on_left(t: Turn, event: Event) -> None:
-    """A replica is gone: what it had in flight is sent to others, with the same random numbers."""
+    """A replica is gone: its requests in flight are sent to others, with the same random numbers."""
     if event.replica not in t.replicas:
         return
     t.replicas = t.replicas.without(event.replica)
@@ -558,16 +558,16 @@ def on_left(t: Turn, event: Event) -> None:
 
 
 def hold(t: Turn) -> None:
-    """Dispatch waits from here on until the current version is published."""
+    """Hold dispatch until the current version is published."""
     t.held = t.sync_due = True
     t.note("hold", version=t.version)
 
 
 def sync_if_due(t: Turn) -> None:
-    """Start the sync of the current version when what is in flight allows it; else one for replicas that joined. One at a time.
+    """Start the sync of the current version once the requests in flight allow it; else one for replicas that joined. One at a time.
 
-    While the trainer finishes an update its weights move: what it would send then is not the current version. Limit: between two updates
-    of one step it is not either; a loop with several updates a step must not be joined by replicas.
+    While the trainer finishes an update, its weights are not those of the current version; nor are they between two updates of a step.
+    Limit: replicas must not join a loop with several updates per step.
     """
     if t.sync is not None or "generation" not in t.granted or (t.step is not None and t.step.finishing):
         return
@@ -583,7 +583,7 @@ def sync_if_due(t: Turn) -> None:
 
 
 def start_sync(t: Turn, replicas: tuple[int, ...]) -> None:
-    if not replicas:  # nobody to publish to: a replica that joins gets the current version then
+    if not replicas:  # none to publish to: a replica that joins later gets the current version
         resume(t)
         return
     t.sync = Sync(t.version, replicas)
@@ -605,7 +605,7 @@ def on_synced(t: Turn, event: Event) -> None:
 
 
 def on_sync_error(t: Turn, why: str) -> None:
-    """A sync may fail because a replica of it died; where the loop may go on without it, the others are synced again."""
+    """A sync may fail because one of its replicas died. If the loop may go on without it, the others are synced again."""
     if t.sync is None:
         return
     lost = [number for number in t.sync.replicas if number not in t.replicas]
@@ -617,7 +617,7 @@ def on_sync_error(t: Turn, why: str) -> None:
 
 
 def resume(t: Turn) -> None:
-    """The current version is published: the trainer's devices are free, dispatch goes on."""
+    """The current version is published: release the trainer's devices and continue dispatch."""
     t.held = False
     t.news = True
     t.note("resume", version=t.version)

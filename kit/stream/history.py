@@ -1,4 +1,4 @@
-"""A ledger, read again, and what a rule of the judge is. All is counted from rows; no count that they state is used."""
+"""Reads a ledger back for the judge's rules. Everything is counted from rows; counts that the rows state are not used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ABOUT = ("group", "sample", "step", "update", "replica")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row; `at` is its position in the ledger, `since` the seconds from the first row."""
+    """One row; `at` is its position in the ledger, `since` the seconds since the first row."""
 
     at: int
     event: str
@@ -48,7 +48,7 @@ class Row:
         try:
             return int(self[name])
         except ValueError:
-            raise Unjudged(f"{self} has {name}={self[name]!r}, which is not a whole number") from None
+            raise Unjudged(f"{self} has {name}={self[name]!r}; it must be a whole number") from None
 
     def __str__(self) -> str:
         about = ", ".join(f"{name} {self.ids[name]}" for name in ABOUT if name in self.ids)
@@ -56,19 +56,19 @@ class Row:
 
     @property
     def ends_group(self) -> bool:
-        """`failed` with a sample is the end of a request, not of its group."""
+        """`failed` with a sample ends a request, not its group."""
         return self.event in ENDS and "group" in self.ids and "sample" not in self.ids
 
 
 @dataclass(slots=True)
 class Sample:
-    """What was generated for one sample. `spans` are those of the attempt that was completed, or of the last one."""
+    """What was generated for one sample. `spans` belong to the attempt that completed, or to the last one."""
 
     sent: list[Row] = field(default_factory=list)
     spans: list[Row] = field(default_factory=list)
     completed: list[Row] = field(default_factory=list)
     waiting: bool = False  # its last request has no answer
-    fresh: bool = False  # nothing has come since it was sent
+    fresh: bool = False  # no tokens since it was last sent
 
     def take(self, row: Row) -> None:
         asked = self.sent[-1].get("replica") if self.sent else None
@@ -76,7 +76,7 @@ class Sample:
             self.sent.append(row)
             self.fresh = self.waiting = True
         elif asked is not None and row.get("replica", asked) != asked:
-            pass  # of a replica that the sample has left: nobody uses it
+            pass  # from a replica that the sample has left: ignored
         elif row.event == "tokens":
             begins_again = self.fresh and not row.number("first", 0)
             self.spans = [row] if begins_again else [*self.spans, row]
@@ -91,7 +91,7 @@ class Sample:
 
     @property
     def is_empty(self) -> bool:
-        """Completed without a token, so that it has no version."""
+        """Completed without a token, so it has no version."""
         return bool(self.completed) and not self.completed[-1].number("length", 1)
 
     @property
@@ -101,20 +101,20 @@ class Sample:
 
 @dataclass(slots=True)
 class Step:
-    """The rows of a step up to its `abort`. An id that comes again after an abort is another step."""
+    """The rows of a step up to its `abort`. If the id appears again after an abort, it is another step."""
 
     id: Id
     rows: list[Row] = field(default_factory=list)
     abort: Row | None = None
     errors: list[Row] = field(default_factory=list)
-    finished: dict[int, list[Row]] = field(default_factory=dict)  # by update: finishes that were carried out
+    finished: dict[int, list[Row]] = field(default_factory=dict)  # by update: finishes that the trainer executed
 
     def of(self, *events: str) -> list[Row]:
         return [row for row in self.rows if row.event in events]
 
     @property
     def trained(self) -> list[Row]:
-        """Groups that are in the weights: an abort takes back those of an update without a finish."""
+        """Groups that are in the weights. An abort undoes an update without a finish."""
         rows = self.of("trained")
         return rows if self.abort is None else [row for row in rows if row.number("update", 0) in self.finished]
 
@@ -124,7 +124,7 @@ class Step:
 
     @property
     def is_open(self) -> bool:
-        """An update has begun, and has neither finish nor abort."""
+        """An update has begun and has neither finish nor abort."""
         return self.abort is None and len({row.number("update", 0) for row in self.of("begin")}) > len(self.finished)
 
 
@@ -152,10 +152,10 @@ class Ledger:
         self._step_of = {row.at: step for step in self.steps for row in step.rows}
         self._bumps = [row.at for row in self.by_event["bumped"]]
 
-    # -- what a check needs -----------------------------------------------------------------------------------------------
+    # -- rows and settings ------------------------------------------------------------------------------------------------
 
     def need(self, event: str, *ids: str) -> list[Row]:
-        """The rows of an event. Without the event or an id nothing is judged; an id that only some of the rows have is a failure."""
+        """The rows of an event. Raises `Missing` if the event or an id is absent, `Unjudged` if only some rows have an id."""
         rows = self.by_event.get(event, [])
         if not rows:
             raise Missing(f"the ledger has no `{event}` event")
@@ -165,12 +165,12 @@ class Ledger:
                 raise Missing(f"no `{event}` event of the ledger has the id `{name}`")
             if lack:
                 raise Unjudged(
-                    f"{lack[0]} has no id `{name}`; {len(rows) - len(lack)} of {len(rows)} such events have it"
+                    f"{lack[0]} has no id `{name}`; {len(rows) - len(lack)} of {len(rows)} `{event}` events have it"
                 )
         return rows
 
     def setting(self, name: str) -> Id | None:
-        """Of the row `capacity`."""
+        """A setting from the row `capacity`."""
         return next((row.get(name) for row in self.by_event["capacity"]), None)
 
     def limit(self, name: str) -> int | None:
@@ -184,16 +184,16 @@ class Ledger:
     # -- versions ---------------------------------------------------------------------------------------------------------
 
     def version_at(self, row: Row) -> int:
-        """The current version when a row was written: that of the start, plus one for each `bumped` before the row."""
+        """The current version when a row was written: the start version plus one for each `bumped` before the row."""
         return self.start + bisect_left(self._bumps, row.at)
 
     def version_during(self, trained: Row) -> int:
-        """The version while a group trained: at the first row of its step. Without steps or `bumped` it is what `trained` states."""
+        """The version while a group trained, taken at the first row of its step. Without steps or `bumped`: as `trained` states it."""
         step = self._step_of.get(trained.at)
         return trained.number("version") if step is None or not self._bumps else self.version_at(step.rows[0])
 
     def oldest(self, group: Id) -> dict[Id, int]:
-        """The oldest version of any token of each sample, by its spans and by what `completed` states. One without tokens has none."""
+        """For each sample with tokens, its oldest version according to its spans and to `completed`."""
         rows = {
             name: [*one.spans, *one.completed[-1:]] for name, one in self.samples[group].items() if not one.is_empty
         }
@@ -206,7 +206,7 @@ class Ledger:
     # -- groups and samples -----------------------------------------------------------------------------------------------
 
     def ends(self, group: Id) -> list[Row]:
-        """How a group ended. `filtered` is an end where no other follows."""
+        """How a group ended. `filtered` is an end if no other follows."""
         rows = self.life.get(group, [])
         return [row for row in rows if row.ends_group] or [row for row in rows if row.event == "filtered"][:1]
 
@@ -229,7 +229,7 @@ class Ledger:
         )
 
     def _steps(self) -> list[Step]:
-        """Steps by their first row. If `done` rows answer `finish`, those are the finishes; an `error` row takes one back."""
+        """Steps in order of their first row. Finishes are the `done` rows of `finish`; without any, the `finish` rows without an `error`."""
         latest: dict[Id, Step] = {}
         steps: list[Step] = []
         answered = any(row.get("of") == "finish" for row in self.by_event["done"])
@@ -269,33 +269,33 @@ def _rows(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
             name, when = str(row["event"]), float(row["time"])
         except (KeyError, TypeError, ValueError) as error:
             raise BadInput(
-                f"row {at} of the ledger is {dict(row)!r}; a row needs an `event` and a `time` in seconds"
+                f"row {at} of the ledger is {dict(row)!r}; it needs an `event` and a `time` in seconds"
             ) from error
         found.append(Row(at, name, when, when - (found[0].time if found else when), ids))
     if len(pipelines) > 1:
         raise BadInput(
-            f"the rows are of the pipelines {', '.join(sorted(pipelines))}; judge each by itself: pipelines(rows)"
+            f"the rows belong to the pipelines {', '.join(sorted(pipelines))}; judge each separately: pipelines(rows)"
         )
     return found
 
 
 def pipelines(rows: Sequence[Mapping[str, Any]]) -> dict[str, Ledger]:
-    """A ledger for each pipeline that the rows name; one without a name where they name none."""
+    """A ledger for each pipeline that the rows name; a single unnamed one if they name none."""
     names = dict.fromkeys(str(row["pipeline"]) for row in rows if row.get("pipeline"))
     if len(names) < 2:
         return {name: Ledger(rows) for name in names or [""]}
     return {name: Ledger([row for row in rows if row.get("pipeline") == name]) for name in names}
 
 
-NO_AGE_LIMIT = ("ready-first", "capacity")  # samplers that bound admission only
-REACTION = 0.005  # seconds that a controller may take to see that it can go on
+NO_AGE_LIMIT = ("ready-first", "capacity")  # samplers that limit admission only
+REACTION = 0.005  # seconds that a controller may take to react
 
 
-Finding = Generator[str, None, str]  # yields violations, returns what was judged
+Finding = Generator[str, None, str]  # yields violations, returns a summary
 
 
 def counted(rule: Callable[P, Finding]) -> Callable[P, Measured]:
-    """A rule as a check. What keeps it from going on (`Missing`, `Unjudged`) counts only if it found no violation before."""
+    """Make a check of a rule. `Missing` and `Unjudged` are raised only if no violation was found before."""
 
     @functools.wraps(rule)
     def check(*args: P.args, **kwargs: P.kwargs) -> Measured:

@@ -1,7 +1,7 @@
-"""The checks of a ledger. Each counts violations from the rows alone and names the first; `docs/ledger.md` lists the events.
+"""The checks of a ledger. Each counts violations in the rows and names the first; `docs/ledger.md` lists the events.
 
-It does not matter which system wrote the ledger. A check raises `Missing` (null) where the ledger lacks an event that it needs, and names
-it. Rows that contradict each other, or lack what others of their kind have, are violations.
+Any system may have written the ledger. A check raises `Missing` (null), which names the event, if the ledger lacks an event that it
+needs. Rows that contradict each other, or lack an id that other rows of the event have, are violations.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from kit.results.verdict import Measured, Missing, NotMeasured
 from kit.stream import backed
 from kit.stream.history import ENDS, NO_AGE_LIMIT, REACTION, Finding, Id, Ledger, Row, Sample, Step, by, counted, many
 
-FEWEST = 8  # tokens from which on equal samples are no coincidence
+FEWEST = 8  # equal samples with at least this many tokens are no coincidence
 
 
 @counted
 def one_step_per_batch(ledger: Ledger) -> Finding:
-    """Is every update one begin, its microbatches, and one finish or an abort, with a whole batch of groups?"""
+    """Is every update one begin, its microbatches, and one finish or abort, with a whole batch of groups?"""
     ledger.need("begin", "step")
     if not ledger.by_event["abort"]:
         ledger.need("finish", "step")
@@ -43,10 +43,10 @@ def _update_order(step: Step) -> Iterator[str]:
             if current is not None:
                 yield f"{row}: update {current} of the step has no finish"
         elif update in done:
-            yield f"{row}: this update was finished before"
+            yield f"{row}: this update is already finished"
         elif row.event == "begin":
             if current is not None or update != len(done):
-                yield f"{row}: {many(len(done), 'update')} of the step {'was' if len(done) == 1 else 'were'} finished before"
+                yield f"{row}: {many(len(done), 'update')} of the step {'was' if len(done) == 1 else 'were'} already finished"
             current = update
         elif current != update:
             yield f"{row}: this update has no begin"
@@ -56,7 +56,7 @@ def _update_order(step: Step) -> Iterator[str]:
 
 
 def _batch_sizes(ledger: Ledger) -> Iterator[str]:
-    """Every update trains a whole batch; a step may be smaller by groups that failed, and by nothing else."""
+    """Every update trains a whole batch; a step may only lack groups that failed."""
     whole = [
         step
         for step in ledger.steps
@@ -79,7 +79,7 @@ def _batch_sizes(ledger: Ledger) -> Iterator[str]:
         spare = sum(row["group"] in lost for row in step.of("selected"))
         for update in updates:
             if trained[update] > most or (update != updates[-1] and trained[update] + spare < most):
-                yield f"step {step.id} update {update} trained {many(trained[update], 'group')}; an optimizer step takes {most}"
+                yield f"step {step.id} update {update} trained {many(trained[update], 'group')}; an optimizer step trains {most}"
         total = sum(trained.values())
         short = 0 if wanted is None else wanted - total
         excuses = sum(at < step.rows[-1].at for at in lost.values()) - excused
@@ -90,7 +90,7 @@ def _batch_sizes(ledger: Ledger) -> Iterator[str]:
 
 @counted
 def one_clear_per_finish(ledger: Ledger) -> Finding:
-    """Are the rows of an update cleared once, after its finish, and only then?"""
+    """Are the rows of an update cleared exactly once, after its finish?"""
     cleared, finishes, clears = ledger.need("cleared", "group"), ledger.finishes(), ledger.by_event["clear"]
     of_group = by(cleared, "group")
     failed = [row for row in ledger.by_event["error"] if row.get("of") == "clear"]
@@ -101,11 +101,11 @@ def one_clear_per_finish(ledger: Ledger) -> Finding:
             done = step.finished.get(row.number("update", 0), [])
             mine = of_group.get(row["group"], [])
             if mine and (not done or mine[0].at < done[0].at):
-                yield f"{mine[0]}: cleared before its update was finished ({f'row {done[0].at}' if done else 'it never was'})"
+                yield f"{mine[0]}: cleared before its update was finished ({f'row {done[0].at}' if done else 'never finished'})"
             elif len(mine) > 1:
-                yield f"{mine[1]}: the group was cleared before, in row {mine[0].at}"
+                yield f"{mine[1]}: the group was already cleared in row {mine[0].at}"
             elif done and not mine and ledger.ended and not any(one.get("step") == step.id for one in failed):
-                yield f"{row}: trained and never cleared"
+                yield f"{row}: trained but never cleared"
         calls, wanted = sum(row.get("step") == step.id for row in clears), sum(map(len, step.finished.values()))
         if clears and (calls > wanted or (calls < wanted and ledger.ended)):
             yield f"step {step.id} was cleared {calls} times after {wanted} finishes"
@@ -118,7 +118,7 @@ def one_clear_per_finish(ledger: Ledger) -> Finding:
 
 @counted
 def trains_before_straggler(ledger: Ledger) -> Finding:
-    """Does a step begin while its last groups are still generated?"""
+    """Does a step begin while its last groups are still being generated?"""
     ledger.need("trained", "group", "step")
     ledger.need("completed", "group", "sample")
     least, free, judged = ledger.limit("min_groups") or 1, 0, 0
@@ -130,7 +130,7 @@ def trains_before_straggler(ledger: Ledger) -> Finding:
             if last.time > could.time + REACTION and last.at > could.at:
                 judged += 1
                 if start.at > last.at:
-                    yield f"step {step.id} began in row {start.at}, after its last group ({last}); it could at {could.since:.3f} s"
+                    yield f"step {step.id} began in row {start.at}, after its last group ({last}); possible at {could.since:.3f} s"
         free = _free_after(ledger, step)
     if not judged:
         raise NotMeasured("no step had a straggler")
@@ -138,7 +138,7 @@ def trains_before_straggler(ledger: Ledger) -> Finding:
 
 
 def _completions(ledger: Ledger, step: Step) -> list[Row]:
-    """When each group of a step was complete, in order. weight-fifo waits for those of the oldest start."""
+    """The row that completed each group of a step, in order; with weight-fifo, only groups of the oldest start."""
     when: dict[Id, Row] = {}
     start: dict[Id, int] = {}
     for group in {row["group"] for row in step.of("trained")}:
@@ -153,7 +153,7 @@ def _completions(ledger: Ledger, step: Step) -> list[Row]:
 
 
 def _free_after(ledger: Ledger, step: Step) -> int:
-    """The row from which on the trainer can take another step: after its abort, or the sync, where the ledger shows how these end."""
+    """The row after which the trainer can take another step: the end of the abort or of the sync, if the ledger has it."""
     end = (step.abort or step.bumped or step.rows[-1]).at
     if step.abort:
         rows = [row for name in ("done", "error") for row in ledger.by_event[name] if row.get("of") == "abort"]
@@ -164,7 +164,7 @@ def _free_after(ledger: Ledger, step: Step) -> int:
 
 @counted
 def abort_on_failure(ledger: Ledger) -> Finding:
-    """Is a step that failed aborted, with the version unchanged and all its groups accounted for?"""
+    """Is every failed step aborted, with the version unchanged and all its groups accounted for?"""
     ledger.need("begin", "step")
     broken = [step for step in ledger.steps if step.abort or step.errors or (step.is_open and ledger.ended)]
     if not broken:
@@ -173,7 +173,7 @@ def abort_on_failure(ledger: Ledger) -> Finding:
         error, gone = next(iter(step.errors), None), {row["group"] for row in step.trained}
         for row in step.of("begin", "microbatch", "finish", "bumped"):
             if error and row.at > error.at:
-                yield f"{row}: the step failed before, by {error}"
+                yield f"{row}: the step had already failed: {error}"
         if step.abort is None:
             if step.of("begin"):
                 yield f"step {step.id} was not aborted; {error or step.of('begin')[-1]}"
@@ -185,7 +185,7 @@ def abort_on_failure(ledger: Ledger) -> Finding:
             if row["group"] in gone:
                 continue
             if over and over[0].event == "cleared":
-                yield f"{over[0]}: cleared, and its step was aborted (row {step.abort.at})"
+                yield f"{over[0]}: cleared although its step was aborted (row {step.abort.at})"
             elif not over and not back and ledger.ended:
                 yield f"{row}: the group neither ended nor became trainable again after the abort (row {step.abort.at})"
     return f"{many(len(broken), 'step')} failed and aborted"
@@ -193,10 +193,10 @@ def abort_on_failure(ledger: Ledger) -> Finding:
 
 @counted
 def no_sample_too_old(ledger: Ledger) -> Finding:
-    """Was no token older than the window when its group trained?"""
+    """Is every token within the window when its group trains?"""
     trained, sampler, worst = ledger.need("trained", "group"), ledger.setting("sampler"), 0
     if sampler in NO_AGE_LIMIT:
-        raise NotMeasured(f"the sampler {sampler} limits what may start, not the age of what is trained")
+        raise NotMeasured(f"the sampler {sampler} limits which groups start, not how old they are when trained")
     if not ledger.by_event["tokens"]:
         ledger.need("completed", "group", "sample", "version")
     window = 0 if sampler == "strict" else ledger.size("window")
@@ -217,13 +217,13 @@ def no_sample_too_old(ledger: Ledger) -> Finding:
 
 @counted
 def version_monotone(ledger: Ledger) -> Finding:
-    """Does the version rise by exactly one per finished step, and does every row state the current one?"""
+    """Does the version rise by exactly one per finished step, and does every row state the current version?"""
     bumps, finishes = ledger.need("bumped", "version"), ledger.finishes()
     base = 0
     latest: dict[Id, int] = {}
     for number, row in enumerate(bumps):
         if row.number("version") != ledger.version_at(row) + 1:
-            yield f"{row}: the version goes from {ledger.version_at(row)} to {row['version']}"
+            yield f"{row}: the version jumps from {ledger.version_at(row)} to {row['version']}"
         if "updates" in row.ids and finishes:
             done = sum(one.at < row.at for one in finishes)
             base = row.number("updates") - done if ledger.resumed and not number else base
@@ -235,13 +235,13 @@ def version_monotone(ledger: Ledger) -> Finding:
         if "version" in row.ids and (row.event in CURRENT or row.ends_group):
             now = ledger.version_during(row) if row.event == "trained" else ledger.version_at(row)
             if row.number("version") != now:
-                yield f"{row} states version {row['version']}; the current one is {now}"
+                yield f"{row} states version {row['version']}; the current version is {now}"
         if row.event in ("joined", "left", "died"):
             latest.pop(row.get("replica", ""), None)
         elif row.event == "published":
             before, after = latest.get(row["replica"]), row.number("version")
             if before is not None and after not in (before, before + 1):
-                yield f"{row}: the replica goes from version {before} to {after}"
+                yield f"{row}: the replica jumps from version {before} to {after}"
             latest[row["replica"]] = after
     return f"from version {ledger.start} to {ledger.start + len(bumps)}, {many(len(finishes), 'update')}"
 
@@ -250,27 +250,27 @@ CURRENT = ("reserved", "selected", "trained", "hold", "resume", "metrics")  # ev
 
 
 def _rises_once(ledger: Ledger, step: Step) -> Finding:
-    """With the last finish of a step the version rises, once. An error may end a run between two updates of a step."""
+    """The version rises once, with the last finish of a step. An error may end a run between two updates of a step."""
     bumped, last = step.of("bumped"), max((rows[-1].at for rows in step.finished.values()), default=None)
     cut = ledger.error and len(step.trained) != ledger.limit("groups_per_step")
     if len(bumped) > 1:
-        yield f"{bumped[1]}: the version rose for this step before, in row {bumped[0].at}"
+        yield f"{bumped[1]}: the version already rose for this step, in row {bumped[0].at}"
     if bumped and last is None:
         yield f"{bumped[0]}: no update of the step was finished"
     elif bumped and last is not None and last > bumped[0].at:
-        yield f"{bumped[0]}: the step is finished only in row {last}"
+        yield f"{bumped[0]}: the step is not finished until row {last}"
     elif last is not None and not bumped and step.abort is None and ledger.ended and not cut:
-        yield f"step {step.id} was finished (row {last}) and the version did not rise"
+        yield f"step {step.id} was finished (row {last}) but the version did not rise"
     return ""
 
 
 @counted
 def publish_before_use(ledger: Ledger) -> Finding:
-    """Was each version published on a replica before it was used there, and did dispatch wait for it?"""
+    """Is each version published on a replica before its use there, and does dispatch wait for it?"""
     published, bumped, used = ledger.need("published", "version", "replica"), ledger.by_event["bumped"], 0
     base = [] if any(row.number("version") == ledger.start for row in published) else [ledger.start]
-    there: defaultdict[Id, list[int]] = defaultdict(lambda: [*base])  # by replica, the one in use last
-    late: dict[Id, list[int]] = {}  # of replicas that left: what they said in a call under way may arrive later
+    there: defaultdict[Id, list[int]] = defaultdict(lambda: [*base])  # versions by replica, the current one last
+    late: dict[Id, list[int]] = {}  # versions of replicas that left: answers of a call in progress may arrive later
     held: Row | None = None
     for row in ledger.rows:
         now, serves = ledger.version_at(row), there[row.get("replica", "")]
@@ -280,10 +280,10 @@ def publish_before_use(ledger: Ledger) -> Finding:
         elif row.event in ("left", "died"):
             late |= {row.get("replica", ""): there.pop(row.get("replica", ""), [])}
         elif row.event == "hold" or (row.event == "bumped" and ledger.by_event["hold"]):
-            held = row  # from the transition on in which the version rises
+            held = row  # held from the row at which the version rises
         elif row.event == "resume":
             if held and (began := _under_way(ledger.rows[held.at : row.at])):
-                yield f"{row}: dispatch goes on before the sync that began in row {began.at} has ended"
+                yield f"{row}: dispatch continues before the end of the sync that began in row {began.at}"
             held = None
         elif row.event in ("sent", "reserved"):
             yield from _dispatched(row, held, serves, now if bumped else None)
@@ -291,7 +291,7 @@ def publish_before_use(ledger: Ledger) -> Finding:
             used += 1
             version = row.number("newest" if "newest" in row.ids else "version")
             if bumped and version > now:
-                yield f"{row}: version {version} is used, the current one is {now}"
+                yield f"{row}: version {version} is used; the current version is {now}"
             elif version not in serves + late.get(row["replica"], []):
                 yield f"{row}: version {version} is used before it was published on replica {row['replica']}"
     if held:
@@ -302,19 +302,19 @@ def publish_before_use(ledger: Ledger) -> Finding:
 
 
 def _still_held(ledger: Ledger, held: Row) -> Iterator[str]:
-    """Dispatch was held to the end: after an error during the sync it may be."""
+    """Dispatch is held at the end, which is allowed only after an error during the sync."""
     end, synced = ledger.ended, [row for row in ledger.by_event["synced"] if row.at > held.at]
     if end and end.get("why") == "done":
-        yield f"{end}: dispatch is held since {held}, so the last version was never served"
+        yield f"{end}: dispatch has been held since {held}, so the last version was never served"
     elif synced and (end is None or end.time > synced[-1].time + REACTION):
-        yield f"{held}: dispatch never went on, although the weights were published by row {synced[-1].at}"
+        yield f"{held}: dispatch never continued, although the weights were published by row {synced[-1].at}"
 
 
 def _dispatched(row: Row, held: Row | None, serves: Sequence[int], now: int | None) -> Iterator[str]:
     if held:
         yield f"{row}: dispatched while dispatch was held (row {held.at})"
     elif row.event == "sent" and "replica" in row.ids and now is not None and serves[-1:] != [now]:
-        yield f"{row}: the replica has version {serves[-1] if serves else 'none'}, the current one is {now}"
+        yield f"{row}: the replica has version {serves[-1] if serves else 'none'}; the current version is {now}"
 
 
 def _under_way(rows: Sequence[Row]) -> Row | None:
@@ -355,34 +355,34 @@ def _stamps(sample: Sample) -> Iterator[str]:
         first, length = row.number("first"), row.number("count")
         if first != reached or length < 1:
             what = (
-                "stamped twice" if first < reached else "not stamped" if first > reached else "stamped by an empty span"
+                "stamped twice" if first < reached else "not stamped" if first > reached else "in an empty span"
             )
-            yield f"token {min(first, reached)} is {what} (row {row.at}: {many(length, 'token')} from {first} on)"
+            yield f"token {min(first, reached)} is {what} (row {row.at}: {many(length, 'token')} starting at {first})"
         if row.number("version") < version:
-            yield f"the version goes down from {version} to {row['version']} at token {first} (row {row.at})"
+            yield f"the version falls from {version} to {row['version']} at token {first} (row {row.at})"
         reached, version = reached + length, row.number("version")
     if done.number("length", reached) != reached:
-        yield f"{many(reached, 'token')} have a stamp, `completed` states length {done['length']} (row {done.at})"
+        yield f"{many(reached, 'token')} stamped; `completed` states length {done['length']} (row {done.at})"
     if not sample.spans and "length" not in done.ids:
         yield f"no token has a stamp (row {done.at})"
     for name, kind, span in (("version", "oldest", sample.spans[:1]), ("newest", "newest", sample.spans[-1:])):
         for row in span:
             if done.number(name, row.number("version")) != row.number("version"):
-                yield f"`completed` states {name} {done[name]}, the {kind} token has version {row['version']} (row {done.at})"
+                yield f"`completed` states {name} {done[name]}; the {kind} token has version {row['version']} (row {done.at})"
 
 
 def _spans(sample: Sample) -> str:
-    """With strict, and where a sync aborts or drains what is in flight, no sample is there across a sync."""
+    """With strict, or if a sync aborts or drains requests in flight, no sample may span a sync."""
     versions = sorted({row.number("version") for row in sample.spans})
     return (
-        f"it has tokens of versions {versions[0]} and {versions[-1]}, and nothing may be in flight at a sync"
+        f"it has tokens of versions {versions[0]} and {versions[-1]}, but nothing may be in flight at a sync"
         if len(versions) > 1
         else ""
     )
 
 
 def _old_stamp(sample: Sample, published: Mapping[Id, list[Row]]) -> str:
-    """Of two reports after a publication on the replica, the second cannot be from before it."""
+    """A second span after a publication on the replica cannot have an older version than the published one."""
     for before, after in pairwise(sample.spans):
         there = published.get(after.get("replica", ""), []) if after.get("replica") == before.get("replica") else []
         latest = next((row for row in reversed(there) if row.at < before.at), None)
@@ -407,7 +407,7 @@ def every_group_once(ledger: Ledger) -> Finding:
                 yield f"group {group} has no end; its last row is {rows[-1]}"
     for row in ledger.by_event["replaced"]:
         if row.get("by", row["group"]) not in ledger.life:
-            yield f"{row}: group {row['by']}, which replaces it, never began"
+            yield f"{row}: its replacement, group {row['by']}, never began"
     if left and not ledger.ended:
         raise Missing(f"the ledger has no `ended` event, so {many(left, 'group')} may be in flight")
     return f"{many(len(ledger.life), 'group')}: " + ", ".join(f"{number} {name}" for name, number in how.most_common())
@@ -420,11 +420,11 @@ def _life(rows: Sequence[Row], ends: Sequence[Row]) -> Iterator[str]:
     starts = [row for row in rows if row.event == "reserved"]
     names = {row.event for row in rows}
     if len(starts) > 1:
-        yield f"{starts[1]}: the group was reserved before, in row {starts[0].at}"
+        yield f"{starts[1]}: the group was already reserved in row {starts[0].at}"
     if len(ends) > 1:
         yield f"group {ends[0]['group']} ends {len(ends)} times: {ends[0]}, then {ends[1]}"
     if "filtered" in names and names & {"selected", "trained"}:
-        yield f"group {rows[0]['group']} was filtered out and counts all the same ({rows[-1]})"
+        yield f"group {rows[0]['group']} was filtered out but still used ({rows[-1]})"
     if not ends:
         return
     if not names & BEGINNINGS:
@@ -432,17 +432,17 @@ def _life(rows: Sequence[Row], ends: Sequence[Row]) -> Iterator[str]:
     elif ends[0].event == "cleared" and not any(row.event == "trained" and row.at < ends[0].at for row in rows):
         yield f"{ends[0]}: the group was not trained before"
     elif after := [row for row in rows if row.at > ends[0].at and row.event in ("sent", "selected", "trained")]:
-        yield f"{after[0]}: the group ended before, by {ends[0]}"
+        yield f"{after[0]}: the group had already ended: {ends[0]}"
 
 
 @counted
 def trained_once(ledger: Ledger) -> Finding:
-    """Is every group trained at most once? Updates that were aborted do not count."""
+    """Is every group trained at most once? Aborted updates do not count."""
     ledger.need("trained", "group")
     before: dict[Id, Row] = {}
     for row in ledger.trained():
         if (first := before.setdefault(row["group"], row)) is not row:
-            yield f"{row}: the group was trained before, by {first}"
+            yield f"{row}: the group was already trained: {first}"
     return f"{many(len(before), 'group')} trained once"
 
 
@@ -464,7 +464,7 @@ def groups_whole(ledger: Ledger) -> Finding:
 
 @counted
 def samples_differ(ledger: Ledger) -> Finding:
-    """Do the samples of a group differ? Equal ones point to random numbers that were reset."""
+    """Do the samples of a group differ? Equal samples suggest that random numbers were reset."""
     ledger.need("completed", "group", "sample", "digest")
     judged = 0
     for group, samples in ledger.samples.items():
@@ -474,13 +474,13 @@ def samples_differ(ledger: Ledger) -> Finding:
             if len({row["digest"] for row in last}) == 1:
                 yield f"all {len(last)} samples of group {group} have the same tokens (digest {last[0]['digest']})"
     if not judged:
-        raise NotMeasured(f"no group has 2 samples of {FEWEST} tokens")
+        raise NotMeasured(f"no group has 2 samples of at least {FEWEST} tokens")
     return f"{many(judged, 'group')} compared"
 
 
 @counted
 def order_fair(ledger: Ledger) -> Finding:
-    """Is no complete group passed over by more younger groups than the window allows?"""
+    """Is each complete group selected before too many younger groups overtake it?"""
     allowed, most = ledger.size("groups_per_step") * (ledger.size("window") + 1), 0
     age = {row["group"]: row.at for row in reversed(ledger.need("reserved", "group"))}
     selected = ledger.need("selected", "group")
@@ -493,8 +493,8 @@ def order_fair(ledger: Ledger) -> Finding:
         ahead = sum(ready.at < row.at < until and age.get(row["group"], 0) > age.get(group, 0) for row in selected)
         most = max(most, ahead)
         if ahead > allowed:
-            yield f"{ready}: {ahead} younger groups were selected before this group, at most {allowed} may be"
-    return f"at most {many(most, 'younger group')} went ahead of a complete one (limit {allowed})"
+            yield f"{ready}: {ahead} younger groups were selected before this group (limit {allowed})"
+    return f"at most {many(most, 'younger group')} overtook a complete one (limit {allowed})"
 
 
 @counted
@@ -504,30 +504,30 @@ def tokens_conserved(ledger: Ledger) -> Finding:
     ledger.need("completed", "group", "sample")
     for group, name, sample in ledger.completed():
         if (length := sample.completed[-1].number("length", sample.tokens)) != sample.tokens:
-            yield f"group {group} sample {name} has length {length}; {many(sample.tokens, 'token')} were generated for it"
+            yield f"group {group} sample {name} has length {length}, but {many(sample.tokens, 'token')} were generated for it"
     if not ledger.ended:
         raise Missing("the ledger has no `ended` event, so tokens may be in flight")
     for group, rows in ledger.life.items():
         tokens = sum(row.number("count") for row in rows if row.event == "tokens")
         if tokens and not ledger.ends(group):
-            yield f"{many(tokens, 'token')} of group {group} are neither trained nor wasted: the group has no end"
+            yield f"{many(tokens, 'token')} of group {group} are neither trained nor wasted, because the group has no end"
     trained = ledger.tokens({row["group"] for row in ledger.trained()})
     stated = {"generated": generated, "trained": trained, "wasted": generated - trained}
     for name, number in stated.items():
         if ledger.ended.number(name, number) != number and not (name == "wasted" and ledger.error):
-            yield f"{ledger.ended} states {ledger.ended[name]} {name} tokens; {number} by the rows"
+            yield f"{ledger.ended} states {ledger.ended[name]} {name} tokens; counted from the rows: {number}"
     return f"{generated} tokens generated = {trained} trained + {generated - trained} wasted"
 
 
-GATED = ("strict", "in-order", "weight-fifo", "ready-first", "capacity")  # start at most (window + version + 1) batches
+GATED = ("strict", "in-order", "weight-fifo", "ready-first", "capacity")  # these start at most (window + version + 1) batches
 TARGETED = ("strict", "in-order")
-LOST = ("failed", "dropped", "aborted")  # ends after which another group may take the place in the batch
+LOST = ("failed", "dropped", "aborted")  # ends after which another group may take the group's place in the batch
 PERMITS = (("place", "place_back", "group"), ("slot", "slot_back", "group"), ("acquire", "release", "kind"))
 
 
 @counted
 def capacity_kept(ledger: Ledger) -> Finding:
-    """Are never more groups in the buffer and in flight than allowed, and does nothing start too early?"""
+    """Do the groups in the buffer and in flight stay within their limits, and does no group start too early?"""
     ledger.need("reserved", "group")
     counts = []
     for name in ("places", "slots"):
@@ -535,12 +535,12 @@ def capacity_kept(ledger: Ledger) -> Finding:
             counts += [(yield from _occupied(ledger, name, ledger.size(name)))]
     counts += filter(None, [(yield from admitted(ledger))])
     if not counts:
-        raise Missing("the ledger has no `capacity` event with `places` or `slots`, or with the window of a gate")
+        raise Missing("the ledger has no `capacity` event with `places`, `slots`, or the window of a gate")
     return ", ".join(counts)
 
 
 def _occupied(ledger: Ledger, name: str, limit: int) -> Finding:
-    """Groups in the buffer, or in flight, from the permit or `reserved` on. A permit that comes back early frees nothing."""
+    """Count groups in the buffer or in flight, from the permit or `reserved` on. A permit returned early does not free its place."""
     permit, leaving = name[:-1], "selected" if name == "places" else "ready"
     where = "are in the buffer" if name == "places" else "are in flight"
     inside: set[Id] = set()
@@ -573,7 +573,7 @@ def admitted(ledger: Ledger) -> Finding:
     sampler, window, batch = ledger.setting("sampler"), ledger.limit("window"), ledger.limit("groups_per_step")
     if sampler not in GATED or window is None or batch is None or not ledger.by_event["bumped"]:
         return ""
-    heirs = {row.get("by") for row in ledger.by_event["replaced"]}  # take the place of another in its batch
+    heirs = {row.get("by") for row in ledger.by_event["replaced"]}  # groups that take another's place in its batch
     ahead, started = 0 if sampler == "strict" else window, ledger.start * batch
     for row in ledger.rows:
         started -= row.ends_group and row.event in LOST
@@ -582,7 +582,7 @@ def admitted(ledger: Ledger) -> Finding:
             now = ledger.version_at(row)
             allowed = (ahead + now + 1) * batch
             if started > allowed:
-                yield f"{row}: {many(started, 'group')} started by version {now}; the window allows {allowed}"
+                yield f"{row}: {many(started, 'group')} started up to version {now}; the window allows {allowed}"
             elif sampler in TARGETED and not now <= row.number("target", now) <= now + ahead:
                 yield f"{row}: started for version {row['target']} at version {now}; the window allows {now} to {now + ahead}"
     return f"{many(started, 'group')} started in time"
@@ -590,7 +590,7 @@ def admitted(ledger: Ledger) -> Finding:
 
 @counted
 def permits_return(ledger: Ledger) -> Finding:
-    """Is every place, slot and device grant given back exactly once?"""
+    """Is every place, slot and device grant returned exactly once?"""
     pairs = [pair for pair in PERMITS if ledger.by_event[pair[0]] or ledger.by_event[pair[1]]]
     if not pairs:
         raise Missing("the ledger has no `place`, `slot` or `acquire` event")
@@ -602,53 +602,53 @@ def permits_return(ledger: Ledger) -> Finding:
         for row in ledger.rows:
             if row.event == taken:
                 if before := out.get(row[of]):
-                    yield f"{row}: {of} {row[of]} has one since row {before.at}"
+                    yield f"{row}: {of} {row[of]} already has one, since row {before.at}"
                 out[row[of]] = row
             elif row.event == back and out.pop(row[of], None) is None:
-                yield f"{row}: {of} {row[of]} has none to give back"
+                yield f"{row}: {of} {row[of]} has none to return"
             elif row.event == "granted" and of == "kind" and row[of] not in out:
-                yield f"{row}: {of} {row[of]} was not asked for"
+                yield f"{row}: {of} {row[of]} was not requested"
             elif row.ends_group and of == "group":
                 ended[row[of]] = row
         left += [row for row in out.values() if ledger.ended or row.get("group") in ended]
         in_use += len(out)
     for row in left:
-        yield f"{row}: never given back"
+        yield f"{row}: never returned"
     if in_use and not ledger.ended:
         raise Missing(f"the ledger has no `ended` event, so {many(in_use, 'permit')} may be in use")
-    return f"{many(sum(len(ledger.by_event[taken]) for taken, _, _ in pairs), 'permit')} taken and given back"
+    return f"{many(sum(len(ledger.by_event[taken]) for taken, _, _ in pairs), 'permit')} taken and returned"
 
 
 @counted
 def ends_cleanly(ledger: Ledger) -> Finding:
-    """Does the loop end once, with a reason, with no step cut short, and with nothing after its end?"""
+    """Does the loop end once, with a reason, no unfinished step, and no event after the end?"""
     for row in ledger.by_event["exhausted"][:1]:
         if not ledger.ended:
-            yield f"{row}: the data ended and the loop did not; the last row is {ledger.rows[-1]}"
+            yield f"{row}: the data ended but the loop did not; the last row is {ledger.rows[-1]}"
     end = ledger.need("ended")[0]
     why = end.get("why")
     if why not in ("done", "exhausted", "error"):
         yield f"{end} states why={why!r}; it must be done, exhausted or error"
     for row in ledger.rows[end.at + 1 :]:
         if row.event in ("ended", "reserved", "sent", "selected", "begin", "bumped", "hold"):
-            yield f"{row}: the loop ended before, in row {end.at}"
+            yield f"{row}: the loop had already ended in row {end.at}"
     steps = ledger.limit("steps")
     if why == "done" and ledger.by_event["bumped"] and steps not in (None, ledger.version_at(end)):
-        yield f"{end}: done at version {ledger.version_at(end)}, and the loop has {steps} steps"
+        yield f"{end}: done at version {ledger.version_at(end)}, but the loop has {steps} steps"
     for step in ledger.steps if why != "error" else ():
         if step.abort is None and step.bumped is None and (ledger.by_event["bumped"] or not step.finished):
-            yield f"step {step.id} is cut short by an end without an error; its last row is {step.rows[-1]}"
+            yield f"step {step.id} is unfinished although the loop ended without an error; its last row is {step.rows[-1]}"
     for row in _unanswered(ledger) if why != "error" and ledger.by_event["cancelled"] else ():
-        yield f"{row}: the request has no answer, and the loop ended"
+        yield f"{row}: the loop ended before the request was answered"
     for row in ledger.by_event["aborted"] if why == "exhausted" else ():
         if row.time == end.time and any(one.event == "ready" for one in ledger.life[row["group"]]):
-            yield f"{row}: a complete group was left over, so the end of the data is an error"
+            yield f"{row}: a complete group was left over, so the loop should have ended with an error"
     return f"{why} in row {end.at}"
 
 
 @counted
 def dead_rollout_named(ledger: Ledger) -> Finding:
-    """Is every dead replica named, and is each of its requests sent again or ended?"""
+    """Is every dead replica named, and is each of its requests resent or ended?"""
     for row in (died := ledger.by_event["died"]):
         if "replica" not in row.ids:
             yield f"{row}: the row does not name the replica"
@@ -656,7 +656,7 @@ def dead_rollout_named(ledger: Ledger) -> Finding:
         for group, name, sample in _asked(ledger, row["replica"], row):
             over = any(end.at > row.at for end in ledger.ends(group)) or any(one.at > row.at for one in sample.sent)
             if ledger.ended and not over:
-                yield f"{row}: sample {name} of group {group} was there, was not sent again, and its group has no end"
+                yield f"{row}: its sample {name} of group {group} was not resent, and the group has no end"
         back = [one.at for one in ledger.by_event["joined"] if one.get("replica") == row["replica"] and one.at > row.at]
         for one in ledger.by_event["sent"]:
             if one.get("replica") == row["replica"] and row.at < one.at < min(back, default=len(ledger.rows)):
@@ -671,14 +671,14 @@ def dead_rollout_named(ledger: Ledger) -> Finding:
 
 
 def _unanswered(ledger: Ledger) -> list[Row]:
-    """Requests without an answer, on replicas that did not go."""
+    """Requests without an answer on replicas that neither left nor died."""
     gone = {row.get("replica") for name in ("died", "left") for row in ledger.by_event[name]}
     samples = (one for some in ledger.samples.values() for one in some.values() if one.waiting)
     return [one.sent[-1] for one in samples if one.sent[-1].get("replica") not in gone]
 
 
 def _asked(ledger: Ledger, replica: Id, died: Row) -> Iterator[tuple[Id, Id, Sample]]:
-    """Samples that a replica had when it died: sent there last, and neither completed nor of a group that was over."""
+    """Samples that were on a replica when it died: last sent there, not complete, and with a group that had not ended."""
     for group, samples in ledger.samples.items():
         for name, sample in samples.items():
             before = [row for row in sample.sent if row.at < died.at]
@@ -689,9 +689,9 @@ def _asked(ledger: Ledger, replica: Id, died: Row) -> Iterator[tuple[Id, Id, Sam
 
 @counted
 def resume_equals(whole: Ledger, resumed: Ledger) -> Finding:
-    """Does a run that was resumed go on where it stopped: no group trained twice or lost, nothing started too early?
+    """Does a resumed run continue where it stopped: no group trained twice or lost, none started too early?
 
-    `whole` is the ledger of the run that was stopped; where it went on after that point, it is compared with the resumed one.
+    `whole` is the ledger of the stopped run. If it continues past the stop, that part is compared with the resumed run.
     """
     start, bumps = resumed.need("resumed", "version")[0], whole.need("bumped", "version")
     at, last = start.number("version"), whole.start + len(bumps)
@@ -706,11 +706,11 @@ def resume_equals(whole: Ledger, resumed: Ledger) -> Finding:
             yield f"{row}: trained before the stop, in row {done[row['group']].at} of the run before"
     for group in sorted(begun - done.keys() - resumed.life.keys(), key=str):
         if not any(row.at <= cut or row.event != "cleared" for row in whole.ends(group)):
-            yield f"group {group} was in flight when the run stopped and is lost; its last row before is {whole.life[group][-1]}"
+            yield f"group {group} was in flight when the run stopped and is lost; its last row is {whole.life[group][-1]}"
     numbers = sorted(group for group in {*begun, *resumed.life} if isinstance(group, int))
     for before, after in pairwise(numbers):
         if after > before + 1:
-            yield f"group {before + 1} is in neither run; groups {before} and {after} are"
+            yield f"group {before + 1} is in neither run, unlike groups {before} and {after}"
     yield from admitted(resumed)
     if resumed.setting("sampler") not in NO_AGE_LIMIT and resumed.limit("window") is not None:
         old = no_sample_too_old(resumed)
@@ -722,12 +722,12 @@ def resume_equals(whole: Ledger, resumed: Ledger) -> Finding:
         for group in sorted(mine[version].keys() | theirs[version].keys(), key=str):
             pair = mine[version].get(group), theirs[version].get(group)
             if pair[0] != pair[1]:
-                yield f"version {version} trains group {group} with {pair[0]} after the resume and {pair[1]} without"
-    return f"resumed at version {at} after {many(len(done), 'group')}; {many(len(both), 'step')} equal to those without a stop"
+                yield f"version {version} trains group {group} with {pair[0]} after the resume and with {pair[1]} without it"
+    return f"resumed at version {at} after {many(len(done), 'group')}; {many(len(both), 'step')} equal the run without a stop"
 
 
 def _by_version(ledger: Ledger) -> Mapping[int, dict[Id, str]]:
-    """What was trained at each version: for each group the lengths, rewards and digests of its samples."""
+    """For each version and trained group, the lengths, rewards and digests of its samples."""
     found: defaultdict[int, dict[Id, str]] = defaultdict(dict)
     for row in ledger.trained():
         samples = sorted(ledger.samples[row["group"]].items(), key=lambda one: str(one[0]))

@@ -1,12 +1,12 @@
-"""The ports "log" and "sampler". Both watch the ledger: the meter measures times, a foreign sampler follows the buffer.
+"""The ports "log" and "sampler". Both watch the ledger: the meter measures times, a foreign sampler tracks the buffer.
 
-At any time the loop does one thing: what the trainer was asked first and has not answered (training or log-probabilities), else a sync,
-else it waits for generation, which is what `exposed_generation` counts. `replicas_idle` is the replicas' mean time without a request.
+All time is attributed to one activity: the trainer's oldest unanswered command (training or log-probabilities), else a sync, else waiting
+for generation (`exposed_generation`). `replicas_idle` is the replicas' mean time without a request.
 
-A sampler with NeMo-RL's protocol is asked through a port, so that its answers are events and a replay needs no sampler. Its buffer has
-`start_weight_list`, `target_step_list`, `ready_list`, `meta_list` and `remove(indices, remove_in_dp)`. Its coroutines run here, on a clock
-that stands still between two polls: a gate that sleeps is asked again when the version has moved. Limits: `select` and `evict` must not
-wait; a constructor takes the buffer, and its window as one of `WINDOWS`.
+A sampler with NeMo-RL's protocol is asked through a port, so its answers are events and a replay needs no sampler. Its buffer has
+`start_weight_list`, `target_step_list`, `ready_list`, `meta_list` and `remove(indices, remove_in_dp)`. Its coroutines run on a clock that
+stops between two polls; a sleeping gate is polled again when the version changes. Limits: `select` and `evict` must not wait; the
+constructor takes the buffer and one of `WINDOWS`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Call(NamedTuple):
 
 
 def calls(rows: Iterable[Row]) -> Iterator[Call]:
-    """The trainer's calls that have ended. It takes one at a time, in order."""
+    """The trainer's finished calls. It executes one at a time, in order."""
     waiting: defaultdict[str, list[Row]] = defaultdict(list)
     free = -math.inf
     for row in rows:
@@ -128,7 +128,7 @@ class Watched:
 
 
 class Log(Port):
-    """The port "log": a step's counts and times go to a logger with prefixes, under the version after the step, and into the ledger."""
+    """The port "log": sends a step's counts and times, with prefixes, to a logger under the version after the step, and to the ledger."""
 
     def __init__(self, meter: Meter, logger: Callable[[dict[str, float], int], object]) -> None:
         self.meter = meter
@@ -148,9 +148,9 @@ class Log(Port):
 
 
 def drifted(differences: Sequence[float]) -> dict[str, float]:
-    """Of tokens with these differences, the trainer's log-probability minus the engine's.
+    """The drift of tokens, from the trainer's log-probability minus the engine's for each token.
 
-    `drift_ratio` is the mean importance weight, `drift_kl` the estimate of KL(engine, trainer) that is never below 0.
+    `drift_ratio` is the mean importance weight, `drift_kl` the non-negative estimate of KL(engine, trainer).
     """
     count = len(differences)
     ratios = [math.exp(min(one, 700.0)) for one in differences]
@@ -163,14 +163,14 @@ def drifted(differences: Sequence[float]) -> dict[str, float]:
 
 
 WINDOWS = ("max_staleness_versions", "max_lookahead_versions", "window")
-TICK_S = 1.0  # by how much the sampler's clock moves with each poll
+TICK_S = 1.0  # how far each poll advances the sampler's clock
 POLLS = 8
 GONE = ("selected", "evicted", "aborted", "failed", "dropped", "replaced")
 
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """What stands for a group's rows. `concat` joins several, as a selection does."""
+    """Represents a group's rows. `concat` joins several, as a selection does."""
 
     groups: tuple[int, ...]
 
@@ -187,7 +187,7 @@ class Slot:
 
 
 class Buffer:
-    """The controller's buffer as a sampler sees it: one entry a group, in order of reservation."""
+    """The controller's buffer as a sampler sees it: one entry per group, in order of reservation."""
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
@@ -203,7 +203,7 @@ class Buffer:
         return len(self.slots)
 
     async def remove(self, indices: Sequence[int], remove_in_dp: bool) -> int:
-        """Take groups out: for training, or with `remove_in_dp` because they are too old."""
+        """Remove groups: for training, or with `remove_in_dp` because they are too old."""
         gone = {*indices}
         if remove_in_dp:
             self.evicted += [slot.group for place, slot in enumerate(self.slots) if place in gone]
@@ -211,7 +211,7 @@ class Buffer:
         return len(gone)
 
     def follow(self, row: Row) -> None:
-        """Do what a row of the ledger says. A group of a step that was given up takes its place again."""
+        """Apply a row of the ledger. A group of a step that was given up returns to its place."""
         group = row.ids.get("group")
         if "core" in row.ids or (row.name != "reserved" and group not in self._known):
             return
@@ -231,7 +231,7 @@ class Buffer:
 
 
 class Foreign:
-    """The port "sampler". It is also a watcher of the ledger (`see`), from which its buffer and the version come."""
+    """The port "sampler". It also watches the ledger (`see`) to keep its buffer and version up to date."""
 
     def __init__(self, kind: Any, settings: Settings, *, pipeline: str = "", resume: Resume | None = None) -> None:
         refuse_lacking(kind, settings.sampler)
@@ -241,7 +241,7 @@ class Foreign:
         needed = self.sampler.required_buffer_capacity(settings.groups)
         if needed is not None and settings.places < needed:
             raise BadInput(
-                f"places={settings.places} is fewer than the {needed} that the sampler {settings.sampler} needs"
+                f"places={settings.places} is too few: the sampler {settings.sampler} needs {needed}"
             )
         self.pipeline = pipeline
         self.version = 0 if resume is None else resume.version
@@ -308,12 +308,12 @@ class Foreign:
         if not self._loop.poll(task):
             task.cancel()
             self._loop.poll(task)
-            raise KitError("the sampler's select or evict waits; they must answer from what is in the buffer")
+            raise KitError("the sampler's select or evict waits; both must answer at once from the buffer")
         return task.result()
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """An event loop the clock of which moves only when it is polled, so that nothing ever sleeps."""
+    """An event loop with a clock that moves only when polled, so nothing ever sleeps."""
 
     def __init__(self) -> None:
         self._now = 0.0

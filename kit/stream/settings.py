@@ -1,14 +1,13 @@
-"""What a controller is set to, its samplers, and which settings cannot work together. Samplers are pure functions of a view.
+"""A controller's settings, its samplers, and which settings cannot work together. Samplers are pure functions of a view.
 
-A gate counts batches: its index starts at -1 (a resumed run: version - 1), it blocks while index >= version + window, and a batch that
-passes raises it by one. The index is the batch's target. The gate is asked for every group, last of all; it opens or blocks at a batch's
-first one.
+A gate counts batches. Its index starts at -1 (a resumed run: version - 1); each batch that passes raises it by one and has it as its
+target. The gate blocks while index >= version + window. It is checked last for every group, and opens or blocks at the first of a batch.
 
 | sampler | may start | trains | drops complete groups | aborts unfinished ones | largest lag |
 |---|---|---|---|---|---|
 | strict | gate, window 0 | target == version | target < version | none | 0 |
 | in-order | gate | target == version | target < version | none | window |
-| weight-fifo | gate | the oldest start in the window, complete or not; waits for it | start < version - window | none | window |
+| weight-fifo | gate | the oldest start in the window; waits until it is complete | start < version - window | none | window |
 | windowed | always | any start in the window | start < version - window | the same | window |
 | ready-first | gate | any complete group | none | none | no limit |
 | capacity | accepted + running < (window + version + 1) x groups | as they complete | none | none | no limit (bounds the sum) |
@@ -26,7 +25,7 @@ NO_TARGET = -1
 
 
 class Slot(Protocol):
-    """A group in the buffer. `version` is the current one when it was reserved; `order` counts completions, -1 while unfinished."""
+    """A group in the buffer. `version`: the version at which it was reserved; `order`: its rank by completion, -1 while unfinished."""
 
     @property
     def id(self) -> int: ...
@@ -40,9 +39,9 @@ class Slot(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a sampler sees. `position`: groups of the current batch that were dispatched already; `buffer`: its groups in order of id.
+    """What a sampler sees. `position`: groups of the current batch dispatched so far; `buffer`: groups in order of id.
 
-    `accepted` counts complete groups since the beginning, `running` those in flight; the run ends with the version `last`.
+    `accepted` counts complete groups since the start, `running` groups in flight; the run ends at version `last`.
     """
 
     version: int
@@ -68,10 +67,10 @@ Groups = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """`selects` gives every group that may be trained now, best first; the controller takes at least min or none, and at most max.
+    """`selects` gives every group that may be trained now, best first; the controller takes none, or from min to max of them.
 
-    `places` is how many the buffer needs at least. With `stamps` a batch's index is its groups' target. With `refills` a group that is
-    dropped as too old is made up for without a passage of the gate, which would not let through more than the steps take.
+    `places` is the fewest places that the buffer needs. With `stamps` a batch's index is its groups' target. With `refills` a group that
+    is dropped as too old is replaced without asking the gate, which lets through only as many groups as the steps need.
     """
 
     admits: Callable[[View], bool]
@@ -96,9 +95,9 @@ def of_this_step(view: View) -> Groups:
 
 
 def oldest_start_first(view: View) -> Groups:
-    """From the oldest start in the window on, up to the first with an unfinished group, which is waited for.
+    """Groups by start version, the oldest in the window first, up to the first version with an unfinished group, which is waited for.
 
-    Without the later ones a batch that was dispatched across a sync could leave fewer groups of a start than a selection takes at least.
+    Stopping at the oldest version would block: a batch dispatched across a sync may have fewer groups of it than a selection must take.
     """
     inside = sorted(
         (slot.version, slot.order < 0, slot.id) for slot in view.buffer.values() if slot.version >= view.oldest
@@ -147,7 +146,7 @@ SAMPLERS = {
     "capacity": Sampler(within_capacity, as_completed),
 }
 
-# What a class with NeMo-RL's protocol has.
+# The methods of NeMo-RL's sampler protocol.
 METHODS = (
     "admit", "select", "evict", "should_abort_inflight", "is_on_policy", "required_buffer_capacity", "set_dispatch_index",
 )  # fmt: skip
@@ -155,7 +154,7 @@ METHODS = (
 
 def refuse_lacking(kind: Any, name: str) -> None:
     if lacking := [method for method in METHODS if not hasattr(kind, method)]:
-        raise BadInput(f"the sampler {name} has no {', '.join(lacking)}; it needs {', '.join(METHODS)}")
+        raise BadInput(f"the sampler {name} lacks {', '.join(lacking)}; it needs {', '.join(METHODS)}")
 
 
 AtSync = Literal["keep", "recompute", "abort", "drain"]
@@ -164,11 +163,11 @@ Logprobs = Literal["recomputed", "recorded", "off"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """`sampler` is one of ours by name; another name (`module:Class`) is asked through the port "sampler".
+    """`sampler` is the name of a built-in sampler, or `module:Class`, which is asked through the port "sampler".
 
-    `places` are groups that may be in the buffer, unfinished ones included; `slots` groups that may be in flight. `train_global_batch_size`
-    counts samples. `floor` is the smallest step that `on_failed="shrink"` may leave. `step_retries` steps may fail and be given up before
-    the run ends; each is counted.
+    `places` is the most groups in the buffer, unfinished ones included; `slots` the most groups in flight. `train_global_batch_size`
+    counts samples. `floor` is the smallest step that `on_failed="shrink"` may leave. Up to `step_retries` failed steps are retried;
+    each is counted.
     """
 
     groups: int = 8
@@ -205,7 +204,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Where a run goes on, after any step. `open` are groups that were given prompts and did not end: the data gives them again."""
+    """Where a run continues, after any step. `open`: groups that got a prompt and did not end; the data gives them again."""
 
     version: int
     updates: int
@@ -222,7 +221,7 @@ def opening(settings: Settings, start: Resume | None = None) -> Iterator[tuple[s
 
 
 def read_settings(ids: Mapping[str, int | str]) -> Settings:
-    """The settings of a row `capacity`. What it lacks is a default."""
+    """The settings of a row `capacity`, with defaults for those it lacks."""
     given: dict[str, Any] = {"groups" if name == "groups_per_step" else name: value for name, value in ids.items()}
     kinds = {name: type(value) for name, value in asdict(Settings()).items()}
     return Settings(**{name: kind(given[name]) for name, kind in kinds.items() if name in given})
@@ -233,7 +232,7 @@ LEAST = {**dict.fromkeys(COUNTS, 1), "window": 0, "step_retries": 0}
 
 
 def refusals(settings: Settings) -> tuple[str, ...]:
-    """One sentence for each thing that cannot work, before anything starts. Empty: they can."""
+    """One sentence for each setting or combination that cannot work; empty if all is well."""
     low = (
         f"{name}={getattr(settings, name)} must be at least {least}"
         for name, least in LEAST.items()
@@ -245,30 +244,30 @@ def refusals(settings: Settings) -> tuple[str, ...]:
 def _misfits(settings: Settings) -> Iterator[str]:
     groups, samples, batch = settings.groups, settings.groups * settings.group, settings.train_global_batch_size
     if batch % settings.group:
-        yield f"train_global_batch_size={batch} is not a multiple of group={settings.group}; a group is never cut"
+        yield f"train_global_batch_size={batch} is not a multiple of group={settings.group}; a group is never split"
     elif samples % batch:
         yield (
-            f"a step has {groups} x {settings.group} = {samples} samples, which train_global_batch_size={batch} "
-            "does not divide"
+            f"train_global_batch_size={batch} does not divide the {groups} x {settings.group} = {samples} samples "
+            "of a step"
         )
     for name in ("min_groups", "floor"):
         if getattr(settings, name) > groups:
             yield f"{name}={getattr(settings, name)} exceeds the {groups} groups of a step"
     if settings.group == 1:
-        yield "group=1 gives every sample the advantage 0; use at least 2 samples a group"
+        yield "group=1 gives every sample the advantage 0; use at least 2 samples per group"
     sampler = SAMPLERS.get(settings.sampler)
     if sampler is None and ":" not in settings.sampler:
         yield f"sampler={settings.sampler!r} is neither one of {', '.join(SAMPLERS)} nor a module:Class"
     needed = sampler.places(groups, settings.window) if sampler else 0
     if settings.places < needed:
         yield (
-            f"places={settings.places} is fewer than the {needed} that the sampler {settings.sampler} needs for "
+            f"places={settings.places} is too few: the sampler {settings.sampler} needs {needed} for "
             f"groups={groups} and window={settings.window}"
         )
     elif settings.places < settings.min_groups:
-        yield f"places={settings.places} cannot hold the min_groups={settings.min_groups} that start a step"
+        yield f"places={settings.places} is less than min_groups={settings.min_groups}, so no step can start"
     if settings.sampler == "strict" and settings.window:
-        yield f"the sampler strict has no window; use window=0 instead of window={settings.window}"
+        yield f"the sampler strict allows no window; use window=0 instead of window={settings.window}"
     if settings.window and not settings.correction and settings.previous != "recorded":
         yield (
             f"window={settings.window} trains on stale samples with neither correction nor recorded log-probabilities; "

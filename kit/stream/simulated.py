@@ -1,11 +1,11 @@
-"""A whole system on a virtual clock: data, replicas, trainer, sync, desk. For bounds, property tests, forecasts and faults of the ledger.
+"""A whole system on a virtual clock: data, replicas, trainer, sync, desk. Used for bounds, property tests, forecasts and ledger faults.
 
-A replica is single-threaded: it decodes up to `span` tokens of each of its requests, then looks at its orders; `batch` requests decode in
-the time of one. The trainer takes one command at a time, in order. Durations are fixed per command, lengths a function of group and sample.
+A replica is single-threaded: it decodes up to `span` tokens of each request, then handles its orders; `batch` requests decode in the time
+of one. The trainer takes one command at a time, in order. Durations are fixed per command; lengths depend on group and sample.
 
-A forecast feeds it the durations of a run, from its ledger, with another sampler or window. Lengths that the run did not generate are drawn
-from those that it did. Limits: durations are medians (the trainer's per group), a replica's requests share its time, and what a replica
-does between two calls takes no time.
+A forecast uses the durations from the ledger of a run, with another sampler or window. Lengths that the run did not generate are drawn
+from those that it did. Limits: durations are medians (the trainer's per group), a replica's requests share its time, and a replica's
+work between two calls takes no time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ADDRESSES = ("data", "replica", "trainer", "sync", "desk", "asker")
 
 
 def drawn_length(low: int, high: int, seed: int = 0) -> Callable[[int, int], int]:
-    """Lengths that depend on seed, group and sample alone."""
+    """Lengths that depend only on seed, group and sample."""
     return lambda group, sample: random.Random(f"{seed} {group} {sample}").randint(low, high)  # noqa: S311
 
 
@@ -82,7 +82,7 @@ class Replica:
         self.busy = self.gone = False
 
     def order(self, what: Callable[[], float | None]) -> None:
-        """Do something between two turns; it may return the seconds that it takes."""
+        """Run `what` between two turns; it may return the seconds that it takes."""
         self.orders.append(what)
         if not self.busy and not self.gone:
             self.busy = True
@@ -127,7 +127,7 @@ class Replica:
             self.system.say("cancelled", group=command.group, sample=command.sample, replica=self.number)
 
     def publish(self, version: int, left: set[int]) -> float:
-        """New weights: from the next token on they are used. The last replica of a sync completes it."""
+        """Load new weights, used from the next token on. The last replica of a sync completes it."""
 
         def published() -> None:
             self.version = version
@@ -140,9 +140,9 @@ class Replica:
 
 
 class System(Simulated):
-    """Every port of one pipeline. `prompts` None: the data never ends; `first` and `again` are what a resumed run's data gives.
+    """Every port of one pipeline. `prompts` None: the data never ends. A resumed run's data gives `again`, then continues at `first`.
 
-    `fails` names commands that the trainer answers with an error, once, and the step of each.
+    `fails` maps a command to the step at which the trainer answers it with an error, once.
     """
 
     def __init__(
@@ -173,8 +173,8 @@ class System(Simulated):
         self.prompts = itertools.chain(again, range(first, prompts) if prompts is not None else itertools.count(first))
         self.fails = dict(fails or {})
         self.trainer_free = 0.0
-        self.weights_move = (0.0, 0.0)  # from when to when the trainer's last update is finished
-        self.syncing: set[int] = set()  # replicas that the sync under way has not reached
+        self.weights_move = (0.0, 0.0)  # start and end of the trainer's last finish
+        self.syncing: set[int] = set()  # replicas that the current sync has not reached
         self.sync_version = -1
 
     def say(self, name: str, **ids: int | str) -> None:
@@ -206,10 +206,10 @@ class System(Simulated):
         yield self.trainer_free - now, Event("done", command.pipeline, **ids)
 
     def sync(self, command: Command) -> Answers:
-        """A trainer that finishes an update has other weights, once it is free to send them, than the version that was ordered."""
+        """Fails while the trainer finishes an update: when it is free to send, its weights are no longer the ordered version."""
         begun, over = self.weights_move
         if begun <= self.clock.now() < over:
-            why = f"version {command.version} is to be sent, but the trainer is at a later one"
+            why = f"cannot send version {command.version}: the trainer is at a later one"
             self.say("error", **{**dict(command.ids), "of": "sync", "why": why})
             return ()
         left = {number for number in numbers(command.replicas) if not self.replicas[number].gone}
@@ -227,7 +227,7 @@ class System(Simulated):
         self.replicas[number] = Replica(number, self)
 
     def remove(self, number: int) -> None:
-        """A replica is gone. A sync under way goes on without it."""
+        """A replica is gone. A sync in progress continues without it."""
         self.replicas[number].gone = True
         if number in self.syncing:
             self.syncing.discard(number)
@@ -269,10 +269,10 @@ def simulate(
     pipeline: str = "",
     **failures: Any,
 ) -> Simulation:
-    """Run a controller against the simulated system. `failures` are the system's `fail_at` and `fails`.
+    """Run a controller against the simulated system. `failures` are `fail_at` and `fails` of the system.
 
-    `core` is another controller than ours, `sampler` a class with NeMo-RL's protocol; `prepare` may schedule deaths and joins. `rows` is
-    the ledger to write, also where the run breaks.
+    `core` replaces our controller; `sampler` is a class with NeMo-RL's protocol; `prepare` may schedule deaths and joins. `rows` is the
+    ledger to write; it is kept even if the run breaks.
     """
     clock, meter, rows = VirtualClock(), Meter(), Memory() if rows is None else rows
     rows += [Row(name, 0.0, ids) for name, ids in opening(settings, resume)]
@@ -304,7 +304,7 @@ def rows_of(folder: Path, phase: str | None) -> list[Row]:
 
 
 def forecast(rows: Iterable[Row], **changes: Any) -> Simulation:
-    """Simulate the run of a ledger with some settings changed, such as `sampler` and `window`. Places grow to what the sampler needs."""
+    """Simulate the run of a ledger with changed settings, such as `sampler` and `window`. Places grow as the sampler requires."""
     known = list(rows)
     settings = read_settings(next((row.ids for row in known if row.name == "capacity"), {}))
     changed = replace(settings, **changes)
@@ -317,7 +317,7 @@ def forecast(rows: Iterable[Row], **changes: Any) -> Simulation:
 
 
 def pace(rows: Sequence[Row]) -> dict[str, float]:
-    """What a loop reached: steps per second, and the seconds in which it only waited for samples."""
+    """The pace of a loop: steps per second, and the seconds spent only waiting for samples."""
     seconds, steps = spent(rows), sum(row.name == "bumped" for row in rows)
     return {
         "steps_per_second": steps / seconds["total"] if seconds["total"] else 0.0,
@@ -326,7 +326,7 @@ def pace(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def measured(rows: Sequence[Row]) -> Durations:
-    """The durations of a ledger. It needs at least one completed sample and one finished update."""
+    """The durations of a ledger with at least one completed sample and one finished update."""
     completed = {sample_of(row): row.ids for row in rows if row.name == "completed" and "core" in row.ids}
     taken: defaultdict[str, list[float]] = defaultdict(list)
     for call in calls(rows):
@@ -360,7 +360,7 @@ def sample_of(row: Row) -> tuple[int, int]:
 
 
 def _decoding(rows: Sequence[Row]) -> tuple[float, int]:
-    """Seconds a token while a replica is busy, whatever the number of its requests, and tokens a call."""
+    """Seconds per token while a replica is busy, for any number of requests, and tokens per call."""
     last: dict[Any, float] = {}
     load: Counter[Any] = Counter()
     where: dict[tuple[int, int], Any] = {}
@@ -373,7 +373,7 @@ def _decoding(rows: Sequence[Row]) -> tuple[float, int]:
                 last[replica] = row.time
             load[replica] += 1
         elif row.name == "published":
-            last[replica] = row.time  # the time of a sync is no decoding
+            last[replica] = row.time  # the time of a sync is not decoding time
         elif row.name == "tokens":
             busy += row.time - last.get(replica, row.time)
             last[replica] = row.time

@@ -113,27 +113,27 @@ def to(name: str, address: str) -> Lie:
 
 
 LIES: dict[str, tuple[Lie, str]] = {
-    "trained without the trainer": (untrained, r"`trained` of group 5.*carried out no update with the group"),
-    "trained without a note": (unnoted, "group 5 is in the weights, and no `trained` says so"),
+    "trained without the trainer": (untrained, r"`trained` of group 5.*executed no update with the group"),
+    "trained without a note": (unnoted, "group 5 is in the weights but has no note `trained`"),
     "a finish that nobody reported": (with_note("finish", "done", of="finish"), "`done`.*no port reported it"),
     "tokens that nobody generated": (
         with_note("sent", "tokens", version=0, first=0, count=1),
         "`tokens`.*no port reported it",
     ),
     "published by its own word": (with_note("sync_begin", "published", replica=0), "`published`.*no port reported it"),
-    "requests without a note": (without("sent"), "a request without `sent`"),
+    "requests without a note": (without("sent"), "the request has no note `sent`"),
     "a request that went nowhere": (with_note("sent", "sent", attempt=7), "no such request went to a replica"),
-    "a prompt of its own": (with_note("reserved", "reserved", group=900), "group 900.*the data gave no such prompt"),
+    "a prompt of its own": (with_note("reserved", "reserved", group=900), "group 900.*the data gave no prompt for this group"),
     "a prompt that is lost": (
         lambda one: iter(() if one.name == "reserved" and one.group == 3 else (one,)),
         "`prompt` of group 3.*never became a group",
     ),
-    "cleared and still there": (with_note("selected", "cleared"), "the trainer cleared no such rows"),
-    "cleared without a note": (without("cleared"), "are gone, and no `cleared` says so"),
+    "cleared and still there": (with_note("selected", "cleared"), "the trainer cleared no rows of this group"),
+    "cleared without a note": (without("cleared"), "were cleared but it has no note `cleared`"),
     "a sync without a note": (without("sync_begin"), "0 `sync_begin` notes and 1 sync of version"),
     "selected without a note": (without("selected"), "was not selected for the step"),
     "two steps at once": (with_note("selected", "selected", step=9), "is still open"),
-    "rows that stay": (without("discard"), "stay on the trainer"),
+    "rows that stay": (without("discard"), "left on the trainer"),
     "limits of its own": (with_note("selected", "capacity", window=9), "`capacity`.*written after the loop began"),
     "an order to the ledger": (to("discard", "ledger"), "`discard`.*went to no port, not to the port trainer"),
 }  # fmt: skip
@@ -162,12 +162,12 @@ def test_a_version_that_rises_without_a_finish_is_found() -> None:
             return state, commands
 
     rows = simulate(PLAIN, RAGGED, core=Bumping(PLAIN)).rows
-    assert "carried out no" in backed(rows)
+    assert "executed no" in backed(rows)
 
 
 def test_what_a_port_reported_cannot_be_made_up() -> None:
     for name in ("core", "to"):
-        with pytest.raises(BadInput, match="only the runner writes them"):
+        with pytest.raises(BadInput, match="reserved for the runner"):
             command_row(Command("done", "ledger", "", of="finish", **{name: "a"}), 0.0)
 
 
@@ -177,7 +177,7 @@ def test_a_loop_that_ends_before_its_last_step_is_found() -> None:
             super().__init__(replace(settings, steps=2))
 
     found = CHECKS["ends_cleanly"](ledger(simulate(PLAIN, RAGGED, core=Short(PLAIN)).rows))
-    assert "done at version 2, and the loop has 4 steps" in found.why
+    assert "done at version 2, but the loop has 4 steps" in found.why
 
 
 def test_samples_without_tokens_have_no_lag() -> None:

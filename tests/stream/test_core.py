@@ -442,7 +442,7 @@ def test_a_group_that_cannot_be_replaced_any_more_ends_as_failed() -> None:
     train_step(driver)
     assert driver.groups("failed") == [0]
     assert driver.groups("reserved") == [0, 1]
-    assert driver.ended["error"] == "the data ended with 1 of 2 groups of a step taken and 0 in the buffer"
+    assert driver.ended["error"] == "the data ended with 1 of 2 groups of a step selected and 0 in the buffer"
 
 
 def test_a_step_that_shrinks_to_what_is_in_the_weights_is_over() -> None:
@@ -514,7 +514,7 @@ def test_a_step_shrinks_by_the_failed_group_down_to_the_floor() -> None:
     driver.event("failed", group=3, sample=0, why="crashed")
     assert driver.state.shrunk == {1: 1}
     driver.event("failed", group=4, sample=0, why="crashed")
-    assert driver.ended["error"] == "the step of version 1 would have 1 groups, fewer than floor=2"
+    assert driver.ended["error"] == "the step of version 1 would have only 1 groups, below floor=2"
 
 
 def test_a_step_that_shrinks_takes_what_is_there() -> None:
@@ -702,13 +702,13 @@ def test_exhausted_data_is_a_clean_end_only_between_steps() -> None:
     for name in ("begin", "microbatch"):
         driver.answer(driver.one(name))
     driver.answer(driver.one("abort"))
-    assert driver.ended["error"] == "the data ended with 1 of 2 groups of a step taken and 0 in the buffer"
+    assert driver.ended["error"] == "the data ended with 1 of 2 groups of a step selected and 0 in the buffer"
     driver = Driver(small(steps=5, min_groups=2, window=0, sampler="strict", places=2))
     driver.prompts = 3
     driver.finish_group(0, 1)
     train_step(driver)
     driver.finish_group(2)
-    assert driver.ended["error"] == "the data ended with 0 of 2 groups of a step taken and 1 in the buffer"
+    assert driver.ended["error"] == "the data ended with 0 of 2 groups of a step selected and 1 in the buffer"
 
 
 def test_a_logger_never_ends_training() -> None:
@@ -784,5 +784,5 @@ def first_completed(driver: Driver) -> dict[str, Any]:
 
 def test_unknown_events_are_refused() -> None:
     driver = Driver(small())
-    with pytest.raises(BadInput, match="knows no event 'sneezed'"):
+    with pytest.raises(BadInput, match="unknown event 'sneezed'"):
         driver.event("sneezed")

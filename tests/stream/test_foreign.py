@@ -174,7 +174,7 @@ def test_what_lacks_a_method_or_needs_more_places_is_refused() -> None:
         BadInput, match="the sampler mine:InOrder has no select, evict, should_abort_inflight, is_on_policy"
     ):
         Foreign(Partial, SETTINGS)
-    with pytest.raises(BadInput, match="places=15 is fewer than the 16 that the sampler mine:InOrder needs"):
+    with pytest.raises(BadInput, match="places=15 is too few: the sampler mine:InOrder needs 16"):
         Foreign(InOrder, replace(SETTINGS, places=15))
 
 

@@ -19,24 +19,24 @@ def test_the_defaults_work() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"places": 15}, "places=15 is fewer than the 16 that the sampler in-order needs for groups=8 and window=1"),
+        ({"places": 15}, "places=15 is too few: the sampler in-order needs 16 for groups=8 and window=1"),
         (
             {"sampler": "windowed", "places": 3, "min_groups": 4},
-            "places=3 cannot hold the min_groups=4 that start a step",
+            "places=3 is less than min_groups=4, so no step can start",
         ),
         (
             {"train_global_batch_size": 30},
-            "train_global_batch_size=30 is not a multiple of group=4; a group is never cut",
+            "train_global_batch_size=30 is not a multiple of group=4; a group is never split",
         ),
         (
             {"train_global_batch_size": 20},
-            "a step has 8 x 4 = 32 samples, which train_global_batch_size=20 does not divide",
+            "train_global_batch_size=20 does not divide the 8 x 4 = 32 samples of a step",
         ),
         ({"min_groups": 9}, "min_groups=9 exceeds the 8 groups of a step"),
         ({"floor": 9}, "floor=9 exceeds the 8 groups of a step"),
         (
             {"group": 1, "train_global_batch_size": 8},
-            "group=1 gives every sample the advantage 0; use at least 2 samples a group",
+            "group=1 gives every sample the advantage 0; use at least 2 samples per group",
         ),
         (
             {"correction": False},
@@ -45,7 +45,7 @@ def test_the_defaults_work() -> None:
                 "use correction=true or previous=recorded"
             ),
         ),
-        ({"sampler": "strict"}, "the sampler strict has no window; use window=0 instead of window=1"),
+        ({"sampler": "strict"}, "the sampler strict allows no window; use window=0 instead of window=1"),
         ({"replicas": 0}, "replicas=0 must be at least 1"),
         ({"window": -1}, "window=-1 must be at least 0"),
         (

@@ -1,5 +1,5 @@
-"""The checks of the lab `share`. Some need only the ledger (`kit.share.judge`), the others what ranks recorded and what observers saw of
-them; these are null where a run has no ranks."""
+"""The checks of the lab `share`. Some need only the ledger (`kit.share.judge`); the others need the records of ranks and observers, and
+are null if a run has none."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 OUTCOMES = ("digest", "global_loss", "grad_norm", "tokens_digest")
-BETWEEN_LOOKS_S = 0.1  # an observer looks each 20 ms; a lease that is shorter may not be seen
-SEEN_BYTES = 8 * MIB  # a change of resident memory that is no noise
+BETWEEN_LOOKS_S = 0.1  # an observer samples every 20 ms; a shorter lease may go unseen
+SEEN_BYTES = 8 * MIB  # a change of resident memory above noise
 
 
 def read(config: Mapping[str, Any]) -> ShareConfig:
@@ -57,12 +57,12 @@ def read(config: Mapping[str, Any]) -> ShareConfig:
 
 def no_ranks(config: Mapping[str, Any]) -> str:
     if config.get("simulated", True):
-        return "needs the records of ranks, which a simulated run or another system's ledger does not have"
+        return "needs the records of ranks, which a simulated run or another system's ledger lacks"
     return ""
 
 
 def lacking(frame: pd.DataFrame, what: str) -> None:
-    """Records that every whole run has are not there: it could be the code under test that kept them away."""
+    """Records that every complete run has are missing, perhaps because of the code under test."""
     raise (Unjudged if (frame["phase"] == "end").any() else Missing)(what)
 
 
@@ -74,7 +74,7 @@ def rows_of(frame: pd.DataFrame, phase: str, metric: str, *ids: str) -> pd.DataF
 
 
 def with_ranks(rule: Callable[[Ledger], Measured], more: Callable[[pd.DataFrame, ShareConfig], list[str]]) -> Measure:
-    """A rule of ledgers, and violations by the records of ranks where there are any: either of them can fail the check."""
+    """A ledger rule combined with violations in the records of ranks, if there are any. Either can fail the check."""
     by_ledger = of_ledgers(rule)
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
@@ -90,7 +90,7 @@ def with_ranks(rule: Callable[[Ledger], Measured], more: Callable[[pd.DataFrame,
 
 
 def owned_twice(frame: pd.DataFrame, config: ShareConfig) -> list[str]:
-    """Two holders of a lock, by observers; two leases at once, by ranks; a lease that nobody saw; a replica that woke without a lease."""
+    """Two holders of a lock (observers); two leases at once (ranks); a lease that no observer saw; a replica that woke without a lease."""
     held, wrong = leases(frame, MAIN)
     if not held:
         lacking(frame, "no rank recorded a lease")
@@ -101,7 +101,7 @@ def owned_twice(frame: pd.DataFrame, config: ShareConfig) -> list[str]:
     for one in () if blind else held:
         then = [each for each in seen.get(one.device, []) if each.since <= one.until and each.until > one.since]
         if one.until - one.since > BETWEEN_LOOKS_S and not any(one.owner in each.owners for each in then):
-            wrong.append(f"{one.owner} recorded a lease of device {one.device}; no observer saw its lock")
+            wrong.append(f"{one.owner} recorded a lease of device {one.device}, but no observer saw its lock")
     for row in (row for ledger in ledgers(frame, MAIN) for row in ledger.of("expanded")):
         owner = f"{row.who}.replica {row['replica']}"
         for device in devices_of(config, owner):
@@ -113,8 +113,8 @@ def owned_twice(frame: pd.DataFrame, config: ShareConfig) -> list[str]:
 
 
 def peak_fits(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Of each device: the most bytes that observers saw there of replicas that did not hold it. A trainer off its devices is in host
-    memory, which on the CPU is the same."""
+    """For each device, the most bytes that observers saw of replicas that did not hold it. A trainer off its devices is in host memory,
+    which is the same memory on the CPU."""
     run, levels = read(config), residents(frame, MAIN)
     whole = weights_seen(run)
     if not levels:
@@ -138,18 +138,18 @@ def peak_fits(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
 
 
 def weights_seen(run: ShareConfig) -> float:
-    """The bytes of a replica's weights, where there are enough of them to be seen in resident memory."""
+    """The bytes of a replica's weights; raises if they are too few to see in resident memory."""
     least = min(model_bytes(replica_model(pipeline_config(run, name)), ranks=1)["params"] for name in run.pipelines)
     if least < 2 * SEEN_BYTES:
         raise NotMeasured(
-            f"a replica's weights are {least / MIB:.1f} MiB, too little to be told from noise; use more layers"
+            f"a replica's weights are {least / MIB:.1f} MiB, too small to distinguish from noise; use more layers"
         )
     return float(least)
 
 
 def memory_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Of each replica that falls asleep: the share of its weights that observers see as long as it sleeps. Where it was awake
-    or asleep for less than the time between two looks it is not judged."""
+    """For each replica that falls asleep: the share of its weights that observers see while it sleeps. Periods shorter than the time
+    between two samples are not judged."""
     run, levels = read(config), residents(frame, MAIN)
     whole = weights_seen(run)
     kept, where, count = 0.0, "", 0
@@ -169,17 +169,17 @@ def memory_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measur
                 kept, where = share, f"{rank}: {awake / MIB:.1f} MiB awake, {asleep / MIB:.1f} MiB asleep"
     if not count:
         lacking(frame, "no observer saw a replica fall asleep")
-    return Measured(kept, where or f"{count} times a replica gave its weights back")
+    return Measured(kept, where or f"replicas freed their weights {count} times")
 
 
 def keeps_groups(config: Mapping[str, Any]) -> str:
     if not config.get("release_groups"):
-        return "needs release_groups=true: trainers keep their process groups"
+        return "trainers keep their process groups; use release_groups=true"
     return no_ranks(config)
 
 
 def groups_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
-    """The groups in torch's table, without the World's own, each time that a rank of a trainer left its device."""
+    """The groups in torch's table, without the World's, each time a trainer rank left its device."""
     rows = rows_of(frame, MAIN, "groups_asleep", "who")
     freed = rows_of(frame, MAIN, "lease", "event")
     left = Counter(freed[(freed["event"] == "freed") & freed["text"].str.endswith(f".{TRAINER}")]["rank"])
@@ -193,14 +193,14 @@ def groups_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measur
         f"{row['who']} (rank {row['rank']}) kept {row['value']:.0f} process groups off its devices"
         for row in rows[rows["value"] > 0].to_dict("records")
     ]
-    return of_violations(wrong, f"{len(rows)} times a rank of a trainer had no process group but the World's")
+    return of_violations(wrong, f"{len(rows)} times a trainer rank kept only the World's process group")
 
 
 # -- requests, versions, weights ----------------------------------------------------------------------------------------------
 
 
 def slept_in_flight(frame: pd.DataFrame, config: ShareConfig) -> list[str]:
-    """What replicas say was in flight when their weights went; each sleep must have been recorded."""
+    """Requests in flight, as recorded by replicas, when their weights were dropped. Every sleep must have a record."""
     rows = rows_of(frame, MAIN, "in_flight", "replica", "pipeline")
     wrong = [
         f"replica {row['replica']} of {row['pipeline']} fell asleep with {row['value']:.0f} requests in flight"
@@ -222,7 +222,7 @@ def weights_after_wake(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measur
     digests = {(row["pipeline"], int(row["version"])): row["text"] for row in trained.to_dict("records")}
     rows = rows_of(frame, MAIN, "served", "pipeline", "version", "replica").to_dict("records")
     wrong = [
-        f"replica {row['replica']} of {row['pipeline']} served other weights than the trainer's of version {row['version']}"
+        f"replica {row['replica']} of {row['pipeline']} served weights that differ from the trainer's version {row['version']}"
         for row in rows
         if digests.get((row["pipeline"], int(row["version"]))) != row["text"]
     ]
@@ -235,14 +235,14 @@ def weights_after_wake(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measur
         for (name, replica, version), count in published.items()
         if hashed[name, replica, version] < count
     ]
-    return of_violations(wrong, f"{len(rows)} times all tensors of a replica were those of the trainer's version")
+    return of_violations(wrong, f"all tensors of a replica matched the trainer's version {len(rows)} times")
 
 
 # -- the same numbers -----------------------------------------------------------------------------------------------------------
 
 
 def outcomes(frame: pd.DataFrame, phase: str, pipeline: str) -> dict[tuple[str, str], tuple[float | None, str]]:
-    """Weights of each version, losses and norms of each update, tokens of each sample, in the order in which they were recorded."""
+    """Weights of each version, losses and norms of each update, tokens of each sample, in recorded order."""
     rows = frame[(frame["phase"] == phase) & frame["metric"].isin(OUTCOMES)].sort_values("time", kind="stable")
     found: dict[tuple[str, str], tuple[float | None, str]] = {}
     for metric, text, value, ids in zip(rows["metric"], rows["text"], rows["value"], rows["ids"], strict=True):
@@ -269,14 +269,14 @@ def same_numbers(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
 
 
 def departed(frame: pd.DataFrame, run: ShareConfig, name: str, phase: str) -> tuple[list[str], int]:
-    """What a pipeline computed otherwise in a phase than alone, the first first; and how many outcomes were compared."""
+    """The outcomes of a pipeline in a phase that differ from those alone, in order, and the number of outcomes compared."""
     before = f"alone_{name}"
     alone, found = (outcomes(frame, where, name) for where in (before, phase))
     for where, some in ((before, alone), (phase, found)):
         for metric, number in wanted_outcomes(run, name).items():
             if (there := sum(key[0] == metric for key in some)) != number:
                 lacking(
-                    frame, f"pipeline {name} recorded {metric} {there} times in the phase {where} instead of {number}"
+                    frame, f"pipeline {name} recorded {metric} {there} times in the phase {where}, expected {number}"
                 )
     wrong = [
         f"pipeline {name}, {metric} of {ids}: {describe(found.get((metric, ids)))} in the phase {phase}, {describe(one)} alone"
@@ -294,16 +294,16 @@ def describe(one: tuple[float | None, str] | None) -> str:
 
 def stale(config: Mapping[str, Any]) -> str:
     if config.get("window"):
-        return f"window={config['window']}: which version generates a sample depends on the time; use window=0"
+        return f"window={config['window']}: the version that generates a sample depends on timing; use window=0"
     return no_ranks(config)
 
 
 def namespaces_apart(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
-    """Weights and samples that both pipelines have alike, although each draws its own."""
+    """Weights and samples that are equal in both pipelines, although each draws its own."""
     one, other = (outcomes(frame, MAIN, name) for name in PIPELINES)
     both = [key for key in one if key in other and key[0] in ("digest", "tokens_digest")]
     if not both:
-        lacking(frame, "the pipelines recorded no weights or samples that could be compared")
+        lacking(frame, "the pipelines recorded no comparable weights or samples")
     alike = [
         f"{metric} of {ids} is the same in both pipelines"
         for metric, ids in both
@@ -319,8 +319,8 @@ def alone_here(config: Mapping[str, Any]) -> str:
 
 
 def others_untouched(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Process groups of every rank, against the phase in which its pipeline was alone; and memory of ranks that sleep, while a replica of
-    another pipeline sleeps or wakes."""
+    """Process groups of every rank, compared with the phase in which its pipeline was alone; and memory of sleeping ranks while a replica
+    of another pipeline sleeps or wakes."""
     run, levels = read(config), residents(frame, MAIN)
     wrong = list(groups_moved(frame, run))
     held, count = leases(frame, MAIN)[0], 0
@@ -331,10 +331,10 @@ def others_untouched(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
             count += 1
             grown = max(level.between(move.left, move.right)) - level.at(move.left)
             if grown > SEEN_BYTES:
-                what = f"a replica of {move.pipeline} was moved"
+                what = f"a replica of {move.pipeline} slept or woke"
                 wrong.append(f"{owner} grew by {grown / MIB:.1f} MiB asleep while {what}")
     return of_violations(
-        wrong, f"{counted(count, 'reading')} of ranks asleep while a replica of the other pipeline was moved"
+        wrong, f"{counted(count, 'reading')} of sleeping ranks while a replica of the other pipeline slept or woke"
     )
 
 
@@ -349,8 +349,8 @@ def groups_moved(frame: pd.DataFrame, run: ShareConfig) -> Iterator[str]:
 
 
 def dead_and_seen(frame: pd.DataFrame, config: ShareConfig) -> list[str]:
-    """Devices that an observer saw in the hands of a dead pipeline after the desk had let it go; and what the others computed otherwise
-    than alone."""
+    """Devices that a dead pipeline still held, according to observers, after the desk had released it; and outcomes of the others that
+    differ from those alone."""
     wrong = []
     dead = {row.who for ledger in ledgers(frame, "rehearse") for row in ledger.of("died") if "replica" not in row.ids}
     for name in () if config.window else sorted({*config.pipelines} - dead):
@@ -362,7 +362,7 @@ def dead_and_seen(frame: pd.DataFrame, config: ShareConfig) -> list[str]:
             for device, seen in sights(frame, "rehearse").items():
                 late = [one for one in seen if gone + BETWEEN_LOOKS_S < one.since <= last]
                 wrong += [
-                    f"{where}: {owner} holds device {device} after {name} was let go"
+                    f"{where}: {owner} still holds device {device} after the desk released {name}"
                     for one in late
                     for owner in one.owners
                     if owner.startswith(f"{name}.")
@@ -371,7 +371,7 @@ def dead_and_seen(frame: pd.DataFrame, config: ShareConfig) -> list[str]:
 
 
 def loops_right(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
-    """Every rule of a loop's ledger, for each pipeline, alone and shared. A step that waits for all its groups is meant here."""
+    """Every rule of a loop's ledger, for each pipeline, alone and shared, except that a step may wait for all its groups."""
     wrong, count, asked = list[str](), 0, set[str]()
     for where, loop in loops(frame, (MAIN, "alone_a", "alone_b")):
         for name, rule in stream.CHECKS.items():
@@ -386,19 +386,19 @@ def loops_right(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # 
     if not count:
         raise Missing("no pipeline's loop was recorded with its settings (`capacity`)")
     return of_violations(
-        wrong, f"{counted(len(asked), 'rule')} of the lab stream, asked {count} times, hold in every loop"
+        wrong, f"{counted(len(asked), 'rule')} of the lab stream, checked {count} times, hold in every loop"
     )
 
 
 def gate_shown(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Whether what a gate is about did happen: only then do the other checks say something about it."""
+    """Whether the gate's scenario occurred; the other checks judge it only then."""
     what, count_in = GATES[config["gate"]]
     count = sum(map(count_in, ledgers(frame, MAIN)))
-    return Measured(float(count), f"{what}: {count} times" if count else f"it never happened that {what}")
+    return Measured(float(count), f"{what}: {count} times" if count else f"never happened: {what}")
 
 
 def returns(ledger: Ledger, *, beside_others: bool) -> int:
-    """How often a replica slept, while others of its pipeline served or while none did, and served again later."""
+    """How often a replica slept, while others of its pipeline served or while none did, and later served again."""
     serving: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
     asleep: set[tuple[str, int]] = set()
     count = 0
@@ -428,29 +428,29 @@ def exchanges(ledger: Ledger) -> int:
     return count
 
 
-# What a gate is about, and how often it happened in a ledger.
+# The scenario of each gate, and a function that counts it in a ledger.
 GATES: Mapping[str, tuple[str, Callable[[Ledger], int]]] = {
     "1": (
-        "one of several replicas slept, requests went to another one, and it returned",
+        "one of several replicas slept, requests went to another, and it served again",
         functools.partial(returns, beside_others=True),
     ),
     "2": (
-        "the only replica slept, requests waited, and it returned",
+        "the only replica slept, requests waited, and it served again",
         functools.partial(returns, beside_others=False),
     ),
-    "2.5": ("a pipeline handed its devices over, without its process groups, and trained on", hand_overs),
-    "3": ("a pipeline handed its devices over after a step, and trained on", hand_overs),
-    "4": ("a replica woke up on a device where one of the other pipeline had been", exchanges),
+    "2.5": ("a pipeline handed its devices over, released its process groups, and continued training", hand_overs),
+    "3": ("a pipeline handed its devices over after a step and continued training", hand_overs),
+    "4": ("a replica woke up on a device that the other pipeline had used", exchanges),
     "5": (
-        "a pipeline with its own side of the desk handed its devices over after a step, and trained on",
+        "a pipeline with its own `pipeline=` code handed its devices over after a step and continued training",
         hand_overs,
     ),
 }
 
 
 def nothing_left(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Counts of every rank at the end against those before the first loop, and process groups after each loop against those before. The
-    first step makes a folder that its compiler keeps."""
+    """Counts of every rank at the end compared with those before the first loop, and process groups after each loop compared with those
+    before it. The compiler's folder from the first step is expected."""
     import pandas as pd
 
     if wrong := list(groups_moved(frame, read(config))):
@@ -469,7 +469,7 @@ BY_RANKS_TOO = {
 CHECKS: tuple[Check, ...] = (
     Check(
         "gate_shown",
-        "Did what the gate is about happen?",
+        "Did the gate's scenario occur?",
         "times_shown",
         1,
         "1",
@@ -486,14 +486,14 @@ CHECKS: tuple[Check, ...] = (
     ),
     at_most(
         "weights_after_wake",
-        "Does every replica that wakes have the weights of the version that it serves?",
+        "Does every woken replica have the weights of the version that it serves?",
         "other_weights",
         weights_after_wake,
         cannot=no_ranks,
     ),
     at_most(
         "peak_fits",
-        "Does a device never hold more than one of its ranks needs there?",
+        "Does each device hold at most the memory that one of its ranks needs?",
         "over_budget_mib",
         peak_fits,
         limit=SEEN_BYTES / MIB,
@@ -502,7 +502,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     at_most(
         "memory_down_asleep",
-        "Is the memory of a replica's weights given back while it sleeps?",
+        "Is the memory of a replica's weights freed while it sleeps?",
         "kept_asleep",
         memory_down_asleep,
         limit=0.5,
@@ -517,27 +517,27 @@ CHECKS: tuple[Check, ...] = (
     ),
     at_most(
         "others_untouched",
-        "Does a pipeline stay as it is while a replica of the other one sleeps or wakes?",
+        "Is a pipeline unaffected when a replica of the other one sleeps or wakes?",
         "others_touched",
         others_untouched,
         cannot=alone_here,
     ),
     at_most(
         "namespaces_apart",
-        "Do the pipelines share neither weights nor random numbers?",
+        "Do the pipelines have separate weights and random numbers?",
         "alike",
         namespaces_apart,
         cannot=alone_here,
     ),
     at_most(
         "nothing_left",
-        "Are all files, sockets, threads, processes and segments gone at the end?",
+        "Are all files, sockets, threads, processes and shared-memory segments gone at the end?",
         "left_over",
         nothing_left,
         cannot=no_ranks,
     ),
     at_most(
-        "loops_right", "Does the loop of each pipeline keep every rule of the lab stream?", "loops_wrong", loops_right
+        "loops_right", "Does each pipeline's loop satisfy every rule of the lab stream?", "loops_wrong", loops_right
     ),
     *(
         at_most(

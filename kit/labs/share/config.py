@@ -20,7 +20,7 @@ PLANNERS = ("gap-ratio", "fifo", "static")
 SCHEDULER = "kit.labs.share.drive:scheduler"
 PIPELINE = "kit.share.member:Pipeline"
 SEED_APART = 100_003  # between the seeds of two pipelines: more than a run has groups
-# What the scenarios E and F have in place of the defaults.
+# Defaults of the scenarios E and F.
 LARGER = {
     "devices": 4,
     "train_a": (0, 1),
@@ -33,11 +33,11 @@ LARGER = {
 }
 
 
-# What each gate has in place of the defaults. With a window there are requests while the trainer has its devices.
+# Defaults of each gate. With a window there are requests while the trainer has its devices.
 GATES: dict[str, dict[str, Any]] = {
     "1": {"scenario": "A", "window": 1},
     "2": {"scenario": "A", "window": 1, "infer_tp": 2},
-    # A real model, of which a replica has 174 MiB: enough to be told from noise in resident memory.
+    # A real model with 174 MiB per replica, clearly above the noise of resident memory.
     "2.5": {
         "release_groups": True,
         "size": "125m",
@@ -60,7 +60,7 @@ GATES: dict[str, dict[str, Any]] = {
 
 
 class Mapping(NamedTuple):
-    """The devices of one pipeline: of its trainer, one a rank, and of its replicas, `tp` for each in turn."""
+    """The devices of one pipeline: of its trainer, one per rank, and of its replicas, `tp` for each in turn."""
 
     train: tuple[int, ...]
     infer: tuple[int, ...]
@@ -83,57 +83,57 @@ class Mapping(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShareConfig(JobConfig):
-    """Two pipelines, each with a trainer and replicas of its own, and the devices that they share. The ranks of A come first."""
+    """Two pipelines, each with its own trainer and replicas, on shared devices. The ranks of A come first."""
 
-    ranks: Annotated[int, Option("ranks of all trainers and replicas; 0: as many as they need", low=0, high=4096)] = 0
+    ranks: Annotated[int, Option("total number of trainer and replica ranks; 0: as needed", low=0, high=4096)] = 0
     scenario: Annotated[
         Literal["A", "B", "E", "F"],
         Option(
             "A: one pipeline; B: two; E and F: as A and B, by default with 4 devices, tp=2, infer_tp=2 and 2 layers"
         ),
     ] = "B"
-    devices: Annotated[int, Option("devices that are shared; on the CPU each is one core", low=1, high=512)] = 2
-    train_a: Annotated[tuple[int, ...], Option("devices of pipeline A's trainer, one a rank")] = (0,)
+    devices: Annotated[int, Option("number of shared devices; on the CPU each is one core", low=1, high=512)] = 2
+    train_a: Annotated[tuple[int, ...], Option("devices of pipeline A's trainer, one per rank")] = (0,)
     infer_a: Annotated[tuple[int, ...], Option("devices of pipeline A's replicas, infer_tp for each in turn")] = (0, 1)
-    train_b: Annotated[tuple[int, ...], Option("devices of pipeline B's trainer, one a rank")] = (1,)
+    train_b: Annotated[tuple[int, ...], Option("devices of pipeline B's trainer, one per rank")] = (1,)
     infer_b: Annotated[tuple[int, ...], Option("devices of pipeline B's replicas, infer_tp for each in turn")] = (0, 1)
     tp: Annotated[int, Option("tensor parallel size of each trainer", low=1, high=64)] = 1
     infer_tp: Annotated[int, Option("tensor parallel size of each replica", low=1, high=64)] = 1
     steps_a: Annotated[int, Option("training steps of pipeline A", low=1, high=10_000)] = 3
     steps_b: Annotated[int, Option("training steps of pipeline B", low=1, high=10_000)] = 3
-    groups: Annotated[int, Option("groups (prompts) of a step", low=1, high=4096)] = 4
-    group: Annotated[int, Option("samples of a group", low=2, high=512)] = 4
-    micro_batch: Annotated[int, Option("samples of a microbatch", low=1, high=512)] = 2
+    groups: Annotated[int, Option("groups (prompts) per step", low=1, high=4096)] = 4
+    group: Annotated[int, Option("samples per group", low=2, high=512)] = 4
+    micro_batch: Annotated[int, Option("samples per microbatch", low=1, high=512)] = 2
     answer_a: Annotated[tuple[int, ...], Option("fewest and most tokens of an answer in pipeline A")] = (4, 20)
     answer_b: Annotated[tuple[int, ...], Option("fewest and most tokens of an answer in pipeline B")] = (4, 20)
-    numbers: Annotated[int, Option("the numbers in a prompt are below this", low=1, high=10)] = 10
+    numbers: Annotated[int, Option("upper bound (exclusive) of the numbers in a prompt", low=1, high=10)] = 10
     decode: Annotated[int, Option("tokens that a replica decodes before it takes new orders", low=1, high=4096)] = 4
     temperature: Annotated[float, Option("sampling temperature", low=0.05, high=10)] = 1.0
     lr: Annotated[float, Option("learning rate", low=1e-8, high=1)] = 1e-3
-    warm: Annotated[int, Option("updates on right answers before version 0, so that some samples are right", low=0)] = (
+    warm: Annotated[int, Option("updates on right answers before version 0, so some samples are right", low=0)] = (
         30
     )
-    slots: Annotated[int | None, Option("groups of a pipeline in flight at once; null: all that may start", low=1)] = 2
+    slots: Annotated[int | None, Option("groups in flight at once per pipeline; null: all that may start", low=1)] = 2
     window: Annotated[
-        int, Option("versions by which a group may be older than the step that trains it; 0: in order", low=0, high=64)
+        int, Option("how many versions older than its training step a group may be; 0: in order", low=0, high=64)
     ] = 0
     pace_ms: Annotated[
         tuple[int, ...],
-        Option("a replica of A, and of B, takes at least this long for each token of each sample", unit="ms"),
+        Option("least time of a replica of A, and of B, per token of a sample", unit="ms"),
     ] = (0, 0)
     train_pace_ms: Annotated[
-        tuple[int, ...], Option("the trainer of A, and of B, takes at least this long for each sample", unit="ms")
+        tuple[int, ...], Option("least time of the trainer of A, and of B, per sample", unit="ms")
     ] = (0, 0)
     sleep_level: Annotated[
-        Literal[2, 1], Option("a sleeping replica drops its weights (2), or keeps them in host memory (1)")
+        Literal[2, 1], Option("a sleeping replica drops its weights (2) or keeps them in host memory (1)")
     ] = 2
     release_groups: Annotated[
-        bool, Option("a trainer destroys its process groups as it leaves its devices, and remakes them as it returns")
+        bool, Option("a trainer destroys its process groups when it leaves its devices and remakes them when it returns")
     ] = False
     planner: Annotated[
         str,
         Option(
-            "who generates where: a name, or your own planner as module:attr", target=True, here=True, names=PLANNERS
+            "planner that assigns devices: a name, or your own as module:attr", target=True, here=True, names=PLANNERS
         ),
     ] = "gap-ratio"
     scheduler: Annotated[
@@ -146,50 +146,50 @@ class ShareConfig(JobConfig):
     controls: Annotated[
         Literal["alone", "all"],
         Option(
-            "runs to compare with: each pipeline alone; all: also one after the other, and on half of the devices each"
+            "runs to compare with: each pipeline alone; all: also in sequence, and on half of the devices each"
         ),
     ] = "alone"
-    rehearse: Annotated[bool, Option("at the end, run both once more and kill a replica and a trainer on purpose")] = (
+    rehearse: Annotated[bool, Option("at the end, run both again and kill a replica and a trainer on purpose")] = (
         True
     )
     gate: Annotated[
         Literal["", "1", "2", "2.5", "3", "4", "5"],
         Option(
-            "defaults that show one thing. 1: one of two replicas sleeps; 2: the only one, of two ranks, sleeps; "
-            "2.5: a real model, whose memory and process groups go; 3: one pipeline hands over; 4: two share; "
-            "5: two, one of them with your own pipeline="
+            "defaults for one scenario. 1: one of two replicas sleeps; 2: the only one, of two ranks, sleeps; "
+            "2.5: a real model frees its memory and process groups; 3: one pipeline hands over; 4: two share; "
+            "5: two, one with your own pipeline="
         ),
     ] = ""
-    request_ms: Annotated[int, Option("how long a request may wait at the desk", low=1, unit="ms")] = 60_000
-    operation_ms: Annotated[int, Option("how long a replica may take to sleep or to wake", low=1, unit="ms")] = 60_000
+    request_ms: Annotated[int, Option("longest wait of a request at the desk", low=1, unit="ms")] = 60_000
+    operation_ms: Annotated[int, Option("longest time for a replica to sleep or wake", low=1, unit="ms")] = 60_000
     admission_ms: Annotated[
-        int, Option("how long one pipeline waits for the other at the start; 0: neither waits", low=0, unit="ms")
+        int, Option("longest wait of one pipeline for the other at the start; 0: neither waits", low=0, unit="ms")
     ] = 60_000
-    watchdog_ms: Annotated[int, Option("time between two looks for a pipeline without progress", low=1, unit="ms")] = (
+    watchdog_ms: Annotated[int, Option("time between two checks for a pipeline without progress", low=1, unit="ms")] = (
         5_000
     )
-    deadline_s: Annotated[float, Option("how long a core waits for anything", low=0.5, high=3600, unit="s")] = 60.0
+    deadline_s: Annotated[float, Option("longest wait of a core", low=0.5, high=3600, unit="s")] = 60.0
     simulated: Annotated[
-        bool, Option("run both pipelines and the desk on simulated ranks and a virtual clock; ranks then have no work")
+        bool, Option("run both pipelines and the desk on simulated ranks and a virtual clock; real ranks stay idle")
     ] = False
 
     def __post_init__(self) -> None:
         if self.gate == "5" and self.pipeline == PIPELINE:
-            raise BadInput("gate=5 is about a pipeline of your own; give it as pipeline=module:attr")
+            raise BadInput("gate=5 needs your own pipeline; give it as pipeline=module:attr")
         self._default(GATES.get(self.gate, {}))
         if self.scenario in ("E", "F"):
             self._default(LARGER)
         for name, value in (("pace_ms", self.pace_ms), ("train_pace_ms", self.train_pace_ms)):
             if len(value) != 2 or min(value) < 0:
-                raise BadInput(f"{name}={list(value)} must be two numbers of at least 0, for A and for B")
+                raise BadInput(f"{name}={list(value)} must be two numbers of at least 0, one for A and one for B")
         for name, value in (("answer_a", self.answer_a), ("answer_b", self.answer_b)):
             if len(value) != 2 or not 1 <= value[0] <= value[1]:
-                raise BadInput(f"{name}={list(value)} must be two numbers, the fewest and the most tokens of an answer")
+                raise BadInput(f"{name}={list(value)} must be two numbers: the fewest and the most tokens of an answer")
         for name in self.pipelines:
             self._check_mapping(name)
         needed = 1 if self.simulated else sum(self.mapping(name).ranks for name in self.pipelines)
         if self.ranks not in (0, needed):
-            raise BadInput(f"ranks={self.ranks}, but the trainers and replicas are {needed} ranks; leave ranks out")
+            raise BadInput(f"ranks={self.ranks}, but trainers and replicas need {needed}; leave ranks out")
         object.__setattr__(self, "ranks", needed)
         for name in self.pipelines:
             try:
@@ -198,7 +198,7 @@ class ShareConfig(JobConfig):
                 raise BadInput(f"pipeline {name}: {error}") from None
 
     def _default(self, values: dict[str, Any]) -> None:
-        """Other values for settings that have their defaults."""
+        """The scenario's and gate's values for settings that still have their defaults."""
         for one in fields(self):
             if one.name in values and getattr(self, one.name) == one.default:
                 object.__setattr__(self, one.name, values[one.name])
@@ -208,7 +208,7 @@ class ShareConfig(JobConfig):
         for name, size, per in ((train, self.tp, "tp"), (infer, self.infer_tp, "infer_tp")):
             devices: tuple[int, ...] = getattr(self, name)
             if not devices:
-                raise BadInput(f"{name}=[] has no device; give it at least {per}={size}")
+                raise BadInput(f"{name}=[] names no device; name at least {per}={size}")
             if wrong := [one for one in devices if not 0 <= one < self.devices]:
                 raise BadInput(
                     f"{name}={list(devices)} names device {wrong[0]}; devices={self.devices} are 0 to {self.devices - 1}"
@@ -216,12 +216,12 @@ class ShareConfig(JobConfig):
             if len(set(devices)) < len(devices):
                 raise BadInput(f"{name}={list(devices)} names a device twice; name each once")
             if len(devices) % size:
-                raise BadInput(f"{name}={list(devices)} has {len(devices)} devices, which {per}={size} does not divide")
+                raise BadInput(f"{per}={size} does not divide the {len(devices)} devices of {name}={list(devices)}")
         mine, others = set(getattr(self, train)), set(getattr(self, infer))
         if mine & others and mine - others:
             raise BadInput(
-                f"{train}={sorted(mine)} and {infer}={sorted(others)} share only some of the trainer's devices: either all or none of them "
-                "must belong to its replicas"
+                f"{train}={sorted(mine)} and {infer}={sorted(others)} share only some of the trainer's devices; its replicas "
+                "must use all or none of them"
             )
 
     @property
@@ -234,8 +234,8 @@ class ShareConfig(JobConfig):
 
 
 def pipeline_config(config: ShareConfig, pipeline: str) -> StreamConfig:
-    """What one pipeline is by itself: the loop of the lab `stream`. A step waits for all its groups: once a trainer holds its devices,
-    the pipeline may have nothing left to generate with."""
+    """The settings of one pipeline as a loop of the lab `stream`. A step waits for all its groups, because once the trainer holds its
+    devices, the pipeline may have no device to generate on."""
     of, at = config.mapping(pipeline), PIPELINES.index(pipeline)
     same = {one.name: getattr(config, one.name) for one in fields(StreamConfig) if hasattr(config, one.name)}
     return StreamConfig(
@@ -268,7 +268,7 @@ def role_names(config: ShareConfig, pipeline: str) -> dict[str, int]:
 
 
 def roles(config: ShareConfig) -> tuple[Role, ...]:
-    """Every trainer and every replica is a World of its own. Without work all ranks are alike."""
+    """Every trainer and every replica is a separate World. In a simulated run all ranks are idle."""
     if config.simulated:
         return (Role(name="idle", ranks=tuple(range(config.ranks)), phases="kit.labs.stream.ranks:Idle"),)
     found: list[Role] = []
@@ -293,7 +293,7 @@ def roles(config: ShareConfig) -> tuple[Role, ...]:
 
 
 def plan(config: ShareConfig) -> list[Step]:
-    """Each loop starts from version 0: every pipeline alone first, then both together. Ranks die in the rehearsal, which comes last."""
+    """Each loop starts from version 0: first every pipeline alone, then both together. The phase rehearse, in which ranks die, is last."""
     if config.simulated:
         phases = {"shared": 3, "scripted": 3, "rehearse": 6}
         return [Step(cycle, phase, driver=f"kit.labs.share.simulated:{phase}") for phase, cycle in phases.items()]
@@ -312,7 +312,7 @@ def plan(config: ShareConfig) -> list[Step]:
 
 
 def fits(config: ShareConfig) -> None:
-    """Everything is awake at once in a phase of a pipeline alone, and what is off its device is in host memory."""
+    """In a phase with one pipeline alone, all of it is awake at once; everything off its device is in host memory."""
     if config.simulated:
         return
     jobs, held = 0, 0
@@ -322,4 +322,4 @@ def fits(config: ShareConfig) -> None:
         held = max(
             held, 3 * model_bytes(replica_model(one), ranks=1)["params"] * of.tp
         )  # the base, and two copies in the cache
-    check_fits(config, job=jobs, host=jobs + held, kept="for what is off its device, the base weights and the cache")
+    check_fits(config, job=jobs, host=jobs + held, kept="for offloaded state, the base weights and the cache")

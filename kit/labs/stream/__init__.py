@@ -5,19 +5,19 @@ from kit.labs.stream.config import StreamConfig, fits, plan, roles
 
 SIMULATED = {"simulated": True, "ranks": 1}
 
-# Known bugs of controllers. `broken.py` has the wrong rules; each is seen by its check in a simulated run.
+# Known bugs of controllers. `broken.py` implements them; the named check detects each in a simulated run.
 OF_THE_CONTROLLER = exposed_by(
     SIMULATED,
     Fault("off-by-one-window", "the gate blocks one batch too late", "no_sample_too_old", set={"places": 16}),
     Fault(
         "gate-never-opens",
-        "the gate does not hear of new versions, so that dispatch pauses for ever",
+        "the gate never learns of new versions, so dispatch stops for good",
         "no_deadlock",
         exit=3,
     ),
     Fault(
         "gate-checked-early",
-        "a group counts as running only from its first token on, so that others pass the gate before",
+        "a group counts as running only from its first token on, so too many groups pass the gate",
         "capacity_kept",
         set={"sampler": "capacity", "places": 32},
     ),
@@ -49,39 +49,39 @@ OF_THE_CONTROLLER = exposed_by(
     ),
     Fault(
         "discard-and-requeue",
-        "groups that are unfinished at a sync are thrown away for other prompts, so that long answers are trained less often",
+        "groups that are unfinished at a sync are replaced by other prompts, so long answers are trained less often",
         "no_length_bias",
         set={"steps": 60, "replicas": 8, "group": 2, "window": 2, "answer": (4, 64)},
     ),
     Fault(
         "freshest-first-starves",
-        "of the complete groups the youngest are trained first",
+        "the youngest complete groups are trained first",
         "order_fair",
         set={"sampler": "ready-first", "window": 3, "train_pace_ms": 500, "steps": 20},
     ),
     Fault("waits-for-all", "a step begins only when all its groups are complete", "trains_before_straggler"),
     Fault("finish-per-chunk", "the optimizer steps after every chunk", "one_step_per_batch"),
     Fault("double-bump", "the version rises by two after a step", "version_monotone"),
-    Fault("bump-on-abort", "the version rises after a step that was aborted", "version_monotone"),
-    Fault("no-abort", "a step that failed is not aborted on the trainer", "abort_on_failure"),
+    Fault("bump-on-abort", "the version rises after an aborted step", "version_monotone"),
+    Fault("no-abort", "a failed step is not aborted on the trainer", "abort_on_failure"),
     Fault(
         "cleared-before-finish", "samples are cleared before the optimizer step that needs them", "one_clear_per_finish"
     ),
     Fault(
         "clear-fails-after-finish",
-        "the version rises only once samples are cleared; where that fails it never does",
+        "the version rises only after samples are cleared, and never if that fails",
         "one_clear_per_finish",
         exit=3,
     ),
-    Fault("resumes-too-early", "dispatch goes on once one replica has the new weights", "publish_before_use"),
-    Fault("caught-up-too-late", "lags are logged by a version that was looked up a step ago", "metrics_true"),
+    Fault("resumes-too-early", "dispatch continues once a single replica has the new weights", "publish_before_use"),
+    Fault("caught-up-too-late", "lags are logged with the version of the previous step", "metrics_true"),
     Fault("logger-raises", "the run ends when the logger raises", "logger_is_harmless", exit=3),
-    Fault("marks-untrained", "a group that was left out of its microbatch is marked trained", "notes_backed"),
+    Fault("marks-untrained", "a group left out of its microbatch is marked trained", "notes_backed"),
     Fault("bumps-unfinished", "the version rises although no optimizer step was ordered", "notes_backed"),
-    Fault("resume-replays", "after a resume, groups that were trained before are trained again", "resume_equals"),
+    Fault("resume-replays", "after a resume, groups are trained a second time", "resume_equals"),
     Fault(
         "accepted-from-zero",
-        "after a resume, groups that were accepted before are not counted, so that too many start",
+        "after a resume, groups accepted earlier are not counted, so too many start",
         "resume_equals",
         set={"sampler": "capacity", "places": 32},
     ),
@@ -91,24 +91,24 @@ OF_THE_CONTROLLER = exposed_by(
 SMALL = {"ranks": 2, "replicas": 1, "steps": 3, "groups": 2, "group": 2, "lr": 3e-3}
 ACROSS = {"slots": 4, "answer": (8, 20), "decode": 2}  # many samples span a sync
 
-# Known bugs of ranks, in `ranks/broken.py`, and one of a port; each is seen by its check in a run on live ranks.
+# Known bugs of ranks, in `ranks/broken.py`, and one of a port; the named check detects each in a run on live ranks.
 OF_RANKS = exposed_by(
     SMALL,
     Fault(
         "stamp-after-reply",
-        "all tokens of a sample are stamped with the version when the sample is complete",
+        "all tokens of a sample are stamped with the version at its completion",
         "stamps_true",
         set=ACROSS,
     ),
     Fault(
         "stamp-at-publish",
-        "a replica stamps tokens with a new version one call after it has the weights",
+        "a replica stamps tokens with a new version one call too late",
         "stamps_true",
         set=ACROSS,
     ),
     Fault(
         "one-stamp-per-group",
-        "all tokens of a sample are stamped with the version of the first",
+        "all tokens of a sample are stamped with the version of the first token",
         "stamps_per_token",
         set=ACROSS,
     ),
@@ -142,7 +142,7 @@ OF_RANKS = exposed_by(
     ),
     Fault(
         "positional-groups",
-        "advantages take samples as groups by their position",
+        "advantages group samples by their position, not by their group",
         "advantage_by_group",
         set={"min_groups": 2},
     ),
@@ -160,7 +160,7 @@ OF_RANKS = exposed_by(
     ),
     Fault(
         "blocks-the-loop",
-        "the controller waits for the trainer and answers nothing meanwhile",
+        "the controller blocks while it waits for the trainer and answers no questions",
         "controller_answers",
         set={"train_pace_ms": 400},
     ),
@@ -172,7 +172,7 @@ FAULTS = (*OF_RANKS, *OF_THE_CONTROLLER)
 
 LAB = Definition(
     name="stream",
-    summary="replicas generate while the trainer trains; every token's weight version is recomputed, every group accounted for",
+    summary="replicas generate while the trainer trains; every token's weight version is verified, every group accounted for",
     config=StreamConfig,
     plan=plan,
     roles=roles,

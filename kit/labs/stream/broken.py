@@ -54,7 +54,7 @@ LOST_EVERY = 5
 
 
 def loses_some(t: Turn, group: Group) -> None:
-    """The task of every fifth group crashes when it is complete. Another group takes its part; it never ends."""
+    """The task of every fifth group crashes when it is complete. Another group takes its place; it never ends."""
     if group.id % LOST_EVERY:
         complete(t, group)
     else:
@@ -124,7 +124,7 @@ def bumps_on_abort(t: Turn, step: Step) -> None:
 
 
 def no_abort(t: Turn, step: Step) -> None:
-    """The step is closed here, and stays open on the trainer."""
+    """The step is closed here but stays open on the trainer."""
     on_aborted(t, dataclasses.replace(step, aborting=True, finishing=False))
 
 
@@ -200,7 +200,7 @@ def counts_from_zero(controller: core.Controller) -> tuple[State, tuple[Command,
 
 
 def waits_for_the_trainer(ranks: Any, seconds: float) -> None:
-    """In place of a wait for whatever happens first."""
+    """Blocks on the trainer instead of waiting for the first event."""
     ranks.start()
     trainer = ranks.busy.get("trainer")
     flying = [pending for pending, _, _ in ranks.flying.values()]
@@ -217,10 +217,10 @@ def ends_with_the_logger(t: Turn, event: Event) -> None:
     generation.fail(t, f"the logger raised: {event.why}")
 
 
-# By fault: what takes the place of a function or a value, by its name under `kit`.
+# By fault: replacements of functions or values, by their name under `kit`.
 SWAPS: Mapping[str | None, Mapping[str, Any]] = {
     "off-by-one-window": gate(lambda t: {"window": t.settings.window + 1}),
-    "gate-never-opens": gate(lambda _: {"version": 0}),  # it never hears of a new version
+    "gate-never-opens": gate(lambda _: {"version": 0}),  # it never learns of a new version
     "gate-checked-early": gate(running_with_tokens),
     "unbounded-buffer": {"stream.generation.place_is_free": lambda _: True},
     "drops-oldest": {"stream.generation.place_is_free": oldest_makes_room},
@@ -251,9 +251,9 @@ SWAPS: Mapping[str | None, Mapping[str, Any]] = {
     "accepted-from-zero": {"stream.core.Controller.begin": counts_from_zero},
     "marks-untrained": {"stream.generation.Turn.do": skips_some},
     "bumps-unfinished": {"stream.core.finish": pretends_the_finish},
-    "waits-at-the-end": {"stream.core.is_stuck": lambda _: False},  # nobody looks whether the data has ended
+    "waits-at-the-end": {"stream.core.is_stuck": lambda _: False},  # never checks whether the data has ended
 }
-# What else a fault needs to show: arguments of `kit.labs.stream.drive.run_simulated`.
+# Further arguments of `kit.labs.stream.drive.run_simulated` that a fault needs to show.
 CONDITIONS: Mapping[str | None, Mapping[str, Any]] = {
     "clear-fails-after-finish": {"fails": {"clear": 2}},
     "waits-at-the-end": {"prompts": 8},

@@ -1,4 +1,4 @@
-"""The checks of the lab `stream`: those that recompute, and those that need only the controller's ledger (`kit.stream.judge`)."""
+"""The checks of the lab `stream`: those based on recomputation, and those based on the controller's ledger (`kit.stream.judge`)."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ Outcomes = Mapping[tuple[str, str], tuple[float | None, str]]
 
 LOOPS = ("lockstep", "stream")  # phases with a ledger
 ABORTS_SLOW = ("windowed",)  # samplers that end unfinished groups
-MANY = 100  # groups whose lengths show a bias
+MANY = 100  # groups needed to show a length bias
 
 
 def read_ledger(frame: pd.DataFrame, phase: str) -> Ledger | None:
-    """What the controller and its ports did in a phase. If the run is not of this lab, all its events stand for the phase `stream`."""
+    """The ledger of a phase. In a run of another lab, all events count as the phase `stream`."""
     rows = events(frame, phase, lab="stream", main="stream")
     if rows.empty:
         return None
     loops = rows.index[rows["metric"] == "capacity"]
     if len(loops) and (rows["lab"] == "stream").all():
-        rows = rows.loc[loops[-1] :]  # the phase resume has two loops; the second tells whether the first was right
+        rows = rows.loc[loops[-1] :]  # the phase resume has two loops; the second shows whether the first was right
     return Ledger(rows_of(rows))
 
 
@@ -51,7 +51,7 @@ def needed(frame: pd.DataFrame, phase: str, lacking: str = "no phase recorded a 
 
 
 def of_ledger(rule: Callable[[Ledger], Measured], phases: Sequence[str] = LOOPS) -> Measure:
-    """The first violation in any loop, else what a loop lacks, else the last answer. A loop may have no answer if another has."""
+    """The first violation in any loop; else the events that a loop lacks; else the last answer. One loop with an answer is enough."""
 
     def measure(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
         last: Measured | None = None
@@ -82,35 +82,35 @@ def replicas_answer(rows: Ledger) -> Measured:
     silent = [str(row.get("why")) for row in rows.by_event["error"] if row.get("of") == "port"]
     if error and (gone := died + silent):
         return Measured(float(len(gone)), gone[0])
-    return Measured(0.0, "the loop went on without a replica" if died else "all requests were answered")
+    return Measured(0.0, "the loop continued without the dead replica" if died else "all requests were answered")
 
 
 def no_length_bias(rows: Ledger) -> Measured:
-    """Are trained samples as long as all that were started?
+    """Are trained samples as long on average as all started samples?
 
-    Of a sample that was given up only a lower bound of its length is known; Kaplan and Meier's estimate takes such into account.
+    For a sample that was given up, only a lower bound of its length is known; the Kaplan-Meier estimate accounts for that.
     """
     gone = {row["group"] for row in rows.trained()}
     pairs = [(group in gone, sample) for group, samples in rows.samples.items() for sample in samples.values()]
     trained = [sample.tokens for counts, sample in pairs if counts]
     if not any(not counts and sample.tokens for counts, sample in pairs):
-        return Measured(0.0, "no token was generated for a group that was not trained")
+        return Measured(0.0, "every generated token belongs to a trained group")
     if rows.setting("sampler") in ABORTS_SLOW:
         raise NotMeasured(f"the sampler {rows.setting('sampler')} gives up groups that are slower than its window")
     if len(gone) < MANY:
-        raise NotMeasured(f"{counted(len(gone), 'group')} trained; the lengths of at least {MANY} show a bias")
+        raise NotMeasured(f"{counted(len(gone), 'group')} trained; at least {MANY} are needed to show a bias")
     wanted = mean_length([(sample.tokens, bool(sample.completed)) for _, sample in pairs if sample.tokens])
     error = statistics.stdev(trained) / math.sqrt(len(trained))
     mean = statistics.fmean(trained)
     return Measured(
         abs(wanted - mean) / error,
-        f"mean length of {len(trained)} trained samples: {mean:.2f} tokens, of all {len(pairs)} that were started: {wanted:.2f} "
+        f"mean length of {len(trained)} trained samples: {mean:.2f} tokens, of all {len(pairs)} started samples: {wanted:.2f} "
         f"(standard error {error:.2f})",
     )
 
 
 def mean_length(seen: Sequence[tuple[int, bool]]) -> float:
-    """Of samples with so many tokens, complete or given up then."""
+    """Kaplan-Meier mean length. Each pair is the tokens of a sample and whether it completed."""
     whole = Counter(length for length, complete in seen if complete)
     lengths = sorted(length for length, _ in seen)
     longer, mean, before = 1.0, 0.0, 0  # the share of samples that are longer
@@ -121,10 +121,10 @@ def mean_length(seen: Sequence[tuple[int, bool]]) -> float:
     return mean
 
 
-SHUFFLED = 0.95  # share of wrong stamps, made for a control, that a run must find; many runs together find 99 %
+SHUFFLED = 0.95  # share of deliberately wrong stamps that a run must find; many runs together find 99 %
 QUESTIONS_ASKED = 50
-ENOUGH = 0.5  # share of the tokens with a version that can be identified
-AT_A_POSITION = 16  # tokens at a position that are judged by themselves
+ENOUGH = 0.5  # share of tokens that must be decidable
+AT_A_POSITION = 16  # fewest tokens at a position to judge it separately
 OUTCOMES = ("digest", "global_loss", "grad_norm", "tokens_digest")
 
 
@@ -134,12 +134,12 @@ OUTCOMES = ("digest", "global_loss", "grad_norm", "tokens_digest")
 def equals_plain(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Does the loop with staleness 0 compute what the plain loop computes, bit for bit?
 
-    Weights of every version, losses and norms of every update, and every sample's tokens.
+    Compares the weights of every version, losses and norms of every update, and every sample's tokens.
     """
     plain, lockstep = (outcomes(frame, phase) for phase in ("plain", "lockstep"))
     versions = sum(key[0] == "digest" for key in plain)
     if versions != config["steps"] + 1:
-        incomplete(f"the plain loop has the weights of {versions} versions instead of {config['steps'] + 1}")
+        incomplete(f"the plain loop has the weights of {versions} versions, expected {config['steps'] + 1}")
     return differing(plain, lockstep, f"over {counted(config['steps'], 'step')}")
 
 
@@ -148,7 +148,7 @@ def differing(wanted: Outcomes, found: Outcomes, where: str) -> Measured:
     if not differ:
         return Measured(0.0, f"{len(wanted)} outcomes {where} are identical bit for bit")
     first = " ".join(differ[0])
-    return Measured(float(len(differ)), f"{len(differ)} of {len(wanted)} outcomes differ {where}; first: {first}")
+    return Measured(float(len(differ)), f"{len(differ)} of {len(wanted)} outcomes {where} differ; first: {first}")
 
 
 def outcomes(frame: pd.DataFrame, phase: str) -> Outcomes:
@@ -160,9 +160,9 @@ def outcomes(frame: pd.DataFrame, phase: str) -> Outcomes:
 
 
 def resume_equals(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Does a loop that was stopped and resumed compute what it computes without a stop?
+    """Does a loop that is stopped and resumed compute the same as without the stop?
 
-    Its ledger, and on ranks every outcome.
+    Compares its ledger, and on ranks every outcome.
     """
     before = "stream" if config["simulated"] else "lockstep"
     whole, resumed = (needed(frame, phase, f"the phase {phase} recorded no ledger") for phase in (before, "resume"))
@@ -175,24 +175,24 @@ def resume_equals(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
 
 
 def controller_answers(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
-    """Does the controller answer questions while everything is busy?"""
+    """Does the controller answer questions while replicas and trainer are busy?"""
     asked, seconds = (
         select(frame, phase="stream", metric=name)["value"].iloc[-1] for name in ("answers", "answer_seconds")
     )
     if asked < QUESTIONS_ASKED:
         raise NotMeasured(
-            f"only {asked:.0f} questions fitted into the loop; {QUESTIONS_ASKED} are needed: use more steps"
+            f"only {asked:.0f} questions fitted into the loop; {QUESTIONS_ASKED} are needed; use more steps"
         )
-    return Measured(1000 * seconds, f"median of {asked:.0f} questions from outside while replicas and trainer worked")
+    return Measured(1000 * seconds, f"median over {asked:.0f} questions from outside while replicas and trainer worked")
 
 
 def logger_is_harmless(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Does training go on when the logger raises?"""
+    """Does training continue when the logger raises?"""
     rows = needed(frame, "stream" if config["simulated"] else "rehearse", "no phase with a broken logger was recorded")
     failed = len(rows.by_event["logger_failed"])
     error = "no end was recorded" if rows.ended is None else str(rows.ended.get("error", ""))
     harmed = rows.ended is None or "logger" in error
-    why = f"the logger raised {failed} times; {error if harmed else 'the loop went on'}"
+    why = f"the logger raised {failed} times; {error if harmed else 'the loop continued'}"
     return Measured(float(not failed) + float(harmed), why)
 
 
@@ -207,16 +207,16 @@ def alone(config: Mapping[str, Any]) -> str:
         return ""
     if "rehearse" not in phases_in(config):
         return "the setting phases leaves out rehearse"
-    return "" if config["replicas"] > 1 else "one replica alone is not killed: nothing could go on"
+    return "" if config["replicas"] > 1 else "the only replica is not killed, because the loop could not continue"
 
 
 def no_deadlock(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
-    """Did every loop end by itself?"""
+    """Did every loop end on its own?"""
     begun = {phase: rows for phase in (*LOOPS, "resume", "rehearse") if (rows := ledger(frame, phase)) is not None}
     if not begun:
         raise Missing("no phase recorded a ledger")
     stuck = [phase for phase, rows in begun.items() if rows.ended is None]
-    why = f"no end: {', '.join(stuck)}" if stuck else f"all {len(begun)} loops ended by themselves"
+    why = f"no end: {', '.join(stuck)}" if stuck else f"all {len(begun)} loops ended on their own"
     return Measured(float(len(stuck)), why)
 
 
@@ -225,12 +225,12 @@ def stamps_true(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
     number = verified(frame)
     if number["decidable"] < ENOUGH * number["tokens"]:
         raise NotMeasured(
-            f"versions are too much alike: only {number['decidable']:.0f} of {number['tokens']:.0f} tokens are closer to one version than "
+            f"versions are too similar: only {number['decidable']:.0f} of {number['tokens']:.0f} tokens are closer to one version than "
             "to any other by 10 times the noise; use a larger lr"
         )
     if number["shuffled_found"] < SHUFFLED * number["shuffled"]:
         incomplete(
-            f"of wrong stamps, made for a control, only {number['shuffled_found']:.0f} of {number['shuffled']:.0f} were found"
+            f"only {number['shuffled_found']:.0f} of {number['shuffled']:.0f} deliberately wrong stamps were found"
         )
     return Measured(
         number["wrong_stamps"],
@@ -240,7 +240,7 @@ def stamps_true(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
 
 
 def kv_policy_kept(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Did every sync treat the KV cache as at_sync says?"""
+    """Did every sync treat the KV cache as at_sync requires?"""
     number, at_sync = verified(frame), config["at_sync"]
     if at_sync in ("abort", "drain"):
         spanning = number["samples_over_syncs"]
@@ -248,13 +248,13 @@ def kv_policy_kept(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     wrong, shown = number["policy_wrong"], number["policy_decidable"]
     if not shown:
         raise NotMeasured(
-            "no token shows whether the KV cache was kept or recomputed: no sample spans a sync by enough tokens"
+            "no sample spans a sync by enough tokens to show whether the KV cache was kept or recomputed"
         )
-    return Measured(wrong, f"{wrong:.0f} of {shown:.0f} tokens that show it contradict at_sync={at_sync}")
+    return Measured(wrong, f"{wrong:.0f} of {shown:.0f} decisive tokens contradict at_sync={at_sync}")
 
 
 def of_recomputation(metric: str, why: str) -> Measure:
-    """A number of the recomputation; `why` may name it as {value}, and the others by their names."""
+    """A check of one number of the recomputation. `why` may contain {value} and the names of other numbers."""
 
     def measure(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
         numbers = verified(frame)
@@ -274,9 +274,9 @@ def verified(frame: pd.DataFrame) -> dict[str, float]:
 
 
 def recomputed_as_sampled(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
-    """Do the recomputed samples and weights match those that the replicas had?
+    """Do the recomputed samples and weights match those of the replicas?
 
-    Samples that were trained, and weights: digests at the recomputation against those that the replicas noted.
+    Compares digests of trained samples and of weights at the recomputation with those that the replicas recorded.
     """
     rows = needed(frame, "stream")
     sampled, recomputed = digests(frame, "stream", "sampled"), digests(frame, "verify", "recomputed")
@@ -288,8 +288,8 @@ def recomputed_as_sampled(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured
     wrong += [f"weights {ids}" for ids, found in served.items() if found != used.get(ids)]
     return Measured(
         float(len(wrong)),
-        f"{len(recomputed)} samples and the weights of {len(served)} versions, by their digests at the replicas and where they were "
-        f"recomputed: {len(wrong)} differ{f'; first: {wrong[0]}' if wrong else ''}",
+        f"{len(wrong)} of {len(recomputed)} samples and the weights of {len(served)} versions have other digests at the recomputation "
+        f"than at the replicas{f'; first: {wrong[0]}' if wrong else ''}",
     )
 
 
@@ -301,9 +301,9 @@ def digests(frame: pd.DataFrame, phase: str, metric: str) -> dict[str, set[str]]
 
 
 def tokens_match(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
-    """Do engine and trainer give tokens of the same version the same log-probability?
+    """Do engine and trainer compute the same log-probability for tokens of the same version?
 
-    The mean difference at lag 0, at the position where it is largest.
+    Measures the mean difference at lag 0, at the position where it is largest.
     """
     table = tables.drift(frame, Path(frame.attrs.get("folder", "")))
     fresh = table[table["lag"] == 0]
@@ -328,7 +328,7 @@ def weighted(table: pd.DataFrame) -> float:
 
 
 def phases_in(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The phases that a config asks for; an older kit had no setting for it."""
+    """The phases that a config selects; configs of older kits have no such setting."""
     return wanted(config.get("phases", ALL))
 
 
@@ -342,7 +342,7 @@ def resumes(config: Mapping[str, Any]) -> bool:
 
 
 def phases_of(name: str) -> tuple[str, ...]:
-    """Lockstep waits for all groups of a step on purpose. A failed step and a dead replica are rehearsed."""
+    """Lockstep waits for all groups of a step by design. The phase rehearse has a failed step and a dead replica."""
     return ("stream",) if name == "trains_before_straggler" else (*LOOPS, "rehearse")
 
 
@@ -363,11 +363,11 @@ CHECKS: tuple[Check, ...] = (
     asked(stamps_true, "wrong_stamps", when=ran("verify")),
     at_most(
         "behaviour_logprob",
-        "Are recorded log-probabilities those of the distribution that was sampled from?",
+        "Do recorded log-probabilities match the distribution that tokens were sampled from?",
         "logprob_error",
         of_recomputation(
             "logprob_error",
-            "largest difference to the closest version, {tokens:.0f} tokens (noise of float32: {noise:.1g})",
+            "largest difference from the closest version over {tokens:.0f} tokens (float32 noise: {noise:.1g})",
         ),
         limit=1e-5,
         when=ran("verify"),
@@ -375,18 +375,18 @@ CHECKS: tuple[Check, ...] = (
     asked(kv_policy_kept, "wrong_policy", when=ran("verify")),
     at_most(
         "no_stale_prefix",
-        "Was every prompt computed by the weights that its tokens are stamped with?",
+        "Was every prompt computed with the weights that its tokens are stamped with?",
         "stale_prefixes",
         of_recomputation(
-            "stale_prefixes", "{value:.0f} of {tokens:.0f} tokens follow from a prompt that an older version computed"
+            "stale_prefixes", "{value:.0f} of {tokens:.0f} tokens depend on a prompt that an older version computed"
         ),
         when=ran("verify"),
     ),
     at_most(
         "no_torn_generation",
-        "Did every forward run on the weights of one version?",
+        "Did every forward use the weights of a single version?",
         "torn_tokens",
-        of_recomputation("of_no_version", "{value:.0f} of {tokens:.0f} tokens have the log-probability of no version"),
+        of_recomputation("of_no_version", "{value:.0f} of {tokens:.0f} tokens match the log-probability of no version"),
         when=ran("verify"),
     ),
     at_most(
@@ -399,7 +399,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     at_most(
         "on_policy_ratio_one",
-        "Do previous log-probabilities match the weights at the beginning of the step?",
+        "Do previous log-probabilities match the weights at the start of the step?",
         "previous_error",
         of_recomputation("previous_error", "log-probabilities: largest difference over {samples:.0f} samples"),
         limit=1e-5,
@@ -422,7 +422,7 @@ CHECKS: tuple[Check, ...] = (
     asked(controller_answers, "answer_ms", limit=50, unit="ms", when=ran("stream")),
     asked(logger_is_harmless, "logger_harm", cannot=alone),
     asked(death_named_in_time, "named_s", limit=1, unit="s", when=ran(), cannot=alone),
-    # 3e-2 is usual between an engine and a trainer. The lab's own tokens are recomputed, which is more exact.
+    # 3e-2 is usual between an engine and a trainer. The lab recomputes its own tokens, which is more exact.
     asked(tokens_match, "token_mismatch", limit=3e-2, when=lambda config: "simulated" not in config),
     *(
         at_most(name, question(rule), name, of_ledger(rule, phases_of(name)), limit=LIMITS.get(name, 0.0))
@@ -440,7 +440,7 @@ PRESETS = {
     "common practice": {
         "logprob_error": 3e-2,  # usual between an engine and a trainer
         "previous_error": 3e-2,
-        "answer_ms": 1000.0,  # of a loop that polls each second
+        "answer_ms": 1000.0,  # a loop that polls once per second
         "named_s": 60.0,
     },
 }

@@ -31,30 +31,30 @@ ALL = "all"
 class StreamConfig(JobConfig):
     """A trainer, replicas that generate, and a controller between them. Trainer ranks come first; each replica is a World of its own."""
 
-    ranks: Annotated[int, Option("trainer and replica ranks together", low=1, high=4096)] = 3
+    ranks: Annotated[int, Option("total number of trainer and replica ranks", low=1, high=4096)] = 3
     tp: Annotated[int, Option("tensor parallel size of the trainer", low=1, high=64)] = 1
     pp: Annotated[int, Option("pipeline parallel size of the trainer", low=1, high=64)] = 1
     infer_tp: Annotated[int, Option("tensor parallel size of each replica", low=1, high=64)] = 1
     replicas: Annotated[int, Option("number of replicas", low=1, high=512)] = 2
     steps: Annotated[int, Option("training steps; each gives a new weight version", low=1, high=10_000)] = 5
-    groups: Annotated[int, Option("groups (prompts) of a step", low=1, high=4096)] = 4
-    group: Annotated[int, Option("samples of a group", low=2, high=512)] = 4
+    groups: Annotated[int, Option("groups (prompts) per step", low=1, high=4096)] = 4
+    group: Annotated[int, Option("samples per group", low=2, high=512)] = 4
     min_groups: Annotated[int, Option("groups that must be complete before a chunk is trained", low=1, high=4096)] = 1
     batch: Annotated[
-        int | None, Option("samples of an optimizer step, a multiple of group; null: all samples of the step", low=1)
+        int | None, Option("samples per optimizer step, a multiple of group; null: all samples of the step", low=1)
     ] = None
-    micro_batch: Annotated[int, Option("samples of a microbatch", low=1, high=512)] = 2
+    micro_batch: Annotated[int, Option("samples per microbatch", low=1, high=512)] = 2
     sampler: Annotated[
         str,
         Option(
-            "which groups are trained next: a name, or your own as module:Class",
+            "rule for which groups are trained next: a name, or your own as module:Class",
             target=True,
             here=True,
             names=(*SAMPLERS,),
         ),
     ] = "in-order"
     window: Annotated[
-        int, Option("versions by which a group may be older than the step that trains it", low=0, high=64)
+        int, Option("how many versions older than its training step a group may be", low=0, high=64)
     ] = 1
     places: Annotated[int | None, Option("groups that the buffer holds; null: as many as the sampler needs", low=1)] = (
         None
@@ -62,7 +62,7 @@ class StreamConfig(JobConfig):
     slots: Annotated[int | None, Option("groups in flight at once; null: as many as there are places", low=1)] = None
     at_sync: Annotated[
         Literal["keep", "recompute", "abort", "drain"],
-        Option("requests in flight at a sync keep their KV cache, recompute it, start again, or end before the sync"),
+        Option("requests in flight at a sync: keep the KV cache, recompute it, start again, or end before the sync"),
     ] = "keep"
     on_failed: Annotated[
         Literal["stop", "replace", "shrink"],
@@ -70,9 +70,9 @@ class StreamConfig(JobConfig):
     ] = "stop"
     floor: Annotated[int, Option("the fewest groups of a step with on_failed=shrink", low=1, high=4096)] = 1
     on_dead_replica: Annotated[
-        Literal["stop", "go-on"], Option("if a replica dies: stop, or send its requests to others")
+        Literal["stop", "go-on"], Option("if a replica dies: stop the run, or send its requests to other replicas")
     ] = "stop"
-    filter: Annotated[bool, Option("replace groups whose rewards are all the same, which train nothing")] = False
+    filter: Annotated[bool, Option("replace groups with equal rewards, which train nothing")] = False
     advantage: Annotated[Literal["grpo", "leave-one-out"], Option("advantage of a sample within its group")] = "grpo"
     previous: Annotated[
         Literal["recomputed", "recorded"],
@@ -81,25 +81,25 @@ class StreamConfig(JobConfig):
     reference: Annotated[
         Literal["recomputed", "off"], Option("log-probabilities of the reference policy (version 0)")
     ] = "off"
-    correction: Annotated[bool, Option("correct for stale samples by truncated importance weights")] = True
+    correction: Annotated[bool, Option("correct for stale samples with truncated importance weights")] = True
     temperature: Annotated[float, Option("sampling temperature", low=0.05, high=10)] = 1.0
     answer: Annotated[
-        tuple[int, ...], Option("fewest and most tokens of an answer; the minimum of each sample is drawn between them")
+        tuple[int, ...], Option("fewest and most tokens of an answer; each sample's minimum is drawn from this range")
     ] = (4, 20)
-    numbers: Annotated[int, Option("the numbers in a prompt are below this", low=1, high=10)] = 10
+    numbers: Annotated[int, Option("upper bound (exclusive) of the numbers in a prompt", low=1, high=10)] = 10
     decode: Annotated[int, Option("tokens that a replica decodes before it takes new orders", low=1, high=4096)] = 4
     lr: Annotated[float, Option("learning rate", low=1e-8, high=1)] = 1e-3
-    warm: Annotated[int, Option("updates on right answers before version 0, so that some samples are right", low=0)] = (
+    warm: Annotated[int, Option("updates on right answers before version 0, so some samples are right", low=0)] = (
         30
     )
-    deadline_s: Annotated[float, Option("how long the controller waits for anything", low=0.5, high=3600, unit="s")] = (
+    deadline_s: Annotated[float, Option("longest wait of the controller", low=0.5, high=3600, unit="s")] = (
         60.0
     )
     pace_ms: Annotated[
-        float, Option("a replica takes at least this long for each token, as with a larger model", low=0, unit="ms")
+        float, Option("least time of a replica per token, as with a larger model", low=0, unit="ms")
     ] = 0.0
     train_pace_ms: Annotated[
-        float, Option("the trainer takes at least this long for each sample of a microbatch", low=0, unit="ms")
+        float, Option("least time of the trainer per sample of a microbatch", low=0, unit="ms")
     ] = 0.0
     phases: Annotated[
         str,
@@ -120,7 +120,7 @@ class StreamConfig(JobConfig):
         ),
     ] = "kit.megatron.split:split_step"
     simulated: Annotated[
-        bool, Option("run the controller against simulated ranks on a virtual clock; ranks then have no work")
+        bool, Option("run the controller against simulated ranks on a virtual clock; real ranks stay idle")
     ] = False
     implementation: Annotated[
         str, Option("the controller: the kit's, or your own core as module:attr", target=True, here=True)
@@ -129,7 +129,7 @@ class StreamConfig(JobConfig):
     def __post_init__(self) -> None:
         if len(self.answer) != 2 or not 1 <= self.answer[0] <= self.answer[1]:
             raise BadInput(
-                f"answer={list(self.answer)} must be two numbers, the fewest and the most tokens of an answer"
+                f"answer={list(self.answer)} must be two numbers: the fewest and the most tokens of an answer"
             )
         if unknown := {*wanted(self.phases)} - {*PHASES}:
             raise BadInput(
@@ -137,7 +137,7 @@ class StreamConfig(JobConfig):
             )
         for phase in ("verify", "bound"):
             if self.runs(phase) and not self.runs("stream"):
-                raise BadInput(f"phases={self.phases!r}: {phase} needs what stream measured; add stream")
+                raise BadInput(f"phases={self.phases!r}: {phase} needs the measurements of stream; add stream")
         if not self.simulated:
             self._check_ranks()
         if refused := refusals(settings(self)):
@@ -203,7 +203,7 @@ def replica_names(config: StreamConfig) -> list[str]:
 
 
 def roles(config: StreamConfig) -> tuple[Role, ...]:
-    """The trainer in World 0, each replica in the next one. Without work all ranks are alike."""
+    """The trainer in World 0, each replica in the next one. In a simulated run all ranks are idle."""
     if config.simulated:
         return (Role(name="idle", ranks=tuple(range(config.ranks)), phases="kit.labs.stream.ranks:Idle"),)
     first, size = config.trainer_ranks, config.infer_tp
@@ -220,8 +220,8 @@ def roles(config: StreamConfig) -> tuple[Role, ...]:
 
 
 def plan(config: StreamConfig) -> list[Step]:
-    """Each loop starts from version 0: the plain one first, which generates everything before it trains. The last replica dies in the
-    rehearsal, where there are several."""
+    """Each loop starts from version 0. The plain loop comes first; it generates everything before it trains. With several replicas, the
+    last one dies in the phase rehearse."""
     if config.simulated:
         loops = [Step(1, phase, driver=f"kit.labs.stream.drive:simulated_{phase}") for phase in ("stream", "resume")]
         return [step for step in loops if config.runs(step.phase)]

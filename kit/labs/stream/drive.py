@@ -1,16 +1,16 @@
-"""The driven phases of the lab `stream`, on live ranks and on simulated ones, and the controller's ports. Notebook side.
+"""The driven phases of the lab `stream`, on live and simulated ranks, and the controller's ports. Notebook side.
 
 Three loops start from the same base weights, over the same ranks. `plain` has no controller: it generates all samples of a step, then
-trains them in order of their groups. `lockstep` gives the same work to the controller with staleness 0; `stream` runs the config.
+trains them in order of their groups. `lockstep` runs the same work under the controller with staleness 0; `stream` runs the config.
 
-On live ranks orders become calls in flight, and answers become events. A replica has one call at a time: it takes its new orders, decodes a
-few tokens of every request, and answers what happened. So aborts and syncs come between two calls and never in the middle of one. The
-trainer has one call at a time too; its orders wait in a queue. A sync starts once the trainer and every replica that takes part are idle;
-until it ends none of them gets another call.
+On live ranks, orders become calls in flight and answers become events. A replica has one call at a time: it takes its new orders, decodes
+a few tokens of every request, and reports the results. So aborts and syncs happen between two calls, never within one. The trainer also
+has one call at a time; its orders wait in a queue. A sync starts once the trainer and all its replicas are idle; until it ends, none of
+them gets another call.
 
-`simulated_stream` and `simulated_resume` run the controller on a virtual clock, in milliseconds. Every ledger check is judged as on live
-ranks; nothing is generated or trained, so nothing is recomputed. The trainer fails one microbatch, in the step of version 1, so that a step
-that is aborted is part of every simulated run; that step is tried again once. The logger raises.
+`simulated_stream` and `simulated_resume` run the controller on a virtual clock, within milliseconds. Every ledger check applies as on live
+ranks; nothing is generated or trained, so nothing is recomputed. The trainer fails one microbatch, in the step of version 1, so every
+simulated run has an aborted step; that step is retried once. The logger raises.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from kit.world.calls import Pending
 Ended = Callable[[Pending], Iterable[Event]]
 
 TRAINER = "trainer"
-STUCK_S = 1.0  # without any call under way
-PATIENCE = 0.1  # of the deadline, in which a trainer notices by itself that a replica of its sync died
+STUCK_S = 1.0  # longest time without a call in flight
+PATIENCE = 0.1  # share of the deadline in which a trainer should notice that a replica of its sync died
 
 
 class Ranks(Port):
@@ -56,22 +56,22 @@ class Ranks(Port):
     def __init__(self, drive: Drive, replicas: Iterable[str], *, pipeline: str = "") -> None:
         self.drive = drive
         self.pipeline = pipeline
-        self.orders: dict[str, list[dict[str, Any]]] = {name: [] for name in replicas}  # of every live replica
-        self.active: dict[str, set[tuple[int, int]]] = {name: set() for name in self.orders}  # requests that it decodes
-        self.queue: deque[Command] = deque()  # the trainer's
+        self.orders: dict[str, list[dict[str, Any]]] = {name: [] for name in replicas}  # by live replica
+        self.active: dict[str, set[tuple[int, int]]] = {name: set() for name in self.orders}  # requests being decoded
+        self.queue: deque[Command] = deque()  # commands for the trainer
         self.syncs: deque[Command] = deque()
         self.busy: dict[str, Pending] = {}  # by role
         self.flying: dict[int, tuple[Pending, str, Ended]] = {}
         self.arrived: list[Event] = []
-        # the trainer's sync with a dead replica, and until when it may wait
+        # the trainer's sync with a dead replica, and its deadline
         self.in_vain: tuple[float, Pending] | None = None
-        self.heard = time.monotonic()  # when a call was last under way
-        self.stuck: RankTimeout | None = None  # a call past the run's deadline: nothing more can be asked of its ranks
+        self.heard = time.monotonic()  # when a call was last in flight
+        self.stuck: RankTimeout | None = None  # a call past the run's deadline; its ranks can take no further calls
 
     # -- what the runner asks -------------------------------------------------------------------------------------------
 
     def wait(self, seconds: float) -> None:
-        """Until a call ends. With the runner's clock: `RealClock(ranks.wait)`."""
+        """Wait until a call ends. For the runner's clock: `RealClock(ranks.wait)`."""
         self.start()
         if self.flying:
             self.heard = time.monotonic()
@@ -80,12 +80,12 @@ class Ranks(Port):
         if self.flying:
             self.drive.wait([pending for pending, _, _ in self.flying.values()], timeout_s=self.patient(seconds))
         elif time.monotonic() - self.heard > STUCK_S:
-            raise Stalled("the controller waits for an answer, but no call is under way", ())
+            raise Stalled("the controller waits for an answer, but no call is in flight", ())
         else:
             time.sleep(min(seconds, STUCK_S / 10))
 
     def send(self, command: Command) -> Iterable[Event]:
-        """Orders wait for the next call. A replica that is gone answers nothing: its death was an event."""
+        """Orders wait for the next call. A dead replica answers nothing; its death was an event."""
         if command.name in ("generate", "cancel"):
             self.orders.get(name_of(command.replica), []).append({"order": command.name, **dict(command.ids)})
         else:
@@ -93,8 +93,8 @@ class Ranks(Port):
         return ()
 
     def take(self) -> list[Event]:
-        """What has happened. Ranks that became free get their next call once the controller has heard all of it: one event after the other
-        brings orders, and what comes after a call began waits for its end."""
+        """The new events. Idle ranks get their next call only after the controller has handled all of them, because each event may bring
+        orders and an order that comes after a call began waits for its end."""
         if self.in_vain is not None and self.in_vain[0] <= time.monotonic():
             # The trainer alone can wait for the call of a replica which died before it made it. It lets the other replicas know, and the
             # sync is then tried with them. Limit: several ranks are not interrupted, as some wait in a collective.
@@ -139,7 +139,7 @@ class Ranks(Port):
                 answer = pending.result()[0]
             except KitError as error:
                 return self._failed(error, command)
-            if command.name == "discard":  # nothing waits for it
+            if command.name == "discard":  # it needs no answer
                 return []
             more = {"tokens": answer["tokens"]} if command.name == "microbatch" else {}
             return [Event("done", self.pipeline, **{**dict(command.ids), "of": command.name, **more})]
@@ -165,7 +165,7 @@ class Ranks(Port):
         self._call(name, "decode", {"orders": orders}, ended)
 
     def _sync(self, command: Command) -> None:
-        """A call for the trainer and one for each replica, so that a death is an event at once."""
+        """One call for the trainer and one for each replica, so a death is an event at once."""
         names = [name for name in map(name_of, numbers(command.replicas)) if name in self.orders]
         args = {"version": command.version, "at_sync": command.at_sync, "replicas": names}
         left, ids = {TRAINER, *names}, {"version": command.version}
@@ -196,11 +196,11 @@ class Ranks(Port):
             self._call(role, "sync", args, functools.partial(ended, role))
 
     def patient(self, seconds: float) -> float:
-        """At most so long, and not beyond the time at which a call is given up."""
+        """Wait at most this long, and not beyond the deadline of a call."""
         return seconds if self.in_vain is None else min(seconds, max(0.0, self.in_vain[0] - time.monotonic()))
 
     def _failed(self, error: KitError, command: Command) -> list[Event]:
-        """A call that raised. Ranks that died are events of their own."""
+        """Handle a call that raised. Dead ranks are separate events."""
         if isinstance(error, RankTimeout):
             raise error
         dead: list[Event] = []
@@ -229,13 +229,13 @@ def number_of(name: str) -> int:
 # -- the phases -----------------------------------------------------------------------------------------------------------
 
 PIPELINE = "a"
-ASKS_S = 0.02  # between two questions from outside, at first
-ASKS = 50  # from then on the time between two grows, so that their number grows with the logarithm of the time
+ASKS_S = 0.02  # initial interval between two questions from outside
+ASKS = 50  # questions after which the interval grows, so their number grows with the logarithm of the time
 UNITS = {"steps_per_second": "1/s", "exposed_generation": "s"}
 
 
 def plain(drive: Drive) -> None:
-    """Every call is waited for before the next; log-probabilities that are recomputed come before the first update of a step."""
+    """Each call ends before the next begins; log-probabilities are recomputed before the first update of a step."""
     config, plan = drive.config, settings(drive.config)
     ranks = started(drive)
 
@@ -255,7 +255,7 @@ def plain(drive: Drive) -> None:
         do("sync", version=version, at_sync="keep", replicas=listed(range(config.replicas)))
 
     def generate(groups: Sequence[int]) -> None:
-        """All samples of these groups, dealt out over the replicas."""
+        """Generate all samples of these groups, distributed over the replicas."""
         wanted = {(group, sample) for group in groups for sample in range(config.group)}
         for number, (group, sample) in enumerate(sorted(wanted)):
             ranks.send(Command("generate", "", group=group, sample=sample, replica=number % config.replicas, attempt=0))
@@ -290,15 +290,15 @@ def strict(config: StreamConfig, steps: int) -> Settings:
 
 
 def stream(drive: Drive) -> None:
-    """The controller with the config, and with the fault that is on."""
+    """The controller with the config and its fault."""
     with broken.switched_on(drive.fault):
         run(drive, settings(drive.config))
 
 
 def bound(drive: Drive) -> None:
-    """The same config on simulated ranks, with the durations of the phase `stream`: what its controller could reach with them.
+    """The same config on simulated ranks, with the durations of the phase `stream`: the bound for its controller.
 
-    Its ledger begins when that of `stream` did, so that both can be laid over one another.
+    Its ledger begins at the same time as that of `stream`, so both can be overlaid.
     """
     config, plan = drive.config, settings(drive.config)
     rows = simulated.rows_of(drive.folder, "stream")
@@ -312,8 +312,8 @@ def bound(drive: Drive) -> None:
 
 
 def rehearse(drive: Drive) -> None:
-    """What must not end training: the logger raises at every step, a microbatch of the first step raises, and the last replica is killed
-    while it decodes."""
+    """Failures that must not end training: the logger raises at every step, a microbatch of the first step raises, and the last replica
+    is killed while it decodes."""
     again = dataclasses.replace(settings(drive.config), on_dead_replica="go-on", step_retries=1)
     ranks = started(drive, Losing)
     drive.submit("fail_next", role=TRAINER).result()
@@ -321,7 +321,7 @@ def rehearse(drive: Drive) -> None:
 
 
 def resume(drive: Drive) -> None:
-    """The lockstep loop, stopped half-way: fresh jobs, the trainer's from its saved state, and a new controller go on."""
+    """The lockstep loop, stopped half-way and continued by fresh jobs, the trainer's from its saved state, and a new controller."""
     config, half = drive.config, drive.config.steps // 2
     state = run(drive, strict(config, half))
     drive.submit("save", role=TRAINER).result()
@@ -331,7 +331,7 @@ def resume(drive: Drive) -> None:
 
 
 def silent(_: dict[str, float], __: int) -> None:
-    """A logger that drops everything: the numbers are in the ledger."""
+    """A logger that drops everything, since the ledger has the numbers."""
 
 
 def run(
@@ -342,7 +342,7 @@ def run(
     logger: Callable[[dict[str, float], int], object] = silent,
     ranks: Ranks | None = None,
 ) -> Any:
-    """The controller with these settings over live ranks until it ends; its last state. `start` is where it goes on."""
+    """Run the controller with these settings on live ranks until it ends; returns its last state. `start`: where it resumes."""
     machine: Core[Any] = load_callable(drive.config.implementation)(limits, *([] if start is None else [start]))
     live, asker, meter = ranks or started(drive), Asker(), Meter()
     ports: dict[str, Port] = {
@@ -353,10 +353,10 @@ def run(
         "asker": asker,
     }
     ledger = Watched(Written(drive), meter)
-    for name, ids in opening(limits, start):  # the meter's time begins here, however long it takes until the loop does
+    for name, ids in opening(limits, start):  # the meter's time begins here, however late the loop begins
         ledger.write(Row(name, time.time(), ids))
     with contextlib.ExitStack() as scope:
-        if kind := own_sampler(drive.config):  # a core that has one of our samplers never asks it
+        if kind := own_sampler(drive.config):  # a core with a built-in sampler never asks it
             foreign = ports["sampler"] = Foreign(kind, settings(drive.config), pipeline=PIPELINE, resume=start)
             scope.callback(foreign.close)
             ledger.watchers.append(foreign)
@@ -385,7 +385,7 @@ def broken_logger(_: dict[str, float], __: int) -> None:
 
 
 class Losing(Ranks):
-    """Live ranks, of which the last replica's first one is killed once it decodes with version 1."""
+    """Live ranks; the first rank of the last replica is killed once it decodes with version 1."""
 
     killed_at = 0.0
 
@@ -404,7 +404,7 @@ class Losing(Ranks):
 
 
 class Asker(Port):
-    """Somebody outside who asks for the status at fixed times, and notes how long after each time the answer came."""
+    """Asks for the status at fixed times from outside, and records how long after each time the answer came."""
 
     def __init__(self) -> None:
         self.began = time.time()
@@ -416,7 +416,7 @@ class Asker(Port):
         return max(0.0, self.due - time.time())
 
     def take(self) -> Iterable[Event]:
-        """All that are due: a controller that was blocked is late with each of them."""
+        """All questions that are due; a blocked controller is late with each of them."""
         asked = []
         while time.time() >= self.due:
             asked.append(Event("ask", PIPELINE, of="status", question=len(self.asked), asker="asker"))
@@ -430,7 +430,7 @@ class Asker(Port):
 
 
 def started(drive: Drive, ranks: type[Ranks] = Ranks) -> Ranks:
-    """All ranks at version 0, as if nothing had run before."""
+    """Reset all ranks to version 0."""
     pendings = [drive.submit("reset", role=role) for role in drive.roles]
     drive.wait(pendings, first=False)
     for pending in pendings:
@@ -453,7 +453,7 @@ class Written:
 
 
 class Data(Port):
-    """Prompts by number: those that are given again, then from the first on without end. Replicas make each from the seed."""
+    """Prompts by number: first those to repeat, then from `first` on without end. Replicas make each prompt from the seed."""
 
     def __init__(self, start: Resume | None = None) -> None:
         self.numbers = itertools.count() if start is None else itertools.chain(start.open, itertools.count(start.next))
@@ -463,7 +463,7 @@ class Data(Port):
 
 
 class Desk(Port):
-    """Grants whatever is asked for, at once: these devices belong to this pipeline alone."""
+    """Grants every request at once, because this pipeline does not share its devices."""
 
     def send(self, command: Command) -> Iterable[Event]:
         return [Event("granted", command.pipeline, kind=command.kind)] if command.name == "acquire" else []
@@ -475,7 +475,7 @@ def controller(plan: Any, start: Resume | None = None) -> Core[Any]:
 
 # -- simulated ranks ------------------------------------------------------------------------------------------------------
 
-REHEARSED = {"microbatch": 1}  # commands that fail once, and the step of their first failure
+REHEARSED = {"microbatch": 1}  # commands that fail once, and the step at which they fail
 
 
 def simulated_stream(drive: Drive) -> None:
@@ -484,7 +484,7 @@ def simulated_stream(drive: Drive) -> None:
 
 
 def simulated_resume(drive: Drive) -> None:
-    """The loop of the phase `stream`, stopped half-way: new ranks and a new controller go on."""
+    """The loop of the phase `stream`, stopped half-way and continued by new ranks and a new controller."""
     with written(drive) as rows, broken.switched_on(drive.fault):
         state = run_simulated(drive.config, Memory(), until=drive.config.steps // 2)
         run_simulated(drive.config, rows, start=core.resume_from(state))
@@ -492,7 +492,7 @@ def simulated_resume(drive: Drive) -> None:
 
 @contextlib.contextmanager
 def written(drive: Drive) -> Iterator[Memory]:
-    """A ledger that goes to the run's records, also that of a run that breaks."""
+    """A ledger written to the run's records, even if the run breaks."""
     base, rows = time.time(), Memory()
     try:
         yield rows
@@ -500,12 +500,12 @@ def written(drive: Drive) -> Iterator[Memory]:
         drive.append([new_row(row.name, None, "", base + row.time, ids=row.ids) for row in rows])
 
 
-class Stopped(Exception):  # noqa: N818 - it is no error
-    """The loop has reached the version at which it is to stop."""
+class Stopped(Exception):  # noqa: N818 - not an error
+    """The loop has reached the version at which it should stop."""
 
 
 class Stopping:
-    """A controller that stops behind a step, from a version on; `state` is what it knew then."""
+    """A controller that stops after a step once it has reached a version; `state` is its state then."""
 
     def __init__(self, one: Core[Any], until: int | None) -> None:
         self.core, self.until = one, until
@@ -530,7 +530,7 @@ def run_simulated(
     start: Resume | None = None,
     until: int | None = None,
 ) -> Any:
-    """Run the controller until it ends, or up to a version; its last state. `rows` is its ledger; `prompts` None: the data never ends."""
+    """Run the controller to its end or up to a version; returns its last state. `rows`: its ledger; `prompts` None: the data never ends."""
     plan = dataclasses.replace(settings(config), step_retries=1)
     controller = Stopping(load_callable(config.implementation)(plan, *([] if start is None else [start])), until)
     with contextlib.suppress(Stopped):
@@ -552,7 +552,7 @@ def run_simulated(
 
 
 def durations(config: StreamConfig) -> Durations:
-    """Of tokens and samples as the config paces them; without a pace, training takes about as long as generation."""
+    """Durations of tokens and samples at the config's pace; without a pace, training takes about as long as generation."""
     paces = {"token_s": config.pace_ms / 1000, "train_s": config.train_pace_ms * config.group / 1000}
     given: dict[str, Any] = {name: seconds for name, seconds in paces.items() if seconds}
     low, high = config.answer

@@ -51,7 +51,7 @@ ACROSS = 10.2  # inches of the axis of time
 
 
 class Lanes(NamedTuple):
-    """Where everything is: the requests of each replica below one another, in as few lanes as they need."""
+    """The layout: the requests of each replica one below the other, in as few lanes as possible."""
 
     boxes: dict[int, list[Box]]  # by version
     joints: list[Box]  # between two parts of a sample
@@ -147,7 +147,7 @@ def version_marks(rows: Sequence[Row], drawn: Lanes, theme: Theme) -> tuple[dict
     hatched = {"facecolor": theme.faint, "hatch": "////", "edgecolor": theme.paper, "linewidth": 0}
     marks: dict[str, dict[str, Any]] = {"sync, from request to publication": {"facecolor": theme.faint, "alpha": BAND}}
     if drawn.joints:
-        marks["one sample across a sync"] = {"color": theme.ink, "linewidth": 1.2}
+        marks["sample that spans a sync"] = {"color": theme.ink, "linewidth": 1.2}
     if any(one.name == "logprobs" for one in calls(rows)):
         marks["log-probabilities"] = hatched
     if drawn.given_up:
@@ -160,7 +160,7 @@ def few(numbers: Sequence[int]) -> str:
 
 
 def draw_trainer(ax: Axes, rows: Sequence[Row], theme: Theme, began: float, scale: float) -> None:
-    """A step from its first call to its last in the colour of the version that it makes; it is open while it waits for groups."""
+    """A step from its first call to its last, in the colour of the version that it makes; hollow while it waits for groups."""
     made = {int(row.ids["step"]): int(row.ids["version"]) for row in rows if row.name == "bumped"}
     by: dict[int, list[Call]] = defaultdict(list)
     for one in calls(rows):
@@ -184,7 +184,7 @@ def draw_trainer(ax: Axes, rows: Sequence[Row], theme: Theme, began: float, scal
 
 
 def bands(rows: Sequence[Row], axes: Iterable[Axes], theme: Theme, began: float, scale: float) -> None:
-    """Each sync as a band: it begins when the version is made, and waits for calls that are under way."""
+    """Each sync as a band: it begins when the version is made, and waits for calls in flight."""
     for span in syncs(rows):
         left, right = ((when - began) * scale for when in span)
         for ax in axes:
@@ -219,7 +219,7 @@ def height(data: RunData) -> float:
 
 
 NAMED = 10  # steps that have numbers
-MOST = 16  # steps that are drawn as bars of their own, the last ones
+MOST = 16  # steps drawn as separate bars, the last ones
 PART = {
     "training": (0, "training"),
     "logprobs": (3, "log-probabilities"),
@@ -284,7 +284,7 @@ def draw_loops(ax: Axes, table: pd.DataFrame, theme: Theme) -> None:
 
 
 def bound(scene: Scene) -> None:
-    """Speed and waiting, each beside that of the simulated loop with the same durations."""
+    """Speed and waiting, each next to that of the simulated loop with the same durations."""
     left, right = scene.figure.subplots(1, 2, width_ratios=(4, 6))
     frame, theme = scene.data.records, scene.theme
     table = {str(row["metric"]): row for row in tables.bound(frame).to_dict("records")}
@@ -465,7 +465,7 @@ def recomputed(scene: Scene) -> None:
     ax, theme, frame = scene.figure.subplots(), scene.theme, scene.data.records
     rows = frame[frame["phase"] == "verify"]
     found = {str(name): float(value) for name, value in zip(rows["metric"], rows["value"], strict=True)}
-    sentence, colour = "Recomputation: the run ended before it.", theme.faint
+    sentence, colour = "Recomputation: the run ended before this phase.", theme.faint
     if "wrong_stamps" in found:
         tokens, decidable, wrong = (int(found[name]) for name in ("tokens", "decidable", "wrong_stamps"))
         share = found["samples_over_syncs"] / found["samples"] if found["samples"] else 0.0

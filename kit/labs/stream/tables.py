@@ -1,4 +1,4 @@
-"""The tables of a stream run, read from the ledger of a loop, and the drift of its tokens.
+"""The tables of a stream run, from the ledger of a loop, and the drift of its tokens.
 
 Each takes `run.frame()` and returns a pandas table; it raises `NotMeasured` if the run ended before. `phase` names the loop.
 """
@@ -28,14 +28,14 @@ LOOPS = ("plain", "lockstep", "stream", "bound")
 
 
 def shown(frame: pd.DataFrame) -> str:
-    """The loop that is drawn: `stream` if it began, else the last one with a complete sample in its ledger; empty where there is none."""
+    """The loop to draw: `stream` if it began, else the last one with a complete sample in its ledger; empty if there is none."""
     rows = written(frame)
     phases = [*rows[rows["metric"] == "completed"]["phase"]]
     return "stream" if "stream" in phases else str(phases[-1]) if phases else ""
 
 
 def written(frame: pd.DataFrame) -> pd.DataFrame:
-    """The records of events and commands. A controller of the lab writes on the notebook's side; another system's writes where it runs."""
+    """The records of events and commands. The lab's controller writes on the notebook side; another system's where it runs."""
     rows = frame[frame["value"].isna() & (frame["ids"] != "")]
     own = rows["rank"] == NOTEBOOK
     return rows[own] if own.any() else rows
@@ -64,9 +64,9 @@ class Part:
 
 @dataclass(slots=True)
 class Sample:
-    """One attempt. `end` is completed, failed or cancelled; empty while it is under way.
+    """One attempt. `end` is completed, failed or cancelled; empty while it is in flight.
 
-    A replica reports after each call, so the first tokens count from its report before, or from the moment at which the sample was sent.
+    A replica reports after each call, so the time of the first tokens starts at its previous report or when the sample was sent.
     """
 
     group: int
@@ -78,7 +78,7 @@ class Sample:
 
 
 def samples(rows: Sequence[Row]) -> list[Sample]:
-    """Every attempt at a sample that generated something, in order of its first tokens."""
+    """Every attempt that generated tokens, in order of its first tokens."""
     found: list[Sample] = []
     under_way: dict[tuple[object, object], Sample] = {}
     reported: dict[int, float] = {}  # when each replica last reported tokens
@@ -108,7 +108,7 @@ def samples(rows: Sequence[Row]) -> list[Sample]:
 
 
 def extend(sample: Sample, new: Part) -> None:
-    """Add tokens: to the last part if they have its version, else as a part that begins behind it. `new.left` is the last sync's end."""
+    """Add tokens to the last part if they have its version, else as a new part after it. `new.left` is the end of the last sync."""
     last = sample.parts[-1] if sample.parts else None
     if last is not None and last.version == new.version:
         last.right, last.tokens = new.right, last.tokens + new.tokens
@@ -118,7 +118,7 @@ def extend(sample: Sample, new: Part) -> None:
 
 
 def replicas(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
-    """One row a replica: complete samples, those that span a sync, attempts given up, tokens, and the seconds in which it generated."""
+    """One row per replica: complete samples, those that span a sync, attempts given up, tokens, and seconds of generation."""
     rows = ledger(frame, phase)
     total = rows[-1].time - rows[0].time
     by: dict[int, list[Sample]] = defaultdict(list)
@@ -156,10 +156,9 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def steps(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
-    """One row a step: the version that it made, its groups and tokens, their lag in versions, and where its time went (seconds).
+    """One row per step: the version that it made, its groups and tokens, their lag in versions, and how its time was spent (seconds).
 
-    `exposed_generation` is the time in which the loop only waited for samples; `replicas_idle` is the mean over replicas of the time
-    without a request.
+    `exposed_generation` is the time spent only waiting for samples; `replicas_idle` the mean over replicas of the time without a request.
     """
     rows = ledger(frame, phase)
     meter, seconds, made = Meter(), dict[int, dict[str, float]](), dict[int, int]()
@@ -217,8 +216,8 @@ def lag_columns(table: pd.DataFrame) -> dict[str, float]:
 
 
 def ends(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
-    """How many groups ended in each way, by the version at that time: version, end, groups, why (of the first). `cleared` is the end of a
-    group that was trained, under the version that it was trained on."""
+    """How many groups ended in each way, by the version at that time: version, end, groups, why (of the first). `cleared`: a trained
+    group, counted under the version that it was trained on."""
     rows = ledger(frame, phase)
     trained = {row.ids["group"]: int(row.ids["version"]) for row in rows if row.name == "trained"}
     found: Counter[tuple[int, str]] = Counter()
@@ -239,7 +238,7 @@ def ends(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
 
 
 def loops(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row a loop over the same work: seconds by part. `bound` is simulated, with the durations of this run."""
+    """One row per loop over the same work: seconds by part. `bound` is simulated with the durations of this run."""
     found = []
     for loop in LOOPS:
         seconds = plain(frame) if loop == "plain" else metered(frame, loop)
@@ -251,7 +250,7 @@ def loops(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def bound(frame: pd.DataFrame) -> pd.DataFrame:
-    """What the loop reached, beside what its controller reaches on simulated ranks with the same durations."""
+    """The loop's measured pace, next to that of its controller on simulated ranks with the same durations."""
     rows = with_ids(frame[frame["phase"] == "bound"], "loop")
     if rows.empty:
         raise NotMeasured("the run ended before the phase bound")
@@ -272,7 +271,7 @@ def metered(frame: pd.DataFrame, phase: str) -> dict[str, float]:
 
 
 def plain(frame: pd.DataFrame) -> dict[str, float]:
-    """Seconds of the loop without a controller, from the calls of its ranks, which come one after the other; none if it has not ended."""
+    """Seconds of the loop without a controller, from its ranks' consecutive calls; empty if it has not ended."""
     mine = frame[frame["phase"] == "plain"]
     calls = with_ids(mine[mine["metric"] == "call"], "call")
     calls = calls[calls["call"] != "reset"]
@@ -312,7 +311,7 @@ def buffer(rows: Sequence[Row]) -> pd.DataFrame:
 
 
 def capacity(rows: Sequence[Row]) -> dict[str, int]:
-    """The limits that the controller wrote down first."""
+    """The limits in the controller's first row."""
     given = next((row.ids for row in rows if row.name == "capacity"), {})
     return {name: int(given[name]) for name in ("places", "slots", "window") if name in given}
 
@@ -337,7 +336,7 @@ def drift(frame: pd.DataFrame, folder: Path) -> pd.DataFrame:
 
 
 def dumped(path: Path) -> pd.DataFrame:
-    """The same of a dump: lines of JSON, a token each. A line that lacks something, or contradicts another, makes it unjudged."""
+    """The same from a dump: one line of JSON per token. Incomplete or contradictory lines raise `Unjudged`."""
     if not path.is_file():
         raise NotMeasured(f"there is no {path.name} beside the records")
     cells: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
@@ -347,7 +346,7 @@ def dumped(path: Path) -> pd.DataFrame:
         key = tuple(row[name] for name in ("group", "sample", "position", "step_version"))
         if key in seen:
             raise Unjudged(
-                f"{path.name}, line {number}: this token of group {key[0]}, sample {key[1]} was there before"
+                f"{path.name}, line {number}: this token of group {key[0]}, sample {key[1]} occurs twice"
             )
         seen.add(key)
         cells[row["step_version"] - row["version"], row["position"]].append(

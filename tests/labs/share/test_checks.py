@@ -201,7 +201,7 @@ def test_a_dead_owner_that_observers_still_see(right: list[Row]) -> None:
     gone = matching(rows, "gone", "rehearse", pipeline="a")[0]["time"]
     seen = new_row("seen_owner", 1.0, "1", gone + 0.5, text="a.replica 0", ids={"device": 0})
     rows.append({**seen, "phase": "rehearse", "rank": NOTEBOOK})
-    assert why(verdict_of(rows), "dead_pipeline_leaves") == "rehearse: a.replica 0 holds device 0 after a was let go"
+    assert why(verdict_of(rows), "dead_pipeline_leaves") == "rehearse: a.replica 0 still holds device 0 after the desk released a"
 
 
 def test_small_weights_are_not_judged_by_resident_memory(right: list[Row]) -> None:
@@ -214,7 +214,7 @@ def test_small_weights_are_not_judged_by_resident_memory(right: list[Row]) -> No
     verdict = verdict_of(rows, dataclasses.replace(CONFIG, layers=4))
     for check in ("peak_fits", "memory_down_asleep"):
         assert passed(verdict, check) is None
-        assert "too little to be told from noise" in why(verdict, check)
+        assert "too small to distinguish from noise" in why(verdict, check)
 
 
 def test_a_broken_run_is_judged_as_far_as_it_goes(right: list[Row]) -> None:

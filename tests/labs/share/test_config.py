@@ -16,17 +16,17 @@ from kit.labs.stream.config import settings
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"ranks": 5}, "ranks=5, but the trainers and replicas are 6 ranks; leave ranks out"),
+        ({"ranks": 5}, "ranks=5, but trainers and replicas need 6; leave ranks out"),
         ({"train_a": []}, r"train_a=\[\] has no device; give it at least tp=1"),
         ({"infer_b": [0, 2]}, r"infer_b=\[0, 2\] names device 2; devices=2 are 0 to 1"),
         ({"infer_a": [0, 0]}, r"infer_a=\[0, 0\] names a device twice; name each once"),
         ({"infer_tp": 2, "infer_a": [0]}, r"infer_a=\[0\] has 1 devices, which infer_tp=2 does not divide"),
         (
             {"train_a": [0, 1], "infer_a": [1]},
-            r"train_a=\[0, 1\] and infer_a=\[1\] share only some of the trainer's devices: either all or none",
+            r"train_a=\[0, 1\] and infer_a=\[1\] share only some of the trainer's devices; its replicas must use all or none",
         ),
-        ({"pace_ms": [5]}, r"pace_ms=\[5\] must be two numbers of at least 0, for A and for B"),
-        ({"answer_b": [9, 5]}, r"answer_b=\[9, 5\] must be two numbers, the fewest and the most tokens of an answer"),
+        ({"pace_ms": [5]}, r"pace_ms=\[5\] must be two numbers of at least 0, one for A and one for B"),
+        ({"answer_b": [9, 5]}, r"answer_b=\[9, 5\] must be two numbers: the fewest and the most tokens of an answer"),
         ({"group": 3}, "pipeline a: group=3 samples do not fill whole microbatches of micro_batch=2"),
         ({"planner": "fair"}, "planner must be one of gap-ratio, fifo, static, or module:attr, not 'fair'"),
         ({"scheduler": "desk"}, "scheduler must be 'module:attr', not 'desk'"),

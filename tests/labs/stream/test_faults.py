@@ -77,7 +77,7 @@ def test_every_rule_with_a_bug_is_listed_and_its_name_free() -> None:
 
 def test_what_fails_first_is_named() -> None:
     verdict, error = simulated("gate-never-opens")
-    assert error == "no event can arrive any more; not ended: a"
+    assert error == "no further event can arrive; not ended: a"
     assert why(verdict, "no_deadlock") == "no end: stream"
 
 

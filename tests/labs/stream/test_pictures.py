@@ -312,7 +312,7 @@ def test_a_what_if_follows_its_controls(make_stream):
     strict = table(sampler="strict", window=0).iloc[1]
     assert strict["largest lag"] == 0
     assert strict["exposed generation"] > same["exposed generation"]
-    with pytest.raises(BadInput, match="strict has no window"):
+    with pytest.raises(BadInput, match="strict allows no window"):
         table(sampler="strict", window=1)
     with pytest.raises(NotMeasured):
         WHAT_IF.prepare(make_stream(until="plain"))
@@ -357,7 +357,7 @@ def test_a_wrong_version_is_in_the_colour_of_what_is_wrong(make_stream):
 
 def test_what_is_missing_is_reported_or_left_out(make_stream):
     half = plot(make_stream(until="stream"))
-    assert "Recomputation: the run ended before it." in words(half)
+    assert "Recomputation: the run ended before this phase." in words(half)
     early = make_stream(until="lockstep")
     assert axes_of(plot(early), "Phase lockstep: a bar is a sample")
     nothing = make_stream(until="plain")

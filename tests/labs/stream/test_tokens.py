@@ -70,7 +70,7 @@ def test_a_mismatch_at_one_position_fails(tmp_path: Path) -> None:
         ({"logprob_engine": None}, "tokens.jsonl, line 3: logprob_engine=None is not a finite number"),
         ({"version": "one"}, "line 3: version='one' is not a whole number"),
         ({"version": 3}, "line 3: version 3 is newer than the step's, 2"),
-        ({"position": 1}, "line 3: this token of group 0, sample 0 was there before"),
+        ({"position": 1}, "line 3: this token of group 0, sample 0 occurs twice"),
     ],
 )
 def test_a_line_that_is_wrong_fails(tmp_path: Path, change: Token, why: str) -> None:

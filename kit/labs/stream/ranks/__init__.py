@@ -1,8 +1,8 @@
-"""What the trainer and the replicas of the lab `stream` share: samples on their way, base weights, advantages, locations.
+"""What the trainer and the replicas of the lab `stream` share: sample transport, base weights, advantages, locations.
 
-A replica sends a sample as soon as it is complete, over a connection of its own; the controller sees none of this. The trainer's rank 0
-stores it until its group is cleared. A sample that is sent again (its replica died, its group was aborted) replaces the earlier one.
-Limits: all samples in flight are in the host memory of that rank; a message is JSON, a few kB a sample.
+A replica sends each complete sample over its own connection, without the controller. The trainer's rank 0 stores it until its group is
+cleared. A sample that is sent again (its replica died, its group was aborted) replaces the earlier one. Limits: all stored samples are in
+the host memory of that rank; a message is JSON, a few kB per sample.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One sample: prompt and answer, and for each token of the answer its log-probability and the version of the weights that gave it."""
+    """One sample: prompt and answer, and for each token of the answer its log-probability and the weight version that generated it."""
 
     group: int
     sample: int
@@ -66,7 +66,7 @@ class Row:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of everything above: where a sample was generated, and wherever it arrives."""
+        """SHA-256 of all fields above, computed where the sample is generated and wherever it arrives."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
     @classmethod
@@ -88,7 +88,7 @@ class Outbox:
 
 
 class Inbox:
-    """The trainer's end, on its rank 0. A thread for each replica reads until that replica leaves: none waits for a training step."""
+    """The trainer's end, on its rank 0. One thread per replica reads until that replica leaves, so none waits for a training step."""
 
     def __init__(self, meeting: str, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -113,7 +113,7 @@ class Inbox:
             self._changed.notify_all()
 
     def take(self, keys: Iterable[Key]) -> list[Row]:
-        """These samples, in this order. One that does not come is named."""
+        """Return these samples in this order. An error names a sample that does not arrive."""
         wanted, end = [*keys], time.monotonic() + self.timeout_s
         with self._changed:
             while missing := [key for key in wanted if key not in self._rows]:
@@ -123,12 +123,12 @@ class Inbox:
                     first = missing[0]
                     raise KitError(
                         f"sample {first.sample} of group {first.group} did not arrive within {self.timeout_s:g} s "
-                        f"({len(missing)} of {len(wanted)} are missing)"
+                        f"({len(missing)} of {len(wanted)} missing)"
                     )
             return [self._rows[key] for key in wanted]
 
     def clear(self, groups: Iterable[int]) -> int:
-        """Drop all samples of these groups; the number of samples that were dropped."""
+        """Drop all samples of these groups; returns how many were dropped."""
         gone = set(groups)
         with self._changed:
             before = len(self._rows)
@@ -180,12 +180,12 @@ def syncs_of(meeting: str) -> str:
 
 
 def rest(began: float, pace_ms: float) -> None:
-    """Wait until the work that began then has taken as long as a larger model would take."""
+    """Wait until the work has taken as long as a larger model would take."""
     time.sleep(max(0.0, began + pace_ms / 1000 - time.monotonic()))
 
 
 def lesson(seed: int, update: int, numbers: int = 10) -> list[tuple[list[int], list[int]]]:
-    """Prompts with their right answers, for a supervised update: other draws than those that a loop asks."""
+    """Prompts with right answers for a supervised update, drawn separately from those of the loops."""
     asked = [problem(seed, -1 - update * LESSON - number, numbers) for number in range(LESSON)]
     return [(encode(each.prompt), [*encode(each.answer), END]) for each in asked]
 
@@ -204,7 +204,7 @@ def optimizer_settings(config: StreamConfig) -> Settings:
 
 
 def place_of(ctx: Context, rank: int) -> Place:
-    """The location of a rank: this machine, and the World that it is in. Each replica is a World of its own."""
+    """The location of a rank: this machine and its World. Each replica is a separate World."""
     return Place(host=host(), world=ctx.world_of(rank))
 
 
@@ -212,7 +212,7 @@ TINY = 1e-6
 
 
 def advantages(rewards: Mapping[Key, float], kind: str) -> dict[Key, float]:
-    """`grpo`: reward less the mean of its group, over the group's deviation. `leave-one-out`: reward less the mean of the others."""
+    """`grpo`: (reward - mean of the group) / deviation of the group. `leave-one-out`: reward - mean of the other samples."""
     groups: defaultdict[int, dict[Key, float]] = defaultdict(dict)
     for key, reward in rewards.items():
         groups[key.group][key] = reward

@@ -186,7 +186,7 @@ class Stalls(Breaks):
 
 
 class ScoresAgain(Trainer):
-    """Previous log-probabilities are computed when a chunk is trained, so those of a later update by newer weights."""
+    """Previous log-probabilities are computed when a chunk is trained, so later updates use newer weights."""
 
     def microbatch(self, step: int, update: int, groups: Sequence[int]) -> dict[str, Any]:
         if update:
@@ -201,7 +201,7 @@ class OtherAdvantages(Trainer):
 
 
 def by_position(rewards: Mapping[Key, float], kind: str) -> dict[Key, float]:
-    """Samples in the order of their numbers, as those of many groups arrive, are cut into groups by position."""
+    """Samples are ordered by their numbers across groups and then split into groups by position."""
     arrived = sorted(rewards, key=lambda key: (key.sample, key.group))
     size = len(rewards) // len({key.group for key in rewards})
     places = {key: Key(*divmod(place, size)) for place, key in enumerate(arrived)}
@@ -222,7 +222,7 @@ class OtherDenominator(Trainer):
 
 
 class Rescores(Trainer):
-    """Samples get the present version as their stamp, and its log-probabilities: what is recomputed afterwards looks right."""
+    """Samples get the current version as their stamp, with its log-probabilities, so the recomputation looks right."""
 
     def batch_of(self, groups: Sequence[int]) -> Batch:
         oracle = Oracle(

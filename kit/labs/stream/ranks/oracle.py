@@ -1,10 +1,10 @@
-"""Which weights gave each token? Every token's log-probability is computed again under the weights of every version.
+"""Finds the weights that generated each token: recomputes every token's log-probability under the weights of every version.
 
-The oracle is a plain model loaded by tensor names, in float64: other code than what generated, trained or sent anything. It knows what
-the config promises for the KV cache at a sync: kept, so that later tokens attend to keys and values of older weights, or recomputed. A
-token is *decidable* if no other version comes within `APART` noises of its stamped version; the noise is that of float32 arithmetic,
-measured with the oracle's own models. The batch that a step was given is computed again too, from the samples alone. Limits: the whole
-model on one rank, once for each version.
+The oracle is a plain model loaded by tensor names, in float64. It shares no code with generation, training or sync. It follows what the
+config promises for the KV cache at a sync: kept, so later tokens attend to keys and values of older weights, or recomputed. A token is
+*decidable* if no other version comes within `APART` noises of its stamped version; the noise is that of float32 arithmetic, measured with
+the oracle's models. The batch of each step is also recomputed, from the samples alone. Limits: the whole model on one rank, once for each
+version.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Span(NamedTuple):
 class Judged:
     """One sample. A list has one entry for each token of its answer.
 
-    `error`: the recorded log-probability against that of the stamped version. `nearest`: against that of the closest version, which is
-    `closest`. `wrong_gap`: how far the closest other version is from the stamped one. `other_policy`: against the stamped version, had
-    the sync treated the KV cache the other way; the same as `error` in the first span.
+    All are distances of log-probabilities. `error`: recorded to stamped version. `nearest`: recorded to the closest version, which is
+    `closest`. `wrong_gap`: stamped version to the closest other version. `other_policy`: recorded to the stamped version if the sync had
+    treated the KV cache the other way; equal to `error` in the first span.
     """
 
     row: Row
@@ -55,7 +55,7 @@ class Judged:
         return [gap >= APART * noise for gap in self.wrong_gap]
 
     def policies(self, noise: float) -> tuple[int, int]:
-        """How many tokens show what the sync did to the KV cache, and how many of them show the opposite of what it should have."""
+        """How many tokens show how the sync treated the KV cache, and how many of them contradict the config."""
         pairs = [
             (own, other)
             for own, other in zip(self.error, self.other_policy, strict=True)
@@ -64,8 +64,8 @@ class Judged:
         return len(pairs), sum(other < own for own, other in pairs)
 
     def wrong_stamps(self, noise: float) -> list[int]:
-        """The decidable tokens whose stamp is not the version that gives their log-probability. Where the KV cache is kept, tokens after a
-        wrong stamp may be among them: their keys and values are then computed from it."""
+        """Decidable tokens with a stamp other than the version that yields their log-probability. If the KV cache is kept, tokens after a
+        wrong stamp may count too, because their keys and values are then computed from it."""
         found = zip(self.decidable(noise), self.closest, self.row.versions, strict=True)
         return [place for place, (decidable, closest, stamp) in enumerate(found) if decidable and closest != stamp]
 
@@ -106,13 +106,13 @@ class Oracle:
 
     @torch.no_grad()
     def recompute(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
-        """The answer's log-probabilities: [versions, tokens], each span as if it had that stamp after the spans before it; and [tokens]
-        under the stamps with the other treatment of the KV cache."""
+        """The answer's log-probabilities: [versions, tokens], each span under each version, after the earlier spans as stamped; and
+        [tokens] under the stamps with the other treatment of the KV cache."""
         table = torch.empty(len(self.versions), len(row.answer), dtype=torch.float64)
         other = torch.empty(len(row.answer), dtype=torch.float64)
         held, cache = 0, self.models[0].empty_cache(1, len(row.tokens))
         for span in spans(row.versions):
-            end = len(row.prompt) + span.end - 1  # the last token of the span is never fed for it
+            end = len(row.prompt) + span.end - 1  # the last token of the span is not an input of it
             place = self._place(span.version)
             caches = []
             for number, model in enumerate(self.models):
@@ -126,7 +126,7 @@ class Oracle:
 
     @torch.no_grad()
     def from_stale_prompt(self, judged: Judged, noise: float) -> int:
-        """How many tokens follow from keys and values that an older version computed for the prompt, and not from their stamp's."""
+        """How many tokens depend on a prompt's keys and values from an older version instead of their stamp's."""
         row = judged.row
         if max(judged.error, default=0.0) < APART * noise:
             return 0
@@ -139,7 +139,7 @@ class Oracle:
         return int(((own >= APART * noise) & (nearest < noise)).sum())
 
     def _after_prompt_of(self, version: int, row: Row) -> torch.Tensor:
-        """The answer's log-probabilities under its stamps, after a prompt that this version computed."""
+        """The answer's log-probabilities under its stamps, after a prompt computed by `version`."""
         begin = held = len(row.prompt)
         prompt = self.models[0].empty_cache(1, len(row.tokens))
         first = self.models[self._place(version)](torch.tensor(row.prompt)[None], cache=prompt, start=0)[0, -1:]
@@ -159,7 +159,7 @@ class Oracle:
 
     @torch.no_grad()
     def plain(self, version: int, row: Row) -> torch.Tensor:
-        """What a trainer computes for the answer under a version: no temperature, no minimum length, no cache."""
+        """The trainer's log-probabilities for the answer under a version: no temperature, minimum length or cache."""
         logits = self.models[self._place(version)](torch.tensor(row.tokens)[None])[0, len(row.prompt) - 1 : -1]
         found: torch.Tensor = logits.double().log_softmax(-1).gather(1, torch.tensor(row.answer)[:, None])[:, 0]
         return found
@@ -178,7 +178,7 @@ class Oracle:
         return max((float((one - exact).abs().max()) for one, exact in pairs), default=0.0)
 
     def _span(self, model: PlainModel, row: Row, span: Span, cache: list[Cache], fed: tuple[int, int]) -> torch.Tensor:
-        """Feed these positions; the log-probabilities of the span's tokens as they were sampled."""
+        """Feed these positions; returns the sampling log-probabilities of the span's tokens."""
         ids = torch.tensor(row.tokens[slice(*fed)])[None]
         return self._chosen(model(ids, cache=cache, start=fed[0])[0, span.first - span.end :], row, span)
 
@@ -219,7 +219,7 @@ class Fed(NamedTuple):
 
 
 def advantage_errors(fed: Sequence[Fed], kind: str) -> Iterator[float]:
-    """Of each sample: the difference of the advantages in the batch to those of its reward among the rewards of its group."""
+    """For each sample: the advantage in the batch minus the one computed from the rewards of its group."""
     for one in fed:
         group = [other.row.reward for other in fed if other.row.group == one.row.group and other.version == one.version]
         mean = math.fsum(group) / len(group)
@@ -233,7 +233,7 @@ def advantage_errors(fed: Sequence[Fed], kind: str) -> Iterator[float]:
 
 
 def previous_error(oracle: Oracle, fed: Fed, previous: str) -> float:
-    """Recomputed by the trainer: those of the version while the sample was trained. Recorded: those that came with the sample."""
+    """`recomputed`: those of the version while the sample was trained. `recorded`: those that came with the sample."""
     given = fed.answer("prev_logprobs")
     wanted = oracle.plain(fed.version, fed.row) if previous == "recomputed" else torch.tensor(fed.row.logprobs).double()
     return float((given - wanted).abs().max())
@@ -250,7 +250,7 @@ def drift(oracle: Oracle, fed: Sequence[Fed]) -> Mapping[tuple[int, int], list[f
 
 
 def recorded_error(fed: Fed) -> float:
-    """The engine's log-probabilities, which the importance weights are made of, as the replica recorded them; and which tokens count."""
+    """The engine's recorded log-probabilities, which the importance weights use, and the mask of tokens that count."""
     wanted = torch.tensor(fed.row.logprobs).double()
     length, begin = len(fed.row.tokens), len(fed.row.prompt)
     mask = torch.zeros_like(fed.batch["token_mask"])

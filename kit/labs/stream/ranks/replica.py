@@ -1,7 +1,7 @@
-"""A replica's ranks in the lab `stream`: a single-threaded actor. Each call takes new orders, decodes a few tokens, and says what happened.
+"""A replica's ranks in the lab `stream`: a single-threaded actor. Each call takes new orders, decodes a few tokens and reports events.
 
-Samples that end go straight to the trainer. A replica receives weights between two calls, so no forward ever meets half-new weights; what
-becomes of requests in flight and of the KV cache is `at_sync`.
+Complete samples go directly to the trainer. A replica receives weights between two calls, so no forward uses half-new weights. `at_sync`
+decides what happens to requests in flight and to the KV cache.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Replica:
         return happened
 
     def pace(self, _: int) -> float:
-        """The least time [ms] of a call, by the tokens that it wrote: requests are decoded together, a token of each at a time."""
+        """The least time [ms] of a call for its tokens: requests are decoded together, one token of each at a time."""
         return float(self.config.pace_ms * self.config.decode)
 
     def take(self, order: dict[str, Any]) -> Happened:
@@ -115,7 +115,7 @@ class Replica:
         return problem(self.config.seed, key.group, self.config.numbers)
 
     def request(self, key: Key) -> Request:
-        """What a sample asks for: a function of the seed, its group and its number."""
+        """The request of a sample: a function of the seed, its group and its number."""
         seed, (low, high) = self.config.seed, self.config.answer
         return Request(
             id=name_of(key),

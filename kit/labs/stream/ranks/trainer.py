@@ -1,7 +1,7 @@
 """The trainer's ranks in the lab `stream`: one call for each order of the controller.
 
 Rank 0 has the samples, computes advantages, and broadcasts each chunk to the others; every data rank trains on its share of the rows.
-A step has a number that begin, microbatch, finish and abort must repeat; another number raises and changes nothing. The weights of every
+begin, microbatch, finish and abort must all give the number of the step; another number raises and changes nothing. The weights of every
 version are kept on rank 0's host, for the recomputation.
 """
 
@@ -49,12 +49,12 @@ from kit.train.arithmetic import PAD
 from kit.train.losses import ClippedPolicyGradient
 from kit.train.protocol import Batch, Split, SplitContext, make_split, valid
 
-EXACT = 1e-5  # by which a log-probability may differ from that of its version
-NOISY = 16  # samples from which the noise of arithmetic is measured
+EXACT = 1e-5  # how much a log-probability may differ from that of its version
+NOISY = 16  # samples used to measure the noise of arithmetic
 
 
 class RehearsedError(RuntimeError):
-    """An error that is raised on purpose."""
+    """An error raised on purpose."""
 
 
 class Open(NamedTuple):
@@ -63,7 +63,7 @@ class Open(NamedTuple):
 
 
 class Trainer:
-    """Begin, microbatch ..., finish or abort, by number; and what else the trainer's ranks do between."""
+    """begin, microbatch ..., finish or abort of numbered steps, and the other calls of the trainer's ranks."""
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
@@ -134,7 +134,7 @@ class Trainer:
         self.saved = weights, *copy.deepcopy((self.job.optimizer.state_dict(), self.job.scheduler.state_dict()))
 
     def load(self, version: int) -> None:
-        """Put what was saved into the present job, as this version."""
+        """Load the saved state into the current job as this version."""
         weights, optimizer, scheduler = self.saved
         with torch.no_grad():
             for name, value in self.job.named_parameters():
@@ -176,7 +176,7 @@ class Trainer:
         return {(name, 0): tensor for name, tensor in shards.full_tensors(self.job.chunks)}
 
     def targets(self, replicas: Sequence[str]) -> list[Target]:
-        """Every rank of these replicas; they wait for the weights, so they pause."""
+        """Every rank of these replicas; they pause while they wait for the weights."""
         return [
             Target(name=f"rank {rank}", rank=rank, place=place_of(self.ctx, rank), state="paused", replica=name)
             for name in replicas
@@ -196,11 +196,11 @@ class Trainer:
         self.open = Open(step, update)
 
     def microbatch(self, step: int, update: int, groups: Sequence[int]) -> dict[str, Any]:
-        """Train on these groups. Without a valid token nothing runs."""
+        """Train on these groups. Does nothing without a valid token."""
         self._need("microbatch", step, update)
         if self.failing:
             self.failing = False
-            raise RehearsedError(f"a microbatch of step {step} that raises, on purpose")
+            raise RehearsedError(f"a microbatch of step {step} raises on purpose")
         began = time.monotonic()
         batch = self.batch_of(groups)
         tokens = int(valid(batch).sum())
@@ -235,7 +235,7 @@ class Trainer:
         self.open = None
 
     def clear(self, step: int, update: int, groups: Sequence[int]) -> int:  # noqa: ARG002 - calls have the step's number
-        """Drop the samples of these groups, which were trained; the number of samples that were dropped."""
+        """Drop the samples of these trained groups; returns how many were dropped."""
         return self.drop(groups)
 
     def discard(self, group: int) -> int:
@@ -256,7 +256,7 @@ class Trainer:
     # -- samples --------------------------------------------------------------------------------------------------------
 
     def logprobs(self, step: int, groups: Sequence[int], which: str) -> None:  # noqa: ARG002 - as above
-        """Recompute the previous policy's (`previous`) or the reference's log-probabilities of these groups, by the current weights."""
+        """Recompute the previous policy's (`previous`) or the reference's log-probabilities of these groups with the current weights."""
         found = split.logprobs(self.job, self.batch_of(groups), self.config.micro_batch)
         kept = self.previous if which == "previous" else self.reference
         kept.update(zip(self.keys(groups), found, strict=True))
@@ -270,7 +270,7 @@ class Trainer:
         if self.first:
             try:
                 made = [self.assemble(self.inbox.take(self.keys(groups)))]
-            except KitError as error:  # on every rank, so that none waits for the others
+            except KitError as error:  # raised on every rank, so none waits for the others
                 made = [str(error)]
         dist.broadcast_object_list(made, 0)
         if isinstance(made[0], str):
@@ -304,7 +304,7 @@ class Trainer:
     # -- weights --------------------------------------------------------------------------------------------------------
 
     def keep(self, version: int) -> None:
-        """The current weights are this version: note their digest, and keep a copy on rank 0's host if it is recomputed. Collective."""
+        """Record the digest of the current weights as this version; keep a copy on rank 0's host for the recomputation. Collective."""
         self.version = version
         full = {name: tensor.detach().to("cpu", copy=True) for name, tensor in shards.full_tensors(self.job.chunks)}
         if self.first:
@@ -316,7 +316,7 @@ class Trainer:
     # -- the recomputation ----------------------------------------------------------------------------------------------
 
     def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """Every token that was trained, under the weights of every version."""
+        """Recompute every trained token under the weights of every version."""
         if not self.first:
             return
         oracle = Oracle(
@@ -359,5 +359,5 @@ class Trainer:
                 self.ctx.record(metric, number, lag=lag, position=position, tokens=len(differences))
 
     def shuffled(self, row: Row) -> Row:
-        """The sample with every stamp one version further, from the last to the first: a control, of which every stamp is wrong."""
+        """A control: the sample with every stamp moved to the next version (the last to the first), so every stamp is wrong."""
         return dataclasses.replace(row, versions=tuple((stamp + 1) % len(self.weights) for stamp in row.versions))
