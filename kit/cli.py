@@ -5,8 +5,8 @@ Exit status: 0 no check failed; 1 a check failed; 2 bad input; 3 the run broke (
 130 interrupted, and the ranks are ended. `check` ends with 3 if the run broke, otherwise by its verdict. `runs`, `show`,
 `compare`, `export`, `trace`, `report` and `notebook` end with 0 if they succeed; `notebook` ends with 3 if a cell fails.
 
-DIR is the folder of a run, or the id of a run (`kit runs` lists them). A command that takes one DIR uses the newest
-run if DIR is left out. A command that takes several accepts the folder of a sweep, which stands for its runs.
+DIR is the folder or the id of a run (`kit runs` lists them). A command with one DIR uses the newest run by default.
+A command with several also accepts the folder of a sweep, which stands for its runs.
 
 Completion of commands, options, labs, settings, faults and runs in bash and zsh: eval "$(register-python-argcomplete kit)"
 """
@@ -40,12 +40,12 @@ from kit.results.verdict import MARKS
 if TYPE_CHECKING:
     import pandas as pd
 
-COMPARED_ROWS = 40  # of a comparison on a terminal; `kit export --table compare` has all of them
+COMPARED_ROWS = 40  # rows of a comparison on a terminal; `kit export --table compare` has all of them
 WIDTH = 100
 
 
 class Answer(NamedTuple):
-    """What a command found: for --json, for people, and how the command ends. Progress is printed as it happens."""
+    """A command's result: for --json, as text, and the exit status. Progress is printed as it happens."""
 
     data: Any
     text: str = ""
@@ -65,14 +65,14 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("kit: interrupted", file=sys.stderr)
         answer = Answer({"error": "interrupted"}, status=130)
-    except Exception as error:  # noqa: BLE001 - a fault of the kit itself: Python's own exit status 1 would say that a check failed
+    except Exception as error:  # noqa: BLE001 - a bug in the kit: Python's exit status 1 would mean that a check failed
         traceback.print_exc()
         answer = Answer({"error": repr(error)}, status=3)
     try:
         if as_json or answer.text:
             print(to_json(answer.data) if as_json else answer.text)
         sys.stdout.flush()
-    except BrokenPipeError:  # `kit show ... | head`: nobody reads on
+    except BrokenPipeError:  # `kit show ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return answer.status
 
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Every wrong word is bad input, with a hint."""
+    """Every unknown word is bad input, with a hint."""
 
     def error(self, message: str) -> NoReturn:
         if wrong := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
@@ -98,12 +98,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         argcomplete.autocomplete(top, always_complete_options=False)
     args, unknown = top.parse_known_args(words)
     if unknown:
-        raise BadInput(f"`{args.parser.prog}` does not take {unknown[0]}; {meant(args, unknown)}")
+        raise BadInput(f"`{args.parser.prog}` does not accept {unknown[0]}; {meant(args, unknown)}")
     return args
 
 
 def meant(args: argparse.Namespace, unknown: Sequence[str]) -> str:
-    """What a person may have meant by words that a command does not take: a setting of the lab, or another option."""
+    """A suggestion for words that a command does not accept: a setting of the lab or another option."""
     name, equals, value = unknown[0].partition("=")
     key = name.lstrip("-").replace("-", "_")
     if args.command is run and args.lab in discover().labs and key in settings_of(discover().labs[args.lab]):
@@ -153,7 +153,7 @@ def labs(args: argparse.Namespace) -> Answer:
         for field in settings_of(find(args.lab)).values()
     ]
     cells = [[row["name"], in_words(row["default"]), f"{row['allowed']} {row['unit']}", row["help"]] for row in rows]
-    head = ["setting", "default", "allowed", "what it is"]
+    head = ["setting", "default", "allowed", "description"]
     return Answer({"lab": args.lab, "settings": rows}, columns([head, *cells]))
 
 
@@ -170,16 +170,16 @@ def run(args: argparse.Namespace) -> Answer:
     lab, swept = find(args.lab), pairs("--sweep", args.sweep)
     texts = pairs("--set", args.set)
     if both := set(texts) & set(swept):
-        raise BadInput(f"--set and --sweep both give {min(both)}: take one")
+        raise BadInput(f"--set and --sweep both give {min(both)}; use only one")
     if len(args.fault) > 1:
-        raise BadInput(f"one fault at a time, not {' and '.join(args.fault)}: two would hide each other")
+        raise BadInput(f"use one fault at a time, not {' and '.join(args.fault)}, because faults can hide each other")
     if args.repeat < 1:
         raise BadInput(f"--repeat must be at least 1, not {args.repeat}")
     given: dict[str, Any] = {}
     if args.like:
         like = load(args.like)
         if like.lab != args.lab:
-            raise BadInput(f"--like {args.like}: that is a run of lab {like.lab!r}, not {args.lab!r}")
+            raise BadInput(f"--like {args.like} is a run of lab {like.lab!r}, not {args.lab!r}")
         given = like.config
     given |= from_files(lab, args.foreign) if args.foreign else {}
     given |= public.read_settings(args.config) if args.config else {}
@@ -206,13 +206,13 @@ def run(args: argparse.Namespace) -> Answer:
 
 
 def from_files(lab: Definition, paths: Sequence[Path]) -> dict[str, Any]:
-    """Settings from files of other systems. Keys without a setting are listed on stderr, so that none is dropped silently."""
+    """Settings from files of other systems. Keys without a setting are listed on stderr, so none is dropped silently."""
     from kit import public
 
     if not lab.foreign:
-        raise BadInput(f"lab {lab.name!r} takes no --from FILE: it knows no files of other systems; use --config FILE")
+        raise BadInput(f"lab {lab.name!r} does not support --from FILE; use --config FILE")
     if len({path.resolve() for path in paths}) < len(paths):
-        raise BadInput(f"--from names {paths[0]} twice; give each pipeline a file of its own")
+        raise BadInput(f"--from names {paths[0]} twice; give each pipeline its own file")
     given, unknown = target.load_callable(lab.foreign)({str(path): public.read_settings(path) for path in paths})
     print(f"kit: from {', '.join(map(str, paths))}: {named_values(given)}", file=sys.stderr)
     for one in unknown:
@@ -227,7 +227,7 @@ def pairs(option: str, words: Sequence[str]) -> dict[str, str]:
         if not (key and equals):
             raise BadInput(f"{option} takes KEY=VALUE, not {word!r}")
         if key in found:
-            raise BadInput(f"{option} {key} is given twice, {found[key]!r} and {value!r}: take one")
+            raise BadInput(f"{option} {key} is given twice, as {found[key]!r} and {value!r}; use only one")
         found[key] = value
     return found
 
@@ -240,7 +240,7 @@ def run_once(lab_name: str, config: Mapping[str, Any], out: Path | None, **optio
         try:
             lab.run()
             status = results.exit_code(results.read_verdict(lab.dir / "verdict.json"))
-        except BadInput:  # only the ranks could tell: nothing was measured
+        except BadInput:  # only the ranks could detect it; nothing was measured
             raise
         except KitError as broke:
             error = str(broke)
@@ -249,7 +249,7 @@ def run_once(lab_name: str, config: Mapping[str, Any], out: Path | None, **optio
             status, error = 130, "interrupted"
             print("kit: interrupted; the ranks are ended", file=sys.stderr)
     made = kit.load(lab.dir)
-    verdict = made.stored_verdict()  # of a run that broke as far as its records go
+    verdict = made.stored_verdict()  # for a broken run, as far as its records go
     lines = [repr(verdict)] if verdict is not None else []
     lines.append(f"the run is in {lab.dir}")
     if snapshots := memory_snapshots(made):
@@ -305,7 +305,7 @@ def run_list(rows: list[dict[str, Any]], nothing: str = "") -> tuple[list[dict[s
 def label(args: argparse.Namespace) -> Answer:
     found = load(args.dir)
     found.label = args.text
-    words = f"{found.id} is now called {found.label!r}" if found.label else f"{found.id} has no label any more"
+    words = f"{found.id} is now labelled {found.label!r}" if found.label else f"{found.id} no longer has a label"
     return Answer({"run": str(found.dir), "label": found.label}, words)
 
 
@@ -347,7 +347,7 @@ def show(args: argparse.Namespace) -> Answer:
     own = summary_of(frame) if found.own else frame.head(0)
     if len(own):
         units = dict.fromkeys(("first", "last", "min", "max"), ROW)
-        text += "\n\nown numbers, over all ranks:\n" + table_text(own, units)
+        text += "\n\nnumbers of the lab, over all ranks:\n" + table_text(own, units)
     return Answer({**data, "verdict": verdict.to_json(), "times": plain(times), "own": plain(own)}, text)
 
 
@@ -358,7 +358,7 @@ def compare(args: argparse.Namespace) -> Answer:
     apart = settings(found)
     alike = "lab" not in apart
     names = labelled(found)
-    lines = [f"against {names[base.id]}"]
+    lines = [f"compared with {names[base.id]}"]
     warned = warnings(found)
     warned += [f"{one.id}: {note}" for one in found for note in one.notes]
     warned += [f"{one.id}: there are no records" for one in found if one.frame().empty]
@@ -368,7 +368,7 @@ def compare(args: argparse.Namespace) -> Answer:
     moved = changed(table)
     for other in others:
         answers = answers_changed(base, other)
-        words = [[MARKS[row.passed].word if row else "not asked" for row in rows] for _, *rows in answers]
+        words = [[MARKS[row.passed].word if row else "not present" for row in rows] for _, *rows in answers]
         verdicts = [{"check": name, "base": was, "run": now, "why": rows[1].why if rows[1] else ""}
                     for (name, *rows), (was, now) in zip(answers, words, strict=True)]  # fmt: skip
         rows = moved[moved["run"] == other.id]
@@ -381,12 +381,14 @@ def compare(args: argparse.Namespace) -> Answer:
             cells = [[f"{row['base']} -> {row['run']}", row["check"], row["why"]] for row in verdicts]
             lines.append(columns(cells, width=WIDTH))
         if count:
-            lines.append(f"{count} losses, gradient norms and digests, {differ} of them not exactly the same")
-        lines.append(f"{len(rows)} numbers changed by more than the spread" + (", the most first" if len(rows) else ""))
+            lines.append(f"{differ} of {count} losses, gradient norms and digests differ")
+        lines.append(
+            f"{len(rows)} numbers changed by more than the spread" + (", largest change first" if len(rows) else "")
+        )
         if len(rows):
             lines.append(table_text(compact(rows.head(COMPARED_ROWS)), dict.fromkeys(("base", "value"), ROW)))
         if len(rows) > COMPARED_ROWS:
-            lines.append(f"... and {len(rows) - COMPARED_ROWS} that changed less: kit export DIR DIR --table compare")
+            lines.append(f"... and {len(rows) - COMPARED_ROWS} smaller changes: kit export DIR DIR --table compare")
     return Answer(data, "\n".join(lines))
 
 
@@ -395,7 +397,7 @@ def load(word: str) -> results.Run:
 
 
 def load_all(words: Sequence[str]) -> list[results.Run]:
-    """Runs by their folders or ids; the newest where there is no word; all runs of a sweep."""
+    """Runs by folder or id; the newest by default; all runs of a sweep."""
     from kit.public import runs_of
 
     return [kit.load(path) for word in words or [""] for path in runs_of(find_run(word))]
@@ -433,7 +435,7 @@ def notebook(args: argparse.Namespace) -> Answer:
 
 
 def written(write: Callable[[], Path]) -> Answer:
-    """Write a file and answer with its path. A place that cannot be written is bad input: no run broke."""
+    """Write a file and return its path. An unwritable path is bad input, because no run broke."""
     try:
         path = write()
     except KitError as error:
@@ -453,7 +455,7 @@ def doctor(args: argparse.Namespace) -> Answer:
     if not args.json:
         print(room.describe(found), flush=True)
     if args.deep and status:
-        print("kit: the probes need ranks, and ranks cannot run here", file=sys.stderr)
+        print("kit: the probes need ranks, but ranks cannot run here", file=sys.stderr)
     elif args.deep:
         from kit.preflight.run import deep
 
@@ -469,7 +471,7 @@ def faults(args: argparse.Namespace) -> Answer:
         for fault in lab.faults
     ]
     cells = [[str(row[key]) for key in ("lab", "name", "check", "exit", "breaks")] for row in rows]
-    return Answer(rows, columns([["lab", "fault", "caught by", "exit", "what breaks"], *cells]))
+    return Answer(rows, columns([["lab", "fault", "detected by", "exit", "what breaks"], *cells]))
 
 
 def bench(args: argparse.Namespace) -> Answer:
@@ -542,7 +544,7 @@ RUNS = option(
     "dirs", "DIR", "folders or ids of runs, or a sweep's folder; default: the newest run", run_names, nargs="*"
 )
 JSON = flag("--json", "print one JSON object on stdout and nothing else")
-# Each: its function, what it does, examples, its options.
+# For each command: its function, help text, examples, options.
 COMMANDS: tuple[tuple[Callable[[argparse.Namespace], Answer], str, tuple[str, ...], tuple[Option, ...]], ...] = (
     (
         doctor,
@@ -611,7 +613,7 @@ COMMANDS: tuple[tuple[Callable[[argparse.Namespace], Answer], str, tuple[str, ..
     ),
     (
         label,
-        "give a run a name or a note; an empty text takes it away",
+        "give a run a name or a note; an empty text removes it",
         ('smoke-20260101-120000-0a1b "new driver"',),
         (
             option("dir", "DIR", "folder or id of a run", run_names),
@@ -624,7 +626,7 @@ COMMANDS: tuple[tuple[Callable[[argparse.Namespace], Answer], str, tuple[str, ..
         ("", "runs/mine --lab offload --junit checks.xml"),
         (
             ONE_RUN,
-            option("--lab", "LAB", "judge by this lab's checks, whatever wrote the records", lab_names),
+            option("--lab", "LAB", "judge with this lab's checks, even if another system wrote the records", lab_names),
             file("--junit", "FILE", "also write the stored verdict as JUnit XML"),
         ),
     ),
@@ -687,7 +689,7 @@ COMMANDS: tuple[tuple[Callable[[argparse.Namespace], Answer], str, tuple[str, ..
     ),
     (
         bench,
-        "measure several ways side by side",
+        "measure alternative methods side by side",
         ("split --quick", "sync --part gpus"),
         (
             option("name", "NAME", f"one of {', '.join(benches())}", benches),

@@ -1,4 +1,4 @@
-"""`kit doctor`: what this box can do, and why not. It asks the ranks' interpreter from outside and loads no torch itself."""
+"""`kit doctor`: what this box can and cannot do, and why. It runs the ranks' interpreter in a subprocess and does not load torch."""
 
 from __future__ import annotations
 
@@ -71,18 +71,18 @@ with contextlib.redirect_stdout(sys.stderr):
 print(json.dumps(facts))
 """
 Found = dict[str, Any]
-ANSWERS_S = 120.0  # within which the ranks' Python has imported torch and Megatron
+ANSWERS_S = 120.0  # time limit for the ranks' Python to import torch and Megatron
 
 
 def examine() -> Found:
-    """Everything, as JSON values. `problems` has a sentence for each thing that keeps labs from running."""
+    """All findings as JSON values. `problems` has a sentence for each problem that prevents labs from running."""
     problems: list[str] = []
     interpreters, ranks = ask_interpreters(problems)
     runs = ask_runs(problems)
     cores, free = len(os.sched_getaffinity(0)), machine.free_memory()
     most = max(0, min(asked.MOST_PER_CORE * cores, free // asked.RANK_BYTES))
     if most < 2:
-        problems.append(f"{size(free)} of memory are free; two ranks need {size(2 * asked.RANK_BYTES)}")
+        problems.append(f"only {size(free)} of memory are free; two ranks need {size(2 * asked.RANK_BYTES)}")
     return {
         "problems": problems,
         "python": {"version": platform.python_version(), "path": sys.executable},
@@ -101,7 +101,7 @@ def examine() -> Found:
 
 
 def ask_interpreters(problems: list[str]) -> tuple[list[Found], Found | None]:
-    """The search for the ranks' interpreter, and what the chosen one has."""
+    """The search for the ranks' interpreter, and the packages of the chosen one."""
     chosen = ""
     try:
         chosen = asked.find_python().path
@@ -129,7 +129,7 @@ def ask_ranks_python(path: str, problems: list[str]) -> Found:
     except subprocess.TimeoutExpired:
         why = f"it did not answer within {ANSWERS_S:g} s"
     if why:
-        problems.append(f"the ranks' Python {path} fails: {why}; see what keeps it from importing torch")
+        problems.append(f"the ranks' Python {path} fails: {why}; try to import torch with it")
         return {"path": path, "why": why}
     found: Found = {"path": path, **json.loads(done.stdout)}
     problems += [f"{path} cannot import {name}: {why}" for name in ("torch", "numpy") if (why := found[f"{name}_why"])]
@@ -139,14 +139,14 @@ def ask_ranks_python(path: str, problems: list[str]) -> Found:
 
 def without_code(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return [
-        f"torch has no code for this box's GPU ({one['gpu']}), only for {' '.join(one['built_for'])}; install a build that has"
+        f"torch has no code for this box's GPU ({one['gpu']}), only for {' '.join(one['built_for'])}; install a matching build"
         for one in rows
         if not one["torch"]
     ]
 
 
 def ask_shm() -> Found:
-    shm = Path("/dev/shm")  # noqa: S108 - the place itself is what is asked about
+    shm = Path("/dev/shm")  # noqa: S108 - this path itself is inspected
     if not shm.is_dir():
         return {"total": None, "free": None, "why": "there is no /dev/shm"}
     usage = shutil.disk_usage(shm)
@@ -168,7 +168,7 @@ def ask_runs(problems: list[str]) -> Found:
 def describe(found: Found) -> str:
     lines = [f"{name:<12}{text}" for name, text in rows(found)]
     if found["problems"]:
-        lines += ["", "What keeps labs from running:", *(f"- {problem}" for problem in found["problems"])]
+        lines += ["", "Problems that prevent labs from running:", *(f"- {problem}" for problem in found["problems"])]
     else:
         lines += ["", "Labs can run here."]
     return "\n".join(lines)
@@ -211,7 +211,7 @@ def rows(found: Found) -> list[tuple[str, str]]:
 
 
 ENDED = "`kit clean` ends it"
-NOT_ENDED = "may only have inherited KIT_WORLD: `kit clean` leaves it; `kill` it if it is yours"
+NOT_ENDED = "may only have inherited KIT_WORLD, so `kit clean` does not end it; `kill` it if it is yours"
 
 
 def line_of(one: Mapping[str, Any]) -> str:
@@ -231,9 +231,7 @@ def clean(*, dry_run: bool, yes: bool) -> Found:
     ends = bool(sure or folders) and not dry_run
     if ends and not yes:
         if not sys.stdin.isatty():
-            raise BadInput(
-                "kit clean asks before it ends anything, which needs a terminal; use --yes, or --dry-run for the list"
-            )
+            raise BadInput("kit clean needs a terminal to ask for confirmation; use --yes, or --dry-run for the list")
         ends = input(f"{asked} [y/N] ").strip().lower() in {"y", "yes"}
     if not sure and not folders:
         print("nothing to end or remove")
@@ -259,9 +257,11 @@ def code(one: Mapping[str, Any]) -> str:
 
 
 def communication(ranks: Found) -> list[tuple[str, str]]:
-    """How communicators can be released here, how ranks share GPUs, and what else of the environment matters for a release."""
+    """How communicators can be released here, how ranks share GPUs, and other parts of the environment that affect a release."""
     suspend = (
-        f"no suspend: {why}" if (why := ranks["suspend_why"]) else "suspend should work, and has not run on a GPU yet"
+        f"no suspend: {why}"
+        if (why := ranks["suspend_why"])
+        else "suspend should work, but has not been tested on a GPU yet"
     )
     table = [("release", f"exact, abort, manual, official; {suspend}")]
     if ranks["gpus"]:

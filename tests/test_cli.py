@@ -276,7 +276,7 @@ def test_a_notebook_without_a_browser(cli: Cli, tmp_path: Path) -> None:
     assert "n is 2" in made.read_text()
     assert err == ""  # nobody watches: no progress
     assert "mine.ipynb has no parameter 'm'; allowed are: n" in cli.sentence("notebook", path, "-p", "m", "5")
-    assert "there is no one notebook '9'" in cli.sentence("notebook", "9")
+    assert "'9' does not name one notebook" in cli.sentence("notebook", "9")
     _, err = cli("notebook", path, "-p", "n", "0", "--to", tmp_path / "broken.html", status=3)
     assert "failed in code cell 3 of 3 (print('n is', 10 // n)): ZeroDivisionError" in err
     assert "ZeroDivisionError" in (tmp_path / "broken.html").read_text()
@@ -383,7 +383,7 @@ def test_a_comparison_leads_with_verdicts_and_reads_runs_without_records(
     out, _ = capsys.readouterr()
     lines = out.splitlines()
     verdict = lines.index(next(line for line in lines if line.startswith("pass -> FAIL  memory_comes_back  because")))
-    numbers = lines.index("2 numbers changed by more than the spread, the most first")
+    numbers = lines.index("2 numbers changed by more than the spread, largest change first")
     assert verdict < numbers
     assert re.match(r"train +seconds +0 +1 s +3 s +3 +2$", lines[numbers + 3])
     assert not re.search("_before|overhead", out)

@@ -38,7 +38,10 @@ def lines(**other: Any) -> dict[str, str]:
 
 
 def test_release_modes_are_reported_with_the_reason_for_what_is_missing():
-    assert lines()["release"] == "exact, abort, manual, official; suspend should work, and has not run on a GPU yet"
+    assert (
+        lines()["release"]
+        == "exact, abort, manual, official; suspend should work, but has not been tested on a GPU yet"
+    )
     old = lines(suspend_why="NCCL 2.28.9 cannot suspend communicators: 2.29.7 or newer is needed")
     assert old["release"].endswith("no suspend: NCCL 2.28.9 cannot suspend communicators: 2.29.7 or newer is needed")
 
@@ -106,7 +109,7 @@ def test_a_gpu_without_code_is_a_problem_by_name():
     fine = {**CODE, "torch": True, "nccl_why": ""}
     assert doctor.without_code([fine]) == []
     assert doctor.without_code([fine, CODE]) == [
-        "torch has no code for this box's GPU (sm_100), only for sm_80 sm_90; install a build that has"
+        "torch has no code for this box's GPU (sm_100), only for sm_80 sm_90; install a matching build"
     ]
     assert lines(code=[fine])["code"] == "sm_100: torch has code (built for sm_80 sm_90); NCCL has kernels"
     assert lines(code=[CODE])["code"].endswith(

@@ -249,4 +249,4 @@ def test_the_command_runs_one_with_other_parameters(tmp_path, monkeypatch):
     assert "injected-parameters" in page
     assert "<script" not in page
     assert page.count("data:image/png;base64,") >= 2
-    assert "Controls stand here when the notebook is open in JupyterLab" in page
+    assert "JupyterLab shows controls here" in page

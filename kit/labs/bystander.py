@@ -1,8 +1,8 @@
 """A bystander: a separate process with memory on the GPU, which a lab must not affect. CUDA only.
 
-As a script it holds a block of known numbers and answers each line on its input with one line of JSON. It ends with its input, so also
-when the rank that started it dies. It reports its bytes as NVML lists them per process. If NVML does not list it (containers hide
-processes from each other), it reports those of its own allocator, and `driver` is 0.
+As a script it holds a block of known numbers and answers each line on its input with one line of JSON. It exits at the end of its input,
+including when the rank that started it dies. It reports its bytes as NVML lists them per process. If NVML does not list it (containers
+hide processes from each other), it reports those of its own allocator, and `driver` is 0.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK = 16 * 2**20  # numbers; 64 MiB
-DEADLINE_S = 60.0  # the first answer has torch's import and a CUDA context in it
+DEADLINE_S = 60.0  # the first answer includes importing torch and creating a CUDA context
 
 
 class Bystander:
-    """`ask()` it how many bytes it has; `close()` ends it."""
+    """`ask()` returns its bytes; `close()` ends it."""
 
     def __init__(self, device: str, *, deadline_s: float = DEADLINE_S) -> None:
         self.deadline_s = deadline_s
-        # -P: this file's neighbours must not stand in for libraries of the same names.
+        # -P: files in this folder must not shadow libraries of the same names.
         command, pipe = [sys.executable, "-P", __file__, device], subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
 
@@ -42,7 +42,7 @@ class Bystander:
             raise RuntimeError(
                 f"the bystander process on the GPU did not answer within {self.deadline_s:g} s and was ended"
             )
-        line = self._process.stdout.readline()  # one whole line: it is written in one go
+        line = self._process.stdout.readline()  # a complete line, because it is written at once
         if not line:
             raise RuntimeError(f"the bystander process on the GPU ended with status {self._process.wait()}")
         return {f"bystander_{name}": float(value) for name, value in json.loads(line).items()}
@@ -76,5 +76,5 @@ def stand_by(device: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).resolve().parents[2]))  # the ranks' environment need not have the kit
+    sys.path.append(str(Path(__file__).resolve().parents[2]))  # the ranks' environment may lack the kit
     stand_by(sys.argv[1])

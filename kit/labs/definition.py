@@ -1,8 +1,8 @@
-"""What a lab is made of: the fields of its config, and its phases, roles, checks and faults. Both sides load it.
+"""The parts of a lab: the fields of its config, its phases, roles, checks and faults. Both sides load it.
 
-`Annotated[int, Option("...", low=1, high=64)]` says what a field is for and what it may be. The notebook side checks it (pydantic asks the
-marker itself), `kit` prints it and widgets are made from it; the ranks take the values as they are. A `Definition` has data and names only,
-so that listing labs and faults loads nothing else.
+`Annotated[int, Option("...", low=1, high=64)]` gives a field's help text and allowed values. The notebook side validates it (pydantic calls
+the marker), `kit` prints it and widgets are made from it; ranks do not validate again. A `Definition` has only data and names, so listing
+labs and faults loads nothing else.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What a field is for, the ends of its range (both allowed), and whether it names code (`module:attr`): for the ranks, or with `here`
-    for the notebook side. `names` are words that such a field may have in place of code, such as "auto"."""
+    """A field's help text, its range (both ends allowed), and whether it names code (`module:attr`) for the ranks, or with `here` for the
+    notebook side. `names` are words that such a field accepts instead of code, such as "auto"."""
 
     help: str
     _: dataclasses.KW_ONLY
@@ -61,7 +61,7 @@ class Option:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LabConfig:
-    """What every lab's config has. A lab adds fields by inheriting; rules among fields are a ValueError in __post_init__."""
+    """The settings of every lab. A lab adds fields by inheritance; violated rules between fields raise a ValueError in __post_init__."""
 
     ranks: Annotated[int, Option("number of ranks", low=1, high=4096)] = 2
     device: Annotated[Literal["auto", "cpu", "cuda"], Option("device of the ranks; auto: CUDA if it is usable")] = (
@@ -83,7 +83,7 @@ class LabConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JobConfig(LabConfig):
     size: Annotated[Literal["tiny", "125m", "qwen2.5-0.5b"], Option("model size")] = "tiny"
-    layers: Annotated[int | None, Option("number of layers; null: that of the size", low=1, high=200)] = None
+    layers: Annotated[int | None, Option("number of layers; null: as in the model size", low=1, high=200)] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
         Option("dtype of the weights; auto: bfloat16 on CUDA, float32 on the CPU"),
@@ -92,7 +92,7 @@ class JobConfig(LabConfig):
 
 
 def model_of(config: JobConfig, **more: Any) -> ModelConfig:
-    """The Megatron job that a lab's config describes, by the settings that have the same names; `more` are set by the lab."""
+    """The Megatron job of a lab's config, from the settings with equal names; `more` are set by the lab."""
     same = {one.name: getattr(config, one.name) for one in dataclasses.fields(ModelConfig) if hasattr(config, one.name)}
     return ModelConfig(**{**same, "dtype": dtype_on(config.dtype), **more})
 
@@ -150,8 +150,8 @@ def fields(config: type) -> list[Field]:
 
 
 class Step(NamedTuple):
-    """One phase of one cycle. Only `roles` are called and measured; none named means all. `driver` makes it a driven step: `module:attr` on
-    the notebook side, called with a `kit.labs.lab.Drive`, gives calls to roles until it returns."""
+    """One phase of one cycle. Only `roles` are called and measured; empty means all. `driver` makes it a driven step: `module:attr` on the
+    notebook side, called with a `kit.labs.lab.Drive`, calls roles until it returns."""
 
     cycle: int
     phase: str
@@ -161,8 +161,8 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Role:
-    """What some ranks are in a lab. `world` numbers their World, `devices` gives a device number per rank, if any; `phases` is what each of
-    these ranks makes once, where it differs from the lab's."""
+    """The role of some ranks in a lab. `world`: the number of their World; `devices`: a device number per rank, if any; `phases`: the object
+    that each of these ranks makes once, if it differs from the lab's."""
 
     name: str
     ranks: tuple[int, ...]
@@ -181,8 +181,8 @@ def role_names(roles: Sequence[Role]) -> dict[int, str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """A known bug that can be switched on. `set` is the config that exposes it, `exit` the exit status that the run must have. `needs` are
-    the values of a setting with which its check detects the bug: with others the check fails anyway, or is not measured."""
+    """A known bug that can be switched on. `set` is the config that exposes it, `exit` the required exit status of the run. `needs` are the
+    values of a setting with which the check detects the bug; with others the check fails anyway or is not measured."""
 
     name: str
     breaks: str
@@ -195,7 +195,7 @@ class Fault:
 
 
 def exposed_by(settings: Mapping[str, Any], *faults: Fault) -> tuple[Fault, ...]:
-    """Faults that all need these settings, beside those that each sets itself."""
+    """Faults that all need these settings in addition to their own."""
     return tuple(dataclasses.replace(fault, set={**settings, **fault.set}) for fault in faults)
 
 
@@ -203,15 +203,15 @@ def exposed_by(settings: Mapping[str, Any], *faults: Fault) -> tuple[Fault, ...]
 class Definition:
     """A lab. `plan` lists its phases for a config.
 
-    `phases` names (`module:attr`) what each rank makes once from a Context: an object with a method for every phase of the
+    `phases` names (`module:attr`) a class that each rank instantiates once with a Context: it has a method for every phase of the
     plan, called with the cycle. `checks` names a sequence of kit.results.Check, `presets` sets of their
-    tolerances by name, `pictures` a kit.draw.plots.Pictures: its plots and tables. `preload` is imported before ranks start.
-    `first` names the settings that its panel shows first; without it all are.
-    `roles` gives the roles of a config's ranks, which live in one World or in several, in rank order; without it all ranks are alike.
-    With `isolate` a World that dies ends alone.
-    `foreign` names (`module:attr`) what turns files of other systems into settings: called with their contents by name, it returns the
-    settings, and the keys that it has none for.
-    `fits` is called on the notebook's side and raises BadInput, with the arithmetic, where this machine cannot carry a config.
+    tolerances by name, `pictures` a kit.draw.plots.Pictures with plots and tables. `preload` is imported before ranks start.
+    `first` names the settings that the panel shows first; without it, all.
+    `roles` gives the roles of a config's ranks, in one World or several, in rank order; without it all ranks have one role.
+    With `isolate`, a World that dies does not end the others.
+    `foreign` names (`module:attr`) a function that converts files of other systems: called with their contents by name, it returns the
+    settings and the keys without a setting.
+    `fits` is called on the notebook side and raises BadInput, with the arithmetic, if a config does not fit on this machine.
     """
 
     name: str
@@ -231,7 +231,7 @@ class Definition:
     preload: tuple[str, ...] = ()
 
     def roles_of(self, config: LabConfig) -> tuple[Role, ...]:
-        """Every rank in exactly one role; a lab without roles has one, without a name."""
+        """Every rank is in exactly one role; a lab without roles has a single unnamed one."""
         if self.roles is None:
             return (Role(name="", ranks=tuple(range(config.ranks))),)
         roles = tuple(self.roles(config))
@@ -245,7 +245,7 @@ class Definition:
         worlds = [number for _, number in sorted((rank, role.world) for role in roles for rank in role.ranks)]
         if worlds != sorted(worlds) or set(worlds) != set(range(max(worlds) + 1)):
             raise ValueError(
-                f"lab {self.name!r} puts its ranks into Worlds {worlds}; they must be filled in rank order, from 0 on"
+                f"lab {self.name!r} puts its ranks into Worlds {worlds}; fill Worlds in rank order, from 0"
             )
         return roles
 
@@ -253,7 +253,7 @@ class Definition:
         return tuple(load(self.checks))
 
     def all_checks(self) -> Sequence[Check]:
-        """The lab's own checks and those of every lab, each of which applies only to the runs that it is about."""
+        """The lab's own checks and the common ones; each applies only to the runs that it concerns."""
         return (*self.load_checks(), *load("kit.labs.growth:EVERY_LAB"))
 
     def load_presets(self) -> Mapping[str, Mapping[str, float]]:
@@ -268,7 +268,7 @@ JOB = "weights, gradients and optimizer"
 
 
 def check_fits(config: JobConfig, *, job: int, host: int, kept: str) -> None:
-    """Refuse a job that does not fit. `job`: bytes of a rank on its device; `host`: other bytes in host memory, which `kept` describes."""
+    """Refuse a job that does not fit. `job`: bytes per rank on its device; `host`: other bytes in host memory, described by `kept`."""
     ranks = config.ranks
     if gpus := [] if config.device == "cpu" else free_gpu_bytes():
         sharing = -(-ranks // len(gpus))  # ranks on the fullest GPU

@@ -50,7 +50,7 @@ def discover() -> Found:
     for point in entry_points(group="kit.labs"):
         try:
             lab = point.load()
-        except Exception as error:  # noqa: BLE001 - importing a stranger's package may raise anything
+        except Exception as error:  # noqa: BLE001 - importing a third-party package may raise anything
             found.broken[point.name] = f"{point.value} cannot be loaded: {type(error).__name__}: {error}"
             continue
         if not isinstance(lab, Definition):
@@ -97,8 +97,8 @@ ASK_NCCL2 = "import torch, torch.distributed as dist; print(torch.__version__, h
 def configure(
     lab: Definition, given: Mapping[str, Any], fault: Fault | None, *, world: World | None = None
 ) -> LabConfig:
-    """The given settings over what the fault needs over the lab's defaults, checked against this machine. Code that a setting names is
-    looked up as the ranks would: with the Python and the environment of `world`."""
+    """The config: given settings override those of the fault, which override the lab's defaults. Checked against this machine. Code named
+    by a setting is looked up as on the ranks, with the Python and the environment of `world`."""
     config = validate(lab, {**(fault.set if fault else {}), **given})
     if refused := next(refusals(lab, config, fault), None):
         raise BadInput(refused[1])
@@ -119,7 +119,7 @@ def configure(
 
 
 def refusals(lab: Definition, config: LabConfig, fault: Fault | None) -> Iterator[tuple[str, str]]:
-    """What this machine or the fault does not allow: the field that it is about ("" for no single one), and a sentence."""
+    """What this machine or the fault does not allow: the field ("" for no single one) and a sentence."""
     driver = has_gpu_driver()
     on_cuda = driver and config.device != "cpu"
     if config.device == "cuda" and not driver:
@@ -147,7 +147,7 @@ def refusals(lab: Definition, config: LabConfig, fault: Fault | None) -> Iterato
 
 
 def undetectable(lab: Definition, config: LabConfig, fault: Fault) -> Iterator[tuple[str, str]]:
-    """The settings with which the fault's check fails anyway, or is null so that the run would end as if there were no fault."""
+    """The settings with which the fault's check fails anyway, or is null, so the run would end as without the fault."""
     found = {name: getattr(config, name) for name in fault.needs}
     wrong = {name: value for name, value in found.items() if value not in fault.needs[name]}
     for name, value in wrong.items():
@@ -160,7 +160,7 @@ def undetectable(lab: Definition, config: LabConfig, fault: Fault) -> Iterator[t
 
 
 def settled(values: Mapping[str, Any]) -> dict[str, Any]:
-    """With `dtype=auto` as it is meant here, so that a run's config says what it ran with."""
+    """Resolve `dtype=auto`, so a run's config states the dtype that it used."""
     if values.get("dtype") != "auto":
         return dict(values)
     on_cuda = values.get("device", "auto") != "cpu" and has_gpu_driver()
@@ -171,18 +171,18 @@ def check_nccl2(python: str) -> None:
     printed, why = machine.output(python, "-c", ASK_NCCL2, timeout_s=120)
     if printed is None:
         raise BadInput(
-            f"routing=nccl2: the ranks' Python {python} does not say whether its torch has that backend: {why}"
+            f"routing=nccl2: cannot determine whether the torch of the ranks' Python {python} has that backend: {why}"
         )
     version, has_it = printed.splitlines()[-1].split()
     if has_it != "True":
         raise BadInput(
-            f"routing=nccl2 needs a torch with the backend nccl2, and the ranks' torch {version} has none; use torch or torchcomms"
+            f"routing=nccl2 needs a torch with the backend nccl2, which the ranks' torch {version} lacks; use torch or torchcomms"
         )
 
 
 def complaints(lab: Definition, given: Mapping[str, Any], fault: Fault | None) -> dict[str, str]:
-    """What `configure` would refuse: a sentence per field, under "" for a rule about several. Fast enough for every keystroke: code that a
-    setting names (`module:attr`) is not looked up."""
+    """What `configure` would refuse: a sentence per field, under "" for a rule about several. Fast enough to call on every keystroke,
+    because code named by a setting (`module:attr`) is not looked up."""
     values = {**(fault.set if fault else {}), **given}
     found = _read(lab, values)
     if isinstance(found, dict):
@@ -201,7 +201,7 @@ def validate(lab: Definition, values: Mapping[str, Any]) -> LabConfig:
 
 
 def _read(lab: Definition, values: Mapping[str, Any]) -> LabConfig | dict[str, str]:
-    """The config, or what is wrong by field; what no field can be blamed for raises."""
+    """The config, or the errors by field. An error without a field raises."""
     import pydantic
 
     known, adapter = _known(cast("Hashable", lab.config))
@@ -216,13 +216,13 @@ def _read(lab: Definition, values: Mapping[str, Any]) -> LabConfig | dict[str, s
         except (TypeError, ValueError):
             why = "settings must be plain values (numbers, text, true, false, null, lists)"
             raise BadInput(f"{why}; {name} is not") from None
-    # A choice that looks like a number (`gate: 1` in a file) is one of its texts.
+    # A choice that looks like a number (`gate: 1` in a file) is meant as text.
     values = {
         name: str(value) if type(value) in (int, float) and str(value) in known[name].choices else value
         for name, value in values.items()
     }
     try:
-        # Strict, so that "3" is no number; by way of JSON, so that a list may fill a tuple.
+        # Strict, so "3" is not a number; via JSON, so a list may fill a tuple.
         config: LabConfig = adapter.validate_json(json.dumps(dict(values)), strict=True)
     except pydantic.ValidationError as error:
         found: dict[str, str] = {}
@@ -240,7 +240,7 @@ def _known(config: Any) -> tuple[dict[str, Field], Any]:
 
 
 def from_text(lab: Definition, pairs: Mapping[str, str]) -> dict[str, Any]:
-    """Values from the command line: text where the field is text, else JSON, else the text itself for the check to refuse. A list needs no
+    """Values from the command line: text if the field is text, else JSON, else the text itself, which validation refuses. A list needs no
     brackets."""
     kinds = {field.name: field.kind for field in fields(lab.config)}
     lists = {name for name, kind in kinds.items() if typing.get_origin(kind) is tuple}
@@ -263,8 +263,8 @@ def find_fault(lab: Definition, name: str | None) -> Fault | None:
 
 
 def check_target(name: str, target: str, python: str = "", env: Mapping[str, str] | None = None) -> None:
-    """Load code where it will run: in the ranks' own interpreter and environment, which may be the only ones that have the module; without
-    `python` in this process, where it may also be a name of the notebook itself (`__main__:Name`)."""
+    """Load code where it will run: in the ranks' interpreter and environment, which may be the only ones with the module. Without `python`
+    in this process, where it may also be a name of the notebook (`__main__:Name`)."""
     if not targets.is_target(target):
         raise BadInput(f"{name} must be 'module:attr', not {target!r}")
     if not python:
@@ -297,7 +297,7 @@ def _sentence(row: Any, known: Mapping[str, Field], values: Mapping[str, Any]) -
 
 
 def value_of(text: str) -> Any:
-    """A setting as run.json has it: a number, true, false, null, a list, or the text itself."""
+    """A setting as in run.json: a number, true, false, null, a list, or the text itself."""
     try:
         return json.loads(text)
     except ValueError:
@@ -327,7 +327,7 @@ def described(path: Path) -> dict[str, Any]:
         return {**row, "status": "damaged", "verdict": str(error)}
     if counts not in {"not judged", "no checks"}:
         row["answer"] = "passed" if counts.startswith("0 ") else "failed"
-    same = defaults(found.lab)  # empty for an unknown lab: then all settings count as changed
+    same = defaults(found.lab)  # empty for an unknown lab, so all settings count as changed
     changed = {name: value for name, value in found.config.items() if name not in same or value != same[name]}
     return {**row, "lab": found.lab, "set": changed, "fault": found.fault, "status": found.status, "verdict": counts}
 
@@ -348,7 +348,7 @@ def select(
     verdict: str | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """The runs that have all of this, as `described`. A fault of "" is a run without one; settings are those of the whole config."""
+    """The runs that match all of this, as `described`. A fault of "" matches runs without one; settings include defaults."""
     for name, value, allowed in (("verdict", verdict, ANSWERS), ("status", status, ENDS)):
         if value is not None and value not in allowed:
             raise BadInput(f"there is no {name} {value!r}; {hint(value, allowed)}")

@@ -1,4 +1,4 @@
-"""The toolbox of checks: counts, memory and its growth, leftovers, steady times, routing; and how ledgers are read from a frame.
+"""Common parts of checks: counts, memory and its growth, leftovers, steady times, routing, and reading ledgers from a frame.
 
 Every `measure` is called with the frame of a run and its config.
 """
@@ -25,12 +25,12 @@ MIB = 2**20
 COUNTS = ("fds", "sockets", "threads", "children", "memfds", "shared_maps", "shm_files", "temp_files")
 PILED = ("groups", *COUNTS)
 WEIGHED = ("anon_rss", "file_rss", "shm_rss", "tensor_bytes", "pinned_bytes")
-WARM_UP = 1  # first cycles that a slope leaves out
+WARM_UP = 1  # first cycles excluded from a slope
 SLOPE_CYCLES = 4
-RISING = 6  # cycles from which on one of them alone cannot tilt the line through all
+RISING = 6  # from this many cycles on, a single cycle cannot tilt the line through all
 LEAST_S = 0.1  # a phase that takes less than this longer is steady
-SETTLED = 2  # cycles after which everything that is allocated once exists
-STATE_SHARE = 0.01  # of the job's state may be added in a cycle before it is called growth
+SETTLED = 2  # cycles after which all one-time allocations exist
+STATE_SHARE = 0.01  # share of the job's state that a cycle may add without counting as growth
 
 
 def at_most(
@@ -44,12 +44,12 @@ def at_most(
     cannot: Callable[[Mapping[str, Any]], str] | None = None,
     when: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> Check:
-    """A check that passes at its limit or below it; without a limit, of a count that must be 0."""
+    """A check that passes at or below its limit; without a limit, a count that must be 0."""
     return Check(name, question, tolerance, limit, unit, "<=", measure, when, cannot)
 
 
 def needs_cycles(least: int) -> Callable[[Mapping[str, Any]], str]:
-    """Why a config cannot have an answer that needs so many cycles; a lab without cycles can."""
+    """Why a config has too few cycles for an answer; a lab without cycles always has enough."""
     return lambda config: "" if config.get("cycles", least) >= least else f"needs at least {least} cycles"
 
 
@@ -60,7 +60,7 @@ one_cycle, few_cycles = needs_cycles(2), needs_cycles(SLOPE_CYCLES)
 
 
 def each_rank(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, metric: str) -> pd.DataFrame:
-    """A number from every rank in every cycle, or of a phase of cycle 0 once; with any missing the check cannot pass."""
+    """A number from every rank in every cycle, or once for a phase of cycle 0. If any is missing, the check cannot pass."""
     rows = select(frame, phase=phase, metric=metric)
     wanted = config["ranks"] * (config["cycles"] if rows["cycle"].any() else 1)
     if len(rows) < wanted:
@@ -79,7 +79,7 @@ def everywhere(config: Mapping[str, Any]) -> str:
 
 
 def count_of(phase: str, metric: str, found: str, none: str) -> Measure:
-    """The largest number that was counted of something wrong; right is 0. The words are for what was found, and for none."""
+    """The largest count of something that must be 0. The words describe a finding and its absence."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         value, where = most(each_rank(frame, config, phase, metric))
@@ -91,7 +91,7 @@ def count_of(phase: str, metric: str, found: str, none: str) -> Measure:
 
 
 def more_than(metric: str, phase: str, base: str) -> Measure:
-    """How many more there are after any cycle's `phase` than after `base`, on the worst rank."""
+    """The largest increase of a count from `base` to any cycle's `phase`, on the worst rank."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         before = select(frame, phase=base, metric=metric).groupby("rank")["value"].first()
@@ -120,7 +120,7 @@ def by_owner(
     frame: pd.DataFrame, source: Source, phase: str, metric: str | None = None, *, add: bool = False
 ) -> pd.Series[float]:
     """A metric (default: that of the source) after each cycle's phase, per rank, or per GPU if ranks share one. A number of the
-    whole GPU, which each of its ranks reports, counts once; with `add`, numbers of single ranks are summed."""
+    whole GPU, reported by each of its ranks, counts once; with `add`, numbers of single ranks are summed."""
     rows = select(frame, phase=phase, metric=metric or source.metric)
     owner = rows["rank"].map(lambda rank: source.gpu_of.get(rank, rank)).rename(source.owner)
     groups = rows.groupby([owner, "cycle"])["value"]
@@ -134,7 +134,7 @@ def series(frame: pd.DataFrame, metric: str, phase: str) -> pd.DataFrame:
 
 
 def growth(phase: str, when: str, metric: str = "") -> Measure:
-    """The growth of memory from the first to the last cycle's phase, where it is largest; `when` describes the phase."""
+    """The largest growth of memory from the first to the last cycle's phase; `when` describes the phase."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
         table = series(frame, metric or source(frame).metric, phase)
@@ -148,7 +148,7 @@ def growth(phase: str, when: str, metric: str = "") -> Measure:
 
 
 def others_untouched(first: str) -> Measure:
-    """The largest change in the memory of a process beside the job, against the first phase in which it was measured."""
+    """The largest change in the memory of the bystander process since the first phase in which it was measured."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
         rows = frame[frame["metric"] == "bystander_driver"]
@@ -179,7 +179,7 @@ def on_cuda(ask: Measure) -> Measure:
 
 
 def theil_sen(table: pd.DataFrame) -> pd.Series:
-    """The median of all pairwise slopes per cycle after the warm-up, a value per column; robust against single odd levels."""
+    """The median of all pairwise slopes per cycle after the warm-up, one value per column; robust against outliers."""
     import numpy as np
     import pandas as pd
 
@@ -192,8 +192,8 @@ def theil_sen(table: pd.DataFrame) -> pd.Series:
 
 
 def slopes(phase: str, control: str = "") -> Measure:
-    """Growth in each cycle of the kind of memory that grows most, on the rank or GPU where it is most, above the slope of the same
-    kind in a control without treatment. All levels are of one phase: another moment is another level."""
+    """Growth per cycle of the fastest-growing kind of memory, on the worst rank or GPU, above the slope of the same kind in a control
+    without treatment. All levels are from one phase, since levels differ between phases."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
         own = source(frame)
@@ -212,7 +212,7 @@ def slopes(phase: str, control: str = "") -> Measure:
 def _slope(frame: pd.DataFrame, metric: str, phase: str, control: str) -> Measured:
     table = series(frame, metric, phase)
     if len(table) <= WARM_UP + 1:
-        raise Missing(f"{metric} was recorded in {len(table)} cycles, too few for a slope")
+        raise Missing(f"{metric} was recorded in only {len(table)} cycles, too few for a slope")
     mine = theil_sen(table) / MIB
     allowed, compared = mine * 0, ""
     if control and ((frame["metric"] == metric) & (frame["phase"] == control)).any():
@@ -226,14 +226,14 @@ def _slope(frame: pd.DataFrame, metric: str, phase: str, control: str) -> Measur
 
 
 def slope_limit(state: Callable[[Mapping[str, Any]], float]) -> Callable[[Mapping[str, Any]], float]:
-    """1 MiB a cycle, or a share of the job's state where that is more; `state` gives its bytes."""
+    """1 MiB per cycle, or a share of the job's state if that is more; `state` gives its bytes."""
     return lambda config: max(1.0, STATE_SHARE * state(config) / MIB)
 
 
 def lasting(metric: str, phase: str, base: str, then: str = "") -> Measure:
-    """How many more there are than after `base` both after `phase` of a cycle and of the next one, on the worst rank. `then` is looked at
-    after the last cycle. What leaks stays: on a busy machine without a leak one rank once had a socket more in one cycle of 20. So what
-    appears only at the last of several counts is not counted."""
+    """The largest increase over `base` that is present after `phase` of two successive cycles, on the worst rank. `then` follows the last
+    cycle. A leak stays, while on a busy machine one rank once had an extra socket in one cycle of 20. So an increase that appears only in
+    the last of several counts does not count."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         before = select(frame, phase=base, metric=metric).groupby("rank")["value"].first()
@@ -255,8 +255,8 @@ def lasting(metric: str, phase: str, base: str, then: str = "") -> Measure:
 
 
 def piled_up(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
-    """How many more of anything there are after the last phase of the last cycles than after that of the second, on the worst rank: what is
-    made once and kept exists after two cycles. Of four cycles or more the last two must both have more."""
+    """The largest increase of any count from the end of the second cycle to the end of the last, on the worst rank. Everything that is made
+    once exists after two cycles. With four cycles or more, the last two must both have the increase."""
     rows = frame[(frame["cycle"] > 0) & frame["metric"].isin(PILED)]
     if rows.empty:
         raise Missing("no file descriptors, threads or files were counted")
@@ -272,7 +272,7 @@ def piled_up(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noq
 
 
 def left(after: str, base: str) -> Measure:
-    """How many more of anything there are when all is over than before it began, on the worst rank."""
+    """The largest increase of any count from before the run to after it, on the worst rank."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         rows = frame[frame["metric"].isin(COUNTS)]
@@ -295,9 +295,9 @@ def _more(before: pd.Series, now: pd.Series, then: str, at_last: str) -> Measure
 
 
 def steady(phases: Sequence[str]) -> Measure:
-    """How many times as long each phase took in both of the last two cycles as in any before, on the worst rank; from `RISING` cycles on
-    also the last against the second, on the line through all. Less than `LEAST_S` more does not count, and neither does one slow cycle: on
-    a busy machine one took five times as long as others."""
+    """The ratio of each phase's time in both of the last two cycles to that in any earlier cycle, on the worst rank. From `RISING` cycles on
+    also last to second cycle, on the line through all. An increase below `LEAST_S` does not count, nor does one slow cycle: on a busy
+    machine one cycle took five times as long as others."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         found = [_steady(frame, config, phase) for phase in phases]
@@ -332,7 +332,7 @@ def _steady(frame: pd.DataFrame, config: Mapping[str, Any], phase: str) -> Measu
 
 
 def each_observed(ask: Callable[[str], Measure]) -> Callable[[pd.DataFrame, Mapping[str, Any]], list[Measured]]:
-    """The same question about each phase that the observers watched: an answer for each."""
+    """The same check for each phase that the observers watched: one answer per phase."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> list[Measured]:
         found = []
@@ -347,12 +347,12 @@ def each_observed(ask: Callable[[str], Measure]) -> Callable[[pd.DataFrame, Mapp
 
 
 def observed(config: Mapping[str, Any]) -> bool:
-    """Whether the observers watched your own job: `rec.phase(..., observe=True)`."""
+    """Whether observers watched your own job: `rec.phase(..., observe=True)`."""
     return bool(config.get("observed"))
 
 
 def routed_part(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """The share of groups (WORLD included) that is routed, on the rank with the lowest share."""
+    """The share of routed groups (WORLD included), on the rank with the lowest share."""
 
     def by_rank(metric: str) -> pd.Series:
         return select(frame, phase="run", metric=metric).set_index("rank")["value"]
@@ -375,7 +375,7 @@ NOTHING_PILES_UP = (
     "Do groups, file descriptors, threads, processes, shared memory and temporary files stay constant from cycle to cycle?",
     "piled_up",
 )
-# What can be asked of any job, without a lab.
+# Checks that apply to any job, without a lab.
 OBSERVED = (
     at_most(*NOTHING_PILES_UP, each_observed(lambda _: piled_up), when=observed),
     at_most(
@@ -410,7 +410,7 @@ Found = TypeVar("Found")
 
 
 class PerFrame(Generic[Found]):
-    """What was read of the frame that was asked about last, by phase: every check asks for the same ledgers."""
+    """A cache of the last frame's ledgers by phase, because every check reads the same ones."""
 
     def __init__(self, read: Callable[[pd.DataFrame, str], Found]) -> None:
         self.read = read
@@ -426,7 +426,7 @@ class PerFrame(Generic[Found]):
 
 
 def events(frame: pd.DataFrame, phase: str, *, lab: str, main: str) -> pd.DataFrame:
-    """What a lab's cores and ports did in a phase, in order. If the run is not of this lab, all its events are of the phase `main`."""
+    """The events of a lab's cores and ports in a phase, in order. In a run of another lab, all events count as the phase `main`."""
     found = frame[frame["value"].isna() & (frame["unit"] == "")]
     if (frame["lab"] == lab).any():
         return found[(found["phase"] == phase) & (found["rank"] == NOTEBOOK)]
@@ -434,7 +434,7 @@ def events(frame: pd.DataFrame, phase: str, *, lab: str, main: str) -> pd.DataFr
 
 
 def rows_of(found: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows as a judge takes them: `event`, `time` and ids."""
+    """Rows in the form of a judge: `event`, `time` and ids."""
     return [
         {"event": name, "time": when, **(json.loads(ids) if ids else {})}
         for name, when, ids in zip(found["metric"], found["time"], found["ids"], strict=True)

@@ -1,8 +1,8 @@
-"""A lab that is stepped, by hand or all at once (both are the same code); what a driven step works with; the table of a step.
+"""Runs a lab step by step or all at once (with the same code); also the API for driven steps, and the table of a step.
 
-Making one checks the config and makes the run's folder; `start` starts the ranks, or takes those of a given World (whose logs stay where
-they are). Each `step` runs one phase on every rank and appends its records at once, so a killed run keeps everything. `run` does the
-remaining steps and judges. The first failure ends the run: it is written to the folder, and raised.
+The constructor checks the config and makes the run's folder. `start` starts the ranks or uses those of a given World, which keeps its logs.
+Each `step` runs one phase on every rank and appends its records at once, so a killed run keeps everything. `run` does the remaining steps
+and judges. The first failure ends the run; it is written to the folder and raised.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from kit.world.world import Printer, Worlds
 
 RANKSIDE = "kit.labs.rankside"
 Write = Callable[[int, list[dict[str, Any]]], None]
-BACKENDS: dict[str, Any] = {"torchcomms": routing, nccl2.NAME: nccl2}  # what `routing` may name besides torch
-BOUNDARY = "run"  # the phase of what is measured once, before the first phase and after the last
-# The parts of a rank's answer on its routing that become records: at the start, and of the groups at the end.
+BACKENDS: dict[str, Any] = {"torchcomms": routing, nccl2.NAME: nccl2}  # values of `routing` besides torch
+BOUNDARY = "run"  # the phase of measurements before the first phase and after the last
+# The parts of a rank's routing report that become records: at the start, and for the groups at the end.
 ROUTING_BEFORE = ("requested", "importable", "effective", "reason")
 ROUTING_AFTER = ("groups", "groups_effective", "options_lost")
 
@@ -52,7 +52,7 @@ class PhaseRow(NamedTuple):
 
 
 class Quiet(Printer):
-    """An observer of one call of a driven step: it shows output and may stop the step, and leaves the step's progress alone."""
+    """An observer of one call of a driven step: it shows output and may stop the step, but does not change the step's progress."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
@@ -60,13 +60,13 @@ class Quiet(Printer):
     def output(self, rank: int, text: str) -> None:
         self._observer.output(rank, text)
 
-    def tick(self, answered: Sequence[int]) -> None:  # noqa: ARG002 - the answers of one call say nothing about the step
+    def tick(self, answered: Sequence[int]) -> None:  # noqa: ARG002 - answers of one call do not show the step's progress
         self._observer.tick(())
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Drive(Recording):
-    """What a driver works with: `submit` a method to a role, `wait`, `record`. The driver returns when the step is done."""
+    """A driver's interface: `submit` a method to a role, `wait`, `record`. The driver returns when the step is done."""
 
     world: World | Worlds
     config: Any
@@ -93,7 +93,7 @@ class Drive(Recording):
     ) -> Pending:
         """Have the ranks of a role, or these ranks, run `method(**args)` of their phases object."""
         if (role is None) == (ranks is None):
-            raise BadInput("submit needs role= or ranks=, and not both")
+            raise BadInput("submit needs exactly one of role= and ranks=")
         if role is not None and role not in self.roles:
             raise BadInput(f"there is no role {role!r} in this step; its roles are {', '.join(map(repr, self.roles))}")
         pending = self.world.submit(
@@ -130,7 +130,7 @@ class Drive(Recording):
             )
 
 
-# In the records; in the way here.
+# Recorded, but not shown here.
 HIDDEN = (
     *("overhead_seconds", "observers_seconds", "shared_rss", "peak_rss", "file_rss", "shm_rss", "pinned_bytes"),
     *("memfds", "shared_maps", "shared_bytes", "shm_files", "temp_files", "children"),
@@ -149,7 +149,7 @@ class Stepped:
     roles: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     def rows(self) -> list[list[str]]:
-        """The heading, then a row per metric; where a level changed, what it was before the phase."""
+        """The heading, then a row per metric; for a changed level also its value before the phase."""
         ranks = sorted({record.rank for record in self.records})
         values = {(label(record.metric, record.ids), record.rank): record for record in self.records}
         found = [m for m in dict.fromkeys(m for m, _ in values) if not m.endswith("_before") and m not in HIDDEN]
@@ -194,7 +194,7 @@ class Lab:
         panel: Callable[[Lab], object] | None = None,
         world: World | Worlds | None = None,
     ) -> None:
-        """`observe` makes an observer for a number of calls; `plotter` and `panel` come from a room that labs do not import."""
+        """`observe` makes an observer for a number of calls; `plotter` and `panel` come from a package that labs do not import."""
         self.definition = definition
         self.name = definition.name
         self._plotter = plotter
@@ -216,10 +216,10 @@ class Lab:
         self.steps: Sequence[Step] = definition.plan(self.config)
         known = {role.name for role in self.roles}
         if wrong := [(step.phase, name) for step in self.steps for name in step.roles if name not in known]:
-            raise ValueError("step {!r} names the role {!r}, which this lab does not have".format(*wrong[0]))
+            raise ValueError("step {!r} names the role {!r}, which this lab lacks".format(*wrong[0]))
         self.done = 0  # phases
-        self._lost: set[int] = set()  # ranks whose death was rehearsed
-        self.error = ""  # what ended it, in one line
+        self._lost: set[int] = set()  # ranks killed on purpose
+        self.error = ""  # the failure that ended it, in one line
         self.judged: Run | None = None  # the run, once it has its verdict
         self.observe = observe
         self._observer: Observer | None = None
@@ -231,7 +231,7 @@ class Lab:
     # -- the public part ----------------------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Start the ranks and the lab on them, if that is not done yet. `step` and `run` do it by themselves."""
+        """Start the ranks and the lab on them, if that is not done yet. `step` and `run` call it."""
         if self.started:
             return self
         if self._observer is None:
@@ -242,7 +242,7 @@ class Lab:
         except BaseException as error:
             self._failed(error)
             self.close()
-            if isinstance(error, RankError) and error.refused:  # what only the ranks' own environment could tell
+            if isinstance(error, RankError) and error.refused:  # only the ranks' environment could detect it
                 raise BadInput(error.refused) from error
             raise
         return self
@@ -258,7 +258,7 @@ class Lab:
         return self._step()
 
     def run(self) -> Run:
-        """Run the phases that are left, judge, and write the verdict. Once done, the same Run again."""
+        """Run the remaining phases, judge, and write the verdict. Later calls return the same Run."""
         if self.judged is not None:
             return self.judged
         self._check_going()
@@ -286,13 +286,13 @@ class Lab:
     def panel(self) -> object:
         """A panel of this lab in its current state, for a notebook."""
         if self._panel is None:
-            raise BadInput("this lab was made without a panel; make it with kit.lab, or use kit.panel")
+            raise BadInput("this lab was made without a panel; make it with kit.lab or kit.panel")
         return self._panel(self)
 
     def close(self) -> None:
-        """End the ranks, unless their World was given. A run that had not come to its verdict is marked as failed. May be called again."""
+        """End the ranks, unless their World was given. A run without a verdict is marked as failed. May be called repeatedly."""
         if self.judged is None and not self.error:
-            self._failed(KitError(f"closed before its end: {self.done} of {len(self.steps)} phases were done"))
+            self._failed(KitError(f"closed early: {self.done} of {len(self.steps)} phases were done"))
         if self.started and self._given is None:
             self.world.close()
 
@@ -303,14 +303,14 @@ class Lab:
         self.close()
 
     def __repr__(self) -> str:
-        state = "judged" if self.judged else f"failed: {self.error}" if self.error else "under way"
+        state = "judged" if self.judged else f"failed: {self.error}" if self.error else "in progress"
         fault = f", fault {self.fault}" if self.fault else ""
         return f"<lab {self.name}{fault}: {self.done} of {len(self.steps)} phases done, {state}; {self.dir}>"
 
     # -- how --------------------------------------------------------------------------------------------------------
 
     def _watch(self, calls: int) -> None:
-        """A new observer for this number of calls; each step by hand gets its own."""
+        """A new observer for this number of calls; each manual step gets its own."""
         if self.observe is not None:
             self._observer = self.observe(calls)
             if self.started:
@@ -341,13 +341,13 @@ class Lab:
 
         def write(rank: int, found: list[dict[str, Any]]) -> None:
             rows.extend(self._append(step.cycle, step.phase, {rank: found}))
-            if recorded := getattr(self._observer, "recorded", None):  # not every observer wants to know
+            if recorded := getattr(self._observer, "recorded", None):  # optional for observers
                 recorded(len(rows))
 
         try:
             (self._drive if step.driver else self._call)(step, write)
         except BaseException as error:
-            if isinstance(error, RankDied) and error.rank >= 0:  # the others say for themselves that they failed
+            if isinstance(error, RankDied) and error.rank >= 0:  # the others report their own failures
                 with contextlib.suppress(KitError, OSError):
                     write(error.rank, [new_row("failed", 1, "1", time.time())])
             self._failed(error)
@@ -367,7 +367,7 @@ class Lab:
         ).result()
 
     def _drive(self, step: Step, write: Write) -> None:
-        """Run a driven step: its driver gives the calls, and every rank is measured from its beginning to its end."""
+        """Run a driven step: its driver makes the calls, and every rank is measured from start to end."""
         ranks = self._left(working(step, self.roles))
         observer = self.world.observer
         drive = Drive(
@@ -391,7 +391,7 @@ class Lab:
             finally:
                 drive.cancel()
                 self._lost |= drive.lost
-                with contextlib.suppress(KitError):  # of ranks that died or hang there is nothing more to measure
+                with contextlib.suppress(KitError):  # ranks that died or hang cannot be measured
                     self.world.submit(f"{RANKSIDE}:close_step", ranks=self._idle(ranks), timeout_s=60, **quiet).result()
         finally:
             observer.ended()
@@ -435,7 +435,7 @@ class Lab:
         if self.error:
             raise KitError(f"this run has failed ({self.error}); make a new lab")
         if self.judged is not None:
-            raise KitError("this run is judged; make a new lab")
+            raise KitError("this run is already judged; make a new lab")
 
     def _append(self, cycle: int, phase: str, found: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Record]:
         records = [
@@ -447,8 +447,8 @@ class Lab:
         return records
 
     def _append_answers(self, metric: str, answers: Mapping[int, Any], names: Sequence[str]) -> None:
-        """Each rank's proportional memory; and what ranks say of a routing that was asked for: numbers among the records, and rank 0's own
-        words where it comes from."""
+        """Record each rank's proportional memory and, if routing was requested, the ranks' routing reports: numbers in the records, rank 0's
+        texts in the provenance."""
         if self.config.routing != "torch":
             known = {rank: answer["routing"] for rank, answer in answers.items()}
             self._writer.set_provenance({**self._about, "routing": next(iter(known.values()))})
@@ -458,7 +458,7 @@ class Lab:
         self._append_once(metric, rows, "B")
 
     def _append_once(self, metric: str, values: Mapping[int, float | str], unit: str) -> None:
-        """A number or a text of each rank that belongs to no phase."""
+        """Record a number or text of each rank that belongs to no phase."""
         ended, found = time.time(), {}
         for rank, value in values.items():
             number, text = (None, value) if isinstance(value, str) else (value, "")
@@ -466,7 +466,7 @@ class Lab:
         self._append(0, BOUNDARY, found)
 
     def _failed(self, error: BaseException) -> None:
-        """Keep what can be known of the failure. Whatever goes wrong here must not hide the error itself."""
+        """Record the failure. An exception here must not hide the original error."""
         name = "stopped" if isinstance(error, KeyboardInterrupt) else type(error).__name__
         words = f"{name}: {error}" if str(error) else name
         self.error = words.partition("\n")[0]
@@ -495,7 +495,7 @@ def sizes(roles: Sequence[Role]) -> tuple[int, ...]:
 
 
 def devices(roles: Sequence[Role], sizes: Sequence[int]) -> list[list[int]]:
-    """Device numbers for each World, where roles place their ranks; either all of a World's ranks are placed or none."""
+    """Device numbers for each World if roles place their ranks; a World places all of its ranks or none."""
     placed = {rank: place for role in roles for rank, place in zip(role.ranks, role.devices, strict=False)}
     if not placed:
         return []
@@ -504,7 +504,7 @@ def devices(roles: Sequence[Role], sizes: Sequence[int]) -> list[list[int]]:
 
 
 def check_given(world: World | Worlds, config: LabConfig, sizes: tuple[int, ...], *, isolate: bool) -> None:
-    """Refuse a running World of other sizes, or one that was started without the flag that this routing needs."""
+    """Refuse a running World of another size, or one started without the flag that this routing needs."""
     if config.ranks != world.ranks:
         raise BadInput(f"ranks={config.ranks}, but the given World has {world.ranks}")
     given = world.sizes if isinstance(world, Worlds) else (world.ranks,)

@@ -1,7 +1,7 @@
-"""A lab on a rank: its phases object stays here between calls; every phase is measured, including one that raises.
+"""A lab on a rank: its phases object persists between calls; every phase is measured, including one that raises.
 
-The notebook calls `begin` once, `step` for each phase (of a driven step `open_step`, `act` often, `close_step`), and `end`. What is
-measured is published (`kit.world.channel.publish`) and reaches the run's folder while a phase lasts.
+The notebook calls `begin` once, `step` for each phase (for a driven step `open_step`, `act` repeatedly, `close_step`), and `end`.
+Measurements are published (`kit.world.channel.publish`) and reach the run's folder during the phase.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from kit.world import channel
 
 @dataclass(kw_only=True, slots=True)
 class Context(Recording):
-    """What a lab's phases work with. `record` adds a number of their own to the phase that runs. `rank` and `world_size`
-    count through all Worlds of the run, of which this rank is in number `world`. `role` is this rank's, `roles` has the ranks of each.
-    `meeting` is a fresh name, the same on all ranks, by which those of several Worlds find each other."""
+    """The interface for a lab's phases. `record` adds the lab's own number to the current phase. `rank` and `world_size` count
+    over all Worlds of the run; this rank is in World number `world`. `role` is this rank's role, `roles` has the ranks of each.
+    `meeting` is a fresh name, the same on all ranks, by which ranks of several Worlds find each other."""
 
     rank: int
     world_size: int
@@ -65,7 +65,7 @@ def publish(metric: str, value: float, unit: str, when: float, **about: Any) -> 
 
 @dataclass(kw_only=True, slots=True)
 class Session:
-    """One lab on this rank. `meter` measures the driven step that is under way."""
+    """One lab on this rank. `meter` measures the current driven step."""
 
     context: Context
     phases: Any
@@ -90,7 +90,7 @@ def begin(
 ) -> dict[str, Any]:
     """Make the phases object of this rank's role. Returns this rank's proportional memory, and on rank 0 its provenance. With a folder
     for `snapshots` it keeps a history of its CUDA memory."""
-    global _session  # noqa: PLW0603 - one rank is one process, and it works for one lab
+    global _session  # noqa: PLW0603 - one rank is one process and serves one lab
     rank = int(os.environ["KIT_RANK"])
     mine = next(role for role in roles if rank in role["ranks"])
     context = Context(
@@ -112,7 +112,7 @@ def begin(
     ):
         if context.config.routing == "torch" and effective:
             raise BadInput(
-                f"routing=torch, and these ranks go through {name}: make the World without {flag}, or ask for routing={name}"
+                f"routing=torch, but these ranks go through {name}; make the World without {flag}, or use routing={name}"
             )
     watch()
     about = provenance() if rank == 0 else None
@@ -129,7 +129,7 @@ def begin(
 
 
 def step(*, cycle: int, name: str) -> None:
-    """Run one phase and measure it; what was measured is published, also of a phase that raises."""
+    """Run one phase, measure it, and publish the measurements, even if it raises."""
     session = _running()
     meter = PhaseMeter(str(session.context.device))
     failed = [Metric("failed", 1, "1")]
@@ -138,25 +138,25 @@ def step(*, cycle: int, name: str) -> None:
             getattr(session.phases, name)(cycle)
         failed = []
     except BaseException:
-        snapshot()  # now: memory of what raised is given back when the error is answered
+        snapshot()  # now, because answering the error frees the memory of the exception
         raise
     finally:
         publish_all(meter, *failed)
 
 
 def open_step() -> None:
-    """A driven step begins: what it takes on this rank is measured until `close_step`."""
+    """Begin a driven step, which is measured on this rank until `close_step`."""
     session = _running()
     session.meter = PhaseMeter(str(session.context.device))
     session.meter.__enter__()
 
 
 def act(*, method: str, args: dict[str, Any]) -> Any:
-    """One call of a driven step. How long it took is a span."""
+    """One call of a driven step. Its time is recorded as a span."""
     began = time.time()
     try:
         return getattr(_running().phases, method)(**args)
-    except Exception:  # not an interrupt, which says nothing about this call
+    except Exception:  # not an interrupt, which is unrelated to this call
         publish("failed", 1.0, "1", time.time(), ids={"call": method})
         raise
     finally:
@@ -173,7 +173,7 @@ def close_step() -> None:
 
 
 def publish_all(meter: PhaseMeter, *more: Metric) -> None:
-    """What was measured of a phase, and then what is measured after it: that may fail."""
+    """The measurements of a phase, then those after it, which may fail."""
     for metric in (*meter.metrics, *more):
         publish(metric.metric, metric.value, metric.unit, meter.ended)
     for metric in between_phases(str(_running().context.device)):
@@ -181,7 +181,7 @@ def publish_all(meter: PhaseMeter, *more: Metric) -> None:
 
 
 def snapshot() -> None:
-    """Write this rank's history of CUDA memory, if it keeps one, and keep it no longer."""
+    """Write this rank's history of CUDA memory, if it keeps one, and stop recording it."""
     session = _running()
     if session.history is not None:
         session.history.write()
@@ -195,7 +195,7 @@ def end() -> dict[str, Any]:
     _running().found.restore()
     answer = {"pss": pss(), **routed(_running().context.config)}
     _session = None
-    gc.collect()  # ranks may go on to another lab, which has to fit beside what this one leaves
+    gc.collect()  # ranks may continue with another lab, which must fit next to what this one leaves
     trim()
     return answer
 

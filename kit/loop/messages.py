@@ -135,9 +135,7 @@ def event_row(event: Event, core: str, when: float) -> Row:
 def command_row(command: Command, when: float) -> Row:
     ids = dict(command.ids)
     if {"core", "to"} & ids.keys():
-        raise BadInput(
-            f"{command.name} has an id `core` or `to`; these are reserved for the runner, so rename the id"
-        )
+        raise BadInput(f"{command.name} has an id `core` or `to`; these are reserved for the runner, so rename the id")
     address = {} if command.to == NOTES else {"to": command.to}
     return Row(command.name, when, {**ids, "pipeline": command.pipeline, **address})
 

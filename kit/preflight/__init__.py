@@ -1,6 +1,6 @@
-"""`kit doctor --deep`: ten probes that settle in two minutes what reading sources cannot.
+"""`kit doctor --deep`: ten probes that determine in two minutes what this box can do.
 
-`run` gives each probe a fresh process, a limit and a line; `probes` is what that process does with a World, `onranks` is what ranks do
-for it. A probe measures and says pass, fail or not measurable, with a number and a reason.
-Ranks load this package for `onranks`, so it imports nothing itself.
+`run` gives each probe a fresh process, a time limit and an output line; `probes` runs in that process with a World, `onranks` on the ranks.
+A probe measures and reports pass, fail or not measurable, with a number and a reason.
+Ranks load this package for `onranks`, so it imports nothing.
 """

@@ -1,4 +1,4 @@
-"""What ranks do for the probes: standard library, torch and Megatron only. They measure and return plain numbers; `probes` judges."""
+"""The rank side of the probes: standard library, torch and Megatron only. Ranks measure and return plain numbers; `probes` judges."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ WATCHED = (
 
 
 def device() -> torch.device:
-    """The rank's own; a World on the host hides the GPUs from its ranks."""
+    """The rank's device; a World on the host hides the GPUs from its ranks."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def finish() -> None:
-    """Until the GPU has done all that it was given."""
+    """Wait until the GPU has finished all work."""
     synchronize(current_device())
 
 
 def meet() -> None:
-    """All ranks are here; over the host, so that nothing happens on the GPU."""
+    """A barrier over the host, without work on the GPU."""
     dist.all_reduce(torch.zeros(1))
 
 
 def place() -> dict[str, Any]:
-    """This rank's seat, and that a kernel runs there."""
+    """This rank's device, and whether a kernel runs there."""
     here = device()
     numbers = torch.arange(1000, device=here, dtype=torch.float64)
     seat: dict[str, Any] = {
@@ -81,7 +81,7 @@ def ready_at_once() -> bool | None:
 
 
 def all_reduces(*, n: int) -> dict[str, Any]:
-    """Seconds of one small all-reduce of many, on the rank's device and on the host, and whether the sums are right."""
+    """Seconds per small all-reduce on the rank's device and on the host, and whether the sums are correct."""
     measured: dict[str, Any] = {}
     for name, where in {"device": device(), "host": torch.device("cpu")}.items():
         first = sums(where)
@@ -93,7 +93,7 @@ def all_reduces(*, n: int) -> dict[str, Any]:
 
 
 def sums(where: torch.device, group: Any = None) -> bool:
-    """An all-reduce with values that depend on the rank, against the exact sum."""
+    """An all-reduce with values that depend on the rank, compared with the exact sum."""
     size, rank = dist.get_world_size(), dist.get_rank()
     value = torch.tensor([(rank + 1) ** 2, rank], dtype=torch.float64, device=where)
     dist.all_reduce(value, group=group)
@@ -101,7 +101,7 @@ def sums(where: torch.device, group: Any = None) -> bool:
 
 
 def make_groups(*, backend: str, n: int) -> dict[str, Any]:
-    """Groups of all ranks made, used once and destroyed: seconds of each for one, and whether every sum is right."""
+    """Make groups of all ranks, use them once and destroy them: seconds of each step per group, and whether every sum is correct."""
     where = device() if backend == "nccl" else torch.device("cpu")
     everyone = list(range(dist.get_world_size()))
     made: list[Any] = []
@@ -122,7 +122,7 @@ PIECE = 64 * 2**20
 
 
 def registered(*, size: int) -> dict[str, Any]:
-    """A memfd of this size, mapped, supplied with pages and copied; registered with CUDA where there is a GPU. Seconds of each."""
+    """Map, populate and copy a memfd of this size, and register it with CUDA if there is a GPU. Returns seconds of each."""
     with contextlib.ExitStack() as undo:
         fd = os.memfd_create("kit-preflight")
         undo.callback(os.close, fd)
@@ -140,7 +140,7 @@ def registered(*, size: int) -> dict[str, Any]:
 
 
 def copies(address: int, there: torch.Tensor) -> dict[str, Any]:
-    """To the GPU and back: from the registered mapping, from torch's pinned memory, and from pageable memory."""
+    """Copies to the GPU and back: from the registered mapping, from torch's pinned memory, and from pageable memory."""
     cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     size = there.numel()
     on_gpu = torch.zeros(size, dtype=torch.uint8, device=device())
@@ -161,7 +161,7 @@ def copies(address: int, there: torch.Tensor) -> dict[str, Any]:
         finally:
             finish()
             measured["unregister"] = int(cudart.cudaHostUnregister(address))
-    part = on_gpu[: size // 4]  # enough for a rate; supplying more pages takes longer than copying them
+    part = on_gpu[: size // 4]  # enough for a rate; populating more pages takes longer than copying them
     for name, host in (
         ("pinned", torch.empty(part.numel(), dtype=torch.uint8, pin_memory=True)),
         ("pageable", torch.ones(part.numel(), dtype=torch.uint8)),
@@ -175,7 +175,7 @@ def best(target: torch.Tensor, source: torch.Tensor) -> float:
 
 
 def refused_because() -> str:
-    """CUDA reports a refusal again at the next call."""
+    """Clear the last CUDA error, which the next call would report again."""
     try:
         torch.ones(1, device=device()).sum().item()
     except RuntimeError as error:
@@ -184,14 +184,14 @@ def refused_because() -> str:
 
 
 def resized(*, size: int) -> dict[str, Any]:
-    """A flat buffer with views: its storage to nothing and back. Bytes that left and came, and whether every view has its bits."""
+    """Resize the storage of a flat buffer with views to nothing and back: bytes freed and taken, and whether every view has its bits."""
     flat = torch.empty(size, dtype=torch.uint8, device=device())
     for number, piece in enumerate(pieces(flat)):
         piece.view(torch.int64).copy_(torch.arange(piece.numel() // 8, device=flat.device) * (2 * number + 3))
     half = size // 2 // 8 * 8
     views = [flat[:half].view(torch.bfloat16), flat[half : half + PIECE].view(torch.float32), flat.view(torch.int64)]
     before = digests(flat, views)
-    kept = flat.clone()  # on the same device: copies to the host are another probe's question
+    kept = flat.clone()  # on the same device, because another probe measures copies to the host
     storage = flat.untyped_storage()
     let_go()
     full = held()
@@ -215,7 +215,7 @@ def pieces(flat: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def digests(flat: torch.Tensor, views: list[torch.Tensor]) -> list[int]:
-    """Sums with a weight for each place, so that moved bytes show; in pieces, since each needs room for its product."""
+    """Sums weighted by position, so moved bytes show; in pieces, because each product needs memory."""
 
     def weighed(piece: torch.Tensor) -> int:
         words = piece.view(torch.int64)
@@ -226,7 +226,7 @@ def digests(flat: torch.Tensor, views: list[torch.Tensor]) -> list[int]:
 
 
 def let_go() -> None:
-    """Freed blocks back to the driver, or to the system."""
+    """Return freed blocks to the driver or to the system."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     else:
@@ -234,14 +234,14 @@ def let_go() -> None:
 
 
 def held() -> int:
-    """Bytes of the GPU in use, as the driver reports it; without a GPU this process's anonymous memory."""
+    """Bytes of the GPU in use, as reported by the driver; without a GPU this process's anonymous memory."""
     finish()
     seen = device_memory(current_device())
     return seen.driver_used if seen else host_memory().get("anon_rss", 0)
 
 
 def driver_view() -> dict[str, Any] | None:
-    """What the driver and the allocator tell after a little work; None on the host."""
+    """The readings of the driver and the allocator after a little work; None on the host."""
     where = device()
     if where.type == "cpu":
         return None
@@ -249,7 +249,7 @@ def driver_view() -> dict[str, Any] | None:
     finish()
     meet()
     seen = device_memory(str(where))
-    meet()  # both have read while both have their block
+    meet()  # both ranks must read while both have their block
     assert seen is not None
     del block
     return {"pid": os.getpid(), "device": str(where), **seen._asdict()}
@@ -262,7 +262,7 @@ _kept: list[Any] = []
 
 
 def offer(*, size: int) -> dict[str, Any]:
-    """Memory with a pattern, and what the other rank needs to open it."""
+    """Memory with a pattern, and the handle with which the other rank opens it."""
     value = torch.arange(size // 8, dtype=torch.int64, device=device()) * 7 + 1
     finish()
     try:
@@ -274,14 +274,14 @@ def offer(*, size: int) -> dict[str, Any]:
 
 
 def take(*, handle: str, size: int, keep: bool) -> dict[str, Any]:
-    """Open it, read every bit, write a first word that its owner can see; let it go again or keep it."""
-    arguments = pickle.loads(base64.b64decode(handle))  # noqa: S301 - made by the rank beside this one
+    """Open it, read every bit, write a first word for its owner to see, then release or keep it."""
+    arguments = pickle.loads(base64.b64decode(handle))  # noqa: S301 - made by the other rank
     try:
         value = reductions.rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
         same = bool(torch.equal(value, torch.arange(size // 8, dtype=torch.int64, device=value.device) * 7 + 1))
         value[0] = -1
         if value.is_cuda:
-            torch.cuda.synchronize(value.device)  # its owner's GPU, which may be another one than this rank's
+            torch.cuda.synchronize(value.device)  # its owner's GPU, which may not be this rank's
     except RuntimeError as error:
         return {"error": first_line(error)}
     if keep:
@@ -293,13 +293,13 @@ def take(*, handle: str, size: int, keep: bool) -> dict[str, Any]:
 
 
 def written() -> bool:
-    """Whether the other rank's word has come."""
+    """Whether the other rank's word has arrived."""
     finish()
     return bool(int(_kept[-1][0].item()) == -1)
 
 
 def close() -> int:
-    """Let go of everything; bytes that the allocator still counts."""
+    """Release everything; returns the bytes that the allocator still counts."""
     _kept.clear()
     gc.collect()
     torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
@@ -315,7 +315,7 @@ def first_line(error: BaseException) -> str:
 
 
 def twice(*, layout: dict[str, Any], dtypes: list[str]) -> dict[str, Any]:
-    """Per number type two jobs of this layout on the same groups, two steps each; seconds of the groups, of a job and of a step."""
+    """For each dtype two jobs of this layout on the same groups, two steps each; seconds of the groups, of a job and of a step."""
     from kit.megatron import groups, model
     from kit.megatron.config import ModelConfig
 
@@ -359,9 +359,9 @@ def experts() -> dict[str, Any]:
 
 
 def suspended() -> dict[str, Any]:
-    """One communicator asleep and awake again; why not, where it cannot be."""
+    """Suspend and resume one communicator, or give the reason why that is impossible."""
     if device().type == "cpu":
-        return {"refused": "it needs a GPU, and these ranks work on the host"}
+        return {"refused": "needs a GPU, but these ranks run on the CPU"}
     if why := nccl.no_suspend(nccl.running(), torch.__version__):
         return {"refused": why}
     group: Any = dist.new_group(list(range(dist.get_world_size())), backend="nccl")
@@ -392,12 +392,12 @@ def suspended() -> dict[str, Any]:
 # -- groups destroyed exactly and made anew inside their handles: descriptors, threads, driver, options, bits ----------
 
 
-MORE = "_MORE_FOR_THE_PREFLIGHT_GROUPS"  # a global among Megatron's own, so that a destroy finds what it holds
+MORE = "_MORE_FOR_THE_PREFLIGHT_GROUPS"  # a global in Megatron's module, so a destroy finds its groups
 NAMES = ("_TENSOR_MODEL_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP")
 
 
 class Ten(NamedTuple):
-    """The groups of this rank, and what they were like at first."""
+    """The groups of this rank and their initial state."""
 
     made: list[Any]
     bits: list[str]
@@ -408,7 +408,7 @@ _ten: Ten
 
 
 def begin(*, n: int) -> dict[str, Any]:
-    """Make the groups where Megatron's are; levels before there are any, and with them."""
+    """Make the groups in Megatron's module; returns levels before and after."""
     global _ten  # noqa: PLW0603 - kept between calls
     from kit.megatron import groups, standin
     from kit.megatron.handles import parallel_state
@@ -429,7 +429,7 @@ def begin(*, n: int) -> dict[str, Any]:
 
 
 def cycle() -> dict[str, Any]:
-    """Destroy all and make them anew: levels in between and after, seconds for one group, and what is not as at first."""
+    """Destroy all groups and make them again: levels in between and after, seconds per group, and differences from the initial state."""
     from kit.megatron import groups
 
     n = len(_ten.made)
@@ -463,7 +463,7 @@ def make(number: int) -> Any:
 
 
 def bits(group: Any) -> str:
-    """The bits that an all-reduce of this rank's own random numbers gives."""
+    """The bits of an all-reduce of this rank's random numbers."""
     generator = torch.Generator().manual_seed(dist.get_rank() + 1)
     value = torch.randn(4096, generator=generator).to(device())
     dist.all_reduce(value, group=group)
@@ -471,7 +471,7 @@ def bits(group: Any) -> str:
 
 
 def options(group: Any) -> dict[str, Any]:
-    """What the group's own backend says of its options, asked of torch and not of the snapshot."""
+    """The options of the group's backend, read from torch and not from the snapshot."""
     seen = facts(group)
     return {**seen["backends"][device().type], "description": seen["description"]}
 
@@ -486,7 +486,7 @@ def differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> se
 
 
 def level() -> dict[str, int]:
-    """What this process holds once all ranks have come here."""
+    """What this process holds once all ranks have reached this point."""
     gc.collect()
     finish()
     if torch.cuda.is_available():
@@ -506,7 +506,7 @@ _group: Any = None
 
 
 def come_late(*, rank: int, seconds: float) -> None:
-    """An all-reduce for which one rank comes late."""
+    """An all-reduce that one rank enters late."""
     if dist.get_rank() == rank:
         time.sleep(seconds)
     value = torch.ones(1, device=device())
@@ -529,12 +529,12 @@ def prepare(*, deadline_s: float) -> bool:
 
 
 def wait_in_vain(*, deadline_s: float) -> dict[str, Any]:
-    """Both ranks wait, each for the other: rank 0 in a collective of a group that works, the other one where a group begins."""
+    """Both ranks wait for each other: rank 0 in a collective of a working group, rank 1 in the creation of a group."""
     act = collective if dist.get_rank() == 0 else join
     start, words = time.perf_counter(), ""
     try:
         act(deadline_s)
-    except Exception as error:  # noqa: BLE001 - how it ends is what is asked
+    except Exception as error:  # noqa: BLE001 - the probe reports any exception
         words = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
     return {"way": act.__name__, "seconds": time.perf_counter() - start, "error": words}
 
@@ -547,7 +547,7 @@ def collective(deadline_s: float) -> None:
 
 
 def join(deadline_s: float) -> None:
-    """As the second of two, where the first, which has to hand out the communicator's id (NCCL) or its address (gloo), is absent."""
+    """Create a group as the second of two ranks while the first, which provides the communicator's id (NCCL) or address (gloo), is absent."""
     wait, where = dt.timedelta(seconds=deadline_s), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     store = TCPStore(*where, is_master=False, wait_for_workers=False, timeout=wait)
     made: Any = dist.ProcessGroupNCCL if device().type == "cuda" else dist.ProcessGroupGloo
@@ -560,7 +560,7 @@ def join(deadline_s: float) -> None:
 
 
 def survive() -> dict[str, Any]:
-    """Give the group up, as after a failure, and use WORLD again."""
+    """Abandon the group, as after a failure, and use WORLD again."""
     global _group
     group, _group = _group, None
     start = time.perf_counter()

@@ -1,6 +1,6 @@
-"""The probes: each starts a World of its own, has its ranks measure, and judges what they bring.
+"""The probes: each starts its own World, lets its ranks measure, and judges their results.
 
-Rows that need a GPU are not measurable without one; the rest is the same on both. Limits that a row is judged by are in the row.
+Rows that need a GPU are not measurable without one; all others are the same on both. Each row states its limit.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kit.preflight.run import Report, shm_names
 from kit.world import World
 
 MIB, GIB = 2**20, 2**30
-START_S = 3600.0  # the probe's own limit ends a start that takes too long
+START_S = 3600.0  # the probe's own limit ends a slow start
 DEADLINE_S = 3.0
 NVIDIA_SMI_S = 3.0
-DRIVER_SLACK = 16 * MIB  # of two ranks on one GPU: the driver hands out memory in 2 MiB pages
-GIVES_BACK = 0.9  # of a buffer's bytes, as the driver reports it
-REGISTERED_SHARE = 0.8  # of the rate of torch's own pinned memory
+DRIVER_SLACK = 16 * MIB  # for two ranks on one GPU, since the driver allocates in 2 MiB pages
+GIVES_BACK = 0.9  # least share of a buffer's bytes, as reported by the driver
+REGISTERED_SHARE = 0.8  # least share of the rate of torch's pinned memory
 Settings = dict[str, Any]
-Seen = Mapping[str, Any]  # what a rank measured
+Seen = Mapping[str, Any]  # a rank's measurements
 # What, passed, why; a number and its unit.
 Line = tuple[str, bool | None, str] | tuple[str, bool | None, str, float, str]
 
@@ -34,7 +34,7 @@ Line = tuple[str, bool | None, str] | tuple[str, bool | None, str, float, str]
 def started(
     report: Report, device: str, settings: Settings, ranks: int = 2, *, megatron: bool = False
 ) -> Iterator[World]:
-    """A World; how long it took is a row and a time."""
+    """Start a World and report its start time as a row and a time."""
     preload = ("megatron.core",) if megatron else ()
     report.at(f"the start of {ranks} rank{'s' * (ranks > 1)}")
     began = time.monotonic()
@@ -50,7 +50,7 @@ def started(
 
 
 def ask(report: Report, world: World, what: str, function: str, **arguments: Any) -> list[Any]:
-    """Call a function of `onranks`; `what` is named if it does not end."""
+    """Call a function of `onranks`; the report names `what` if it does not end."""
     report.at(what)
     return world.call(f"kit.preflight.onranks:{function}", args=arguments, timeout_s=60.0)
 
@@ -69,7 +69,7 @@ def seats(report: Report, device: str, settings: Settings) -> None:
         names = ", ".join(f"rank {number}: {one['device']}" for number, one in enumerate(places))
         wrong = [one for one in places if not one["device"].startswith(device)]
         report.row("seats", passed=not wrong, why=f"{names} ({world.status()[0]['why']})")
-        report.row("kernel", passed=all(one["sum"] == 999_000.0 for one in places), why="a sum on the device, by value")
+        report.row("kernel", passed=all(one["sum"] == 999_000.0 for one in places), why="value of a sum on the device")
         if device == "cpu":
             report.needs_gpu("context after the fork", "compute mode", "architecture", "NCCL settings")
             return
@@ -88,7 +88,7 @@ def architecture(place: Seen) -> Line:
 
 
 def watchdog(places: Sequence[Seen]) -> Line:
-    """With torch's own settings a collective that failed ends its rank a minute later."""
+    """With torch's default settings, a failed collective ends its rank a minute later."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     values = sorted({one["env"].get(name, "not set") for one in places})
     settings = " ".join(f"{key}={value}" for key, value in sorted(places[0]["env"].items()))
@@ -96,7 +96,7 @@ def watchdog(places: Sequence[Seen]) -> Line:
 
 
 def compute_mode(shared: bool) -> Line:
-    """More than one process may use the GPU, where ranks share it."""
+    """Several processes must be allowed to use the GPU if ranks share it."""
     rows, why = machine.query_gpus("compute_mode", timeout_s=NVIDIA_SMI_S)
     modes = sorted({mode for (mode,) in rows})
     if not modes:
@@ -105,10 +105,10 @@ def compute_mode(shared: bool) -> Line:
 
 
 def all_reduces(report: Report, device: str, settings: Settings) -> None:
-    """2: WORLD has its communicator at once, and sums are right and how fast."""
+    """2: WORLD has its communicator at once; sums are correct; their speed."""
     with started(report, device, settings) as world:
         eager = ask(report, world, "WORLD's communicator", "ready_at_once")
-        unknown = "only NCCL knows, and only some versions of torch show it" if None in eager else ""
+        unknown = "only some versions of torch show NCCL's state" if None in eager else ""
         report.row("WORLD ready before its first collective", None if unknown else all(eager), unknown)
         measured = ask(report, world, "100 small all-reduces on the device and on the host", "all_reduces", n=100)
         right = {name: all(one[name]["right"] for one in measured) for name in ("device", "host")}
@@ -119,14 +119,14 @@ def all_reduces(report: Report, device: str, settings: Settings) -> None:
             report.time(**{time_of: worst})
         first, second = world.status()
         if device == "cuda" and first["device"] == second["device"]:
-            why = f"{first['why']}; its times are those of a shared GPU"
+            why = f"{first['why']}; times are for a shared GPU"
             report.row("two ranks on one GPU", right["device"], why)
         else:
             report.row("two ranks on one GPU", None, "no GPU is shared here")
 
 
 def groups(report: Report, device: str, settings: Settings) -> None:
-    """3: ten groups of each backend under WORLD, used once each."""
+    """3: ten groups of each backend under WORLD, each used once."""
     with started(report, device, settings) as world:
         for backend in ("nccl", "gloo"):
             if backend == "nccl" and device == "cpu":
@@ -147,14 +147,14 @@ def groups(report: Report, device: str, settings: Settings) -> None:
 
 
 def rebuild(report: Report, device: str, settings: Settings) -> None:
-    """4: ten groups destroyed exactly and made anew, twice; everything that they held is given back, and they are as before."""
+    """4: ten groups destroyed exactly and remade, twice; everything that they held is freed, and they are as before."""
     if not settings["megatron"]:
         report.row("exact destroy and reload", None, why="the ranks' Python has no megatron.core")
         return
     with started(report, device, settings, megatron=True) as world:
         first = ask(report, world, "ten groups made and used", "begin", n=10)
         for number in (1, 2):
-            seen = ask(report, world, f"ten groups destroyed and made anew, cycle {number}", "cycle")
+            seen = ask(report, world, f"ten groups destroyed and remade, cycle {number}", "cycle")
             for row in rebuilt(first, seen):
                 report.row(f"{row[0]}, cycle {number}", *row[1:])
             seconds = {part: max(one["seconds"][part] for one in seen) for part in ("destroy", "reload", "use")}
@@ -167,7 +167,7 @@ def rebuild(report: Report, device: str, settings: Settings) -> None:
 
 
 def rebuilt(first: Sequence[Seen], seen: Sequence[Seen]) -> list[Line]:
-    """Every rank after a cycle against itself before it; what differs is named."""
+    """Compare every rank after a cycle with its state before; differences are named."""
     alive = sum(one["alive"] for one in seen)
     changed = sorted({f"rank {rank}, {what}" for rank, one in enumerate(seen) for what in one["changed_options"]})
     names = ["groups", "fds", "sockets", "threads", *(["driver"] if "driver" in first[0]["with"] else [])]
@@ -180,7 +180,7 @@ def rebuilt(first: Sequence[Seen], seen: Sequence[Seen]) -> list[Line]:
 
 
 def off_baseline(name: str, first: Sequence[Seen], seen: Sequence[Seen]) -> Line:
-    """Without groups as before there were any, and with them as with the first ones: the rank that is furthest off."""
+    """Levels without groups must equal those before the first group, and levels with groups those of the first groups; the worst rank."""
     off = {
         (rank, state): one[state][name] - before[state][name]
         for rank, (before, one) in enumerate(zip(first, seen, strict=True))
@@ -196,13 +196,13 @@ def off_baseline(name: str, first: Sequence[Seen], seen: Sequence[Seen]) -> Line
 
 
 def absent_peer(report: Report, device: str, settings: Settings) -> None:
-    """5: who waits for a peer that does not come gets an error in time, lives on, and the peer is named."""
+    """5: a rank that waits for an absent peer gets an error in time and survives; the peer is named."""
     with started(report, device, settings) as world:
         before = world.pids
-        report.at("rank 1 comes late to an all-reduce")
+        report.at("rank 1 enters an all-reduce late")
         try:
             world.call("kit.preflight.onranks:come_late", args={"rank": 1, "seconds": 1.5}, timeout_s=0.5)
-            report.row("the late rank is named", passed=False, why="the call returned before its late rank came")
+            report.row("the late rank is named", passed=False, why="the call returned before the late rank entered")
         except RankTimeout as error:
             named = ", ".join(map(str, error.culprits)) or "none"
             report.row("the late rank is named", passed=error.culprits == (1,), why=f"named: {named}; late: 1")
@@ -212,7 +212,7 @@ def absent_peer(report: Report, device: str, settings: Settings) -> None:
         ended = ask(
             report,
             world,
-            f"both ranks wait {DEADLINE_S:g} s for a peer that does not come",
+            f"both ranks wait {DEADLINE_S:g} s for an absent peer",
             "wait_in_vain",
             deadline_s=DEADLINE_S,
         )
@@ -222,12 +222,12 @@ def absent_peer(report: Report, device: str, settings: Settings) -> None:
             report.row(f"{one['way']} without its peer", passed=in_time, value=one["seconds"], unit="s", why=why)
         after = ask(report, world, "WORLD after the failure", "survive")
         alive = world.pids == before and all(one["host"] and one["device"] for one in after)
-        report.row("survivors use WORLD again", passed=alive, why=f"on the host and on {device}, by value")
+        report.row("survivors use WORLD again", passed=alive, why=f"values of sums on the host and on {device}")
         report.row("the failed group is given up", passed=True, value=max(one["give_up"] for one in after), unit="s")
 
 
 def idle_again(world: World, seconds: float) -> None:
-    """Until the ranks have answered the call that was given up."""
+    """Wait until the ranks have answered the abandoned call."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -242,7 +242,7 @@ def idle_again(world: World, seconds: float) -> None:
 
 
 def host_memory(report: Report, device: str, settings: Settings) -> None:
-    """6: a memfd is registered with CUDA and is copied from as fast as torch's pinned memory."""
+    """6: a memfd can be registered with CUDA and is copied as fast as torch's pinned memory."""
     size = GIB if device == "cuda" else GIB // 16
     with started(report, device, settings, ranks=1) as world:
         (seen,) = ask(
@@ -268,7 +268,7 @@ def host_memory(report: Report, device: str, settings: Settings) -> None:
         rate = gb_s(size, seen[way])
         beside += "" if seen["right"] else "; the bytes are wrong"
         enough = rate >= REGISTERED_SHARE * pinned and seen["right"]
-        report.row(what, enough, f"{beside}; wanted: {REGISTERED_SHARE:g} of pinned", rate, "GB/s")
+        report.row(what, enough, f"{beside}; required: {REGISTERED_SHARE:g} of pinned", rate, "GB/s")
         report.time(**{what.replace(" ", "_"): seen[way]})
 
 
@@ -277,7 +277,7 @@ def gb_s(size: int, seconds: float) -> float:
 
 
 def resize(report: Report, device: str, settings: Settings) -> None:
-    """7: a flat buffer with views goes to nothing and comes back."""
+    """7: a flat buffer with views is resized to nothing and back."""
     expandable = bool(settings.get("env"))
     if expandable and device == "cpu":
         report.needs_gpu("expandable segments")
@@ -294,14 +294,14 @@ def resize(report: Report, device: str, settings: Settings) -> None:
     source = "the driver's memory in use" if device == "cuda" else "resident anonymous memory"
     for way, what in (("left", "given back"), ("came", "taken again")):
         share = seen[way] / size
-        why = f"{mib(seen[way]):g} of {size // MIB} MiB, by {source}; wanted: {100 * GIVES_BACK:g} %"
+        why = f"{mib(seen[way]):g} of {size // MIB} MiB, from {source}; required: {100 * GIVES_BACK:g} %"
         report.row(what, passed=share >= GIVES_BACK, value=100 * share, unit="%", why=why)
     report.row("views", passed=seen["same"], why="digests of the buffer and of three views of it, before and after")
     report.row("resize to nothing", passed=True, value=1e3 * seen["out"], unit="ms")
 
 
 def driver_memory(report: Report, device: str, settings: Settings) -> None:
-    """8: which process's memory the driver reports, and what a rank holds besides tensors."""
+    """8: whether the driver reports memory per process, and what a rank holds besides tensors."""
     if device == "cpu":
         report.needs_gpu("NVML lists the rank's process", "residual of a rank")
         return
@@ -312,9 +312,9 @@ def driver_memory(report: Report, device: str, settings: Settings) -> None:
 
 
 def driver_rows(seen: Sequence[Seen]) -> list[Line]:
-    """By process where NVML lists it, else the whole GPU divided by the ranks that share it."""
+    """Per process if NVML lists it, else the whole GPU's memory divided by the ranks that share it."""
     listed = all(one["process_used"] is not None for one in seen)
-    source = "NVML lists the rank's own process"
+    source = "NVML lists the rank's process"
     if not listed:
         source = "NVML does not list this pid (a container's pid namespace); fallback: the GPU's memory in use, divided by its ranks"
     rows: list[Line] = [("NVML lists the rank's process", listed or None, source)]
@@ -331,7 +331,7 @@ def driver_rows(seen: Sequence[Seen]) -> list[Line]:
 
 
 def ipc(report: Report, device: str, settings: Settings) -> None:
-    """9: one rank's GPU memory in another one, let go and killed."""
+    """9: one rank's GPU memory opened in another rank; released, then killed."""
     expandable = bool(settings.get("env"))
     if device == "cpu":
         report.needs_gpu("CUDA IPC with expandable segments" if expandable else "CUDA IPC")
@@ -341,10 +341,10 @@ def ipc(report: Report, device: str, settings: Settings) -> None:
         report.at("a handle from rank 0 to rank 1")
         if not handed_over(report, world, size, keep=False, expandable=expandable):
             return
-        report.at("both let go")
+        report.at("both release the memory")
         world.call("kit.preflight.onranks:close", ranks=[1])
         (left,) = world.call("kit.preflight.onranks:close", ranks=[0])
-        report.row("memory given back by its owner", passed=left == 0, value=mib(left), unit="MiB still allocated")
+        report.row("memory freed by its owner", passed=left == 0, value=mib(left), unit="MiB still allocated")
         report.at("a second handle, and SIGKILL for the rank that holds it")
         if handed_over(report, world, size, keep=True, expandable=expandable):
             os.kill(world.pids[1], signal.SIGKILL)
@@ -353,26 +353,28 @@ def ipc(report: Report, device: str, settings: Settings) -> None:
                 report.row("the killed rank is noticed", passed=False, why="a call to it returned")
             except KitError as error:
                 report.row("the killed rank is noticed", passed=True, why=type(error).__name__)
-    report.at("what is left in /dev/shm")
+    report.at("leftovers in /dev/shm")
     left_names = sorted(shm_names() - before)
     report.row("shared memory afterwards", not left_names, ", ".join(left_names), len(left_names), "names in /dev/shm")
 
 
 def handed_over(report: Report, world: World, size: int, *, keep: bool, expandable: bool) -> bool:
-    """Whether rank 1 reads what rank 0 wrote, and rank 0 what rank 1 wrote."""
+    """Whether rank 1 reads what rank 0 wrote, and vice versa."""
     what = "a second handle" if keep else "memory of rank 0 in rank 1"
     (seen,) = world.call("kit.preflight.onranks:offer", ranks=[0], size=size)
     if "error" not in seen:
         asked = {"handle": seen["handle"], "size": size, "keep": keep}
         (seen,) = world.call("kit.preflight.onranks:take", ranks=[1], args=asked)
     if "error" in seen:
-        # Segments that expand are shared by a descriptor of the other process, which needs a permission (ptrace) that containers withhold.
+        # Expandable segments are shared via a descriptor of the other process, which needs a permission (ptrace) that containers deny.
         scope = machine.ptrace_scope()
         why = f"{seen['error']}; {'no Yama' if scope is None else f'ptrace_scope {scope}'}"
         report.row(what, None if expandable else False, why)
         return False
     (written,) = world.call("kit.preflight.onranks:written", ranks=[0])
-    report.row(what, passed=seen["same"] and written, value=size // MIB, unit="MiB", why="every word, both ways")
+    report.row(
+        what, passed=seen["same"] and written, value=size // MIB, unit="MiB", why="every word in both directions"
+    )
     return True
 
 
@@ -410,7 +412,7 @@ def bitwise(name: str, ranks: Sequence[Seen]) -> Line:
     """Losses, gradient norms and every tensor after two steps, of two jobs."""
     apart = {number: one["apart"] for number, one in enumerate(ranks) if one["apart"]}
     fine = not apart and all(one["finite"] for one in ranks)
-    why = f"{ranks[0]['tensors']} values compared a rank, loss {ranks[0]['loss']:.4f}"
+    why = f"{ranks[0]['tensors']} values compared per rank, loss {ranks[0]['loss']:.4f}"
     if apart:
         why = "; ".join(f"rank {number} differs in {', '.join(names)}" for number, names in apart.items())
     elif not fine:
@@ -432,7 +434,7 @@ def suspend_rows(ranks: Sequence[Seen]) -> list[Line]:
         (
             "resume",
             right,
-            f"the sum is {'right again' if right else 'wrong'}",
+            f"the sum is {'correct again' if right else 'wrong'}",
             max(one["resume"] for one in ranks),
             "s",
         ),

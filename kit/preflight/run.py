@@ -1,4 +1,4 @@
-"""Runs the probes one after the other: a fresh process each, a limit each, a line as each ends, and nothing left behind."""
+"""Runs the probes in turn, each in a fresh process with a time limit; prints a line for each and cleans up after it."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 Ended = Literal["finished", "cut", "crashed", "interrupted", "not run"]
 TOTAL_S = 130.0
 TIMES = "preflight.json"  # in the runs folder: what the last `kit doctor --deep` measured, for `kit reference`
-SLOWER_ON_CPU = 5.0  # the limits are for a box with a GPU; one without is a laptop
-BUSIEST = 4.0  # times as long again where others use its cores
+SLOWER_ON_CPU = 5.0  # limits are for a box with a GPU; without one they are this many times longer
+BUSIEST = 4.0  # largest further factor if other processes use the cores
 NAMED = ("cut", "crashed", "interrupted", "not run")
-LEAST_S = 2.0  # with less left of the total a probe is not begun
+LEAST_S = 2.0  # no probe starts with less of the total time left
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -69,7 +69,7 @@ PROBES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a probe ended. `at` is what it was doing when it was cut or crashed."""
+    """How a probe ended. `at`: its activity when it was cut or crashed."""
 
     number: str
     title: str
@@ -85,7 +85,7 @@ class Outcome:
         return f"{self.number:<4}{self.title:<29}{self.result:<16}{self.seconds:5.1f} s  {self.summary()}"
 
     def summary(self) -> str:
-        """Why, where it did not pass; else its numbers."""
+        """The reasons if it did not pass, else its numbers."""
         if self.ended != "finished":
             return self.why
         if failed := [row for row in self.rows if row.result == "fail"]:
@@ -98,7 +98,7 @@ class Outcome:
 def deep(
     found: Mapping[str, Any], tell: Callable[[str], None], began: float, probes: Sequence[Probe] | None = None
 ) -> tuple[dict[str, Any], int]:
-    """All probes on what doctor found; as JSON values, and the exit status. The time limit counts from `began`."""
+    """Run all probes on doctor's findings; returns JSON values and the exit status. The time limit counts from `began`."""
     device = "cuda" if found["ranks"].get("device") == "cuda" else "cpu"
     factor = pace(device)
     total = TOTAL_S * factor
@@ -110,12 +110,14 @@ def deep(
     for place, one in enumerate(chosen):
         left = total - AGENT_S - (time.monotonic() - began)
         if stopped or left < LEAST_S:
-            why = "not run: " + ("interrupted" if stopped else f"the {total:.0f} s of all probes are spent")
+            why = "not run: " + ("interrupted" if stopped else f"the total limit of {total:.0f} s is used up")
             outcome = Outcome(number=one.number, title=one.title, result="not measurable", ended="not run", why=why)
         else:
             later = sum(other.limit_s for other in chosen[place + 1 :])
             outcome, seconds = run(one, device, allowed(one.limit_s * factor, later * factor, left), megatron=megatron)
-            times |= {name: min(value, times.get(name, value)) for name, value in seconds.items()}  # a start, of many
+            times |= {
+                name: min(value, times.get(name, value)) for name, value in seconds.items()
+            }  # the fastest of several
         outcomes.append(outcome)
         stopped = stopped or outcome.ended == "interrupted"
         tell(outcome.line())
@@ -133,18 +135,18 @@ def deep(
 
 
 def measure(found: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """The times of the last probe alone, which does most of what labs do, and the box that they are from."""
+    """The times of the last probe, which resembles the labs most, and the box that they come from."""
     limit = 2 * PROBES[-1].limit_s * pace(device)
     return {**box(found, device), **run(PROBES[-1], device, limit, megatron=True)[1]}
 
 
 def allowed(own_s: float, later_s: float, left_s: float) -> float:
-    """A probe's limit; up to as long again from what is spare, so that a slow start is not cut while later probes lose nothing."""
+    """A probe's limit, up to doubled with spare time, so a slow start is not cut at the expense of later probes."""
     return min(left_s, max(own_s, min(2 * own_s, left_s - later_s)))
 
 
 def pace(device: str) -> float:
-    """By how much limits are stretched: not at all with a GPU; without one for a slow machine, and for what else runs there."""
+    """The factor of all limits: 1 with a GPU; without one larger, for a slow machine and its other load."""
     if device == "cuda":
         return 1.0
     busy = os.getloadavg()[0] / len(os.sched_getaffinity(0))
@@ -152,7 +154,7 @@ def pace(device: str) -> float:
 
 
 def run(probe: Probe, device: str, limit_s: float, *, megatron: bool) -> tuple[Outcome, dict[str, float]]:
-    """One probe in a fresh process, which is gone with all that it made when this returns; and the times that it measured."""
+    """Run one probe in a fresh process and clean up after it; returns the outcome and the measured times."""
     before, began = shm_names(), time.monotonic()
     settings = json.dumps({"env": dict(probe.env), "megatron": megatron})
     command = [sys.executable, "-m", "kit.preflight.run", probe.target, device, settings]
@@ -175,7 +177,7 @@ def run(probe: Probe, device: str, limit_s: float, *, megatron: bool) -> tuple[O
             process.wait(limit_s)
         except subprocess.TimeoutExpired:
             ended = "cut"
-        except KeyboardInterrupt:  # what was measured so far is reported all the same
+        except KeyboardInterrupt:  # measurements so far are still reported
             ended = "interrupted"
         if process.poll() is None:
             leftovers.end_group(process.pid)
@@ -212,13 +214,13 @@ def run(probe: Probe, device: str, limit_s: float, *, megatron: bool) -> tuple[O
 
 
 def judged(rows: Sequence[Row]) -> Result:
-    """Fail if anything failed; pass if anything passed; else nothing was measurable here."""
+    """Fail if any row failed, else pass if any passed, else not measurable."""
     results = {row.result for row in rows}
     return "fail" if "fail" in results else "pass" if "pass" in results else "not measurable"
 
 
 def exit_status(outcomes: Sequence[Outcome]) -> int:
-    """3 where a probe was cut or crashed, 1 where one failed; what could not be measured here fails nothing."""
+    """3 if a probe was cut or crashed, 1 if one failed. Rows that are not measurable do not fail."""
     if any(one.ended in {"cut", "crashed"} for one in outcomes):
         return 3
     return int(any(one.result == "fail" for one in outcomes))
@@ -234,7 +236,7 @@ def summary(outcomes: Sequence[Outcome], seconds: float, total_s: float) -> str:
 
 
 def box(found: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """The box that the times are from: those of another box do not apply here."""
+    """Identifies the box of the times, which do not apply to another box."""
     ranks, gpus = found["ranks"], found["gpu"]["gpus"]
     gpu = str(gpus[0]["name"]) if gpus and device == "cuda" else ""
     versions = {name: ranks.get(name) for name in ("torch", "nccl")}
@@ -246,13 +248,13 @@ def box(found: Mapping[str, Any], device: str) -> dict[str, Any]:
 
 # Names that torch, NCCL, CUDA, Python's multiprocessing and the kit use there.
 PREFIXES = ("torch_", "nccl-", "cuda.shm.", "psm_", "sem.mp", "kit")
-AGENT_S = 3.0  # for a World's agent that lost its notebook to end its ranks and remove what they left
+AGENT_S = 3.0  # time for a World's agent that lost its notebook to end its ranks and clean up
 shm_names = functools.partial(machine.shm_names, PREFIXES)
 
 
 def clean(pid: int, started: int, ranks: Iterable[int], before: set[str]) -> list[str]:
-    """Clean up after a probe's process that is gone, and name each thing that it left behind. A World's agent first gets a moment to end by
-    itself what its notebook can no longer end."""
+    """Clean up after a finished probe's process and name everything it left behind. A World's agent first gets a moment to end its ranks
+    itself."""
     owner = f":{pid}:{started}"
 
     def ours(mark: str) -> bool:
@@ -282,7 +284,7 @@ Result = Literal["pass", "fail", "not measurable"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One finding. `value` is a number with its unit, where there is one; `why` says what was compared, or what is missing."""
+    """One finding. `value` is a number with its unit, if any; `why` states what was compared or what is missing."""
 
     what: str
     result: Result
@@ -296,11 +298,11 @@ class Row:
 
 @dataclass(kw_only=True, slots=True)
 class Findings:
-    """All that a probe reported before it ended."""
+    """Everything that a probe reported before it ended."""
 
     rows: list[Row] = field(default_factory=list)
     times: dict[str, float] = field(default_factory=dict)
-    pids: list[int] = field(default_factory=list)  # of ranks, for what has to be cleaned after them
+    pids: list[int] = field(default_factory=list)  # of ranks, for the clean-up
     at: str = "start"
     failed: str = ""
     done: bool = False
@@ -311,7 +313,7 @@ class Findings:
         out.close()
 
     def hear(self, line: str) -> None:
-        """Take in a line; what is not a report is skipped."""
+        """Parse a line; other output is skipped."""
         try:
             message: dict[str, Any] = json.loads(line)
             kind, value = message["kind"], message["value"]
@@ -328,7 +330,7 @@ class Findings:
 
 
 class Report:
-    """The probe's side of it."""
+    """The probe's side of the report."""
 
     def __init__(self, out: TextIO) -> None:
         self.out = out
@@ -337,7 +339,7 @@ class Report:
         print(json.dumps({"kind": kind, "value": value}), file=self.out, flush=True)
 
     def at(self, what: str) -> None:
-        """What begins now: the place that is named if it does not end."""
+        """Announce the next activity, which is named if it does not end."""
         self.say("at", what)
 
     def row(self, what: str, passed: bool | None, why: str = "", value: float | None = None, unit: str = "") -> None:
@@ -348,7 +350,7 @@ class Report:
 
     def needs_gpu(self, *what: str) -> None:
         for one in what:
-            self.row(one, None, why="it needs a GPU, and these ranks work on the host")
+            self.row(one, None, why="needs a GPU, but these ranks run on the CPU")
 
     def time(self, **seconds: float) -> None:
         """Seconds of one of each: a World, a group, a step."""
@@ -359,7 +361,7 @@ class Report:
 
 
 def shown(value: float) -> str:
-    """Three digits that count; whole numbers as they are."""
+    """Three significant digits; integers unchanged."""
     return f"{value:.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.3g}"
 
 
@@ -370,7 +372,7 @@ def main(target: str, device: str, settings: str) -> int:
     module, _, name = target.partition(":")
     try:
         getattr(importlib.import_module(module), name)(report, device, json.loads(settings))
-    except Exception as error:  # noqa: BLE001 - whatever it raises is what the probe found
+    except Exception as error:  # noqa: BLE001 - the probe reports any exception
         lines = str(error).strip().splitlines() or [""]
         first, last = lines[0].strip(), lines[-1].strip()
         words = first if first == last else f"{first} {last}"

@@ -97,9 +97,7 @@ class Ledger:
         turn = 0
         for at, row in enumerate(found):
             if "event" not in row or not isinstance(row.get("time"), int | float):
-                raise BadInput(
-                    f"row {at} of the ledger is {dict(row)!r}; it needs an `event` and a `time` in seconds"
-                )
+                raise BadInput(f"row {at} of the ledger is {dict(row)!r}; it needs an `event` and a `time` in seconds")
             core, ours = row.get("core"), row.get("pipeline") == self.desk
             turn += core == self.desk or (core is None and row["event"] in OPERATIONS)
             if row.get("to") == self.desk or (core not in (None, self.desk) and row["event"] in ANSWERS):

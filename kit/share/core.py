@@ -388,7 +388,9 @@ def on_acquire(t: Turn, event: Event) -> None:
     elif kind not in KINDS or cluster not in one.clusters or not runs_on(kind, cluster):
         refuse(t, event, f"{name} cannot request {kind or 'nothing'} on {cluster or 'no cluster'}")
     elif given == GENERATION:
-        refuse(t, event, f"{name} cannot release generation and request in one operation; its replicas must sleep first")
+        refuse(
+            t, event, f"{name} cannot release generation and request in one operation; its replicas must sleep first"
+        )
     elif waits is not None and not waits.again:
         refuse(t, event, f"{name} already waits for {cluster}")
     elif lease is not None and lease.kind != kind:

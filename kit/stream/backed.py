@@ -23,7 +23,11 @@ TO = {
     "next_prompt": "data",
     "ended": "runner",
 }
-BEFORE = ("capacity", "resumed", "joined")  # notes before the first event; the caller of the controller writes the first two
+BEFORE = (
+    "capacity",
+    "resumed",
+    "joined",
+)  # notes before the first event; the caller of the controller writes the first two
 
 
 @counted

@@ -354,9 +354,7 @@ def _stamps(sample: Sample) -> Iterator[str]:
     for row in sample.spans:
         first, length = row.number("first"), row.number("count")
         if first != reached or length < 1:
-            what = (
-                "stamped twice" if first < reached else "not stamped" if first > reached else "in an empty span"
-            )
+            what = "stamped twice" if first < reached else "not stamped" if first > reached else "in an empty span"
             yield f"token {min(first, reached)} is {what} (row {row.at}: {many(length, 'token')} starting at {first})"
         if row.number("version") < version:
             yield f"the version falls from {version} to {row['version']} at token {first} (row {row.at})"
@@ -519,7 +517,13 @@ def tokens_conserved(ledger: Ledger) -> Finding:
     return f"{generated} tokens generated = {trained} trained + {generated - trained} wasted"
 
 
-GATED = ("strict", "in-order", "weight-fifo", "ready-first", "capacity")  # these start at most (window + version + 1) batches
+GATED = (
+    "strict",
+    "in-order",
+    "weight-fifo",
+    "ready-first",
+    "capacity",
+)  # these start at most (window + version + 1) batches
 TARGETED = ("strict", "in-order")
 LOST = ("failed", "dropped", "aborted")  # ends after which another group may take the group's place in the batch
 PERMITS = (("place", "place_back", "group"), ("slot", "slot_back", "group"), ("acquire", "release", "kind"))

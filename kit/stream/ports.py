@@ -240,9 +240,7 @@ class Foreign:
         self.sampler = kind(self.buffer, **{name: settings.window for name in WINDOWS if name in known})
         needed = self.sampler.required_buffer_capacity(settings.groups)
         if needed is not None and settings.places < needed:
-            raise BadInput(
-                f"places={settings.places} is too few: the sampler {settings.sampler} needs {needed}"
-            )
+            raise BadInput(f"places={settings.places} is too few: the sampler {settings.sampler} needs {needed}")
         self.pipeline = pipeline
         self.version = 0 if resume is None else resume.version
         self.sampler.set_dispatch_index(self.version)

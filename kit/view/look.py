@@ -1,10 +1,10 @@
-"""How a panel looks: one style sheet in JupyterLab's own colours, small pieces of HTML, and the strip of phases and ranks.
+"""The look of a panel: one style sheet in JupyterLab's colours, small pieces of HTML, and the strip of phases and ranks.
 
-Every colour is a variable of the theme with a fallback for another page, so that light and dark both fit. Nothing is fetched.
+Every colour is a theme variable with a fallback, so light and dark pages both work. Nothing is fetched.
 
-The strip shows where a lab is: every phase and every rank in one grid, a bar with words, the last message, a failure. States
-have a sign and a word besides their colour. The grid is one piece of HTML, built anew a few times a second; the traceback is
-another, so that it stays unfolded while the grid moves. Only phases near the one under way are shown of a long plan.
+The strip shows a lab's progress: a grid of phases and ranks, a bar with text, the last message, a failure. States have a
+sign and a word besides their colour. The grid is one piece of HTML, rebuilt a few times per second; the traceback is another
+one, so it stays unfolded while the grid changes. Of a long plan, only phases near the current one are shown.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kit.view.progress import Failure, PhaseState, RunProgress, ranks_short
 GOOD, BAD, ACTIVE, FAINT = (style.CSS[kind] for kind in ("good", "bad", "busy", "open"))
 LINE = "var(--jp-border-color2, #d0d7de)"
 
-# ipywidgets' own arrow is black, which a dark page hides. Drawn here in a grey that both themes show.
+# The arrow of ipywidgets is black and invisible on a dark page; this grey is visible in both themes.
 ARROW = (
     "url(\"data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 18 18'%3E"
     "%3Cpath d='M4 7l5 5 5-5' fill='none' stroke='%23888' stroke-width='2'/%3E%3C/svg%3E\")"
@@ -101,12 +101,12 @@ def classed(widget: Any, *names: str) -> Any:
 
 
 def box(*children: Any, names: Sequence[str] = ("kit-wrap",)) -> widgets.Box:
-    """Things in a row that wraps where it is narrow."""
+    """A row that wraps if it is too narrow."""
     return classed(widgets.Box(list(children)), *names)
 
 
 def control(kind: Any, word: str, tip: str, *, width: str = "auto", **options: Any) -> Any:
-    """A control with a word before or on it; `tip` says what it is for."""
+    """A control with a label; `tip` explains it."""
     return kind(description=word, tooltip=tip, layout={"width": width}, **options)
 
 
@@ -130,12 +130,12 @@ def folded(summary: str, inside: str) -> str:
 
 
 def status(words: str, *, bad: bool = False) -> str:
-    """What a tab did, or why it could not; a screen reader reads it aloud."""
+    """The result of a tab's action, or why it failed; announced by screen readers."""
     return f'<p role="status">{span("bad" if bad else "faint", words)}</p>' if words else ""
 
 
 class Tab(ABC):
-    """Draws only while it is looked at, and catches up when it is."""
+    """Draws only while it is visible, and catches up when it becomes visible."""
 
     _visible = False
 
@@ -157,13 +157,13 @@ class Tab(ABC):
 
     @abstractmethod
     def _changed(self, _: Any = None) -> None:
-        """Show the present state, if the tab is visible."""
+        """Show the current state if the tab is visible."""
 
 
 # -- the strip ---------------------------------------------------------------------------------------------------------
 
-COLUMNS = 60  # a page lays out more only slowly
-CELLS = 480  # what is sent a few times a second stays below 100 kB, with many ranks too
+COLUMNS = 60  # more columns make page layout slow
+CELLS = 480  # keeps each update below 100 kB, with many ranks too
 FEWEST = 8
 # A state of the panel, in words and with a sign.
 STATES = {
@@ -177,10 +177,10 @@ STATES = {
     "failed": ("✗", "bad", "failed"),
 }
 
-# What a failure's ranks did, or what became of the run, where the kind of failure does not say it.
+# What the ranks did or how the run ended, for failure kinds that do not show it.
 ENDS = {"timeout": "did not answer in time", "error": "failed"}
 
-# What is folded under a failure.
+# The title of the details under a failure.
 FOLDS = {"raised": "traceback", "timeout": "what the ranks were doing", "stopped": "what the ranks were doing"}
 
 
@@ -203,14 +203,14 @@ class Strip:
     def _draw(self, _: Any = None) -> None:
         model = self.model
         self.bar.value = bar_html(model.progress, model.phases, model.state)
-        # The phase under way, with some of what was done before it.
+        # The current phase, with some of the phases before it.
         wide = columns(model.size)
         first = min(max(0, current(model.phases) - wide // 2), max(0, len(model.phases) - wide))
-        # Held in place only while it moves, so that a reader of finished phases can scroll.
+        # Scrolling is fixed only while phases run, so a reader can scroll finished ones.
         held = model.state in {*BUSY, "ready"}
         (self.scroll.add_class if held else self.scroll.remove_class)("kit-follow")
         grid = grid_html(model.phases[first : first + wide], model.size, model.failure, model.roles)
-        # After the end the verdict and the picture matter; where ranks broke, so does what each of them did.
+        # After the end the verdict and the picture matter; if ranks broke, the state of each one matters too.
         over = model.state == "finished" and bool(grid)
         self.grid.value = f"<details><summary>every phase on every rank</summary>{grid}</details>" if over else grid
 
@@ -239,7 +239,7 @@ def columns(ranks: int) -> int:
 
 
 def current(phases: Sequence[PhaseState]) -> int:
-    """The place of the phase under way, else of the next one, else of the last."""
+    """The index of the current phase, else of the next one, else of the last one."""
     for wanted in ("running", "failed", "next"):
         for index, phase in enumerate(phases):
             if phase.status == wanted:
@@ -250,7 +250,7 @@ def current(phases: Sequence[PhaseState]) -> int:
 def grid_html(
     phases: Sequence[PhaseState], size: int, failure: Failure | None, roles: Mapping[int, str] | None = None
 ) -> str:
-    """A row for each rank, a column for each phase; cycles above. Times are what was measured, or since when it runs."""
+    """One row per rank, one column per phase, cycles above. Times are measured, or elapsed for a running phase."""
     if not phases:
         return ""
     now, here = time.monotonic(), current(phases)
@@ -317,14 +317,14 @@ def progress_words(progress: RunProgress, phases: Sequence[PhaseState], state: s
 
 
 def failure_html(failure: Failure | None) -> str:
-    """What went wrong and the ranks at fault, in red; its traceback or the ranks' stacks folded beneath. To be stopped is no failure."""
+    """The failure and the ranks at fault, in red, with the traceback or the ranks' stacks folded below. Stopping is not a failure."""
     if failure is None:
         return ""
     who = f"{'rank' if len(failure.ranks) == 1 else 'ranks'} {ranks_short(failure.ranks)}" if failure.ranks else ""
     words = " ".join(filter(None, [who, ENDS.get(failure.kind, failure.kind)]))
     where = f" in phase {failure.phase}" if failure.phase else ""
     more = folded(FOLDS.get(failure.kind, "more"), failure.detail) if failure.detail else ""
-    if failure.kind == "stopped":  # the line above says so
+    if failure.kind == "stopped":  # the line above shows it
         return f'<div class="kit-failure">{more}</div>' if more else ""
     head = failure.message.partition("\n")[0]
     return (

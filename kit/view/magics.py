@@ -2,16 +2,16 @@
 
 %%ranks                 the cell on every rank; the last line's value is shown per rank
 %%ranks 0,2-3           on some
-%%ranks --timeout 5     with a deadline of its own, in seconds
-%%ranks --background    start the cell and give the prompt back; several may run, on different ranks
-%ranks wait             wait for the cells in the background, and show what they came to
+%%ranks --timeout 5     with its own deadline, in seconds
+%%ranks --background    start the cell and return to the prompt; several cells may run, on different ranks
+%ranks wait             wait for the background cells and show their results
 %ranks status           the ranks: pid, device, phase
 %ranks stacks           what each rank is doing right now
-%ranks restart          fresh ranks, whatever the old ones do
+%ranks restart          start fresh ranks, even if the old ones hang
 %ranks stop             close the World
 
-They work on the World that was made last in this kernel, by a name of the notebook or by a lab with such a name, and is
-still open. With none, the first `%%ranks` starts one of two ranks.
+They use the last World made in this kernel that is still open and has a name in the notebook, directly or through a lab.
+If there is none, the first `%%ranks` starts one of two ranks.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ ACTIONS = ("status", "stacks", "wait", "restart", "stop")
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence and does not exit."""
+    """Raises one sentence instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog}: {message}; allowed is {self.usage}")
+        raise UsageError(f"{self.prog}: {message}; usage: {self.usage}")
 
 
 def cell_parser() -> Parser:
@@ -55,14 +55,14 @@ def cell_parser() -> Parser:
 
 
 def parse_ranks(words: list[str], size: int) -> list[int]:
-    """0,2-3 as numbers; nothing means all."""
+    """Parse 0,2-3; empty means all."""
     chosen: set[int] = set()
     for part in ",".join(words).replace(" ", "").split(","):
         first, dash, last = part.partition("-")
         if not first and not dash:
             continue
         if not first.isdigit() or (dash and not last.isdigit()):
-            raise UsageError(f"%%ranks takes ranks like 0,2 or 0-3 and --timeout SECONDS, not {part!r}")
+            raise UsageError(f"%%ranks accepts ranks like 0,2 or 0-3 and --timeout SECONDS, not {part!r}")
         low, high = int(first), int(last or first)
         if not low <= high < size:
             raise UsageError(f"%%ranks: this World has ranks 0 to {size - 1}, not {part!r}")
@@ -76,11 +76,11 @@ class RankMagics(Magics):
         super().__init__(shell)
         self._names: dict[str, Any] = shell.user_ns
         self._seen: list[weakref.ref[World]] = []  # in the order in which they were made
-        self._made: World | None = None  # one that a magic started lives even where it has no name
+        self._made: World | None = None  # keeps a World that a magic started alive without a name
         self._background: list[tuple[World, Pending]] = []
 
     def notice(self, *_: object) -> None:
-        """Look which Worlds the notebook has names for; called after every cell, so that the order is that of making."""
+        """Find the Worlds that have names in the notebook; called after every cell, so they are in order of creation."""
         module = sys.modules.get("kit.world.world")
         if module is None:  # no World was ever made
             return
@@ -97,16 +97,16 @@ class RankMagics(Magics):
 
     @line_cell_magic
     def ranks(self, line: str, cell: str | None = None) -> object:
-        """Run a cell on the ranks, or look after them; `%%ranks` and `%ranks status` are explained in kit.view.magics."""
+        """Run a cell on the ranks or manage them; see kit.view.magics."""
         if cell is not None:
             return self._run(line, cell)
         action, *rest = line.split() or ["status"]
         if action not in ACTIONS:
             raise UsageError(
-                f"%ranks takes {', '.join(ACTIONS)}, not {action!r}; code for the ranks goes into a %%ranks cell"
+                f"%ranks accepts {', '.join(ACTIONS)}, not {action!r}; put code for the ranks into a %%ranks cell"
             )
         if rest:
-            raise UsageError(f"%ranks {action} takes nothing more, not {' '.join(rest)!r}")
+            raise UsageError(f"%ranks {action} accepts no further arguments, not {' '.join(rest)!r}")
         return self._wait() if action == "wait" else self._act(action)
 
     def _run(self, line: str, cell: str) -> RankValues | None:
@@ -130,10 +130,10 @@ class RankMagics(Magics):
         return shown_values(dict(zip(chosen, texts, strict=True)))
 
     def _wait(self) -> RankValues | None:
-        """Wait for all that is in the background; the first error is raised once all are over."""
+        """Wait for all background cells; the first error is raised once all have ended."""
         waiting, self._background = self._background, []
         if not waiting:
-            print("nothing runs in the background")
+            print("no cell is running in the background")
             return None
         shown: dict[int, str | None] = {}
         failed: list[Exception] = []
@@ -151,7 +151,7 @@ class RankMagics(Magics):
         return shown_values(dict(sorted(shown.items())))
 
     def _make(self) -> World:
-        """A World of two ranks; the notebook gets the name `world` for it where that takes nothing away."""
+        """Start a World of two ranks and name it `world` in the notebook if that name is free."""
         self._made = made = World(2)
         self._seen.append(weakref.ref(made))
         taken = self._names.get("world")
@@ -181,7 +181,7 @@ class RankMagics(Magics):
 
 
 AFTER_INTERRUPT = {
-    "idle": "the ranks stopped too and can be used",
+    "idle": "the ranks stopped too and are usable",
     "busy": "some ranks have not answered yet; %ranks stacks shows them, %ranks restart starts fresh ones",
     "dead": "some ranks could not stop, so all were ended; %ranks restart starts fresh ones",
     "closed": "the World is closed",
@@ -196,7 +196,7 @@ def is_lab(value: object) -> bool:
 
 
 class RankValues(dict[int, str | None]):
-    """The shown values by rank; None where a rank's last line had none."""
+    """The shown values by rank; None if a rank's last line had none."""
 
     def __repr__(self) -> str:
         same: dict[str, list[int]] = {}
@@ -205,7 +205,7 @@ class RankValues(dict[int, str | None]):
                 same.setdefault(text, []).append(rank)
         marks = {text: f"[{ranks_short(ranks)}] " for text, ranks in same.items()}
         width = max(map(len, marks.values()), default=0)
-        indent = "\n" + " " * width  # so that a tensor's rows stay under each other
+        indent = "\n" + " " * width  # aligns the rows of a tensor
         return "\n".join(f"{marks[text]:<{width}}{text.replace(chr(10), indent)}" for text in same)
 
 
@@ -214,7 +214,7 @@ def shown_values(texts: dict[int, str | None]) -> RankValues | None:
 
 
 class Stopped(KeyboardInterrupt):
-    """An interrupt that ended a `%%ranks` cell; what became of the World is its message."""
+    """An interrupt that ended a `%%ranks` cell; its message is the state of the World."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"\x1b[31mKeyboardInterrupt\x1b[0m: {self}"]
@@ -228,7 +228,7 @@ def render(error: KitError) -> list[str]:
 
 
 def asked_at(stack: TracebackType | None) -> str:
-    """Where the person's code asked for what failed; nothing for a magic, whose line is in plain sight."""
+    """The line of user code that made the failing call; empty for a magic, because its line is visible."""
     frames = [f for f in traceback.extract_tb(stack) if not f.filename.startswith(OWN)]
     if not frames or not frames[-1].line or frames[-1].line.startswith("get_ipython().run_"):
         return ""
@@ -242,5 +242,5 @@ def load(ipython: Any) -> None:
     magics = RankMagics(ipython)
     ipython.register_magics(magics)
     ipython.events.register("post_run_cell", magics.notice)
-    # kit.errors itself knows nothing of notebooks.
+    # kit.errors does not depend on notebooks.
     KitError._render_traceback_ = render  # type: ignore[attr-defined]

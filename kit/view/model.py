@@ -1,11 +1,11 @@
-"""What a panel knows, for views to observe: settings, the plan and how far it is, the run, its verdict and the limits; and what
-drives the lab.
+"""The state of a panel, observed by views: settings, the plan and its progress, the run, its verdict and the limits; and the
+controller of the lab.
 
-The model is plain data in traits that are replaced, never changed in place. No widget is needed: a script or a test drives it as well.
+The model is plain data in traits that are replaced, never changed in place. It works without widgets, from a script or a test.
 
-The controller drives the lab in one thread that lives as long as the panel: ranks end with the thread that started them. Its
-buttons' methods return at once. What happens on the ranks reaches the model in the kernel's own thread, a few times a second at
-most, so that views need no locks and the kernel stays free.
+The controller drives the lab in one thread that lives as long as the panel, because ranks end with the thread that started them.
+The buttons' methods return at once. Events of the ranks reach the model in the kernel's thread, at most a few times per second,
+so views need no locks and the kernel stays responsive.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kit.results.run import Plotter
 from kit.results.verdict import asked, checked_tolerances
 from kit.view.progress import Failure, PhaseState, RunProgress, Watch, failure_of, marks
 
-COUNTS = 10.0  # a slider of counts goes at least so far
+COUNTS = 10.0  # least upper end of a slider of counts
 AS_IT_IS = "the lab's own"
 CAN = {
     "idle": {"start", "step", "run"},
@@ -50,11 +50,11 @@ CAN = {
     **{over: {"start", "step", "run", "restart"} for over in ("finished", "failed", "stopped")},
 }
 BUSY = {"starting", "running", "stopping"}
-FRESH = {"start", "restart"}  # of these, and of step and run where no ranks live, new ranks come
+FRESH = {"start", "restart"}  # these start new ranks, as do step and run if none are alive
 
 
 class Limit(NamedTuple):
-    """A tolerance, and the checks that share it. From `low` to `high` goes its slider: by powers of ten where low is above 0."""
+    """A tolerance and the checks that share it. Its slider goes from `low` to `high`, logarithmically if low is above 0."""
 
     tolerance: str
     checks: tuple[str, ...]
@@ -67,7 +67,7 @@ class Limit(NamedTuple):
 
 
 class PanelModel(HasTraits):
-    """A lab's panel without widgets. A controller moves what lives; `set`, `move`, `show` and the like are for people."""
+    """A lab's panel without widgets. A controller updates the live state; `set`, `move`, `show` and others are for users."""
 
     values = Dict()
     fault = Unicode(None, allow_none=True)
@@ -76,7 +76,7 @@ class PanelModel(HasTraits):
     state = Unicode("idle")
     phases = Tuple()
     size = Int(0)
-    roles: Any = Dict()  # of ranks, where they have names
+    roles: Any = Dict()  # by rank, if they have names
     progress = Instance(RunProgress, args=())
     failure = Instance(Failure, allow_none=True)
     log = Tuple()
@@ -108,12 +108,12 @@ class PanelModel(HasTraits):
         find_fault(definition, fault)
         unknown = set(self._given) - {field.name for field in self.fields}
         if unknown:
-            validate(definition, self._given)  # names it, and the known ones
+            validate(definition, self._given)  # the error names it and the known ones
         self.fault = fault
         self.tolerances = checked_tolerances(tolerances or {}, [check.tolerance for check in self.checks])
         self._settle()
         if last := newest_run(runs_dir(), definition.name):
-            try:  # a notebook that is opened again shows where its owner left off
+            try:  # a reopened notebook shows its last run
                 self.run = self.open(last)
                 self.notice = f"showing the last run, {described(self.run)}"
             except KitError as error:
@@ -124,14 +124,14 @@ class PanelModel(HasTraits):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The settings that a person chose; the rest is the fault's or the lab's own."""
+        """The settings chosen by the user; the others come from the fault or the lab."""
         return dict(self._given)
 
     def set(self, field: str, value: Any) -> None:
-        """Give a setting a value; what it had by itself is no choice of the person's."""
+        """Set a value. A value equal to the default does not count as chosen by the user."""
         base = self._base()
         if field not in base:
-            validate(self.definition, {field: value})  # says that it is unknown, and names the known ones
+            validate(self.definition, {field: value})  # the error names the known settings
         (value,) = plain({field: value}).values()
         if value == base[field] and type(value) is type(base[field]):
             self._given.pop(field, None)
@@ -140,7 +140,7 @@ class PanelModel(HasTraits):
         self._settle()
 
     def set_fault(self, name: str | None) -> None:
-        """Switch a known bug on, or off; the settings that expose it go below those that a person chose."""
+        """Switch a known bug on or off; values chosen by the user override the settings that expose it."""
         fault = find_fault(self.definition, name or None)
         self.fault = name or None
         self._settle()
@@ -155,10 +155,10 @@ class PanelModel(HasTraits):
         self._given = {}
         self.fault = None
         self._settle()
-        self.notice = "all settings are back to the lab's defaults"
+        self.notice = "all settings reset to the lab's defaults"
 
     def refuse(self, sentence: str) -> None:
-        """A start was refused, such as for code that cannot be loaded."""
+        """A start was refused, for example because code cannot be loaded."""
         self.notice = sentence
         self.failure = Failure("error", sentence, (), "", "")
         self._settle()
@@ -166,7 +166,7 @@ class PanelModel(HasTraits):
     # -- limits ---------------------------------------------------------------------------------------------------------
 
     def move(self, tolerance: str, value: float) -> None:
-        """Move one limit; the run that is shown is judged again at once, from what was measured."""
+        """Move one limit; the shown run is judged again at once from its records."""
         moved = {**self.tolerances, tolerance: value}
         if any(limit.tolerance == tolerance and limit.default == value for limit in self.limits):
             moved.pop(tolerance)
@@ -179,7 +179,7 @@ class PanelModel(HasTraits):
             self.judge()
 
     def save_tolerances(self, path: str | os.PathLike[str]) -> Path:
-        """The moved limits as a JSON file that `kit run --tolerances` takes too."""
+        """Save the moved limits as a JSON file, which `kit run --tolerances` also reads."""
         target = Path(path).expanduser()
         save_tolerances(target, self.tolerances)
         return target
@@ -203,7 +203,7 @@ class PanelModel(HasTraits):
         self.notice = folder.name
 
     def finished(self, run: Run) -> None:
-        """The run that ranks worked on came to its verdict; its records were read and judged in another thread."""
+        """The run has its verdict; its records were read and judged in another thread."""
         self.show(run)
         self.notice = run.dir.name
 
@@ -214,7 +214,7 @@ class PanelModel(HasTraits):
         self.revision += 1
 
     def judge(self) -> None:
-        """Put the limits to what the run measured. While ranks work on it, it waits for them."""
+        """Judge the run's measurements with the limits, once the ranks no longer work on it."""
         verdict = None
         run: Run | None = self.run
         if run is not None and not (run.dir == self._live and self.state in BUSY):
@@ -222,7 +222,7 @@ class PanelModel(HasTraits):
                 verdict = run.verdict(**self.tolerances)
             except KitError as error:
                 self.notice = str(error)
-            except Exception as error:  # noqa: BLE001 - a check may stumble over part of a run; the panel must stay
+            except Exception as error:  # noqa: BLE001 - a check may fail on a partial run; the panel must survive
                 self.notice = f"{run.dir.name} cannot be judged: {type(error).__name__}: {error}"
         self.verdict = verdict
         config = settled(self.values) if run is None else {**self.values, **run.config}
@@ -230,7 +230,7 @@ class PanelModel(HasTraits):
 
     @property
     def can(self) -> frozenset[str]:
-        """What makes sense now, of start, step, run, stop and restart."""
+        """The actions possible now: start, step, run, stop, restart."""
         now = CAN[self.state]
         if self.problems:
             now = now - (FRESH if self.state == "ready" else {*FRESH, "step", "run"})
@@ -239,7 +239,7 @@ class PanelModel(HasTraits):
     # -- how ---------------------------------------------------------------------------------------------------------------
 
     def _base(self) -> dict[str, Any]:
-        """The values where a person chose none."""
+        """The values that apply without a choice by the user."""
         fault = find_fault(self.definition, self.fault)
         own = {f.name: None if f.default is dataclasses.MISSING else f.default for f in self.fields}
         return plain({**own, **(fault.set if fault else {})})
@@ -252,7 +252,7 @@ class PanelModel(HasTraits):
             for choice in choices(field):
                 found = self._complaints({**values, field.name: choice}) if choice != values[field.name] else {}
                 new = [sentence for sentence in found.values() if sentence not in problems.values()]
-                if new:  # what the choice itself would bring
+                if new:  # the fault's own settings
                     refused.setdefault(field.name, {})[choice] = new[0]
         with self.hold_trait_notifications():
             self.values = values
@@ -267,7 +267,7 @@ class PanelModel(HasTraits):
         return complaints(self.definition, given, find_fault(self.definition, self.fault))
 
     def _plan(self, values: Mapping[str, Any]) -> None:
-        """What the ranks would do. It stays as it was while a setting is wrong."""
+        """The plan of the ranks. It does not change while a setting is invalid."""
         if self.problems:
             return
         config = validate(self.definition, values)
@@ -292,7 +292,7 @@ class PanelModel(HasTraits):
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As JSON has them: tuples are lists. What JSON has no word for stays, for the check to refuse by name."""
+    """Values as JSON: tuples become lists. Other values are kept, so validation refuses them by name."""
     try:
         return dict(json.loads(json.dumps(dict(values))))
     except (TypeError, ValueError):
@@ -300,7 +300,7 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def choices(field: Field) -> Sequence[Any]:
-    """The values among which a drop-down or a checkbox of the field lets a person choose."""
+    """The choices of the field's drop-down or checkbox."""
     if field.choices:
         return field.choices
     if field.kind is bool:
@@ -316,7 +316,7 @@ def described(run: Run) -> str:
 def limits_of(
     checks: Sequence[Check], config: Mapping[str, Any], verdict: Verdict | None, moved: Mapping[str, float]
 ) -> tuple[Limit, ...]:
-    """The limits in the order of the checks. What was measured lies within the slider, so that every verdict can be flipped."""
+    """The limits in the order of the checks. Sliders cover the measured values, so every verdict can be flipped."""
     measured = {row.check.partition("/")[0]: row.measured for row in verdict or ()}
     found: dict[str, Limit] = {}
     checks = asked(checks, config)
@@ -333,7 +333,7 @@ def limits_of(
 
 
 def span(default: float, reach: float, unit: str) -> tuple[float, float]:
-    """The ends of a slider that holds the default and all that is in reach, at round numbers."""
+    """Round ends of a slider that covers the default and all given values."""
     if unit == "1":
         return 0.0, max(COUNTS, rounded_up(2 * reach))
     if unit == "ratio" and 0 < default < 0.1:
@@ -353,7 +353,7 @@ def rounded_up(value: float) -> float:
 
 # -- what drives the lab ---------------------------------------------------------------------------------------------
 
-EVERY_S = 0.2  # between two updates of what only ticks
+EVERY_S = 0.2  # seconds between two updates of elapsed times
 POLL_S = 0.02
 CLOSE_S = 10.0
 
@@ -367,11 +367,11 @@ class Controller:
         self.model = model
         self._mail = Mail()
         self._out = None if out is None else Path(out)
-        self._given = lab  # its ranks were not started here
+        self._given = lab  # a lab with ranks not started here
         self._lab: Lab | None = None
         self._orders: SimpleQueue[str] = SimpleQueue()
         self._busy = 0
-        self._over = True  # there is no lab, or it has come to its end and the model knows
+        self._over = True  # there is no lab, or it has ended and the model knows
         self._stopping = threading.Event()
         self._closed = False
         self._watch = Watch(self._stopping, self._flush, EVERY_S)
@@ -397,12 +397,12 @@ class Controller:
     restart = partialmethod(_order, "restart")
 
     def stop(self) -> None:
-        """End the ranks, whatever they do. What was measured stays."""
+        """End the ranks, even if they hang. Measurements are kept."""
         if self._allowed("stop"):
             self._stopping.set()
             self.model.state = "stopping"
-            self.model.notice = "stopping: ranks are asked to stop, and ended if they do not"
-            self._send("stop")  # for ranks that wait for orders; where a call is under way its next tick ends it
+            self.model.notice = "stopping: ranks that do not stop are ended"
+            self._send("stop")  # for idle ranks; a call in flight is ended by its next tick
 
     def close(self) -> None:
         if self._closed:
@@ -417,7 +417,7 @@ class Controller:
         self._mail.deliver()
 
     def wait(self, timeout_s: float = 60.0) -> None:
-        """Until nothing is under way. The model is up to date then, in a kernel's cell too."""
+        """Wait until nothing is in progress. The model is then up to date, also within a notebook cell."""
         deadline = time.monotonic() + timeout_s
         while self._busy:
             if time.monotonic() > deadline:
@@ -467,7 +467,7 @@ class Controller:
                 self._do(name)
             except BadInput as error:
                 self._end("idle", self.model.refuse, str(error))
-            except BaseException as error:  # noqa: BLE001 - whatever it is, it ends this run and is shown; the panel stays
+            except BaseException as error:  # noqa: BLE001 - any exception ends this run and is shown; the panel survives
                 self._failed(error)
             self._flush()
             self._mail.send(self._rested)
@@ -492,7 +492,7 @@ class Controller:
         try:
             self._go(lab, name)
         finally:
-            lab.observe = before  # a step by hand is watched as ever
+            lab.observe = before  # manual steps keep their own observer
 
     def _go(self, lab: Lab, name: str) -> None:
         if not lab.started:
@@ -514,8 +514,8 @@ class Controller:
         self._end("finished", self.model.finished, run)
 
     def _caught_up(self, lab: Lab) -> bool:
-        """Take over what was done by hand since the panel's last order; true if the lab has ended."""
-        if lab.done != self._watch.done:  # by hand
+        """Take over manual steps since the panel's last order; true if the lab has ended."""
+        if lab.done != self._watch.done:  # manual steps
             self._watch.take(lab)
         if lab.judged is not None:
             self._end("finished", self.model.finished, lab.judged)
@@ -524,7 +524,7 @@ class Controller:
         return self._over
 
     def _make(self) -> Lab:
-        """A new lab of the settings as they are; a lab that has its ranks already when it is adopted stays as it is."""
+        """A new lab with the current settings; an adopted lab that already has ranks is kept unchanged."""
         model, old = self.model, self._lab
         if old is not None:
             same = (old.given, old.fault) == (model.given, model.fault)
@@ -546,7 +546,7 @@ class Controller:
         return made
 
     def _folder(self) -> Path | None:
-        """The folder that was asked for; later runs of the panel go beside it."""
+        """The requested folder; later runs of the panel go next to it."""
         if self._out is None:
             return None
         beside = (self._out.with_name(f"{self._out.name}-{number}") for number in itertools.count(2))
@@ -554,7 +554,7 @@ class Controller:
 
     def _failed(self, error: BaseException) -> None:
         watch = self._watch
-        done = f"{watch.done} of {watch.done + watch.left} phases were done, and what they measured is kept"
+        done = f"{watch.done} of {watch.done + watch.left} phases were done; their measurements are kept"
         failure = failure_of(error, watch.stacks, watch.phase, done)
         if self._lab is not None:
             self._lab.close()
@@ -602,17 +602,17 @@ class Controller:
 
 
 def end_of(lab: Lab) -> str:
-    """How a lab that was driven by hand ended; empty where it has not."""
+    """How a manually driven lab ended; empty if it has not."""
     if lab.judged is not None:
         return "finished"
     return "" if not lab.error else "stopped" if lab.error.startswith("stopped") else "failed"
 
 
 class Mail:
-    """Changes of the model, in order, made in the kernel's own thread. `deliver` makes them now."""
+    """Applies changes of the model, in order, in the kernel's thread. `deliver` applies them now."""
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None  # a kernel's; without one, changes are made at once
+        self._loop: asyncio.AbstractEventLoop | None = None  # the kernel's; without one, changes apply at once
         with contextlib.suppress(RuntimeError):
             self._loop = asyncio.get_running_loop()
         self._changes: deque[Callable[[], None]] = deque()
@@ -631,5 +631,5 @@ class Mail:
             while self._changes:
                 try:
                     self._changes.popleft()()
-                except Exception:  # a view that fails must not keep the others, or the ranks, from going on
+                except Exception:  # a failing view must not block other views or the ranks
                     LOGGER.exception("a view of the panel failed")

@@ -1,6 +1,6 @@
-"""The plots and tables of a run by name: those that every run has, and those of its lab, found through the lab's Definition.
+"""The plots and tables of a run by name: the common ones, and those of its lab from the lab's Definition.
 
-`run.plot("drift")` draws one, `names(run)` lists them, the whole picture first.
+`run.plot("drift")` draws one; `names(run)` lists them, the overview first.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def album(run: Run) -> Album:
 
 
 def tables(run: Run) -> dict[str, Table]:
-    """The tables of a run by name: those that every run has, then its lab's."""
+    """The tables of a run by name: the common ones, then its lab's."""
     own = pictures_of(run.lab)
     general = {name: table for name, table in GENERAL.tables.items() if run.own or name != "numbers"}
     return {**general, **(own.tables if own else {})}
 
 
 def what_if(lab: str) -> WhatIf | None:
-    """How a lab forecasts its runs with other settings; most labs do not."""
+    """A lab's forecast of runs with other settings; most labs have none."""
     own = pictures_of(lab)
     return own.what_if if own else None
 
@@ -46,12 +46,12 @@ def names(run: Run) -> list[str]:
 def plot(
     run: Run, name: str = OVERVIEW, *, theme: str = "light", tolerances: Mapping[str, float] | None = None
 ) -> Picture:
-    """One plot of a run. `theme` is light or dark; `tolerances` move the limits that are drawn."""
+    """One plot of a run. `theme` is light or dark; `tolerances` move the drawn limits."""
     return album(run).draw(name, theme_name=theme, tolerances=tolerances)
 
 
 def save_table(runs: Sequence[Run], name: str, path: str | Path) -> Path:
-    """Export a table of runs: `verdict`, `compare` (two runs or more), or one of `tables`; of several runs with a column `run`."""
+    """Export a table of runs: `verdict`, `compare` (two runs or more), or one of `tables`; several runs add a column `run`."""
     known = {**tables(runs[0]), "verdict": None, "compare": None}
     if name not in known:
         raise BadInput(f"there is no table {name!r}; {hint(name, list(known))}")

@@ -1,7 +1,7 @@
-"""A notebook without a browser: `kit notebook 01 -p cycles 5` runs it in a fresh kernel and keeps it with its outputs.
+"""Runs a notebook without a browser: `kit notebook 01 -p cycles 5` runs it in a fresh kernel and saves it with its outputs.
 
-Parameters are papermill's: one cell is tagged `parameters`, and what is given goes into a cell `injected-parameters` right after it. So
-papermill runs the same notebooks; here names and kinds of values are checked before a kernel starts.
+Parameters work as in papermill: one cell is tagged `parameters`, and given values go into a cell `injected-parameters` right after it.
+papermill can run the same notebooks; here names and types are checked before a kernel starts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SUFFIXES = (".ipynb", ".html")
 KINDS = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "tuple": list, "dict": dict}
 GIVEN = "injected-parameters"
 WIDGET = "application/vnd.jupyter.widget-view+json"
-# nbconvert's page without what it would load from elsewhere: require.js, MathJax, mermaid, the manager of widgets.
+# nbconvert's page without external resources: require.js, MathJax, mermaid, the widget manager.
 PAGE = """{%- extends 'lab/index.html.j2' -%}
 {%- block html_head_js -%}
 <meta http-equiv="Content-Security-Policy"
@@ -56,9 +56,9 @@ class Parameter(NamedTuple):
 def run_notebook(
     name: str, given: Mapping[str, str], to: Path | None = None, *, tell: Callable[[str], object] | None = None
 ) -> Path:
-    """Run a notebook from top to bottom and write it to `to` (.ipynb or .html). What ran is kept if a cell fails.
+    """Run a notebook from top to bottom and write it to `to` (.ipynb or .html). If a cell fails, the outputs so far are kept.
 
-    `given` are texts, as on a command line. `tell` hears of each cell: its number and heading when it starts, its time when it is done.
+    `given` are texts, as on a command line. `tell` is called with the number and heading of each cell when it starts, and its time when done.
     """
     path = find(name)
     notebook = read(path)
@@ -74,7 +74,7 @@ def run_notebook(
 
 
 def find(name: str) -> Path:
-    """A notebook by its path, its name, or the beginning of its name ("01")."""
+    """A notebook by its path, its name, or the start of its name ("01")."""
     path = Path(name).expanduser()
     if path.suffix == ".ipynb" or len(path.parts) > 1:
         if not path.is_file():
@@ -83,7 +83,7 @@ def find(name: str) -> Path:
     named = {one.stem: one for one in sorted(shipped("notebooks").glob("*.ipynb"))}
     fitting = [name] if name in named else [stem for stem in named if name and stem.startswith(name)]
     if len(fitting) != 1:
-        raise BadInput(f"there is no one notebook {name!r}; {hint(name, list(named))}, or a path")
+        raise BadInput(f"{name!r} does not name one notebook; {hint(name, list(named))}, or a path")
     return named[fitting[0]]
 
 
@@ -113,19 +113,19 @@ def read(path: Path) -> nbformat.NotebookNode:
 
 
 def place(path: Path, to: Path | None) -> Path:
-    """Where the notebook goes with its outputs; a name of its own beside the runs, if none was given."""
+    """Where to write the notebook with its outputs; by default a new name next to the runs."""
     if to is None:
         folder = runs_dir() / "notebooks"
         make_folder(folder)
         return folder / f"{path.stem}-{unique()}.ipynb"
     target = to.expanduser().absolute()
     if target.suffix not in SUFFIXES:
-        raise BadInput(f"a notebook is written as {' or '.join(SUFFIXES)}, not {target.name!r}")
+        raise BadInput(f"the output must end in {' or '.join(SUFFIXES)}, not {target.name!r}")
     make_folder(target.parent)
     if target.is_dir():
         raise BadInput(f"cannot write {target}: it is a folder")
     if target == path.resolve():
-        raise BadInput(f"cannot write {target}: it is the notebook itself, which stays without outputs")
+        raise BadInput(f"cannot write {target}: it is the notebook itself; choose another file")
     return target
 
 
@@ -144,10 +144,10 @@ def parameters(notebook: nbformat.NotebookNode) -> list[Parameter]:
             match node:
                 case ast.AnnAssign(target=ast.Name(id=name), annotation=hint, value=ast.expr()):
                     spelled = ast.unparse(hint)
-                    kind = eval(spelled, {"__builtins__": {}}, KINDS)  # noqa: S307 - the notebook's own code, which is about to run
+                    kind = eval(spelled, {"__builtins__": {}}, KINDS)  # noqa: S307 - the notebook's own code, which runs next
                     found.append(Parameter(name, kind, spelled))
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    kind = Any  # of a default that is computed, and of None, which says nothing of what else it may be
+                    kind = Any  # for a computed default, and for None, which does not show the type
                     with contextlib.suppress(ValueError):
                         kind = KINDS.get(type(ast.literal_eval(value)).__name__, Any)
                     found.append(Parameter(name, kind, getattr(kind, "__name__", "anything")))
@@ -155,7 +155,7 @@ def parameters(notebook: nbformat.NotebookNode) -> list[Parameter]:
 
 
 def checked(path: Path, notebook: nbformat.NotebookNode, given: Mapping[str, str]) -> dict[str, Any]:
-    """The values for the names that are given: JSON, else text, of the type that the notebook has there."""
+    """The given values: JSON, else text, converted to the notebook's type."""
     known = {parameter.name: parameter for parameter in parameters(notebook)}
     values = {}
     for name, text in given.items():
@@ -174,7 +174,7 @@ def checked(path: Path, notebook: nbformat.NotebookNode, given: Mapping[str, str
 
 
 def inject(notebook: nbformat.NotebookNode, values: Mapping[str, Any]) -> None:
-    """After the cell of parameters, in the place of what an earlier run put there."""
+    """Insert a cell after the parameters, replacing one from an earlier run."""
     cell = new_code_cell("\n".join(["# Parameters", *(f"{name} = {value!r}" for name, value in values.items())]))
     cell.metadata["tags"] = [GIVEN]
     for index in reversed(tagged(notebook, GIVEN)):
@@ -186,7 +186,7 @@ def inject(notebook: nbformat.NotebookNode, values: Mapping[str, Any]) -> None:
 
 
 class Kernel(AsyncKernelManager):
-    """A kernel of this very interpreter, whatever other kernels are installed."""
+    """A kernel of this interpreter, regardless of installed kernels."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{**settings, "kernel_spec_manager": KernelSpecManager(kernel_dirs=[])})
@@ -204,11 +204,11 @@ def execute(
         timeout=None,
         kernel_name="python3",
         kernel_manager_class=Kernel,
-        extra_arguments=["--log-level=40"],  # errors alone: the kernel has this process's stderr
+        extra_arguments=["--log-level=40"],  # errors only, because the kernel shares this process's stderr
         resources={"metadata": {"path": str(path.parent)}},
     )
     client.log.setLevel(logging.CRITICAL)  # errors are raised below, once
-    # Cell by cell, and not by its `execute`: that catches an interrupt, and then stumbles over the kernel it ended.
+    # Cell by cell instead of `execute`, which catches an interrupt and then fails on the kernel that it ended.
     with client.setup_kernel():
         for number, (index, cell) in enumerate(cells, start=1):
             began, where = time.monotonic(), f"code cell {number} of {len(cells)} ({heading(cell)})"
@@ -218,9 +218,9 @@ def execute(
                 client.execute_cell(cell, index)
             except CellExecutionError as error:
                 why = f"failed in {where}: {error.ename}: {error.evalue}".partition("\n")[0]
-                raise KitError(f"{path.name} {why}; what ran is in {target}") from None
+                raise KitError(f"{path.name} {why}; outputs so far: {target}") from None
             except DeadKernelError:
-                raise KitError(f"{path.name}: the kernel died in {where}; what ran is in {target}") from None
+                raise KitError(f"{path.name}: the kernel died in {where}; outputs so far: {target}") from None
             except KeyboardInterrupt:
                 client.shutdown_kernel = "immediate"
                 raise
@@ -253,14 +253,14 @@ def to_html(notebook: nbformat.NotebookNode, title: str) -> str:
 
 
 def without_widgets(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """A widget needs a kernel: it is replaced by the cell's other output, or by a sentence."""
+    """Replace a widget, which needs a kernel, with the cell's other output or a sentence."""
     copy: nbformat.NotebookNode = nbformat.from_dict(notebook)
     copy.metadata.pop("widgets", None)
     for cell in copy.cells:
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             if data.pop(WIDGET, None) is not None and not {"text/html", "text/markdown", "image/png"} & set(data):
-                data["text/html"] = "<p><em>Controls stand here when the notebook is open in JupyterLab.</em></p>"
+                data["text/html"] = "<p><em>JupyterLab shows controls here.</em></p>"
     return copy
 
 

@@ -1,8 +1,8 @@
-"""The panel of a lab: its settings, its buttons, where it is, and tabs for what it measured.
+"""The panel of a lab: its settings, buttons, progress, and tabs for its results.
 
-Parts only observe the model; what a person does goes to the model or the controller and returns at once, so the kernel stays free.
-Settings are controls made from the config's fields: a control passes a choice to the model and shows the model's value. A choice that
-the other settings exclude is marked in its label, since a browser cannot grey out one option from here.
+Parts only observe the model; user actions go to the model or the controller and return at once, so the kernel stays responsive.
+Controls are made from the config's fields: a control passes a choice to the model and shows the model's value. A choice that other
+settings exclude is marked in its label, because single options of a drop-down cannot be disabled.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kit.view import look, named
 from kit.view.model import BUSY, Controller, PanelModel
 from kit.view.tabs import CompareTab, ExportTab, LogsTab, PlotsTab, RecordsTab, VerdictTab, WhatIfTab
 
-# What a button does, its icon and what it says of itself; the order is the order of work.
+# Buttons in order of use: action, label, icon, tooltip.
 BUTTONS = {
     "start": ("Start", "power-off", "start the ranks and the lab on them"),
     "step": ("Step", "step-forward", "run the next phase on every rank"),
     "run": ("Run all", "forward", "run the remaining phases, then judge"),
-    "stop": ("Stop", "stop", "end the ranks, even if one hangs; what was measured stays"),
+    "stop": ("Stop", "stop", "end the ranks, even if one hangs; measurements are kept"),
     "restart": ("Restart", "refresh", "end the ranks and start again with the current settings"),
 }
 TABS = {
@@ -70,12 +70,12 @@ class Panel:
         definition = model.definition
         head = widgets.HTML(
             f"<h3>{look.text(definition.name)}</h3><p class='kit-faint'>{look.text(definition.summary)}</p>"
-            "<p class='kit-gone'><b>The kernel of this panel has ended; this is how it last looked. Run the cell to use it.</b></p>"
+            "<p class='kit-gone'><b>The kernel of this panel has ended; this is its last state. Run the cell to use it.</b></p>"
         )
         self.parameters = Parameters(model)
         self.buttons = Buttons(model, controller)
         self.strip = look.Strip(model)
-        verdict = VerdictTab(model, visible=False)  # the first to hear of a change: the picture takes its time
+        verdict = VerdictTab(model, visible=False)  # first observer, because drawing the picture is slow
         self.tabs: dict[str, Any] = {
             title: verdict if kind is VerdictTab else kind(model) for title, kind in TABS.items()
         }
@@ -88,12 +88,12 @@ class Panel:
         self._look()
 
     def _look(self) -> None:
-        """Only the tab that is looked at draws."""
+        """Only the visible tab draws."""
         for index, tab in enumerate(self.tabs.values()):
             tab.visible = index == self.tab.selected_index
 
     def close(self) -> None:
-        """End the ranks. The widgets stay and show what was."""
+        """End the ranks. The widgets stay and show the last state."""
         self.controller.close()
 
     def __repr__(self) -> str:
@@ -124,13 +124,13 @@ def adopt(lab: Lab, *, plotter: Plotter | None = None) -> Panel:
     return Panel(model, Controller(model, lab=lab))
 
 
-# A cell that runs again removes its output, and with it the Stop button of the panel that was in it.
-# Of each cell the request that ran it last, and the controllers of the panels that it made.
+# When a cell runs again, its output disappears, and with it the Stop button of its panel.
+# By cell: its last execution request and the controllers of the panels that it made.
 MADE: dict[str, tuple[str, list[Controller]]] = {}
 
 
 def of_this_cell() -> list[Controller]:
-    """The panels that this run of the cell has made. Those of an earlier run of the same cell are closed."""
+    """The panels made by this run of the cell. Panels from an earlier run of the cell are closed."""
     cell, request = asked_by()
     if not cell:
         return []
@@ -144,7 +144,7 @@ def of_this_cell() -> list[Controller]:
 
 
 def asked_by() -> tuple[str, str]:
-    """The cell that is running and the request that runs it; empty outside a notebook."""
+    """The running cell and its execution request; empty outside a notebook."""
     if "ipykernel" not in sys.modules:
         return "", ""
     from IPython import get_ipython
@@ -162,7 +162,7 @@ LABEL = {"description_width": "11.5em"}
 
 
 class Parameters:
-    """All controls of a lab, its fault menu, and what is wrong with them in words."""
+    """All controls of a lab, its fault menu, and error messages."""
 
     def __init__(self, model: PanelModel) -> None:
         self.model = model
@@ -173,7 +173,7 @@ class Parameters:
         self.fault = look.control(
             widgets.Dropdown,
             "fault",
-            "a known bug to switch on, to see which check catches it",
+            "a known bug to switch on, to see which check detects it",
             options=[("none: the code as it is", NO_FAULT), *zip(faults, faults, strict=True)],
             style=LABEL,
         )
@@ -199,7 +199,7 @@ class Parameters:
         self._show()
 
     def _fold(self, _: Any = None) -> None:
-        """Once there is a run, its verdict and picture come first; what is wrong must be seen."""
+        """Once there is a run, its verdict and picture come first; errors must stay visible."""
         if self.open is not (self.model.run is None or bool(self.model.problems)):
             self._turn()
 
@@ -208,7 +208,7 @@ class Parameters:
 
     def _show(self, _: Any = None) -> None:
         model = self.model
-        locked = model.state in BUSY  # the ranks have their config already
+        locked = model.state in BUSY  # the ranks already have their config
         self.line.icon = "caret-down" if self.open else "caret-right"
         self.line.description = "Settings" if self.open else f"Settings: {settings_line(model)}"
         for name, one in self.controls.items():
@@ -236,16 +236,16 @@ def settings_line(model: PanelModel) -> str:
 
 
 def fault_html(model: PanelModel) -> str:
-    """What the chosen fault breaks, which check should catch it, and what it sets."""
+    """What the chosen fault breaks, which check should detect it, and what it sets."""
     fault = next((fault for fault in model.definition.faults if fault.name == model.fault), None)
     if fault is None:
         return ""
-    ends = " The run itself must break." if fault.exit == 3 else ""
+    ends = " The run must fail with an error." if fault.exit == 3 else ""
     settings = ", ".join(f"{name}={_words(value)}" for name, value in fault.set.items())
     sets = f" Sets {settings}." if settings else ""
     return (
         f'<p><b class="kit-bad">✗ {look.text(fault.name)}:</b> {look.text(fault.breaks)}. '
-        f"Check <b>{look.text(fault.check)}</b> should catch it.{ends}{look.text(sets)}</p>"
+        f"The check <b>{look.text(fault.check)}</b> should detect it.{ends}{look.text(sets)}</p>"
     )
 
 
@@ -267,7 +267,7 @@ def _words(choice: Any) -> str:
 
 
 class Control:
-    """One field: text, in the simplest case. `take` shows a value without telling it back; code is `module:attr`."""
+    """One field, by default text. `take` shows a value without reporting it as a choice; code is `module:attr`."""
 
     def __init__(self, field: Field, change: Callable[[str, Any], None]) -> None:
         self.field = field
@@ -296,7 +296,7 @@ class Control:
     def take(self, value: Any, refused: Mapping[Any, str], *, locked: bool, wrong: bool = False) -> None:
         self._taking = True
         try:
-            self.fixed: list[Any] = []  # parts that cannot be changed while the other settings stand as they do
+            self.fixed: list[Any] = []  # parts that the other settings currently fix
             self.show(value, refused)
             for part in self.parts:
                 part.disabled = locked or part in self.fixed
@@ -328,12 +328,12 @@ class Choice(Control):
         with drop.hold_sync():
             if options != drop.options:
                 drop.options = options
-            drop.value = value if value in choices else None  # nothing is chosen yet
+            drop.value = value if value in choices else None  # None: nothing chosen yet
         drop.tooltip = " ".join([self.help, *(f"{choice}: {why}." for choice, why in refused.items())])
 
 
 class Switch(Control):
-    """A checkbox; greyed out where the other value would be refused."""
+    """A checkbox, disabled if the other value would be refused."""
 
     def build(self) -> list[Any]:
         return [self._made(widgets.Checkbox, indent=True)]
@@ -350,7 +350,7 @@ class Switch(Control):
 
 
 class Number(Control):
-    """A number; one that may be null has a tick for that."""
+    """A number, with a checkbox for null if that is allowed."""
 
     def build(self) -> list[Any]:
         option = self.field.option
@@ -378,7 +378,7 @@ class Number(Control):
 
 
 class Several(Control):
-    """A list, written with commas. What is no list goes to the model as it is, which says what is allowed."""
+    """A comma-separated list. Other text goes to the model unchanged, which reports what is allowed."""
 
     def show(self, value: Any, refused: Mapping[Any, str]) -> None:
         super().show(value if isinstance(value, str) else ", ".join(map(str, value or ())), refused)
@@ -399,7 +399,7 @@ class Named(Control):
         drop.layout = widgets.Layout(flex="1 1 auto", width="auto")
         return [drop, own]
 
-    def read(self, part: Any) -> Any:  # noqa: ARG002 - the drop-down tells which of the two counts
+    def read(self, part: Any) -> Any:  # noqa: ARG002 - the drop-down decides which of the two counts
         drop, own = self.parts
         if drop.value == OWN:
             own.layout.display = None

@@ -1,8 +1,8 @@
-"""Who looks on while ranks work: their lines marked by rank and a bar after two seconds; and what a panel follows.
+"""Observers of working ranks: their output marked by rank, a progress bar after two seconds, and the data for a panel.
 
-A bar names the phase, who has answered and who has not. In a terminal it is the last line, rewritten in place; in
-Jupyter it is one display, updated. Outside both there is no bar, since a log keeps every line.
-Everything happens in the thread of the call: there is no timer, so a bar moves only while ranks are waited for.
+A bar names the phase, the ranks that have answered and those that have not. In a terminal it is the last line, rewritten in
+place; in Jupyter it is one updated display. Elsewhere there is no bar, because a log keeps every line.
+Everything runs in the thread of the call without a timer, so a bar moves only while the call waits for ranks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kit.labs.lab import Lab, Stepped
 from kit.results import Run
 from kit.results.records import STEP_LINE
 
-AFTER_S = 2.0  # work that is done sooner needs no bar
-EVERY_S = 0.25  # a page that is redrawn more often only costs
+AFTER_S = 2.0  # shorter work needs no bar
+EVERY_S = 0.25  # more frequent redraws only cost time
 WIDTH = 20
 
 
@@ -42,14 +42,14 @@ def ranks_short(ranks: Sequence[int]) -> str:
 
 
 class Line:
-    """Where a bar is drawn: nowhere, where nobody watches."""
+    """Where a bar is drawn; nowhere by default."""
 
     def draw(self, fraction: float, text: str) -> None: ...
     def clear(self) -> None: ...
 
 
 class Terminal(Line):
-    """The last line of a terminal, on stderr: stdout, to which the ranks' lines go, may be a pipe."""
+    """The last line of a terminal, on stderr, because stdout has the ranks' lines and may be a pipe."""
 
     def draw(self, fraction: float, text: str) -> None:
         full = round(fraction * WIDTH)
@@ -63,7 +63,7 @@ class Terminal(Line):
 
 
 class Notebook(Line):
-    """One display in the output of the cell. It stays with its last text, since a display cannot be removed."""
+    """One display in the output of the cell. Its last text stays, because a display cannot be removed."""
 
     def __init__(self) -> None:
         self._handle: Any = None
@@ -94,7 +94,7 @@ def watched() -> Line:
 
 
 class Progress:
-    """An observer of a World's calls. `total` calls make the bar full; with 1 it fills with the ranks that answered."""
+    """An observer of a World's calls. The bar is full after `total` calls; with 1 it shows the share of ranks that answered."""
 
     def __init__(self, *, total: int = 1, line: Line | None = None, after_s: float = AFTER_S) -> None:
         self._line = line or watched()
@@ -179,7 +179,7 @@ def marks(ranks: int, working: Collection[int], state: str) -> tuple[str, ...]:
 
 
 class Failure(NamedTuple):
-    """What ended a run. `ranks` are those that are to blame, `detail` a traceback or what ranks were doing."""
+    """The failure that ended a run. `ranks` caused it; `detail` is a traceback or what the ranks were doing."""
 
     kind: str  # raised, died, timeout, stopped, error
     message: str
@@ -189,7 +189,7 @@ class Failure(NamedTuple):
 
 
 class RunProgress(NamedTuple):
-    """Phases, and seconds; `left` is None where nothing is known of what is to come."""
+    """Phases and seconds; `left` is None if the remaining time is unknown."""
 
     done: int = 0
     total: int = 0
@@ -198,7 +198,7 @@ class RunProgress(NamedTuple):
 
 
 class Watch:
-    """An observer of one lab after another. `stop` is asked at every tick: once it is set, the call is interrupted."""
+    """An observer of successive labs. `stop` is checked at every tick; once it is set, the call is interrupted."""
 
     def __init__(self, stop: threading.Event, flush: Callable[[], None], every_s: float) -> None:
         self._stop = stop
@@ -211,7 +211,7 @@ class Watch:
         self._all = False
         self._answered: list[int] = []
         self._interrupted = False
-        self._took: dict[str, list[float]] = defaultdict(list)  # seconds of this run by phase, as a person waits
+        self._took: dict[str, list[float]] = defaultdict(list)  # wall-clock seconds of this run by phase
         self._began: float | None = None
         self._elapsed = 0.0
         self._flushed = 0.0
@@ -265,10 +265,12 @@ class Watch:
         self._tell()
 
     def failed(self, failure: Failure) -> None:
-        """Who is to blame is marked; who only waited is not."""
+        """Mark the ranks that caused the failure, not those that only waited."""
         if self.left:
             state = self._phases[self.done]
-            done = self._answered if failure.kind == "timeout" else ()  # else an answer may be that of a victim
+            done = (
+                self._answered if failure.kind == "timeout" else ()
+            )  # else an answer may come from a rank that only waited
             after = [mark if mark == "absent" else "waiting" for mark in state.ranks]
             for mark, ranks in (("done", done), ("failed", failure.ranks)):
                 for rank in ranks:
@@ -311,7 +313,7 @@ class Watch:
         self._tell()
 
     def tick(self, answered: Sequence[int]) -> None:
-        # Ranks answer an interrupt too, which does not mean that they finished the phase.
+        # Ranks also answer an interrupt, without having finished the phase.
         if list(answered) != self._answered and not self._interrupted:
             self._answered = list(answered)
             if self.left and self._phases[self.done].status == "running":
@@ -319,16 +321,16 @@ class Watch:
                 after = tuple("done" if rank in self._answered else mark for rank, mark in enumerate(before))
                 self._set(ranks=after)
         if self._stop.is_set() and not self._interrupted:
-            self._interrupted = True  # ranks have a time of their own to stop in, with ticks of its own
-            if self._lab is not None and self._lab.started:  # what ranks that have not answered are doing
+            self._interrupted = True  # ranks get extra time to stop, with further ticks
+            if self._lab is not None and self._lab.started:  # record what silent ranks are doing
                 with contextlib.suppress(KitError, OSError):
                     stacks = self._lab.world.stacks()
                     self.stacks = {rank: stack for rank, stack in stacks.items() if rank not in self._answered}
             raise KeyboardInterrupt(f"by hand, in phase {self.phase!r}")
         self._tell()
 
-    def recorded(self, count: int) -> None:  # noqa: ARG002 - that there are more is enough
-        """Records reached the run's folder while their phase lasts."""
+    def recorded(self, count: int) -> None:  # noqa: ARG002 - only the fact matters, not the count
+        """Records have reached the run's folder during their phase."""
         self.grew = True
 
     def ended(self) -> None: ...
@@ -348,11 +350,11 @@ class Watch:
         return self._elapsed if self._began is None else time.monotonic() - self._began
 
     def _time_left(self) -> float | None:
-        """From what the same phases took before in this run; for phases that are new, from the others."""
+        """Estimate the remaining time from earlier runs of the same phases; for new phases, from all others."""
         ahead = [state.phase for state in self._phases[self.done :]][: None if self._all else 1]
         if not ahead or self._began is None:
             return 0.0
-        late = self.done > len(self._phases) / 2  # by then what is new is like what was before
+        late = self.done > len(self._phases) / 2  # by then new phases resemble earlier ones
         if not self._took or not (late or any(name in self._took for name in ahead)):
             return None
         usual = statistics.median(seconds for all_of_it in self._took.values() for seconds in all_of_it)
@@ -363,7 +365,7 @@ class Watch:
 
 
 def failure_of(error: BaseException, stacks: dict[int, str], phase: str, done: str) -> Failure:
-    """An error as a panel shows it. Ranks that only waited for others are not among the blamed."""
+    """An error as a panel shows it. Ranks that only waited for others are not blamed."""
     message, _, rest = str(error).partition("\n")
     where = getattr(error, "phase", phase)
     kind, ranks = "error", tuple[int, ...]()
@@ -374,7 +376,7 @@ def failure_of(error: BaseException, stacks: dict[int, str], phase: str, done: s
     elif isinstance(error, RankTimeout):
         kind, ranks, rest = "timeout", error.culprits, by_rank(error.stacks)
     elif isinstance(error, KeyboardInterrupt):
-        # Who did not heed the interrupt is in the detail only: ranks that waited for the one that hung cannot heed it either.
+        # Ranks that ignored the interrupt appear only in the detail, because ranks that waited for a hanging one cannot react either.
         kind, rest = "stopped", joined(by_rank(stacks), message)
         message = f"stopped{f' in phase {phase!r}' if phase else ''}: {done}"
     elif not isinstance(error, KitError):

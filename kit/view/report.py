@@ -1,7 +1,7 @@
-"""Runs as one page to send to somebody: `kit report DIR... --to report.html`.
+"""Runs as a single page to share: `kit report DIR... --to report.html`.
 
-Everything is inside the file: pictures as data, style, a few lines that sort tables. It asks no network for anything (and forbids itself
-to), reads without scripts, on a phone, light and dark.
+The file contains everything: pictures as data, style, a short script that sorts tables. It makes no network requests (and forbids them),
+and is readable without scripts, on a phone, light and dark.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LARGEST = 2**20  # bytes of a timeline on the page
 def write_report(runs: Sequence[Run], to: str | Path) -> Path:
     target = Path(to).expanduser()
     if target.suffix.lower() not in SUFFIXES:
-        raise BadInput(f"a report is written as {' or '.join(SUFFIXES)}, not {target.name!r}")
+        raise BadInput(f"the report's file must end in {' or '.join(SUFFIXES)}, not {target.name!r}")
     make_folder(target.parent)
     write_text(target, page(runs))
     return target
@@ -59,7 +59,7 @@ def page(runs: Sequence[Run]) -> str:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    runs = list({run.dir: run for run in runs}.values())  # a run that is given twice is shown once
+    runs = list({run.dir: run for run in runs}.values())  # drop duplicates
     chapters = [
         {**chapter(run, number), "differs": differs}
         for number, (run, differs) in enumerate(zip(runs, differing(runs), strict=True), start=1)
@@ -75,7 +75,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def comparison(runs: Sequence[Run]) -> dict[str, Any]:
-    """What changed most, as a picture and as a table, and what was set otherwise."""
+    """The largest changes as a picture and a table, and the settings that differ."""
     labs = {run.lab for run in runs}
     return {
         "warnings": warnings(runs),
@@ -117,7 +117,7 @@ def chapter(run: Run, number: int) -> dict[str, Any]:
 
 
 def trace_of(run: Run) -> str:
-    """The run's timeline for the page's button, gzipped, as base64; empty where there is none, or where it is too large for a page."""
+    """The run's timeline for the page's button, gzipped, as base64; empty if there is none or it is too large for a page."""
     try:
         packed = gzip.compress(to_json(trace(run)).encode(), mtime=0)
     except BadInput:  # no timed phase
@@ -126,7 +126,7 @@ def trace_of(run: Run) -> str:
 
 
 def refuse_links(run: Run) -> None:
-    """A page is sent to others: a file that is a link to somewhere else would send what lies there."""
+    """Refuse links to files outside the run, because the page is shared and would contain those files."""
     home = run.dir.resolve()
     for name in ("run.json", "verdict.json", PATTERN, "logs/*", "memory/*"):
         for path in run.dir.glob(name):
@@ -135,7 +135,7 @@ def refuse_links(run: Run) -> None:
 
 
 def outcome(run: Run, verdict: Verdict) -> tuple[str, str, int]:
-    """In words, its colour, and its place among others: the worst first."""
+    """Text, colour, and sort order: the worst first."""
     rows = without_parts(verdict)
     answers = {row.passed for row in rows}
     words = tally(rows)
@@ -178,7 +178,7 @@ def when(started: str | None, finished: str | None) -> str:
 
 
 def moved(run: Run, verdict: Verdict) -> dict[str, float]:
-    """The tolerances under which a stored verdict was given, where they are not the lab's own."""
+    """The tolerances of a stored verdict that differ from the lab's."""
     limits = {row.check: row.limit for row in verdict}
     checks = [check for check in checks_of(run.lab) if check.name in limits]
     return {
@@ -189,7 +189,7 @@ def moved(run: Run, verdict: Verdict) -> dict[str, float]:
 
 
 def own_limit(check: Check, run: Run, shown: float) -> float:
-    """The lab's limit for this run; the one that is shown where the run's config lacks what the limit depends on."""
+    """The lab's limit for this run; the shown limit if the run's config lacks what the limit depends on."""
     try:
         return check.limit_for(run.config)
     except NotMeasured:
@@ -197,9 +197,9 @@ def own_limit(check: Check, run: Run, shown: float) -> float:
 
 
 def answers(run: Run, verdict: Verdict) -> list[dict[str, Any]]:
-    """The checks, worst first, each with its question and the rows that say what it is about in detail.
+    """The checks, worst first, each with its question and its rows in detail.
 
-    Those that were not measured for one reason are one row."""
+    Checks not measured for the same reason share one row."""
     asked = {check.name: check for check in checks_of(run.lab)}
     made: list[dict[str, Any]] = []
     for group in folded(without_parts(verdict)):
@@ -212,7 +212,7 @@ def answers(run: Run, verdict: Verdict) -> list[dict[str, Any]]:
                 **cells_of(group),
                 "question": check.question if check else "",
                 "better": SIGNS[check.better] if check else "",
-                "moved": f"moved: the lab's own is {amount(own, row.unit)}" if own != row.limit else "",
+                "moved": f"moved from the lab's {amount(own, row.unit)}" if own != row.limit else "",
                 "parts": [cells_of([part]) for part in worst_first(parts)],
             }
         )
@@ -229,7 +229,7 @@ def cells_of(rows: Sequence[VerdictRow]) -> dict[str, str]:
 
 
 def chapter_tables(run: Run) -> list[dict[str, Any]]:
-    """The run's tables, as far as it got. A damaged or older config leaves one out, never the report."""
+    """The run's tables, as far as it has data. A damaged or older config skips a table but never fails the report."""
     made = []
     for name, table in tables(run).items():
         if name == "records":
@@ -246,7 +246,7 @@ def chapter_tables(run: Run) -> list[dict[str, Any]]:
 def table_cells(
     frame: pd.DataFrame, title: str, units: Mapping[str, str], *, worst: str = "", most: int = MOST
 ) -> dict[str, Any]:
-    """Each cell as its text and the number that it is sorted by, if it has one."""
+    """Each cell as its text and its number for sorting, if any."""
     if worst:
         frame = frame.sort_values(worst, ascending=False, kind="stable")
     shown = frame.head(most)
@@ -258,12 +258,12 @@ def table_cells(
         list(zip(*row, strict=True)) for row in zip(texts.to_numpy().tolist(), numbers.to_numpy().tolist(), strict=True)
     ]
     left = len(frame) - most
-    more = f"{left} more rows are left out; the run's own table has them (kit export)." if left > 0 else ""
+    more = f"{left} more rows are left out; kit export writes the whole table." if left > 0 else ""
     return {"title": title, "head": names, "right": right, "rows": rows, "more": more}
 
 
 def changes(runs: Sequence[Run]) -> dict[str, Any]:
-    """What changed by more than the spread against the first run, as medians over the cycles."""
+    """Changes from the first run that exceed the spread, as medians over the cycles."""
     shown = compact(changed(compare(runs)), several=len(runs) > 2)
     return table_cells(shown, "What changed most", {"base": ROW, "value": ROW}, most=CHANGES)
 
@@ -272,7 +272,7 @@ def changes(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def pictures(drawn: Album, limits: Mapping[str, float]) -> dict[str, str]:
-    """The run's overview by theme. The second is laid out as the first, which takes half the time."""
+    """The run's overview by theme. The second reuses the layout of the first, which halves the time."""
     first, made = None, {}
     for name in THEMES:
         picture = drawn.draw(theme_name=name, tolerances=limits, like=first)
@@ -282,7 +282,7 @@ def pictures(drawn: Album, limits: Mapping[str, float]) -> dict[str, str]:
 
 
 def data_uri(picture: Picture) -> str:
-    """The picture inside the page, in 128 colours: half the bytes and no visible difference."""
+    """The inline picture in 128 colours: half the bytes and no visible difference."""
     buffer = io.BytesIO()
     picture.savefig(buffer, format="png", dpi=DPI, pil_kwargs={"compress_level": 0})  # it is read back at once
     plain, small = Image.open(buffer).convert("RGB"), io.BytesIO()

@@ -1,7 +1,7 @@
-"""The tabs of a panel: plots, verdict, records, what ranks printed, runs side by side, the run as a file, and a forecast.
+"""The tabs of a panel: plots, verdict, records, output of the ranks, comparison of runs, export, and a forecast.
 
-The verdict comes worst first, each limit's slider beside it: moving one judges the stored records again. Checks that share a tolerance
-share its slider. Rows keep their places while a limit is moved, so that none runs away from under the mouse; the next run sorts them.
+The verdict lists the worst results first, each with a slider for its limit. Moving a slider judges the stored records again. Checks that
+share a tolerance share its slider. Rows keep their order while a limit moves, so they do not jump; the next run sorts them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kit.view.look import Tab
 from kit.view.model import Limit, PanelModel
 from kit.view.progress import Failure
 
-LAST = 500  # lines that were printed; a page of many thousand lines is slow
+LAST = 500  # printed lines to show; thousands of lines make a page slow
 ALL = "all ranks"
 MOST = 200  # rows of a table on the page; a filter finds the others
 GRID_SHEET = """
@@ -42,7 +42,7 @@ GRID_SHEET = """
 .kit-grid th { position:sticky; top:0; background:var(--jp-layout-color0, Canvas); }
 .kit-grid td, .kit-grid th { padding:1px 10px; white-space:nowrap; max-width:36em; overflow:hidden; text-overflow:ellipsis; }
 """
-MANY = 300  # runs that are listed; a word finds older ones
+MANY = 300  # listed runs; searching finds older ones
 KINDS = {
     "CSV, provenance beside it": ".csv",
     "Parquet": ".parquet",
@@ -52,7 +52,7 @@ KINDS = {
     "JSON": ".json",
     "Trace for Perfetto": ".trace.json",
 }
-LINKED = 4 * 2**20  # bytes: a larger file is for scp, not for a page
+LINKED = 4 * 2**20  # bytes; larger files get no download link
 NO_RUN = "There is no run yet."
 NOTHING = "There is no run yet: press Start, then Step or Run all."
 
@@ -62,7 +62,7 @@ NOTHING = "There is no run yet: press Start, then Step or Run all."
 
 @dataclass(slots=True)
 class Part:
-    """A plot on the page: the drawing, and the moved limits that are in it."""
+    """A plot on the page: the drawing and its moved limits."""
 
     html: Any = field(default_factory=lambda: widgets.HTML(layout={"width": "100%"}))
     picture: Picture | None = None
@@ -70,16 +70,16 @@ class Part:
 
 
 class PlotsTab(Tab):
-    """Draws when it is looked at: on new records, another plot, and on a limit that is in the drawing."""
+    """Draws while visible: on new records, another plot, or a change of a limit in the drawing."""
 
     def __init__(self, model: PanelModel) -> None:
         super().__init__(model)
         self._offering = False
         self._album: Album | None = None
-        self._read: tuple[Run | None, int] | None = None  # of which records the sight is
-        self._took = self._last = 0.0  # how long the last drawing took, and when that was
+        self._read: tuple[Run | None, int] | None = None  # the records of the current drawing
+        self._took = self._last = 0.0  # duration and time of the last drawing
         self._parts: dict[str, Part] = {}
-        self._chosen: str | None = None  # by a person; else it is the first that the run has something for
+        self._chosen: str | None = None  # by the user; else the first plot with data
         self.choice = look.control(widgets.Dropdown, "Plot", "which plot to draw", width="26em")
         keep = "write this plot into the run's folder as ."
         self.png = look.button("Save PNG", "picture-o", f"{keep}png", lambda: self.save("png"))
@@ -103,8 +103,8 @@ class PlotsTab(Tab):
             self._show()
         except KitError as error:
             self._say(str(error), bad=True)
-        except Exception as error:  # noqa: BLE001 - a drawing may stumble over part of a run; the panel must stay
-            self._say(f"{self.choice.value} cannot be drawn of this run: {type(error).__name__}: {error}", bad=True)
+        except Exception as error:  # noqa: BLE001 - a drawing may fail on a partial run; the panel must survive
+            self._say(f"{self.choice.value} cannot be drawn for this run: {type(error).__name__}: {error}", bad=True)
 
     def _show(self) -> None:
         began = time.monotonic()
@@ -119,7 +119,7 @@ class PlotsTab(Tab):
         for button in (self.png, self.svg, self.choice):
             button.disabled = self._album is None
         if self._album is None or self._album.data.frame.empty:
-            words = NOTHING if self._album is None else "Nothing is measured yet."
+            words = NOTHING if self._album is None else "There are no measurements yet."
             self.pictures.children = [widgets.HTML(f"<p>{look.span('faint', words)}</p>")]
             return
         every = [name for _, name in self.choice.options if name != OVERVIEW]
@@ -128,12 +128,12 @@ class PlotsTab(Tab):
         self._last = time.monotonic()
 
     def _too_soon(self) -> bool:
-        """While ranks work, drawing takes a tenth of the kernel's time at most; when they rest, it catches up."""
+        """While ranks work, drawing takes at most a tenth of the kernel's time; it catches up when they are idle."""
         same = self._read is not None and self._read[0] is self.model.run
         return same and self.model.state == "running" and time.monotonic() - self._last < 10 * self._took
 
     def _draw(self, album: Album, names: Sequence[str]) -> None:
-        """One below the other; what is on the page already, and as it must be, stays."""
+        """Show the plots one below the other; unchanged ones on the page are kept."""
         self._say("")
         checks = {limit.tolerance: limit.checks for limit in self.model.limits}
         for name in names:
@@ -149,8 +149,8 @@ class PlotsTab(Tab):
             self.pictures.children = shown
 
     def _offer(self) -> None:
-        """The plots that the run has something for; the one that a person chose stays, if it can."""
-        names = [] if self._album is None else [*self._album.plots, OVERVIEW]  # the slowest comes last
+        """The plots with data; the one that the user chose is kept if possible."""
+        names = [] if self._album is None else [*self._album.plots, OVERVIEW]  # the slowest last
         options = [] if self._album is None else [(self._album.title(name), name) for name in names]
         if list(self.choice.options) == options:
             return
@@ -177,12 +177,12 @@ class PlotsTab(Tab):
 
 
 def select(frame: pd.DataFrame, words: str) -> pd.DataFrame:
-    """The rows that a pandas query selects (`rank == 1 and value > 3`); other words are looked for in the columns of text."""
+    """The rows that a pandas query selects (`rank == 1 and value > 3`); other text is searched in text columns."""
     if not words.strip():
         return frame
     try:
         return frame.query(words)
-    except Exception:  # noqa: BLE001 - whatever a half-typed query raises: it is words then
+    except Exception:  # noqa: BLE001 - a half-typed query may raise anything; it is then treated as text
         text = frame.select_dtypes(exclude="number")
         found = pd.Series(data=False, index=frame.index)
         for name in text:
@@ -191,19 +191,17 @@ def select(frame: pd.DataFrame, words: str) -> pd.DataFrame:
 
 
 class Grid:
-    """A table to filter and to sort, its first rows. Another table keeps the order where it has the same columns."""
+    """A table to filter and sort, with its first rows. A new table keeps the order if it has the same columns."""
 
     def __init__(self, name: str = "table") -> None:
         self.frame: pd.DataFrame | None = None
-        self.found: pd.DataFrame | None = None  # the rows that are asked for, in their order
+        self.found: pd.DataFrame | None = None  # the selected rows, sorted
         self._name = name
         example = 'a word, or: metric == "groups" and rank == 1'
         which = "rows with this text, or a pandas query such as value > 3"
         self.words = look.control(widgets.Text, "Filter", which, placeholder=example, width="32em")
         self.by = look.control(widgets.Dropdown, "Sort by", "the column to sort by", width="18em")
-        self.descending = look.control(
-            widgets.Checkbox, "greatest first", "from the greatest to the least", indent=False
-        )
+        self.descending = look.control(widgets.Checkbox, "largest first", "sort in descending order", indent=False)
         self.count = widgets.HTML()
         self.rows = widgets.HTML(layout={"width": "100%"})
         self.copy = look.control(widgets.Textarea, "Markdown", "the rows shown, as Markdown to copy", width="100%")
@@ -216,11 +214,11 @@ class Grid:
         self.show(None)
 
     def show(self, frame: pd.DataFrame | None, *, worst: str = "", name: str = "") -> None:
-        """Another table. `worst` is the column whose greatest value comes first."""
+        """Show another table, sorted by the column `worst`, largest first."""
         known = [] if self.frame is None else list(self.frame.columns)
-        self.frame, self._name = None, name or self._name  # nothing is drawn until the controls are set
+        self.frame, self._name = None, name or self._name  # no drawing until the controls are set
         if frame is not None and list(frame.columns) != known:
-            self.by.options = [("as it is", ""), *((str(column), str(column)) for column in frame.columns)]
+            self.by.options = [("original order", ""), *((str(column), str(column)) for column in frame.columns)]
             self.by.value, self.descending.value, self.words.value = worst, bool(worst), ""
         self.frame = frame
         self._draw()
@@ -245,11 +243,11 @@ class Grid:
         self.copy.value = str(safe.to_markdown(index=False, floatfmt=".6g", missingval=""))
 
 
-LARGER = {"B": ("MiB", 2**-20), "s": ("ms", 1e3)}  # units that people read, and by what a value is multiplied
+LARGER = {"B": ("MiB", 2**-20), "s": ("ms", 1e3)}  # readable units and their factors
 
 
 def in_larger_units(frame: pd.DataFrame) -> pd.DataFrame:
-    """Bytes as MiB and seconds as ms, in a table whose rows have a value and its unit."""
+    """Convert bytes to MiB and seconds to ms in a table with columns for value and unit."""
     if not {"value", "unit"} <= {*frame.columns}:
         return frame
     found = [LARGER.get(unit, (unit, 1.0)) for unit in frame["unit"]]
@@ -257,13 +255,13 @@ def in_larger_units(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 class RecordsTab(Tab):
-    """The records of the run, and the tables that its lab makes of them. Reads when it is looked at."""
+    """The records of the run and the tables that its lab makes of them. Read when visible."""
 
     def __init__(self, model: PanelModel) -> None:
         super().__init__(model)
         self._shown: object = None
         self.choice = widgets.Dropdown(description="Table", options=["records"], tooltip="which table of the run")
-        why = "bytes as MiB and seconds as ms; otherwise as they were recorded"
+        why = "show bytes as MiB and seconds as ms; otherwise as recorded"
         self.units = look.control(widgets.Checkbox, "MiB and ms", why, indent=False, value=True)
         self.grid = Grid()
         self.widget = widgets.VBox([look.box(self.choice, self.units), self.notice, self.grid.widget])
@@ -290,9 +288,9 @@ class RecordsTab(Tab):
         try:
             made = table.make(run)
             self.grid.show(in_larger_units(made) if self.units.value else made, worst=table.worst, name=table.title)
-        except (KitError, KeyError, ValueError, IndexError) as error:  # part of a run may lack what a table is made of
+        except (KitError, KeyError, ValueError, IndexError) as error:  # a partial run may lack data for a table
             self.grid.show(None)
-            lacking = f"this run has too little for the table {self.choice.value}: {type(error).__name__}: "
+            lacking = f"this run lacks data for the table {self.choice.value}: {type(error).__name__}: "
             self._say(f"{'' if isinstance(error, KitError) else lacking}{error}")
         self._shown = wanted
 
@@ -304,7 +302,7 @@ def listed(folder: Path, words: str = "") -> list[tuple[str, str]]:
     """The runs whose line has all of these words, newest first, with their folders."""
     found = []
     for path in list_runs(folder):
-        with contextlib.suppress(KitError, OSError):  # damaged, or taken away meanwhile
+        with contextlib.suppress(KitError, OSError):  # damaged, or removed in the meantime
             row = described(path)
             if row["status"] == "damaged":
                 continue
@@ -321,7 +319,7 @@ def listed(folder: Path, words: str = "") -> list[tuple[str, str]]:
 
 
 class CompareTab(Tab):
-    """What changed most as a picture, and all of it as a table, once a person asks for it."""
+    """A picture of the largest changes and a table of all changes, on request."""
 
     def __init__(self, model: PanelModel) -> None:
         super().__init__(model)
@@ -346,12 +344,12 @@ class CompareTab(Tab):
         if not self._visible:
             return
         found = listed(runs_dir(), self.words.value)
-        chosen = set(self.runs.value) or {path for _, path in found[:2]}  # the last two, until a person chooses
+        chosen = set(self.runs.value) or {path for _, path in found[:2]}  # by default the last two
         if list(self.runs.options) != found:
             self.runs.options = found
             self.runs.value = [path for _, path in found if path in chosen]
         if not found:
-            self._say(f"No run in {runs_dir()} has these words.")
+            self._say(f"No run in {runs_dir()} matches these words.")
 
     def _chosen(self, _: Any = None) -> None:
         few = len(self.runs.value) < 2
@@ -359,7 +357,7 @@ class CompareTab(Tab):
         self._say("Choose two runs or more, with Ctrl or Shift held down." if few else "")
 
     def compare(self) -> pd.DataFrame | None:
-        """Compare the chosen runs with the oldest of them; the table, or None where they could not be."""
+        """Compare the chosen runs with the oldest of them; returns the table, or None if that failed."""
         try:
             runs = [Run(Path(folder), checks=checks_of) for folder in reversed(self.runs.value)]
             table = compare(runs)
@@ -372,7 +370,7 @@ class CompareTab(Tab):
         self.grid.widget.layout.display = None
         differ = "; ".join(f"{name}: {' / '.join(map(str, values))}" for name, values in settings(runs).items())
         alone = int((table["found_in"] != "both").sum())
-        only = f" {alone} rows are of one run only, and stand last." if alone else ""
+        only = f" {alone} rows exist in only one run; they are last." if alone else ""
         warned = "".join(f" Warning: {why}." for why in warnings(runs))
         self._say((f"Settings that differ: {differ}." if differ else "The settings are the same.") + warned + only)
         return table
@@ -382,7 +380,7 @@ class CompareTab(Tab):
 
 
 class ExportTab(Tab):
-    """Writes the run's table or its trace into the run's folder, or where a person says; a small file can be downloaded as well."""
+    """Writes the run's table or trace into the run's folder or to a given path; small files can also be downloaded."""
 
     def __init__(self, model: PanelModel) -> None:
         super().__init__(model)
@@ -413,17 +411,17 @@ class ExportTab(Tab):
         except (KitError, OSError) as error:
             self._say(str(error), bad=True)
             return None
-        beside = f", its provenance in {path.name}.provenance.json beside it" if kind == ".csv" else ""
+        beside = f"; provenance: {path.name}.provenance.json in the same folder" if kind == ".csv" else ""
         self._say(f"written: {path}{beside}")
         self.link.value = linked(path)
         return path
 
     def _changed(self, _: Any = None) -> None:
-        """Nothing here is slow: it is always up to date."""
+        """Always up to date, since nothing here is slow."""
 
 
 def linked(path: Path) -> str:
-    """A link that has the file in itself, for a browser that is not on this machine; none for a large file."""
+    """A download link that contains the file, for a browser on another machine; none for a large file."""
     size, name = path.stat().st_size, look.text(path.name)
     if size > LINKED:
         words = f"{size / 2**20:.0f} MiB is too large for a download link; copy the file from its folder"
@@ -437,7 +435,7 @@ def linked(path: Path) -> str:
 
 
 class WhatIfTab(Tab):
-    """Reads the run when it is looked at; then each move of a control shows another forecast."""
+    """Reads the run when visible; then each change of a control shows a new forecast."""
 
     def __init__(self, model: PanelModel, declared: WhatIf) -> None:
         super().__init__(model)
@@ -485,12 +483,12 @@ class WhatIfTab(Tab):
             if another:
                 self._take_settings(run)
             self._forecast = self._declared.prepare(run)
-        if self._forecast is None:  # this run could not be read
+        if self._forecast is None:  # the run could not be read
             return None
         return self._forecast(**{name: control.value for name, control in self.controls.items()})
 
     def _take_settings(self, run: Run) -> None:
-        """The controls begin with the settings of the run."""
+        """Controls start with the settings of the run."""
         self._setting = True
         for name, control in self.controls.items():
             value = run.config.get(name)
@@ -530,7 +528,7 @@ class LogsTab(Tab):
 
 
 def log_html(log: Sequence[tuple[int, str]], failure: Failure | None, *, rank: int | None) -> str:
-    """The newest lines at the bottom, which is where the box stands when it is drawn."""
+    """The newest lines at the bottom, where the box is scrolled to."""
     wanted = [(of, line) for of, line in log if rank is None or of == rank]
     shown = wanted[-LAST:]
     rows = [f"{look.span('faint', f'[{of}]')} {look.text(line)}" for of, line in shown]
@@ -549,13 +547,13 @@ def log_html(log: Sequence[tuple[int, str]], failure: Failure | None, *, rank: i
 
 ORDER = list(MARKS)
 PLACES = 400
-DECADE = 20  # places to a power of ten, which itself is one of them
-FEW = 6  # rows of a check of many answers that are written out
+DECADE = 20  # slider places per power of ten, including the power itself
+FEW = 6  # rows to list for a check with many answers
 FILE = "tolerances.json"
 
 
 class LimitRow:
-    """The checks of one tolerance, and the slider and the exact number that move it."""
+    """The checks of one tolerance, with its slider and its field for the exact number."""
 
     def __init__(self, model: PanelModel, limit: Limit) -> None:
         self.model, self.limit = model, limit
@@ -565,12 +563,12 @@ class LimitRow:
         self.exact: Any = None
         parts: list[Any] = [self.html]
         if limit.better != "==":
-            # The label is the keyword that moves the limit elsewhere too: run.verdict(drift_mib=50), kit run --tolerances.
+            # The label is also the keyword of the limit elsewhere: run.verdict(drift_mib=50), kit run --tolerances.
             self.exact = widgets.FloatText(
                 value=limit.default,
                 step=None,
                 description=limit.tolerance,
-                tooltip=f"{limit.question} The limit, exactly",
+                tooltip=f"{limit.question} Exact limit",
                 continuous_update=False,
                 style={"description_width": "9em"},
                 layout={"width": "212px"},
@@ -583,7 +581,7 @@ class LimitRow:
         self.aim(limit)
 
     def aim(self, limit: Limit) -> None:
-        """Another run's limit: its default and the ends of its slider."""
+        """Show another run's limit: its default and the ends of its slider."""
         self.limit = limit
         counts = limit.unit == "1" and all(float(end).is_integer() for end in (limit.low, limit.high))
         self.scale = scale(limit.low, limit.high, whole=counts)
@@ -613,7 +611,7 @@ class LimitRow:
 
 
 class VerdictTab(Tab):
-    """Observes the verdict and the tolerances. Its rows, nearly half of a panel's widgets, are made when it is first looked at."""
+    """Observes the verdict and the tolerances. Its rows, nearly half of a panel's widgets, are made when it first becomes visible."""
 
     def __init__(self, model: PanelModel, *, visible: bool = True) -> None:
         super().__init__(model)
@@ -623,12 +621,12 @@ class VerdictTab(Tab):
         wide, named = {"description_width": "initial"}, "a named set of limits"
         sets = [("choose...", ""), *zip(model.presets, model.presets, strict=True)]
         self.preset = look.control(widgets.Dropdown, "tolerances", named, options=sets, style=wide)
-        file = "a JSON file of tolerances, which kit run --tolerances takes too"
+        file = "a JSON file of tolerances, which kit run --tolerances also reads"
         self.path = look.control(widgets.Text, "file", file, value=FILE, style=wide)
         self.path.layout = widgets.Layout(width="auto", flex="1 1 160px", max_width="360px")
         written = "write the moved tolerances to the file"
         self.save = look.button("Save", "download", written, lambda: self._file(save=True))
-        self.load = look.button("Load", "upload", "take the tolerances of the file", lambda: self._file(save=False))
+        self.load = look.button("Load", "upload", "load the tolerances from the file", lambda: self._file(save=False))
         self.body = widgets.VBox()
         controls = look.box(self.preset, self.path, self.save, self.load)
         self.widget = widgets.VBox([self.head, controls, self.notice, self.body])
@@ -638,14 +636,14 @@ class VerdictTab(Tab):
         self._order()
 
     def _changed(self, _: Any = None) -> None:
-        if self._visible and not self._made:  # from then on hidden rows follow too, which is cheap
+        if self._visible and not self._made:  # afterwards hidden rows are updated too, which is cheap
             self._made = True
             self._order()
 
     def _preset(self, change: Any) -> None:
         if change["new"]:
             self.model.take(self.model.presets[change["new"]])
-            self._say(f"{len(self.model.tolerances)} limits differ from the lab's own")
+            self._say(f"{len(self.model.tolerances)} limits differ from the lab's defaults")
 
     def _file(self, *, save: bool) -> None:
         path = self.path.value.strip() or FILE
@@ -654,15 +652,15 @@ class VerdictTab(Tab):
                 self._say(f"saved {len(self.model.tolerances)} tolerances to {self.model.save_tolerances(path)}")
             else:
                 self.model.load_tolerances(path)
-                self._say(f"took {len(self.model.tolerances)} tolerances from {path}")
+                self._say(f"loaded {len(self.model.tolerances)} tolerances from {path}")
         except (KitError, OSError) as error:
             self._say(str(error), bad=True)
 
     def _order(self, _: Any = None) -> None:
-        """The worst first. Limits and the ends of sliders hang on the run, and stay where they are while it does."""
+        """The worst first. Limits and slider ends depend on the run and stay fixed until it changes."""
         limits = self.model.limits if self._made else []
         for limit in limits:
-            if limit.tolerance not in self.rows:  # of a check that is asked of some runs only
+            if limit.tolerance not in self.rows:  # a check that applies to some runs only
                 self.rows[limit.tolerance] = LimitRow(self.model, limit)
             elif self.rows[limit.tolerance].limit != limit:
                 self.rows[limit.tolerance].aim(limit)
@@ -698,7 +696,7 @@ def head_html(verdict: Any) -> str:
 
 
 def check_html(limit: Limit, rows: Sequence[VerdictRow], *, moved: bool) -> str:
-    """A check's answer; of one with many answers the failed ones too, the worst few."""
+    """A check's answer; for one with many answers also the worst failed ones."""
     heads = without_parts(rows)
     held = f"limit {SIGNS[limit.better]} {amount(limit.default, limit.unit)}"
     parts = [look.span("faint", f"{name}: not judged yet, {held}") for name in limit.checks if not rows]
@@ -727,12 +725,12 @@ def row_html(limit: Limit, row: VerdictRow, *, moved: bool, brief: bool = False)
 
 
 # -- sliders ------------------------------------------------------------------------------------------------------------
-# A browser rounds a slider's number to its steps and sends it back at once, as if a person had moved it: a limit of 1e-06 would
-# come back as 9.83e-07. So a slider has whole numbers only, places on a scale; the exact number is in the field beside it.
+# A browser rounds a slider's number to its steps and sends it back as if the user had moved it: a limit of 1e-06 would come
+# back as 9.83e-07. So a slider has only integer places on a scale; the exact number is in the field next to it.
 
 
 def scale(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """The number at each place: powers where the range spans them, each number where they are few and whole, else even steps."""
+    """The number at each place: powers of ten if the range spans them, every integer if they are few, else even steps."""
     if whole and high - low <= PLACES:
         return [low + place for place in range(round(high - low) + 1)]
     if low > 0 and high / low >= 100:
@@ -744,6 +742,6 @@ def scale(low: float, high: float, *, whole: bool = False) -> list[float]:
 
 
 def nearest(numbers: Sequence[float], value: float) -> int:
-    """The place of the number that is nearest; a value beyond the ends is shown at the end."""
+    """The place of the nearest number; a value beyond the range is shown at its end."""
     inside = min(max(value, numbers[0]), numbers[-1])
     return min(range(len(numbers)), key=lambda place: abs(numbers[place] - inside))

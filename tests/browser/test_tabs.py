@@ -28,7 +28,7 @@ def test_pictures_tables_comparison_and_files(page, server, artefacts):
     grid = contents(panel).locator(".kit-grid")
     contents(panel).locator("[role=status]", has_text="rows").filter(has_text=" of ").wait_for()
     choose(panel, "Sort by", "rank")
-    contents(panel).get_by_role("checkbox", name="greatest first").check()
+    contents(panel).get_by_role("checkbox", name="largest first").check()
     grid.locator("tbody tr:first-child td:nth-child(3)", has_text="3").wait_for()
     contents(panel).locator("text=Copy as Markdown").click()
     text = contents(panel).locator("textarea").input_value()

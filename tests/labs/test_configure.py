@@ -344,7 +344,7 @@ def test_nccl2_is_refused_where_the_ranks_torch_has_none(monkeypatch: pytest.Mon
     with pytest.raises(BadInput) as caught:
         configure(find("smoke"), {"routing": "nccl2"}, None)
     assert str(caught.value) == (
-        f"routing=nccl2 needs a torch with the backend nccl2, and the ranks' torch {torch.__version__} has none; use torch or torchcomms"
+        f"routing=nccl2 needs a torch with the backend nccl2, which the ranks' torch {torch.__version__} lacks; use torch or torchcomms"
     )
     monkeypatch.setattr(module, "ASK_NCCL2", "print('2.14.0', True)")
     assert configure(find("smoke"), {"routing": "nccl2"}, None).routing == "nccl2"

@@ -376,7 +376,7 @@ def test_ranks_without_work_in_a_step_are_neither_called_nor_measured(own: Defin
     assert reported == {0: "left", 1: "right"}
     assert run.provenance["world"]["roles"] == {"left": [0], "right": [1]}
     unknown = dataclasses.replace(own, plan=lambda _: [Step(0, "first", ("nobody",))])
-    with pytest.raises(ValueError, match="names the role 'nobody', which this lab does not have"):
+    with pytest.raises(ValueError, match="names the role 'nobody', which this lab lacks"):
         Lab(unknown, {})
 
 

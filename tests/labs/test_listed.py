@@ -89,7 +89,7 @@ def test_a_damaged_run_hides_no_other(make: Callable[..., str], tmp_path: Path) 
 def test_a_run_has_a_name_of_a_persons_own(make: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     first, second = make("smoke", passed=True), make("smoke", passed=False, cycles=5)
     assert main(["label", first, " the new \n driver"]) == 0
-    assert f"{first} is now called 'the new driver'" in capsys.readouterr().out
+    assert f"{first} is now labelled 'the new driver'" in capsys.readouterr().out
     row = kit.runs().set_index("run").loc[first]
     run, other = kit.load(row["dir"]), kit.load(kit.runs(cycles=5)["dir"][0])
     assert row["label"] == run.label == "the new driver"

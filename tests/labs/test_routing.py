@@ -136,7 +136,7 @@ def test_a_world_that_is_given_must_have_been_started_for_it(standin: None, runs
         kit.run("smoke", world=plain, routing="torchcomms", **SMALL)
     with World(2, device="cpu", env={FLAG: "1"}) as routed:
         run = kit.run("smoke", world=routed, routing="torchcomms", **SMALL)
-        with pytest.raises(BadInput, match=f"routing=torch, and these ranks go through torchcomms: .*{FLAG}"):
+        with pytest.raises(BadInput, match=f"routing=torch, but these ranks go through torchcomms; .*{FLAG}"):
             kit.run("smoke", world=routed, **SMALL)
     assert run.verdict().passed
 

@@ -210,7 +210,7 @@ def test_where_labs_cannot_run_no_probe_does(capsys, monkeypatch):
     assert cli.main(["doctor", "--deep", "--json"]) == 1
     out, err = capsys.readouterr()
     assert "deep" not in json.loads(out)
-    assert err == "kit: the probes need ranks, and ranks cannot run here\n"
+    assert err == "kit: the probes need ranks, but ranks cannot run here\n"
 
 
 def test_no_number_is_given_for_what_is_not_finite(tmp_path):

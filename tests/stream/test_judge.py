@@ -212,7 +212,12 @@ FAULTS: list[tuple[str, dict[str, Any], str, str]] = [  # fault, settings, the c
     ),
     ("cleared-before-finish", {"breaks": 1}, "abort_on_failure", r"step 1 .* cleared although its step was aborted"),
     ("clear-fails-after-finish", {}, "one_clear_per_finish", r"`error` of step 1 .* version had not risen"),
-    ("resumes-too-early", {}, "publish_before_use", r"of group 4, sample 0, .* has version 0; the current version is 1"),
+    (
+        "resumes-too-early",
+        {},
+        "publish_before_use",
+        r"of group 4, sample 0, .* has version 0; the current version is 1",
+    ),
     (
         "waits-for-all",
         {"groups": 4, "slow": (7,)},
@@ -451,7 +456,12 @@ EDITS: list[tuple[str, Edit, str, dict[str, Any]]] = [
         {},
     ),
     ("ends_cleanly", drop("bumped", 3), r"step 3 is unfinished", {}),
-    ("ends_cleanly", change("ended", why="exhausted"), r"left over, so the loop should have ended with an error", {"pace": 6}),
+    (
+        "ends_cleanly",
+        change("ended", why="exhausted"),
+        r"left over, so the loop should have ended with an error",
+        {"pace": 6},
+    ),
     ("dead_rollout_named", lambda rows: rows[some(rows, "died")].pop("replica"), r"does not name the replica", DIES),
     ("dead_rollout_named", change("sent", -1, replica=1), r"the replica died in row", DIES),
     ("metrics_true", change("metrics", 1, groups=9), r"states groups 9; counted from the rows: 2", {}),

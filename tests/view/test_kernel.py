@@ -117,4 +117,4 @@ def test_a_stop_button_ends_run_all(client):
     execute(client, "%load_ext kit")
     reply, streamed, _ = execute(client, "%%ranks --bogus\n1")
     assert reply["status"] == "error"
-    assert "allowed is %%ranks" in streamed
+    assert "usage: %%ranks" in streamed

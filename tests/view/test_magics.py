@@ -72,7 +72,7 @@ def test_cells_in_the_background_run_beside_each_other_and_are_waited_for(cell, 
         assert result.result is None
         assert f"running in the background on {rank}; %ranks wait shows the result" in shown
     assert repr(cell("%ranks wait")[0].result) == "[0] 0\n[1] 10"
-    assert "nothing runs in the background" in cell("%ranks wait")[1]
+    assert "no cell is running in the background" in cell("%ranks wait")[1]
     assert world.state == "idle"
 
 
@@ -108,9 +108,9 @@ def test_a_deadline(cell, world):
     ("line", "words"),
     [
         ("%ranks bogus", "status, stacks, wait, restart, stop"),
-        ("%ranks status 3", "takes nothing more"),
+        ("%ranks status 3", "accepts no further arguments"),
         ("%%ranks --timeout soon\n1", "invalid float value: 'soon'"),
-        ("%%ranks --bogus\n1", "allowed is %%ranks [0,2-3] [--timeout SECONDS]"),
+        ("%%ranks --bogus\n1", "usage: %%ranks [0,2-3] [--timeout SECONDS]"),
         ("%%ranks 9\n1", "this World has ranks 0 to 1, not '9'"),
     ],
 )

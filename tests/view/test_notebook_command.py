@@ -89,7 +89,7 @@ def test_a_page_holds_everything(tiny, tmp_path):
     page = notebooks.to_html(notebook, "tiny")
     assert "<title>tiny</title>" in page
     assert "A story" in page
-    assert "Controls stand here when the notebook is open in JupyterLab" in page
+    assert "JupyterLab shows controls here" in page
     assert "<script" not in page
     assert not re.findall(r'(?:src|href)="(?!data:|#)[^"]*"', page)
     assert "default-src 'none'" in page
@@ -163,7 +163,7 @@ def test_a_notebook_without_parameters_takes_none(tiny, tmp_path):
 
 def test_the_kits_notebooks_are_found_by_how_they_begin():
     assert notebooks.find("01") == notebooks.find("01_offload_reload") == ROOT / "notebooks" / "01_offload_reload.ipynb"
-    with pytest.raises(BadInput, match=r"no one notebook '0'; .*01_offload_reload, .*, or a path"):
+    with pytest.raises(BadInput, match=r"'0' does not name one notebook; .*01_offload_reload, .*, or a path"):
         notebooks.find("0")
     with pytest.raises(BadInput, match=r"there is no notebook nowhere/x\.ipynb"):
         notebooks.find("nowhere/x.ipynb")
@@ -180,7 +180,7 @@ def test_every_parameter_of_the_kits_notebooks_is_understood():
 
 def test_places_that_cannot_be(tiny, tmp_path, monkeypatch):
     for to, sentence in (
-        (tmp_path / "out.pdf", "written as .ipynb or .html, not 'out.pdf'"),
+        (tmp_path / "out.pdf", "must end in .ipynb or .html, not 'out.pdf'"),
         (Path("/dev/null/nowhere/out.html"), "cannot make the folder /dev/null/nowhere"),
         (tiny, "it is the notebook itself"),
     ):
@@ -197,5 +197,5 @@ def test_places_that_cannot_be(tiny, tmp_path, monkeypatch):
 
 def test_an_installation_without_notebooks_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(notebooks, "shipped", lambda name: tmp_path / name)
-    with pytest.raises(BadInput, match="there is no one notebook '01'; allowed are: none, or a path"):
+    with pytest.raises(BadInput, match="'01' does not name one notebook; allowed are: none, or a path"):
         notebooks.find("01")

@@ -115,7 +115,7 @@ def test_the_worst_comes_first(make_run):
     places = [words.index(row.check) for row in rows]
     assert places == sorted(places, reverse=True)
     assert "limit" in words
-    assert "≤ 2 moved: the lab's own is 0" in words  # the stored verdict's limit, not the lab's
+    assert "≤ 2 moved from the lab's 0" in words  # the stored verdict's limit, not the lab's
     assert "rank 1 keeps <three>" in words  # as text, not as a tag
 
 

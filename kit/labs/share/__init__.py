@@ -93,7 +93,9 @@ OF_RANKS = exposed_by(
         set={"release_groups": True, "rehearse": False},
     ),
     Fault("base-assumed", "version 0 is published on replicas with other base weights", "weights_after_wake"),
-    Fault("cache-after-offload", "the cache is built from memory after the weights were offloaded", "weights_after_wake"),
+    Fault(
+        "cache-after-offload", "the cache is built from memory after the weights were offloaded", "weights_after_wake"
+    ),
     Fault("shared-seed", "both pipelines draw the same random numbers", "namespaces_apart"),
     Fault(
         "shared-group",

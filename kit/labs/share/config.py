@@ -110,9 +110,7 @@ class ShareConfig(JobConfig):
     decode: Annotated[int, Option("tokens that a replica decodes before it takes new orders", low=1, high=4096)] = 4
     temperature: Annotated[float, Option("sampling temperature", low=0.05, high=10)] = 1.0
     lr: Annotated[float, Option("learning rate", low=1e-8, high=1)] = 1e-3
-    warm: Annotated[int, Option("updates on right answers before version 0, so some samples are right", low=0)] = (
-        30
-    )
+    warm: Annotated[int, Option("updates on right answers before version 0, so some samples are right", low=0)] = 30
     slots: Annotated[int | None, Option("groups in flight at once per pipeline; null: all that may start", low=1)] = 2
     window: Annotated[
         int, Option("how many versions older than its training step a group may be; 0: in order", low=0, high=64)
@@ -128,7 +126,8 @@ class ShareConfig(JobConfig):
         Literal[2, 1], Option("a sleeping replica drops its weights (2) or keeps them in host memory (1)")
     ] = 2
     release_groups: Annotated[
-        bool, Option("a trainer destroys its process groups when it leaves its devices and remakes them when it returns")
+        bool,
+        Option("a trainer destroys its process groups when it leaves its devices and remakes them when it returns"),
     ] = False
     planner: Annotated[
         str,
@@ -145,13 +144,9 @@ class ShareConfig(JobConfig):
     ] = PIPELINE
     controls: Annotated[
         Literal["alone", "all"],
-        Option(
-            "runs to compare with: each pipeline alone; all: also in sequence, and on half of the devices each"
-        ),
+        Option("runs to compare with: each pipeline alone; all: also in sequence, and on half of the devices each"),
     ] = "alone"
-    rehearse: Annotated[bool, Option("at the end, run both again and kill a replica and a trainer on purpose")] = (
-        True
-    )
+    rehearse: Annotated[bool, Option("at the end, run both again and kill a replica and a trainer on purpose")] = True
     gate: Annotated[
         Literal["", "1", "2", "2.5", "3", "4", "5"],
         Option(

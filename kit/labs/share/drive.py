@@ -1,7 +1,7 @@
-"""The driven phases of the lab `share`: each pipeline alone, then both under the desk, from the same base weights and over the same ranks.
+"""The driven phases of the lab `share`: each pipeline alone, then both under the desk, from the same base weights and on the same ranks.
 
-Alone, a pipeline has its devices to itself: the same loop and the same ports, but whatever it asks for is granted at once and nothing
-sleeps. What both compute in the phase `shared` is compared with that.
+Alone, a pipeline has its devices to itself: the same loop and ports, but every request is granted at once and nothing sleeps. The results
+of the phase `shared` are compared with it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def serial(drive: Drive) -> None:
 
 
 def static(drive: Drive) -> None:
-    """Both pipelines at once, each on the half of the devices in which its trainer lies. Pipelines that cannot be split so are left out."""
+    """Both pipelines at once, each on the half of the devices that has its trainer. Pipelines that cannot be split this way are left out."""
     config = drive.config
     halves = {name: own_half(config, name) for name in config.pipelines}
     if all(replicas for _, replicas in halves.values()) and len({at for at, _ in halves.values()}) == len(halves):
@@ -59,7 +59,7 @@ def static(drive: Drive) -> None:
 
 
 def rehearse(drive: Drive) -> None:
-    """What must not end the others: a replica of A is killed while it wakes, and B's trainer in its second step."""
+    """Failures that must not end the others: a replica of A is killed while it wakes, and B's trainer in its second step."""
     shared(drive, {"a": WakingDies, "b": TrainerDies}, on_dead_replica="go-on")
 
 
@@ -71,7 +71,7 @@ def kill(drive: Drive, role: str) -> None:
 
 
 class WakingDies(Ranks):
-    """A replica is killed when it is to wake for the second time, if another one is left."""
+    """A replica is killed when it is ordered to wake for the second time, if another one is left."""
 
     expands = 0
 
@@ -83,7 +83,7 @@ class WakingDies(Ranks):
 
 
 class TrainerDies(Ranks):
-    """The trainer is killed when it is to train in its second step, or in its first and last."""
+    """The trainer is killed when it begins its second step, or its only one."""
 
     def _train(self, command: Command) -> None:
         if command.name == "microbatch" and command.step == min(1, self.drive.config.steps - 1):
@@ -92,7 +92,7 @@ class TrainerDies(Ranks):
 
 
 def own_half(config: ShareConfig, pipeline: str) -> tuple[int, tuple[int, ...]]:
-    """The part of the devices in which a pipeline's trainer begins, and its replicas there; none where its trainer goes beyond."""
+    """The part of the devices that has a pipeline's trainer, and its replicas there; none if the trainer does not fit into one part."""
     of, count = config.mapping(pipeline), len(config.pipelines)
     at = of.train[0] * count // config.devices
     half = {device for device in range(config.devices) if device * count // config.devices == at}
@@ -109,7 +109,7 @@ def alone(drive: Drive, replicas: Mapping[str, Collection[int]]) -> None:
 
 
 def shared(drive: Drive, kinds: Mapping[str, type[Ranks]] | None = None, **changes: Any) -> None:
-    """All pipelines under the desk. `kinds` are other ranks than the usual, by pipeline; `changes` are to the controllers' settings."""
+    """All pipelines under the desk. `kinds` replaces the class of a pipeline's ranks; `changes` are changes to the controllers' settings."""
     config = drive.config
     with begun(drive, [*drive.roles], alone=False) as observer:
         parts = {name: (kinds or {}).get(name, Ranks)(drive, name, observer=observer) for name in config.pipelines}
@@ -120,13 +120,13 @@ def shared(drive: Drive, kinds: Mapping[str, type[Ranks]] | None = None, **chang
 
 @contextlib.contextmanager
 def begun(drive: Drive, roles: Sequence[str], *, alone: bool) -> Iterator[Observer]:
-    """These roles at version 0, seen by an observer. Locks of devices lie in the run's folder as long as the phase lasts."""
+    """These roles at version 0, watched by an observer. Locks of devices are in the run's folder during the phase."""
     with (
         tempfile.TemporaryDirectory(prefix="devices-", dir=drive.folder) as folder,
         Observer(drive, Path(folder), for_desk=not alone) as observer,
     ):
         started(drive, roles, folder, alone=alone)
-        observer.look()  # what happened until here is not the desk's
+        observer.look()  # earlier events are not the desk's
         yield observer
         every(drive, "vacate", [name for name in drive.roles if not {*drive.roles[name]} & drive.lost])
 
@@ -138,7 +138,7 @@ def run(
     more: Mapping[str, Port],
     observer: Observer,
 ) -> None:
-    """The cores over live ranks until all have ended. `more` are the ports of the desk, or in its place."""
+    """Run the cores on live ranks until all have ended. `more` are the ports of the desk, or replace it."""
     clock, live = more.get("clock"), Live(drive, parts.values())
     meters = {name: Meter() for name in parts}
     ports: dict[str, Port] = {
@@ -161,7 +161,7 @@ def run(
         if part.stuck is not None:
             raise part.stuck
         if part.ended_by is not None and not {*drive.roles[f"{part.pipeline} {TRAINER}"]} & drive.lost:
-            raise part.ended_by  # nobody meant it to die
+            raise part.ended_by  # it was not killed on purpose
     drive.record("makespan", time.time() - began, "s", pipelines=" ".join(parts))
     drive.record("core_seconds", sum(runner.own), "s", events=len(runner.own))
     for name, end in ended.items():
@@ -170,7 +170,7 @@ def run(
 
 
 def opened(ledger: Ledger, meters: Mapping[str, Meter], config: ShareConfig) -> Watched:
-    """A ledger with the first rows of every pipeline. A meter's time begins with them, however long the loop takes to start."""
+    """A ledger with the first rows of every pipeline. A meter's time begins with them, however late the loop starts."""
     watched = Watched(ledger, *(OfPipeline(name, meter) for name, meter in meters.items()))
     for name in meters:
         for event, ids in opening(settings(pipeline_config(config, name))):

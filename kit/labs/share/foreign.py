@@ -1,6 +1,6 @@
-"""Files that rlix and NeMo-RL users have, one for each pipeline, as settings of the lab `share`.
+"""Converts config files of rlix and NeMo-RL, one per pipeline, to settings of the lab `share`.
 
-What has a setting here is taken over, what cannot work here is refused with a sentence, and every other key is listed.
+Keys with a setting here are converted, values that cannot work here are refused with a reason, and all other keys are listed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RANGE = re.compile(r"list\(range\((\d+)(?:,\s*(\d+))?\)\)")
 REFERENCE = re.compile(r"\$\{(\w+(?:\.\w+)*)\}")
 TRAIN, INFER = "actor_train.strategy_args.strategy_config.", "actor_infer.strategy_args.strategy_config."
 MEGATRON, ENGINE = "policy.megatron_cfg.", "policy.generation.vllm_cfg."
-# Where each thing may be written. The first two are the shape of rlix, the last ones that of NeMo-RL.
+# The keys of each setting. The first two are those of rlix, the others those of NeMo-RL.
 PLACES = {
     "train": ("train_device_mapping", "actor_train.device_mapping"),
     "infer": ("infer_device_mapping", "actor_infer.device_mapping"),
@@ -49,7 +49,7 @@ def only_1(what: str) -> tuple[Callable[[Any], bool], str]:
     return lambda value: is_number(value) and value == 1, f"is a {what}, which is not part of this lab; use 1"
 
 
-# What a value may be, and the sentence about any other.
+# The test of each value, and the error message if it fails.
 ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "pp": only_1("pipeline parallel trainer"),
     "cp": only_1("context parallel trainer"),
@@ -73,9 +73,9 @@ REWARDS = re.compile(r"(rewards?(\.\w+)?)\.device_mapping")
 
 
 def settings_of(files: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
-    """Settings from one file, a pipeline, or from two; and the keys that have none, each with its file."""
+    """Settings from one file or two (one per pipeline), and the keys without a setting, each with its file."""
     if len(files) > len(PIPELINES):
-        raise BadInput(f"{len(files)} files are given; each is a pipeline, and there are at most {len(PIPELINES)}")
+        raise BadInput(f"{len(files)} files are too many; give at most {len(PIPELINES)}, one per pipeline")
     found: dict[str, Any] = {"scenario": "AB"[len(files) - 1]}
     unknown = []
     for pipeline, (name, content) in zip(PIPELINES, files.items(), strict=False):
@@ -88,14 +88,16 @@ def settings_of(files: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any],
             if key == "devices":
                 value = max(value, found.get(key, 0))  # noqa: PLW2901 - the larger of both
             elif key in found and found[key] != value:
-                raise BadInput(f"{name}: {key}={value}, but the file before has {key}={found[key]}; both need the same")
+                raise BadInput(
+                    f"{name}: {key}={value}, but the other file has {key}={found[key]}; both must have the same value"
+                )
             found[key] = value
         unknown += [f"{name}: {key}" for key in sorted({*given} - known(given))]
     return found, unknown
 
 
 def flat(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Every value under its dotted key. Overrides are applied, references within the file resolved."""
+    """Every value under its dotted key, with overrides applied and references within the file resolved."""
     found = dict(leaves(content))
     for text in found.pop("nemo_config_overrides", None) or ():
         key, equals, value = str(text).lstrip("+").partition("=")
@@ -131,7 +133,7 @@ def pipeline_settings(given: Mapping[str, Any], pipeline: str) -> dict[str, Any]
     for cluster in ("train", "infer"):
         devices = [mapping(given[place], place) for place in PLACES[cluster] if place in given]
         if not devices:
-            raise BadInput(f"there is no {' or '.join(PLACES[cluster])}; name the devices")
+            raise BadInput(f"{' or '.join(PLACES[cluster])} is missing; name the devices")
         if devices[0] != devices[-1]:
             raise BadInput(f"{' and '.join(PLACES[cluster])} differ: {devices[0]} and {devices[-1]}")
         found[f"{cluster}_{pipeline}"] = devices[0]
@@ -149,7 +151,7 @@ def pipeline_settings(given: Mapping[str, Any], pipeline: str) -> dict[str, Any]
 
 
 def allowed_values(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What a file gives for each of `ALLOWED`, from the first place that has it."""
+    """A file's value for each of `ALLOWED`, from the first key that has it."""
     for name, (is_allowed, sentence) in ALLOWED.items():
         place = next((place for place in PLACES[name] if given.get(place) is not None), None)
         if place is not None:
@@ -163,13 +165,11 @@ def refuse_clusters(given: Mapping[str, Any]) -> None:
         off = given.get(f"{cluster}.offload_nccl", given.get("offload_nccl", True))
         if off is False and mapping(given.get(f"{cluster}.device_mapping"), cluster):
             raise BadInput(
-                f"{cluster}.offload_nccl=false: a cluster with devices that are shared releases its communicators; use true"
+                f"{cluster}.offload_nccl=false: a cluster on shared devices must release its communicators; use true"
             )
     for key, value in given.items():
         if REWARDS.fullmatch(key) and mapping(value, key):
-            raise BadInput(
-                f"{key}={value}: rewards are computed on the host; leave the devices of a reward cluster out"
-            )
+            raise BadInput(f"{key}={value}: rewards are computed on the host; remove the devices of the reward cluster")
 
 
 def mapping(value: Any, place: str) -> list[int]:

@@ -1,5 +1,5 @@
-"""What a run recorded, by phase: the ledgers of its pipelines and their desk, what ranks stated about themselves, and what observers saw of
-them from outside. And how the rules of ledgers become checks.
+"""The records of a run by phase: the ledgers of its pipelines and their desk, the records of ranks about themselves, and those of outside
+observers. Also makes checks of ledger rules.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PHASES = (MAIN, "scripted", "alone_a", "alone_b", "serial", "static", "rehearse"
 
 
 def parts(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The rows of each run of a phase. A run begins with the settings of its pipelines, or where a core begins that has begun before."""
+    """The rows of each run of a phase. A new run begins with the settings of its pipelines, or when a core begins a second time."""
     found: list[dict[str, Any]] = []
     begun: set[str] = set()
     for row in rows:
@@ -49,13 +49,13 @@ def parts(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 
 def read_parts(frame: pd.DataFrame, phase: str) -> list[list[dict[str, Any]]]:
-    """If the run is not of this lab, all its events are one run of the phase `shared`."""
+    """The runs of a phase. In a run of another lab, all events are one run of the phase `shared`."""
     found = events(frame, phase, lab="share", main=MAIN)
-    return [*parts(rows_of(found[found["text"].fillna("") == ""]))]  # what observers recorded beside it has a text
+    return [*parts(rows_of(found[found["text"].fillna("") == ""]))]  # rows of observers have a text
 
 
 def read_ledgers(frame: pd.DataFrame, phase: str) -> list[Ledger]:
-    """Those of a phase in which devices were asked for."""
+    """The runs of a phase in which devices were requested."""
     asks = ("limits", "acquire", "granted")
     return [Ledger(part) for part in runs(frame, phase) if any(row["event"] in asks for row in part)]
 
@@ -65,7 +65,7 @@ ledgers = PerFrame(read_ledgers).of
 
 
 def every_ledger(frame: pd.DataFrame, phases: Iterable[str] = PHASES) -> Iterator[tuple[str, Ledger]]:
-    """Every ledger with the place where it is from, that of the phase `shared` first."""
+    """Every ledger with its origin; that of the phase `shared` first."""
     for phase in phases:
         found = ledgers(frame, phase)
         for number, one in enumerate(found, 1):
@@ -73,7 +73,7 @@ def every_ledger(frame: pd.DataFrame, phases: Iterable[str] = PHASES) -> Iterato
 
 
 def loops(frame: pd.DataFrame, phases: Iterable[str]) -> Iterator[tuple[str, stream.Ledger]]:
-    """The ledger of every pipeline's own loop, as the checks of the lab `stream` take it, with the place where it is from."""
+    """The ledger of each pipeline's loop, as the checks of the lab `stream` need it, with its origin."""
     for phase in phases:
         for part in runs(frame, phase):
             for row in part:
@@ -83,7 +83,7 @@ def loops(frame: pd.DataFrame, phases: Iterable[str]) -> Iterator[tuple[str, str
 
 
 def of_ledgers(rule: Callable[[Ledger], Measured]) -> Measure:
-    """The first violation in any ledger, else the answer of the first that has one. What the first lacks, the check lacks."""
+    """The first violation in any ledger, else the first answer. If the first ledger lacks an event, so does the check."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
         answers: list[Measured] = []
@@ -101,7 +101,7 @@ def of_ledgers(rule: Callable[[Ledger], Measured]) -> Measure:
                 return answers[-1]
         if not answers:
             raise [*lacking, Missing("no phase recorded a ledger of a desk")][0]
-        more = f"; {counted(len(answers) - 1, 'other ledger')} alike" if len(answers) > 1 else ""
+        more = f"; the same in {counted(len(answers) - 1, 'other ledger')}" if len(answers) > 1 else ""
         return Measured(0.0, answers[0].why + more)
 
     return measure
@@ -113,7 +113,7 @@ def of_ledgers(rule: Callable[[Ledger], Measured]) -> Measure:
 def over_time(
     replay: Iterable[tuple[Row, State]], look: Callable[[State], Mapping[Key, Value]]
 ) -> Iterator[tuple[Key, Value, float, float]]:
-    """The stretches of time in which what `look` finds stays the same: key, value, left, right, in order of their ends.
+    """The intervals in which a value of `look` stays constant: key, value, left, right, in order of their ends.
 
     `replay` gives each row with the state before it.
     """
@@ -132,7 +132,7 @@ def over_time(
 
 
 class Span(NamedTuple):
-    """What a pipeline has devices for: a replica that is waking, awake or sleeping (falling asleep), or another cluster that is held."""
+    """The holders of devices: replicas that are waking, awake or sleeping (falling asleep), and other clusters with a lease."""
 
     pipeline: str
     what: str
@@ -179,7 +179,7 @@ def recorded(frame: pd.DataFrame, phase: str, metric: str, *ids: str) -> pd.Data
 
 
 class Held(NamedTuple):
-    """A device in the hands of an owner such as "a.replica 0"; `until` is infinite if no record shows that it was given back."""
+    """A lease of a device by an owner such as "a.replica 0"; `until` is infinite if no record shows its end."""
 
     device: int
     owner: str
@@ -188,14 +188,16 @@ class Held(NamedTuple):
 
 
 def leases(frame: pd.DataFrame, phase: str) -> tuple[list[Held], list[str]]:
-    """Leases as ranks recorded them, and a sentence for each time that one took a device that another held."""
+    """Leases as recorded by ranks, and a sentence for each time a rank took a device that another one held."""
     open_: dict[int, tuple[str, float]] = {}
     found, wrong = list[Held](), list[str]()
     for row in recorded(frame, phase, "lease", "device", "event").to_dict("records"):
         device, owner, when = int(row["device"]), str(row["text"]), float(row["time"])
         if row["event"] == "taken":
             if device in open_:
-                wrong.append(f"{owner} took device {device} while {open_[device][0]} held it, by their own leases")
+                wrong.append(
+                    f"{owner} took device {device} while {open_[device][0]} held it, according to their leases"
+                )
             open_[device] = owner, when
         elif device in open_ and open_[device][0] == owner:
             found.append(Held(device, owner, open_.pop(device)[1], when))
@@ -204,7 +206,7 @@ def leases(frame: pd.DataFrame, phase: str) -> tuple[list[Held], list[str]]:
 
 
 class Sight(NamedTuple):
-    """An observer saw a device with these owners from one time until another."""
+    """A period in which an observer saw these owners of a device."""
 
     owners: tuple[str, ...]
     since: float
@@ -223,7 +225,7 @@ def sights(frame: pd.DataFrame, phase: str) -> dict[int, list[Sight]]:
 
 @dataclass(slots=True)
 class Levels:
-    """The resident bytes of a rank over time: each holds until the next."""
+    """The resident bytes of a rank over time; each level holds until the next."""
 
     times: list[float] = field(default_factory=list)
     bytes: list[float] = field(default_factory=list)
@@ -232,7 +234,7 @@ class Levels:
         return self.bytes[max(0, bisect.bisect_right(self.times, when) - 1)]
 
     def between(self, since: float, until: float) -> list[float]:
-        """All levels in an interval, that at its begin included."""
+        """All levels in an interval, including the one at its start."""
         inside = self.bytes[bisect.bisect_right(self.times, since) : bisect.bisect_left(self.times, until)]
         return [self.at(since), *inside]
 
@@ -243,12 +245,12 @@ def residents(frame: pd.DataFrame, phase: str) -> dict[str, Levels]:
 
 
 def role_of(rank: str) -> str:
-    """The owner that a rank belongs to: "a.trainer" for "a.trainer#1", the second of its ranks."""
+    """The owner of a rank: "a.trainer" for "a.trainer#1", the second of its ranks."""
     return rank.partition("#")[0]
 
 
 def devices_of(config: Any, owner: str) -> tuple[int, ...]:
-    """The devices of an owner such as "a.replica 0", or of one of its ranks such as "a.replica 0#1", by a run's config."""
+    """The devices of an owner ("a.replica 0") or of one of its ranks ("a.replica 0#1"), from a run's config."""
     name, _, place = owner.partition("#")
     pipeline, _, role = name.partition(".")
     devices: tuple[int, ...] = config.mapping(pipeline).devices(role)

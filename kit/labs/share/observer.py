@@ -1,8 +1,8 @@
-"""What this process sees of the ranks from outside: who holds the lock of a device, cores, memory, processor time, and what the driver
-says of each GPU. Notebook side.
+"""Observes the ranks from this process: holders of device locks, cores, memory, processor time, and the driver's numbers for each GPU.
+Notebook side.
 
-A thread looks each 20 ms; `look` does so at once. A rank is not asked, and cannot tell. Where the kernel does not show locks of other
-processes, `blind` says so and nothing is recorded about owners.
+A thread samples every 20 ms; `look` samples at once. Ranks are not involved and do not notice. If the kernel does not show the locks of
+other processes, `blind` is true and no owners are recorded.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kit.loop.messages import Event, listed
 from kit.results.records import new_row
 
 EVERY_S = 0.02
-GPUS_EVERY_S = 1.0  # the driver's own average is over about as long
-STEP = 256 * 1024  # bytes: a smaller change of memory is no row
+GPUS_EVERY_S = 1.0  # about the period of the driver's own average
+STEP = 256 * 1024  # bytes: smaller changes of memory are not recorded
 
 
 class Observer:
@@ -33,7 +33,7 @@ class Observer:
         self.drive = drive
         self.for_desk = for_desk
         pids = drive.world.pids
-        # Of a role with several ranks each is on a device of its own, and has its number.
+        # Ranks of a role with several ranks are numbered; each has its own device.
         self.names = {
             pids[rank]: name.replace(" ", ".", 1) + (f"#{place}" if len(ranks) > 1 else "")
             for name, ranks in drive.roles.items()
@@ -41,11 +41,11 @@ class Observer:
             if rank not in drive.lost
         }
         self.samples = 0
-        self.shared_samples = 0  # with two owners of a device
+        self.shared_samples = 0  # samples with two owners of a device
         self._rows: list[dict[str, Any]] = []
         self._events: list[Event] = []
         self._owners: dict[int, tuple[str, ...]] = {}
-        self._since: dict[int, float] = {}  # when the owners of a device came
+        self._since: dict[int, float] = {}  # by device: since when it has its owners
         self._bytes: dict[str, int] = {}
         self._cores: dict[str, str] = {}
         self._cpu: dict[int, dict[int, float]] = {}  # processor seconds of its owners then, by pid
@@ -124,7 +124,7 @@ class Observer:
                 self._rows.append(
                     new_row("seen_owner", len(owners), "1", now, text=" ".join(owners), ids={"device": device})
                 )
-        # All that were freed come first: between two looks a device may go from one to the other.
+        # Freed devices come first, because a device may change owners between two samples.
         changes = (("freed", self._owners, found), ("taken", found, self._owners)) if self.for_desk else ()
         self._events += [
             Event(name, DESK, who=owner.partition(".")[0], device=device, owner=owner)
@@ -136,7 +136,7 @@ class Observer:
         self._owners = found
 
     def _end_ownership(self, device: int, now: float) -> None:
-        """A span for the timeline: who had a device until now, and the processor time that it used meanwhile, in ticks of the kernel."""
+        """A span for the timeline: the owner of a device until now and the processor time that it used, in kernel ticks."""
         if owners := self._owners.get(device):
             since = self._since[device]
             used = sum((machine.cpu_seconds(pid) or before) - before for pid, before in self._cpu[device].items())

@@ -1,7 +1,6 @@
-"""Ports of the lab `share` on live ranks: those of the lab `stream` for each pipeline, the devices, and alarms. Notebook side.
+"""The ports of the lab `share` on live ranks: for each pipeline those of the lab `stream`, plus devices and alarms. Notebook side.
 
-A replica sleeps and wakes between two of its calls. From the moment at which its shrink is ordered it gets no request, and what it still
-answers has no reader.
+A replica sleeps and wakes between two of its calls. Once its shrink is ordered, it gets no requests and its answers are ignored.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from kit.loop.runner import Stalled
 from kit.world.calls import Pending
 
 OF_REQUESTS = ("started", "tokens", "completed", "failed", "cancelled")
-MOVES = ("begin", "finish", "abort")  # the trainer's calls with which it comes onto its devices and leaves them
+MOVES = ("begin", "finish", "abort")  # calls with which the trainer enters and leaves its devices
 
 
 class Part(Drive):
-    """A drive as the ports of one pipeline take it: its config, and its roles under the names that they have in the lab `stream`."""
+    """A drive for the ports of one pipeline: its config, and its roles under their names in the lab `stream`."""
 
     def __init__(self, drive: Drive, pipeline: str) -> None:
         start = f"{pipeline} "
         self.config = pipeline_config(drive.config, pipeline)
         self.roles = {name.removeprefix(start): ranks for name, ranks in drive.roles.items() if name.startswith(start)}
-        self.submit = drive.submit  # type: ignore[method-assign] # so that the drive knows every call
+        self.submit = drive.submit  # type: ignore[method-assign] # the drive must know every call
 
 
 class Ranks(ports.Ranks):
-    """All ranks of one pipeline. `orders` has the replicas that are awake, `awake` those that are so at first."""
+    """All ranks of one pipeline. `orders` has the replicas that are awake, `awake` those awake at the start."""
 
     def __init__(self, drive: Drive, pipeline: str, awake: Iterable[str] = (), *, observer: Observer) -> None:
         part = Part(drive, pipeline)
@@ -45,11 +44,11 @@ class Ranks(ports.Ranks):
         self.moves: dict[str, list[Command]] = {name: [] for name in part.roles if name != TRAINER}  # by replica
         self.observer = observer
         self.ended_by: KitError | None = None  # the death of its trainer
-        self.gone = False  # and no rank of it is on a device any more
-        self.late: list[tuple[str, list[Event]]] = []  # what is to be told once a role is off its devices
+        self.gone = False  # true once none of its ranks is on a device
+        self.late: list[tuple[str, list[Event]]] = []  # events to report once a role is off its devices
 
     def move(self, command: Command) -> None:
-        """A shrink or an expand; it begins when the replica has no other call. A replica that is gone answers nothing."""
+        """A shrink or an expand; it begins when the replica has no other call. A dead replica answers nothing."""
         name = name_of(command.replica)
         if name not in self.moves:
             return
@@ -59,8 +58,8 @@ class Ranks(ports.Ranks):
         self.moves[name].append(command)
 
     def take(self) -> list[Event]:
-        """What happened, without what a replica still answers after its shrink was ordered. What the observer sees comes before the
-        trainer's word that it came or went."""
+        """The new events, without a replica's answers after its shrink was ordered. Events of the observer come before the trainer's
+        reports that it entered or left its devices."""
         leaving = {
             number_of(name) for name, commands in self.moves.items() if any(one.name == "shrink" for one in commands)
         }
@@ -84,7 +83,7 @@ class Ranks(ports.Ranks):
         super().start()
 
     def _move(self, name: str, command: Command) -> None:
-        """What its replica was asked before is dropped: the pipeline has sent it elsewhere, or will."""
+        """Drop the replica's earlier requests; the pipeline has sent them elsewhere or will."""
         self.orders.pop(name, None)
         self.active.pop(name, None)
         ids = {"who": self.pipeline, "replica": command.replica}
@@ -106,7 +105,7 @@ class Ranks(ports.Ranks):
         self._call(name, command.name, {}, ended)
 
     def _refused(self, name: str, error: Event) -> list[Event]:
-        """A replica that cannot wake frees what it took, and only then the desk hears of it. One that cannot sleep may hold anything."""
+        """A replica that cannot wake frees its devices before the desk is informed. One that cannot sleep may still hold them."""
         if error.of == "shrink":
             return [error]
 
@@ -121,8 +120,8 @@ class Ranks(ports.Ranks):
         return []
 
     def _lost(self, name: str, error: KitError) -> list[Event]:
-        """A death is an event for the pipeline, and for the desk once the kernel has freed the devices of all its ranks. With its trainer
-        a pipeline ends."""
+        """A death is an event for the pipeline, and for the desk once the kernel has freed the devices of all its ranks. A pipeline ends
+        with its trainer."""
         if name == TRAINER and isinstance(error, RankDied) and self.observer.for_desk:
             self.ended_by = error
             return []
@@ -132,7 +131,7 @@ class Ranks(ports.Ranks):
         return happened if isinstance(error, RankDied) else [*happened, *self._vacate(name)]
 
     def _vacate(self, name: str) -> list[Event]:
-        """Have a replica that lives leave its device, whatever it did; nothing waits for it. The desk hears of one that cannot."""
+        """Make a live replica leave its device, whatever it does; nothing waits for it. The desk is informed if it fails."""
 
         def stays(error: KitError) -> list[Event]:
             ids: dict[str, int | str] = {"who": self.pipeline, "replica": number_of(name)}
@@ -154,7 +153,7 @@ class Ranks(ports.Ranks):
         return []
 
     def _clear(self) -> None:
-        """The trainer is dead: the replicas leave their devices, and then the desk and the pipeline hear of it."""
+        """The trainer is dead: the replicas leave their devices, and then the desk and the pipeline are informed."""
         for name in [name for name in self.moves if name not in self.busy]:
             self.arrived += self._vacate(name)
             del self.moves[name]
@@ -165,7 +164,7 @@ class Ranks(ports.Ranks):
             self.late.append((TRAINER, [died, Event("error", self.pipeline, of=TRAINER, why=why)]))
 
     def _refuse(self, error: KitError) -> list[Event]:
-        """What a dead trainer, or a replica of a dead pipeline, is asked for."""
+        """Handle commands for a dead trainer or for a replica of a dead pipeline."""
         why = str(error).partition("\n")[0]
         asked = [*self.queue, *self.syncs]
         self.queue.clear()
@@ -181,7 +180,7 @@ class Live:
     def __init__(self, drive: Drive, parts: Iterable[Ranks]) -> None:
         self.drive = drive
         self.parts = tuple(parts)
-        self.heard = time.monotonic()  # when a call was last under way
+        self.heard = time.monotonic()  # when a call was last in flight
 
     def wait(self, seconds: float) -> None:
         for part in self.parts:
@@ -235,7 +234,7 @@ class Clock:
 
 
 def started(drive: Drive, names: Sequence[str], folder: str, *, alone: bool) -> None:
-    """The ranks of these roles at version 0; nobody else is on a device. Those that share one come to it one after the other."""
+    """Reset the ranks of these roles to version 0, with no other rank on a device. Ranks that share a device do so in turn."""
     every(drive, "vacate", [*drive.roles])
     for some in [names] if alone else [[name] for name in names]:
         every(drive, "reset", some, folder=folder, alone=alone)

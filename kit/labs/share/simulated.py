@@ -1,7 +1,7 @@
 """The phases of the lab `share` without ranks: the pipelines and the desk on a virtual clock, in milliseconds. Notebook side.
 
-`shared` has the config's settings. `scripted` gives the desk pipelines that ask what is written (those that expose its faults);
-`rehearse` has what must not end a run: each scene is a run of its own, with a ledger of its own.
+`shared` has the config's settings. `scripted` runs the desk with scripted pipelines (those that expose its faults). `rehearse` has failures
+that must not end a run: each scene is a separate run with its own ledger.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def finished(done: Simulation, config: ShareConfig) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What happens when a row comes for the first time: `at` is its name, and some of its ids; `then` are events by the core that
-    gets them. `devices` are options of the simulated devices, `limits` other settings of the desk."""
+    """Events at the first occurrence of a row: `at` is its name and some of its ids; `then` are events by receiving core. `devices` are
+    options of the simulated devices, `limits` other settings of the desk."""
 
     name: str
     at: tuple[str, Mapping[str, Any]] = ("", {})
@@ -83,7 +83,7 @@ class Scene:
 
 
 def dies(pipeline: str) -> tuple[tuple[str, Event], ...]:
-    """The desk hears that a pipeline is dead, and its core that it is over."""
+    """The desk is informed that a pipeline is dead, and its core that it is over."""
     return (
         (DESK, Event("died", DESK, who=pipeline)),
         (pipeline, Event("error", pipeline, of="pipeline", why="killed, on purpose")),
@@ -112,13 +112,13 @@ SCENES = (
 
 
 def scenes(config: ShareConfig) -> list[Scene]:
-    """Those that a config can have: both pipelines, and another replica for one that is lost."""
+    """The scenes that a config allows: those with both pipelines need two, those that lose a replica need another one."""
     spare = config.planner != "static" and config.mapping("a").replicas > 1
     return [one for one in SCENES if len(config.pipelines) > 1 and (spare or "broken" not in one.devices)]
 
 
 class Stage(Devices):
-    """The devices of a scene. They watch the ledger for its row and post its events, and drop what comes from a dead pipeline's ranks."""
+    """The devices of a scene. They watch the ledger for its row, post its events, and drop events from a dead pipeline's ranks."""
 
     def __init__(self, scene: Scene, clock: VirtualClock, systems: Mapping[str, System]) -> None:
         super().__init__(clock, systems, **scene.devices)
@@ -178,7 +178,7 @@ member_step, desk_step = Member.step, core.Scheduler.step
 
 
 def routes_by_an_old_set(t: Loop, event: Event) -> None:
-    """Requests are sent again by the set of replicas before the shrink, in which the sleeper looks idle. They are taken back later."""
+    """Requests are resent using the set of replicas before the shrink, in which the sleeper looks idle. They are cancelled later."""
     there = t.replicas
     on_left(t, event)
     if event.replica in there:
@@ -205,7 +205,7 @@ def forgets_what_was_in_flight(t: Loop, event: Event) -> None:
 
 
 def counts_too_early(t: Loop, event: Event) -> None:
-    """What is to be taken back was counted before the last request came: that one stays with a replica that sleeps."""
+    """The requests to cancel are counted before the last one comes, so that one stays with a sleeping replica."""
     there = [
         (group.id, number)
         for group in t.buffer.values()

@@ -28,7 +28,7 @@ TRAINER = {"begin": "training", "microbatch": "training", "finish": "training", 
 
 
 def shown(frame: pd.DataFrame) -> str | None:
-    """The loop that is drawn: `shared` if a replica woke in it, else the last phase in which one did."""
+    """The loop to draw: `shared` if a replica woke in it, else the last phase in which one did."""
     woken = frame[frame["value"].isna() & (frame["metric"] == "expanded")]
     if len(woken) and not (woken["lab"] == "share").any():
         return MAIN  # another system's ledger
@@ -47,7 +47,7 @@ def ledger(frame: pd.DataFrame, phase: str = MAIN) -> Ledger:
 
 
 def pipelines(book: Ledger) -> list[str]:
-    """The pipelines that registered, in this order; without a desk, those that did something."""
+    """The registered pipelines in order; without a desk, those with events."""
     return list(dict.fromkeys(row.who for row in book.of("clusters") or book.of("sent", "trained")))
 
 
@@ -70,14 +70,14 @@ class Work(NamedTuple):
 
 
 def work(book: Ledger) -> list[Work]:
-    """A replica works while it has requests that have not ended. When it leaves, they go elsewhere."""
+    """A replica works while it has open requests. When it leaves, they go elsewhere."""
     busy = over_time(flights(book), lambda flying: {sent.replica: True for sent in flying.values()})
     found = [Work(name, f"replica {one}", "generating", left, right) for (name, one), _, left, right in busy]
     return [*found, *training(book)]
 
 
 def training(book: Ledger) -> Iterator[Work]:
-    """The trainers' calls that have ended. A trainer takes one at a time, in order."""
+    """The trainers' finished calls. A trainer executes one at a time, in order."""
     waiting: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
     free: dict[str, float] = {}
     for row in book.rows:
@@ -98,7 +98,7 @@ def weights(book: Ledger) -> dict[tuple[str, str], list[tuple[float, int]]]:
 
 
 def syncs(book: Ledger) -> Iterator[tuple[tuple[int, ...], float, float]]:
-    """Weights on their way to a replica, until it publishes their version: its devices, left, right."""
+    """The transfer of weights to a replica, until it publishes their version: its devices, left, right."""
     began: dict[str, float] = {}
     place = seats(book)
     for row in book.of("sync_begin", "published"):
@@ -110,9 +110,9 @@ def syncs(book: Ledger) -> Iterator[tuple[tuple[int, ...], float, float]]:
 
 
 def uses(book: Ledger) -> pd.DataFrame:
-    """The whole time of every device: device, pipeline, what, use, left, right, seconds.
+    """All of the time of every device: device, pipeline, what, use, left, right, seconds.
 
-    `switching` is a replica that falls asleep, wakes or waits for its first weights; `waiting` is a device that has an owner and no work.
+    `switching`: a replica falls asleep, wakes or waits for its first weights; `waiting`: the owner has no work.
     """
     began, ended = ends(book)
     mine = sorted(spans(book), key=lambda one: one.left)
@@ -137,7 +137,7 @@ def uses(book: Ledger) -> pd.DataFrame:
 def of_span(
     span: Span, calls: Sequence[Work], published: Sequence[tuple[float, int]]
 ) -> Iterator[tuple[str, float, float]]:
-    """What a device is used for while somebody has it: use, left, right."""
+    """The uses of a device while it has an owner: use, left, right."""
     if span.state in ("waking", "sleeping"):
         yield "switching", span.left, span.right
         return
@@ -155,7 +155,7 @@ def of_span(
 
 
 def leases(frame: pd.DataFrame, phase: str = MAIN) -> pd.DataFrame:
-    """One row a device and owner: leases, seconds, share of the time, and the seconds by use. `unused` is waiting and idle."""
+    """One row per device and owner: leases, seconds, share of the time, and seconds by use. `unused` = waiting + idle."""
     book = ledger(frame, phase)
     table = uses(book)
     if table.empty:
@@ -177,10 +177,10 @@ def leases(frame: pd.DataFrame, phase: str = MAIN) -> pd.DataFrame:
 
 
 def utilisation(frame: pd.DataFrame, phase: str = MAIN, *, paced: bool = False) -> pd.DataFrame:
-    """One row a device: the share of the time in which it was used, and what that is measured by (`by`).
+    """One row per device: the share of the time in which it was used, and how that was measured (`by`).
 
-    On CUDA the driver (`gpu`), asked each second; else the processor time of its owners (`cpu`), in ticks of the kernel. A paced loop
-    mostly sleeps, so there it is the time in which the owner had work (`work`), as in `leases`.
+    On CUDA by the driver (`gpu`), sampled each second; else by the processor time of its owners (`cpu`), in kernel ticks. A paced loop
+    mostly sleeps, so it uses the time in which the owner had work (`work`), as in `leases`.
     """
     book = ledger(frame, phase)
     began, ended = ends(book)
@@ -204,11 +204,11 @@ def utilisation(frame: pd.DataFrame, phase: str = MAIN, *, paced: bool = False) 
 
 
 def switches(frame: pd.DataFrame, phase: str = MAIN) -> pd.DataFrame:
-    """One row a cycle of the desk that moved something: what, and how long it took (seconds).
+    """One row per desk cycle with moves: what moved, and how long it took (seconds).
 
-    `shrink` is from the plan until the last replica sleeps, `expand` from the first order to wake until the last replica has its memory,
-    `weights` from then until the last of them has its weights; `total` is from the plan to the end of all this. `check` is the part of
-    `weights` in which replicas of that pipeline hashed what they got, one sync after the other: that is for `weights_after_wake` only.
+    `shrink`: from the plan until the last replica sleeps. `expand`: from the first order to wake until the last replica has its memory.
+    `weights`: from then until the last of them has its weights. `total`: from the plan to the end of all this. `check`: the part of
+    `weights` in which replicas of that pipeline hashed their tensors, one sync after the other, only for `weights_after_wake`.
     """
     book = ledger(frame, phase)
     cycles: list[list[Row]] = []  # the rows from a plan to its commit
@@ -242,7 +242,7 @@ def switch(book: Ledger, plan: Row, *rows: Row, hashed: Sequence[tuple[str, floa
 
 
 def loads(book: Ledger, woken: Iterable[Row]) -> Iterator[float]:
-    """When each of these replicas had its weights; those that left before do not count."""
+    """When each of these replicas had its weights, without those that left earlier."""
     later = book.of("published", "left")
     for one in woken:
         first = next((row for row in later if row.at > one.at and row.replica == one.replica), None)
@@ -260,7 +260,7 @@ def hashing(frame: pd.DataFrame, phase: str) -> list[tuple[str, float, float]]:
 
 
 def covered(spans: Iterable[Sequence[float]], since: float, until: float) -> float:
-    """The seconds between two moments that these spans cover; they may overlap."""
+    """The seconds of an interval covered by these spans, which may overlap."""
     found, last = 0.0, since
     for start, end in sorted((start, end) for start, end in spans):
         found += max(0.0, min(end, until) - max(start, last))
@@ -272,10 +272,10 @@ def covered(spans: Iterable[Sequence[float]], since: float, until: float) -> flo
 
 
 class Wait(NamedTuple):
-    """A request from when it was made until its end: granted, withdrawn or refused, or its pipeline is gone; `open` if it has none.
+    """A request from its start to its end: granted, withdrawn, refused, or gone with its pipeline; `open` if it has no end.
 
-    Two kinds are no requests for devices: `admission`, and `suspended`, where the pipeline has demand and a lease of generation, and all
-    its replicas sleep.
+    Two kinds are not requests for devices: `admission`, and `suspended`: the pipeline has demand and a lease of generation, but all its
+    replicas sleep.
     """
 
     pipeline: str
@@ -312,9 +312,9 @@ def suspended(books: Books) -> dict[str, bool]:
 
 
 def requests(frame: pd.DataFrame, phase: str = MAIN) -> pd.DataFrame:
-    """One row a pipeline and kind of request: how many, how many were granted, and how long they waited (seconds).
+    """One row per pipeline and kind of request: how many, how many were granted, and how long they waited (seconds).
 
-    The kind `suspended` counts the times in which all replicas of a pipeline with demand slept, `admission` the wait until it may begin.
+    The kind `suspended` counts the times when all replicas of a pipeline with demand slept, `admission` the wait until it may begin.
     """
     found = pd.DataFrame(waits(ledger(frame, phase)))
     if found.empty:
@@ -334,9 +334,9 @@ def requests(frame: pd.DataFrame, phase: str = MAIN) -> pd.DataFrame:
 
 
 def progress(frame: pd.DataFrame, phase: str = MAIN) -> pd.DataFrame:
-    """One row a pipeline: what it did, when it ended, what it had of the devices, and what sharing cost it.
+    """One row per pipeline: its work, its end, its use of the devices, and the cost of sharing.
 
-    `seconds` is until its end; `alone` is the same in its phase alone, where that ran, and `slow-down` the ratio.
+    `seconds` is until its end; `alone` is the same in its phase alone, if that ran, and `slow-down` the ratio.
     """
     book = ledger(frame, phase)
     began, ended = ends(book)
@@ -373,7 +373,7 @@ def progress(frame: pd.DataFrame, phase: str = MAIN) -> pd.DataFrame:
 
 
 def loop_seconds(frame: pd.DataFrame, phase: str) -> float | None:
-    """How long a loop took, or several in turn: as recorded, else from the first row to the last. None if it did not end."""
+    """The time of a loop, or of several in turn: as recorded, else from the first row to the last. None if it did not end."""
     recorded = frame[(frame["phase"] == phase) & (frame["metric"] == "makespan")]["value"]
     if len(recorded):
         return float(recorded.sum())
@@ -386,7 +386,7 @@ def loop_seconds(frame: pd.DataFrame, phase: str) -> float | None:
 
 
 def needed(book: Ledger, clusters: Mapping[str, Mapping[str, Sequence[int]]], tp: Mapping[str, int]) -> float:
-    """Device-seconds of work in a loop: calls of trainers and replicas with requests, times the devices that each takes."""
+    """Device-seconds of work in a loop: trainer calls and replicas with requests, times the devices of each."""
     return sum(
         (one.right - one.left)
         * (tp[one.pipeline] if one.part == "generating" else len(clusters[one.pipeline]["trainer"]))
@@ -395,7 +395,7 @@ def needed(book: Ledger, clusters: Mapping[str, Mapping[str, Sequence[int]]], tp
 
 
 class Arithmetic(NamedTuple):
-    """Seconds that follow from the loops alone, and the device-seconds of work of each pipeline.
+    """Seconds calculated from the loops alone, and the device-seconds of work of each pipeline.
 
     `bound` is max(device-seconds / devices, longest alone) + switching device-seconds / devices; `serial` the sum of the loops alone;
     `static` the longest pipeline's work on its even part of the devices.
@@ -430,7 +430,7 @@ def arithmetic(frame: pd.DataFrame) -> Arithmetic:
 
 
 def loops(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row a loop over the same work: how long it took, whether that is measured or arithmetic, and how many times the bound it is."""
+    """One row per loop over the same work: its time, whether that is measured or arithmetic, and the ratio to the bound."""
     found: list[tuple[str, float | None, str]] = [("shared", loop_seconds(frame, MAIN), "measured")]
     least = float("nan")
     try:
@@ -458,7 +458,7 @@ def loops(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def memory(frame: pd.DataFrame, phase: str = MAIN) -> pd.DataFrame:
-    """Resident bytes of ranks, as observers saw them: device, pipeline, who, time, bytes."""
+    """Resident bytes of ranks as seen by observers: device, pipeline, who, time, bytes."""
     place = seats(ledger(frame, phase))
     rows = recorded(frame, phase, "seen_resident", "who")
     found = [
@@ -467,5 +467,5 @@ def memory(frame: pd.DataFrame, phase: str = MAIN) -> pd.DataFrame:
         for device in place.get(who, ())
     ]
     if not found:
-        raise NotMeasured(f"no resident bytes were seen in the phase {phase}")
+        raise NotMeasured(f"no resident bytes were recorded in the phase {phase}")
     return pd.DataFrame(found, columns=["device", "pipeline", "who", "time", "bytes"])

@@ -247,9 +247,7 @@ def kv_policy_kept(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         return Measured(spanning, f"{spanning:.0f} samples span a sync with at_sync={at_sync}")
     wrong, shown = number["policy_wrong"], number["policy_decidable"]
     if not shown:
-        raise NotMeasured(
-            "no sample spans a sync by enough tokens to show whether the KV cache was kept or recomputed"
-        )
+        raise NotMeasured("no sample spans a sync by enough tokens to show whether the KV cache was kept or recomputed")
     return Measured(wrong, f"{wrong:.0f} of {shown:.0f} decisive tokens contradict at_sync={at_sync}")
 
 

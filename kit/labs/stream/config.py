@@ -53,9 +53,7 @@ class StreamConfig(JobConfig):
             names=(*SAMPLERS,),
         ),
     ] = "in-order"
-    window: Annotated[
-        int, Option("how many versions older than its training step a group may be", low=0, high=64)
-    ] = 1
+    window: Annotated[int, Option("how many versions older than its training step a group may be", low=0, high=64)] = 1
     places: Annotated[int | None, Option("groups that the buffer holds; null: as many as the sampler needs", low=1)] = (
         None
     )
@@ -89,15 +87,11 @@ class StreamConfig(JobConfig):
     numbers: Annotated[int, Option("upper bound (exclusive) of the numbers in a prompt", low=1, high=10)] = 10
     decode: Annotated[int, Option("tokens that a replica decodes before it takes new orders", low=1, high=4096)] = 4
     lr: Annotated[float, Option("learning rate", low=1e-8, high=1)] = 1e-3
-    warm: Annotated[int, Option("updates on right answers before version 0, so some samples are right", low=0)] = (
-        30
+    warm: Annotated[int, Option("updates on right answers before version 0, so some samples are right", low=0)] = 30
+    deadline_s: Annotated[float, Option("longest wait of the controller", low=0.5, high=3600, unit="s")] = 60.0
+    pace_ms: Annotated[float, Option("least time of a replica per token, as with a larger model", low=0, unit="ms")] = (
+        0.0
     )
-    deadline_s: Annotated[float, Option("longest wait of the controller", low=0.5, high=3600, unit="s")] = (
-        60.0
-    )
-    pace_ms: Annotated[
-        float, Option("least time of a replica per token, as with a larger model", low=0, unit="ms")
-    ] = 0.0
     train_pace_ms: Annotated[
         float, Option("least time of the trainer per sample of a microbatch", low=0, unit="ms")
     ] = 0.0

@@ -345,9 +345,7 @@ def dumped(path: Path) -> pd.DataFrame:
         row = checked(line, f"{path.name}, line {number}")
         key = tuple(row[name] for name in ("group", "sample", "position", "step_version"))
         if key in seen:
-            raise Unjudged(
-                f"{path.name}, line {number}: this token of group {key[0]}, sample {key[1]} occurs twice"
-            )
+            raise Unjudged(f"{path.name}, line {number}: this token of group {key[0]}, sample {key[1]} occurs twice")
         seen.add(key)
         cells[row["step_version"] - row["version"], row["position"]].append(
             row["logprob_trainer"] - row["logprob_engine"]

@@ -201,7 +201,10 @@ def test_a_dead_owner_that_observers_still_see(right: list[Row]) -> None:
     gone = matching(rows, "gone", "rehearse", pipeline="a")[0]["time"]
     seen = new_row("seen_owner", 1.0, "1", gone + 0.5, text="a.replica 0", ids={"device": 0})
     rows.append({**seen, "phase": "rehearse", "rank": NOTEBOOK})
-    assert why(verdict_of(rows), "dead_pipeline_leaves") == "rehearse: a.replica 0 still holds device 0 after the desk released a"
+    assert (
+        why(verdict_of(rows), "dead_pipeline_leaves")
+        == "rehearse: a.replica 0 still holds device 0 after the desk released a"
+    )
 
 
 def test_small_weights_are_not_judged_by_resident_memory(right: list[Row]) -> None:

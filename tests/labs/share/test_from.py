@@ -99,8 +99,8 @@ REFUSED = [
     (changed(NEMO, actor_train={"device_mapping": [1]}), "train_device_mapping and actor_train.device_mapping differ"),
     (changed(NEMO, actor_train={"offload_nccl": False, "device_mapping": [0]}), "actor_train.offload_nccl=false"),
     (changed(ROLL, offload_nccl=False), "actor_train.offload_nccl=false"),
-    (changed(ROLL, rewards={"math": {"device_mapping": [0]}}), "leave the devices of a reward cluster out"),
-    (changed(ROLL, reward={"device_mapping": "[3]"}), "leave the devices of a reward cluster out"),
+    (changed(ROLL, rewards={"math": {"device_mapping": [0]}}), "remove the devices of the reward cluster"),
+    (changed(ROLL, reward={"device_mapping": "[3]"}), "remove the devices of the reward cluster"),
     (changed(NEMO, actor_infer={"strategy_args": {"strategy_config": {"sleep_level": 0}}}), "sleep_level=0 must be 1"),
     (changed(NEMO, nemo_config_overrides=["policy.megatron_cfg.pipeline_model_parallel_size=2"]), "pipeline parallel trainer"),
     (changed(NEMO, nemo_config_overrides=["policy.megatron_cfg.context_parallel_size=2"]), "context parallel trainer"),
@@ -126,7 +126,7 @@ def test_pipelines_that_cannot_go_together_are_refused() -> None:
     other = changed(
         NEMO, actor_infer={"device_mapping": [0, 1], "strategy_args": {"strategy_config": {"sleep_level": 1}}}
     )
-    with pytest.raises(BadInput, match="two: sleep_level=1, but the file before has sleep_level=2"):
+    with pytest.raises(BadInput, match="two: sleep_level=1, but the other file has sleep_level=2"):
         settings_of({"one": changed(NEMO), "two": other})
     with pytest.raises(BadInput, match="at most 2"):
         settings_of({"one": NEMO, "two": NEMO, "three": NEMO})
@@ -149,5 +149,5 @@ def test_a_run_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     assert (given["train_b"], given["window"], given["steps_a"], given["steps_b"]) == ([1], 1, 2, 3)
     assert f"kit: no setting for {files[0]}: pipeline_cls" in capsys.readouterr().err
     assert main(["run", "smoke", *words]) == 2
-    assert "lab 'smoke' takes no --from FILE" in capsys.readouterr().err
+    assert "lab 'smoke' does not support --from FILE" in capsys.readouterr().err
     assert main(["run", "share", "--from", str(files[0]), "--from", str(files[0])]) == 2

@@ -232,7 +232,7 @@ def test_stop_ends_ranks_that_hang_and_keeps_what_was_measured(made: Make, do: s
     assert model.state == "stopping"
     controller.wait()
     assert (model.state, model.failure.kind, model.failure.ranks) == ("stopped", "stopped", ())
-    assert model.notice == "stopped in phase 'second': 1 of 4 phases were done, and what they measured is kept"
+    assert model.notice == "stopped in phase 'second': 1 of 4 phases were done; their measurements are kept"
     assert model.failure.phase == "second"
     assert "rank 1:" in model.failure.detail
     assert "failed" not in model.phases[1].ranks
@@ -288,7 +288,7 @@ def test_stop_between_two_steps(made: Make) -> None:
     controller.wait()
     assert (model.state, model.notice) == (
         "stopped",
-        "stopped: 1 of 4 phases were done, and what they measured is kept",
+        "stopped: 1 of 4 phases were done; their measurements are kept",
     )
     assert "1 of 4 phases" in str(model.run.error)
     controller.restart()

@@ -206,7 +206,7 @@ def test_a_drawing_that_stumbles_is_one_sentence_and_the_next_one_is_drawn(offlo
     plots = tab._album.plots
     monkeypatch.setitem(plots, "drift", dataclasses.replace(plots["drift"], paint=stumble))
     tab.choice.value = "drift"
-    assert message(tab) == "drift cannot be drawn of this run: KeyError: &#x27;idle&#x27;"
+    assert message(tab) == "drift cannot be drawn for this run: KeyError: &#x27;idle&#x27;"
     tab.choice.value = "times"
     assert "Time per phase and rank of" in page(tab)
     assert message(tab) == ""

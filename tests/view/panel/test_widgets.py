@@ -232,7 +232,7 @@ def test_a_fault_says_what_it_breaks_who_catches_it_and_what_it_sets():
         "last rank does not take part",
         "groups_return_to_baseline",
         "meet_timeout_s=3.0",
-        "run itself must break",
+        "run must fail with an error",
     ):
         assert words in settings.about.value
     settings.reset.click()

@@ -98,7 +98,7 @@ def lanes_height(loop: Loop) -> float:
 
 
 def draw_time(ax: Axes, loop: Loop, table: pd.DataFrame, kinds: dict[tuple[str, str], dict[str, Any]]) -> None:
-    """Each device in a lane whose full height is all of the time."""
+    """One lane per device; full height means busy all the time."""
     edges = np.linspace(loop.began, loop.ended, BINS + 1)
     boxes: dict[tuple[str, str], list[Box]] = defaultdict(list)
     for device in loop.devices(USED):
@@ -149,7 +149,7 @@ def draw_total(
 
 
 def memory(scene: Scene) -> None:
-    """A device each: what each pipeline has there above the least of each rank, which is its process without a model."""
+    """One plot per device: the memory of each pipeline above the minimum of each rank, which is its process without a model."""
     loop, theme = loop_of(scene.data), scene.theme
     table = tables.memory(scene.data.records, loop.phase)
     shown = loop.devices(FILLED)
@@ -165,19 +165,19 @@ def memory(scene: Scene) -> None:
             colors=[theme.colour(place) for place in range(len(loop.names))], alpha=0.85, zorder=2,
         )  # fmt: skip
         limit = (part.budget + noise) * scale
-        draw_limit(ax, limit, f"budget {limit:.4g} {unit}: the most of one rank, and noise", theme)
+        draw_limit(ax, limit, f"budget {limit:.4g} {unit}: maximum of one rank plus noise", theme)
         ax.set_ylim(0, 1.35 * most * scale)
         ax.set_ylabel(f"[{unit}]")
         many = "" if device else loop.first_of(FILLED)
         ax.set_title(
-            f"Device {device}: resident bytes of its ranks above their least ({part.least * scale:.4g} {unit}){many}"
+            f"Device {device}: resident bytes of its ranks above their minimum ({part.least * scale:.4g} {unit}){many}"
         )
         time_axis(ax, loop, last=device == shown[-1])
 
 
 class Levels(NamedTuple):
-    """Times, the bytes of each pipeline at them above the least of each of its ranks, the most of all pipelines together, these least bytes
-    together, and the budget: the most that one rank has."""
+    """Times; at each the bytes of each pipeline above the minimum of its ranks; the maximum of all pipelines together; the sum of the
+    minimums; and the budget: the maximum of one rank."""
 
     at: list[float]
     stacks: list[Any]

@@ -1,4 +1,4 @@
-"""Pictures with a lane for each thing on an axis of time: devices and their owners with requests, and versions by replica.
+"""Pictures with lanes over time: devices with their owners and requests, and versions by replica.
 
 Colour is the pipeline.
 """
@@ -23,7 +23,7 @@ ACROSS = 9.8  # inches of the axis of time
 LETTER = 0.062  # inches
 BETWEEN = 0.07  # inches between two lanes
 HEADS = 1.0  # inches of titles and of the axis
-PALE = 0.3  # opacity of what somebody has and does not use
+PALE = 0.3  # opacity of a device that its owner does not use
 HATCH = "////"
 LEGEND: dict[str, Any] = {"columnspacing": 1.1, "handlelength": 1.4}
 
@@ -59,7 +59,7 @@ class Loop(NamedTuple):
         return range(min(self.book.limit("devices", 0), most))
 
     def first_of(self, most: int) -> str:
-        """What a title adds where not all devices have a lane."""
+        """The addition to a title if not all devices have a lane."""
         count = self.book.limit("devices", 0)
         return f", the first {most} of {count} devices" if count > most else ""
 
@@ -147,7 +147,7 @@ def lane_height(count: int) -> float:
 
 
 def draw_devices(ax: Axes, loop: Loop, theme: Theme) -> None:
-    """A lane each: who has it, and whether the owner trains, generates, moves in or out, or has nothing to do."""
+    """One lane per device: its owner, and whether the owner trains, generates, moves in or out, or is idle."""
     paint = Painter(ax, loop, theme)
     table = tables.uses(loop.book)
     high = lane_height(len(loop.devices(DEVICES)))
@@ -177,7 +177,7 @@ def draw_devices(ax: Axes, loop: Loop, theme: Theme) -> None:
 
 
 def draw_steps(ax: Axes, loop: Loop, places: Mapping[int, float]) -> None:
-    """The number of each step above its training, as far as there is room until the next one."""
+    """The number of each step above its training, if there is room before the next one."""
     calls = list(tables.training(loop.book))
     begins: dict[int, dict[int, float]] = defaultdict(dict)  # of each step, by device
     for span in spans(loop.book):
@@ -231,8 +231,8 @@ def draw_requests(ax: Axes, loop: Loop, theme: Theme) -> None:
     lanes_axis(ax, names, requests_height(loop))
     longest = max((one.right - one.left for one in waits), default=0.0)
     ax.set_title(
-        f"Requests: a bar waits (longest {longest * loop.scale:.3g} {loop.unit}; hatched: all replicas sleep, with work left), "
-        "| is the grant, a line the lease"
+        f"Requests: bar = wait (longest {longest * loop.scale:.3g} {loop.unit}; hatched: all replicas sleep with work left), "
+        "| = grant, line = lease"
     )
 
 
@@ -248,7 +248,7 @@ class Stretch(NamedTuple):
 
 
 def stretches(loop: Loop) -> list[Stretch]:
-    """Which version was where: a trainer's from the step that made it, a replica's from its publication until it leaves."""
+    """Where each version was: on a trainer from the step that made it, on a replica from its publication until the replica leaves."""
     found: list[Stretch] = []
 
     def add(name: str, what: str, changes: Sequence[tuple[float, int]], ended: float) -> None:

@@ -1,4 +1,4 @@
-"""A rank's place in its pipeline, and the device that it takes and gives back."""
+"""A rank's place in its pipeline, and the device that it acquires and releases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kit.world import channel
 
 @dataclass(kw_only=True, slots=True)
 class Part(Context):
-    """A context with the ranks, the roles and the config of one pipeline only, as the lab `stream` knows them. Its records have the id
+    """A context with the ranks, roles and config of a single pipeline, as the lab `stream` expects them. Its records have the id
     `pipeline`. `place` is this rank's number in its role."""
 
     pipeline: str
@@ -58,10 +58,10 @@ def part_of(ctx: Context) -> Part:
 
 
 class Lease:
-    """A device, as long as this rank holds it: a lock on a file, which the kernel frees if the rank dies, and on the CPU one core.
+    """A device held by this rank: a lock on a file, which the kernel frees if the rank dies, and on the CPU one core.
 
-    `together`: other ranks may hold the device at the same time, all of them with this flag. With fewer cores than devices, some devices
-    are the same core.
+    `together`: other ranks may hold the device at the same time if all set this flag. With fewer cores than devices, some devices share
+    a core.
     """
 
     def __init__(self, part: Part, mapping: Mapping) -> None:
@@ -78,7 +78,7 @@ class Lease:
     def take(self, folder: Path, *, together: bool = False) -> None:
         """Raises at once if another rank holds the device, with the name of that rank."""
         if self.held:
-            raise KitError(f"{self.part.owner} holds device {self.device} already")
+            raise KitError(f"{self.part.owner} already holds device {self.device}")
         fd = os.open(folder / LOCK.format(self.device), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if together else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -109,7 +109,7 @@ class Lease:
         self.part.record("lease", None, text=self.part.owner, device=self.device, event=event)
 
     def note_resident(self, state: str) -> None:
-        """What this rank holds, by its own word: `awake` or `held` with a device, `asleep` without."""
+        """Record this rank's state: `awake` or `held` with a device, `asleep` without."""
         self.part.record("resident", machine.status()["VmRSS"], "B", who=self.part.owner, state=state)
 
     @contextlib.contextmanager

@@ -1,12 +1,11 @@
-"""The ranks of a pipeline in the lab `share`: those of the lab `stream`, which come to their devices and leave them between two calls.
+"""The ranks of a pipeline in the lab `share`: those of the lab `stream`, which enter and leave their devices between two calls.
 
-A trainer is on its devices only from `begin` to `finish` of a step. `finish` keeps the new weights in the bucket cache while they are on
-the device, then everything goes to host memory and the device is free. A sync sends from the cache, with no device. With `release_groups`
-the process groups go with the device and come back with it.
+A trainer is on its devices only from `begin` to `finish` of a step. `finish` copies the new weights from the device to the bucket cache,
+then offloads everything to host memory and frees the device. A sync sends from the cache, without a device. With `release_groups` the
+process groups are destroyed and remade with each move.
 
-A replica that sleeps has no requests, no KV cache and, at level 2, no weights, and its device is free. Awake again, its weights are NaN
-until a sync brings the version that is due. At version 0 a sync moves nothing: the replica loads its own base weights, which are then
-compared.
+A sleeping replica has no requests, no KV cache and, at level 2, no weights, and its device is free. After it wakes, its weights are NaN
+until a sync brings the current version. At version 0 a sync sends nothing: the replica loads its own base weights, which are then compared.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Trainer(trainer.Trainer):
         self.folder = Path()
         self.alone = False
         self.release_groups: bool = ctx.config.release_groups
-        self.released: dict[str, Any] = {}  # what describes the process groups while they are gone
+        self.released: dict[str, Any] = {}  # descriptions of the process groups while they are destroyed
         self.host: dict[Any, torch.Tensor] = {}  # version 0, for comparison with base weights
 
     def prepare(self, cycle: int) -> None:
@@ -56,13 +55,13 @@ class Trainer(trainer.Trainer):
         self.lease.take(self.folder, together=alone)
         self.bring_groups_back()
         super().reset()
-        self.job.mover.release()  # once in any case, so that its memory on the host is no growth later
+        self.job.mover.release()  # at least once, so its host memory does not count as growth later
         self.job.mover.restore()
         if not alone:
             self.leave()
 
     def settle(self) -> None:
-        """With the last loop's copies goes its host memory."""
+        """Also frees the host memory of the last loop's copies."""
         super().settle()
         if hasattr(self, "job"):
             self.job.mover.close()
@@ -89,14 +88,14 @@ class Trainer(trainer.Trainer):
 
     def leave(self) -> None:
         with self.lease.timed("offload"):
-            if not self.job.mover.away:  # else it failed on its way in or out
+            if not self.job.mover.away:  # else a move failed
                 self.job.mover.release()
             self.let_groups_go()
         self.lease.note_resident("asleep")
         self.lease.free()
 
     def leave_anyway(self) -> None:
-        """The same after an error: what cannot be moved does not keep the device from others for ever."""
+        """The same after an error, so a failed move does not block the device forever."""
         try:
             self.leave()
         finally:
@@ -141,7 +140,7 @@ class Trainer(trainer.Trainer):
     # -- weights --------------------------------------------------------------------------------------------------------
 
     def keep(self, version: int) -> None:
-        """The current weights are this version: note their digest. Collective."""
+        """Record the digest of the current weights as this version. Collective."""
         self.version = version
         weights = self.gather()
         if self.first:
@@ -151,11 +150,11 @@ class Trainer(trainer.Trainer):
                 self.host = {key: tensor.detach().to("cpu", copy=True) for key, tensor in weights.items()}
 
     def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:  # noqa: ARG002 - replicas look at it
-        """Send the cached version to these replicas; version 0 only compares digests. None is left of replicas that fell asleep since."""
+        """Send the cached version to these replicas; version 0 only compares digests. Skips replicas that have fallen asleep."""
         if not self.first or not replicas:
             return {}
         if version != self.version:
-            raise KitError(f"version {version} is to be sent, but the trainer is at version {self.version}")
+            raise KitError(f"cannot send version {version}: the trainer is at version {self.version}")
         with self.lease.timed("send"):
             report = self.sender.sync(version or BASE, self.targets(replicas), None if version else self.base_on_host)
         return {"bytes": report.bytes}
@@ -164,13 +163,13 @@ class Trainer(trainer.Trainer):
         return self.host
 
     def targets(self, replicas: Sequence[str]) -> list[Target]:
-        """Every rank of these replicas. With a version that is in the cache they are served as if they woke, as some do."""
+        """Every rank of these replicas. A cached version is served as to waking replicas, since some of them do wake."""
         state: Literal["asleep", "paused"] = "asleep" if self.version else "paused"
         return [dataclasses.replace(target, state=state) for target in super().targets(replicas)]
 
 
 class Replica(replica.Replica):
-    """`blank`: its weights are not those of a version."""
+    """`blank`: its weights belong to no version."""
 
     def __init__(self, ctx: Context) -> None:
         part = part_of(ctx)
@@ -188,7 +187,7 @@ class Replica(replica.Replica):
         self.lease.note_resident("asleep")
 
     def reset(self, folder: str, alone: bool) -> None:  # type: ignore[override]
-        """Version 0 and empty caches; awake if the pipeline is alone. Otherwise it wakes and sleeps once, before anything depends on it."""
+        """Version 0 and empty caches; awake if the pipeline is alone. Otherwise it wakes and sleeps once as a warm-up."""
         self.folder = Path(folder)
         self.lease.take(self.folder, together=alone)
         self.replica.wake()
@@ -207,7 +206,7 @@ class Replica(replica.Replica):
         super().end(cycle)
 
     def pace(self, written: int) -> float:
-        """As if requests were decoded one after the other, so that two replicas are twice as fast as one."""
+        """The pace of sequential decoding, so two replicas are twice as fast as one."""
         return float(self.config.pace_ms * written)
 
     # -- sleep and wake -------------------------------------------------------------------------------------------------
@@ -255,11 +254,11 @@ class Replica(replica.Replica):
     # -- the receiver's host --------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Called for every replica that gets a version from the cache; most are awake."""
+        """Called for every replica that gets a version from the cache; most of them are awake."""
         if self.replica.asleep:
             self.replica.wake()
 
     def sleep(self) -> None:
-        """Called after a sync that failed: what the weights are is not known."""
+        """Called after a failed sync: the weights are unknown."""
         if not self.replica.asleep:
             self.replica.sleep()
