@@ -430,14 +430,15 @@ def runs_on_gpu(built_for: Sequence[str], capability: tuple[int, int]) -> bool:
     """
     here = 10 * capability[0] + capability[1]
 
-    def fits(kind: str, digits: str) -> bool:
+    def fits(architecture: str) -> bool:
+        kind, _, digits = architecture.partition("_")
         number = int(digits.rstrip("af") or 0)
         if digits.endswith("a"):
             return number == here
         later = kind == "compute" and not digits.endswith("f")
         return number <= here and (later or number // 10 == capability[0])
 
-    return any(fits(*one.split("_")) for one in built_for)
+    return any(map(fits, built_for))
 
 
 def free_gpu_bytes() -> Sequence[int]:

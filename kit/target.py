@@ -7,6 +7,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+# Values of settings in the configs of older runs, by what they are named today.
+MOVED = {
+    "kit.labs.split.ranks.losses:of_recipe": "kit.labs.split.ranks.backends:of_recipe",
+    "kit.share.own:Pipeline": "kit.share.member:Pipeline",
+}
+
 
 def is_target(text: object) -> bool:
     module, colon, attribute = text.partition(":") if isinstance(text, str) else ("", "", "")

@@ -111,6 +111,7 @@ WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
         ((10, 3), ["sm_100f", "compute_100f"], True),  # of the family
         ((12, 0), ["compute_100f"], False),
         ((9, 0), [], False),
+        ((9, 0), ["gfx90a"], False),  # torch for ROCm
     ],
 )
 def test_code_runs_on_later_gpus_of_its_generation_and_ptx_on_all_later_ones(capability, built_for, fits):

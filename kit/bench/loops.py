@@ -32,7 +32,6 @@ from kit.results import with_ids
 from kit.share.core import Scheduler
 from kit.share.state import Plan, Settings, State, Turn
 from kit.stream.history import Ledger
-from kit.train.arithmetic import DIGITS, END, problem, reward
 from kit.world.world import Worlds
 
 
@@ -150,6 +149,8 @@ class Curve:
     """Rewards of the groups that each step trained, and when the step ended."""
 
     def __init__(self, rows: Ledger, config: Mapping[str, Any]) -> None:
+        from kit.train.arithmetic import DIGITS, END, problem, reward  # loads torch
+
         self.fifth = fifth = max(1, config["steps"] // 5)
         self.steps: list[list[float]] = [[] for _ in range(config["steps"])]  # the mean reward of each group
         lags, asked = [], []

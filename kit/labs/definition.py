@@ -161,7 +161,7 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Role:
-    """The role of some ranks in a lab. `world`: the number of their World; `devices`: a device number per rank, if any; `phases`: the object
+    """The role of some ranks. `world`: the number of their World; `devices`: a device number per rank, if any; `phases`: the object
     that each of these ranks makes once, if it differs from the lab's."""
 
     name: str

@@ -295,7 +295,7 @@ def _more(before: pd.Series, now: pd.Series, then: str, at_last: str) -> Measure
 
 
 def steady(phases: Sequence[str]) -> Measure:
-    """The ratio of each phase's time in both of the last two cycles to that in any earlier cycle, on the worst rank. From `RISING` cycles on
+    """Ratio of each phase's time in both of the last two cycles to that in any earlier cycle, on the worst rank. From `RISING` cycles on
     also last to second cycle, on the line through all. An increase below `LEAST_S` does not count, nor does one slow cycle: on a busy
     machine one cycle took five times as long as others."""
 

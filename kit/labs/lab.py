@@ -447,7 +447,7 @@ class Lab:
         return records
 
     def _append_answers(self, metric: str, answers: Mapping[int, Any], names: Sequence[str]) -> None:
-        """Record each rank's proportional memory and, if routing was requested, the ranks' routing reports: numbers in the records, rank 0's
+        """Record each rank's proportional memory and, if routing was requested, their routing reports: numbers in the records, rank 0's
         texts in the provenance."""
         if self.config.routing != "torch":
             known = {rank: answer["routing"] for rank, answer in answers.items()}

@@ -46,18 +46,30 @@ class _CudaMeansCpu(TorchFunctionMode):
         return out
 
 
-class _Done:
-    """A stream or an event. The CPU runs what it is given, in order: whatever one is asked for is done."""
+class _Stream:
+    """One stream for everything: the CPU runs what it is given, in order."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: self
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+
+class _Event:
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:
     from megatron.core.tensor_parallel import random
 
-    one = _Done()
+    one = _Stream()
 
     def give(value: Any) -> Any:
         # A function of its own for every name: torch's compiler refuses to load where two names share one.
@@ -72,8 +84,8 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (cuda, "current_stream", give(one)),
         (cuda, "default_stream", give(one)),
         (cuda, "stream", lambda _: contextlib.nullcontext()),
-        (cuda, "Stream", _Done),
-        (cuda, "Event", _Done),
+        (cuda, "Stream", _Stream),
+        (cuda, "Event", _Event),
         (cuda, "manual_seed", lambda seed: torch.manual_seed(seed)),  # noqa: PLW0108 - one function, one name
         (cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
         (cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),

@@ -547,7 +547,7 @@ def collective(deadline_s: float) -> None:
 
 
 def join(deadline_s: float) -> None:
-    """Create a group as the second of two ranks while the first, which provides the communicator's id (NCCL) or address (gloo), is absent."""
+    """Create a group as the second of two ranks while the first, which provides the id (NCCL) or address (gloo), is absent."""
     wait, where = dt.timedelta(seconds=deadline_s), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     store = TCPStore(*where, is_master=False, wait_for_workers=False, timeout=wait)
     made: Any = dist.ProcessGroupNCCL if device().type == "cuda" else dist.ProcessGroupGloo

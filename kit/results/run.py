@@ -56,7 +56,7 @@ from kit.results.verdict import (
     suspect_in,
     tally,
 )
-from kit.target import kit_version
+from kit.target import MOVED, kit_version
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -124,7 +124,8 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        return dict(self.info().get("config") or {})
+        config = self.info().get("config") or {}
+        return {name: MOVED.get(value, value) if isinstance(value, str) else value for name, value in config.items()}
 
     @property
     def provenance(self) -> dict[str, Any]:
@@ -132,7 +133,8 @@ class Run:
 
     @property
     def roles(self) -> dict[int, str]:
-        roles = (self.provenance.get("world") or {}).get("roles") or {}
+        about = self.provenance.get("world")
+        roles = about.get("roles") or {} if isinstance(about, dict) else {}
         return {int(rank): str(name) for name, ranks in roles.items() for rank in ranks}
 
     @property

@@ -1,4 +1,4 @@
-"""Rebuilds the state of the desk from the rows of a ledger: who has which device, who waits, who generates where; and plans from that state.
+"""Rebuilds the state of the desk from a ledger's rows: who has which device, who waits, who generates where; and plans from that state.
 Uses neither the desk's code nor its counts.
 
 Rows that a runner writes twice, as a command and as another core's event, count once.
@@ -230,7 +230,7 @@ class Books:
                 self.leaving.add(row.who)
                 self.closing.add(row.who)
                 self.streams.pop(row.who, None)
-            # A pipeline learns at once that its replica died, the desk only when the devices are free; until then it may shrink that replica.
+            # A pipeline learns at once that its replica died; the desk when the devices are free; until then it may shrink that replica.
             case "gone" | "died" if "replica" not in row.ids and row.get("core") != row.who:
                 self.forget(row.who)
 

@@ -163,7 +163,9 @@ def device_requests(ledger: Ledger) -> Iterator[tuple[Row, Row | None]]:
             ended = [key for key in mine if key[1] == RUNS_ON.get(given, given) and asked[key]["kind"] == given]
         elif row.event == "gone" or (row.event == "error" and row.get("of") == ledger.desk):
             ended = mine
-        elif row.event in ("granted", "release", "planned_release") or row.get("of") == "acquire":
+        elif row.event in ("granted", "release", "planned_release") or (
+            row.event == "error" and row.get("of", "acquire") == "acquire"
+        ):
             kind = row.get("kind", "generation")
             ended = [key for key in mine if key[1] == row.cluster and asked[key]["kind"] == kind]
         else:

@@ -183,7 +183,8 @@ class Own(Member):
             return super().adapted(state, core, tuple(found))
         except WrongCallError as error:  # its last call, at the loop's end
             wrong = Command("ended", "runner", self.name, why="error", error=str(error))
-            found = [wrong if (one.to, one.name) == ("runner", "ended") else one for one in found]
+            right = [(one.to, one.name) == ("runner", "ended") and one.get("why") != "error" for one in found]
+            found = [wrong if ends else one for ends, one in zip(right, found, strict=True)]
             return super().adapted(replace(state, failed=True), core, tuple(found))
 
     def hooked(self, state: Hooked, core: Any, one: Command) -> tuple[Hooked, tuple[Command, ...]]:

@@ -229,7 +229,7 @@ class Ledger:
         )
 
     def _steps(self) -> list[Step]:
-        """Steps in order of their first row. Finishes are the `done` rows of `finish`; without any, the `finish` rows without an `error`."""
+        """Steps by their first row. Finishes are the `done` rows of `finish`; without any, the `finish` rows without an `error`."""
         latest: dict[Id, Step] = {}
         steps: list[Step] = []
         answered = any(row.get("of") == "finish" for row in self.by_event["done"])

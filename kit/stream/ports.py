@@ -204,7 +204,7 @@ class Buffer:
 
     async def remove(self, indices: Sequence[int], remove_in_dp: bool) -> int:
         """Remove groups: for training, or with `remove_in_dp` because they are too old."""
-        gone = {*indices}
+        gone = {range(len(self.slots))[index] for index in indices}  # an index that does not exist raises
         if remove_in_dp:
             self.evicted += [slot.group for place, slot in enumerate(self.slots) if place in gone]
         self.slots = [slot for place, slot in enumerate(self.slots) if place not in gone]

@@ -58,7 +58,7 @@ def run_notebook(
 ) -> Path:
     """Run a notebook from top to bottom and write it to `to` (.ipynb or .html). If a cell fails, the outputs so far are kept.
 
-    `given` are texts, as on a command line. `tell` is called with the number and heading of each cell when it starts, and its time when done.
+    `given` are texts. `tell` is called with the number and heading of each cell when it starts, and its time when done.
     """
     path = find(name)
     notebook = read(path)

@@ -12,6 +12,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
+RANK = "kit.world.rankside"
+
 
 def make_kit_importable() -> None:
     """Bind the name `kit` to this very folder, without putting any folder on `sys.path`."""
@@ -25,11 +27,12 @@ def make_kit_importable() -> None:
 
 
 if __name__ == "__main__":
-    if "kit.world.rankside" in sys.modules:
-        from kit.world.rankside import main
+    if RANK in sys.modules:
+        sys.modules[RANK].main()
     else:
         if "kit" not in sys.modules:
             sys.path.pop(0)  # run by path: the folder of this file would shadow modules of the same names
             make_kit_importable()
         from kit.world.agentside import main
-    main()
+
+        main(preload=RANK)

@@ -146,7 +146,7 @@ def torchrun(order: Message) -> None:
     cli.main([*arguments, str(ENTRY)])
 
 
-def preload(names: list[str]) -> None:
+def import_all(names: list[str]) -> None:
     """Import what the ranks will want. A module that fails is left to the ranks, where the error gets a rank and a traceback."""
     if importlib.util.find_spec("transformer_engine") is not None:
         return  # Megatron imports it where it is there, and it asks the GPU what it can: see kit.world.device
@@ -173,7 +173,8 @@ def plain_logging() -> None:
 NODE: Node
 
 
-def main() -> None:
+def main(*, preload: str) -> None:
+    """`preload`: the module of the ranks, imported once before they are forked."""
     global NODE  # noqa: PLW0603 - the forked ranks find it here
     parser = argparse.ArgumentParser(prog="python -m kit.world.agent", description=__doc__)
     parser.add_argument("--connect", required=True, metavar="HOST:PORT", help="where the notebook listens")
@@ -196,7 +197,7 @@ def main() -> None:
     threading.Thread(target=NODE.listen, daemon=True).start()
     threading.Thread(target=reap, daemon=True).start()
     importlib.import_module("torch.distributed.run")
-    importlib.import_module("kit.world.rankside")  # what ranks need, once, before they are forked
+    importlib.import_module(preload)
     device = importlib.import_module("kit.world.device")
     plain_logging()
     tempfile.tempdir = str(folder)  # torchrun's error files and log folders end with the World
@@ -205,7 +206,7 @@ def main() -> None:
         NODE.launched.clear()
         order, problem, statuses = NODE.order, "", {}
         device.spare(order["device"])
-        preload(order["preload"])
+        import_all(order["preload"])
         try:
             torchrun(order)
         except Exception as failure:  # noqa: BLE001 - torchrun's error is passed on; the notebook judges

@@ -334,7 +334,10 @@ class Crew:
         if "exit" in message:
             member = next((one for one in self.members if one.rank == message["exit"]), None)
             if member is not None and member.pid == message["pid"]:
-                self.exits.append(Exit(message["exit"], message["status"], message["at"]))
+                status = message["status"]
+                if status is None and agent.ended == self.generation:  # torchrun's own account came first
+                    status = agent.statuses.get(member.rank)
+                self.exits.append(Exit(member.rank, status, message["at"]))
         elif "id" in message:
             agent.answers[message["id"]] = message["answer"]
         else:

@@ -17,6 +17,7 @@ from kit.labs import discover as module
 from kit.labs.definition import Definition, LabConfig, Option
 from kit.labs.discover import check_target, complaints, configure, discover, find, find_fault, from_text, validate
 from kit.machine import has_gpu_driver
+from kit.target import MOVED, load_callable
 
 
 @pytest.mark.parametrize(
@@ -160,6 +161,15 @@ def test_what_a_fault_sets_is_what_it_needs(lab: Definition) -> None:
         for name, values in fault.needs.items():
             for value in values:
                 assert asdict(validate(lab, {**fault.set, name: value}))[name] == value
+
+
+def test_settings_of_older_runs_name_code_where_it_was() -> None:
+    for lab, setting, was in (
+        ("split", "loss", "kit.labs.split.ranks.losses:of_recipe"),
+        ("share", "pipeline", "kit.share.own:Pipeline"),
+    ):
+        assert configure(find(lab), {setting: was}, None) == configure(find(lab), {}, None)
+        assert load_callable(MOVED[was])
 
 
 def test_an_unknown_fault() -> None:

@@ -58,6 +58,9 @@ def test_names_have_the_roles_of_their_ranks(run):
     path.write_text(json.dumps(info))
     again = Run(run.dir)
     assert again.roles == {0: "trainer", 1: "replica"}
+    path.write_text(json.dumps({**info, "provenance": {"world": "two ranks"}}))
+    assert Run(run.dir).roles == {}
+    path.write_text(json.dumps(info))
     assert names(again) == {1: "rank 0 (trainer)", 2: "rank 1 (replica)"}
 
 

@@ -9,9 +9,13 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from kit.world.agentside import Node
+from kit.world.crew import Crew
 
 
 class Sent:
@@ -42,6 +46,18 @@ def test_a_status_that_torchrun_took_first_is_reported(monkeypatch: Any) -> None
     joined.join(10)
     (message,) = node.link.messages  # type: ignore[attr-defined]
     assert (message["exit"], message["status"]) == (3, -signal.SIGKILL)
+
+
+@pytest.mark.parametrize("account_first", [True, False])
+def test_a_status_that_only_torchrun_knows_is_taken_whenever_it_comes(account_first: bool) -> None:
+    crew = Crew.__new__(Crew)
+    crew.generation, crew.exits = 2, []
+    crew.members = [SimpleNamespace(rank=3, pid=17)]  # type: ignore[list-item]
+    agent: Any = SimpleNamespace(ended=1, error="", statuses={3: 9}, answers={})  # of the ranks before
+    messages = [{"exit": 3, "pid": 17, "status": None, "at": 0.0}, {"ended": 2, "error": "", "statuses": {"3": -9}}]
+    for message in messages[:: -1 if account_first else 1]:
+        crew._note(agent, message)
+    assert [(one.rank, one.status) for one in crew.exits] == [(3, -signal.SIGKILL)]
 
 
 SKIPPED = """

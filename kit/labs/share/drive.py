@@ -51,7 +51,7 @@ def serial(drive: Drive) -> None:
 
 
 def static(drive: Drive) -> None:
-    """Both pipelines at once, each on the half of the devices that has its trainer. Pipelines that cannot be split this way are left out."""
+    """Both pipelines at once, each on the half of the devices that has its trainer. Pipelines that cannot be split so are left out."""
     config = drive.config
     halves = {name: own_half(config, name) for name in config.pipelines}
     if all(replicas for _, replicas in halves.values()) and len({at for at, _ in halves.values()}) == len(halves):
@@ -109,7 +109,7 @@ def alone(drive: Drive, replicas: Mapping[str, Collection[int]]) -> None:
 
 
 def shared(drive: Drive, kinds: Mapping[str, type[Ranks]] | None = None, **changes: Any) -> None:
-    """All pipelines under the desk. `kinds` replaces the class of a pipeline's ranks; `changes` are changes to the controllers' settings."""
+    """All pipelines under the desk. `kinds` replaces the class of a pipeline's ranks; `changes`: changes to the controllers' settings."""
     config = drive.config
     with begun(drive, [*drive.roles], alone=False) as observer:
         parts = {name: (kinds or {}).get(name, Ranks)(drive, name, observer=observer) for name in config.pipelines}

@@ -234,7 +234,7 @@ def switch(book: Ledger, plan: Row, *rows: Row, hashed: Sequence[tuple[str, floa
         "at": plan.time - book.rows[0].time,
         **{name: str(plan.get(name, "")) for name in ("shrinks", "grants", "expands")},
         "shrink": max(times["shrunk"], default=plan.time) - plan.time,
-        "expand": max(times["expanded"]) - min(times["expand"]) if woken else 0.0,
+        "expand": max(times["expanded"]) - min(times["expand"], default=plan.time) if woken else 0.0,
         "weights": loaded - end,
         "total": loaded - plan.time,
         "check": covered([span for name, *span in hashed if name in {row.who for row in woken}], end, loaded),
@@ -292,8 +292,12 @@ ENDS = {"granted": "granted", "error": "refused", "gone": "gone"}  # else it was
 def waits(book: Ledger) -> list[Wait]:
     last = book.rows[-1].time
     found = []
+    expired = book.of("expired")
     for one, row in device_requests(book):
         end = "open" if row is None else ENDS.get(row.event, "withdrawn")
+        late = [each for each in expired if (each.who, each.cluster) == (one.who, one.cluster) and each.at > one.at]
+        if row is not None and end == "refused" and any(each.at < row.at for each in late):
+            end = "expired"
         found.append(Wait(one.who, one.cluster, str(one["kind"]), one.time, last if row is None else row.time, end))
     admitted = {row.who: row.time for row in book.of("admitted")}
     for row in book.of("admit"):

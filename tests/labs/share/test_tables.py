@@ -103,6 +103,17 @@ def test_a_request_that_nobody_answers_is_open(tmp_path):
     assert one.right - one.left == pytest.approx(8.5)
 
 
+def test_a_request_whose_time_is_over_has_expired(tmp_path):
+    ends = ("granted", "release")
+    rows = [one for one in BY_HAND if not (one[0] in ends and one[2]["kind"] == "training")]
+    late = {"pipeline": "b", "cluster": "trainer", "kind": "training"}
+    more = [("expired", 12.0, late), ("error", 12.5, {**late, "of": "acquire"})]
+    rows = sorted([*rows, *more], key=lambda one: one[1])
+    frame = make(tmp_path, ledgers={"shared": rows}, phases=("shared",), memory=False).frame()
+    (one,) = [one for one in tables.waits(tables.ledger(frame)) if one.kind == "training"]
+    assert one.end == "expired"
+
+
 def test_loops_are_compared_with_the_bound(simulated):
     table = tables.loops(simulated.frame()).set_index("loop")
     assert list(table.index) == ["shared", "bound", "a alone", "b alone", "serial", "static"]

@@ -133,6 +133,14 @@ def test_a_float32_norm_is_within_its_rounding() -> None:
     assert max(off) > 1e-6
 
 
+def test_a_number_that_is_no_number_is_no_match() -> None:
+    """But for losses on extreme rows, where both may be infinite."""
+    for value in (math.nan, math.inf):
+        assert module.relative(value, value) == math.inf
+        assert module.apart(value, value, 1.0) == 0.0
+        assert module.apart(1.0, value, 1.0) == module.apart(value, 1.0, 1.0) == math.inf
+
+
 def clipped_first(found: Tensors, limit: float) -> tuple[Tensors, float]:
     """As torch's clip_grad_norm_ leaves gradients, and the norm that it gives."""
     made = [value.clone().requires_grad_() for value in found.values()]

@@ -325,11 +325,15 @@ def moved(
 
 
 def relative(value: float, exact: float, floor: float = SMALLEST) -> float:
-    """Relative error, absolute below the floor; infinite if a number is not finite and the two differ."""
-    if value == exact or (math.isnan(value) and math.isnan(exact)):
-        return 0.0
+    """Relative error, absolute below the floor; infinite if either number is not finite."""
     error = abs(value - exact) / max(abs(exact), floor)
     return error if math.isfinite(error) else math.inf
+
+
+def apart(value: float, exact: float, floor: float) -> float:
+    """The same, but equal infinities and NaN on both sides have no error."""
+    same = value == exact or (math.isnan(value) and math.isnan(exact))
+    return 0.0 if same else relative(value, exact, floor)
 
 
 # -- the loss on extreme rows ------------------------------------------------------------------------------------------------
@@ -377,8 +381,8 @@ def errors_at(loss: Any, exact: Exact, logprobs: torch.Tensor, batch: Tensors, f
     wanted, wanted_table = exact(sharp, widened(batch))
     (slope,) = torch.autograd.grad(wanted, sharp)
     slope = slope.to(gradient.dtype)
-    errors = {name: relative(table.get(name, math.nan), number, floor) for name, number in wanted_table.items()}
-    errors["value to differentiate"] = relative(value, wanted.item(), floor)
+    errors = {name: apart(table.get(name, math.nan), number, floor) for name, number in wanted_table.items()}
+    errors["value to differentiate"] = apart(value, wanted.item(), floor)
     off = torch.where(gradient == slope, 0.0, gradient - slope).double().norm().item()  # equal infinities are equal
     whole = slope[slope.isfinite()].double().norm().item()
     return {**errors, "gradient": off / max(whole, floor) if math.isfinite(off) else math.inf}
