@@ -1,8 +1,8 @@
-"""Side-by-side measurements: what the kit does, its limits, and other tools in the same run. `session` has the frame of every bench.
+"""Benchmarks: the kit, its theoretical limits, and other tools in the same run. `session` has the parts common to all benches.
 
 Ranks load this package for `onranks`, so it imports nothing itself."""
 
-BENCHES = {  # by name, the `Bench` of each
+BENCHES = {  # the `Bench` of each name
     "limits": "kit.bench.reference:LIMITS",
     "offload": "kit.bench.offload:OFFLOAD",
     "release": "kit.bench.offload:RELEASE",

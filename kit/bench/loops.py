@@ -1,13 +1,13 @@
-"""`kit bench stream` and `kit bench share`: what asynchrony and time sharing gain and cost, on the labs' own loops.
+"""`kit bench stream` and `kit bench share`: gain and cost of asynchrony and time sharing, on the labs' loops.
 
-`stream`: what asynchrony gains over the plain loop, what the recomputation can tell, and whether the loop learns. Every row is
-of one run of the lab, with the phases that it needs.
+`stream`: the gain over the plain loop, the accuracy of the recomputation, and whether the loop learns. Every row comes from one
+run of the lab with the phases that it needs.
 
-`share`: what time sharing costs against its bound, whether it changes numbers, what a switch takes, and the scheduler's speed. Each part is
-by itself: `scheduler` needs no ranks.
+`share`: the cost of time sharing compared with its bound, whether it changes numbers, the time of a switch, and the scheduler's speed. Parts
+are independent; `scheduler` needs no ranks.
 
-Ranks of the parts `paced` and `makespan` wait for each token and each trained sample, as they would with a larger model, so that
-the loop is measured and not how ranks share this machine's cores.
+Ranks of the parts `paced` and `makespan` wait for each token and each trained sample, as with a larger model, so the loop is measured
+instead of the ranks' competition for this machine's cores.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ def ratio(what: str, value: float, limit: float | None, note: str, **about: Any)
 
 
 def none_of(what: str, found: float | None, note: str) -> Row:
-    """A count that must be 0; without it the note says why."""
+    """A count that must be 0; if it is missing, the note gives the reason."""
     return row(what, [] if found is None else [found], unit="1", limit=0.0, note=note)
 
 
 # -- stream ----------------------------------------------------------------------------------------------------------------
 
 RANKS: dict[str, Any] = {"ranks": 3, "replicas": 2, "groups": 4, "group": 4}
-# Long answers, few of them in flight at once, so that many span a sync; a learning rate with which versions differ measurably.
+# Long answers with few in flight, so many span a sync; a learning rate at which versions differ measurably.
 STAMPED: dict[str, Any] = {**RANKS, "groups": 8, "slots": 8, "answer": (8, 28), "decode": 2, "lr": 3e-3}
 STAMPED |= {"phases": "stream,verify"}
-# A sample has 16 tokens, and a replica writes 4 of all its samples in a call: a step takes 16 x 150 ms to generate and 16 samples x 150 ms
-# to train. The pace is long against messages and the work of a small model, and only one step's groups are generated at a time.
+# A sample has 16 tokens, and a call of a replica writes 4 tokens of each sample: a step takes 16 x 150 ms to generate and 16 samples x
+# 150 ms to train. The pace is slow compared with messages and a small model's work. Only one step's groups are generated at a time.
 PACED: dict[str, Any] = {**RANKS, "answer": (16, 16), "decode": 4, "pace_ms": 150.0, "train_pace_ms": 150.0}
 PACED |= {"window": 1, "slots": 4, "layers": 1, "previous": "recorded", "phases": "plain,stream"}
 # Sums and differences of 0, 1 and 2. After 40 supervised updates some answers are right and most have the right form.
 TASK: dict[str, Any] = {"numbers": 3, "answer": (1, 2), "warm": 40, "lr": 2e-3, "layers": 2}
 LEARNS: dict[str, Any] = {**RANKS, **TASK, "groups": 8, "group": 8, "micro_batch": 8, "decode": 2, "phases": "stream"}
-ERRORS = 5.0  # standard errors by which the reward must rise
+ERRORS = 5.0  # least rise of the reward in standard errors
 ON_POLICY: dict[str, Any] = {"sampler": "strict", "window": 0}
 STALE: tuple[dict[str, Any], ...] = tuple(
     {"window": window, **correction}
@@ -69,7 +69,7 @@ STALE: tuple[dict[str, Any], ...] = tuple(
 def stream_parts(
     _: str, *, steps: int = 5, paced_steps: int = 9, decidable: int = 10_000, learning_steps: int = 40, seeds: int = 3
 ) -> dict[str, Part]:
-    """`decidable` is how many tokens the stamps are judged by."""
+    """`decidable` is the number of tokens needed to judge the stamps."""
     return {
         "lockstep": partial(lockstep, steps=steps),
         "stamps": partial(stamps, steps=steps, decidable=decidable),
@@ -79,14 +79,14 @@ def stream_parts(
 
 
 def lockstep(session: Session, steps: int) -> Iterator[Row]:
-    progress("lockstep beside plain")
+    progress("lockstep compared with plain")
     run = session.lab("stream", session.logs / "lockstep", **RANKS, steps=steps, phases="plain,lockstep")
     answer = next(each for each in run.verdict() if each.check == "equals_plain")
     yield none_of("outcomes of the loop with staleness 0 that differ from the plain loop", answer.measured, answer.why)
 
 
 def stamps(session: Session, steps: int, decidable: int) -> Iterator[Row]:
-    """Runs with another seed each, until enough tokens were decidable."""
+    """Runs with different seeds until enough tokens are decidable."""
     total: dict[str, float] = {"decidable": 0.0}
     turn = 0
     with session.worlds((1, 1, 1)) as worlds:
@@ -98,26 +98,28 @@ def stamps(session: Session, steps: int, decidable: int) -> Iterator[Row]:
             turn += 1
     note = (
         f"{total['tokens']:.0f} tokens of {total['samples']:.0f} samples, {total['decidable']:.0f} decidable: no other version "
-        f"comes within 10 times the noise; runs with another seed each: {turn}"
+        f"comes within 10 times the noise; runs with different seeds: {turn}"
     )
     yield none_of("wrong stamps among decidable tokens", total["wrong_stamps"], note)
     yield ratio("share of undecidable tokens", 1 - total["decidable"] / total["tokens"], 0.5, note)
     yield ratio("share of samples without a sync inside", 1 - total["samples_over_syncs"] / total["samples"], 0.9, note)
     missed = 1 - total["shuffled_found"] / total["shuffled"]
-    note = f"{total['shuffled']:.0f} decidable tokens of the first samples of each run, every stamp one version off"
+    note = f"{total['shuffled']:.0f} decidable tokens of the first samples of each run, with every stamp off by one version"
     yield ratio("share of wrong stamps of a control that were not found", missed, 0.01, note)
 
 
 def paced(session: Session, steps: int) -> Iterator[Row]:
-    """K steps whose generation takes as long as their training: at best 2K / (K + 1) times as fast as one after the other."""
+    """K steps with equal times for generation and training: at best 2K / (K + 1) times as fast as in sequence."""
     progress(f"{steps} paced steps, plain and streamed")
     frame = session.lab("stream", session.logs / "paced", **PACED, steps=steps).frame()
     loops = stream_tables.loops(frame).set_index("loop")
     plain, streamed = (float(loops["total"][loop]) for loop in ("plain", "stream"))
     possible, gain = 2 * steps / (steps + 1), plain / streamed
     exposed = float(stream_tables.steps(frame)["exposed_generation"][1:].sum())
-    note = f"4 groups of 4 samples, two replicas, window 1, 150 ms a token and a trained sample; K={steps}; control: the plain loop, "
-    why = f"{note}{plain:.1f} s, streamed {streamed:.1f} s: {gain:.2f} of {possible:.2f} times; no times of a product"
+    note = f"4 groups of 4 samples, two replicas, window 1, 150 ms per token and trained sample; K={steps}; control: the plain loop, "
+    why = (
+        f"{note}{plain:.1f} s, streamed {streamed:.1f} s: speed-up {gain:.2f} of {possible:.2f}; paced, not real, times"
+    )
     yield ratio("possible over reached speed-up of streaming", possible / gain, 1 / 0.9, why)
     whole, all_of_it = (float(loops["exposed_generation"][loop]) for loop in ("plain", "stream"))
     why = f"{note}{whole:.1f} s, streamed {exposed:.2f} s after the first step's {all_of_it - exposed:.1f} s"
@@ -136,7 +138,7 @@ def learns(session: Session, steps: int, seeds: int) -> Iterator[Row]:
                 out = session.logs / about.replace(", ", "-").replace(" ", "")
                 config = {**LEARNS, **more, "seed": seed, "steps": steps}
                 rows = ledger(session.lab("stream", out, world=worlds, **config).frame(), "stream")
-                assert rows is not None  # a run that broke has raised
+                assert rows is not None  # a broken run has raised
                 curve = Curve(rows, config)
                 rose = curve.middle if window == 0 else rose
                 ids = {"seed": seed, "staleness": window, "correction": int(correction), **curve.ids(rose)}
@@ -146,7 +148,7 @@ def learns(session: Session, steps: int, seeds: int) -> Iterator[Row]:
 
 
 class Curve:
-    """Rewards of the groups that each step trained, and when the step ended."""
+    """Rewards of the groups trained in each step, and the step's end."""
 
     def __init__(self, rows: Ledger, config: Mapping[str, Any]) -> None:
         from kit.train.arithmetic import DIGITS, END, problem, reward  # loads torch
@@ -171,7 +173,7 @@ class Curve:
         self.constant = max(statistics.fmean(reward(each, [*one, END]) for each in asked) for one in answers)
 
     def reached(self, level: float) -> int | None:
-        """The first step from which on a fifth of the steps had this mean reward."""
+        """The first step that starts a fifth of the steps with this mean reward."""
         ends = range(self.fifth, len(self.steps) + 1)
         means = ((end, statistics.fmean(chain(*self.steps[end - self.fifth : end]))) for end in ends)
         return next((end for end, mean in means if mean >= level), None)
@@ -194,8 +196,8 @@ STREAM = Bench(stream_parts, {"steps": 2, "paced_steps": 3, "decidable": 100, "l
 
 # -- share -----------------------------------------------------------------------------------------------------------------
 
-# B's answers are half as long as A's, so that a static half of the devices is too little for A: by arithmetic 1.38 times the bound. Each
-# trains where the planner lets it generate first. A replica writes 20 ms a token, two groups of a pipeline are in flight at once.
+# B's answers are half as long as A's, so a static half of the devices is too little for A: 1.38 times the bound by arithmetic. Each trains
+# where the planner lets it generate first. A replica needs 20 ms per token; two groups per pipeline are in flight at once.
 TWO_PACED: dict[str, Any] = {
     "train_a": (1,),
     "train_b": (0,),
@@ -205,16 +207,16 @@ TWO_PACED: dict[str, Any] = {
 }
 TWO_PACED |= {"train_pace_ms": (5, 5), "groups": 24, "group": 2, "slots": 2, "decode": 2, "layers": 1, "warm": 0}
 TWO_PACED |= {"controls": "all", "rehearse": False}
-# 174 MiB of weights. A replica looks for orders after each token, so that a switch hardly waits for a call that is under way.
+# 174 MiB of weights. A replica handles orders after each token, so a switch hardly waits for a call in flight.
 LARGE: dict[str, Any] = {"size": "125m", "layers": 1, "warm": 0, "steps_a": 2, "steps_b": 2, "groups": 2, "group": 2}
 LARGE |= {"answer_a": (4, 4), "answer_b": (4, 4), "decode": 1, "deadline_s": 120.0, "rehearse": False}
-PIPELINES, DEVICES = 32, 512  # of the scheduler alone
+PIPELINES, DEVICES = 32, 512  # for the part scheduler
 
 
 def share_parts(
     _: str, *, steps: int = 5, paced_steps: int = 9, runs: int = 5, rounds: int = 100, plans: int = 9
 ) -> dict[str, Part]:
-    """`runs` are those of the part switch; each has one or two switches."""
+    """`runs` is the number of runs of the part switch; each has one or two switches."""
     return {
         "together": partial(together, steps=steps),
         "makespan": partial(makespan, steps=paced_steps),
@@ -224,28 +226,28 @@ def share_parts(
 
 
 def together(session: Session, steps: int) -> Iterator[Row]:
-    """Outcomes of both pipelines together beside each alone, and what observers saw of the devices meanwhile."""
-    progress("both together beside each alone")
+    """Outcomes of both pipelines together compared with each alone, and the observers' samples of the devices."""
+    progress("both together compared with each alone")
     run = session.lab("share", session.logs / "together", steps_a=steps, steps_b=steps, rehearse=False)
     same = next(each for each in run.verdict() if each.check == "same_numbers")
     note = f"{steps} steps each, staleness 0"
     why = f"{note}; control: each alone; {same.why}"
     yield none_of("outcomes of two pipelines that differ from those alone", same.measured, why)
     seen, two, blind = owners(run.frame())
-    why = f"{note}; locks of {run.config['devices']} devices, seen {seen} times from outside, every 20 ms"
+    why = f"{note}; locks of {run.config['devices']} devices, {seen} samples from outside, every 20 ms"
     if blind:
         why = "not measured: this kernel shows no locks of other processes"
     yield none_of("samples of devices with two owners", None if blind else two, why)
 
 
 def owners(frame: pd.DataFrame) -> tuple[int, int, bool]:
-    """How often an observer looked at the devices of the phase shared, how often it saw two owners, and whether it saw nothing."""
+    """The observer's samples of devices in the phase shared, the number with two owners, and whether it was blind."""
     rows = with_ids(frame[(frame["phase"] == "shared") & (frame["metric"] == "seen_samples")], "two_owners", "blind")
     return int(rows["value"].sum()), int(rows["two_owners"].sum()), bool(rows["blind"].max())
 
 
 def makespan(session: Session, steps: int) -> Iterator[Row]:
-    """Two unequal pipelines: together, each alone, one after the other, and each on half of the devices, in one run."""
+    """Two unequal pipelines: together, each alone, in sequence, and each on half of the devices, in one run."""
     progress(f"two unequal paced pipelines, {steps} steps each, in five loops")
     frame = session.lab("share", session.logs / "makespan", **TWO_PACED, steps_a=steps, steps_b=steps).frame()
     by, loops = share_tables.arithmetic(frame), share_tables.loops(frame).set_index("loop")
@@ -253,7 +255,7 @@ def makespan(session: Session, steps: int) -> Iterator[Row]:
     alone = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in by.alone.items())
     note = (
         f"2 devices, K={steps} steps of 24 groups of 2; answers of 12 (A) and 6 (B) tokens at 20 ms; device-seconds of work {work}; alone "
-        f"{alone}; bound {by.bound:.1f} s = max(work / devices, longest alone) + switches / devices; no times of a product"
+        f"{alone}; bound {by.bound:.1f} s = max(work / devices, longest alone) + switches / devices; paced, not real, times"
     )
 
     def over(what: str, seconds: float, limit: float | None = None) -> Row:
@@ -267,9 +269,9 @@ def makespan(session: Session, steps: int) -> Iterator[Row]:
 
 
 def switch(session: Session, runs: int) -> Iterator[Row]:
-    """A switch, from the plan until the weights are in, beside the medians of its parts where one pipeline has all devices. All are taken
-    from the ledger; the seconds in which ranks hash weights for a check are not counted in either."""
-    note = f"174 MiB of weights, {runs} runs with another seed each"
+    """A switch, from the plan until the weights have arrived, compared with the medians of its parts when one pipeline has all devices. All
+    times come from the ledger and exclude the seconds in which ranks hash weights for a check."""
+    note = f"174 MiB of weights, {runs} runs with different seeds"
     alone: dict[str, list[float]] = {"shrink": [], "expand": [], "weights": []}
     found, hashed = list[float](), list[float]()
     with session.worlds((1, 1, 1)) as worlds:
@@ -288,7 +290,7 @@ def switch(session: Session, runs: int) -> Iterator[Row]:
         [one / sums for one in found],
         unit="ratio",
         limit=1.3,
-        note=f"{note}; shrink A, wake B, weights in: median {statistics.median(found):.3f} s, without the check's SHA-256 of all weights "
+        note=f"{note}; shrink A, wake B, send weights: median {statistics.median(found):.3f} s, without the check's SHA-256 of all weights "
         f"({statistics.median(hashed):.3f} s); control: one pipeline, {each}"
         if found
         else f"not measured: no switch in {note}",
@@ -303,7 +305,7 @@ def several(session: Session, worlds: Worlds, name: str, runs: int, **config: An
 
 
 def of_parts(frame: pd.DataFrame) -> dict[str, list[float]]:
-    """Of each cycle of one pipeline that moved one replica: how long it took to sleep, to wake, to get its weights."""
+    """For each cycle of one pipeline that moved one replica: the time to sleep, to wake, to get its weights."""
     table = share_tables.switches(frame)
     table = table[~(table["shrinks"] + table["expands"]).str.contains(",")]
     slept, woke = table[table["shrinks"] != ""], table[(table["expands"] != "") & (table["weights"] > 0)]
@@ -312,7 +314,7 @@ def of_parts(frame: pd.DataFrame) -> dict[str, list[float]]:
 
 
 def switched(frame: pd.DataFrame) -> dict[str, list[float]]:
-    """Seconds of each cycle in which one pipeline's replica slept and another one's woke and got weights; and of the check in it."""
+    """Seconds of each cycle in which one pipeline's replica slept and another one's woke and got weights; and of its check."""
     found: dict[str, list[float]] = {"total": [], "check": []}
     for one in share_tables.switches(frame).to_dict("records"):
         owners = {part.partition(".")[0] for part in (one["shrinks"], one["expands"]) if part}
@@ -327,7 +329,7 @@ def switched(frame: pd.DataFrame) -> dict[str, list[float]]:
 
 
 def scheduler(rounds: int, plans: int) -> Iterator[Row]:
-    """Its own time on this machine, at 32 pipelines and 512 devices; nothing else runs."""
+    """The scheduler's own time on this machine, with 32 pipelines and 512 devices; nothing else runs."""
     for tp in (1, 8):
         progress(f"the scheduler, tp={tp}")
         note = f"{PIPELINES} pipelines, {DEVICES} devices, replicas of {tp}; simulated"
@@ -340,7 +342,7 @@ def scheduler(rounds: int, plans: int) -> Iterator[Row]:
 
 
 class Timed:
-    """Feeds a scheduler and answers it at once; `seconds` has what each event took that moved a replica."""
+    """Feeds a scheduler and answers it at once; `seconds` has the time of each event that moved a replica."""
 
     def __init__(self, tp: int) -> None:
         names = tuple(f"p{number:02}" for number in range(PIPELINES))
@@ -388,7 +390,7 @@ def changed(state: State, **fields: Any) -> State:
 
 
 def one_bundle(tp: int, rounds: int) -> list[float]:
-    """Training takes one device, and gives it back: events that move one replica, among 512 devices in use."""
+    """Training acquires one device and releases it: events that move one replica, among 512 devices in use."""
     timed = Timed(tp)
     for name in timed.names:
         timed.feed(Event("acquire", name, kind="generation"))

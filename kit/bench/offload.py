@@ -1,11 +1,11 @@
-"""`kit bench offload`, `release` and `routing`: what a job's memory and communicators take to go and to come back.
+"""`kit bench offload`, `release` and `routing`: the time to release and restore a job's memory and communicators.
 
-`offload`: how fast a job's tensors leave the device and come back. Plain copies of the same bytes take turns with each move in the same
-processes. A ratio is of times: 1.43 times memcpy's time is 0.7 of its speed.
+`offload`: how fast a job's tensors are offloaded and reloaded. Plain copies of the same bytes take turns with each move in the same
+processes. Ratios are of times: 1.43 times memcpy's time is 0.7 of its speed.
 
-`release`: ways to release communicators, side by side, by the number of groups and of ranks. Ways take turns, each in new ranks, since two
-of them leave groups behind. A time is that of the slowest rank; what was freed is the least of all ranks, and what is left at the end the
-most. Each row names the mechanism that made its communicators again, and a way is judged against ways with the same mechanism.
+`release`: ways to release communicators, by number of groups and ranks. Ways take turns, each in new ranks, because two of them leave
+groups behind. Times are of the slowest rank; freed bytes are the minimum over ranks, bytes left at the end the maximum. Each row names the
+mechanism that remade its communicators; a way is judged only against ways with the same mechanism.
 
 `routing`: the offload lab with collectives through torch's own backends and through torchcomms, turn by turn, each run in fresh ranks. The
 results of the job (losses, gradient norms, a digest of all tensors) must be bit-identical; a time is a ratio, on over off. Where
@@ -41,7 +41,7 @@ SAVER = "torch_memory_saver"
 def offload_parts(
     _: str, *, models: Sequence[str] = ("125m", "qwen2.5-0.5b"), trials: int = 2, cycles: int = 5
 ) -> dict[str, Part]:
-    """`trials` are fresh processes for each model: as many first cycles. `cycles` are the steady ones in each trial."""
+    """`trials` are fresh processes per model, each with one first cycle. `cycles` are the steady ones in each trial."""
     ways = {"tensors": tensors, "saver": saved}
     return {
         f"{name}.{model}": partial(way, model=model, trials=trials, cycles=cycles)
@@ -51,7 +51,7 @@ def offload_parts(
 
 
 def tensors(session: Session, model: str, *, trials: int, cycles: int) -> Iterator[Row]:
-    """One rank, no other at work: the copies of several ranks share the memory's bandwidth, and so do memcpy's."""
+    """One rank with no other at work, because copies of several ranks share the memory bandwidth, as do memcpy's."""
     from kit.labs.offload import LAB
 
     assert LAB.fits is not None
@@ -65,7 +65,7 @@ def tensors(session: Session, model: str, *, trials: int, cycles: int) -> Iterat
 
 
 def saved(session: Session, model: str, *, trials: int, cycles: int) -> Iterator[Row]:
-    """torch_memory_saver, in ranks of its own: it must have made the memory that it gives back."""
+    """torch_memory_saver in separate ranks, because it can only release memory that it allocated."""
     what = f"{model}: out and back"
     if session.device == "cpu":
         yield unmeasured(what, "it pauses CUDA memory, which needs a GPU", who=SAVER)
@@ -126,15 +126,15 @@ def _cpu_rows(model: str, seen: list[dict[str, Any]]) -> list[Row]:
     s, threads = Samples(model, seen), f"{seen[0]['threads']} thread(s)"
     left = [100 * (1 - (full - empty) / one["bytes"]) for one in seen for full, empty in one["resident"]]
     return [
-        s.row("out, first cycle", "first_out", note="the host memory it goes to must be supplied first"),
+        s.row("out, first cycle", "first_out", note="includes populating the host memory"),
         s.row("back, first cycle", "first_back"),
         s.row("out", "steady_out", note=threads),
         s.row("out", "copy_out", "memcpy", note="one thread, blocks of at most 1 GiB, both places warm"),
         s.ratio("out, time over memcpy's", "steady_out", "copy_out", OUT),
         s.row("back", "steady_back", note=threads),
-        s.row("back", "populate", "populate, then copy", note="one thread, new memory, large pages asked for"),
+        s.row("back", "populate", "populate, then copy", note="one thread, new memory, large pages requested"),
         s.row("back", "pieces", "populate and copy by pieces", note=f"the same, but {threads} and 8 MiB at a time"),
-        s.row("back", "copy_back", "memcpy", note="warm: no page has to be supplied"),
+        s.row("back", "copy_back", "memcpy", note="warm: all pages are populated"),
         s.ratio("back, time over populate-then-copy's", "steady_back", "populate", BACK),
         *s.common("a copy of every tensor"),
         row(f"{s.what}: of it still in anonymous memory when out", left, unit="%", limit=10.0),
@@ -144,7 +144,7 @@ def _cpu_rows(model: str, seen: list[dict[str, Any]]) -> list[Row]:
 def _cuda_rows(model: str, seen: list[dict[str, Any]]) -> list[Row]:
     s = Samples(model, seen)
     return [
-        s.row("out, first cycle", "first_out", note="the host memory it goes to must be pinned first"),
+        s.row("out, first cycle", "first_out", note="includes pinning the host memory"),
         s.row("back, first cycle", "first_back"),
         s.row("out", "steady_out"),
         s.row("out", "copy_out", "pinned copy"),
@@ -152,7 +152,7 @@ def _cuda_rows(model: str, seen: list[dict[str, Any]]) -> list[Row]:
         s.row("back", "steady_back"),
         s.row("back", "copy_back", "pinned copy"),
         s.ratio("back, time over a pinned copy's", "steady_back", "copy_back", ON_CUDA),
-        s.row("out", "pageable_out", "pageable copy", note="host memory that is supplied already, and not pinned"),
+        s.row("out", "pageable_out", "pageable copy", note="populated, unpinned host memory"),
         s.row("back", "pageable_back", "pageable copy"),
         *s.common(".cpu() of every tensor"),
     ]
@@ -163,15 +163,15 @@ OFFLOAD = Bench(offload_parts, {"models": ("125m",), "trials": 1, "cycles": 3})
 # -- release: communicators, way by way ----------------------------------------------------------------------------------
 
 WAYS = ("exact", "abort", "manual", "official", "suspend")
-# What exact is compared with where plain `manual` uses another mechanism: communicators come back over the store, also in a mode that would
-# split the default group.
+# Compared with exact if plain `manual` uses another mechanism: communicators are remade over the store, even in a mode that would split
+# the default group.
 LIKE_EXACT = "manual, by store"
-# Milliseconds a group, all three times together. NCCL: half of what 20 groups took on eight H200 in the one public measurement.
+# Milliseconds per group, all three times together. NCCL: half the time of 20 groups on eight H200 in the only public measurement.
 AIM_MS = {"gloo": 3.0, "nccl": 300.0}
 AIM_RANKS = 2
 TIMES = ("release", "back", "first collective")
-ROUND = "round"  # all three: a communicator that comes back lazily is only made by its first collective
-# What is counted and weighed, in words and in which unit. A source that a machine does not have is left out.
+ROUND = "round"  # all three, because a lazy communicator is only made by its first collective
+# Sources of freed resources: label and unit. Sources that a machine lacks are left out.
 SOURCES = {
     "groups": ("groups", "1"),
     "sockets": ("sockets", "1"),
@@ -193,8 +193,8 @@ def release_parts(
     trials: int = 3,
     cycles: int = 3,
 ) -> dict[str, Part]:
-    """By the number of groups on `ranks` ranks (0: as many as Megatron makes), and by `more_ranks` with as many as Megatron
-    makes. Fresh ranks for each way and trial, `cycles` in each."""
+    """Parts by number of groups on `ranks` ranks (0: as many as Megatron makes), and for `more_ranks` with Megatron's groups.
+    Fresh ranks for each way and trial, `cycles` in each."""
     part = partial(ways_compared, trials=trials, cycles=cycles)
     made: dict[str, Part] = {f"groups.{n or 'own'}": partial(part, ranks=ranks, total=n) for n in groups}
     return made | {f"ranks.{n}": partial(part, ranks=n, total=0, most_a_gpu=ranks) for n in more_ranks}
@@ -203,7 +203,7 @@ def release_parts(
 def ways_compared(
     session: Session, ranks: int, total: int, *, trials: int, cycles: int, most_a_gpu: int = 0
 ) -> Iterator[Row]:
-    """Of one number of groups and of ranks, way by way; after each trial the rows of all that was measured so far."""
+    """One number of groups and of ranks, way by way; after each trial the rows of all measurements so far."""
     what = f"{total or 'own'} groups, {ranks} ranks"
     about = {"ranks": ranks}
     seen: dict[str, list[list[Seen]]] = {}
@@ -254,31 +254,35 @@ def of(ranks: int, seen: dict[str, list[list[Seen]]], *, aim: bool = True) -> It
 
 
 def judged(way: str, seen: dict[str, list[list[Seen]]], ids: Seen, *, aim: bool) -> Seen:
-    """What the whole round of `exact` may take: that of what is in common use, if it makes communicators by the same mechanism."""
+    """The limit for the round of `exact`: the time of a common way, if that remakes communicators by the same mechanism."""
     note = ids["mechanism"]
     if way != "exact":
         return {"note": note}
     about: Seen = {"aim": AIM_MS["gloo" if note.startswith("gloo") else "nccl"] * ids["groups"] if aim else None}
     like = [one for one in (LIKE_EXACT, "manual") if one in seen and seen[one][0][0]["mechanism"] == note]
     if not like:
-        return {**about, "note": f"{note}; nothing was measured here by the same mechanism"}
+        return {**about, "note": f"{note}; no other way here uses the same mechanism"}
     limit = statistics.median(milliseconds(seen[like[0]], ROUND))
-    return {**about, "limit": limit, "note": f"{note}; the limit is what {like[0]!r} takes, by the same mechanism"}
+    return {
+        **about,
+        "limit": limit,
+        "note": f"{note}; the limit is the time of {like[0]!r}, which uses the same mechanism",
+    }
 
 
 def milliseconds(answers: Sequence[Sequence[Seen]], part: str) -> list[float]:
-    """A sample a cycle: the ranks meet after each part, so that each counts with its slowest."""
+    """One sample per cycle: the ranks meet after each part, so each part takes as long as its slowest rank."""
     parts = TIMES if part == ROUND else (part,)
     return [1e3 * sum(max(cycle["seconds"][each] for cycle in turn) for each in parts) for turn in turns(answers)]
 
 
 def turns(answers: Sequence[Sequence[Seen]]) -> list[tuple[Seen, ...]]:
-    """For each cycle of each trial, what every rank answered."""
+    """For each cycle of each trial, the answers of all ranks."""
     return [turn for trial in answers for turn in zip(*(rank["cycles"] for rank in trial), strict=True)]
 
 
 def release_table(made: Sequence[Row]) -> str:
-    """A line for each way and number, with times as median and spread; under it what was judged and what was not measured."""
+    """A line per way and number, with times as median and spread; below, the judged and the unmeasured rows."""
     lines: dict[tuple[str, ...], dict[str, Row]] = {}
     for one in made:
         if "what" in one.ids:
@@ -299,9 +303,7 @@ def release_table(made: Sequence[Row]) -> str:
     ]
     notes += [f"{one.who}, {one.what}: {one.note}" for one in made if one.note and one.ids.get("what") in {None, ROUND}]
     n = " to ".join(str(each) for each in sorted({line["release"].n for line in lines.values()}))
-    legend = (
-        f"Median, least and greatest, n = {n}; groups to memory: freed by a release / more at the end than at first."
-    )
+    legend = f"Median (minimum-maximum), n = {n}; groups to memory: freed by a release / increase from start to end."
     return "\n".join([columns([heads, *cells], right=range(len(heads))), "", *([legend] if lines else []), *notes])
 
 
@@ -329,13 +331,13 @@ def not_measured(why: str) -> list[Row]:
 
 def routed(session: Session, turns: int, cycles: int) -> Iterator[Row]:
     """After each turn the rows of all turns so far."""
-    from kit.results import outcomes  # here, since the ranks' interpreter need not have what tables are made of
+    from kit.results import outcomes  # here, because the ranks' interpreter may lack the packages for tables
 
     differ = 0
     ratios: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for turn in range(turns):
         progress(f"offload through torch and through torchcomms, turn {turn + 1} of {turns}")
-        order = ("torch", "torchcomms")[:: -1 if turn % 2 else 1]  # so that neither way profits from its place
+        order = ("torch", "torchcomms")[:: -1 if turn % 2 else 1]  # so neither profits from its position
         runs = {way: routed_run(session, session.logs / f"{turn}-{way}", way, cycles) for way in order}
         off, on = runs["torch"], runs["torchcomms"]
         if missed := [row.why for row in on.verdict() if row.check == "routing_effective" and not row.passed]:
@@ -343,7 +345,7 @@ def routed(session: Session, turns: int, cycles: int) -> Iterator[Row]:
             return
         compared, found = outcomes(off, on)
         if not compared:
-            yield from not_measured("the runs came to no number that could be compared")
+            yield from not_measured("the runs have no comparable number")
             return
         differ += found  # over all turns: one is enough
         note = f"{compared} numbers in each turn; turns: {turn + 1}"

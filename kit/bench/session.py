@@ -1,9 +1,9 @@
-"""What every bench is made of: rows from samples, parts that run one after another, and a file that has each row at once.
+"""Common to all benches: rows from samples, parts that run in turn, and a file to which each row is written at once.
 
-A bench has a function of the device and of sizes that gives its parts by name. A part measures something with a session and yields
-rows. A bench measures and does not judge: it ends with 0, also if a limit is not met.
+A bench has a function of the device and of sizes that returns its parts by name. A part measures with a session and yields rows. A bench
+does not judge: it ends with 0 even if a limit is not met.
 
-An interrupt or a time limit ends the bench and loses no row. A part that breaks gives a row with the reason, and the next part runs.
+An interrupt or a time limit ends the bench and loses no row. If a part breaks, a row gives the reason and the next part runs.
 The file has one JSON object per line: `bench`, `provenance`, `seats`, `row` (with its `part`), `part` (with its `seconds`), `ended`.
 """
 
@@ -42,11 +42,11 @@ NUMBERS = ("median", "low", "high", "n", "at most", "aim", "ceiling")  # aligned
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One question and the spread of its answers: `low` and `high` are the least and the greatest of `n` samples.
+    """One measurement and its spread: `low` and `high` are the minimum and maximum of `n` samples.
 
-    Less is better; `limit` is "at most", `aim` is what would be excellent, `ceiling` what the machine could do at best. Without samples
-    `median` is None and `note` says why. `ids` say what the row is about (way, groups, ranks, ...) for programs, which do not read `what`.
-    In one bench a row is known by `what` and `who`: a later one with the same replaces it."""
+    Less is better. `limit` is "at most", `aim` an excellent value, `ceiling` the best that the machine allows. Without samples `median` is
+    None and `note` gives the reason. `ids` describe the row for programs (way, groups, ranks, ...), which do not parse `what`.
+    In a bench a row is identified by `what` and `who`; a later row with the same pair replaces it."""
 
     what: str
     who: str = KIT
@@ -63,7 +63,7 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the median keeps the limit; None without a median or a limit."""
+        """Whether the median is within the limit; None without a median or a limit."""
         return None if self.median is None or self.limit is None else self.median <= self.limit
 
     def to_json(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Row:
 
 
 def row(what: str, samples: Sequence[float], **about: Any) -> Row:
-    """A row from its samples, which are in the row's unit; without any it needs a note."""
+    """A row from its samples in the row's unit; without samples it needs a note."""
     if not samples:
         return Row(what=what, **about)
     values = [float(one) for one in samples]  # numpy's numbers are not JSON's
@@ -94,7 +94,7 @@ def first_line(text: object) -> str:
 
 
 def over(what: str, above: Sequence[float], below: Sequence[float], **about: Any) -> Row:
-    """Ratios turn by turn, so that a disturbance of the machine affects both sides."""
+    """Ratios turn by turn, so a disturbance of the machine affects both sides."""
     return row(what, [a / b for a, b in zip(above, below, strict=True)], unit="x", **about)
 
 
@@ -110,11 +110,11 @@ def samples(what: str, n: int, once: Callable[[], float]) -> list[float]:
 
 
 def turn_by_turn(names: Sequence[str], rounds: int, timed: Callable[[str, int], float]) -> dict[str, list[float]]:
-    """Seconds of each. In every turn each runs once, in changing order, after a garbage collection. The first turn, -1, is not counted: it
-    allocates pages and makes connections."""
+    """Seconds of each. In every turn each runs once, in changing order, after a garbage collection. The first turn, -1, is not counted,
+    because it allocates pages and makes connections."""
     seconds: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
-    gc.freeze()  # objects that exist already are not searched in every turn
+    gc.freeze()  # existing objects are not scanned in every turn
     try:
         for turn in range(-1, rounds):
             for place in order(len(names), turn):
@@ -128,13 +128,13 @@ def turn_by_turn(names: Sequence[str], rounds: int, timed: Callable[[str, int], 
 
 
 def order(count: int, turn: int) -> list[int]:
-    """The order of a turn: over `count` turns each is in every place, and for even counts follows each other one equally often."""
+    """The order of a turn: over `count` turns each is in every position and, for even counts, follows each other one equally often."""
     zigzag = [place // 2 + 1 if place % 2 else -(place // 2) for place in range(count)]
     return [(place + turn) % count for place in zigzag]
 
 
 def progress(text: str) -> None:
-    """Print what is being measured now, on a terminal only."""
+    """Print the current measurement, on a terminal only."""
     if sys.stderr.isatty():
         print(f"... {text}", file=sys.stderr)
 
@@ -174,7 +174,7 @@ Part = Callable[["Session"], Iterable[Row]]
 
 
 class Bench(NamedTuple):
-    """`parts(device, **sizes)` gives the parts by name; sizes that are not given are the full ones, `quick` has smaller ones."""
+    """`parts(device, **sizes)` gives the parts by name. Default sizes are the full ones; `quick` has smaller ones."""
 
     parts: Callable[..., Mapping[str, Part]]
     quick: Mapping[str, Any]
@@ -182,7 +182,7 @@ class Bench(NamedTuple):
 
 
 class Session:
-    """What the parts of one bench share: the device that was asked for, a scratch folder, Worlds, and who sat where."""
+    """State shared by the parts of a bench: the requested device, a scratch folder, Worlds, and the device of each rank."""
 
     def __init__(self, device: str, logs: Path, book: Book) -> None:
         self.device = device
@@ -191,7 +191,7 @@ class Session:
         self._shared: dict[str, World] = {}
 
     def world(self, ranks: int, *, device: str = "", **options: Any) -> World:
-        """A World on the bench's device. It insists on it: ranks that cannot have the GPU raise instead of using the CPU."""
+        """A World on the bench's device. Ranks that cannot use the GPU raise instead of using the CPU."""
         options.setdefault("logs", self.logs)
         made = World(ranks, device=device or self.device, **options)
         try:
@@ -202,19 +202,19 @@ class Session:
         return made
 
     def watch(self, world: World) -> None:
-        """Keep where the ranks of a World sit, and the provenance of the first one."""
+        """Record the devices of a World's ranks, and the provenance of the first World."""
         rows = world.status()
         self.book.seat({"ranks": len(rows), "devices": [row["device"] for row in rows], "why": rows[0]["why"]})
         if self.book.provenance is None:
             self.book.describe(world.call("kit.measure:provenance", ranks=[world.numbers[0]])[0])
 
     def worlds(self, sizes: Sequence[int]) -> Worlds:
-        """Worlds for several runs of a lab with replicas of their own. `with` ends them."""
+        """Worlds for several runs of a lab with separate replicas. `with` ends them."""
         return Worlds(sizes, isolate=True, device=self.device, preload=("megatron.core",), logs=self.logs)
 
     def shared(self, ranks: int, *, fresh: bool = False, **options: Any) -> World:
-        """The same World for every part that asks for the same; after a part that broke, a new one. `fresh` restarts its processes;
-        torch and what is preloaded are still loaded once for all parts."""
+        """One World shared by all parts with equal requests; a new one after a part that broke. `fresh` restarts its processes; torch
+        and preloaded modules are still loaded once for all parts."""
         key = repr((ranks, sorted(options.items())))
         if key not in self._shared:
             self._shared[key] = self.world(ranks, **options)
@@ -230,8 +230,8 @@ class Session:
         self._shared.clear()
 
     def lab(self, name: str, out: Path, *, world: World | Worlds | None = None, **config: Any) -> Run:
-        """A run of a lab on the bench's device, or on the ranks of a World. What ranks print is in the run's logs."""
-        from kit.public import run  # here, since the ranks import benches too and need not have what tables are made of
+        """A run of a lab on the bench's device, or on the ranks of a World. The ranks' output is in the run's logs."""
+        from kit.public import run  # here, because ranks import benches too and may lack the packages for tables
 
         config.setdefault("device", self.device if world is None else world.device)
         with contextlib.redirect_stdout(io.StringIO()):
@@ -243,20 +243,20 @@ class Session:
 
 
 def seat_of(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the ranks of a lab's run sat, from its provenance."""
+    """The devices of the ranks of a lab's run, from its provenance."""
     return {name: provenance["world"][name] for name in ("ranks", "devices", "why")}
 
 
 @dataclass(slots=True)
 class Book:
-    """Everything that one bench measured, in memory and in a file that is never behind. Without a file it is in memory alone."""
+    """All measurements of a bench, in memory and in a file that is always up to date. Without a file, only in memory."""
 
     bench: str
     path: Path | None = None
     rows: dict[tuple[str, str], Row] = field(default_factory=dict)
     provenance: dict[str, Any] | None = None
     seats: list[dict[str, Any]] = field(default_factory=list)
-    shared: bool = False  # whether ranks of the part that runs share a GPU, which slows their collectives
+    shared: bool = False  # whether ranks of the current part share a GPU, which slows their collectives
 
     def begin(self) -> None:
         if self.path is not None:
@@ -291,7 +291,7 @@ class Book:
 
 
 def read_rows(path: Path) -> dict[str, Any]:
-    """The content of a file of rows, as `kit bench --json` prints it, however the bench ended; empty if there is no row."""
+    """The content of a file of rows, as printed by `kit bench --json`, even if the bench broke; empty if there is no row."""
     found: dict[str, Any] = {"bench": "", "rows": {}, "provenance": None, "seats": [], "parts": {}, "ended": ""}
     for text in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -317,7 +317,7 @@ def conduct(
     bench: Bench | None = None,
     **sizes: Any,
 ) -> int:
-    """Run a bench's parts, or some of them, and print their rows. Ends with 0, or 130 where it was interrupted."""
+    """Run a bench's parts, or some of them, and print their rows. Ends with 0, or 130 if interrupted."""
     bench = bench or pkgutil.resolve_name(BENCHES[name])
     book, how, finished = Book(name, out), "broke", 0
     with tempfile.TemporaryDirectory(prefix="kit-bench-") as scratch:
@@ -344,7 +344,7 @@ def conduct(
 
 
 def page(book: Book, shown: Callable[[Sequence[Row]], str]) -> str:
-    """The table of rows, the machine in one line, and the device of each rank."""
+    """The table of rows, a line about the machine, and the device of each rank."""
     lines = [shown(list(book.rows.values())), ""]
     if book.provenance is not None:
         lines.append(machine(book.provenance))
@@ -352,7 +352,7 @@ def page(book: Book, shown: Callable[[Sequence[Row]], str]) -> str:
 
 
 def perform(session: Session, part: str, work: Part) -> None:
-    """One part. Its time stands with it, also where it broke."""
+    """Run one part and record its time, even if it breaks."""
     progress(part)
     began = time.monotonic()
     session.book.shared = False
@@ -375,5 +375,5 @@ def chosen(name: str, parts: Mapping[str, Part], only: Sequence[str]) -> dict[st
 
 
 def device_for(asked: str) -> str:
-    """`auto` is the GPU wherever there is a driver, whether or not torch can use it: the error then names the reason."""
+    """`auto` is the GPU if there is a driver, even if torch cannot use it; the error then names the reason."""
     return asked if asked != "auto" else "cuda" if has_gpu_driver() else "cpu"

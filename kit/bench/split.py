@@ -1,7 +1,7 @@
-"""`kit bench split`: what a step costs that is cut into a stream, beside the plain one.
+"""`kit bench split`: the cost of a split step compared with the plain one.
 
-Both ways work on the same job and the same rows and take turns in changing order; a ratio is taken turn by turn. Plain against plain is the
-empty control: ratios may differ from 1 as much as it does.
+Both ways use the same job and rows and take turns in changing order; ratios are taken turn by turn. Plain over plain is the empty
+control: it shows how far a ratio differs from 1 by chance.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ONRANKS = "kit.bench.onranks.jobs"
 RANKS = 2
 WHOLE, IN_FIVE, MEMORY, METRICS = 1.02, 1.05, 1.01, 1.15
 LONG_ENOUGH = 0.3  # seconds; ratios of shorter steps are too noisy
-SLOW = 1800.0  # for a call that makes all turns, on a busy machine
+SLOW = 1800.0  # seconds; time limit of a call with all turns on a busy machine
 MIB = 2**20
 
 
@@ -56,7 +56,7 @@ def parts(
     loss: tuple[int, int] = (8, 4096),
     loss_rounds: int = 22,
 ) -> dict[str, Part]:
-    """Rounds are even, so that turns are evenly dealt. `trials` are fresh processes for each way of stepping, to see its peak."""
+    """Rounds are even, so turns are evenly distributed. `trials` are fresh processes for each way of stepping, to measure its peak."""
     if device != "cpu":
         job, pipeline = ON_GPU, replace(ON_GPU, microbatches=10)
     peaks = partial(memory, job=job, trials=trials, times=peak_steps)
@@ -72,7 +72,7 @@ def parts(
 
 
 def ranks(session: Session) -> World:
-    """Fresh processes for each part: a job leaves its groups."""
+    """Fresh processes for each part, because a job leaves its groups behind."""
     return session.shared(RANKS, fresh=True, preload=("megatron.core",), timeout_s=SLOW)
 
 
@@ -81,7 +81,7 @@ def called(chunks: int) -> str:
 
 
 def slowest(answers: Sequence[dict[str, Any]]) -> Seconds:
-    """Seconds of each way, where a step takes what its slowest rank takes."""
+    """Seconds of each way; a step takes as long as its slowest rank."""
     ways = answers[0]["seconds"]
     return {way: [max(each) for each in zip(*(one["seconds"][way] for one in answers), strict=True)] for way in ways}
 
@@ -89,7 +89,7 @@ def slowest(answers: Sequence[dict[str, Any]]) -> Seconds:
 def asked(
     session: Session, what: str, function: str, job: Job, layout: Config, **arguments: Any
 ) -> tuple[Seconds, dict[str, Any]]:
-    """Seconds of each way by the slowest rank, and all that the first rank answered."""
+    """Seconds of each way on the slowest rank, and the first rank's whole answer."""
     progress(what)
     settings = {**asdict(job), "ranks": RANKS, **layout}
     answers = ranks(session).call(f"{ONRANKS}:{function}", job=settings, **arguments)
@@ -98,15 +98,15 @@ def asked(
 
 def plain_rows(what: str, seconds: Seconds, apart: float) -> list[Row]:
     plain = seconds["plain"]
-    note = f"losses and norms of all these steps are within {apart:.1g} of each other"
+    note = f"losses and norms of all these steps agree within {apart:.1g}"
     if statistics.median(plain) < LONG_ENOUGH:
-        note += f"; shorter than {LONG_ENOUGH:g} s: of little worth"
+        note += f"; shorter than {LONG_ENOUGH:g} s, so ratios are noisy"
     times = row(f"{what}: a step", plain, who="plain", note=note)
     return [times, over(f"{what}: plain over plain, the empty control", seconds["plain again"], plain)]
 
 
 def times(session: Session, *, job: Job, backend: str, rounds: int) -> list[Row]:
-    """On data ranks alone."""
+    """On data ranks only."""
     what = f"{backend} dp{RANKS}, {job.describe()}"
     seconds, first = asked(session, what, "steps", job, {"backend": backend}, chunks=[1, 5], rounds=rounds)
     limits = {1: WHOLE, 5: IN_FIVE}
@@ -117,7 +117,7 @@ def times(session: Session, *, job: Job, backend: str, rounds: int) -> list[Row]
 
 
 def bubbles(session: Session, *, job: Job, rounds: int) -> list[Row]:
-    """On two pipeline stages. Theory is of stages that take alike, and of the passes alone."""
+    """On two pipeline stages. The theory assumes equal stages and covers only the passes."""
     what = f"megatron pp{RANKS}, {job.describe()}"
     cuts = [1, 2, *([5] if job.microbatches > 5 else []), 0]
     seconds, answer = asked(session, what, "steps", job, {"pp": RANKS}, chunks=cuts, rounds=rounds)
@@ -127,8 +127,8 @@ def bubbles(session: Session, *, job: Job, rounds: int) -> list[Row]:
         pieces = count or job.microbatches
         alike, unlike = theory(job.microbatches, pieces), theory(job.microbatches, pieces, first)
         note = (
-            f"bubbles of stages that take alike give {alike:.3f}, of these ({first:.0%} in the first) {unlike:.3f}; "
-            "the step has reduction and update in it, which have none"
+            f"theory: {alike:.3f} with equal stages, {unlike:.3f} with these ({first:.0%} in the first); "
+            "the step also includes reduction and update, which have no bubbles"
         )
         about: Config = {"ceiling": alike, "note": note}
         made.append(over(f"{what}: {called(count)} over plain", seconds[str(count)], seconds["plain"], **about))
@@ -136,14 +136,14 @@ def bubbles(session: Session, *, job: Job, rounds: int) -> list[Row]:
 
 
 def theory(microbatches: int, chunks: int, first: float = 0.5) -> float:
-    """The passes of a step in so many chunks over those in one, on two stages. The longer stage never waits within a chunk, and
-    waits for the shorter one once in each; for stages alike this is (M + c (p - 1)) / (M + p - 1)."""
+    """Time of a step's passes in several chunks over that in one, on two stages. The longer stage never waits within a chunk and waits
+    for the shorter one once per chunk; for equal stages this is (M + c (p - 1)) / (M + p - 1)."""
     short, long = sorted((first, 1 - first))
     return (microbatches * long + chunks * short) / (microbatches * long + short)
 
 
 def share_of_first_stage(job: Job) -> float:
-    """Of the multiplications of both: the last one has the vocabulary."""
+    """The first stage's share of multiplications; the last stage has the vocabulary."""
     g = model_config(SplitConfig(**asdict(job))).geometry
     head = g.hidden // g.heads
     layer = g.hidden * (2 * g.hidden + 2 * g.kv_heads * head) + 3 * g.hidden * g.ffn
@@ -152,7 +152,7 @@ def share_of_first_stage(job: Job) -> float:
 
 
 def experts(session: Session, *, job: Job, rounds: int) -> list[Row]:
-    """What one more pass for the experts' loss costs, where the counts of rows ask for it."""
+    """The cost of an extra pass for the experts' loss, if the counts of rows require it."""
     what = f"megatron ep{RANKS}, 4 experts, {job.describe()}"
     layout = {"ep": RANKS, "experts": 4, "reduce": "mean"}
     seconds, answer = asked(session, what, "experts", job, layout, rounds=rounds)
@@ -165,7 +165,7 @@ def experts(session: Session, *, job: Job, rounds: int) -> list[Row]:
 
 
 def memory(session: Session, *, job: Job, backend: str, trials: int, times: int) -> Iterator[Row]:
-    """Peaks in fresh processes, each with one way of stepping; trials are pairs, and the larger rank speaks for both."""
+    """Peaks in fresh processes, each with one way of stepping; trials are pairs; the larger rank counts."""
     what = f"{backend} dp{RANKS}, {job.describe()}: peak"
     settings = {**asdict(job), "ranks": RANKS, "backend": backend}
     ways: dict[str, int | None] = {"plain": None, "plain again": None, "1": 1, "5": 5}
@@ -190,7 +190,7 @@ def peaks(what: str, seen: dict[str, list[float]]) -> list[Row]:
 
 
 def losses(session: Session, *, shape: tuple[int, int], rounds: int) -> list[Row]:
-    """Every recipe, with its metrics over bare; on the host on one thread."""
+    """Every recipe: with metrics over bare; on the host, on one thread."""
     what = f"loss at {list(shape)}, forward and backward"
     progress(what)
     env, (rows, length) = {"OMP_NUM_THREADS": "1"}, shape

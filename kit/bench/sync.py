@@ -1,7 +1,7 @@
-"""`kit bench sync`: how fast weights come from a trainer to its receivers, beside one big copy of the same bytes and beside files.
+"""`kit bench sync`: the speed of weight transfer from a trainer to receivers, compared with one large copy of the same bytes and with files.
 
 Ratios are of times, turn by turn: 1.25 times memcpy's time is 0.8 of its speed. All ranks share this machine's cores and memory: with
-fewer cores than ranks that work, what could go side by side waits. Ranks import this module too, so it imports little.
+fewer cores than working ranks, parallel work waits. Ranks import this module too, so it imports little.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 
 Seconds = Mapping[str, Sequence[float]]
 ONRANKS = "kit.bench.onranks.sync"
-SLOW = 1800.0  # for a call that makes all turns, on a busy machine
+SLOW = 1800.0  # seconds; time limit of a call with all turns on a busy machine
 MIB, GIB, GB = 2**20, 2**30, 1e9
 LARGE, SMALL = 1 / 0.8, 1 / 0.6  # of memcpy's time: for tensors of a MiB and more, and for smaller ones
 OVER_GROUPS = 1 / 4
 SLACK = 1.1
-# Of the weights on the sender: themselves, what memcpy writes, the segment, and the cache with its spare room.
+# Copies of the weights on the sender: the weights, memcpy's target, the segment, and the cache with its spare room.
 COPIES = 5
-# Copies of less than some 190 MB go through the processor's cache otherwise, which fetches what is only to be overwritten.
+# Otherwise copies below about 190 MB go through the processor's cache, which first fetches the bytes to be overwritten.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x8000"}
 NOT_HERE = "not installed"
 PEERS = {"file:safetensors": "safetensors", "file:dcp": "torch"}  # and their packages
 OVER_MEMCPY = ("shm", "shm+whole", "shm+whole+fresh", "shm+cache")
 GROUPS = ("broadcast", "per-tensor", "rendezvous")
 
-IN_MEMORY = Path("/dev/shm")  # noqa: S108 - the place itself is what is measured
-SPARE = 1.25  # a checkpoint is a little more than its tensors
-# Names of plain copies; `PEER` has the number of the other GPU after it.
+IN_MEMORY = Path("/dev/shm")  # noqa: S108 - this path itself is measured
+SPARE = 1.25  # a checkpoint is slightly larger than its tensors
+# Names of plain copies; the number of the other GPU follows `PEER`.
 HOST, WITHIN, OUT, BACK, PEER = "memcpy", "within the GPU", "GPU to pinned memory", "pinned memory to GPU", "to GPU"
-RANKS = {"ipc": 2, "shm": 2, "broadcast": 3}  # a group is a proper part of the World: one looks on
+RANKS = {"ipc": 2, "shm": 2, "broadcast": 3}  # a group is a proper subset of the World: one rank is outside
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 BLOCK = 2**28
 ROUNDS = 7
@@ -54,8 +54,8 @@ ROUNDS = 7
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Weights: a model's, or `count` tensors of `each` bytes. `at_most` is what shared memory may take of memcpy's time; `key` names
-    the parts."""
+    """Weights: a model's, or `count` tensors of `each` bytes. `at_most` limits shared memory's time as a multiple of memcpy's; `key`
+    names the parts."""
 
     key: str
     name: str
@@ -93,8 +93,8 @@ def parts(
     receivers: Sequence[int] = (1, 2, 4),
     receivers_mb: int = 100,
 ) -> dict[str, Part]:
-    """All but the parts on GPUs share one World on the CPU: a sender, the receivers, and one rank that takes no part. With a GPU its
-    parts come first, since time there is the scarcest. `slow_rounds` are those of what goes through files."""
+    """All parts except those on GPUs share one World on the CPU: a sender, the receivers, and one uninvolved rank. GPU parts come first,
+    because GPU time is scarcest. `slow_rounds` is for transfers through files."""
 
     def on(work: Any, *args: Any, rounds: int = rounds) -> Part:
         def part(session: Session) -> Iterable[Row]:
@@ -122,17 +122,17 @@ def parts(
 
 
 def rates(world: World, shape: Shape, ways: Sequence[str], *, receivers: int, rounds: int) -> dict[str, Any]:
-    """The sender's samples of every way, and how much it was."""
+    """The sender's samples of every way, and the number of bytes."""
     needed, free = (COPIES + receivers) * shape.size(), free_memory()
     if needed > free:
-        raise BadInput(f"{shape.name} needs {needed / GIB:.1f} GiB here, and {free / GIB:.1f} GiB are free")
+        raise BadInput(f"{shape.name} needs {needed / GIB:.1f} GiB here, but only {free / GIB:.1f} GiB are free")
     asked: dict[str, Any] = {"shape": shape.arguments(), "receivers": receivers, "ways": list(ways), "rounds": rounds}
     answer: dict[str, Any] = world.call(f"{ONRANKS}:rates", **asked, meeting=f"bench-{secrets.token_hex(8)}")[0]
     return answer
 
 
 def times(what: str, answer: dict[str, Any], names: Sequence[str], **ids: float) -> list[Row]:
-    """Seconds of each, with its rate."""
+    """Seconds of each way, with its rate."""
 
     def one(name: str, taken: Sequence[float]) -> Row:
         note, way = f"{answer['bytes'] / statistics.median(taken) / GB:.2f} GB/s", called(name)
@@ -159,7 +159,7 @@ def who(name: str) -> str:
 
 
 def transports(world: World, shape: Shape, buckets_mib: Sequence[float], *, rounds: int) -> list[Row]:
-    """Every transport to one receiver; shared memory against one copy and against groups, and the automatic size against fixed ones."""
+    """Every transport to one receiver; shared memory compared with one copy and with groups, and automatic with fixed bucket sizes."""
     fixed = [f"broadcast@{mib:g}" for mib in buckets_mib]
     ways = ["memcpy", "copies", *OVER_MEMCPY, "serialize", *GROUPS, *fixed]
     answer = rates(world, shape, ways, receivers=1, rounds=rounds)
@@ -196,7 +196,7 @@ def two_receivers(world: World, shape: Shape, *, rounds: int) -> list[Row]:
 
 
 def verified(world: World, shape: Shape, algorithms: Sequence[str], *, rounds: int) -> list[Row]:
-    """What digests of every tensor on both ends add where they are taken meanwhile."""
+    """The cost of digests of every tensor on both ends, computed during the transfer."""
     there = set(world.call(f"{ONRANKS}:hashing", ranks=[0], each=4096, count=1, rounds=1)[0])
     wanted = [name for name in algorithms if name in there]
     ways = ["shm", *(f"shm+{name}" for name in wanted)]
@@ -210,11 +210,11 @@ def verified(world: World, shape: Shape, algorithms: Sequence[str], *, rounds: i
 
 
 def through_files(world: World, shape: Shape, *, rounds: int) -> list[Row]:
-    """Against what others do: files in memory."""
+    """Compared with a common alternative: files in memory."""
     there = [name for name, package in PEERS.items() if find_spec(package)]
     answer = rates(world, shape, ["shm", *there], receivers=1, rounds=rounds)
     what, seconds, where = f"{shape.name}, 1 receiver, files", answer["seconds"], place_for(shape.size())
-    place = f"in {where}" if where else "in the folder for temporary files: too little room in memory"
+    place = f"in {where}" if where else "in the temporary folder, because memory has too little room"
     made = times(what, answer, there)
     for name in there:
         words = f"{what}: {called(name)} over shm, time"
@@ -235,7 +235,7 @@ def digests(world: World, size_mib: int, *, rounds: int) -> Iterator[Row]:
 
 
 def growth(world: World, megabytes: Sequence[int], receivers: Sequence[int], *, rounds: int) -> Iterator[Row]:
-    """More bytes to one receiver, or the same bytes to more receivers."""
+    """Larger weights to one receiver, or the same weights to more receivers."""
     for size in megabytes:
         shape = Shape(key="growth", name=f"{size} MB in tensors of 1 MB", count=size, each=10**6, at_most=LARGE)
         for count in receivers:
@@ -247,27 +247,27 @@ def growth(world: World, megabytes: Sequence[int], receivers: Sequence[int], *, 
 
 
 def place_for(size: int) -> Path | None:
-    """A folder in memory with room for this many bytes; None where there is none: then files go to the temporary folder."""
+    """A folder in memory with room for this many bytes; None if there is none, so files go to the temporary folder."""
     return IN_MEMORY if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > SPARE * size else None
 
 
 # -- on CUDA: the lab's syncs by each transport, beside plain copies -------------------------------------------------------
 #
-# A rate counts a byte that is copied once, although it is read and written. A time is the sender's, from when all are ready until the
-# receivers have applied everything, as in the lab's own comparison of transports. Copies are measured in the same ranks just before. Where
-# two ranks share a GPU, NCCL may refuse: then the row says so. Has not run on a GPU yet; on the CPU the same code runs over shared memory
-# and gloo, in the tests.
+# A rate counts each copied byte once, although it is read and written. Times are the sender's, from when all are ready until the receivers
+# have applied everything, as in the lab's comparison of transports. Copies are measured in the same ranks just before. If two ranks share a
+# GPU, NCCL may refuse; the row then gives the reason. Not tested on a GPU yet; the tests run the same code on the CPU over shared memory and
+# gloo.
 
 
 def on_gpus(session: Session, name: str, *, model: str, cycles: int) -> list[Row]:
     """One transport. Without a GPU a row gives the reason."""
     if session.device == "cpu":
-        return [unmeasured(f"on GPUs: {name}", "the CPU was asked for, or this machine has no GPU driver")]
+        return [unmeasured(f"on GPUs: {name}", "the CPU was requested, or this machine has no GPU driver")]
     return by_transport(session, name, model=model, cycles=cycles)
 
 
 def by_transport(session: Session, name: str, *, model: str, cycles: int) -> list[Row]:
-    """Ceilings, then as many versions, in the same ranks; the first version allocates pages and connections, and is not reported."""
+    """Ceilings, then versions, in the same ranks; the first version, which allocates pages and connections, is not reported."""
     env = {VISIBLE: os.environ.get(VISIBLE, "0").partition(",")[0]} if name == "ipc" else None  # both ends on one GPU
     logs = session.logs / "gpus" / name
     logs.mkdir(parents=True, exist_ok=True)
@@ -282,7 +282,7 @@ def by_transport(session: Session, name: str, *, model: str, cycles: int) -> lis
 
 
 def beside_copies(run: Run, name: str, plain: Seconds, *, same: bool) -> list[Row]:
-    """The transport's time with its ceiling beside it, and the ceilings themselves."""
+    """The transport's time with its ceiling, and the ceilings."""
     from kit.labs.sync.checks import events
 
     frame = run.frame()
@@ -310,7 +310,7 @@ def beside_copies(run: Run, name: str, plain: Seconds, *, same: bool) -> list[Ro
 
 
 def ceiling_of(name: str, plain: Seconds, *, same: bool) -> list[str]:
-    """Which plain copies bound a transport: shared memory goes through the host, NCCL from GPU to GPU."""
+    """The plain copies that bound a transport: shared memory goes through the host, NCCL from GPU to GPU."""
     if WITHIN not in plain:
         return [HOST]
     peers = [what for what in plain if what.startswith(PEER)]

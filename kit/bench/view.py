@@ -1,7 +1,6 @@
-"""`kit bench view`: how long a user waits for a panel: a limit that is moved, a plot drawn again, a large run opened.
+"""`kit bench view`: how long a user waits for a panel: moving a limit, redrawing a plot, opening a large run.
 
-Records are made up here, in the shape in which the offload lab writes them; nothing was run. What the browser takes to show
-what it is sent is not in these times.
+Records are synthetic, in the format of the offload lab; no lab runs. Times do not include rendering in the browser.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ MIB = 2**20
 RANKS = 4
 # Phases after which the job has released its memory.
 HELD = {"release", "idle", "talk", "start", "baseline", "end", "ownership"}
-# With the limit that moves in each.
+# Each with the limit that moves in it.
 PLOTS = {"drift": "drift_mib", "census": "fds_more", "verdict": "drift_mib", "overview": "drift_mib"}
 MADE_UP = "made-up records in the shape of the offload lab's"
 
@@ -38,11 +37,11 @@ MADE_UP = "made-up records in the shape of the offload lab's"
 def parts(
     _: str, *, records: int = 10_000, many: int = 100_000, moves: int = 30, opens: int = 5, panels: int = 7
 ) -> dict[str, Part]:
-    """How large the runs are, and how many samples of each."""
+    """The sizes of the runs, and the number of samples of each."""
     made: dict[int, Path] = {}
 
     def among_runs(part: Callable[[Path, int], list[Row]], size: int, n: int) -> Part:
-        """A part that gets a run with this number of records, which is also the last run."""
+        """A part that gets a run with this number of records, which is also the newest run."""
 
         def work(session: Session) -> list[Row]:
             folder = session.logs / "runs"
@@ -52,7 +51,7 @@ def parts(
             if size not in made:
                 progress(f"{size} records")
                 made[size] = made_up(folder, size)
-            with patch.dict(os.environ, {"KIT_RUNS": str(folder)}):  # a panel looks there for the last run by itself
+            with patch.dict(os.environ, {"KIT_RUNS": str(folder)}):  # where a panel looks for the newest run
                 return part(made[size], n)
 
         return work
@@ -69,7 +68,7 @@ def parts(
 
 
 def made_up(folder: Path, records: int) -> Path:
-    """A run with at least this number of records: a job on four ranks, released and reloaded as often as that takes."""
+    """A run with at least this number of records: a job on four ranks, released and reloaded as often as needed."""
     lab = find("offload")
     cycles = 1
     while sum(len(rows_of(step, 0)) for step in lab.plan(OffloadConfig(ranks=RANKS, cycles=cycles))) * RANKS < records:
@@ -89,7 +88,7 @@ def made_up(folder: Path, records: int) -> Path:
 
 
 def rows_of(step: Step, rank: int) -> list[tuple[str, float, str]]:
-    """What a rank says after a phase."""
+    """A rank's answer after a phase."""
     held = 0 if step.phase in HELD else 348
     sizes = {"rss": 320 + held, "anon_rss": 280 + held + 0.01 * step.cycle + rank, "shared_rss": 40, "pss": 300 + held}
     counts = dict.fromkeys(("groups", "fds", "sockets", "threads"), 20 if held else 1)
@@ -112,7 +111,7 @@ def rows_of(step: Step, rank: int) -> list[tuple[str, float, str]]:
 
 
 def opening(folder: Path, n: int) -> list[Row]:
-    """From the folder to the table, and to the verdict: nothing is known of the run before."""
+    """From the folder to the table and to the verdict, without caches."""
     count = len(load(folder).frame())
     made = []
     for name, work in (("table", lambda: load(folder).frame()), ("verdict", lambda: load(folder).verdict())):
@@ -122,15 +121,15 @@ def opening(folder: Path, n: int) -> list[Row]:
 
 
 def panels_made(run: Path, n: int) -> list[Row]:
-    """All of a panel's widgets, with the last run, which it finds by itself, judged and drawn."""
-    os.utime(run / "run.json")  # it is the last one now
+    """All of a panel's widgets, with the newest run found, judged and drawn."""
+    os.utime(run / "run.json")  # make it the newest run
     what = "a panel made, with its last run judged and a first plot drawn"
     first, *later = samples(what, n + 1, lambda: seconds_of(lambda: kit.panel("offload").close()))
     return [row(what, later, note=f"{MADE_UP}; the first one took {first:.2g} s")]
 
 
 def moving(folder: Path, n: int) -> list[Row]:
-    """A limit that moves by another step each time, up to all that is sent to the browser; the first move is not counted."""
+    """A limit that moves by a different step each time, including everything sent to the browser; the first move is not counted."""
     count = len(load(folder).frame())
 
     def moved(what: str, limit: str, at_most: float, tab_of: Callable[[PanelModel], object]) -> Row:

@@ -1,12 +1,11 @@
 """`kit bench world`: how fast a World starts, steps, restarts and reports a death; other tools in the same run, where installed.
 
-Every start is of fresh processes, on warm files: after the first sample the libraries are in the page cache. Two ranks on the CPU
-over gloo, also where there is a GPU. A sample counts only if the result was right: the sum, the rank that is named, the fresh pids.
+Every start uses fresh processes and warm files: after the first sample the libraries are in the page cache. Two ranks on the CPU
+over gloo, even if there is a GPU. A sample counts only if the result was correct: the sum, the named rank, the fresh pids.
 
-Other tools that keep ranks alive between steps ("peers") answer the same questions. Each runs in processes of its own (`python -m
-kit.bench.world NAME ARGUMENTS`), a fresh one for every trial: it can neither crash the bench nor be slowed by what another left. All that a
-trial starts inherits a mark, is found by it after the death of its head, and is ended. Imports are not timed, neither the kit's
-nor a peer's.
+Other tools that keep ranks alive between steps ("peers") are measured in the same way. Every trial is a fresh process (`python -m
+kit.bench.world NAME ARGUMENTS`), so it can neither crash the bench nor be slowed by leftovers. Every process that a trial starts inherits
+a mark, by which it is found and ended after the death of the trial. Imports are not timed, neither the kit's nor a peer's.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ STEPPED = "one empty step on both ranks"
 TOLD = "SIGKILL of a rank to the exception"
 VANISHED = "SIGKILL of the notebook's process to nothing left"
 PHASE_S = 0.1
-SETTLE_S, PEER_SETTLE_S = 0.1, 0.5  # until the kill: by then rank 0 is inside the collective
+SETTLE_S, PEER_SETTLE_S = 0.1, 0.5  # delay before the kill, so rank 0 is inside the collective
 GONE_S, PEER_GONE_S = 10.0, 5.0
-WIDE = 8  # ranks of the row on calls in flight
+WIDE = 8  # ranks for the row on calls in flight
 FLYING = 100
 EMPTY = "kit.bench.onranks:number"
 HOLDER = (
@@ -71,7 +70,7 @@ def parts(
     flights: int = 5,
     peer_trials: int = 3,
 ) -> dict[str, Part]:
-    """All on the CPU. Parts with the same ranks share one World. Sizes are numbers of samples."""
+    """All parts run on the CPU. Parts with the same ranks share one World. Sizes are numbers of samples."""
 
     def of_two(part: Callable[..., list[Row]], *counts: int) -> Part:
         return lambda session: part(session.shared(2, device="cpu", observer=LISTENER), *counts)
@@ -94,7 +93,7 @@ def parts(
 
 
 class Listener(Printer):
-    """A World's observer that only notes that there was output."""
+    """A World's observer that only records that there was output."""
 
     def __init__(self) -> None:
         self.heard = threading.Event()
@@ -115,7 +114,7 @@ def world_of_two(logs: Path, **options: Any) -> Iterator[World]:
 def all_reduce(world: World) -> None:
     values = world.call("kit.bench.onranks:first_all_reduce")
     if values != [REDUCED] * 2:
-        raise KitError(f"the first all-reduce came to {values} on the ranks and not to {REDUCED}")
+        raise KitError(f"the first all-reduce gave {values} on the ranks, expected {REDUCED}")
 
 
 def start_once(logs: Path, preload: Sequence[str] = ()) -> float:
@@ -125,12 +124,12 @@ def start_once(logs: Path, preload: Sequence[str] = ()) -> float:
         took = time.perf_counter() - began
         missing = [name for name in preload if not all(world.eval(f"{name!r} in __import__('sys').modules"))]
     if missing:
-        raise KitError(f"{', '.join(missing)} should be loaded on every rank, and is not")
+        raise KitError(f"{', '.join(missing)} should be loaded on every rank but is not")
     return took
 
 
 def start_with_megatron(logs: Path, n: int) -> list[Row]:
-    """The start itself, and over an import of megatron.core by the same interpreter, taken in turns."""
+    """The time of a start, and its ratio to an import of megatron.core by the same interpreter, in turns."""
     what = f"{STARTED}, with megatron.core"
     against = "the same, over python -c 'import megatron.core'"
     found = asked.find_python()
@@ -139,7 +138,7 @@ def start_with_megatron(logs: Path, n: int) -> list[Row]:
         return [unmeasured(what, why, limit=4.5, aim=3.0), unmeasured(against, why, unit="x", limit=1.3)]
 
     import_once = partial(seconds_of, partial(run_once, [found.path, "-c", "import megatron.core"]))
-    import_once()  # from here on the files are in the page cache
+    import_once()  # loads the files into the page cache
     progress(f"{what}, {n} times")
     pairs = [(start_once(logs, ["megatron.core"]), import_once()) for _ in range(n)]
     starts, imports = zip(*pairs, strict=True)
@@ -168,7 +167,7 @@ def step(world: World, steps: int, phases: int) -> list[Row]:
 
 
 def in_flight(logs: Path, n: int) -> list[Row]:
-    """Calls to 8 ranks, each to one of them: with every rank busy as soon as it is free, over one call after another."""
+    """Calls to single ranks of 8: with every rank kept busy, over one call after another."""
     what = f"{FLYING} calls over {WIDE} ranks, in flight at once, over one after another"
 
     def in_turn(world: World) -> None:
@@ -233,14 +232,14 @@ def restart(world: World, n: int) -> list[Row]:
         before = world.pids
         took = seconds_of(world.restart) + seconds_of(lambda: all_reduce(world))
         if set(before) & set(world.pids):
-            raise KitError(f"after restart() the ranks are {world.pids}, and before it they were {before}")
+            raise KitError(f"restart() changed the pids from {before} to {world.pids}; all must be new")
         return took
 
     return [row(what, samples(what, n, once), limit=1.0, aim=0.1)]
 
 
 def kernel_death_once(logs: Path) -> float:
-    """SIGKILL a process that has a World; seconds until no process and no folder of that World is there."""
+    """SIGKILL a process that has a World; seconds until all processes and folders of that World are gone."""
     command = [sys.executable, "-c", HOLDER, str(logs)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()) as holder:
         assert holder.stdout is not None
@@ -254,15 +253,15 @@ def kernel_death_once(logs: Path) -> float:
         began = time.perf_counter()
         holder.kill()
         if printed != b"ready\n" or len(known) < 3:
-            raise KitError(f"a World in another process did not start; it has the processes {known}")
+            raise KitError(f"a World in another process did not start; its processes: {known}")
         took = seconds_until_gone(fits, known, began, GONE_S)
         if took is None:
             end_carriers(fits)
-            raise KitError(f"{GONE_S:.0f} s after the SIGKILL of its notebook a World still had processes")
+            raise KitError(f"{GONE_S:.0f} s after the SIGKILL of its notebook, a World still had processes")
         while any(folder.name.split(":")[1:2] == [owner] for folder in leftovers.base().iterdir()):
             took = time.perf_counter() - began
             if took > GONE_S:
-                raise KitError(f"{GONE_S:.0f} s after the SIGKILL of its notebook a World still had its folder")
+                raise KitError(f"{GONE_S:.0f} s after the SIGKILL of its notebook, a World still had its folder")
     return took
 
 
@@ -275,11 +274,11 @@ def run_once(command: Sequence[str], env: dict[str, str] | None = None) -> None:
 PREFIX = "kit-bench-peer "
 TRIAL_S = 120.0
 WORDS = 300
-Seen = dict[str, list[float]]  # samples by question: seconds, of a step milliseconds
+Seen = dict[str, list[float]]  # samples by row: seconds, for a step milliseconds
 
 
 def peers(wanted: Mapping[str, Any], *, trials: int, steps: int) -> Iterator[Row]:
-    """Rows of every peer; of one that is not installed, a row that says so."""
+    """Rows of every peer; a row with the reason if a peer is not installed."""
     for name, peer in wanted.items():
         try:
             who = f"{name} {importlib.metadata.version(peer.needs)}"
@@ -291,7 +290,7 @@ def peers(wanted: Mapping[str, Any], *, trials: int, steps: int) -> Iterator[Row
         notes: dict[str, str] = {}
         try:
             for number in range(trials):
-                # One trial to its end: start, steps, SIGKILL of rank 1 while rank 0 waits for it.
+                # One complete trial: start, steps, SIGKILL of rank 1 while rank 0 waits for it.
                 with trial(name, seen, steps=0 if number else steps, hold=False) as (process, _):
                     report = hear(process)
                     seen[TOLD].append(report["told"])
@@ -307,7 +306,7 @@ def peers(wanted: Mapping[str, Any], *, trials: int, steps: int) -> Iterator[Row
 
 
 def outlive(name: str, seen: Seen, notes: dict[str, str]) -> None:
-    """One trial that is killed: seconds until everything that it started is gone."""
+    """One killed trial: seconds until every process that it started is gone."""
     with trial(name, seen, steps=0, hold=True) as (process, mark):
         known = carriers(mark.__eq__)
         began = time.perf_counter()
@@ -315,14 +314,14 @@ def outlive(name: str, seen: Seen, notes: dict[str, str]) -> None:
         took = seconds_until_gone(mark.__eq__, known, began, PEER_GONE_S)
         if took is None:
             left = len(carriers(mark.__eq__))
-            notes[VANISHED] = f"{left} of {len(known) - 1} processes are still there after {PEER_GONE_S:.0f} s"
+            notes[VANISHED] = f"{left} of {len(known) - 1} processes are still alive after {PEER_GONE_S:.0f} s"
         else:
             seen[VANISHED].append(took)
 
 
 @contextlib.contextmanager
 def trial(name: str, seen: Seen, *, steps: int, hold: bool) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process that runs one trial, once it has started and stepped, and the mark by which all that it starts is found and ended."""
+    """A process that runs one trial, after its start and steps, and the mark by which all its processes are found and ended."""
     mark = leftovers.mark(f"peer-{name}")
     with tempfile.TemporaryDirectory(prefix="kit-bench-") as scratch, (Path(scratch) / "stderr").open("w+") as errors:
         process = subprocess.Popen(
@@ -335,7 +334,7 @@ def trial(name: str, seen: Seen, *, steps: int, hold: bool) -> Iterator[tuple[su
             env=of_trial(mark, scratch),
         )
         limit = threading.Timer(TRIAL_S, end_carriers, [mark.__eq__])
-        limit.start()  # it ends what is waited for: the reader sees its end
+        limit.start()  # ends the trial, so the reader sees the end of its output
         try:
             report = hear(process)
             seen[STARTED].append(report["start"])
@@ -350,7 +349,7 @@ def trial(name: str, seen: Seen, *, steps: int, hold: bool) -> Iterator[tuple[su
 
 
 def hear(process: subprocess.Popen[str]) -> Any:
-    """The next report of the trial; what its library prints is skipped."""
+    """The next report of the trial; output of its library is skipped."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(PREFIX):
@@ -365,12 +364,12 @@ def last_line(errors: IO[str]) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Ours, with the kit to be found wherever this process found it."""
+    """This environment, with the kit importable from the same place."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def of_trial(mark: str, scratch: str) -> dict[str, str]:
-    """The CPU only, as for the kit; the kit and this very Python found by whatever looks for them; files go with the trial."""
+    """CPU only, as for the kit; the kit and this Python are found first; temporary files are removed with the trial."""
     return {
         **environment(),
         machine.MARK: mark,
@@ -383,8 +382,8 @@ def of_trial(mark: str, scratch: str) -> dict[str, str]:
 
 
 def seconds_until_gone(fits: Callable[[str], bool], known: list[int], since: float, at_most: float) -> float | None:
-    """Seconds from `since` until no process has the mark; None if that took longer than `at_most`. All of /proc is searched only once
-    none of the `known` processes is left."""
+    """Seconds from `since` until no process has the mark; None if that took longer than `at_most`. /proc is searched only when none of
+    the `known` processes is left."""
     while (now := time.perf_counter()) - since < at_most:
         if all(machine.marked(pid) is None for pid in known) and not carriers(fits):
             return now - since
@@ -401,7 +400,7 @@ def run_trial(peer: Any, *, steps: int, hold: bool) -> None:
     values = peer.start()
     started = time.perf_counter() - began
     if values != [REDUCED] * 2:
-        raise RuntimeError(f"the all-reduce came to {values}")
+        raise RuntimeError(f"the all-reduce gave {values}")
     taken = [seconds_of(peer.step) for _ in range(steps)] if peer.is_a_step else []
     victim = peer.pids()[1]
     tell({"start": started, "steps": taken})
@@ -413,14 +412,14 @@ def run_trial(peer: Any, *, steps: int, hold: bool) -> None:
     os.kill(victim, signal.SIGKILL)
     try:
         peer.answer()
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it is the answer
+    except BaseException as error:  # noqa: BLE001 - any exception is the answer
         tell(
             {
                 "told": time.perf_counter() - began,
                 "words": f"{type(error).__name__}: {' '.join(str(error).split())}"[:WORDS],
             }
         )
-    os._exit(0)  # what the library does at exit is not asked; the bench ends what is left
+    os._exit(0)  # skip the library's exit code; the bench ends leftovers
 
 
 def tell(what: dict[str, Any]) -> None:
@@ -433,7 +432,7 @@ def free_port() -> int:
 
 
 def reduce(rank: int, port: int) -> float:
-    """On a rank, to which a library sends it without this module."""
+    """Runs on a rank, to which a library sends it without this module."""
     import torch
     import torch.distributed as dist
 
@@ -444,7 +443,7 @@ def reduce(rank: int, port: int) -> float:
 
 
 def wait_for_rank_1() -> None:
-    """On a rank, as above."""
+    """Runs on a rank, as above."""
     import time
 
     import torch.distributed as dist
@@ -454,14 +453,14 @@ def wait_for_rank_1() -> None:
     dist.barrier()
 
 
-# A peer is two ranks held by some library, which is loaded when the peer is made.
+# A peer is two ranks held by a library, which is loaded when the peer is made.
 #   needs     the library's distribution
-#   is_a_step what stands for a step there; empty where the library does not keep ranks between steps
-#   start()   starts the ranks; returns what an all-reduce of 1 and 2 came to on them
+#   is_a_step what counts as a step; empty if the library does not keep ranks between steps
+#   start()   starts the ranks; returns the result of an all-reduce of 1 and 2
 #   step()    an empty step on both ranks
 #   pids()    of both ranks
 #   hang()    returns at once; rank 1 sleeps, rank 0 waits for it in a collective
-#   answer()  waits for the answer to `hang`, as a person's cell would; raises what the library raises
+#   answer()  waits for the answer to `hang`, as a user's cell would; raises what the library raises
 
 
 class IPyParallel:
@@ -539,10 +538,10 @@ class Monarch:
 
 
 class NBDistributed:
-    """The two managers behind its `%dist_init`; a step is what a cell sends to all."""
+    """The two managers behind its `%dist_init`; a step is a cell's message to all."""
 
     needs = "nbdistributed"
-    is_a_step = "'pass' sent to all by its manager; its cells, which poll for the answer, take longer"
+    is_a_step = "its manager sends 'pass' to all; its cells poll for the answer and take longer"
     REDUCE = "value = torch.ones(1) * (rank + 1)\ndist.all_reduce(value)\nvalue.item()"
     HANG = "import time\nif rank == 1: time.sleep(600)\ndist.barrier()"
     TRIES, TRY_S = 240, 0.25
@@ -558,7 +557,7 @@ class NBDistributed:
         return [float(answer["output"]) for _, answer in sorted(self.link.send_to_all("execute", self.REDUCE).items())]
 
     def connect(self) -> None:
-        """What is sent to a worker that has not connected yet is lost: ask until both answer."""
+        """Messages to a worker that has not connected yet are lost, so repeat until both answer."""
         for _ in range(self.TRIES):
             with contextlib.suppress(TimeoutError):
                 self.link.send_to_all("get_status", {}, timeout=self.TRY_S)
@@ -579,7 +578,7 @@ class NBDistributed:
 
 
 class Torchrun:
-    """torchrun alone, as a notebook starts a script with it: its exit reports a death."""
+    """Plain torchrun, as a notebook starts a script with it; its exit reports a death."""
 
     needs, is_a_step = "torch", ""
 
@@ -596,7 +595,7 @@ dist.barrier()
 """
 
     def start(self) -> list[float]:
-        script = Path("script.py")  # in the trial's own folder
+        script = Path("script.py")  # in the trial's folder
         script.write_text(self.SCRIPT)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

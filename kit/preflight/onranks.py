@@ -415,7 +415,7 @@ def begin(*, n: int) -> dict[str, Any]:
 
     groups.install()
     standin.install()
-    once = dist.new_group(list(range(dist.get_world_size())))  # what a process keeps of its first group is no leak
+    once = dist.new_group(list(range(dist.get_world_size())))  # what a process keeps of its first group is not a leak
     bits(once)
     dist.destroy_process_group(once)
     del once

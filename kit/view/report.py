@@ -265,7 +265,7 @@ def table_cells(
 def changes(runs: Sequence[Run]) -> dict[str, Any]:
     """Changes from the first run that exceed the spread, as medians over the cycles."""
     shown = compact(changed(compare(runs)), several=len(runs) > 2)
-    return table_cells(shown, "What changed most", {"base": ROW, "value": ROW}, most=CHANGES)
+    return table_cells(shown, "Largest changes", {"base": ROW, "value": ROW}, most=CHANGES)
 
 
 # -- pictures and logs -------------------------------------------------------------------------------------------------

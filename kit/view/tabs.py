@@ -331,7 +331,7 @@ class CompareTab(Tab):
         primary = {"button_style": "primary", "disabled": True}
         self.go = look.button("Compare", "exchange", "compare the chosen runs", self.compare, **primary)
         self.picture = widgets.HTML(layout={"width": "100%"})
-        self.grid = Grid("what changed most")
+        self.grid = Grid("largest changes")
         chosen = [self.words, self.runs, look.box(self.go)]
         self.widget = widgets.VBox([look.sheet(SHEET), *chosen, self.notice, self.picture, self.grid.widget])
         self.words.observe(self._changed, "value")
@@ -365,8 +365,8 @@ class CompareTab(Tab):
         except KitError as error:
             self._say(str(error), bad=True)
             return None
-        self.picture.value = inline(picture, f"What changed most against {runs[0].id}")
-        self.grid.show(compact(table), name="what changed most")
+        self.picture.value = inline(picture, f"Largest changes from {runs[0].id}")
+        self.grid.show(compact(table), name="largest changes")
         self.grid.widget.layout.display = None
         differ = "; ".join(f"{name}: {' / '.join(map(str, values))}" for name, values in settings(runs).items())
         alone = int((table["found_in"] != "both").sum())

@@ -40,7 +40,7 @@ def test_pictures_tables_comparison_and_files(page, server, artefacts):
     lines = contents(panel).locator("select[multiple]")
     lines.select_option(index=[0, 1])
     press(contents(panel), "Compare")
-    panel.locator('svg[aria-label^="What changed most against offload-"]').wait_for()
+    panel.locator('svg[aria-label^="Largest changes from offload-"]').wait_for()
     contents(panel).locator("text=Settings that differ: cycles").wait_for()
     snap(page, artefacts, "tabs-compare", contents(panel))
 

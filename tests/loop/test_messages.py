@@ -1,4 +1,4 @@
-"""Events, commands and the map that does not change."""
+"""Events, commands and the immutable map."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ def test_a_map_does_not_change() -> None:
     assert hash(Map({2: "b", 1: "a"})) == hash(two)
     assert Map().plus("x").plus("x", 2) == {"x": 3}
     for change in (lambda: one.update({3: "c"}), lambda: one.pop(1), lambda: one.__setitem__(1, "c"), one.clear):
-        with pytest.raises(TypeError, match="does not change"):
+        with pytest.raises(TypeError, match="immutable"):
             change()

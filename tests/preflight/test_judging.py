@@ -296,7 +296,7 @@ def test_memory_that_is_not_registered_names_the_error_and_the_limit(box):
 def test_registered_memory_slower_than_pinned_fails(box):
     findings = box("host_memory", registered=[{**COPIES, "h2d": 0.03}])
     assert (results(findings)["host to device"], results(findings)["device to host"]) == ("fail", "pass")
-    assert "wanted: 0.8 of pinned" in why(findings, "host to device")
+    assert "required: 0.8 of pinned" in why(findings, "host to device")
     wrong = box("host_memory", registered=[{**COPIES, "right": False}])
     assert results(wrong)["host to device"] == "fail"
     assert "the bytes are wrong" in why(wrong, "host to device")

@@ -176,7 +176,7 @@ def test_one_communicator_goes_to_sleep_and_comes_back(monkeypatch, refuses):
 
 
 def test_suspend_is_asked_of_versions_first(monkeypatch):
-    assert onranks.suspended() == {"refused": "it needs a GPU, and these ranks work on the host"}
+    assert onranks.suspended() == {"refused": "needs a GPU, but these ranks run on the CPU"}
     monkeypatch.setattr(onranks, "device", lambda: GPU)
     assert onranks.suspended() == {"refused": "there is no NCCL: this torch is built without CUDA"}
 

@@ -106,8 +106,8 @@ def test_another_priority_or_a_second_pending_request_is_refused() -> None:
     d = Drive().join("a", trainer="0").join("b", trainer="0")
     d.do("acquire", "a", kind="training")
     d.do("acquire", "b", kind="training")
-    assert "b waits for trainer already" in why(d.do("acquire", "b", kind="training"))
-    assert "b waits for trainer already" in why(d.do("acquire", "b", kind="logprobs"))
+    assert "b already waits for trainer" in why(d.do("acquire", "b", kind="training"))
+    assert "b already waits for trainer" in why(d.do("acquire", "b", kind="logprobs"))
 
 
 def test_release_and_request_are_one_operation() -> None:
@@ -149,10 +149,10 @@ def test_every_request_has_a_deadline_on_the_clock() -> None:
 @pytest.mark.parametrize(
     ("ids", "sentence"),
     [
-        ({"kind": "sleep"}, "cannot ask for sleep on no cluster"),
-        ({"kind": "critic"}, "cannot ask for critic on critic"),
-        ({"kind": "generation", "cluster": "trainer"}, "cannot ask for generation on trainer"),
-        ({"kind": "training", "cluster": "generation"}, "cannot ask for training on generation"),
+        ({"kind": "sleep"}, "cannot request sleep on no cluster"),
+        ({"kind": "critic"}, "cannot request critic on critic"),
+        ({"kind": "generation", "cluster": "trainer"}, "cannot request generation on trainer"),
+        ({"kind": "training", "cluster": "generation"}, "cannot request training on generation"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(ids: dict[str, str], sentence: str) -> None:
@@ -308,7 +308,7 @@ def test_a_planned_release_ends_the_lease_and_a_second_one_joins_the_first() -> 
     reported = d.do("planned_release", "a")
     assert message(reported, "left", "released") == [("left", "a"), ("left", "a")]
     assert message(d.do("planned_release", "a"), "left", "released") == []
-    assert "releases its generation" in why(d.do("acquire", "a", kind="generation"))
+    assert "is releasing its generation" in why(d.do("acquire", "a", kind="generation"))
     d.answer()
     assert message(d.answer(), "released") == [("released", "a"), ("released", "a")]
     assert not d.state.leases
@@ -363,11 +363,11 @@ def test_a_dead_pipeline_leaves_everything() -> None:
 @pytest.mark.parametrize(
     ("name", "ids", "sentence"),
     [
-        ("c", {"trainer": "0"}, "no pipeline c is expected"),
+        ("c", {"trainer": "0"}, "unexpected pipeline c"),
         ("a", {"trainer": "0,2"}, "names the devices [2]"),
         ("a", {"trainer": "0,0"}, "names a device twice"),
-        ("a", {"generation": "0,1", "tp": 0}, "which tp=0 does not divide"),
-        ("a", {"generation": "0", "tp": 2}, "which tp=2 does not divide"),
+        ("a", {"generation": "0,1", "tp": 0}, "tp=0 does not divide"),
+        ("a", {"generation": "0", "tp": 2}, "tp=2 does not divide"),
         ("b", {"trainer": "0"}, "b was already registered"),
     ],
 )
@@ -606,7 +606,7 @@ def test_states_are_frozen_and_hashable_and_events_replay() -> None:
     d = pair()
     d.do("acquire", "a", kind="training")
     assert hash(d.state) == hash(d.core.step(d.state, Event("taken", "desk", device=0))[0])
-    with pytest.raises(Exception, match="does not change"):
+    with pytest.raises(Exception, match="immutable"):
         d.state.cycles = 3
     with pytest.raises(BadInput, match="unknown event 'generate'"):
         d.do("generate", "a")

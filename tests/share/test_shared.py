@@ -123,7 +123,7 @@ def test_a_shrink_without_an_answer_stops_both_with_the_desks_name() -> None:
 
 def test_a_refused_pipeline_ends_with_the_reason() -> None:
     done = shared({"a": A, "b": {"trainer": Cluster((7,)), "generation": Cluster((0,))}}, until_s=30)
-    assert done.ended["b"].error == "b names the devices [7]; there are 2"
+    assert done.ended["b"].error == "b names the devices [7], but there are only 2"
 
 
 def foreign(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -180,7 +180,7 @@ def test_what_lacks_a_method_or_needs_more_places_is_refused() -> None:
         async def admit(self) -> None: ...
 
     with pytest.raises(
-        BadInput, match="the sampler mine:InOrder has no select, evict, should_abort_inflight, is_on_policy"
+        BadInput, match="the sampler mine:InOrder lacks select, evict, should_abort_inflight, is_on_policy"
     ):
         Foreign(Partial, SETTINGS)
     with pytest.raises(BadInput, match="places=15 is too few: the sampler mine:InOrder needs 16"):

@@ -136,11 +136,12 @@ def test_runs_are_reported_worst_first_and_compared(make_run, tmp_path):
     )
     (slow.dir / "records.jsonl").write_text(lines)
     words = Reader(page([good, slow, broken])).words()
-    first = words[: words.index("What changed most")]
+    first = words[: words.index("Largest changes")]
     assert first.index(broken.id) < first.index(good.id)
     assert "the run broke" in first
     assert (
-        "Partial: numbers and answers are those of what was measured. the run failed: RankDied: rank 1 <gone>" in words
+        "Partial: the numbers and answers cover only what was measured. the run failed: RankDied: rank 1 <gone>"
+        in words
     )
     assert "RankDied: rank 1 <gone> see dmesg" in words
     assert "last words" in words
@@ -222,7 +223,7 @@ def test_a_tail_says_how_much_came_before(tmp_path):
 
 def test_bad_places_and_no_runs(make_run, tmp_path):
     run = make_run(cycles=1)
-    with pytest.raises(BadInput, match=r"written as .html or .htm, not 'report.pdf'"):
+    with pytest.raises(BadInput, match=r"must end in .html or .htm, not 'report.pdf'"):
         write_report([run], tmp_path / "report.pdf")
     with pytest.raises(BadInput, match="cannot make the folder /dev/null/nowhere: Not a directory"):
         write_report([run], "/dev/null/nowhere/report.html")

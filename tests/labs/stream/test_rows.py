@@ -74,7 +74,7 @@ def test_a_sample_that_never_comes_is_named(ends: tuple[Inbox, Outbox, Outbox]) 
     inbox, one, _ = ends
     one.send(row(1))
     inbox.timeout_s = 0.2
-    with pytest.raises(KitError, match=r"sample 3 of group 9 did not arrive within 0.2 s \(1 of 2 are missing\)"):
+    with pytest.raises(KitError, match=r"sample 3 of group 9 did not arrive within 0.2 s \(1 of 2 missing\)"):
         inbox.take([Key(1, 0), Key(9, 3)])
 
 

@@ -370,7 +370,7 @@ def test_two_runs_are_compared(smoke, folder):
     tab.go.click()
     assert "fault: None / leaked-group" in message(tab)  # compared with the older one
     assert "<svg" in tab.picture.value
-    assert "What changed most against" in tab.picture.value
+    assert "Largest changes from" in tab.picture.value
     assert list(tab.grid.frame.columns) == ["phase", "metric", "rank", "base", "value", "ratio", "n", "unit"]
     (row,) = tab.grid.frame.query('metric == "groups" and phase == "count" and rank == 0').to_dict("records")
     assert (row["base"], row["value"], row["ratio"]) == (1, 2.5, 2.5)
