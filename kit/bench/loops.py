@@ -3,8 +3,8 @@
 `stream`: the gain over the plain loop, the accuracy of the recomputation, and whether the loop learns. Every row comes from one
 run of the lab with the phases that it needs.
 
-`share`: the cost of time sharing compared with its bound, whether it changes numbers, the time of a switch, and the scheduler's speed. Parts
-are independent; `scheduler` needs no ranks.
+`share`: the cost of time sharing compared with its bound, whether it changes numbers, the time of a switch, and the scheduler's speed.
+Parts are independent; `scheduler` needs no ranks.
 
 Ranks of the parts `paced` and `makespan` wait for each token and each trained sample, as with a larger model, so the loop is measured
 instead of the ranks' competition for this machine's cores.

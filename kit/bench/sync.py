@@ -1,4 +1,4 @@
-"""`kit bench sync`: the speed of weight transfer from a trainer to receivers, compared with one large copy of the same bytes and with files.
+"""`kit bench sync`: the speed of weight transfer from a trainer to receivers, compared with one large copy and with files.
 
 Ratios are of times, turn by turn: 1.25 times memcpy's time is 0.8 of its speed. All ranks share this machine's cores and memory: with
 fewer cores than working ranks, parallel work waits. Ranks import this module too, so it imports little.
@@ -255,8 +255,7 @@ def place_for(size: int) -> Path | None:
 #
 # A rate counts each copied byte once, although it is read and written. Times are the sender's, from when all are ready until the receivers
 # have applied everything, as in the lab's comparison of transports. Copies are measured in the same ranks just before. If two ranks share a
-# GPU, NCCL may refuse; the row then gives the reason. Not tested on a GPU yet; the tests run the same code on the CPU over shared memory and
-# gloo.
+# GPU, NCCL may refuse; the row then gives the reason. Not tested on a GPU yet; the tests run the same code on the CPU.
 
 
 def on_gpus(session: Session, name: str, *, model: str, cycles: int) -> list[Row]:

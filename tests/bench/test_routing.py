@@ -47,7 +47,7 @@ class MadeUp:
     [
         (True, [(10, 0), (10, 2), (10, 0)], (2.0, False, "10 numbers in each turn; turns: 3")),
         (True, [(10, 0)] * 3, (0.0, True, "10 numbers in each turn; turns: 3")),
-        (True, [(0, 0)] * 3, (None, None, "not measured: the runs came to no number that could be compared")),
+        (True, [(0, 0)] * 3, (None, None, "not measured: the runs have no comparable number")),
         (False, [(10, 0)] * 3, (None, None, "not measured: rank 1: 3 of 4 groups")),
     ],
 )

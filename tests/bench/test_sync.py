@@ -33,7 +33,7 @@ def test_a_small_run_has_every_row(tmp_path: Path) -> None:
     silent = {(row["what"], row["who"]): row["note"] for row in rows if row["median"] is None}
     assert set(silent.values()) <= {
         "not installed",
-        "not measured: the CPU was asked for, or this machine has no GPU driver",
+        "not measured: the CPU was requested, or this machine has no GPU driver",
     }, silent
 
     def named(*words: str) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def test_gpu_rows_come_first_where_there_is_a_gpu(device: str, first: str) -> No
 def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync, "free_memory", lambda: 2**30)
     world: Any = None
-    with pytest.raises(BadInput, match=r"64 x 4 MiB needs 1\.8 GiB here, and 1\.0 GiB are free"):
+    with pytest.raises(BadInput, match=r"64 x 4 MiB needs 1\.8 GiB here, but only 1\.0 GiB are free"):
         sync.rates(world, sync.SHAPES[2], ["shm"], receivers=2, rounds=1)
 
 

@@ -71,4 +71,4 @@ def test_gpus_that_do_not_reach_each_other_go_through_the_host():
 def test_without_a_gpu_a_row_gives_the_reason(tmp_path):
     (row,) = sync.on_gpus(Session("cpu", tmp_path, Book("sync")), "ipc", model="tiny", cycles=1)
     assert (row.what, row.median) == ("on GPUs: ipc", None)
-    assert row.note == "not measured: the CPU was asked for, or this machine has no GPU driver"
+    assert row.note == "not measured: the CPU was requested, or this machine has no GPU driver"
