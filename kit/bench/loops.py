@@ -127,10 +127,10 @@ def paced(session: Session, steps: int) -> Iterator[Row]:
 
 
 def learns(session: Session, steps: int, seeds: int) -> Iterator[Row]:
-    """Mean reward of the last fifth of steps against the first fifth, on policy and stale, from the same warm start."""
+    """Mean reward of the last fifth of steps compared with the first fifth, on policy and stale, from the same warm start."""
     with session.worlds((1, 1, 1)) as worlds:
         for seed in range(1234, 1234 + seeds):
-            rose = math.nan  # the time until this reward is measured
+            rose = math.nan  # the reward for the time to reach it
             for more in (ON_POLICY, *STALE):
                 window, correction = more["window"], more.get("correction", True)
                 about = f"seed {seed}, staleness {window}{'' if correction else ', no correction'}"
@@ -368,10 +368,10 @@ class Timed:
 
 
 def from_nothing(tp: int) -> float:
-    """All pipelines wait for devices that are in use, which then come free at once: one plan for all of them."""
+    """All pipelines wait for devices in use, which then become free at once: one plan for all of them."""
     timed = Timed(tp)
     state = timed.state
-    for name in timed.names:  # requests come in while a plan may not be made
+    for name in timed.names:  # requests arrive while no plan may be made
         busy = changed(state, plan=Plan(), sleeping=frozenset({("p00", 0)}))
         state, _ = timed.core.step(busy, Event("acquire", name, kind="generation"))
     free = changed(state, plan=None, sleeping=frozenset(), due=True)

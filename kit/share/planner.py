@@ -290,7 +290,7 @@ def share_of(f: Fields, name: str, shrunk: list[tuple[str, int]]) -> Share:
     touched = {replica for who, replica in shrunk if who == name}
     active = f.active(name) - touched
     lost = one.out | one.dead
-    if since < 0 or (lease is not None and lease.kind != GENERATION):  # nothing of it may start
+    if since < 0 or (lease is not None and lease.kind != GENERATION):  # none of its replicas may start
         lost = frozenset(range(len(one.generation.bundles))) - active
     asks = -1 if request is None else request.target
     return Share(

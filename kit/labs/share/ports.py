@@ -197,7 +197,7 @@ class Live:
             self.drive.wait(flying, timeout_s=seconds)
         else:
             if time.monotonic() - self.heard > self.drive.config.deadline_s:
-                raise Stalled("every core waits for an answer, but no call is under way", ())
+                raise Stalled("every core waits for an answer, but no call is in flight", ())
             time.sleep(min(seconds, ports.STUCK_S / 10))
 
 

@@ -96,8 +96,8 @@ class Ranks(Port):
         """The new events. Idle ranks get their next call only after the controller has handled all of them, because each event may bring
         orders and an order that comes after a call began waits for its end."""
         if self.in_vain is not None and self.in_vain[0] <= time.monotonic():
-            # The trainer alone can wait for the call of a replica which died before it made it. It lets the other replicas know, and the
-            # sync is then tried with them. Limit: several ranks are not interrupted, as some wait in a collective.
+            # A trainer of one rank may wait for a replica that died before it called. It notifies the other replicas, and the sync is
+            # then tried with them. Limit: several ranks are not interrupted, because some wait in a collective.
             self.in_vain[1].cancel()
             self.in_vain = None
         for number, (pending, role, ended) in [*self.flying.items()]:

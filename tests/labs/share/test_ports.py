@@ -218,7 +218,7 @@ def test_without_a_call_under_way_the_wait_ends_at_the_deadline(calls: Calls, ra
     live = Live(types.SimpleNamespace(config=calls.config), [ranks])  # type: ignore[arg-type]
     live.wait(0.0)
     live.heard -= calls.config.deadline_s
-    with pytest.raises(Stalled, match="no call is under way"):
+    with pytest.raises(Stalled, match="no call is in flight"):
         live.wait(0.0)
 
 
