@@ -319,7 +319,9 @@ def test_bad_input_is_one_sentence(cli: Cli, tmp_path: Path) -> None:
     assert "ranks must be a whole number" in cli.sentence("run", "smoke", "--set", "ranks=two")
     assert "no setting 'cycels'" in cli.sentence("run", "smoke", "--set", "cycels=1")
     assert "KEY=VALUE" in cli.sentence("run", "smoke", "--set", "cycles")
-    assert "ranks is given twice, '2' and '4'" in cli.sentence("run", "smoke", "--set", "ranks=2", "--set", "ranks=4")
+    assert "ranks is given twice, as '2' and '4'" in cli.sentence(
+        "run", "smoke", "--set", "ranks=2", "--set", "ranks=4"
+    )
     assert "one fault at a time, not leaked-group and wrong-sum" in cli.sentence(
         "run", "smoke", "--fault", "leaked-group", "--fault", "wrong-sum"
     )

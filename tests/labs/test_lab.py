@@ -338,7 +338,7 @@ def test_worlds_that_do_not_fit_are_refused_before_a_folder_is_made(
     [
         ([Role(name="a", ranks=(0,))], "each rank needs exactly one"),
         ([Role(name="a", ranks=(0, 1)), Role(name="b", ranks=(1,))], "each rank needs exactly one"),
-        ([Role(name="a", ranks=(0,), world=1), Role(name="b", ranks=(1,))], "filled in rank order"),
+        ([Role(name="a", ranks=(0,), world=1), Role(name="b", ranks=(1,))], "fill Worlds in rank order"),
         ([Role(name="a", ranks=(0, 1), devices=(1,))], "a device per rank, or none"),
     ],
 )

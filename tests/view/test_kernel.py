@@ -106,7 +106,7 @@ def test_an_interrupt_gives_the_prompt_back(client):
     assert reply["status"] == "error"
     shown = "\n".join(outputs[-1][1]["traceback"])
     assert "KeyboardInterrupt" in shown
-    assert "can be used" in shown
+    assert "are usable" in shown
     assert "kit/world" not in shown
     _, _, outputs = execute(client, "%%ranks\n7")
     assert outputs[-1][1]["data"]["text/plain"] == "[0-1] 7"

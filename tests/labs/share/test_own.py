@@ -124,7 +124,7 @@ def test_somebody_elses_hears_each_moment_once_and_in_order() -> None:
         (NeverReleases, "loops_right", ""),
         (Raises, "no_deadlock", "before_weight_sync(0) of the pipeline's own code raised ValueError: no cache"),
         (OldVersion, "no_deadlock", "after_training(0) of the pipeline's own code returned version 0; it must return the loop's version 1"),
-        (AsksTwice, "no_deadlock", "acquire failed: b cannot ask for reference on reference"),
+        (AsksTwice, "no_deadlock", "acquire failed: b cannot request reference on reference"),
         (FailsAtTheEnd, "no_deadlock", "end_progress() of the pipeline's own code raised ValueError: no desk"),
         (FailsTwice, "no_deadlock", "after_training(0) of the pipeline's own code returned version 0"),  # the cause
         (KeepsProgress, "progress_ended", ""),

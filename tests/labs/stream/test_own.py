@@ -55,7 +55,7 @@ def test_a_trainer_that_is_not_there_is_refused_before_ranks_start() -> None:
 
 
 def test_what_is_no_sampler_is_refused_before_ranks_start() -> None:
-    with pytest.raises(kit.BadInput, match="the sampler json:loads has no admit, select"):
+    with pytest.raises(kit.BadInput, match="the sampler json:loads lacks admit, select"):
         kit.lab("stream", sampler="json:loads")
 
 

@@ -73,7 +73,7 @@ def test_what_was_not_recomputed_as_it_was_sampled_is_named(run: kit.Run, metric
     wanted = (frame["metric"] == metric) & frame["phase"].isin(["stream", "verify"])
     frame.loc[frame.index[wanted][-1], "text"] = "another digest"
     assert (found := recomputed_as_sampled(frame, {})).value == 1
-    assert f"1 differ; first: {first} {{" in found.why
+    assert f"; first: {first} {{" in found.why
 
 
 def test_a_trained_sample_that_is_not_recomputed_is_named(run: kit.Run) -> None:
