@@ -104,7 +104,7 @@ def test_a_cell_that_fails_is_named_and_what_ran_is_kept(tiny, tmp_path):
             notebooks.run_notebook(str(tiny), {"ranks": "13"}, tmp_path / name)
         assert not isinstance(failed.value, BadInput)
         where = "tiny.ipynb failed in code cell 3 of 5 (import sys): AssertionError: thirteen ranks"
-        assert str(failed.value) == f"{where}; what ran is in {tmp_path / name}"
+        assert str(failed.value) == f"{where}; outputs so far: {tmp_path / name}"
         assert "seen 13" in (tmp_path / name).read_text()
 
 
