@@ -320,7 +320,7 @@ def on_register(t: Turn, event: Event) -> None:
     elif any(len({*some}) < len(some) for some in given.values()):
         refuse(t, event, f"{name} names a device twice in one cluster")
     elif tp < 1 or len(generation) % tp:
-        refuse(t, event, f"tp={tp} does not divide the {len(generation)} generation devices of {name}")
+        refuse(t, event, f"tp={tp} does not divide {name}'s number of generation devices, {len(generation)}")
     else:
         if there is None:
             t.pipelines = t.pipelines.put(name, Pipeline(clusters))

@@ -526,7 +526,7 @@ def shrink(t: Turn, group: Group) -> None:
     t.shrunk = t.shrunk.plus(version)
     t.news = True  # the remaining groups of the step may be complete already
     if (left := t.settings.groups - t.shrunk[version]) < t.settings.floor:
-        fail(t, f"the step of version {version} would have only {left} groups, below floor={t.settings.floor}")
+        fail(t, f"groups left for the step of version {version}: {left}, below floor={t.settings.floor}")
 
 
 # -- replicas and syncs ---------------------------------------------------------------------------------------------------

@@ -211,7 +211,7 @@ class ShareConfig(JobConfig):
             if len(set(devices)) < len(devices):
                 raise BadInput(f"{name}={list(devices)} names a device twice; name each once")
             if len(devices) % size:
-                raise BadInput(f"{per}={size} does not divide the {len(devices)} devices of {name}={list(devices)}")
+                raise BadInput(f"{per}={size} does not divide the number of devices of {name}={list(devices)}")
         mine, others = set(getattr(self, train)), set(getattr(self, infer))
         if mine & others and mine - others:
             raise BadInput(

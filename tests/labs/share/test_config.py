@@ -20,7 +20,7 @@ from kit.labs.stream.config import settings
         ({"train_a": []}, r"train_a=\[\] names no device; name at least tp=1"),
         ({"infer_b": [0, 2]}, r"infer_b=\[0, 2\] names device 2; devices=2 are 0 to 1"),
         ({"infer_a": [0, 0]}, r"infer_a=\[0, 0\] names a device twice; name each once"),
-        ({"infer_tp": 2, "infer_a": [0]}, r"infer_tp=2 does not divide the 1 devices of infer_a=\[0\]"),
+        ({"infer_tp": 2, "infer_a": [0]}, r"infer_tp=2 does not divide the number of devices of infer_a=\[0\]"),
         (
             {"train_a": [0, 1], "infer_a": [1]},
             r"train_a=\[0, 1\] and infer_a=\[1\] share only some of the trainer's devices; its replicas must use all or none",
