@@ -514,7 +514,7 @@ def test_a_step_shrinks_by_the_failed_group_down_to_the_floor() -> None:
     driver.event("failed", group=3, sample=0, why="crashed")
     assert driver.state.shrunk == {1: 1}
     driver.event("failed", group=4, sample=0, why="crashed")
-    assert driver.ended["error"] == "the step of version 1 would have only 1 groups, below floor=2"
+    assert driver.ended["error"] == "groups left for the step of version 1: 1, below floor=2"
 
 
 def test_a_step_that_shrinks_takes_what_is_there() -> None:
