@@ -261,7 +261,7 @@ def judged(way: str, seen: dict[str, list[list[Seen]]], ids: Seen, *, aim: bool)
     about: Seen = {"aim": AIM_MS["gloo" if note.startswith("gloo") else "nccl"] * ids["groups"] if aim else None}
     like = [one for one in (LIKE_EXACT, "manual") if one in seen and seen[one][0][0]["mechanism"] == note]
     if not like:
-        return {**about, "note": f"{note}; no other way here uses the same mechanism"}
+        return {**about, "note": f"{note}; no comparable way was measured with the same mechanism"}
     limit = statistics.median(milliseconds(seen[like[0]], ROUND))
     return {
         **about,

@@ -141,7 +141,7 @@ def measure(found: Mapping[str, Any], device: str) -> dict[str, Any]:
 
 
 def allowed(own_s: float, later_s: float, left_s: float) -> float:
-    """A probe's limit, up to doubled with spare time, so a slow start is not cut at the expense of later probes."""
+    """A probe's limit, up to doubled with spare time, so a slow start is not cut and later probes lose nothing."""
     return min(left_s, max(own_s, min(2 * own_s, left_s - later_s)))
 
 

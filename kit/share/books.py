@@ -311,7 +311,7 @@ def specified(books: Books) -> tuple[set[tuple[str, int]], list[tuple[str, str]]
 
 
 def before_sharing(books: Books) -> tuple[Books, set[tuple[str, int]], list[tuple[str, str]], set[int]]:
-    """A copy of the books before the sharing, the shrinks, the granted requests other than generation, and the idle devices."""
+    """A plan without the sharing: the books after it (a copy), the shrinks, the granted requests but generation, the idle devices."""
     books = replace(books, active={name: {*some} for name, some in books.active.items()})
     idle, shrinks, grants = books.idle(), set[tuple[str, int]](), list[tuple[str, str]]()
 

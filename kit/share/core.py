@@ -16,8 +16,9 @@
 | devices | died (who; replica) | none: without a replica the whole pipeline is gone, and its devices are free |
 | clock | alarm (number) | answers the command `after` (number, ms) |
 
-A cycle orders all shrinks (`left`), then grants and orders all expands (`expand`), then commits. Operations that arrive during a cycle are
-queued. Released devices are free: a pipeline that releases training has already left them.
+A cycle orders all shrinks (`left`), then grants and orders all expands (`expand`), then commits. Operations that arrive during a cycle
+change only the state; the next plan takes them into account. Released devices are free: a pipeline that releases training has
+left them.
 """
 
 from __future__ import annotations
@@ -451,7 +452,7 @@ def on_release(t: Turn, event: Event) -> None:
 
 
 def give_back(t: Turn, name: str, cluster: str, kind: str) -> None:
-    """End a lease with free devices. A lease of generation ends only after its replicas sleep."""
+    """End a lease and free its devices, or withdraw the request. Leases of generation end elsewhere, after their replicas sleep."""
     key = name, cluster
     lease = t.leases.get(key)
     withdraw(t, key, kind)

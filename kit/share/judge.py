@@ -104,7 +104,7 @@ def one_owner(ledger: Ledger) -> Finding:
             del seen[row["device"]]
         elif row.event in ("died", "gone"):
             seen = {device: name for device, name in seen.items() if name != row.who}
-    return f"{count} device assignments on {ledger.limit('devices', 0)} devices"
+    return f"devices were assigned {count} times; number of devices: {ledger.limit('devices', 0)}"
 
 
 @as_check
@@ -279,7 +279,7 @@ def no_starvation(ledger: Ledger) -> Finding:
 
 
 def is_needy(books: Books, name: str) -> bool:
-    """Whether a pipeline generates, or waits to, has work left (or reports none), and has no replica."""
+    """Whether a pipeline generates, or waits to, has work left by its reports (or reports no progress), and has no replica."""
     done, target = books.progress(name)
     waits = (name, "generation") in books.waiting
     wants = waits or (name in books.generating and (target > done or not target))
@@ -535,7 +535,7 @@ def version_after_wake(ledger: Ledger) -> Finding:
             woken.pop(row.replica, None)
             serves[row.replica] = row["version"]
             if row["version"] != (due := ordered.get(row.replica, current[row.who])):
-                yield f"{row} has version {row['version']}; ordered was {due}"
+                yield f"{row} has version {row['version']}; version {due} was ordered"
         elif row.event in ("started", "tokens") and "replica" in row.ids:
             version, one = row.get("version"), row.replica
             began += row.event == "started" and one in later
@@ -600,11 +600,11 @@ def dead_pipeline_leaves(ledger: Ledger) -> Finding:
             left.add(name)
             slowest = max(slowest, row.time - died.time)
             if row.time - died.time > limit:
-                yield f"{died}: released only {row.time - died.time:.3f} s later (limit {limit:g} s)"
+                yield f"{died}: the desk removed it only {row.time - died.time:.3f} s later (limit {limit:g} s)"
             if "idle" in row.ids and (kept := sorted(owned - {*numbers(str(row["idle"]))})):
                 yield f"{row}: its devices {kept} are not idle"
     if not deaths:
         raise NotMeasured("no pipeline died")
-    yield from (f"{died}: the desk never released it" for name, (died, _) in deaths.items() if name not in left)
+    yield from (f"{died}: the desk never removed it" for name, (died, _) in deaths.items() if name not in left)
     yield from harmed(ledger)
     return f"{', '.join(sorted(deaths))} died; its devices were idle {slowest:.3f} s later"

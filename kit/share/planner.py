@@ -92,8 +92,9 @@ Planner = Callable[[View], object]
 class Gaps:
     """Shares of the budget as integers, so equal shares compare equal: everything is multiplied by `weight` x `budget`.
 
-    share = remaining x tp / weight, with the weight summed over eligible pipelines; budget = all idle and active devices;
-    bundles = floor(share x budget / tp + 0.5), at least one; gap = share - the current part of the budget.
+    share = remaining x tp / weight, with the weight summed over eligible pipelines; budget = idle devices and
+    active devices of known pipelines; bundles = floor(share x budget / tp + 0.5), at least one;
+    gap = share - the current part of the budget.
     """
 
     def __init__(self, view: View) -> None:
@@ -156,7 +157,8 @@ def idle_replica(view: View, share: Share, starts: Counter[str]) -> int:
 
 
 def from_donors(view: View, gaps: Gaps, share: Share) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """A replica and the donors' replicas that must sleep for it. Donors with the most remaining work come first and keep their share."""
+    """A replica and the donors' replicas that must sleep for it. Donors with the largest part of work left come first, then the lowest
+    replica. A donor keeps the bundles of its share."""
     spare = {one.name: left for one in gaps.eligible if (left := len(one.active) - gaps.bundles[one.name]) > 0}
     if not spare:
         return -1, ()

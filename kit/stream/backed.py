@@ -38,7 +38,7 @@ def notes_backed(ledger: Ledger) -> Finding:
     for rule in (_genuine, _prompts, _requests, _syncs, _trained, _selected, _cleared, _gone, _filtered):
         yield from rule(ledger)
     notes = sum(is_note(row) for row in ledger.rows)
-    return f"{many(notes, 'note')} match {many(len(ledger.rows) - notes, 'event')} and commands at the ports"
+    return f"{many(notes, 'note')} checked against {many(len(ledger.rows) - notes, 'event')} and commands at the ports"
 
 
 def is_note(row: Row) -> bool:
@@ -193,7 +193,7 @@ def metrics_true(ledger: Ledger) -> Finding:
                     yield f"{row} states {name} {row[name]}; counted from the rows: {true[name]:g}"
     if not compared:
         raise Missing(f"no `metrics` event has one of groups, tokens, lag_max, lag_mean, queue, {', '.join(TOTALS)}")
-    return f"{many(compared, 'number')} in {many(len(rows), 'row')} match"
+    return f"{many(compared, 'number')} compared in {many(len(rows), 'row')}"
 
 
 def _counts(ledger: Ledger, first: Row) -> Iterator[tuple[Row, dict[str, float]]]:

@@ -183,7 +183,7 @@ def boundary(t: Turn, step: Step) -> int:
 
 
 def feed(t: Turn) -> None:
-    """Queue scored groups as microbatches, in order, up to the end of the update. A chunk without a valid token is skipped."""
+    """Queue scored groups as microbatches, in order, up to the end of the update. A chunk without a valid token is fed but does not run."""
     step = t.step
     while step is not None and step.fed < min(step.scored, boundary(t, step)):
         if "logprobs" in t.granted | t.asked or not has(t, "training"):
@@ -312,7 +312,7 @@ def on_cleared(t: Turn, event: Event, failed: bool) -> None:
 
 
 def fail_step(t: Turn, why: str) -> None:
-    """If nothing of the step is in the weights, give it up and try again, at most `step_retries` times. Else the run ends."""
+    """If nothing of the step is in the weights, give it up and try again, at most `step_retries` times in a run. Else the run ends."""
     assert t.step is not None
     if t.retried < t.settings.step_retries and not t.step.finished and not t.ending:
         t.retried += 1
@@ -487,7 +487,7 @@ def close(t: Turn) -> None:
 
 
 def report_progress(t: Turn) -> None:
-    """Report to the desk, every 2 %, how much of the next step is generated. Prefetched groups count, up to the size of the step."""
+    """Report to the desk, every 2 %, how much of the awaited step is generated. Prefetched groups count, up to the size of the step."""
     need = t.need
     there = min(need, (0 if t.step is None else len(t.step.groups)) + len(t.buffer) - t.unfinished)
     if need > 0 and (part := 50 * there // need) != t.progress:

@@ -727,7 +727,7 @@ def resume_equals(whole: Ledger, resumed: Ledger) -> Finding:
             pair = mine[version].get(group), theirs[version].get(group)
             if pair[0] != pair[1]:
                 yield f"version {version} trains group {group} with {pair[0]} after the resume and with {pair[1]} without it"
-    return f"resumed at version {at} after {many(len(done), 'group')}; {many(len(both), 'step')} equal the run without a stop"
+    return f"resumed at version {at} after {many(len(done), 'group')}; {many(len(both), 'step')} the same as without a stop"
 
 
 def _by_version(ledger: Ledger) -> Mapping[int, dict[Id, str]]:

@@ -350,7 +350,7 @@ class Watch:
         return self._elapsed if self._began is None else time.monotonic() - self._began
 
     def _time_left(self) -> float | None:
-        """Estimate the remaining time from earlier runs of the same phases; for new phases, from all others."""
+        """Estimate the remaining time from what the same phases took earlier in this run; for new phases, from all others."""
         ahead = [state.phase for state in self._phases[self.done :]][: None if self._all else 1]
         if not ahead or self._began is None:
             return 0.0

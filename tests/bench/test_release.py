@@ -67,7 +67,7 @@ def test_like_is_compared_with_like_and_every_row_names_its_mechanism():
     del seen[LIKE_EXACT]
     alone = next(one for one in of(2, seen) if one.who == "exact" and one.ids["what"] == "round")
     assert (alone.limit, alone.met) == (None, None)
-    assert alone.note == f"{STORE}; no other way here uses the same mechanism"
+    assert alone.note == f"{STORE}; no comparable way was measured with the same mechanism"
 
 
 def test_the_table_has_a_line_for_each_way_and_says_what_was_not_measured():

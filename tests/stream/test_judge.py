@@ -747,7 +747,7 @@ def test_a_right_resume_equals(sampler: str, version: int) -> None:
     assert not found.value, found.why
     assert f"resumed at version {version} after {2 * version} groups" in found.why
     if sampler == "strict":
-        assert f"{5 - version} steps equal the run without a stop" in found.why
+        assert f"{5 - version} steps the same as without a stop" in found.why
 
 
 def resumed_wrongly(kind: str, sampler: str = "in-order", **more: Any) -> Measured:

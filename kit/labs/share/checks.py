@@ -331,10 +331,11 @@ def others_untouched(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
             count += 1
             grown = max(level.between(move.left, move.right)) - level.at(move.left)
             if grown > SEEN_BYTES:
-                what = f"a replica of {move.pipeline} slept or woke"
+                what = f"a replica of {move.pipeline} fell asleep or woke"
                 wrong.append(f"{owner} grew by {grown / MIB:.1f} MiB asleep while {what}")
     return of_violations(
-        wrong, f"{counted(count, 'reading')} of sleeping ranks while a replica of the other pipeline slept or woke"
+        wrong,
+        f"{counted(count, 'reading')} of sleeping ranks while a replica of the other pipeline fell asleep or woke",
     )
 
 
@@ -349,7 +350,7 @@ def groups_moved(frame: pd.DataFrame, run: ShareConfig) -> Iterator[str]:
 
 
 def dead_and_seen(frame: pd.DataFrame, config: ShareConfig) -> list[str]:
-    """Devices that a dead pipeline still held, according to observers, after the desk had released it; and outcomes of the others that
+    """Devices that a dead pipeline still held, according to observers, after the desk had removed it; and outcomes of the others that
     differ from those alone."""
     wrong = []
     dead = {row.who for ledger in ledgers(frame, "rehearse") for row in ledger.of("died") if "replica" not in row.ids}
@@ -362,7 +363,7 @@ def dead_and_seen(frame: pd.DataFrame, config: ShareConfig) -> list[str]:
             for device, seen in sights(frame, "rehearse").items():
                 late = [one for one in seen if gone + BETWEEN_LOOKS_S < one.since <= last]
                 wrong += [
-                    f"{where}: {owner} still holds device {device} after the desk released {name}"
+                    f"{where}: {owner} still holds device {device} after the desk removed {name}"
                     for one in late
                     for owner in one.owners
                     if owner.startswith(f"{name}.")
@@ -391,7 +392,7 @@ def loops_right(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # 
 
 
 def gate_shown(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Whether the gate's scenario occurred; the other checks judge it only then."""
+    """Whether the gate's scenario occurred; only then do the other checks tell something about it."""
     what, count_in = GATES[config["gate"]]
     count = sum(map(count_in, ledgers(frame, MAIN)))
     return Measured(float(count), f"{what}: {count} times" if count else f"never happened: {what}")
@@ -431,7 +432,7 @@ def exchanges(ledger: Ledger) -> int:
 # The scenario of each gate, and a function that counts it in a ledger.
 GATES: Mapping[str, tuple[str, Callable[[Ledger], int]]] = {
     "1": (
-        "one of several replicas slept, requests went to another, and it served again",
+        "one of several replicas slept, requests went to another, and the first one served again",
         functools.partial(returns, beside_others=True),
     ),
     "2": (
@@ -440,7 +441,7 @@ GATES: Mapping[str, tuple[str, Callable[[Ledger], int]]] = {
     ),
     "2.5": ("a pipeline handed its devices over, released its process groups, and continued training", hand_overs),
     "3": ("a pipeline handed its devices over after a step and continued training", hand_overs),
-    "4": ("a replica woke up on a device that the other pipeline had used", exchanges),
+    "4": ("a replica woke up on a device where a replica of the other pipeline had been", exchanges),
     "5": (
         "a pipeline with its own `pipeline=` code handed its devices over after a step and continued training",
         hand_overs,

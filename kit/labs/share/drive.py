@@ -83,7 +83,7 @@ class WakingDies(Ranks):
 
 
 class TrainerDies(Ranks):
-    """The trainer is killed when it begins its second step, or its only one."""
+    """The trainer is killed when it is ordered to train in its second step, or in its only one."""
 
     def _train(self, command: Command) -> None:
         if command.name == "microbatch" and command.step == min(1, self.drive.config.steps - 1):

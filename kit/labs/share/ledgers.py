@@ -101,7 +101,7 @@ def of_ledgers(rule: Callable[[Ledger], Measured]) -> Measure:
                 return answers[-1]
         if not answers:
             raise [*lacking, Missing("no phase recorded a ledger of a desk")][0]
-        more = f"; the same in {counted(len(answers) - 1, 'other ledger')}" if len(answers) > 1 else ""
+        more = f"; no violation in {counted(len(answers) - 1, 'other ledger')}" if len(answers) > 1 else ""
         return Measured(0.0, answers[0].why + more)
 
     return measure

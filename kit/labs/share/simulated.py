@@ -112,7 +112,7 @@ SCENES = (
 
 
 def scenes(config: ShareConfig) -> list[Scene]:
-    """The scenes that a config allows: those with both pipelines need two, those that lose a replica need another one."""
+    """The scenes that a config allows: all need both pipelines, those that lose a replica also another replica."""
     spare = config.planner != "static" and config.mapping("a").replicas > 1
     return [one for one in SCENES if len(config.pipelines) > 1 and (spare or "broken" not in one.devices)]
 

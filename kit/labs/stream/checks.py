@@ -286,8 +286,8 @@ def recomputed_as_sampled(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured
     wrong += [f"weights {ids}" for ids, found in served.items() if found != used.get(ids)]
     return Measured(
         float(len(wrong)),
-        f"{len(wrong)} of {len(recomputed)} samples and the weights of {len(served)} versions have other digests at the recomputation "
-        f"than at the replicas{f'; first: {wrong[0]}' if wrong else ''}",
+        f"{len(recomputed)} samples and the weights of {len(served)} versions, digests of the replicas and of the recomputation: "
+        f"{len(wrong)} differ or were left out{f'; first: {wrong[0]}' if wrong else ''}",
     )
 
 

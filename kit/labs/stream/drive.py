@@ -5,8 +5,8 @@ trains them in order of their groups. `lockstep` runs the same work under the co
 
 On live ranks, orders become calls in flight and answers become events. A replica has one call at a time: it takes its new orders, decodes
 a few tokens of every request, and reports the results. So aborts and syncs happen between two calls, never within one. The trainer also
-has one call at a time; its orders wait in a queue. A sync starts once the trainer and all its replicas are idle; until it ends, none of
-them gets another call.
+has one call at a time; its orders wait in a queue. A sync starts once the trainer and all live and awake
+replicas are idle; until it ends, none of them gets another call.
 
 `simulated_stream` and `simulated_resume` run the controller on a virtual clock, within milliseconds. Every ledger check applies as on live
 ranks; nothing is generated or trained, so nothing is recomputed. The trainer fails one microbatch, in the step of version 1, so every

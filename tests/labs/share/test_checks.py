@@ -203,7 +203,7 @@ def test_a_dead_owner_that_observers_still_see(right: list[Row]) -> None:
     rows.append({**seen, "phase": "rehearse", "rank": NOTEBOOK})
     assert (
         why(verdict_of(rows), "dead_pipeline_leaves")
-        == "rehearse: a.replica 0 still holds device 0 after the desk released a"
+        == "rehearse: a.replica 0 still holds device 0 after the desk removed a"
     )
 
 
