@@ -60,7 +60,7 @@ def test_a_real_peer(name: str) -> None:
     assert rows[TOLD].n == 1
     assert rows[TOLD].note
     assert (STEPPED in rows) == bool(PEERS[name].is_a_step)
-    assert rows[VANISHED].n or "still there" in rows[VANISHED].note
+    assert rows[VANISHED].n or "still alive" in rows[VANISHED].note
     assert nothing_marked()
     assert folders() == before
 
