@@ -233,7 +233,7 @@ def test_a_run_and_what_is_made_of_it(cli: Cli, tmp_path: Path) -> None:
     out, _ = cli("report", tmp_path / "two", tmp_path / "one", "--to", tmp_path / "report.html")
     page = Path(out.strip()).read_text()
     assert all(json.loads((tmp_path / name / "run.json").read_text())["run"] in page for name in ("one", "two"))
-    assert "written as .html" in cli.sentence("report", tmp_path / "one", "--to", tmp_path / "report.pdf")
+    assert "must end in .html" in cli.sentence("report", tmp_path / "one", "--to", tmp_path / "report.pdf")
     assert "there is no run folder" in cli.sentence("report", tmp_path / "three", "--to", tmp_path / "report.html")
 
 
