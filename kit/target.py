@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-# Values of settings in the configs of older runs, by what they are named today.
+# Code that the configs of older runs name where it was.
 MOVED = {
     "kit.labs.split.ranks.losses:of_recipe": "kit.labs.split.ranks.backends:of_recipe",
     "kit.share.own:Pipeline": "kit.share.member:Pipeline",
@@ -17,6 +17,11 @@ MOVED = {
 def is_target(text: object) -> bool:
     module, colon, attribute = text.partition(":") if isinstance(text, str) else ("", "", "")
     return bool(module and colon and attribute)
+
+
+def current(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings, with code that has moved by its name of today."""
+    return {name: MOVED.get(value, value) if isinstance(value, str) else value for name, value in values.items()}
 
 
 def load(target: str) -> Any:

@@ -219,10 +219,7 @@ def _read(lab: Definition, values: Mapping[str, Any]) -> LabConfig | dict[str, s
     # A choice that looks like a number (`gate: 1` in a file) is meant as text; code that moved has a new name.
     values = {
         name: str(value) if type(value) in (int, float) and str(value) in known[name].choices else value
-        for name, value in values.items()
-    }
-    values = {
-        name: targets.MOVED.get(value, value) if isinstance(value, str) else value for name, value in values.items()
+        for name, value in targets.current(values).items()
     }
     try:
         # Strict, so "3" is not a number; via JSON, so a list may fill a tuple.

@@ -56,7 +56,7 @@ from kit.results.verdict import (
     suspect_in,
     tally,
 )
-from kit.target import MOVED, kit_version
+from kit.target import current, kit_version
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -124,8 +124,7 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        config = self.info().get("config") or {}
-        return {name: MOVED.get(value, value) if isinstance(value, str) else value for name, value in config.items()}
+        return current(self.info().get("config") or {})
 
     @property
     def provenance(self) -> dict[str, Any]:
