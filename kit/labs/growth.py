@@ -127,22 +127,27 @@ def by_owner(
     return groups.sum() if add else groups.max()
 
 
-def series(frame: pd.DataFrame, metric: str, phase: str) -> pd.DataFrame:
-    own = source(frame)
+def series(frame: pd.DataFrame, own: Source, metric: str, phase: str) -> pd.DataFrame:
     seen = own if metric == own.metric else own._replace(metric=metric, gpu_of={})
     return by_owner(frame, seen, phase).unstack(seen.owner)
+
+
+def by_cycle(rows: pd.DataFrame) -> pd.DataFrame:
+    """The largest value of each cycle (the rows) on each rank (the columns)."""
+    return rows.groupby(["cycle", "rank"])["value"].max().unstack("rank")
 
 
 def growth(phase: str, when: str, metric: str = "") -> Measure:
     """The largest growth of memory from the first to the last cycle's phase; `when` describes the phase."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
-        table = series(frame, metric or source(frame).metric, phase)
+        own = source(frame)
+        table = series(frame, own, metric or own.metric, phase)
         if len(table) < 2:
             raise Missing(f"memory was recorded in {len(table)} cycle; a drift needs 2")
         grown = (table.iloc[-1] - table.iloc[0]) / MIB
         where = f"cycle {table.index[-1]} vs cycle {table.index[0]} ({table.columns.name} {grown.idxmax()})"
-        return Measured(float(grown.max()), f"{metric or source(frame).label} {when}, {where}")
+        return Measured(float(grown.max()), f"{metric or own.label} {when}, {where}")
 
     return measure
 
@@ -198,10 +203,11 @@ def slopes(phase: str, control: str = "") -> Measure:
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
         own = source(frame)
         kinds = dict.fromkeys([own.metric, *(["driver_used"] if own.metric != "process_used" else []), *WEIGHED])
-        here = [kind for kind in kinds if ((frame["metric"] == kind) & (frame["phase"] == phase)).any()]
+        recorded = {*frame.loc[frame["phase"] == phase, "metric"]}
+        here = [kind for kind in kinds if kind in recorded]
         if not here:
             raise Missing(f"no memory was recorded in phase {phase}")
-        found = [_slope(frame, kind, phase, control) for kind in here]
+        found = [_slope(frame, own, kind, phase, control) for kind in here]
         worst = max(found, key=lambda one: one.value or 0.0)
         others = ", ".join(f"{one.of} {one.value:+.3f}" for one in found if one is not worst)
         return Measured(worst.value, f"{worst.why}; others: {others}" if others else worst.why)
@@ -209,14 +215,14 @@ def slopes(phase: str, control: str = "") -> Measure:
     return measure
 
 
-def _slope(frame: pd.DataFrame, metric: str, phase: str, control: str) -> Measured:
-    table = series(frame, metric, phase)
+def _slope(frame: pd.DataFrame, own: Source, metric: str, phase: str, control: str) -> Measured:
+    table = series(frame, own, metric, phase)
     if len(table) <= WARM_UP + 1:
         raise Missing(f"{metric} was recorded in only {len(table)} cycles, too few for a slope")
     mine = theil_sen(table) / MIB
     allowed, compared = mine * 0, ""
     if control and ((frame["metric"] == metric) & (frame["phase"] == control)).any():
-        allowed = (theil_sen(series(frame, metric, control)) / MIB).clip(lower=0)
+        allowed = (theil_sen(series(frame, own, metric, control)) / MIB).clip(lower=0)
         compared = f", control {allowed.max():+.3f}"
     over = mine - allowed
     worst: Any = over.idxmax()
@@ -240,7 +246,7 @@ def lasting(metric: str, phase: str, base: str, then: str = "") -> Measure:
         rows = select(frame, phase=phase, metric=metric)
         if len(rows) < config["ranks"] * config["cycles"]:
             incomplete(f"{metric} was counted {len(rows)} times, not {config['ranks'] * config['cycles']}")
-        table = rows.pivot_table(index="cycle", columns="rank", values="value", aggfunc="max")
+        table = by_cycle(rows)
         more = frame[(frame["phase"] == then) & (frame["metric"] == metric)]
         if len(more):
             table.loc[int(table.index.max()) + 1] = more.groupby("rank")["value"].max()
@@ -311,7 +317,7 @@ def steady(phases: Sequence[str]) -> Measure:
 def _steady(frame: pd.DataFrame, config: Mapping[str, Any], phase: str) -> Measured:
     import numpy as np
 
-    table = select(frame, phase=phase, metric="seconds").pivot_table(index="cycle", columns="rank", values="value")
+    table = by_cycle(select(frame, phase=phase, metric="seconds"))
     if len(table) < config["cycles"]:
         raise Missing(f"{phase} was timed in {len(table)} of {config['cycles']} cycles")
     pairs = {"in both of the last two cycles, at most {} before": (table.iloc[:-2].max(), table.iloc[-2:].min())}
