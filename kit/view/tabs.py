@@ -211,6 +211,7 @@ class Grid:
         self.widget = widgets.VBox([look.sheet(GRID_SHEET), above, self.rows, self.folded], layout={"width": "100%"})
         for control in (self.words, self.by, self.descending):
             control.observe(self._draw, "value")
+        self.folded.observe(self._copied, "selected_index")
         self.show(None)
 
     def show(self, frame: pd.DataFrame | None, *, worst: str = "", name: str = "") -> None:
@@ -239,7 +240,13 @@ class Grid:
         self.count.value = look.status(
             f"{len(found):,} of {len(self.frame):,} rows" + (f", {MOST} shown" if len(found) > MOST else "")
         )
-        safe = shown.replace({r"\|": r"\\|"}, regex=True)  # no cell ends early
+        self._copied()
+
+    def _copied(self, _: Any = None) -> None:
+        """Write the Markdown, which takes as long as the table, while it is visible."""
+        if self.found is None or self.folded.selected_index is None:
+            return
+        safe = self.found.head(MOST).replace({r"\|": r"\\|"}, regex=True)  # no cell ends early
         self.copy.value = str(safe.to_markdown(index=False, floatfmt=".6g", missingval=""))
 
 

@@ -273,10 +273,13 @@ def test_a_table_is_escaped_sorted_and_copied_as_markdown():
     grid.show(FRAME, worst="value")
     assert grid.found["value"].tolist()[:4] == [3e6, 4.0, 2.5, -1.0]
     assert "Idle &lt;b&gt;" in grid.rows.value
+    assert not grid.copy.value  # folded away
+    grid.folded.selected_index = 0
     assert r"1\|2" in grid.copy.value
     grid.by.value, grid.descending.value = "phase", False
     grid.show(FRAME.tail(2), worst="value")  # the records grew: the order stays
     assert grid.by.value == "phase"
+    assert grid.copy.value.count("\n") == 3  # two rows below the head
     grid.show(None)
     assert grid.words.disabled
 
