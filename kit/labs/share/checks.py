@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kit.labs.growth import at_most, left
-from kit.labs.share.config import PIPELINES, TRAINER, ShareConfig, pipeline_config
+from kit.labs.share.config import BETWEEN_LOOKS_S, PIPELINES, TRAINER, ShareConfig, pipeline_config
 from kit.labs.share.ledgers import (
     MAIN,
+    Levels,
     Measure,
     devices_of,
     every_ledger,
@@ -28,6 +29,7 @@ from kit.labs.share.ledgers import (
     role_of,
     sights,
     spans,
+    watched,
 )
 from kit.labs.stream.config import replica_model
 from kit.loop.messages import numbers
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 OUTCOMES = ("digest", "global_loss", "grad_norm", "tokens_digest")
-BETWEEN_LOOKS_S = 0.1  # an observer samples every 20 ms; a shorter lease may go unseen
 SEEN_BYTES = 8 * MIB  # a change of resident memory above noise
 
 
@@ -94,13 +95,13 @@ def owned_twice(frame: pd.DataFrame, config: ShareConfig) -> list[str]:
     held, wrong = leases(frame, MAIN)
     if not held:
         lacking(frame, "no rank recorded a lease")
-    seen = sights(frame, MAIN)
+    seen, seconds = sights(frame, MAIN), watched(frame, MAIN)
     blind = rows_of(frame, MAIN, "seen_samples", "blind")["blind"].astype(int).max()
     for device, some in () if blind else seen.items():
         wrong += [f"device {device} was locked by {' and '.join(one.owners)}" for one in some if len(one.owners) > 1]
     for one in () if blind else held:
         then = [each for each in seen.get(one.device, []) if each.since <= one.until and each.until > one.since]
-        if one.until - one.since > BETWEEN_LOOKS_S and not any(one.owner in each.owners for each in then):
+        if seconds(one.since, one.until) > BETWEEN_LOOKS_S and not any(one.owner in each.owners for each in then):
             wrong.append(f"{one.owner} recorded a lease of device {one.device}, but no observer saw its lock")
     for row in (row for ledger in ledgers(frame, MAIN) for row in ledger.of("expanded")):
         owner = f"{row.who}.replica {row['replica']}"
@@ -122,12 +123,12 @@ def peak_fits(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     held = leases(frame, MAIN)[0]
     replicas = {owner: min(one.bytes) for owner, one in levels.items() if not role_of(owner).endswith(f".{TRAINER}")}
     over, where = 0.0, ""
-    for device, when in itertools.product(
-        range(run.devices), sorted({one for each in levels.values() for one in each.times})
-    ):
-        holders = {one.owner for one in held if one.device == device and one.since <= when < one.until}
-        others = [owner for owner in replicas if role_of(owner) not in holders and device in devices_of(run, owner)]
-        size = sum(levels[owner].at(when) - replicas[owner] for owner in others) if holders else 0.0
+    for device, (start, end) in itertools.product(range(run.devices), sorted(readings(levels))):
+        here = [one for one in held if one.device == device and one.since <= end and one.until > start]
+        holders = {one.owner for one in here if one.since <= start and end < one.until}
+        busy = {one.owner for one in here}  # who came or went while it was read may have had memory in its own right
+        others = [owner for owner in replicas if role_of(owner) not in busy and device in devices_of(run, owner)]
+        size = sum(levels[owner].at(end) - replicas[owner] for owner in others) if holders else 0.0
         if size > over:
             over, where = (
                 size,
@@ -135,6 +136,11 @@ def peak_fits(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
             )
     right = f"no replica kept its {whole / MIB:.1f} MiB while another rank held the device"
     return Measured(over / MIB, where if over > SEEN_BYTES else f"at most {over / MIB:.1f} MiB: {right}")
+
+
+def readings(levels: Mapping[str, Levels]) -> set[tuple[float, float]]:
+    """When observers read the memory of ranks: all of them at once, each time from a start to an end."""
+    return {one for each in levels.values() for one in zip(each.starts, each.ends, strict=True)}
 
 
 def weights_seen(run: ShareConfig) -> float:
@@ -153,14 +159,14 @@ def memory_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measur
     run, levels = read(config), residents(frame, MAIN)
     whole = weights_seen(run)
     kept, where, count = 0.0, "", 0
-    held = leases(frame, MAIN)[0]
+    held, seconds = leases(frame, MAIN)[0], watched(frame, MAIN)
     for one, rank in itertools.product(held, levels):
         if one.owner.endswith(f".{TRAINER}") or role_of(rank) != one.owner or one.device not in devices_of(run, rank):
             continue
         wakes = min(
             (other.since for other in held if other[:2] == one[:2] and other.since >= one.until), default=math.inf
         )
-        if math.isfinite(one.until) and min(wakes - one.until, one.until - one.since) > BETWEEN_LOOKS_S:
+        if min(seconds(one.since, one.until), seconds(one.until, wakes)) > BETWEEN_LOOKS_S and math.isfinite(one.until):
             awake = max(levels[rank].between(one.since, one.until))
             asleep = min(levels[rank].between(one.until, wakes))
             share = 1 - (awake - asleep) / whole
@@ -329,7 +335,7 @@ def others_untouched(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
         busy = {one.owner for one in held if one.since < move.right and one.until > move.left}
         if owner.partition(".")[0] != move.pipeline and role_of(owner) not in busy:
             count += 1
-            grown = max(level.between(move.left, move.right)) - level.at(move.left)
+            grown = max(level.within(move.left, move.right), default=0.0) - level.at(move.left)
             if grown > SEEN_BYTES:
                 what = f"a replica of {move.pipeline} fell asleep or woke"
                 wrong.append(f"{owner} grew by {grown / MIB:.1f} MiB asleep while {what}")

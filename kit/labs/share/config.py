@@ -15,6 +15,7 @@ DRIVER = "kit.labs.share.drive"
 TRAINER = "trainer"
 DESK = "desk"
 LOCK = "device-{}.lock"  # the file of a device, which the rank that holds the device locks
+BETWEEN_LOOKS_S = 0.1  # an observer samples every 20 ms; what lasts less may go unseen
 PIPELINES = ("a", "b")
 PLANNERS = ("gap-ratio", "fifo", "static")
 SCHEDULER = "kit.labs.share.drive:scheduler"

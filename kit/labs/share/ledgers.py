@@ -5,6 +5,7 @@ observers. Also makes checks of ledger rules.
 from __future__ import annotations
 
 import bisect
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -225,23 +226,43 @@ def sights(frame: pd.DataFrame, phase: str) -> dict[int, list[Sight]]:
 
 @dataclass(slots=True)
 class Levels:
-    """The resident bytes of a rank over time; each level holds until the next."""
+    """The resident bytes of a rank over time; each level holds until the next. A reading is somewhere between its start and its end."""
 
-    times: list[float] = field(default_factory=list)
+    starts: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
     bytes: list[float] = field(default_factory=list)
 
     def at(self, when: float) -> float:
-        return self.bytes[max(0, bisect.bisect_right(self.times, when) - 1)]
+        return self.bytes[max(0, bisect.bisect_right(self.ends, when) - 1)]
 
     def between(self, since: float, until: float) -> list[float]:
-        """All levels in an interval, including the one at its start."""
-        inside = self.bytes[bisect.bisect_right(self.times, since) : bisect.bisect_left(self.times, until)]
+        """All levels that may have been in an interval, including the one at its start."""
+        inside = self.bytes[bisect.bisect_right(self.ends, since) : bisect.bisect_left(self.starts, until)]
         return [self.at(since), *inside]
+
+    def within(self, since: float, until: float) -> list[float]:
+        """All levels that were read in an interval, from start to end."""
+        return self.bytes[bisect.bisect_left(self.starts, since) : bisect.bisect_left(self.ends, until)]
 
 
 def residents(frame: pd.DataFrame, phase: str) -> dict[str, Levels]:
     rows = recorded(frame, phase, "seen_resident", "who")
-    return {str(who): Levels([*some["time"]], [*some["value"]]) for who, some in rows.groupby("who", sort=False)}
+    rows = rows.assign(start=rows["start"].fillna(rows["time"]))  # older runs have no start
+    return {
+        str(who): Levels(*(some[name].tolist() for name in ("start", "time", "value")))
+        for who, some in rows.groupby("who", sort=False)
+    }
+
+
+def watched(frame: pd.DataFrame, phase: str) -> Callable[[float, float], float]:
+    """The seconds of an interval without those in which a busy machine kept the observer from looking."""
+    rows = frame[(frame["phase"] == phase) & (frame["metric"] == "seen_gap")]
+    spells = [*zip(rows["start"].tolist(), rows["time"].tolist(), strict=True)]
+
+    def seconds(since: float, until: float) -> float:
+        return until - since - math.fsum(max(0.0, min(until, end) - max(since, start)) for start, end in spells)
+
+    return seconds
 
 
 def role_of(rank: str) -> str:

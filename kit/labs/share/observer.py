@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from kit import machine
 from kit.labs.lab import Drive
-from kit.labs.share.config import DESK, LOCK
+from kit.labs.share.config import BETWEEN_LOOKS_S, DESK, LOCK
 from kit.loop.messages import Event, listed
 from kit.results.records import new_row
 
@@ -47,6 +47,7 @@ class Observer:
         self._owners: dict[int, tuple[str, ...]] = {}
         self._since: dict[int, float] = {}  # by device: since when it has its owners
         self._bytes: dict[str, int] = {}
+        self._saw = time.time()
         self._cores: dict[str, str] = {}
         self._cpu: dict[int, dict[int, float]] = {}  # processor seconds of its owners then, by pid
         self._gpus = [] if drive.config.device == "cpu" else machine.busy_gpus()
@@ -100,10 +101,14 @@ class Observer:
     def _see(self) -> None:
         with self._lock:
             now = time.time()
+            if now - self._saw > BETWEEN_LOOKS_S:  # a busy machine; what happened meanwhile went unseen
+                self._rows.append(new_row("seen_gap", now - self._saw, "s", now, start=self._saw))
             if not self.blind:
                 self._see_owners(now)
+            self._see_memory()
             for pid, name in self.names.items():
-                self._see_rank(pid, name, now)
+                self._see_cores(pid, name, now)
+            self._saw = now
             if self._gpus and now >= self._next_gpus:
                 self._next_gpus = now + GPUS_EVERY_S
                 for number, share in enumerate(machine.busy_gpus()):
@@ -143,13 +148,17 @@ class Observer:
             ids: dict[str, int | str] = {"track": f"device {device}", "device": device, "cpu_s": f"{used:.3f}"}
             self._rows.append(new_row("owned", now - since, "s", now, text=" ".join(owners), start=since, ids=ids))
 
-    def _see_rank(self, pid: int, name: str, now: float) -> None:
-        size = machine.resident(pid)
-        if size is None:
-            return
-        if abs(size - self._bytes.get(name, -STEP)) >= STEP:
-            self._bytes[name] = size
-            self._rows.append(new_row("seen_resident", size, "B", now, ids={"who": name}))
+    def _see_memory(self) -> None:
+        """A reading is somewhere between the start of its row and its time: ranks may go on between the two."""
+        start = time.time()
+        sizes = {name: machine.resident(pid) for pid, name in self.names.items()}
+        now = time.time()
+        for name, size in sizes.items():
+            if size is not None and abs(size - self._bytes.get(name, -STEP)) >= STEP:
+                self._bytes[name] = size
+                self._rows.append(new_row("seen_resident", size, "B", now, start=start, ids={"who": name}))
+
+    def _see_cores(self, pid: int, name: str, now: float) -> None:
         try:
             cores = listed(sorted(os.sched_getaffinity(pid)))
         except ProcessLookupError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -159,6 +160,37 @@ def test_a_wake_between_two_looks_is_no_weights_that_stay(right: list[Row]) -> N
         ids = {"device": 0, "event": event, "pipeline": "a"}
         rows.append({**new_row("lease", None, "", when, text="a.replica 0", ids=ids), "phase": "shared", "rank": 1})
     assert "memory_down_asleep" not in failed(verdict_of(rows))
+
+
+def test_a_wake_while_memory_is_read_is_in_its_own_right(right: list[Row]) -> None:
+    """A busy machine stops an observer in the middle of a look: what it reads then is of a later time."""
+    rows = copy.deepcopy(right)
+    leases = matching(rows, "lease", device=0)
+    freed, taken = next(
+        pair for pair in itertools.pairwise(leases) if [one["text"] for one in pair] == ["a.trainer", "a.replica 0"]
+    )
+    reading = next(row for row in matching(rows, "seen_resident", who="a.replica 0") if row["time"] >= taken["time"])
+    reading |= {"start": freed["time"] - 0.02, "time": taken["time"] + 0.02}
+    assert failed(verdict_of(rows)) == set()
+    reading |= {"start": freed["time"] - 0.02, "time": freed["time"] - 0.01}
+    assert failed(verdict_of(rows)) == {"peak_fits"}
+
+
+@pytest.mark.parametrize("check", ["one_owner", "memory_down_asleep"])
+def test_what_an_observer_could_not_see_is_not_judged(right: list[Row], check: str) -> None:
+    rows = copy.deepcopy(right)
+    changes = {
+        "one_owner": drop("seen_owner", text="a.replica 1"),
+        "memory_down_asleep": edit("seen_resident", {"value": 325.0 * MIB}, at=2, who="a.replica 0"),
+    }
+    changes[check](rows)
+    assert check in failed(verdict_of(rows))
+    leases = [row["time"] for row in matching(rows, "lease")]
+    slept = [row["time"] for row in matching(rows, "seen_resident", who="a.replica 0")][2:4]
+    start, end = {"one_owner": (leases[0], leases[-1]), "memory_down_asleep": slept}[check]
+    gap = new_row("seen_gap", end - start, "s", end, start=start)
+    rows.append({**gap, "phase": "shared", "rank": NOTEBOOK})
+    assert check not in failed(verdict_of(rows))
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -104,6 +105,14 @@ def test_no_device_had_two_owners(run: kit.Run) -> None:
     assert (
         alone.ids["two_owners"] > 0
     )  # there the trainer and a replica of one pipeline are together, so it can be seen
+
+
+def test_memory_is_read_between_a_start_and_an_end(run: kit.Run) -> None:
+    """All ranks at once: a check compares the readings of one look with each other."""
+    rows = of(run, "shared", "seen_resident")
+    assert (rows["start"] <= rows["time"]).all()
+    looks = sorted({*zip(rows["start"], rows["time"], strict=True)})
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(looks))
 
 
 def test_leases_of_a_device_follow_one_another(run: kit.Run) -> None:
