@@ -32,7 +32,7 @@ python -m tests.mutants.run --only sync        # those of one lab, module or id
 - **survived**: the run ends with 0.
 - **equivalent**: survived, and all records (without times and memory), digests included, are the same as without the mutant in all short
   setups of its lab. Records in which three runs without a mutant differ, or two with it, are left out. Equivalent mutants are not in the
-  score.
+  *score*; *at least* counts them as survived, as a machine that varies much, or code that no setup runs, would hide a difference.
 - **drawn** mutants were chosen by a hash of a fixed seed, the module and the function's name (`tests/mutants/draw.py`), the others were
   written by hand by somebody who knew the code; those **against the docs** break a sentence of the docs.
 - Code that the labs look through, clocks, logging and texts are not mutated. What the draw leaves out is in `tests/mutants/catalogue.py`.
@@ -121,10 +121,11 @@ def score(rows: Rows) -> str:
         states = Counter(result["state"] for _, result in those)
         broke = sum(1 for _, result in those if result["state"] == "caught" and not result["by"])
         judged = len(those) - states["equivalent"]
-        share = f"{(states['caught'] + states['broke']) / judged:.1%}" if judged else "-"
+        seen = states["caught"] + states["broke"]
+        shares = [f"{seen / of:.1%}" if of else "-" for of in (judged, len(those))]
         caught = [states["caught"] - broke, broke, states["broke"]]
-        lines.append([name, len(those), *caught, states["survived"], states["equivalent"], share])
-    columns = ["caught by a check", "caught as the run broke", "broke", "survived", "equivalent", "score"]
+        lines.append([name, len(those), *caught, states["survived"], states["equivalent"], *shares])
+    columns = ["caught by a check", "caught as the run broke", "broke", "survived", "equivalent", "score", "at least"]
     return markdown(["", "mutants", *columns], lines)
 
 
