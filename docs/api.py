@@ -1,4 +1,4 @@
-"""Generates docs/api.md, the reference of World, Recorder and every lab's settings: `python -m docs.api`."""
+"""Generate docs/api.md, the reference of World, Recorder and every lab's settings: `python -m docs.api`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def text() -> str:
 
 
 def described(kind: type[Any]) -> Iterator[str]:
-    """A class: its constructor, then its public members in the order of the code."""
+    """Describe a class: its constructor, then its public members in the order of the code."""
     yield f"## `{kind.__name__}`"
     yield from member(kind.__name__, kind)
     names = [name for base in reversed(kind.__mro__) for name in vars(base) if base.__module__.startswith("kit.")]
@@ -57,7 +57,7 @@ def described(kind: type[Any]) -> Iterator[str]:
 
 
 def member(name: str, one: Any) -> Iterator[str]:
-    """Signature and docstring."""
+    """Describe a member by signature and docstring."""
     words, star = [], False
     for part in inspect.signature(one).parameters.values():
         if part.name == "self":

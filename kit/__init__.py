@@ -1,6 +1,6 @@
 """Lifecycle Kit: step live torchrun ranks through the moments that break RL post-training systems, and measure them.
 
-This is the public face. Importing it imports nothing heavy: names are found when they are first asked for.
+This is the public face. Importing it imports nothing heavy: each name is loaded at its first use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HOMES = {
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """What `%load_ext kit` calls."""
+    """Load the magics; IPython calls this for `%load_ext kit`."""
     from kit.view.magics import load as load_magics
 
     load_magics(ipython)

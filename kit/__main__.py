@@ -1,4 +1,4 @@
-"""`python -m kit` is `kit`."""
+"""`python -m kit` runs `kit`."""
 
 import sys
 

@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Every unknown word is bad input, with a hint."""
+    """Report every unknown word as bad input, with a hint."""
 
     def error(self, message: str) -> NoReturn:
         if wrong := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
@@ -397,7 +397,7 @@ def load(word: str) -> results.Run:
 
 
 def load_all(words: Sequence[str]) -> list[results.Run]:
-    """Runs by folder or id; the newest by default; all runs of a sweep."""
+    """Return runs by folder or id: the newest by default, and all runs of a sweep."""
     from kit.public import runs_of
 
     return [kit.load(path) for word in words or [""] for path in runs_of(find_run(word))]

@@ -101,7 +101,7 @@ def examine() -> Found:
 
 
 def ask_interpreters(problems: list[str]) -> tuple[list[Found], Found | None]:
-    """The search for the ranks' interpreter, and the packages of the chosen one."""
+    """Return the candidates for the ranks' interpreter, and the packages of the chosen one."""
     chosen = ""
     try:
         chosen = asked.find_python().path

@@ -1,4 +1,4 @@
-"""What can go wrong, in words a person can act on. Every error the kit raises on purpose is a `KitError`."""
+"""The kit's errors, worded so that a person can act on them. Every error the kit raises on purpose is a `KitError`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class BadInput(KitError, ValueError):  # noqa: N818 - the contract's name
 
 
 def hint(name: str, allowed: Iterable[str]) -> str:
-    """For BadInput about an unknown name: the closest one, and all that are allowed."""
-    import difflib  # not for ranks
+    """Return the closest allowed name and all allowed names, for a BadInput about an unknown name."""
+    import difflib  # ranks never need it
 
     names = sorted(set(allowed))
     near = difflib.get_close_matches(str(name), names, n=1)
@@ -30,7 +30,7 @@ class Cancelled(KitError):  # noqa: N818 - the contract's name
 
 @dataclass(eq=False, repr=False)
 class RankProblem(KitError):  # noqa: N818 - as the contract names those
-    """The base of the three that follow."""
+    """Base of RankError, RankDied and RankTimeout."""
 
     message: str
     _: KW_ONLY
@@ -44,8 +44,8 @@ class RankProblem(KitError):  # noqa: N818 - as the contract names those
 class RankError(RankProblem):
     """Code raised on a rank. `rank` is the first that failed; `ranks` are all that failed with the same traceback.
 
-    `victim`: it only reports that another rank is gone or late. `at`: when the first failure was heard of, by time.monotonic().
-    `refused`: the sentence of a `BadInput`, where that is what was raised.
+    `victim`: the error only reports that another rank is gone or late. `at`: when the first failure arrived, by time.monotonic().
+    `refused`: the sentence of a `BadInput`, if one was raised.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class RankError(RankProblem):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class RankDied(RankProblem):
-    """A rank's process is gone. `signal` is its name ("SIGKILL"), or None when it exited by itself with `exitcode`."""
+    """A rank's process is gone. `signal` is the signal's name ("SIGKILL"), or None if the process exited with `exitcode`."""
 
     rank: int
     signal: str | None = None
@@ -79,7 +79,7 @@ class RankTimeout(RankProblem):
 
 
 def ending(status: int | None) -> dict[str, Any]:
-    """A process's status as RankDied's keywords."""
+    """Return a process's exit status as keyword arguments of RankDied."""
     if status is not None and status < 0:
         return {"signal": signal_name(-status)}
     return {"exitcode": status}

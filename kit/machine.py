@@ -1,10 +1,10 @@
 """What the kernel and the GPU driver report about this machine: processes, descriptors, mappings, memory, control groups, GPUs.
 
-The only module that reads /proc and control groups, and that asks NVML or `nvidia-smi`; the process need not have CUDA. Linux and the
+Only this module reads /proc and control groups and queries NVML or `nvidia-smi`; the process needs no CUDA. It uses Linux and the
 standard library only; every room may import it, on both sides.
 
-A control group limits memory or processes at every level from a process's own group up to the mount, so the level with the least room
-counts. Inside a container the kernel may name a path that the mount does not show; the mount then stands for the group.
+Every control group from the process's own up to the mount can limit memory or processes, so the level with the least room counts.
+Inside a container the kernel may name a path that the mount does not show; the mount then stands for the group.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def pids() -> list[int]:
 
 
 def stat_fields(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat from the third (state) on; None when there is no such process."""
+    """Return the fields of /proc/PID/stat from the third (state) on; None when there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return text.rpartition(")")[2].split()  # the name may hold spaces and brackets
+    return text.rpartition(")")[2].split()  # the process's name may contain spaces and brackets
 
 
 def start_time(pid: int) -> int | None:
-    """Clock ticks from boot to the start of the process: pid and start time together identify a process for ever."""
+    """Return a process's start in clock ticks since boot; pid and start time together identify a process for ever."""
     fields = stat_fields(pid)
     return int(fields[19]) if fields else None
 
@@ -54,12 +54,12 @@ def alive(pid: int, started: int) -> bool:
 
 
 def owner() -> str:
-    """This process, named so that no other one on this machine is ever meant: namespace, pid and start time."""
+    """Return a name that no other process on this machine ever has: namespace, pid and start time of this process."""
     return f"{namespace()}:{os.getpid()}:{start_time(os.getpid())}"
 
 
 def is_gone(owner: str) -> bool:
-    """Whether the process with this name is known to have ended. One of another machine, boot or namespace is never known to."""
+    """Whether the process with this name has certainly ended. False for another machine, boot or namespace, which cannot be checked."""
     place, _, rest = owner.partition(":")
     pid, _, started = rest.partition(":")
     known = place == namespace() and pid.isdecimal() and started.isdecimal()
@@ -67,13 +67,13 @@ def is_gone(owner: str) -> bool:
 
 
 def started_at(ticks: int) -> float:
-    """A process's start time in Unix seconds."""
+    """Convert a process's start time to Unix seconds."""
     (boot,) = (line.split()[1] for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
     return int(boot) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def waiting_place(pid: int) -> str:
-    """Where in the kernel a process waits; empty where the kernel does not say."""
+    """Return the kernel function in which a process waits; empty if the kernel does not say."""
     with contextlib.suppress(OSError):
         place = Path(f"/proc/{pid}/wchan").read_text()
         return "" if place == "0" else place
@@ -85,7 +85,7 @@ def command(pid: int) -> str:
 
 
 def marked(pid: int | str) -> str | None:
-    """The `MARK` that a process carries: `id@namespace:pid:start time`. None without one, or where its environment cannot be read."""
+    """Return a process's `MARK`, `id@namespace:pid:start time`. None if it has none or its environment cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             name, _, value = entry.partition(b"=")
@@ -95,7 +95,7 @@ def marked(pid: int | str) -> str | None:
 
 
 def children() -> list[int] | None:
-    """Processes that this one started and that have not ended; None where the kernel does not list them."""
+    """Return this process's children, including zombies and adopted orphans; None if the kernel does not list them."""
     found: list[int] = []
     try:
         for task in os.listdir("/proc/self/task"):  # noqa: PTH208 - as above
@@ -107,7 +107,7 @@ def children() -> list[int] | None:
 
 
 def pin(cores: Iterable[int]) -> None:
-    """Have every thread of this process run on these cores only. A thread that starts later runs where the one that started it does."""
+    """Run every thread of this process on these cores only. A new thread inherits the cores of the thread that starts it."""
     for task in os.listdir("/proc/self/task"):  # noqa: PTH208 - as above
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(int(task), cores)
@@ -126,12 +126,12 @@ def resident(pid: int) -> int | None:
 
 
 def file_locks() -> dict[int, set[int]]:
-    """The processes that hold a lock on a whole file (flock), by the inode of the file. Empty where the kernel does not say."""
+    """Return which processes hold a whole-file lock (flock), by the file's inode. Empty if the kernel does not say."""
     found: dict[int, set[int]] = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
             fields = line.split()
-            if fields[1] == "FLOCK":  # one that waits for a lock has an arrow there
+            if fields[1] == "FLOCK":  # a process that waits for a lock has an arrow in this field
                 found.setdefault(int(fields[5].rpartition(":")[2]), set()).add(int(fields[4]))
     return found
 
@@ -141,7 +141,7 @@ def has_thread(native_id: int | None) -> bool:
 
 
 def namespace() -> str:
-    """A name of this boot of this machine and of the pid namespace: only within it does a pid mean the same process."""
+    """Return an identifier of this machine, its boot and the pid namespace; only within it does a pid mean the same process."""
     space = Path("/proc/self/ns/pid")
     return f"{zlib.crc32(f'{boot_id()}{space.readlink() if space.is_symlink() else None}'.encode()):08x}"
 
@@ -156,18 +156,18 @@ def boot_id() -> str:
 
 
 def ptrace_scope(file: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> int | None:
-    """Which processes may trace others: 0 any of the same user, 1 only parents, more is stricter; None where the kernel has no Yama."""
+    """Return who may trace a process: 0 any process of the user, 1 only its parents, more is stricter; None if the kernel has no Yama."""
     return _number(file)
 
 
 def cpu_model() -> str | None:
-    """None where the kernel does not say, as on ARM."""
+    """Return the CPU's model; None if the kernel does not say, as on ARM."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 def output(*command: str, timeout_s: float = 20) -> tuple[str | None, str | None]:
-    """What a tool writes to stdout, or None and why there is nothing."""
+    """Run a tool; return its stdout and None, or None and the reason why there is no output."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except FileNotFoundError:
@@ -189,9 +189,9 @@ _WANTED = frozenset((b"VmHWM", b"VmRSS", b"RssAnon", b"RssFile", b"RssShmem", b"
 
 
 def status() -> dict[str, int]:
-    """Bytes by kind (VmRSS, VmHWM, RssAnon, RssFile, RssShmem) and Threads, where this kernel gives them.
+    """Return bytes by kind (VmRSS, VmHWM, RssAnon, RssFile, RssShmem) and Threads, as far as this kernel reports them.
 
-    Opened each time: a kept descriptor shows the parent after a fork.
+    The file is opened each time: a descriptor kept across a fork would show the parent.
     """
     found = {}
     with open("/proc/self/status", "rb", buffering=0) as file:  # noqa: PTH123 - half the cost of Path.read_bytes
@@ -204,7 +204,7 @@ def status() -> dict[str, int]:
 
 
 def reset_peak() -> str | None:
-    """Set VmHWM back to the level of now. Returns why the kernel refused, or None."""
+    """Reset VmHWM to the current level. Returns why the kernel refused, or None."""
     try:
         with open("/proc/self/clear_refs", "wb", buffering=0) as file:  # noqa: PTH123 - as above
             file.write(b"5")
@@ -214,7 +214,7 @@ def reset_peak() -> str | None:
 
 
 def pss() -> int | None:
-    """Proportional resident bytes: a page shared by n processes counts 1/n. Slow. None where the kernel does not say."""
+    """Return proportional resident bytes: a page shared by n processes counts 1/n. Slow. None if the kernel does not say."""
     try:
         with open("/proc/self/smaps_rollup", "rb") as file:  # noqa: PTH123 - as above
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith(b"Pss:"))
@@ -223,12 +223,12 @@ def pss() -> int | None:
 
 
 def descriptors() -> tuple[int, int]:
-    """Open file descriptors, and the sockets among them. The descriptor that the listing needs is not counted."""
+    """Count open file descriptors, and the sockets among them, without the descriptor that the listing itself needs."""
     count = sockets = 0
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - as above
         try:
             mode = os.fstat(int(name)).st_mode
-        except OSError:  # closed since the listing: the listing's own, or another thread's
+        except OSError:  # closed since the listing: its own descriptor, or another thread's
             continue
         count += 1
         sockets += stat.S_ISSOCK(mode)
@@ -242,7 +242,7 @@ def open_files() -> Iterator[tuple[str, os.stat_result]]:
 
 
 def shm_names(prefixes: tuple[str, ...] = ("",)) -> set[str]:
-    """Files of this user in /dev/shm whose names begin with one of the prefixes."""
+    """Return this user's files in /dev/shm with names that begin with one of the prefixes."""
     found = set()
     with contextlib.suppress(OSError), os.scandir(SHM) as entries:
         for entry in entries:
@@ -253,7 +253,7 @@ def shm_names(prefixes: tuple[str, ...] = ("",)) -> set[str]:
 
 
 def shm_in_use(names: set[str], by: Iterable[int]) -> set[str]:
-    """Those of these files in /dev/shm that one of the processes has open or mapped."""
+    """Return which of these files in /dev/shm one of the processes has open or mapped."""
     used: set[str] = set()
     for pid in by if names else ():
         with contextlib.suppress(OSError):
@@ -283,7 +283,7 @@ def mappings() -> Iterator[Mapping]:
 
 # -- memory and control groups ---------------------------------------------------------------------------------------------
 
-_UNLIMITED = 1 << 60  # version 1 writes "no limit" as the largest multiple of a page
+_UNLIMITED = 1 << 60  # version 1 of control groups writes "no limit" as the largest multiple of a page
 _FILES = {
     ("memory", 1): ("memory.limit_in_bytes", "memory.usage_in_bytes"),
     ("memory", 2): ("memory.max", "memory.current"),
@@ -293,7 +293,7 @@ _FILES = {
 
 
 class Limit(NamedTuple):
-    """`used` is what the limiting level uses already. `maximum` None: no limit. `version` None: no control group."""
+    """A limit, and the current use at the limiting level. `maximum` None: no limit. `version` None: no control group."""
 
     maximum: int | None
     used: int | None
@@ -301,7 +301,7 @@ class Limit(NamedTuple):
 
 
 def cgroup_limit(controller: str, proc: Path = Path("/proc/self")) -> Limit:
-    """The limit on "memory" (bytes) or "pids" (processes and threads) with the least room left."""
+    """Return the limit on "memory" (bytes) or "pids" (processes and threads) with the least room left."""
     version, levels = _levels(controller, proc)
     if not levels:
         return Limit(None, None, version)
@@ -310,7 +310,7 @@ def cgroup_limit(controller: str, proc: Path = Path("/proc/self")) -> Limit:
 
 
 def user_limit() -> Limit:
-    """The limit on this user's processes and threads (`ulimit -u`), which does not bind root, and how many there are."""
+    """Return the limit on this user's processes and threads (`ulimit -u`) and their number; root has no such limit."""
     most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if most == resource.RLIM_INFINITY or os.geteuid() == 0:
         return Limit(None, None, None)
@@ -323,7 +323,7 @@ def user_limit() -> Limit:
 
 
 def cgroup_limits(proc: Path = Path("/proc/self")) -> dict[str, int | None]:
-    """Both limits as one flat JSON-able dict: version, memory_max, memory_used (bytes), pids_max, pids_used."""
+    """Return both limits as one flat JSON-able dict: version, memory_max, memory_used (bytes), pids_max, pids_used."""
     memory, pids = cgroup_limit("memory", proc), cgroup_limit("pids", proc)
     return {
         "version": memory.version or pids.version,
@@ -335,10 +335,10 @@ def cgroup_limits(proc: Path = Path("/proc/self")) -> dict[str, int | None]:
 
 
 def free_memory(proc: Path = Path("/proc/self"), meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes that may still be taken: what the machine has available, or what a level's limit leaves where that is less.
+    """Return the bytes that can still be allocated: what the machine has available, or the room below a group's limit if less.
 
-    Pages of files that nobody uses count as free on both sides: the kernel drops them when it needs room, and a group that
-    has just read a checkpoint is charged for all of it.
+    Both count inactive file pages as free: the kernel drops them when it needs room, and a group that has just read a
+    checkpoint is charged for all of it.
     """
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     version, levels = _levels("memory", proc)
@@ -352,7 +352,7 @@ def free_memory(proc: Path = Path("/proc/self"), meminfo: Path = Path("/proc/mem
 
 
 def _levels(controller: str, proc: Path) -> tuple[int | None, list[tuple[Path, int, int]]]:
-    """The version that holds the controller, and each level with a limit: its folder, the limit, and what it uses."""
+    """Return the version of control groups with this controller, and each level with a limit: folder, limit and use."""
     version, folders = _folders(controller, proc)
     limited = []
     for folder in folders:
@@ -363,7 +363,7 @@ def _levels(controller: str, proc: Path) -> tuple[int | None, list[tuple[Path, i
 
 
 def _folders(controller: str, proc: Path) -> tuple[int | None, list[Path]]:
-    """The version that holds the controller, and its folders from the own group up to the mount."""
+    """Return the version of control groups with this controller, and its folders from the process's group up to the mount."""
     lines = (proc / "cgroup").read_text().splitlines() if (proc / "cgroup").exists() else []
     groups = [line.split(":", 2)[1:] for line in lines]
     paths = {name: path for controllers, path in groups for name in controllers.split(",")}
@@ -379,7 +379,7 @@ def _folders(controller: str, proc: Path) -> tuple[int | None, list[Path]]:
 
 
 def _mount(version: int, controller: str, proc: Path) -> tuple[str, Path] | None:
-    """The hierarchy's mount: the path it shows as its root, and where it is mounted."""
+    """Return the path that the hierarchy's mount shows as its root, and where it is mounted."""
     for line in (proc / "mountinfo").read_text().splitlines():
         left, _, right = line.partition(" - ")
         kind, _, options = right.split(" ", 2)
@@ -396,18 +396,18 @@ def _number(file: Path) -> int | None:
     return None if text == "max" or int(text) >= _UNLIMITED else int(text)
 
 
-# -- the GPU driver: NVML answers within a phase's time, nvidia-smi within a second ----------------------------------------
+# -- the GPU driver: NVML is fast enough for every phase, nvidia-smi takes up to a second ----------------------------------
 
-# A process is found by its pid. In a container the driver may list processes by the host's pids, or none at all: then there is no
-# answer, and a process of the host with the same pid is recognised by having less than the allocator of the process that was meant.
+# A process is found by its pid. In a container the driver may list processes by the host's pids, or none: then there is no answer. A host
+# process that happens to have the same pid is rejected if it uses less memory than the allocator of the wanted process has reserved.
 
-# Any of them: NVIDIA's, also where a container hides /proc or Windows provides the GPU, and AMD's.
+# With a driver one of these exists: NVIDIA's (also where a container hides /proc or Windows provides the GPU) or AMD's.
 GPU_DRIVERS = tuple(map(Path, ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))
 FRESH_S = 3.0
 NVML = "libnvidia-ml.so.1"
 NVML_FINE, NVML_TOO_SMALL = 0, 7
 NVML_UNKNOWN = 2**64 - 1
-SPARE = 8  # processes that may have come between asking how many and asking which
+SPARE = 8  # room for processes that start between the query for their number and the query for the list
 
 
 def has_gpu_driver() -> bool:
@@ -415,7 +415,7 @@ def has_gpu_driver() -> bool:
 
 
 def query_gpus(*fields: str, timeout_s: float = 20) -> tuple[list[list[str]], str | None]:
-    """A row of texts per GPU (`nvidia-smi --help-query-gpu` lists the fields), or none and why."""
+    """Return a row of texts per GPU (`nvidia-smi --help-query-gpu` lists the fields), or no rows and the reason."""
     found, why = output(
         "nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", timeout_s=timeout_s
     )
@@ -423,10 +423,10 @@ def query_gpus(*fields: str, timeout_s: float = 20) -> tuple[list[list[str]], st
 
 
 def runs_on_gpu(built_for: Sequence[str], capability: tuple[int, int]) -> bool:
-    """Whether a GPU of this compute capability runs a library that was built for these architectures (sm_90, sm_90a, compute_90).
+    """Whether a GPU of this compute capability runs a library built for these architectures (sm_90, sm_90a, compute_90).
 
     Binary code runs on later GPUs of its generation, and PTX is compiled for every later one (CUDA C++ Programming Guide, "Binary
-    Compatibility" and "PTX Compatibility"). What ends with "a" runs on that architecture alone, with "f" on its family.
+    Compatibility" and "PTX Compatibility"). Code for "sm_90a" runs on that architecture only; a suffix "f" means its family.
     """
     here = 10 * capability[0] + capability[1]
 
@@ -442,7 +442,7 @@ def runs_on_gpu(built_for: Sequence[str], capability: tuple[int, int]) -> bool:
 
 
 def free_gpu_bytes() -> Sequence[int]:
-    """Free memory of each GPU, read every few seconds at most; empty where there is no driver to ask."""
+    """Return the free memory of each GPU, read every few seconds at most; empty without a driver."""
     return _free_gpu_bytes(int(time.monotonic() / FRESH_S))
 
 
@@ -452,7 +452,7 @@ def _free_gpu_bytes(when: int) -> Sequence[int]:  # noqa: ARG001 - a new time is
 
 
 class GpuProcess(ctypes.Structure):
-    """`nvmlProcessInfo_v2_t`, which the calls whose name ends with _v3 fill too."""
+    """`nvmlProcessInfo_v2_t`, which NVML's _v3 calls fill too."""
 
     _fields_ = (
         ("pid", ctypes.c_uint),
@@ -464,7 +464,7 @@ class GpuProcess(ctypes.Structure):
 
 @functools.cache
 def nvml() -> Any:
-    """NVML, initialised; None without a driver, or with one that is too old."""
+    """Return NVML, initialised; None without a driver, or with one that is too old."""
     try:
         found = ctypes.CDLL(NVML)
         found.nvmlDeviceGetComputeRunningProcesses_v3  # noqa: B018 - whether it is there
@@ -474,7 +474,7 @@ def nvml() -> Any:
 
 
 def gpu_process_bytes(library: Any, bus: str, pid: int, *, at_least: int = 0) -> int | None:
-    """Bytes of a process on the GPU at a PCI address; None where the driver does not say, or means another process."""
+    """Return a process's bytes on the GPU at a PCI address; None if the driver does not say, or lists another process."""
     gpu = ctypes.c_void_p()
     if library is None or library.nvmlDeviceGetHandleByPciBusId_v2(bus.encode(), ctypes.byref(gpu)) != NVML_FINE:
         return None
@@ -486,18 +486,18 @@ def gpu_process_bytes(library: Any, bus: str, pid: int, *, at_least: int = 0) ->
     if library.nvmlDeviceGetComputeRunningProcesses_v3(gpu, ctypes.byref(count), listed) != NVML_FINE:
         return None
     mine = [one.used for one in listed[: count.value] if one.pid == pid and one.used != NVML_UNKNOWN]
-    used = sum(mine)  # a GPU in parts lists a process once for each
+    used = sum(mine)  # a partitioned GPU (MIG) lists a process once per partition
     return used if mine and used >= at_least else None
 
 
 class GpuBusy(ctypes.Structure):
-    """`nvmlUtilization_t`: percent of the time in which a kernel ran, and in which memory was read or written."""
+    """`nvmlUtilization_t`: percent of the time during which a kernel ran, or memory was read or written."""
 
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
 
 
 def busy_gpus() -> list[int]:
-    """Of each GPU: the percent of the last second or so in which a kernel ran. Empty without NVML, or where it does not say."""
+    """Return per GPU the percent of the last second or so during which a kernel ran. Empty if NVML is missing or does not say."""
     library, count, found = nvml(), ctypes.c_uint(0), []
     if library is None or library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != NVML_FINE:
         return []

@@ -1,4 +1,4 @@
-"""What the NCCL that a process runs can do: read from the library itself, decided from its version, so that it can be asked without a GPU.
+"""What this process's NCCL can do, decided from the version that the library itself reports; this needs no GPU.
 
 Every room may use it, and ranks do. Nothing here touches a GPU.
 """
@@ -12,13 +12,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-LIBRARY = "libnccl.so.2"  # torch has loaded it under this name, wherever it lies
+LIBRARY = "libnccl.so.2"  # torch loads it under this name, wherever the file is
 SUSPENDS = (2, 29, 7)
 SUSPENDS_TORCH = (2, 12)
 SHARES_GPUS = (2, 30, 0)
-SHARED_GPU = "shared GPU, not a product number"  # stands beside every time of communication among ranks that share one
-# The first release that compiles its kernels for a generation of GPUs, by the major number of the compute capability, and the oldest
-# capability that it compiles them for with CUDA 13 (makefiles/common.mk; the history of that file for the releases).
+SHARED_GPU = "shared GPU, not a product number"  # the note beside communication times of ranks that share a GPU
+# The first release with kernels compiled for a generation of GPUs, by major compute capability, and the oldest capability with compiled
+# kernels under CUDA 13 (from makefiles/common.mk; the releases are from the history of that file).
 COMPILED_SINCE = {9: (2, 15, 1), 10: (2, 25, 1), 11: (2, 27, 5), 12: (2, 25, 1)}
 OLDEST_WITH_CUDA_13 = (7, 5)
 MOST_CTAS = "4"  # a communicator's kernels must fit on the GPU beside those of the ranks it waits for
@@ -27,7 +27,7 @@ Version = tuple[int, int, int]
 
 
 def running() -> Version | None:
-    """The version of the library in this process, which a preload may have changed; None where torch brought none."""
+    """Return the version of the NCCL in this process, which a preload may have changed; None if torch brought none."""
     try:
         library = ctypes.CDLL(LIBRARY)
         number = ctypes.c_int()
@@ -39,7 +39,7 @@ def running() -> Version | None:
 
 
 def inside_torch() -> Version | None:
-    """What torch was built with: one that has NCCL inside of itself loads no library of that name."""
+    """Return the NCCL version that torch was built with: a torch with NCCL linked in loads no library of that name."""
     try:
         major, minor, patch = sys.modules["torch"].cuda.nccl.version()[:3]
     except (KeyError, AttributeError):
@@ -48,7 +48,7 @@ def inside_torch() -> Version | None:
 
 
 def decoded(number: int) -> Version:
-    """NCCL's own number as a version: 22907 is 2.29.7, and before 2.9 the parts were of one digit."""
+    """Decode NCCL's version number: 22907 is 2.29.7; before 2.9 the minor version had one digit (2804 is 2.8.4)."""
     if number < 10_000:
         return number // 1000, number // 100 % 10, number % 100
     return number // 10_000, number // 100 % 100, number % 100
@@ -59,7 +59,7 @@ def written(version: Version | None) -> str | None:
 
 
 def no_suspend(nccl: Version | None, torch: str, *, gpus: int | None = None) -> str:
-    """Why communicators cannot be suspended; empty where they can. Without a number of GPUs only versions are judged."""
+    """Return why communicators cannot be suspended; empty if they can. With `gpus` None only the versions are judged."""
     if gpus == 0:
         return "it needs a GPU (NCCL)"
     if nccl is None:
@@ -72,9 +72,9 @@ def no_suspend(nccl: Version | None, torch: str, *, gpus: int | None = None) -> 
 
 
 def no_code(nccl: Version | None, cuda: str, capability: tuple[int, int]) -> str:
-    """What this NCCL lacks for a GPU of this compute capability; empty where nothing. `cuda` is the version that it was built with.
+    """Return what this NCCL lacks for a GPU of this compute capability; empty if nothing. `cuda`: the version it was built with.
 
-    For a generation that it does not know there is PTX of the one before, which the driver compiles when NCCL is first used.
+    A newer generation runs the PTX of the generation before, which the driver compiles when NCCL is first used.
     """
     if nccl is None:
         return ""
@@ -88,17 +88,17 @@ def no_code(nccl: Version | None, cuda: str, capability: tuple[int, int]) -> str
 
 
 def release(version: str) -> tuple[int, int]:
-    """2.13.0+cu130 as (2, 13)."""
+    """Return the major and minor version: (2, 13) for 2.13.0+cu130."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
 
 
 @contextlib.contextmanager
 def unbound(default: Any) -> Iterator[None]:
-    """While entered, new groups get communicators of their own, made by their members alone.
+    """Inside this context, new groups get their own communicators, made by their members alone.
 
-    Under a default group that is bound to its device torch would split each off the default one's communicator, which every rank of
-    the World must take part in (`_new_process_group_helper` in torch/distributed/distributed_c10d.py, 2.9 to 2.13).
+    If the default group is bound to its device, torch splits each new group off the default communicator, and every rank of the World
+    must take part (`_new_process_group_helper` in torch/distributed/distributed_c10d.py, 2.9 to 2.13).
     """
     device = default.bound_device_id
     default.bound_device_id = None
@@ -110,15 +110,15 @@ def unbound(default: Any) -> Iterator[None]:
 
 class Sharing(NamedTuple):
     env: Mapping[str, str]
-    words: str  # for people
+    words: str  # shown to people
 
 
 def sharing(nccl: Version | None, number: int) -> Sharing | None:
-    """For rank `number`; None where there is no NCCL at all.
+    """Return the environment with which rank `number` can share a GPU; None if there is no NCCL.
 
-    From 2.30 on NCCL has a flag for it. Before, it refuses two ranks that see the same GPU on the same host, so that each rank
-    calls itself a host of its own, and their data goes over sockets. On a machine of a multi-node NVLink domain NCCL would take
-    such hosts for its parts and let them meet over NVLink all the same (src/init.cc, ncclMnnvlCheck), so that is switched off.
+    NCCL 2.30 and newer have a flag for it. Older versions refuse two ranks that see the same GPU on the same host, so each rank
+    claims to be a separate host, and their data goes over sockets. In a multi-node NVLink domain NCCL would take such hosts for
+    nodes of the domain and connect them over NVLink (src/init.cc, ncclMnnvlCheck), so that is switched off.
     """
     if nccl is None:
         return None

@@ -1,8 +1,8 @@
-"""What `import kit` offers, put together from the rooms: a World with a place for its logs, labs, and runs from disk; and sweeps.
+"""What `import kit` offers, assembled from the rooms: a World with a place for its logs, labs, runs from disk, and sweeps.
 
-A sweep is several runs of a lab in one folder: every combination of some settings' values, each as often as it is asked for. The folder
-has a run in each of its folders `01`, `02`, ... and an `index.json`: each run with its settings and its outcome, and the spread of times
-and of measured values over the repeats.
+A sweep is several runs of a lab in one folder: every combination of some settings' values, each repeated as often as requested. The runs
+are in the subfolders `01`, `02`, ...; `index.json` lists each run with its settings and outcome, and the spread of times and measured
+values over the repeats.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class World(room.World):
 
     def close(self) -> None:
         super().close()
-        self._tidy("rank*.log")  # torchrun's log may show the order in which it ended the ranks
+        self._tidy("rank*.log")  # torchrun's log alone is not worth keeping: it may only show how it ended the ranks
 
     def _tidy(self, worth_keeping: str) -> None:
         if self._own is not None and not any(file.stat().st_size for file in self._own.glob(f"logs/{worth_keeping}")):
@@ -89,7 +89,7 @@ class World(room.World):
 
 
 def prepare(name: str, config: Mapping[str, Any], *, out: str | os.PathLike[str] | None = None, **options: Any) -> Lab:
-    """Make a lab: check its config and make its folder; its ranks start with its first step. `options` are Lab's."""
+    """Make a lab: check its config and make its folder. Its ranks start with its first step. `options` are passed to Lab."""
     return Lab(
         find(name),
         config,
@@ -112,7 +112,7 @@ def lab(
 ) -> Lab:
     """Start a lab to step by hand. `config` sets its fields, `fault` switches a known bug on, `out` is the run's folder.
 
-    `world` is one that is there already: its ranks are used and left alive.
+    With `world`, the lab uses the ranks of that World and leaves them alive.
     """
     return prepare(name, config, fault=fault, out=out, tolerances=tolerances, world=world).start()
 
@@ -132,21 +132,21 @@ def run(
 
 
 def panel(name: str, *, fault: str | None = None, out: str | os.PathLike[str] | None = None, **config: Any) -> Panel:
-    """A panel of a lab: its settings, buttons, a strip of phases and ranks, and the run. Ranks start with its Start."""
+    """Return a panel of a lab: its settings, buttons, a strip of phases and ranks, and the run. Its Start button starts the ranks."""
     from kit.view.panel import make
 
     return make(find(name), config, fault=fault, out=out, plotter=plot)
 
 
 def panel_of(lab: Lab) -> Panel:
-    """The panel that `lab.panel()` returns, in the current state of the lab."""
+    """Return the panel for `lab.panel()`, in the current state of the lab."""
     from kit.view.panel import adopt
 
     return adopt(lab, plotter=plot)
 
 
 def load(path: str | os.PathLike[str]) -> Run:
-    """A run from disk, complete or partial: its folder, or its id where it is among the runs."""
+    """Load a run from disk, complete or partial, by its folder or by its id in the runs folder."""
     return Run(find_run(Path(path)), checks=checks_of, plotter=plot)
 
 
@@ -159,10 +159,10 @@ def runs(
     verdict: str | None = None,
     **config: Any,
 ) -> pd.DataFrame:
-    """The runs as a table, newest first: those of a lab, with a fault (`fault=""`: without one), a status, a verdict
-    (failed, passed, not judged), or a setting (`tp=2`). `folder` is the runs folder unless it is given.
+    """Return the runs as a table, newest first, filtered by lab, fault (`fault=""`: none), status, verdict (failed, passed,
+    not judged) or a setting (`tp=2`). `folder` defaults to the runs folder.
 
-    The column `set` has the settings that are not the lab's defaults, `dir` what `kit.load` takes.
+    The column `set` has the settings that are not the lab's defaults; `dir` is the argument for `kit.load`.
     """
     from kit.labs.discover import table
 
@@ -178,7 +178,7 @@ def plot(run: Run, name: str = "overview", **options: Any) -> object:
 
 # -- sweeps --------------------------------------------------------------------------------------------------------------
 
-BETWEEN = re.compile(r",(?![^\[]*\])")  # commas, but not those of a list
+BETWEEN = re.compile(r",(?![^\[]*\])")  # commas outside of a list
 INTERRUPTED = 130
 Ended = tuple[int, dict[str, Any]]  # the exit status of a run, and its JSON
 
@@ -192,14 +192,14 @@ class Point(NamedTuple):
 
 
 def points(lab: Definition, sweeps: Mapping[str, str], repeat: int) -> list[Point]:
-    """Every combination, the repeats of all of them one after the other, so that a slow drift of the machine touches all alike."""
+    """Return every combination, then all of them again per repeat, so that a slow drift of the machine affects all equally."""
     texts = [[(name, text) for text in BETWEEN.split(values)] for name, values in sweeps.items()]
     swept = [from_text(lab, dict(pairs)) for pairs in itertools.product(*texts)]
     return [Point(one, number) for number in range(1, repeat + 1) for one in swept]
 
 
 def check_points(lab: Definition, given: Mapping[str, Any], found: Sequence[Point], fault: str | None) -> None:
-    """Refuse a sweep with a run that could not start, before the first one does."""
+    """Refuse a sweep that has a run which could not start, before the first run starts."""
     for point in found:
         wrong = complaints(lab, {**given, **point.swept}, find_fault(lab, fault))
         if wrong:
@@ -209,7 +209,7 @@ def check_points(lab: Definition, given: Mapping[str, Any], found: Sequence[Poin
 def sweep(
     lab: str, found: Sequence[Point], out: Path | None, run: Callable[[dict[str, Any], Path], Ended]
 ) -> tuple[int, Path]:
-    """Run every point. Ends with the worst that a run ended with; an interrupt ends the sweep, and the index has what ran."""
+    """Run every point; return the worst exit status and the folder. An interrupt ends the sweep, and the index has the runs so far."""
     folder = (out or runs_dir() / f"{lab}-sweep-{unique()}").expanduser().absolute()
     if (folder / INDEX).exists():
         raise BadInput(f"{folder} already holds a sweep; choose another folder")
@@ -225,7 +225,7 @@ def sweep(
 
 
 def spread(folder: Path, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each combination the median, lowest and highest over its repeats: of each phase's median time, and of each check's number."""
+    """Return per combination the median, minimum and maximum over its repeats of each phase's median time and each check's number."""
     import pandas as pd
 
     found = []
@@ -243,7 +243,7 @@ def spread(folder: Path, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 
 def runs_of(folder: Path) -> list[Path]:
-    """The runs of a sweep in their order; the folder itself where it is no sweep."""
+    """Return the runs of a sweep in order, or the folder itself if it is no sweep."""
     if not (folder / INDEX).is_file():
         return [folder]
     return sorted(list_runs(folder))

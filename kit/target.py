@@ -1,4 +1,4 @@
-"""`module:attr`: how a person names code, here and on ranks; and where the kit's own files are. Standard library only."""
+"""Load code that is named as `module:attr`, here and on ranks; find the kit's own files. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-# Code that the configs of older runs name where it was.
+# Code that has moved: the configs of older runs have its old name.
 MOVED = {
     "kit.labs.split.ranks.losses:of_recipe": "kit.labs.split.ranks.backends:of_recipe",
     "kit.share.own:Pipeline": "kit.share.member:Pipeline",
@@ -20,12 +20,12 @@ def is_target(text: object) -> bool:
 
 
 def current(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings, with code that has moved by its name of today."""
+    """Return the settings with the current names of code that has moved."""
     return {name: MOVED.get(value, value) if isinstance(value, str) else value for name, value in values.items()}
 
 
 def load(target: str) -> Any:
-    """What `module:attr` or `module:attr.attr` names."""
+    """Return the object that `module:attr` or `module:attr.attr` names."""
     module, _, attributes = target.partition(":")
     found: Any = import_module(module)
     for attribute in attributes.split("."):
@@ -57,7 +57,7 @@ def kit_version() -> str:
 
 
 def shipped(name: str) -> Path:
-    """`notebooks`, `docs` or `data`: beside the code in a checkout, else where a wheel put them."""
+    """Return the folder `notebooks`, `docs` or `data`: beside the code in a checkout, otherwise where a wheel put it."""
     checkout = Path(__file__).resolve().parents[1]
     if (checkout / "pyproject.toml").is_file():
         return checkout / name

@@ -1,4 +1,4 @@
-"""What every test may lean on: that nothing is left behind, and what each part of the tests took at the end."""
+"""Rules for every test: nothing may be left behind; a summary shows how long each part of the tests took."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     lanes.mark(items)
     if not config.getoption("--every"):
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def draw(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests marked `drawn(n)`, keep n for each file and group, drawn by the commit's hash."""
+    """Keep n of the tests marked `drawn(n)` for each file and group, chosen by the commit's hash."""
     commit = head()
     groups: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
@@ -55,11 +55,11 @@ def head() -> str:
 
 
 def pytest_configure() -> None:
-    """A shell that starts a job in the background has it ignore SIGINT, and so would every process that a test starts."""
+    """Restore SIGINT: a job started in a shell's background ignores it, and so would every process that a test starts."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-STARTED: list[str] = []  # commands that started ranks, since the last test
+STARTED: list[str] = []  # commands that started ranks since the last test
 
 
 def note_ranks(event: str, arguments: tuple[Any, ...]) -> None:
@@ -72,7 +72,7 @@ sys.addaudithook(note_ranks)
 
 @pytest.fixture(autouse=True)
 def lane(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails when a test started ranks that was not to: tests with ranks run one after another, all others beside them."""
+    """Fail if a test without the mark `ranks` started ranks: tests with ranks run one after another, all others beside them."""
     yield
     started = STARTED.copy()
     STARTED.clear()
@@ -82,27 +82,25 @@ def lane(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: each `gc.collect()` of a test would look through all of it again."""
+    """Exempt everything imported so far from garbage collection; otherwise each `gc.collect()` in a test scans all of it again."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    """Fails when the test left a process, folder, file descriptor or shared-memory segment of a World behind."""
+    """Fail if the test left a process, folder, file descriptor or shared-memory segment of a World behind."""
     with nothing_added():
         yield
 
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """Fails when the test left a variable of the environment changed: every World that is started later inherits it."""
+    """Fail if the test left an environment variable changed: every World started later would inherit it."""
     before = dict(os.environ)
     yield
     changed = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
-    assert (
-        changed - {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"} == set()
-    )  # pytest's own, and one that torch sets
+    assert changed - {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"} == set()  # set by pytest and by torch
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

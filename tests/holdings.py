@@ -1,4 +1,4 @@
-"""What a World holds on this machine, to see that nothing of it is left."""
+"""What a World holds on this machine, to check that nothing of it is left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kit.world import leftovers
 
 
 def marked(owner: int) -> list[int]:
-    """Processes, zombies included, that a World of the process `owner` started and that are still there."""
+    """Return existing processes, zombies included, that a World of the process `owner` started."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -29,7 +29,7 @@ def marked(owner: int) -> list[int]:
 
 @contextlib.contextmanager
 def nothing_added() -> Iterator[None]:
-    """Fails when this process holds something at the end that it did not hold at the beginning."""
+    """Fail if this process holds something at the end that it did not hold at the beginning."""
     before = holdings(os.getpid())
 
     def added() -> dict[str, list[object]]:
@@ -43,7 +43,7 @@ def nothing_added() -> Iterator[None]:
 
 
 def holdings(owner: int) -> dict[str, list[Any]]:
-    """All that a World could leave behind, as of now."""
+    """Everything that a World could leave behind, at this moment."""
     return {
         "processes": marked(owner),
         "folders": [path.name for path in leftovers.base().iterdir() if f":{owner}:" in path.name],
@@ -55,8 +55,8 @@ def holdings(owner: int) -> dict[str, list[Any]]:
 
 
 def is_segment(name: str, owner: int) -> bool:
-    """Whether a file of /dev/shm may be a World's of this owner. Tests of another worker have Worlds too: torch names the process that
-    made a file, and one that is alive and of another owner is none of ours."""
+    """Whether a file of /dev/shm may belong to a World of this owner. Worlds of other test workers run beside it: torch's file names
+    contain the pid of the process that made the file, and a file of a living process with another owner does not count."""
     if not name.startswith(("torch", "kit", "sem.mp")):
         return False
     maker = re.match(r"torch_(\d+)_", name)
@@ -66,12 +66,12 @@ def is_segment(name: str, owner: int) -> bool:
 
 
 def memory_files() -> list[str]:
-    """The memory files that this process holds, by descriptor or by mapping."""
+    """Memory files that this process holds by descriptor or by mapping."""
     return [one.name for one in shared_memory().values() if one.name.startswith(MEMFD)]
 
 
 def is_channel(fd: Path) -> bool:
-    """Whether a descriptor is of a kind that a World opens. Files elsewhere (fonts, caches) are not its own, whatever their names."""
+    """Whether a descriptor is of a kind that a World opens. Other files (fonts, caches) do not count, whatever their names."""
     try:
         target = os.readlink(fd)
     except FileNotFoundError:
@@ -80,7 +80,7 @@ def is_channel(fd: Path) -> bool:
 
 
 def wait_for(condition: object, seconds: float = 10.0) -> bool:
-    """Poll until `condition()` holds; for ends of processes, which nobody can be told of."""
+    """Poll until `condition()` holds; used for process ends, which send no notification."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():  # type: ignore[operator]

@@ -1,9 +1,9 @@
-"""Runs tests in two processes at once, and says how long each part of the tests may take.
+"""Run the tests in two processes at once, and report each part's time against its budget.
 
     python -m tests.lanes -m "not slow and not browser"
 
-The first process runs most tests that start ranks, the second one all others, the browser, and those of some labs. Each counts only
-processes, files and shared memory that it made itself. `pytest` alone runs everything in one process.
+The first process runs most tests that start ranks; the second runs all others, the browser, and some labs. Each counts only the processes,
+files and shared memory that it made itself. `pytest` alone runs everything in one process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# Fixtures with ranks, and those that count what ranks leave.
+# Fixtures that start ranks, and those that check what ranks leave behind.
 FIXTURES = {"nothing_left", "world", "worlds", "launch", "offload", "split", "sync", "client", "finished"}
 FILES = (
     "tests/bench/",
@@ -62,7 +62,7 @@ FILES = (
     "tests/view/test_worlds.py",
     "tests/world/",
 )
-# Of these, the ones with ranks run in the second process, which would otherwise end long before the first one.
+# Tests with ranks in these run in the second process, which would otherwise finish long before the first.
 BESIDE = (
     "tests/browser/",
     "tests/docs/",
@@ -86,13 +86,13 @@ def mark(items: Sequence[pytest.Item]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status of the process that fared worse; the output of the second one is shown when both have ended."""
+    """Return the worse exit status of the two processes; the second one's output is shown when both have ended."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("-m", dest="marks", required=True)
     asked, others = parser.parse_known_args(arguments)
     made = tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True)
     with made as folder, (Path(folder) / "log").open("w+", errors="replace") as log:
-        # The second process has a folder for temporary files of its own, since tests count what is in it.
+        # The second process has its own folder for temporary files, since tests count its content.
         command = [sys.executable, "-m", "pytest", *others, "-m"]
         ranks = subprocess.Popen([*command, f"({asked.marks}) and ranks and not beside"])
         beside = subprocess.Popen(
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         try:
             codes = {ranks.wait(), beside.wait()}
-        except KeyboardInterrupt:  # which both have got as well
+        except KeyboardInterrupt:  # both processes received it too
             codes = {ranks.wait(), beside.wait()}
         log.seek(0)
         sys.stdout.write(f"\nBeside the tests above:\n{log.read()}")
@@ -111,16 +111,17 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def starts_ranks(command: Any) -> bool:
-    """Whether a command line is that of a World's agent or of torchrun."""
+    """Whether a command line starts a World's agent or torchrun."""
     words = [str(word) for word in command] if isinstance(command, (list, tuple)) else [str(command)]
     return words[1:3] == ["-m", "torch.distributed.run"] or any(
         one.endswith("kit/world/agent.py") for one in words[1:2]
     )
 
 
-# -- what tests took -------------------------------------------------------------------------------------------------------
+# -- time per part
+# --------------------------------------------------------------------------------------------------------
 
-# Minutes. A name with a lab in it is each lab's own.
+# Minutes. A name that contains a lab has this budget for each lab.
 QUICK = {"no ranks": 2.5, "world": 1.0, "megatron and train": 1.5, "lab": 0.3, "other ranks": 3.0}
 SLOW = {
     "faults on ranks": 15.0,
@@ -147,7 +148,7 @@ SLOW_FILES = {
 
 
 def room(report: pytest.TestReport) -> tuple[str, float]:
-    """The part of the tests that a test belongs to, and the part's budget."""
+    """Return the part of the tests that a test belongs to, and the part's budget."""
     file = report.location[0]
     if not {"slow", "browser"}.isdisjoint(report.keywords):
         name = next((name for start, name in SLOW_FILES.items() if file.startswith(start)), "everything else")
@@ -166,7 +167,7 @@ def room(report: pytest.TestReport) -> tuple[str, float]:
 
 
 def write_budget(reporter: pytest.TerminalReporter) -> None:
-    """What each part of the tests took against its budget, and under it each file that took a second or more."""
+    """Write each part's time against its budget, and below it each file that took a second or more."""
     took: Counter[str] = Counter()
     files: dict[str, Counter[str]] = {}
     budgets: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""`kit ...` as people and scripts call it: what it prints and how it ends."""
+"""`kit ...` as people and scripts call it: output and exit status."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Raises(Plain):
 
 
 class Cli:
-    """The command line with its runs in a folder of this test."""
+    """The command line with its runs in this test's folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -64,14 +64,14 @@ class Cli:
         return out, err
 
     def sentence(self, *words: object) -> str:
-        """What bad input is answered with: one line on stderr, status 2, and nothing else."""
+        """Expect bad input: return its one line on stderr, with status 2 and empty stdout."""
         out, err = self(*words, status=2)
         assert out == ""
         assert err.count("\n") == 1
         return err
 
     def json(self, *words: object, status: int = 0) -> Any:
-        """stdout is one JSON value and nothing else."""
+        """Expect exactly one JSON value on stdout; return it."""
         out, _ = self(*words, "--json", status=status)
         return json.loads(out)
 
@@ -193,8 +193,8 @@ def test_a_run_and_what_is_made_of_it(cli: Cli, tmp_path: Path) -> None:
     more = (*more, "--junit", tmp_path / "junit" / "two.xml")
     out, err = cli("run", "smoke", "--like", tmp_path / "one", *more, "--out", tmp_path / "two")
     assert "0 failed" in out
-    assert "\nmemory snapshots: " in out  # or why there are none
-    assert err == f"JUnit: {tmp_path}/junit/two.xml\n"  # nobody watches: no progress
+    assert "\nmemory snapshots: " in out  # or the reason why there are none
+    assert err == f"JUnit: {tmp_path}/junit/two.xml\n"  # no terminal: no progress
     assert 'failures="0"' in (tmp_path / "junit" / "two.xml").read_text()
     assert json.loads((tmp_path / "two" / "run.json").read_text())["config"]["cycles"] == 2
     shown = cli.json("show", tmp_path / "two")
@@ -274,7 +274,7 @@ def test_a_notebook_without_a_browser(cli: Cli, tmp_path: Path) -> None:
     made = Path(out.strip())
     assert made.parent == cli.runs / "notebooks"
     assert "n is 2" in made.read_text()
-    assert err == ""  # nobody watches: no progress
+    assert err == ""  # no terminal: no progress
     assert "mine.ipynb has no parameter 'm'; allowed are: n" in cli.sentence("notebook", path, "-p", "m", "5")
     assert "'9' does not name one notebook" in cli.sentence("notebook", "9")
     _, err = cli("notebook", path, "-p", "n", "0", "--to", tmp_path / "broken.html", status=3)
@@ -282,7 +282,7 @@ def test_a_notebook_without_a_browser(cli: Cli, tmp_path: Path) -> None:
     assert "ZeroDivisionError" in (tmp_path / "broken.html").read_text()
 
 
-# Their own tests run every fault that ends with 1; those of smoke show how the command ends.
+# The labs' own tests run every fault that ends with 1; those of smoke show here how the command ends.
 JUDGED_THERE = ("offload", "share", "split", "stream", "sync")
 FAULTS = [
     pytest.param(
@@ -357,7 +357,7 @@ def test_the_version_is_the_packages(cli: Cli) -> None:
 
 
 def test_a_fault_of_the_kit_itself_is_no_failed_check(cli: Cli, tmp_path: Path) -> None:
-    """Python ends with 1 after an exception, and 1 is the word for a check that failed."""
+    """Python exits with 1 after an exception, but 1 means that a check failed."""
     (tmp_path / "kit_doctor_breaks.py").write_text("import kit.doctor\nkit.doctor.examine = lambda: {}['gone']\n")
     code = "import kit_doctor_breaks, kit.cli, sys; sys.exit(kit.cli.main(['doctor']))"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=cli.env, capture_output=True, text=True)
@@ -421,14 +421,14 @@ def test_a_run_that_breaks(cli: Cli, tmp_path: Path) -> None:
     out, _ = cli("show", message["run"])
     assert "note: the run failed: RankError" in out
     assert "0 failed, " in out
-    again, _ = cli("check", status=3)  # the newest run is the one that broke
+    again, _ = cli("check", status=3)  # the newest run is the broken one
     assert "note: the run failed: RankError" in again
     assert "\n-  groups_return_to_baseline" in again
     cli("export", message["run"], "--to", tmp_path / "partial.csv")
 
 
 def start_slow(cli: Cli) -> tuple[subprocess.Popen[str], Path, list[int]]:
-    """A run whose ranks are asleep in a phase; its folder and what it started."""
+    """Start a run whose ranks sleep in a phase; return it, its folder and its processes."""
     (cli.folder / "mine.py").write_text(SLOW)
     process = cli.popen("run", "smoke", "--set", "implementation=mine:Slow", "--out", str(cli.folder / "slow"))
     assert process.stdout is not None
@@ -489,7 +489,7 @@ def test_doctor_says_what_is_missing(cli: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_clean_ends_what_a_dead_notebook_left(cli: Cli) -> None:
-    """Only what carries the mark of a notebook that is gone; a process of somebody else stays."""
+    """`kit clean` ends only processes with the mark of a dead notebook; unrelated processes stay."""
     gone = subprocess.Popen(["true"])
     gone.wait()
     mark = f"abc123@{machine.namespace()}:{gone.pid}:1"

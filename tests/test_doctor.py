@@ -1,4 +1,4 @@
-"""What doctor tells of a machine with GPUs; made up here, where there are none."""
+"""What doctor reports about a machine with GPUs, with made-up GPUs."""
 
 from __future__ import annotations
 

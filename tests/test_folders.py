@@ -1,4 +1,4 @@
-"""Every command that reads runs reads each folder that a kill, a full disk or a stranger can leave, without a traceback."""
+"""Commands that read runs handle every folder that a kill, a full disk or a stranger can leave, without a traceback."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TORN = (b"\xff\xfe\n", b'{"run": 1}\n', b"null\n", b"[]\n\n", b'{"run":"r","lab"
 
 
 def whole_run(folder: Path, dice: random.Random) -> None:
-    """A run of some lab with everything that a run folder can hold."""
+    """Write a run of a random lab with everything that a run folder can hold."""
     writer = create_run(folder, dice.choice(LABS), {"ranks": 2, "cycles": 3}, {"host": "x"}, out=folder)
     for cycle in range(dice.randrange(4)):
         for phase in PHASES:
@@ -50,25 +50,25 @@ def whole_run(folder: Path, dice: random.Random) -> None:
 
 
 def damage(folder: Path, dice: random.Random) -> None:
-    """What is cut, missing or written over."""
+    """Cut, remove or overwrite something in the folder."""
     records, info, verdict = folder / "records.jsonl", folder / "run.json", folder / "verdict.json"
     data = records.read_bytes()
     match dice.randrange(12):
-        case 0 | 1 | 2:  # a kill at any byte
+        case 0 | 1 | 2:  # killed at any byte
             records.write_bytes(data[: dice.randrange(len(data) + 1)])
             verdict.unlink()
-        case 3:  # another rank went on behind a torn line
+        case 3:  # another rank wrote after a torn line
             at = dice.randrange(len(data) + 1)
             records.write_bytes(data[:at] + dice.choice(TORN) + data[at:])
         case 4:
             records.unlink()
-        case 5:  # before the first rename
+        case 5:  # killed before the first rename
             info.rename(folder / ".run.json.1-ab.tmp")
         case 6:
             info.write_bytes(info.read_bytes()[: dice.randrange(200)])
         case 7:
             verdict.write_bytes(verdict.read_bytes()[: dice.randrange(60)])
-        case 8:  # a value of another kind
+        case 8:  # a value of the wrong kind
             reported: dict[str, Any] = json.loads(info.read_text())
             reported[dice.choice(list(reported))] = dice.choice((None, 3, "x", [], {"a": {"b": []}}, [1], True))
             info.write_text(json.dumps(reported))
@@ -114,7 +114,7 @@ def test_200_folders_are_read_without_a_traceback(tmp_path: Path, capfd: pytest.
 def test_200_folders_make_reports(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Figures are made, and not rendered, which would take most of the time; the test below renders some."""
+    """Figures are made but not rendered, which would take most of the time; the test below renders some."""
     monkeypatch.setattr("kit.view.report.data_uri", lambda picture: "data:,")
     for folder in folders(tmp_path / "runs"):
         asked(capfd, "report", folder, "--to", tmp_path / "page.html")
@@ -127,7 +127,7 @@ def test_some_folders_make_reports(tmp_path: Path, capfd: pytest.CaptureFixture[
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A finished run whose names are what mathematics and templates are written in."""
+    """A finished run with names made of math and template syntax."""
     folder = tmp_path / "run"
     writer = create_run(tmp_path, "own", {"{{x}}": "$\\frac{"}, {}, out=folder, fault="$\\sum{")
     writer.append(
@@ -170,7 +170,7 @@ def test_a_report_shows_no_file_from_outside_its_run(
 
 
 def test_check_says_what_differs_from_the_stored_verdict(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert "same as the stored verdict" in asked(capfd, "check", run)  # a lab without checks here has those it stored
+    assert "same as the stored verdict" in asked(capfd, "check", run)  # no lab checks here: uses the stored ones
     info = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(
         json.dumps({**info, "lab": "smoke", "config": {"ranks": 1, "cycles": 3, "groups": 1}})

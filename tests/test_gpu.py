@@ -1,4 +1,4 @@
-"""What NVML's answers are taken to mean. The library here is a stand-in with the same calls; no GPU is asked."""
+"""How NVML's answers are interpreted. A stand-in library with the same calls is used; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BUS = "00000000:19:00.0"
 
 
 class StandIn:
-    """NVML with one GPU and these processes on it: (pid, bytes)."""
+    """NVML with one GPU and the given processes on it: (pid, bytes)."""
 
     def __init__(self, *processes: tuple[int, int]) -> None:
         self.processes = processes
@@ -40,7 +40,7 @@ def test_a_process_has_what_is_listed_under_its_number():
 
 
 def test_another_process_of_that_number_is_not_taken_for_it():
-    """In a container the driver may list the host's numbers."""
+    """In a container the driver may list the host's pids."""
     assert gpu_process_bytes(StandIn((11, 100 * MIB)), BUS, 11, at_least=200 * MIB) is None
 
 
@@ -53,12 +53,12 @@ def test_there_is_no_answer_where_the_driver_gives_none():
 
 
 def test_the_structure_is_as_large_as_the_library_s():
-    """Two 32-bit numbers after a 32-bit and a 64-bit one, which stands at a multiple of 8."""
+    """Two 32-bit numbers follow a 32-bit and a 64-bit one, which is aligned to 8 bytes."""
     assert (ctypes.sizeof(machine.GpuProcess), machine.GpuProcess.used.offset) == (24, 8)
 
 
 class Busy:
-    """NVML with two GPUs, one of which may not say how busy it is."""
+    """NVML with two GPUs, one of which does not report its utilisation."""
 
     def __init__(self, *percent: int) -> None:
         self.percent = percent
@@ -89,7 +89,7 @@ def test_a_box_without_a_driver_has_no_library(monkeypatch):
     machine.nvml.cache_clear()
 
 
-# As torch 2.13's wheels for CUDA 13 list them.
+# As listed by torch 2.13's wheels for CUDA 13.
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 
 
@@ -103,12 +103,12 @@ WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
         ((8, 9), ["sm_80", "sm_90"], True),  # code for 8.0 runs on 8.9
         ((8, 0), ["sm_86"], False),
         ((10, 0), ["sm_80", "sm_90"], False),
-        ((12, 0), ["sm_90", "compute_90"], True),  # PTX is compiled anew for what is later
+        ((12, 0), ["sm_90", "compute_90"], True),  # PTX is compiled for later GPUs
         ((7, 5), ["sm_80", "compute_80"], False),
         ((9, 0), ["sm_90a"], True),
-        ((10, 0), ["compute_90a"], False),  # of that architecture alone
+        ((10, 0), ["compute_90a"], False),  # for that architecture only
         ((10, 3), ["sm_100a"], False),
-        ((10, 3), ["sm_100f", "compute_100f"], True),  # of the family
+        ((10, 3), ["sm_100f", "compute_100f"], True),  # for the family
         ((12, 0), ["compute_100f"], False),
         ((9, 0), [], False),
         ((9, 0), ["gfx90a"], False),  # torch for ROCm

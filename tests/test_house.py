@@ -1,4 +1,4 @@
-"""The house's import rules: who may import whom, what ranks may need, and what must stay unloaded."""
+"""The import rules of the rooms: who may import whom, what ranks may need, and what must stay unloaded."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ ONLY_IN = {
     "ipywidgets": {"view"},
     "IPython": {"view"},
 }
-# What ranks are asked for by name; in a lab's own folder that is all under `ranks`.
+# Modules that ranks import by name; in a lab's own folder these are all under `ranks`.
 LABS_ON_RANKS = {KIT / "labs" / "rankside.py", KIT / "labs" / "bystander.py"}
 RANK_ROOMS = {"measure", "megatron", "train", "sync"}
-# A config's `fits` weighs it against the machine; plain arithmetic of the standard library, harmless where a rank loads it along.
-# The schema and the writer of records are the ranks' too.
+# A config's `fits` compares it with the machine: plain standard-library arithmetic, harmless where ranks load it.
+# Ranks also use the schema and the writer of records.
 BOTH_SIDES = (
     "kit.stream.ports.",
     "kit.stream.settings.",
@@ -62,7 +62,7 @@ RANK_FILES = {
     *(KIT / "world" / f"{name}.py" for name in ("__init__", "agent", "agentside", "channel", "device")),
     *(KIT / "world" / f"{name}.py" for name in ("leftovers", "rankside")),
 }
-# Ranks may lack these two: test_hashes and test_checkpoint hold what happens then.
+# Ranks may lack these two: test_hashes and test_checkpoint test that case.
 AT_HAND = {"xxhash", "safetensors"}
 RANK_PACKAGES = {"torch", "numpy", "megatron", "kit"} | AT_HAND | set(sys.stdlib_module_names)
 HEAVY = {"torch", "numpy", "pandas", "pydantic", "matplotlib", "IPython", "ipywidgets", "megatron", "pyarrow", "jinja2"}
@@ -76,7 +76,7 @@ def room(path: Path) -> str:
 
 
 def of_pictures(path: Path) -> bool:
-    """A lab's pictures: a module or a folder of that name."""
+    """Whether a path belongs to a lab's pictures: a module or a folder `pictures`."""
     return room(path) == "labs" and "pictures" in path.with_suffix("").parts
 
 
@@ -88,7 +88,7 @@ def on_ranks(path: Path) -> bool:
 
 @functools.cache
 def labs_on_ranks() -> frozenset[Path]:
-    """The files of labs that ranks load: those under a lab's `ranks`, and every file of labs that these import."""
+    """Files of labs that ranks load: those under a lab's `ranks`, and every file of labs that these import."""
     files = modules([path for path in FILES if room(path) == "labs"])
     todo = [name for name, path in files.items() if path in LABS_ON_RANKS or "ranks" in path.relative_to(KIT).parts]
     found: set[str] = set()
@@ -102,19 +102,19 @@ def labs_on_ranks() -> frozenset[Path]:
 
 
 def packages_of(name: str) -> list[str]:
-    """A dotted name and every package above it: they are loaded before it."""
+    """A dotted name and every package above it, which are loaded before it."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 def modules(paths: Iterable[Path]) -> dict[str, Path]:
-    """Files by the names of their modules."""
+    """Map module names to files."""
     return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
 
 
 @functools.cache
 def imports(path: Path, *, typing: bool = False) -> set[str]:
-    """Dotted names of what a file imports, inside functions too. What only the type checker sees counts with `typing`."""
+    """Dotted names that a file imports, also inside functions. Imports for the type checker only count with `typing`."""
     return set(_imports(ast.parse(path.read_text()), typing=typing))
 
 
@@ -138,7 +138,7 @@ def _imports(node: ast.AST, *, typing: bool) -> Iterator[str]:
 
 
 def arrows(files: Mapping[str, Path]) -> dict[str, set[str]]:
-    """The files that each file imports, by module; a name in a package is its module where there is one."""
+    """For each module, the files that it imports; a name in a package counts as its module if it is one."""
     return {
         module: {
             found
@@ -150,7 +150,7 @@ def arrows(files: Mapping[str, Path]) -> dict[str, set[str]]:
 
 
 def circle(found: Mapping[str, set[str]]) -> list[str]:
-    """One circle of imports between files, as it is walked; empty where there is none."""
+    """One import circle between files in its order; empty if there is none."""
     try:
         TopologicalSorter(found).prepare()
     except CycleError as error:
@@ -159,7 +159,7 @@ def circle(found: Mapping[str, set[str]]) -> list[str]:
 
 
 def rooms_of(names: set[str]) -> set[str]:
-    """The rooms that names lie in; modules that every room may use are in none."""
+    """The rooms of the given names; modules that every room may use belong to none."""
     seconds = {name.split(".")[1] if "." in name else FACE for name in names if name.split(".")[0] == "kit"}
     return {second if second in ROOMS else FACE for second in seconds if second not in EVERYBODYS}
 
@@ -170,7 +170,7 @@ def test_the_rules_cover_every_room() -> None:
 
 
 def broken_rules(path: Path) -> Iterator[str]:
-    """A sentence for each import that a file must not have."""
+    """Yield a sentence for each forbidden import of a file."""
     names = imports(path)
     here = room(path)
     if beyond := rooms_of(names) - {here} - MAY_IMPORT[here]:
@@ -259,7 +259,7 @@ def test_the_rules_see_what_breaks_them(tmp_path: Path) -> None:
 
 
 def loaded_by(code: str) -> set[str]:
-    """Top-level packages and modules of the kit in a fresh interpreter after it ran some code."""
+    """Run code in a fresh interpreter; return the names of all modules loaded afterwards."""
     script = f"import sys\n{code}\nprint()\nprint(' '.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
     return set(done.stdout.splitlines()[-1].split())

@@ -1,4 +1,4 @@
-"""Limits are found in both versions of control groups, at whatever level they were set."""
+"""Limits are found in both versions of control groups, at whatever level they are set."""
 
 import fcntl
 import os
@@ -89,7 +89,7 @@ def test_this_machine_answers():
     ("stat", "available_kib", "expected"),
     [
         ({}, 100, 2400),
-        ({"pod/memory.stat": "anon 9\ninactive_file 1000"}, 100, 3000),  # then another level has the least room
+        ({"pod/memory.stat": "anon 9\ninactive_file 1000"}, 100, 3000),  # now another level has the least free memory
         ({}, 1, 1024),
     ],
 )

@@ -1,4 +1,4 @@
-"""What is decided from NCCL's version, held against the versions that PyTorch's own builds carry."""
+"""Decisions based on NCCL's version, compared with the versions in PyTorch's own builds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_torch_without_cuda_has_none():
 
 
 def test_a_library_that_is_loaded_is_asked_itself(tmp_path, monkeypatch):
-    """A stand-in library with NCCL's one call, since this machine need not have NCCL."""
+    """A stand-in library with NCCL's one call, since this machine may lack NCCL."""
     source = tmp_path / "nccl.c"
     source.write_text("int ncclGetVersion(int *v) { *v = 23001; return 0; }")
     library = tmp_path / "libnccl-stand-in.so"
@@ -44,7 +44,7 @@ def test_a_library_that_is_loaded_is_asked_itself(tmp_path, monkeypatch):
 
 
 def test_nccl_inside_of_torch_is_asked_of_torch(monkeypatch):
-    """Of a stand-in for torch: the wheels bring a library."""
+    """With a stand-in for torch, because its wheels load NCCL as a library."""
     monkeypatch.setattr(nccl, "LIBRARY", "libnccl-that-is-not-there.so")
     monkeypatch.setitem(
         sys.modules,
@@ -56,7 +56,7 @@ def test_nccl_inside_of_torch_is_asked_of_torch(monkeypatch):
     assert nccl.running() is None
 
 
-# torch, and the NCCL of its wheels: 2.11 for CUDA 12 and 13; 2.12 and 2.13 for CUDA 13 and for CUDA 12.6.
+# torch and the NCCL of its wheels: 2.11 for CUDA 12 and 13; 2.12 and 2.13 for CUDA 13 and for CUDA 12.6.
 WHEELS = [
     ("2.11.0", (2, 28, 9), "2.28.9 cannot suspend"),
     ("2.12.1+cu130", (2, 29, 7), ""),
@@ -123,7 +123,7 @@ def test_gpus_are_shared_by_the_flag_where_there_is_one():
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """A torch that says it has so many GPUs, and an NCCL of a version: stand-ins for a machine with GPUs."""
+    """Make torch report a number of GPUs, and NCCL a version: stand-ins for a machine with GPUs."""
 
     def have(count, version):
         monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -167,7 +167,7 @@ def test_it_asks_no_gpu_and_loads_nothing_heavy():
 
 
 class Default:
-    """A default group that is bound to its device, as far as `unbound` looks."""
+    """Stand-in for a default group bound to its device, with only the attribute that `unbound` reads."""
 
     def __init__(self, device):
         self.bound_device_id = device

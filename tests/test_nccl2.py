@@ -1,7 +1,7 @@
 """Groups over `nccl2` by splits of WORLD: Megatron's own calls for eight ranks in one process, over torch's fake backend.
 
-`assumed`: `split_group` is entered by every rank of WORLD with the same ranks and gives each its own group (torch/distributed/
-distributed_c10d.py of 2.13; pytorch/pytorch#190943 for nccl2). No torch with nccl2 has run it: the split is a stand-in here.
+`assumed`: every rank of WORLD enters `split_group` with the same ranks, and each gets its own group (torch/distributed/ distributed_c10d.py
+of 2.13; pytorch/pytorch#190943 for nccl2). No torch with nccl2 has run this: the split is a stand-in here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Splits = list[tuple[list[list[int]], Any, Any]]
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Splits]]:
-    """One rank of eight, whose groups are split off WORLD; and the splits that it makes."""
+    """Return a function that makes this process one of eight ranks with groups split off WORLD, and returns the rank's list of splits."""
     from megatron.core import parallel_state
 
     plain, before = c10d.new_group, back_to(parallel_state)
@@ -87,7 +87,7 @@ def noted(made: list[list[int]], ranks: list[int], **how: Any) -> Any:
     ],
 )
 def test_megatrons_groups_are_one_split_a_partition(fake: Callable[[int], Splits], sizes: dict[str, int]) -> None:
-    """All ranks enter the same splits in the same order, and each has the groups that torch gives it without."""
+    """All ranks enter the same splits in the same order, and each gets the same groups as from torch's own new_group."""
     from megatron.core import parallel_state
 
     every: list[Splits] = []

@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom in a real kernel, as `Run All Cells` does."""
+"""Every notebook runs from top to bottom in a real kernel, as with `Run All Cells`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def missing_names(source: str) -> list[str]:
-    """What a cell imports of the kit and the kit does not have."""
+    """Names that a cell imports from the kit but that do not exist."""
     plain = re.sub(r"(?m)^([ \t]*)[%!].*$", r"\1pass", source)
     found = []
     for node in ast.walk(ast.parse(plain)):
@@ -46,7 +46,7 @@ def test_a_missing_import_is_seen() -> None:
 
 
 def execute(path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> nbformat.NotebookNode:
-    """The notebook with its outputs; its runs go to `runs`."""
+    """Run a notebook and return it with its outputs; its runs go to `runs`."""
     monkeypatch.setenv("KIT_RUNS", str(runs))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
     notebook = nbformat.read(path, as_version=4)
@@ -61,7 +61,7 @@ def outputs(notebook: nbformat.NotebookNode, ident: str) -> list[nbformat.Notebo
 
 
 def text(notebook: nbformat.NotebookNode, ident: str) -> str:
-    """What a cell shows, as plain text."""
+    """A cell's output as plain text."""
     return "\n".join(
         "\n".join(out["traceback"]) if out["output_type"] == "error" else out.get("text") or out["data"]["text/plain"]
         for out in outputs(notebook, ident)
@@ -69,7 +69,7 @@ def text(notebook: nbformat.NotebookNode, ident: str) -> str:
 
 
 def panel(notebook: nbformat.NotebookNode, lab: str) -> None:
-    """The panel is there and nothing else happened: ranks start with its Start."""
+    """Check that the cell shows the panel and does nothing else: only the Start button starts ranks."""
     (out,) = outputs(notebook, "panel")
     assert "application/vnd.jupyter.widget-view+json" in out["data"]
     assert f'kit.panel("{lab}"' in next(cell for cell in notebook["cells"] if cell["id"] == "panel")["source"]
@@ -106,7 +106,7 @@ def offload_reload(notebook: nbformat.NotebookNode, runs: Path) -> None:
     for ident in ("plot", "modes-plot"):
         assert "image/png" in outputs(notebook, ident)[-1]["data"]
     assert "old_groups_dead - " in text(notebook, "own")
-    assert len(list(runs.glob("offload-*/verdict.json"))) == 6  # the job, a fault, three modes, own code
+    assert len(list(runs.glob("offload-*/verdict.json"))) == 6  # one plain run, one fault, three modes, own code
 
 
 def weight_sync(notebook: nbformat.NotebookNode, runs: Path) -> None:
@@ -197,7 +197,7 @@ def time_sharing(notebook: nbformat.NotebookNode, runs: Path) -> None:
 
 
 def recorded(notebook: nbformat.NotebookNode) -> None:
-    """Other machines' numbers, under their names."""
+    """Check that the notebook shows other machines' numbers under their names."""
     assert re.search(r"recorded on [\w-]+, not here: ", outputs(notebook, "recorded")[-1]["data"]["text/html"])
 
 
@@ -227,7 +227,7 @@ def test_runs_from_top_to_bottom_and_shows_what_it_promises(path, tmp_path, monk
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_command_runs_one_with_other_parameters(tmp_path, monkeypatch):
-    """`kit notebook 01 -p cycles 5`: every run that the notebook makes with its parameters has them."""
+    """`kit notebook 01 -p cycles 5` sets the parameter in every run that the notebook makes with its parameters."""
     monkeypatch.setenv("KIT_RUNS", str(tmp_path / "runs"))
     command = [
         sys.executable,
@@ -244,7 +244,7 @@ def test_the_command_runs_one_with_other_parameters(tmp_path, monkeypatch):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'offload.html'}\n"), done.stderr
     cycles = [json.loads(path.read_text())["config"]["cycles"] for path in tmp_path.glob("runs/offload-*/run.json")]
-    assert sorted(cycles) == [1, 1, 5, 5, 5, 5]  # a fault and somebody's own code need one
+    assert sorted(cycles) == [1, 1, 5, 5, 5, 5]  # the runs with a fault and with own code need only one
     page = (tmp_path / "offload.html").read_text()
     assert "injected-parameters" in page
     assert "<script" not in page

@@ -1,4 +1,4 @@
-"""What only a GPU can tell, asked of the ranks' Python. One GPU is enough: ranks share it. Nothing here has run on one yet."""
+"""Checks that need a GPU, run through the ranks' Python. One GPU is enough: ranks share it. None of this has run on one yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public face: names, a World with a place for its logs, labs and runs."""
+"""The public interface: names, a World with a folder for its logs, labs and runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_error_has_its_words_however_it_was_made() -> None:
 
 
 def test_a_folder_of_that_name_does_not_hide_the_package(tmp_path: Path) -> None:
-    """As beside a checkout that was cloned into a folder `kit`."""
+    """As beside a checkout cloned into a folder named `kit`."""
     (tmp_path / "kit").mkdir()
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     script = "import kit; print(kit.World.__name__)"
@@ -57,7 +57,7 @@ def test_a_folder_of_that_name_does_not_hide_the_package(tmp_path: Path) -> None
 
 
 def test_what_a_world_leaves_is_reported_from_other_files(tmp_path: Path) -> None:
-    """matplotlib holds font files open once it has drawn; in a checkout named after the kit they have its name in their path."""
+    """matplotlib keeps font files open; in a checkout whose path contains the kit's name, they must not count as a World's."""
     before = holdings(os.getpid())["fds"]
     (tmp_path / "lifecycle-kit").mkdir()
     with (tmp_path / "lifecycle-kit" / "font.ttf").open("w"):

@@ -1,4 +1,4 @@
-"""The repository's own promises: stripped notebooks, one list of dependencies, pins for all of it, no machine's paths."""
+"""The repository's own promises: stripped notebooks, one list of dependencies, all of them pinned, no machine's paths."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def constraints() -> list[Requirement]:
 
 
 def tracked_text() -> list[Path]:
-    """The files that git tracks, or would if they were added, as long as they are text."""
+    """Text files that git tracks, or would track if they were added."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -88,7 +88,7 @@ def test_the_two_commands_are_reported_and_run_by_ci() -> None:
     steps = (ROOT / ".ci" / "run").read_text().splitlines()
     (tests,) = [index for index, step in enumerate(steps) if "make test test-all" in step.split("#")[0]]
     assert steps.index("make lint") < tests
-    assert steps[tests].startswith('HOME="$fresh" ')  # as on a machine where nobody ever ran anything
+    assert steps[tests].startswith('HOME="$fresh" ')  # as on a machine where nothing has run yet
 
 
 def test_an_environment_that_a_link_leads_to_is_left_alone(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_readme_links_lead_somewhere() -> None:
 
 
 def test_no_file_names_a_machine() -> None:
-    homes = re.compile(r"/(?:work|home|root|Users|opt/wheels)/(?!alice\b|x\b)[\w.]")  # alice and x are made up
+    homes = re.compile(r"/(?:work|home|root|Users|opt/wheels)/(?!alice\b|x\b)[\w.]")  # alice and x are placeholders
     found = [
         f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
         for file in tracked_text()

@@ -1,4 +1,4 @@
-"""Whether torch could route through torchcomms: asked in a process of its own, in which a package of the test's may lie on the path."""
+"""Whether torch can route through torchcomms, probed in a separate process with a test package on its path."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ask(path: Path, flag: str = "") -> dict[str, Any]:
 
 
 def package(folder: Path, version: str, code: str) -> None:
-    """A package that has torchcomms' name."""
+    """Make a package with torchcomms' name."""
     (folder / "torchcomms").mkdir()
     (folder / "torchcomms" / "__init__.py").write_text(code)
     about = folder / f"torchcomms-{version}.dist-info"

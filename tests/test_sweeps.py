@@ -1,4 +1,4 @@
-"""Several runs of a lab in one folder, and settings from files."""
+"""Several runs of a lab in one folder, and settings read from files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_index_has_every_run_and_the_spread(tmp_path: Path) -> None:
 
     out = tmp_path / "sweep"
     status, folder = sweep("smoke", points(find("smoke"), {}, 5), out, run)
-    assert (status, folder) == (130, out)  # interrupted in the third: the others do not run
+    assert (status, folder) == (130, out)  # interrupted in the third run; the other two do not start
     index = json.loads((out / "index.json").read_text())
     assert [(row["dir"], row["repeat"], row["exit"]) for row in index["runs"]] == [
         ("01", 1, 0),

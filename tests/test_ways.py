@@ -1,4 +1,4 @@
-"""How far a setting and a record travel through the house: the modules that they enter, seen with Python's profiler."""
+"""The path of a setting and of a record through the kit's modules, observed with Python's profiler."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kit.cli import main
 from kit.results import Record
 
 ROOM = f"{Path(kit.__file__).parent}/"
-SIZE = 977  # a number that nothing else in a run has
-# What the profiler of this process does not see: the ranks, and the messages that the crew takes apart as they arrive.
+SIZE = 977  # a number that occurs nowhere else in a run
+# Not seen by this process's profiler: code on the ranks, and messages that the crew decodes as they arrive.
 UNSEEN = {
     "measure/phase.py",
     "labs/rankside.py",
@@ -29,15 +29,15 @@ UNSEEN = {
     "world/channel.py",
     "world/crew.py",
 }
-# The verdict is another way than that to a plot, and which memory is drawn is asked beside it.
+# Besides the path to a plot, the verdict is made, and it is read which memory source is drawn.
 BESIDE = {"results/verdict.py", "results/frames.py"}
 
 
 @contextlib.contextmanager
 def entered(carries: Callable[[Any], bool], moment: str = "call", until: str = "") -> Iterator[list[str]]:
-    """Each call into a module from another one with an argument that carries it; at "return" each call that has had it at all.
+    """Record each call from another module with an argument for which `carries` holds; at "return", each call that ever held one.
 
-    The call of `until` is the last one.
+    Recording stops at the call `until`.
     """
     seen: list[str] = []
 

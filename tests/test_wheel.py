@@ -1,4 +1,4 @@
-"""The wheel is whole: installed outside the checkout it runs a lab and a notebook, and has the docs and data with it."""
+"""The wheel is complete: installed outside the checkout it runs a lab and a notebook, and contains the docs and data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tracked(*places: str) -> list[str]:
 
 
 def run(*command: object, cwd: Path, **env: str) -> str:
-    # Python's and pip's own settings would lead back to the checkout.
+    # Python's and pip's environment variables would point to the checkout.
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KIT_", "PIP_"))}
     done = subprocess.run(
         [str(word) for word in command], cwd=cwd, env={**plain, **env}, capture_output=True, text=True
@@ -35,7 +35,7 @@ def run(*command: object, cwd: Path, **env: str) -> str:
 
 
 def test_every_file_of_notebooks_docs_and_data_is_named_for_the_wheel() -> None:
-    """A new folder beside the others would be left out without a word."""
+    """Otherwise a new folder could be left out unnoticed."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
     found = {str(path.relative_to(ROOT)) for names in listed.values() for name in names for path in ROOT.glob(name)}
     shown = [name for name in tracked(*TAKEN) if not name.startswith(("docs/pictures/", "docs/api.py"))]
@@ -72,7 +72,7 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     here = next(path for path in sys.path if path.endswith("site-packages") and Path(path, "torch").exists())
     (site / "others.pth").write_text(
         f"{here}\n"
-    )  # what the kit needs is there; the kit itself only as a link, not followed
+    )  # the kit's dependencies, but not the kit itself: it is only a .pth link here, which is not followed
     run(*pip, "--python", env / "bin/python", "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
     runs = {"KIT_RUNS": str(tmp_path / "runs"), "MPLBACKEND": "agg"}
     where = "import kit.target as v; print(v.__file__, v.shipped('data'), sep='\\n')"
@@ -83,7 +83,7 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     assert "recorded on cpu-2core" in run(env / "bin/python", "-c", ask, cwd=tmp_path)
     message = run(env / "bin/kit", "run", "smoke", "--set", "cycles=2", "--set", "device=cpu", cwd=tmp_path, **runs)
     assert "0 failed" in message
-    page = tmp_path / "00.ipynb"  # a page would need the templates beside the other environment
+    page = tmp_path / "00.ipynb"  # an HTML page would need templates that are in the other environment
     run(env / "bin/kit", "notebook", "00", "-p", "cycles", "2", "--to", page, cwd=tmp_path, **runs)
     assert "groups_return_to_baseline" in page.read_text()
     run(env / "bin/kit", "notebook", "--copy", tmp_path / "mine", cwd=tmp_path, **runs)

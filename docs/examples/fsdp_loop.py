@@ -87,7 +87,7 @@ class Loop:
         (self.logprobs(torch.zeros(1, 2, dtype=torch.long, device=self.device)) * 0.0).sum().backward()
 
     def divide(self, normalizer: float) -> float:
-        """Divide gradients by the true count and clip them; returns the norm before clipping."""
+        """Divide gradients by the true count and clip them; return the norm before clipping."""
         for param in self.model.parameters():
             param.grad.div_(normalizer)
         return self.clip()

@@ -1,4 +1,4 @@
-"""Storages are copied to the host and resized to 0.
+"""Copy storages to the host and resize them to 0.
 kit run offload --set groups=false --set implementation=docs.examples.host_copies:HostCopies"""
 
 import subprocess
@@ -50,7 +50,7 @@ class HostCopies:
         yield buffer.grad_data
 
     def to_host(self, whole: torch.Tensor) -> torch.Tensor:
-        # Not whole.cpu(): on a CPU that is the tensor itself, which the next line empties.
+        # Not whole.cpu(): on a CPU that returns the tensor itself, which the next line empties.
         return torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda).copy_(whole)
 
 

@@ -35,7 +35,7 @@ class Trainer:
         self.state = "open and broken"  # until this call succeeds
         rows = len(data["input_ids"])
         pieces = [{name: value[at : at + self.mbs] for name, value in data.items()} for at in range(0, rows, self.mbs)]
-        # Undo two divisions: the schedule's by its microbatches and, if DDP takes means, DDP's by its ranks.
+        # Undo two divisions: the schedule's by its microbatches and, if DDP averages, DDP's by its ranks.
         mean = not self.chunk.config.calculate_per_token_loss
         self.undo = len(pieces) * (parallel_state.get_data_parallel_world_size() if mean else 1)
         with self.quiet(), self.chunk.no_sync():
@@ -120,7 +120,7 @@ class Trainer:
         return losses, raw
 
     def reduce(self) -> None:
-        """Reduce once: finish_grad_sync starts the reduction by itself, unless it overlaps with the backward pass."""
+        """Reduce once: finish_grad_sync also starts the reduction, unless it overlaps with the backward pass."""
         if self.chunk.ddp_config.overlap_grad_reduce:
             self.chunk.start_grad_sync()
         finalize_model_grads([self.chunk])
@@ -134,7 +134,7 @@ class Trainer:
         return bad.item() == 0
 
     def over_all(self, name: str) -> float:
-        """A metric over microbatches and data ranks: minimum or maximum by its name, otherwise a sum."""
+        """Combine a metric over microbatches and data ranks: minimum or maximum by its name, otherwise a sum."""
         values = torch.stack([row[name].double() for row in self.seen])
         how = {"_min": dist.ReduceOp.MIN, "_max": dist.ReduceOp.MAX}.get(name[-4:], dist.ReduceOp.SUM)
         own = {dist.ReduceOp.MIN: values.min(), dist.ReduceOp.MAX: values.max()}.get(how, values.sum())

@@ -26,7 +26,7 @@ class ReloadableGroup(dist.ProcessGroup):
 
 
 def inside(value: Any) -> Any:
-    """The group in a wrapper; any other value unchanged."""
+    """Return the group inside a wrapper; any other value unchanged."""
     if not isinstance(value, ReloadableGroup):
         return value
     if value.inside is None:

@@ -1,4 +1,4 @@
-"""Megatron initialises its groups again, and every object that held a group gets the new one by hand.
+"""Megatron initialises its groups again, and the code replaces the old group in every object that held it.
 kit run offload --set implementation=docs.examples.repointed:Repointed"""
 
 import contextlib
@@ -80,7 +80,7 @@ def is_group(value: Any) -> bool:
 
 
 def key(group: Any) -> tuple[str, tuple[int, ...], str]:
-    """Description, ranks and backend of a group, which the new group shares."""
+    """Return description, ranks and backend of a group, which identify its replacement."""
     return group.group_desc, tuple(dist.get_process_group_ranks(group)), dist.get_backend(group)
 
 

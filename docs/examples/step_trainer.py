@@ -94,7 +94,7 @@ class StepTrainer:
         return 1.0 / max(toks if self.loss_fn.level == "tokens" else seqs, 1.0)
 
     def reduce(self) -> None:
-        """finish_grad_sync starts the reduction by itself, unless it overlaps with the backward pass."""
+        """finish_grad_sync also starts the reduction, unless it overlaps with the backward pass."""
         if self.model.ddp_config.overlap_grad_reduce:
             self.model.start_grad_sync()
         finalize_model_grads([self.model])
@@ -171,7 +171,7 @@ class Adapter:
             raise RuntimeError(f"the step is {'open' if self.open else 'closed'}, and this call is not allowed then")
 
     def total(self, name: str, done: dict[str, Any]) -> float:
-        """A metric over microbatches and data ranks: minimum or maximum by its name, otherwise a sum."""
+        """Combine a metric over microbatches and data ranks: minimum or maximum by its name, otherwise a sum."""
         values = torch.stack([row[name].double() for row in done["all_mb_metrics"]])
         low, high = name.endswith("_min"), name.endswith("_max")
         own = values.min() if low else values.max() if high else values.sum()
@@ -276,7 +276,7 @@ class AdapterThatReportsOneRank(Adapter):
 
 class MakesAGroup(StepTrainer):
     def finish_train_step(self, global_batch_size: int) -> dict[str, Any]:
-        self.group = dist.new_group()  # the previous one is never destroyed
+        self.group = dist.new_group()  # the previous group is never destroyed
         dist.barrier(self.group)
         return super().finish_train_step(global_batch_size)
 

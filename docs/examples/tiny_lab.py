@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from kit.labs.definition import Definition, Fault, LabConfig, Option, Step
 from kit.results import Check, Measured, incomplete, select
 
-if TYPE_CHECKING:  # the ranks' environment need not have pandas
+if TYPE_CHECKING:  # the ranks' environment may lack pandas
     from collections.abc import Mapping
 
     import pandas as pd
@@ -27,7 +27,7 @@ def plan(config: TinyConfig) -> list[Step]:
 
 
 class Tiny:
-    """The phases: made once on every rank."""
+    """The phases; one object per rank."""
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx

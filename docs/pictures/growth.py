@@ -31,7 +31,7 @@ MS = 1e3
 
 
 def growth(bench: dict[str, Any]) -> pd.DataFrame:
-    """A table with megabytes, receivers, way, and seconds: median, low, high."""
+    """Return a table with megabytes, receivers, way, and seconds: median, low, high."""
     rows = [
         {key: row["ids"][key] for key in IDS} | {key: row[key] for key in ("median", "low", "high")}
         for row in bench["rows"]
@@ -83,20 +83,20 @@ def lines(ax: Axes, table: pd.DataFrame, by: str, look: Theme) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The JSON object of a bench, alone in a file or after the printed table."""
+    """Read a bench's JSON object from a file that holds only this, or also a printed table before it."""
     text = path.read_text()
     found: dict[str, Any] = json.loads(text if text.startswith("{") else text.splitlines()[-1])
     return found
 
 
 def together(files: Sequence[Path]) -> dict[str, Any]:
-    """The rows of several files of one bench; references have one file per part."""
+    """Join the rows of several files of one bench; references have one file per part."""
     benches = [read(file) for file in files]
     return benches[0] | {"rows": [row for bench in benches for row in bench["rows"]]}
 
 
 def draw(bench: str, plot: Callable[..., Picture], stem: str) -> None:
-    """The command line of a module: draws one picture for light and one for dark pages."""
+    """Draw one picture for light and one for dark pages, as a module's command line."""
     parser = argparse.ArgumentParser(description=f"Draw the results of `kit bench {bench}`.")
     parser.add_argument("bench", type=Path, nargs="+", help=f"one or more output files of `kit bench {bench} --json`")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), help="folder for the pictures")

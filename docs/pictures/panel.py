@@ -60,7 +60,7 @@ def panel_pictures(out: Path) -> list[Path]:
 
 
 def judged(page: Any) -> Any:
-    """The panel after its run has ended."""
+    """Run the lab with the panel's button; return the panel after the run has ended."""
     idle(page)
     page.locator(".jp-CodeCell .cm-content").first.click()
     page.keyboard.press("Shift+Enter")
@@ -76,7 +76,7 @@ def judged(page: Any) -> Any:
 
 
 def dressed(page: Any, panel: Any, theme: str) -> Any:
-    """The panel and its plot in a theme of JupyterLab."""
+    """Switch JupyterLab to a theme; return the panel with its plot redrawn."""
     for level, name in (("MenuBar", "Settings"), ("Menu", "Theme"), ("Menu", theme)):
         page.locator(f'.lm-{level}-itemLabel:text-is("{name}")').click()
     page.locator(f'body[data-jp-theme-name="{theme}"]').wait_for(state="attached", timeout=30_000)
@@ -96,7 +96,7 @@ def idle(page: Any) -> None:
 
 @contextlib.contextmanager
 def server(folder: Path) -> Iterator[str]:
-    """Start JupyterLab on loopback with a single notebook; yields the URL of that notebook."""
+    """Start JupyterLab on loopback with a single notebook; yield the URL of that notebook."""
     import nbformat
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
@@ -117,7 +117,7 @@ def server(folder: Path) -> Iterator[str]:
     try:
         yield f"{address(process, folder)}lab/tree/panel.ipynb?token={token}"
     finally:
-        process.terminate()  # also ends its kernels, and these end their ranks
+        process.terminate()  # also ends its kernels, which end their ranks
         process.wait(30)
 
 

@@ -35,7 +35,7 @@ ROOM = 4
 
 
 def measured(bench: dict[str, Any]) -> pd.DataFrame:
-    """A table with groups, ranks, way, what, median, low, high, n, unit."""
+    """Return a table with groups, ranks, way, what, median, low, high, n, unit."""
     rows = [
         {key: row["ids"][key] for key in ("groups", "ranks", "what", "way")}
         | {key: row[key] for key in ("median", "low", "high", "n", "unit")}
@@ -48,7 +48,7 @@ def measured(bench: dict[str, Any]) -> pd.DataFrame:
 
 
 def plot_release(bench: dict[str, Any], *, theme_name: str = "light") -> Picture:
-    """Above: times by the number of groups. Below, for the largest number: what was released by source, and what remained at the end."""
+    """Above: times by number of groups. Below, for the largest number: what was released by source, and what remained at the end."""
     table, look = measured(bench), theme(theme_name)
     counts = table.drop_duplicates(["ranks", "groups"])["ranks"].value_counts()
     ranks = int(counts.index[0])
@@ -87,7 +87,7 @@ def plot_release(bench: dict[str, Any], *, theme_name: str = "light") -> Picture
 
 
 def times(ax: Axes, table: pd.DataFrame, look: Theme) -> None:
-    """One line per mode, each shifted a little, so that modes with equal times stay visible."""
+    """Draw one line per mode, each shifted a little, so that modes with equal times stay visible."""
     places = sorted(table["groups"].unique())
     step = 0.018 * (places[-1] - places[0] or 1)
     for index, way in enumerate(WAYS):
@@ -114,7 +114,7 @@ def times(ax: Axes, table: pd.DataFrame, look: Theme) -> None:
 
 
 def weighed(ax: Axes, table: pd.DataFrame, source: str, look: Theme) -> None:
-    """Two bars per mode: what a release freed, and the growth from the beginning to the end."""
+    """Draw two bars per mode: what a release freed, and the growth from beginning to end."""
     values = table.set_index(["what", "way"])["median"]
     there = [way for way in WAYS if ("release", way) in values.index]
     unit = table.loc[table["what"] == f"freed {source}", "unit"].iloc[0]
@@ -149,7 +149,7 @@ def gpus(bench: dict[str, Any]) -> str:
 
 
 def not_measured(bench: dict[str, Any], ranks: int) -> str:
-    """The modes that were not measured, with reasons."""
+    """Return the modes that were not measured, with reasons."""
     lines = {
         f"{row['who']} {row['note']}"
         for row in bench["rows"]

@@ -1,5 +1,5 @@
 """Rebuilds the state of the desk from a ledger's rows: who has which device, who waits, who generates where; and plans from that state.
-Uses neither the desk's code nor its counts.
+It uses neither the desk's code nor its counts.
 
 Rows that a runner writes twice, as a command and as another core's event, count once.
 """
@@ -45,7 +45,7 @@ ANSWERS = [
     "released",
     "resized",
     "unregistered",
-]  # of the desk
+]  # from the desk
 
 Request = tuple[str, Any, Any]  # to a replica: pipeline, group, sample
 
@@ -162,7 +162,7 @@ class Books:
     leaving: set[str] = field(default_factory=set)
     closing: set[str] = field(default_factory=set)
     streams: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
-    plan: Row | None = None  # the current one
+    plan: Row | None = None  # in progress
 
     def bundle(self, name: str, replica: int) -> frozenset[int]:
         tp = self.tp[name]
@@ -176,7 +176,7 @@ class Books:
         return sum(min(done, target) for done, target in reports), sum(target for _, target in reports)
 
     def owners(self) -> dict[int, list[str]]:
-        """The owners of each device: a replica from the order to wake until it sleeps, a cluster from its grant until its release."""
+        """Return the owners of each device: a replica from its wake order until it sleeps, a cluster from its grant to its release."""
         found: dict[int, list[str]] = {device: [] for device in range(self.devices)}
         for name, replica in self.sleeping | self.waking | self.awake():
             for device in self.bundle(name, replica):
@@ -230,7 +230,7 @@ class Books:
                 self.leaving.add(row.who)
                 self.closing.add(row.who)
                 self.streams.pop(row.who, None)
-            # A pipeline learns at once that its replica died; the desk when the devices are free; until then it may shrink that replica.
+            # A pipeline learns at once that its replica died; the desk, which may still shrink it, only when the devices are free.
             case "gone" | "died" if "replica" not in row.ids and row.get("core") != row.who:
                 self.forget(row.who)
 
@@ -301,17 +301,17 @@ class Books:
         self.generating.discard(name)
 
 
-# -- the planner once more, straight from its specification: every plan is compared with it ----------------------------------
+# -- a second planner, written from the specification: every plan is compared with it ----------------------------------------
 
 
 def specified(books: Books) -> tuple[set[tuple[str, int]], list[tuple[str, str]], set[tuple[str, int]]]:
-    """The shrinks, grants and expands: planned releases, then requests by priority and arrival, then shares of the remaining devices."""
+    """Plan the shrinks, grants and expands: releases, then requests by priority and arrival, then shares of the remaining devices."""
     books, shrinks, grants, idle = before_sharing(books)
     return shrinks, grants, share_out(books, idle, shrinks)
 
 
 def before_sharing(books: Books) -> tuple[Books, set[tuple[str, int]], list[tuple[str, str]], set[int]]:
-    """A plan without the sharing: the books after it (a copy), the shrinks, the granted requests but generation, the idle devices."""
+    """Plan all but the sharing; return a copy of the books after it, the shrinks, the grants except generation, and the idle devices."""
     books = replace(books, active={name: {*some} for name, some in books.active.items()})
     idle, shrinks, grants = books.idle(), set[tuple[str, int]](), list[tuple[str, str]]()
 
@@ -341,7 +341,7 @@ def before_sharing(books: Books) -> tuple[Books, set[tuple[str, int]], list[tupl
 
 
 def share_out(books: Books, idle: set[int], shrinks: set[tuple[str, int]]) -> set[tuple[str, int]]:
-    """Activates replicas one by one for the pipeline that lacks most; returns them and adds donors' replicas to `shrinks`."""
+    """Activate replicas one by one for the pipeline that lacks most; return them, and add donors' replicas to `shrinks`."""
     touched, expands = {*shrinks}, set[tuple[str, int]]()
     asks = {name: waits[2] for (name, cluster), waits in books.waiting.items() if waits[0] == "generation" == cluster}
     target = {name: books.progress(name)[1] for name in books.clusters}

@@ -84,7 +84,7 @@ def settle(t: Turn, planner: Planner) -> None:
             break
         t.due = False
         start(t, planner)
-        if t.plan is None:  # there was nothing to do
+        if t.plan is None:  # nothing to do
             break
     if t.error:
         stop(t)
@@ -126,7 +126,7 @@ def shrink(t: Turn, name: str, replica: int) -> None:
 
 
 def advance(t: Turn) -> None:
-    """The grants and all expands follow the last shrink; the commit follows the last expand."""
+    """Start the grants and all expands after the last shrink, and commit after the last expand."""
     if t.plan is not None and not t.sleeping:
         grants, expands = t.plan.grants, t.plan.expands
         t.plan = Plan()
@@ -142,7 +142,7 @@ def advance(t: Turn) -> None:
 
 
 def grant(t: Turn, op: Op) -> None:
-    """Skipped if the pipeline has gone or withdrawn its request since the plan was made."""
+    """Grant a cluster, unless the pipeline has gone or withdrawn its request since the plan was made."""
     request = t.waits(op.pipeline, op.cluster)
     if request is not None and op.devices <= t.idle:
         t.idle -= op.devices
@@ -151,7 +151,7 @@ def grant(t: Turn, op: Op) -> None:
 
 
 def expand(t: Turn, op: Op, replica: int) -> None:
-    """Skipped if, since the plan was made, the pipeline has gone or no longer wants devices, or the replica is lost."""
+    """Wake a replica, unless the pipeline has gone or no longer wants devices since the plan was made, or the replica is lost."""
     one = t.pipelines.get(op.pipeline)
     wanted = (op.pipeline, GENERATION) in t.leases or t.waits(op.pipeline, GENERATION) is not None
     if one is None or one.leaving or not wanted or replica in one.out | one.dead:
@@ -276,7 +276,7 @@ def expire(t: Turn, request: Request) -> None:
 
 
 def watch(t: Turn) -> None:
-    """Repeat the consumed request of a pipeline that has no replica, none on the way, and no progress since."""
+    """Repeat the granted request of a pipeline that has no replica, none on the way, and no progress since the last watch."""
     for name, one in t.pipelines.items():
         if (name, GENERATION) in t.leases and one.moved == one.watched and waits_for(t, name):
             t.note("asked_again", name)
@@ -285,7 +285,7 @@ def watch(t: Turn) -> None:
     t.alarm(t.settings.watchdog_ms, "watchdog")
 
 
-# -- operations of pipelines: each may come twice; an impossible one is refused with a sentence ----------------------------
+# -- operations of pipelines: each may be repeated; an impossible one is refused with a reason -----------------------------
 
 
 def refuse(t: Turn, event: Event, why: str) -> None:
@@ -294,7 +294,7 @@ def refuse(t: Turn, event: Event, why: str) -> None:
 
 
 def known(t: Turn, event: Event) -> Pipeline | None:
-    """The pipeline of a request. Refuses one that is not registered or is leaving."""
+    """Return the pipeline of a request; refuse a pipeline that is not registered or is leaving."""
     one: Pipeline | None = t.pipelines.get(event.pipeline)
     if one is None or one.closing:
         refuse(t, event, f"the pipeline {event.pipeline} is not registered")
@@ -302,7 +302,7 @@ def known(t: Turn, event: Event) -> Pipeline | None:
     return one
 
 
-# -- coming ---------------------------------------------------------------------------------------------------------------
+# -- registration and admission -------------------------------------------------------------------------------------------
 
 
 def on_register(t: Turn, event: Event) -> None:
@@ -340,7 +340,7 @@ def on_admit(t: Turn, event: Event) -> None:
 
 
 def admit(t: Turn) -> None:
-    """A pipeline is admitted after the first hand-over of the previous one, which then trains on once the new one is set up.
+    """Admit a pipeline after the first hand-over of the previous one, which trains again once the new one is set up.
 
     Both waits have a limit; reaching it is reported.
     """
@@ -362,7 +362,7 @@ def may_start(t: Turn, before: Pipeline | None, one: Pipeline) -> bool:
 
 
 def is_held(t: Turn, request: Request) -> bool:
-    """After its first hand-over a pipeline's training waits until the next pipeline is set up."""
+    """Whether a request must wait: after its first hand-over a pipeline trains again only once the next pipeline is set up."""
     one, names = t.pipelines[request.pipeline], list(t.pipelines)
     if request.kind != "training" or not one.handed_over or "trains" in one.overdue or not t.settings.admission_ms:
         return False
@@ -374,7 +374,7 @@ def is_held(t: Turn, request: Request) -> bool:
 
 
 def on_acquire(t: Turn, event: Event) -> None:
-    """A repeated request gets the devices already granted. Another priority or a second pending request is refused."""
+    """Queue a request. A repeated one gets the devices already granted; one of another kind, or a second pending one, is refused."""
     one = known(t, event)
     if one is None:
         return
@@ -412,7 +412,7 @@ def on_acquire(t: Turn, event: Event) -> None:
 
 
 def runs_on(kind: str, cluster: str) -> bool:
-    """Generation runs only on its own cluster, which otherwise allows only initialization."""
+    """Whether a kind may use a cluster: generation only its own, which otherwise allows only initialisation."""
     return cluster == GENERATION if kind == GENERATION else cluster != GENERATION or kind == "initialisation"
 
 
@@ -444,7 +444,7 @@ def answer(t: Turn, request: Request) -> None:
 
 
 def on_release(t: Turn, event: Event) -> None:
-    """A request not granted yet is withdrawn. Releasing something not held changes nothing."""
+    """Release devices. A request not granted yet is withdrawn; releasing something not held changes nothing."""
     if event.kind == GENERATION and event.pipeline in t.pipelines:
         on_planned_release(t, event)
     elif event.pipeline in t.pipelines:
@@ -512,7 +512,7 @@ def on_resize(t: Turn, event: Event) -> None:
 
 
 def on_progress(t: Turn, event: Event) -> None:
-    """How much of the awaited step is complete. A repeated report is not progress."""
+    """Record how much of the awaited step is complete. A repeated report is not progress."""
     one = t.pipelines.get(event.pipeline)
     stream, report = event.get("stream", "training"), (min(event.completed, event.target), event.target)
     if one is not None and one.streams.get(stream) != report:
@@ -526,17 +526,17 @@ def on_progress_end(t: Turn, event: Event) -> None:
 
 
 def waits_for(t: Turn, name: str) -> bool:
-    """Whether a pipeline generates and has no replica, unless it reports that it needs none."""
+    """Whether a pipeline has no replica, none on the way and no request for one, unless it reports that it needs none."""
     one = t.pipelines[name]
     idle = not t.active(name) and not t.under_way(name) and t.waits(name, GENERATION) is None
     return idle and not one.leaving and (not one.streams or one.remaining > 0)
 
 
-# -- going ----------------------------------------------------------------------------------------------------------------
+# -- leaving --------------------------------------------------------------------------------------------------------------
 
 
 def on_unregister(t: Turn, event: Event) -> None:
-    """Put its replicas to sleep and free its other devices; everything that waits for it gets an error. Later calls do nothing."""
+    """Put its replicas to sleep and free its other devices; its waiting requests get an error. Repeated calls change nothing."""
     name = event.pipeline
     if name not in t.pipelines:
         t.say("unregistered", name)

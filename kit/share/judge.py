@@ -26,7 +26,7 @@ def of_violations(wrong: Sequence[str], right: str) -> Measured:
 
 
 def as_check(rule: Callable[[Ledger], Finding]) -> Callable[[Ledger], Measured]:
-    """A rule that yields violations as a check, listed in `CHECKS`. What keeps it from going on counts only if it found none before."""
+    """Turn a rule that yields violations into a check in `CHECKS`. An error that stops the rule counts only if it found none before."""
 
     @functools.wraps(rule)
     def check(ledger: Ledger) -> Measured:
@@ -127,7 +127,7 @@ def devices_conserved(ledger: Ledger) -> Finding:
     if not rows:
         raise Missing("no `plan` or `commit` event has the id `idle`")
     last: Row | None = None
-    for row, books in ledger.replay():  # with the books after the row before
+    for row, books in ledger.replay():  # the books are as they were after `last`
         if last is not None and last.event in ("plan", "commit", "gone") and "idle" in last.ids:
             stated, counted = set(numbers(str(last["idle"]))), books.idle()
             if stated != counted:
@@ -153,8 +153,8 @@ def no_request_lost(ledger: Ledger) -> Finding:
 
 
 def device_requests(ledger: Ledger) -> Iterator[tuple[Row, Row | None]]:
-    """Each request for devices and the row that ends it: its answer, its release, or the end of its pipeline. Requests without an end
-    come last."""
+    """Yield each request for devices and the row that ends it: its answer, its release, or the end of its pipeline. Requests without an
+    end come last."""
     asked: dict[tuple[str, str], Row] = {}
     for row in ledger.rows:
         mine = [key for key in asked if key[0] == row.who]
@@ -177,7 +177,7 @@ def device_requests(ledger: Ledger) -> Iterator[tuple[Row, Row | None]]:
 
 
 def flights(ledger: Ledger) -> Iterator[tuple[Row, dict[Request, Row]]]:
-    """Each row, and the requests to replicas that were in flight before it, by the row that sent them."""
+    """Yield each row and the requests to replicas in flight before it, each with the row that sent it."""
     flying: dict[Request, Row] = {}
     for row in ledger.rows:
         yield row, flying
@@ -186,7 +186,7 @@ def flights(ledger: Ledger) -> Iterator[tuple[Row, dict[Request, Row]]]:
         elif row.event in ("completed", "cancelled", "failed") and "sample" in row.ids:
             flying.pop(row.request, None)
         elif row.event in ("left", "shrink", "died", "gone"):
-            gone = (row.who, row["replica"]) if "replica" in row.ids else None  # else the whole pipeline
+            gone = (row.who, row["replica"]) if "replica" in row.ids else None  # None: the whole pipeline
             flying = {
                 one: sent for one, sent in flying.items() if sent.who != row.who or gone not in (None, sent.replica)
             }
@@ -279,7 +279,7 @@ def no_starvation(ledger: Ledger) -> Finding:
 
 
 def is_needy(books: Books, name: str) -> bool:
-    """Whether a pipeline generates, or waits to, has work left by its reports (or reports no progress), and has no replica."""
+    """Whether a pipeline has no replica but waits to generate, or generates and has work left by its reports (or reports none)."""
     done, target = books.progress(name)
     waits = (name, "generation") in books.waiting
     wants = waits or (name in books.generating and (target > done or not target))
@@ -479,7 +479,7 @@ def empty_set_suspends(ledger: Ledger) -> Finding:
     count, over = 0, dead(ledger)
     serving: defaultdict[str, set[int]] = defaultdict(set)
     empty: set[str] = set()  # pipelines without a serving replica
-    heard = "shrink" if ledger.of("shrink") else "left"  # the event after which a pipeline sends nothing there
+    heard = "shrink" if ledger.of("shrink") else "left"  # the event after which a pipeline sends the replica nothing
     for row in ledger.rows:
         name, replica = row.who, row.get("replica")
         if row.event == "published":
@@ -501,7 +501,7 @@ def empty_set_suspends(ledger: Ledger) -> Finding:
 
 
 def still_counted(ledger: Ledger) -> Iterator[str]:
-    """Requests without an answer when a finished pipeline released its generation."""
+    """Yield a violation per finished pipeline that had requests without an answer when it released generation."""
     kept: dict[str, list[Request]] = {}
     for row, flying in flights(ledger):
         if row.event in ("release", "planned_release") and row.cluster == "generation":
@@ -553,7 +553,7 @@ def version_after_wake(ledger: Ledger) -> Finding:
 
 
 def bare(woken: Iterable[Row], now: float, limit: float) -> Iterator[str]:
-    """Replicas awake for longer than a request may wait, without weights."""
+    """Yield a violation per replica that was awake without weights for longer than a request may wait."""
     return (f"{row}: the replica got no weights for {now - row.time:.3f} s" for row in woken if now - row.time > limit)
 
 
@@ -571,7 +571,7 @@ def no_deadlock(ledger: Ledger) -> Finding:
 
 
 def harmed(ledger: Ledger) -> Iterator[str]:
-    """Pipelines that ended with an error, although neither they nor the desk failed."""
+    """Yield a violation per pipeline that ended with an error although neither it nor the desk failed."""
     over = dead(ledger) | {ledger.desk}
     for row in ledger.of("ended"):
         if row.who not in over and row.get("why") == "error":

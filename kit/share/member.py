@@ -14,13 +14,14 @@ from kit.loop.messages import Command, Event, listed
 from kit.loop.runner import Core
 from kit.share.state import GENERATION, Cluster
 
-# A pipeline's core does not wait for them, and is not informed if a resize is refused, because it did not request the resize.
+# The pipeline's core does not wait for these. Nor does it see the error of a refused resize, which it did not request.
 ANSWERS = ("registered", "admitted", "released", "resized", "unregistered")
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """`core` is the state of the pipeline's core, None before it is admitted. `ended` is its end, while its replicas fall asleep.
+    """`core` is the state of the pipeline's core, None before it is admitted. `ended` is its last command, kept while its replicas fall
+    asleep.
 
     `alone`: the desk has failed or regards this pipeline as dead; it no longer answers.
     """
@@ -33,7 +34,8 @@ class Joined:
 class Member:
     """Wraps a core that begins with all replicas: it gets `left` for each, and `joined` whenever the desk wakes one.
 
-    A release and a request of one turn become one operation. When the core ends, its progress ends, its replicas sleep, and it leaves.
+    A release and a request in one turn become one operation. When the core ends, the member ends its progress report and unregisters;
+    the end is passed on once its replicas sleep.
     """
 
     first = Joined()
@@ -91,7 +93,7 @@ class Member:
         return self.ask("progress_end"), self.ask("unregister")
 
 
-# -- somebody's own side of the desk --------------------------------------------------------------------------------------
+# -- the user's calls to the desk -----------------------------------------------------------------------------------------
 
 
 class Desk:
@@ -116,13 +118,13 @@ class Desk:
 
 
 class Pipeline:
-    """The calls. The next step is awaited as soon as the weights have changed, before they are sent."""
+    """The six calls. The loop awaits the next step as soon as the weights have changed, before they are sent."""
 
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
 
     def begin_progress(self, completed: int, target: int) -> None:
-        """A step is awaited: the desk weighs shares by the groups still missing. `completed`: groups that are already complete."""
+        """The loop awaits a step: the desk shares devices by the groups still missing. `completed`: groups that are already complete."""
         self.desk.progress(completed, target)
 
     def collector_created(self) -> None:
@@ -137,7 +139,7 @@ class Pipeline:
         """The weights of the step are in the cache and the trainer has left its devices. Awake replicas get the weights next."""
 
     def after_training(self, step: int) -> int:
-        """These replicas have the weights: release the trainer's devices. Returns the version served from now on."""
+        """The awake replicas have the weights: release the trainer's devices. Returns the version served from now on."""
         self.desk.release("training")
         return step + 1
 
@@ -148,8 +150,8 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Hooked(Joined):
-    """`step`: the one in training, -1 between two; `sent`: its weights are being sent to replicas. `awaited`: the version that was
-    announced. `failed`: a call raised an error or returned a wrong answer; the loop then continues to its end without calls."""
+    """`step`: the step in training, -1 if none; `sent`: its weights are being sent to replicas. `awaited`: the version last announced by
+    `begin_progress`. `failed`: a call raised an error or returned a wrong answer; the loop then continues to its end without calls."""
 
     step: int = -1
     sent: bool = False
@@ -196,7 +198,7 @@ class Own(Member):
                 return state, self.call("collector_created")
             case self.desk, "acquire", "training":
                 return replace(state, step=version, sent=False), self.call("before_training", version)
-            case self.desk, "release", "training" if 0 <= step < version:  # else the step was given up
+            case self.desk, "release", "training" if 0 <= step < version:  # otherwise the step was given up
                 before = () if state.sent else self.call("before_weight_sync", step)
                 return replace(state, step=-1), before + self.call("after_training", step, version)
             case self.desk, "progress", _ if state.awaited != version < core.last:
@@ -204,7 +206,7 @@ class Own(Member):
         return state, (one,)
 
     def call(self, name: str, *args: int) -> tuple[Command, ...]:
-        """The requests to the desk in this call. `after_training` must return its second number."""
+        """Make a call of the user's code and return its requests to the desk. `after_training` must return `args[1]`, the version."""
         given = args[:1] if name == "after_training" else args
         words = f"{name}({', '.join(map(str, given))}) of the pipeline's own code"
         self.side.asked = []

@@ -115,13 +115,13 @@ class Gaps:
         return len(share.active) < self.bundles[share.name]
 
     def order(self, share: Share) -> tuple[float, int, str]:
-        """Order: largest relative gap (gap / share), then largest gap, then name. Pipelines without demand come last."""
+        """Sort key: largest relative gap (gap / share), then largest gap, then name. Pipelines without demand come last."""
         relative = len(share.active) / share.remaining if share.remaining else float("inf")  # 1 - relative gap, scaled
         return relative, -self.gap(share), share.name
 
 
 def gap_ratio(view: View) -> None:
-    """Activate replicas one by one, each for the pipeline that lacks most, on idle devices, else on those of pipelines with too many."""
+    """Activate replicas one by one, each for the pipeline that lacks most, on idle devices, else on devices of pipelines with too many."""
     gaps = Gaps(view)
     waiting = [(gaps.order(share), share.name) for share in gaps.eligible if gaps.lacks(share)]
     heapq.heapify(waiting)
@@ -133,7 +133,7 @@ def gap_ratio(view: View) -> None:
         donors: tuple[tuple[str, int], ...] = ()
         if replica < 0:
             replica, donors = from_donors(view, gaps, share)
-        if replica < 0:  # and none will become possible later, since only donors free devices
+        if replica < 0:  # none becomes possible later, since only donors free devices
             continue
         for donor in donors:
             view.shrink(*donor)
@@ -147,7 +147,7 @@ def gap_ratio(view: View) -> None:
 
 
 def idle_replica(view: View, share: Share, starts: Counter[str]) -> int:
-    """The first replica that fits on idle devices. Those before `starts` do not fit unless more devices become idle."""
+    """Return the first replica that fits on idle devices, or -1. Those before `starts` fit only if more devices become idle."""
     for replica in range(starts[share.name], len(share.bundles)):
         if share.bundles[replica] <= view.idle and replica not in share.active and replica not in share.touched:
             starts[share.name] = replica + 1
@@ -157,8 +157,8 @@ def idle_replica(view: View, share: Share, starts: Counter[str]) -> int:
 
 
 def from_donors(view: View, gaps: Gaps, share: Share) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """A replica and the donors' replicas that must sleep for it. Donors with the largest part of work left come first, then the lowest
-    replica. A donor keeps the bundles of its share."""
+    """Return a replica, or -1, and the donors' replicas that must sleep for it. Donors with the largest part of work left come first, then
+    the lowest replica. A donor keeps the bundles of its share."""
     spare = {one.name: left for one in gaps.eligible if (left := len(one.active) - gaps.bundles[one.name]) > 0}
     if not spare:
         return -1, ()
@@ -292,7 +292,7 @@ def share_of(f: Fields, name: str, shrunk: list[tuple[str, int]]) -> Share:
     touched = {replica for who, replica in shrunk if who == name}
     active = f.active(name) - touched
     lost = one.out | one.dead
-    if since < 0 or (lease is not None and lease.kind != GENERATION):  # none of its replicas may start
+    if since < 0 or (lease is not None and lease.kind != GENERATION):  # no replica may start
         lost = frozenset(range(len(one.generation.bundles))) - active
     asks = -1 if request is None else request.target
     return Share(
@@ -328,7 +328,7 @@ def is_off_balance(f: Fields) -> bool:
 
 
 def violations(f: Fields, plan: Plan, devices: int) -> list[str]:
-    """The violated conditions of a plan, tried on a copy before execution: sentences, each starting with its condition's number."""
+    """Return the violated conditions of a plan, tried on a copy before execution: sentences that start with the condition's number."""
     return [*wrong_form(f, plan), *wrong_steps(f, plan, devices)]
 
 
@@ -350,7 +350,7 @@ def wrong_form(f: Fields, plan: Plan) -> Iterator[str]:
 
 
 def wrong_steps(f: Fields, plan: Plan, devices: int) -> Iterator[str]:
-    """The violations when the plan is executed on a copy of the state."""
+    """Execute the plan on a copy of the state and yield the violations."""
     idle, freed = set(f.idle), set[int]()
     active = {name: set(f.active(name)) for name in f.pipelines}
     bundles = {name: one.generation.bundles for name, one in f.pipelines.items()}

@@ -1,4 +1,4 @@
-"""Devices on a virtual clock: replicas take time to sleep and to wake, and report when they hold a device. Also the clock's alarms.
+"""Devices on a virtual clock, and the clock's alarms. Replicas take time to sleep and wake, and report when they take or free a device.
 
 A pipeline brings its own ports. The receiver of sleep and wake (`Sleeper`) can be a `kit.stream.simulated.System`.
 """
@@ -21,7 +21,7 @@ class Sleeper(Protocol):
 
 
 class Devices(Simulated):
-    """The port "devices" of all pipelines, and "clock". `broken` replicas fail to wake; `hangs` name orders without an answer."""
+    """The port "devices" of all pipelines, and "clock". `broken` replicas fail to wake; `hangs`: orders that get no answer."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Script:
 
 
 class Ports:
-    """One address for several pipelines: a command goes to the port of its pipeline."""
+    """One address for several pipelines: a command is sent to the port of its pipeline."""
 
     def __init__(self, ports: Mapping[str, Port]) -> None:
         self.ports = dict(ports)
@@ -123,7 +123,7 @@ def simulate(
     until_s: float = 1e6,
     prepare: Callable[[Runner], None] = lambda _: None,
 ) -> Simulation:
-    """Run pipelines and their desk for at most `until_s`; those that have not ended are missing in `ended`.
+    """Run pipelines and their desk for at most `until_s`; `ended` lacks those that have not ended.
 
     `prepare` may schedule external events: `clock.after(3.0, lambda: runner.post(Event("died", "desk", who="a")))`.
     """

@@ -78,10 +78,10 @@ class Pipeline:
     """
 
     clusters: Mapping[str, Cluster]
-    asked: bool = False  # to be admitted
+    asked: bool = False  # it has asked to be admitted
     admitted: bool = False
     set_up: bool = False  # it has asked for generation
-    handed_over: bool = False  # it has released the training of its first step
+    handed_over: bool = False  # it has released training after its first step
     overdue: frozenset[str] = frozenset()  # sides of the admission that reached their limit
     streams: Map = field(default_factory=Map)
     estimate: int = 0
@@ -138,7 +138,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Devices of a cluster. A lease of generation has the bundles of its active replicas; without any it is suspended."""
+    """Devices of a cluster. A lease of generation has the bundles of its active replicas; without active replicas it is suspended."""
 
     kind: str
     since: int
@@ -179,7 +179,7 @@ class Fields:
     pipelines: Map = field(default_factory=Map)  # Pipeline by name, in order of registration
     requests: tuple[Request, ...] = ()  # in order of arrival
     leases: Map = field(default_factory=Map)  # Lease by (pipeline, cluster)
-    plan: Plan | None = None  # the current one
+    plan: Plan | None = None  # in progress
     sleeping: frozenset[tuple[str, int]] = frozenset()  # replicas with a shrink in progress
     waking: frozenset[tuple[str, int]] = frozenset()  # replicas with an expand in progress
     due: bool = False  # something changed, so a new plan may be needed
@@ -224,7 +224,7 @@ class Turn(Fields):
         self.commands.append(Command(name, NOTES, who, **ids))
 
     def alarm(self, ms: int, *what: Id) -> None:
-        """Schedule an event `alarm`. If its subject is gone by then, it changes nothing."""
+        """Schedule an event `alarm` about a subject. It changes nothing if the subject is gone by then."""
         self.serial += 1
         self.alarms = self.alarms.put(self.serial, what)
         self.commands.append(Command("after", "clock", self.desk, number=self.serial, ms=ms))

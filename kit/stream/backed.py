@@ -1,7 +1,7 @@
 """Checks the controller's own notes and logged numbers against the events and commands that the runner recorded at its ports.
 
 An event's row has the id `core`, a command's row the id `to`; a note has neither. A note without its event and an event without its
-note are violations. So a controller cannot pass the other checks by writing false notes.
+note are violations, so a controller cannot pass the other checks by writing false notes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BEFORE = (
     "capacity",
     "resumed",
     "joined",
-)  # notes before the first event; the caller of the controller writes the first two
+)  # opening notes, before the first event; the controller's caller writes the first two
 
 
 @counted
@@ -46,7 +46,7 @@ def is_note(row: Row) -> bool:
 
 
 def _genuine(ledger: Ledger) -> Iterator[str]:
-    """No note has the name of an event or a command."""
+    """No note may have the name of an event or a command, and opening notes come before the first event."""
     begun = False
     for row in ledger.rows:
         begun = begun or ("core" in row.ids and row.event != "begins")
@@ -197,13 +197,13 @@ def metrics_true(ledger: Ledger) -> Finding:
 
 
 def _counts(ledger: Ledger, first: Row) -> Iterator[tuple[Row, dict[str, float]]]:
-    """The numbers that each row of metrics should state: those of its update, and totals."""
+    """Yield each `metrics` row with the numbers that it should state: those of its update, and totals."""
     in_weights = {row.at for row in ledger.trained()}
     totals: dict[str, float] = dict.fromkeys(TOTALS, 0)
     ready: set[Id] = set()
     for row in ledger.rows:
         if row.event == "metrics":
-            if ledger.resumed and row is first:  # totals may continue those of the run before
+            if ledger.resumed and row is first:  # totals may continue those of the earlier run
                 totals |= {name: float(row[name]) for name in totals.keys() & row.ids.keys()}
             version = {"version": ledger.version_at(row)} if ledger.by_event["bumped"] else {}
             yield row, {**totals, **version, "queue": len(ready), **_of_update(ledger, row)}
@@ -214,7 +214,7 @@ def _counts(ledger: Ledger, first: Row) -> Iterator[tuple[Row, dict[str, float]]
         if row.event in ("ready", "place") and any(
             one.event == "ready" for one in ledger.life[row["group"]] if one.at <= row.at
         ):
-            ready.add(row["group"])  # `place`: again, after its step was aborted
+            ready.add(row["group"])  # `place`: the group is back after its step was aborted
         elif row.event == "selected" or row.ends_group:
             ready.discard(row["group"])
 
@@ -223,7 +223,7 @@ TOTALS = [f"total_{name}" for name in ("reserved", *ENDS, "generated", "trained"
 
 
 def _seconds(ledger: Ledger) -> Iterator[tuple[Row, dict[str, float]]]:
-    """How the time between two rows of metrics was spent, as the row `logged` should state it.
+    """Yield each `logged` row with the seconds that it should state: how the time between two `metrics` rows was spent.
 
     The trainer's oldest unanswered command counts first, else a sync, else waiting for generation.
     """
@@ -252,7 +252,7 @@ SECONDS = ("s_training", "s_logprobs", "s_sync", "s_exposed_generation")
 
 
 def _of_update(ledger: Ledger, metrics: Row) -> dict[str, float]:
-    """The numbers of its update, counted from the rows before it."""
+    """Return the numbers of the update of a `metrics` row, counted from the rows before it."""
     same = [name for name in ("step", "update") if name in metrics.ids]
     mine = [
         row

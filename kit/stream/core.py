@@ -80,7 +80,7 @@ def may_choose(t: Turn) -> bool:
 
 
 def limits(t: Turn) -> tuple[int, int]:
-    """The fewest and the most groups that a selection may give. The last chunk of a step may be small."""
+    """Return the fewest and the most groups that a selection may take. The last chunk of a step may be smaller than the minimum."""
     most = t.need - (0 if t.step is None else len(t.step.groups))
     return min(t.settings.min_groups, most), most
 
@@ -95,7 +95,7 @@ def drop(t: Turn, old: tuple[int, ...], unfinished: tuple[int, ...]) -> None:
 
 
 def select(t: Turn, candidates: tuple[int, ...]) -> None:
-    """A selection opens a step if none is open, and gives the places back."""
+    """Move groups from the buffer into the open step, or into a new one. This frees their places."""
     least, most = limits(t)
     if len(candidates) < max(1, least):
         return
@@ -116,7 +116,7 @@ def on_admitted(t: Turn, event: Event) -> None:
 
 
 def on_chosen(t: Turn, event: Event) -> None:
-    """A foreign sampler's answer. Groups that are not complete in the buffer are refused, not trained."""
+    """Handle a foreign sampler's answer. Groups that are not complete in the buffer are refused, not trained."""
     t.asked -= {"select"}
     gone, unfinished, chosen = (numbers(event[name]) for name in ("evicted", "aborted", "groups"))
     drop(t, *(tuple(number for number in some if number in t.buffer) for some in (gone, unfinished)))
@@ -147,7 +147,7 @@ def train(t: Turn) -> None:
 
 
 def has(t: Turn, kind: str) -> bool:
-    """Whether the desk granted the trainer's devices for this; else ask. A pipeline holds one kind of trainer grant at a time."""
+    """Whether the desk has granted devices for `kind`; if not, request them. A pipeline holds one kind of trainer grant at a time."""
     if kind in t.granted:
         return True
     if kind not in t.asked:
@@ -157,7 +157,7 @@ def has(t: Turn, kind: str) -> bool:
 
 
 def score(t: Turn, step: Step) -> None:
-    """Recompute log-probabilities, chunk by chunk. Uses the grant for training if that is held."""
+    """Recompute log-probabilities, chunk by chunk, under the grant for training if that is held."""
     which = t.settings.logprobs
     if not which:
         t.step = replace(step, scored=len(step.groups))
@@ -183,7 +183,8 @@ def boundary(t: Turn, step: Step) -> int:
 
 
 def feed(t: Turn) -> None:
-    """Queue scored groups as microbatches, in order, up to the end of the update. A chunk without a valid token is fed but does not run."""
+    """Queue scored groups as microbatches, in order, up to the end of the update. A chunk without a valid token counts as fed but is not
+    run."""
     step = t.step
     while step is not None and step.fed < min(step.scored, boundary(t, step)):
         if "logprobs" in t.granted | t.asked or not has(t, "training"):
@@ -205,7 +206,7 @@ def feed(t: Turn) -> None:
 def finish(t: Turn) -> None:
     """Order the optimizer step when every microbatch of the update is done.
 
-    Previous log-probabilities come from the weights before the step, so with several updates all are computed before the first finish.
+    Previous log-probabilities come from the weights before the step, so with several updates compute all of them before the first finish.
     """
     step = t.step
     if step is None or step.fed == step.finished or step.fed < boundary(t, step) or step.unanswered:
@@ -218,7 +219,7 @@ def finish(t: Turn) -> None:
 
 
 def on_finished(t: Turn, step: Step) -> None:
-    """The weights have changed: clear the rows. With the last update of a step the version rises and dispatch is held."""
+    """Clear the rows, as the weights have changed. After the last update of a step, raise the version and hold dispatch."""
     groups = step.groups[step.finished : step.fed]
     for group in groups:
         if group.id in step.unrun:
@@ -248,7 +249,7 @@ def bump(t: Turn, step: Step) -> None:
 
 
 def end_shrunk_step(t: Turn) -> None:
-    """A step that shrinks to the groups already in the weights is over; its last finish could not know that it was the last."""
+    """End a step that shrank to the groups already in the weights: its last finish could not know that it was the last."""
     if t.step is not None and t.step.finished == t.need and not t.step.on_the_trainer:
         bump(t, t.step)
 
@@ -275,7 +276,7 @@ def log(t: Turn, step: Step, groups: tuple[Group, ...], during: int) -> None:
 
 
 def on_trainer(t: Turn, event: Event) -> None:
-    """`done` or `error` of a trainer command. Late answers of a step that was given up change nothing."""
+    """Handle `done` or `error` of a trainer command. Late answers of a step that was given up change nothing."""
     if event.step >= t.steps:
         raise Misuse(f"the trainer answered {event.of} of step {event.step}; {t.steps} steps were opened")
     failed = event.name == "error"
@@ -298,7 +299,7 @@ def on_trainer(t: Turn, event: Event) -> None:
 
 
 def on_cleared(t: Turn, event: Event, failed: bool) -> None:
-    """The version has risen already: trained groups end here, cleared or not."""
+    """End the trained groups, cleared or not: they are in the weights already."""
     for group in t.clearing.get((event.step, event.update), ()):
         if failed:
             t.note("aborted", group=group.id, why="trained, but its rows could not be cleared", version=t.version)
@@ -312,7 +313,7 @@ def on_cleared(t: Turn, event: Event, failed: bool) -> None:
 
 
 def fail_step(t: Turn, why: str) -> None:
-    """If nothing of the step is in the weights, give it up and try again, at most `step_retries` times in a run. Else the run ends."""
+    """Abort a failed step. If none of it is in the weights, try again, at most `step_retries` times in a run; otherwise end the run."""
     assert t.step is not None
     if t.retried < t.settings.step_retries and not t.step.finished and not t.ending:
         t.retried += 1
@@ -328,7 +329,7 @@ def abort(t: Turn, step: Step) -> None:
 
 
 def on_aborted(t: Turn, step: Step) -> None:
-    """The step is closed, also where the abort failed: its error never hides the first."""
+    """Close the step, even if the abort failed: that error never hides the first one."""
     for kind in ("training", "logprobs"):
         if kind in t.granted:
             t.granted -= {kind}
@@ -342,11 +343,11 @@ def ids(groups: tuple[Group, ...]) -> str:
 
 
 Handler = Callable[[Turn, Event], None]
-TRAINERS = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")  # commands
+TRAINERS = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")  # commands to the trainer
 
 
 def resume_from(state: State) -> Resume:
-    """What to keep of a state between two steps. Groups in flight or in the buffer are generated again."""
+    """Return what a resumed run needs of a state between two steps. Groups in flight or in the buffer are generated again."""
     held = {*state.buffer, *(one.replaces.id for one in state.owed if one.replaces is not None)}
     if state.step is not None:
         raise BadInput(f"step {state.step.id} is open; a run can only be resumed between two steps")
@@ -371,7 +372,7 @@ class Controller:
         self.resume = resume
 
     def begin(self) -> tuple[State, tuple[Command, ...]]:
-        """Ask for the generation's devices; dispatch starts when the first version is published."""
+        """Request the devices for generation; dispatch starts when the first version is published."""
         settings, start = self.settings, self.resume
         fields = Fields(last=settings.steps, replicas=Map({one: Replica() for one in range(settings.replicas)}))
         if start is not None:
@@ -427,7 +428,7 @@ def is_done(t: Turn) -> bool:
 
 
 def is_stuck(t: Turn) -> bool:
-    """No prompt is left and nothing is in progress, so no event can change the state any more."""
+    """Whether no prompt is left and nothing is in progress, so that no event can change the state any more."""
     step = t.step
     trainer = step is not None and (step.unanswered or step.scoring or step.finishing or step.aborting)
     busy = trainer or t.in_flight or t.waiting or t.held or t.clearing or t.asked - {"admit"}
@@ -435,7 +436,7 @@ def is_stuck(t: Turn) -> bool:
 
 
 def end_of_data(t: Turn) -> None:
-    """The end is clean only if no step is open and the buffer is empty; a partial step is never trained."""
+    """End the run without an error only if no step is open and the buffer is empty; a partial step is never trained."""
     if t.step is None and not t.buffer:
         t.ending = "exhausted"
     else:
@@ -444,7 +445,7 @@ def end_of_data(t: Turn) -> None:
 
 
 def wind_down(t: Turn) -> None:
-    """End a run: first the trainer's step, then every group, then the devices. After an error the replicas are not waited for."""
+    """End a run: first the trainer's step, then every group, then the devices. After an error, do not wait for the replicas."""
     step = t.step
     if step is not None and step.finishing:
         return  # the weights may change: wait for the answer, so that the count is right
@@ -502,7 +503,7 @@ def on_granted(t: Turn, event: Event) -> None:
 
 
 def on_error(t: Turn, event: Event) -> None:
-    """A command failed. Commands that do not affect correctness are only counted; any other failure ends the run or the step."""
+    """Handle a failed command. Failures that do not affect correctness are only counted; any other ends the run or the step."""
     of, why = event.of, event.why
     if of in TRAINERS:
         on_trainer(t, event)
@@ -542,7 +543,7 @@ def on_ask(t: Turn, event: Event) -> None:
 
 
 def ignore(_: Turn, __: Event) -> None:
-    """An event that only the ledger needs."""
+    """Ignore an event that only the ledger needs."""
 
 
 HANDLERS: dict[str, Handler] = {

@@ -2,12 +2,12 @@
 
 The state is frozen and hashable. A turn is a mutable copy of it with the commands so far.
 
-Every group ends exactly once and then gives its permits back. What a sync does with requests in flight:
+Every group ends exactly once and then returns its permits. What a sync does with requests in flight:
 
-| at_sync | tokens so far | cache of keys and values | stamps | place and slot |
+| at_sync | tokens so far | KV cache | version stamps | place and slot |
 |---|---|---|---|---|
 | keep | kept | kept: later tokens attend to entries of the old weights | of both versions | kept |
-| recompute | kept | computed again by the new weights | of both versions | kept |
+| recompute | kept | recomputed with the new weights | of both versions | kept |
 | abort | discarded, counted as wasted, sampled again with the same random numbers | none | of the new version | kept |
 | drain | the sync waits until nothing is in flight | none is left | of the old version | kept until selection |
 """
@@ -120,7 +120,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """A sync in progress: of the current version after a step, or only for replicas that joined."""
+    """A sync in progress: of the current version to all replicas after a step, or only to replicas that joined."""
 
     version: int
     replicas: tuple[int, ...]
@@ -136,12 +136,12 @@ class Owed:
 
 @dataclass(slots=True)
 class Fields:
-    """Everything that the controller knows. Places are the entries of `buffer`, slots the unfinished ones; neither has a counter."""
+    """Everything that the controller knows. Groups in `buffer` hold the places, `unfinished` ones the slots."""
 
     version: int = 0
     updates: int = 0
     last: int = 0  # the version at which the run ends
-    steps: int = 0  # ids of steps that were opened
+    steps: int = 0  # number of steps opened so far, and the id of the next one
     index: int = -1
     position: int = 0
     completed: int = 0  # groups with all samples complete
@@ -151,7 +151,7 @@ class Fields:
     buffer: Map = field(default_factory=Map)  # Group by id, in order of id
     waiting: tuple[tuple[int, int], ...] = ()  # samples without a replica: (group, sample)
     owed: tuple[Owed, ...] = ()
-    shrunk: Map = field(default_factory=Map)  # by version: groups that its step lacks
+    shrunk: Map = field(default_factory=Map)  # by version: how many groups its step lacks
     news: bool = False  # a selection may have become possible
     updates_at: Map = field(default_factory=Map)  # `updates` by version
     step: Step | None = None
@@ -176,7 +176,7 @@ class Fields:
 
     @property
     def in_flight(self) -> int:
-        """Requests without a last answer."""
+        """The number of requests without a last answer."""
         return sum(replica.load for replica in self.replicas.values())
 
 
@@ -269,7 +269,7 @@ def end(t: Turn, group: Group, how: str, why: str) -> None:
 
 
 def doom(t: Turn, group: Group, how: str, why: str) -> None:
-    """An unfinished group will end: cancel its requests, and end it once none is in flight."""
+    """Cancel the requests of an unfinished group, and end it once none is in flight."""
     if group.ends is not None:
         return
     for number, sample in enumerate(group.samples):
@@ -298,9 +298,9 @@ def end_if_idle(t: Turn, group: Group) -> None:
 
 
 def complete(t: Turn, group: Group) -> None:
-    """All samples of a group are complete: it gives its slot back and can be selected, or is filtered out and replaced."""
+    """Complete a group: it returns its slot and can be selected, or is filtered out and replaced."""
     group = replace(group, order=t.completed)
-    if group.oldest < 0:  # no token at all
+    if group.oldest < 0:  # it has no token
         group = replace(group, oldest=group.version, newest=group.version)
     t.put(group)
     t.completed += 1
@@ -320,7 +320,7 @@ def complete(t: Turn, group: Group) -> None:
 
 
 def put_back(t: Turn) -> None:
-    """Groups of a step that was given up retake their places before any new dispatch; if no place is free, a group ends."""
+    """Return the groups of a step that was given up to their places, before any new dispatch. A group without a free place ends."""
     assert t.step is not None
     for group in t.step.groups[t.step.finished :]:
         if len(t.buffer) < t.settings.places:
@@ -372,7 +372,7 @@ def gate_is_open(t: Turn) -> bool:
 
 
 def reserve(t: Turn) -> None:
-    """The next prompt becomes a group: of a batch that lost one, else of the batch that passed the gate."""
+    """Make the next prompt a group of a batch that lost one, else of the batch that passed the gate."""
     number, t.prompt = t.prompt, -1
     owed = t.owed[0] if t.owed else None
     target = batch_target(t) if owed is None else owed.target
@@ -394,7 +394,7 @@ def reserve(t: Turn) -> None:
 
 
 def batch_target(t: Turn) -> int:
-    """The target of the next group. The index rises at the first group of a batch."""
+    """Return the target of the next group. The index rises at the first group of a batch."""
     if t.position == 0:
         t.index += 1
         if t.sampler is None:
@@ -413,7 +413,7 @@ def active(t: Turn) -> list[int]:
 
 
 def send(t: Turn) -> None:
-    """Send every waiting sample to a replica: its group's, for the prefix cache, else the one with the fewest requests."""
+    """Send every waiting sample to a replica that serves its group (prefix cache), else to the one with the fewest requests."""
     there = active(t)
     if t.held or not there:
         return
@@ -445,7 +445,7 @@ def cancel_all(t: Turn) -> None:
 
 
 def answered(t: Turn, event: Event) -> Group | None:
-    """The group of an answer; None if the answer is outdated: the sample moved to another replica, or its group is gone."""
+    """Return the group of an answer, or None if the answer is outdated: the sample moved to another replica, or its group is gone."""
     group: Group | None = t.buffer.get(event.group)
     if group is None:
         return None
@@ -484,7 +484,8 @@ def on_cancelled(t: Turn, event: Event) -> None:
 
 
 def give_up_attempt(t: Turn, group: Group, number: int) -> None:
-    """A sample is no longer in flight. Its group ends, or it waits for another attempt, which repeats its tokens if versions repeat."""
+    """Handle a sample that is no longer in flight. Its group ends, or it waits for another attempt, which has the same tokens under the
+    same versions."""
     if group.ends is not None:
         group = group.put(number, status=DONE)
         t.put(group)
@@ -498,7 +499,7 @@ def give_up_attempt(t: Turn, group: Group, number: int) -> None:
 
 
 def on_failed(t: Turn, event: Event) -> None:
-    """`on_failed` decides what happens to the group. Every failure is counted."""
+    """Count a failed request. The setting `on_failed` decides what happens to the group."""
     if (group := answered(t, event)) is None:
         return
     load(t, group.samples[event.sample].replica, -1)
@@ -520,7 +521,7 @@ def on_failed(t: Turn, event: Event) -> None:
 
 
 def shrink(t: Turn, group: Group) -> None:
-    """The step of the group's batch, else the next one that is not full, gets one group less, down to the floor."""
+    """Take one group off the step of the group's batch, else off the next step that is not full. Below the floor the run fails."""
     full = t.step is not None and len(t.step.groups) >= t.need
     version = group.target if group.target != NO_TARGET else t.version + full
     t.shrunk = t.shrunk.plus(version)
@@ -533,7 +534,7 @@ def shrink(t: Turn, group: Group) -> None:
 
 
 def on_joined(t: Turn, event: Event) -> None:
-    """A replica serves once the current version is published there."""
+    """Add a replica. It serves once the current version is published there."""
     if event.replica not in t.replicas:
         t.replicas = t.replicas.put(event.replica, Replica())
 
@@ -547,7 +548,7 @@ def on_died(t: Turn, event: Event) -> None:
 
 
 def on_left(t: Turn, event: Event) -> None:
-    """A replica is gone: its requests in flight are sent to others, with the same random numbers."""
+    """Remove a replica. Its requests in flight are sent to others, with the same random numbers."""
     if event.replica not in t.replicas:
         return
     t.replicas = t.replicas.without(event.replica)
@@ -564,7 +565,7 @@ def hold(t: Turn) -> None:
 
 
 def sync_if_due(t: Turn) -> None:
-    """Start the sync of the current version once the requests in flight allow it; else one for replicas that joined. One at a time.
+    """Start the sync of the current version once the requests in flight allow it, or one for replicas that joined. One at a time.
 
     While the trainer finishes an update, its weights are not those of the current version; nor are they between two updates of a step.
     Limit: replicas must not join a loop with several updates per step.
@@ -605,7 +606,7 @@ def on_synced(t: Turn, event: Event) -> None:
 
 
 def on_sync_error(t: Turn, why: str) -> None:
-    """A sync may fail because one of its replicas died. If the loop may go on without it, the others are synced again."""
+    """A sync may fail because one of its replicas died. If the loop may continue without it, sync the others again."""
     if t.sync is None:
         return
     lost = [number for number in t.sync.replicas if number not in t.replicas]

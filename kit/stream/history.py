@@ -56,7 +56,7 @@ class Row:
 
     @property
     def ends_group(self) -> bool:
-        """`failed` with a sample ends a request, not its group."""
+        """Whether the row ends a group. `failed` with a sample ends only a request."""
         return self.event in ENDS and "group" in self.ids and "sample" not in self.ids
 
 
@@ -91,7 +91,7 @@ class Sample:
 
     @property
     def is_empty(self) -> bool:
-        """Completed without a token, so it has no version."""
+        """Whether the sample was completed without a token, so that it has no version."""
         return bool(self.completed) and not self.completed[-1].number("length", 1)
 
     @property
@@ -114,7 +114,7 @@ class Step:
 
     @property
     def trained(self) -> list[Row]:
-        """Groups that are in the weights. An abort undoes an update without a finish."""
+        """The `trained` rows of groups in the weights. An abort undoes an update without a finish."""
         rows = self.of("trained")
         return rows if self.abort is None else [row for row in rows if row.number("update", 0) in self.finished]
 
@@ -124,7 +124,7 @@ class Step:
 
     @property
     def is_open(self) -> bool:
-        """An update has begun and has neither finish nor abort."""
+        """Whether an update has begun and has neither finish nor abort."""
         return self.abort is None and len({row.number("update", 0) for row in self.of("begin")}) > len(self.finished)
 
 
@@ -155,7 +155,7 @@ class Ledger:
     # -- rows and settings ------------------------------------------------------------------------------------------------
 
     def need(self, event: str, *ids: str) -> list[Row]:
-        """The rows of an event. Raises `Missing` if the event or an id is absent, `Unjudged` if only some rows have an id."""
+        """Return the rows of an event. Raises `Missing` if the event or an id is absent, `Unjudged` if only some rows have an id."""
         rows = self.by_event.get(event, [])
         if not rows:
             raise Missing(f"the ledger has no `{event}` event")
@@ -206,7 +206,7 @@ class Ledger:
     # -- groups and samples -----------------------------------------------------------------------------------------------
 
     def ends(self, group: Id) -> list[Row]:
-        """How a group ended. `filtered` is an end if no other follows."""
+        """Return the rows that end a group. `filtered` is an end if there is no other."""
         rows = self.life.get(group, [])
         return [row for row in rows if row.ends_group] or [row for row in rows if row.event == "filtered"][:1]
 
@@ -229,7 +229,7 @@ class Ledger:
         )
 
     def _steps(self) -> list[Step]:
-        """Steps by their first row. Finishes are the `done` rows of `finish`; without any, the `finish` rows without an `error`."""
+        """Return the steps by first row. Finishes are the `done` rows of `finish`; without any, the `finish` rows without an `error`."""
         latest: dict[Id, Step] = {}
         steps: list[Step] = []
         answered = any(row.get("of") == "finish" for row in self.by_event["done"])
@@ -280,7 +280,7 @@ def _rows(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
 
 
 def pipelines(rows: Sequence[Mapping[str, Any]]) -> dict[str, Ledger]:
-    """A ledger for each pipeline that the rows name; a single unnamed one if they name none."""
+    """Return a ledger for each pipeline that the rows name, or a single unnamed one."""
     names = dict.fromkeys(str(row["pipeline"]) for row in rows if row.get("pipeline"))
     if len(names) < 2:
         return {name: Ledger(rows) for name in names or [""]}
@@ -295,7 +295,7 @@ Finding = Generator[str, None, str]  # yields violations, returns a summary
 
 
 def counted(rule: Callable[P, Finding]) -> Callable[P, Measured]:
-    """Make a check of a rule. `Missing` and `Unjudged` are raised only if no violation was found before."""
+    """Turn a rule into a check. `Missing` and `Unjudged` are raised only if no violation was found before."""
 
     @functools.wraps(rule)
     def check(*args: P.args, **kwargs: P.kwargs) -> Measured:

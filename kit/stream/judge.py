@@ -138,7 +138,7 @@ def trains_before_straggler(ledger: Ledger) -> Finding:
 
 
 def _completions(ledger: Ledger, step: Step) -> list[Row]:
-    """The row that completed each group of a step, in order; with weight-fifo, only groups of the oldest start."""
+    """Return the rows that completed the groups of a step, in order; with weight-fifo, only groups with the oldest start."""
     when: dict[Id, Row] = {}
     start: dict[Id, int] = {}
     for group in {row["group"] for row in step.of("trained")}:
@@ -153,7 +153,7 @@ def _completions(ledger: Ledger, step: Step) -> list[Row]:
 
 
 def _free_after(ledger: Ledger, step: Step) -> int:
-    """The row after which the trainer can take another step: the end of the abort or of the sync, if the ledger has it."""
+    """Return the row after which the trainer can take another step: the end of the abort or of the sync, if the ledger has it."""
     end = (step.abort or step.bumped or step.rows[-1]).at
     if step.abort:
         rows = [row for name in ("done", "error") for row in ledger.by_event[name] if row.get("of") == "abort"]
@@ -302,7 +302,7 @@ def publish_before_use(ledger: Ledger) -> Finding:
 
 
 def _still_held(ledger: Ledger, held: Row) -> Iterator[str]:
-    """Dispatch is held at the end, which is allowed only after an error during the sync."""
+    """Yield a violation if dispatch is held at the end, unless an error occurred during the sync."""
     end, synced = ledger.ended, [row for row in ledger.by_event["synced"] if row.at > held.at]
     if end and end.get("why") == "done":
         yield f"{end}: dispatch has been held since {held}, so the last version was never served"
@@ -318,7 +318,7 @@ def _dispatched(row: Row, held: Row | None, serves: Sequence[int], now: int | No
 
 
 def _under_way(rows: Sequence[Row]) -> Row | None:
-    """The `sync_begin` of a sync that neither ended nor failed."""
+    """Return the `sync_begin` row of a sync that neither ended nor failed."""
     syncs = [
         row
         for row in rows
@@ -370,7 +370,7 @@ def _stamps(sample: Sample) -> Iterator[str]:
 
 
 def _spans(sample: Sample) -> str:
-    """With strict, or if a sync aborts or drains requests in flight, no sample may span a sync."""
+    """With the sampler strict, or if a sync aborts or drains requests in flight, no sample may span a sync."""
     versions = sorted({row.number("version") for row in sample.spans})
     return (
         f"it has tokens of versions {versions[0]} and {versions[-1]}, but nothing may be in flight at a sync"
@@ -573,11 +573,11 @@ def _occupied(ledger: Ledger, name: str, limit: int) -> Finding:
 
 
 def admitted(ledger: Ledger) -> Finding:
-    """The gate: at most (window + version + 1) batches since version 0, and no batch beyond version + window."""
+    """Check the gate: at most (window + version + 1) batches since version 0, and no batch beyond version + window."""
     sampler, window, batch = ledger.setting("sampler"), ledger.limit("window"), ledger.limit("groups_per_step")
     if sampler not in GATED or window is None or batch is None or not ledger.by_event["bumped"]:
         return ""
-    heirs = {row.get("by") for row in ledger.by_event["replaced"]}  # groups that take another's place in its batch
+    heirs = {row.get("by") for row in ledger.by_event["replaced"]}  # groups that replace another in its batch
     ahead, started = 0 if sampler == "strict" else window, ledger.start * batch
     for row in ledger.rows:
         started -= row.ends_group and row.event in LOST
@@ -675,14 +675,14 @@ def dead_rollout_named(ledger: Ledger) -> Finding:
 
 
 def _unanswered(ledger: Ledger) -> list[Row]:
-    """Requests without an answer on replicas that neither left nor died."""
+    """Return requests without an answer on replicas that neither left nor died."""
     gone = {row.get("replica") for name in ("died", "left") for row in ledger.by_event[name]}
     samples = (one for some in ledger.samples.values() for one in some.values() if one.waiting)
     return [one.sent[-1] for one in samples if one.sent[-1].get("replica") not in gone]
 
 
 def _asked(ledger: Ledger, replica: Id, died: Row) -> Iterator[tuple[Id, Id, Sample]]:
-    """Samples that were on a replica when it died: last sent there, not complete, and with a group that had not ended."""
+    """Yield samples that were on a replica when it died: last sent there, not complete, in a group that had not ended."""
     for group, samples in ledger.samples.items():
         for name, sample in samples.items():
             before = [row for row in sample.sent if row.at < died.at]
@@ -731,7 +731,7 @@ def resume_equals(whole: Ledger, resumed: Ledger) -> Finding:
 
 
 def _by_version(ledger: Ledger) -> Mapping[int, dict[Id, str]]:
-    """For each version and trained group, the lengths, rewards and digests of its samples."""
+    """Return the lengths, rewards and digests of the samples, by version and trained group."""
     found: defaultdict[int, dict[Id, str]] = defaultdict(dict)
     for row in ledger.trained():
         samples = sorted(ledger.samples[row["group"]].items(), key=lambda one: str(one[0]))

@@ -3,7 +3,7 @@
 All time is attributed to one activity: the trainer's oldest unanswered command (training or log-probabilities), else a sync, else waiting
 for generation (`exposed_generation`). `replicas_idle` is the replicas' mean time without a request.
 
-A sampler with NeMo-RL's protocol is asked through a port, so its answers are events and a replay needs no sampler. Its buffer has
+A sampler with NeMo-RL's protocol is called through a port, so its answers are events and a replay needs no sampler. Its buffer has
 `start_weight_list`, `target_step_list`, `ready_list`, `meta_list` and `remove(indices, remove_in_dp)`. Its coroutines run on a clock that
 stops between two polls; a sleeping gate is polled again when the version changes. Limits: `select` and `evict` must not wait; the
 constructor takes the buffer and one of `WINDOWS`.
@@ -88,7 +88,7 @@ class Call(NamedTuple):
 
 
 def calls(rows: Iterable[Row]) -> Iterator[Call]:
-    """The trainer's finished calls. It executes one at a time, in order."""
+    """Yield the trainer's finished calls. It executes one at a time, in order."""
     waiting: defaultdict[str, list[Row]] = defaultdict(list)
     free = -math.inf
     for row in rows:
@@ -148,7 +148,7 @@ class Log(Port):
 
 
 def drifted(differences: Sequence[float]) -> dict[str, float]:
-    """The drift of tokens, from the trainer's log-probability minus the engine's for each token.
+    """Return the drift of tokens; `differences` are the trainer's log-probability minus the engine's for each token.
 
     `drift_ratio` is the mean importance weight, `drift_kl` the non-negative estimate of KL(engine, trainer).
     """

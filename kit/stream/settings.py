@@ -1,7 +1,7 @@
 """A controller's settings, its samplers, and which settings cannot work together. Samplers are pure functions of a view.
 
-A gate counts batches. Its index starts at -1 (a resumed run: version - 1); each batch that passes raises it by one and has it as its
-target. The gate blocks while index >= version + window. It is checked last for every group, and opens or blocks at the first of a batch.
+A gate counts batches. Its index starts at -1 (a resumed run: version - 1); each batch that passes raises it by one and takes it
+as its target. The gate blocks while index >= version + window. It is checked last for each group, and decides at a batch's first group.
 
 | sampler | may start | trains | drops complete groups | aborts unfinished ones | largest lag |
 |---|---|---|---|---|---|
@@ -67,7 +67,7 @@ Groups = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """`selects` gives every group that may be trained now, best first; the controller takes none, or from min to max of them.
+    """`selects` returns every group that may be trained now, best first; the controller takes none, or between minimum and maximum.
 
     `places` is the fewest places that the buffer needs. With `stamps` a batch's index is its groups' target. With `refills` a group that
     is dropped as too old is replaced without asking the gate, which lets through only as many groups as the steps need.
@@ -95,9 +95,9 @@ def of_this_step(view: View) -> Groups:
 
 
 def oldest_start_first(view: View) -> Groups:
-    """Groups by start version, the oldest in the window first, up to the first version with an unfinished group, which is waited for.
+    """Return complete groups by start version, the oldest in the window first, up to the first version with an unfinished group.
 
-    Stopping at the oldest version would block: a batch dispatched across a sync may have fewer groups of it than a selection must take.
+    Stopping after the oldest version would block: a batch dispatched across a sync may have fewer groups of it than a selection must take.
     """
     inside = sorted(
         (slot.version, slot.order < 0, slot.id) for slot in view.buffer.values() if slot.version >= view.oldest
@@ -163,7 +163,7 @@ Logprobs = Literal["recomputed", "recorded", "off"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """`sampler` is the name of a built-in sampler, or `module:Class`, which is asked through the port "sampler".
+    """`sampler` is the name of a built-in sampler, or `module:Class`, which is called through the port "sampler".
 
     `places` is the most groups in the buffer, unfinished ones included; `slots` the most groups in flight. `train_global_batch_size`
     counts samples. `floor` is the smallest step that `on_failed="shrink"` may leave. Up to `step_retries` failed steps are retried;
@@ -221,7 +221,7 @@ def opening(settings: Settings, start: Resume | None = None) -> Iterator[tuple[s
 
 
 def read_settings(ids: Mapping[str, int | str]) -> Settings:
-    """The settings of a row `capacity`, with defaults for those it lacks."""
+    """Return the settings in a row `capacity`, with defaults for those it lacks."""
     given: dict[str, Any] = {"groups" if name == "groups_per_step" else name: value for name, value in ids.items()}
     kinds = {name: type(value) for name, value in asdict(Settings()).items()}
     return Settings(**{name: kind(given[name]) for name, kind in kinds.items() if name in given})
@@ -232,7 +232,7 @@ LEAST = {**dict.fromkeys(COUNTS, 1), "window": 0, "step_retries": 0}
 
 
 def refusals(settings: Settings) -> tuple[str, ...]:
-    """One sentence for each setting or combination that cannot work; empty if all is well."""
+    """Return one sentence for each setting or combination that cannot work."""
     low = (
         f"{name}={getattr(settings, name)} must be at least {least}"
         for name, least in LEAST.items()

@@ -140,7 +140,7 @@ class Replica:
 
 
 class System(Simulated):
-    """Every port of one pipeline. `prompts` None: the data never ends. A resumed run's data gives `again`, then continues at `first`.
+    """Every port of one pipeline. `prompts` None: the data never ends. A resumed run gets the groups `again`, then those from `first`.
 
     `fails` maps a command to the step at which the trainer answers it with an error, once.
     """
@@ -206,7 +206,7 @@ class System(Simulated):
         yield self.trainer_free - now, Event("done", command.pipeline, **ids)
 
     def sync(self, command: Command) -> Answers:
-        """Fails while the trainer finishes an update: when it is free to send, its weights are no longer the ordered version."""
+        """Send a version to replicas. Fails while the trainer finishes an update: once it can send, its weights are a later version."""
         begun, over = self.weights_move
         if begun <= self.clock.now() < over:
             why = f"cannot send version {command.version}: the trainer is at a later one"
@@ -227,7 +227,7 @@ class System(Simulated):
         self.replicas[number] = Replica(number, self)
 
     def remove(self, number: int) -> None:
-        """A replica is gone. A sync in progress continues without it."""
+        """Remove a replica. A sync in progress continues without it."""
         self.replicas[number].gone = True
         if number in self.syncing:
             self.syncing.discard(number)
@@ -317,7 +317,7 @@ def forecast(rows: Iterable[Row], **changes: Any) -> Simulation:
 
 
 def pace(rows: Sequence[Row]) -> dict[str, float]:
-    """The pace of a loop: steps per second, and the seconds spent only waiting for samples."""
+    """Return the steps per second of a loop, and the seconds spent only waiting for samples."""
     seconds, steps = spent(rows), sum(row.name == "bumped" for row in rows)
     return {
         "steps_per_second": steps / seconds["total"] if seconds["total"] else 0.0,
@@ -326,7 +326,7 @@ def pace(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def measured(rows: Sequence[Row]) -> Durations:
-    """The durations of a ledger with at least one completed sample and one finished update."""
+    """Return the durations in a ledger, which needs at least one completed sample and one finished update."""
     completed = {sample_of(row): row.ids for row in rows if row.name == "completed" and "core" in row.ids}
     taken: defaultdict[str, list[float]] = defaultdict(list)
     for call in calls(rows):
@@ -360,7 +360,7 @@ def sample_of(row: Row) -> tuple[int, int]:
 
 
 def _decoding(rows: Sequence[Row]) -> tuple[float, int]:
-    """Seconds per token while a replica is busy, for any number of requests, and tokens per call."""
+    """Return seconds per token while a replica is busy, with any number of requests, and tokens per call."""
     last: dict[Any, float] = {}
     load: Counter[Any] = Counter()
     where: dict[tuple[int, int], Any] = {}

@@ -1,1 +1,1 @@
-"""Weights from trainer ranks to inference ranks: packed, versioned, carried over, checked. Standard library, torch and numpy only."""
+"""Weights from trainer ranks to inference ranks: packed, versioned, sent and checked. Standard library, torch and numpy only."""

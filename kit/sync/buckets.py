@@ -1,13 +1,13 @@
-"""Buckets of bytes: the layout, on which both ends agree, and tensors packed by it: copies in, views without a copy, copies out.
+"""Buckets of bytes: a layout that both ends share, and tensors packed by it. Tensors are copied in, viewed in place and copied out.
 
 The layout says which bytes of which tensor are in which bucket. It depends only on the specs of the tensors, and is sent as JSON. Tensors
 are in order, each at a 512-byte boundary. A tensor larger than a bucket is refused, or split into pieces over several.
 
-Between contiguous tensors of the host bytes move by plain copies outside of the interpreter's lock, neighbours on both sides in one;
-everything else goes through torch in one call a bucket.
+Contiguous tensors on the host are copied by memcpy without the interpreter's lock, neighbours on both sides at once.
+Everything else goes through torch, in one call per bucket.
 
 Limits: a bucket's unused bytes keep what was in them; a piece of a tensor can be applied to contiguous memory only; autograd's
-version counters do not see plain copies.
+version counters do not see memcpy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kit.measure.host import Move, libc, transfer
 ALIGN = 512
 _PAGE = 4096
 _MIB = 2**20
-PROBLEMS = 5  # tensors that an error names; it has the keys of all of them
+PROBLEMS = 5  # tensors named in an error's text; the error has the keys of all
 
 Key = tuple[str, int]  # name and shard
 
@@ -63,7 +63,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The place of every byte of every tensor. Made by `lay_out`."""
+    """Where every byte of every tensor lies. Made by `lay_out`."""
 
     specs: tuple[Spec, ...]
     bucket_bytes: int
@@ -132,12 +132,12 @@ def specs_of(tensors: Mapping[Key, torch.Tensor]) -> list[Spec]:
 
 
 def lay_out(specs: Sequence[Spec], bucket_bytes: int, *, oversize: Literal["refuse", "split"] = "refuse") -> Layout:
-    """Fill one bucket after another. A tensor that does not fit into the rest starts a new bucket; a split one uses the rest."""
+    """Fill one bucket after another. A tensor that does not fit into the rest of one starts a new bucket; a split tensor uses the rest."""
     if bucket_bytes < ALIGN or bucket_bytes % ALIGN:
         raise BadInput(f"bucket_bytes={bucket_bytes} must be a multiple of {ALIGN}")
     _refuse_twice(specs)
     buckets: list[list[Piece]] = []
-    end = bucket_bytes  # of the filled part; there is no bucket yet
+    end = bucket_bytes  # of the filled part; no bucket exists yet
     for number, spec in enumerate(specs):
         if spec.size > bucket_bytes and oversize == "refuse":
             raise BadInput(
@@ -161,11 +161,11 @@ def lay_out(specs: Sequence[Spec], bucket_bytes: int, *, oversize: Literal["refu
 
 
 def automatic(specs: Sequence[Spec], *, oversize: Literal["refuse", "split"] = "refuse") -> int:
-    """A bucket size from the sizes only, so that every rank computes the same.
+    """Choose a bucket size from tensor sizes only, so that every rank computes the same one.
 
-    It is 1/16 of all bytes, so that packing, sending and applying overlap, between 1 and 64 MiB: smaller buckets cost messages, larger
-    ones only memory. If the median tensor is larger than half of that, packing gains nothing, and a bucket is one such tensor, up to
-    64 MiB. There are at most about 256 buckets. If tensors are not split, the largest must fit.
+    It is 1/16 of all bytes, so that packing, sending and applying overlap, but at least 1 and at most 64 MiB: smaller buckets cost
+    messages, larger ones only cost memory. If the median tensor is larger than half of that, packing gains nothing, and a bucket is the
+    size of that tensor, up to 64 MiB. There are at most about 256 buckets. If tensors are not split, the largest must fit.
     """
     sizes = [spec.size for spec in specs] or [0]
     total, median = sum(sizes), int(statistics.median(sizes))
@@ -193,12 +193,12 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-# The C library copies pieces below a MiB through the processor's cache, whatever its threshold for what goes past it.
+# The C library copies pieces below 1 MiB through the processor's cache, whatever its threshold for bypassing it.
 HOT = 2**19
 
 
 class View(NamedTuple):
-    """A tensor in a bucket: in its own shape if it is whole, else its elements from `start` on, in one dimension."""
+    """A tensor in a bucket: in its own shape if it is whole, else its elements from `start` on, flattened."""
 
     spec: Spec
     start: int
@@ -206,7 +206,7 @@ class View(NamedTuple):
 
 
 class Mismatch(KitError):  # noqa: N818 - it is what was found
-    """The tensors do not fit the contents of the bucket (None: of all buckets), and nothing was copied. `missing` and `failed` are keys."""
+    """The tensors do not fit the contents of `bucket` (None: of all buckets); nothing was copied. `missing` and `failed` are keys."""
 
     def __init__(
         self, problems: Mapping[Key, str], missing: Collection[Key], bucket: int | None, where: str = ""
@@ -221,7 +221,7 @@ class Mismatch(KitError):  # noqa: N818 - it is what was found
 
 
 def views(layout: Layout, index: int, buffer: torch.Tensor) -> list[View]:
-    """The tensors and pieces of tensors in a bucket, as views of its bytes. No copy."""
+    """Return the tensors and pieces of tensors in a bucket, as views of its bytes. No copy."""
     _check_buffer(layout, index, buffer)
     found = []
     for number, start, size, offset in layout.buckets[index]:
@@ -232,7 +232,7 @@ def views(layout: Layout, index: int, buffer: torch.Tensor) -> list[View]:
 
 
 def live(layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor]) -> list[View]:
-    """The same for live tensors: what `views` would return for a bucket with them. Contiguous tensors are not copied."""
+    """Return what `views` would return for a bucket packed from these live tensors. Contiguous tensors are not copied."""
     keys = [layout.specs[piece.spec].key for piece in layout.buckets[index]]
     if missing := {key: "is missing here" for key in keys if key not in tensors}:
         raise Mismatch(missing, missing, index, f"bucket {index}: ")
@@ -247,7 +247,7 @@ def live(layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor]) -> lis
 
 
 class Bound:
-    """`pack` and `apply` for tensors that stay: they are looked up and checked once, and again if one has moved. Limits: a tensor that
+    """`pack` and `apply` for tensors that persist: they are looked up and checked once, and again if one has moved. Limits: a tensor that
     changes its shape in place is not noticed; the tensors copied last are kept alive until the next use."""
 
     def __init__(self, layout: Layout, tensors: Mapping[Key, torch.Tensor]) -> None:
@@ -256,8 +256,8 @@ class Bound:
         self._plans: dict[tuple[int, bool, torch.device], _Plan] = {}
 
     def pack(self, index: int, out: torch.Tensor, *, fresh: bool = False, hot: bool = False) -> None:
-        """`fresh`: the pages of `out` do not exist yet. `hot`: keep the bucket in the processor's cache, for a reader that copies it out
-        at once."""
+        """Copy the tensors into a bucket. `fresh`: the pages of `out` are not allocated yet. `hot`: keep the bucket in the processor's
+        cache for a reader that copies it out at once."""
         plan, base = self._plan(index, out, target=False), out.data_ptr()
         places = [base + offset for offset in plan.offsets]
         if fresh and places:
@@ -294,7 +294,7 @@ class Bound:
 
 
 class _Plan(NamedTuple):
-    """How one bucket is copied: plain copies between addresses and offsets, and the tensors that torch has to copy."""
+    """How one bucket is copied: memcpy between addresses and offsets, and the tensors that torch has to copy."""
 
     tensors: list[torch.Tensor]
     pointers: list[int]
@@ -302,10 +302,10 @@ class _Plan(NamedTuple):
     addresses: list[int]
     offsets: list[int]
     sizes: list[int]
-    by_torch: list[int]  # the piece's number in the bucket
+    by_torch: list[int]  # numbers of the pieces in the bucket
 
     def holds(self) -> bool:
-        """Whether every tensor is where it was, with its bytes."""
+        """Whether every tensor is still at its address and has its bytes."""
         return [tensor.data_ptr() for tensor in self.tensors] == self.pointers and all(
             storage.nbytes() for storage in self.storages.values()
         )
@@ -328,7 +328,7 @@ def _plan(
         if not size:
             continue
         pointer, storage = tensor.data_ptr(), tensor.untyped_storage()
-        if not pointer or not storage.nbytes():  # a wrapper, as a DTensor, has a size and no address
+        if not pointer or not storage.nbytes():  # a wrapper such as a DTensor has a size but no address
             problems[name, shard] = EMPTY
             continue
         plan.tensors.append(tensor)
@@ -368,7 +368,7 @@ SCATTERED = "is not contiguous here, but is split over several buckets"
 
 
 def _unlike(spec: Spec, tensor: torch.Tensor | None, *, split: bool = False) -> str:
-    """Why a tensor here is not the one in the bucket; empty if nothing speaks against it."""
+    """Return why a tensor here does not match the one in the bucket; empty if it does."""
     if tensor is None:
         return "is missing here"
     if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
@@ -395,15 +395,15 @@ class Applier(Protocol):
 
 
 class Weights(Protocol):
-    """The weights that a receiver fills: `bind` them to buckets of a layout, or raise `Mismatch` before the first byte is copied; `own`
-    returns the tensors."""
+    """The weights that a receiver fills. `bind` prepares them for the buckets of a layout, or raises `Mismatch` before the first byte is
+    copied; `own` returns the tensors."""
 
     def bind(self, layout: Layout) -> Applier: ...
     def own(self) -> Sequence[torch.Tensor]: ...
 
 
 class Whole:
-    """Full tensors under the sender's names. Neighbours in a bucket are copied at once."""
+    """Full tensors under the sender's names. Neighbours in a bucket are copied together."""
 
     def __init__(self, tensors: Mapping[Key, torch.Tensor]) -> None:
         self.tensors = tensors
@@ -426,8 +426,8 @@ class Whole:
 
 
 class Cut:
-    """Shards: for each full tensor its destinations, and which part goes there. Full tensors are shard 0. Pieces of a tensor in several
-    buckets wait until it is complete."""
+    """Shards: the destinations of each full tensor, and the part that each destination takes. Full tensors are shard 0. A tensor split over
+    several buckets is copied once all its pieces have arrived."""
 
     def __init__(self, destinations: Mapping[str, Sequence[Destination]], own: Sequence[torch.Tensor]) -> None:
         self.destinations = destinations
@@ -466,7 +466,7 @@ class Cut:
 
 
 def _refuse(layout: Layout, here: Iterable[Key], wrong: Sequence[str]) -> None:
-    """`wrong`: why each tensor of the layout does not fit; empty where it does."""
+    """Raise `Mismatch` if tensors do not fit or are not sent. `wrong`: why each tensor of the layout does not fit, or empty."""
     failed = {spec.key: why for spec, why in zip(layout.specs, wrong, strict=True) if why}
     missing = sorted(set(here) - {spec.key for spec in layout.specs})
     if failed or missing:

@@ -1,18 +1,17 @@
 """Host copies of a trainer's weights by version, packed into buckets that transports send unchanged.
 
 There are at most two copies, each in a segment for the whole model: the active version, which receivers run, and the latest one. A new
-version goes to the place that is not active. Version -1 is the base, of which there is no copy.
+version goes into the segment that is not active. Version -1 is the base, which has no copy.
 
 One reentrant lock covers building, activating and closing; a transport and its teardown hold it with `held`. Another thread waits for it,
-and gets an error with the name of the holder when its deadline passes.
+and at its deadline gets an error that names the holder.
 
 Segments are anonymous shared memory by memfd: no name can be left behind, and /dev/shm, which many containers keep at 64 MB, is not
-needed. A segment goes to another process as a file descriptor over a Unix socket. Its pages exist as long as anybody has a descriptor or
-a mapping; a view of `tensor` keeps this process's mapping, so that a late reader finds old bytes and never a hole. The size is sealed: no
-other holder can cut the file short under a reader.
+needed. A segment goes to another process as a file descriptor over a Unix socket. Its pages exist as long as any process has a descriptor
+or a mapping; a view of `tensor` keeps this process's mapping, so a late reader finds old bytes and never unmapped memory. The size is
+sealed: no other holder can truncate the file under a reader.
 
-Limits: Linux, host memory. The place of an old version is overwritten. Receivers must be done with it by then; the end of a
-transport ensures it.
+Limits: Linux, host memory. An old version is overwritten; receivers must be done with it by then, which the end of a transport ensures.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from kit.measure.host import huge_pages, map_shared, populate, unmap
 from kit.sync.buckets import Bound, Key, Layout
 
 BASE = -1
-SHARE = 0.8  # of the free memory, for both copies
+SHARE = 0.8  # of the free memory: the limit for both copies
 _PAGE = 4096
 SLOTS = 2  # one is packed while the other is applied; measured: more do not help, and fill the processor's cache
 LARGEST = 4 * 2**20  # of a ring's bucket; measured: smaller ones cost messages, larger ones do not stay in the cache
@@ -57,7 +56,7 @@ class Segment:
 
     @classmethod
     def attach(cls, fd: int) -> Self:
-        """Map a segment that another process made, and take over the descriptor. If that fails, the caller keeps it."""
+        """Map a segment that another process made, and take over the descriptor. On failure the caller keeps the descriptor."""
         segment = cls.__new__(cls)
         segment._map(fd, os.fstat(fd).st_size)
         return segment
@@ -68,7 +67,7 @@ class Segment:
         address = map_shared(fd, size)
         huge_pages(address, size)
         array = (ctypes.c_ubyte * size).from_address(address)
-        # Every view of the tensor holds the array. At exit the system takes the mapping: a tensor may outlive this module.
+        # Every view of the tensor keeps the array. At exit the system unmaps it, since a tensor may outlive this module.
         weakref.finalize(array, unmap, address, size).atexit = False
         self.fd = fd
         self.size = size
@@ -81,7 +80,7 @@ class Segment:
         return self._tensor
 
     def populate(self) -> None:
-        """Allocate every page now, not when it is first written. The contents stay."""
+        """Allocate every page now, not when it is first written. Contents do not change."""
         if self._tensor is not None:
             populate(self._tensor.data_ptr(), self.size)
 
@@ -93,16 +92,16 @@ class Segment:
 
 
 class Kept:
-    """Mappings that stay, the last used ones: as many as a sender's cache has places. Its owner closes it. Only for a sender that also
-    keeps its memory: pages that the sender frees would stay allocated as long as they are mapped."""
+    """The last used mappings, kept open: as many as a sender's cache has segments. The owner closes them. Only for a sender that also
+    keeps its memory: pages that the sender frees would remain allocated while they are mapped."""
 
     most = 2
 
     def __init__(self) -> None:
-        self._segments: dict[int, Segment] = {}  # by inode, which is nobody else's while it is mapped here
+        self._segments: dict[int, Segment] = {}  # by inode, which is not reused while it is mapped
 
     def attach(self, fd: int) -> Segment:
-        """The segment behind a descriptor, which is taken over."""
+        """Return the segment behind a descriptor, and take over the descriptor."""
         inode = os.fstat(fd).st_ino
         segment = self._segments.pop(inode, None)
         if segment is None:
@@ -127,8 +126,8 @@ class CacheBusy(KitError):  # noqa: N818 - it is a state
 class Cache:
     """`latest` was built last, `active` is the version that receivers run; both start as the base, -1.
 
-    Both copies must fit into `SHARE` of the free memory. The memory of a discarded version stays allocated for the next build, which costs
-    one model between syncs. `slots`: the number of buckets with memory; 0: all.
+    Both copies must fit into `SHARE` of the free memory. The memory of a discarded version is kept for the next build, which costs one
+    model between syncs. `slots`: the number of buckets with memory; 0: all.
     """
 
     slots = 0
@@ -139,7 +138,7 @@ class Cache:
         self.timeout_s = timeout_s
         self._sizes = layout.sizes
         self.starts, self._size = starts(self._sizes, self.slots)  # of each bucket in a version's memory
-        self._segments: dict[int, Segment] = {}  # by version, also of one that is being built
+        self._segments: dict[int, Segment] = {}  # by version, including one that is being built
         self._spare: list[Segment] = []
         self._lock = threading.RLock()
         self._holder: list[str] = []
@@ -179,9 +178,9 @@ class Cache:
         tensors: Mapping[Key, torch.Tensor] | Bound,
         packed: Callable[[int], None] | None = None,
     ) -> None:
-        """Pack a new version. Pass tensors that stay as `Bound`, so that they are looked up once. `packed` is called with the number of
-        each bucket as soon as its bytes are in place, so that it can be sent. After an error the version does not exist, and `latest` is
-        the active one."""
+        """Pack a new version. Pass tensors that persist as `Bound`, so that they are looked up once. `packed` is called with the number of
+        each bucket as soon as its bytes are in place, so that it can be sent. After an error the version does not exist, and `latest`
+        is the active one."""
         with self.held(f"the build of version {version}"):
             self._refuse_closed()
             if version <= self.latest:
@@ -207,14 +206,14 @@ class Cache:
             self.latest = version
 
     def discard(self, version: int) -> None:
-        """Drop a version that did not reach its receivers, built or not. The active version stays."""
+        """Drop a version that did not reach its receivers, built or not. The active version is kept."""
         with self.held(f"the end of version {version}"):
             if version == self.latest != self.active:
                 self._give_up(version)
                 self.latest = self.active
 
     def segment(self, version: int) -> Segment:
-        """The memory of a version, also of one that is being built; its descriptor can be sent."""
+        """Return the memory of a version, even one that is being built; its descriptor can be sent."""
         if version not in self._segments:
             raise BadInput(f"no copy of version {version}: the cache has {sorted(self._segments) or 'none'}")
         return self._segments[version]
@@ -243,7 +242,7 @@ class Cache:
             self._closed = True
 
     def _free_segment(self) -> tuple[Segment, bool]:
-        """Memory for the next version, and whether its pages are not allocated yet."""
+        """Return memory for the next version, and whether its pages still have to be allocated."""
         if self.latest != self.active:
             return self._segments.pop(self.latest), False
         if self._spare:
@@ -269,7 +268,7 @@ class Cache:
             )
 
     def _check_room(self) -> None:
-        """Refuse two copies, less the memory allocated already, that exceed the share of the free memory."""
+        """Raise `BadInput` if two copies, minus the memory allocated already, exceed `SHARE` of the free memory."""
         wanted, free = 2 * self._size - self.nbytes, free_memory()
         if wanted > SHARE * free:
             held = f", {_gib(self.nbytes)} of it allocated already" if self.nbytes else ""
@@ -280,10 +279,10 @@ class Cache:
 
 
 class Ring(Cache):
-    """Shared memory for a few buckets, through which versions stream without a copy. For a sender whose receivers all pause: the host holds
-    no copy of the weights, and a packed bucket is still in the processor's cache when receivers on the same host copy it out. `latest` and
-    `active` are the versions that were sent, whose bytes are gone. A build packs every bucket; `packed` returns when the place of the next
-    one is free. Limits: a version is sent once, as it is built. Receivers that wake would need it later, and serving ones all at once.
+    """Shared memory for a few buckets, through which versions stream without a copy. Use it if all receivers pause: the host holds no copy
+    of the weights, and a packed bucket is still in the processor's cache when receivers on the same host copy it out. `latest` and
+    `active` are versions that were sent; their bytes are gone. A build packs every bucket; `packed` returns when the place of the next
+    one is free. Limits: a version is sent once, while it is built. Receivers that wake would need it later, serving ones all of it at once.
     """
 
     def __init__(self, layout: Layout, *, slots: int = SLOTS, timeout_s: float = 60.0) -> None:
@@ -303,7 +302,7 @@ class Ring(Cache):
 
 
 def starts(sizes: Sequence[int], slots: int = 0) -> tuple[tuple[int, ...], int]:
-    """Where each bucket begins, at a page boundary, and the total size: one after the other, or in turn in `slots` places."""
+    """Return the page-aligned start of each bucket and the total size: buckets lie one after another, or take turns in `slots` places."""
     if slots:
         room = -(-max(sizes) // _PAGE) * _PAGE
         return tuple(index % slots * room for index in range(len(sizes))), slots * room

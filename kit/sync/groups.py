@@ -1,7 +1,7 @@
 """Transports over a process group that exists for one sync: one broadcast per bucket, among ranks of one World or of several.
 
-The error of a failed collective does not name the cause. So it is replaced with what the links report: a peer that is gone, that has
-failed, or that is behind. Limits: if several receivers wait for the same silent rank, each can only blame the sender or a receiver in
+The error of a failed collective does not name the cause, so it is replaced with what the links report: a peer that is gone, has failed,
+or is behind. Limits: if several receivers wait for the same silent rank, each can only blame the sender or a receiver in
 between. The NCCL parts follow torch's ProcessGroupNCCL.cpp and NCCLUtils.cpp, 2.9 to 2.13, and have not run on a GPU yet.
 """
 
@@ -27,13 +27,13 @@ from kit.sync.buckets import ALIGN
 from kit.sync.link import PeerSilent
 from kit.sync.transports import DEPTH, Transport, TransportContext
 
-c10d: Any = _c10d  # what is needed of it carries no types
+c10d: Any = _c10d  # its private functions have no types
 LEAVING_S = 2.0
 SPIN_S = 0.02
 
 
 class Grouped(Transport):
-    """The group's life and its broadcasts, on the ranks' device. Buckets go from and to host memory directly where that is the host."""
+    """Creates, uses and releases the group, on the ranks' device. If that is the CPU, it uses host memory directly."""
 
     group: Any = None
     on_device = True
@@ -54,7 +54,7 @@ class Grouped(Transport):
             raise
 
     def meet(self) -> None:
-        """No rank enters the group before all have announced it: a wait inside the group could not name a missing rank."""
+        """Enter the group once all ranks have announced that they will: a wait inside it could not name a missing rank."""
         links = self.ctx.links.values()
         if self.ctx.role == "sender":
             offer = {"name": f"kit-sync-{secrets.token_hex(4)}", "size": 1 + len(links), **self.offer()}
@@ -71,17 +71,17 @@ class Grouped(Transport):
         self.guarded("its start", lambda: self.begin(offer))
 
     def begin(self, offer: dict[str, Any]) -> None:
-        """Make the group. Over NCCL a group gets its communicator with its first collective: here, so that no bucket waits for it."""
+        """Make the group. NCCL creates the communicator at the first collective; run one here, so that no bucket waits for it."""
         self.join(offer)
         if self.ctx.device.type == "cuda":
             within(self.wait, self.first_words)
 
     def first_words(self) -> None:
-        torch.cuda.set_device(self.ctx.device)  # every thread begins with the first GPU
+        torch.cuda.set_device(self.ctx.device)  # a new thread starts on GPU 0
         settle(self.group.allreduce([torch.zeros(1, device=self.ctx.device)]), self.wait)
 
     def offer(self) -> dict[str, Any]:
-        """What receivers must know to join, beside the name and how many there are."""
+        """Return what receivers need to join, besides the group's name and size."""
         return {}
 
     @abstractmethod
@@ -89,7 +89,7 @@ class Grouped(Transport):
         """Make `group`."""
 
     def leave(self, group: Any) -> None:
-        """Give the group back."""
+        """Release the group."""
 
     def send(self, index: int, buffer: torch.Tensor) -> None:
         self.ahead(index)
@@ -99,7 +99,7 @@ class Grouped(Transport):
         self.handed = index + 1
 
     def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:
-        self.say({"kind": "here", "bucket": index})  # if the group gets stuck, the sender knows which receivers came
+        self.say({"kind": "here", "bucket": index})  # if the group gets stuck, the sender knows which receivers joined
         direct = self.ctx.device.type == into.device.type
         there = into if direct else self.slot(index)
         self.broadcast(index, there)
@@ -112,7 +112,7 @@ class Grouped(Transport):
     def share(self, index: int, buffer: torch.Tensor) -> None:
         def act() -> None:
             work = self.group.broadcast([buffer], self._options)
-            settle(work, self.wait) if buffer.is_cuda else work.wait()  # gloo keeps the group's own deadline
+            settle(work, self.wait) if buffer.is_cuda else work.wait()  # gloo applies the group's deadline
 
         self.guarded(f"bucket {index}", act, index)
 
@@ -137,11 +137,11 @@ class Grouped(Transport):
             self.leave(group)
 
     def abort(self) -> None:
-        """With NCCL, destroying the group would wait for peers that may be gone, and a kernel that waits for them keeps the GPU busy."""
+        """Abort an NCCL group. Destroying it would wait for peers that may be gone, and a kernel waiting for them keeps the GPU busy."""
         if self.group is None or self.aborted or self.ctx.device.type != "cuda":
             return
         self.aborted = True
-        with contextlib.suppress(RuntimeError):  # close() releases it in any case
+        with contextlib.suppress(RuntimeError):  # close() releases the group anyway
             self.group.abort()
 
     def guarded(self, action: str, act: Callable[[], None], index: int = -1) -> None:
@@ -153,15 +153,15 @@ class Grouped(Transport):
             words = " ".join(str(error).partition("\n")[0].split())
         else:
             return
-        # Outside of the handler: an error that remembers the group's own would keep the group, and its sockets, alive.
+        # Raised outside the handler: chained to the group's error, it would keep the group and its sockets alive.
         raise self.explained(f"{action} over {self.described()}", words, index)
 
     def explained(self, awaited: str, words: str, index: int) -> KitError:
-        """The error that names the culprit, as far as the links show it. A peer that only waited for a silent one is not blamed."""
+        """Return the error that names the culprit, as far as the links show it. A peer that only waited for a silent one is not blamed."""
         ctx, late = self.ctx, "time" in words.lower()  # "Timed out", "timeout"
         reported = self.trouble(awaited)
         if reported is None and not late:
-            # A group breaks when a peer leaves, and on a busy machine the link may show that later.
+            # A peer that leaves breaks the group; on a busy machine the link may show it later.
             reported = self.trouble(awaited, min(ctx.timeout_s, LEAVING_S))
         absent = self.absent(index) if ctx.role == "sender" else []
         if late and absent and getattr(reported, "peer", None) not in absent:
@@ -182,7 +182,7 @@ class Grouped(Transport):
 
 
 class Broadcast(Grouped):
-    """A temporary group of sender and receivers in their World: a proper part of it, of a name of its own, destroyed each time."""
+    """A temporary group of the sender and receivers: a proper subset of their World, with its own name, destroyed after each sync."""
 
     def meet(self) -> None:
         ranks, world = self.ctx.ranks, dist.get_world_size()
@@ -193,8 +193,8 @@ class Broadcast(Grouped):
         super().meet()
 
     def join(self, offer: dict[str, Any]) -> None:
-        """`new_group` of these ranks alone would derive the name from them and from a count of groups that differs between ranks: the names
-        would not match, or match an earlier group's addresses in the store."""
+        """Make the group under the sender's name. `new_group` would derive the name from these ranks and a count of groups that differs
+        between ranks: the names would not match, or would match an earlier group's addresses in the store."""
         ranks, name, default = list(self.ctx.ranks), offer["name"], c10d._get_default_group()
         store, backend = c10d._world.pg_map[default][1], "gloo"
         if self.ctx.device.type == "cuda":
@@ -210,7 +210,7 @@ class Broadcast(Grouped):
 
 
 class PerTensor(Broadcast):
-    """The plain way: a broadcast for every tensor."""
+    """The simple way, for comparison: one broadcast per tensor."""
 
     def broadcast(self, index: int, buffer: torch.Tensor) -> None:
         start = 0
@@ -221,8 +221,8 @@ class PerTensor(Broadcast):
 
 
 class Rendezvous(Grouped):
-    """For a sender and receivers of different Worlds, which meet at a fresh store that the sender keeps. Receivers reach it at `host` of
-    the config. torch's registry does not know the group."""
+    """For a sender and receivers of different Worlds, which meet at a fresh store in the sender's process. Receivers reach it at `host`
+    of the config. The group is not in torch's registry."""
 
     store: Any = None
 
@@ -249,7 +249,7 @@ class Rendezvous(Grouped):
 
 def settle(work: Any, wait: timedelta) -> None:
     """Wait for a collective on a GPU. torch's wait with a deadline sleeps between two polls (WorkNCCL::wait: 1 ms or more), which alone
-    limits a bucket of 64 MiB to 60 GB/s. So poll without a pause first; a late or failed collective is left to torch's wait, which aborts
+    limits a bucket of 64 MiB to 60 GB/s. So poll without a pause first. A late or failed collective is left to torch's wait, which aborts
     the communicator and raises."""
     end = time.monotonic() + SPIN_S
     while not work.is_completed() and time.monotonic() < end:
@@ -258,14 +258,14 @@ def settle(work: Any, wait: timedelta) -> None:
 
 
 def within(wait: timedelta, act: Callable[[], None]) -> None:
-    """Act on a thread with a deadline: the creation of a communicator waits for its peers without one (ncclCommInitRankConfig). Limits: a
-    thread that misses the deadline stays until the process ends."""
+    """Run `act` on a thread with a deadline: creating a communicator waits for its peers without one (ncclCommInitRankConfig). Limits: a
+    thread that misses the deadline lives until the process ends."""
     failed: list[BaseException] = []
 
     def body() -> None:
         try:
             act()
-        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+        except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
             failed.append(error)
 
     thread = threading.Thread(target=body, daemon=True, name="kit-sync-start")
@@ -274,12 +274,12 @@ def within(wait: timedelta, act: Callable[[], None]) -> None:
     if thread.is_alive():
         raise RuntimeError(f"timed out after {wait.total_seconds():g} s: a peer did not join the communicator")
     if failed:
-        raise failed.pop()  # a reference from here would keep it, and with it the group, until the garbage is collected
+        raise failed.pop()  # a reference left here would keep it and the group alive until garbage collection
 
 
 def hurried(store: Any, wait: timedelta) -> Any:
-    """The store with a deadline and a connection of its own. The creation of a communicator asks the store for its id, with the deadline
-    of the store's client (broadcastUniqueNCCLID): half an hour for the World's."""
+    """Return a clone of the store with its own connection and deadline. Creating a communicator asks the store for its id with the deadline
+    of the store's client (broadcastUniqueNCCLID): half an hour for the World's store."""
     own = store.clone()
     own.set_timeout(wait)
     return own

@@ -1,10 +1,10 @@
-"""Digests of tensors: their bytes in the order of their elements, with dtype and shape; equal digests, equal tensors.
+"""Digests of tensors: of their bytes in element order, their dtype and their shape. Equal digests mean equal tensors.
 
 "sha256" is for proofs; "xxh3" (128 bits, if xxhash is installed) is 15 times as fast for large tensors and guards against accidents, not
-against people.
+against tampering.
 
-Limits: a tensor on a device, or one that is not contiguous, is copied first. The host's bytes are read in place, by address and not through
-`Tensor.numpy`, which marks a storage as fixed in size.
+Limits: a tensor on a GPU, or one that is not contiguous, is copied first. Host bytes are read in place by address, because `Tensor.numpy`
+would mark the storage as fixed in size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ except ModuleNotFoundError:
 
 
 NONE = "none"
-AUTO = "auto"  # the fastest that this rank has
+AUTO = "auto"  # the fastest algorithm on this rank
 
 
 def algorithms() -> tuple[str, ...]:
@@ -37,7 +37,7 @@ def algorithms() -> tuple[str, ...]:
 
 
 def digest(tensor: torch.Tensor, algorithm: str) -> str:
-    """Hexadecimal digest of bytes, dtype and shape."""
+    """Return the hexadecimal digest of bytes, dtype and shape."""
     if algorithm not in _ALGORITHMS:
         hint = "; xxhash is not installed on this rank" if algorithm == "xxh3" else ""
         raise BadInput(f"digest {algorithm!r} is not available on this rank: use {', '.join(algorithms())}{hint}")
@@ -45,7 +45,7 @@ def digest(tensor: torch.Tensor, algorithm: str) -> str:
         raise BadInput(
             f"cannot hash a tensor {tuple(tensor.shape)} without bytes: it was offloaded, or it only wraps other tensors"
         )
-    # A lazily conjugated or negated tensor has other bytes in memory than its values.
+    # The bytes in memory of a lazily conjugated or negated tensor are not its values.
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     header = f"{flat.nbytes} {flat.dtype} {tuple(flat.shape)}\n".encode()
     raw = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr()) if flat.nbytes else b""
@@ -62,7 +62,7 @@ class Digests:
     """Digests of live tensors on the sender and of received bytes on the receiver, computed on a separate thread: `add` the pieces of
     each bucket, then `table()`.
 
-    Each piece of a tensor in a bucket has one digest. With a share below 1 only some tensors are hashed, other ones with every version;
+    Each piece of a tensor in a bucket has one digest. With a share below 1 only some tensors are hashed, different ones per version;
     both ends select the same ones by version and name.
     """
 
@@ -92,11 +92,11 @@ class Digests:
             self._made[index].result()
 
     def table(self) -> dict[str, list[str]]:
-        """The digests of every bucket by its number; waits for those in progress."""
+        """Return the digests of every bucket by its number, once those in progress are done."""
         return {str(index): made.result() for index, made in self._made.items()}
 
     def differences(self, layout: Layout, other: dict[str, list[str]]) -> list[tuple[int, str]]:
-        """The buckets and names of tensors whose digests differ from those of the other end."""
+        """Return (bucket, name) of each tensor whose digest differs between the two ends."""
         mine, found = self.table(), []
         for key in sorted({*mine, *other}, key=int):
             names = (layout.specs[piece.spec].name for piece in layout.buckets[int(key)])

@@ -1,7 +1,7 @@
-"""A connection between a sender of weights and one receiver: small JSON messages, raw bytes, and file descriptors beside them.
+"""A connection between a sender of weights and one receiver. It carries small JSON messages, raw bytes and file descriptors.
 
 On one machine it is an abstract Unix socket, which leaves no file behind and accepts callers of the same user only; between machines it is
-TCP, where a caller must know the secret. Every wait has a deadline, and an error names the end that did not answer and what was awaited.
+TCP, where a caller must know the secret. Every wait has a deadline, and an error names the end that did not answer and the awaited message.
 Limits: raw bytes are neither encrypted nor signed.
 """
 
@@ -26,7 +26,7 @@ HEADER = struct.Struct("!I")  # length of the JSON; descriptors come with the fi
 LIMIT = 64 * 2**20
 FDS = 8
 BRIEF_S = 0.1
-FAILED = "failed"  # the kind of a message that says why this end cannot go on
+FAILED = "failed"  # kind of the message that says why this end cannot continue
 _PLACE = b"\0kit-sync-"
 CREDENTIALS = struct.Struct("3i")
 
@@ -40,7 +40,7 @@ class PeerGone(KitError):  # noqa: N818 - it is a state, reported as such
 
 
 class PeerSilent(KitError):  # noqa: N818 - as above
-    """The other end lives and did not answer in time."""
+    """The other end is alive but did not answer in time."""
 
     def __init__(self, peer: str, waiting_for: str, seconds: float) -> None:
         super().__init__(f"{peer} did not answer within {seconds:g} s (waiting for {waiting_for})")
@@ -48,7 +48,7 @@ class PeerSilent(KitError):  # noqa: N818 - as above
 
 
 class PeerFailed(KitError):  # noqa: N818 - as above
-    """The other end reports that it cannot go on. `message` is its whole message."""
+    """The other end reports that it cannot continue, or sent another message than expected: `message`."""
 
     def __init__(self, peer: str, waiting_for: str, message: dict[str, Any]) -> None:
         what = f"failed: {message.get('why')}" if message.get("kind") == FAILED else f"sent {message.get('kind')!r}"
@@ -58,7 +58,7 @@ class PeerFailed(KitError):  # noqa: N818 - as above
 
 
 class Link:
-    """One end. `peer` is the name of the other end in errors; `timeout_s` is the longest wait."""
+    """One end of a connection. `peer` is the name of the other end in errors; `timeout_s` is the longest wait."""
 
     def __init__(self, sock: socket.socket, peer: str, timeout_s: float) -> None:
         self.peer = peer
@@ -81,11 +81,11 @@ class Link:
             rest = HEADER.pack(len(data)) + data
             if fds:
                 rest = rest[socket.send_fds(self._sock, [rest], fds) :]
-            if rest:  # if all is sent, the other end may have closed already, which is no failure to send
+            if rest:  # once everything is sent, the other end may close: that is not a send failure
                 self._sock.sendall(rest)
 
     def receive(self, waiting_for: str = "a message") -> tuple[dict[str, Any], list[int]]:
-        """The next message and the descriptors with it, which the caller must close."""
+        """Return the next message and the descriptors with it, which the caller must close."""
         with self._named(waiting_for):
             fds: list[int] = []
             head = b""
@@ -104,14 +104,14 @@ class Link:
         return message, fds
 
     def message(self, waiting_for: str) -> dict[str, Any]:
-        """The next message alone; descriptors with it are closed."""
+        """Return the next message without its descriptors, which are closed."""
         message, fds = self.receive(waiting_for)
         for fd in fds:
             os.close(fd)
         return message
 
     def expect(self, kind: str) -> tuple[dict[str, Any], list[int]]:
-        """A message of this kind; an error that the other end reports is raised here."""
+        """Return a message of this kind; raise `PeerFailed` if the other end sends another one, such as an error."""
         message, fds = self.receive(kind)
         if message.get("kind") != kind:
             for fd in fds:
@@ -124,8 +124,8 @@ class Link:
         return bool(ready([self], 0.0))
 
     def last_words(self, awaited: str, within_s: float = math.inf) -> PeerFailed | None:
-        """The reason for which the other end cannot go on or left, if it has sent one. The link is of no other use afterwards. `within_s`
-        limits the search if the other end may still be there and send more."""
+        """Return why the other end left or cannot continue, if it sent a reason. The link cannot be used afterwards. `within_s` limits the
+        search if the other end may still be connected and send more."""
         self.wait_at_most(BRIEF_S)  # the next bytes may be raw ones, which are no message
         end = time.monotonic() + within_s
         with contextlib.suppress(KitError, ValueError):
@@ -170,7 +170,7 @@ class Link:
 
 
 def ready(links: Iterable[Link], timeout_s: float) -> list[Link]:
-    """The links with a message or the end of the connection to receive, as soon as any has one or the time is over."""
+    """Return the links with a message or the end of the connection to receive: as soon as any has one, or at the timeout."""
     asked, found = select.poll(), {}
     for link in links:
         asked.register(link._sock, select.POLLIN)
@@ -184,8 +184,8 @@ def address_of(name: str) -> dict[str, Any]:
 
 
 class Listener:
-    """The sender's end, which receivers call at `address`; whoever knows it may call. With a `name` that both ends know, the address need
-    not be sent: it is `address_of(name)`."""
+    """The sender's end, which receivers call at `address`; knowing the address is enough. With a `name` that both ends know, the address
+    need not be sent: it is `address_of(name)`."""
 
     def __init__(self, *, tcp_host: str | None = None, name: str | None = None) -> None:
         self._secret = name or secrets.token_hex(16)
@@ -201,12 +201,13 @@ class Listener:
         self.address: dict[str, Any] = {**place, "secret": self._secret}
 
     def accept(self, names: list[str], timeout_s: float) -> dict[str, Link]:
-        """A link to each of these, in any order of their calls; the error names those that do not call. A caller that has left again does
-        not count, and of two calls under one name the later counts. Strangers are refused; other known callers wait for the next time."""
+        """Return a link to each of these receivers, in whatever order they call; the error names those that do not. A caller that has left
+        does not count; of two calls under one name the later one counts. Strangers are refused; other callers wait for the next
+        `accept`."""
         end = time.monotonic() + timeout_s
         try:
             while True:
-                # A caller sends nothing before the sender does: anything to receive is the end of the connection.
+                # After its first message a caller waits for the sender: anything to receive is the end of the connection.
                 self._forget(*(name for name, link in self._called.items() if link.waits()))
                 missing = [name for name in names if name not in self._called]
                 self._sock.settimeout(max(0.001, end - time.monotonic()) if missing else 0.0)
@@ -268,7 +269,7 @@ class Listener:
 def call(
     address: dict[str, Any], name: str, *, peer: str, timeout_s: float, hello: dict[str, Any] | None = None
 ) -> Link:
-    """Call a listener under a name that it awaits. `hello` is added to the first message."""
+    """Call a listener under a name that it expects. `hello` is added to the first message."""
     unix = "unix" in address
     place: Any = b"\0" + address["unix"].encode() if unix else (address["host"], address["port"])
     sock = socket.socket(socket.AF_UNIX if unix else socket.AF_INET)

@@ -2,10 +2,10 @@
 
 A serving receiver first stores all buckets, then changes its weights between two forwards; forwards wait until the end. Until then
 everything can be undone: weights, version and route, whichever end failed. After `activate` a receiver is only ready: the sender ends the
-sync for replicas whose ranks are all ready, so that no replica runs two versions. A receiver that pauses or wakes puts buckets into its
-weights as they come, and has no route after a failure. It waits twice as long as the sender, which may wait its whole deadline for another
-receiver and then names that one. Limits: a refresh needs a copy of the receiver's shards as long as it can be undone and, with every
-transport except shm, memory for all buckets.
+sync for replicas that are ready on every rank, so that no replica runs two versions. A receiver that pauses or wakes puts buckets into its
+weights as they arrive, and has no route after a failure. Receivers wait twice as long as the sender, which may wait its whole deadline for
+another receiver and then names that one. Limits: a refresh needs a copy of the receiver's shards until it can no longer be undone and,
+with every transport except shm, memory for all buckets.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from kit.sync.transports import Transport, TransportContext, make, received
 
 SENDER = "the sender"
 STREAMS = ("stream", "expand")  # paths in which weights change bucket by bucket
-PATIENCE = 2  # deadlines
+PATIENCE = 2  # a receiver waits this many times `timeout_s`
 
 
 class Host(Protocol):
     """The object that holds the weights and serves with them. `wake` allocates the memory of the weights again, `sleep` releases it; no
     forward runs inside `writing`; `finalize` recomputes what is derived from the weights, after all weights of a version are in place;
-    `digests` returns the digest of every full tensor."""
+    `digests` returns the digests of all full tensors."""
 
     def wake(self) -> None: ...
     def sleep(self) -> None: ...
@@ -54,7 +54,7 @@ class WrongBytes(KitError):  # noqa: N818 - it is what was found
 
 @dataclass(eq=False, repr=False)
 class Receiver:
-    """`version` is the last published version; `routed` says whether it may get requests."""
+    """`version` is the last published version; `routed`: whether this receiver may get requests."""
 
     name: str
     weights: Callable[[], Weights]
@@ -63,18 +63,18 @@ class Receiver:
     address: dict[str, Any]
     device: torch.device
     timeout_s: float = 60.0
-    kept: Kept | None = None  # mappings that stay from sync to sync, for a sender that keeps its memory
-    layout: tuple[str, Layout | None] = "", None  # the last layout from the sender, which is not sent again
+    kept: Kept | None = None  # mappings kept between syncs, for a sender that keeps its memory
+    layout: tuple[str, Layout | None] = "", None  # id and layout that the sender sent last; it is not sent again
     version: int = BASE
     routed: bool = False
 
     def __post_init__(self) -> None:
         self.calls: type[Call] = Call  # the class that takes part in one sync
-        self.make = make  # a transport by its name; an observer puts its own here
+        self.make = make  # makes a transport by name; an observer may replace it
 
     def join(self) -> Call:
-        """Take part in the next sync, which is returned once it has ended. On failure the old state is restored, then the error of this
-        end or of the sender is raised. If the restoring fails too, this receiver has no route."""
+        """Take part in the next sync, and return it once it has ended. On failure, restore the old state, then raise the error of this
+        end or of the sender. If that cannot be restored either, this receiver has no route."""
         hello = {LAYOUT: self.layout[0]}
         with call(self.address, self.name, peer=SENDER, timeout_s=PATIENCE * self.timeout_s, hello=hello) as link:
             one = self.calls(self, link)
@@ -86,7 +86,7 @@ class Receiver:
                 except Exception as worse:  # noqa: BLE001 - the first error is the one to raise
                     self.routed = False
                     error.add_note(f"the undo failed too, and this receiver has no route any more: {worse}")
-                # A transport raises an error of its own when the sender has given up; the sender's reason is then on the link.
+                # If the sender has given up, the transport raises its own error, and the sender's reason is on the link.
                 known, words = isinstance(error, KitError), None
                 if not known or isinstance(error, PeerGone):
                     words = link.last_words("the sender's next step", math.inf if known else BRIEF_S)
@@ -114,8 +114,8 @@ class Call:
         self.stored: list[torch.Tensor] = []
         self.before: list[torch.Tensor] = []  # a copy of the weights, while a refresh can be undone
         self.was = receiver.version, receiver.routed
-        self.changing = False  # weights that serve may be half new
-        self.in_doubt = False  # ready to run the version; whether all ranks of the replica are is not known yet
+        self.changing = False  # some serving weights may be new, some old
+        self.in_doubt = False  # ready to run the version, but other ranks of the replica may not be
         self.woke = self.committed = False
         self.writing = contextlib.ExitStack()
 
@@ -160,7 +160,7 @@ class Call:
         if known is None:
             raise KitError("the sender sent no bucket layout")
         self.layout = known
-        self.slots = message["slots"]  # in the sender's memory, if it has not all buckets; else 0
+        self.slots = message["slots"]  # places in the sender's memory if it does not hold all buckets, else 0
         weights = self.receiver.weights()
         self.applier = weights.bind(self.layout)
         self.digests = Digests(self.layout, message["version"], algorithm=message["verify"], share=message["share"])
@@ -182,7 +182,7 @@ class Call:
             with self.log.stage("apply"):
                 self.apply_bucket(index, buffer)
             if self.digests is not None and (self.slots or buffer.data_ptr() == into.data_ptr()):
-                self.digests.wait(index)  # another bucket comes to the same place
+                self.digests.wait(index)  # a later bucket overwrites this place
             transport.done(index)
 
     def store(self, transport: Transport) -> None:
@@ -192,7 +192,7 @@ class Call:
             self.stored.append(buffer)
             transport.done(index)
 
-    # -- commands after the bytes ----------------------------------------------------------------------------------------
+    # -- commands after all buckets have arrived -------------------------------------------------------------------------
 
     def verify(self, message: dict[str, Any]) -> None:
         assert self.digests is not None
@@ -205,7 +205,7 @@ class Call:
             raise WrongBytes(wrong, bucket=first, tensors=names)
         self.link.send({"kind": "verified"})
 
-    def apply(self, message: dict[str, Any]) -> None:  # noqa: ARG002 - steps are called alike
+    def apply(self, message: dict[str, Any]) -> None:  # noqa: ARG002 - every step gets the message
         if self.path == "refresh":
             with self.log.stage("gate"):
                 self.writing.enter_context(self.receiver.host.writing())
@@ -230,7 +230,7 @@ class Call:
         self.link.send({"kind": "published"})
 
     def activate(self, message: dict[str, Any]) -> None:  # noqa: ARG002 - as above
-        """Ready to run the version; forwards still wait."""
+        """Report that this rank is ready to run the version; forwards still wait."""
         self.in_doubt = True
         self.link.send({"kind": "activated"})
 
@@ -239,7 +239,7 @@ class Call:
         self.link.send({"kind": "ended"})
 
     def commit(self) -> None:
-        """All ranks of the replica are ready. Forwards run again with the new weights; from here on nothing can be undone."""
+        """Let forwards run with the new weights: all ranks of the replica are ready. Nothing can be undone from here on."""
         self.committed = self.receiver.routed = True
         self.before = []
         self.writing.close()
@@ -258,8 +258,8 @@ class Call:
     def receive(
         self, transport: Transport, device: torch.device, *, reuse: bool
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """The number of each bucket, memory for it, and where its bytes are. The memory is for all buckets, or for one and reused; pages
-        are allocated when they are first written."""
+        """Yield each bucket's number, memory for it, and the tensor that has its bytes. The memory is for all buckets, or for one and
+        reused; pages are allocated when they are first written."""
         sizes = self.layout.sizes
         places, total = starts(sizes, 1 if reuse else 0)
         memory = torch.empty(total, dtype=torch.uint8, device=device)
@@ -291,8 +291,8 @@ class Call:
             transport.close()
 
     def undo(self) -> None:
-        """Restore weights, version and route if they changed; sleep again after a wake. If other ranks of the replica may run the new
-        version, this one has no route."""
+        """Restore weights, version and route if they changed; sleep again after a wake. This rank gets no route if other ranks of the
+        replica may run the new version."""
         if self.committed:
             return
         self.receiver.version, self.receiver.routed = self.was
@@ -309,7 +309,7 @@ class Call:
 
     def close(self) -> None:
         """Release everything that belongs to the sync, however it ended."""
-        with self.writing:  # forwards must run again, whatever is raised before
+        with self.writing:  # forwards must run again, whatever is raised inside
             if self.digests is not None:
                 self.digests.close()
             with contextlib.suppress(KitError):
@@ -318,11 +318,11 @@ class Call:
 
 
 STEPS = ("verify", "apply", "teardown", "finalize", "publish", "activate", "end")
-ROOMY = 2  # times the bytes of a version that a GPU must have free before a refresh stores it there
+ROOMY = 2  # a refresh stores a version on the GPU if this many times its bytes are free there
 
 
 def landing(transport: Transport, device: torch.device, stored: int = 0) -> torch.device:
-    """Where buckets arrive: on the device if the transport writes there and a GPU has room for what is stored, else in host memory."""
+    """The device for arriving buckets: the receiver's if the transport writes there and a GPU has room for what is stored, else the CPU."""
     host = torch.device("cpu")
     if not getattr(transport, "on_device", False):
         return host

@@ -1,21 +1,22 @@
-"""The sender's end of a sync: from live weights to receivers that run them, or to none that do.
+"""The sender's end of a sync, which brings live weights to all receivers or to none.
 
 `sync(version, targets, gather)` brings one version to some receivers:
-- a **refresh** of those that serve: a new version is built in the cache. Every bucket is stored at the receivers before any of them changes
-  a weight, and no forward runs between the change and the publication.
-- a **stream** to those that pause: also a new version. Buckets go into their weights as they are packed. They have no route until the end,
-  and none after a failure.
-- an **expansion** to those that wake: they get the active version from the cache, whatever the live weights are, bucket by bucket into
-  their weights. They have no route until the end. It makes no version.
-- the **base**, version -1: nothing moves, and it succeeds only if all weights are equal.
+- a **refresh** of receivers that serve: a new version is built in the cache. Every bucket is stored at the receivers before any of them
+  changes a weight, and no forward runs between the change and the publication.
+- a **stream** to receivers that pause: also a new version. Buckets go into their weights as they are packed. They have no route until the
+  end, and none after a failure.
+- an **expansion** to receivers that wake: they get the active version from the cache, whatever the live weights are, bucket by bucket into
+  their weights. They have no route until the end. No version is made.
+- the **base**, version -1: no weights are sent, and the sync succeeds only if all weights are equal.
 
-Then, for all of them: apply, teardown (here first), finalize once, publish, activate. A failure on either end ends the sync with an error
-that names its cause: no receiver has the new version, the active one stays, and the next sync starts afresh. Once all have published, the
-version is active; a receiver that fails later is named and goes back, with all ranks of its replica and no others.
+Then come apply, teardown (the sender first), finalize (once), publish and activate; the base has only the last two. A failure on either end
+ends the sync with an error that names its cause: no receiver has the new version, the old one remains active, and the next sync starts
+afresh. Once all receivers have published, the version is active; a receiver that fails later is named and returns to the old version, with
+all ranks of its replica and no others.
 
 One lock is held throughout. Limits: one sync at a time; the sender's host holds the whole model, gathered and packed. If the sender dies
-while it ends a sync, some receivers have the new version and some the old, each under its own number; those with the old one have no route
-if they are ranks of a larger replica.
+while it ends a sync, some receivers have the new version and some the old one, each under its number; those with the old one have no route
+if their replica has other ranks.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ from kit.sync.transports import GRACE_S, Place, Transport, TransportContext, cho
 Gathered = Mapping[Key, torch.Tensor] | Bound
 
 
-LAYOUT = "layout_id"  # of the buckets that a receiver has seen last
-KEEP = "keep"  # in a failure message: whether the receiver keeps the version nevertheless
+LAYOUT = "layout_id"  # id of the bucket layout that a receiver got last
+KEEP = "keep"  # in a failure message: whether the receiver keeps the new version
 BUILDS = ("refresh", "stream")  # paths that make a version
 
 
 class Log:
-    """Stages of a sync overlap, so their sum may exceed the elapsed time.
+    """`seconds` by stage; stages overlap, so their sum may exceed the elapsed time.
 
-    `seconds` by stage; `events` in order, by the system clock, which all ranks of a machine share."""
+    `events` in order, by the system clock, which all ranks of a machine share."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -80,14 +81,14 @@ class OtherBase(KitError):  # noqa: N818 - it is what was found
 
 
 class Packed(Bound):
-    """Weights that the transport packs on their GPU. A ring, which keeps nothing, needs no bytes on the host then."""
+    """Weights that the transport packs on their GPU. A ring, which keeps no copy, then needs no bytes on the host."""
 
     def pack(self, index: int, out: torch.Tensor, *, fresh: bool = False, hot: bool = False) -> None:
         pass
 
 
 def on_gpu(tensors: Iterable[torch.Tensor], device: torch.device) -> bool:
-    """Whether all are on this GPU."""
+    """Whether all tensors are on this GPU."""
     return device.type == "cuda" and all(tensor.device == device for tensor in tensors)
 
 
@@ -96,7 +97,7 @@ STEPS = ("apply", "teardown", "finalize", "publish", "activate")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """A receiver: its name, its rank in its World, its location, its state, and the replica that it belongs to (empty: only this rank)."""
+    """A receiver: its name, its rank in its World, its location, its state and its replica (empty: this rank alone)."""
 
     name: str
     rank: int
@@ -106,8 +107,8 @@ class Target:
 
 
 class SyncFailed(KitError):  # noqa: N818 - it is what happened
-    """No receiver has the version or, if it is already active, replicas with a rank that was not activated do not. `peer` is the receiver
-    that failed, if one did; `bucket` and `tensors` say where."""
+    """No receiver has the version or, if it is already active, only replicas with all ranks activated have it. `peer` is the receiver that
+    failed, if one did; `bucket` and `tensors` say where."""
 
     def __init__(self, what: str, active: int, error: KitError, *, published: bool = False) -> None:
         remains = "is already active" if published else "stays active"
@@ -123,23 +124,23 @@ class Report:
     path: str
     version: int
     receivers: int = 0
-    answered: int = 0  # receivers that are active with it
+    answered: int = 0  # receivers in replicas with all ranks activated
     bytes: int = 0
     tensors: int = 0
-    copies: int = 0  # at most, of whole models in the cache
+    copies: int = 0  # the most copies of the whole model in the cache
     buckets: int = 0
     bucket_bytes: int = 0
     transports: dict[str, int] = field(default_factory=dict)
     log: Log = field(default_factory=Log)
     began: float = 0.0
     wall: float = 0.0
-    verified: int = 0  # tensors whose digests were compared on the way
+    verified: int = 0  # tensors with compared digests
 
 
 @dataclass(eq=False, repr=False)
 class Sender:
-    """`transport` is a name, `module:attr`, or "auto": chosen for each receiver by its location. `share`: of the tensors that receivers
-    verify. `config` reaches this end's transports."""
+    """`transport` is a name, `module:attr`, or "auto": chosen for each receiver by its location. Receivers verify a `share` of the tensors.
+    This end's transports get `config`."""
 
     steps: ClassVar[Sequence[str]] = STEPS
 
@@ -157,7 +158,7 @@ class Sender:
 
     def __post_init__(self) -> None:
         self.verify = algorithms()[0] if self.verify == AUTO else self.verify
-        self.make = make  # a transport by its name; an observer puts its own here
+        self.make = make  # makes a transport by name; an observer may replace it
         self.layout_json = self.cache.layout.to_json()
         self.layout_id = hashlib.sha256(json.dumps(self.layout_json).encode()).hexdigest()
         self.digests: dict[str, list[str]] = {}  # of the live weights that the active version was built from
@@ -173,8 +174,8 @@ class Sender:
         targets: Sequence[Target],
         gather: Callable[[], Gathered] | None = None,
     ) -> Report:
-        """Bring a version to these receivers, which call `join` meanwhile. `gather` returns all live weights, or a `Bound` of them; an
-        expansion needs none."""
+        """Bring a version to these receivers, which must call `join` meanwhile. `gather` returns all live weights, or a `Bound` of them;
+        an expansion needs none."""
         with contextlib.ExitStack() as scope:
             try:
                 scope.enter_context(self.cache.held(f"the sync of version {version}"))
@@ -195,7 +196,7 @@ class Sender:
             return report
 
     def build(self, version: int, tensors: Gathered) -> None:
-        """Make a version that no receiver has yet, while the live weights are there; expansions send it."""
+        """Build and activate a version without receivers, while the live weights are in memory. Expansions send it later."""
         digests = Digests(self.cache.layout, version, algorithm=self.verify, share=self.share)
 
         def packed(index: int) -> None:
@@ -209,12 +210,12 @@ class Sender:
             digests.close()
         self.cache.activate(version)
 
-    def published(self, path: str, version: int) -> int:  # noqa: ARG002 - a fault looks at the path
-        """The version that receivers publish."""
+    def published(self, path: str, version: int) -> int:  # noqa: ARG002 - a fault uses the path
+        """Return the version that receivers publish."""
         return version
 
     def base_agrees(self, differing: dict[str, list[str]]) -> bool:
-        """Whether receivers may run their base weights as the trainer's."""
+        """Whether the receivers' base weights count as the trainer's."""
         return not any(differing.values())
 
     def _path(self, version: int, targets: Sequence[Target], gather: object) -> str:
@@ -263,10 +264,10 @@ class Sending:
         self.replicas = {target.name: target.replica or target.name for target in targets}
         sizes = Counter(self.replicas.values())
         self.mates = {name: sizes[replica] - 1 for name, replica in self.replicas.items()}  # other ranks of the replica
-        self.ready: set[str] = set()  # receivers whose whole replica is ready to run the version
+        self.ready: set[str] = set()  # receivers in replicas that are ready on every rank
         self.digests: Digests | None = None
         self.table: dict[str, list[str]] = {}
-        # Packs live weights, if they are on the sender's GPU.
+        # Packs live weights that are on the sender's GPU.
         self.pack: Callable[[int, torch.Tensor], None] | None = None
 
     def run(self, gather: Callable[[], Gathered] | None) -> None:
@@ -286,7 +287,7 @@ class Sending:
                 if report.path != "base" or step in ("publish", "activate"):
                     getattr(self, step)()
             self.command("end", "ended")
-        except PeerGone as error:  # your own transport does not ask for the reason
+        except PeerGone as error:  # a user's transport does not look for the reason
             words = next((link.last_words("bytes") for link in self.links.values() if link.peer == error.peer), None)
             self.abandon(words or error)
             raise words or error from None
@@ -403,7 +404,7 @@ class Sending:
             self.command("apply", "applied")
 
     def teardown(self) -> None:
-        """The sender's ends first, then everybody else's."""
+        """Close the sender's ends first, then the receivers'."""
         with self.log.stage("teardown"):
             with self.blaming():
                 self.close()
@@ -424,13 +425,13 @@ class Sending:
         self.log.event("publish")
 
     def activate(self) -> None:
-        """Find the replicas whose ranks are all ready. They run the version from the end on, or once they hear that others failed;
-        all ranks of other replicas go back."""
+        """Find the replicas that are ready on every rank. They run the version after `end`, or once they hear that others failed; all
+        ranks of other replicas go back to the old version."""
         unreachable: KitError | None = None
         with self.log.stage("activate"):
             try:
                 self.tell("activate")
-            except KitError as error:  # all others got the message
+            except KitError as error:  # all other receivers got the message
                 unreachable = error
             answers, failed = self.answers("activated", self.sender.timeout_s)
             broken = {replica for name, replica in self.replicas.items() if name not in answers}
@@ -446,7 +447,7 @@ class Sending:
         self.log.event(kind)
 
     def tell(self, kind: str, each: Callable[[str], dict[str, Any]] = lambda _: {}, **message: Any) -> None:
-        """Send a message to all receivers, and only then raise: a receiver that is gone must not keep it from the others."""
+        """Send a message to all receivers, and only then raise: the others must get it even if one receiver is gone."""
         failed: list[KitError] = []
         for name, link in self.links.items():
             try:
@@ -465,8 +466,8 @@ class Sending:
         return answers
 
     def answers(self, kind: str, grace_s: float) -> tuple[dict[str, dict[str, Any]], KitError | None]:
-        """The answers of all receivers within one deadline. After the first failure the others get a moment. A receiver that is gone is
-        blamed first, because others may fail as a consequence, and a silent one last."""
+        """Return the answers of all receivers within one deadline, and the failure to blame. After the first failure the others get
+        `grace_s`. A receiver that is gone is blamed first, because others may fail as a consequence, and a silent one last."""
         answers: dict[str, dict[str, Any]] = {}
         failed: list[KitError] = []
         waiting = dict(self.links)
@@ -518,7 +519,7 @@ class Sending:
             raise self.culprit() or KitError(f"{what} raised {type(error).__name__}: {error}") from error
 
     def culprit(self) -> KitError | None:
-        """The receiver that the links report as gone or failed; gone first, because others may fail as a consequence."""
+        """Return the failure that the links report; a receiver that is gone comes first, because others may fail as a consequence."""
         waiting, found = dict(self.links), list[KitError]()
         end = time.monotonic() + GRACE_S
         while waiting and (there := ready(waiting.values(), end - time.monotonic())):

@@ -1,8 +1,8 @@
 """A replica that serves while weights arrive: forwards run one after the other on a thread, and a writer enters between two of them.
 
-All ranks of a replica run the same forwards, so a writer must enter between the same two on each rank: before every forward they agree
-whether all of them have a waiting writer. The output of each forward is kept as a digest, which identifies its weights. A forward waits
-without a deadline while a writer is inside: the steps of a sync have their own, and the writer leaves after the last one or a failure.
+All ranks of a replica run the same forwards, so a writer must enter between the same two on each rank: before every forward the ranks
+agree whether all of them have a waiting writer. The output of each forward is kept as a digest, which identifies its weights. A forward
+waits without a deadline while a writer is inside: every step of a sync has one, and the writer leaves after the last step or a failure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALGORITHM = algorithms()[0]
 
 
 class GateTimeout(KitError):  # noqa: N818 - reads as what happened
-    """A deadline passed at the gate. `waiting` is "reader" or "writer"; `inside` are the threads that it waited for."""
+    """A deadline passed at the gate. `waiting` is "reader" or "writer"; `inside`: the threads that held the gate."""
 
     def __init__(self, waiting: str, inside: tuple[str, ...], timeout_s: float) -> None:
         held = f"{', '.join(inside)} inside" if inside else "no thread inside, but a writer was waiting"
@@ -37,8 +37,8 @@ class Gate:
     half-new weights.
 
     A writer waits for the readers inside; later readers wait for the writer, so that a steady stream of forwards cannot block new weights.
-    Every wait has a deadline, and the error names the threads inside. Limits: threads of one process only; nobody enters twice; the order
-    of waiting writers is undefined; readers wait while writers follow one another.
+    Every wait has a deadline, and the error names the threads inside. Limits: threads of one process only; no thread enters twice; the
+    order of waiting writers is undefined; readers wait while one writer follows another.
     """
 
     def __init__(self, timeout_s: float = 60.0) -> None:
@@ -65,7 +65,7 @@ class Gate:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Block all others. Waits for everybody inside; a writer that gives up lets readers in again."""
+        """Block all others. Waits until all have left; a writer that times out lets readers in again."""
         me = threading.current_thread()
         with self._changed:
             self._refuse_inside(me)
@@ -94,7 +94,7 @@ class Gate:
 
 
 class Serving:
-    """`start`, `next()` for the digest of a forward that begins after the call, `stop`. `group`: the ranks of the replica, if several."""
+    """Runs forwards on a thread: `start`, `next` for the digest of a new forward, `stop`. `group`: the replica's ranks, if several."""
 
     def __init__(self, forward: Callable[[], torch.Tensor], *, group: Any = None, timeout_s: float = 60.0) -> None:
         self.forward = forward
@@ -135,7 +135,7 @@ class Serving:
             raise KitError(f"a forward failed while weights arrived: {self._error}") from self._error
 
     def next(self) -> str:
-        """The digest of a forward that began after the call."""
+        """Return the digest of a forward that began after the call."""
         with self._changed:
             after = self._begun + 1
             self._await(lambda: len(self.served) >= after, "a forward")
@@ -143,13 +143,13 @@ class Serving:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """No forward runs inside, on any rank of the replica. All its ranks must enter."""
+        """Keep forwards out on every rank of the replica. All its ranks must enter."""
         with self._changed:
             self._wanted = True
         try:
             with self._changed:
                 if self._thread is not None and self._group is not None:
-                    # If serving has ended without an error, it has on all ranks of the replica.
+                    # If serving has ended without an error, it has ended on all ranks of the replica.
                     self._await(lambda: self._open or (self._ended and not self._error), "a gap between two forwards")
             with self.gate.writing():
                 self._writing = True

@@ -1,20 +1,20 @@
 """Transports, which move packed buckets from a sender to its receivers, by name. Messages and acknowledgements use links.
 
-The sender sends one bucket after another; its bytes stay until every receiver is done with them. A receiver gets each bucket, applies or
-stores it, and acknowledges it. The sender is at most `DEPTH` buckets ahead of the slowest receiver, so that packing, sending and applying
-overlap and no link fills up.
+The sender sends one bucket after another and keeps its bytes until every receiver is done with them. A receiver gets each bucket, applies
+or stores it, and acknowledges it. The sender is at most `DEPTH` buckets ahead of the slowest receiver, so that packing, sending and
+applying overlap and no link fills up.
 
 `Shm`: receivers map the memory that the sender packs into, so nothing is copied on the way or when a receiver stores a bucket. A new
 mapping of small pages costs about as much as a copy of its bytes, so a receiver may keep its mappings from sync to sync.
 
 `Serialize`: for receivers that share neither a group nor memory with the sender.
 
-`Ipc`: the sender's staging buffers on a GPU, whose CUDA handles go over the links once. Live weights of that GPU are packed into a buffer
-directly, a bucket of the cache is copied from the host. Limits: this has never run on a GPU. Where PyTorch's allocator uses expandable
-segments, receivers need the right to take a descriptor from the sender's process, which containers often withhold: transport=auto does not
-choose `ipc` then.
+`Ipc`: staging buffers on the sender's GPU; their CUDA handles are sent over the links once. Live weights on that GPU are packed into a
+buffer directly, a bucket of the cache is copied from the host. Limits: this has never run on a GPU. Where PyTorch's allocator uses
+expandable segments, receivers need permission to take a descriptor from the sender's process, which containers often withhold:
+transport=auto does not choose `ipc` then.
 
-Those with a process group are in kit/sync/groups.py.
+Transports with a process group are in kit/sync/groups.py.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class TransportContext:
     timeout_s: float
     starts: Sequence[int] = ()  # where each bucket begins in the sender's memory
     segment: Segment | None = None  # the sender's: all buckets lie in it
-    ranks: tuple[int, ...] = ()  # global ranks of sender and receivers, the sender's first, where they share a World
+    ranks: tuple[int, ...] = ()  # global ranks, the sender's first, if both ends share a World
     place: int = 0  # the position of this rank in `ranks`
-    pieces: Sequence[Sequence[int]] = ()  # bytes of each tensor of each bucket, as they lie in it
+    pieces: Sequence[Sequence[int]] = ()  # bytes of each tensor of each bucket, in order
     pack: Callable[[int, torch.Tensor], None] | None = None  # the sender's: packs a bucket of live weights on their GPU
-    kept: Kept | None = None  # a receiver's: mappings that stay from sync to sync
+    kept: Kept | None = None  # a receiver's: mappings kept between syncs
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -75,13 +75,13 @@ class Transport(abc.ABC):
     def __init__(self, ctx: TransportContext) -> None:
         self.ctx = ctx
         self._acknowledged = dict.fromkeys(ctx.links, -1)
-        self._reached = dict.fromkeys(ctx.links, -1.0)  # a half where it waits for the next bucket
+        self._reached = dict.fromkeys(ctx.links, -1.0)  # bucket - 0.5: waits for that bucket
 
     # -- the sender ------------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def send(self, index: int, buffer: torch.Tensor) -> None:
-        """Send bucket `index`: bytes on the host, which do not change until every receiver is done with it."""
+        """Send bucket `index`. Its bytes are on the host and do not change until every receiver is done with it."""
 
     def flush(self) -> None:
         self.wait_for(len(self.ctx.sizes) - 1)
@@ -108,7 +108,8 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:
-        """The bytes of bucket `index`: in `into`, which has exactly their size, or where they already are; then they stay until `close`."""
+        """Return the bytes of bucket `index`: in `into`, which has exactly their size, or where they already are. Those are valid until
+        `close`, or with a ring until `done`."""
 
     def done(self, index: int) -> None:
         self.say({"kind": "done", "bucket": index})
@@ -130,8 +131,8 @@ class Transport(abc.ABC):
                 raise (self.trouble(f"room for {message['kind']}", 0.0) or error) from None
 
     def trouble(self, awaited: str, seconds: float = GRACE_S, but: str = "") -> KitError | None:
-        """The failure that the links report within `seconds`, except of peer `but`: gone peers first, because others fail as a consequence;
-        a peer that sent its reason and then left counts as failed."""
+        """Return the failure that the links report within `seconds`, not counting peer `but`. Peers that are gone come first, because
+        others fail as a consequence; a peer that sent its reason and then left counts as failed."""
         end = time.monotonic() + seconds
         gone: list[KitError] = []
         failed: list[KitError] = []
@@ -144,7 +145,7 @@ class Transport(abc.ABC):
                         self._hear(name)
                 except PeerGone:
                     over.add(name)
-                    if self._acknowledged[name] < len(self.ctx.sizes) - 1:  # else it has all, and may leave
+                    if self._acknowledged[name] < len(self.ctx.sizes) - 1:  # otherwise it has all buckets and may leave
                         gone.append(PeerGone(link.peer, awaited))
                 except PeerFailed as error:
                     over.add(name)
@@ -154,7 +155,7 @@ class Transport(abc.ABC):
             time.sleep(0.005)
 
     def absent(self, index: int) -> list[str]:
-        """The receivers that did not announce that they join for this bucket."""
+        """Return the receivers that have not announced that they wait for this bucket."""
         return [self.ctx.links[name].peer for name, last in self._reached.items() if last < index - 0.5]
 
     def _hear(self, name: str) -> None:
@@ -170,7 +171,7 @@ class Transport(abc.ABC):
             raise PeerFailed(link.peer, "done", message)
         self._reached[name] = bucket if kind == "done" else bucket - 0.5
 
-    def skip(self, message: dict[str, Any]) -> None:  # noqa: B027 - most have nothing to do
+    def skip(self, message: dict[str, Any]) -> None:  # noqa: B027 - most transports have nothing to do
         """Drop a message that the sender sent before it left, with the bytes that follow it."""
 
 
@@ -208,15 +209,15 @@ class Place(NamedTuple):
 
 
 def choose(sender: Place, receiver: Place) -> str:
-    """The best transport between two ranks. `serialize` and `per-tensor` are used on request only: `serialize` if the ends cannot share
-    a group (different builds of torch, only one open port), `per-tensor` for comparison."""
+    """Return the best transport between two ranks. `serialize` and `per-tensor` are used on request only: `serialize` if the ends cannot
+    share a group (different builds of torch, only one open port), `per-tensor` for comparison."""
     if sender.host == receiver.host:
         return "ipc" if sender.gpu and sender.gpu == receiver.gpu else "shm"
     return "broadcast" if sender.world == receiver.world else "rendezvous"
 
 
 def by_name(name: str) -> Make:
-    """The transport with this name, or your own at `module:attr`. It is called with a context on each end."""
+    """Return the transport with this name, or your own at `module:attr`. It is called with a context on each end."""
     target = NAMES.get(name, name)
     if not is_target(target):
         raise BadInput(f"unknown transport {name!r}: use {', '.join(NAMES)} or module:attr")
@@ -230,7 +231,7 @@ def by_name(name: str) -> Make:
 
 
 def make(kind: str | Make, ctx: TransportContext, *, ring: bool = False) -> Transport:
-    """This end of a transport, which is given by name or as a type. With a ring the sender also needs `ahead`."""
+    """Make this end of a transport, given by name or as a callable. With a ring the sender also needs `ahead`."""
     made = (by_name(kind) if isinstance(kind, str) else kind)(ctx)
     if lacks := [name for name in (*CALLS, *["ahead"] * ring) if not callable(getattr(made, name, None))]:
         why = ", which a ring needs" if lacks == ["ahead"] else ""
@@ -255,7 +256,7 @@ def await_bucket(ctx: TransportContext, kind: str, index: int) -> None:
 
 
 class Shm(Transport):
-    """Views of the sender's segment, which belongs to the caller. Its descriptor goes over the links once."""
+    """Views of the sender's segment, which the caller owns. Its descriptor is sent over the links once."""
 
     segment: Segment | None = None
 
@@ -344,7 +345,7 @@ def memory(buffer: torch.Tensor) -> memoryview:
 
 
 class Ipc(Transport):
-    """A ring of `DEPTH` buffers on the GPU, written again when every receiver is done with them."""
+    """A ring of `DEPTH` buffers on the GPU, reused when every receiver is done with them."""
 
     on_device = True
 
@@ -359,7 +360,7 @@ class Ipc(Transport):
             return
         largest = max([1, *ctx.sizes])
         self.slots = [torch.empty(largest, dtype=torch.uint8, device=ctx.device) for _ in range(DEPTH)]
-        for link in ctx.links.values():  # a handle for each receiver: each counts as one use
+        for link in ctx.links.values():  # one handle per receiver, because each counts as one use
             link.send({"kind": "handles", "slots": [handle_of(slot) for slot in self.slots]})
 
     def slot(self, index: int) -> torch.Tensor:
@@ -389,7 +390,7 @@ class Ipc(Transport):
 
 
 def needs_permission() -> bool:
-    """Whether memory of this process is shared by descriptors, which not every receiver may take (see PIDFD)."""
+    """Whether this process shares GPU memory by descriptors, which receivers may not be allowed to take (see PIDFD)."""
     settings = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     return any("expandable_segments:true" in one.replace(" ", "").lower() for one in settings)
 

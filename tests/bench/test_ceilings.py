@@ -1,4 +1,4 @@
-"""Ceilings: real copies on the CPU; on a GPU what is copied, where there is one."""
+"""Ceilings: real copies on the CPU, and on a GPU if there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kit bench offload`, small: every part really runs, on real ranks; what is judged is judged by the right thing."""
+"""`kit bench offload` at small size: every part runs on real ranks, and each limit is compared with the right measurement."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_on_a_gpu_every_way_is_beside_the_pinned_copy():
 
 
 class Saver:
-    """Stands in for torch_memory_saver: pausing takes the tensor's bytes away, resuming brings them back, or others."""
+    """Stand-in for torch_memory_saver: pause takes the tensor away; resume returns it, or a different one if `right` is false."""
 
     def __init__(self, job, *, right=True):
         self.job, self.right, self.kept = job, right, None
@@ -81,7 +81,7 @@ class Saver:
 
 
 class Job:
-    """One tensor, on a GPU that is made up."""
+    """One tensor on a fake GPU."""
 
     device = "cuda:0"
 

@@ -1,4 +1,4 @@
-"""Other tools beside the kit: one that is there, ones that are not, one that breaks; each trial is ended with all it started."""
+"""Other tools beside the kit: one installed, some missing, one broken; each trial ends with all processes that it started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kit reference`: real parts in real processes, few and small; it goes on where it was."""
+"""`kit reference`: a few small parts in real processes; an interrupted reference resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ from kit.labs.discover import discover, find, validate
 from kit.preflight import run as preflight
 from kit.results.records import read_json, write_json
 
-SLOW_BOX = 60.0  # limits that a busy machine keeps, where real parts run
+SLOW_BOX = 60.0  # limits that hold on a busy machine, for parts that really run
 SMALL = (lab("smoke", 3, cycles=2), lab("smoke", 3, "refused", cycles=0))
 RECORDED = Path(__file__).resolve().parents[2] / "data" / "reference" / "cpu-2core"
-# Stands in for a bench: it writes a row, and then waits to be ended.
+# Stand-in for a bench: writes rows, then waits until it is ended.
 SLOW = """
 import sys, time
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_a_labs_files_have_verdict_numbers_picture_and_origin(made) -> None:
     assert reported["seats"][0]["devices"] == ["cpu"] * reported["seats"][0]["ranks"]
     seconds = [row for row in reported["medians"] if row["metric"] == "seconds"]
     assert all(row["min"] <= row["median"] <= row["max"] and row["count"] >= 2 for row in seconds)
-    assert all(row["count"] for row in reported["medians"])  # no events
+    assert all(row["count"] for row in reported["medians"])  # no events, which have no count
     for name in ("lab-smoke.png", "lab-smoke-dark.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     assert (out / "runs" / "lab-smoke" / "records.jsonl").exists()
@@ -133,7 +133,7 @@ def test_it_goes_on_where_it_was(made) -> None:
 def test_a_part_that_timed_out_with_rows_is_settled(
     rows: int, state: str, is_through: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A real process that is ended by its limit. What it is asked to do is made up: it writes rows, and waits."""
+    """A real process is ended by its limit. A stand-in takes the bench's place: it writes rows, then waits."""
     part = bench("sync", 9, "digests")
     file = tmp_path / "rows" / f"{part.name}.jsonl"
     plain = reference.finish
@@ -187,7 +187,7 @@ def test_what_counts_as_settled(reported: dict[str, Any], is_through: bool) -> N
 
 
 def test_limits_follow_the_box_and_end_with_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts are made up, and so is the clock: each takes two minutes."""
+    """Parts and clock are fake: each part takes two minutes."""
     clock, limits = [0.0], {}
 
     def takes(out: Path, part: Part, limit_s: float, predicted_s: float) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def test_limits_follow_the_box_and_end_with_the_whole(tmp_path: Path, monkeypatc
 
 @pytest.mark.slow
 def test_a_lab_past_its_limit_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real run of many cycles. Its limit is over when there are some records, however fast this machine is."""
+    """A real run of many cycles. Its limit expires once 20 records exist, however fast this machine is."""
     part, limit_s = lab("smoke", 3, "late", cycles=1000), 7.5
     records = tmp_path / "runs" / part.name / "records.jsonl"
 
@@ -253,7 +253,7 @@ def test_a_lab_past_its_limit_keeps_what_it_measured(tmp_path: Path, monkeypatch
 
 
 def test_rows_that_a_bench_wrote_are_kept_however_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How it ends is made up."""
+    """A stand-in for the process decides how the bench ends."""
 
     def broke(command: list[str], _: float) -> tuple[int, str, str, bool]:
         book = Book("sync", Path(command[command.index("--out") + 1]))
@@ -353,7 +353,7 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path) -> None:
 
 @pytest.mark.parametrize("parts", [on_cpu(), on_gpus()], ids=["cpu", "gpus"])
 def test_every_lab_and_bench_has_its_part_with_settings_that_are_there(parts) -> None:
-    """What people look at needs their environment, `limits` runs the parts itself, and waits of two labs are no times of a GPU."""
+    """`view` needs Jupyter's environment, `limits` runs the parts itself, and `stream` and `share` measure waits, not GPU times."""
     assert {part.lab for part in parts if part.lab} == set(discover().labs)
     wanted = set(benches()) - {"view", "limits"} - ({"stream", "share"} if parts == on_gpus() else set())
     assert {part.command[1] for part in parts if not part.lab} == wanted
@@ -372,7 +372,7 @@ def test_every_lab_and_bench_has_its_part_with_settings_that_are_there(parts) ->
     ("here", "asked", "device"), [("cpu", "auto", "cpu"), ("cuda", "auto", "cuda"), ("cuda", "cpu", "cpu")]
 )
 def test_sizes_are_those_of_the_box(tmp_path, monkeypatch, here, asked, device) -> None:
-    """Doctor's answer is made up: there need be no GPU here."""
+    """Doctor's result is fake, so no GPU is needed."""
     found = {"problems": [], "ranks": {"device": here, "suspend_why": None}}
     monkeypatch.setattr(reference.doctor, "examine", lambda: found)
     parts = on_cpu() if device == "cpu" else list(on_gpus())
@@ -405,10 +405,10 @@ def test_a_plan_for_a_gpu_asks_nothing_of_this_box_and_is_the_one_in_the_docs(ca
 
 
 def test_one_gpu_is_through_in_time_and_the_most_telling_comes_first() -> None:
-    """By assumed times, where NCCL cannot suspend, as on a box with torch 2.11."""
+    """With assumed times, where NCCL cannot suspend, as on a box with torch 2.11."""
     parts, missing = able(on_gpus(), ASSUMED_BOX)
     assert missing == {"lab-offload-suspend": "NCCL 2.28.9 cannot suspend communicators"}
-    assert 20 + sum(part.seconds for part in parts) < 60 * GPU_MINUTES  # with doctor and the factor
+    assert 20 + sum(part.seconds for part in parts) < 60 * GPU_MINUTES  # with 20 s for doctor and the speed factor
     order = [part.name for part in parts]
     wanted = ["lab-offload-exact", "bench-release.own", "lab-split-bfloat16", "bench-sync.gpus-shm", "lab-smoke"]
     assert sorted(wanted, key=order.index) == wanted
@@ -418,12 +418,12 @@ def test_one_gpu_is_through_in_time_and_the_most_telling_comes_first() -> None:
 def test_what_claims_a_gpu_asks_for_it() -> None:
     for part in on_gpus():
         asked = part.settings.get("device") == "cuda" or "cuda" in part.command
-        assert asked or part.command[1] == "world", part  # that bench has its ranks on the CPU
+        assert asked or part.command[1] == "world", part  # the world bench runs its ranks on the CPU
 
 
 def test_the_predictions_for_two_cores_are_near_what_was_recorded() -> None:
-    """Recorded bench by bench, on an idle machine: the predictions for a bench's parts are added up. The recorded `offload` and `split` had
-    more parts."""
+    """Recorded per bench on an idle machine, so the predictions for a bench's parts are added up. `offload` and `split` are left out:
+    their recordings had more parts."""
     predicted: dict[str, float] = {}
     for part in on_cpu():
         name = part.name.partition(".")[0]
@@ -454,7 +454,7 @@ def times(device: str, by: float) -> dict[str, Any]:
 def test_times_come_from_the_folder_then_from_doctor_and_then_from_a_probe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The probe is made up: it would start ranks."""
+    """The probe is a stand-in, because a real one would start ranks."""
     asked: list[str] = []
     monkeypatch.setattr(preflight, "measure", lambda _, device: asked.append(device) or times(device, len(asked)))
     monkeypatch.setattr(reference, "runs_dir", lambda: tmp_path)

@@ -16,7 +16,7 @@ EXACT, MANUAL = "exact", "manual"
 
 
 def rank(release: float, *, freed: int, left: int, groups: int = 20, mechanism: str = GLOO) -> dict:
-    """What one rank says of two cycles alike."""
+    """One rank's result, with two equal cycles."""
     levels = {"groups": freed, "rss_anon": freed * MIB}
     one = {"seconds": {"release": release, "back": 0.01, "first collective": 0.002}, "freed": levels}
     left_ = {"groups": left, "rss_anon": left * MIB}
@@ -41,7 +41,7 @@ def test_freed_is_the_least_and_left_the_most_of_any_rank():
     rows = made()
     assert [rows["exact", f"{word} groups"].median for word in ("freed", "left")] == [19, 1]
     assert [rows["exact", f"{word} host memory"].n for word in ("freed", "left")] == [4, 2]
-    assert ("exact", "freed sockets") not in rows  # nobody counted them
+    assert ("exact", "freed sockets") not in rows  # the samples contain no socket counts
 
 
 def test_exact_is_held_against_what_is_in_common_use():
@@ -51,7 +51,7 @@ def test_exact_is_held_against_what_is_in_common_use():
 
 
 def test_like_is_compared_with_like_and_every_row_names_its_mechanism():
-    """On a GPU: plain manual splits WORLD, which is another work than making communicators over the store."""
+    """On a GPU, plain `manual` splits WORLD, which is different work from making communicators over the store."""
     cost = {EXACT: (0.3, STORE), MANUAL: (0.1, SPLIT), LIKE_EXACT: (0.4, STORE)}
     seen = {way: [[rank(taken, freed=20, left=0, mechanism=how)]] for way, (taken, how) in cost.items()}
     rows = {(one.who, one.ids["what"]): one for one in of(2, seen)}
@@ -96,7 +96,7 @@ def test_the_table_has_a_line_for_each_way_and_says_what_was_not_measured():
 
 
 class Broken:
-    """A World whose ranks die under one way of releasing, and which is interrupted after so many calls."""
+    """A World whose ranks die in release mode `abort`, and which is interrupted at its sixth call."""
 
     device = "cpu"
 

@@ -1,4 +1,4 @@
-"""`kit bench routing`, small: with a stand-in for torchcomms both ways really run, and without one the rows say why not."""
+"""`kit bench routing` at small size: both ways really run with a stand-in for torchcomms; without it, rows give the reason."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_numbers_are_the_same_and_times_are_reported(monkeypatch: pytest.MonkeyP
 
 
 class MadeUp:
-    """Stands in for a run: what it says of its routing."""
+    """Stand-in for a run with a given routing verdict."""
 
     def __init__(self, *, routed: bool) -> None:
         self.routed = routed

@@ -1,4 +1,4 @@
-"""Rows and how they are told: numbers, limits, notes, and the file that holds them."""
+"""Bench rows and their table: numbers, limits, notes, and the file that holds them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_row_without_samples_says_why() -> None:
 
 def test_a_count_has_no_unit_and_a_ratio_is_so_many_times() -> None:
     lines = table([row("count", [3.0], unit="1"), row("of", [1.5], unit="ratio"), row("took", [2.0])]).splitlines()
-    assert [line.split()[-1] for line in lines[1:]] == ["1", "x", "s"]  # of the first, n is the last word
+    assert [line.split()[-1] for line in lines[1:]] == ["1", "x", "s"]  # the first row has no unit, so its n comes last
 
 
 def test_a_limit_that_is_not_met_is_reported_as_it_is() -> None:

@@ -1,4 +1,4 @@
-"""How every bench runs, with benches that are made up here: which rows are on disk, whatever ended it."""
+"""How every bench runs, tested with fake benches: which rows are on disk, however the bench ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kit.errors import BadInput, KitError
 from kit.nccl import SHARED_GPU
 
 MACHINE = {"cpu": {}}
-# A bench in a process of its own: two rows, then it says so and waits for its end.
+# A bench in its own process: writes two rows, reports it, and waits to be ended.
 WAITING = """
 import sys, time
 from pathlib import Path
@@ -39,7 +39,7 @@ raise SystemExit(conduct("made-up", quick=True, out=Path(sys.argv[1]), device="c
 def bench(**parts: Any) -> Any:
     def made(work: Any) -> Part:
         def described(session: Session) -> Any:
-            session.book.provenance = MACHINE  # else a World would be started to ask for it
+            session.book.provenance = MACHINE  # otherwise a World would be started to collect it
             return work()
 
         return described
@@ -55,7 +55,7 @@ def machine_in_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
 def test_rows_of_a_bench_that_is_ended_are_on_disk(how: signal.Signals, tmp_path: Path) -> None:
-    """A real process, ended after two of its three rows."""
+    """End a real process after two of its three rows."""
     out = tmp_path / "rows.jsonl"
     root = Path(room.__file__).resolve().parents[2]
     process = subprocess.Popen([sys.executable, "-c", WAITING, out], stdout=subprocess.PIPE, text=True, cwd=root)
@@ -87,7 +87,7 @@ def test_a_row_is_on_disk_before_the_next_one_is_measured(tmp_path: Path) -> Non
 
 
 def test_a_later_row_of_the_same_name_takes_its_place(tmp_path: Path) -> None:
-    """As after a second trial: more samples of the same."""
+    """As after a second trial, which adds samples to the same row."""
     out = tmp_path / "rows.jsonl"
     rows = [row("a", [1.0]), row("b", [1.0]), row("a", [1.0, 3.0]), row("a", [9.0], who="other")]
     conduct("x", out=out, device="cpu", bench=bench(only=lambda: rows))
@@ -140,7 +140,7 @@ def test_sizes_are_those_that_were_asked_for() -> None:
 
 
 def test_where_there_is_a_driver_a_bench_insists_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver is a file that is made here. No rank starts: the World is made up, and keeps what it was asked."""
+    """The driver is an empty file. No rank starts: a fake World records its options."""
     monkeypatch.setattr("kit.machine.GPU_DRIVERS", (tmp_path / "driver",))
     assert device_for("auto") == "cpu"
     (tmp_path / "driver").touch()

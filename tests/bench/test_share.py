@@ -1,4 +1,4 @@
-"""`kit bench share`: what it reads from the records of a run, and the parts themselves."""
+"""`kit bench share`: what it reads from a run's records, and the parts themselves."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_owners_are_those_that_the_observer_counted() -> None:
 
 def test_the_scheduler_has_a_row_for_each_size_and_question() -> None:
     part = share.share_parts("cpu", rounds=3, plans=1)["scheduler"]
-    rows = list(part(cast("Session", None)))  # it needs no ranks
+    rows = list(part(cast("Session", None)))  # this part needs no ranks
     assert [(row.ids["tp"], row.limit) for row in rows] == [(1, 1.0), (1, 25.0), (8, 1.0), (8, 25.0)]
     assert all(row.median for row in rows)
 
@@ -81,4 +81,4 @@ def test_both_together_are_as_each_alone_and_no_device_has_two_owners(tmp_path: 
     rows = read_rows(tmp_path / "rows.jsonl")["rows"]
     assert [row["limit"] for row in rows] == [0.0, 0.0]
     assert rows[0]["median"] == 0
-    assert rows[1]["median"] in (0, None)  # None: this kernel shows no locks of other processes
+    assert rows[1]["median"] in (0, None)  # None if this kernel does not show the locks of other processes

@@ -1,4 +1,4 @@
-"""`kit bench split`: a small run of every part on real ranks, and how rows are made of samples."""
+"""`kit bench split`: a small run of every part on real ranks, and how samples become rows."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""`kit bench stream`: what it reads from the ledger of a run that learns, and the part itself on ranks."""
+"""`kit bench stream`: what it reads from the ledger of a learning run, and the part itself on ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIG = {"steps": 10, "seed": 1234, "numbers": 3}
 
 
 def rising(*, falls: bool = False) -> stream.Curve:
-    """Two groups of two samples a step; a step ends every second. Rewards rise from 0.1 to 0.55, and groups differ a little."""
+    """A curve of two groups of two samples per step and one step per second. Rewards rise from 0.1 to 0.55 and differ a little by group."""
     rows: list[dict[str, Any]] = [{"event": "capacity", "time": 0.0}]
     for step in range(10):
         height = 0.1 + 0.05 * (9 - step if falls else step)
@@ -34,7 +34,7 @@ def test_the_gain_is_that_of_the_last_fifth_over_the_first() -> None:
     curve = rising()
     assert curve.first == pytest.approx(0.13)
     assert curve.gain == pytest.approx(0.4)
-    assert curve.error == pytest.approx((2 * 0.0026 / 3 / 4) ** 0.5)  # of two times four groups
+    assert curve.error == pytest.approx((2 * 0.0026 / 3 / 4) ** 0.5)  # two windows of four groups each
     assert curve.lag == pytest.approx(0.9)
     assert rising(falls=True).gain < 0
 
@@ -55,7 +55,7 @@ def test_a_reward_is_reached_in_steps_and_in_seconds() -> None:
 
 
 def test_the_best_constant_answer_has_the_right_form_and_is_sometimes_right() -> None:
-    assert 0.625 < rising().constant < 1.0  # 0.625: one digit and END, never the right digit
+    assert 0.625 < rising().constant < 1.0  # 0.625: one digit and END, but never the right digit
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""`kit bench sync`, small: every part really runs, on real ranks, and every byte arrives; what is judged is judged by the right thing."""
+"""`kit bench sync` at small size: every part runs on real ranks, every byte arrives, and each limit is compared with the right
+measurement."""
 
 from __future__ import annotations
 

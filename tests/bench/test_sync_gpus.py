@@ -1,4 +1,4 @@
-"""Syncs beside ceilings: on real ranks over the CPU's transports; what a GPU would add is made up here and says so."""
+"""Syncs compared with ceilings: real ranks over the CPU's transports; results that need a GPU are marked as made up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_versions_of_a_lab_stand_beside_the_ceiling_of_the_same_ranks(tmp_path, 
 
 @pytest.fixture
 def run(tmp_path):
-    """Two versions of 2 x 256 MiB, made up: the first in 9 s, the second in half a second."""
+    """A made-up run of two versions of 2 x 256 MiB: the first takes 9 s, the second half a second."""
     writer = create_run(tmp_path, "sync", {"size": "tiny"}, {})
     for cycle, taken in ((1, 9.0), (2, 0.5)):
         rows = [("bytes", 2 * sync.BLOCK, {}), ("event", 1.0, {"event": "ready", "order": 0})]

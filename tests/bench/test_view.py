@@ -1,4 +1,4 @@
-"""`kit bench view`, small: the run that is made up is one that the lab's checks and plots take, and every row is measured."""
+"""`kit bench view` at small size: its made-up run suits the lab's checks and plots, and every row is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench of a World with the least samples: every row is there, in order, and nothing is left behind."""
+"""The World bench with the fewest samples: every row exists, in order, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_row(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
 def test_what_was_not_loaded_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A preload that does nothing must not pass for one: the ranks are asked."""
+    """A preload that has no effect must not count as one, so the bench asks the ranks what they loaded."""
     monkeypatch.setattr(bench, "world_of_two", lambda logs, preload: real(logs))
     with pytest.raises(KitError, match=r"this should be loaded on every rank"):
         bench.start_once(tmp_path, ["this"])

@@ -1,4 +1,4 @@
-"""A real JupyterLab on loopback, with the project's own settings, and a page of Chromium in front of it."""
+"""A real JupyterLab on loopback with the project's own settings, and a Chromium page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL = {"127.0.0.1", "localhost"}
-# What JupyterLab and Chromium themselves say without anything of ours being involved.
+# Messages of JupyterLab and Chromium themselves, unrelated to the kit.
 NOISE = ("favicon", "Could not set the focus", "ResizeObserver loop")
 
 
@@ -31,7 +31,7 @@ def chromium() -> str:
 
 @pytest.fixture(scope="session")
 def artefacts(tmp_path_factory) -> Path:
-    """Where screenshots go: KIT_ARTEFACTS, else a folder of pytest's."""
+    """The folder for screenshots: KIT_ARTEFACTS, or a temporary folder of pytest."""
     named = os.environ.get("KIT_ARTEFACTS")
     folder = Path(named) if named else tmp_path_factory.mktemp("artefacts")
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,18 +43,19 @@ class Server:
         self.url, self.token, self.folder = url, token, folder
 
     def page(self, notebook: str) -> str:
-        # A workspace of its own: JupyterLab would open another test's notebook again, in a hidden tab that has the same cells.
+        # Each notebook has its own workspace; otherwise JupyterLab reopens another test's notebook in a hidden tab with
+        # the same cells.
         return f"{self.url}lab/workspaces/{Path(notebook).stem}/tree/notebooks/{notebook}?token={self.token}"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """JupyterLab on copies of the notebooks, so that its autosave touches nothing of ours."""
+    """JupyterLab on copies of the notebooks, so that its autosave does not touch the originals."""
     folder = tmp_path_factory.mktemp("jupyter")
     shutil.copytree(ROOT / "notebooks", folder / "root" / "notebooks")
     settings = folder / "settings" / "@jupyterlab" / "notebook-extension"
     settings.mkdir(parents=True)
-    (settings / "tracker.jupyterlab-settings").write_text('{"windowingMode": "none"}')  # outputs off screen exist too
+    (settings / "tracker.jupyterlab-settings").write_text('{"windowingMode": "none"}')  # off-screen outputs exist too
     token = secrets.token_hex(16)
     env = {
         **os.environ,
@@ -76,12 +77,12 @@ def server(tmp_path_factory):
     try:
         yield Server(address(process, folder / "runtime", log), token, folder)
     finally:
-        process.terminate()  # ends the kernels too
+        process.terminate()  # also ends the kernels
         process.wait(30)
 
 
 def address(process: subprocess.Popen, runtime: Path, log: Path) -> str:
-    """The URL that the server says it listens on, once it does."""
+    """Wait until the server listens, and return its URL."""
     path = runtime / f"jpserver-{process.pid}.json"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -94,7 +95,7 @@ def address(process: subprocess.Popen, runtime: Path, log: Path) -> str:
 
 @pytest.fixture
 def page(chromium, artefacts, request):
-    """A page that keeps what went wrong in it: `page.errors`, and requests that left the machine: `page.strays`."""
+    """A page that records its errors in `page.errors` and requests that leave the machine in `page.strays`."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
     with playwright.sync_playwright() as play:
         flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
@@ -108,7 +109,7 @@ def page(chromium, artefacts, request):
         page.on("websocket", lambda socket: stray(page.strays, socket.url))
         yield page
         page.screenshot(path=artefacts / f"{request.node.name}-end.png")
-        # pytest shows this of a test that failed: what the page said, and what became of each cell
+        # pytest shows this for a failed test: the page's messages, and the state of each cell
         print("console:", *sentence[-40:], sep="\n  ")
         cells = "cells => cells.map(cell => cell.innerText.slice(0, 300))"
         print("cells:", *map(repr, page.locator(".jp-CodeCell").evaluate_all(cells)), sep="\n  ")

@@ -20,7 +20,7 @@ def cell_with(page, text: str):
 
 
 def panel_waits(page, artefacts, name: str) -> None:
-    """The notebook's panel is there, and its ranks are not: they start with its Start."""
+    """The notebook shows its panel, and no rank has started: only the Start button starts ranks."""
     panel = page.locator(".kit-panel")
     panel.locator(".kit-strip").wait_for(timeout=60_000)
     panel.scroll_into_view_if_needed()

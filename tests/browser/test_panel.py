@@ -20,7 +20,7 @@ from tests.holdings import wait_for
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
-# Codes under test that are well in the baseline, which makes two groups. Then one rank hangs, or raises.
+# Code under test that works in the baseline, which makes two groups. At the third group rank 1 hangs or raises.
 BROKEN = """
 import time
 import torch.distributed as dist
@@ -48,7 +48,7 @@ class Raises(Hangs):
 
 
 def notebook(server, name: str, *cells: str) -> str:
-    """A notebook of these cells beside the others."""
+    """Write a notebook of these cells beside the others."""
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     book.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
     folder = server.folder / "root" / "notebooks"
@@ -58,7 +58,7 @@ def notebook(server, name: str, *cells: str) -> str:
 
 
 def opened(page, server, name: str, *cells: str):
-    """The panel that the first cell of a new notebook shows."""
+    """Open a new notebook, run all cells, and return the panel that it shows."""
     page.goto(server.page(notebook(server, name, *cells)))
     idle(page)
     menu(page, "Run", "Run All Cells")
@@ -66,7 +66,7 @@ def opened(page, server, name: str, *cells: str):
 
 
 def idle(page) -> None:
-    """The kernel has nothing to do."""
+    """Wait until the kernel is idle."""
     page.locator(".jp-StatusBar-TextItem", has_text="Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
 
 
@@ -89,7 +89,7 @@ def tab(panel, name: str) -> None:
 
 
 def contents(panel):
-    """What the tab that is looked at shows."""
+    """The content of the selected tab."""
     return panel.locator(".widget-tab-contents > :not(.lm-mod-hidden)").first
 
 
@@ -98,7 +98,7 @@ def row(panel, check: str):
 
 
 def unfold(panel) -> None:
-    """The settings, which are one line once there is a run."""
+    """Unfold the settings, which are one line after a run."""
     if panel.locator(".kit-line .fa-caret-right").count():
         panel.locator(".kit-line").click()
     panel.locator(".kit-fields").first.wait_for(timeout=10_000)
@@ -139,7 +139,7 @@ def clean(page) -> None:
 
 
 def ranks_of(server) -> list[int]:
-    """Processes of Worlds that this server's kernels started, and that are still there."""
+    """Return the running processes of Worlds that this server's kernels started."""
     setting, found = f"KIT_RUNS={server.folder / 'runs'}".encode(), []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
@@ -153,7 +153,7 @@ def test_a_lab_is_stepped_a_fault_is_seen_and_a_limit_flips_the_verdict(page, se
     snap(page, artefacts, "fresh", panel)
     assert panel.evaluate(NAMELESS) == []
     panel.locator("button", has_text="Defaults").focus()
-    for _ in range(4):  # the keyboard alone leads on to the buttons
+    for _ in range(4):  # the buttons can be reached with the keyboard alone
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.innerText").strip() == "Start":
             break
@@ -197,7 +197,7 @@ def test_a_lab_is_stepped_a_fault_is_seen_and_a_limit_flips_the_verdict(page, se
     with written.open(newline="") as file:
         rows = list(csv.DictReader(file))
     kept = kit.load(runs[-1]).frame()
-    values = [float(line["value"] or "nan") for line in rows]  # a record may have a text and no value
+    values = [float(line["value"] or "nan") for line in rows]  # a record may have text instead of a value
     assert values == pytest.approx(kept["value"].tolist(), rel=0, abs=0, nan_ok=True)
     with page.expect_download() as download:
         panel.locator("a[download]").click()
@@ -212,7 +212,7 @@ def test_a_lab_is_stepped_a_fault_is_seen_and_a_limit_flips_the_verdict(page, se
 
 
 def test_ranks_work_and_the_kernel_answers(page, server, artefacts):
-    """Four ranks of the offload lab, with another mode than the lab's own, while a cell is run again and again."""
+    """Run four ranks of the offload lab in a mode that is not the default, and run another cell again and again meanwhile."""
     cells = ('import kit\npanel = kit.panel("offload", ranks=4, tp=2, cycles=2)\npanel', "1+1", "panel.model.state")
     panel = opened(page, server, "offload", *cells)
     choose(panel, "mode", "manual")
@@ -234,13 +234,13 @@ def test_ranks_work_and_the_kernel_answers(page, server, artefacts):
     message(panel, "finished", timeout_s=150)
     tab(panel, "Verdict")
     row(panel, "groups_return_to_baseline").locator(".kit-bad", has_text="FAIL").wait_for(timeout=10_000)
-    assert panel.locator(".kit-check", has_text="(lab:").count() == 0  # the browser moves no limit by itself
+    assert panel.locator(".kit-check", has_text="(lab:").count() == 0  # the browser does not change limits
     snap(page, artefacts, "mode", panel)
     dark(page)
     snap(page, artefacts, "dark", panel)
     snap(page, artefacts, "dark-verdict", row(panel, "memory_drift"))
     page.set_viewport_size({"width": 600, "height": 1000})
-    page.locator('.jp-SideBar .lm-TabBar-tab[title^="File Browser"]').click()  # folds it
+    page.locator('.jp-SideBar .lm-TabBar-tab[title^="File Browser"]').click()  # folds the side bar
     snap(page, artefacts, "narrow", panel)
     wide = panel.evaluate("panel => panel.scrollWidth - panel.clientWidth")
     assert wide <= 0
@@ -250,7 +250,7 @@ def test_ranks_work_and_the_kernel_answers(page, server, artefacts):
 
 
 def again(page, cell) -> float:
-    """Run a cell again; milliseconds from the key to its new number."""
+    """Run a cell again; return the milliseconds from the key press to the new execution number."""
     before = cell.locator(".jp-InputPrompt").inner_text()
     cell.locator(".jp-InputArea-editor").click()
     began = time.monotonic()
@@ -274,8 +274,8 @@ def test_a_rank_that_hangs_is_stopped_and_one_that_raises_is_named(page, server,
     press(panel, "Stop")
     message(panel, "stopped")
     assert wait_for(lambda: ranks_of(server) == [], 20)
-    assert panel.locator('td.kit-done[title^="baseline"]').count() == 2  # what was done before stays
-    assert panel.locator('td.kit-done[title^="make"]').count() == 0  # and to have been stopped is not to be done
+    assert panel.locator('td.kit-done[title^="baseline"]').count() == 2  # phases that had finished stay marked as done
+    assert panel.locator('td.kit-done[title^="make"]').count() == 0  # a stopped phase is not marked as done
     snap(page, artefacts, "stopped", panel)
 
     write(panel, "implementation", "broken_code:Raises")
@@ -319,7 +319,7 @@ def test_a_restarted_kernel_leaves_no_ranks_and_the_last_run_is_shown_again(page
 
     menu(page, "File", "Save Notebook")
     page.locator(".jp-mod-dirty").first.wait_for(state="detached", timeout=30_000)
-    page.reload()  # the kernel lives on, and so does what the page shows of it
+    page.reload()  # the kernel keeps running, and the reloaded page shows the same panel
     panel = shown(page)
     press(panel, "Step")
     panel.locator(".kit-strip td.kit-done").nth(1).wait_for(timeout=60_000)

@@ -1,4 +1,4 @@
-"""The report in Chromium: on a desk and on a phone, light and dark, with scripts and without, and never a request."""
+"""The report in Chromium: desktop and phone, light and dark, with and without scripts, and never a network request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """Two real runs, one of them with a fault."""
+    """A report of two real runs, one of them with a fault."""
     folder = tmp_path_factory.mktemp("report")
     faults = {"good": None, "leak": "leaked-group"}
     runs = [kit.run("smoke", cycles=2, device="cpu", fault=fault, out=folder / name) for name, fault in faults.items()]
@@ -21,8 +21,8 @@ def report(tmp_path_factory):
 
 @pytest.mark.parametrize("width", [1280, 390])
 def test_it_is_readable(page, report, artefacts, width):
-    """The page itself never scrolls sideways; wide things do so inside of their boxes, and keep a size that can be read. On a
-    phone a picture fits the screen, until it is tapped."""
+    """The page itself never scrolls sideways; wide content scrolls inside its box and stays large enough to read. On a phone a picture
+    fits the screen until it is tapped."""
     page.set_viewport_size({"width": width, "height": 844})
     requests: list[str] = []
     page.on("request", lambda request: requests.append(request.url))
@@ -79,7 +79,7 @@ def test_a_table_sorts_by_mouse_and_keyboard(page, report):
 
 
 def test_a_timeline_opens_in_perfetto(page, report):
-    """A stand-in for Perfetto's page, with its protocol: it answers PING with PONG, then it is given the trace."""
+    """Perfetto's page is a stand-in with its protocol: it answers PING with PONG, then receives the trace."""
     viewer = """<script>
       addEventListener("message", (event) => {
         if (event.data === "PING") event.source.postMessage("PONG", "*");

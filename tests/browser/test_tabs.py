@@ -1,4 +1,4 @@
-"""The tabs of the panel in JupyterLab, on runs that are made up: the theme of a picture, headings, a copy, a comparison, a download."""
+"""The panel's tabs in JupyterLab, on made-up runs: a picture's theme, headings, a copy, a comparison, a download."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_pictures_tables_comparison_and_files(page, server, artefacts):
     dark(page)
     tab(panel, "Plots")
     panel.locator('svg[aria-label^="Groups, files, threads of offload-"]').wait_for()
-    assert page.evaluate(PAPER) == DARK  # the same drawing, in the colours of the page
+    assert page.evaluate(PAPER) == DARK  # the same drawing in the page's colours
     choose(panel, "Plot", "Overview")
     panel.locator('svg[aria-label^="Verdict of offload-"]').wait_for()
     assert contents(panel).locator(".kit-picture svg").count() == 6

@@ -1,4 +1,4 @@
-"""The picture of a sync's growing cost, from rows that are made up here, in the shape of the bench's own."""
+"""The picture of a sync's growing cost, from made-up rows in the bench's format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pages show works as it stands there: snippets of the README, the reference made from the code, the lab of CONTRIBUTING."""
+"""The docs work as printed: the README's snippets, the reference generated from the code, and the lab of CONTRIBUTING."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_lab_of_contributing_passes_and_catches_its_fault(
 
 
 def test_the_code_of_contributing_can_be_imported() -> None:
-    """Its import lines are right, and every name that its snippets use comes from one of them or is the reader's own."""
+    """All import lines are valid, and every name used in the snippets is either imported or defined by the reader."""
     lines = re.findall(r"^from kit.* import .*$", "\n".join(snippets("CONTRIBUTING.md")), re.MULTILINE)
     names: dict[str, Any] = {}
     for line in lines:

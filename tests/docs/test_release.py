@@ -1,4 +1,4 @@
-"""The picture of ways of releasing, from rows that are made up here, in the shape of the bench's own."""
+"""The picture of release modes, from made-up rows in the bench's format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COST = {"exact": 0.02, "manual": 0.2}
 
 
 def bench(*sources: str) -> dict[str, Any]:
-    """Two ways, three numbers of groups; official and suspend were not measured."""
+    """Rows for two modes and three numbers of groups; official and suspend are not measured."""
     rows = []
     for number in (20, 40, 80):
         seen = {}

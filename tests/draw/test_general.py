@@ -1,4 +1,4 @@
-"""Runs against each other as a picture: what changed most first, with both medians, their spread and how many."""
+"""The picture that compares runs: largest change first, with both medians, their spread and the sample count."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kit.results.comparison import labelled, settings
 
 @pytest.fixture(autouse=True)
 def strict():
-    """A layout that does not fit only warns."""
+    """Turn warnings into errors, because a layout that does not fit only warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -25,7 +25,7 @@ def strict():
 
 @pytest.fixture
 def make(tmp_path):
-    """A run of two ranks and three cycles; a number by metric, and what is added to it in each cycle."""
+    """Make a run of two ranks and three cycles from one number per metric, which grows by `step` in each cycle."""
 
     def make(values, *, step=0.0, fault=None, **config):
         writer = create_run(tmp_path, "offload", {"mode": "exact", **config}, {}, fault=fault)
@@ -66,7 +66,7 @@ def test_what_changed_most_is_on_top_and_what_did_not_is_left_out(make):
     (axes,) = plot_against(runs).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["reload  seconds", "reload  groups"]
     low, high = axes.get_ylim()
-    assert low > high  # the first is on top
+    assert low > high  # the first metric is at the top
     marks = {tuple(line.get_ydata()): line.get_xdata()[0] for line in axes.lines if len(line.get_xdata()) == 1}
     assert marks == {(0.0,): 4.0, (1.0,): 1.5}
     assert axes.get_title(loc="left") == f"{runs[1].id}, fault leak-gloo"
@@ -133,7 +133,8 @@ def test_ticks_are_round():
     assert 1.0 in ratios(1e-5, 40)
 
 
-# -- which cycles a run has, and where an axis of steps names them -----------------------------------------------------
+# -- which cycles a run has, and where an axis of steps labels them
+# ------------------------------------------------------
 
 
 def test_a_cycle_is_named_where_it_has_most_steps() -> None:

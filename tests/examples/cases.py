@@ -1,4 +1,4 @@
-"""Every implementation in docs/examples that is run here: the lab, its settings, and the verdict that it must get."""
+"""Every implementation in docs/examples that the tests run: the lab, its settings, and the expected verdict."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PILES = {"cycles": 4}
 
 @dataclass(frozen=True)
 class Case:
-    """One run. `fails` names a check that must fail; a right implementation has none. `quick` runs belong to `make test`."""
+    """One run. `fails` names the check that must fail; it is empty for a right implementation. `quick` runs belong to `make test`."""
 
     lab: str
     code: str
@@ -34,7 +34,7 @@ class Case:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The settings of the run, the code under test among them."""
+        """The settings of the run, including the code under test."""
         return {**self.shared, self.field or FIELD[self.lab]: f"docs.examples.{self.code}"}
 
     @property

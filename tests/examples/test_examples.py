@@ -1,4 +1,4 @@
-"""Foreign code in the labs: what is right passes every check, and each bug fails the check that is there to see it."""
+"""User code in the labs: right examples pass every check, and each bug fails the check that is meant to catch it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHOWN_ELSEWHERE = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs and temporary files go to a folder of the module. What a leaking example leaves in shared memory is removed."""
+    """Put runs and temporary files in a folder of the module, and remove what leaking examples leave in shared memory."""
     folder = tmp_path_factory.mktemp("examples")
     (folder / "tmp").mkdir()
     with pytest.MonkeyPatch.context() as patch:
@@ -61,7 +61,7 @@ NULLS: dict[str, set[str]] = {}
 
 
 def null_for_the_kit(case: Case) -> set[str]:
-    """The checks that nobody's code can have judged with these settings."""
+    """Return the checks that cannot be judged with these settings, even for the kit's own code."""
     key = repr((case.lab, case.shared))
     if key not in NULLS:
         NULLS[key] = unanswered(verdict_of(case.lab, case.shared))
@@ -72,7 +72,7 @@ WORLDS: dict[int, kit.World] = {}
 
 
 def verdict_of(lab: str, config: dict[str, Any]) -> Verdict:
-    """The verdict of a run on fresh ranks of a World that is shared: foreign code may leave anything behind on them."""
+    """Return the verdict of a run in a shared World, on restarted ranks: user code may leave anything behind on them."""
     ranks = validate(find(lab), config).ranks
     if ranks in WORLDS:
         WORLDS[ranks].restart()
@@ -82,12 +82,12 @@ def verdict_of(lab: str, config: dict[str, Any]) -> Verdict:
 
 
 def wrong_with(case: Case) -> list[str]:
-    """How the verdict of this case differs from what it must be."""
+    """Return the differences between this case's verdict and the expected one."""
     verdict = verdict_of(case.lab, case.config)
     if case.fails:
         return [] if case.fails in failed(verdict) else [f"{case.fails} did not fail: {sorted(failed(verdict))} did"]
     rows = [f"{row.check} failed: {row.why}" for row in verdict if row.passed is False]
-    if not case.field:  # a job of one's own has other checks that cannot be judged than the kit's
+    if not case.field:  # for a user's own job, other checks cannot be judged than for the kit's
         rows += [f"{name} was not judged" for name in sorted(unanswered(verdict) - null_for_the_kit(case))]
     return rows
 
@@ -106,7 +106,7 @@ def test_the_verdict_is_right(case: Case) -> None:
 
 
 def test_every_example_is_tried() -> None:
-    """Each class that a lab can be given is a case."""
+    """Every example class that a lab accepts is a case."""
     tried = {case.code for case in CASES}
     modules = {code.partition(":")[0] for code in tried}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == modules | SHOWN_ELSEWHERE

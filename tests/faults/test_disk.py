@@ -1,4 +1,4 @@
-"""What a disk does to a run: full, read-only, a torn line. Each: one sentence, what was measured is kept, nothing is left behind."""
+"""Disk failures during a run: full, read-only, a torn line. Each gives one clear error, keeps what was measured and leaves nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Kit = Callable[..., Ended]
 
 @pytest.fixture
 def kit(tmp_path: Path) -> Kit:
-    """`kit ...` in a process of its own, of which nothing may be left, and after which a World starts."""
+    """Run `kit ...` in its own process; check that nothing of it remains and that a World starts afterwards."""
 
     def call(*words: object, before: Callable[[], None] | None = None, around: str = "exec {}") -> Ended:
         line = around.format(shlex.join([sys.executable, "-m", "kit", *map(str, words)]))
@@ -69,7 +69,7 @@ def kit(tmp_path: Path) -> Kit:
 
 
 def processes_with(setting: bytes) -> list[str]:
-    """Also those that another process than the one we started has for a parent."""
+    """Processes with this setting, including those that we did not start directly."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
@@ -86,7 +86,7 @@ def next_world(tmp_path: Path):
 
 
 def as_a_plain_user() -> None:
-    """Root may write anywhere; without these two rights it is bound by modes like everybody."""
+    """Drop the two capabilities that let root ignore file permissions."""
     if os.geteuid() == 0:
         for right in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
             assert ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, right, 0, 0, 0) == 0
@@ -97,7 +97,7 @@ def small_files() -> None:
 
 
 def mounts() -> bool:
-    """Whether this machine lets us have a small disk of our own."""
+    """Whether this machine lets us mount a small disk."""
     command = ["unshare", "--user", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
     return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0
 
@@ -171,5 +171,5 @@ def test_a_torn_last_line(kit: Kit, tmp_path: Path, next_world: None) -> None:
     assert "finished (partial)" in shown
     assert f"note: records.jsonl: 1 unreadable line was dropped (line {whole})" in shown
     assert kit("export", folder, "--to", tmp_path / "kept.csv").status == 0
-    assert len((tmp_path / "kept.csv").read_text().splitlines()) == whole  # a heading in place of the torn line
+    assert len((tmp_path / "kept.csv").read_text().splitlines()) == whole  # heading, no torn line
     assert kit("trace", folder, "--to", tmp_path / "kept.json").status == 0

@@ -1,4 +1,4 @@
-"""Deaths of the notebook's side, with a real ipykernel: whatever ends it, its ranks and torchrun end too."""
+"""Deaths of the notebook, with a real ipykernel: however it ends, its ranks and torchrun end too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOTHING = {"processes": [], "folders": [], "shared memory": [], "fds": []}
 
 
 class Kernel:
-    """A real kernel with a World in it."""
+    """A real kernel that holds a World."""
 
     def __init__(self, logs: Path) -> None:
         self.logs = logs
@@ -93,12 +93,12 @@ def test_sigkill_of_kernel_and_torchrun_at_once(kernel: Kernel) -> None:
         pid for pid in holdings(kernel.pid)["processes"] if b"agent.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )  # type: ignore[attr-defined]
     started = machine.start_time(kernel.pid)
-    os.kill(kernel.pid, signal.SIGSTOP)  # so that it cannot tidy up in between
+    os.kill(kernel.pid, signal.SIGSTOP)  # so that the kernel cannot clean up in between
     os.kill(torchrun, signal.SIGKILL)
     os.kill(kernel.pid, signal.SIGKILL)
-    # The ranks can be gone first: a killed kernel is there until the last of its memory is.
+    # The ranks may end first: a killed kernel exists until all its memory is freed.
     assert wait_for(lambda: not machine.alive(kernel.pid, started) and holdings(kernel.pid)["processes"] == [])
-    leftovers.end(leftovers.find())  # nobody was left to remove the folder
+    leftovers.end(leftovers.find())  # no process was left to remove the folder
     assert holdings(kernel.pid)["folders"] == []
 
 
@@ -138,7 +138,7 @@ def test_a_script_that_ends_without_closing_leaves_nothing(tmp_path: Path) -> No
 
 
 def test_a_child_forked_from_the_notebook_does_not_keep_the_ranks(tmp_path: Path) -> None:
-    """A fork has copies of the channel's ends; they must not count as the notebook."""
+    """A forked child has copies of the channel's descriptors; they must not count as the notebook."""
     code = (
         "from kit.world import World\nimport os, time, sys\n"
         f"w = World(2, device='cpu', logs={str(tmp_path)!r})\n"

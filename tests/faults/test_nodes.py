@@ -1,4 +1,4 @@
-"""Several nodes, tried with two torchrun agents on one machine: the second is started with the very command that is printed."""
+"""Several nodes, with two torchrun agents on one machine: the second starts with exactly the command that is printed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def free_port() -> int:
 
 
 class OtherMachine:
-    """Runs what World prints for the other machine, as a person there would."""
+    """Run the command that World prints for the other machine, as a person there would."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -79,7 +79,7 @@ def test_two_agents_make_one_world(two_nodes: tuple[World, OtherMachine], capsys
     assert [row["node"] for row in world.status()] == [0, 0, 1, 1]
     shown = capsys.readouterr().out
     assert all(f"[{rank}] printed on {rank}" in shown for rank in range(4))
-    # a rank on the other machine that hangs, one that dies, and fresh ranks on both
+    # On the other machine one rank hangs and one dies; then fresh ranks start on both.
     with pytest.raises(RankTimeout) as late:
         world.run("import time, ctypes\nif rank == 3: ctypes.PyDLL(None).sleep(600)\ndist.barrier()", timeout_s=1.5)
     assert late.value.culprits == (3,)
@@ -100,7 +100,7 @@ def test_a_machine_that_never_joins_is_named(
     monkeypatch.setattr(module, "print", message.append, raising=False)
     with pytest.raises(KitError, match=r"1 of 2 machines have joined; missing: 1"):
         World(2, nodes=2, endpoint=f"127.0.0.1:{free_port()}", device="cpu", logs=tmp_path, start_timeout_s=7)
-    assert any("missing: 1" in text for text in message)  # progress while it waited
+    assert any("missing: 1" in text for text in message)  # progress while the World waited
 
 
 def test_an_agent_without_a_notebook_ends_with_a_sentence(tmp_path: Path) -> None:

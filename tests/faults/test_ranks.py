@@ -1,4 +1,4 @@
-"""What happens to ranks on a rented box. Each: the named rank and phase, nothing left behind, and the next World starts."""
+"""Failures of ranks on a rented box. Each error names rank and phase, nothing is left behind, and the next World starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BARRIER = "dist.barrier()"
 def world(tmp_path: Path) -> Iterator[World]:
     with World(2, device="cpu", logs=tmp_path) as made:
         yield made
-        made.restart()  # after whatever happened: fresh ranks that work
+        made.restart()  # after any failure, fresh ranks must work
         made.run("t = torch.ones(1); dist.all_reduce(t)")
         assert made.eval("t.item()") == [2.0, 2.0]
 
@@ -48,7 +48,7 @@ def while_waiting(world: World, act: Callable[[], None]) -> Iterator[None]:
 
 
 def world_stack(world: World) -> str:
-    """Rank 0's stack, written by its interpreter on the kit's signal, so as not to share the links with the call."""
+    """Rank 0's stack, written by its interpreter on the kit's signal, so that it does not use the call's links."""
 
     member = world._crew.members[0]
     return leftovers.describe(member.pid, member.started, world._crew.folder / "stack0")
@@ -125,7 +125,7 @@ def test_a_rank_asleep_while_another_waits(world: World) -> None:
 
 @pytest.mark.slow
 def test_waits_that_hide_in_a_work_handle(world: World) -> None:
-    """The innermost Python frame of the waiting rank is the user's own line."""
+    """The innermost Python frame of the waiting rank is a line of user code."""
     code = (
         "import time\nif rank == 0: time.sleep(600)\nwork = dist.all_reduce(torch.ones(1), async_op=True)\nwork.wait()"
     )
@@ -136,7 +136,7 @@ def test_waits_that_hide_in_a_work_handle(world: World) -> None:
 
 @pytest.mark.slow
 def test_a_chain_of_waits_blames_its_end(tmp_path: Path) -> None:
-    """Rank 0 waits for 1 in one group, 1 waits for 2 in another, 2 sleeps."""
+    """Rank 0 waits for rank 1 in one group, rank 1 for rank 2 in another, and rank 2 sleeps."""
     with World(3, device="cpu", logs=tmp_path) as three:
         three.run("a, b = dist.new_group([0, 1]), dist.new_group([1, 2])")
         with pytest.raises(RankTimeout) as info:
@@ -160,7 +160,7 @@ def test_a_rank_that_left_without_joining_is_named(world: World) -> None:
 
 @pytest.mark.slow
 def test_a_c_call_that_holds_the_interpreter_still_shows_its_stack(world: World) -> None:
-    """The rank's side thread cannot run; the signal's stack comes all the same."""
+    """The rank's side thread cannot run, but the signal still writes the stack."""
     with pytest.raises(RankTimeout) as info:
         world.run(f"import ctypes\nif rank == 1:\n    ctypes.PyDLL(None).sleep(600)\n{BARRIER}", timeout_s=1)
     assert info.value.culprits == (1,)
@@ -226,7 +226,7 @@ def test_sys_exit_on_a_rank(world: World, code: str, status: int) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_leave_without_a_word(world: World) -> None:
-    """torchrun does not take status 0 for an end; restart() (in the fixture) replaces it."""
+    """torchrun does not treat exit status 0 as a death; restart() (in the fixture) replaces torchrun."""
     with pytest.raises(RankDied) as info:
         world.run("import os; os._exit(0)")
     assert info.value.exitcode == 0
@@ -236,7 +236,7 @@ def test_a_crash_in_c(world: World) -> None:
     with pytest.raises(RankDied) as info:
         world.run(f"import ctypes\nif rank == 0: ctypes.string_at(0)\n{BARRIER}")
     assert (info.value.rank, info.value.signal) == (0, "SIGSEGV")
-    assert "string_at" in str(info.value)  # the interpreter's last words, from the log
+    assert "string_at" in str(info.value)  # the interpreter's last output, from the log
 
 
 def test_a_rank_that_prints_200_mb(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,7 +262,7 @@ def test_interrupt_of_a_collective_ends_the_world_clearly(world: World, capsys: 
     started = time.monotonic()
     with interrupted_after(0.5), pytest.raises(KeyboardInterrupt):
         world.run(f"import time\nif rank == 0: {BARRIER}\nelse: time.sleep(600)")
-    assert time.monotonic() - started < 10  # the promise to the person at the prompt, not a speed
+    assert time.monotonic() - started < 10  # the limit that users are promised, not a speed test
     assert world.state == "dead"
     assert "rank 0 did not stop" in capsys.readouterr().out
     with pytest.raises(KitError, match="interrupted"):
@@ -289,7 +289,7 @@ def test_what_a_rank_started_ends_with_it(world: World) -> None:
 
 @pytest.mark.parametrize("end", ["restart", pytest.param("close", marks=pytest.mark.slow)])
 def test_what_a_rank_started_in_a_session_of_its_own_ends_too(tmp_path: Path, end: str) -> None:
-    """As a server that an inference engine starts: no longer in the rank's process group, and nobody's child once the rank is gone."""
+    """Such as an inference engine's server: outside the rank's process group, and orphaned once the rank is gone."""
     with World(1, device="cpu", logs=tmp_path) as one:
         one.run("import subprocess\nchild = subprocess.Popen(['sleep', '600'], start_new_session=True)")
         (child,) = one.eval("child.pid")
@@ -322,7 +322,7 @@ child = int(os.read(reads, 20))
     ],
 )
 def test_what_a_rank_started_without_a_trace_ends_too(tmp_path: Path, way: str, ends: str) -> None:
-    """A session of its own and an empty environment; its parent waits for it, or is gone."""
+    """The child has its own session and an empty environment; its parent waits for it, or is gone."""
     with World(2, device="cpu", logs=tmp_path) as two:
         two.run(ESCAPES % ends)
         children = two.eval("child")
@@ -337,7 +337,7 @@ def test_what_a_rank_started_without_a_trace_ends_too(tmp_path: Path, way: str, 
 
 
 def test_orphans_that_end_are_collected(world: World) -> None:
-    """Each would stay a zombie of the agent, and count against the limit on processes."""
+    """Otherwise each would stay a zombie of the agent and count against the process limit."""
     world.run("import os\nfor _ in range(20): os.system('sleep 0 &')")
     assert wait_for(lambda: not zombies(world.torchrun_pid or 0))
 
@@ -365,14 +365,14 @@ def test_scratch_files_do_not_add_up_over_restarts(tmp_path: Path) -> None:
 
 
 def alive(pid: int) -> bool:
-    """A zombie is not: whoever is its parent now may take its time."""
+    """Whether a process runs. A zombie does not: its new parent may reap it later."""
     fields = machine.stat_fields(pid)
     return fields is not None and fields[0] != "Z"
 
 
 @contextlib.contextmanager
 def interrupted_after(seconds: float) -> Iterator[None]:
-    """SIGINT to this process's main thread, as Ctrl-C and the stop button send it."""
+    """Send SIGINT to this process's main thread, as Ctrl-C and the stop button do."""
     main = threading.main_thread().ident
     assert main is not None
     timer = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGINT))

@@ -1,4 +1,4 @@
-"""Callers that do not hold the key: they are dropped and harm nothing."""
+"""Callers without the key are dropped and do no harm."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_flood_of_silent_callers_is_bounded(listener: Listener) -> None:
 
 
 def test_a_listener_that_does_not_hold_the_key_is_refused() -> None:
-    """A rank must not take orders from whoever sits at the address."""
+    """A rank must not take orders from an arbitrary process at the address."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def impostor() -> None:
@@ -178,7 +178,7 @@ for _ in range(4):
 
 
 class AtStart(Printer):
-    """Acts once, as soon as a World that starts listens."""
+    """Act once, as soon as a starting World listens."""
 
     def __init__(self, act: Callable[[Crew], None]) -> None:
         self.act: Callable[[Crew], None] | None = act
@@ -208,7 +208,7 @@ def test_a_flood_of_the_start_socket_does_not_end_the_start(tmp_path: Path) -> N
 
 
 def speak(frame: Callable[[Link], object], held: list[Link]) -> Callable[[Crew], None]:
-    """As a process that holds the key of the World that starts."""
+    """Connect as a process that holds the key of the starting World."""
 
     def act(crew: Crew) -> None:
         assert crew._listener is not None

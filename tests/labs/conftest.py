@@ -1,4 +1,4 @@
-"""A lab of the tests' own, in a module that the ranks find in their working folder."""
+"""A test lab, in a module in the working folder, where the ranks find it."""
 
 from __future__ import annotations
 
@@ -147,14 +147,14 @@ LAB = Definition(
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where runs go in this test."""
+    """Return the folder of this test's runs."""
     monkeypatch.setenv("KIT_RUNS", str(tmp_path / "runs"))
     return tmp_path / "runs"
 
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Definition]:
-    """The tests' own lab; its module lies in the working folder, where ranks look."""
+    """The test lab; its module lies in the working folder, where the ranks look for it."""
     (tmp_path / "own_lab.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -166,7 +166,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Definition]
 
 @pytest.fixture
 def made(own: Definition, runs: Path, nothing_left: None) -> Iterator[Callable[..., Lab]]:
-    """Make labs of the tests' own kind, closed at the end."""
+    """Return a function that makes test labs, which are closed at the end."""
     labs: list[Lab] = []
 
     def make(fault: str | None = None, **config: object) -> Lab:

@@ -1,4 +1,4 @@
-"""What tests of several labs ask of a run: how it is judged where it broke, and the training steps in its ranks' logs."""
+"""Helpers for tests of several labs: how a run is judged where it broke, and the training steps in its ranks' logs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kit.results.records import STEP_LINE
 
 
 def failing_parts(run: kit.Run) -> list[tuple[str, str]]:
-    """The checks that fail, or raise, on any beginning of a good run's records: they would blame it for having broken."""
+    """Return the checks that fail or raise on some beginning of a good run's records: they would blame a run for having broken."""
     frame = run.frame()
     checks = [check for check in checks_of(run.lab) if check.asked(run.config)]
     assert not judge(frame, run.config, checks).failed
@@ -27,7 +27,7 @@ def failing_parts(run: kit.Run) -> list[tuple[str, str]]:
 
 
 def logged_steps(logs: Path, rank: int) -> list[tuple[int, str, float]]:
-    """Step, what was trained, and loss of each training step in a rank's log. Every line has all that a trainer prints."""
+    """Return step, what was trained, and loss for each training step in a rank's log. Every line must have a trainer's full format."""
     lines = [line for line in (logs / f"rank{rank}.log").read_text().splitlines() if line.startswith(STEP_LINE)]
     found = [re.fullmatch(STEP, line) for line in lines]
     assert all(found), lines

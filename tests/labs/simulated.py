@@ -16,7 +16,7 @@ from kit.target import load_callable
 
 
 class Notebook:
-    """What a simulated run takes of a Drive: its config, the fault, and where rows go."""
+    """The part of a Drive that a simulated run uses: its config, the fault, and where rows go."""
 
     def __init__(self, config: Any, fault: str | None) -> None:
         self.config = config
@@ -29,7 +29,7 @@ class Notebook:
 
 
 def run(lab: Definition, faults: Collection[str | None], fault: str | None, **config: Any) -> tuple[Verdict, str]:
-    """The verdict of a simulated run, and the error that ended it. With one of these `faults` on, missing records are suspect."""
+    """Return the verdict of a simulated run and the error that ended it. With one of these `faults` on, missing records are suspect."""
     drive = Notebook(lab.config(**{"simulated": True, **config}), fault)
     error = ""
     try:
@@ -40,7 +40,7 @@ def run(lab: Definition, faults: Collection[str | None], fault: str | None, **co
         error = str(raised)
     head = {"run": "test", "lab": lab.name, "cycle": 1, "rank": NOTEBOOK}
     frame = to_frame(Record(**head, **row) for row in drive.rows)
-    wrong = fault in faults and not error  # a run that breaks is judged as far as its records go
+    wrong = fault in faults and not error  # a broken run is judged as far as its records go
     suspect = f"fault {fault!r}" if wrong else ""
     return judge(frame, dataclasses.asdict(drive.config), lab.load_checks(), suspect=suspect), error
 

@@ -1,4 +1,4 @@
-"""The bystander answers, sees its own block, and ends with its input. On a CPU here; the driver has nothing to list."""
+"""The bystander answers, sees its own block, and ends when its input ends. It runs on a CPU here, where no driver lists anything."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_it_ends_with_its_input_and_one_that_does_not_answer_is_ended() -> None:
 def test_its_bytes_are_the_drivers_where_the_driver_lists_it(
     monkeypatch: pytest.MonkeyPatch, listed: int | None, driver: int
 ) -> None:
-    """Of a stand-in for the driver."""
+    """The driver is a stand-in."""
     held = DeviceMemory(allocated=16, reserved=2**21, peak_allocated=16, driver_used=2**30, process_used=listed)
     monkeypatch.setattr(phase, "device_memory", lambda _: held)
     block = torch.arange(4, dtype=torch.int32)

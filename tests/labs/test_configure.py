@@ -1,4 +1,4 @@
-"""A config that is wrong is refused with one sentence, before anything is made."""
+"""A wrong config is refused in one sentence, before anything is made."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_device_that_is_not_there() -> None:
 def test_a_memory_snapshot_of_ranks_on_the_cpu() -> None:
     with pytest.raises(BadInput, match="memory_snapshot=true needs CUDA: PyTorch records no memory history on the CPU"):
         configure(find("smoke"), {"device": "cpu", "memory_snapshot": True}, None)
-    assert configure(find("smoke"), {"memory_snapshot": True}, None).memory_snapshot  # told after the run
+    assert configure(find("smoke"), {"memory_snapshot": True}, None).memory_snapshot  # reported after the run
 
 
 def test_an_interpreter_without_torch() -> None:
@@ -195,7 +195,7 @@ def test_code_that_the_ranks_cannot_load(own: Definition, target: str, why: str)
 
 
 def test_code_that_the_ranks_can_load(own: Definition, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the kit is not installed: the probe makes it importable as it is on the ranks."""
+    """This holds where the kit is not installed, too: the probe makes it importable, as on the ranks."""
     import sys
 
     monkeypatch.delenv("PYTHONPATH", raising=False)
@@ -218,7 +218,7 @@ def test_code_for_the_notebook_side_is_looked_for_here(target: str, why: str) ->
 
 
 def test_code_is_looked_for_with_the_worlds_own_environment(own: Definition, tmp_path: Path) -> None:
-    """`env={"PYTHONPATH": ...}` of a World that is given is how its ranks will find the code."""
+    """The ranks of a given World find the code through its `env={"PYTHONPATH": ...}`."""
     import sys
 
     (tmp_path / "deep").mkdir()
@@ -231,7 +231,7 @@ def test_code_is_looked_for_with_the_worlds_own_environment(own: Definition, tmp
 
 
 def test_a_lab_on_megatron_needs_a_python_that_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sentence before any rank starts, with the line to use where another Python of the box has it."""
+    """The error is one sentence before any rank starts, with the line to use where another Python of the machine has Megatron."""
     import sys
 
     bare = tmp_path / "python"
@@ -257,7 +257,7 @@ class Ways(LabConfig):
 
 def test_only_what_is_no_name_is_asked_of_the_ranks_python(own: Definition, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("kit.labs.discover.check_target", lambda name, target, *_: asked.append(target))  # a fake
+    monkeypatch.setattr("kit.labs.discover.check_target", lambda name, target, *_: asked.append(target))  # a stand-in
     lab = dataclasses.replace(own, config=Ways)
     for way in ("auto", "shm", "own_lab:Phases"):
         assert configure(lab, {"way": way}, None).way == way  # type: ignore[attr-defined]
@@ -288,7 +288,7 @@ def test_the_type_of_weights_is_that_of_the_device(
     on_a_box_without_a_driver: str,
     with_one: str,
 ) -> None:
-    """A driver is made up: its file is what says that there is one."""
+    """The driver is made up: its file is the sign that there is one."""
     file = tmp_path / "version"
     monkeypatch.setattr("kit.machine.GPU_DRIVERS", (file,))
 
@@ -347,7 +347,7 @@ def test_nccl2_needs_gpus(given: dict[str, Any], driver: bool, sentence: str, mo
 
 
 def test_nccl2_is_refused_where_the_ranks_torch_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The torch is asked for real; a driver is made up. `assumed`: a torch that has it binds ProcessGroupNCCL2 (pytorch/pytorch#188587)."""
+    """The real torch is asked; the driver is made up. `assumed`: a torch with nccl2 binds ProcessGroupNCCL2 (pytorch/pytorch#188587)."""
     monkeypatch.setattr(module, "has_gpu_driver", lambda: True)
     if hasattr(torch.distributed, "ProcessGroupNCCL2"):
         pytest.skip("this torch has nccl2")

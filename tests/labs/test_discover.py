@@ -1,4 +1,4 @@
-"""Labs of this house and of other packages."""
+"""Labs of the kit and of other packages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fresh() -> Iterator[None]:
 
 
 def offer(folder: Path, *lines: str) -> None:
-    """An installed package's entry points, as pip leaves them."""
+    """Write an installed package's entry points, as pip does."""
     info = folder / "stranger-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
@@ -50,7 +50,7 @@ def test_an_unknown_lab() -> None:
         find(3)  # type: ignore[arg-type]
     observers = checks_of("somebody's own script")
     assert [check.name for check in observers] == ["nothing_piles_up", "memory_slope"]
-    assert not any(check.asked({}) for check in observers)  # only where a phase was observed
+    assert not any(check.asked({}) for check in observers)  # they are asked only where a phase was observed
 
 
 def test_another_packages_lab(own: Definition, tmp_path: Path, fresh: None) -> None:

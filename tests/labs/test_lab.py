@@ -36,7 +36,7 @@ def test_steps_by_hand(made: Make) -> None:
     assert "first, cycle 0 (phase 1 of 3)" in repr(shown)
     assert "rank 1" in shown._repr_html_()
     assert [row.status for row in lab.phases] == ["done", "next", "to do"]
-    # What was measured is on disk at once.
+    # Measurements are on disk at once.
     assert len(Run(lab.dir).frame().query("metric == 'seconds'")) == 2
     run = lab.run()
     assert run.status == "finished"
@@ -59,7 +59,7 @@ def test_by_hand_and_at_once_measure_the_same(made: Make) -> None:
 
 
 class Onlooker:
-    """Remembers what it was told to expect and what it saw."""
+    """Remembers the number of calls to expect, and the phases that started."""
 
     def __init__(self, calls: int) -> None:
         self.calls = calls
@@ -74,7 +74,7 @@ class Onlooker:
 
 
 class Counting(Onlooker):
-    """Keeps how many records it was told of."""
+    """Keeps each record count that it gets."""
 
     def __init__(self, calls: int) -> None:
         super().__init__(calls)
@@ -188,7 +188,7 @@ def test_a_world_that_is_given_is_used_and_left_alive(own: Definition, runs: Pat
             assert set(run.frame().query("phase == 'second'")["rank"]) == {0, 1, 2}
         assert lab.world is world
         left = "[one for one in __import__('gc').get_objects() if type(one).__name__ == 'Phases']"
-        assert world.eval(f"len({left})") == [0, 0, 0]  # the next lab has the memory
+        assert world.eval(f"len({left})") == [0, 0, 0]  # the next lab gets the memory
         with pytest.raises(RankError, match="told to raise"):
             Lab(own, {}, fault="breaks", world=world).run()
         assert (world.state, world.pids) == ("idle", pids)
@@ -251,12 +251,12 @@ def test_what_only_a_rank_can_refuse_is_bad_input_too(own: Definition, runs: Pat
 
 @pytest.fixture
 def two(own: Definition, runs: Path, nothing_left: None) -> Definition:
-    """The tests' own lab in two Worlds: rank 0 in one, all others in another."""
+    """The test lab in two Worlds: rank 0 in one, all other ranks in the other."""
     return dataclasses.replace(own, roles=split_off(0))
 
 
 def split_off(rank: int) -> Callable[[Any], list[Role]]:
-    """Ranks up to this one in a World of their own."""
+    """Put the ranks up to this one in a World of their own."""
 
     def roles(config: Any) -> list[Role]:
         ends = (0, rank + 1, config.ranks)
@@ -381,7 +381,7 @@ def test_ranks_without_work_in_a_step_are_neither_called_nor_measured(own: Defin
 
 
 def test_records_are_on_disk_while_their_phase_lasts(own: Definition, runs: Path, tmp_path: Path) -> None:
-    """Rank 1 leaves the phase only when it has found its own record in the run's folder."""
+    """Rank 1 leaves the phase only after it has found its own record in the run's folder."""
     out = tmp_path / "here"
     slow = dataclasses.replace(own, plan=lambda _: [Step(3, "slow")])
     with (
@@ -390,7 +390,7 @@ def test_records_are_on_disk_while_their_phase_lasts(own: Definition, runs: Path
     ):
         stepped = lab.step()
         counts = lab._observer.counts  # type: ignore[union-attr]
-    assert 1 in [now - before for before, now in zip([0, *counts], counts, strict=False)]  # "early" came alone
+    assert 1 in [now - before for before, now in zip([0, *counts], counts, strict=False)]  # "early" was reported alone
     assert counts[-1] == len(stepped.records)
     early = [record for record in stepped.records if record.metric == "early"]
     assert [(one.text, one.ids, one.value) for one in early] == [("still under way", {"step": 3}, 7.0)]
@@ -407,7 +407,7 @@ def driven(own: Definition, name: str, **more: Any) -> Definition:
 
 
 def test_a_driven_step(own: Definition, runs: Path, nothing_left: None) -> None:
-    """By hand: its driver gives calls to both roles, in Worlds of their own; what they measured is there, and the step as a whole."""
+    """The driver calls both roles, in separate Worlds; the records have what the roles measured, and the step as a whole."""
     with Lab(driven(own, "driver"), {"device": "cpu"}) as lab:
         lab.step()
         shown = lab.step()
@@ -447,7 +447,7 @@ def test_an_error_in_a_driven_step_leaves_nothing_in_flight(own: Definition, run
 
 
 class Stops(Onlooker):
-    """As the Stop of a panel: the first look on ends what is under way."""
+    """Acts like a panel's Stop button: its first look ends what is under way."""
 
     def tick(self, answered: object) -> None:
         if self.seen[-1:] == ["drive"]:

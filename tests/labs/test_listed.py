@@ -20,7 +20,7 @@ from kit.view.tabs import listed
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """A run of a lab that was judged with one row, or not at all; its id."""
+    """Return a function that makes a run, judged with one row or not at all, and returns its id."""
     monkeypatch.setenv("KIT_RUNS", str(tmp_path))
 
     def run(lab: str, passed: bool | None = None, fault: str | None = None, **config: object) -> str:
@@ -69,7 +69,7 @@ def test_runs_are_filtered(make: Callable[..., str]) -> None:
 
 
 def test_what_cannot_be_asked_is_refused(make: Callable[..., str]) -> None:
-    assert kit.runs(tp=2).empty  # no run is there yet
+    assert kit.runs(tp=2).empty  # there is no run yet
     make("smoke", passed=True)
     with pytest.raises(BadInput, match="there is no status 'stoped'; did you mean 'stopped'"):
         kit.runs(status="stoped")

@@ -1,4 +1,4 @@
-"""What a config tells of its fields."""
+"""The description of a config's fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sets of tolerances of the labs: names that exist, and values that are what the set's name says."""
+"""The labs' sets of tolerances: their names exist, and their values match the set's name."""
 
 from __future__ import annotations
 

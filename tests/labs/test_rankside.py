@@ -1,4 +1,4 @@
-"""A rank's side of a lab, in this process: when its history of memory is written. PyTorch's two calls are stand-ins without a GPU."""
+"""The rank side of a lab, in this process: when it writes its memory history. PyTorch's two calls are replaced, since there is no GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Calls = list[Any]
 
 
 class Phases:
-    """A lab of this test's own."""
+    """A lab of this test."""
 
     def __init__(self, ctx: rankside.Context) -> None:
         self.ctx = ctx
@@ -42,7 +42,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
 
 
 class Typed(LabConfig):
-    """A lab that names its type."""
+    """A lab that fixes its dtype."""
 
     dtype = "float32"
 
@@ -91,8 +91,8 @@ def test_it_is_written_when_a_phase_raises(calls: Calls, tmp_path: Path) -> None
         rankside.step(cycle=2, name="broken")
     at_once = (tmp_path / "rank0.pickle").stat().st_ino
     assert calls[-1] == {"enabled": None}
-    rankside.snapshot()  # as the notebook's side asks of every rank that still answers
-    assert (tmp_path / "rank0.pickle").stat().st_ino == at_once  # what the phase still held is not written over
+    rankside.snapshot()  # as the notebook side asks of every rank that still answers
+    assert (tmp_path / "rank0.pickle").stat().st_ino == at_once  # the phase's snapshot is not overwritten
     assert len(calls) == 2
 
 

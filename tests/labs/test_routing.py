@@ -1,4 +1,4 @@
-"""`routing=torchcomms` in a lab: with a stand-in for torchcomms, with the package index's placeholder, and not asked for."""
+"""`routing=torchcomms` in a lab: with a stand-in for torchcomms, with the package index's placeholder, and switched off."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def test_a_routed_lab_comes_to_the_same(standin: None, runs: Path, nothing_left:
     assert rows(on)["routing_groups"] == {0: 5.0, 1: 5.0}
     assert on.provenance["routing"]["effective"] is True
     assert outcomes(off, on) == (2, 0)
-    # Off is as if there were no such thing.
+    # Off behaves as if the setting did not exist.
     assert not rows(off)
     assert "routing" not in off.provenance
     assert "routing_effective" not in {row.check for row in off.verdict()}
     assert (
         kit.load(off.dir).verdict(routed_part=0.5) == off.verdict()
-    )  # moved in a panel that showed another run before
+    )  # a limit set in a panel that showed another run before
     tables = [run.frame().query(f"metric in {COUNTED} and phase != 'run'") for run in (off, on)]
     values = [table.set_index(["cycle", "phase", "rank", "metric"])[["value", "text"]] for table in tables]
-    assert values[0].equals(values[1].reindex(values[0].index))  # a digest is text, and its value NaN
+    assert values[0].equals(values[1].reindex(values[0].index))  # a digest is text; its value is NaN
 
 
 @pytest.mark.slow
@@ -76,13 +76,13 @@ def test_the_placeholder_fails_the_check(
         "the torchcomms that the ranks have is the package index's placeholder, which has a name and no code"
     )
     run = kit.load(message["run"])
-    assert run.verdict().failed[0].check == "routing_effective"  # judged anew from the records
+    assert run.verdict().failed[0].check == "routing_effective"  # judged again from the records
     assert "a name without code" in run.provenance["routing"]["why"]
     assert rows(run)["routing_importable"] == {0: 0.0, 1: 0.0}
 
 
 FUNCTIONS = "[getattr(dist.distributed_c10d, name).__module__ for name in ('_new_process_group_helper', 'new_group')]"
-# But one that torch sets where it is imported: ranks inherit it, if this process has imported torch by then.
+# Except one that torch sets on import: ranks inherit it if this process has imported torch by then.
 NAMES = "sorted({*__import__('os').environ} - {'TORCHINDUCTOR_CACHE_DIR'})"
 
 

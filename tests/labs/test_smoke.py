@@ -1,4 +1,4 @@
-"""The smoke lab: what is right passes, each fault is caught by the check it names, also in somebody's own code."""
+"""The smoke lab: right code passes, and each fault fails the check it names, in user code too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHECKS = {
     "threads_return",
 }
 CHECKS |= {"memory_drift", "memory_slope", "names_restored", "nothing_piles_up"}
-TOO_SHORT = dict.fromkeys(("memory_slope", "nothing_piles_up"))  # two cycles show neither
+TOO_SHORT = dict.fromkeys(("memory_slope", "nothing_piles_up"))  # two cycles are too few
 OWN = '''
 import torch.distributed as dist
 

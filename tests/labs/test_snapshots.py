@@ -1,4 +1,4 @@
-"""Memory snapshots of a lab on real ranks. PyTorch's two calls are stand-ins there, and that ranks have GPUs is made up: there is none."""
+"""Memory snapshots of a lab on real ranks. PyTorch's two calls are stand-ins, and the ranks' GPUs are made up: there are none."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def test_every_rank_writes_one_at_the_end_and_when_a_phase_raises(
         broken = Lab(own, {"do": "raise"}, world=world)
         with pytest.raises(RankError, match="rank 1 is told to raise"):
             broken.run()
-        assert written(broken) == ["rank0.pickle", "rank1.pickle"]  # rank 0 was done, and is asked for its own
+        assert written(broken) == ["rank0.pickle", "rank1.pickle"]  # rank 0 had finished; it is asked for its snapshot
         assert world.eval("seen") == [["all", None] * 2] * 2

@@ -1,4 +1,4 @@
-"""The table of a step: a row for each thing that was measured, what it is about included."""
+"""The table of a step: one row per measurement, with its ids."""
 
 from __future__ import annotations
 

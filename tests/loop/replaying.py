@@ -1,4 +1,4 @@
-"""A ledger on disk, and the events of a ledger once more through the cores: the same commands, or the first turn that differs."""
+"""A ledger on disk, and its events replayed through the cores: the same commands, or the first turn that differs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kit.results.records import NOTEBOOK, Record, RecordWriter
 
 
 class File:
-    """A ledger in a run's folder, as records without a value."""
+    """A ledger in a run's folder, written as records without a value."""
 
     def __init__(self, path: Path, *, phase: str) -> None:
         self._writer = RecordWriter(path)
@@ -22,14 +22,14 @@ class File:
         self._writer.append([Record(**self._head, metric=row.name, value=None, unit="", time=row.time, ids=row.ids)])
 
     def flush(self) -> None:
-        """Every row is written at once."""
+        """Do nothing: every row is written at once."""
 
     def close(self) -> None:
         self._writer.close()
 
 
 def turns(rows: Iterable[Row]) -> Iterator[tuple[str, Event | None, list[Command]]]:
-    """What passed, by turns: the core, the event that it took (None where it begins), and its commands."""
+    """Yield the turns: the core, the event that it received (None when it begins), and its commands."""
     turn: tuple[str, Event | None, list[Command]] | None = None
     for row in rows:
         ids = {name: value for name, value in row.ids.items() if name not in ("core", "to", "pipeline")}
@@ -45,7 +45,7 @@ def turns(rows: Iterable[Row]) -> Iterator[tuple[str, Event | None, list[Command
 
 
 class Difference(NamedTuple):
-    """The turn (from 0) in which a core gave other commands than the ledger has."""
+    """The turn (from 0) in which a core's commands differ from the ledger's."""
 
     turn: int
     core: str
@@ -55,7 +55,7 @@ class Difference(NamedTuple):
 
 
 def replay(core: Core[Any], events: Iterable[Event]) -> tuple[Any, list[Command]]:
-    """The state after the events, and every command on the way."""
+    """Return the state after the events, and every command on the way."""
     state, first = core.begin()
     commands = list(first)
     for event in events:
@@ -65,7 +65,7 @@ def replay(core: Core[Any], events: Iterable[Event]) -> tuple[Any, list[Command]
 
 
 def replay_rows(cores: Mapping[str, Core[Any]], rows: Iterable[Row]) -> Difference | None:
-    """Compare a ledger with what the cores do with its events. None: every command is the same, in the same order."""
+    """Compare a ledger's commands with those that the cores give for its events. None: all are the same, in the same order."""
     states: dict[str, Any] = {}
     for number, (name, event, recorded) in enumerate(turns(rows)):
         core = cores[name]

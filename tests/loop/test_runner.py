@@ -1,4 +1,4 @@
-"""The runner: routing, order, deadlines, errors, and time of its own."""
+"""The runner: routing, order, deadlines, errors, and its virtual clock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Asks:
 
 
 class Answers:
-    """A core that others ask: its answers are commands to the asker."""
+    """A core that other cores ask; its answers are commands to the asker."""
 
     def __init__(self, until: int) -> None:
         self.until = until

@@ -1,4 +1,4 @@
-"""What is open is counted exactly."""
+"""Open descriptors and similar resources are counted exactly."""
 
 import os
 import socket

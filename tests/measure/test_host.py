@@ -1,4 +1,4 @@
-"""Copies of host memory: every byte arrives, whatever the threads and the boundaries; pages are supplied; no thread stays."""
+"""Copies of host memory: every byte arrives for all thread counts and boundaries; pages are populated; no thread remains."""
 
 import ctypes
 import threading
@@ -19,10 +19,11 @@ def places(tensor):
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("fresh", [True, False])
 def test_every_byte_arrives(threads, fresh):
-    # The largest is above 32 MiB: the C library then maps it on its own, and keeps nothing of it for the memory tests here.
+    # The largest is above 32 MiB: the C library maps it separately and frees it fully, so it does not disturb memory
+    # tests here.
     sizes = [1, 511, 4096, 3 * MIB + 17, 8 * MIB, 37 * MIB + 5]
     sources = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
-    # A guard byte on either side: what lies beside a target is not touched.
+    # A guard byte on either side shows that nothing beside a target is touched.
     targets = [torch.zeros(size + 2, dtype=torch.uint8) for size in sizes]
     moves = [host.Move(t.data_ptr() + 1, *places(s)) for s, t in zip(sources, targets, strict=True)]
     host.transfer(moves, fresh=fresh, threads=threads)

@@ -1,4 +1,4 @@
-"""Host memory is what the kernel says, and its peak can be set back."""
+"""Host memory is the kernel's value, and its peak can be reset."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ def test_peak_remembers_until_reset():
 
 
 def test_a_refused_reset_says_why_and_gives_no_peak():
-    """A process that may not be dumped does not own its files in /proc: the kernel refuses the reset."""
+    """A process that is not dumpable does not own its files in /proc, so the kernel refuses the reset."""
     script = """
 import ctypes, os
 from kit.measure import PhaseMeter

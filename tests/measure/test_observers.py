@@ -1,4 +1,4 @@
-"""Observers on objects made here: each sees the thing that it is for, and leaves nothing behind."""
+"""Observers of objects made here: each detects its kind of object and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from kit.measure.observers.tensors import State, differences, live_bytes
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    """A default group of this process alone."""
+    """A default group with only this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 class Wrapper(dist.ProcessGroup):
-    """In no table of torch's; forwards to a group inside."""
+    """A wrapper in none of torch's tables; forwards to a group inside."""
 
     def __init__(self, inside: Any) -> None:
         super().__init__(0, 1)
@@ -49,7 +49,7 @@ class Wrapper(dist.ProcessGroup):
 
 
 class Duck:
-    """Not even a subclass."""
+    """A wrapper that is not even a subclass of ProcessGroup."""
 
     def __init__(self, inside: Any) -> None:
         self.inside = inside
@@ -95,7 +95,7 @@ def test_what_a_collective_reaches(world: None) -> None:
         assert births.reach(Duck(group)) is group
         raw = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, dt.timedelta(seconds=5))
         assert births.reach(raw) is raw
-        assert births.reach(None) is dist.group.WORLD  # what a destroyed wrapper that passes None on comes to
+        assert births.reach(None) is dist.group.WORLD  # the result when a destroyed wrapper passes None on
         with pytest.raises((AttributeError, ValueError)) as caught:
             births.reach(Wrapper(None))
         assert any(isinstance(one, AttributeError) for one in births.chain(caught.value))
@@ -146,7 +146,7 @@ def test_shared_memory_of_three_kinds(watched: None) -> None:
     os.ftruncate(fd, 8192)
     mapped = mmap.mmap(fd, 8192)
     os.close(fd)
-    assert more(before) == {"memfds": 1, "shared_maps": 1}  # Python's map keeps a descriptor of its own
+    assert more(before) == {"memfds": 1, "shared_maps": 1}  # Python's mmap duplicates the descriptor
     assert phase.holdings()["shared_bytes"] - before["shared_bytes"] == 8192
     mapped.close()
     assert more(before) == {}
@@ -163,12 +163,12 @@ def test_a_name_in_shared_memory_outlives_its_map(watched: None) -> None:
 
 
 def test_shared_memory_is_one_thing_by_descriptor_and_by_mapping() -> None:
-    """And stays the same when its name or its descriptor goes."""
+    """It counts once, also after its name or its descriptor is gone."""
     before = phase.shared_memory()
     fd = os.memfd_create("of-a-test")
     os.ftruncate(fd, 8192)
     named = shared_memory.SharedMemory("of-a-test", create=True, size=4096)
-    private = mmap.mmap(fd, 8192, access=mmap.ACCESS_COPY)  # it keeps a descriptor of its own
+    private = mmap.mmap(fd, 8192, access=mmap.ACCESS_COPY)  # mmap duplicates the descriptor
     os.close(fd)
     named.unlink()
     new = {place: one for place, one in phase.shared_memory().items() if place not in before}
@@ -191,7 +191,7 @@ def test_shared_memory_is_one_thing_by_descriptor_and_by_mapping() -> None:
 
 
 def test_files_that_stay_in_a_temporary_folder(watched: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phase, "_made", type(phase._made)())  # files of earlier tests may go at any time
+    monkeypatch.setattr(phase, "_made", type(phase._made)())  # files of earlier tests may disappear at any time
     before = phase.holdings()
     folder = tempfile.mkdtemp()
     (Path(folder) / "one").write_text("1")
@@ -209,7 +209,7 @@ def test_files_that_stay_in_a_temporary_folder(watched: None, monkeypatch: pytes
 def test_a_file_without_a_name_does_not_make_its_folder_one(
     watched: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Python opens the folder for such a file; a folder for temporary files may lie in another one."""
+    """Python opens the folder for an unnamed file, and one temporary folder may lie inside another."""
     monkeypatch.setattr(phase, "_made", set())
     monkeypatch.setattr(phase, "_places", ["/tmp/", f"{tmp_path}/"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

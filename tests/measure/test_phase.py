@@ -1,4 +1,4 @@
-"""A phase tells its time, its levels, its peak and its own cost, and what raised in it still raises."""
+"""A phase reports its time, levels, peak and own cost, and an exception inside it still propagates."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""Provenance is JSON, works without torch, tells why something is missing, and gives no secret away."""
+"""Provenance is JSON, works without torch, gives reasons for missing values, and reveals no secrets."""
 
 import json
 import os

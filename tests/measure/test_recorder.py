@@ -1,4 +1,4 @@
-"""The recorder writes whole records, says how the run ended, and never ends the training."""
+"""The recorder writes whole records, stores how the run ended, and never stops the training."""
 
 import json
 import math
@@ -189,7 +189,7 @@ def test_a_full_disk_warns_once_and_the_training_goes_on(tmp_path):
 
 
 def test_a_record_torn_by_the_disk_does_not_swallow_the_next(tmp_path):
-    """A limit on the file's size tears a write just as a full disk does, and can be lifted again."""
+    """A file size limit tears a write as a full disk does, and can be raised again."""
     body = """
 import resource
 rec = Recorder(folder)
@@ -206,7 +206,7 @@ rec.close()
 """
     done = script(tmp_path / "r", body)
     assert done.returncode == 0, done.stderr
-    whole = rows(tmp_path / "r")  # the torn piece was taken back
+    whole = rows(tmp_path / "r")  # the torn part was removed
     assert [(row["metric"], row["value"]) for row in whole] == [("before", 1), ("after", 1), ("lost_records", 2)]
 
 
@@ -289,7 +289,7 @@ def test_ranks_that_write_at_once_lose_and_tear_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_the_documented_script_under_torchrun(tmp_path):
-    """Phases of both ranks arrive, and the weights came back: training goes on with a finite loss."""
+    """Phases of both ranks arrive, and the weights are restored: training continues with a finite loss."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     example = ROOT / "docs/examples/own_script.py"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -306,16 +306,16 @@ def test_the_documented_script_under_torchrun(tmp_path):
 
 
 def test_every_rank_refuses_a_folder_of_another_launch(tmp_path, monkeypatch):
-    """Rank 1 would otherwise append to a run that is over, while rank 0 refuses."""
+    """Otherwise rank 1 would append to a finished run while rank 0 refuses."""
     monkeypatch.setenv("MASTER_PORT", "1234")
     Recorder(tmp_path, rank=0, world_size=2).close()
-    Recorder(tmp_path, rank=1, world_size=2).close()  # of the same launch, and late
+    Recorder(tmp_path, rank=1, world_size=2).close()  # of the same launch, but later
     before = (tmp_path / "run.json").read_bytes()
     monkeypatch.setenv("MASTER_PORT", "4321")
     for rank in range(2):
         with pytest.raises(BadInput, match="already holds a run"):
             Recorder(tmp_path, rank=rank, world_size=2)
-    monkeypatch.setenv("MASTER_PORT", "1234")  # torchrun's default, whatever the launch
+    monkeypatch.setenv("MASTER_PORT", "1234")  # torchrun's default port for every launch
     old = json.loads(before) | {"started": "2020-01-01T00:00:00+00:00", "finished": "2020-01-01T01:00:00+00:00"}
     (tmp_path / "run.json").write_text(json.dumps(old))
     with pytest.raises(BadInput, match="already holds a run"):
@@ -376,7 +376,7 @@ def test_sinks_get_every_number_with_its_cycle(tmp_path):
         rec.event("saved", cycle=4)
     assert wandb.seen[0] == (3, {"train/loss": 0.5})
     assert {"train/seconds", "train/rss"} < set(wandb.seen[1][1])
-    assert len(wandb.seen) == 2  # an event has no number
+    assert len(wandb.seen) == 2  # an event has no value to log
     assert board.seen["train/loss", 3] == 0.5
     assert board.seen["train/fds", 3] > 0
 
@@ -434,7 +434,7 @@ def test_an_observed_phase_that_keeps_nothing_passes(tmp_path):
     script(tmp_path / "r", body)
     assert [row.passed for row in kit.load(tmp_path / "r").verdict()] == [True] * 4
     script(tmp_path / "plain", body.replace(", observe=True", ""))
-    assert kit.load(tmp_path / "plain").verdict() == ()  # not asked for
+    assert kit.load(tmp_path / "plain").verdict() == ()  # observers were not requested
 
 
 def test_own_numbers_are_shown_reported_and_drawn(tmp_path, capsys):
@@ -448,7 +448,7 @@ def test_own_numbers_are_shown_reported_and_drawn(tmp_path, capsys):
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["phase", "metric", "n", "first", "last", "min", "max"] in shown
     assert ["train", "loss", "4", "4", "nat", "1", "nat", "1", "nat", "4", "nat"] in shown
-    assert [line[1] for line in shown if line[:1] == ["train"]][1:] == ["loss", "tokens"]  # nothing of the phases' own
+    assert [line[1] for line in shown if line[:1] == ["train"]][1:] == ["loss", "tokens"]  # no phase metrics
     run = kit.load(tmp_path / "r")
     tokens, loss = run.plot("numbers").axes
     assert (loss.get_title("left"), loss.get_xlabel()) == ("loss [nat]", "cycle")
@@ -470,7 +470,7 @@ def recorded_by_actors(folder):
 
 
 def test_the_actors_of_the_documented_example_make_one_run(tmp_path):
-    """Each in a process of its own without RANK, as Ray has them, and one after the other has begun."""
+    """Each actor runs in its own process without RANK, as in Ray, and they begin at different times."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", ACTOR, str(tmp_path / "r")]
     actors = [subprocess.Popen([*command, str(rank)], env=env, cwd=ROOT) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""The file of a memory snapshot. PyTorch's two calls are stand-ins here: they need a CUDA build and a GPU."""
+"""The file of a memory snapshot. PyTorch's two calls are stand-ins here, since they need a CUDA build and a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Calls = list[object]
 
 @pytest.fixture
 def calls(monkeypatch) -> Calls:
-    """Stand-ins for the calls: one notes what it was given, one writes a file as torch does, straight to its place."""
+    """Stand-ins for the two calls: one records its arguments; the other writes a file directly to its final path, as torch does."""
     seen: Calls = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **how: seen.append(how))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"a snapshot"))
@@ -45,7 +45,7 @@ def test_one_that_cannot_be_written_is_reported_and_leaves_no_half(calls, tmp_pa
 
 
 def test_torch_takes_what_is_asked_of_it():
-    """By its signatures, since without a GPU it refuses any call."""
+    """Checks signatures only, since torch refuses any call without a GPU."""
     inspect.signature(torch.cuda.memory._dump_snapshot).bind("file")
     recorded = inspect.signature(torch.cuda.memory._record_memory_history)
     recorded.bind(max_entries=1, stacks="python")

@@ -1,4 +1,4 @@
-"""A rank's log gets a line for each training step, with what the step gave."""
+"""A rank's log gets one line per training step with the step's results."""
 
 import re
 

@@ -1,6 +1,6 @@
-"""Host memory for tensors that left a GPU, and the copies to it. CUDA's runtime and streams are stand-ins here: no GPU is used.
+"""Host memory for offloaded tensors, and the copies to it. CUDA's runtime and streams are stand-ins here: no GPU is used.
 
-What the stand-ins cannot show (that copies are asynchronous, and how fast) is for a GPU.
+Whether copies are asynchronous, and how fast they are, needs a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class Runtime:
-    """Stands in for CUDA's runtime: what is pinned now, by address."""
+    """Stand-in for CUDA's runtime: keeps the size of pinned memory by address."""
 
     def __init__(self, *, refuses: bool = False) -> None:
         self.pinned: dict[int, int] = {}
@@ -36,7 +36,7 @@ class Runtime:
 
 
 def mapped() -> bool:
-    """Whether this process has an arena of its own in its memory."""
+    """Whether this process has an arena mapped."""
     return "memfd:kit-arena" in Path("/proc/self/maps").read_text()
 
 
@@ -47,7 +47,7 @@ def files() -> int:
 def test_an_arena_that_is_dropped_without_a_close_leaves_no_file():
     before = files()
     arenas = [Arena(torch.device("cpu")) for _ in range(3)]
-    assert files() == before  # a job that stays on its device has none
+    assert files() == before  # a job that stays on its device has no arena
     arenas[0].open()
     assert arenas[1].grow(512)
     assert files() == before + 2
@@ -70,7 +70,7 @@ def test_an_arena_for_a_gpu_is_pinned_as_large_as_it_is(monkeypatch):
     arena.clear()
     assert not arena.grow(2**20)
     assert arena.grow(5 * 2**20)
-    assert list(runtime.pinned.values()) == [5 * 2**20]  # the smaller one was let go of
+    assert list(runtime.pinned.values()) == [5 * 2**20]  # the smaller one was unpinned
     assert mapped()
     arena.close()
     assert (runtime.pinned, mapped(), files()) == ({}, False, before)
@@ -84,7 +84,7 @@ def test_where_the_driver_does_not_pin_it_torch_does(monkeypatch):
         return plain(size, dtype=dtype)  # pinning needs a GPU
 
     def reported(*_: object, **__: object) -> None:
-        raise RuntimeError("CUDA error: operation not supported")  # of the refusal before
+        raise RuntimeError("CUDA error: operation not supported")  # of the earlier refusal
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(refuses=True))
     monkeypatch.setattr(torch, "empty", empty)
@@ -97,7 +97,7 @@ def test_where_the_driver_does_not_pin_it_torch_does(monkeypatch):
 
 
 class Stream:
-    """Stands in for a stream: says what it was asked for, in order."""
+    """Stand-in for a stream: records the calls in order."""
 
     message: list[str]
 
@@ -130,7 +130,7 @@ def test_copies_wait_for_what_was_begun_and_are_done_at_the_end(message):
     copy_on_streams(zip(targets, source.split([120, 80]), strict=True), CUDA)
     assert torch.equal(torch.cat(targets), source)
     assert [line for line in message if not line.startswith("made")] == [
-        "all of cuda:0 is done",  # also what other streams than the current one had begun
+        "all of cuda:0 is done",  # this also waits for work of other streams than the current one
         "copy on side 0",
         "copy on side 1",
         "side 0 is done",

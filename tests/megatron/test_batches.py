@@ -1,4 +1,4 @@
-"""torch sends a batch as one only over plain groups, and over NCCL one in pieces can stop for ever."""
+"""Batched sends and receives: torch coalesces a batch only over plain groups, and over NCCL a batch in pieces can hang forever."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def test_a_batch_goes_over_the_group_inside(launch: Any) -> None:
         assert rank["sums"] == [other, other]
         assert rank["uninstalled"] == other
         assert set(rank["given"]) == {"ProcessGroup"}
-        assert rank["empty"].startswith("IndexError")  # torch's own
+        assert rank["empty"].startswith("IndexError")  # torch's own error
         assert "GroupReleased" in rank["released"]
         assert "PIPELINE" in rank["released"]

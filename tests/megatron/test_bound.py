@@ -1,4 +1,4 @@
-"""Groups under a default group that is bound to a GPU, in this process: its device is only a name here, which no backend has."""
+"""Groups under a default group that is bound to a GPU, in this process: the device is only a name here, without a backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders: what their config.json may say, files that come back byte for byte, logits beside those of transformers."""
+"""Checkpoint folders: what config.json may contain, files that round-trip byte for byte, logits compared with those of transformers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no-width": ({"hidden_size": NOT_SAID}, "hidden_size null: it must be a whole number"),
     "text-for-eps": ({"rms_norm_eps": "1e-6"}, "rms_norm_eps .*: it must be a number above 0"),
 }
-# Bits that arithmetic would not leave alone: zeros and values below the normal range with both signs, infinity, NaN with a payload.
+# Bits that arithmetic would change: signed zeros and subnormals, infinity, NaN with a payload.
 ODD_BITS = {
     "BF16": [0x8000, 0x0001, 0x8001, 0x7F80, 0x7FC1, 0x7FA1],
     "F32": [0x80000000, 0x00000001, 0x80000001, 0x7F800000, 0x7FC00001, 0x7FA00001],
@@ -97,13 +97,13 @@ def say(folder: Path, **other: Any) -> Path:
 
 
 def make(folder: Path, dtype: str = "BF16", *, files: int = 1, odd: bool = True, **other: Any) -> Path:
-    """A checkpoint folder of random weights; with more than one file, tensors are dealt out in turn."""
+    """Write a checkpoint folder of random weights; with more than one file, tensors are dealt out in turn."""
     say(folder, **other)
     geometry = read_geometry(folder)
     generator = torch.Generator().manual_seed(5)
     weights = {}
     for name, value in initial_weights(geometry, 3).items():
-        filled = value + 0.1 * torch.randn(value.shape, generator=generator)  # norms and biases too
+        filled = value + 0.1 * torch.randn(value.shape, generator=generator)  # also norms and biases
         weights[name] = filled.to(WEIGHTS[dtype])
         if odd and dtype in ODD_BITS:
             bits = {2: torch.int16, 4: torch.int32}[weights[name].itemsize]
@@ -124,7 +124,7 @@ def make(folder: Path, dtype: str = "BF16", *, files: int = 1, odd: bool = True,
 
 
 def same_files(one: Path, other: Path) -> list[str]:
-    """Names of files that are not the same bytes in both, or that only one has."""
+    """Names of files that differ in any byte, or that only one folder has."""
     names = sorted({path.name for folder in (one, other) for path in folder.iterdir()})
     return [name for name in names if name not in filecmp.cmpfiles(one, other, names, shallow=False)[0]]
 
@@ -317,7 +317,7 @@ def test_ranks_without_the_package_are_reported_so(tmp_path: Path, monkeypatch: 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Folders that transformers wrote of one random model, tokens, and its logits on them."""
+    """Folders that transformers wrote of one random model, tokens, and the model's logits on them."""
     transformers = pytest.importorskip("transformers", reason="needs the package transformers")
     base = tmp_path_factory.mktemp("reference")
     torch.manual_seed(11)
@@ -336,12 +336,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         )
     ).eval()
     with torch.no_grad():
-        for param in made.parameters():  # biases are zero and norms one otherwise
+        for param in made.parameters():  # otherwise biases are zero and norms one
             param.copy_((param + 0.1 * torch.randn(param.shape)).bfloat16())
     tokens = torch.randint(0, 258, (2, 48))
     torch.save(tokens, base / "tokens.pt")
     found: dict[str, Any] = {"tokens": str(base / "tokens.pt")}
-    for dtype in ("bfloat16", "float32", "float64"):  # the same weights in each
+    for dtype in ("bfloat16", "float32", "float64"):  # the same weights in each dtype
         if dtype != "float64":
             found[f"{dtype} folder"] = base / dtype
             made.to(getattr(torch, dtype)).save_pretrained(
@@ -355,13 +355,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference beside the largest value."""
+    """Largest difference relative to the largest value."""
     assert found.shape == wanted.shape
     return float((found.double() - wanted).abs().max() / wanted.abs().max())
 
 
 def scatter(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The mean square of the differences, rooted, beside that of the values."""
+    """RMS of the differences relative to the RMS of the values."""
     return float(((found.double() - wanted).square().mean() / wanted.square().mean()).sqrt())
 
 
@@ -375,7 +375,7 @@ def test_logits_are_those_of_transformers(
     ask(world, "logits", folder=str(folder), tokens=reference["tokens"], out=str(out), dtype=kind, tp=tp)
     found, theirs, exact = torch.load(out), reference[kind], reference["float64"]
     assert apart(found, theirs) <= limit
-    assert scatter(found, exact) <= 1.25 * scatter(theirs, exact)  # rounding of its own is what sets them apart
+    assert scatter(found, exact) <= 1.25 * scatter(theirs, exact)  # only its own rounding separates them
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

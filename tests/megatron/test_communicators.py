@@ -1,4 +1,4 @@
-"""What NCCL says that communicators take, added up. The groups are stand-ins: only a GPU has communicators."""
+"""Sum the memory that NCCL reports for communicators. The groups are stand-ins: only a GPU has communicators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 class StandIn:
-    """A group and its NCCL part in one; without statistics it was never used."""
+    """A group that is also its NCCL backend; without statistics it was never used."""
 
     def __init__(self, stats: dict[str, int] | None) -> None:
         self.stats = stats
@@ -29,14 +29,14 @@ class StandIn:
 
 
 class Older:
-    """A group whose torch has no such statistics."""
+    """A group of a torch version without these statistics."""
 
     def _get_backend(self, device: Any) -> object:
         return object()
 
 
 class Refusing(StandIn):
-    """A group whose NCCL part refuses to tell."""
+    """A group of which NCCL refuses to report statistics."""
 
     def __init__(self, words: str) -> None:
         self.words = words
@@ -62,7 +62,7 @@ def test_statistics_are_added_up_and_groups_that_were_never_used_have_none(regis
 
 
 def test_a_suspended_group_is_asked_behind_its_empty_handle(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`assumed`: NCCL's sums count what is suspended (ncclCommMemStats, src/mem_manager.cc of 2.29.7); only `persist` is on the GPU."""
+    """`assumed`: NCCL's sums include suspended memory (ncclCommMemStats, src/mem_manager.cc of 2.29.7); only `persist` is on the GPU."""
     handle = object()
     inner = StandIn({"suspend": 60 * MIB, "suspended": 1, "persist": 4 * MIB, "total": 64 * MIB})
     registry(handle)
@@ -94,14 +94,14 @@ REQUIRES = "getMemoryStats() requires NCCL 2.29.7 or later\nException raised fro
     ("world", "why"),
     [
         (StandIn({"total": MIB}), ""),
-        (StandIn(None), ""),  # never used yet: it can be asked
+        (StandIn(None), ""),  # never used yet, but supported
         (Older(), "shows no statistics of communicators"),
         (Refusing(REQUIRES), "cannot ask NCCL: getMemoryStats() requires NCCL 2.29.7 or later"),
         (Refusing("NCCL error: MemManager is disabled"), "cannot ask NCCL: NCCL error: MemManager is disabled"),
     ],
 )
 def test_suspend_is_refused_by_what_torch_was_built_with(monkeypatch: pytest.MonkeyPatch, world: Any, why: str) -> None:
-    """`assumed`: the words are those of torch's NCCLUtils.cpp where NCCL_HAS_COMM_OFFLOAD is not defined; versions are right here."""
+    """`assumed`: the text is that of torch's NCCLUtils.cpp without NCCL_HAS_COMM_OFFLOAD; the versions themselves are sufficient here."""
     monkeypatch.setattr(groups.nccl, "no_suspend", lambda *_, **__: "")
     monkeypatch.setattr(groups.c10d._world, "default_pg", world)
     monkeypatch.setitem(groups.c10d._world.pg_backend_config, world, "cpu:gloo,cuda:nccl")
@@ -118,7 +118,7 @@ def test_a_routed_communicator_is_finalized_as_torchs_own_destroy_does(
     monkeypatch: pytest.MonkeyPatch, routed: bool
 ) -> None:
     class Wrapper(list[str]):
-        """torch's wrapper of a communicator, and the communicator."""
+        """torch's wrapper of a communicator, and also the communicator."""
 
         def get_comm(self) -> Wrapper:
             return self

@@ -1,4 +1,4 @@
-"""The arithmetic before anything is built, and one sentence for what cannot be."""
+"""A config's arithmetic before anything is built, and one-sentence errors for impossible configs."""
 
 import pytest
 

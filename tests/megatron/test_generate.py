@@ -1,4 +1,4 @@
-"""Generation on real replicas: bits do not depend on company or restarts, stamps and log-probabilities hold when recomputed."""
+"""Generation on real replicas: answers do not depend on batching or restarts; stamps and log-probabilities hold when recomputed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def ask(world: World, function: str, **arguments: Any) -> Any:
-    """What both ranks answer, which is the same: they are the ranks of one replica, or replicas with the same weights."""
+    """Return the answer that both ranks share: they belong to one replica, or to two replicas with the same weights."""
     first, second = world.call(f"tests.megatron.ranks.generate:{function}", **arguments)
     assert first == second
     return first

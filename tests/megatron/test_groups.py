@@ -1,4 +1,4 @@
-"""The contract of destroy and reload: what it does when there is nothing to do, what it refuses, what the others leak."""
+"""The contract of destroy and reload: no-op calls, what is refused, and what common alternatives leak."""
 
 import pytest
 
@@ -57,7 +57,7 @@ def test_official_frees_no_device_group(ranks):
         steps = [after - before for before, after in zip(seen["counts"], seen["counts"][1:], strict=False)]
         assert seen["destroyed"] == -1
         assert min(steps) >= 15
-        assert seen["dead"] == 0  # what layers hold still lives, registered, beside the new groups
+        assert seen["dead"] == 0  # the layers' old groups are still registered beside the new ones
         assert seen["stale"] > 20
         assert seen["talk"]
 

@@ -14,7 +14,7 @@ def test_twenty_cycles_leak_nothing(launch):
         for source in ("groups", "sockets", "threads", "fds"):
             assert len({cycle["released"][source] for cycle in cycles}) == 1, source
             back = [cycle["back"][source] for cycle in cycles]
-            # Gloo may still be closing a socket of the handshake when it is counted; a leak would grow.
+            # Gloo may still be closing a socket of the handshake when sockets are counted; a leak would grow.
             assert max(back[CYCLES // 2 :]) <= max(back[: CYCLES // 2]), source
         assert all(cycle["alive"] == [] for cycle in cycles)
         assert rank["dead"] == []

@@ -1,4 +1,4 @@
-"""NCCL's options of a group, as plain JSON and back. No GPU is asked."""
+"""NCCL options of a group, converted to plain JSON and back. No GPU is needed."""
 
 from __future__ import annotations
 

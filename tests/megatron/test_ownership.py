@@ -1,4 +1,4 @@
-"""Whoever initialised it keeps it: state as found, on success and on failure, and the first error is the one that surfaces."""
+"""Whoever initialises state keeps it: state is restored on success and on failure, and the first error is the one that surfaces."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Replicas beside a training job in one World: what they answer with its weights, and what sleeping gives back."""
+"""Replicas beside a training job in one World: their answers with the job's weights, and the memory that sleeping frees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from kit.world import World
 
 ROOT = Path(__file__).parents[2]
-# What trains on two ranks, and how many tensor ranks each replica on the other two has.
+# The trainer's config on two ranks, and the tensor-parallel size of the replicas on the other two.
 PAIRS: dict[str, dict[str, Any]] = {
     "tp2 to tp1": {"trainer": {"tp": 2}, "infer_tp": 1},
     "tp2 to tp2": {"trainer": {"tp": 2}, "infer_tp": 2},
@@ -24,7 +24,7 @@ QUICK = ("tp2 to tp1", "tp2 to tp2")
 ALIKE = [name for name in PAIRS if "tp2 to tp2" in name or "dp2" in name]
 
 
-pytestmark = pytest.mark.slow  # `make test` has a run of the sync lab, which serves, sleeps and wakes
+pytestmark = pytest.mark.slow  # a sync run in `make test` already serves, sleeps and wakes
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Shards and full tensors, there and back: the mapping alone, and on real ranks beside a plain model of the same full weights."""
+"""Convert shards to full tensors and back: the mapping alone, and on real ranks compared with a plain model of the same full weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2etp2": {"ep": 2, "etp": 2, "experts": 4},
 }
 STAGES = {"pp": 2, "tp": 2}
-# The end of what is said of each.
+# The end of each error message.
 REFUSED = {
     "missing": "missing: model.layers.3.mlp.gate_proj.weight",
     "missing-on-one": "missing: model.layers.3.mlp.gate_proj.weight",
@@ -41,7 +41,7 @@ REFUSED = {
 
 
 def numbered(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    """Tensors of which each element is another number."""
+    """Tensors in which every element is a distinct number."""
     made, start = [], 0
     for shape in shapes:
         count = torch.Size(shape).numel()
@@ -51,7 +51,7 @@ def numbered(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 def cut(how: str, full: list[torch.Tensor], place: Place) -> torch.Tensor:
-    """One rank's shard, every view of it filled with what belongs there; what no view covers is -1."""
+    """One rank's shard with every view filled; elements that no view covers are -1."""
     own = [share(how, each, place) for each in full]
     assert [each.untyped_storage().data_ptr() for each in own] == [each.untyped_storage().data_ptr() for each in full]
     dim = 1 if how == COLUMNS else 0
@@ -65,7 +65,7 @@ def cut(how: str, full: list[torch.Tensor], place: Place) -> torch.Tensor:
 
 def test_a_rank_has_its_query_groups_one_after_the_other() -> None:
     q, k, v = (torch.tensor([*names]).T for names in ([range(10, 18)], [range(20, 24)], [range(30, 34)]))
-    # Eight rows of queries, four of keys: heads of one row, two queries share a key, two tensor ranks.
+    # Eight query rows and four key rows; heads have one row, two queries share a key, and there are two tensor ranks.
     place = [Place(rank=rank, size=2, head=1, queries=2) for rank in range(2)]
     assert cut(QKV, [q, k, v], place[0]).flatten().tolist() == [10, 11, 20, 30, 12, 13, 21, 31]
     assert cut(QKV, [q, k, v], place[1]).flatten().tolist() == [14, 15, 22, 32, 16, 17, 23, 33]
@@ -157,7 +157,7 @@ def ranks(request: pytest.FixtureRequest, world: World, surveys: dict[str, list[
     return surveys[name]
 
 
-ALIKE = ("dp4", "tp2", "pp2dp2", "pp4", "ep1", "ep2", "ep2pp2")  # each is made of what another one has
+ALIKE = ("dp4", "tp2", "pp2dp2", "pp4", "ep1", "ep2", "ep2pp2")  # each uses only features that another layout has too
 every_layout = pytest.mark.parametrize(
     "ranks",
     [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in LAYOUTS],

@@ -1,4 +1,4 @@
-"""The split step on Megatron, on real ranks: its states, what is not a number, errors half-way, reductions, experts."""
+"""The split step on Megatron, on real ranks: its states, non-finite values, errors half-way, reductions, experts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ask(world: World, function: str, **arguments: Any) -> list[Any]:
 
 
 def one(answers: list[Any]) -> Any:
-    """What all ranks say."""
+    """Return the answer that all ranks share."""
     assert all(answer == answers[0] for answer in answers)
     return answers[0]
 
@@ -128,7 +128,7 @@ def test_gradients_are_reduced_once_and_are_the_plain_steps(world: World, settin
         assert found["buckets"] >= 1
         assert 0 <= found["gradients"] <= 1e-6
         assert found["metrics_apart"] <= 1e-6
-    # Pipeline stages too: the first one does not see the loss, and is told.
+    # With pipeline stages too: the first stage does not see the loss, so it is sent the result.
     result = one([found["result"] for found in answers])
     assert len(result["metrics"]) == 17
     assert result["metrics"]["loss"] == result["global_loss"] != 0

@@ -1,4 +1,4 @@
-"""The stand-in makes "cuda" mean the CPU, once, and can be taken out again; where a GPU is, it is not there."""
+"""The stand-in makes "cuda" mean the CPU, is installed once and can be removed; with a GPU it is not installed."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_installing_twice_is_installing_once_and_it_can_be_undone():
 
 
 def test_what_megatron_forgot_to_define_is_there_on_a_gpu_too(monkeypatch):
-    """Of a stand-in for the GPU. Without Transformer Engine 0.16 leaves the name out, newer versions define it as None."""
+    """With a stand-in for the GPU. Megatron 0.16 without Transformer Engine does not define the name; newer versions define it as None."""
     from megatron.core.transformer.moe import moe_utils
 
     monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)

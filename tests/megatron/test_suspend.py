@@ -26,7 +26,7 @@ def test_what_can_be_suspended_is_and_the_rest_is_listed(ranks):
         mib = 2**20
         assert seen["first"]["before"] == {"suspend": 64 * mib, "persist": mib, "total": 65 * mib}
         assert seen["first"]["after"]["total"] == mib
-        assert seen["initialised"]  # Megatron keeps its groups
+        assert seen["initialised"]  # Megatron still has its groups
 
 
 def test_a_collective_on_a_suspended_group_raises_by_name(ranks):

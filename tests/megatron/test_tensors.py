@@ -1,4 +1,4 @@
-"""Moving tensors: anonymous memory really falls, every byte comes back, views stay views, parts can go alone."""
+"""Moving tensors: anonymous memory falls, every byte is restored, views stay views, and parts can be moved separately."""
 
 import pytest
 

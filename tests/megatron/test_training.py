@@ -1,4 +1,4 @@
-"""Release everything, come back, train on: equal to training without a break, bit for bit, and really released between."""
+"""Release everything, reload and train on: the result equals uninterrupted training bit for bit, and memory was really released."""
 
 import json
 from typing import Any
@@ -57,7 +57,7 @@ def test_training_continues_bit_for_bit(ranks):
 
 @every_case
 def test_groups_go_in_reverse_order_of_creation(ranks):
-    """Over NCCL destroying is collective, and the others were split off WORLD, which goes last."""
+    """Over NCCL destroying is collective. Groups were split off WORLD, so WORLD is destroyed last."""
     for rank in ranks:
         world = rank["stats"]["snapshot"]["world"]
         assert rank["order"] == [*reversed(rank["names"]), *([world["name"]] if world else [])]

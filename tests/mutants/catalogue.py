@@ -1,8 +1,8 @@
-"""The catalogue: setups in which mutants run, what was written by hand, and what is drawn.
+"""The catalogue: the setups in which mutants run, the mutants written by hand, and the drawn ones.
 
 To add one: a `Mutant(setup, module, function, old=..., new=..., check=..., bug=...)` in `offload.py`, `split.py` or `sync.py`. `old` must
-stand exactly once in the function's body. `check` is the check that should fail, `bug` what a reviewer would call it. With
-`origin="docs"` it breaks what a sentence of the docs promises; its author knew the code, too.
+occur exactly once in the function's body. `check` is the check that should fail, `bug` is what a reviewer would call the mistake. A mutant
+with `origin="docs"` breaks a promise of the docs; its author knew the code, too.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tests.mutants.mutant import Mutant
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A lab with the smallest config that runs a part of the code under test and every check that is about it."""
+    """A lab with the smallest config that runs a part of the code under test and every check about it."""
 
     name: str
     ranks: int
     config: Mapping[str, Any]
-    alone: bool = False  # takes long: for the mutants that name it, not for those that others of the lab let through
+    alone: bool = False  # slow: only for mutants that name it, not for survivors of the lab's other setups
 
     @property
     def lab(self) -> str:
@@ -80,7 +80,7 @@ SETUPS = {
 
 
 def others(name: str) -> list[str]:
-    """The other setups of the same lab."""
+    """The names of the lab's other setups, without those that run alone."""
     lab = SETUPS[name].lab
     return [each for each, setup in SETUPS.items() if setup.lab == lab and each != name and not setup.alone]
 
@@ -96,7 +96,7 @@ SAME = "its place by hash changes nothing: the value is set again, or the collec
 
 
 def leave_out(**names: str) -> dict[str, str]:
-    """Functions by name, from reasons with all their functions."""
+    """Map each function to its reason; the input maps each reason's name to its functions."""
     return {name: globals()[why] for why, those in names.items() for name in those.split()}
 
 

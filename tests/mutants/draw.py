@@ -1,9 +1,8 @@
-"""Mutants that nobody picked: by operator, and by a hash of a fixed seed, the module and the function's name.
+"""Drawn mutants: the operator and place follow from a hash of a fixed seed, the module and the function's name.
 
-Of a function every place is listed where an operator applies; the hash chooses the operator among those that have a place, then the
-place. What is left out is left out by rule, before the draw: text for people (errors, prints), logging and clocks, refusals of bad
-input (an `if` that only raises; unit tests hold them), what handles an error, branches that only a GPU takes, and hints to the kernel
-that change nothing but speed.
+All places in a function where an operator applies are listed; the hash chooses one of the operators that have a place, then the place. Some
+code is excluded by rule before the draw: text for people (errors, prints), logging and clocks, refusals of bad input (an `if` that only
+raises; unit tests cover them), error handlers, branches that only a GPU takes, and hints to the kernel that only affect speed.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from tests.mutants.mutant import Function, Mutant, NotApplicable, body_of, compi
 SEED = "lifecycle-kit mutants 1"
 GPU = ("cuda", "nccl", "is_available", "bound_device", "TORCHCOMM")
 HINTS = {"huge_pages", "populate", "trim", "empty_cache"}
-QUIET = {"print", "event", "stage", "perf_counter", "record", "sleep", "cast"}  # for people, or for the clock
+QUIET = {"print", "event", "stage", "perf_counter", "record", "sleep", "cast"}  # for people, or timing only
 WAITS = {"wait", "barrier", "synchronize", "_synchronise", "synchronise", "join", "flush", "meet", "wait_for", "ahead"}
 WAITS |= {"hear", "expect", "notify_all", "_await", "_wait", "guarded", "done"}
 ORDERLESS = {"max", "min", "maximum", "minimum", "compare_digest"}
 TYPED = {"isinstance", "issubclass", "getattr", "setattr", "hasattr", "super", "fromkeys", "map", "where"}
-# What gives back something like its (first) argument, or like the object whose method it is.
+# Calls whose result is like their (first) argument, or like the object whose method they are.
 ALIKE = {"sorted", "reversed", "list", "tuple", "max", "min", "abs", "float", "int", "maximum", "minimum", "expm1"}
 ALIKE |= {
     "clone",
@@ -57,13 +56,13 @@ SWAPPED = {
 
 
 def sites(module: str, node: Function) -> dict[str, list[Change]]:
-    """What each operator can change, in the order of the source."""
+    """Return each operator's possible changes, in the order of the source."""
     source, body = source_of(module), body_of(node)
     found: dict[str, list[Change]] = {name: [] for name in OPERATORS}
     for each in places(body):
         for name, operator in OPERATORS.items():
             found[name] += operator(each, source)
-    if node.name == "__init__":  # what is not made there raises at its first use
+    if node.name == "__init__":  # an attribute that is not set raises at its first use
         found["drop a statement"] = [each for each in found["drop a statement"] if not isinstance(each[0], ast.Assign)]
     gives = any(isinstance(each, ast.Return | ast.Yield | ast.YieldFrom) and each.value for each in ast.walk(node))
     if not gives and len(body) > 1 and not skipped(body[-1]) and not isinstance(body[-1], ast.Return):
@@ -72,7 +71,7 @@ def sites(module: str, node: Function) -> dict[str, list[Change]]:
 
 
 def places(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """Every node that may be changed: statements, and the expressions in them."""
+    """Yield every node that may be changed: statements, and the expressions in them."""
     for statement in body:
         if skipped(statement):
             continue
@@ -95,7 +94,7 @@ def skipped(statement: ast.stmt) -> bool:
 
 
 def own_parts(statement: ast.stmt) -> Iterator[ast.AST]:
-    """The expressions of a statement itself, not of the statements in it, nor of a head or a type."""
+    """Yield the statement's own expressions, without those of nested statements, signatures or annotations."""
     for name, value in ast.iter_fields(statement):
         if name == "annotation" or isinstance(statement, Function | ast.ClassDef):
             continue
@@ -134,7 +133,8 @@ def text_of(node: ast.AST, source: str) -> str:
     return source[node_start(node, source) : node_end(node, source)]
 
 
-# -- the operators: of a node, what is replaced and what by ---------------------------------------------------------------
+# -- the operators: each yields a node and its replacement
+# ----------------------------------------------------------------
 
 Change = tuple[ast.AST, str]
 
@@ -155,7 +155,7 @@ def compare(node: ast.AST, source: str) -> Iterator[Change]:
 
 
 def drop(node: ast.AST, _: str) -> Iterator[Change]:
-    """A call or a change of something that was there before; not the making of a name."""
+    """Drop a call or a change of an existing object, but not the definition of a name."""
     call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and called(node.value) not in WAITS
     targets = node.targets if isinstance(node, ast.Assign) else [None]
     place = all(isinstance(each, ast.Attribute | ast.Subscript) for each in targets)
@@ -174,7 +174,7 @@ def off_by_one(node: ast.AST, _: str) -> Iterator[Change]:
 
 
 def swap_arguments(node: ast.AST, source: str) -> Iterator[Change]:
-    """Not of calls that take them in any order, or that cannot take them in this one."""
+    """Swap the first two arguments, except in calls that take them in any order or cannot take them swapped."""
     if isinstance(node, ast.Call) and len(node.args) > 1 and called(node) not in ORDERLESS | TYPED:
         first, second = node.args[:2]
         if not any(isinstance(each, ast.Starred | ast.GeneratorExp | ast.Constant) for each in (first, second)):
@@ -184,7 +184,7 @@ def swap_arguments(node: ast.AST, source: str) -> Iterator[Change]:
 
 
 def argument(node: ast.AST, source: str) -> Iterator[Change]:
-    """The argument in place of a call that gives something of the same kind; of a method the object that it belongs to."""
+    """Replace a call by its argument, or a method call by its object, where the result has the same kind."""
     if not isinstance(node, ast.Call) or called(node) not in ALIKE:
         return
     method = isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) not in ("torch", "math")
@@ -215,14 +215,14 @@ def node_end(node: Any, source: str) -> int:
 
 
 def offset(line: int, column: int, source: str) -> int:
-    """Where a position of the syntax tree, whose columns count bytes, lies in the text."""
+    """Convert a position of the syntax tree, which counts bytes, to an index into the text."""
     start, text = lines_of(source)[line - 1]
     return start + (column if text.isascii() else len(text.encode()[:column].decode()))
 
 
 @cache
 def lines_of(source: str) -> list[tuple[int, str]]:
-    """Each line, and where it begins."""
+    """Return each line with the index of its start."""
     lines = source.splitlines(keepends=True)
     return list(zip(accumulate(map(len, lines), initial=0), lines, strict=False))
 
@@ -231,7 +231,7 @@ def lines_of(source: str) -> list[tuple[int, str]]:
 
 
 class Target(NamedTuple):
-    """A module to draw from: the setup and the check for its mutants, others for some of its functions, and who is left out and why."""
+    """A module to draw from: setup and check for its mutants, exceptions for some functions, and functions left out with reasons."""
 
     config: str
     module: str
@@ -245,7 +245,7 @@ def number(*words: str) -> int:
 
 
 def drawn(targets: tuple[Target, ...], count: int) -> list[Mutant]:
-    """The first `count` functions by hash that have a place for an operator, one mutant each."""
+    """Draw one mutant each for the first `count` functions by hash that have a place for an operator."""
     candidates = sorted(
         (number(target.module, name), target, name, node)
         for target in targets
@@ -257,7 +257,7 @@ def drawn(targets: tuple[Target, ...], count: int) -> list[Mutant]:
 
 
 def draw(target: Target, name: str, node: Function) -> Mutant:
-    """The first place by hash whose change compiles."""
+    """Return the first change by hash that compiles."""
     by_operator = sites(target.module, node)
     config, check = target.others.get(name, (target.config, target.check))
     order = sorted(by_operator, key=lambda operator: number(target.module, name, operator))
@@ -276,7 +276,7 @@ def draw(target: Target, name: str, node: Function) -> Mutant:
 
 
 def unique(module: str, node: Function, change: Change) -> tuple[str, str]:
-    """The change as a pattern that the function's body holds once: the node alone, or with whole lines around it."""
+    """Express the change as a pattern that occurs once in the function's body: the node alone, or with whole lines around it."""
     source = source_of(module)
     begin, end = span(module, node)
     start, stop = node_start(change[0], source), node_end(change[0], source)

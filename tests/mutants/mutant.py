@@ -1,9 +1,9 @@
 """A mutant: one small change to the source of one function under test, and how to compile it. Standard library only.
 
-A mutant names a function by module and qualified name, and a pattern that its body holds exactly once; there are no line numbers. What it
-compiles to is the code object of that function alone: ranks put it into the living function, so no file changes and every reference
-to the function stays valid. That decides what can be mutated: the body of a function or method, generators and context managers
-included. Signatures, decorators and functions made inside other functions are refused (mutate the outer function instead).
+A mutant names a function by module and qualified name, and a pattern that occurs exactly once in its body; it has no line numbers. It
+compiles to the code object of that function alone, which ranks put into the living function: no file changes, and every reference to the
+function stays valid. So only the body of a function or method can be mutated, generators and context managers included. Signatures,
+decorators and functions made inside other functions are refused (mutate the outer function instead).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from types import CodeType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "_kit_mutant_was_run"  # ranks define it in the mutated module; a call to it stands before the changed statement
-# Decorators whose result still leads to the function, by `__wrapped__`, `fget` or `__func__`.
+MARK = "_kit_mutant_was_run"  # ranks define it in the mutated module; a call to it precedes the changed statement
+# Decorators whose result leads to the function through `__wrapped__`, `fget` or `__func__`.
 TRANSPARENT = (
     "property",
     "staticmethod",
@@ -40,7 +40,7 @@ class NotApplicable(ValueError):  # noqa: N818 - it is what was found
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """`config` names one of the setups of the catalogue, whose lab runs it; `set` changes single settings of it."""
+    """`config` names the setup of the catalogue in which it runs; `set` changes single settings of it."""
 
     config: str
     module: str
@@ -48,9 +48,9 @@ class Mutant:
     old: str = field(kw_only=True)
     new: str = field(kw_only=True)
     check: str = field(kw_only=True)  # the check that should fail
-    bug: str = field(kw_only=True)  # what it is, in a few words
+    bug: str = field(kw_only=True)  # a short description of the mistake
     set: Mapping[str, Any] = field(kw_only=True, default_factory=dict)
-    origin: str = field(kw_only=True, default="source")  # "docs": breaks a sentence of the docs; "drawn": by hash
+    origin: str = field(kw_only=True, default="source")  # "docs": breaks a promise of the docs; "drawn": chosen by hash
 
     @property
     def id(self) -> str:
@@ -74,7 +74,7 @@ def tree_of(module: str) -> ast.Module:
 
 
 def functions(module: str) -> Iterator[tuple[str, Function]]:
-    """Every function and method of a module by qualified name; not those inside other functions."""
+    """Yield every function and method of a module with its qualified name, except those inside other functions."""
 
     def walk(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Function]]:
         for node in body:
@@ -87,7 +87,7 @@ def functions(module: str) -> Iterator[tuple[str, Function]]:
 
 
 def body_of(node: Function) -> list[ast.stmt]:
-    """A function's statements without its docstring."""
+    """Return a function's statements without its docstring."""
     first = node.body[0]
     is_doc = (
         isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
@@ -96,8 +96,8 @@ def body_of(node: Function) -> list[ast.stmt]:
 
 
 def span(module: str, node: Function) -> tuple[int, int]:
-    """Where in the module's text the lines of a function's body begin and end."""
-    starts = [0, *(found.end() for found in re.finditer("\n", source_of(module)))]  # the last is the text's end
+    """Return the start and end of a function's body in the module's text."""
+    starts = [0, *(found.end() for found in re.finditer("\n", source_of(module)))]  # the last is the end
     body = body_of(node)
     if not body or body[0].lineno == node.lineno:
         raise NotApplicable("its body stands on the line of its head")
@@ -106,7 +106,7 @@ def span(module: str, node: Function) -> tuple[int, int]:
 
 
 def mutated(mutant: Mutant) -> tuple[str, int]:
-    """The module's text with the change, and the line on which it begins."""
+    """Return the module's text with the change, and the line on which the change begins."""
     found = [node for name, node in functions(mutant.module) if name == mutant.function]
     if len(found) != 1:
         raise NotApplicable(f"{mutant.place}: {len(found)} functions of that name")
@@ -126,7 +126,7 @@ def mutated(mutant: Mutant) -> tuple[str, int]:
 
 
 def compiled(mutant: Mutant) -> CodeType:
-    """The mutated function's code, which fits into the living function; or `NotApplicable`."""
+    """Compile the mutated function to code that fits into the living function, or raise `NotApplicable`."""
     text, line = mutated(mutant)
     try:
         tree = ast.parse(text)
@@ -148,7 +148,7 @@ def compiled(mutant: Mutant) -> CodeType:
 
 
 def code_of(tree: ast.Module, mutant: Mutant) -> CodeType:
-    """The function's code object; only what surrounds it is compiled, a class perhaps, and the module's imports from the future."""
+    """Return the function's code object, compiled only with its class, if any, and the module's __future__ imports."""
     filename = str(ROOT / mutant.module.replace(".", "/")) + ".py"
     around = mutant.function.partition(".")[0]
     body = [
@@ -172,7 +172,7 @@ def codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def mark(tree: ast.Module, function: str, line: int) -> None:
-    """A call before the innermost statement that holds the change: afterwards it is known whether the change was reached."""
+    """Insert a call before the innermost statement that contains the change, to record whether the change was reached."""
     at: list[Any] = tree.body
     for name in function.split("."):
         at = next(node for node in at if isinstance(node, Function | ast.ClassDef) and node.name == name).body

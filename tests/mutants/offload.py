@@ -1,4 +1,4 @@
-"""Mutants of what the offload lab tests: the releaser, groups, tensors, the arena, ownership."""
+"""Mutants of the code under test in the offload lab: the releaser, groups, tensors, the arena, ownership."""
 
 from __future__ import annotations
 

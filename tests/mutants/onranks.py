@@ -1,4 +1,4 @@
-"""What a rank does with a mutant: put its code into the living function, put the plain code back, and say whether it was run."""
+"""A rank's part: put a mutant's code into the living function, restore the plain code, and report whether the change was run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.mutants.mutant import MARK, Mutant, compiled
 
-_plain: dict[str, tuple[FunctionType, Any]] = {}  # the mutated function and its own code, by place
+_plain: dict[str, tuple[FunctionType, Any]] = {}  # the mutated function and its plain code, by place
 _runs: list[int] = [0]
 
 
@@ -30,7 +30,7 @@ def swap(**mutant: Any) -> None:
 
 
 def restore() -> int:
-    """The plain code again; how often the changed statement was run."""
+    """Restore the plain code; return how often the changed statement ran."""
     for function, code in _plain.values():
         function.__code__ = code
         function.__globals__.pop(MARK)
@@ -43,7 +43,7 @@ def _run() -> None:
 
 
 def living(module: str, name: str) -> FunctionType:
-    """The function behind a qualified name, inside of whatever decorates it."""
+    """Return the function behind a qualified name, without its decorators."""
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = inspect.getattr_static(found, part)

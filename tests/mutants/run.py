@@ -1,18 +1,18 @@
-"""Runs mutants in reused Worlds and says what became of each.
+"""Run mutants in reused Worlds and report what became of each.
 
     python -m tests.mutants.run [--only WORD]... [--limit N] [--results FILE] [--page FILE]
 
-How it is counted:
-- **caught**: a check that the unmutated kit passes fails; or the run breaks and the kit says where: a rank's own error (not that of a
-  rank that waited for another), a rank that died, or a deadline with the culprits' names. The table tells these apart.
-- **broke**: the run ends with 3, and the kit names nobody, or only who waited. Nobody takes such a run for a right one.
-- **survived**: the run ends with 0, whatever its records say; or the kit does not come back.
-- **equivalent**: survived, and in every setup of its lab all records (without times and memory), digests included, are those of the
-  unmutated kit. Where two runs of the unmutated kit differ, that record is no evidence; nor is one that differs in only one of two
-  runs of the mutant.
+States:
+- **caught**: a check that the unmutated kit passes fails; or the run breaks and the kit names the place: a rank's own error (not that of a
+  rank that waited for another), a rank that died, or a deadline with the culprits' names. The table distinguishes these.
+- **broke**: the run ends with 3, and the kit names no rank, or only ranks that waited. Such a run cannot be mistaken for a correct one.
+- **survived**: the run ends with 0, whatever its records say; or the kit does not return.
+- **equivalent**: survived, and in every setup of its lab all records (without times and memory), digests included, equal those of the
+  unmutated kit. Records that differ between runs of the unmutated kit are not counted; nor is one that differs in only one of two runs of
+  the mutant.
 
-Every run has fresh ranks, in a World that is used again: a restart takes a tenth of a second. In each setup the unmutated kit runs three
-times first, and must pass.
+Every run has fresh ranks in a reused World: a restart takes a tenth of a second. In each setup the unmutated kit runs three times first and
+must pass.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from tests.mutants.mutant import ROOT, Mutant
 
 RESULTS = ROOT / "build" / "mutants.jsonl"
 CONTROLS = 3  # runs of the unmutated kit in each setup, before its mutants
-PATIENCE_S = 20.0  # of a World with a call that takes a second or two
-HUNG_S = 150.0  # beyond every deadline of the labs
-WITHOUT_VALUE = {"s", "B", "B/s"}  # units of what differs from run to run
-# Counts that depend on what ran before, on how fast this machine is, or on where memory happens to lie.
+PATIENCE_S = 20.0  # the World's timeout; its calls take a second or two
+HUNG_S = 150.0  # beyond all deadlines of the labs
+WITHOUT_VALUE = {"s", "B", "B/s"}  # units of values that differ between runs
+# Counts that depend on earlier runs, on this machine's speed, or on memory addresses.
 LEVELS = {"fds", "threads", "sockets", "served", "addresses_changed"}
 RANKSIDE = "tests.mutants.onranks"
 SEEN = ("caught", "broke")
@@ -56,22 +56,22 @@ Records = dict[Key, tuple[Any, str]]
 
 
 class Hung(Exception):  # noqa: N818 - it is a state
-    """The kit itself did not come back."""
+    """The kit did not return."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """One run: its records without times and memory, the checks by their answer, and what broke it."""
+    """One run: its records without times and memory, the checks by result, and the error that broke it."""
 
     records: Records
     failed: list[str]
     passed: list[str]
     null: list[str]
-    error: str = ""  # its type, and whom it names
+    error: str = ""  # its type, and the ranks it names
     named: bool = True
 
     def state(self, by: list[str]) -> str:
-        """What became of a mutant by which these checks failed."""
+        """Return the state of a mutant that made these checks fail."""
         if by or (self.error and self.named):
             return "caught"
         return "broke" if self.error and not self.error.startswith(Hung.__name__) else "survived"
@@ -79,7 +79,7 @@ class Seen:
 
 @dataclass(slots=True)
 class Control:
-    """What the unmutated kit comes to in one setup."""
+    """The records and results of the unmutated kit in one setup."""
 
     records: Records
     noise: set[Key]
@@ -92,14 +92,14 @@ class Control:
         return cls(runs[0].records, noise, set(runs[0].passed))
 
     def unlike(self, seen: Seen) -> list[Key]:
-        """The records that are not the same. NaN is the same as NaN here."""
+        """Return the keys of records that differ. NaN equals NaN here."""
         keys = (self.records.keys() | seen.records.keys()) - self.noise
         return sorted(key for key in keys if repr(self.records.get(key)) != repr(seen.records.get(key)))
 
 
 @dataclass(kw_only=True, slots=True)
 class Result:
-    """What became of a mutant. `by` are the checks that failed, `null` those that could no longer be judged."""
+    """The outcome of a mutant. `by` are the checks that failed, `null` those that could no longer be judged."""
 
     id: str
     state: str
@@ -118,13 +118,13 @@ class Result:
 
 
 def once(world: kit.World, setup: Setup, mutant: Mutant | None, folder: Path) -> tuple[Seen, int]:
-    """One run in a World, with the mutant in force; and how often its statement ran, on all ranks together."""
+    """Run once in a World with the mutant in force; also return how often its statement ran, summed over ranks."""
     if mutant is not None:
         world.call(f"{RANKSIDE}:swap", **dataclasses.asdict(mutant))
     out, ran = folder / f"{time.monotonic_ns()}", 0
     error: BaseException | None = None
     try:
-        with deadline(HUNG_S), contextlib.redirect_stdout(io.StringIO()):  # what ranks print
+        with deadline(HUNG_S), contextlib.redirect_stdout(io.StringIO()):  # hide what ranks print
             kit.run(setup.lab, world=world, out=out, **setup.config)
     except (KitError, Hung) as broke:
         error = broke
@@ -151,7 +151,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def look(out: Path, error: BaseException | None) -> Seen:
-    """A run's folder, whole or broken off, judged as far as its records go."""
+    """Judge a run's folder, complete or broken off, as far as its records go."""
     rows: dict[bool | None, list[str]] = {True: [], False: [], None: []}
     records: Records = {}
     if (out / "run.json").exists():
@@ -178,7 +178,7 @@ def records_of(out: Path) -> Records:
 
 
 def naming(error: BaseException | None) -> tuple[bool, str]:
-    """Whether the kit says who or what it was, and its words in short."""
+    """Return whether the kit names the culprit, and a short form of its error."""
     if error is None:
         return True, ""
     line = (str(error).splitlines() or [""])[0][:200]
@@ -197,7 +197,7 @@ def naming(error: BaseException | None) -> tuple[bool, str]:
 
 
 class Runner:
-    """One World at a time, and what the unmutated kit comes to in each setup."""
+    """Run mutants in one World at a time, and keep the unmutated kit's records for each setup."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -206,14 +206,14 @@ class Runner:
         self.started = self.runs = 0
 
     def judge(self, mutant: Mutant, setup: Setup) -> Result:
-        """One mutant in one setup."""
+        """Judge one mutant in one setup."""
         started = time.monotonic()
         setup = setup.changed(mutant.set)
         control = self.control(setup)
         seen, ran = self.run(setup, mutant)
         by = [check for check in seen.failed if check in control.passed]
         state, differs = seen.state(by), control.unlike(seen)
-        if state == "survived" and differs:  # by the mutant, or by chance?
+        if state == "survived" and differs:  # run again: a record may differ by chance
             differs = sorted(set(differs) & set(control.unlike(self.run(setup, mutant)[0])))
         judged = {*seen.passed, *seen.failed}
         return Result(
@@ -230,7 +230,7 @@ class Runner:
         )
 
     def control(self, setup: Setup) -> Control:
-        """What the unmutated kit comes to in this setup, or in an equal one."""
+        """Return the unmutated kit's records in this setup, or in an equal one."""
         if setup.key not in self.controls:
             runs = [self.run(setup)[0] for _ in range(CONTROLS)]
             if failed := next((each for each in runs if each.error or each.failed), None):
@@ -241,7 +241,7 @@ class Runner:
         return self.controls[setup.key]
 
     def run(self, setup: Setup, mutant: Mutant | None = None) -> tuple[Seen, int]:
-        """With fresh ranks."""
+        """Run with fresh ranks."""
         if self.world is not None and self.world.ranks == setup.ranks:
             self.world.restart()
         else:
@@ -282,7 +282,7 @@ def about(mutant: Mutant) -> str:
 
 
 def line(mutant: Mutant, result: Result) -> str:
-    """A result for people."""
+    """Format a result for people."""
     why = ", ".join(result.by) or result.error
     if result.differs and result.state == "survived":
         why = why or f"{result.differs} records differ, such as {result.first}"
@@ -291,7 +291,7 @@ def line(mutant: Mutant, result: Result) -> str:
 
 
 def digest_of_kit() -> str:
-    """Of all sources: a result speaks of these alone."""
+    """Hash all sources of the kit: a result is valid for these sources only."""
     hashed = hashlib.sha256()
     for path in sorted((ROOT / "kit").rglob("*.py")):
         hashed.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
@@ -299,7 +299,7 @@ def digest_of_kit() -> str:
 
 
 def run_all(only: Sequence[str], limit: int, results: Path) -> None:
-    """Each mutant in its own setup; then those that nothing has caught in the other setups of their lab. What has a result is not run."""
+    """Run each mutant in its own setup, then those not yet caught in their lab's other setups. Finished mutants are skipped."""
     chosen = [mutant for mutant in CATALOGUE if all(word in about(mutant) for word in only)]
     results.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="kit-mutants-"))
@@ -324,7 +324,7 @@ def run_all(only: Sequence[str], limit: int, results: Path) -> None:
 
 
 def todo(chosen: Sequence[Mutant], rows: list[dict[str, Any]]) -> Iterator[tuple[Mutant, Setup]]:
-    """What is to be run next, by what has been found so far: `rows` grows meanwhile. Setup after setup, small Worlds first."""
+    """Yield what to run next, based on the results so far: `rows` grows meanwhile. Setup by setup, small Worlds first."""
     setups = sorted(SETUPS.values(), key=lambda setup: (setup.ranks, setup.name))
     for own in (True, False):
         for setup in setups:

@@ -1,4 +1,4 @@
-"""Mutants of what the split lab tests: the step on Megatron, its state, metrics, losses."""
+"""Mutants of the code under test in the split lab: the step on Megatron, its state, metrics, losses."""
 
 from __future__ import annotations
 

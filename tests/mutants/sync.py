@@ -1,4 +1,4 @@
-"""Mutants of what the sync lab tests: shards, buckets, cache, sender, receiver, serving, gate, links, transports."""
+"""Mutants of the code under test in the sync lab: shards, buckets, cache, sender, receiver, serving, gate, links, transports."""
 
 from __future__ import annotations
 

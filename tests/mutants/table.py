@@ -1,4 +1,4 @@
-"""The page of mutants, docs/mutants.md, from results: how many were caught, by which checks, and every one that was not."""
+"""Write the page of mutants, docs/mutants.md, from results: how many were caught, by which checks, and all that were not."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def write(path: Path, results: Sequence[dict[str, Any]]) -> None:
 
 
 def combined(results: Sequence[dict[str, Any]]) -> Rows:
-    """One row a mutant, from its runs in one or more setups."""
+    """Return one row per mutant from its runs in one or more setups."""
     rows = []
     for mutant in CATALOGUE:
         mine = [row for row in results if row["id"] == mutant.id]
@@ -167,7 +167,7 @@ def listed(rows: Rows, state: str) -> str:
 
 
 def what_else(result: dict[str, Any]) -> str:
-    """What of a run that passed was not as without the mutant."""
+    """Describe how a run that passed differs from one without the mutant."""
     if result["error"]:
         return f"{result['tried']}; {result['error']}"
     parts = [result["tried"]]
@@ -198,13 +198,13 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
 
 
 def caught(page: Path) -> dict[str, str]:
-    """The ids that a page says are caught, and in which setup."""
+    """Return the ids of mutants that a page lists as caught, with their setups."""
     lines = page.read_text().partition("## All")[2].splitlines() if page.exists() else []
     rows = [line.strip("| ").split(" | ") for line in lines]
     return {row[0]: row[1] for row in rows if len(row) > 5 and row[5] == "caught"}
 
 
 def read(results: Path, kit: str) -> list[dict[str, Any]]:
-    """The results that speak of these sources; of several of one mutant the last."""
+    """Return the results that belong to these sources."""
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     return [line for line in lines if line["kit"] == kit]

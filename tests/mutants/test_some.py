@@ -1,4 +1,4 @@
-"""A few mutants, drawn by the commit's hash: those that docs/mutants.md says are caught are caught."""
+"""A few mutants, drawn by the commit's hash from those that docs/mutants.md lists as caught, are caught."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.mutants.catalogue import CATALOGUE, SETUPS
 from tests.mutants.mutant import ROOT
 from tests.mutants.run import Runner, line
 
-A_LAB = 1  # mutants
+A_LAB = 1  # mutants per lab
 
 
 def commit() -> str:

@@ -1,7 +1,7 @@
-"""What probes make of numbers that only a GPU gives. The numbers are made up; what they are taken to mean is read off sources.
+"""How probes judge numbers that only a GPU gives. The numbers are made up; their meaning is taken from sources.
 
-A test whose words begin with `assumed` leans on a source that it names, and that no GPU has confirmed: the first real preflight does, or
-shows the difference.
+A test whose docstring begins with `assumed` relies on a source that it names and that no GPU has confirmed: the first real preflight
+confirms it or shows the difference.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ ANSWERS: dict[str, list[Any]] = {
 
 
 class Box:
-    """A World on a GPU that answers as it is told."""
+    """A World on a GPU with scripted answers."""
 
     answers: dict[str, list[Any]]
 
@@ -136,7 +136,7 @@ class Box:
 
 @pytest.fixture
 def box(monkeypatch):
-    """Run a probe on a box with one GPU whose ranks answer so; its rows by name, and its times."""
+    """Run a probe on a box with one GPU and scripted answers; return its rows by name, and its times."""
     worlds: list[Box] = []
 
     def made(*args: Any, **kwargs: Any) -> Box:
@@ -283,7 +283,7 @@ def test_a_survivor_whose_world_is_dead_fails(box):
 
 
 def test_memory_that_is_not_registered_names_the_error_and_the_limit(box):
-    """`assumed`: cudaErrorNotSupported is 801 (driver_types.h); the call gives the number itself (torch/csrc/cuda/shared/cudart.cpp)."""
+    """`assumed`: cudaErrorNotSupported is 801 (driver_types.h); the call returns the number (torch/csrc/cuda/shared/cudart.cpp)."""
     refused = {**COPIES, "status": 801, "reason": "operation not supported"}
     for name in ("h2d", "d2h", "right", "unregister"):
         refused.pop(name)
@@ -314,7 +314,7 @@ def test_memory_is_by_process_where_the_driver_tells_it():
 
 
 def test_else_it_is_the_whole_gpu_divided_by_its_ranks_and_the_fallback_is_named():
-    """`assumed`: in a container without the host's pids NVML lists other numbers (nvmlDeviceGetComputeRunningProcesses_v3, nvml.h)."""
+    """`assumed`: in a container without the host's pids NVML lists other pids (nvmlDeviceGetComputeRunningProcesses_v3, nvml.h)."""
     hidden = {**VIEW, "process_used": None}
     rows = probes.driver_rows([hidden, hidden, {**hidden, "device": "cuda:1", "driver_used": 800 * MIB}])
     assert rows[0][1] is None
@@ -324,7 +324,7 @@ def test_else_it_is_the_whole_gpu_divided_by_its_ranks_and_the_fallback_is_named
 
 
 def test_ipc_that_is_refused_fails_but_for_expandable_segments_which_need_a_permission(box):
-    """`assumed`: such memory goes by pidfd_getfd, which asks for ptrace (c10/cuda/CUDACachingAllocator.cpp; pidfd_getfd(2))."""
+    """`assumed`: expandable segments use pidfd_getfd, which needs ptrace permission (c10/cuda/CUDACachingAllocator.cpp; pidfd_getfd(2))."""
     refused: dict[str, Any] = {"take": [{"error": "RuntimeError: pidfd_getfd: Operation not permitted"}]}
     plain, expandable = box("ipc", **refused), box("ipc", {"env": {"PYTORCH_CUDA_ALLOC_CONF": "x"}}, **refused)
     assert results(plain)["memory of rank 0 in rank 1"] == "fail"
@@ -348,7 +348,7 @@ def test_jobs_that_differ_name_the_tensor_and_the_rank(box):
 
 
 def test_suspend_is_refused_with_its_reason_or_fails_with_nccls():
-    """`assumed`: suspend, resume and memory_stats are the backend's (torch 2.12 and later, ProcessGroupNCCL.hpp; NCCL 2.29.7, nccl.h)."""
+    """`assumed`: the backend has suspend, resume and memory_stats (torch 2.12 and later, ProcessGroupNCCL.hpp; NCCL 2.29.7, nccl.h)."""
     (row,) = probes.suspend_rows([{"refused": "NCCL 2.28.9 cannot suspend communicators"}] * 2)
     assert row == ("suspend", None, "NCCL 2.28.9 cannot suspend communicators")
     (row,) = probes.suspend_rows([{"stats": [STATS], "error": "ncclInvalidUsage"}, SUSPENDED])

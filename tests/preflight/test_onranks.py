@@ -1,8 +1,8 @@
-"""What ranks do for a probe on a GPU, with stand-ins for what only a GPU has: that it runs to its end and brings what the probe reads.
+"""The rank side of GPU probes, with stand-ins for what only a GPU has: each runs to its end and returns what the probe reads.
 
-The calls themselves are `assumed`: cudaHostRegister and cudaHostUnregister take addresses as numbers and give a cudaError
-(torch/csrc/cuda/shared/cudart.cpp); reduce_tensor and rebuild_cuda_tensor are torch/multiprocessing/reductions.py's; suspend, resume and
-memory_stats are the NCCL backend's (torch/csrc/distributed/c10d/init.cpp of 2.12 and later).
+The calls themselves are `assumed`: cudaHostRegister and cudaHostUnregister take addresses as numbers and return a cudaError
+(torch/csrc/cuda/shared/cudart.cpp); reduce_tensor and rebuild_cuda_tensor are those of torch/multiprocessing/reductions.py; suspend, resume
+and memory_stats belong to the NCCL backend (torch/csrc/distributed/c10d/init.cpp of 2.12 and later).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 
 @pytest.fixture
 def cudart(monkeypatch):
-    """The driver's part of registering, which notes what it was asked for."""
+    """Stand-in for the driver's registration calls; records their arguments."""
     asked: list[tuple[str, int]] = []
     fake = types.SimpleNamespace(
         status=0,
@@ -46,7 +46,7 @@ def test_registered_memory_is_copied_from_and_given_back(cudart):
     assert {"populate", "memlock", *seen} == COPIES.keys()
     assert cudart.asked == [("register", size), ("unregister", there.data_ptr())]
     assert seen["right"]
-    assert there.min() == 5  # what came from the device
+    assert there.min() == 5  # the values from the device
 
 
 def test_a_refused_registration_is_not_copied_from_nor_taken_back(cudart):
@@ -65,7 +65,7 @@ def test_a_host_allocation_of_every_kind_is_measured():
 
 @pytest.mark.parametrize("stays", [False, True])
 def test_a_resized_buffer_is_seen_to_leave_or_to_stay(monkeypatch, stays):
-    if stays:  # an allocator that gives nothing back
+    if stays:  # an allocator that does not free memory
         monkeypatch.setattr(onranks, "let_go", lambda: None)
         monkeypatch.setattr(onranks, "held", lambda: 0)
     seen = onranks.resized(size=128 * 2**20)
@@ -96,7 +96,7 @@ def test_what_the_driver_tells_is_read_once_both_hold_their_block(monkeypatch):
 
 @pytest.fixture
 def shared(monkeypatch):
-    """torch's way to hand over memory, inside one process."""
+    """Stand-in for torch's sharing of memory between processes, within one process."""
     from torch.multiprocessing import reductions
 
     given: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""How probes are run: cut at their limit and named, heard when they crash, cleaned up after, one object with --json."""
+"""How probes run: stopped and named at their limit, reported when they crash, cleaned up afterwards, and one object with --json."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_probe_that_hangs_is_cut_names_what_it_did_and_leaves_nothing():
     assert outcome.summary() == "cut after 6 s, during: a wait for ever"
     assert run.exit_status([outcome]) == 3
     first, left = outcome.rows
-    assert first.what == "before"  # what it measured is kept
+    assert first.what == "before"  # the row measured before it ended is kept
     assert left.what == "left behind, now removed"
     assert f"{machine.SHM}/nccl-" in left.why
     pid = int(re.search(r"process (\d+) \(sleep 3600\)", left.why)[1])
@@ -159,7 +159,7 @@ def test_the_total_is_held_and_what_did_not_run_is_named(tmp_path, monkeypatch):
 
 
 def test_the_limits_are_the_issues_and_fit_into_the_total():
-    """Two minutes and ten seconds are for all of them, what doctor itself takes included."""
+    """All probes together, including doctor itself, have two minutes and ten seconds."""
     limits = {one.number: one.limit_s for one in PROBES}
     longer = {"3": 12, "4": 12, "5": 12, "10": 40}
     assert limits == {
@@ -174,11 +174,11 @@ def test_the_limits_are_the_issues_and_fit_into_the_total():
 @pytest.mark.parametrize(
     ("own", "later", "left", "limit"),
     [
-        (6, 118, 124, 6),  # nothing to spare
+        (6, 118, 124, 6),  # no time to spare
         (6, 118, 127, 9),
-        (6, 40, 110, 12),  # at most as long again
-        (40, 0, 30, 30),  # the total is held
-        (6, 118, 100, 6),  # late already: its own limit all the same
+        (6, 40, 110, 12),  # at most twice its own limit
+        (40, 0, 30, 30),  # the total limit applies
+        (6, 118, 100, 6),  # already late, but it still has its own limit
     ],
 )
 def test_a_probe_may_use_spare_time_and_later_ones_keep_theirs(own, later, left, limit):

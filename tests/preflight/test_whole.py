@@ -1,4 +1,4 @@
-"""All probes, on this machine's own ranks, as a person runs them."""
+"""All probes on this machine's real ranks, as a person runs them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_without_a_gpu_all_that_can_be_measured_passes(tmp_path, nothing_left):
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not GPU, reason="this machine has no GPU driver")
 def test_on_a_gpu_every_probe_ends_by_itself_in_time(tmp_path, nothing_left):
-    """What a probe finds is for a person to judge; here only that each comes to an end, and that together they keep their promise."""
+    """Findings are for a person to judge; this only checks that each probe ends, and that together they keep the time limit."""
     _, reported = deep(tmp_path)
     assert reported["device"] == "cuda"
     assert [one["number"] for one in reported["probes"] if one["ended"] != "finished"] == []

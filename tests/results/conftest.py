@@ -1,4 +1,4 @@
-"""Small runs that the tests of this room share."""
+"""Small runs for the tests in this folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kit.results.run import File
 
 
 class Loaded(NamedTuple):
-    """A run folder's records, how many lines were dropped, and a sentence for each loss."""
+    """A run folder's records, the number of dropped lines, and a sentence for each loss."""
 
     records: list[Record]
     torn: int
@@ -40,10 +40,10 @@ def beside(path):
 
 
 def read_back(path, like):
-    """A table from a file and its provenance, read with pandas and the columns' types alone."""
+    """Read a table and its provenance back with only pandas and the columns' types."""
     if path.suffix == ".csv":
         table = pd.read_csv(path, dtype="str", keep_default_na=False, lineterminator="\n")
-        table = table.replace(r"^'(?=[=+\-@\t\r])", "", regex=True)  # the guard against formulas
+        table = table.replace(r"^'(?=[=+\-@\t\r])", "", regex=True)  # undo the guard against formulas
         table["unit"] = table["unit"].replace("none", "")
         provenance = beside(path)
     elif path.suffix == ".parquet":
@@ -79,7 +79,7 @@ def record():
 
 @pytest.fixture
 def make_run(tmp_path):
-    """Make a finished run of these records; gives its folder."""
+    """Make a finished run of the given records; return its folder."""
 
     def make(records, name="run", **fields):
         writer = create_run(tmp_path, "smoke", {"cycles": 2}, {"torch": "2.13"}, out=tmp_path / name, **fields)

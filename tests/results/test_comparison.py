@@ -121,7 +121,7 @@ def test_only_what_changed_by_more_than_the_spread_is_reported(make_run, record)
     }
     two = run("two", **other, groups_before=[2.0], overhead_seconds=[9.0, 9.0])
     found = changed(compare([one, two]))
-    assert found["metric"].tolist() == ["leak", "seconds", "groups"]  # once each, not once for each rank
+    assert found["metric"].tolist() == ["leak", "seconds", "groups"]  # once per metric, not once per rank
     assert compact(found)["ratio"].tolist() == [3.0, 1.952, 1.5]
     assert changed(compare([one, one])).empty
     assert changed(compare([Run(make_run([], "a")), one])).empty

@@ -191,7 +191,7 @@ def test_tables_for_people_leave_out_what_no_record_has(tmp_path, record, suffix
 
 
 def test_a_file_is_whole_or_not_there(tmp_path, frame):
-    """A name that is taken by a folder makes the last step fail: nothing half-written stays."""
+    """A folder with the file's name makes the last step fail; no partial file may remain."""
     (tmp_path / "t.json").mkdir()
     with pytest.raises(KitError, match="cannot write"):
         export(frame, {}, tmp_path / "t.json")
@@ -222,7 +222,7 @@ def test_long_texts_and_many_rows_are_written_whole(tmp_path, record, suffix):
     assert text.count("word word end") == 200
 
 
-# -- rows by their ids -------------------------------------------------------------------------------------------------
+# -- rows by id --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Recorded results: found by their part, told with their machine, and refused in a sentence where there are none."""
+"""Recorded results: found by their part, shown with their machine, and a clear error where there are none."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_an_absurd_line_is_dropped_and_reported_and_the_others_count(tmp_path, r
 
 
 def test_half_a_character_does_not_cost_the_record(tmp_path, record):
-    """As in a file name that is not UTF-8; no table could hold it."""
+    """A lone surrogate, as in a file name that is not UTF-8: no table could store it."""
     write(tmp_path / "records.jsonl", [record(text="caf\udce9", ids={"file": "\ud83d"}), record(text="\U0001f680")])
     loaded = read_records(tmp_path)
     assert [row.text for row in loaded.records] == ["caf?", "\U0001f680"]
@@ -190,7 +190,7 @@ def test_two_processes_that_append_at_once_mix_no_lines(tmp_path, record):
 
 
 def test_a_full_disk_takes_the_half_written_batch_back(tmp_path, record):
-    """A file size limit makes the kernel do what a full disk does: a short write, then an error."""
+    """A file size limit acts like a full disk: a short write, then an error."""
     path = tmp_path / "records.jsonl"
     code = textwrap.dedent("""
         import resource, sys
@@ -220,7 +220,7 @@ def test_a_torn_tail_that_others_wrote_behind_stays_and_swallows_no_record(tmp_p
     real = os.write
 
     def full(fd, data):
-        """The disk takes a record and a half, then nothing; meanwhile another rank appends."""
+        """Write one and a half records, then fail; meanwhile another rank appends."""
         monkeypatch.setattr(os, "write", refuse)
         done = real(fd, data[: len(data) // 2])
         with path.open("a") as other:

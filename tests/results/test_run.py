@@ -132,7 +132,7 @@ def test_a_run_that_lost_its_records_says_so(folder):
 
 @pytest.mark.parametrize("name", ["records.jsonl", "run.json"])
 def test_a_file_that_cannot_be_read_is_one_sentence(folder, name):
-    """A folder in its place cannot be read by anybody, root included."""
+    """A folder in the file's place cannot be read by anyone, root included."""
     (folder / name).unlink()
     (folder / name).mkdir()
     with pytest.raises(BadInput, match=f"{name}: Is a directory|has no run.json"):
@@ -140,7 +140,7 @@ def test_a_file_that_cannot_be_read_is_one_sentence(folder, name):
 
 
 def test_a_config_without_what_a_check_asks_for_is_not_measured(folder):
-    """Such as a run of an older kit, or somebody's own run that took a lab's name."""
+    """Such as a run of an older kit, or a user's own run with a lab's name."""
     ask = Check("asks", "", "t", 0.0, "1", "==", lambda frame, config: Measured(config["gone"]))
     (row,) = Run(folder, checks=lambda _: [ask]).verdict()
     assert (row.passed, row.why) == (None, "not measured: the run's config has no 'gone'")
@@ -336,6 +336,6 @@ def test_a_run_is_found_by_path_id_and_age_also_in_a_sweep(make_run, tmp_path, m
     assert find_run() == new
     assert find_run("new") == find_run(new) == find_run(Run(new).id) == new
     assert find_run(Run(old).id) == old
-    assert find_run("nowhere") == Path("nowhere")  # load says that it is not there
+    assert find_run("nowhere") == Path("nowhere")  # load() reports that it does not exist
     with pytest.raises(BadInput, match="it holds the runs of a sweep: `kit runs DIR` lists them"):
         Run(tmp_path / "sweep")

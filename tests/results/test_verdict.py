@@ -323,7 +323,7 @@ def test_several_answers_are_several_rows():
 
 
 def test_a_check_that_raises_fails_by_name_and_leaves_the_others_their_answers():
-    """On the records of a run that broke it is null: they may lack anything."""
+    """On the records of a broken run it is null, because anything may be missing."""
 
     def raises(frame, config):
         raise KeyError("bucket")
@@ -338,7 +338,7 @@ def test_a_check_that_raises_fails_by_name_and_leaves_the_others_their_answers()
 
 
 def test_a_check_that_finds_nothing_to_ask_about_is_null_or_failed():
-    """Many answers that turn out to be none: null, unless own code or a fault may be why."""
+    """A check that returns an empty list is null, or failed if own code or a fault may be the reason."""
     nothing = Check("c", "?", "c", 0, "1", "==", lambda *_: [])
     assert [judge(to_frame([]), {}, [nothing], suspect=who)[0].passed for who in ("", "fault 'x'")] == [None, False]
 
@@ -352,7 +352,7 @@ def test_a_limit_that_an_older_config_cannot_give_is_null_and_no_traceback():
 
 
 def test_lacking_records_can_fail_a_check_and_cannot_pass_it():
-    """What a broken run did record is judged as far as it goes."""
+    """A broken run is judged as far as its records go."""
 
     def counts(frame, config):
         incomplete("3 of 4 counts")

@@ -1,6 +1,6 @@
-"""Ports without time: pipelines ask for anything at any time, right or wrong, and a seeded choice says which answer comes next.
+"""Ports without time: pipelines request anything at any time, right or wrong, and a seeded choice picks the next answer.
 
-The ledger of a schedule is written as a runner writes it, so that the judge sees every one of them.
+The ledger of a schedule is written as a runner writes it, so that the judge can read each one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GENERATED = (
 
 @dataclass
 class Chaos:
-    """`died` is how often something dies, `late` how often a request reaches its limit. `polite` pipelines ask nothing foolish."""
+    """`died` is the rate at which something dies, `late` the rate at which a request reaches its limit."""
 
     seed: int
     core: Any = None
@@ -122,7 +122,7 @@ class Chaos:
         return self.wind_down()
 
     def alarm(self) -> None:
-        """One of the alarms that end nothing."""
+        """Fire one of the alarms that end nothing."""
         found = [number for number, what in self.state.alarms.items() if what[0] != "cycle"]
         self.event("alarm", "desk", number=self.random.choice([*found, 10**6]))
 
@@ -161,7 +161,7 @@ class Chaos:
         self.event(what, name, **ids)
 
     def wind_down(self) -> Chaos:
-        """Everybody leaves. Whatever happened before, the desk ends."""
+        """Unregister all pipelines. Whatever happened before, the desk must end."""
         for name in self.names:
             if self.ended is None and name not in self.state.left and name not in self.state.pipelines:
                 self.event("register", name, **self.clusters[name])
@@ -182,7 +182,7 @@ RARE = ("register", "admit", "planned_release", "resize", "progress_end", "progr
 
 
 def check_state(state: State, devices: int) -> None:
-    """Every device has one place: idle, leased, falling asleep or waking up. And what the state says of itself agrees."""
+    """Check that every device is in one place (idle, leased, falling asleep or waking up), and that the state is consistent."""
     held = [*state.idle]
     for (name, cluster), lease in state.leases.items():
         bundles = state.pipelines[name].clusters[cluster].bundles
@@ -207,7 +207,7 @@ def rows_of(rows: Memory) -> list[dict[str, Any]]:
 
 
 def violations(rows: list[dict[str, Any]], without: tuple[str, ...] = ()) -> dict[str, str]:
-    """What the judge finds; checks that cannot be judged here are left out."""
+    """Return what the judge finds, without the checks that cannot be judged here."""
     ledger = Ledger(rows)
     found = {}
     for name, check in CHECKS.items():

@@ -1,4 +1,4 @@
-"""A desk driven by hand: one operation at a time. Replicas answer at once, except those in `slow`."""
+"""A desk driven by hand, one operation at a time. Replicas answer at once, unless `slow` is set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRAINER_1 = {"trainer": "1", "generation": "0,1"}
 
 
 class Drive:
-    """`waiting` are the answers of replicas that were not given yet: `answer()` gives the first."""
+    """`waiting` holds the replicas' answers that are not delivered yet; `answer()` delivers the first."""
 
     def __init__(self, devices: int = 2, names: str = "ab", *, planner: Any = None, **settings: Any) -> None:
         self.settings = Settings(devices=devices, pipelines=tuple(names), **{"admission_ms": 0, **settings})
@@ -27,7 +27,7 @@ class Drive:
         self.carry(commands)
 
     def do(self, name: str, pipeline: str = "desk", /, **ids: Any) -> list[Command]:
-        """All commands that follow from it, those of the replicas' answers included."""
+        """Return all commands that follow, including those that the replicas' answers cause."""
         start = len(self.log)
         self.state, commands = self.core.step(self.state, Event(name, pipeline, **ids))
         check_state(self.state, self.settings.devices)
@@ -51,7 +51,7 @@ class Drive:
         return self.do(event.name, **ids)
 
     def join(self, name: str, *, target: int = 0, **clusters: Any) -> Drive:
-        """Register, admit, and where there is a target generate."""
+        """Register, admit, and with a target request generation."""
         self.do("register", name, **clusters)
         self.do("admit", name)
         if target:
@@ -60,7 +60,7 @@ class Drive:
         return self
 
     def alarm(self, about: str) -> list[Command]:
-        """The first alarm about that."""
+        """Fire the first alarm about this."""
         number = min(number for number, what in self.state.alarms.items() if what[0] == about)
         return self.do("alarm", number=number)
 
@@ -72,7 +72,7 @@ class Drive:
 
 
 def message(commands: list[Command], *names: str) -> list[tuple[str, str]]:
-    """Who got which answer."""
+    """Return which pipeline got which of these answers."""
     return [(one.name, one.pipeline) for one in commands if one.name in names]
 
 

@@ -1,4 +1,4 @@
-"""Two stream pipelines under one desk, on a virtual clock; and each of them alone."""
+"""Two stream pipelines under one desk on a virtual clock, and each of them alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kit.stream.core import Controller
 from kit.stream.settings import Settings as Stream
 from kit.stream.simulated import ADDRESSES, Durations, System
 
-# A whole step at once: a pipeline that trains where it generates could not finish a step that it has begun.
+# A step begins with all its groups: a pipeline that trains where it generates could not finish a step begun with fewer.
 STRICT = Stream(
     steps=3, sampler="strict", window=0, previous="off", groups=4, min_groups=4, group=2, train_global_batch_size=8
 )
@@ -66,7 +66,7 @@ def shared(
 
 
 def outcome(done: Simulation, name: str) -> list[Any]:
-    """What a pipeline has computed: what was trained in which step and version, on samples with which tokens."""
+    """What a pipeline computed: what it trained in which step and version, on samples with which tokens."""
     return [
         (row.name, *sorted((key, value) for key, value in row.ids.items() if key != "pipeline"))
         for row in done.rows

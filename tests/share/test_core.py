@@ -1,4 +1,4 @@
-"""The desk's rules, one by one, by hand."""
+"""The desk's rules, one by one, driven by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_request_other_than_generation_takes_all_of_its_devices_or_none() -> N
     d.do("acquire", "b", kind="training")
     assert d.active("a") == [0]
     reported = d.do("acquire", "c", kind="training")
-    assert message(reported, "left", "granted") == []  # it cannot be met, so that nobody shrinks for it
+    assert message(reported, "left", "granted") == []  # it cannot be met, so nobody shrinks for it
     reported = d.do("release", "b", kind="training")
     assert message(reported, "left", "granted") == [("left", "a"), ("granted", "c")]
 
@@ -59,7 +59,7 @@ def test_a_request_that_waits_keeps_its_devices_from_later_ones_but_not_from_tho
     d.do("acquire", "a", kind="training")
     d.do("acquire", "b", kind="training")
     assert message(d.do("acquire", "c", kind="training"), "granted") == []  # b came first and needs device 1 too
-    assert message(d.do("acquire", "a", kind="critic"), "granted") == [("granted", "a")]  # b waits for a anyway
+    assert message(d.do("acquire", "a", kind="critic"), "granted") == [("granted", "a")]  # b has to wait for a anyway
     d.do("release", "a", kind="training")
     assert message(d.do("release", "a", kind="critic"), "granted") == [("granted", "b")]
 
@@ -96,7 +96,7 @@ def test_a_granted_request_asked_again_gets_the_same_devices() -> None:
     assert first[0].devices == "0"
     assert d.active("a") == [1]
     assert message(d.do("acquire", "a", kind="generation"), "granted", "queued") == [("granted", "a")]
-    assert message(d.do("acquire", "b", kind="generation"), "granted", "queued") == [("queued", "b")]  # it has none now
+    assert message(d.do("acquire", "b", kind="generation"), "granted", "queued") == [("queued", "b")]  # b has none now
 
 
 def test_another_priority_or_a_second_pending_request_is_refused() -> None:
@@ -115,7 +115,7 @@ def test_release_and_request_are_one_operation() -> None:
     d.do("acquire", "a", kind="logprobs")
     d.do("acquire", "b", kind="logprobs")
     reported = d.do("acquire", "a", kind="training", release="logprobs")
-    assert message(reported, "granted") == [("granted", "a")]  # nothing came between
+    assert message(reported, "granted") == [("granted", "a")]  # no other grant came in between
     assert message(d.do("release", "a", kind="training"), "granted") == [("granted", "b")]
     e = pair()
     e.do("acquire", "a", kind="training")
@@ -128,11 +128,11 @@ def test_a_request_that_was_not_granted_can_be_withdrawn() -> None:
     d = Drive().join("a", trainer="0").join("b", trainer="0")
     d.do("acquire", "a", kind="training")
     d.do("acquire", "b", kind="training")
-    d.do("release", "b", kind="logprobs")  # not what it asked for
+    d.do("release", "b", kind="logprobs")  # b did not request this
     assert d.state.waits("b", "trainer")
     d.do("release", "b", kind="training")
     assert message(d.do("release", "a", kind="training"), "granted") == []
-    assert message(d.do("release", "a", kind="training"), "granted") == []  # once more changes nothing
+    assert message(d.do("release", "a", kind="training"), "granted") == []  # a repeated release changes nothing
 
 
 def test_every_request_has_a_deadline_on_the_clock() -> None:
@@ -140,7 +140,7 @@ def test_every_request_has_a_deadline_on_the_clock() -> None:
     d.do("acquire", "a", kind="training")
     asked = [one.ms for one in d.do("acquire", "b", kind="training") if one.name == "after"]
     assert asked == [3000]
-    assert d.alarm("request") == []  # a's, which was granted
+    assert d.alarm("request") == []  # a's alarm; its request was granted
     reported = d.alarm("request")
     assert why(reported) == "training of b was not granted within 3000 ms"
     assert message(d.do("release", "a", kind="training"), "granted") == []
@@ -181,7 +181,7 @@ def test_all_shrinks_end_before_the_first_expand_and_the_grants() -> None:
     d.slow = True
     d.do("progress", "b", completed=0, target=10)
     reported = d.do("acquire", "b", kind="generation")
-    assert message(reported, "left", "expand") == [("left", "a")] * 3  # remaining 10 to 20: one and three of four
+    assert message(reported, "left", "expand") == [("left", "a")] * 3  # remaining work 10 to 20: one and three of four
     assert message(d.do("acquire", "b", kind="training"), "queued", "plan") == [
         ("queued", "b")
     ]  # planned when this cycle is over
@@ -199,7 +199,7 @@ def test_a_pipeline_may_shrink_one_replica_and_expand_another_in_one_cycle() -> 
     d.do("progress", "a", completed=0, target=5)
     d.do("acquire", "a", kind="generation")
     d.slow = True
-    d.do("resize", "a", remove="0")  # under way
+    d.do("resize", "a", remove="0")  # the resize stays under way
     d.do("release", "b", kind="training")
     d.slow = False
     d.answer()
@@ -315,7 +315,7 @@ def test_a_planned_release_ends_the_lease_and_a_second_one_joins_the_first() -> 
     assert message(d.do("planned_release", "a"), "released") == [("released", "a")]  # nothing is active
     d.slow = False
     d.do("progress", "a", completed=0, target=9)
-    assert d.active("a") == []  # it gave its devices back, and has not asked again
+    assert d.active("a") == []  # it gave its devices back and has not requested any since
     d.do("acquire", "a", kind="generation")
     assert d.active("a") == [0, 1]
 
@@ -328,7 +328,7 @@ def test_a_death_does_not_take_the_place_of_a_planned_release() -> None:
     reported = d.do("died", who="a", replica=1)
     assert message(reported, "released") == [("released", "a")]
     assert d.state.idle == {0, 1}
-    assert message(d.answer(), "joined", "released") == []  # its late answer frees nothing twice
+    assert message(d.answer(), "joined", "released") == []  # its late answer frees nothing a second time
 
 
 def test_a_resize_names_exactly_one_of_add_and_remove() -> None:
@@ -398,7 +398,7 @@ def test_the_second_starts_after_the_first_hand_over_and_the_first_trains_on_whe
 
 def test_each_side_of_the_admission_has_a_limit_that_is_reported() -> None:
     d = Drive(admission_ms=9000).join("a", target=10, **TRAINER_0).join("b", **TRAINER_1)
-    assert d.alarm("admission") == []  # a's own, which was admitted
+    assert d.alarm("admission") == []  # a's alarm; a was admitted
     reported = d.alarm("admission")
     assert message(reported, "admission_limit", "admitted") == [("admission_limit", "b"), ("admitted", "b")]
     d.do("acquire", "a", kind="training")
@@ -414,7 +414,7 @@ def test_progress_is_clamped_by_stream_and_summed() -> None:
     d.do("progress", "a", completed=1, target=4, stream="validation")
     one = d.state.pipelines["a"]
     assert (one.progress, one.remaining, one.moved) == ((11, 14), 3, 2)
-    d.do("progress", "a", completed=11, target=10)  # the same, clamped
+    d.do("progress", "a", completed=11, target=10)  # equal after clamping
     assert d.state.pipelines["a"].moved == 2
     d.do("progress_end", "a", stream="validation")
     assert d.state.pipelines["a"].remaining == 0
@@ -449,10 +449,10 @@ def test_the_watchdog_counts_progress_and_not_heartbeats() -> None:
     d.do("acquire", "b", kind="training")
     d.alarm("watchdog")
     d.do("progress", "a", completed=1, target=4)
-    assert message(d.alarm("watchdog"), "asked_again") == []  # it moved
+    assert message(d.alarm("watchdog"), "asked_again") == []  # a made progress
     d.do("progress", "a", completed=1, target=4)
     assert message(d.alarm("watchdog"), "asked_again") == [("asked_again", "a")]
-    assert message(d.alarm("watchdog"), "asked_again") == []  # it waits already
+    assert message(d.alarm("watchdog"), "asked_again") == []  # its request waits already
     d.do("progress", "b", completed=4, target=4)
     assert message(d.alarm("watchdog"), "asked_again") == []
 
@@ -496,7 +496,7 @@ def test_a_suspended_pipeline_whose_demand_becomes_known_gets_devices() -> None:
     d.do("acquire", "a", kind="generation", target=4)
     d.do("acquire", "b", kind="training")
     d.do("release", "b", kind="training")
-    assert d.active("a") == []  # it has told nobody what is left
+    assert d.active("a") == []  # it has not reported what is left
     d.do("progress", "a", completed=1, target=4)
     assert d.active("a") == [0]
 
@@ -550,7 +550,7 @@ def test_the_watchdog_leaves_alone_who_needs_nothing() -> None:
 
 
 class Short:
-    """A core that ends with its first event."""
+    """A core that ends when a replica has joined."""
 
     def begin(self) -> tuple[int, tuple[Command, ...]]:
         return 0, ()
@@ -563,7 +563,7 @@ class Short:
 
 
 def reported(*events: Event) -> list[list[str]]:
-    """What a member commands after it was admitted, for each of these events."""
+    """Return what an admitted member commands for each of these events."""
     member = Member(Short(), "a", {"generation": Cluster((0,))})
     state, _ = member.begin()
     state, _ = member.step(state, Event("admitted", "a"))
@@ -580,7 +580,7 @@ def test_a_pipeline_that_waits_to_leave_ends_with_the_desk() -> None:
 
 
 def test_a_pipeline_that_the_desk_holds_for_dead_ends_without_asking() -> None:
-    """Its core may come to its end only after the desk has gone, and then nobody answers."""
+    """Its core may end only after the desk has gone, when nobody would answer."""
     d = Drive().join("a", target=4, **TRAINER_0)
     assert message(d.do("died", who="a"), "unregistered", "ended") == [("unregistered", "a")]
     assert reported(Event("unregistered", "a"), Event("joined", "a", replica=0)) == [[], ["ended"]]

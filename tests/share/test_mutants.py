@@ -1,4 +1,4 @@
-"""The desk with one rule broken, again and again: the tests of its rules, the plans or the schedules notice each time."""
+"""The desk with one rule broken at a time: the tests of its rules, the plans or the schedules notice each mutant."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ MUTANTS = (
 
 
 def cases() -> Iterator[Callable[[], Any]]:
-    """The tests of rules and plans with their parameters, the faults' runs, then schedules."""
+    """Yield the tests of rules and plans with their parameters, the faults' runs, then schedules."""
     for module in (test_core, test_planner):
         for name, test in vars(module).items():
             if name.startswith("test_") and "many_times" not in name and "hypothesis" not in name:
@@ -251,7 +251,7 @@ def check(rows: Any) -> None:
 
 
 def killer() -> int | None:
-    """The number of the first case that fails."""
+    """Return the number of the first case that fails."""
     for number, case in enumerate(cases()):
         try:
             case()

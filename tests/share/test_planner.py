@@ -1,4 +1,4 @@
-"""Plans: tables of given states, the same plans by the second planner, and what renaming may not change."""
+"""Plans: tables of given states, a second planner that must agree, and what renaming must not change."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def test_devices_follow_what_is_left() -> None:
     a, b = share("a", 1, 8, set(), left=30), share("b", 1, 8, set(), left=10)
     shrunk, expanded = moves(a, b, idle=set(range(8)), devices=8)
     assert (len(a.active), len(b.active), shrunk) == (6, 2, [])
-    assert expanded[:3] == [("a", 0), ("b", 1), ("a", 2)]  # the largest relative gap, then gap, then the name
+    assert expanded[:3] == [("a", 0), ("b", 1), ("a", 2)]  # largest relative gap first, then larger gap, then name
 
 
 def test_a_share_counts_devices_not_replicas() -> None:
-    """Remaining x tp: b's replicas are four times as large, so that the same demand is worth four times the devices."""
+    """Demand is remaining x tp: b's replicas are four times as large, so equal remaining work is worth four times the devices."""
     a, b = share("a", 1, 8, set(), left=10), share("b", 4, 8, set(), left=10)
     moves(a, b, idle=set(range(8)), devices=8)
     assert (len(a.active), len(b.active)) == (
         2,
         1,
-    )  # shares of 1.6 and 6.4 devices: 2 and 2 bundles, one of which is not whole
+    )  # shares of 1.6 and 6.4 devices: 2 bundles each, but b's second is not whole
 
 
 @pytest.mark.parametrize(("left", "bundles"), [((10, 10), (2, 1)), ((50, 10), (2, 1)), ((10, 50), (1, 2))])
@@ -114,7 +114,7 @@ def test_a_static_part_stays_when_others_leave() -> None:
 
 
 def drawn(draw: random.Random) -> tuple[Fields, Books]:
-    """A state of the desk between two cycles, and the judge's books of it."""
+    """Draw a state of the desk between two cycles, and the judge's books of it."""
     devices = draw.choice([2, 4, 4, 8])
     f = Fields()
     books = Books(devices)
@@ -155,7 +155,7 @@ def drawn(draw: random.Random) -> tuple[Fields, Books]:
 
 
 def give(f: Fields, books: Books, name: str, free: list[int], draw: random.Random) -> None:
-    """Some of the free devices: to training, or to some replicas."""
+    """Lease some of the free devices to training, or to some replicas."""
     trainer, generation = (f.pipelines[name].clusters[one] for one in ("trainer", GENERATION))
     if draw.random() < 0.2 and trainer.all <= {*free}:
         f.leases = f.leases.put((name, "trainer"), Lease("training", 1, trainer.all))
@@ -216,7 +216,7 @@ def test_plans_by_hypothesis_many_times(seed: int) -> None:
 
 
 def renamed(f: Fields, names: dict[str, str], shift: int) -> Fields:
-    """The same state with other names for pipelines and devices, in the same order."""
+    """Return the same state with other names for pipelines and devices, in the same order."""
     new = Fields(idle=frozenset(one + shift for one in f.idle))
     for name, one in f.pipelines.items():
         clusters = {
@@ -271,7 +271,7 @@ def test_an_idle_pipeline_changes_nothing() -> None:
 
 
 def state() -> Fields:
-    """a generates on device 0 and 1 (tp 2), b trains on 2; 3 is idle."""
+    """a generates on devices 0 and 1 (tp 2), b trains on 2; 3 is idle."""
     f = Fields(idle=frozenset({3}))
     two = Pipeline(Map({GENERATION: Cluster((0, 1, 2, 3), 2), "trainer": Cluster((0,))}))
     one = Pipeline(

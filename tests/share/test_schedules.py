@@ -1,4 +1,4 @@
-"""Seeded schedules: operations at any time, right or wrong, answers in any order, deaths. The judge sees the ledger of each."""
+"""Seeded schedules: operations at any time, right or wrong, answers in any order, deaths. The judge reads each ledger."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kit.share.state import Settings, State
 from tests.loop.replaying import replay, replay_rows
 from tests.share.chaos import Chaos, check_state, rows_of, violations
 
-TIMES = ("no_starvation",)  # a schedule has no time
+TIMES = ("no_starvation",)  # schedules have no time
 
 
 def check(seed: int) -> Chaos:
@@ -88,7 +88,7 @@ SCRIPT = ("progress", "generation", "training", "release", "training", "release"
 
 
 class Explorer:
-    """Depth first over (state of the desk, where each pipeline is, what has not been answered, deaths left)."""
+    """Depth-first search over (state of the desk, where each pipeline is, what has not been answered, deaths left)."""
 
     def __init__(
         self, pipelines: dict[str, dict[str, Any]], *, devices: int = 2, deaths: int = 0, admission: bool = False
@@ -151,7 +151,7 @@ class Explorer:
 
 
 def shape(state: State) -> Any:
-    """A state without what only counts upwards: numbers keep their order."""
+    """A state without counters that only grow; request numbers are replaced by their order."""
     order = {number: at for at, number in enumerate(sorted(one.number for one in state.requests))}
     requests = tuple((one.key, one.kind, order[one.number], one.target, one.held, one.again) for one in state.requests)
     leases = frozenset((key, one.kind, one.devices, one.active) for key, one in state.leases.items())

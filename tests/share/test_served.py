@@ -1,4 +1,4 @@
-"""Single rules of the checks of served requests, on ledgers that are written out."""
+"""Single rules of the checks of served requests, on ledgers written by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kit.share.judge import CHECKS, Ledger
 
 
 def rows(*names: str) -> list[dict[str, Any]]:
-    """Of pipeline a and its replica 0. `left` is the desk's command, `shrink` what the pipeline orders once it has heard it."""
+    """Rows of pipeline a and its replica 0. `left` is the desk's command, `shrink` the pipeline's order once it has received it."""
     request = {"group": 0, "sample": 0}
     return [
         {
@@ -28,9 +28,9 @@ def rows(*names: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("names", "wrong"),
     [
-        (("published", "sent", "left", "sent", "shrink", "published", "sent", "completed"), 0),  # it had not heard yet
+        (("published", "sent", "left", "sent", "shrink", "published", "sent", "completed"), 0),  # a does not know yet
         (("published", "sent", "left", "shrink", "sent"), 1),
-        (("published", "sent", "left", "sent"), 1),  # a ledger without orders
+        (("published", "sent", "left", "sent"), 1),  # this ledger has no orders
     ],
     ids=["before it heard", "after it heard", "no orders"],
 )

@@ -1,4 +1,4 @@
-"""Two stream pipelines and the desk in one runner, on a virtual clock: both end, and each computes what it computes alone."""
+"""Two stream pipelines and the desk in one runner, on a virtual clock: both end, and each computes the same as alone."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_at_staleness_0_each_computes_what_it_computes_alone(how: dict[str, Any]
 
 
 def test_they_do_share() -> None:
-    """Both have generated on both devices, and waited for each other."""
+    """At least one pipeline generates on both devices, and sharing takes less than 1.1 times the two runs one after the other."""
     done = shared(BOTH, STRICT)
     woken = {(row.ids["pipeline"], row.ids["devices"]) for row in done.rows if row.name == "expand"}
     assert woken == {("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")} or len(woken) == 3
@@ -127,7 +127,7 @@ def test_a_refused_pipeline_ends_with_the_reason() -> None:
 
 
 def foreign(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same ledger as another system would write it: each row once, about whom it is."""
+    """The same ledger as another system would write it: each row once, with the pipeline that it is about."""
     own = {"core", "to", "who"}
     return [
         {
@@ -158,7 +158,7 @@ def test_what_a_ledger_lacks_is_named() -> None:
 # -- faults -----------------------------------------------------------------------------------------------------------------
 
 
-BY_PIPELINES = {  # faults of pipelines, of the lab `share`
+BY_PIPELINES = {  # checks with faults of pipelines, in the lab `share`
     "routed_to_awake", "drained_before_sleep", "empty_set_suspends", "version_after_wake", "no_deadlock",
     "dead_pipeline_leaves",
 }  # fmt: skip

@@ -1,6 +1,6 @@
-"""Ports without time: every command waits for its answer, and a seeded choice says which answer comes next and what fails.
+"""Ports without time: every command waits for its answer, and a seeded choice picks the next answer and what fails.
 
-What must hold of any schedule, however bad, is checked while it runs (`Watch`) and at its end (`check_end`).
+Rules for any schedule, however bad, are checked while it runs (`Watch`) and at its end (`check_end`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Deadlock(AssertionError):  # noqa: N818 - it is what was found
 
 @dataclass
 class Chaos:
-    """`fail_at`: the number of a command that fails, at once or when its answer would come; `churn`: how often replicas come and go."""
+    """`fail_at`: the number of the command that fails, at once or when its answer is due; `churn`: how often replicas come and go."""
 
     seed: int
     prompts: int
@@ -50,7 +50,7 @@ class Chaos:
         self.channels.setdefault(channel, []).extend(events)
 
     def alone(self, event: Event) -> None:
-        """An answer that may come at any time."""
+        """Push an answer that may come at any time."""
         self.serial += 1
         self.push(self.serial, event)
 
@@ -107,14 +107,14 @@ class Chaos:
         return self.take(self.random.choice(self.preferred(self.live())))
 
     def live(self) -> list[Any]:
-        """Where an answer is under way."""
+        """Return the channels with an answer under way."""
         found = [channel for channel, events in self.channels.items() if events]
         if not found:
             raise Deadlock("nothing is under way")
         return found
 
     def take(self, channel: Any) -> Event:
-        """The next answer of a channel."""
+        """Take the next answer of a channel."""
         event = self.channels[channel].pop(0)
         if event.name == "published" and event.replica not in self.gone:
             self.versions[event.replica] = event.version
@@ -123,7 +123,7 @@ class Chaos:
         return event
 
     def preferred(self, live: list[Any]) -> list[Any]:
-        """By its seed a schedule has replicas that are slow, or a trainer that is, or neither."""
+        """Depending on its seed, a schedule has slow replicas, a slow trainer, or neither."""
         samples = [channel for channel in live if isinstance(channel, tuple)]
         others = [channel for channel in live if not isinstance(channel, tuple)]
         first = ((), others, samples)[self.seed // 2 % 3]
@@ -156,7 +156,7 @@ class Run:
 
 
 class Play:
-    """A run under way, event by event; every state on the way is checked."""
+    """A run in progress, event by event; every state on the way is checked."""
 
     def __init__(self, settings: Settings, chaos: Chaos, core: Controller | None = None) -> None:
         self.chaos = chaos
@@ -177,7 +177,7 @@ class Play:
         carry(self.chaos, commands)
 
     def finish(self, limit: int = 20_000) -> Run:
-        """Go on until it ends, by the schedule's own choices, and judge the whole."""
+        """Run to the end by the schedule's own choices, and check the whole."""
         done = self.done
         while not self.state.closed:
             self.step(self.chaos.next())
@@ -190,7 +190,7 @@ class Play:
 
 
 def run(settings: Settings, chaos: Chaos, *, limit: int = 20_000, core: Controller | None = None) -> Run:
-    """A whole run."""
+    """Run a whole schedule."""
     return Play(settings, chaos, core).finish(limit)
 
 
@@ -201,7 +201,7 @@ def carry(chaos: Chaos, commands: tuple[Command, ...]) -> None:
 
 
 def check_state(state: State, settings: Settings) -> None:
-    """What the state says of itself in more than one way agrees."""
+    """Check that redundant parts of the state agree."""
     unfinished = in_flight = 0
     loads: Counter[int] = Counter()
     for group in state.buffer.values():
@@ -219,7 +219,7 @@ def check_state(state: State, settings: Settings) -> None:
 
 
 class Watch:
-    """What must hold of the commands in their order."""
+    """Checks the rules for the order of commands."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -272,7 +272,7 @@ class Watch:
 
 
 def check_end(done: Run) -> None:
-    """No permit is lost, every group ends once, steps are whole, versions count outer steps."""
+    """Check that no permit is lost, every group ends once, steps are whole, and versions count outer steps."""
     settings, ended = done.settings, done.ended
     reserved = Counter(one.group for one in done.notes("reserved"))
     ends = Counter(one.group for one in done.notes(*ENDS))
@@ -323,7 +323,7 @@ def check_end(done: Run) -> None:
 
 
 def late_answers(done: Run) -> set[int]:
-    """Groups of which a sample completed although it was taken back: their rows may be of an attempt that nobody waits for."""
+    """Groups with a sample that may complete after it was taken back: their rows may belong to an attempt that nobody waits for."""
     return {one.group for one in done.notes("cancel")} | {
         event.group for event in done.events if event.name == "failed"
     }

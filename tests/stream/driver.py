@@ -1,4 +1,4 @@
-"""A core driven by hand: one event at a time, with a look at what it wants."""
+"""A core driven by hand, one event at a time, with a view of the commands that wait for an answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TRAINER = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")
 
 
 class Driver:
-    """`answers` and `at_once` are the commands that are answered as soon as they come; the others wait in `asked`."""
+    """Commands in `answers` and `at_once` are answered as soon as they come; the others wait in `asked`."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Driver:
         self.event("completed", **ids, newest=version, length=length, reward=text)
 
     def finish_group(self, *groups: int, **more: Any) -> None:
-        """Every sample of these groups completes."""
+        """Complete every sample of these groups."""
         for group in groups:
             for command in [one for one in self.asked if one.name == "generate" and one.group == group]:
                 self.answer(command, **more)
@@ -90,7 +90,7 @@ class Driver:
         self.event("error", **{**dict(command.ids), "of": command.name, "why": why})
 
     def wants(self, name: str) -> list[Command]:
-        """Commands of that name that have no answer yet."""
+        """Return the commands of that name that have no answer yet."""
         return [one for one in self.asked if one.name == name]
 
     def one(self, name: str) -> Command:
@@ -101,7 +101,7 @@ class Driver:
         return [one for one in self.log if one.name in names]
 
     def groups(self, name: str) -> list[int]:
-        """The groups of a note, in order."""
+        """Return the groups of all notes of that name, in order."""
         return [one.group for one in self.log if one.name == name and one.to == "ledger"]
 
     @property
@@ -119,6 +119,6 @@ def small(**more: Any) -> Settings:
 
 
 def train_step(driver: Driver) -> None:
-    """Answer everything that the trainer is asked."""
+    """Answer all commands to the trainer."""
     while found := [one for one in driver.asked if one.name in TRAINER]:
         driver.answer(found[0])

@@ -1,4 +1,4 @@
-"""A small asynchronous loop of its own, tick by tick, that writes ledgers: right ones, and wrong ones by a fault in one rule.
+"""A small asynchronous loop, tick by tick, that writes right ledgers, and wrong ones with a fault in one rule.
 
 It shares no code with the controller. Each tick: dispatch, decode a few tokens, select, train one group, move weights.
 """
@@ -20,7 +20,7 @@ AT_SYNC = ("keep", "recompute", "abort", "drain")
 class Sample:
     length: int
     attempt: int = 0
-    replica: int | None = None  # None: waits to be sent
+    replica: int | None = None  # None: not sent yet
     done: int = 0
     oldest: int = 0
     complete: bool = False
@@ -44,10 +44,10 @@ class System:
     sampler: str = "in-order"
     at_sync: str = "keep"
     window: int = 1
-    groups: int = 2  # of a step
+    groups: int = 2  # per step
     group: int = 2
     min_groups: int = 1
-    updates: int = 1  # of a step
+    updates: int = 1  # per step
     steps: int = 4
     replicas: int = 2
     seed: int = 0
@@ -64,7 +64,7 @@ class System:
     pace: int = 1  # ticks to train a group
     fault: str = ""
     resume: tuple[int, int, int, list[int], int] | None = (
-        None  # version, step, updates, groups that come first, then from which on
+        None  # version, step, updates, groups to do first, first new group
     )
     rows: list[Row] = field(default_factory=list)
 
@@ -83,10 +83,10 @@ class System:
             self.index, self.accepted = -1, 0
         self.buffer: dict[int, Group] = {}
         self.owed: list[tuple[int, int | None]] = []
-        self.taken: list[Group] = []  # of the open step
+        self.taken: list[Group] = []  # groups of the open step
         self.fed = self.update = 0
         self.begun = False
-        self.shrunk: Counter[int] = Counter()  # by version
+        self.shrunk: Counter[int] = Counter()  # per version
         self.held = True
         self.syncing: int | None = None
         self.serves = dict.fromkeys(range(self.replicas), -1)
@@ -387,7 +387,7 @@ class System:
         return self.sampler != "windowed" or group.start >= self.version - self.window
 
     def train(self) -> None:
-        """One group a tick. An update ends with its last group, a step with its last update."""
+        """Train one group per tick. An update ends with its last group, a step with its last update."""
         if self.held or self.fed == len(self.taken) or self.tick % self.pace:
             return
         group, ids = self.taken[self.fed], {"step": self.step, "update": self.update}
@@ -492,7 +492,7 @@ class System:
         self.choose()
 
     def sync(self) -> None:
-        """Two ticks: the sync begins when what is in flight allows it, and dispatch goes on when it has ended."""
+        """Take two ticks: the sync begins when the samples in flight allow it, and dispatch resumes when it has ended."""
         if not self.held:
             return
         running = [
@@ -507,7 +507,7 @@ class System:
             self.log("synced", version=self.version)
             self.syncing = None
             if self.fault == "gate-never-opens" and self.version:
-                self.cut = True  # it hangs
+                self.cut = True  # the loop hangs
                 return
             self.held = False
             self.log("resume", version=self.version)

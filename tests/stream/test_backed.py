@@ -1,4 +1,4 @@
-"""Controllers that write notes of what never happened, or leave out what did: each lie fails a named check. Right runs pass."""
+"""Controllers that write notes of what never happened, or omit notes of what did: each lie fails a named check. Right runs pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ledger(rows: Memory) -> Ledger:
 
 
 def backed(rows: Memory) -> str:
-    """What is wrong; empty where nothing is."""
+    """Return what is wrong, or an empty text."""
     found = CHECKS["notes_backed"](ledger(rows))
     return found.why if found.value else ""
 
@@ -73,7 +73,7 @@ def test_so_it_does_after_a_resume() -> None:
 
 
 def untrained(one: Command) -> Commands:
-    """Group 5 is left out of its microbatch, and marked trained."""
+    """Leave group 5 out of its microbatch, but mark it trained."""
     if one.name == "microbatch":
         kept = listed(group for group in numbers(one.groups) if group != 5)
         one = Command(one.name, one.to, one.pipeline, **{**dict(one.ids), "groups": kept})
@@ -81,7 +81,7 @@ def untrained(one: Command) -> Commands:
 
 
 def unnoted(one: Command) -> Commands:
-    """Group 5 is trained, and no note says so."""
+    """Train group 5 without a note of it."""
     if not (one.name == "trained" and one.group == 5):
         yield one
 
@@ -95,7 +95,7 @@ def without(name: str) -> Lie:
 
 
 def with_note(after: str, name: str, **ids: Any) -> Lie:
-    """A note of another name behind one, with its ids."""
+    """Return a lie that adds a note of another name behind each `after`, with its ids."""
 
     def lie(one: Command) -> Commands:
         yield one
@@ -137,7 +137,7 @@ LIES: dict[str, tuple[Lie, str]] = {
     "limits of its own": (with_note("selected", "capacity", window=9), "`capacity`.*written after the loop began"),
     "an order to the ledger": (to("discard", "ledger"), "`discard`.*sent to no port, not to the port trainer"),
 }  # fmt: skip
-DROPS = replace(PLAIN, sampler="windowed", places=12, slots=12)  # where groups end otherwise than trained
+DROPS = replace(PLAIN, sampler="windowed", places=12, slots=12)  # some groups end without being trained
 
 
 @pytest.mark.parametrize("name", LIES)
@@ -181,7 +181,7 @@ def test_a_loop_that_ends_before_its_last_step_is_found() -> None:
 
 
 def test_samples_without_tokens_have_no_lag() -> None:
-    """Nor has a group of nothing else; what the core logs is what the rows say."""
+    """The same holds for a group of empty samples; what the core logs matches the rows."""
     empty = replace(RAGGED, length=lambda group, sample: 0 if group % 4 == 1 or sample == 0 else 8 + sample)
     rows = simulate(replace(PLAIN, at_sync="keep"), empty).rows
     judged = ledger(rows)

@@ -573,7 +573,7 @@ def test_with_no_replica_everything_waits_and_goes_on_when_one_has_joined() -> N
 
 
 def test_a_replica_that_joins_while_the_weights_move_gets_the_version_after_them() -> None:
-    """The trainer, once it is free to send, has other weights than those that are current now."""
+    """Once the trainer is free to send, it has newer weights than the current version."""
     driver = Driver(small(min_groups=2))
     driver.at_once = ("acquire", "next_prompt")
     driver.finish_group(0, 1)

@@ -20,7 +20,7 @@ from tests.stream.driver import Driver, small, train_step
 
 
 class InOrder:
-    """A gated sampler that polls, as theirs do: the same decisions as our `in-order`."""
+    """A gated sampler that polls, as NeMo-RL's do; it decides like the kit's `in-order`."""
 
     is_on_policy = False
 
@@ -61,7 +61,7 @@ class InOrder:
 
 
 class Windowed(InOrder):
-    """No gate; what started too long ago is dropped or aborted."""
+    """No gate; groups that started too long ago are dropped or aborted."""
 
     def __init__(self, buffer: Buffer, *, max_staleness_versions: int) -> None:
         super().__init__(buffer, max_lookahead_versions=max_staleness_versions)

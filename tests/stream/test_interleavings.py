@@ -1,4 +1,4 @@
-"""Every order in which the answers of a small instance can come, with one failed command or dead replica: each ends, and loses nothing."""
+"""Every order of answers of a small instance, with one failed command or dead replica: each run ends and loses nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BATCHES = {"groups": 2, "places": 4, "slots": 4, "train_global_batch_size": 4, "
 
 
 class Explorer:
-    """Depth first over (state of the core, what is under way, failures left)."""
+    """Depth-first search over (state of the core, what is under way, failures left)."""
 
     def __init__(self, settings: Settings, *, failures: int, prompts: int = 6) -> None:
         self.core = Controller(settings)
@@ -62,7 +62,7 @@ class Explorer:
                     self.todo += self.death(state, dict(channels), replica, failures)
 
     def death(self, state: State, channels: dict[str, Any], replica: int, failures: int) -> list[Any]:
-        """A replica dies: what it had in flight gets no answer, a sync goes on without it."""
+        """Return the nodes after a replica's death: its samples in flight get no answer, a sync continues without it."""
         left = {
             name: tuple(event for event in events if event.get("replica") != replica)
             for name, events in channels.items()
@@ -71,7 +71,7 @@ class Explorer:
         return self.after(after, commands, {name: events for name, events in left.items() if events}, failures - 1)
 
     def after(self, state: State, commands: tuple[Command, ...], channels: dict[str, Any], failures: int) -> list[Any]:
-        """The nodes after some commands: with all of them carried out, and with each one of them failed."""
+        """Return the nodes after some commands: one with all of them carried out, and one for each of them failed."""
         asked = [
             one
             for one in commands

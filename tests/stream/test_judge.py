@@ -1,4 +1,4 @@
-"""The checks of a ledger against right ledgers of every kind, and against one wrong ledger for each bug that they are there for."""
+"""The checks of a ledger, on right ledgers of every kind and on one wrong ledger for each bug that they are meant to catch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kit.stream.judge import CHECKS, resume_equals
 from tests.stream.ledgers import AT_SYNC, SAMPLERS, Row, System
 
 ROOT = Path(__file__).resolve().parents[2]
-OF_RUNNERS = {"notes_backed"}  # asks for what only a runner writes; see test_backed
+OF_RUNNERS = {"notes_backed"}  # needs rows that only a runner writes; see test_backed
 
 
 def outcome(name: str, rows: list[Row] | Ledger) -> Measured | NotMeasured:
@@ -42,7 +42,7 @@ def judged_right(settings: str) -> list[Row]:
 
 
 def right(settings: dict[str, Any]) -> list[Row]:
-    """A right ledger, judged once."""
+    """Return a right ledger, which is judged once."""
     return [dict(row) for row in judged_right(repr(settings))]
 
 
@@ -56,7 +56,7 @@ def violations(rows: list[Row]) -> dict[str, str]:
 
 
 def drawn(sampler: str, at_sync: str, seed: int) -> System:
-    """A system with settings and troubles that a seed draws."""
+    """Return a system with settings and problems drawn from a seed."""
     draw = random.Random(f"{sampler} {at_sync} {seed}")
     groups = draw.choice([1, 2, 3, 4])
     trouble: dict[str, Any] = draw.choice(
@@ -80,7 +80,7 @@ def drawn(sampler: str, at_sync: str, seed: int) -> System:
         window=draw.choice([0, 1, 2]),
         min_groups=draw.choice([1, 1, groups])
         if sampler != "weight-fifo"
-        else 1,  # its oldest start may have fewer groups than the minimum
+        else 1,  # the oldest version may have fewer groups than the minimum
         updates=draw.choice([one for one in (1, 2) if groups % one == 0]),
         steps=draw.choice([2, 4]),
         more_places=draw.choice([0, 3]),
@@ -102,7 +102,7 @@ def test_right_ledgers_pass(sampler: str, at_sync: str) -> None:
 
 
 def test_the_right_ledgers_have_what_checks_look_at() -> None:
-    """Otherwise that they pass would mean little."""
+    """Otherwise their passing would mean little."""
     events: Counter[str] = Counter()
     judged: Counter[str] = Counter()
     for sampler, at_sync in product(SAMPLERS, AT_SYNC):
@@ -277,7 +277,7 @@ FAULTS: list[tuple[str, dict[str, Any], str, str]] = [  # fault, settings, the c
     ("fault", "settings", "check", "why"), FAULTS, ids=lambda one: one if isinstance(one, str) else ""
 )
 def test_a_broken_rule_fails_its_check(fault: str, settings: dict[str, Any], check: str, why: str) -> None:
-    # The same system without the fault passes; in `waits-at-the-end` and `partial-step` it runs out of prompts in the middle of a step.
+    # Without the fault the same system passes; only `waits-at-the-end` and `partial-step` still run out of prompts in the middle of a step.
     if fault not in ("partial-step", "waits-at-the-end"):
         right({name: value for name, value in settings.items() if name != "flat"})
     found = outcome(check, System(fault=fault, **settings).run())
@@ -291,7 +291,7 @@ def test_a_broken_rule_fails_its_check(fault: str, settings: dict[str, Any], che
 
 
 def some(rows: list[Row], event: str, number: int = 0) -> int:
-    """The place of the n-th row of an event."""
+    """The index of the n-th row of an event."""
     return [place for place, row in enumerate(rows) if row["event"] == event][number]
 
 
@@ -311,7 +311,7 @@ def repeat(event: str, number: int = 0) -> Edit:
 
 
 def move(event: str, number: int, to: str, other: int = 0, *, after: int = 0) -> Edit:
-    """A row goes before (or `after`) another."""
+    """Return an edit that moves a row before (or `after`) another."""
 
     def edit(rows: list[Row]) -> None:
         row = rows.pop(some(rows, event, number))
@@ -329,12 +329,12 @@ def both(*edits: Edit) -> Edit:
 
 
 def later_span(number: int, **ids: Any) -> Edit:
-    """A span of tokens that is not the first of its sample."""
+    """Return an edit of a token span that is not the first of its sample."""
     return lambda rows: [row for row in rows if row["event"] == "tokens" and row["first"]][number].update(ids)
 
 
 def forget_after_abort(rows: list[Row]) -> None:
-    """A group of the aborted step is never heard of again."""
+    """Remove all later rows of a group of the aborted step."""
     at = some(rows, "abort")
     group = rows[at + 1]["group"]
     rows[:] = [row for place, row in enumerate(rows) if place <= at or row.get("group") != group]
@@ -491,7 +491,7 @@ def test_a_wrong_row_fails_its_check(check: str, edit: Edit, why: str, settings:
 def test_what_a_replica_reported_before_it_left_may_come_later_but_not_once_it_joined(
     between: list[str], wrong: int
 ) -> None:
-    """Version 0 was published there before it left. A replica that joins again has no weights until they are published."""
+    """Version 0 was published there before the replica left. One that joins again has no weights until the next publication."""
     used = {"group": 0, "sample": 0, "version": 0, "count": 1}
     names = ["published", "started", "left", *between, "tokens"]
     rows: list[Row] = [
@@ -504,7 +504,7 @@ def test_what_a_replica_reported_before_it_left_may_come_later_but_not_once_it_j
 
 
 def test_a_place_that_comes_back_early_frees_nothing() -> None:
-    """Or a buffer without limits would look full of free places."""
+    """Otherwise a buffer that exceeds its limit would look full of free places."""
     rows: list[Row] = [
         {"event": "capacity", "places": 1},
         *({"event": name, "group": 0} for name in ("place", "reserved", "ready", "place_back")),
@@ -581,7 +581,7 @@ def test_a_check_without_its_event_is_null_and_names_it(check: str, event: str, 
 def test_every_check_says_what_it_lacks() -> None:
     assert (
         set(LACKING) | {"dead_rollout_named"} == set(CHECKS) - OF_RUNNERS
-    )  # the ledger of a run in which no replica died is whole
+    )  # a ledger in which no replica died is complete
     for name in CHECKS:
         assert isinstance(outcome(name, timed([{"event": "hello"}])), NotMeasured), name
 
@@ -641,7 +641,7 @@ def test_a_missing_end_never_hides_a_violation() -> None:
 
 
 def test_answers_of_a_trainer_count_where_the_ledger_has_them() -> None:
-    """A `finish` with an `error` for an answer moved no weights; with `done` rows those are the finishes."""
+    """A `finish` answered with `error` moved no weights; where the ledger has `done` rows, those count as the finishes."""
     rows = System().run()
     answered = [
         more
@@ -727,7 +727,7 @@ def test_a_row_needs_an_event_and_a_time(row: Row) -> None:
 
 
 def stopped(system: System, version: int) -> tuple[list[Row], tuple[int, int, int, list[int], int], list[int]]:
-    """A whole run; what a run that resumes at a version starts from; the groups that were trained before."""
+    """Return the rows of a whole run, what a run resumed at a version starts from, and the groups trained before."""
     rows = system.run()
     cut = some(rows, "bumped", version - 1)
     before = rows[:cut]

@@ -1,6 +1,7 @@
-"""The core under Hypothesis: settings, the order of answers, failures, and replicas that come and go are drawn, and shrunk where one fails.
+"""The core under Hypothesis, which draws settings, the order of answers, failures and replicas that come and go, and shrinks failing
+cases.
 
-After each event the state is checked; at the end of each example the run goes on until it ends, and the whole is judged and replayed.
+The state is checked after each event. At the end of each example the run continues until it ends, and the whole is judged and replayed.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from tests.loop.replaying import replay
 from tests.stream.chaos import Chaos, Play
 
 EXAMPLES = 1500
-PART = 150  # of them in `make test`
+PART = 150  # of these in `make test`
 
 
 @st.composite
 def accepted(draw: st.DrawFn) -> Settings:
-    """Any settings that are not refused."""
+    """Draw settings that are not refused."""
     group, groups = draw(st.sampled_from([2, 3])), draw(st.sampled_from([1, 2, 4]))
     sampler = draw(st.sampled_from(sorted(SAMPLERS)))
     window = 0 if sampler == "strict" else draw(st.integers(0, 2))
@@ -51,7 +52,7 @@ def accepted(draw: st.DrawFn) -> Settings:
 
 
 class Loop(RuleBasedStateMachine):
-    """One run. Answers under way are named by their place, in the order in which they began."""
+    """One run. Pending answers are chosen by position, in the order in which they began."""
 
     play: Play
 
@@ -67,7 +68,7 @@ class Loop(RuleBasedStateMachine):
 
     @rule(places=st.lists(st.integers(0, 30), min_size=1, max_size=8))
     def answer(self, places: list[int]) -> None:
-        """Some answers arrive, whichever they are; none where the run has ended."""
+        """Deliver some pending answers; none once the run has ended."""
         for place in places:
             if self.goes_on:
                 live = self.play.chaos.live()
@@ -76,7 +77,7 @@ class Loop(RuleBasedStateMachine):
     @precondition(lambda self: self.goes_on and self.play.chaos.fail_at is None)
     @rule(later=st.integers(0, 20))
     def fail(self, later: int) -> None:
-        """One command of the run fails."""
+        """Let one command of the run fail."""
         self.play.chaos.fail_at = self.play.chaos.sent + later
 
     @precondition(lambda self: self.goes_on and self.plan.on_dead_replica == "go-on")
@@ -92,7 +93,7 @@ class Loop(RuleBasedStateMachine):
 
 
 def explore(examples: int, **more: Any) -> None:
-    """The same examples in every run: a failure that comes and goes helps nobody."""
+    """Explore the same examples in every run: a failure that comes and goes helps nobody."""
     run_state_machine_as_test(
         Loop,
         settings=effort(
@@ -118,7 +119,7 @@ def test_many_orders_of_answers_lose_no_permit() -> None:
 
 
 def test_a_bug_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A place that is not given back by groups that end."""
+    """The bug: groups that end do not give their place back."""
     from kit.stream import generation
     from kit.stream.generation import Group, Turn
 
@@ -130,4 +131,4 @@ def test_a_bug_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(generation, "leave", forgets)
     with pytest.raises(AssertionError):
-        explore(PART, phases=(Phase.generate,))  # found, not shrunk
+        explore(PART, phases=(Phase.generate,))  # find it without shrinking

@@ -1,6 +1,6 @@
-"""The core with one rule broken, again and again: the tests of its rules or the schedules notice each time.
+"""The core with one rule broken at a time: the tests of its rules or the schedules notice each mutant.
 
-A mutant changes the source of one function; `tests/mutants/mutant.py` compiles it and puts it into the living one.
+A mutant changes the source of one function; `tests/mutants/mutant.py` compiles it and puts it into the live function.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ MUTANTS = (
 
 @contextmanager
 def broken(one: Mutant) -> Iterator[None]:
-    """The living function with the mutant's code, and back."""
+    """Run the live function with the mutant's code, then restore it."""
     module = importlib.import_module(one.module)
     found = reduce(getattr_static, one.function.split("."), module)
     living = found.fget if isinstance(found, property) else found
@@ -284,7 +284,7 @@ def getattr_static(owner: Any, name: str) -> Any:
 
 
 def cases() -> Iterator[Callable[[], Any]]:
-    """The tests of rules with their parameters, then schedules."""
+    """Yield the tests of rules with their parameters, then schedules."""
     for module in (test_core, test_samplers, test_foreign):
         for name, test in vars(module).items():
             if name.startswith("test_"):
@@ -299,7 +299,7 @@ def cases() -> Iterator[Callable[[], Any]]:
 
 
 def calls(test: Callable[..., Any]) -> list[Callable[[], Any]]:
-    """A test function, once for each combination of its parameters."""
+    """Return a call of a test function for each combination of its parameters."""
     found: list[dict[str, Any]] = [{}]
     for one in getattr(test, "pytestmark", []):
         if one.name == "parametrize":
@@ -312,7 +312,7 @@ def calls(test: Callable[..., Any]) -> list[Callable[[], Any]]:
 
 
 def killer() -> int | None:
-    """The number of the first case that fails."""
+    """Return the number of the first case that fails."""
     for number, case in enumerate(cases()):
         try:
             case()

@@ -1,4 +1,4 @@
-"""Seeded schedules: answers in any order, replicas that come and go, and a failure at every command. No permit is lost in any of them."""
+"""Seeded schedules: answers in any order, replicas that come and go, and a failure at every command. None loses a permit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def chaos_of(found: Settings, seed: int, fail_at: int | None) -> Chaos:
 
 
 def fail_everywhere(variant: dict[str, Any], seed: int) -> int:
-    """One schedule without a failure, then one for each of its commands, with a failure at that command."""
+    """Run one schedule without a failure, then one for each of its commands, with a failure at that command."""
     found = settings(**variant)
     plain = chaos_of(found, seed, None)
     run(found, plain)
@@ -65,7 +65,7 @@ def test_ten_thousand_schedules_lose_no_permit() -> None:
 
 
 def drawn_settings(seed: int) -> Settings:
-    """Any settings that are not refused."""
+    """Return drawn settings that are not refused."""
     draw = random.Random(seed)
     group, groups = draw.choice([2, 3]), draw.choice([1, 2, 4])
     sampler = draw.choice(sorted(SAMPLERS))
@@ -92,7 +92,7 @@ def drawn_settings(seed: int) -> Settings:
 
 
 def check_drawn(seed: int) -> None:
-    """A schedule with drawn settings, churn and a failure somewhere; its events give the same commands again."""
+    """Run a schedule with drawn settings, churn and perhaps a failure; replaying its events gives the same commands."""
     found = drawn_settings(seed)
     chaos = chaos_of(found, seed, random.Random(seed).choice([None, random.Random(seed).randint(0, 200)]))
     try:
@@ -121,7 +121,7 @@ def test_other_names_for_groups_pipelines_and_replicas_change_nothing_else(varia
 
 
 def restated(new: Command, old: Command) -> Command:
-    """`groups` is a list of ids in the trainer's commands and a count in the metrics; a sentence names groups too."""
+    """Undo the renaming in metrics, where `groups` is a count (elsewhere a list of ids) and a sentence names groups."""
     if old.name == "metrics":
         return Command(old.name, old.to, "b", **dict(old.ids))
     return new

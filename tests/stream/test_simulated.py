@@ -1,4 +1,4 @@
-"""The simulated system: a ledger that replays, times that add up, speed-ups that arithmetic gives, two pipelines with one desk."""
+"""The simulated system: its ledger replays, times add up, speed-ups match arithmetic, and two pipelines share one desk."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_same_run_comes_out_twice() -> None:
 
 
 def test_generation_overlaps_training_as_far_as_arithmetic_allows() -> None:
-    """Generation and training of a step both take 3.2 s: K steps take 2K times that, and K + 1 times with the slots of one step."""
+    """Generation and training of a step take 3.2 s each: K steps take 2K times 3.2 s serially, K + 1 times with the slots of one step."""
     generation, steps = 8 * 4 * 10 * 0.01, 9
     assert generation == pytest.approx(8 * EVEN.train_s)
     settings = replace(PLAIN, steps=steps, replicas=1, min_groups=8, slots=8)
@@ -106,7 +106,7 @@ def test_a_dead_replica_stops_the_run_or_it_goes_on_without_it() -> None:
 
 
 def test_a_replica_may_join_at_any_moment_of_an_update() -> None:
-    """One that joins while the trainer finishes it is not sent a version that the trainer has left."""
+    """A replica that joins while the trainer finishes an update is not sent a version that the trainer has left."""
     slow = Durations(token_s=0.001, train_s=0.01, finish_s=0.5)
     whole = simulate(PLAIN, slow).seconds
     for part in range(1, 40):
@@ -144,7 +144,7 @@ def test_resuming_after_a_step_trains_what_the_uninterrupted_run_trains() -> Non
 
 
 class Desk:
-    """A desk for several pipelines: one of them trains at a time. It ends when every pipeline has given everything back."""
+    """A desk that lets one of several pipelines train at a time. It ends when every pipeline has given everything back."""
 
     def __init__(self, pipelines: int) -> None:
         self.pipelines = pipelines
@@ -181,7 +181,7 @@ def test_two_pipelines_share_a_desk_in_one_runner() -> None:
     systems = {name: System(clock, Durations(), replicas=2, pipeline=name) for name in ("a", "b")}
 
     class Both:
-        """The ports of two pipelines under one address: a command goes to its own pipeline's system."""
+        """The ports of two pipelines under one address: each command goes to its own pipeline's system."""
 
         def send(self, command: Command) -> Any:
             return () if command.name == "metrics" else systems[command.pipeline].send(command)
@@ -234,7 +234,7 @@ def test_a_forecast_tells_what_another_window_would_take() -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """What `what_if` takes of a run."""
+    """The part of a run that `what_if` uses."""
 
     dir: Path
 

@@ -1,4 +1,4 @@
-"""Who failed is named also where a transport raises an error of its own, which says nothing of it."""
+"""The peer that failed is named even where a transport raises an error of its own that does not name it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORDS = "connection reset by somebody"
 
 
 class Scene:
-    """A sender and two receivers, with a transport of somebody's own."""
+    """A sender and two receivers, with a user's transport."""
 
     def __init__(self, listener: Listener) -> None:
         self.sender: Sender = sender_of(listener, transport="serialize")
@@ -42,7 +42,7 @@ def scene() -> Iterator[Scene]:
 
 
 def own(**calls: Callable[..., Any]) -> Callable[..., Any]:
-    """A transport as `make` gives it, some of whose calls are somebody's own: each gets the plain one first."""
+    """Return a `make` whose transports have some calls replaced; each replacement gets the original first."""
 
     def made(*given: Any, **named: Any) -> Any:
         transport = make(*given, **named)
@@ -59,7 +59,7 @@ def raises(*_: Any) -> None:
 
 
 def swallows(_: Any, plain: Callable[..., Any], *args: Any) -> None:
-    """What the links said is lost, and an error of its own is raised."""
+    """Drop the links' error, and raise one of its own."""
     try:
         plain(*args)
     except KitError:
@@ -68,7 +68,7 @@ def swallows(_: Any, plain: Callable[..., Any], *args: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["shm", "serialize"])
 def test_a_receiver_whose_transport_raises_is_named(scene: Scene, kind: str) -> None:
-    """Whatever lies on its link by then: messages of buckets to come, or their raw bytes."""
+    """Its link may still hold messages of later buckets, or their raw bytes."""
 
     def second(transport: Any, plain: Callable[..., Any], index: int, into: Any) -> Any:
         if index:
@@ -100,7 +100,7 @@ def test_a_transport_that_raises_with_nobody_else_to_blame(scene: Scene, call: s
     assert error.peer is None
     assert f"the sender's end of the transport serialize raised OSError: {WORDS}" in str(error)
     assert isinstance(error.__cause__, KitError)
-    assert isinstance(error.__cause__.__cause__, OSError)  # with its traceback
+    assert isinstance(error.__cause__.__cause__, OSError)  # the cause keeps its traceback
     assert "the sender gave up" in str(first)
 
 

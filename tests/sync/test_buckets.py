@@ -1,4 +1,4 @@
-"""Layouts hold every byte once, at its place; copies in and out give every bit back, and complain by name about what does not fit."""
+"""Layouts hold every byte once, at its place; copies in and out keep every bit, and errors name what does not fit."""
 
 import dataclasses
 import json
@@ -234,7 +234,7 @@ def test_what_is_bound_follows_tensors_that_move(fresh):
 
 
 class Wrapper(torch.Tensor):
-    """As a DTensor is: it has a shape and a storage with a size, and no address."""
+    """Like a DTensor: it has a shape and a storage with a size, but no address."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -304,11 +304,11 @@ def of(count, size):
     ("specs", "refuse", "split"),
     [
         (of(8192, 32 * 1024), 16 * MIB, 16 * MIB),  # a 16th of 256 MiB
-        (of(16, 4 * MIB), 4 * MIB, 4 * MIB),  # one tensor a bucket
-        (of(16, 4 * MIB + 1), 4 * MIB + 4096, 4 * MIB + 4096),  # whole pages
-        (of(100, 1024), MIB, MIB),  # never below
-        (of(4096, MIB), 64 * MIB, 64 * MIB),  # never above
-        (of(32768, MIB), 128 * MIB, 128 * MIB),  # but for more than 256 buckets' worth
+        (of(16, 4 * MIB), 4 * MIB, 4 * MIB),  # one tensor per bucket
+        (of(16, 4 * MIB + 1), 4 * MIB + 4096, 4 * MIB + 4096),  # rounded up to whole pages
+        (of(100, 1024), MIB, MIB),  # the lower limit
+        (of(4096, MIB), 64 * MIB, 64 * MIB),  # the upper limit
+        (of(32768, MIB), 128 * MIB, 128 * MIB),  # above the limit only beyond 256 buckets
         (of(2, 200 * MIB), 200 * MIB, 64 * MIB),
         ([*of(1000, 32 * 1024), Spec("embed", 0, torch.uint8, (272 * MIB,))], 272 * MIB, 303 * MIB // 16),
     ],
@@ -324,7 +324,7 @@ def test_the_automatic_size(specs, refuse, split):
 
 
 def test_a_piece_beside_one_that_is_taken_is_read_in_order():
-    """Hand-made pieces in another order than their offsets are refused: receivers rely on it."""
+    """Pieces in another order than their offsets are refused, since receivers rely on the order."""
     specs = (Spec("a", 0, torch.uint8, (1,)), Spec("b", 0, torch.uint8, (1,)))
     layout = Layout(specs=specs, bucket_bytes=1024, buckets=((Piece(0, 0, 1, 512), Piece(1, 0, 1, 0)),))
     with pytest.raises(BadInput, match=r"b \(shard 0\) lies at 0 to 1; only 513 to 1024 is free"):

@@ -1,4 +1,4 @@
-"""Versions are built, activated and freed by the rule, in at most two places; what cannot be is refused before anything changes."""
+"""Versions are built, activated and freed by the rule, with at most two copies; impossible calls are refused before anything changes."""
 
 import threading
 
@@ -24,7 +24,7 @@ def nothing_left():
 
 
 def model(version):
-    """Six tensors, two a bucket, filled with the version."""
+    """Six tensors, two per bucket, filled with the version number."""
     return {(f"w{n}", 0): torch.full((512,), version, dtype=torch.uint8) for n in range(6)}
 
 
@@ -45,7 +45,7 @@ def make():
 
 
 def held(cache, version):
-    """What each tensor of a version is filled with."""
+    """The value that fills each tensor of a version."""
     values = []
     for index in range(len(LAYOUT.buckets)):
         for view in views(LAYOUT, index, cache.bucket(version, index)):
@@ -106,7 +106,7 @@ def test_a_version_twice_or_backwards_and_one_that_is_not_there(make):
 
 @pytest.fixture
 def packs(monkeypatch):
-    """The buckets that are packed."""
+    """The list of buckets that are packed."""
     seen, real = [], Bound.pack
     monkeypatch.setattr(
         Bound, "pack", lambda bound, index, *rest, **how: (seen.append(index), real(bound, index, *rest, **how))
@@ -116,7 +116,7 @@ def packs(monkeypatch):
 
 @pytest.mark.parametrize("reached", [False, True])
 def test_a_build_that_fails_leaves_the_active_version(make, packs, reached):
-    """`reached`: a version that was built in between is lost with it."""
+    """With `reached`, a version that was built in between is lost with it."""
     cache = make()
     cache.build(1, model(1))
     cache.activate(1)
@@ -163,7 +163,7 @@ def test_a_version_that_is_discarded_was_not(make, packs, built):
     cache = make()
     cache.build(1, model(1))
     cache.activate(1)
-    cache.discard(1)  # what is active stays
+    cache.discard(1)  # the active version stays
     assert held(cache, 1) == [1] * 6
     if built:
         cache.build(2, model(2))
@@ -262,7 +262,7 @@ def test_others_wait_for_the_lock_and_are_refused_after_their_deadline(make, act
         assert (cache.latest, cache.active, cache.copies) == (1, -1, 1)
         cache.timeout_s = LIMIT
         thread, raised = on_thread(lambda: act(cache))
-        assert held(cache, 1) == [1] * 6  # whatever the other thread is about to do, it waits
+        assert held(cache, 1) == [1] * 6  # the other thread waits, whatever it is about to do
     thread.join(LIMIT)
     assert not thread.is_alive()
     assert not raised

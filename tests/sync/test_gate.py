@@ -1,4 +1,4 @@
-"""Readers never meet a writer, a writer is never starved, nobody waits for ever; without the gate the invariant breaks."""
+"""Readers never meet a writer, writers never starve, nobody waits forever; without the gate the invariant breaks."""
 
 import contextlib
 import threading
@@ -19,7 +19,8 @@ def start(work, name):
 
 
 def hammer(reading, writing, seconds):
-    """Writers count all cells up, one by one; readers look for cells that differ. Gives torn reads, reads, writes."""
+    """Writers increment all cells one by one; readers look for unequal cells. Return counts of torn reads, reads and writes, and the
+    cells."""
     cells, torn, reads, writes = [0] * 64, [], [], []
     end = time.monotonic() + seconds
 
@@ -30,7 +31,7 @@ def hammer(reading, writing, seconds):
                 for place in range(len(cells)):
                     cells[place] = value
                     if place % 16 == 0:
-                        time.sleep(0)  # let others in
+                        time.sleep(0)  # let other threads run
             writes.append(1)
 
     def read():
@@ -58,7 +59,7 @@ def test_a_second_of_hammering_tears_nothing():
     assert torn == 0
     assert reads > 0
     assert writes > 0
-    assert cells == [writes] * len(cells)  # no write was lost: writers were alone, too
+    assert cells == [writes] * len(cells)  # no write was lost: each writer was alone, too
 
 
 def test_the_same_without_the_gate_is_torn():
@@ -135,7 +136,7 @@ def test_deadlines_name_who_was_inside(inside, outside, sentence):
         with pytest.raises(GateTimeout, match=sentence) as caught:
             from_another_thread(getattr(gate, outside))
         assert caught.value.inside == ("MainThread",)
-    # Who gave up stands in nobody's way.
+    # A caller that gave up blocks nobody.
     for way in (gate.reading, gate.writing):
         from_another_thread(way)
 

@@ -1,7 +1,7 @@
-"""What a group of a sync does on GPUs, on stand-ins for them: its first words, its deadlines, and how it is given up.
+"""What the process group of a sync does on GPUs, with stand-ins for them: its first words, its deadlines, and how it is given up.
 
-`assumed`: how torch's group over NCCL behaves is read off ProcessGroupNCCL.cpp of 2.9 to 2.13; no GPU has confirmed it. Links, stores,
-threads and the transport are real, and gloo carries the bytes.
+`assumed`: the behaviour of torch's group over NCCL is read off ProcessGroupNCCL.cpp of 2.9 to 2.13; no GPU has confirmed it. Links,
+stores, threads and the transport are real, and gloo carries the bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SOON = timedelta(seconds=0.2)
 
 
 class Work:
-    """A collective as torch shows it: over after so many looks; `wait` with a deadline raises where it is not."""
+    """A collective as torch shows it: complete after `looks` looks; `wait` with a deadline raises if it is not complete."""
 
     def __init__(self, looks: float) -> None:
         self.looks = looks
@@ -74,7 +74,7 @@ def test_what_does_not_come_to_its_end_is_given_up() -> None:
 
 
 def test_an_absent_peers_id_is_waited_for_no_longer_than_the_syncs_deadline() -> None:
-    """As under `init_process_group`, which puts a prefix before the World's store."""
+    """The store has a prefix in front of the World's store, as under `init_process_group`."""
     world = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1800))
     store = PrefixStore("default_pg", world)
     own = hurried(store, SOON)
@@ -86,7 +86,7 @@ def test_an_absent_peers_id_is_waited_for_no_longer_than_the_syncs_deadline() ->
 
 
 class OnGpu(Rendezvous):
-    """The transport as on a GPU: what it asks of its group is written down."""
+    """The transport as on a GPU; it logs the calls on its group."""
 
     silent = False
 
@@ -115,7 +115,7 @@ class OnGpu(Rendezvous):
 
 
 class Silent(OnGpu):
-    """One that said that it joins, and does not. It has more patience than its peer, which else may hear first that it gave up."""
+    """Says that it joins, and does not. It waits longer than its peer, which might otherwise hear first that it gave up."""
 
     def join(self, offer: dict[str, Any]) -> None:
         super().join(offer)
@@ -129,7 +129,7 @@ LOGS: dict[int, list[str]] = {}
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Device "cuda" and torch's calls for it, without one."""
+    """Device "cuda" and torch's calls for it, without a GPU."""
     LOGS.clear()
     stream = SimpleNamespace(synchronize=lambda: None)
     cuda = SimpleNamespace(set_device=lambda _: None, current_stream=lambda _: stream)
@@ -179,7 +179,7 @@ def test_a_peer_that_does_not_come_to_make_the_communicator_is_named_within_the_
 
 
 def test_an_error_of_the_first_words_keeps_nothing_alive() -> None:
-    """The garbage collector is off: a group that only waits for it still has its sockets and threads."""
+    """The garbage collector is off: a group that waits for a collection still has its sockets and threads."""
     gc.collect()
     gc.disable()
     try:

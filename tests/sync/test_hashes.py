@@ -1,4 +1,4 @@
-"""Digests tell tensors apart by bytes, order, dtype and shape, with and without xxhash, and leave live tensors as they were."""
+"""Digests distinguish tensors by bytes, order, dtype and shape, with and without xxhash, and leave live tensors unchanged."""
 
 import runpy
 import sys
@@ -36,7 +36,7 @@ def test_where_bytes_lie_does_not_matter(algorithm):
     tensor = filled(24 * 64).view(torch.bfloat16).view(24, 32)
     digest = hashes.digest(tensor, algorithm)
     assert hashes.digest(tensor.t().contiguous().t(), algorithm) == digest
-    odd = torch.empty(24 * 32 + 1, dtype=torch.bfloat16)[1:].view(24, 32)  # not at a multiple of 8
+    odd = torch.empty(24 * 32 + 1, dtype=torch.bfloat16)[1:].view(24, 32)  # its address is no multiple of 8
     odd.copy_(tensor)
     assert odd.data_ptr() % 8
     assert hashes.digest(odd, algorithm) == digest
@@ -48,8 +48,8 @@ def test_rows_words_and_blocks_in_another_order(algorithm):
     tensor = filled(3 * BLOCK).view(torch.bfloat16).view(-1, 128)
     rows = len(tensor)
     orders = [list(range(rows)) for _ in range(4)]
-    orders[1][0], orders[1][1] = 1, 0  # neighbours
-    orders[2] = orders[2][rows // 3 :] + orders[2][: rows // 3]  # whole blocks
+    orders[1][0], orders[1][1] = 1, 0  # two neighbouring rows
+    orders[2] = orders[2][rows // 3 :] + orders[2][: rows // 3]  # blocks of rows
     orders[3].reverse()
     assert len({hashes.digest(tensor[order], algorithm) for order in orders}) == len(orders)
 

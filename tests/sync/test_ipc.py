@@ -1,6 +1,7 @@
-"""Buckets by CUDA handles, on stand-ins for the GPU: where they land, and why a handle may not be opened.
+"""Buckets by CUDA handles, with stand-ins for the GPU: where they land, and why a handle may not be opened.
 
-`assumed`: the words of torch are those of CUDACachingAllocator.cpp (ExpandableSegment::fromShared) of 2.9 to 2.13; no GPU has said them.
+`assumed`: torch's error texts are those of CUDACachingAllocator.cpp (ExpandableSegment::fromShared) of 2.9 to 2.13; no GPU has raised
+them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SLOTS: list[torch.Tensor] = []
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of the host for that of the GPU, and numbers for its handles."""
+    """Host memory in place of GPU memory, and numbers in place of its handles."""
     SLOTS.clear()
 
     def on_host(size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -60,7 +61,7 @@ def test_every_byte_arrives_from_slots_that_are_written_again(gpu: None, receive
 
 @pytest.mark.parametrize("on_device", [True, False])
 def test_what_is_applied_at_once_lands_where_the_transport_puts_it(on_device: bool) -> None:
-    """A device without memory stands for the GPU: nothing but the room's place is looked at."""
+    """The device "meta" stands for the GPU: only the place of the buffer matters."""
     landed: list[torch.device] = []
     call = Call.__new__(Call)
     receiver: Any = SimpleNamespace(device=torch.device("meta"))
@@ -74,11 +75,11 @@ def test_what_is_applied_at_once_lands_where_the_transport_puts_it(on_device: bo
 
 @pytest.mark.parametrize(("free", "where"), [(99, "cpu"), (100, "cuda")])
 def test_what_is_stored_stays_on_a_gpu_with_twice_the_room(monkeypatch: Any, free: int, where: str) -> None:
-    """The driver's answer is made up, since no GPU is needed to decide."""
+    """The driver's answer is made up, since the decision needs no GPU."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 1000))
     transport: Any = SimpleNamespace(on_device=True)
     assert landing(transport, torch.device("cuda"), 50).type == where
-    assert landing(transport, torch.device("cuda")).type == "cuda"  # applied at once: one bucket
+    assert landing(transport, torch.device("cuda")).type == "cuda"  # applied at once: needs one bucket only
     transport.on_device = False
     assert landing(transport, torch.device("cuda"), 1).type == "cpu"
 
@@ -98,7 +99,7 @@ def test_live_weights_are_packed_on_the_gpu_and_not_sent_from_the_host(gpu: None
 
 @pytest.fixture
 def on_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Both ends of a service whose transports take the host's memory for a card's."""
+    """Both ends of a service whose transports take host memory for GPU memory."""
 
     def made(kind: str, ctx: TransportContext, **how: Any) -> Transport:
         return make(kind, replace(ctx, device=GPU), **how)
@@ -111,7 +112,7 @@ def on_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 def test_a_version_goes_from_gpu_to_gpu(
     on_gpu: Callable[..., Any], ring: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ring, which keeps nothing, is not even packed; a cache is, for those that wake later."""
+    """A ring keeps nothing, so it is not even packed; a cache is packed for replicas that wake later."""
     packed: list[str] = []
     pack = Bound.pack
 
@@ -166,7 +167,7 @@ def test_weights_are_on_the_senders_gpu(devices: list[str], here: str, same: boo
 def test_memory_that_goes_by_descriptors_is_known_by_the_allocators_setting(
     name: str, value: str, needed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`assumed`: both names are read (c10/core/AllocatorConfig.cpp, 2.9 to 2.13), the second also by older builds."""
+    """`assumed`: torch reads both names (c10/core/AllocatorConfig.cpp, 2.9 to 2.13); older builds read the second one too."""
     monkeypatch.setenv(name, value)
     assert transports.needs_permission() is needed
 

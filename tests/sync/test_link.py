@@ -1,4 +1,4 @@
-"""Messages, bytes and descriptors go over; who is gone or silent is named; strangers are turned away."""
+"""Messages, bytes and descriptors arrive; a peer that is gone or silent is named; strangers are turned away."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Pair = tuple[Link, Link]
 
 @pytest.fixture(params=["unix", "tcp"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """A sender's and a receiver's end."""
+    """The sender's and the receiver's end of a link."""
     with Listener(tcp_host="127.0.0.1" if request.param == "tcp" else None) as listener:
         links: dict[str, Link] = {}
         thread = threading.Thread(target=lambda: links.update(listener.accept(["receiver 1"], 5)))
@@ -83,14 +83,14 @@ def test_descriptors() -> None:
         before = set(Path("/proc/self/fd").iterdir())
         with pytest.raises(KitError, match="'other'"):
             theirs.expect("segment")
-        assert set(Path("/proc/self/fd").iterdir()) <= before  # a descriptor that nobody wanted is closed
+        assert set(Path("/proc/self/fd").iterdir()) <= before  # an unwanted descriptor is closed
     os.close(fd)
 
 
 def test_strangers_and_those_who_do_not_come() -> None:
     with Listener(tcp_host="127.0.0.1") as listener:
         with socket.create_connection((listener.address["host"], listener.address["port"])) as odd:
-            odd.sendall(HEADER.pack(2) + b"[]")  # no message of ours
+            odd.sendall(HEADER.pack(2) + b"[]")  # not a message of the kit
         wrong = call({**listener.address, "secret": "no"}, "receiver 1", peer="sender", timeout_s=1)
         other = call(listener.address, "receiver 7", peer="sender", timeout_s=1)
         right = call(listener.address, "receiver 2", peer="sender", timeout_s=1)
@@ -101,7 +101,7 @@ def test_strangers_and_those_who_do_not_come() -> None:
                 wrong.receive()
             with pytest.raises(KitError, match="sender failed: receiver 1 did not answer within"):
                 right.expect("begin")
-            (kept,) = listener.accept(["receiver 7"], 5).values()  # it was early
+            (kept,) = listener.accept(["receiver 7"], 5).values()  # it called early
             with kept:
                 kept.send({"kind": "begin"})
                 other.expect("begin")

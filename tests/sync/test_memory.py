@@ -1,4 +1,4 @@
-"""Segments are shared with other processes by descriptor alone, keep their size, and are counted until descriptor and mapping are gone."""
+"""Segments are shared with other processes by descriptor only, keep their size, and count until descriptor and mapping are gone."""
 
 import os
 import socket
@@ -24,7 +24,7 @@ def nothing_left():
 
 
 def forked(work):
-    """Start a child process that does some work; the function returned waits for it and tells whether that went well."""
+    """Run `work` in a child process; return a function that waits for it and returns whether it succeeded."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -49,7 +49,7 @@ def test_another_process_attaches_by_descriptor_and_both_see_what_is_written():
         assert len(memory_files()) == before
 
     with here, there:
-        went_well = forked(other)  # before the segment is there: nothing is inherited
+        went_well = forked(other)  # before the segment exists: nothing is inherited
         with closing(Segment(3 * MIB + 5)) as segment:
             assert segment.tensor.dtype == torch.uint8
             assert not segment.tensor.any()

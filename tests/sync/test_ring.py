@@ -1,4 +1,4 @@
-"""Versions stream through a few places: none is written while a receiver needs it, every bit arrives, and nobody gets what is gone."""
+"""Versions stream through a few places: none is overwritten while a receiver needs it, every bit arrives, and no lost version is sent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = ("r1", "r2")
 
 @pytest.fixture
 def sender() -> Iterator[Sender]:
-    """One with a ring; in the end it holds nothing."""
+    """A sender with a ring; at the end it holds nothing."""
     with nothing_kept(), Listener() as listener:
         made = sender_of(listener, cache=Ring(LAYOUT, timeout_s=5.0))
         yield made
@@ -30,7 +30,7 @@ def sender() -> Iterator[Sender]:
 
 
 def stream(sender: Sender, version: int, calls: type[Call] = Call) -> tuple[list[Any], list[Host]]:
-    """A version to two receivers that pause, of which the second cuts its own and is of that kind."""
+    """Sync a version to two paused receivers; the second one cuts its weights and uses `calls`."""
     hosts = [Host(), Host(cut=True)]
     address = sender.listener.address
     receivers = [receiver_of("r1", hosts[0], address), receiver_of("r2", hosts[1], address, calls)]
@@ -53,7 +53,7 @@ def test_versions_arrive_through_memory_for_a_few_buckets(sender: Sender, transp
         places.add(sender.cache.segment(version).tensor.data_ptr())
     assert len(LAYOUT.buckets) > slots
     assert sender.cache.nbytes == slots * 4096
-    assert sender.cache.copies == report.copies == 0  # a ring has no whole model
+    assert sender.cache.copies == report.copies == 0  # a ring holds no whole model
     assert len(places) == 1
 
 
@@ -121,7 +121,7 @@ def test_hot_buckets_have_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_transport_of_ones_own_without_ahead_is_refused_by_a_ring(sender: Sender) -> None:
-    """A place is written again when every receiver is done with it, which only `ahead` can tell."""
+    """A place is written again when every receiver is done with it, which only `ahead` can report."""
     sender.transport = "tests.sync.test_service:Plain"
     (error, *_), _ = stream(sender, 1)
     assert isinstance(error, SyncFailed)

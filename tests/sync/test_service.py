@@ -1,4 +1,5 @@
-"""A sender and its receivers: versions arrive by every way at once, and whatever fails, on either end, at any step, is named and undone."""
+"""A sender and its receivers: versions arrive over every transport at once, and any failure, on either end, at any step, is named and
+undone."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Scene:
-    """A sender and two receivers, `r1` and `r2`, of which the second is the one that fails."""
+    """A sender and two receivers, `r1` and `r2`; `r2` is the one that fails."""
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
@@ -55,10 +56,10 @@ class Scene:
         self.hosts = {"r1": Host(), "r2": Host(cut=True)}
         self.receivers = {name: receiver_of(name, host, listener.address) for name, host in self.hosts.items()}
         self.transports = dict.fromkeys(self.hosts, HERE)
-        self.replicas = dict.fromkeys(self.hosts, "")  # those of one name are ranks of one replica
+        self.replicas = dict.fromkeys(self.hosts, "")  # receivers with equal names here are ranks of one replica
 
     def sync(self, version: int, state: str = "serving", *names: str, **config: Any) -> list[Any]:
-        """What the sender and each receiver gave or raised. `gather`: another one, or None."""
+        """Return the results or errors of the sender and each receiver. `gather` replaces the source of weights; it may be None."""
         names = names or tuple(self.receivers)
         gather = config.pop("gather", lambda: tensors(version))
         targets = [target(name, self.transports[name], state, self.replicas[name]) for name in names]
@@ -75,7 +76,7 @@ class Scene:
         return report
 
     def fails(self, version: int, state: str = "serving", *names: str, **config: Any) -> tuple[SyncFailed, list[Any]]:
-        """Nobody has it; those that serve are as before."""
+        """Run a sync that fails: no receiver has the version, and serving replicas are as before."""
         active, before = self.sender.version, {n: (r.version, r.routed) for n, r in self.receivers.items()}
         error, *received = self.sync(version, state, *names, **config)
         assert isinstance(error, SyncFailed), error
@@ -89,7 +90,7 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def gloo() -> None:
-    """The process's first group opens a pipe that stays."""
+    """Open the pipe that the process's first group keeps, before anything is counted."""
     with Listener() as listener:
         scene = Scene(listener)
         scene.sender.transport = "rendezvous"
@@ -99,7 +100,7 @@ def gloo() -> None:
 
 @pytest.fixture
 def scene(gloo: None) -> Iterator[Scene]:
-    """Nothing is left of any sync: no descriptor, thread, group or segment."""
+    """Check that no sync leaves a descriptor, thread, group or segment behind."""
     with nothing_kept(), Listener() as listener:
         made = Scene(listener)
         yield made
@@ -107,7 +108,7 @@ def scene(gloo: None) -> Iterator[Scene]:
 
 
 def failing(step: str, error: Callable[[], Exception], *, after: bool = False) -> type[Call]:
-    """A receiver that fails at a step."""
+    """Return a kind of Call that fails at a step."""
 
     def act(self: Any, *given: Any) -> None:
         if after:
@@ -148,7 +149,7 @@ def test_receivers_of_one_sync_at_different_places(scene: Scene, monkeypatch: py
     for version, other in enumerate(("rendezvous", "serialize", "rendezvous"), start=1):
         monkeypatch.setattr(module, "choose", lambda here, there, by=other: "shm" if there == here else by)
         assert scene.works(version, "paused" if version == 3 else "serving").transports == {"shm": 1, other: 1}
-    # Where one of two ways breaks, both are given back.
+    # Where one of two transports breaks, both are given back.
     scene.receivers["r2"].calls = failing("look", trouble)
     error, (first, _) = scene.fails(4)
     assert error.peer == "r2"
@@ -231,7 +232,7 @@ STEPS = ("begin", "look", "verify", "apply_bucket", "apply", "teardown", "finali
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_receiver_that_fails_at_any_step(scene: Scene, step: str) -> None:
-    """Whatever it and the others had is there again, and the next one works. At the last step all others have published."""
+    """All receivers have their earlier version again, and the next sync works. At the last step all others have published."""
     version = 1
     scene.works(version)
     for state, after in itertools.product(("serving", "paused"), (False, True) if step != "publish" else (False,)):
@@ -265,7 +266,7 @@ def test_a_failure_after_the_publication_keeps_the_version_where_it_arrived(
     scene.works(1)
     scene.receivers["r2"].calls = failing(step, trouble, after=after)
     error, first, _ = scene.sync(2)
-    assert re.fullmatch(  # it may have left before it is told, or after
+    assert re.fullmatch(  # it may have left before or after it hears
         r"the refresh with version 2 failed: r2 failed: the disk is on fire \(waiting for activated?\); version 2 is already active",
         str(error),
     )
@@ -273,7 +274,7 @@ def test_a_failure_after_the_publication_keeps_the_version_where_it_arrived(
     assert isinstance(first, PeerFailed)
     assert (scene.receivers["r1"].version, scene.receivers["r1"].routed) == (2, True)
     assert scene.hosts["r1"].has(2)
-    assert (scene.receivers["r2"].version, scene.hosts["r2"].has(1)) == (1, True)  # an old version under its own number
+    assert (scene.receivers["r2"].version, scene.hosts["r2"].has(1)) == (1, True)  # old weights, old version number
     scene.receivers["r2"].calls = Call
     scene.works(3)
 
@@ -284,7 +285,7 @@ def test_a_failure_after_the_publication_keeps_the_version_where_it_arrived(
 def test_a_replica_runs_one_version_whichever_of_its_ranks_fails(
     scene: Scene, step: str, state: str, *, after: bool
 ) -> None:
-    """`r2` fails when the version is active: `r1`, of the same replica, goes back with it, and `r3` keeps the version."""
+    """`r2` fails after the version is active: `r1`, of the same replica, goes back with it, and `r3` keeps the version."""
     scene.hosts["r3"], scene.transports["r3"] = Host(), HERE
     scene.receivers["r3"] = receiver_of("r3", scene.hosts["r3"], scene.listener.address)
     scene.replicas = {"r1": "one", "r2": "one", "r3": "other"}
@@ -336,7 +337,7 @@ def test_a_sender_that_is_gone_as_it_activates_leaves_no_route_to_half_a_replica
 
 
 def test_an_expansion_after_a_refresh_that_failed(scene: Scene) -> None:
-    """What wakes is compared with the digests of the version that it gets, not with those of the one that failed."""
+    """A waking replica is compared with the digests of the version that it gets, not of the one that failed."""
     scene.works(1)
     scene.receivers["r2"].calls = failing("finalize", trouble)
     scene.fails(2)
@@ -384,7 +385,7 @@ def test_the_gate_opens_although_a_transport_breaks_at_its_close(scene: Scene) -
 
 
 class Breaking(Shm):
-    """It gives back what it holds, and raises as a process group may."""
+    """Gives back what it holds, then raises as a process group may."""
 
     def close(self) -> None:
         super().close()
@@ -419,7 +420,7 @@ class Noting(Shm):
 
 
 class Plain:
-    """A transport of one's own, without the kit's base class."""
+    """A user's transport without the kit's base class."""
 
     def __init__(self, ctx: TransportContext) -> None:
         self.ctx = ctx
@@ -506,7 +507,7 @@ def test_what_cannot_be_undone_is_not_routed_to(scene: Scene) -> None:
 
 
 def test_who_reported_why_and_left_is_not_merely_gone(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has acknowledged every bucket and left before the sender says anything to it."""
+    """`r2` acknowledges every bucket and leaves before the sender says anything to it."""
     left = threading.Event()
     plain = Digests.table
 
@@ -531,7 +532,7 @@ def test_who_reported_why_and_left_is_not_merely_gone(scene: Scene, monkeypatch:
 
 @pytest.mark.parametrize("step", ["apply", "publish"])
 def test_a_receiver_that_stalls_is_named_on_both_ends_in_one_deadline(scene: Scene, step: str) -> None:
-    """The other one is more patient than the sender, and so hears of it. Two that stall are waited for together."""
+    """`r1` waits longer than the sender, so it hears the reason. Two receivers that stall share one deadline."""
     scene.works(1)
     over = threading.Event()
     scene.sender.timeout_s = 0.6
@@ -578,7 +579,7 @@ def test_a_receiver_that_is_late_hears_why_the_sender_has_left(scene: Scene) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shm", "serialize"])
 def test_what_was_on_its_way_when_the_sender_left_does_not_hide_why(scene: Scene, kind: str) -> None:
-    """The one that fails does so at once; the other one reads on when all is over, with buckets still before it."""
+    """`r2` fails at once; `r1` reads on when all is over, with buckets still unread."""
     over = threading.Event()
 
     class Late(Call):
@@ -646,7 +647,7 @@ def test_who_never_calls_is_named_to_those_who_did(scene: Scene) -> None:
 
 
 def test_a_receiver_that_called_and_gave_up_is_not_taken_for_itself(scene: Scene) -> None:
-    """A sync was refused, so that nobody heard of the receiver that waited. Its old call must not be the next sync's."""
+    """No sync heard the receiver that waited. Its old call must not count for the next sync."""
     receiver = scene.receivers["r1"]
     receiver.timeout_s = 0.05
     with pytest.raises(PeerSilent):
@@ -678,7 +679,7 @@ def test_two_of_one_name(scene: Scene) -> None:
 
 
 def calling(called: threading.Event) -> type[Call]:
-    """Sets an event when the listener has been called."""
+    """Return a kind of Call that sets an event when the listener has been called."""
 
     class Calling(Call):
         def __init__(self, *given: Any) -> None:
@@ -689,7 +690,7 @@ def calling(called: threading.Event) -> type[Call]:
 
 
 def test_two_syncs_at_once_go_one_after_the_other(scene: Scene) -> None:
-    """The second one's receiver calls before the first one's does."""
+    """The second sync's receiver calls before the first sync's."""
     called, gathering = threading.Event(), threading.Event()
     scene.receivers["r2"].calls = calling(called)
 
@@ -725,7 +726,7 @@ def test_who_waits_too_long_for_another_sync_is_reported_for_which(scene: Scene)
 
 
 def test_an_expansion_that_waited_until_its_version_was_old_is_refused(scene: Scene) -> None:
-    """By the version that is active when its turn comes, and before a receiver is asked."""
+    """The version that is active when its turn comes counts, and no receiver is asked."""
     scene.works(1)
     gathering, waiting = threading.Event(), threading.Event()
     cache = scene.sender.cache
@@ -756,7 +757,7 @@ def test_an_expansion_that_waited_until_its_version_was_old_is_refused(scene: Sc
 
 
 def killed(folder: Path, transport: str, dies: str) -> dict[str, Any]:
-    """Three processes, one of which is killed in the second version; what the others say. None is left."""
+    """Run three processes, of which one is killed in version 2, and return what the others report. No process is left."""
     meeting = secrets.token_hex(8)
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.sync.ranks.service", str(folder), meeting]
@@ -775,7 +776,7 @@ def killed(folder: Path, transport: str, dies: str) -> dict[str, Any]:
     text = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
     assert set(text) == set(started) - {victim}
     for each in text.values():
-        assert each["seconds"] < 15  # of a deadline of 20
+        assert each["seconds"] < 15  # the deadline is 20 s
         assert each["left"] == {}
     return text
 

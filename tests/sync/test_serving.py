@@ -1,4 +1,4 @@
-"""Forwards while weights arrive: each is of one version alone, on one rank and on several; without the gate some are of two."""
+"""Forwards while weights arrive: each uses one version only, on one rank and on several; without the gate some mix two."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REFRESHES = 20
 
 
 def read(weights: Tensors) -> torch.Tensor:
-    """Something of each tensor, slowly."""
+    """Read a part of each tensor, slowly."""
     seen = []
     for name in KINDS:
         seen.append(weights[name, 0].float().flatten()[:1])
@@ -59,7 +59,7 @@ class Ungated(Served):
 
 
 def hammered(host: Served) -> list[str]:
-    """What was served while versions came, by two transports in turn."""
+    """Return what was served while versions arrived over two transports in turn."""
     with Listener() as listener:
         sender = sender_of(listener)
         receiver = receiver_of("r1", host, listener.address)
@@ -82,13 +82,13 @@ def hammered(host: Served) -> list[str]:
 def test_every_forward_is_of_one_version_alone() -> None:
     versions = [digest(read(tensors(version)), ALGORITHM) for version in range(REFRESHES + 1)]
     with nothing_kept():
-        served = [versions.index(one) for one in hammered(Served())]  # one that is of none raises
-    assert served == sorted(served)  # nobody goes back
+        served = [versions.index(one) for one in hammered(Served())]  # a digest of no version raises
+    assert served == sorted(served)  # versions never go back
     assert {0, REFRESHES} <= set(served)
 
 
 def test_without_the_gate_some_forwards_are_of_two_versions() -> None:
-    """The proof that the test before can fail."""
+    """Shows that the test before can fail."""
     versions = {digest(read(tensors(version)), ALGORITHM) for version in range(REFRESHES + 1)}
     assert set(hammered(Ungated())) - versions
 
@@ -107,7 +107,7 @@ def test_the_next_forward_began_after_it_was_asked_for() -> None:
 
     serving = Serving(forward)
     serving.start()
-    entered.wait(10)  # one runs with the old value
+    entered.wait(10)  # one forward runs with the old value
     cell[0] = 1
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(serving.next)
@@ -132,7 +132,7 @@ def test_a_forward_that_raises_is_reported_to_whoever_waits_and_at_the_end() -> 
             act()
     assert not serving.running
     serving.stop()
-    with serving.writing():  # weights can still come
+    with serving.writing():  # weights can still arrive
         pass
     serving.forward = lambda: torch.zeros(1)
     serving.start()
@@ -165,14 +165,14 @@ def test_a_forward_that_hangs_is_reported_and_is_not_forgotten() -> None:
     with pytest.raises(KitError, match=r"a forward did not end within 0\.05 s"):
         serving.stop()
     with pytest.raises(BadInput, match="the replica serves already"):
-        serving.start()  # two threads would run forwards
+        serving.start()  # otherwise two threads would run forwards
     go.set()
     serving.timeout_s = 10.0
     serving.stop()
 
 
 def test_readers_wait_as_long_as_a_writer_is_inside() -> None:
-    """A writer stays for many steps of a sync, each of which may take a deadline."""
+    """A writer stays for many steps of a sync, and each step may take a whole deadline."""
     serving = Serving(lambda: torch.zeros(1), timeout_s=0.02)
     serving.start()
     with serving.writing():
@@ -186,7 +186,7 @@ def test_readers_wait_as_long_as_a_writer_is_inside() -> None:
 
 
 class Replica:
-    """Two ranks whose forwards meet in a collective, as those of a sharded model do."""
+    """Two ranks whose forwards meet in a collective, like those of a sharded model."""
 
     def __init__(self, folder: Path, deadlines: tuple[float, float] = (10.0, 10.0)) -> None:
         def join(rank: int) -> Any:
@@ -218,7 +218,7 @@ class Replica:
 
 
 def agree(group: Any) -> Callable[[Callable[[], bool]], bool]:
-    """As `Serving._all` does it by a group that the process's registry knows, which two ranks of one process cannot have."""
+    """Like `Serving._all`, but without the process's registry of groups, which cannot hold the groups of two ranks."""
 
     def of_all(wish: Callable[[], bool]) -> bool:
         options = dist.AllreduceOptions()
@@ -244,7 +244,7 @@ def test_a_writer_comes_between_the_same_two_forwards_on_every_rank(replica: Rep
 
     def write(rank: int, value: int) -> None:
         with replica.ranks[rank].writing():
-            time.sleep(0.001 * rank)  # they need not be equally fast
+            time.sleep(0.001 * rank)  # ranks need not be equally fast
             replica.values[rank] = torch.full((1,), float(value))
 
     for value in range(1, 11):
@@ -257,7 +257,7 @@ def test_a_writer_comes_between_the_same_two_forwards_on_every_rank(replica: Rep
 
 
 def test_a_writer_that_gives_up_does_not_hold_forwards_off(replica: Replica) -> None:
-    """Only one rank's writer comes. It is told so in time, and when later both come all is as if it had not been."""
+    """Only one rank's writer comes, and it times out. When both come later, everything works as before."""
     replica.start()
     replica.ranks[0].timeout_s = 0.1
     with (

@@ -1,4 +1,4 @@
-"""Buckets arrive as they were packed, by every transport that two ends in one process can try; the sender keeps its distance."""
+"""Buckets arrive as packed, over every transport that two ends in one process can try; the sender does not run too far ahead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.sync.ranks.transports import SIZES, Act, as_receiver, as_sender, buck
 
 
 def between(kind: Any, send: Act, *receive: Act, timeout_s: float = 5.0, **more: Any) -> list[Any]:
-    """A sender and receivers, each on a thread; what they gave, or raised."""
+    """Run a sender and receivers, each on a thread; return their results or errors."""
     names = [f"receiver {number}" for number in range(len(receive))]
     done: list[Any] = [None] * (len(receive) + 1)
 
@@ -45,7 +45,7 @@ def between(kind: Any, send: Act, *receive: Act, timeout_s: float = 5.0, **more:
 
 
 def mapped() -> int:
-    """Segments that somebody holds, and not only an error's frames."""
+    """Count the segments that are held by more than an error's frames."""
     gc.collect()
     return len(memory_files())
 
@@ -60,7 +60,7 @@ def test_every_byte_arrives(kind: str, receivers: int) -> None:
 
 
 def test_shared_memory_is_not_copied() -> None:
-    """What a receiver has of a bucket is what the sender has: a later write is seen there."""
+    """A receiver's bucket is the sender's memory: a later write shows there."""
     written = threading.Event()
 
     def writes(transport: Transport) -> None:
@@ -87,7 +87,7 @@ def test_mappings_that_are_kept_are_used_again_and_not_too_many() -> None:
     assert first is again
     assert first.tensor.data_ptr() == again.tensor.data_ptr()
     assert first is not second
-    with pytest.raises(BadInput, match="closed"):  # the one that was not used for longest
+    with pytest.raises(BadInput, match="closed"):  # the least recently used one
         _ = second.tensor
     kept.close()
     for segment in [*segments_, third]:
@@ -103,7 +103,7 @@ def test_a_kept_mapping_shows_the_next_syncs_bytes() -> None:
         return between(kind, send, receive, kept=kept)[1:]
 
     assert [twice("shm"), twice("shm")] == [[[]], [[]]]
-    assert mapped() == before + 2  # each sync here has a segment of its own
+    assert mapped() == before + 2  # each sync here has its own segment
     kept.close()
     assert mapped() == before
 
@@ -123,7 +123,7 @@ def test_other_transports_fill_what_they_are_given(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "depth"), [("serialize", DEPTH), ("rendezvous", DEPTH), ("shm", transports.MESSAGES)])
 def test_the_sender_waits_for_the_slowest(kind: str, depth: int) -> None:
-    """It is so many buckets ahead of a receiver that does not say that it is done, and no more."""
+    """The sender gets `depth` buckets ahead of a receiver that does not report done, and no further."""
     sent: list[int] = []
     given_up = threading.Event()
     many = {"sizes": [512] * (depth + 2), "starts": [0] * (depth + 2)}
@@ -187,7 +187,7 @@ def test_a_receiver_that_goes_is_named(kind: str) -> None:
 
 
 def test_who_waits_in_the_group_hears_why_the_sender_gave_up() -> None:
-    """The word on the link counts, not what the broken group says."""
+    """The reason on the link counts, not the error of the broken group."""
 
     def gives_up(transport: Transport) -> None:
         send_one = transport.ctx.segment
@@ -202,7 +202,7 @@ def test_who_waits_in_the_group_hears_why_the_sender_gave_up() -> None:
 
 
 def test_who_is_gone_comes_before_who_failed_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Receiver 0 complains, and receiver 1, which is asked later, is the one that left."""
+    """Receiver 0 complains, but receiver 1, which is asked later, is the one that left."""
     left, complained, heard = threading.Event(), threading.Event(), threading.Event()
 
     def complains(transport: Transport) -> None:
@@ -275,7 +275,7 @@ def test_no_handles_without_a_gpu() -> None:
 
 
 def test_a_peer_that_breaks_the_group_and_leaves_later_is_named() -> None:
-    """On a busy machine its link ends long after the group's connection."""
+    """On a busy machine its link closes long after the group's connection."""
 
     def leaves(transport: Transport) -> None:
         group, transport.group = transport.group, None

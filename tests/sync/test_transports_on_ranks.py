@@ -1,4 +1,4 @@
-"""Transports between real ranks: of one World, of two, and of processes one of which is killed. Nothing is left of any of them."""
+"""Transports between real ranks: in one World, in two, and in processes of which one is killed. Nothing is left behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def sync(world: World, ranks: list[int], **about: Any) -> list[Any]:
-    """What sender and receivers say, in this order."""
+    """Return the results of sender and receivers, in this order."""
     (address,) = world.call(f"{RANKS}:listen", ranks=[ranks[0]])
     message = world.call(f"{RANKS}:sync", address=address, part=ranks, **about)
     return [message[rank] for rank in ranks]
@@ -40,7 +40,7 @@ def sync(world: World, ranks: list[int], **about: Any) -> list[Any]:
 @pytest.mark.parametrize("kind", ["shm", "broadcast", "per-tensor", "rendezvous", "serialize"])
 @pytest.mark.parametrize("ranks", [[0, 1], [2, 0, 3]], ids=str)
 def test_every_byte_arrives_and_nothing_is_left(world: World, kind: str, ranks: list[int]) -> None:
-    """Twice in a row: a second group of the same ranks must not meet the first one's traces."""
+    """The sync runs twice: a second group of the same ranks must not meet traces of the first."""
     for _ in range(2):
         sender, *receivers = sync(world, ranks, kind=kind)
         assert (sender["error"], sender["left"]) == (None, {})
@@ -59,7 +59,7 @@ def test_a_receiver_that_stalls_is_named_in_time_and_nothing_is_left(world: Worl
     assert sender["seconds"] < 10
     assert victim["error"] is None or victim["error"][0].startswith("Peer"), victim["error"]
     assert [each["left"] for each in message] == [{}] * 3
-    assert sync(world, [0, 1, 2], kind=kind)[2]["differ"] == []  # the next one goes as if nothing had been
+    assert sync(world, [0, 1, 2], kind=kind)[2]["differ"] == []  # the next sync works normally
 
 
 def test_the_whole_world_is_refused(world: World) -> None:
@@ -73,7 +73,7 @@ def test_the_whole_world_is_refused(world: World) -> None:
 
 @pytest.mark.parametrize("kind", kinds("rendezvous", slow=("shm", "serialize")))
 def test_two_worlds(world: World, kind: str, tmp_path: Path) -> None:
-    """The sender and a receiver in one World, the other receiver in another one, whose ranks count from 4 on."""
+    """The sender and one receiver are in one World, the other receiver is in another, whose ranks count from 4 on."""
     with World(1, device="cpu", env=ENV, logs=tmp_path) as other, ThreadPoolExecutor(2) as pool:
         for _ in range(2):
             (address,) = world.call(f"{RANKS}:listen", ranks=[1])
@@ -87,7 +87,7 @@ def test_two_worlds(world: World, kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", kinds("broadcast", slow=("shm", "rendezvous", "serialize")))
 def test_a_receiver_that_is_killed_is_named(kind: str, tmp_path: Path) -> None:
-    """Four processes without torchrun, which would end all when one is killed: ranks 0 to 2 take part, and 2 is killed half-way."""
+    """Four processes without torchrun, which would end all when one is killed: ranks 0 to 2 take part, and rank 2 is killed half-way."""
     command = [sys.executable, "-m", RANKS]
     started = [
         subprocess.Popen([*command, str(rank), "4", str(tmp_path), kind], cwd=ROOT, env=os.environ | ENV)
@@ -106,6 +106,6 @@ def test_a_receiver_that_is_killed_is_named(kind: str, tmp_path: Path) -> None:
     assert (name, peer) == ("PeerGone", "receiver 2"), words
     assert victim["error"] is None or victim["error"][0] in {"PeerGone", "PeerFailed"}, victim["error"]
     for rank in (sender, victim):
-        assert rank["seconds"] < 10  # of a deadline of 20
-        # The World's own connection to the dead went with it: descriptors and sockets may be fewer.
+        assert rank["seconds"] < 10  # the deadline is 20 s
+        # The World's own connection to the dead rank is gone, so there may be fewer descriptors and sockets.
         assert all(count < 0 and what in {"fds", "sockets"} for what, count in rank["left"].items()), rank["left"]

@@ -1,4 +1,4 @@
-"""Both ends look at the same tensors, others with every version; what differs is named by bucket and tensor; no thread is left."""
+"""Both ends check the same tensors, others with each version; differences are named by bucket and tensor; no thread is left."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ends(version: int, share: float, algorithm: str = "xxh3") -> tuple[Digests, 
 @pytest.mark.parametrize("algorithm", ["xxh3", "sha256"])
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.01])
 def test_live_tensors_and_what_arrived_have_the_same_digests(share: float, algorithm: str) -> None:
-    """bf16, fp8 and split tensors among them; what a table says is what goes over a link."""
+    """bf16, fp8 and split tensors are included; the table is what goes over a link."""
     counts = set()
     for version in range(1, 30):
         source = tensors(version)
@@ -43,11 +43,11 @@ def test_live_tensors_and_what_arrived_have_the_same_digests(share: float, algor
         sender.close()
         receiver.close()
     assert counts == {len(KINDS)} if share == 1 else len(counts) > 1 or counts == {0, 1}
-    assert max(counts) >= 1  # even a small share comes to something over the versions
+    assert max(counts) >= 1  # even a small share covers some tensor over the versions
 
 
 def test_one_changed_bit_is_found_wherever_it_is_looked_for() -> None:
-    """In each piece in turn: also in each of the pieces of a tensor that lies in several buckets."""
+    """The bit changes in each piece in turn, also in each piece of a tensor that spans several buckets."""
     source = tensors(1)
     for index, bucket in enumerate(LAYOUT.buckets):
         for piece in bucket:

@@ -1,4 +1,4 @@
-"""What a receiver fills: everything is checked before the first byte, by name; pieces of a tensor wait for one another."""
+"""The weights that a receiver fills: everything is checked by name before the first byte; pieces of a tensor wait for one another."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_dtype_and_what_is_split_arrives(kind: Any) -> None:
 
 
 def test_shards_are_cut_out_in_any_order_of_buckets() -> None:
-    """Of `large`, which lies in three buckets, columns and rows go to two places; of `half` nothing is wanted here."""
+    """Columns and rows of `large`, which spans three buckets, go to two places; nothing of `half` is wanted here."""
     source = tensors(1)
     columns, rows = torch.zeros(40, 128)[:, ::2], torch.zeros(20, 64)
     mine = {key: tensor for key, tensor in tensors(0).items() if key[0] not in {"large", "half"}}
@@ -85,7 +85,7 @@ def test_what_is_missing_on_either_end_or_does_not_fit_is_named_before_a_byte_mo
 
 @pytest.mark.parametrize("kind", [Whole, cut])
 def test_weights_that_are_away_are_named(kind: Any) -> None:
-    """A replica that sleeps: to copy into its storages would be to write where nothing is."""
+    """The replica sleeps: a copy into its storages would write to memory that is gone."""
     mine = tensors(0)
     mine["eighth", 0].untyped_storage().resize_(0)
     with pytest.raises(Mismatch, match=r"eighth \(shard 0\) has no bytes here"):

@@ -1,4 +1,4 @@
-"""The arithmetic task of loops: exact problems, graded rewards that differ within a group, lengths that straggle, numbers by key alone."""
+"""The arithmetic task: exact problems, graded rewards that differ within a group, uneven lengths, random numbers by key alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The split step on FSDP2 beside the plain one, on two real ranks over gloo, and both beside a plain float64 model."""
+"""The split step on FSDP2 compared with the plain step, on two real ranks over gloo, and both with a plain float64 model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ ROOT = Path(__file__).parents[2]
 EXACT = ("lr", "wd", "global_valid_seqs", "global_valid_toks", "version")
 GRADIENTS, PARAMETERS, METRICS, LOSS = 1e-6, 1e-5, 1e-6, 1e-6
 FIXED = {"gradients": GRADIENTS, "parameters": PARAMETERS, "metrics": METRICS, "loss": LOSS}
-# Of one token's ratio, where microbatches hold other rows: a float32 log-probability between 8 and 16 is rounded to 1e-6.
+# For one token's ratio when microbatches group rows differently: float32 rounds a log-probability between 8 and 16 to
+# 1e-6.
 REGROUPED_EXTREMES = 4e-6
-# Computed in bfloat16 on scales that differ: to its own rounding, and Adam makes small gradients large.
+# bfloat16 on different scales agrees only to its own rounding, and Adam enlarges small gradients.
 NARROW = {"gradients": 2e-2, "parameters": 1e-3, "metrics": 5e-2, "loss": 1e-3}
 
 
@@ -113,7 +114,7 @@ def test_a_step_without_rows_reduces_and_ticks(world: World) -> None:
         assert (result["global_loss"], result["global_valid_toks"], result["version"]) == (0.0, 0.0, 1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # they keep unreduced sums in different places
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # each keeps unreduced sums in a different place
 @pytest.mark.parametrize("where", ["nowhere", "loss", "forward", "backward"])
 def test_abort_leaves_nothing(world: World, where: str, dtype: str) -> None:
     for rank in ask(world, "abort", where=where, dtype=dtype):
@@ -172,7 +173,7 @@ def test_what_was_passed_may_be_reused(world: World) -> None:
 
 
 def test_hashing_leaves_tensors_resizable(world: World) -> None:
-    """numpy() on a tensor marks its storage as never to be resized again: a release could not free it."""
+    """numpy() on a tensor marks its storage as not resizable, so a release could not free it."""
     assert ask(world, "fixed_in_size_by_hashing") == [[], []]
 
 

@@ -1,4 +1,4 @@
-"""Losses against an oracle that shares no code with them, and against numbers worked out by hand."""
+"""Losses compared with an oracle that shares no code with them, and with numbers worked out by hand."""
 
 import math
 
@@ -14,7 +14,7 @@ ROWS, LENGTH = 6, 9
 
 
 def made(seed=0, spread=0.25, dtype=torch.float64, masks="ragged"):
-    """Log-probabilities and a batch: a prompt, an answer, padding; a masked row, and a valid row without a valid token."""
+    """Log-probabilities and a batch: prompts, answers, padding; a masked row, and a valid row without a valid token."""
     generator = torch.Generator().manual_seed(seed)
 
     def near(values):
@@ -23,7 +23,7 @@ def made(seed=0, spread=0.25, dtype=torch.float64, masks="ragged"):
     base = -3 * torch.rand(ROWS, LENGTH, generator=generator, dtype=torch.float64) - 0.5
     place = torch.arange(LENGTH)
     prompt = torch.tensor([1, 2, 0, 3, 2, 4])[:, None]
-    end = torch.tensor([9, 5, 7, 4, 9, 4])[:, None]  # row 3: a single token; row 5: none
+    end = torch.tensor([9, 5, 7, 4, 9, 4])[:, None]  # row 3: one token; row 5: none
     token_mask = ((place >= prompt) & (place < end)).double()
     sample_mask = torch.tensor([1.0, 1, 1, 1, 0, 1])
     if masks == "full":
@@ -43,7 +43,7 @@ def made(seed=0, spread=0.25, dtype=torch.float64, masks="ragged"):
 
 
 def run(loss, logprobs, batch, **by):
-    """Loss, gradient, metrics as a step would have them: raw sums divided by the true counts, extremes over nothing -1."""
+    """Return loss, gradient and metrics as a step would: raw sums divided by the true counts; extremes over nothing are -1."""
     logprobs = logprobs.clone().requires_grad_()
     sequences, tokens = (max(1.0, count) for count in counts(batch).tolist())
     by = by or {"tokens": tokens, "sequences": sequences}
@@ -97,7 +97,7 @@ PENALTIES = [
         )
     ),
 ]
-# Every surrogate with every weight at every level, the penalties by turns: each meets each surrogate.
+# Every surrogate with every weight at every level. Penalties rotate, so that each meets each surrogate.
 CLIPPED = [
     ClippedPolicyGradient(**{"level": level, **surrogate, **weight, **PENALTIES[(first + second) % len(PENALTIES)]})
     for first, surrogate in enumerate(SURROGATES)
@@ -123,7 +123,7 @@ def agree(loss, logprobs, batch, exact, **close):
 @pytest.mark.parametrize("masks", ["ragged", "full"])
 @pytest.mark.parametrize("part", range(6))
 def test_formulas_are_the_oracles(part, masks):
-    """In float64, so that nothing hides behind rounding."""
+    """In float64, so that rounding hides no difference."""
     logprobs, batch = made(seed=part, masks=masks)
     for loss in CLIPPED[part::6]:
         agree(loss, logprobs, batch, (logprobs, batch), rtol=1e-11, atol=1e-13)
@@ -144,7 +144,7 @@ def test_float32_is_as_near_as_float32_can_be(spread):
 
 
 def test_the_grid_reaches_every_branch():
-    """Else the comparisons above would compare little."""
+    """Otherwise the comparisons above would cover little."""
     logprobs, batch = made()
     cut_some = {
         (loss.truncation, loss.importance)
@@ -182,7 +182,8 @@ def test_raw_sums_of_any_pieces_are_those_of_the_whole(loss, pieces):
 
 @pytest.mark.parametrize("loss", LOSSES[::9], ids=str)
 def test_dividing_first_or_last_is_the_same(loss):
-    """A plain step knows the true counts before, a split one at its end: each metric has one normalizer."""
+    """A plain step knows the true counts before, a split one only at its end; dividing late works because each metric has one
+    normalizer."""
     logprobs, batch = made(dtype=torch.float32)
     sequences, tokens = counts(batch).tolist()
     first = run(loss, logprobs, batch)[2]

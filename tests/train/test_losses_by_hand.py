@@ -1,4 +1,4 @@
-"""Numbers that can be worked out on paper, and places where little or nothing is left to sum."""
+"""Numbers that can be worked out on paper, and batches with few or no valid tokens."""
 
 import math
 
@@ -47,12 +47,12 @@ def run(loss, cur, batch, tokens=1.0, sequences=1.0):
     ("ratio", "advantage", "dual_clip", "value", "slope"),
     [
         (1.1, 2.0, None, -2.2, -2.2),  # inside the band: -A r
-        (1.5, 2.0, None, -2.4, 0.0),  # too far in the good direction: held, no slope
-        (0.5, 2.0, None, -1.0, -1.0),  # too far in the bad direction: let back
+        (1.5, 2.0, None, -2.4, 0.0),  # too far in the good direction: clipped, no slope
+        (0.5, 2.0, None, -1.0, -1.0),  # too far in the bad direction: not clipped
         (0.5, -2.0, None, 1.6, 0.0),
         (1.5, -2.0, None, 3.0, 3.0),
         (5.0, -2.0, 3.0, 6.0, 0.0),  # dual clipping: at most -A c
-        (5.0, 2.0, 3.0, -2.4, 0.0),  # ... where A is negative only
+        (5.0, 2.0, 3.0, -2.4, 0.0),  # ... only where A is negative
     ],
 )
 def test_one_token_of_ppo(ratio, advantage, dual_clip, value, slope):
@@ -102,7 +102,7 @@ def test_masks_speak_of_tokens_and_predictions_come_one_before():
 
 @pytest.mark.parametrize(("kind", "value"), [("k1", -0.5), ("k2", 0.125), ("k3", math.exp(0.5) - 1.5)])
 def test_penalties(kind, value):
-    """One token whose reference likes it better by half a nat."""
+    """One token with a reference log-probability half a nat higher."""
     got, _, seen = run(ClippedPolicyGradient(kl=0.1, kl_kind=kind), -1.0, batch_of([[0, 1]], ref=-0.5, advantage=0.0))
     assert got == pytest.approx(0.1 * value)
     assert seen["kl_penalty"] == pytest.approx(value)  # without its coefficient
@@ -142,9 +142,9 @@ def test_weights_of_rows_multiply_over_their_tokens():
     batch["generation_logprobs"][:2, 1:] = -1 - torch.tensor([[2, 0.5], [1, 3]], dtype=torch.float64).log()
     got, _, seen = run(ClippedPolicyGradient(importance="sequences"), -1.0, batch)
     assert got == pytest.approx(-1 - 1 - 3 - 3)
-    assert seen["sampling_importance_ratio"] == pytest.approx(1 + 3 + 1)  # the empty row's is the empty product
+    assert seen["sampling_importance_ratio"] == pytest.approx(1 + 3 + 1)  # for the empty row, the empty product
     _, _, seen = run(ClippedPolicyGradient(importance="sequences", truncation="tis", band_high=2), -1.0, batch)
-    assert seen["is_oob_ratio"] == 2  # in tokens: both of the second row
+    assert seen["is_oob_ratio"] == 2  # counted in tokens: both of the second row
 
 
 def test_how_far_engine_and_trainer_are_apart():
@@ -164,7 +164,7 @@ def test_how_far_engine_and_trainer_are_apart():
     ids=["no token", "no row", "nothing but a first token", "rows of one token, which nothing predicts"],
 )
 def test_nothing_valid_is_exactly_nothing(loss, token_mask, sample_mask):
-    """A data rank without a valid token takes part in everything and adds 0."""
+    """A data rank without a valid token takes part in everything and contributes 0."""
     batch = batch_of(token_mask, sample_mask, prev=math.nan, gen=-math.inf, ref=math.nan, advantage=math.inf)
     value, gradient, seen = run(loss, math.nan, batch)
     assert value == 0.0
@@ -213,24 +213,24 @@ def test_a_row_of_one_token_and_an_empty_row(loss):
 @pytest.mark.parametrize(
     ("places", "loss_is_finite", "gradient_is_finite"),
     [
-        ({"prev": -math.inf}, True, False),  # the ratio is infinite; clipping holds the loss, not the gradient
+        ({"prev": -math.inf}, True, False),  # the ratio is infinite; clipping limits the loss, not the gradient
         ({"prev": -math.inf, "advantage": -1.0}, False, False),
         ({"gen": -math.inf}, False, False),  # the weight is infinite
-        ({"ref": -math.inf}, False, True),  # so is the penalty, but its slope goes to 1: the loss alone shows it
+        ({"ref": -math.inf}, False, True),  # the penalty is infinite but its slope goes to 1: only the loss shows it
         ({"advantage": math.inf}, False, False),
         ({"prev": math.nan}, False, False),
     ],
     ids=str,
 )
 def test_infinities_that_count_are_not_hidden(places, loss_is_finite, gradient_is_finite):
-    """A gradient that is not finite has a norm that shows it, and the update is skipped."""
+    """A non-finite gradient has a non-finite norm, so the update is skipped."""
     value, gradient, _ = run(ClippedPolicyGradient(importance="tokens", kl=0.1), -1.0, batch_of([[0, 1]], **places))
     assert math.isfinite(value) == loss_is_finite
     assert bool(gradient.isfinite().all()) == gradient_is_finite
 
 
 def test_a_token_that_the_model_has_ruled_out():
-    """Its ratio is 0, which the loss can bear; its entropy is not a number."""
+    """The token's ratio is 0, which the loss can handle; its entropy is NaN."""
     value, gradient, seen = run(ClippedPolicyGradient(), -math.inf, batch_of([[0, 1]], advantage=-1.0))
     assert (value, gradient.item()) == (pytest.approx(0.8), 0.0)
     assert seen["probs_ratio_min"] == 0.0

@@ -1,4 +1,4 @@
-"""Where trainer and engine are far apart, and where masked places hold what is not a number: the oracle's numbers, in float32 too."""
+"""Large gaps between trainer and engine, and non-finite values at masked positions: still the oracle's numbers, also in float32."""
 
 import math
 
@@ -30,7 +30,7 @@ HIDDEN = ("advantages", "prev_logprobs", "generation_logprobs", "reference_logpr
 
 
 def made(gap, party="generation_logprobs"):
-    """Float32 rows: a prompt, an answer, a row that does not count; one token where the trainer is `gap` above one party."""
+    """Float32 rows: a prompt, an answer, a row that does not count; at one token the trainer is `gap` above one party."""
     generator = torch.Generator().manual_seed(3)
     base = -3 * torch.rand(ROWS, LENGTH, generator=generator) - 0.5
 
@@ -94,7 +94,7 @@ def test_a_ratio_may_be_far_from_one_as_well(name, gap):
 @pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", LOSSES)
 def test_masked_rubbish_reaches_nothing_at_any_gap(name, rubbish):
-    """Rows by sequences too, whose one ratio or weight stands beside masked places."""
+    """Also for rows by sequence, where one ratio or weight per row is multiplied with masked positions."""
     loss = LOSSES[name]
     logprobs, batch = made(15.0)
     clean = run(loss, logprobs, batch)
@@ -111,7 +111,7 @@ def test_masked_rubbish_reaches_nothing_at_any_gap(name, rubbish):
 @pytest.mark.parametrize("ratio", ["tokens", "sequences"])
 @pytest.mark.parametrize("importance", ["none", "tokens", "sequences"])
 def test_a_row_that_overflows_leaves_its_masked_places_alone(ratio, importance):
-    """Infinite times 0 is not a number: the sums of the row are infinite, and its masked places have a gradient of 0."""
+    """Infinity times 0 is NaN: the row's sums are infinite, but its masked positions must have a gradient of 0."""
     loss = ClippedPolicyGradient(level="sequences", ratio=ratio, importance=importance)
     logprobs, batch = made(0.0)
     inside = batch["token_mask"][1, 1:] > 0

@@ -1,4 +1,4 @@
-"""What a loss says of itself: the normalizers of its metrics, in code and docs, and the combinations that it refuses."""
+"""What a loss declares: its metrics' normalizers, in code and docs, and the combinations that it refuses."""
 
 import re
 from pathlib import Path
@@ -91,7 +91,7 @@ SETTINGS = (
 
 
 def reported(kind, loss):
-    """The docs' table for a loss of these settings."""
+    """The docs' table of normalizers for a loss with these settings."""
     section = DOCS.split("## Normalizers")[1].split("\n## ")[0]
     table = {}
     for line in section.splitlines():

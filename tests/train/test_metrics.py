@@ -1,4 +1,4 @@
-"""How metrics of microbatches become those of a step."""
+"""How metrics of microbatches are combined into those of a step."""
 
 import math
 
@@ -61,7 +61,7 @@ def test_sums_are_exact_in_float64():
     [([math.inf, -math.inf], math.nan), ([math.inf, 1.0], math.inf), ([1.7e308, 1.7e308], math.inf)],
 )
 def test_sums_that_are_not_finite_are_no_error(values, total):
-    """One rank that raises would leave the others in their collective."""
+    """A rank that raises would leave the others waiting in their collective."""
     seen = [{"loss": torch.tensor(value, dtype=torch.float64)} for value in values]
     assert protocol.of_microbatches(seen, ["loss"])["loss"] == pytest.approx(total, nan_ok=True)
 

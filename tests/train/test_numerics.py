@@ -1,4 +1,4 @@
-"""How exactly a process computes is set by name, and put back."""
+"""A process's numerical precision is set by name, and restored."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_tf32_is_off_whichever_name_switched_it_on(as_before: Numerics) -> None:
     full_float32()
     assert not torch.backends.cuda.matmul.allow_tf32
     matmul: object = torch.backends.cuda.matmul
-    if hasattr(matmul, "fp32_precision"):  # torch 2.9 and newer, beside the older name; torch refuses to tell a mixture
+    if hasattr(matmul, "fp32_precision"):  # torch 2.9 and newer, beside the older name; torch refuses to read a mixture
         matmul.fp32_precision = "tf32"
         assert Numerics.now().precision is None
         full_float32()

@@ -1,4 +1,4 @@
-"""The oracle on its own feet: it shares no code with what it checks, and notices what it is there to notice."""
+"""The oracle itself: it shares no code with what it checks, and detects the errors that it is meant to detect."""
 
 import ast
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_it_wants_float64():
 
 
 def test_shift_mask_and_level_on_paper():
-    """Row 0 has tokens 1 and 3; row 1 counts and has none; row 2 does not count."""
+    """Row 0 has tokens 1 and 3; row 1 counts but has none; row 2 does not count."""
     batch = batch_of([[1, 1, 0, 1], [1, 0, 0, 0], [1, 1, 1, 1]], [1, 1, 0])
     logprobs = -torch.tensor([[1.0, 10, 3], [100, 100, 100], [1000, 1000, 1000]], dtype=torch.float64)
     logprobs.requires_grad_()

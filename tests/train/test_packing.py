@@ -1,4 +1,4 @@
-"""Microbatches by rows and by tokens; several sequences in one row are as apart as in rows of their own."""
+"""Microbatches by rows and by tokens; sequences packed into one row are as independent as in separate rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTHS = [9, 1, 20, 2, 13, 20, 5]
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """As ranks have it: on a busy machine threads of small models wait for each other."""
+    """One thread, as on ranks: on a busy machine the threads of small models wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""The plain model against itself in float64, against the definition of attention by hand, and against its own cache."""
+"""The plain model compared with itself in float64, with attention computed by hand, and with its own cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GEOMETRY = GEOMETRIES["tiny"]
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """As ranks have it: on a busy machine threads of small models wait for each other."""
+    """One thread, as on ranks: on a busy machine the threads of small models wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -25,7 +25,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def weights() -> dict[str, torch.Tensor]:
-    """Larger than initial ones, biases too, so that every part matters."""
+    """Weights larger than initial ones, with non-zero biases, so that every part matters."""
     generator = torch.Generator().manual_seed(5)
     made = initial_weights(GEOMETRY, 1)
     return {name: value * 3 + 0.1 * torch.randn(value.shape, generator=generator) for name, value in made.items()}
@@ -75,7 +75,7 @@ def test_float32_is_float64_to_rounding(weights, ids) -> None:
 
 
 def by_hand(weights: dict[str, torch.Tensor], ids: list[int]) -> torch.Tensor:
-    """Logits of one sequence by loops over heads and positions, in float64."""
+    """Compute the logits of one sequence by loops over heads and positions, in float64."""
     g, w = GEOMETRY, {name: value.double() for name, value in weights.items()}
     head = g.hidden // g.heads
 
@@ -113,7 +113,7 @@ def by_hand(weights: dict[str, torch.Tensor], ids: list[int]) -> torch.Tensor:
 
 def test_logits_are_those_worked_out_by_hand(weights, ids) -> None:
     model = from_weights(GEOMETRY, weights, dtype=torch.float64)
-    # Angles are float64 there too; rounding is all that differs.
+    # Angles are float64 in both; only rounding differs.
     torch.testing.assert_close(model(ids[:1, :6])[0], by_hand(weights, ids[0, :6].tolist()), rtol=1e-9, atol=1e-9)
 
 

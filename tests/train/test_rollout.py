@@ -1,4 +1,4 @@
-"""Rollouts: ragged, masked, the same for the same seed, and four sets of log-probabilities that differ as they do in life."""
+"""Rollouts: uneven lengths, masks, equal results for equal seeds, and four sets of log-probabilities that differ as in practice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Made = tuple[dict[str, torch.Tensor], Batch]
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """As ranks have it: on a busy machine threads of small models wait for each other."""
+    """One thread, as on ranks: on a busy machine the threads of small models wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -107,7 +107,7 @@ def test_parties_differ_as_in_life(made, warm_steps) -> None:
 
 
 def test_the_engine_speaks_bfloat16() -> None:
-    """With no lesson before and between, engine and reference are one model: what is apart is the number format."""
+    """Without training steps engine and reference are the same model: only the number format differs."""
     batch = make(warm_steps=0)[1]
     on = batch["token_mask"] > 0
     apart = (batch["generation_logprobs"] - batch["reference_logprobs"])[on].abs()

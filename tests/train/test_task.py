@@ -1,4 +1,4 @@
-"""The arithmetic task: what is kept in the repository is what the command writes; rewards are graded."""
+"""The arithmetic task: the stored weights are what the command writes; rewards are graded."""
 
 from __future__ import annotations
 

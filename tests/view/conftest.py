@@ -16,7 +16,7 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shell():
-    """A real shell with the magics, one a test file: IPython keeps global state."""
+    """A real shell with the magics, one per test file because IPython keeps global state."""
     shell = InteractiveShell.instance()
     magics.load(shell)
     yield shell
@@ -25,7 +25,7 @@ def shell():
 
 @pytest.fixture
 def cell(shell, capsys):
-    """Run a cell; its result and what was shown."""
+    """Run a cell; return its result and what it printed."""
 
     def run(text: str):
         capsys.readouterr()
@@ -52,7 +52,7 @@ METRICS = {
 
 @pytest.fixture
 def make_run(tmp_path):
-    """A run with records of every source, as a lab would leave it."""
+    """Make a run with records of every source, as a lab leaves it."""
 
     def make(*, ranks=2, cycles=3, phases=("create", "talk", "destroy"), more=(), finish=True, fault=None):
         from kit.results import Run

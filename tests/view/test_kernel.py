@@ -1,4 +1,4 @@
-"""The magics in a real kernel: what JupyterLab would get, message by message."""
+"""The magics in a real kernel: the messages that JupyterLab would receive."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def client(tmp_path_factory):
 
 
 def execute(client, code, on_stream=str):
-    """Run a cell; the reply, the streamed text and the other outputs in order."""
+    """Run a cell; return the reply, the streamed text and the other outputs in order."""
     ident = client.execute(code)
     streamed, outputs = "", []
     while True:
@@ -113,7 +113,7 @@ def test_an_interrupt_gives_the_prompt_back(client):
 
 
 def test_a_stop_button_ends_run_all(client):
-    """The reply's status is what makes JupyterLab stop; a wrong option must do so too."""
+    """JupyterLab stops at a reply with an error status, so a wrong option must cause one too."""
     execute(client, "%load_ext kit")
     reply, streamed, _ = execute(client, "%%ranks --bogus\n1")
     assert reply["status"] == "error"

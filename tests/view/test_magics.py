@@ -51,7 +51,7 @@ def test_an_error_is_an_exception_without_plumbing(cell):
     result, shown = cell("%%ranks\nraise ValueError('on purpose')")
     assert isinstance(result.error_in_exec, RankError)
     assert result.error_in_exec.ranks == (0, 1)
-    assert shown.count("Traceback") == 1  # identical on both ranks: told once
+    assert shown.count("Traceback") == 1  # identical on both ranks, so shown once
     assert "on purpose" in shown
     assert "kit/world" not in shown
     assert "kit/view" not in shown

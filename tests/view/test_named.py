@@ -1,4 +1,4 @@
-"""Plots by name: each alone has its axes, units and numbers, and its limit where a person moved it. Runs are made up here."""
+"""Single plots by name: each has its axes, units and numbers, and its limit where a person moved it. Runs are made up here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kit.view import named
 
 @pytest.fixture(autouse=True)
 def strict():
-    """A layout that does not fit only warns."""
+    """Turn warnings into errors, because a layout that does not fit only warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -28,7 +28,7 @@ def strict():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Records in the shape of the offload lab's; nothing was run."""
+    """A made-up run in the offload lab's format."""
     return kit.load(made_up(tmp_path_factory.mktemp("runs"), 3000))
 
 
@@ -41,7 +41,7 @@ def titles(picture):
 
 
 def flat(axes):
-    """The heights of lines across a drawing, in the colour of limits."""
+    """The heights of the limit lines in a drawing."""
     return [line.get_ydata()[0] for line in axes.lines if line.get_gid() == "limit"]
 
 
@@ -118,7 +118,7 @@ def test_a_plot_that_is_like_another_is_laid_out_as_that_is(run):
     second = album.draw("census", tolerances={"fds_more": 3}, like=first)
     second.draw_without_rendering()
     assert [axes.get_position().bounds for axes in second.axes] == [axes.get_position().bounds for axes in first.axes]
-    other = album.draw("census", like=album.draw("drift"))  # it has other parts
+    other = album.draw("census", like=album.draw("drift"))  # a plot with different parts
     assert other.get_layout_engine() is not None
     assert second.get_layout_engine().__class__.__name__ == "PlaceHolderLayoutEngine"
 
@@ -146,17 +146,17 @@ def test_in_a_page_a_picture_takes_the_colours_of_its_theme(run):
     assert 'aria-label="Drift &quot;of&quot; &lt;it&gt;"' in page
     assert f"stroke: var({PLACES[LIGHT.series[0]]})" in page
     assert not set(re.findall("#[0-9a-f]{6}", page)) & set(PLACES)
-    assert "<style" not in page  # matplotlib's would style every drawing of the page
+    assert "<style" not in page  # matplotlib's style would apply to every drawing on the page
     assert 'href="http' not in page
     used = set(re.findall(r"url\(#(\w+)\)", page))
     assert used
     assert all(f'id="{name}"' in page for name in used)
     again = inline(named.plot(run, "drift"), "Drift")
-    assert not used & set(re.findall(r'id="(p\w{10})"', again))  # two pictures of a page do not share names
+    assert not used & set(re.findall(r'id="(p\w{10})"', again))  # two pictures on a page share no ids
 
 
 def test_both_themes_have_the_same_colours_in_the_same_places():
-    assert len(PLACES) == len(dataclasses.fields(LIGHT)) - 1 + len(LIGHT.series)  # no two alike
+    assert len(PLACES) == len(dataclasses.fields(LIGHT)) - 1 + len(LIGHT.series)  # all colours differ
     assert len(LIGHT.series) == len(DARK.series)
 
 

@@ -1,4 +1,4 @@
-"""`kit notebook`: names, parameters as papermill has them, what is kept, and how it ends. The notebook is a tiny one of this test."""
+"""`kit notebook`: names, parameters as in papermill, what is kept, and how it ends. These tests use a tiny notebook."""
 
 from __future__ import annotations
 
@@ -74,9 +74,7 @@ def test_it_runs_with_what_is_given(tiny, tmp_path):
     assert cells[2].source.startswith("# Parameters\nranks = 4\n")
     assert reported[0] == "1 of 5: ranks = 2  # a comment ... "
     assert re.fullmatch(r"\d+\.\d s\n", reported[1])
-    again = notebooks.run_notebook(
-        str(made), {"ranks": "5"}, tmp_path / "again.ipynb"
-    )  # in the place of the first injection
+    again = notebooks.run_notebook(str(made), {"ranks": "5"}, tmp_path / "again.ipynb")  # replaces the first injection
     assert shown(again, "body").startswith("seen 5 0.5 tiny")
     assert len(nbformat.read(again, as_version=4).cells) == len(cells)
 
@@ -93,7 +91,7 @@ def test_a_page_holds_everything(tiny, tmp_path):
     assert "<script" not in page
     assert not re.findall(r'(?:src|href)="(?!data:|#)[^"]*"', page)
     assert "default-src 'none'" in page
-    assert notebooks.WIDGET in notebook.cells[2].outputs[0].data  # the notebook itself is as it was
+    assert notebooks.WIDGET in notebook.cells[2].outputs[0].data  # the notebook object is unchanged
     assert not notebooks.without_widgets(notebook).cells[2].outputs[0].data.get(notebooks.WIDGET)
 
 
@@ -123,7 +121,7 @@ def test_an_interrupt_ends_the_kernel_and_keeps_what_ran(tiny, tmp_path):
     text = "import os, time\nfrom pathlib import Path\nPath('pid').write_text(str(os.getpid()))\nprint('here', flush=True)\ntime.sleep(100)"
     notebook.cells.insert(2, new_code_cell(text, id="sleeps"))
     nbformat.write(notebook, tiny)
-    os.mkfifo(tiny.parent / "pid")  # reading it waits for the cell
+    os.mkfifo(tiny.parent / "pid")  # reading it blocks until the cell writes
     command = [sys.executable, "-m", "kit", "notebook", str(tiny), "--to", str(tmp_path / "out.ipynb")]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     kernel = int((tiny.parent / "pid").read_text())
@@ -175,7 +173,7 @@ def test_every_parameter_of_the_kits_notebooks_is_understood():
         assert "device" in [parameter.name for parameter in found]
         assert all(parameter.kind is not Any for parameter in found), path
     known = {parameter.name: parameter for parameter in notebooks.parameters(notebooks.read(notebooks.find("01")))}
-    assert known["layers"].kind == (int | None)  # None asks for as many as the size has
+    assert known["layers"].kind == (int | None)  # None selects the layers of the size
 
 
 def test_places_that_cannot_be(tiny, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Pictures of runs: what they show, that they come whole whatever was measured, and that they can be saved."""
+"""Pictures of runs: their content, complete pictures whatever was measured, and saving them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def words(picture):
 
 @pytest.fixture(autouse=True)
 def strict():
-    """A layout that does not fit only warns."""
+    """Turn warnings into errors, because a layout that does not fit only warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield

@@ -1,4 +1,4 @@
-"""The bar names who answered and who has not; nobody watching means nothing written; a terminal's line is taken back."""
+"""The progress bar names ranks that answered and ranks that did not; without a terminal nothing is written; a terminal's line is erased."""
 
 from __future__ import annotations
 

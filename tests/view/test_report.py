@@ -1,4 +1,4 @@
-"""The report: one page that holds everything it shows, the worst first, and says what is partial."""
+"""The report: a single page without external parts, worst results first, and a note where it is partial."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from kit.view.report import CHANGES, MOST, changes, page, table_cells, tail, wri
 
 @pytest.fixture
 def make_run(make_run):
-    """As the command loads a run: with the checks of its lab."""
+    """Load a run as the command does, with its lab's checks."""
     return lambda **options: kit.load(make_run(**options).dir)
 
 
 class Reader(HTMLParser):
-    """What a page would load, what it shows as text, and its headings and tables."""
+    """Collects what a page would load, its text, its headings and its tables."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def test_everything_is_inside_the_page(make_run):
         if load.startswith("data:"):
             with Image.open(io.BytesIO(base64.b64decode(load.partition(",")[2]))) as picture:
                 papers.add(picture.convert("RGB").getpixel((0, 0)))
-    assert papers == {(255, 255, 255), (22, 27, 34)}  # the page's own
+    assert papers == {(255, 255, 255), (22, 27, 34)}  # the page's own background
     assert "@import" not in text
     assert "url(" not in text
     assert "default-src 'none'" in text
@@ -116,7 +116,7 @@ def test_the_worst_comes_first(make_run):
     assert places == sorted(places, reverse=True)
     assert "limit" in words
     assert "≤ 2 moved from the lab's 0" in words  # the stored verdict's limit, not the lab's
-    assert "rank 1 keeps <three>" in words  # as text, not as a tag
+    assert "rank 1 keeps <three>" in words  # escaped, not as a tag
 
 
 @pytest.mark.slow
@@ -145,10 +145,10 @@ def test_runs_are_reported_worst_first_and_compared(make_run, tmp_path):
     )
     assert "RankDied: rank 1 <gone> see dmesg" in words
     assert "last words" in words
-    assert "Settings that differ" not in words  # they were set alike
+    assert "Settings that differ" not in words  # their settings are equal
     assert words.count(good.id) == Reader(page([good, slow, broken, good])).words().count(
         good.id
-    )  # given twice, told once
+    )  # given twice, shown once
     table = changes([good, slow, broken])
     assert [text for text, _ in table["rows"][0]][:4] == [slow.id, "create", "fds", "0"]
     assert table["rows"][0][6] == ("2", 2.0)
@@ -209,7 +209,7 @@ def test_long_tables_say_what_is_left_out(make_run):
     table = table_cells(frame, "everything", {"value": ROW})
     assert len(table["rows"]) == MOST
     assert table["more"].startswith(f"{len(frame) - MOST} more rows")
-    assert table["rows"][0][1] == ("10 ms", 0.01)  # in the unit of its row
+    assert table["rows"][0][1] == ("10 ms", 0.01)  # in the row's unit
     assert table_cells(frame.head(3), "few", {})["more"] == ""
 
 

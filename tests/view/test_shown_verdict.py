@@ -1,4 +1,4 @@
-"""A verdict in a notebook: worst first, in words as well as in colour, nothing of it markup."""
+"""A verdict in a notebook: worst first, in words as well as colours, and all text escaped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which World the magics work on."""
+"""Which World the magics use."""
 
 from __future__ import annotations
 

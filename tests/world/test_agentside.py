@@ -1,4 +1,4 @@
-"""How a rank ended is known even where torchrun takes the status of its process first."""
+"""The agent learns how a rank ended even if torchrun collects the process's status first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kit.world.crew import Crew
 
 
 class Sent:
-    """The agent's link to the notebook."""
+    """Stand-in for the agent's link to the notebook."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -29,7 +29,7 @@ class Sent:
 
 
 def test_a_status_that_torchrun_took_first_is_reported(monkeypatch: Any) -> None:
-    """The other thread wins every time: the call that would have seen the end says that there is no such child."""
+    """The other thread always wins: the agent's call finds that the child no longer exists."""
     node = Node.__new__(Node)
     node.link = Sent()  # type: ignore[assignment]
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
@@ -53,7 +53,7 @@ def test_a_status_that_only_torchrun_knows_is_taken_whenever_it_comes(account_fi
     crew = Crew.__new__(Crew)
     crew.generation, crew.exits = 2, []
     crew.members = [SimpleNamespace(rank=3, pid=17)]  # type: ignore[list-item]
-    agent: Any = SimpleNamespace(ended=1, error="", statuses={3: 9}, answers={})  # of the ranks before
+    agent: Any = SimpleNamespace(ended=1, error="", statuses={3: 9}, answers={})  # statuses of the previous ranks
     messages = [{"exit": 3, "pid": 17, "status": None, "at": 0.0}, {"ended": 2, "error": "", "statuses": {"3": -9}}]
     for message in messages[:: -1 if account_first else 1]:
         crew._note(agent, message)
@@ -78,6 +78,7 @@ assert not alive(child.pid, started)
 
 
 def test_a_child_that_the_kernels_list_skips_is_ended_too() -> None:
-    """A child that is reaped while the kernel lists makes it skip the next: a look in which one has vanished says nothing."""
+    """A child that is reaped while the kernel builds its list can make it skip the next one: a list with a vanished child proves
+    nothing."""
     done = subprocess.run([sys.executable, "-c", SKIPPED], capture_output=True, text=True, check=False, timeout=30)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Finding the ranks' Python."""
+"""How the ranks' Python is found, and whether the machine can carry the ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_is_no_python_says_so_in_one_line(path: str, message: str) -> None:
 
 
 def test_a_python_that_cannot_start_says_why(tmp_path: Path) -> None:
-    """A script in the place of one: it knows its version, and no more."""
+    """A script replaces Python: it reports its version and fails at everything else."""
     broken = script(tmp_path / "python", '[ "$1" = -V ] && echo "Python 3.12.1" && exit\necho no encodings >&2; exit 1')
     with pytest.raises(BadInput, match="which does not run: no encodings; give"):
         asked.find_python(str(broken))
@@ -99,7 +99,7 @@ def test_nothing_found_lists_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_ranks_run_in_another_environment_without_the_kit(tmp_path: Path) -> None:
-    """A bare environment that sees only torch, numpy and megatron.core: links to those packages and nothing else."""
+    """The environment links to all installed packages except the kit, pandas, pydantic, IPython and matplotlib."""
     import venv
 
     venv.create(tmp_path / "training", with_pip=False, symlinks=True)
@@ -120,7 +120,7 @@ def test_ranks_run_in_another_environment_without_the_kit(tmp_path: Path) -> Non
         assert world.call("kit.measure:pss")[0] > 0
 
 
-# -- what a machine can carry, with the arithmetic ---------------------------------------------------------------------
+# -- what a machine can carry ------------------------------------------------------------------------------------------
 
 GIB = 2**30
 
@@ -137,7 +137,7 @@ def test_memory_is_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) 
 def test_limits_of_the_own_group_count_and_its_page_cache_does_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A job of a batch system, whose group lies below the mount: 4 GiB allowed, 3.9 charged, 3 of them pages of files."""
+    """A batch system's job, whose control group lies below the mount: 4 GiB allowed, 3.9 charged, 3 of them page cache."""
     group = tmp_path / "cgroup/job"
     group.mkdir(parents=True)
     (tmp_path / "cgroup/memory.max").write_text("max\n")
@@ -163,7 +163,7 @@ def test_limits_of_the_own_group_count_and_its_page_cache_does_not(
 
 
 def test_the_users_own_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of all Worlds, and whatever else the user runs, are in use."""
+    """Threads of all Worlds and of the user's other processes count as in use."""
     monkeypatch.setattr(os, "geteuid", os.getpid)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (30, 30))
     with pytest.raises(

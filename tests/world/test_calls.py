@@ -1,4 +1,4 @@
-"""Calls in flight as far as they can be seen without ranks: who looks on is asked often, and the first end is heard first."""
+"""Calls in flight, tested without ranks: the observer is called often, and the first exit is read first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kit.world.crew import Crew, Exit
 
 
 class Onlooker:
-    """A fake observer that ends the call when it is asked."""
+    """A fake observer that ends the call at its first tick."""
 
     def started(self, phase: str, ranks: object) -> None: ...
 
@@ -32,7 +32,7 @@ def test_who_looks_on_is_asked_though_there_is_always_something_to_hear() -> Non
     link, other = socket.socketpair()
     with link, other:
         other.send(b"never read")
-        # A fake of a crew whose agent is heard from at any time.
+        # A fake crew whose agent always has something to read.
         member: Any = SimpleNamespace(
             rank=0, call=None, work=SimpleNamespace(send=lambda _: None), asked=False, news=[]
         )
@@ -47,7 +47,7 @@ def test_who_looks_on_is_asked_though_there_is_always_something_to_hear() -> Non
 
 
 class Said:
-    """A fake of the channel of a rank that called sys.exit and has ended: its answer, and then nothing."""
+    """A fake channel of a rank that called sys.exit and ended: its answer, then end of file."""
 
     def __init__(self, link: socket.socket) -> None:
         self.link = link
@@ -62,7 +62,7 @@ class Said:
 
 
 def test_of_ranks_that_exit_at_once_the_first_is_heard_before_it_is_judged() -> None:
-    """A rank that says sys.exit ends itself by a signal. Rank 1 did so first, and rank 0's word came in before its."""
+    """A rank that calls sys.exit is ended by a signal. Rank 1 exited first, but rank 0's answer was read before rank 1's."""
     mine, its = socket.socketpair()
     with mine, its:
         its.send(b"x")

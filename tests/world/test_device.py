@@ -1,6 +1,6 @@
-"""The environment of ranks that may use a GPU, made in one place and before anything asks the driver.
+"""The environment of ranks that may use a GPU, set in one place before anything calls the driver.
 
-`assumed`: that these are the right values is read off the sources which `kit.world.device` names; no GPU has confirmed it.
+`assumed`: the values are taken from the sources that `kit.world.device` names; no GPU has confirmed them.
 """
 
 from __future__ import annotations
@@ -98,15 +98,15 @@ def test_a_rank_has_it_before_it_looks_for_its_gpu(
     assert "NCCL_HOSTID" not in seen
     assert os.environ["NCCL_HOSTID"] == "host"
     for name in [*WHOLE, "KIT_RANK", "NCCL_HOSTID"]:
-        del os.environ[name]  # monkeypatch would put back what the rank has set
+        del os.environ[name]  # otherwise monkeypatch would restore the values that the rank set
 
 
-# -- CUDA's driver is not started in the process that forks the ranks, whoever counts GPUs there -----------------------
+# -- CUDA's driver is not initialised in the process that forks the ranks, even if something there counts GPUs --------
 
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A stand-in for torch's own count, since this torch need not know CUDA: two GPUs, and who asked is written down."""
+    """Stand-in for torch's own count, since this torch need not support CUDA: reports two GPUs and records the caller's pid."""
     note = tmp_path / "asked"
 
     def count() -> int:
@@ -148,7 +148,7 @@ def test_a_driver_that_was_started_too_early_is_reported(monkeypatch: pytest.Mon
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
 @pytest.mark.parametrize("wanted", ["auto", "cpu"])
 def test_ranks_have_a_driver_of_their_own(wanted: str, nothing_left: None) -> None:
-    """With a torch that knows CUDA; there need not be a GPU."""
+    """Needs a torch built with CUDA, but no GPU."""
     with World(1, device=wanted, python=sys.executable, preload=("megatron.core",)) as world:
         assert world.eval("torch.cuda._is_in_bad_fork()") == [False]
         if world.device == "cpu":

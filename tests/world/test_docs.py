@@ -1,4 +1,4 @@
-"""The examples of docs/world.md, run as they stand there."""
+"""Run the examples of docs/world.md as printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `kit clean` ends, and all that it passes over."""
+"""What `kit clean` ends, and what it must leave alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(30)
 
 @pytest.fixture
 def dead() -> Iterator[str]:
-    """The mark of a World whose notebook is gone, with its folder."""
+    """The mark of a World whose notebook is gone, with the World's folder."""
     gone = subprocess.Popen(["true"])
     gone.wait()
     value = f"dead@{machine.namespace()}:{gone.pid}:12345"
@@ -64,11 +64,11 @@ def test_what_runs_in_the_session_of_a_dead_world_is_ended_and_what_inherited_it
         assert shown.endswith("nothing was ended or removed\n")
         assert left.poll() is None
         with pytest.raises(BadInput, match="use --yes, or --dry-run for the list"):
-            doctor.clean(dry_run=False, yes=False)  # tests have no terminal
+            doctor.clean(dry_run=False, yes=False)  # tests have no terminal to confirm in
         assert doctor.clean(dry_run=False, yes=True)["ended"] == [left.pid]
         assert left.wait(5) == -signal.SIGKILL
         assert [process.poll() for process in (shell, alive, plain)] == [None] * 3
-        assert (leftovers.base() / dead).exists()  # a process with its mark is there
+        assert (leftovers.base() / dead).exists()  # a process with its mark still runs
         end(shell)
         assert (leftovers.base() / dead) in leftovers.end(leftovers.find())
     finally:
@@ -122,7 +122,7 @@ child.kill()
 
 @pytest.mark.skipif(not namespaces(), reason="this machine does not let us make a pid namespace")
 def test_a_live_world_of_another_pid_namespace_is_left_alone() -> None:
-    """As in a container whose processes and temporary folder are seen from outside: its pids mean other processes here."""
+    """As in a container whose processes and temporary folder are visible from outside: its pids mean other processes here."""
     around = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
     inside = subprocess.Popen(
         [*around, sys.executable, "-c", INSIDE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -141,7 +141,7 @@ def test_a_live_world_of_another_pid_namespace_is_left_alone() -> None:
 
 
 def test_the_mark_of_a_world_leads_to_its_processes(tmp_path: Path) -> None:
-    """Agent and ranks run in the session that the World's folder names, so a World that lost everybody is found and ended."""
+    """Agent and ranks run in the session that the World's folder names, so the processes of an orphaned World are found and ended."""
     with World(1, device="cpu", logs=tmp_path) as world:
         mark = leftovers.mark(world._crew.id)
         session = (leftovers.base() / mark / leftovers.SESSION).read_text()

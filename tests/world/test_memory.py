@@ -1,4 +1,4 @@
-"""Ten thousand calls leave neither the notebook nor a rank bigger."""
+"""Ten thousand calls leave the memory of the notebook and of the ranks unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CALLS, WARM, MOST = 10_000, 2_000, 2 * 2**20
 
 
 def anonymous(pid: int | None) -> int:
-    """Bytes that the process itself holds; pages of files come and go."""
+    """A process's own bytes; file pages are left out because they come and go."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 

@@ -1,4 +1,4 @@
-"""Calls in flight on real ranks: submit, wait, cancel, news; Worlds that fail alone."""
+"""Calls in flight on real ranks: submit, wait, cancel, news; Worlds that fail independently."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ FLIGHT = "tests.world.ranks.flight"
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """For what leaves it usable."""
+    """For tests that leave the World usable."""
     with World(2, device="cpu", logs=tmp_path_factory.mktemp("logs")) as made:
         yield made
 
 
 @pytest.fixture
 def usable(world: World) -> Iterator[World]:
-    """For what breaks it; it comes back."""
+    """For tests that break the World; it is restarted afterwards."""
     yield world
     world.restart()
     assert world.eval("rank") == [0, 1]
@@ -114,7 +114,7 @@ def test_an_error_is_of_its_call_alone(world: World, tmp_path: Path) -> None:
 
 def test_cancel_interrupts_the_ranks(world: World) -> None:
     pids = world.pids
-    for _ in range(20):  # at once, so that some orders are not begun yet
+    for _ in range(20):  # cancelled at once, so that some orders have not begun
         pending = world.submit(f"{FLIGHT}:nap")
         assert pending.cancel() is True
         with pytest.raises(Cancelled, match="phase 'nap' on ranks 0, 1 was cancelled"):
@@ -136,7 +136,7 @@ def test_a_rank_that_does_not_stop_ends_with_its_world(
     usable: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pending = usable.submit(f"{FLIGHT}:stubborn", args={"begun": str(tmp_path / "begun")}, ranks=[1])
-    assert wait_for((tmp_path / "begun").exists)  # an order that has not begun is simply dropped
+    assert wait_for((tmp_path / "begun").exists)  # wait for the start: an order that has not begun is simply dropped
     other = usable.submit(f"{FLIGHT}:nap", ranks=[0])
     assert pending.cancel() is True
     with pytest.raises(Cancelled):
@@ -195,7 +195,7 @@ def test_news_of_a_function_that_raises_is_not_lost(world: World) -> None:
     with pytest.raises(RankError, match="after it was published"):
         pending.result()
     assert sorted(seen) == [(0, "seen"), (1, "seen")]
-    assert world.call(f"{FLIGHT}:number") == [0, 1]  # a call that did not ask gets none of it
+    assert world.call(f"{FLIGHT}:number") == [0, 1]  # a later call receives none of these news
 
 
 def test_isolated_worlds_fail_alone(alone: Worlds) -> None:
@@ -232,7 +232,7 @@ def test_pendings_of_several_worlds_are_waited_for_together(world: World, alone:
 
 
 def test_descriptors_beyond_a_thousand_are_no_limit(world: World, tmp_path: Path) -> None:
-    """select() refuses a descriptor of 1,024 or more."""
+    """select() refuses descriptors of 1,024 or more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 2048:
         pytest.skip(f"this machine allows a process {hard} descriptors")
@@ -251,7 +251,7 @@ def test_descriptors_beyond_a_thousand_are_no_limit(world: World, tmp_path: Path
 
 
 def test_ranks_can_be_placed_on_devices(tmp_path: Path) -> None:
-    """On the CPU a place has a number and nothing more; two Worlds may take the same ones."""
+    """On the CPU a device is only a number, so two Worlds may use the same one."""
     with Worlds((1, 1), devices=[[3], [3]], device="cpu", logs=tmp_path) as placed:
         assert [(row["device"], row["seat"]) for row in placed.status()] == [("cpu", 3), ("cpu", 3)]
 

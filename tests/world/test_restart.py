@@ -1,4 +1,4 @@
-"""A restart that fails or is interrupted, and processes forked from the notebook: the World says what it is, and its ranks stay its own."""
+"""Restarts that fail or are interrupted, and processes forked from the notebook: the World reports its state and keeps its ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.timeout(60)]
 
 
 class Impatient(Printer):
-    """Presses Ctrl-C while ranks start."""
+    """Press Ctrl-C while ranks start."""
 
     def tick(self, answered: object) -> None:
         if answered == ():
@@ -35,7 +35,7 @@ def refuses(world: World | Worlds, why: str) -> None:
 
 
 def test_a_restart_that_fails_leaves_a_dead_world(tmp_path: Path) -> None:
-    """The folder for logs is gone: no rank can start. Once it is back, the next restart works."""
+    """Without the log folder no rank can start. Once the folder exists again, the next restart works."""
     logs = tmp_path / "logs"
     with World(2, device="cpu", logs=logs, start_timeout_s=20) as world:
         shutil.rmtree(logs)
@@ -105,7 +105,7 @@ def test_a_forked_child_does_not_close_its_parents_world(tmp_path: Path, what: s
 
 
 def test_a_forked_child_is_reported_whose_world_it_is(tmp_path: Path) -> None:
-    """A child of os.fork that exits as scripts do runs the exit handlers that it inherited."""
+    """A child of os.fork that exits normally runs the exit handlers that it inherited."""
     code = (
         "import os, sys\nfrom kit.world import World\nfrom kit.errors import KitError\n"
         f"world = World(1, device='cpu', logs={str(tmp_path)!r})\n"

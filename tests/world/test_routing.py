@@ -28,7 +28,7 @@ options.config.cga_cluster_size, options.config.net_name, options.config.of_tomo
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    """Three ranks for all tests here; each makes groups of its own."""
+    """Three ranks shared by all tests here; each test makes its own groups."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(STANDINS), prepend=os.pathsep)
         with World(3, device="cpu", env={FLAG: "1"}) as made:
@@ -36,7 +36,7 @@ def world() -> Iterator[World]:
 
 
 def calls(world: World) -> list[list[dict[str, Any]]]:
-    """What each rank told torchcomms, call by call."""
+    """Each rank's recorded calls of torchcomms."""
     return world.call("torchcomms:calls")
 
 
@@ -72,7 +72,7 @@ def test_options_go_as_hints_and_what_is_lost_is_reported(world: World) -> None:
     hints = {name: value for name, value in made["hints"].items() if name != "persistent_store"}
     assert hints == {"is_high_priority_stream": "true", "cga_cluster_size": "2", "netName": "Socket"}
     assert world.call("kit.routing:describe")[0]["options_lost"] == ["config.of_tomorrow"]
-    world.run("from kit import routing\nknown = routing.settings(made)")  # what a rebuilt group must have again
+    world.run("from kit import routing\nknown = routing.settings(made)")  # what a rebuilt group needs
     assert world.eval("[known.config.cga_cluster_size, known._timeout.total_seconds() > 600]") == [[2, True]] * 3
 
 

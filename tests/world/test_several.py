@@ -1,4 +1,4 @@
-"""Worlds of 1 and 2 ranks behind one face: numbers that count through, and what happens to the others when one fails."""
+"""Worlds of 1 and 2 ranks driven as one: continuous rank numbers, and what happens to the other Worlds when one fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ACROSS = "tests.world.ranks.across"
 
 
 class Seen:
-    """An observer that keeps what it is told, in which thread, and may do something about what ranks print."""
+    """An observer that records its calls and their threads, and may react to what ranks print."""
 
     def __init__(self, act: Callable[[int, str], None] = lambda *_: None) -> None:
         self.lines: list[tuple[int, str]] = []
@@ -48,14 +48,14 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
-    """For what leaves them usable."""
+    """For tests that leave the Worlds usable."""
     with Worlds((1, 2), device="cpu", logs=tmp_path_factory.mktemp("logs")) as made:
         yield made
 
 
 @pytest.fixture
 def own(tmp_path: Path, nothing_left: None) -> Iterator[Worlds]:
-    """For what breaks them; they must come back."""
+    """For tests that break the Worlds; they are restarted afterwards."""
     with Worlds((1, 2), device="cpu", logs=tmp_path) as made:
         yield made
         made.restart()
@@ -63,7 +63,7 @@ def own(tmp_path: Path, nothing_left: None) -> Iterator[Worlds]:
 
 
 class Interrupts(Seen):
-    """Interrupts this process once so many ranks have said that they are asleep."""
+    """Interrupt this process once the given number of ranks have printed that they are asleep."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__(lambda *_: os.kill(os.getpid(), signal.SIGINT) if len(self.lines) == ranks else None)
@@ -133,7 +133,7 @@ def test_what_else_went_wrong_is_a_note(worlds: Worlds) -> None:
 
 
 def test_who_raised_is_blamed_before_who_noticed_it_first(own: Worlds, tmp_path: Path) -> None:
-    """Rank 0 loses its peer, which raises only when that has been seen, while rank 1 waits for it in a collective."""
+    """Rank 0 loses its peer, which raises only after that was seen, while rank 1 waits for the peer in a collective."""
     gate = tmp_path / "gate"
     own.observer = Seen(lambda _, text: gate.touch() if "gone" in text else None)
     with pytest.raises(RankError, match="ValueError: the cause") as info:
@@ -153,7 +153,7 @@ def test_the_others_get_a_short_time_after_a_failure(own: Worlds) -> None:
     assert own.call(f"{ACROSS}:numbers", ranks=[0]) == [[0, 0, 1]]
     with pytest.raises(KitError, match="ranks 1, 2 still in phase 'fail_while_others_sleep'"):
         own.call(f"{ACROSS}:numbers")
-    assert own.status()[0]["state"] == "idle"  # it was not asked either
+    assert own.status()[0]["state"] == "idle"  # this rank was not called either
 
 
 def test_a_rank_that_is_killed_ends_all_worlds(own: Worlds) -> None:
@@ -217,9 +217,7 @@ def test_an_onlooker_that_fails_leaves_no_thread_behind(own: Worlds) -> None:
 def test_a_rank_of_the_second_world_that_cannot_start(
     tmp_path: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(
-        "KIT_RANK", "0"
-    )  # as a rank has it that starts a World of its own: not for the ranks of this one
+    monkeypatch.setenv("KIT_RANK", "0")  # as in a rank that starts its own World; must not reach that World's ranks
     text = "import os\nif os.environ.get('KIT_RANK') not in {'0', '1'}: raise ValueError('not here')\n"
     (tmp_path / "refuses.py").write_text(text)
     with pytest.raises(RankError, match="rank 2 could not start: ValueError: not here") as info:

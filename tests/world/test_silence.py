@@ -1,4 +1,4 @@
-"""Who is blamed for silence, from what the ranks' side threads say."""
+"""Which rank is blamed for silence, based on the reports of the ranks' side threads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_first_end_is_not_that_of_a_rank_which_torchrun_ended() -> None:
 
 
 class Handle:
-    """Something with the methods of a work handle that hands out the frame it was called from."""
+    """An object with a work handle's methods; each returns its caller's frame."""
 
     def wait(self) -> FrameType:
         return sys._getframe(1)
@@ -57,7 +57,7 @@ def test_a_call_of_wait_is_seen_in_the_callers_line() -> None:
 
 
 def seen_from(call: object) -> bool:
-    """Whether `in_collective` takes the frame for a waiting one *while* it is in the call."""
+    """Whether `in_collective` recognises the caller's frame as waiting *during* the call."""
     answers: list[bool] = []
 
     def look_on(frame: FrameType, event: str, _: object) -> None:

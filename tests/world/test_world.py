@@ -1,4 +1,4 @@
-"""A World in daily use: one World shared by all tests of this file that do not break it."""
+"""A World in daily use: all tests of this file that do not break it share one World."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kit.world.asked import check_call
 
 
 class Seen:
-    """An observer that keeps what ranks printed."""
+    """An observer that records what ranks print."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, str]] = []
@@ -57,7 +57,7 @@ def test_ranks_reduce_and_names_persist(world: World) -> None:
 
 
 def test_a_group_that_will_not_say_how_far_it_is_hides_nothing(world: World) -> None:
-    """As one whose communicator is suspended; a stand-in is registered here."""
+    """Such as a group with a suspended communicator; a stand-in is registered here."""
     world.run(
         "from kit.errors import KitError\n"
         "class Asleep:\n"
@@ -67,7 +67,7 @@ def test_a_group_that_will_not_say_how_far_it_is_hides_nothing(world: World) -> 
     )
     try:
         assert world.stacks() == {0: "idle", 1: "idle"}
-        assert world.stacks() == {0: "idle", 1: "idle"}  # whoever looks is still there
+        assert world.stacks() == {0: "idle", 1: "idle"}  # the side thread survived the first call
     finally:
         world.run("del dist.distributed_c10d._world.pg_names[asleep]")
 
@@ -108,7 +108,7 @@ def test_call_names_what_is_wrong(world: World) -> None:
         world.call("no_such_module:f")
     with pytest.raises(RankError, match="not JSON serializable; it must be numbers") as refused:
         world.eval("object()")
-    assert "json" not in refused.value.traceback  # our own way of sending is of no help
+    assert "json" not in refused.value.traceback  # the kit's own sending code would not help the user
     assert world.eval("1") == [1, 1]
 
 
@@ -129,7 +129,7 @@ def test_strange_things_do_not_end_a_rank(world: World, code: str) -> None:
         world.eval("deep")
     assert world.eval("rank") == [0, 1]
     assert world.pids == pids
-    world.restart()  # with a stdout of their own
+    world.restart()  # give the ranks their own stdout
 
 
 def test_a_result_too_big_for_the_channel_is_an_error_not_the_end(world: World) -> None:
@@ -168,7 +168,7 @@ def test_output_comes_in_whole_lines_marked_by_rank_and_is_in_the_log(world: Wor
 
 
 def test_output_streams_while_the_cell_runs(world: World, seen: Seen, tmp_path: Path) -> None:
-    """Rank 0 goes on only when what it printed has been shown."""
+    """Rank 0 continues only after its output has been shown."""
     gate = tmp_path / "gate"
 
     class Opens(Seen):
@@ -274,7 +274,7 @@ def test_calls_from_two_threads_take_turns(world: World) -> None:
 
 
 def test_everything_listens_on_loopback_only(world: World) -> None:
-    """Every listening TCP socket of torchrun and the ranks: torchrun's store and gloo's pairs."""
+    """Check every listening TCP socket of torchrun and the ranks: torchrun's store and gloo's pairs."""
     for pid in [world.torchrun_pid, *world.pids]:
         inodes = {
             os.readlink(fd)[8:-1] for fd in Path(f"/proc/{pid}/fd").iterdir() if os.readlink(fd).startswith("socket:")
@@ -290,7 +290,7 @@ def test_the_folder_is_owner_only_and_holds_no_key(world: World) -> None:
     folder = next(path for path in leftovers.base().iterdir() if path.name.startswith(world._crew.id))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert not (folder / "key").exists()
-    assert not (folder / "s").exists()  # nobody else is expected: nothing listens
+    assert not (folder / "s").exists()  # no other machine is expected, so nothing listens
     for pid in world.pids:
         assert b"KIT_KEY" not in Path(f"/proc/{pid}/environ").read_bytes()
 
@@ -343,7 +343,7 @@ def test_cuda_without_a_driver_is_refused() -> None:
 
 
 def test_what_torch_leaves_in_shared_memory_goes_with_its_rank(tmp_path: Path, nothing_left: None) -> None:
-    """The counters of CUDA memory that ranks share; a file of such a name stands in, since there need be no GPU."""
+    """torch's shared CUDA memory counters; a file with such a name stands in, since no GPU is needed."""
     make = "import os; open(f'/dev/shm/torch_{os.getpid()}_1_0', 'w').close()"
     with World(1, logs=tmp_path) as one:
         for _ in range(2):
@@ -356,7 +356,7 @@ def test_what_torch_leaves_in_shared_memory_goes_with_its_rank(tmp_path: Path, n
 
 
 def test_what_cannot_be_removed_from_shared_memory_keeps_nobody_from_ending() -> None:
-    """In a /dev/shm that containers share a file of the name may be another user's; here it is a folder."""
+    """In a /dev/shm shared between containers, a file of that name may belong to another user; here a folder stands in."""
     name = Path(f"/dev/shm/torch_{os.getpid()}_0")
     name.mkdir()
     try:
@@ -376,7 +376,7 @@ def test_env_reaches_the_ranks_and_the_notebooks_plotting_backend_does_not(
 
 
 def test_results_of_ranks_are_never_unpickled(world: World) -> None:
-    """What a rank sends is JSON; a pickle arrives as the text it is."""
+    """Ranks send JSON; a pickle arrives as plain text."""
     text = pickle.dumps(print, protocol=0).decode()
     assert world.eval(repr(text)) == [text, text]
 
@@ -405,7 +405,7 @@ if os.environ.get("RANK") is None:
 
 
 def test_no_rank_calls_the_store_while_others_are_being_forked(tmp_path: Path) -> None:
-    """The store answers from the process that forks: a lock that its thread holds then is held for ever in the new rank."""
+    """The store's server runs in the process that forks: a lock that its thread holds during a fork stays locked in the new rank."""
     (tmp_path / "slow_forks.py").write_text(SLOW_FORKS)
     with World(3, logs=tmp_path / "logs", env={"PYTHONPATH": str(tmp_path)}, preload=["slow_forks"]) as world:
         assert world.eval("rank") == [0, 1, 2]

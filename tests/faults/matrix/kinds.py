@@ -1,4 +1,4 @@
-"""What the parts of the kill matrix share."""
+"""Helpers shared by the parts of the kill matrix."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ TIMES = 5
 
 
 def each(kinds: dict[str, object]) -> pytest.MarkDecorator:
-    """Every kind five times; one of the five is drawn where --every is not given."""
+    """Run every kind five times; without --every, only one of the five, drawn by the commit's hash."""
     drawn = {kind: pytest.mark.drawn(1, of=kind) for kind in kinds}
     cases = [pytest.param(kind, n, marks=drawn[kind], id=f"{kind} {n}") for kind in kinds for n in range(TIMES)]
     return pytest.mark.parametrize(("kind", "n"), cases)
 
 
 def moment(kind: str, n: int, most_s: float) -> float:
-    """A random moment, the same in each run of a case."""
+    """A random moment that is the same in each run of a case."""
     return random.Random(f"{kind} {n}").uniform(0.0, most_s)
 
 
 def descendants(parent: int) -> list[int]:
-    """Zombies too."""
+    """All descendants of a process, including zombies."""
     below: dict[int, list[int]] = {}
     for pid in machine.pids():
         if fields := machine.stat_fields(pid):

@@ -1,4 +1,4 @@
-"""The kill matrix, continued: deaths and hangs at random moments of the start, and the notebook's own in start, step and close."""
+"""The kill matrix, continued: deaths and hangs at random moments of a start, and of the notebook in start, step and close."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def nothing_of(owner: int) -> bool:
 
 
 class Strikes(Printer):
-    """Sends a signal to the agent or to one of its children, at a moment of the start."""
+    """Send a signal to the agent or to one of its children at a given moment of the start."""
 
     def __init__(self, number: signal.Signals, *, rank: bool, after_s: float) -> None:
         self.number, self.rank, self.after_s = number, rank, after_s
@@ -73,14 +73,14 @@ STARTS: dict[str, tuple[signal.Signals, bool, float]] = {
 
 def start(logs: Path, strikes: Strikes) -> None:
     with World(2, device="cpu", logs=logs, observer=strikes, start_timeout_s=8) as world:
-        if not strikes.struck:  # it stood before
+        if not strikes.struck:  # the World was up before the moment came
             strikes.strike(strikes.victims()[-1])
         world.run("dist.barrier()\nimport time; time.sleep(2)", timeout_s=4)
 
 
 @each(STARTS)  # type: ignore[arg-type]
 def test_a_start(tmp_path: Path, kind: str, n: int) -> None:
-    """It fails with a sentence, or had come so far that the World stands; then its first call says who is gone."""
+    """Either the start fails with a clear error, or the World is up and its first call names who is gone."""
     number, rank, most_s = STARTS[kind]
     strikes = Strikes(number, rank=rank, after_s=moment(kind, n, most_s))
     with pytest.raises(KitError) as caught:
@@ -117,7 +117,7 @@ NOTEBOOKS = {
 
 @each(NOTEBOOKS)  # type: ignore[arg-type]
 def test_the_notebook(tmp_path: Path, kind: str, n: int) -> None:
-    """Whatever ends it, nothing of its World is left but, after a SIGKILL of both at once, what `kit clean` removes."""
+    """However the notebook ends, its World leaves nothing; after a SIGKILL of both at once, `kit clean` removes the rest."""
     number, where, most_s = NOTEBOOKS[kind]
     command = [sys.executable, "-c", NOTEBOOK, str(tmp_path), where]
     notebook = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

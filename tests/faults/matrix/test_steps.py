@@ -1,6 +1,6 @@
-"""The kill matrix: each kind of death or hang is named right, leaves nothing, and fresh ranks work afterwards.
+"""The kill matrix: each kind of death or hang is named correctly and leaves nothing, and fresh ranks work afterwards.
 
-Each kind runs once in the slow part, and five times with --every, at other moments.
+Each kind runs once in the slow part, and five times at different moments with --every.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from tests.holdings import holdings, wait_for
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
 
-# -- what rank 1 does to itself, while rank 0 waits for it -----------------------------------------------------------------
+# -- what rank 1 does to itself while rank 0 waits for it
+# -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Expected:
-    """An exception with these attributes. None: the step succeeds."""
+    """An exception with these attributes, or None if the step succeeds."""
 
     error: type[KitError] | None
     fields: dict[str, object]
@@ -39,7 +40,7 @@ def died(signal_name: str | None = None, exitcode: int | None = None) -> Expecte
 RAISED = Expected(RankError, {"rank": 1, "ranks": (1,), "phase": "run"})
 HANGS = Expected(RankTimeout, {"ranks": (0, 1), "culprits": (1,), "phase": "run"})
 FINE = Expected(None, {})
-GONE = Expected(RankDied, {"rank": 1, "phase": "run"})  # by the kit's own hand or by gloo's, whoever sees it first
+GONE = Expected(RankDied, {"rank": 1, "phase": "run"})  # ended by the kit or by a gloo error, whichever comes first
 
 STEPS: dict[str, tuple[str, Expected]] = {
     **{
@@ -102,7 +103,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture
 def world(shared: World) -> Iterator[World]:
-    """Fresh ranks; afterwards nothing but the agent and fresh ranks is there."""
+    """Fresh ranks before the test; afterwards only the agent and fresh ranks may exist."""
     shared.restart()
     yield shared
     shared.restart()

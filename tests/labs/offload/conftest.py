@@ -1,4 +1,4 @@
-"""Real runs of the offload lab, each made once for all tests of a module, with the tests' own code where ranks find it."""
+"""Real runs of the offload lab, each made once for all tests of a module; the ranks can import the tests' own code."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Plain:
 
 @pytest.fixture(scope="module", autouse=True)
 def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs go to a folder of the module; `mine` and the documentation's examples can be imported by ranks. Nothing is left."""
+    """Run in a folder of the module, where ranks can import `mine` and the docs' examples; nothing may be left behind."""
     folder = tmp_path_factory.mktemp("offload")
     (folder / "mine.py").write_text(OWN)
     for example in ("own_pair.py", "own_wrapper.py"):
@@ -76,7 +76,7 @@ def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def offload() -> Callable[..., kit.Run]:
-    """offload(**config) -> the finished run, a small one; asked for again, the same one."""
+    """offload(**config) returns a finished small run, the same one for equal arguments."""
     made: dict[str, kit.Run] = {}
 
     def run(fault: str | None = None, **config: object) -> kit.Run:
@@ -89,7 +89,7 @@ def offload() -> Callable[..., kit.Run]:
 
 
 def failed(verdict: Verdict, *, times: bool = False) -> set[str]:
-    """The checks that failed; that of times only where it is asked for: a machine that tests share may be slow at any moment."""
+    """Return the failed checks. `time_steady` counts only with `times`: a shared machine may be slow at any moment."""
     return {row.check for row in verdict if row.passed is False} - (set() if times else {"time_steady"})
 
 

@@ -1,4 +1,4 @@
-"""Checks of memory on records made up here: what a GPU would show, and what a leak looks like."""
+"""Memory checks on made-up records: what a GPU would show, and what a leak looks like."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def gpu(
     damaged: float = 0.0,
     kernels: float = 0.0,
 ) -> list[Row]:
-    """A GPU at 500 MiB before the job, with communicators of `taken`, of which `left` stay, kernels that training loaded, and a
-    bystander."""
+    """A GPU with 500 MiB in use before the job, and a bystander. Communicators take `taken` MiB, of which `left` MiB stay; training loads
+    `kernels` MiB of kernels."""
     rows: list[Row] = [
         (0, "start", "driver_used", 500 * MIB),
         (0, "start", "reserved", 0),
@@ -91,7 +91,7 @@ def test_500_mib_may_stay_on_the_gpu(level: float, passed: bool) -> None:
 
 @pytest.mark.parametrize(("grown", "passed"), [(8.0, True), (199.0, True), (201.0, False)])
 def test_a_gpu_s_drift_is_the_driver_s_from_the_first_release_to_the_last(grown: float, passed: bool) -> None:
-    """The host grows all the while, which is not asked here; nor is what the start took."""
+    """Neither the growth of host memory nor the memory taken at the start counts."""
     rows = [(0, "start", "driver_used", 500.0 * MIB)]
     rows += [(c, "idle", "driver_used", (900 + grown * (c - 1) / 4) * MIB) for c in range(1, 6)]
     rows += [(c, "idle", "anon_rss", 1000.0 * c * MIB) for c in range(1, 6)]
@@ -132,7 +132,7 @@ def test_growth_over_cycles() -> None:
     leak = answers(cycles(300, 16), size="tiny")["memory_slope"]
     assert leak.measured == pytest.approx(16)
     assert leak.passed is False
-    # A job that grows by itself, released or not, does not leak by being released.
+    # A job whose memory also grows in the control runs is not leaking because of the release.
     assert answers(cycles(300, 16, control=16))["memory_slope"].measured == 0
     few = answers(cycles(300, 16), cycles=3)["memory_slope"]
     assert (few.passed, few.why) == (None, "not measured: needs at least 4 cycles")
@@ -172,7 +172,7 @@ def test_what_is_missing_is_not_judged() -> None:
 
 
 def two_ranks(*, fell: float, reported: Iterable[str] = ("driver_used",)) -> pd.DataFrame:
-    """Two ranks on one GPU with a job of 100 MiB each; what the driver says of the GPU is said by both of them."""
+    """Two ranks on one GPU, each with a job of 100 MiB; both report the driver's number for the whole GPU."""
     rows: list[tuple[int, int, str, str, float]] = []
     for rank in range(2):
         rows += [(rank, 0, "run", "gpu", 0)]
@@ -205,7 +205,7 @@ def judged(frame: pd.DataFrame, check: str) -> VerdictRow:
 
 
 def test_ranks_on_one_gpu_do_not_each_claim_what_left_it() -> None:
-    """Half of the 200 MiB left: on the GPU that is as much as one rank's whole job."""
+    """The GPU gets back 100 of the jobs' 200 MiB: half, although that equals one rank's whole job."""
     half = judged(two_ranks(fell=100), "tensors_released")
     assert half.measured == pytest.approx(0.5)
     assert "0.500 by driver_used of the GPU, shared by 2 ranks" in half.why
@@ -235,13 +235,13 @@ def test_each_of_the_ranks_that_share_a_gpu_may_leave_500_mib_there(left: float,
 
 
 def suspended(kept: float) -> list[Row]:
-    """A GPU whose communicators took 1000 MiB, of which 400 stay while they are suspended; NCCL says that it keeps `kept` MiB."""
+    """A GPU with 1000 MiB of communicators, of which 400 MiB stay while suspended; NCCL reports that it keeps `kept` MiB."""
     return [*gpu(900, left=400), (1, "release", "comm_persist_after", kept * MIB)]
 
 
 @pytest.mark.parametrize(("kept", "share", "passed"), [(400.0, 1.0, True), (200.0, 0.75, True), (0.0, 0.6, False)])
 def test_what_nccl_cannot_suspend_is_reported_and_no_failure(kept: float, share: float, passed: bool) -> None:
-    """`assumed`: that NCCL tells its NVLS buffers as `persist` is read off src/transport/nvls.cc of 2.29.7."""
+    """`assumed`: NCCL reports its NVLS buffers as `persist`, as read in src/transport/nvls.cc of 2.29.7."""
     rows = answers(suspended(kept), mode="suspend")
     assert (rows["comm_released"].measured, rows["comm_released"].passed) == (pytest.approx(share), passed)
     assert rows["residual"].measured == 400 - kept
@@ -275,7 +275,7 @@ def test_which_ranks_share_a_gpu() -> None:
     ("more", "left"),
     [
         ((0, 0, 0, 0), 0),
-        ((0, 1, 0, 0), 0),  # a socket more in one cycle, which went with the groups
+        ((0, 1, 0, 0), 0),  # one cycle has one more socket, which goes with the groups
         ((0, 0, 0, 1), 0),
         ((0, 1, 1, 0), 1),
         ((0, 1, 2, 3), 2),
@@ -311,10 +311,10 @@ def test_times_among_ranks_that_share_a_gpu_are_no_product_numbers(gpus_of: tupl
     ("seconds", "passed"),
     [
         ((0.5, 0.1, 2.0, 2.0), False),
-        ((0.1, 0.1, 0.1, 2.0), True),  # once is the machine
-        ((0.82, 0.07, 0.37, 0.35), True),  # the first cycle took longer
-        ((0.01, 0.01, 0.10, 0.10), True),  # too little to see
-        ((0.5, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6), False),  # each cycle takes longer: 6 times the second
+        ((0.1, 0.1, 0.1, 2.0), True),  # one slow cycle is blamed on the machine
+        ((0.82, 0.07, 0.37, 0.35), True),  # only the first cycle took longer
+        ((0.01, 0.01, 0.10, 0.10), True),  # too short to judge
+        ((0.5, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6), False),  # each cycle takes longer; the last takes 6 times the second
         ((0.5, 0.1, 0.2, 1.3, 0.4, 0.5, 0.6), False),  # the same on a busy machine
         ((0.5, 0.1, 0.2, 0.3, 0.25, 0.4, 0.2), True),
         ((0.5, 0.10, 0.11, 0.12, 0.13, 0.14, 0.15), True),

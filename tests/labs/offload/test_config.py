@@ -1,4 +1,4 @@
-"""What cannot be is refused in one sentence, before any rank starts."""
+"""Impossible settings are refused in one sentence, before any rank starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fault's check sees that bug and nothing else: in the same config without the fault it passes. Runs that break say why."""
+"""Each fault fails its check, which passes in the same config without the fault. Runs that break say why."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kit.labs.offload import FAULTS
 from tests.labs.offload.conftest import failed
 
 Offload = Callable[..., kit.Run]
-CONFIGS = {repr(fault.set): fault for fault in FAULTS}  # faults of one config share the run without them
+CONFIGS = {repr(fault.set): fault for fault in FAULTS}  # faults with equal configs share one run without a fault
 JUDGED = [fault for fault in FAULTS if fault.exit == 1 and "cpu" in fault.devices]
 
 
@@ -26,7 +26,7 @@ def test_without_the_fault_its_check_passes(fault: Fault) -> None:
     assert {row.check: row.passed for row in verdict if row.check in named} == dict.fromkeys(named, True)
 
 
-# What else a bug breaks, apart from the check that it is listed under; most break nothing else.
+# Other checks that a bug fails, besides the one it is listed under; most bugs fail no other.
 ALSO = {
     "leak-gloo": {"fds_return", "threads_return", "old_groups_dead"},
     "leak-device": {"fds_return", "threads_return", "old_groups_dead"},
@@ -55,7 +55,7 @@ ALSO = {
 }
 
 
-CYCLES = {"slow-at-last": 4, "leaked-file": 3}  # what they do shows against cycles before
+CYCLES = {"slow-at-last": 4, "leaked-file": 3}  # these bugs show only against earlier cycles
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What a GPU's memory is said to be taken by, from records made up here as a GPU would leave them."""
+"""How the picture splits a GPU's memory by use, on made-up records like those of a real GPU."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kit.labs.offload.pictures import bands, places
 from kit.results import Record, Run, create_run
 
 MIB = 2**20
-CONTEXT, WORLD, COMMUNICATORS = 500, 30, 300  # WORLD's is a part of what there is without a job
+CONTEXT, WORLD, COMMUNICATORS = 500, 30, 300  # WORLD's memory is part of CONTEXT
 JOB, SCRATCH, SLACK, STRANGERS = (10, 20, 40), 5, 7, 60
 PHASES = ((0, "start"), (0, "baseline"), (0, "build"), *((1, p) for p in ("train", "fingerprint", "release", "idle")))
 
 
 @pytest.fixture
 def seen(tmp_path):
-    """An offload run on CUDA up to its first idle, in MiB; `told` are what the driver and NCCL tell besides."""
+    """An offload run on CUDA up to its first idle, in MiB; `reported` selects what the driver and NCCL report in addition."""
 
     def make(*, ranks=1, shared=False, reported=()):
         writer = create_run(tmp_path, "offload", {}, {})
@@ -50,7 +50,7 @@ def seen(tmp_path):
 
 
 def at(seen, phase):
-    """The parts of a bar by name, in MiB, with who told them, from the bottom up."""
+    """Return the parts of a phase's bar from the bottom up: sizes in MiB by name and source."""
     there = places(seen)
     index = [place.phase for place in there].index(phase)
     return {f"{band.name} ({band.source})": band.sizes[index] / MIB for band in bands(seen, there) if band.sizes[index]}

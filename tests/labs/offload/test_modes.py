@@ -1,4 +1,4 @@
-"""Verdicts of each mode on records made up here: a right run passes, what the mode cannot have is null, what is wrong fails."""
+"""Verdicts of each mode on made-up records: a right run passes, what a mode cannot have is null, errors fail."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Rows = list[Record]
 
 
 def config_of(mode: str, **given: Any) -> dict[str, Any]:
-    # A CPU is asked for nothing that a GPU has: mode=suspend says by itself that it needs one, before any rank starts.
+    # The mode is set last: mode=suspend is refused without a GPU, before any rank starts.
     config = asdict(OffloadConfig(ranks=1, tp=1, cycles=CYCLES, size="125m", dtype="float32", **given))
     return {**config, "mode": mode}
 
 
 def right(config: dict[str, Any]) -> Rows:
-    """What a run without any fault records."""
+    """Return the records of a run without any fault."""
     rows: Rows = []
 
     def add(cycle: int, phase: str, text: str = "", **values: float) -> None:
@@ -95,7 +95,7 @@ def outcome(rows: Rows, config: dict[str, Any], passed: bool | None) -> set[str]
 
 
 def changed(rows: Rows, phase: str, metric: str, value: float, cycle: int | None = None) -> Rows:
-    """The records with one number different, in every cycle or in one."""
+    """Return the records with one number changed, in every cycle or in one."""
     import dataclasses
 
     here = [row for row in rows if (row.phase, row.metric) == (phase, metric) and cycle in (None, row.cycle)]
@@ -231,8 +231,8 @@ def test_controls_that_differ_are_the_setups_or_somebodys_own_fault(model: str, 
     ("metric", "steps", "slope"),
     [
         ("anon_rss", (0, 2, 4, 6, 8), 2.0),
-        ("anon_rss", (0, 9, 9, 9, 9), 0.0),  # made once
-        ("anon_rss", (0, 0, 30, 0, 0), 0.0),  # one odd level
+        ("anon_rss", (0, 9, 9, 9, 9), 0.0),  # allocated once
+        ("anon_rss", (0, 0, 30, 0, 0), 0.0),  # one outlier
         ("shm_rss", (0, 3, 6, 9, 12), 3.0),
         ("file_rss", (0, 3, 6, 9, 12), 3.0),
         ("tensor_bytes", (0, 3, 6, 9, 12), 3.0),
@@ -251,8 +251,8 @@ def test_growth_that_a_control_has_too_is_no_growth() -> None:
 
 
 def growing(metric: str, steps: Sequence[float], control: Sequence[float]) -> VerdictRow:
-    """The answer about memory that is at these levels, in MiB, while released and after each control."""
-    config = {**config_of("exact"), "model": "mine:Job", "cycles": len(steps)}  # size unknown: 1 MiB is allowed
+    """Judge `memory_slope` for a metric at these levels, in MiB, while released and after each control."""
+    config = {**config_of("exact"), "model": "mine:Job", "cycles": len(steps)}  # model size unknown: 1 MiB is allowed
     rows = [row for row in right(config) if row.metric != metric]
     for phase, levels in (("idle", steps), ("control", control)):
         rows += [one(cycle, phase, metric, level * MIB) for cycle, level in enumerate(levels, 1)]
@@ -280,11 +280,11 @@ def test_what_piles_up(metric: str) -> None:
         f"{metric}: {LEVELS[metric] + 2} after cycle 2, {LEVELS[metric] + CYCLES} in each of the last two"
     )
     seen_once = changed(right(config), "train", metric, LEVELS[metric] + 1, CYCLES + 1)
-    assert judged(seen_once, config)["nothing_piles_up"].passed  # it may go with the groups
+    assert judged(seen_once, config)["nothing_piles_up"].passed  # it may disappear with the groups
     kept = right(config)
     for cycle in range(2, CYCLES + 2):
         kept = changed(kept, "verify" if cycle <= CYCLES else "train", metric, LEVELS[metric] + 1, cycle)
-    assert judged(kept, config)["nothing_piles_up"].passed  # a second copy, say, that is made once
+    assert judged(kept, config)["nothing_piles_up"].passed  # for example a second copy that is made once
 
 
 def test_what_piles_up_is_not_looked_for_in_two_cycles() -> None:

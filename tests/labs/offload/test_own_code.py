@@ -1,4 +1,4 @@
-"""Somebody's own code goes through the same phases and checks; what it raises is reported as its own."""
+"""User code goes through the same phases and checks; an error that it raises is reported as its own."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_code_that_does_nothing(offload: Offload) -> None:
         "no_tensor_left",
         "destroy_failure_raises",
     }
-    # It trains on bit for bit all the same: that alone proves nothing.
+    # Training still continues bit-identically, which alone proves nothing.
     assert "bit-identical" in why(verdict, "training_continues_bitwise")
     assert "no group was destroyed through" in why(verdict, "destroy_failure_raises")
 

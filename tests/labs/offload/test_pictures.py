@@ -1,4 +1,4 @@
-"""The picture of an offload run and of its modes: what they show of which source, and that they come whole whatever is missing."""
+"""The picture of an offload run and of its modes: what it shows from each source, and that it is complete when records are missing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HELD = {"release", "idle", "end"}  # phases after which the job holds nothing
 
 @pytest.fixture(autouse=True)
 def strict():
-    """A layout that does not fit only warns."""
+    """Make warnings errors: a layout that does not fit only warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -29,7 +29,7 @@ def strict():
 
 @pytest.fixture
 def make_offload(tmp_path):
-    """An offload run as the lab leaves it; `without` takes metrics away, `leak` leaves groups behind in every cycle."""
+    """Return a function that writes an offload run; `without` drops metrics, `leak` is the number of groups left behind per cycle."""
 
     def make(*, ranks=2, cycles=3, without=(), leak=0, cuda=False, fault=None, until=None, **config):
         config = {
@@ -142,7 +142,7 @@ def test_only_a_driver_speaks_for_the_gpu(make_offload):
     assert axes_of(picture, "GPU memory by use (median of 2 ranks)")
     assert {"weights (the job)", "slack (allocator)"} <= words(picture)
     assert axes_of(picture, "Drift of GPU memory while released")
-    assert "job's weights" not in words(picture)  # beside the host's memory: they live on the GPU
+    assert "job's weights" not in words(picture)  # not beside host memory: the weights are on the GPU
 
 
 def test_what_leaks_is_seen_to_rise(make_offload):

@@ -1,4 +1,4 @@
-"""A right run passes, row by row; what cannot be measured says why; what is chosen is what moves."""
+"""A right run passes every check; what cannot be measured says why; only what the config selects is moved."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.labs.offload.conftest import failed, unanswered, why
 from tests.labs.parts import failing_parts, logged_steps
 
 Offload = Callable[..., kit.Run]
-NOT_HERE = {"residual", "comm_released", "others_untouched"}  # asked of a GPU's driver
-STAYS = {"world_released"}  # WORLD was not to be given back
+NOT_HERE = {"residual", "comm_released", "others_untouched"}  # they need a GPU's driver
+STAYS = {"world_released"}  # WORLD is not released by default
 TOO_SMALL = {"reload_peak"}
 TOO_SHORT = {"memory_slope", "time_steady", "nothing_piles_up"}
 
@@ -41,17 +41,17 @@ def test_the_default_run_row_by_row() -> None:
     (made,) = set(of(run, "fingerprint", "groups_watched"))
     assert made >= 20
     assert set(of(run, "verify", "groups")) == {made + 1}
-    assert set(of(run, "idle", "left_bytes")) == {36.0}  # rotary frequencies and a scale: constants, no training state
+    assert set(of(run, "idle", "left_bytes")) == {36.0}  # rotary frequencies and a scale: constants, not training state
     assert min(of(run, "fingerprint", "resident_bytes")) > 2**20
     assert set(of(run, "release", "groups_destroyed")) == {made}
-    # Each rank's log has a line per step: of both controls and of the released job.
+    # Each rank's log has one line per step, for both controls and for the released job.
     steps = list(range(1, 1 + int(max(of(run, "train", "trained_steps")))))
     for rank in range(run.config["ranks"]):
         lines = logged_steps(run.dir / "logs", rank)
         assert [step for step, what, _ in lines if what == "control"] == steps * 2
         assert [step for step, what, _ in lines if what == "released job"] == steps
         assert lines[-1][2] == pytest.approx(of(run, "train", "loss")[-1], rel=1e-5)
-    # Limits move without a rerun.
+    # Limits can change without a rerun.
     assert failed(run.verdict(released_share=1.5, threads_more=-1)) == {"tensors_released", "threads_return"}
     with pytest.raises(BadInput, match="did you mean 'drift_mib'"):
         run.verdict(drift=1)
@@ -61,7 +61,7 @@ def test_the_default_run_row_by_row() -> None:
 def test_world_too(offload: Offload) -> None:
     run = offload(include_world=True, cycles=2)
     assert failed(run.verdict()) == set()
-    assert failing_parts(run) == []  # a run that broke is not blamed for what it did not get to
+    assert failing_parts(run) == []  # a broken run is not blamed for what it did not reach
     assert "world_released" not in unanswered(run.verdict())
     assert set(of(run, "idle", "groups")) == {0.0}
     assert of(run, "release", "groups_destroyed") == [made + 1 for made in of(run, "fingerprint", "groups_watched")]
@@ -97,7 +97,7 @@ def test_groups_alone_without_hashes(offload: Offload) -> None:
 
 @pytest.mark.slow
 def test_abort_is_exact_by_another_word(offload: Offload) -> None:
-    """Every check of exact holds: groups gone, old handles raise by name, descriptors and threads return, training goes on."""
+    """All checks of mode=exact hold: groups are gone, old handles raise by name, descriptors and threads return, training continues."""
     run = offload(mode="abort", cycles=2)
     verdict = run.verdict()
     assert failed(verdict) == set()
@@ -125,7 +125,7 @@ def test_the_ways_in_common_use(offload: Offload, mode: str) -> None:
     verdict = run.verdict()
     assert failed(verdict) == MODE_FAILS
     (made,) = set(of(run, "fingerprint", "groups_watched"))
-    gloo = 3  # manual loses these, official destroys these alone and does not count
+    gloo = 3  # manual leaks these; official destroys only these and reports no count
     assert set(of(run, "release", "groups_destroyed")) == {made - gloo if mode == "manual" else -1.0}
     left = gloo if mode == "manual" else made - gloo
     assert f"+{left:g} (rank " in why(verdict, "groups_return_to_baseline")
@@ -137,7 +137,7 @@ def test_the_ways_in_common_use(offload: Offload, mode: str) -> None:
 @pytest.mark.slow
 def test_the_lab_keeps_no_group_that_it_watches(offload: Offload) -> None:
     alive = of(offload(mode="manual", cycles=2), "idle", "old_groups_alive")
-    # Of the first cycle's groups the job keeps some. From one cycle to the next manual loses three gloo groups; no other may stay.
+    # The job keeps some of the first cycle's groups. mode=manual leaks three gloo groups per cycle; no other group may stay.
     assert [after - before for before, after in zip(alive[:2], alive[2:], strict=True)] == [3.0, 3.0]
 
 

@@ -1,4 +1,4 @@
-"""Runs of the lab `share` without any rank."""
+"""Runs of the lab `share` without ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run on ranks records, made from a simulated ledger: leases, what observers saw, digests, losses. Then one thing is changed."""
+"""The records of a right run on ranks, made from a simulated ledger: leases, observations, digests, losses. Tests change one thing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kit.results.verdict import judge
 MIB = 2**20
 CONFIG = ShareConfig(
     layers=200, steps_a=2, steps_b=2, release_groups=True
-)  # weights that can be seen in resident memory
+)  # large enough for the weights to show in resident memory
 COUNTS = ("fds", "sockets", "threads", "children", "memfds", "shared_maps", "shm_files", "temp_files")
 OWNERS = [f"{name}.{role}" for name in "ab" for role in ("trainer", "replica 0", "replica 1")]
 Row = dict[str, Any]
@@ -74,7 +74,7 @@ class Found(list[Row]):
 
 
 def add_devices(found: Found, config: ShareConfig, rows: Any) -> None:
-    """Leases, and what observers saw of them."""
+    """Add the leases, and what observers saw of them."""
     found.add("shared", "seen_samples", 100.0, 0.0, unit="1", ids={"two_owners": 0, "blind": 0})
     for owner in OWNERS:
         found.add("shared", "seen_resident", 300.0 * MIB, -1.0, unit="B", ids={"who": owner})
@@ -91,7 +91,7 @@ def add_devices(found: Found, config: ShareConfig, rows: Any) -> None:
 
 
 def lease_events(rows: Any) -> Iterator[tuple[str, float, str]]:
-    """Replicas from the order to wake until they sleep, trainers from the grant until the release."""
+    """Yield the leases: replicas from the order to wake until they sleep, trainers from the grant until the release."""
     for row in rows:
         ids, name = row.ids, str(row.ids.get("who", row.ids.get("pipeline", "")))
         if row.name == "expand":
@@ -105,7 +105,7 @@ def lease_events(rows: Any) -> Iterator[tuple[str, float, str]]:
 
 
 def numbers_of(config: ShareConfig, name: str) -> Iterator[tuple[str, float | None, str, dict[str, int]]]:
-    """What a pipeline computes."""
+    """Yield the numbers that a pipeline computes."""
     one = pipeline_config(config, name)
     for version in range(one.steps + 1):
         yield "digest", None, f"{name} {version}", {"version": version}

@@ -1,4 +1,4 @@
-"""Runs of the lab `share` as it leaves them, with ledgers of the simulated pair of pipelines or with any other."""
+"""Runs of the lab `share` as the lab writes them, with simulated or given ledgers."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from tests.share.pair import STRICT, shared
 
 BEGAN = 1.8e9
 MIB = 2**20
-LOW, HIGH = 30 * MIB, 100 * MIB  # of a rank that sleeps, and of one that has a device
+LOW, HIGH = 30 * MIB, 100 * MIB  # resident bytes of a sleeping rank, and of one with a device
 
 
 def by(core: str, name: str, when: float, **ids: Any) -> tuple[str, float, dict[str, Any]]:
-    """An event that a core took."""
+    """The row of an event that a core received."""
     return name, when, {**ids, "core": core}
 
 
 def to(where: str, name: str, when: float, **ids: Any) -> tuple[str, float, dict[str, Any]]:
-    """A command."""
+    """The row of a command."""
     return name, when, {**ids, "to": where}
 
 
-# Two devices. Pipeline a generates on device 0 until b trains there; nobody has device 1.
+# Two devices. Pipeline a generates on device 0 until b trains there; no pipeline leases device 1.
 BY_HAND = [
     ("limits", 0.0, {"devices": 2, "pipelines": "a,b", "planner": "gap-ratio", "request_ms": 60000, "pipeline": "desk"}),
     by("desk", "register", 0.0, pipeline="a", trainer="1", generation="0", tp=1),
@@ -90,7 +90,7 @@ def clusters(config: ShareConfig) -> dict[str, dict[str, Cluster]]:
 
 
 def simulated(config: ShareConfig, names: Iterable[str], durations: Durations | None, **more: Any) -> list[Row]:
-    """The ledger of these pipelines under a desk."""
+    """Return the simulated ledger of these pipelines under a desk."""
     mine = {name: some for name, some in clusters(config).items() if name in names}
     batch = config.groups * config.group
     stream = replace(
@@ -111,7 +111,7 @@ def make(
     prepare: Callable[..., None] = lambda _: None,
     **changed: Any,
 ) -> kit.Run:
-    """`until` is the last phase."""
+    """Write a run; `until` is its last phase."""
     config = ShareConfig(**changed)
     writer = create_run(folder, "share", dataclasses.asdict(config), {})
     clock = BEGAN
@@ -155,7 +155,7 @@ def make(
 
 
 def resident(config: ShareConfig, rows: Iterable[Row], began: float) -> list[dict[str, Any]]:
-    """What the observer would see: a role has little while it is off its devices."""
+    """Return what the observer would see: a role holds little while it is off its devices."""
     book = recorded.Ledger([{"event": row.name, "time": began + row.time, **row.ids} for row in rows])
     found = [(began, who, LOW) for who in recorded.seats(book) if "#" not in who]
     for span in recorded.spans(book):
@@ -165,5 +165,5 @@ def resident(config: ShareConfig, rows: Iterable[Row], began: float) -> list[dic
             found.append((span.right, f"{span.pipeline}.{span.what}", LOW))
     return [
         {"rank": NOTEBOOK, "metric": "seen_resident", "value": size, "unit": "B", "time": when, "ids": {"who": who}}
-        for when, who, size in sorted(found, key=lambda one: (one[0], one[2]))  # what leaves goes first
+        for when, who, size in sorted(found, key=lambda one: (one[0], one[2]))  # at equal times, releases come first
     ]

@@ -43,7 +43,7 @@ def matching(rows: list[Row], metric: str, phase: str = "shared", **wanted: Any)
 
 
 def edit(metric: str, changes: dict[str, Any], *, phase: str = "shared", at: int = 0, **wanted: Any) -> Change:
-    """Change one row: its own keys, or ids."""
+    """Return an edit that changes one row: its own keys, or ids."""
 
     def change(rows: list[Row]) -> None:
         row = matching(rows, metric, phase, **wanted)[at]
@@ -57,7 +57,7 @@ def edit(metric: str, changes: dict[str, Any], *, phase: str = "shared", at: int
 
 
 def drop(metric: str, *, phase: str = "shared", only: int | None = None, **wanted: Any) -> Change:
-    """Leave out rows: all that match, or one of them."""
+    """Return an edit that drops all matching rows, or one of them."""
 
     def change(rows: list[Row]) -> None:
         found = matching(rows, metric, phase, **wanted)
@@ -70,7 +70,7 @@ def drop(metric: str, *, phase: str = "shared", only: int | None = None, **wante
 def add_behind(
     metric: str, new: str, ids: dict[str, Any], *, phase: str = "shared", at: int = 0, **wanted: Any
 ) -> Change:
-    """Another row of the ledger right behind one, with some of its ids."""
+    """Return an edit that inserts a row with these ids right after a ledger row."""
 
     def change(rows: list[Row]) -> None:
         row = matching(rows, metric, phase, **wanted)[at]
@@ -81,7 +81,7 @@ def add_behind(
 
 
 def resident(owner: str, metric: str, at: int, mib: float, **wanted: Any) -> Change:
-    """An observer sees that much of a rank, at the time of a row."""
+    """Return an edit: an observer sees `mib` MiB of a rank just after a row."""
 
     def change(rows: list[Row]) -> None:
         when = matching(rows, metric, **wanted)[at]["time"] + 1e-6
@@ -153,7 +153,7 @@ def test_the_desk_may_shrink_a_replica_of_which_only_its_pipeline_knows_that_it_
 
 
 def test_a_wake_between_two_looks_is_no_weights_that_stay(right: list[Row]) -> None:
-    """An observer saw neither the weights nor that they went."""
+    """The observer saw neither the weights nor their release."""
     first = min(row["time"] for row in matching(right, "lease", text="a.replica 0", event="taken"))
     rows = [*right]
     for when, event in ((first - 0.06, "taken"), (first - 0.03, "freed")):
@@ -163,7 +163,7 @@ def test_a_wake_between_two_looks_is_no_weights_that_stay(right: list[Row]) -> N
 
 
 def test_a_wake_while_memory_is_read_is_in_its_own_right(right: list[Row]) -> None:
-    """A busy machine stops an observer in the middle of a look: what it reads then is of a later time."""
+    """A busy machine may stop an observer in the middle of a look; what it reads then belongs to a later time."""
     rows = copy.deepcopy(right)
     leases = matching(rows, "lease", device=0)
     freed, taken = next(
@@ -253,7 +253,7 @@ def test_small_weights_are_not_judged_by_resident_memory(right: list[Row]) -> No
 
 
 def test_a_broken_run_is_judged_as_far_as_it_goes(right: list[Row]) -> None:
-    """Without the phase `end`, what is missing is not blamed on the code under test."""
+    """Without the phase `end`, missing records are not blamed on the code under test."""
     rows = [row for row in right if row["phase"] not in ("end", "rehearse") and row["metric"] != "served"]
     verdict = verdict_of(rows)
     assert passed(verdict, "weights_after_wake") is None

@@ -87,7 +87,7 @@ def test_what_pipelines_register_and_what_the_desk_waits_for() -> None:
         "generation": ((0, 1, 2, 3), 2),
     }
     assert (desk_settings(config).pipelines, desk_settings(config).admission_ms) == (("a", "b"), 5)
-    assert desk_settings(ShareConfig(scenario="A")).admission_ms == 0  # nobody to wait for
+    assert desk_settings(ShareConfig(scenario="A")).admission_ms == 0  # there is no other pipeline to wait for
 
 
 def test_the_larger_scenarios_leave_what_is_given() -> None:
@@ -109,4 +109,4 @@ def test_ranks_are_placed_on_the_gpus_of_their_devices(monkeypatch: pytest.Monke
 def test_a_half_has_the_replicas_on_it_or_nothing() -> None:
     config = ShareConfig()
     assert (own_half(config, "a"), own_half(config, "b")) == ((0, (0,)), (1, (1,)))
-    assert own_half(ShareConfig(train_b=(0,)), "b") == (0, (0,))  # beside A: there is no half for each
+    assert own_half(ShareConfig(train_b=(0,)), "b") == (0, (0,))  # A trains on device 0 too: neither has its own half

@@ -1,4 +1,4 @@
-"""A fault's check sees that bug on simulated ranks, and passes without it. What else each bug breaks is known."""
+"""Each fault fails its check on simulated ranks, and the check passes without it. Other checks that the bug fails are listed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kit.labs.share.simulated import SCENES, SWAPS, run
 from tests.labs.share.conftest import simulated
 from tests.labs.simulated import failed, passed, why
 
-# What else a bug breaks, apart from the check that it is listed under.
+# Other checks that a bug fails, besides the one it is listed under.
 ALSO = {
     "double-allocation": {"devices_conserved", "plan_as_specified", "plan_valid", "priority_kept"},
     "expand-first": {"devices_conserved", "one_owner", "priority_kept"},
@@ -49,7 +49,7 @@ def test_a_rule_with_a_bug_fails_its_check_and_hardly_another(fault: Fault) -> N
 
 
 def test_without_a_bug_every_check_of_a_ledger_passes() -> None:
-    """In one run: the lab's pipelines, every script that exposes a fault, every rehearsed scene."""
+    """One run covers the lab's pipelines, every script that exposes a fault, and every rehearsed scene."""
     verdict, error = simulated()
     assert (failed(verdict), error) == (set(), "")
     assert all(passed(verdict, fault.check) for fault in SIMULATED)
@@ -82,7 +82,7 @@ def test_other_settings_pass_too(config: dict[str, object]) -> None:
 
 
 def test_scenes_happen() -> None:
-    """Each scene ends as it should: who dies ends with an error, the others do not."""
+    """Each scene ends as it should: a pipeline that dies ends with an error, the others do not."""
     config = ShareConfig(simulated=True)
     ends = {}
     for scene in SCENES:

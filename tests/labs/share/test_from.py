@@ -1,4 +1,4 @@
-"""`kit run share --from FILE`: files of rlix and NeMo-RL become settings; what cannot be is refused, what is unknown listed."""
+"""`kit run share --from FILE`: rlix and NeMo-RL files become settings; impossible values are refused, unknown keys are listed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kit.errors import BadInput
 from kit.labs.share.config import ShareConfig
 from kit.labs.share.foreign import settings_of
 
-# As pipelines of NeMo-RL under rlix are written: the job's settings are overrides, devices come twice.
+# In the format of NeMo-RL pipelines under rlix: the job's settings are overrides, devices are given twice.
 NEMO: dict[str, Any] = {
     "pipeline_cls": "team.pipeline:Pipeline",
     "nemo_config_overrides": [
@@ -30,7 +30,7 @@ NEMO: dict[str, Any] = {
     "actor_train": {"device_mapping": [0], "offload_nccl": True},
     "actor_infer": {"device_mapping": [0, 1], "strategy_args": {"strategy_config": {"sleep_level": 2}}},
 }
-# As pipelines of rlix's own kind are: devices as text, references within the file.
+# In the format of rlix's own pipelines: devices as text, references within the file.
 ROLL: dict[str, Any] = {
     "offload_nccl": True,
     "max_steps": 3,
@@ -133,7 +133,7 @@ def test_pipelines_that_cannot_go_together_are_refused() -> None:
 
 
 def test_a_run_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings of a file are under those of `--set`, and keys without a setting are printed."""
+    """`--set` overrides the settings of a file, and keys without a setting are printed."""
     given: dict[str, Any] = {}
 
     def run_once(_: str, config: dict[str, Any], __: Path | None, **___: Any) -> Answer:

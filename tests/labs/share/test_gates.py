@@ -1,4 +1,4 @@
-"""Gates: defaults that show one thing, and a check that it did happen."""
+"""Gates: defaults that demonstrate one thing, and a check that it happened."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_gate_shows_what_it_is_about(gate: str) -> None:
 
 
 def test_a_gate_that_shows_nothing_fails() -> None:
-    """One step alone: nothing is handed over, and nobody comes back."""
+    """With a single step, no devices are handed over and no pipeline comes back."""
     verdict, _ = simulated(gate="3", steps_a=1)
     assert passed(verdict, "gate_shown") is False
     assert why(verdict, "gate_shown").startswith("never happened: a pipeline handed its devices over")

@@ -1,4 +1,4 @@
-"""A ledger of leases that another system wrote is judged by `kit check DIR --lab share`; several runs of a phase are several ledgers."""
+"""`kit check DIR --lab share` judges a ledger of leases that another system wrote; several runs of a phase are several ledgers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.share.test_shared import BOTH, foreign
 def check(
     folder: Path, rows: Iterable[Mapping[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> tuple[int, dict[str, Any]]:
-    """Write rows as another system would, and judge them: the exit status, and the verdict by check."""
+    """Write rows as another system would and judge them; return the exit status, and the verdict by check."""
     recorder = Recorder(folder)
     for row in rows:
         recorder.event(row["event"], **{name: one for name, one in row.items() if name not in ("event", "time")})
@@ -50,7 +50,7 @@ def test_a_wrong_ledger_fails(name: str, tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_what_a_small_ledger_lacks_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Leases alone: who has which device."""
+    """The ledger has only leases: who holds which device."""
     rows = [
         {"event": "limits", "pipeline": "desk", "devices": 1},
         {"event": "clusters", "pipeline": "a", "trainer": "0"},

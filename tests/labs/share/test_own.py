@@ -1,4 +1,4 @@
-"""A pipeline's own side of the desk: the right one is as the kit's, and what a wrong one does is said."""
+"""User code for a pipeline's side of the desk: right code behaves like the kit's, and the errors of wrong code are reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = {"steps_a": 2, "steps_b": 2, "groups": 2, "group": 2}
 
 
 class Right:
-    """Written from the documentation: nothing of the kit but the handle it is given."""
+    """Written from the documentation; it uses nothing of the kit but the handle it is given."""
 
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
@@ -126,7 +126,7 @@ def test_somebody_elses_hears_each_moment_once_and_in_order() -> None:
         (OldVersion, "no_deadlock", "after_training(0) of the pipeline's own code returned version 0; it must return the loop's version 1"),
         (AsksTwice, "no_deadlock", "acquire failed: b cannot request reference on reference"),
         (FailsAtTheEnd, "no_deadlock", "end_progress() of the pipeline's own code raised ValueError: no desk"),
-        (FailsTwice, "no_deadlock", "after_training(0) of the pipeline's own code returned version 0"),  # the cause
+        (FailsTwice, "no_deadlock", "after_training(0) of the pipeline's own code returned version 0"),  # the first error
         (KeepsProgress, "progress_ended", ""),
     ],
 )  # fmt: skip

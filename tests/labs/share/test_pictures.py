@@ -1,4 +1,4 @@
-"""The pictures of a share run. The ledger is written by hand where a place is compared, else simulated."""
+"""The pictures of a share run. The ledger is written by hand where positions are compared, otherwise simulated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.labs.share.runs import BY_HAND, HIGH, LOW, make
 
 @pytest.fixture(autouse=True)
 def strict():
-    """A layout that does not fit only warns."""
+    """Make warnings errors: a layout that does not fit only warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -120,7 +120,7 @@ def test_memory_is_above_the_least_of_each_rank(simulated):
 
 
 def test_a_loop_under_way_is_drawn(by_hand, tmp_path):
-    """At any moment of a run: after each row of the ledger that could be the last one on disk."""
+    """A run can be drawn at any moment: after each ledger row that could be the last one on disk."""
     frame = by_hand.frame()
     mine = frame[(frame["phase"] == "shared") & (frame["rank"] == -1)]
     for last in range(15, len(BY_HAND)):
@@ -134,7 +134,7 @@ def test_a_loop_under_way_is_drawn(by_hand, tmp_path):
 
 @pytest.mark.slow
 def test_many_devices_and_replicas_fit(tmp_path):
-    """More devices than have lanes; replicas of two devices."""
+    """There are more devices than lanes, and replicas with two devices."""
     every = tuple(range(20))
     run = make(
         tmp_path, devices=20, train_a=every[:2], infer_a=every, train_b=every[2:4], infer_b=every, infer_tp=2, tp=2,

@@ -1,4 +1,4 @@
-"""Replicas sleep and wake between two calls; what a sleeper still answers has no reader; alarms come when they are due."""
+"""Replicas sleep and wake between two calls; what a sleeping replica still answers is not read; alarms come when they are due."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Call:
 
 
 class Calls:
-    """Stands in for a Drive, and for the observer."""
+    """Stands in for a Drive and for the observer."""
 
     def __init__(self) -> None:
         self.config = ShareConfig(deadline_s=0.5)
@@ -59,7 +59,7 @@ class Calls:
 
 
 def test_a_pipelines_meter_begins_with_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine is busy between the first rows and the loop's start."""
+    """On a busy machine, time passes between the first rows and the loop's start."""
     rows, meter = Memory(), Meter()
     monkeypatch.setattr(time, "time", lambda: 10.0)
     ledger = opened(rows, {"a": meter}, ShareConfig())
@@ -101,8 +101,8 @@ def test_a_shrink_waits_for_the_call_under_way_and_drops_what_it_says(calls: Cal
     ranks.start()
     assert [one.method for one in calls.made] == ["decode", "shrink"]
     calls.made[1].answer = [{}]
-    assert names(ranks.take()) == ["freed", "shrunk"]  # seen first, then said
-    generate(ranks)  # nobody sends anything to a replica that was told to sleep; the port would not carry it
+    assert names(ranks.take()) == ["freed", "shrunk"]  # the observation comes before the answer
+    generate(ranks)  # nothing is sent to a replica that was ordered to sleep; the port would not carry it
     ranks.start()
     assert len(calls.made) == 2
 
@@ -151,7 +151,7 @@ def test_a_replica_whose_call_raises_leaves_its_device(calls: Calls, ranks: Rank
 
 
 def test_a_replica_that_can_neither_decode_nor_leave_is_the_desks_to_know(calls: Calls, ranks: Ranks) -> None:
-    """With several ranks, one may raise while another one is still in the call."""
+    """With several ranks, one may raise while another is still in the call."""
     generate(ranks)
     ranks.start()
     calls.made[0].answer, calls.busy = KitError("no room for rows"), KitError("rank 2 still in phase 'shared'")
@@ -165,7 +165,7 @@ def test_a_dead_replica_is_an_event_for_the_pipeline_and_for_the_desk(calls: Cal
     ranks.move(move("expand", 1))
     ranks.start()
     calls.made[0].answer = died(2)
-    calls.held = {"a.replica 1"}  # another rank of it, for a moment
+    calls.held = {"a.replica 1"}  # another rank of it still holds the device for a moment
     assert [(one.name, one.pipeline) for one in ranks.take()] == [("died", "a")]
     calls.held.clear()
     assert [(one.name, one.pipeline) for one in ranks.take()] == [("freed", "desk"), ("died", "desk")]
@@ -196,7 +196,7 @@ def test_a_pipeline_without_its_trainer_leaves_its_devices_before_the_desk_hears
 
 @pytest.mark.parametrize("name", ["shrink", "expand", "sync"])
 def test_a_call_past_its_deadline_ends_the_run_with_its_own_error(calls: Calls, ranks: Ranks, name: str) -> None:
-    """And not with that of the next call, which finds the rank busy."""
+    """It does not end with the error of the next call, which finds the rank busy."""
     if name == "sync":
         ids = {"version": 1, "at_sync": "wait", "replicas": "0"}
         ranks.send(Command("sync", "sync", "a", **ids))

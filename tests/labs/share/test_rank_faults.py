@@ -1,4 +1,4 @@
-"""A bug of a rank is seen by the check that it is listed under."""
+"""Each bug of a rank fails the check that it is listed under."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.labs.simulated import failed
 
 @pytest.mark.slow
 @pytest.mark.drawn(4)
-@pytest.mark.timeout(240)  # two of them have 174 MiB of weights, on six ranks
+@pytest.mark.timeout(240)  # two of the faults need 174 MiB of weights on six ranks
 @pytest.mark.parametrize("fault", OF_RANKS, ids=lambda fault: fault.name)
 def test_a_rank_with_a_bug_fails_its_check(fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KIT_RUNS", str(tmp_path))

@@ -41,7 +41,7 @@ NUMBERS = ("digest", "tokens_digest", "global_loss", "grad_norm")
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs go to a folder of the module, and nothing is left."""
+    """Put runs in a folder of the module; nothing may be left behind."""
     folder = tmp_path_factory.mktemp("share")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KIT_RUNS", str(folder / "runs"))
@@ -79,7 +79,7 @@ def computed(run: kit.Run, phase: str, pipeline: str) -> dict[tuple[str, str], A
 
 
 def ledger(run: kit.Run, phase: str) -> list[Row]:
-    """The rows that passed the runner."""
+    """Return the rows that went through the runner."""
     rows = read(Path(run.dir) / "records.jsonl", phase)
     start = next(number for number, row in enumerate(rows) if row.name == "begins")
     return [row for row in rows[start:] if not row.name.startswith("seen_") and row.name not in ("lease", "killed")]
@@ -104,11 +104,11 @@ def test_no_device_had_two_owners(run: kit.Run) -> None:
     (alone,) = of(run, "alone_a", "seen_samples").itertuples()
     assert (
         alone.ids["two_owners"] > 0
-    )  # there the trainer and a replica of one pipeline are together, so it can be seen
+    )  # alone, a pipeline's trainer and replica share a device, so the observer must see two owners
 
 
 def test_memory_is_read_between_a_start_and_an_end(run: kit.Run) -> None:
-    """All ranks at once: a check compares the readings of one look with each other."""
+    """All ranks are read in one look: a check compares the readings of a look with each other."""
     rows = of(run, "shared", "seen_resident")
     assert (rows["start"] <= rows["time"]).all()
     looks = sorted({*zip(rows["start"], rows["time"], strict=True)})
@@ -165,7 +165,7 @@ def test_the_dead_change_nothing_for_the_other(run: kit.Run) -> None:
 
 
 def test_memory_comes_down(run: kit.Run) -> None:
-    """By the ranks' own word: a trainer off its device has its job on the host, a replica has dropped its weights."""
+    """The ranks report that a trainer off its device has its job on the host, and that a sleeping replica has dropped its weights."""
     rows = of(run, "shared", "resident")
     states = {(row.ids["who"], row.ids["state"]) for row in rows.itertuples()}
     assert states == {(f"{name}.trainer", state) for name in PIPELINES for state in ("held", "asleep")} | {

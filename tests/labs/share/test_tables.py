@@ -1,4 +1,4 @@
-"""The tables of a share run. The ledger is written by hand where a number is compared, else simulated."""
+"""The tables of a share run. The ledger is written by hand where numbers are compared, otherwise simulated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kit.view import named
 from tests.labs.share import runs
 from tests.labs.share.runs import BY_HAND, make
 
-BEGAN = runs.BEGAN + 0.5  # behind the phase prepare
+BEGAN = runs.BEGAN + 0.5  # after the phase prepare
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_leases_are_counted_by_device_and_owner(by_hand):
 
 
 def seen(frame, metric, *rows):
-    """More rows of an observer: value and ids."""
+    """Add rows of an observer, given as value and ids."""
     more = [
         {**frame.iloc[0], "phase": "shared", "metric": metric, "value": value, "text": "", "ids": json.dumps(ids)}
         for value, ids in rows

@@ -1,4 +1,4 @@
-"""Runs of the split lab for all tests of a module, on ranks that stay alive, with the tests' own code where ranks find it."""
+"""Runs of the split lab for all tests of a module, on ranks that stay alive and can import the tests' own code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kit.results import Verdict
 from tests.holdings import nothing_added
 
 ROOT = Path(__file__).resolve().parents[3]
-SMALL = {"steps": 2, "layers": 2, "microbatches": 4, "chunks": [1, 2, 0], "timeout_s": 60.0}  # less than a test has
+SMALL = {"steps": 2, "layers": 2, "microbatches": 4, "chunks": [1, 2, 0], "timeout_s": 60.0}  # below pytest's limit
 OWN = '''
 import math
 import types
@@ -295,7 +295,7 @@ def model_that_never_reduces(ctx):
 
 @pytest.fixture(scope="module", autouse=True)
 def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs go to a folder of the module; `mine` and the documentation's example can be imported by ranks. Nothing is left."""
+    """Run in a folder of the module, where ranks can import `mine` and the docs' example; nothing may be left behind."""
     folder = tmp_path_factory.mktemp("split")
     (folder / "mine.py").write_text(OWN)
     (folder / "own_split.py").write_text((ROOT / "docs" / "examples" / "own_split.py").read_text())
@@ -308,14 +308,14 @@ def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def world(_places: None) -> Iterator[kit.World]:
-    """Two ranks that every run of the module takes in turn."""
+    """Two ranks that all runs of the module use in turn."""
     with kit.World(2, env={"OMP_NUM_THREADS": "1"}, preload=("megatron.core",)) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def split(world: kit.World) -> Callable[..., kit.Run]:
-    """split(**config) -> the finished run, a small one; asked for again, the same one. One that breaks may leave a call behind."""
+    """split(**config) returns a finished small run, the same one for equal arguments. A run that breaks may leave a call behind."""
     made: dict[str, kit.Run] = {}
 
     def run(fault: str | None = None, **config: object) -> kit.Run:
@@ -336,7 +336,7 @@ def failed(verdict: Verdict) -> set[str]:
 
 
 def unanswered(verdict: Verdict) -> set[str]:
-    """The checks without an answer, but for the one that most runs here are too short for: it needs three cycles."""
+    """Return the unanswered checks, except `nothing_piles_up`: it needs three cycles, and most runs here are shorter."""
     return {row.check for row in verdict if row.passed is None} - {"nothing_piles_up"}
 
 

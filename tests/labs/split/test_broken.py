@@ -1,4 +1,4 @@
-"""What the lab rehearses of steps that the protocol refuses or that leave something behind, on a job of this process alone."""
+"""What the lab rehearses for steps that the protocol refuses or that leave something behind, on a job in this process alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS, LENGTH, WORDS = 6, 12, 40
 
 
 class Job:
-    """A table of what follows what."""
+    """A bigram model: one table of next-token logits."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -30,7 +30,7 @@ class Job:
 
 
 class Step(SplitStep):
-    """A right step on that; the last microbatch may be smaller."""
+    """A right step on that job; the last microbatch may be smaller."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job.device)
@@ -93,7 +93,7 @@ def batch() -> Batch:
 
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
-    """A default group of this process, and no other when it ends."""
+    """Make a default group of this process; at the end no group is left."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(split, "data_group", lambda: dist.group.WORLD)
@@ -104,7 +104,7 @@ def _alone() -> Iterator[None]:
 
 
 class Whole(Step):
-    """Whole microbatches alone, as Megatron's step has it."""
+    """Takes only whole microbatches, as Megatron's step does."""
 
     def _pieces(self, data: Batch) -> list[Batch]:
         if len(data["input_ids"]) % self.mbs:
@@ -118,7 +118,7 @@ class RefusesLate(Step):
 
 
 class Drops(Step):
-    """Rows beyond the last whole microbatch are not there."""
+    """Ignores the rows after the last whole microbatch."""
 
     def microbatch(self, data: Batch) -> None:
         whole = len(data["input_ids"]) // self.mbs * self.mbs
@@ -126,14 +126,14 @@ class Drops(Step):
 
 
 class CountsAndDrops(Step):
-    """All rows are counted, and those of whole microbatches trained on."""
+    """Counts all rows, but trains only on those of whole microbatches."""
 
     def _pieces(self, data: Batch) -> list[Batch]:
         return [piece for piece in super()._pieces(data) if len(piece["input_ids"]) == self.mbs]
 
 
 class TrainsAndForgets(Step):
-    """All rows are trained on, and those of whole microbatches counted."""
+    """Trains on all rows, but counts one valid token too few."""
 
     def finish(self) -> StepResult:
         result = super().finish()
@@ -141,7 +141,7 @@ class TrainsAndForgets(Step):
 
 
 class Keeps(Step):
-    """A group for every step."""
+    """Makes a group in every step and keeps it."""
 
     def finish(self) -> StepResult:
         self.group = dist.new_group([0])
@@ -155,7 +155,7 @@ class KeepsOfAborts(Step):
 
 
 class MakesOne(Step):
-    """A group of its own, made when it is needed first; and one for each step, which it gives back."""
+    """Makes one group of its own when it first needs it, and one more in each step, which it gives back."""
 
     group: Any = None
 

@@ -1,4 +1,4 @@
-"""Checks of the split lab on records made up here: what rounding explains passes, and what it does not fails."""
+"""Checks of the split lab on made-up records: differences that rounding explains pass, others fail."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def answers(rows: Iterable[Row], **config: object) -> dict[str, VerdictRow]:
 
 
 def results(phase: str, change: Mapping[str, float] | None = None, step: int = 1) -> list[Row]:
-    """The numbers of two steps; `change` is what one of them says otherwise."""
+    """The numbers of two steps; `change` replaces some of them in one step."""
     return [
         (1, phase, "result", value, {"step": each, "name": name})
         for each in (1, 2)
@@ -48,10 +48,10 @@ def results(phase: str, change: Mapping[str, float] | None = None, step: int = 1
     ("change", "passed"),
     [
         ({}, True),
-        ({"grad_norm": 1 + 2e-6}, True),  # a norm of float32 squares
+        ({"grad_norm": 1 + 2e-6}, True),  # within the rounding of a float32 norm
         ({"grad_norm": 1 + 2e-5}, False),
         ({"grad_norm": float("nan")}, False),
-        ({"wd": 0.1 * (1 + 2e-5)}, False),  # the rest of a result has no such rounding
+        ({"wd": 0.1 * (1 + 2e-5)}, False),  # other numbers of a result have no such rounding
         ({"global_valid_toks": 85.001}, False),
         ({"updated": 0.0}, False),
     ],
@@ -65,7 +65,7 @@ def test_a_norm_may_be_rounded_as_float32_rounds(change: dict[str, float], *, pa
 
 
 def test_without_a_rounding_a_norm_has_none() -> None:
-    """Records of an earlier version."""
+    """Records of an earlier version lack `norm_rounding`, so no rounding is allowed."""
     row = answers(results("sync") + results("split", {"grad_norm": 1 + 2e-6}))["result_parity"]
     assert (row.passed, row.measured) == (False, pytest.approx(2e-6))
 
@@ -83,7 +83,7 @@ def balances(plain: float, cut: float | None, exact: float = 1.25) -> list[Row]:
     [
         (1.25, 1.25 * (1 + 1e-7), True),
         (1.25, 1.2501, False),
-        (5.0, 5.0, False),  # an error that both ways share
+        (5.0, 5.0, False),  # both ways have the same error
         (1.25, None, False),
         (float("nan"), float("nan"), False),
     ],

@@ -1,4 +1,4 @@
-"""What cannot be is refused in one sentence, before any rank starts; what is planned is every way to cut, after its plain step."""
+"""Impossible settings are refused in one sentence, before any rank starts; the plan has every way to cut, after its plain step."""
 
 from __future__ import annotations
 

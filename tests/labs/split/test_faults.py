@@ -1,4 +1,4 @@
-"""A fault's check sees that bug: in the same config without the fault it passes. What else each bug breaks is known."""
+"""Each fault fails its check, which passes in the same config without the fault. Other checks that the bug fails are listed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kit.labs.split import FAULTS
 from tests.labs.split.conftest import failed
 
 Split = Callable[..., kit.Run]
-CONFIGS = {repr(fault.set): fault for fault in FAULTS}  # faults of one config share the run without them
+CONFIGS = {repr(fault.set): fault for fault in FAULTS}  # faults with equal configs share one run without a fault
 HERE = {fault.name: fault for fault in FAULTS if fault.exit == 1 and "cpu" in fault.devices}
 GRADIENTS = {"grad_parity", "params_parity", "later_steps", "result_parity"}
 NUMBERS = {"loss_parity", "metric_parity", "later_steps", "replicas_counted_once"}
-# What else a bug breaks, apart from the check that it is listed under.
+# Other checks that a bug fails, besides the one it is listed under.
 ALSO = {
     "double-reduce": GRADIENTS,
     "no-reduce": GRADIENTS | {"one_reduction", "ranks_agree"},
@@ -52,7 +52,7 @@ SMALLER = {"layers": 1, "microbatches": 5}
 
 
 def own(fault: Fault) -> dict[str, object]:
-    """The config of a fault, on a smaller job; what it sets itself stays."""
+    """Return the config of a fault on a smaller job; the fault's own settings win."""
     return {**SMALLER, "chunks": [1, 2, 5], **fault.set}
 
 

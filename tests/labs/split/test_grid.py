@@ -1,4 +1,4 @@
-"""The split lab over layouts, masks, switches and batchings: as few configs as meet every pair, some of them on each run of the tests."""
+"""The split lab over layouts, masks, switches and batchings: a few configs that cover every pair; each test run takes some of them."""
 
 import itertools
 from collections import Counter
@@ -12,7 +12,7 @@ from kit.labs.split import LAB
 from kit.world import World
 
 Config = dict[str, Any]
-# Every layout is small: it is cut in four ways at two levels, and each way is a run of its own.
+# Layouts are small because each one is cut in four ways at two levels, and each way runs separately.
 COMMON: Config = {
     "size": "tiny",
     "layers": 2,
@@ -37,7 +37,7 @@ SWITCHES = ("overlap", "distributed optimizer")
 
 
 def every_config() -> dict[str, Config]:
-    """Every config by its name, those of fewer ranks first."""
+    """Every config by its name, those with the fewest ranks first."""
     found = {}
     for layout, config in MEGATRON.items():
         for masks, overlap, sharded in itertools.product(masks_of(config), (False, True), (False, True)):
@@ -57,7 +57,7 @@ def masks_of(config: Config) -> tuple[str, ...]:
 
 
 def covering() -> list[str]:
-    """As few configs as a greedy choice takes for every layout to meet every mask, switch and batching."""
+    """A small set of configs, chosen greedily, in which every layout meets every mask, switch and batching."""
     left = {pair for name in GRID for pair in pairs(name)}
     chosen: list[str] = []
     while left:
@@ -67,7 +67,7 @@ def covering() -> list[str]:
 
 
 def pairs(name: str) -> set[tuple[str, str]]:
-    """A config as pairs of its layout and one thing more; switches that are off count too."""
+    """The pairs of a config's layout with each of its other choices; switches that are off count too."""
     layout, *words = name.split(", ")
     words += [f"no {switch}" for switch in SWITCHES if switch not in words]
     return {(layout, word) for word in words}

@@ -1,4 +1,4 @@
-"""The lab's oracles on their own feet, without ranks: they agree with what is right, and see what is wrong."""
+"""The lab's oracles alone, without ranks: they agree with right results and detect wrong ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def trained(reported: Settings, steps: int = 6, *, clip: bool = True, decay_vectors: bool = False) -> tuple[Any, ...]:
-    """Weights before and after steps of torch's own AdamW in float32, and the gradients of each step."""
+    """Return weights before and after steps of torch's own AdamW in float32, and the gradients and learning rate of each step."""
     generator = torch.Generator().manual_seed(0)
     params = {
         name: torch.randn(*size, generator=generator).requires_grad_() for name, size in (("w", (9, 7)), ("b", (7,)))
@@ -110,7 +110,7 @@ def test_a_step_that_was_skipped_moves_nothing() -> None:
 
 
 def odd_gradients(seed: int) -> Tensors:
-    """Elements of very different size, as an embedding has them."""
+    """Gradients with elements of very different size, as an embedding has."""
     generator = torch.Generator().manual_seed(seed)
     sizes = {"embedding": (256, 64), "bias": (64,)}
     return {
@@ -120,7 +120,7 @@ def odd_gradients(seed: int) -> Tensors:
 
 
 def test_a_float32_norm_is_within_its_rounding() -> None:
-    """torch's own norm of 16384 elements is more than 1e-6 off, whole or by shards; what leaves a small tensor out is further off."""
+    """torch's norm of 16384 elements is off by more than 1e-6, whole or in shards; without a small tensor it is off by even more."""
     off = []
     for seed in range(5):
         found = odd_gradients(seed)
@@ -134,7 +134,7 @@ def test_a_float32_norm_is_within_its_rounding() -> None:
 
 
 def test_a_number_that_is_no_number_is_no_match() -> None:
-    """But for losses on extreme rows, where both may be infinite."""
+    """Equal non-finite numbers match only for losses on extreme rows, where both may be infinite."""
     for value in (math.nan, math.inf):
         assert module.relative(value, value) == math.inf
         assert module.apart(value, value, 1.0) == 0.0
@@ -142,7 +142,7 @@ def test_a_number_that_is_no_number_is_no_match() -> None:
 
 
 def clipped_first(found: Tensors, limit: float) -> tuple[Tensors, float]:
-    """As torch's clip_grad_norm_ leaves gradients, and the norm that it gives."""
+    """Return gradients as torch's clip_grad_norm_ leaves them, and the norm that it returns."""
     made = [value.clone().requires_grad_() for value in found.values()]
     for one, value in zip(made, found.values(), strict=True):
         one.grad = value.clone()
@@ -203,7 +203,7 @@ def test_counts_are_of_what_is_predicted() -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Cancels(ClippedPolicyGradient):
-    """exp by way of expm1, in float32."""
+    """Computes exp as expm1 + 1, in float32."""
 
     def _weight(self, gap: torch.Tensor, length: torch.Tensor) -> Any:
         return super(Cancels, self)._weight((gap.float().expm1() + 1).double().log(), length)
@@ -224,14 +224,14 @@ def test_a_cancellation_is_seen() -> None:
 
 
 def test_rows_reach_what_a_ratio_is_clipped_for() -> None:
-    """Else a missing dual clip would not show."""
+    """Otherwise a missing dual clip would not show."""
     plain, bounded = ClippedPolicyGradient(), ClippedPolicyGradient(dual_clip=3.0)
     logprobs, batch = module.rows_of(rows(16))
     assert module.trained(plain, logprobs, batch)[0] != module.trained(bounded, logprobs, batch)[0]
 
 
 class Multiplies:
-    """Masked places are multiplied by 0."""
+    """Multiplies masked positions by 0."""
 
     level = "tokens"
 
@@ -251,7 +251,7 @@ def test_what_reaches_masked_places_is_named(rubbish: float) -> None:
 
 
 def test_a_balance_by_hand() -> None:
-    """Of three experts each token takes two: every choice and every chance is counted one by one."""
+    """Each token takes two of three experts; every choice and every probability is counted one by one."""
     hidden, weight = torch.sin(torch.arange(40.0)).view(5, 2, 4), torch.cos(torch.arange(12.0)).view(3, 4)
     choices, chances = [0.0] * 3, [0.0] * 3
     for token in hidden.flatten(0, 1).tolist():
@@ -261,4 +261,4 @@ def test_a_balance_by_hand() -> None:
             choices[expert] += (slope > min(slopes)) / 20
     wanted = 3 * sum(share * chance for share, chance in zip(choices, chances, strict=True))
     assert module.balance(hidden, weight, 2) == pytest.approx(wanted, rel=1e-12)
-    assert module.balance(hidden, torch.zeros(3, 4), 3) == pytest.approx(1.0, rel=1e-12)  # as even as can be
+    assert module.balance(hidden, torch.zeros(3, 4), 3) == pytest.approx(1.0, rel=1e-12)  # perfectly balanced

@@ -1,4 +1,4 @@
-"""Somebody's own trainer goes through the same phases and checks; a wrong one is found out, whatever its numbers say."""
+"""A user's trainer goes through the same phases and checks; a wrong one is caught, whatever its numbers say."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_an_error_instead_of_a_skipped_update_is_right_too(split: Split) -> None
 
 @pytest.mark.slow
 def test_what_it_does_to_its_rows_is_its_own_business(split: Split) -> None:
-    """Both levels: a plain step comes after a split one."""
+    """With both levels, a plain step comes after a split one."""
     verdict = split(implementation="mine:Consumes", **{**ONE, "level": "both", "chunks": [1, 2]}).verdict()
     assert failed(verdict) == set()
 

@@ -1,4 +1,4 @@
-"""The picture of a split run: calls as they were timed, errors where they lie, 0 as 0, and what is wrong seen to be wrong."""
+"""The picture of a split run: calls at their measured times, errors at their values, 0 as 0, and failures marked as failures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COUNTS = {"global_valid_seqs": 40.0, "global_valid_toks": 200.0}
 
 @pytest.fixture(autouse=True)
 def strict():
-    """A layout that does not fit only warns."""
+    """Make warnings errors: a layout that does not fit only warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -35,7 +35,7 @@ def strict():
 
 @pytest.fixture
 def make_split(tmp_path):
-    """A split run as the lab leaves it. `off` is the factor of a metric in the split step, None where it is missing."""
+    """Return a function that writes a split run. `off` has the factor of a metric in the split step, None where it is missing."""
 
     def make(*, gradient=2e-7, chunk=0.0, off=(), ranks=2, until=None, calls=True, fault=None, old=False, **changed):
         config = dataclasses.asdict(SplitConfig(**{"ranks": ranks, "steps": 2, "chunks": (1, 5), **changed}))
@@ -48,7 +48,7 @@ def make_split(tmp_path):
             writer.append([as_record(about, *row) for row in rows])
 
         def as_record(about, name, value, ids=None, text=""):
-            if old:  # texts and ids were coded in names and numbers
+            if old:  # texts and ids used to be coded in names and numbers
                 path = "/".join([name, *map(str, (ids or {}).values())])
                 return Record(**about, metric=path, value=1 if value is None else value, unit="1")
             return Record(**about, metric=name, value=value, unit="1", ids=ids or {}, text=text)
@@ -109,7 +109,7 @@ def words(picture):
 
 
 def bars(axes):
-    """The bars of a drawing, from above and from the left: place, left end, width."""
+    """The bars of a drawing, sorted by row and left end: row, left end, width."""
     found = [
         (bar.get_y() + bar.get_height() / 2, bar.get_x(), bar.get_width()) for drawn in axes.containers for bar in drawn
     ]
@@ -223,7 +223,7 @@ def test_wrong_gradients_are_marked(make_split, error):
 
 
 def metric_row(run, name, level="tokens"):
-    """A metric's zeros, bars and the words beside them."""
+    """The texts in a metric's row, and its bars: hatch and right end."""
     axes = axes_of(plot(run), f"Metrics, loss per {level[:-1]}")
     names = [label.get_text().split()[0] for label in axes.get_yticklabels()]
     row = names.index(name)
@@ -234,7 +234,7 @@ def metric_row(run, name, level="tokens"):
 
 def test_metrics_show_zero_and_what_one_scalar_would_do(make_split):
     run = make_split(level="tokens")
-    assert metric_row(run, "probs_ratio") == (["0", "0"], [])  # by tokens, as the loss is
+    assert metric_row(run, "probs_ratio") == (["0", "0"], [])  # normalized by tokens, like the loss
     texts, drawn = metric_row(run, "num_valid_samples")
     assert texts == ["0"]
     assert drawn == [("", pytest.approx(math.log10(1 - 1 / 200)))]

@@ -1,4 +1,4 @@
-"""A right run passes, row by row; what cannot be measured says why; records hold what the documentation says they do."""
+"""A right run passes every check; what cannot be measured says why; records match the documentation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_check_passes_or_says_why_not(split: Split) -> None:
 
 
 def test_each_rank_logs_a_line_per_training_step(split: Split, world: kit.World) -> None:
-    """The plain step of each level, then the split step with each number of chunks. The World has run others of the module too."""
+    """The log has the plain step of each level, then its split steps for each number of chunks, among other runs of the module."""
     run = split()
     ways = [[f"plain step, level {level}", *(f"level {level}, chunks {n}" for n in (1, 2, 0))] for level in LEVELS]
     expected = [(step, what) for way in ways for what in way for step in range(1, run.config["steps"] + 1)]
@@ -94,7 +94,7 @@ def test_the_table_of_metrics(split: Split) -> None:
     assert table["sync"].notna().all()
     ratio = first[first["metric"] == "probs_ratio"].set_index("level")["one_scalar_error"]
     assert ratio["tokens"].max() == 0
-    assert ratio["sequences"].min() > 1  # a token's metric, divided by sequences
+    assert ratio["sequences"].min() > 1  # a token metric, divided by sequences
     count = first[first["metric"] == "num_valid_samples"]
     assert count["one_scalar"].max() <= 1 < count["sync"].min()
 
@@ -106,7 +106,7 @@ def test_the_table_of_tensors(split: Split) -> None:
     assert {"model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.bias"} <= set(table["tensor"])
     assert table.notna().all(axis=None)
     by = table.groupby("tensor")["gradient_error"].max()
-    assert by.nunique() > len(by) / 2  # each tensor has its own
+    assert by.nunique() > len(by) / 2  # errors differ by tensor
 
 
 def test_records_of_every_rank_and_call(split: Split) -> None:
@@ -122,7 +122,7 @@ def test_records_of_every_rank_and_call(split: Split) -> None:
     assert calls == [3, 4, 6] * 2  # begin, the cuts of four microbatches, finish
     assert rows["call"].tolist()[:3] == ["begin", "microbatch", "finish"]
     assert (rows["value"] > 0).all()
-    assert float(of(run, "prepare", "ratios_off_one")["value"].min()) > 0.5  # the losses are tried on something
+    assert float(of(run, "prepare", "ratios_off_one")["value"].min()) > 0.5  # most ratios differ from 1
 
 
 def test_the_rate_moves_and_every_step_differs(split: Split) -> None:
@@ -155,7 +155,7 @@ def test_from_disk_the_same_verdict(split: Split) -> None:
 
 @pytest.mark.slow
 def test_step_by_step(world: kit.World, split: Split) -> None:
-    """By hand and at once record the same; the ranks are alive afterwards, and a World of another size is refused."""
+    """Steps by hand and a run at once record the same; the ranks stay alive, and a World of another size is refused."""
     pids = world.pids
     config = {"steps": 1, "layers": 1, "microbatches": 2, "chunks": [2], "level": "tokens"}
     with kit.lab("split", world=world, **config) as lab:
@@ -168,7 +168,7 @@ def test_step_by_step(world: kit.World, split: Split) -> None:
     assert "use at least two" in why(by_hand.verdict(), "chunk_invariance")
     at_once = split(**config)
     keys = ["cycle", "phase", "rank", "metric", "ids", "text", "unit"]
-    # Ranks record in their own order; which rank is first hangs on the machine.
+    # Ranks record in their own order; which rank is first depends on the machine.
     rows = [run.frame()[keys].sort_values(["cycle", "phase", "rank"], kind="stable") for run in (by_hand, at_once)]
     assert rows[0].to_dict("records") == rows[1].to_dict("records")
     reported = [checks.values(run.frame(), "split") for run in (by_hand, at_once)]

@@ -1,4 +1,4 @@
-"""Runs of the lab `stream`: simulated ones without any rank, and those on ranks, which stay alive for all tests of a module."""
+"""Runs of the lab `stream`: simulated ones without ranks, and those on ranks that stay alive for all tests of a module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def simulated(fault: str | None = None, **config: Any) -> tuple[Verdict, str]:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs go to a folder of the module, and nothing is left."""
+    """Put runs in a folder of the module; nothing may be left behind."""
     folder = tmp_path_factory.mktemp("stream")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KIT_RUNS", str(folder / "runs"))
@@ -38,7 +38,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def on_ranks(places: None) -> Iterator[Callable[..., kit.Run]]:
-    """on_ranks(**config) -> the finished run, a small one of two ranks; asked for again, the same one. Runs share their Worlds."""
+    """on_ranks(**config) returns a finished small run on two ranks, the same one for equal arguments. Runs share their Worlds."""
     made: dict[str, kit.Run] = {}
     worlds: list[Worlds] = []
 
@@ -49,7 +49,7 @@ def on_ranks(places: None) -> Iterator[Callable[..., kit.Run]]:
             try:
                 made[key] = kit.run("stream", fault=fault, world=shared(), **given)
             except KitError:
-                shared().restart()  # what a broken run left must not be the next one's
+                shared().restart()  # the next run must not meet what a broken run left
                 raise
         return made[key]
 

@@ -1,4 +1,4 @@
-"""Questions from outside: enough of them in a short loop, and few more in a long one."""
+"""How many questions a loop gets from outside: enough in a short loop, and few more in a long one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kit.loop.messages import Command
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], int]:
-    """asked(seconds) -> questions of a loop that takes so long and looks for them every 10 ms."""
+    """asked(seconds) returns the number of questions in a loop of that length that looks for them every 10 ms (1 s from 100 s on)."""
 
     def count(seconds: float) -> int:
         now = [1000.0]

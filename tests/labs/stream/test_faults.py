@@ -1,4 +1,4 @@
-"""A fault's check sees that bug: in the same config without the fault it passes. What else each bug breaks is known."""
+"""Each fault fails its check, which passes in the same config without the fault. Other checks that the bug fails are listed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.labs.simulated import failed, passed, why
 from tests.labs.stream.conftest import simulated
 
 OF_TOKENS = {"stamps_true", "behaviour_logprob", "kv_policy_kept", "no_torn_generation"}
-# What else a bug breaks, apart from the check that it is listed under.
+# Other checks that a bug fails, besides the one it is listed under.
 ALSO = {
     "off-by-one-window": {"capacity_kept", "resume_equals"},
     "gate-checked-early": {"order_fair", "resume_equals"},
@@ -39,7 +39,7 @@ ALSO = {
     "waits-at-the-end": {"no_deadlock", "logger_is_harmless"},
     "gate-never-opens": {"logger_is_harmless"},
     "clear-fails-after-finish": {"version_monotone", "logger_is_harmless"},
-    # Where keys and values of another version were used, later tokens have the log-probability of no version or of another one.
+    # With keys and values of another version, the log-probabilities of later tokens match no version, or another one.
     "stamp-after-reply": {*OF_TOKENS, "no_stale_prefix", "stamps_per_token", "metrics_true"},
     "stamp-at-publish": {*OF_TOKENS, "resume_equals", "no_stale_prefix", "no_sample_too_old", "stamps_per_token"},
     "one-stamp-per-group": {*OF_TOKENS, "no_stale_prefix", "no_sample_too_old", "metrics_true"},
@@ -58,7 +58,7 @@ def test_a_rule_with_a_bug_fails_its_check_and_hardly_another(fault: Fault) -> N
 
 
 def test_without_the_bug_its_check_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the same conditions; faults of one config share the run without them."""
+    """The conditions are the same; faults with equal configs share one run without a fault."""
     monkeypatch.setattr(broken, "SWAPS", {})
     made: dict[str, Verdict] = {}
     for fault in OF_THE_CONTROLLER:
@@ -82,7 +82,7 @@ def test_what_fails_first_is_named() -> None:
 
 
 JUDGED = [fault for fault in OF_RANKS if fault.exit == 1]
-CONFIGS = {repr(fault.set): fault for fault in JUDGED}  # faults of one config share the run without them
+CONFIGS = {repr(fault.set): fault for fault in JUDGED}  # faults with equal configs share one run without a fault
 
 
 @pytest.mark.slow
@@ -111,5 +111,5 @@ def test_a_replica_that_stops_is_named(places: None, fault: Fault) -> None:
     folder = newest_run(runs_dir(), "stream")
     assert folder is not None
     verdict = kit.load(folder).verdict()
-    assert failed(verdict) - {"equals_plain"} == {fault.check}  # a loop that broke computed less than the plain one
+    assert failed(verdict) - {"equals_plain"} == {fault.check}  # the broken loop computed less than the plain one
     assert "lockstep: " in why(verdict, fault.check)

@@ -1,4 +1,4 @@
-"""The oracle finds the version of each token, and what is wrong with a sample."""
+"""The oracle finds the version of each token, and the errors in a sample."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONG = (0, 0, 0, 1, 1, 2, 2, 2)
 
 @torch.no_grad()
 def sampled(versions: tuple[int, ...], *, temperature: float = 1.0, minimum: int = 2, keeps: bool = True) -> Row:
-    """A sample as a replica would record it: float32, one token a forward, the KV cache kept at a change of weights or computed again."""
+    """A sample as a replica records it: float32, one token per forward, the KV cache kept or recomputed when the weights change."""
     prompt, answer = (4, 9, 10, 13), tuple(range(len(versions)))
     tokens, model, recorded = prompt + answer, MODELS[versions[0]], []
     cache, held = model.empty_cache(1, len(tokens)), 0
@@ -61,7 +61,7 @@ def test_right_stamps_are_confirmed_and_shuffled_ones_are_found(keeps: bool) -> 
     assert max(judged.error) < LIMIT
     assert all(judged.decidable(noise))
     assert judged.wrong_stamps(noise) == []
-    assert max(judged.other_policy[3:]) > 10 * LIMIT  # what the sync did to the cache can be told
+    assert max(judged.other_policy[3:]) > 10 * LIMIT  # the effect of the sync on the cache can be seen
     wrong = dataclasses.replace(right, versions=(0, 0, 0, 0, 1, 2, 2, 1))
     assert {3, 7} <= {*oracle.judge(wrong).wrong_stamps(noise)} <= {3, 4, 5, 6, 7}
 

@@ -1,4 +1,4 @@
-"""Other people's code: a sampler with NeMo-RL's protocol in the lab's own runs, and a ledger that another system wrote."""
+"""User code: a sampler with NeMo-RL's protocol in the lab's own runs, and a ledger that another system wrote."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_an_own_sampler_passes_the_ledgers_checks() -> None:
 
 
 def own_controller(plan: Settings, start: Resume | None = None) -> Controller:
-    """A controller that somebody else wrote: here it is the kit's."""
+    """Stands in for a user's controller; it returns the kit's."""
     return Controller(plan, pipeline=PIPELINE, resume=start)
 
 

@@ -1,4 +1,4 @@
-"""The picture of a stream run and its tables. The ledgers are made by the simulated system, or by hand where a number is compared."""
+"""The picture and tables of a stream run. The ledgers are simulated, or written by hand where numbers are compared."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CALLS = [
 
 @pytest.fixture(autouse=True)
 def strict():
-    """A layout that does not fit only warns."""
+    """Make warnings errors: a layout that does not fit only warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -47,7 +47,7 @@ def strict():
 
 @pytest.fixture
 def make_stream(tmp_path):
-    """A stream run as the lab leaves it, with these ledgers or those of the simulated system. `until` is the last phase."""
+    """Return a function that writes a stream run, with given or simulated ledgers. `until` is the last phase."""
 
     def make(
         *, until=None, ledgers=None, verified=VERIFIED, bound=False, durations=None, prepare=lambda _: None, **changed
@@ -131,7 +131,7 @@ def tokens(sample, when, version, first, count):
     return row("tokens", when, group=0, sample=sample, replica=0, version=version, first=first, count=count)
 
 
-# One replica, one group of two samples; sample 1 spans the sync of version 1, from 4 to 5 s. Group 1 is evicted.
+# One replica. Group 0 has two samples; sample 1 spans the sync of version 1, from 4 to 5 s. Group 1 is evicted.
 BY_HAND = [
     row("capacity", 0.0, places=2, slots=2, window=1),
     row("joined", 0.0, replica=0),
@@ -213,7 +213,7 @@ def test_bars_lie_where_their_tokens_were_generated(make_stream):
 
 
 def test_first_tokens_count_from_the_replicas_report_before():
-    """An order that is sent while a replica decodes is taken after its call."""
+    """A replica takes an order that is sent while it decodes only after its call."""
     rows = [
         sent(0, 0, 0, 0.0), row("started", 2.0, group=0, sample=0, replica=0), tokens(0, 2.0, 0, 0, 4),
         sent(0, 1, 0, 1.0), row("started", 3.0, group=0, sample=1, replica=0), tokens(0, 3.0, 0, 4, 4), tokens(1, 3.0, 0, 0, 4),
@@ -369,7 +369,7 @@ def test_what_is_missing_is_reported_or_left_out(make_stream):
 
 
 def test_a_loop_under_way_is_drawn(make_stream):
-    """At any moment of a run: after each row of the ledger that could be the last one on disk."""
+    """A run can be drawn at any moment: after each ledger row that could be the last one on disk."""
     run = make_stream(ledgers={"stream": BY_HAND}, steps=2)
     frame = run.frame()
     mine = frame[(frame["phase"] == "stream") & (frame["rank"] == -1)]
@@ -380,7 +380,7 @@ def test_a_loop_under_way_is_drawn(make_stream):
 
 
 def test_many_replicas_and_steps_fit(make_stream):
-    """A replica that dies, evictions, more replicas than have lanes, more versions than colours."""
+    """A replica dies, groups are evicted, and there are more replicas than lanes and more versions than colours."""
     prepare = lambda system: system.schedule("died", 1, 0.5)  # noqa: E731 - a fixture's argument
     run = make_stream(
         ranks=11, replicas=10, steps=20, sampler="windowed", places=16, on_dead_replica="go-on", prepare=prepare

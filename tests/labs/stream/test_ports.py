@@ -14,7 +14,7 @@ from kit.loop.messages import Command
 
 
 class Call:
-    """A call in flight. `settle` gives it its answer."""
+    """A call in flight, until a test sets its `answer`."""
 
     def __init__(self, args: dict[str, Any]) -> None:
         self.args = args
@@ -34,7 +34,7 @@ class Call:
 
 
 class Calls:
-    """Stands in for a Drive: notes each call, and returns from a wait at once."""
+    """Stands in for a Drive: records each call, and returns from a wait at once."""
 
     def __init__(self) -> None:
         self.roles = {"trainer": (0,), "replica 0": (1,)}
@@ -61,7 +61,7 @@ def test_orders_that_follow_from_the_same_answers_go_into_one_call() -> None:
     first, second = ({"event": "completed", "group": 0, "sample": one} for one in (0, 1))
     calls.made[0].answer = [[first, second]]
     assert [event.sample for event in ranks.take()] == [0, 1]
-    for group in (1, 2):  # the controller hears of one sample after the other, and looks for more in between
+    for group in (1, 2):  # the samples reach the controller one by one, and it looks for more in between
         generate(group)
         assert ranks.take() == []
     assert len(calls.made) == 1
@@ -71,7 +71,7 @@ def test_orders_that_follow_from_the_same_answers_go_into_one_call() -> None:
 
 @pytest.mark.parametrize(("trainer", "ends"), [((0,), True), ((0, 1), False)])
 def test_a_trainer_that_waits_for_a_dead_replica_is_interrupted_once(trainer: tuple[int, ...], ends: bool) -> None:
-    """One of several ranks waits in a collective, where nothing can interrupt it."""
+    """With several trainer ranks, one waits in a collective, where nothing can interrupt it."""
     calls = Calls()
     calls.roles = {"trainer": trainer, "replica 0": (2,), "replica 1": (3,)}
     ranks = Ranks(calls, ["replica 0", "replica 1"], pipeline="a")  # type: ignore[arg-type]
@@ -81,9 +81,9 @@ def test_a_trainer_that_waits_for_a_dead_replica_is_interrupted_once(trainer: tu
     assert [event.name for event in ranks.take()] == ["died"]
     assert ranks.patient(60.0) <= (0.1 if ends else 60.0)
     if ends:
-        ranks.in_vain = (0.0, calls.made[2])  # its time is over
+        ranks.in_vain = (0.0, calls.made[2])  # its time to give up is over
     assert ranks.take() == []
     assert isinstance(calls.made[2].answer, Cancelled) is ends
-    assert calls.made[0].answer is None  # the trainer lets the other replica know
+    assert calls.made[0].answer is None  # the trainer tells the other replica
     calls.made[0].answer = KitError("the trainer gave up")
     assert [(event.name, event.of) for event in ranks.take()] == ([("error", "sync")] if ends else [])

@@ -1,4 +1,4 @@
-"""Samples go from replicas to the trainer by themselves, whole, and a missing one is named."""
+"""Replicas send whole samples straight to the trainer, and a missing sample is named."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_sample_that_is_sent_again_replaces_the_first(ends: tuple[Inbox, Outbo
     inbox.take([Key(7, 0)])
     other.send(row(7, attempt=1))
     other.send(row(8))
-    inbox.take([Key(8, 0)])  # after the second attempt, on the same connection
+    inbox.take([Key(8, 0)])  # it arrives after the second attempt, on the same connection
     assert inbox.take([Key(7, 0)])[0].attempt == 1
 
 

@@ -22,7 +22,7 @@ from kit.stream.settings import opening
 from tests.labs.parts import logged_steps
 from tests.labs.simulated import failed
 
-# What so short a run, on a machine of any speed, may leave without an answer.
+# Checks that so short a run may leave unanswered, on a machine of any speed.
 TOO_SHORT = {
     "controller_answers",
     "nothing_piles_up",
@@ -33,7 +33,7 @@ TOO_SHORT = {
 
 
 def dawdling(*given: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """As on a busy machine, time passes between the first row of a ledger and the loop."""
+    """Let time pass between the first row of a ledger and the loop, as on a busy machine."""
     for row in opening(*given):
         yield row
         time.sleep(0.05)
@@ -54,7 +54,7 @@ def test_every_check_has_an_answer_and_none_fails(run: kit.Run) -> None:
 
 def test_the_trainers_log_has_a_line_for_each_step(run: kit.Run) -> None:
     steps = [step for step, _, _ in logged_steps(run.dir / "logs", 0)]
-    assert steps[:6] == [1, 2, 3, 1, 2, 3]  # of the plain loop, and of the next
+    assert steps[:6] == [1, 2, 3, 1, 2, 3]  # of the plain loop, then of the next loop
 
 
 def test_every_loop_has_a_ledger_with_an_end(run: kit.Run) -> None:
@@ -84,7 +84,7 @@ def test_a_trained_sample_that_is_not_recomputed_is_named(run: kit.Run) -> None:
 
 
 class Early(drive.Losing):
-    """The replica is killed before it takes part in a sync that has been ordered: the trainer waits for its call."""
+    """The replica is killed before it joins a sync that has been ordered: the trainer waits for its call."""
 
     def take(self) -> list[Event]:
         arrived = Ranks.take(self)

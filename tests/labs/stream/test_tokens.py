@@ -1,4 +1,4 @@
-"""Drift by lag and position: of the recomputation's records, and of a dump that another system wrote beside its ledger."""
+"""Drift by lag and position, from the recomputation's records and from a dump that another system wrote beside its ledger."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Token = dict[str, Any]
 
 
 def right() -> list[Token]:
-    """Two groups of two samples of 8 tokens, trained at version 2; the first half of each is from version 1."""
+    """Eight groups of two samples of 8 tokens, trained at version 2; the first half of each is from version 1."""
     return [
         {
             "group": group, "sample": sample, "position": position, "token": 5, "version": 1 if position < 4 else 2,

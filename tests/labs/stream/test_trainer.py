@@ -1,4 +1,4 @@
-"""A trainer's rank without its job: calls that every rank must make alike."""
+"""A trainer's rank without its job: the calls that every rank must make alike."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Counting(Trainer):
 
 def test_a_version_that_is_sent_again_is_the_same_collectives_on_every_rank() -> None:
     first, other = Counting(first=True), Counting(first=False)
-    for version in (0, 1, 1, 2):  # again for a replica that joined, or after one died
+    for version in (0, 1, 1, 2):  # version 1 again: for a replica that joined, or after one died
         first.sync(version, "keep", [])
         other.sync(version, "keep", [])
     assert first.calls == other.calls == ["gather", "keep", "gather", "gather", "keep", "gather"]

@@ -15,7 +15,7 @@ SMALL = {"layers": 2, "cycles": 2, "sweep": False, "deadline_s": 10}
 
 @pytest.fixture(scope="module", autouse=True)
 def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs go to a folder of the module, and nothing is left."""
+    """Put runs in a folder of the module; nothing may be left behind."""
     folder = tmp_path_factory.mktemp("sync")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KIT_RUNS", str(folder / "runs"))
@@ -26,7 +26,7 @@ def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def sync(_places: None) -> Iterator[Callable[..., kit.Run]]:
-    """sync(**config) -> the finished run, a small one; asked for again, the same one. Runs of as many ranks share a World."""
+    """sync(**config) returns a finished small run, the same one for equal arguments. Runs with equally many ranks share a World."""
     made: dict[str, kit.Run] = {}
     worlds: dict[int, kit.World] = {}
 
@@ -56,7 +56,7 @@ def failed(verdict: Verdict) -> set[str]:
 
 
 def unanswered(verdict: Verdict) -> set[str]:
-    """The checks without an answer, but for the one that most runs here are too short for: it needs three cycles."""
+    """Return the unanswered checks, except `nothing_piles_up`: it needs three cycles, and most runs here are shorter."""
     return {row.check for row in verdict if row.passed is None} - {"nothing_piles_up"}
 
 

@@ -1,4 +1,4 @@
-"""Who may work where is checked before any rank starts, in one sentence for each rule; the plan follows from who sleeps."""
+"""Where each role may run is checked before any rank starts, in one sentence per rule; the plan depends on who sleeps."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_replicas_are_counted_not_devices() -> None:
-    """Two trainer devices may cost one replica or two."""
+    """Two trainer devices may put one replica to sleep, or two."""
     one = SyncConfig(ranks=6, replicas=2, infer_tp=2)
     assert [one.sleeps(replica) for replica in range(2)] == [True, False]
     assert SyncConfig(ranks=8, replicas=3, infer_tp=2, trainer_on=(1, 2)).awake == 1
@@ -128,7 +128,7 @@ def test_only_who_shares_a_device_wakes() -> None:
     [
         ("GPU-1", ("cuda:0", "cuda:0"), "ipc"),
         ("GPU-1", ("cuda:0", "cuda:1"), "shm"),
-        ("", ("cuda:0", "cuda:0"), "shm"),  # the allocator's memory needs a permission to be shared
+        ("", ("cuda:0", "cuda:0"), "shm"),  # sharing the allocator's memory needs a permission
         ("", ("cpu", "cpu"), "shm"),
     ],
 )

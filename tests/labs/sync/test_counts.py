@@ -1,5 +1,5 @@
-"""Points of made-up syncs: those in the order of the rule pass, and each other order is told by its first point. Of a sync that was cut
-off, what is there is judged, and what is not is no finding."""
+"""Points of made-up syncs: those in the required order pass, and any other order is reported by its first wrong point. A sync that was
+cut off is judged by the points it has; missing ones are no finding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rows = list[dict[str, Any]]
 
 
 def receiver(path: str, rank: int = 2) -> Rows:
-    """A right one's points."""
+    """The points of a right receiver."""
     made: Rows = []
     inside = False
     for order, (point, index) in enumerate(rule(path, 2)):
@@ -57,7 +57,7 @@ def sender(path: str, closed: float = 100.0) -> Rows:
 
 
 def ending(*ranks: int, failed: bool = False, phase: str = "refresh", cycle: int = 1) -> pd.DataFrame:
-    """What is recorded when ranks have ended a phase."""
+    """The records of ranks that have ended a phase."""
     metrics = ["seconds", *["failed"] * failed]
     rows = [{"rank": rank, "metric": metric, "value": 1.0} for rank in ranks for metric in metrics]
     return pd.DataFrame(rows).assign(cycle=cycle, phase=phase, ids="")
@@ -142,7 +142,7 @@ def test_what_breaks_the_rule_is_reported(path: str, change: Callable[[Rows], No
 
 
 def test_the_sender_closes_first() -> None:
-    place = 2 + 2 * 2 + 2 + 1  # of `close` in a refresh with two buckets
+    place = 2 + 2 * 2 + 2 + 1  # index of `close` in a refresh with two buckets
     wrong, _, first = out_of_order(frame(receiver("refresh"), sender("refresh", 100.5 + place)), 1)
     assert (wrong, "the sender closed later" in first) == (1, True)
     wrong, _, first = out_of_order(frame(receiver("refresh")), 1)
@@ -201,12 +201,12 @@ def served(rank: int, value: float = 1.0) -> pd.DataFrame:
 
 
 def rank_of_a_refresh(rank: int) -> pd.DataFrame:
-    """All that one receiver records in a phase, in its order."""
+    """All records of one receiver in a phase, in its order."""
     return pd.concat([sampled(receiver("refresh", rank)), served(rank), ending(rank)])
 
 
 def test_no_beginning_of_a_good_run_is_blamed() -> None:
-    """Whatever rank and row it was cut off at, and whoever was ahead."""
+    """This holds for any rank and row at which the run was cut off, whichever rank was ahead."""
     mine = pd.concat([sampled(sender("refresh")), ending(0)])
     two, three = rank_of_a_refresh(2), rank_of_a_refresh(3)
     early, late = three[: len(three) // 2], three[len(three) // 2 :]
@@ -249,7 +249,7 @@ def test_a_receiver_answers_where_its_phase_has_ended_or_the_sync_failed() -> No
         "the new version was served after 1 of 2 syncs on receivers; not on rank 3, refresh, cycle 1",
     )
     assert unserved(served(2), ending(2), served(3, 0.0), ending(3))[0] == 1
-    # 3 was killed, and recorded nothing; 1 sleeps, and was not asked.
+    # Rank 3 was killed and recorded nothing; rank 1 sleeps and was not asked.
     value, why = unserved(ending(0, 2, failed=True))
     assert (value, "not on rank 2, refresh" in why) == (2, True)
     assert unserved(ending(0, 1, failed=True, phase="expand"))[1].endswith("not on rank 1, expand, cycle 1")

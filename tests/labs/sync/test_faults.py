@@ -1,4 +1,4 @@
-"""A fault's check sees that bug: in the same config without the fault it passes. What else each bug breaks is known."""
+"""Each fault fails its check, which passes in the same config without the fault. Other checks that the bug fails are listed."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from kit.results import newest_run, runs_dir
 from tests.labs.sync.conftest import failed, unanswered
 
 Sync = Callable[..., kit.Run]
-CONFIGS = {repr(fault.set): fault for fault in FAULTS}  # faults of one config share the run without them
+CONFIGS = {repr(fault.set): fault for fault in FAULTS}  # faults with equal configs share one run without a fault
 HERE = {fault.name: fault for fault in FAULTS if fault.exit == 1}
-# What else a bug breaks, apart from the check that it is listed under.
+# Other checks that a bug fails, besides the one it is listed under.
 ALSO = {
     "permuted-rows": {"logits_equal"},
     "stale-bucket": {"logits_equal"},
-    "cache-after-offload": {"logits_equal", "no_torn_reads"},  # two versions of zeros are one
-    "activate-before-publish": {"failure_is_clean", "bit_exact", "no_torn_reads"},  # there is no way back then
-    "publish-before-apply": {"failure_is_clean", "bit_exact"},  # it cannot be taken back then
+    "cache-after-offload": {"logits_equal", "no_torn_reads"},  # both versions are zeros, so they look the same
+    "activate-before-publish": {"failure_is_clean", "bit_exact", "no_torn_reads"},  # the old version is lost
+    "publish-before-apply": {"failure_is_clean", "bit_exact"},  # the new version cannot be taken back
     "dropped-bucket": {"logits_equal", "no_torn_reads", "version_order"},  # nothing is written at one point
     "swapped-shards": {"logits_equal"},
     "misaligned-offset": {"logits_equal"},
     "leaked-group": {"failure_is_clean"},
     "leaked-segment": {"failure_is_clean"},
-    "torn-read": {"version_order", "failure_is_clean"},  # nobody asked for the gate, also where a sync fails
+    "torn-read": {"version_order", "failure_is_clean"},  # the gate is never taken, also where a sync fails
     "early-gate": {"version_order", "failure_is_clean"},
     "reads-ahead": {"version_order", "failure_is_clean"},
     "resumed-trainer": {"logits_equal"},
@@ -48,7 +48,7 @@ def test_a_fault_fails_its_check_and_hardly_another(sync: Sync, name: str) -> No
 @pytest.mark.drawn(1, of="placements")
 @pytest.mark.parametrize("placement", ["overlap", "apart"])
 def test_a_mapping_that_is_kept_shows_where_replicas_pause(sync: Sync, placement: str) -> None:
-    """Apart, versions come through a ring; overlapping, from the cache."""
+    """placement=apart sends versions through a ring, placement=overlap from the cache."""
     paused = {**HERE["leaked-segment"].set, "refresh": "paused", "placement": placement}
     assert "segments_return_to_baseline" in failed(sync(fault="leaked-segment", **paused).verdict())
     assert failed(sync(**paused).verdict()) == set()
@@ -67,7 +67,8 @@ def test_without_the_fault_its_check_passes(sync: Sync, fault: Fault) -> None:
 @pytest.mark.drawn(1, of="with digests")
 @pytest.mark.parametrize("name", ["permuted-rows", "stale-bucket", "cache-after-offload", "misaligned-offset"])
 def test_what_is_compared_on_the_way_sees_what_happens_on_the_way(name: str) -> None:
-    """With digests on, a run either breaks by the tensor's name, or the bug comes after them: rows that are permuted in the weights."""
+    """With digests on, a run either breaks and names the tensor, or the bug acts after the comparison, as rows permuted in the weights
+    do."""
     if name in {"permuted-rows", "misaligned-offset", "cache-after-offload"}:
         run = kit.run("sync", fault=name, **{**HERE[name].set, "verify": "auto"})
         assert HERE[name].check in failed(run.verdict())
@@ -89,7 +90,7 @@ def test_who_does_not_answer_is_named() -> None:
 
 
 def blamed() -> dict[str, str]:
-    """The one check that failed in the newest run, and why."""
+    """Return the one check that failed in the newest run, `receivers_answer`, and why."""
     folder = newest_run(runs_dir(), "sync")
     assert folder is not None
     found = {row.check: row.why for row in kit.load(folder).verdict().failed}

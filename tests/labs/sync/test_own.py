@@ -1,4 +1,4 @@
-"""Somebody's own transport goes through the same phases and checks; a wrong one is found out, and one that raises says so."""
+"""A user's transport goes through the same phases and checks; a wrong one is caught, and an error that it raises is reported."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Raises(Files):
 
 @pytest.fixture(scope="module", autouse=True)
 def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs go to a folder of the module; `mine` and the documentation's example can be imported by ranks. Nothing is left."""
+    """Run in a folder of the module, where ranks can import `mine` and the docs' example; nothing may be left behind."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "mine.py").write_text(OWN)
     (folder / "own_transport.py").write_text((ROOT / "docs" / "examples" / "own_transport.py").read_text())
@@ -88,7 +88,7 @@ def test_a_buffer_that_is_used_again_is_found_out_where_buckets_are_stored() -> 
     finished = run("mine:OneBuffer", verify="none")
     assert "bit_exact" in {row.check for row in finished.verdict().failed}
     wrong = checks.digests(finished.frame()).groupby("rank")["differ"].min() > 0
-    assert wrong.to_dict() == {1: False, 2: True}  # who wakes applies at once, who serves stores
+    assert wrong.to_dict() == {1: False, 2: True}  # a waking replica applies at once, a serving one stores
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
-"""The picture of a sync run: stages as they were timed, events in their order, rates, digests, and what is missing left out.
+"""The picture of a sync run: stages at their measured times, events in their order, rates, digests; missing records are left out.
 
-Its runs are made up here, in the shape in which the lab records.
+The runs are made up here, in the form in which the lab records.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RATES = {"shm": {MIB: 6e9, 8 * MIB: 9e9}, "broadcast": {MIB: 0.5e9, 8 * MIB: 1.5
 
 @pytest.fixture(autouse=True)
 def strict():
-    """A layout that does not fit only warns."""
+    """Make warnings errors: a layout that does not fit only warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -40,7 +40,7 @@ def strict():
 
 @pytest.fixture
 def make_sync(tmp_path):
-    """A sync run as the lab leaves it. `until` is the last (cycle, phase); `differ` is what receivers find, `torn` what they serve."""
+    """Return a function that writes a sync run. `until` is the last (cycle, phase); `differ` counts wrong tensors, `torn` torn forwards."""
 
     def make(*, until=None, differ=0, torn=0, rates=RATES, events=True, fault=None, old=False, **changed):
         config = dataclasses.asdict(SyncConfig(**changed))
@@ -54,7 +54,7 @@ def make_sync(tmp_path):
             writer.append([as_record(about, *row) for row in rows])
 
         def as_record(about, name, value, ids=None, text=""):
-            if old:  # texts and ids were coded in names and numbers
+            if old:  # texts and ids used to be coded in names and numbers
                 path = "/".join([name, *map(str, (ids or {}).values())])
                 return Record(**about, metric=path, value=1 if value is None else value, unit="1")
             return Record(**about, metric=name, value=value, unit="1", ids=ids or {}, text=text)

@@ -1,4 +1,4 @@
-"""A right run passes in every layout and by every way; what cannot be measured says why; records hold what they say."""
+"""A right run passes in every layout and over every transport; what cannot be measured says why; its records are consistent."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_check_passes_or_says_why_not(sync: Sync) -> None:
 
 
 def test_the_excuse_of_a_pass_is_not_the_reason_of_a_failure(sync: Sync) -> None:
-    """Layouts that differ excuse small differences alone."""
+    """Different layouts excuse only small differences."""
     frame = sync(sweep=True, sweep_mib=2).frame()
     checks = {check.name: check for check in find("sync").load_checks()}
     config = {**dataclasses.asdict(SyncConfig(layers=2, cycles=2)), "dtype": "float32"}
@@ -78,7 +78,7 @@ def test_replicas_serve_while_weights_arrive(sync: Sync) -> None:
     run = sync(sweep=True, sweep_mib=2)
     assert (of(run, "refresh", "served")["value"] >= 2).all()
     assert (of(run, "refresh", "versions_differ")["value"] == 1).all()
-    assert set(of(run, "refresh", "served")["rank"]) == {4}  # the others share devices with the trainer, and sleep
+    assert set(of(run, "refresh", "served")["rank"]) == {4}  # the others share devices with the trainer, so they sleep
     assert set(of(run, "expand", "version")["rank"]) == {0, 2, 3}
 
 
@@ -111,7 +111,7 @@ def test_equal_layouts_give_the_same_bits(sync: Sync) -> None:
         {"transport": "per-tensor", "dtype": "bfloat16"},
         {"pp": 2, "tp": 1, "bucket_mib": 0.03},
         {"verify": "sha256", "oversize": "refuse"},
-        {"ranks": 5, "tp": 1, "replicas": 2, "placement": "apart", "verify": "none"},  # three data ranks
+        {"ranks": 5, "tp": 1, "replicas": 2, "placement": "apart", "verify": "none"},  # three data-parallel ranks
     ],
     ids=lambda config: "-".join(f"{k}={v}" for k, v in config.items()),
 )
@@ -135,7 +135,7 @@ def test_apart_nobody_sleeps(sync: Sync, refresh: str) -> None:
     verdict = run.verdict()
     assert failed(verdict) == set()
     assert unanswered(verdict) == {"others_untouched", "sweep_arrived", "sleepers_release"}
-    if refresh == "paused":  # nobody is routed to a replica that pauses: what is asked of it waits
+    if refresh == "paused":  # nothing is routed to a paused replica: requests to it wait
         stopped = points(run.frame())
         stopped = stopped[(stopped["path"] == "stream") & ~stopped["point"].isin(["begin", "activate", "end"])]
         assert set(stopped[stopped["rank"] >= 2]["routed"]) == {0}

@@ -1,4 +1,5 @@
-"""The lab's own eyes: a forward is attempted and waits or gives logits, writers who do not wait are counted, and bytes are hashed whole."""
+"""The lab's own observers: a forward that is attempted waits or gives logits, writers that do not wait are counted, all bytes are
+hashed."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ LONG = 10.0
 
 
 class Scene:
-    """A replica of one weight that serves."""
+    """A serving replica with one weight."""
 
     def __init__(self) -> None:
         self.weight = torch.zeros(4)
@@ -59,7 +60,7 @@ def test_an_attempt_gives_logits_or_waits(scene: Scene) -> None:
 def test_a_writer_that_does_not_wait_for_a_forward_is_counted(scene: Scene) -> None:
     with scene.forwards.writer(contextlib.nullcontext(), serves=True):
         assert scene.forwards.overlaps == 1
-        assert scene.forwards.attempt(LONG) == sha256(torch.zeros(4))  # nobody keeps it from running
+        assert scene.forwards.attempt(LONG) == sha256(torch.zeros(4))  # nothing keeps it from running
 
 
 def test_nobody_serves_and_an_attempt_waits() -> None:
@@ -130,17 +131,17 @@ def test_every_byte_the_shape_and_the_dtype_are_hashed() -> None:
     assert sha256(one.view(2, 3).t().contiguous().t()) == sha256(one.view(2, 3))
     assert sha256(torch.zeros(())) == sha256(torch.zeros(()))
     storage = one.untyped_storage()
-    storage.resize_(0)  # a storage whose bytes numpy has seen refuses
+    storage.resize_(0)  # this would raise if numpy had seen the storage's bytes
 
 
 class Sends:
-    """A transport that hands over nothing."""
+    """A transport that sends nothing."""
 
     def send(self, index: int, buffer: torch.Tensor) -> None: ...
 
 
 def test_copies_of_versions_are_known_by_what_is_sent_from_them() -> None:
-    """Nobody asks the cache: another segment of the same kind does not count as one."""
+    """The cache is not asked; another segment of the same kind, from which nothing is sent, does not count as a copy."""
     with closing(Segment(8192)) as copy, closing(Segment(8192)):
         before = shared_memory()
         watch = Watch(lambda: 0)
@@ -154,9 +155,9 @@ def test_copies_of_versions_are_known_by_what_is_sent_from_them() -> None:
 
 @pytest.mark.parametrize(("refresh", "allowed"), [("staged", 2), ("paused", 1)])
 def test_the_sender_keeps_copies_of_versions_and_nothing_else(refresh: str, allowed: int) -> None:
-    """However many the cache says that it has. A name that was held in a sync and is still there is left, too."""
+    """The cache's own count is not used. A name that was held in a sync and still exists counts as left behind."""
     config = SyncConfig(refresh=refresh, placement="apart", ranks=4, replicas=2)  # type: ignore[arg-type]
-    side = Trainer.__new__(Trainer)  # what it counts needs no ranks
+    side = Trainer.__new__(Trainer)  # counting needs no ranks
     side.config, side.watch, side.named = config, Watch(lambda: 0), set()
     side.ctx = SimpleNamespace(fault=None)  # type: ignore[assignment]
     before = side.held()

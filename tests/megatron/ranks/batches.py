@@ -1,4 +1,4 @@
-"""A batch of sends and receives over a handle: what torch gets of it, what arrives, and what a released group says."""
+"""A batch of sends and receives over a handle: which groups torch gets, what arrives, and how a released group refuses it."""
 
 from typing import Any
 
@@ -16,13 +16,13 @@ plain_check = c10d._check_p2p_op_list
 
 
 def noting(ops: Any) -> None:
-    """Stands in for torch's own check of a batch, which it calls, and notes of which type its groups are."""
+    """Record the types of the batch's groups, then call torch's own check, which this replaces."""
     given.extend({type(op.group).__name__ for op in ops})
     plain_check(ops)
 
 
 def exchange(group: Any) -> float:
-    """What the other rank sent."""
+    """Return the sum of the values received from the other rank."""
     rank = dist.get_rank()
     out, into = torch.full((4,), float(rank + 1)), torch.zeros(4)
     ops = [dist.P2POp(dist.isend, out, 1 - rank, group), dist.P2POp(dist.irecv, into, 1 - rank, group)]

@@ -1,4 +1,4 @@
-"""What test_checkpoint.py asks of ranks: each function runs on all of them and gives JSON back."""
+"""Functions that test_checkpoint.py calls: each runs on all ranks and returns JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def job(folder: str, **settings: Any) -> model.Training:
 
 
 def there_and_back(folder: str, to: str, **settings: Any) -> list[str]:
-    """Loads and exports. Names whose merged tensors are not the bits of the folder, in the job's dtype."""
+    """Load and export a folder. Return the names of merged tensors that differ in any bit from the folder's in the job's dtype."""
     with ownership.as_found():
         made = job(folder, **settings)
         shards.load(made.chunks, folder)
@@ -32,7 +32,7 @@ def there_and_back(folder: str, to: str, **settings: Any) -> list[str]:
 
 
 def released(folder: str, to: str, **settings: Any) -> str:
-    """What a release after an export says."""
+    """Export, then release; return the error text of the release (empty if there is none)."""
     with ownership.as_found():
         made = job(folder, **settings)
         shards.export(made.chunks, like=folder, to=to)
@@ -42,7 +42,7 @@ def released(folder: str, to: str, **settings: Any) -> str:
 
 
 def changed(folder: str, to: str, name: str, **settings: Any) -> None:
-    """Exports weights of which one is another than in the folder."""
+    """Load a folder, add 1 to the named weight, and export."""
     with ownership.as_found():
         made = job(folder, **settings)
         shards.load(made.chunks, folder)
@@ -52,7 +52,7 @@ def changed(folder: str, to: str, name: str, **settings: Any) -> None:
 
 
 def logits(folder: str, tokens: str, out: str, **settings: Any) -> None:
-    """Loads, runs the tokens of a file and leaves the logits in another."""
+    """Load a folder, run the tokens from a file and save the logits to another file."""
     with ownership.as_found():
         made = job(folder, **settings)
         shards.load(made.chunks, folder)
@@ -62,7 +62,7 @@ def logits(folder: str, tokens: str, out: str, **settings: Any) -> None:
 
 
 def refused(folder: str, others: list[str], to: str, limit: int = 0, **settings: Any) -> dict[str, Any]:
-    """What a load from this rank's own of the other folders and an export like it say, and what they changed."""
+    """Return the errors of a load from this rank's entry in `others` and of an export like it, and the tensors that they changed."""
     with ownership.as_found():
         made = job(folder, **settings)
         shards.load(made.chunks, folder)

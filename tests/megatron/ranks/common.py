@@ -1,4 +1,4 @@
-"""What the rank scripts share: a census of this process, and the way a result gets out."""
+"""Helpers of the rank scripts: a census of this process, and how a rank returns its result."""
 
 import gc
 import json
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def census() -> dict[str, int]:
-    """Threads, sockets and open files of this process, and groups registered with torch, once every rank has come."""
+    """Count this process's threads, sockets and open files and torch's registered groups, after a barrier with all ranks."""
     if dist.is_initialized():
         dist.barrier()
     links = []
@@ -37,7 +37,7 @@ def write(result: Any) -> None:
 
 
 def attempt(function: Any) -> str:
-    """The name and text of what a call raises; empty when it raises nothing."""
+    """Return the type and text of the exception that a call raises; empty if it raises none."""
     try:
         function()
     except Exception as error:  # noqa: BLE001 - what it raises is what is asked

@@ -1,4 +1,4 @@
-"""The contract of destroy and reload, its refusals, and the two ways in common use with their leaks."""
+"""The contract of destroy and reload, what they refuse, and two common alternatives with their leaks."""
 
 import datetime as dt
 import json
@@ -46,7 +46,7 @@ def options() -> dict[str, Any]:
 
 
 def failure(mode: str) -> dict[str, Any]:
-    """One group cannot be shut down, or aborted: the rest is, and the error names it."""
+    """One group cannot be shut down or aborted: all others are destroyed, and the error names that group."""
 
     class Stuck:
         def __init__(self, inner: Any) -> None:
@@ -80,7 +80,7 @@ def missing_rank() -> str:
     if dist.get_rank() == 0:
         error = attempt(lambda: groups.destroy(timeout_s=2.0))
     dist.barrier()
-    # The one that waited took its word back: both can try again.
+    # The rank that waited withdrew its request, so both can try again.
     again = groups.destroy()
     job.mover.close()
     return error if again["destroyed"] else "nothing was destroyed the second time"
@@ -117,7 +117,7 @@ def common_modes() -> dict[str, Any]:
 
 
 def late_install() -> str:
-    """Groups that Megatron made before the handles came cannot be released exactly, and that is said by name."""
+    """Groups that Megatron made before the handles were installed cannot be released exactly; the error names them."""
     groups.uninstall()
     plain = parallel_state()
     plain.initialize_model_parallel(tensor_model_parallel_size=2)

@@ -1,4 +1,5 @@
-"""What test_generate.py asks of a replica's ranks: answers of an engine, alone and in company, over syncs, and recomputed; JSON back."""
+"""Functions that test_generate.py calls on a replica's ranks: an engine's answers, alone, batched, across syncs and recomputed; JSON
+results."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ PREFIX = 2**20
 
 
 def made(tp: int, **settings: Any) -> serve.Replica:
-    """A replica of the whole World, or one on each rank; its weights are those of version 0."""
+    """Build a replica over the whole World, or one per rank (tp=1), with the weights of version 0."""
     replica = serve.Replica(ModelConfig(size=SMALL, tp=tp, **settings))
     load(replica, 0)
     return replica
 
 
 def load(replica: serve.Replica, version: int) -> None:
-    """Weights of a version: large enough to make answers differ from uniform noise, and each version away from the others."""
+    """Load a version's weights: large enough that answers differ from uniform noise, and different for each version."""
     generator = torch.Generator().manual_seed(5)
     later = torch.Generator().manual_seed(100 + version)
     for name, param in replica.chunks[0].named_parameters():
@@ -52,7 +53,7 @@ def request(prompt: int, sample: int = 0, **settings: Any) -> Request:
 
 
 def finish(engine: Engine, *more: Answer) -> dict[str, Answer]:
-    """Decode to the end: all answers by request."""
+    """Decode to the end; return all answers by request id."""
     found = [*more]
     while engine.in_flight:
         found += engine.decode(3)
@@ -69,7 +70,7 @@ def plain(answer: Answer) -> dict[str, Any]:
 
 
 def company(tp: int, **settings: Any) -> dict[str, Any]:
-    """The same two requests: alone without a prefix cache, among others that come and go, and cancelled and resumed twice."""
+    """Run the same two requests alone without a prefix cache, among other requests, and cancelled and resumed twice."""
     with ownership.as_found():
         replica = made(tp, **settings)
         wanted = [request(0), request(0, 3, min_tokens=0, temperature=1.0)]
@@ -116,7 +117,7 @@ def company(tp: int, **settings: Any) -> dict[str, Any]:
 
 
 def recorded(tp: int) -> dict[str, Any]:
-    """Recorded log-probabilities against recomputed ones, for several distributions, and had they been recorded of another one."""
+    """Compare recorded log-probabilities with recomputed ones for several distributions, also as if recorded under a wrong distribution."""
     with ownership.as_found():
         replica = made(tp)
         settings = [
@@ -145,7 +146,7 @@ def recorded(tp: int) -> dict[str, Any]:
 
 
 def synced(tp: int, at_sync: str) -> dict[str, Any]:
-    """Three requests over two syncs, judged by the three versions and by two that never were; and with stamps moved by a token."""
+    """Run three requests over two syncs; verify under the served versions, one never served and an unknown one; also with moved stamps."""
     with ownership.as_found():
         replica = made(tp)
         engine = Engine(replica)
@@ -214,7 +215,7 @@ def stamp(answer: Answer, place: int) -> int:
 
 
 def restarted() -> dict[str, Any]:
-    """A cache that is recomputed at a sync against a request that is cancelled and resumed there."""
+    """Compare a KV cache that is recomputed at a sync with a request that is cancelled and resumed there."""
     with ownership.as_found():
         replica = made(1)
         results = []
@@ -233,7 +234,7 @@ def restarted() -> dict[str, Any]:
 
 
 class Unsalted(PrefixCache):
-    """A prefix cache that forgets to look at the version, and that no sync clears."""
+    """A prefix cache with a bug: it ignores the version, and a sync does not clear it."""
 
     def get(self, version: int, tokens: tuple[int, ...]) -> Any:
         return super().get(0, tokens)
@@ -246,14 +247,14 @@ class Unsalted(PrefixCache):
 
 
 def prefixes() -> dict[str, Any]:
-    """Hits of groups, over a sync, within a limit; and what recomputing shows of a cache that survives a sync."""
+    """Count prefix hits within groups, across a sync and at a byte limit; recompute answers from a cache that wrongly survives a sync."""
     with ownership.as_found():
         replica = made(1)
         engine = Engine(replica)
         counts = []
 
         def counted(cache: PrefixCache) -> PrefixCache:
-            """The cache, with a list of how often it had a prefix and how often not."""
+            """Make the cache count its hits and misses."""
             plain, tally = cache.get, [0, 0]
 
             def get(version: int, tokens: tuple[int, ...]) -> Prefix | None:
@@ -283,7 +284,7 @@ def prefixes() -> dict[str, Any]:
         group(engine, 0, 4)
 
         load(replica, 0)
-        tight = Engine(replica, prefix_bytes=size // 2)  # room for one
+        tight = Engine(replica, prefix_bytes=size // 2)  # room for one prefix
         counted(tight.prefixes)
         group(tight, 0, 2)
         group(tight, 1, 2)

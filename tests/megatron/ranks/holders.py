@@ -1,6 +1,6 @@
-"""Who holds which group, and is it alive: every reference to a process group that the roots lead to.
+"""Find all references to process groups that are reachable from given roots, and whether each group is alive.
 
-The walk follows attributes, items, closures and bound arguments. Limits: what only C++ holds is not seen; weak references are not
+The walk follows attributes, items, closures and bound arguments. Limits: references held only in C++ are not seen; weak references are not
 followed.
 """
 
@@ -21,8 +21,8 @@ _LEAVES = (torch.Tensor, str, bytes, int, float, complex, type(None), type, type
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """One place that refers to a group: where, which group, whether that group is registered and usable (`alive`), and
-    whether it is the one that Megatron goes by now (`current`; false for one that was replaced and left behind)."""
+    """A reference to a group: its path, the group, whether the group is registered and usable (`alive`), and whether Megatron uses it
+    now (`current`; false for one that was replaced but kept)."""
 
     path: str
     group: str
@@ -31,7 +31,7 @@ class Holder:
 
 
 def holders(**roots: Any) -> list[Holder]:
-    """Every reference to a process group reachable from the roots and from Megatron's globals."""
+    """Return every reference to a process group that is reachable from the roots and from Megatron's globals."""
     found: list[Holder] = []
     seen: set[int] = set()
     replaced = {
@@ -52,7 +52,7 @@ def holders(**roots: Any) -> list[Holder]:
 
 
 def _identity(group: Any) -> tuple[str, tuple[int, ...]]:
-    """What a group is for: two groups of one purpose differ only in when they were made."""
+    """A group's purpose as description and ranks: groups with equal values differ only in when they were made."""
     ranks = group.kit_facts["ranks"] if isinstance(group, Handle) else c10d._world.pg_group_ranks.get(group, ())
     return str(group.group_desc), tuple(ranks)
 

@@ -1,4 +1,4 @@
-"""Many cycles of releasing everything and coming back: what is left after each."""
+"""Run many cycles of releasing and reloading everything, and record what remains after each."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Leaving the distributed state as it was found: one's own, and a caller's; on success and on failure."""
+"""Leave the distributed state as it was found, with own and with the caller's groups, on success and on failure."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ class Collected(logging.Handler):
 
 
 def start(name: str) -> None:
-    """A default group over a store of its own: names repeat, stores must not."""
+    """Make a default group over its own store, because group names repeat and a store must not be reused."""
     store = dist.FileStore(str(Path(os.environ["KIT_OUT"]) / f"store-{name}"), SIZE)
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=SIZE)
 
@@ -62,7 +62,7 @@ def around(*, initialise: str | None, fail: bool) -> dict[str, Any]:
 
 
 def callers_job() -> dict[str, Any]:
-    """The caller has a job of its own; inside, its groups are released and not brought back."""
+    """The caller owns a job; inside `as_found` its groups are released and not reloaded."""
     job = model.build(TP2)
     first = job.step(1)
     before = ownership.describe()

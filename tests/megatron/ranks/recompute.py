@@ -1,8 +1,8 @@
 """Recompute the log-probabilities that an engine recorded, under the weights of each version.
 
-One forward over prompt and answer gives all log-probabilities of a span, without a KV cache and without the engine's code. If a span kept
-the KV of earlier versions, a hook before each core attention replaces keys and values of the positions before the span by those of
-the version that computed them. Limits: float32 only; in bfloat16 a forward with a cache and one without differ by more than 1e-5.
+One forward over prompt and answer yields all log-probabilities of a span, without a KV cache and without the engine's code. If a span kept
+the KV of earlier versions, a hook before each core attention replaces the keys and values before the span with those that the earlier
+version computed. Limits: float32 only; in bfloat16 a forward with a cache and one without differ by more than 1e-5.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verified:
-    """For every token of an answer the absolute difference between the recorded and a recomputed log-probability.
+    """For each token of an answer, the absolute difference between the recorded and a recomputed log-probability.
 
-    `stamped`: under the version of its stamp; infinite if that version is unknown. `others`: under each known version, as if the
-    token's whole span had that stamp (the stamped version included). `other_cache`: under the stamped version with the other policy for
-    KV: recomputed if the span says kept, and kept otherwise; None in an answer's first span.
+    `stamped`: under the stamped version; infinite if that version is unknown. `others`: under each known version, as if the token's whole
+    span had that stamp (the stamped version included). `other_cache`: under the stamped version with the opposite KV policy: recomputed if
+    the span says kept, kept if it says recomputed; None in an answer's first span.
     """
 
     stamped: list[float]
@@ -46,7 +46,7 @@ class _Job:
 def verify(
     replica: Replica, answers: Iterable[Answer], versions: Sequence[int], load: Callable[[int], object]
 ) -> list[Verified]:
-    """Compare every token of the answers with the known versions. Collective over the replica, which ends with the weights it had.
+    """Compare every token of the answers with the known versions. Collective over the replica; its weights are restored at the end.
 
     `load(version)` puts the weights of a version into the replica.
     """
@@ -69,7 +69,7 @@ def _verify(
         count = len(answer.tokens)
         result = Verified([math.inf] * count, {version: [0.0] * count for version in versions}, [None] * count)
         results.append(result)
-        before: list[KV] = []  # used by the span before
+        before: list[KV] = []  # KV of the previous span
         for span in answer.spans:
             job = _Job(answer, span, result, before if span.kept else [])
             jobs.append(job)
@@ -94,7 +94,7 @@ def _verify(
 
 
 def _errors(replica: Replica, job: _Job) -> tuple[list[float], list[KV]]:
-    """The errors of a span's tokens under the weights in the replica, and the KV that the forward used."""
+    """Return the errors of a span's tokens under the replica's weights, and the KV that the forward used."""
     asked, span = job.answer.request, job.span
     prompt = len(asked.prompt)
     logits, used = _forward(
@@ -111,7 +111,7 @@ def _errors(replica: Replica, job: _Job) -> tuple[list[float], list[KV]]:
 
 
 def _forward(replica: Replica, sequence: tuple[int, ...], before: list[KV], kept: int) -> tuple[torch.Tensor, list[KV]]:
-    """The logits after every token [length, vocabulary] with `before` as KV of the first `kept` positions, and the KV that was used."""
+    """Return the logits after each token [length, vocabulary], with `before` as KV of the first `kept` positions, and the KV used."""
     used: list[KV] = []
 
     def replace(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

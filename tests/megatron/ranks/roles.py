@@ -21,7 +21,7 @@ with as_world(made[mine]):
     job = model.build(ModelConfig(tp=len(roles[mine]), layers=2, seq=16))
     log = job.step(2)
 outside = (dist.get_rank(), dist.get_world_size())
-dist.new_group([0, 1, 2], timeout=timedelta(seconds=20))  # the roles made different numbers of groups
+dist.new_group([0, 1, 2], timeout=timedelta(seconds=20))  # the two jobs made different numbers of groups
 total = torch.tensor([float(rank)])
 dist.all_reduce(total)
 with as_world(made[mine]):

@@ -1,4 +1,4 @@
-"""What test_serve.py asks of ranks: some train and the others serve, in one World; each function gives JSON back."""
+"""Functions that test_serve.py calls: some ranks train and the others serve, in one World; each function returns JSON."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.megatron.ranks.shards import unequal
 TOKENS = torch.randint(0, 250, (3, 16), generator=torch.Generator().manual_seed(6))
 WIDE = dataclasses.replace(
     GEOMETRIES["tiny"], layers=1, hidden=512, ffn=1024, vocab=40_000
-)  # 90 MB, most of it one storage
+)  # 90 MB, most of it in one storage
 
 
 def served(trainer: dict[str, Any], infer_tp: int, **settings: Any) -> dict[str, Any]:
-    """The first two ranks train; their weights go, one by one, into replicas on the others, which have slept."""
+    """Train on the first two ranks; send the weights one by one to replicas on the other ranks, which were asleep before."""
     with ownership.as_found():
         groups.install()
         roles = [[0, 1], *([*range(start, start + infer_tp)] for start in range(2, dist.get_world_size(), infer_tp))]
@@ -57,7 +57,7 @@ def trained(config: ModelConfig) -> tuple[dict[str, Any], torch.Tensor | None, d
 
 
 def filled(replica: serve.Replica, wanted: torch.Tensor, full: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """A replica that sleeps, wakes and takes in every tensor of a job: what it answers then, beside the job's logits."""
+    """Put a replica to sleep, wake it and load every tensor of a job; compare its logits with the job's."""
     params = dict(replica.chunks[0].named_parameters())
     where = [(name, *each) for name, places in shards.destinations(replica.chunks).items() for each in places]
     first = replica.logits(TOKENS)
@@ -93,7 +93,7 @@ def filled(replica: serve.Replica, wanted: torch.Tensor, full: dict[str, torch.T
 
 
 def weighed() -> dict[str, int]:
-    """Bytes of a larger replica's weights, and anonymous memory awake, asleep and awake again."""
+    """Measure a larger replica: the bytes of its weights, and by how much anonymous memory falls asleep and rises on waking."""
     with ownership.as_found():
         replica = serve.Replica(ModelConfig(size=WIDE))
         size = sum(param.nbytes for param in replica.chunks[0].parameters())
@@ -110,7 +110,7 @@ def in_stages() -> str:
 
 
 def fixed() -> dict[str, Any]:
-    """A weight whose storage numpy has seen cannot be given back: what is said, and whether anything was."""
+    """A weight with a numpy view cannot be released: return the error, and whether all weights were kept."""
     with ownership.as_found():
         replica = serve.Replica(ModelConfig())
         replica.chunks[0].decoder.final_layernorm.weight.detach().numpy()

@@ -1,4 +1,4 @@
-"""What test_shards.py asks of ranks: each function runs on all of them and gives JSON back."""
+"""Functions that test_shards.py calls: each runs on all ranks and returns JSON."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.megatron.ranks.common import attempt
 
 Tensors = dict[str, torch.Tensor]
 TOPK = 2  # as kit.megatron.model sets it
-# Three query heads to a key, no biases, sizes that are no powers of two.
+# Three query heads per key head, no biases, sizes that are not powers of two.
 GEOMETRIES["odd"] = dataclasses.replace(
     GEOMETRIES["tiny"], hidden=96, layers=2, heads=12, kv_heads=4, ffn=88, vocab=130, qkv_bias=False
 )
 
 
 class Experts(nn.Module):
-    """Experts in plain torch under the names of Qwen2-MoE: the best by the gate, weighed by a softmax over those."""
+    """Experts in plain torch with Qwen2-MoE's names: the gate's top experts, weighted by a softmax over those."""
 
     def __init__(self, geometry: Geometry, count: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def plain(config: ModelConfig) -> PlainModel:
 
 
 def counted(config: ModelConfig) -> Tensors:
-    """Every element of the whole model is another number, and the dtype holds it exactly."""
+    """Weights in which every element of the whole model is a distinct number that the dtype holds exactly."""
     full, start = {}, 0
     for name, param in plain(config).named_parameters():
         full[name] = torch.arange(start, start + param.numel(), dtype=torch.float32).view(param.shape)
@@ -67,7 +67,7 @@ def random(config: ModelConfig) -> Tensors:
 
 
 def unequal(found: Tensors, wanted: Tensors) -> list[str]:
-    """Names whose tensors are not the same bits, and names that only one has."""
+    """Return names whose tensors differ in any bit, and names that only one side has."""
     return sorted(
         name
         for name in found.keys() | wanted.keys()
@@ -79,7 +79,7 @@ def unequal(found: Tensors, wanted: Tensors) -> list[str]:
 
 
 def survey(**settings: Any) -> dict[str, Any]:
-    """All that one layout is asked, on one job."""
+    """Collect all results of one layout from one job."""
     config = ModelConfig(**settings)
     with ownership.as_found():
         job = model.build(config)
@@ -112,7 +112,7 @@ def survey(**settings: Any) -> dict[str, Any]:
 
 
 def _streamed(job: model.Training, full: Tensors) -> dict[str, Any]:
-    """What arrives, each name once; with views of live weights among it."""
+    """Compare the streamed full tensors with `full`, and assert that each name arrives once."""
     arrived = list(shards.full_tensors(job.chunks))
     once = dict(arrived)
     assert len(once) == len(arrived)
@@ -120,7 +120,7 @@ def _streamed(job: model.Training, full: Tensors) -> dict[str, Any]:
 
 
 def _applied(job: model.Training, full: Tensors) -> dict[str, Any]:
-    """Of weights that were emptied and filled again in an order of this rank's own: how many, and which differ from before."""
+    """Empty the weights and fill them again in a rank-specific order; count them, and list those that differ from before."""
     params = dict(job.named_parameters())
     before = {name: param.detach().clone() for name, param in params.items()}
     for param in params.values():
@@ -140,7 +140,7 @@ def _applied(job: model.Training, full: Tensors) -> dict[str, Any]:
 
 
 def misapplied(**settings: Any) -> str:
-    """What a destination says to a full tensor that would be spread over it."""
+    """Return a destination's error for a full tensor that could only be broadcast into it."""
     with ownership.as_found():
         places = shards.destinations(model.build(ModelConfig(**settings)).chunks)
         for _, take in places.get("model.norm.weight", []):
@@ -149,7 +149,7 @@ def misapplied(**settings: Any) -> str:
 
 
 def _far(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference beside the largest value. An expert that no token chose has no gradient: then it must be zero too."""
+    """Largest difference relative to the largest value. An expert that no token chose has no gradient; then it must be exactly zero."""
     assert found.shape == wanted.shape
     assert found.isfinite().all()
     apart = float((found.double() - wanted.double()).abs().max())
@@ -157,7 +157,7 @@ def _far(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _logits(job: model.Training, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Of the last stage's ranks, columns of all tensor ranks put together; nothing elsewhere."""
+    """Logits on the last stage's ranks, with the columns of all tensor ranks joined; empty on other ranks."""
     from megatron.core import parallel_state
 
     mine = _schedule(job, tokens, None)
@@ -177,7 +177,7 @@ def _gradients(job: model.Training, tokens: torch.Tensor, labels: torch.Tensor) 
 
 
 def _schedule(job: model.Training, tokens: torch.Tensor, labels: torch.Tensor | None) -> list[Any]:
-    """One microbatch through Megatron's own schedule: logits without labels, forward and backward with them."""
+    """Run one microbatch through Megatron's own schedule: logits if there are no labels, else forward and backward."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     positions = torch.arange(tokens.shape[1]).expand(tokens.shape[0], -1)
@@ -202,13 +202,13 @@ def _schedule(job: model.Training, tokens: torch.Tensor, labels: torch.Tensor | 
 
 
 def _rounded(job: model.Training, full: Tensors) -> list[str]:
-    """A merge keeps the dtype of what it is given."""
+    """A merge keeps the dtype of its input."""
     narrow = shards.merge(job.chunks, lambda param: param.data.bfloat16())
     return unequal(narrow, {name: value.bfloat16() for name, value in full.items()})
 
 
 def mixed(name: str, like: str, **settings: Any) -> list[str]:
-    """Names that differ after a merge of weights of which one got another's rows: this must be seen."""
+    """Swap the rows of two weights, and return the names that differ after a merge: the comparison must notice the swap."""
     config = ModelConfig(**settings)
     full = counted(config)
     with ownership.as_found():
@@ -218,7 +218,7 @@ def mixed(name: str, like: str, **settings: Any) -> list[str]:
 
 
 def refused(case: str, **settings: Any) -> dict[str, Any]:
-    """What a load says on this rank, and which tensors it changed all the same."""
+    """Return this rank's error of a load, and the tensors that the load changed although it was refused."""
     config = ModelConfig(**settings)
     gate, up = (f"model.layers.3.mlp.{kind}_proj.weight" for kind in ("gate", "up"))
     with ownership.as_found():
@@ -231,7 +231,7 @@ def refused(case: str, **settings: Any) -> dict[str, Any]:
             full["lm_head.weight"] = torch.zeros(1)
         elif case == "turned":
             full[gate] = full[gate].T
-        elif case == "same-together":  # gate and up of wrong sizes, which lie in one shard of the right size
+        elif case == "same-together":  # gate and up have wrong sizes, but together the size of their shard
             full[gate], full[up] = torch.zeros(126, 64), torch.zeros(130, 64)
         elif case == "longer-vocabulary":
             full["model.embed_tokens.weight"] = torch.zeros(257, 64)
@@ -246,7 +246,7 @@ def refused(case: str, **settings: Any) -> dict[str, Any]:
 
 
 def own_alone(**settings: Any) -> list[str]:
-    """A rank that is given nothing but what its shards are made of loads it all the same."""
+    """A rank can load with only the full tensors that its shards need."""
     config = ModelConfig(**settings)
     full = counted(config)
     with ownership.as_found():

@@ -1,4 +1,4 @@
-"""What test_split.py asks of ranks: each function runs on both of them and gives JSON back."""
+"""Functions that test_split.py calls: each runs on both ranks and returns JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kit.train.losses import ClippedPolicyGradient
 from kit.train.options import Settings
 from kit.train.protocol import Batch, Misuse, cut, rows
 
-ROWS, MBS, LENGTH = 8, 2, 16  # rows of a data rank
+ROWS, MBS, LENGTH = 8, 2, 16  # rows per data rank
 LOSS = ClippedPolicyGradient(level="sequences", kl=0.05)
 SETTINGS = Settings(first_lr=1e-4, warmup=64, decay=1000)
 ROUTER = "model.layers.0.mlp.gate.weight"
@@ -37,7 +37,7 @@ def config_of(**settings: Any) -> ModelConfig:
 
 
 def batch(of: int, count: int = ROWS, **masks: torch.Tensor) -> Batch:
-    """Rows of one owner: ragged answers, a masked sample, log-probabilities near those of fresh weights."""
+    """Rows of one data rank: answers of different lengths, masked samples, log-probabilities near those of fresh weights."""
     generator = torch.Generator().manual_seed(100 + of)
 
     def near(value: float) -> torch.Tensor:
@@ -67,7 +67,7 @@ def mine() -> Batch:
 
 
 def step(job: Any, pieces: list[Batch], loss: Any = LOSS, made: Any = MegatronSplit) -> Any:
-    """All of a step with a fresh object."""
+    """Run a whole step with a new split object."""
     split = made(job)
     split.begin(loss, 2 * ROWS, MBS)
     for piece in pieces:
@@ -90,7 +90,7 @@ def differ(a: dict[str, str], b: dict[str, str]) -> list[str]:
 
 
 def gradients(job: Any, run: Callable[[], Any], how: Any = None) -> tuple[dict[str, torch.Tensor], Any]:
-    """Full gradients as the optimizer finds them, and what the step gave."""
+    """Return the full gradients as the optimizer sees them, and the step's result."""
     found: list[dict[str, torch.Tensor]] = []
     plain = job.optimizer.step
 
@@ -156,7 +156,7 @@ def refused() -> dict[str, str]:
 
 
 def not_finite(kind: str) -> dict[str, Any]:
-    """One value of one rank breaks the step; the step after it is as ever."""
+    """One non-finite value on one rank invalidates the step; the next step is normal."""
     with job_of() as job:
         data = mine()
         if dist.get_rank() == 1:
@@ -186,7 +186,7 @@ def next_step(split: MegatronSplit, data: Batch) -> Any:
 
 
 def no_rows() -> dict[str, Any]:
-    """All rows on the first data rank, none on the second, against half of them on each."""
+    """Compare all rows on the first data rank and none on the second with half of them on each."""
     share = batch(dist.get_rank())
     with job_of() as job:
         wanted, plain = gradients(job, lambda: MegatronSync(job).run(LOSS, share, 16, MBS))
@@ -213,7 +213,7 @@ def no_valid_token() -> dict[str, Any]:
 
 
 class Breaks:
-    """The loss, until its second microbatch."""
+    """A loss that raises at its second microbatch."""
 
     level = LOSS.level
 
@@ -232,7 +232,7 @@ class Breaks:
 
 
 def error_in_a_chunk(**settings: Any) -> dict[str, Any]:
-    """Where a loss raises half-way through a call: what is left, and the steps after it against those of a job without it."""
+    """A loss raises half-way through a call: report what it left behind, and compare the next steps with those of an undisturbed job."""
     with job_of(**settings) as job:
         split, at = MegatronSplit(job), hooks(job)
         next_step(split, mine())
@@ -257,7 +257,7 @@ def error_in_a_chunk(**settings: Any) -> dict[str, Any]:
 
 
 def error_after_reduction(**settings: Any) -> dict[str, Any]:
-    """The optimizer raises, with the reduction behind it."""
+    """The optimizer raises after the reduction."""
     with job_of(**settings) as job:
         split, at = MegatronSplit(job), hooks(job)
         before, plain = state(job), job.optimizer.step
@@ -276,7 +276,8 @@ def error_after_reduction(**settings: Any) -> dict[str, Any]:
 
 
 def reductions(**settings: Any) -> dict[str, Any]:
-    """How often each bucket is reduced in each of three steps, cut in two; and what of gradients the optimizer finds."""
+    """Count each bucket's reductions in three steps of several calls, and compare the gradients that the optimizer sees with a plain
+    step's."""
     seen = []
     with job_of(**settings) as job:
         split = MegatronSplit(job)
@@ -302,7 +303,7 @@ def reductions(**settings: Any) -> dict[str, Any]:
 
 
 def put_together() -> dict[str, Any]:
-    """Shards of the distributed optimizer, put together, against the all-reduce; and against this rank's own shard alone."""
+    """Compare the distributed optimizer's joined shards with the all-reduce, and with this rank's shard alone."""
     found = {}
     for distributed in (False, True):
         with job_of(distributed_optimizer=distributed) as job:
@@ -323,7 +324,7 @@ class Uncorrected(MegatronSplit):
 
 
 def uneven() -> Batch:
-    """Of the first data rank one sequence counts, of the second all but one; nobody has an advantage."""
+    """One sequence counts on the first data rank and all but one on the second; all advantages are zero."""
     data = batch(dist.get_rank())
     sample = torch.zeros(ROWS)
     sample[0] = 1.0
@@ -333,13 +334,14 @@ def uneven() -> Batch:
 
 
 def aux_alone(level: str, ep: int) -> dict[str, Any]:
-    """The experts' loss without another: its gradient by both steps, by hand, and without the correction."""
+    """Only the experts' auxiliary loss: compare its gradient in both steps and without the correction with one computed by hand."""
     loss, data = ClippedPolicyGradient(level=level), uneven()
     settings = {**MOE, "ep": ep}
     with job_of(**settings) as job:
         pieces = by_hand(job, data)
     mean = over_ranks(torch.stack(pieces).sum(0)) / (2 * len(pieces))
-    # The pieces of a call go in with that call's share of what counts, in place of one of all microbatches each.
+    # Without the correction, the pieces of a call are weighted by the call's share of the counts, not equally over all
+    # microbatches.
     counts = [one["sample_mask"].sum() if level == "sequences" else valid_tokens(one) for one in thirds(data)]
     whole = over_ranks(torch.stack(counts).sum())
     guessed = over_ranks(counts[0] * pieces[0] + counts[1] / 3 * torch.stack(pieces[1:]).sum(0)) / whole
@@ -376,9 +378,9 @@ def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def by_hand(job: Any, data: Batch) -> list[torch.Tensor]:
-    """The gradient of coefficient * E * sum(f P) with respect to the one layer's router, of each of this rank's microbatches.
+    """The gradient of coefficient * E * sum(f P) with respect to the router, for each of this rank's microbatches.
 
-    f: the share of choices that went to an expert; P: its mean probability. With one layer nothing else comes between.
+    f: the share of choices that went to an expert; P: its mean probability. With one layer, nothing else contributes.
     """
     from kit.megatron.split import forward_backward, nothing
 
@@ -400,7 +402,7 @@ def by_hand(job: Any, data: Batch) -> list[torch.Tensor]:
 
 
 def passes(masks: str) -> int:
-    """Forward passes of a step: four microbatches, and four more if something was to correct."""
+    """Count the forward passes of a step: four microbatches, and four more if a correction is needed."""
     data = batch(dist.get_rank())
     if masks == "alike":
         data["sample_mask"], data["token_mask"] = torch.ones(ROWS), torch.ones(ROWS, LENGTH)
@@ -412,7 +414,7 @@ def passes(masks: str) -> int:
 
 
 def reused_buffers(ep: int) -> list[str]:
-    """The caller overwrites what it passed; names of what came out otherwise than without that."""
+    """Overwrite the tensors after passing them; return the names of gradients that differ from those without overwriting."""
     found = []
     for overwrite in (False, True):
         with job_of(**MOE, ep=ep) as job:
@@ -440,7 +442,7 @@ def uneven_microbatches() -> dict[str, Any]:
 
 
 def both_ways(pieces: int) -> dict[str, float]:
-    """Experts, an ordinary loss, more steps than one: both ways side by side, the experts' metric too."""
+    """Compare plain and split steps with experts and an ordinary loss over two steps, including the experts' metric."""
     found = []
     for plain in (True, False):
         with job_of(**MOE, ep=2) as job:

@@ -1,4 +1,4 @@
-"""Suspend and resume of groups. NCCL's part is a stand-in here, since only a GPU has it; the groups, handles and meetings are real."""
+"""Suspend and resume groups. NCCL's part is a stand-in, since only a GPU has it; the groups, handles and meetings are real."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ ORDER: list[tuple[str, str]] = []
 
 
 class StandIn:
-    """What torch shows of NCCL's suspend, of a group that was used or not."""
+    """What torch shows of NCCL's suspend for a group, which may never have been used."""
 
     def __init__(self, name: str, *, used: bool = True, refuses: bool = False) -> None:
         self.name, self.used, self.refuses = name, used, refuses
@@ -30,7 +30,7 @@ class StandIn:
         if self.refuses:
             raise RuntimeError("ncclInvalidUsage: its memory is shared with another communicator\nmore")
         ORDER.append(("suspend", self.name))
-        self.stats |= {"suspended": 1}  # the sums stay: NCCL counts suspended memory on
+        self.stats |= {"suspended": 1}  # the sums stay: NCCL still counts suspended memory
 
     def resume(self) -> None:
         if self.refuses:
@@ -40,7 +40,7 @@ class StandIn:
 
 
 def stand_ins(refusing: str = "") -> dict[int, Any]:
-    """One for every group but each fifth, which stays one of gloo; the second was never used."""
+    """Make a stand-in for every group except each fifth, which stays a gloo group; the second was never used."""
     made: dict[int, Any] = {}
     for number, handle in enumerate(megatron_groups()):
         name = f"{handle.group_desc}/{handle.group_name}"
@@ -86,7 +86,7 @@ def there_and_back() -> dict[str, Any]:
 
 
 def refused() -> dict[str, Any]:
-    """A communicator that shares its memory: the others are suspended, the error names it, and all come back."""
+    """One communicator shares its memory and cannot be suspended: the others are suspended, the error names it, and all resume."""
     job = model.build(ModelConfig(tp=2))
     stand_ins(refusing="TENSOR_MODEL_PARALLEL_GROUP")
     result: dict[str, Any] = {"error": ""}
@@ -102,7 +102,7 @@ def refused() -> dict[str, Any]:
 
 
 def stuck() -> dict[str, Any]:
-    """One that does not come back stays empty: a use of it must not reach the GPU."""
+    """A group that cannot resume stays empty: using it must not reach the GPU."""
     job = model.build(ModelConfig(tp=2))
     made = stand_ins()
     stats = groups.destroy("suspend")
@@ -118,6 +118,6 @@ def stuck() -> dict[str, Any]:
     return result
 
 
-plain = attempt(groups.refuse_keeping)  # before there is a stand-in for the library
+plain = attempt(groups.refuse_keeping)  # before the library is replaced by a stand-in
 groups.refuse_keeping = lambda: None  # type: ignore[assignment]
 write({"plain": plain, "there_and_back": there_and_back(), "refused": refused(), "stuck": stuck()})

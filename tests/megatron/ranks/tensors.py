@@ -1,4 +1,4 @@
-"""Where the bytes go: one rank with a model large enough that resident memory tells."""
+"""Where a model's bytes are, with a model large enough to show in resident memory."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def case(*, distributed_optimizer: bool, dtype: str) -> dict[str, Any]:
     config = ModelConfig(size="125m", layers=1, seq=16, distributed_optimizer=distributed_optimizer, dtype=dtype)
     job = model.build(config)
     job.step(1)
-    job.mover.arena.open()  # its file stays until the mover is closed
+    job.mover.arena.open()  # its file stays open until the mover is closed
     fds = census()["fds"]
     cycles = []
     before = job.hashes()

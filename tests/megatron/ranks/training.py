@@ -1,4 +1,4 @@
-"""For each config: train without a break; then again, with everything released and brought back in the middle."""
+"""For each config, train without interruption, then again with everything released and reloaded in the middle."""
 
 import json
 import sys
@@ -14,12 +14,12 @@ from kit.megatron.handles import megatron_globals, megatron_groups, parallel_sta
 
 BEFORE, AFTER = 2, 2
 
-gone: list[str] = []  # names of groups, in the order in which they were destroyed
+gone: list[str] = []  # names of groups in the order in which they were destroyed
 plain_forget = groups.forget
 
 
 def forget(handle: Any) -> None:
-    """Stands in for the kit's own, which it calls, and notes who went."""
+    """Record the group's name, then call the kit's own `forget`, which this replaces."""
     gone.append(handle.kit_facts["name"])
     plain_forget(handle)
 
@@ -42,7 +42,7 @@ def interrupted(config: ModelConfig, *, mode: str, include_world: bool) -> dict[
     steps = job.step(BEFORE)
     stale = megatron_groups()
     plain = [group.kit_inner.group_name for group in stale]
-    job.mover.arena.open()  # its file stays until the mover is closed
+    job.mover.arena.open()  # its file stays open until the mover is closed
     result: dict[str, Any] = {"base": base, "training": census(), "before": job.hashes(), "names": plain}
     described = groups.snapshot()["groups"]
     held = {h.path for h in holders_of(job=job)}

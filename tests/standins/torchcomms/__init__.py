@@ -1,6 +1,6 @@
-"""A stand-in for torchcomms, which has no build for every machine: torch's own routing runs, and what it makes is gloo.
+"""A stand-in for torchcomms, which is not built for every machine: torch's own routing code runs, and the communicators are gloo.
 
-It is told what torchcomms is told and looks where torchcomms looks (rank and size in the environment); what it was told is kept in `CALLS`.
+It accepts torchcomms' arguments and reads the same environment (rank and size); the arguments are recorded in `CALLS`.
 """
 
 from __future__ import annotations

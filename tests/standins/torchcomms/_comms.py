@@ -1,4 +1,4 @@
-"""The backend of the stand-in: torch's gloo with a mark, by which it is known again."""
+"""The stand-in's backend: torch's gloo with a mark that identifies it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def get_comm(backend: Any) -> Any:
 
 
 class Finalizable:
-    """What torch asks of a communicator when its group is destroyed; gloo has nothing to finalize."""
+    """The interface that torch calls when a group is destroyed; gloo has nothing to finalize."""
 
     def finalize(self) -> None: ...
 
@@ -23,7 +23,7 @@ MARK = "made by the stand-in for torchcomms"
 
 
 class _Marked(type):
-    """torch gives a backend back as the C++ object it is: gloo. The mark is kept in there."""
+    """torch returns a backend as its C++ object, gloo, so the mark is kept in its options."""
 
     def __instancecheck__(cls, backend: Any) -> bool:
         return type(backend) is ProcessGroupGloo and backend.options.group_name == MARK

@@ -1,4 +1,4 @@
-"""Where torch looks for the flight recorder, which the stand-in does not have."""
+"""The module in which torch looks for the flight recorder, which the stand-in does not have."""
 
 
 class FlightRecorderHook:

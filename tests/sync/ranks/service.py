@@ -1,4 +1,4 @@
-"""A sender and receivers with small made-up weights: on threads of a test, or as processes one of which is killed."""
+"""A sender and receivers with small made-up weights: on threads of a test, or as processes of which one is killed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Tensors = dict[tuple[str, int], torch.Tensor]
 
 
 def tensors(version: int) -> Tensors:
-    """The trainer's weights: other ones in each version."""
+    """The trainer's weights, different in each version."""
     made = {}
     for number, (name, (shape, dtype)) in enumerate(KINDS.items()):
         generator = torch.Generator().manual_seed(1000 * version + number)
@@ -57,7 +57,7 @@ def table(found: Mapping[Any, torch.Tensor]) -> dict[str, str]:
 
 
 class Host:
-    """What a replica is to its receiver, as little as can be; `does` is what was asked of it."""
+    """The least that a receiver needs of a replica; `does` lists the calls made on it."""
 
     def __init__(self, version: int = 0, *, cut: bool = False) -> None:
         self.tensors = tensors(version)
@@ -67,7 +67,7 @@ class Host:
     def weights(self) -> Any:
         if not self.cut:
             return Whole(self.tensors)
-        # One half of `large` is kept here, in memory with a stride, and what else there is whole.
+        # Half of `large` is kept here, in strided memory; everything else is kept whole.
         half = self.tensors.setdefault(("wide", 0), torch.zeros(20, 128))[:, :64]
         places: dict[str, Any] = {name: [(self.tensors[name, 0], lambda full: full)] for name in KINDS}
         return Cut({**places, "large": [(half, lambda full: full[20:])]}, [*self.tensors.values()])
@@ -106,7 +106,7 @@ class Host:
 
 
 def sender_of(listener: Listener, kind: type[Sender] = Sender, **config: Any) -> Sender:
-    """The caller closes its cache."""
+    """Return a sender; the caller closes its cache."""
     cache = config.pop("cache", None) or Cache(LAYOUT, timeout_s=10.0)
     given: dict[str, Any] = {"place": HERE, "rank": 0, "device": CPU, "timeout_s": 5.0, **config}
     return kind(cache, listener, **given)
@@ -123,7 +123,7 @@ def target(name: str, place: Place = HERE, state: Any = "serving", replica: str 
 
 
 def at_once(*acts: Callable[[], Any]) -> list[Any]:
-    """What each gave, or raised, on a thread of its own."""
+    """Run each act on a thread of its own, and return their results or errors."""
     gave: list[Any] = [None] * len(acts)
 
     def run(place: int) -> None:
@@ -148,7 +148,7 @@ def held() -> dict[str, int]:
 
 @contextlib.contextmanager
 def nothing_kept() -> Iterator[None]:
-    """Fails when more is held at the end than at the beginning. A thread that has closed its end may still be about to return."""
+    """Fail if more is held at the end than at the beginning. A thread that has closed its end may still be about to return."""
     before = held()
 
     def kept() -> dict[str, tuple[int, int]]:
@@ -163,7 +163,7 @@ def nothing_kept() -> Iterator[None]:
 
 
 class Dies(Call):
-    """Killed when the middle one of its buckets has come."""
+    """Is killed when its middle bucket has arrived."""
 
     def look(self, index: int, buffer: torch.Tensor) -> None:
         if index == len(self.layout.buckets) // 2:
@@ -172,14 +172,14 @@ class Dies(Call):
 
 
 class DiesLate(Call):
-    """Killed when its weights are new."""
+    """Is killed when its weights are new."""
 
     def finalize(self, message: dict[str, Any]) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Doomed(Sender):
-    """Killed in its second version, when all have applied and nobody has published it."""
+    """Is killed in its second version, when all receivers have applied it and none has published it."""
 
     def published(self, path: str, version: int) -> int:
         if version == 2:
@@ -191,7 +191,7 @@ DIES: dict[str, type[Call]] = {"early": Dies, "late": DiesLate}
 
 
 def process(folder: Path, meeting: str, who: str, transport: str, dies: str) -> None:
-    """Version 1 goes well; in the next one somebody is killed. Whoever is left tells what it came to."""
+    """Sync version 1, then kill one process in version 2; each survivor writes its outcome."""
     gave: dict[str, Any]
     if who == "sender":
         with Listener(name=meeting) as listener:

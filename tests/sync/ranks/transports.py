@@ -1,4 +1,4 @@
-"""One sync of made-up buckets over any transport: what a rank of a World, a process, or a thread of a test does."""
+"""One sync of made-up buckets over any transport, as run by a rank of a World, a process, or a thread of a test."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ Act = Callable[[Transport], Any]
 
 
 def bucket(index: int) -> torch.Tensor:
-    """What is in it. Gaps between pieces are nobody's and stay zero, since tensors that go one by one leave them out."""
+    """Return the content of a bucket. Gaps between pieces belong to no tensor and stay zero, since tensors sent one by one leave them
+    out."""
     made = torch.zeros(SIZES[index], dtype=torch.uint8)
     generator = torch.Generator().manual_seed(index)
     start = 0
@@ -59,7 +60,7 @@ def send(transport: Transport, indices: Sequence[int] = range(len(SIZES))) -> No
 
 
 def receive(transport: Transport, indices: Sequence[int] = range(len(SIZES))) -> list[int]:
-    """The buckets that arrived otherwise than they are. All are looked at when all are there."""
+    """Return the buckets that arrived changed. They are compared only when all have arrived."""
     got = []
     for index in indices:
         got.append(transport.receive(index, torch.zeros(SIZES[index], dtype=torch.uint8)))
@@ -86,9 +87,9 @@ def as_sender(kind: Any, listener: Listener, names: list[str], timeout_s: float,
 def as_receiver(
     kind: Any, address: dict[str, Any], name: str, timeout_s: float, act: Act = receive, **more: Any
 ) -> Any:
-    """Who fails says so before it leaves."""
+    """Act as a receiver, which reports a failure to the sender before it leaves."""
     with call(address, name, peer="the sender", timeout_s=timeout_s) as link:
-        link._sock.settimeout(30.0)  # as the other end has to wait for all who call
+        link._sock.settimeout(30.0)  # the sender may have to wait for all receivers to call
         link.expect("begin")
         link._sock.settimeout(timeout_s)
         try:
@@ -127,7 +128,7 @@ def sync(
     dies: int | None = None,
     deadline_s: float = 20.0,
 ) -> dict[str, Any]:
-    """What it came to on this rank: `part` are sender and receivers, as counted from `offset`; others look on."""
+    """Run this rank's part and return the outcome. `part` lists sender and receivers, counted from `offset`; other ranks return {}."""
     rank = dist.get_rank() + offset
     if rank not in part:
         return {}
@@ -153,7 +154,7 @@ def sync(
 
 
 def stall(transport: Transport) -> None:
-    """Takes some, then nothing more until the sender has given up."""
+    """Receive some buckets, then nothing more until the sender has given up."""
     receive(transport, range(KILLED_AT))
     ended = select.poll()
     ended.register(transport.ctx.sender._sock, select.POLLRDHUP)
@@ -161,15 +162,15 @@ def stall(transport: Transport) -> None:
 
 
 def die(transport: Transport) -> None:
-    """Takes some, and is killed."""
+    """Receive some buckets, then be killed."""
     receive(transport, range(KILLED_AT))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def process(rank: int, size: int, folder: Path, kind: str) -> None:
-    """A rank that no torchrun ends when another one dies. After a sync that goes well the last receiver is killed in the next one."""
+    """Run a rank without torchrun, which would end all ranks when one dies. In the second sync the last receiver is killed."""
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
-    part = list(range(size - 1))  # one takes no part
+    part = list(range(size - 1))  # one rank takes no part
     for attempt in range(2):
         if rank == 0:
             (folder / "address").write_text(json.dumps(listen()))
@@ -178,7 +179,7 @@ def process(rank: int, size: int, folder: Path, kind: str) -> None:
         dist.barrier()
         message = sync(kind=kind, address=address, part=part, dies=part[-1] if attempt else None)
         (folder / f"rank{rank}-{attempt}.json").write_text(json.dumps(message))
-    os._exit(0)  # the World has lost a rank: there is no orderly end
+    os._exit(0)  # the World has lost a rank, so there is no orderly end
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What test_fsdp.py asks of ranks: each function runs on all of them and gives JSON back."""
+"""Functions that test_fsdp.py calls: each runs on all ranks and returns JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kit.train.rollout import prepare, uneven
 
 GEOMETRY = dataclasses.replace(GEOMETRIES["tiny"], layers=2)
 CPU = torch.device("cpu")
-SHARE, MBS = 20, 4  # rows of a rank, rows of a microbatch
+SHARE, MBS = 20, 4  # rows per rank, rows per microbatch
 GBS = 2 * SHARE
 SETTINGS = Settings(first_lr=1e-4, warmup=4 * GBS, decay=1000 * GBS)
 BUDGET = 96
@@ -73,13 +73,13 @@ def off(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> floa
 
 
 def metrics_off(found: dict[str, float], wanted: dict[str, float]) -> dict[str, float]:
-    """Relative, but to 0.05 where a metric is smaller: a loss is a difference of larger sums in float32."""
+    """Relative differences, with a denominator of at least 0.05: a loss is a difference of larger float32 sums."""
     assert found.keys() == wanted.keys()
     return {name: abs(found[name] - wanted[name]) / max(abs(wanted[name]), 0.05) for name in wanted}
 
 
 def oracle(loss: Any, batch: Batch) -> dict[str, torch.Tensor]:
-    """Gradients of a step over all rows by one plain float64 model that knows nothing of ranks or microbatches."""
+    """Gradients of a step over all rows by one plain float64 model, without ranks or microbatches."""
     model = from_weights(GEOMETRY, rollouts()[0], dtype=torch.float64)
     wide = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
     sequences, tokens = counts(batch).tolist()
@@ -89,7 +89,7 @@ def oracle(loss: Any, batch: Batch) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def reduce_scatters() -> Iterator[list[int]]:
-    """Sizes that go into a reduce-scatter, whatever this torch calls it."""
+    """Record the input sizes of all reduce-scatters, under either name of torch's function."""
     names = [name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name)]
     plain = {name: getattr(dist, name) for name in names}
     seen: list[int] = []
@@ -112,7 +112,7 @@ def reduce_scatters() -> Iterator[list[int]]:
 
 
 def parity(level: str, batching: str, dtype: str) -> dict[str, Any]:
-    """Several plain steps, and the same cut in 1, 2 and 5 calls."""
+    """Compare several plain steps with the same steps in 1, 2 and 5 calls."""
     loss, plain = a_loss(level), job(batching, dtype)
     sync = fsdp.FsdpSync(plain)
     wanted = [sync.run(loss, mine(), GBS, MBS) for _ in range(STEPS)]
@@ -151,7 +151,7 @@ def parity(level: str, batching: str, dtype: str) -> dict[str, Any]:
 
 
 def one_step(batching: str, level: str, masks: str, cuts: list[list[int]]) -> dict[str, Any]:
-    """A split step whose gradients are held against the oracle's. `cuts`: for each rank the rows of each call."""
+    """Compare a split step's gradients with the oracle's. `cuts`: for each rank the rows of each call."""
     whole = rollouts()[1]
     batch = uneven(whole, 2) if masks == "empty-rank" else whole
     own = cuts[dist.get_rank()]
@@ -179,7 +179,7 @@ def nothing_valid() -> dict[str, Any]:
     feed(step, batch, 2)
     result = step.finish()
     zero = all(not each.any() for each in fsdp.full_gradients(here).values())
-    # Weight decay alone moves weights then, as in a plain step.
+    # Only weight decay then moves weights, as in a plain step.
     other = job()
     fsdp.FsdpSync(other).run(a_loss("tokens"), batch, GBS, MBS)
     return {
@@ -200,7 +200,7 @@ def no_rows_at_all() -> dict[str, Any]:
 
 
 class Breaks:
-    """A loss that raises at its n-th call, in the forward pass or while the backward pass runs."""
+    """A loss that raises at its n-th call, in the forward pass or during the backward pass."""
 
     def __init__(self, level: str, at: int, where: str) -> None:
         self.inner, self.at, self.where = a_loss(level), at, where
@@ -220,7 +220,7 @@ class Breaks:
 
 @contextlib.contextmanager
 def broken_layer(here: fsdp.FsdpJob, where: str) -> Iterator[None]:
-    """The first layer's MLP raises in its forward, or its backward pass."""
+    """Make the first layer's MLP raise in its forward or its backward pass."""
     mlp = here.model.model.layers[0].mlp
 
     def boom(*_: Any) -> None:
@@ -248,7 +248,7 @@ def _step(here: fsdp.FsdpJob, step: fsdp.FsdpSplit) -> dict[str, Any]:
 
 
 def abort(where: str, dtype: str) -> dict[str, Any]:
-    """A step that is given up between two others, or breaks: what it left, and the next step beside one of an undisturbed job."""
+    """Abort or break a step between two others; report what it left, and compare the next step with an undisturbed job's."""
     calm = job(dtype=dtype)
     steady = fsdp.FsdpSplit(calm)
     _step(calm, steady)
@@ -324,7 +324,7 @@ def not_finite() -> dict[str, Any]:
 
 
 def refused() -> list[str]:
-    """One rank has a sequence that its budget does not carry."""
+    """One rank has a sequence that exceeds its token budget."""
     here = job("packed")
     if dist.get_rank():
         here.token_budget = 8
@@ -338,7 +338,7 @@ def refused() -> list[str]:
 
 
 def clipping() -> dict[str, Any]:
-    """With a low limit the weights get the clipped gradient, and full_gradients shows it afterwards."""
+    """With a low limit the weights get the clipped gradient, and full_gradients returns it afterwards."""
     here = job(settings=Settings(first_lr=1e-3, warmup=0, clip=0.01))
     result = fsdp.FsdpSync(here).run(a_loss("tokens"), mine(), GBS, MBS)
     after = sum(float(each.square().sum()) for each in fsdp.full_gradients(here).values()) ** 0.5
@@ -349,7 +349,7 @@ def clipping() -> dict[str, Any]:
 
 
 def unchanged_inputs() -> bool:
-    """The caller may reuse its tensors as soon as microbatch() is back."""
+    """The caller may reuse its tensors as soon as microbatch() returns."""
     first, second = job(), job()
     a, b = fsdp.FsdpSplit(first), fsdp.FsdpSplit(second)
     for step, spoil in ((a, False), (b, True)):
@@ -365,7 +365,7 @@ def unchanged_inputs() -> bool:
 
 
 def fixed_in_size_by_hashing() -> list[str]:
-    """Which tensors of the job can be resized before they are hashed, and no longer afterwards."""
+    """Return the tensors that can be resized before they are hashed but not afterwards."""
     here = job()
     fsdp.FsdpSync(here).run(a_loss("tokens"), mine(), GBS, MBS)
     shards = {name: param.to_local() for name, param in here.model.named_parameters()}

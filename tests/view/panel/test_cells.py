@@ -1,4 +1,4 @@
-"""A cell that makes a panel, run again: the ranks of the panel that it replaces end; panels of other cells stay."""
+"""Running a cell again replaces its panel: the old panel's ranks end; panels of other cells stay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_cell_that_is_run_again_ends_the_ranks_of_its_former_panel(tmp_path: P
         client.wait_for_ready(timeout=60)
 
         def do(code: str, cell: str) -> None:
-            """Run a cell as JupyterLab does: with its name in the request."""
+            """Run a cell as JupyterLab does, with the cell's id in the request."""
             content = {"code": code, "silent": False, "store_history": True, "allow_stdin": False}
             message = client.session.msg("execute_request", content, metadata={"cellId": cell})
             client.shell_channel.send(message)
@@ -34,7 +34,7 @@ def test_a_cell_that_is_run_again_ends_the_ranks_of_its_former_panel(tmp_path: P
         do("import kit", "one")
         do(make, "two")
         do("panels[0].controller.start(); panels[0].controller.wait(); first = panels[0]", "three")
-        do("assert first.model.state == 'ready'", "three")  # its own cell's second panel and other cells end nothing
+        do("assert first.model.state == 'ready'", "three")  # a cell's second panel and other cells end none
         do("other = kit.panel('smoke')", "four")
         pid = manager.provisioner.pid
         assert holdings(pid)["processes"]

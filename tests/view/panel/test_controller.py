@@ -82,7 +82,7 @@ LAB = Definition(
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Definition]:
-    """A lab of the test's own, whose second phase breaks as it is told."""
+    """A lab made for these tests; its setting decides how its second phase breaks."""
     monkeypatch.setenv("KIT_RUNS", str(tmp_path / "runs"))
     (tmp_path / "panelled_lab.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
@@ -98,7 +98,7 @@ Make = Callable[..., tuple[PanelModel, Controller]]
 
 @pytest.fixture
 def made(own: Definition, nothing_left: None) -> Iterator[Make]:
-    """Models and controllers of the test's own lab, or of another; closed at the end."""
+    """Make models and controllers of this test lab or of another; close them at the end."""
     controllers: list[Controller] = []
 
     def make(definition: Definition = own, **config: object) -> tuple[PanelModel, Controller]:
@@ -116,7 +116,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def hanging(model: PanelModel) -> bool:
-    """The second phase is under way on rank 1."""
+    """Whether the second phase is running."""
     return any(row.phase == "second" and row.status == "running" for row in model.phases)
 
 
@@ -160,7 +160,7 @@ def test_every_button_of_the_smoke_lab(made: Make) -> None:
     before = model.run.dir
     model.set("cycles", 1)
     model.set_fault("leaked-group")
-    assert len(model.phases) == whole  # what ran stays in sight until the next start
+    assert len(model.phases) == whole  # finished phases stay visible until the next start
     controller.restart()
     controller.wait()
     assert (model.state, len(model.phases)) == ("ready", short)
@@ -195,7 +195,7 @@ def test_a_rank_that_raises_is_red_and_who_waited_is_not(made: Make) -> None:
     assert set(model.run.frame()["phase"]) >= {"first", "second"}
     assert model.can == {"start", "step", "run", "restart"}
     model.set("do", "nothing")
-    controller.step()  # on fresh ranks
+    controller.step()  # starts fresh ranks
     controller.wait()
     assert (model.state, model.failure) == ("ready", None)
     assert [row.status for row in model.phases] == ["done", "next", "to do", "to do"]
@@ -236,14 +236,14 @@ def test_stop_ends_ranks_that_hang_and_keeps_what_was_measured(made: Make, do: s
     assert model.failure.phase == "second"
     assert "rank 1:" in model.failure.detail
     assert "failed" not in model.phases[1].ranks
-    assert model.phases[1].ranks[1] == "waiting"  # it answered that it was stopped, which is not to be done
+    assert model.phases[1].ranks[1] == "waiting"  # it reported that it was stopped, so it is not done
     assert (model.run.status, (model.run.error or "").startswith("stopped: ")) == ("stopped", True)
     assert set(model.run.frame()["phase"]) >= {"first"}
     assert holdings(os.getpid())["processes"] == []
 
 
 def halves(config: Any) -> list[Role]:
-    """Rank 0 in one World, all others in another."""
+    """Rank 0 in one World, all other ranks in another."""
     return [Role(name="one", ranks=(0,)), Role(name="other", ranks=tuple(range(1, config.ranks)), world=1)]
 
 
@@ -317,8 +317,8 @@ def test_a_lab_is_taken_over_as_it_stands(own: Definition, nothing_left: None) -
         controller.run_all()
         controller.wait()
         assert model.state == "finished"
-        assert not model.verdict.passed  # by the tolerance that the lab was made with
-        assert (lab.world.pids, lab.world.state) == (pids, "idle")  # its owner may go on with them
+        assert not model.verdict.passed  # with the tolerance that the lab was made with
+        assert (lab.world.pids, lab.world.state) == (pids, "idle")  # its owner can still use them
         controller.close()
     assert lab.run() is lab.judged
 
@@ -379,12 +379,12 @@ def test_in_a_kernel_the_model_changes_in_the_loops_thread_and_the_loop_stays_fr
         model.observe(lambda _: threads.add(threading.get_ident()))
         controller = Controller(model)
         controller.step()
-        controller.wait()  # blocks the loop, and brings the model up to date nevertheless
+        controller.wait()  # blocks the event loop, but the model is still updated
         assert model.state == "ready"
         controller.run_all()
         while not hanging(model):
             await asyncio.sleep(0.01)
-        for _ in range(20):  # while a rank hangs the loop still turns
+        for _ in range(20):  # the event loop runs while a rank hangs
             await asyncio.sleep(0.01)
         assert hanging(model)
         controller.stop()
@@ -442,7 +442,7 @@ def test_time_left_is_known_from_the_same_phases_of_earlier_cycles(made: Make) -
     watch.begin(all_of_it=True)
     left.append(watch.seen()[1].left)
     took = watch._took["first"][0]
-    assert left == [None, pytest.approx(3 * took)]  # what is new is taken to be as long as what is known
+    assert left == [None, pytest.approx(3 * took)]  # phases not seen before are assumed to take as long as known ones
 
 
 def test_ranks_without_work_in_a_phase_are_neither_running_nor_done(own: Definition) -> None:
@@ -488,5 +488,5 @@ def test_a_kernel_that_is_killed_leaves_no_ranks(own: Definition, tmp_path: Path
     owner, ranks = map(int, done.stdout.split())
     assert ranks == 2
     until(lambda: holdings(owner)["processes"] == [] and holdings(owner)["folders"] == [])
-    model = PanelModel(own)  # the notebook is opened again
+    model = PanelModel(own)  # as if the notebook were opened again
     assert (model.run.status, set(model.run.frame()["phase"])) == ("interrupted", {"run", "first"})

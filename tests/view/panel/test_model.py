@@ -1,4 +1,4 @@
-"""The panel's model without ranks and without widgets: every setting, what is refused, limits, presets, runs from disk."""
+"""The panel's model without ranks and widgets: every setting, refused values, limits, presets, runs from disk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def smoke_run(runs: Path, *, drift_mib: float = 20, cycles: int = 2, lab: str = "smoke", second: int = 1) -> Path:
-    """A run as the smoke lab leaves it, without ranks: only what its check of memory asks for."""
+    """Write a run as the smoke lab leaves it, without ranks and with only the records that its memory check needs."""
     writer = create_run(runs, lab, {"ranks": 2, "cycles": cycles, "groups": 2}, {})
     rows = [(cycle, rank, 2**28 + (cycle - 1) * drift_mib * 2**20) for cycle in range(1, cycles + 1) for rank in (0, 1)]
     writer.append(
@@ -82,7 +82,7 @@ def test_every_choice_is_refused_beforehand_exactly_where_choosing_it_is_a_probl
 ) -> None:
     monkeypatch.setattr(
         "kit.labs.definition.free_memory", lambda: 20 * 2**30
-    )  # that of this box moves from one look to the next
+    )  # this machine's free memory changes between calls
     model = PanelModel(find(name))
     tried = 0
     for field in model.fields:
@@ -147,7 +147,7 @@ def test_a_value_that_is_as_without_it_is_no_choice() -> None:
     assert model.given == {"cycles": 5, "size": 8}
     model.set("cycles", find("smoke").config().cycles)
     assert model.given == {"size": 8}
-    model.set("ranks", 2.0)  # not a whole number, though equal to one
+    model.set("ranks", 2.0)  # equal to a whole number, but a float
     assert "ranks" in model.problems
     model.reset()
     assert (model.given, model.problems) == ({}, {})
@@ -180,7 +180,7 @@ def test_a_faults_settings_come_below_a_persons() -> None:
     wanted = fault.set["cycles"]
     assert (model.values["cycles"], model.values["steps"]) == (7, fault.set["steps"])
     assert f"it needs cycles={wanted}; your own values are kept" in model.notice
-    model.set("cycles", wanted)  # as the fault has it: no choice any more
+    model.set("cycles", wanted)  # the fault's own value, so it is not the user's choice
     assert model.given == {}
     assert sum(row.phase == "release" for row in model.phases) == wanted
     model.set_fault(None)
@@ -240,7 +240,7 @@ def test_a_moved_limit_judges_at_once_and_measures_nothing_anew(runs: Path, monk
     model.move("drift_mib", 10)
     assert passed(model, "memory_drift") is False
     assert sorted(seen) == ["tolerances", "verdict"]
-    model.move("drift_mib", 50)  # the lab's own again
+    model.move("drift_mib", 50)  # the lab's default again
     assert (passed(model, "memory_drift"), model.tolerances) == (True, {})
 
 
@@ -329,7 +329,7 @@ def test_a_check_that_stumbles_is_reported_and_the_panel_stays(runs: Path, monke
     assert model.limits
 
 
-# -- a check that is asked of some runs only: its limit is in the panel where the settings ask for it ------------------
+# -- a check that only some runs have: the panel shows its limit when the settings need it -----------------------------
 
 
 def names(model: PanelModel) -> set[str]:

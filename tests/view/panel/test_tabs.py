@@ -1,4 +1,4 @@
-"""The tabs for plots, records, comparison and export, driven without a browser, on real runs and on made-up ones."""
+"""The tabs for plots, records, comparison and export without a browser, on real and made-up runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.results.conftest import read_back
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A run of the offload lab's shape that is made up."""
+    """A folder with a made-up run in the offload lab's format."""
     folder = tmp_path_factory.mktemp("runs")
     made_up(folder, 3000)
     return folder
@@ -81,7 +81,7 @@ def message(tab):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """What was sent to the page, by the label of the picture; the drawing itself is the real one."""
+    """Record the labels of pictures sent to the page; the drawing itself is real."""
     calls = []
     real = tabs.inline
 
@@ -125,7 +125,7 @@ def page(tab):
 
 
 def words(tab):
-    """What the picture says: text is drawn as shapes in the page."""
+    """All texts in the current picture, which the page shows as shapes."""
     picture = tab._parts[tab.choice.value].picture
     return {text.get_text() for axes in picture.axes for text in axes.texts}
 
@@ -153,7 +153,7 @@ def test_the_overview_is_every_plot_and_draws_those_anew_that_must_be(offload, d
     tab.choice.value = "overview"
     titles = ["Memory by source", "Drift over cycles", "Time per phase and rank", "Groups, files, threads"]
     titles += ["Timeline of ranks", "Verdict"]
-    assert drawn == titles  # the first was there already
+    assert drawn == titles  # the first was drawn before
     assert len(tab.pictures.children) == len(titles)
     del drawn[:]
     offload.move("drift_mib", 5)
@@ -166,7 +166,7 @@ def test_the_overview_is_every_plot_and_draws_those_anew_that_must_be(offload, d
 
 
 def test_a_run_that_has_begun_shows_its_first_picture_once_it_has_one(offload, tmp_path):
-    """The verdict of nothing is all there is at first; it gives way, unless a person chose it."""
+    """At first an empty verdict is the only picture; it is replaced by the first real one unless a person selected it."""
     whole, begun = offload.run, tmp_path / "begun"
     shutil.copytree(whole.dir, begun)
     (begun / "records.jsonl").write_text("")
@@ -202,7 +202,7 @@ def test_a_drawing_that_stumbles_is_one_sentence_and_the_next_one_is_drawn(offlo
 
     tab = PlotsTab(offload)
     tab.visible = True
-    # A fake: no run is known that a drawing stumbles over.
+    # A fake plot that fails, since no run makes a real one fail.
     plots = tab._album.plots
     monkeypatch.setitem(plots, "drift", dataclasses.replace(plots["drift"], paint=stumble))
     tab.choice.value = "drift"
@@ -273,11 +273,11 @@ def test_a_table_is_escaped_sorted_and_copied_as_markdown():
     grid.show(FRAME, worst="value")
     assert grid.found["value"].tolist()[:4] == [3e6, 4.0, 2.5, -1.0]
     assert "Idle &lt;b&gt;" in grid.rows.value
-    assert not grid.copy.value  # folded away
+    assert not grid.copy.value  # folded, so not built yet
     grid.folded.selected_index = 0
     assert r"1\|2" in grid.copy.value
     grid.by.value, grid.descending.value = "phase", False
-    grid.show(FRAME.tail(2), worst="value")  # the records grew: the order stays
+    grid.show(FRAME.tail(2), worst="value")  # more records arrive: the sort order is kept
     assert grid.by.value == "phase"
     assert grid.copy.value.count("\n") == 3  # two rows below the head
     grid.show(None)
@@ -332,7 +332,7 @@ def test_tables_of_a_lab_that_the_run_has_nothing_for_say_so(finished, folder, t
     model = PanelModel(find("sync"))
     run = kit.load(folder / "plain")
     info = json.loads((run.dir / "run.json").read_text())
-    copy = tmp_path / "as-sync"  # not among the runs of the other tests
+    copy = tmp_path / "as-sync"  # kept apart from the other tests' runs
     copy.mkdir()
     (copy / "run.json").write_text(json.dumps({**info, "lab": "sync"}))
     (copy / "records.jsonl").write_bytes((run.dir / "records.jsonl").read_bytes())
@@ -369,9 +369,9 @@ def test_two_runs_are_compared(smoke, folder):
     assert list(tab.runs.value) == [
         str(folder / "leaking"),
         str(folder / "plain"),
-    ]  # the last two, until a person chooses
+    ]  # the last two, unless a person selected others
     tab.go.click()
-    assert "fault: None / leaked-group" in message(tab)  # compared with the older one
+    assert "fault: None / leaked-group" in message(tab)  # compared with the older run
     assert "<svg" in tab.picture.value
     assert "Largest changes from" in tab.picture.value
     assert list(tab.grid.frame.columns) == ["phase", "metric", "rank", "base", "value", "ratio", "n", "unit"]
@@ -437,7 +437,7 @@ def test_another_run_is_exported_under_its_own_name(smoke, folder):
     assert tab.path.value == str(folder / "plain" / "plain.md")
 
 
-# -- a lab's forecasts: their controls, their table, and runs that cannot be forecast ----------------------------------
+# -- a lab's forecasts: controls, table, and runs that cannot be forecast ----------------------------------------------
 
 
 @pytest.fixture
@@ -450,7 +450,7 @@ def model(tmp_path, monkeypatch):
 
 
 class Forecasts:
-    """What a lab declares; it counts how often a run is read."""
+    """A lab's forecasts; counts how often a run is read."""
 
     def __init__(self, first: str, cycles: int) -> None:
         self.reads = 0
@@ -482,14 +482,14 @@ def shown(tab):
 def test_controls_begin_with_the_runs_settings_and_the_table_follows_them(model, forecasts):
     tab = WhatIfTab(model, forecasts.declared)
     assert shown(tab) is None
-    assert forecasts.reads == 0  # nobody looks at it
+    assert forecasts.reads == 0  # the tab is not visible
     tab.visible = True
     config = model.run.config
     assert shown(tab) == [{"loop": config["mode"], "cycles": config["cycles"]}]
     tab.controls["cycles"].value = 7
     assert shown(tab) == [{"loop": config["mode"], "cycles": 7}]
     assert forecasts.reads == 1
-    model.revision += 1  # new records: read again, the controls stay
+    model.revision += 1  # new records are read, and the controls stay
     assert shown(tab) == [{"loop": config["mode"], "cycles": 7}]
     assert forecasts.reads == 2
 

@@ -1,4 +1,4 @@
-"""The panel's widgets without a browser: what they show of the model, and what they tell it. The model is the real one."""
+"""The panel's widgets without a browser, on the real model: what they display and what they change in the model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def runs(tmp_path, monkeypatch):
-    """An empty runs folder: no panel shows what somebody else ran."""
+    """An empty runs folder, so that no panel shows runs of others."""
     monkeypatch.setenv("KIT_RUNS", str(tmp_path / "runs"))
 
 
@@ -41,7 +41,7 @@ def tree(widget):
 
 
 def other(control, value):
-    """Another value for a control, and the part to set it with."""
+    """Return the control's part to set and another value for it."""
     part = control.parts[0]
     if isinstance(part, widgets.Checkbox):
         return part, not part.value
@@ -66,7 +66,7 @@ def test_every_control_tells_the_model_and_shows_it(lab):
     assert set(settings.controls) == {field.name for field in model.fields}
     for name, control in settings.controls.items():
         model.reset()
-        if model.values[name] is None:  # a tick opens it
+        if model.values[name] is None:  # clearing the tick enables the control
             control.parts[1].value = False
             assert model.values[name] == control.parts[0].value
             continue
@@ -189,7 +189,7 @@ def test_own_code_goes_beside_the_labs_own_words():
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asking(LabConfig):
-    """A config that has no defaults for what it needs."""
+    """A config whose settings have no defaults."""
 
     way: Annotated[Literal["left", "right"], Option("which way")]
     loud: Annotated[bool, Option("whether loud")]
@@ -253,7 +253,7 @@ def test_settings_are_locked_while_ranks_work():
 
 
 class Pressed:
-    """A stand-in for the controller that only notes what it is told."""
+    """Stand-in for the controller that only records its calls."""
 
     def __init__(self) -> None:
         self.reported: list[str] = []
@@ -320,7 +320,7 @@ def test_the_culprit_is_red_and_its_traceback_is_folded():
     assert "&lt;script&gt;" in message
     assert "<script>" not in message
     model.failure = Failure("stopped", "stopped in phase 'talk': 1 of 4 phases were done", (), "talk", "")
-    assert "kit-bad" not in shown.failure.value  # a person's Stop
+    assert "kit-bad" not in shown.failure.value  # stopped by a person
     model.failure = None
     assert shown.failure.value == ""
 
@@ -333,7 +333,7 @@ def test_the_verdict_is_reported_in_words(finished):
     model.state = "finished"
     asked = sum(row.passed is not None for row in model.verdict)
     assert f'<b><span class="kit-good">✓ all {asked} checks pass' in shown.notice.value
-    assert "<details>" in shown.grid.value  # the picture comes first
+    assert "<details>" in shown.grid.value  # the picture comes before the table
     model.move("drift_mib", -1)
     assert f'<span class="kit-bad">✗ 1 of {asked} checks fails: memory_drift</span>' in shown.notice.value
     for state in ("running", "starting"):
@@ -408,7 +408,7 @@ def test_logs_by_rank_the_last_lines_and_the_error():
     model = PanelModel(find("smoke"))
     tab = tabs.LogsTab(model)
     model.log = tuple((index % 2, f"line {index} <i>") for index in range(600))
-    assert tab.lines.value == ""  # nobody looks
+    assert tab.lines.value == ""  # the tab is not visible
     tab.visible = True
     assert "500 of 600 lines" in tab.lines.value
     assert "line 599 &lt;i&gt;" in tab.lines.value
@@ -524,7 +524,7 @@ def test_another_run_moves_the_ends_of_a_slider_and_makes_no_new_one(finished):
     row, made = tab.rows["drift_mib"], len(list(tree(tab.widget)))
     model.take({"drift_mib": 9000.0})
     assert row.exact.value == 9000
-    assert row.scale[-1] < 9000  # the ends stay while a limit is moved
+    assert row.scale[-1] < 9000  # the scale's ends stay while a limit is moved
     assert row.slider.value == row.slider.max
     model.show(finished)
     assert row.scale[-1] >= 9000
@@ -575,7 +575,7 @@ def verdict_limit():
     return Limit("parity_rel", ("parity",), "Are they equal?", 1.0, "ratio", "<=", 0.0, 2.0)
 
 
-# -- all of it ------------------------------------------------------------------------------------------------------
+# -- the whole panel -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -1,4 +1,4 @@
-"""What ranks of Worlds of 1 and 2 do in tests. Ranks 0 and 2 are linked from World to World, rank 1 shares a World with rank 2."""
+"""Rank functions for tests with Worlds of 1 and 2 ranks. Ranks 0 and 2 are linked across Worlds; rank 1 shares a World with rank 2."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def number() -> int:
 
 
 def numbers() -> list[int]:
-    """The number, and rank and size in the group of its own World."""
+    """The global rank number, and rank and size in the World's own group."""
     return [number(), dist.get_rank(), dist.get_world_size()]
 
 
@@ -29,10 +29,10 @@ def say() -> None:
 
 
 def meet(*, name: str) -> int:
-    """Only where all Worlds run at the same time."""
+    """Exchange messages across Worlds; this returns only if all Worlds run at the same time."""
     if number() != 1:
         with linked(name) as link:
-            if number() == 0:  # who was called speaks first
+            if number() == 0:  # the side that was called speaks first
                 link.send({"kind": "hello"})
             link.expect("hello")
             if number() != 0:
@@ -46,7 +46,7 @@ def fail(*, numbers: list[int]) -> None:
 
 
 def fail_while_others_sleep() -> None:
-    """Rank 0 raises, and the others do not notice."""
+    """Rank 0 raises; the other ranks do not notice."""
     if number() == 0:
         raise ValueError("told to raise")
     time.sleep(FOR_EVER)
@@ -66,10 +66,10 @@ def stuck() -> None:
 
 
 def wait_for_rank_2(*, name: str, does: str, gate: str = "") -> None:
-    """Rank 0 waits for it at a link and rank 1 in a collective."""
+    """Rank 0 waits for rank 2 at a link, and rank 1 waits for it in a collective."""
     if number() == 0:
         with linked(name) as link:
-            link.send({"kind": "hello"})  # a caller that has left before it was spoken to did not call
+            link.send({"kind": "hello"})  # without this message, a caller that leaves early counts as never connected
             try:
                 link.receive("a word")
             except PeerGone:

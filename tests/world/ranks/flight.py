@@ -1,4 +1,4 @@
-"""What ranks do in tests of calls in flight."""
+"""Rank functions for tests of calls in flight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def number() -> int:
 
 
 def meet(*, folder: str, parties: int) -> int:
-    """Come back once as many ranks as that are in here at the same time."""
+    """Return once `parties` ranks are in this function at the same time."""
     (Path(folder) / str(number())).touch()
     while len(list(Path(folder).iterdir())) < parties:
         time.sleep(0.001)
@@ -40,7 +40,7 @@ def wait_for(*, gate: str) -> int:
 
 
 def stubborn(*, begun: str) -> None:
-    """Never stops for an interrupt, once it has begun."""
+    """Ignore every interrupt once started."""
     while True:
         try:
             Path(begun).touch()
@@ -54,7 +54,7 @@ def fail() -> None:
 
 
 def report(*, gate: str, many: int) -> str:
-    """Publish, and go on only once the notebook has seen it; then publish the rest."""
+    """Publish once, wait until the notebook has seen it, then publish the rest."""
     channel.publish("first")
     while not Path(gate).exists():
         time.sleep(0.001)
