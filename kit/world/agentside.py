@@ -185,6 +185,7 @@ def main(*, preload: str) -> None:
     if os.getpgid(0) != os.getpid():
         os.setpgid(0, 0)  # so that the end takes only what was started here
     leftovers.adopt_orphans()
+    leftovers.let_signals_end_forks()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="kit-node-"))
     key_file = folder / "key"
     key = bytes.fromhex(key_file.read_text() if key_file.exists() else os.environ.pop("KIT_KEY"))

@@ -167,6 +167,33 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def let_signals_end_forks() -> None:
+    """From now on SIGTERM, SIGHUP and SIGQUIT end a process that this one forks, from its first instruction on.
+
+    torchrun handles them with an exception, and a fork inherits the handler: a signal in a rank's first milliseconds would end it with
+    status 1 or get lost. So they are blocked during the fork. Forks of forks are not affected.
+    """
+    parent, ending = os.getpid(), (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    masks: list[set[int | signal.Signals]] = []
+
+    def block() -> None:
+        if os.getpid() == parent:
+            masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ending))
+
+    def unblock() -> None:
+        if os.getpid() == parent:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+
+    def unblock_fork() -> None:
+        if masks:  # empty in a fork of a fork
+            for number in ending:
+                signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, masks[-1])
+            masks.clear()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=unblock_fork)
+
+
 def adopt_orphans() -> None:
     """Ask the kernel to make this process the parent of every descendant that loses its own."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)

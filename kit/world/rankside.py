@@ -390,8 +390,6 @@ def main() -> None:
     if os.getppid() != agent:
         os._exit(1)
     node.link.close()  # the fork's copy; the agent's end must be its own
-    for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
     tempfile.tempdir = None  # the agent's is the World's own folder
     restore()
     LOG = LogStream.install(node.order["logs"], number_of(node.order))

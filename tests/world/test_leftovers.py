@@ -149,3 +149,43 @@ def test_the_mark_of_a_world_leads_to_its_processes(tmp_path: Path) -> None:
         assert [machine.marked(pid) for pid in pids if pid] == [mark, mark]
         assert [os.getsid(pid) for pid in pids if pid] == [int(session)] * 2
         assert not set(pids) & set(listed())
+
+
+FORKS = """
+import os, signal
+from kit.world import leftovers
+
+def raises(number, frame):
+    raise InterruptedError("torchrun's handler, inherited")
+
+signal.signal(signal.SIGTERM, raises)
+at_once = True
+os.register_at_fork(after_in_child=lambda: at_once and os.kill(os.getpid(), signal.SIGTERM))  # runs before the kit's own
+if HOOK:
+    leftovers.let_signals_end_forks()
+
+def status_of(child):
+    pid = os.fork()
+    if not pid:
+        os._exit(child())
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def fork_of_a_fork():
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(7))
+    def grandchild():
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+    return status_of(grandchild)
+
+first = status_of(lambda: 0)
+at_once = False
+print(first, status_of(fork_of_a_fork), signal.getsignal(signal.SIGTERM) is raises, signal.pthread_sigmask(signal.SIG_BLOCK, []))
+"""
+
+
+@pytest.mark.parametrize(("hook", "first"), [(True, -signal.SIGTERM), (False, 0)])
+def test_a_signal_in_the_first_moment_of_a_fork_ends_it(hook: bool, first: int) -> None:
+    """Without the hook the fork survives: torchrun's handler raises in a place where Python ignores errors."""
+    code = f"HOOK = {hook}\n{FORKS}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=20)
+    assert done.stdout.split(maxsplit=3) == [str(int(first)), "7", "True", "set()\n"]
