@@ -3,9 +3,9 @@
 `install()` once, before Megatron makes its groups (`kit.megatron.model.build` does it). Then `destroy(mode)` gives the groups back and
 `reload(snapshot)` brings them back. Every rank calls; order matters as for any collective. Modes:
 
-exact     groups are really released, and every holder lives on
-abort     as exact, with NCCL's abort in place of its destroy
-suspend   NCCL keeps the communicators and gives back what memory it can
+exact     groups are destroyed, and every handle stays valid
+abort     like exact, with NCCL's abort instead of its destroy
+suspend   NCCL keeps the communicators and frees what memory it can
 manual    in common use: destroys by hand what the `*_GROUP*` globals hold except gloo groups, forgets all of them, and calls Megatron's
           reset, so that the gloo groups are lost
 official  in common use: Megatron's own reset alone, which forgets the device groups without destroying them
@@ -18,8 +18,8 @@ the inner groups, on threads, because each takes about 15 ms to wind down. Over 
 order of creation, since destroying is collective there; what a group has of gloo beside NCCL winds down as above. All ranks meet at the
 store before anything is destroyed, made or suspended; a rank that does not come is named.
 
-`abort` is another word to the same groups: NCCL then frees a communicator at once, where a shutdown flushes it and waits for its peers.
-Nothing is on its way by then either way, since all have met and the device is idle. Gloo has neither.
+With `abort`, NCCL frees a communicator at once; a shutdown flushes it first and waits for its peers.
+In both modes nothing is in flight by then, since all ranks have met and the device is idle. Gloo has neither call.
 
 A suspended group that never ran a collective has no communicator yet, and one over gloo none on the GPU: they are skipped, and listed.
 While suspended a group's handle is empty, so that a use raises in Python: nothing in NCCL guards it, and the GPU could fault. Limits: NCCL
@@ -74,7 +74,7 @@ KEEPING = ("suspend",)  # groups stay, without their memory
 def destroy(mode: str = "exact", *, include_world: bool = False, timeout_s: float = 60.0) -> dict[str, Any]:
     """Give the groups back. Stats: initialised, mode, destroyed, left, alive, bytes (freed by source), seconds, snapshot.
 
-    Not initialised: nothing is done and the snapshot is empty. A failure raises `DestroyFailed` after the rest was tried.
+    If Megatron is not initialised, do nothing and return an empty snapshot. A failure raises `DestroyFailed` after the rest was tried.
     """
     if mode not in MODES:
         raise BadInput(f"mode {mode!r} is unknown: choose one of {', '.join(MODES)}")
@@ -121,7 +121,7 @@ def destroy(mode: str = "exact", *, include_world: bool = False, timeout_s: floa
 
 
 def _manual() -> tuple[int, list[tuple[str, str]]]:
-    """Destroy each device group by hand, null every name, reset. Gives the number destroyed, and what failed with why."""
+    """Destroy each device group by hand, set every name to None, reset. Return the number destroyed, and each failure with its reason."""
     module = parallel_state()
     names = [n for n, v in vars(module).items() if n.startswith("_") and "_GROUP" in n and not isinstance(v, dict)]
     seen: list[Any] = []
@@ -142,7 +142,7 @@ def _manual() -> tuple[int, list[tuple[str, str]]]:
 
 
 def reload(taken: dict[str, Any], *, timeout_s: float = 60.0) -> dict[str, Any]:
-    """Bring back what a snapshot of `destroy` describes. Already initialised: nothing is done. Stats: reloaded, seconds."""
+    """Rebuild what a snapshot of `destroy` describes; do nothing if already initialised. Stats: reloaded, seconds."""
     if not taken or taken.get("mode") not in MODES:
         raise BadInput("the snapshot is empty or not one that destroy() made: there is nothing to reload")
     if initialised() and not asleep:
@@ -205,7 +205,7 @@ def meet(what: str, rank: int, size: int, timeout_s: float) -> None:
         state.store.wait(everyone, dt.timedelta(seconds=timeout_s))
     except dist.DistStoreError as error:
         missing = [r for r in range(size) if not state.store.check([everyone[r]])]
-        # Take the word back: a rank that comes later must not go on alone, and both can try again.
+        # Withdraw the arrival: a rank that comes later must not continue alone, and both can try again.
         state.store.delete_key(everyone[rank])
         _rounds[what] -= 1
         raise KitError(
@@ -216,7 +216,7 @@ def meet(what: str, rank: int, size: int, timeout_s: float) -> None:
 
 
 def release(*, include_world: bool, timeout_s: float, abort: bool) -> tuple[int, list[tuple[str, str]], list[str]]:
-    """Destroy; gives the number destroyed, what failed with why, and names of inner groups still alive."""
+    """Destroy the groups; return the number destroyed, each failure with its reason, and the names of inner groups still alive."""
     default = c10d._world.default_pg
     groups = [g for g in c10d._world.pg_map if g is not default] if include_world else megatron_groups()
     targets = [default, *groups] if include_world else groups  # as they were made
@@ -265,7 +265,7 @@ def release(*, include_world: bool, timeout_s: float, abort: bool) -> tuple[int,
 
 
 def finalize(group: Any) -> None:
-    """What torch's own destroy does before a shutdown where groups are routed through torchcomms."""
+    """Do what torch's own destroy does before a shutdown if groups are routed through torchcomms."""
     if getattr(c10d, "_TORCHCOMM_AVAILABLE", False):
         for device in group._device_types:
             backend = group._get_backend(device)
@@ -274,13 +274,13 @@ def finalize(group: Any) -> None:
 
 
 def reset_globals() -> None:
-    """Every global of parallel_state as it is after a fresh import: None, or an empty dict."""
+    """Reset every global of parallel_state to its value after a fresh import: None, or an empty dict."""
     for name, value in megatron_globals().items():
         setattr(parallel_state(), name, {} if isinstance(value, dict) else None)
 
 
 def rebuild(snapshot: dict[str, Any], *, timeout_s: float) -> int:
-    """Make every group of the snapshot again, in the order of creation, and put the globals back."""
+    """Make every group of the snapshot again, in the order of creation, and restore the globals."""
     world = snapshot["world"]
     default = c10d._world.default_pg
     rank, size = _place(world, default)
@@ -352,10 +352,10 @@ def registered_left() -> list[str]:
 
 
 STATS = ("suspend", "persist", "total")  # bytes; NCCL also reports whether it is suspended now
-UNUSED = "not initialized"  # in what NCCL's statistics say of a communicator that is not there yet
+UNUSED = "not initialized"  # in NCCL's statistics of a communicator that does not exist yet
 NEVER_USED = "never used, so that it has no communicator"
 
-# Handles between suspend and resume, in the order in which both go.
+# Handles between suspend and resume, in the order that both use.
 asleep: list[tuple[Handle, Any]] = []
 
 
@@ -368,7 +368,7 @@ def refuse_keeping() -> None:
 
 
 def unbuilt() -> str:
-    """Why this torch shows no statistics of WORLD's communicator; empty where it does, or where there is no such WORLD to ask."""
+    """The reason why this torch shows no statistics of WORLD's communicator; empty if it does, or if there is no such WORLD."""
     world = c10d._world.default_pg
     backend = None if world is None else on_gpu(world)
     if backend is None:
@@ -388,7 +388,7 @@ def brief(error: BaseException) -> str:
 
 
 def suspend(*, include_world: bool, timeout_s: float) -> dict[str, Any]:
-    """Suspend; gives what was suspended with the library's statistics before and after, what was skipped and why, what failed and why."""
+    """Suspend the groups; return those suspended with NCCL's statistics before and after, what was skipped or failed, and why."""
     default = c10d._world.default_pg
     targets = [*([default] if include_world else []), *megatron_groups()]
     meet("suspend", dist.get_rank(), dist.get_world_size(), timeout_s)
@@ -422,7 +422,7 @@ def suspend(*, include_world: bool, timeout_s: float) -> dict[str, Any]:
 
 
 def resume(*, timeout_s: float) -> int:
-    """Bring every suspended group back into its handle, in the same order; gives how many."""
+    """Put every suspended group back into its handle, in the same order; return their number."""
     meet("resume", dist.get_rank(), dist.get_world_size(), timeout_s)
     count = len(asleep)
     while asleep:
@@ -451,12 +451,12 @@ def communicators() -> dict[str, int]:
                 return {}  # a torch that cannot ask
             except RuntimeError as error:
                 if UNUSED not in str(error):
-                    return {}  # a sum without one of them would pass for that of all
+                    return {}  # a sum that lacks one of them would look complete
     return {name: sum(one.get(name, 0) for one in found) for name in STATS} if found else {}
 
 
 def on_gpu(handle: Any) -> Any:
-    """The group's NCCL part; None where it has none."""
+    """The group's NCCL backend, or None."""
     if "nccl" not in str(c10d._world.pg_backend_config.get(handle, "")):
         return None
     return handle._get_backend(torch.device("cuda"))

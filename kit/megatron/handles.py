@@ -42,7 +42,7 @@ class GroupReleased(KitError):  # noqa: N818 - a state, not a mistake of the kit
 class Handle(dist.ProcessGroup):
     """A process group by reference. `kit_inner` is the living group, or None while released."""
 
-    # Answered by the handle itself; everything else belongs to the living group.
+    # The handle answers these itself; every other attribute is the living group's.
     OWN = frozenset({"__class__", "__dict__", "kit_inner", "kit_facts", "__weakref__"})
 
     def __init__(self, inner: dist.ProcessGroup, *, ranks: list[int], maker: str) -> None:
@@ -91,7 +91,7 @@ def title(facts: dict[str, Any]) -> str:
 
 
 class _State:
-    installed: ClassVar[list[tuple[Any, str, Any, Any]]] = []  # (owner, name, what was there, what is there now)
+    installed: ClassVar[list[tuple[Any, str, Any, Any]]] = []  # (owner, name, value before, value now)
     generation = 0
     store: Any = None  # the default group's own store, from which every generation takes a prefix
     init_arguments: dict[str, Any] | None = None  # what initialize_model_parallel was last called with
@@ -144,7 +144,7 @@ def registered() -> list[Any]:
 
 
 def install() -> None:
-    """Hand out handles from now on. Needs an initialised torch.distributed; repeating it changes nothing."""
+    """From now on, new groups are handles. Needs an initialised torch.distributed; a repeated call changes nothing."""
     default = c10d._world.default_pg
     if default is not None and not isinstance(default, Handle):
         state.store = c10d._world.pg_map[default][1]
@@ -173,7 +173,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Hand out plain groups again, and give the default group its place back. Handles that are out stay good."""
+    """New groups are plain again, and so is the default group. Existing handles stay valid."""
     while state.installed:
         owner, name, old, new = state.installed.pop()
         if getattr(owner, name) is new:
@@ -219,7 +219,7 @@ def _send_batches_whole() -> None:
 
 
 def back_to(module: Any) -> Callable[[], None]:
-    """What puts a module's globals back as they are now."""
+    """Return a function that restores a module's globals to their present values."""
     before = {
         name: copy.copy(value) if isinstance(value, dict | list) else value for name, value in vars(module).items()
     }
@@ -233,7 +233,7 @@ def back_to(module: Any) -> Callable[[], None]:
 
 
 def _remember_arguments() -> None:
-    """Keep what Megatron was initialised with: the modes that rebuild through Megatron need it again."""
+    """Record the arguments of Megatron's initialisation: the modes that rebuild through Megatron need them again."""
     module = parallel_state()
     plain = module.initialize_model_parallel
     signature = inspect.signature(plain)
@@ -288,7 +288,7 @@ def megatron_groups() -> list[Any]:
 
 
 def current_groups() -> list[Any]:
-    """Those that Megatron's globals hold now, so that none is among them that was forgotten and not destroyed."""
+    """The groups that Megatron's globals hold now; groups that were forgotten but not destroyed are not among them."""
     held = _held()
     return [group for group in megatron_groups() if id(group) in held]
 
@@ -303,7 +303,7 @@ def maker(group: Any) -> str:
 
 
 def snapshot(*, include_world: bool = False) -> dict[str, Any]:
-    """The groups and globals as they are now; empty when Megatron is not initialised."""
+    """Record the present groups and globals; empty when Megatron is not initialised."""
     if not initialised():
         return {}
     groups = [g for g in registered() if g is not c10d._world.default_pg] if include_world else megatron_groups()
@@ -321,7 +321,7 @@ def snapshot(*, include_world: bool = False) -> dict[str, Any]:
 
 
 def describe(group: Any) -> dict[str, Any]:
-    """One group: everything that is needed to make it again."""
+    """Return everything that is needed to make one group again."""
     world = c10d._world
     ranks = world.pg_group_ranks[group]
     backends = {str(device): _backend(group, device) for device in group._device_types}
@@ -349,7 +349,7 @@ def _backend(group: Any, device: Any) -> dict[str, Any]:
 
 
 def _settings(config: Any) -> dict[str, int | str | None]:
-    """All that this torch shows of NCCL's configuration, which is more with every version."""
+    """Return every setting of NCCL's configuration that this torch shows; each version shows more."""
     shown = {name: getattr(config, name) for name in dir(config) if not name.startswith("_")}
     return {name: value for name, value in shown.items() if not callable(value)}
 
@@ -380,7 +380,7 @@ def _encode(value: Any, index: dict[int, int]) -> Any:
 
 
 def decode(value: Any, groups: list[Any]) -> Any:
-    """A global's value from its plain form, with living groups in it and fresh scratch buffers."""
+    """Rebuild a global's value from its plain form, with living groups and new scratch buffers."""
     if isinstance(value, list):
         return [decode(item, groups) for item in value]
     if not isinstance(value, dict):

@@ -123,7 +123,7 @@ def initialise(config: ModelConfig) -> torch.device:
     if not dist.is_initialized():
         raise BadInput("torch.distributed is not initialised: call init_process_group (or start a World) first")
     check(config, dist.get_world_size())
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron asks for, or it warns in every step
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron requires it, or warns in every step
     for words in (r"`torch\.distributed\.\w+` is deprecated", r"The \.grad attribute of a Tensor that is not a leaf"):
         warnings.filterwarnings("ignore", message=words)  # Megatron's own calls, in every step
     # Handles come first: some modules that Megatron imports keep the default group that they find.
@@ -174,7 +174,7 @@ def _quiet() -> Iterator[None]:
 
 @_quiet()
 def assemble(config: ModelConfig, device: torch.device, settings: Settings = DEFAULTS) -> Training:
-    """The job on groups that are there: a second one of the same layout may stand beside the first."""
+    """Build the job on existing groups; several jobs of one layout may share them."""
     chunks = [_chunk(config, device, stage) for stage in range(config.vpp or 1)]
     optimizer = _optimizer(config, chunks, settings)
     scheduler = _scheduler(optimizer, settings)

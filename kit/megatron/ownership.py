@@ -1,4 +1,4 @@
-"""Whose group is it: leave the distributed state and Megatron's globals as they were found.
+"""Restore the distributed state and Megatron's globals to what they were on entry.
 
 `as_found()` notes what is there. What was made inside is destroyed on the way out: after a barrier on success; on
 failure the error is logged first and groups are aborted without waiting for anybody, and that error is what surfaces.
@@ -46,7 +46,7 @@ def _singletons() -> list[tuple[Any, str]]:
 class _Found:
     """The state on entry; `undo` brings back what is not a group, in this order."""
 
-    groups: list[weakref.ref[Any]]  # weak: noting a group must not keep it alive when it is released inside
+    groups: list[weakref.ref[Any]]  # weak: this list must not keep alive a group that is released inside
     distributed: bool
     snapshot: dict[str, Any]
     undo: list[Callable[[], object]]
@@ -127,7 +127,7 @@ def _destroy(found: _Found, timeout_s: float) -> None:
 
 
 def _abort(found: _Found) -> None:
-    """Without a word to the peers: they may be gone, or waiting in a collective that will not end."""
+    """Abort without contacting the peers: they may be gone, or wait in a collective that will not end."""
     mine = _made_inside(found)
     for group in mine:
         _inner(group).abort()

@@ -300,7 +300,7 @@ def _gathered(shard: torch.Tensor, part: Part) -> list[torch.Tensor]:
 
 
 def _shared(own: Tensors, group: Any) -> Tensors:
-    """What other ranks of a group have too: each tensor comes from the first rank that has it."""
+    """Give every rank of a group the tensors that any of them has, each from the first rank that has it."""
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
         return own
@@ -405,7 +405,7 @@ class Writer:
         self.left = {name: len(raw) + entry["data_offsets"][0] for name, entry in places.items()}
         self._file = path.open("xb")
         try:
-            os.posix_fallocate(self._file.fileno(), 0, like.stat().st_size)  # a full disk says so now
+            os.posix_fallocate(self._file.fileno(), 0, like.stat().st_size)  # a full disk fails here, not later
             self._file.write(raw)
         except OSError as error:
             self._file.close()
@@ -450,7 +450,7 @@ def export(chunks: Sequence[Any], *, like: str | Path, to: str | Path) -> None:
 
         def finish() -> None:
             _receive(full_tensors(chunks), source, writers)
-            files.close()  # a file that lacks a tensor says so here
+            files.close()  # raises if a file lacks a tensor
             if first:
                 partial.rename(target)
 
@@ -458,7 +458,7 @@ def export(chunks: Sequence[Any], *, like: str | Path, to: str | Path) -> None:
 
 
 def _fitting(chunks: Sequence[Any], folder: str | Path) -> Folder:
-    """The folder, opened, if it holds a model like the job's."""
+    """Open the folder if it holds a model like the job's."""
     geometry = read_geometry(folder)
     module = bare(chunks[0])
     config = module.config
@@ -486,7 +486,7 @@ def _fitting(chunks: Sequence[Any], folder: str | Path) -> Folder:
 
 
 def _prepared(files: contextlib.ExitStack, source: Folder, target: Path, partial: Path) -> dict[str, Writer]:
-    """The new folder under a name that nobody looks for, with all but the weights in it; the file of each tensor."""
+    """Prepare the new folder under a hidden name, with everything but the weights; return each tensor's writer."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise BadInput(f"{target} is there and not empty: an export goes to a new folder")
     partial.mkdir(parents=True)
@@ -498,7 +498,7 @@ def _prepared(files: contextlib.ExitStack, source: Folder, target: Path, partial
 
 
 def _receive(arriving: Iterator[tuple[str, torch.Tensor]], source: Folder, writers: Mapping[str, Writer]) -> None:
-    """Write all that arrives, in the folder's dtypes. After an error the rest is still taken in: its senders wait."""
+    """Write all that arrives, in the folder's dtypes. After an error the rest is still received, because its senders wait."""
     failed: OSError | KitError | None = None
     for name, value in arriving:
         try:
@@ -512,7 +512,7 @@ def _receive(arriving: Iterator[tuple[str, torch.Tensor]], source: Folder, write
 
 
 def _together(work: Callable[[], Made]) -> Made:
-    """What the work gives on this rank if it went well on all of them; else every rank raises the same sentence. Collective."""
+    """Return the work's result on this rank if it succeeded on all ranks; otherwise every rank raises the same error. Collective."""
     made: list[Made] = []
     error: KitError | None = None
     try:

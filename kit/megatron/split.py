@@ -1,4 +1,4 @@
-"""A Megatron training step in two ways: fed piece by piece (`MegatronSplit`), and as Megatron does it (`MegatronSync`).
+"""A Megatron training step in two forms: fed piece by piece (`MegatronSplit`), and plain (`MegatronSync`).
 
 Both work on chunks wrapped in DistributedDataParallel, with tensor, pipeline (1F1B), data and expert parallelism, with and
 without overlapped reduction and the distributed optimizer. The split step accumulates raw sums under `no_sync`, learns
@@ -47,7 +47,7 @@ Row = dict[str, torch.Tensor]
 
 
 class Job(Protocol):
-    """What is trained: kit.megatron.model.Training, or anything that has these."""
+    """What is trained: a kit.megatron.model.Training, or any object with these attributes."""
 
     chunks: list[Any]
     optimizer: Any
@@ -56,7 +56,7 @@ class Job(Protocol):
 
 
 class Fed(NamedTuple):
-    """A piece of a step: its microbatches, and the scale of its experts' loss, which may have to be corrected."""
+    """A piece of a step: its microbatches and the scale of its experts' loss, which may need a correction."""
 
     pieces: list[Batch]
     scale: float
@@ -88,7 +88,7 @@ class MegatronSplit(SplitStep):
         self._hook()
 
     def _hook(self) -> None:
-        """No schedule reduces by itself, neither in the middle of a chunk of microbatches nor at its end."""
+        """Keep schedules from reducing gradients, both within a chunk of microbatches and at its end."""
         self.saved = {name: getattr(self.config, name) for name in HOOKS}
         self.config.grad_sync_func = None
         self.config.no_sync_func = contextlib.nullcontext
@@ -112,7 +112,7 @@ class MegatronSplit(SplitStep):
             return self._forward_backward(pieces, self._raw_loss)
 
     def _aux_guess(self, pieces: list[Batch]) -> float:
-        """Right where every microbatch has as many valid tokens, or sequences, as these."""
+        """Guess the scale of the experts' loss; exact if every microbatch has the same number of valid tokens (or sequences)."""
         sequences, tokens = torch.stack([counts(piece) for piece in pieces]).sum(0).tolist()
         own: float = tokens if self.loss.level == "tokens" else sequences
         return own / len(pieces)
@@ -136,7 +136,7 @@ class MegatronSplit(SplitStep):
         return self._update(sequences, tokens, table)
 
     def _need_even(self, group: Any) -> None:
-        """Megatron averages the experts' loss over data ranks as if all had as many microbatches."""
+        """Refuse uneven numbers of microbatches: Megatron's average of the experts' loss over data ranks assumes equal ones."""
         own = torch.tensor([self.microbatches, -self.microbatches], device=self.device)
         dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
         most, least = own[0].item(), -own[1].item()
@@ -146,7 +146,7 @@ class MegatronSplit(SplitStep):
             )
 
     def _synchronise(self) -> None:
-        """A norm that is taken while the last copies run may miss some of them."""
+        """Wait for the device: a norm taken while the last copies run may miss some of them."""
         synchronize(str(self.device))
 
     def _metrics(self, sequences: float, tokens: float) -> dict[str, float]:
@@ -160,7 +160,7 @@ class MegatronSplit(SplitStep):
             self._correct_aux(own)
 
     def _correct_aux(self, own: float) -> None:
-        """What the experts' loss went in with, against what it should have: coefficient times the mean over all microbatches."""
+        """Correct the scale of the experts' loss to the coefficient times the mean over all microbatches."""
         total = torch.tensor([float(self.microbatches)], dtype=torch.float64, device=self.device)
         dist.all_reduce(total, group=data_group())
         missing = [1.0 / total.item() - fed.scale / own for fed in self.fed]
@@ -174,7 +174,7 @@ class MegatronSplit(SplitStep):
         clear_aux()
 
     def _reduce(self) -> None:
-        """Once: with overlap finishing only waits, so that somebody must start; without, finishing starts by itself."""
+        """Reduce once. With overlap, finishing only waits, so the reduction is started here; without, finishing starts it."""
         from megatron.core.distributed import finalize_model_grads
 
         chunk = self.job.chunks[0]
@@ -199,12 +199,12 @@ class MegatronSplit(SplitStep):
 
 
 def split_step(ctx: SplitContext) -> MegatronSplit:
-    """The kit's split step, made as one of your own is."""
+    """Make the kit's split step, with the signature of your own."""
     return MegatronSplit(ctx.job)
 
 
 class MegatronSync:
-    """The plain step, all of it at once, with the true normalizers known before: what the other is compared with."""
+    """The plain step: all microbatches at once, true normalizers known in advance. The split step is compared with it."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -234,7 +234,7 @@ class MegatronSync:
 
 
 def forward_backward(job: Job, pieces: list[Batch], loss: Callable[..., Any]) -> list[Row]:
-    """Megatron's schedule over these microbatches; `loss` adds up, whatever schedule and DDP divide by."""
+    """Run Megatron's schedule over these microbatches. `loss` is summed: divisions by the schedule and DDP are undone."""
     undo = len(pieces) * (1 if job.chunks[0].config.calculate_per_token_loss else data_ranks())
 
     def forward(data: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
@@ -250,7 +250,7 @@ def forward_backward(job: Job, pieces: list[Batch], loss: Callable[..., Any]) ->
 
 
 def token_losses(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """What the last stage gives: each following token's negative log-probability."""
+    """Return the last stage's output: the negative log-probability of each next token."""
     places = torch.arange(ids.shape[1] - 1, device=ids.device).expand(ids.shape[0], -1)
     losses: torch.Tensor = model(ids[:, :-1], places, None, labels=ids[:, 1:].contiguous())
     return losses
@@ -273,12 +273,12 @@ def schedule(job: Job, forward: Callable[..., Any], pieces: list[Batch], **how: 
 
 
 def nothing(logprobs: torch.Tensor, _: Batch) -> tuple[torch.Tensor, Row]:
-    """A loss that is zero and has the model run all the same."""
+    """Return a zero loss that still runs the model."""
     return logprobs.sum() * 0.0, {}
 
 
 def update(job: Job, gbs: int, sequences: float, tokens: float, table: dict[str, float]) -> StepResult:
-    """Optimizer and scheduler. A loss or gradient that is not finite is thrown away, and the schedule does not move then."""
+    """Step the optimizer and the scheduler. If loss or gradient is not finite, skip both."""
     groups = job.optimizer.param_groups
     lr = max(float(group["lr"]) for group in groups)
     wd = max(float(group["weight_decay"]) for group in groups)
@@ -311,7 +311,7 @@ def zero_gradients(job: Job) -> None:
 
 
 def hooks(job: Job) -> tuple[Any, ...]:
-    """What a step replaces while it is open."""
+    """The hooks that a step replaces while it is open."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     config = job.chunks[0].config
@@ -331,7 +331,7 @@ def last_stage() -> bool:
 
 
 def from_last_stage(table: dict[str, float], names: list[str], device: torch.device) -> dict[str, float]:
-    """Only the last pipeline stage sees the loss; the others learn its metrics."""
+    """Send the metrics from the last pipeline stage, which alone sees the loss, to the others."""
     stages = parallel_state()
     if stages.get_pipeline_model_parallel_world_size() == 1:
         return table
@@ -382,7 +382,7 @@ def logprobs(job: Job, batch: Batch, mbs: int) -> torch.Tensor:
 
 
 def _forward(job: Job, piece: Batch) -> torch.Tensor:
-    """Of one microbatch, [rows, length - 1], on the last stage; elsewhere nothing that counts."""
+    """Return one microbatch's values, [rows, length - 1], on the last stage; the values of other stages are meaningless."""
 
     def forward(data: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
         return token_losses(model, next(data)["input_ids"].to(job.device)), lambda losses, **_: -losses.float()
@@ -396,7 +396,7 @@ def _forward(job: Job, piece: Batch) -> torch.Tensor:
 
 
 def reduced(chunk: Any) -> Callable[[Any], torch.Tensor]:
-    """Where to find a parameter's whole reduced gradient. Collective over data ranks; what it gives are copies."""
+    """Return a lookup of each parameter's whole reduced gradient, as copies. Collective over data ranks."""
     if not chunk.ddp_config.use_distributed_optimizer:
         return lambda param: param.main_grad.detach()
     found: dict[Any, torch.Tensor] = {}
@@ -417,9 +417,9 @@ def bucket_groups(chunk: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def counted(chunk: Any) -> Iterator[dict[str, int]]:
-    """How often each bucket of gradients goes into a collective over data ranks, whoever calls it.
+    """Count the collectives over data ranks that each gradient bucket enters, whoever calls them.
 
-    A tied embedding may have a bucket to itself, which pipeline stages then add up as well: that is no reduction over data ranks.
+    A tied embedding may have its own bucket, which pipeline stages also sum: that is not a reduction over data ranks.
     """
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
@@ -435,7 +435,7 @@ def counted(chunk: Any) -> Iterator[dict[str, int]]:
             )
             if among_data and isinstance(tensor, torch.Tensor):
                 for name, bucket in zip(seen, buckets, strict=True):
-                    # Asked now: memory that was released in between may have moved.
+                    # Looked up now: memory that was released in between may have moved.
                     now = bucket.grad_data.data_ptr(), bucket.grad_data.numel()
                     seen[name] += (tensor.data_ptr(), tensor.numel()) == now
             return plain(*args, **kwargs)
@@ -459,7 +459,7 @@ def balances(config: Any) -> bool:
 
 @contextlib.contextmanager
 def aux_scale(scale: float) -> Iterator[None]:
-    """The gradient of the experts' loss goes in with this factor, whatever the schedule says."""
+    """Scale the gradient of the experts' loss by this factor, whatever the schedule sets."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     plain = MoEAuxLossAutoScaler.set_loss_scale
