@@ -1,4 +1,4 @@
-"""The arithmetic task of reinforcement learning loops, and random-looking numbers that depend on their key alone.
+"""The arithmetic task of reinforcement learning loops, and pseudo-random numbers that depend only on their key.
 
 Prompts such as "7+5=", one token for each character, a reward for each answer. The vocabulary has 16 tokens, so that a tiny model can learn
 the task and random weights sometimes write the right digit. A problem depends on seed and index alone, a minimum length on seed, index and

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class Schedule:
-    """A linear warm-up, then half a cosine; `steps` counts what step() was given. Sets the optimizer's rates at once."""
+    """A linear warm-up, then half a cosine; `steps` is the sum of all increments. Sets the optimizer's rates at once."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, settings: Settings) -> None:
         self.optimizer, self.settings = optimizer, settings
@@ -79,7 +79,7 @@ class Schedule:
 
 
 class ClippedAdamW(torch.optim.AdamW):
-    """Scales gradients as it begins to use them: who looks at them before sees them whole, as with Megatron's optimizers."""
+    """AdamW that clips at the start of its step: before that, gradients are unclipped, as with Megatron's optimizers."""
 
     scale = 1.0
 
@@ -104,7 +104,7 @@ class FsdpJob:
 
     @property
     def chunks(self) -> list[PlainModel]:
-        """As a Megatron job has them."""
+        """The same attribute as a Megatron job's."""
         return [self.model]
 
 
@@ -129,7 +129,7 @@ def build(
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in (*model.model.layers, model):
         sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy)
-        # Both: a divisor alone becomes a scaled sum, which gloo does not know.
+        # Both: a divisor alone becomes a scaled sum, which gloo does not support.
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(1.0)
     matrices = [param for param in model.parameters() if param.dim() > 1]
@@ -160,7 +160,7 @@ def sharded(model: torch.nn.Module) -> list[Any]:
 
 
 def forget_gradients(job: FsdpJob) -> None:
-    """Drop gradients, those not yet reduced too, and what a pass that broke off left in FSDP; nothing else changes.
+    """Drop gradients, also unreduced ones, and the state that an interrupted pass left in FSDP; nothing else changes.
 
     Unreduced sums have no public name: they are FSDP's own, per parameter. True for torch 2.8 to 2.13.
     """
@@ -183,7 +183,7 @@ def forget_gradients(job: FsdpJob) -> None:
 
 
 def _reset(root: Any, states: list[Any]) -> None:
-    """What newer torch does itself after an exception: no pass is under way, parameters are sharded."""
+    """Do what newer torch does after an exception: end the pass and shard the parameters."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     context, talk = root._state_ctx, root._comm_ctx
@@ -214,7 +214,7 @@ def param_groups(state: Any) -> list[Any]:
 
 
 def full_parameters(job: FsdpJob) -> dict[str, torch.Tensor]:
-    """Every parameter whole, on the host, as it is kept (float32, or float64); every rank calls it."""
+    """Return every full parameter on the host in its stored dtype (float32 or float64); every rank calls it."""
     return {name: _whole(param.detach()) for name, param in job.model.named_parameters()}
 
 
@@ -286,7 +286,7 @@ def _local(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-DUMMY: Batch = {}  # a microbatch of a rank that has fewer than others
+DUMMY: Batch = {}  # a microbatch of a rank that has fewer than the others
 
 
 class Steps:
@@ -335,7 +335,7 @@ class Steps:
         self.job.model.set_requires_gradient_sync(on)  # type: ignore[operator]
 
     def update(self, table: dict[str, float], sequences: float, tokens: float, gbs: int) -> StepResult:
-        """Weights and schedule move, or neither where loss or gradients are not finite. Rates are those that were used."""
+        """Update weights and schedule, or neither if loss or gradients are not finite. The rates returned are the ones used."""
         optimizer, limit = self.job.optimizer, self.job.settings.clip
         lr, wd = (float(optimizer.param_groups[0][name]) for name in ("lr", "weight_decay"))
         own = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in local_gradients(optimizer)]
@@ -357,7 +357,7 @@ class Steps:
 
 
 class FsdpSync(Steps):
-    """The plain step: everything is known before it begins."""
+    """The plain step: all rows are known before it begins."""
 
     version = 0
 
@@ -383,7 +383,7 @@ class FsdpSync(Steps):
 
 
 class FsdpSplit(Steps, SplitStep):
-    """begin, microbatch as often as one likes, finish or abort. Every rank makes the same calls; rows may be uneven, or none."""
+    """begin, any number of microbatch calls, finish or abort. Every rank makes the same calls; a rank may have fewer rows, or none."""
 
     def __init__(self, job: FsdpJob) -> None:
         Steps.__init__(self, job)
@@ -392,7 +392,7 @@ class FsdpSplit(Steps, SplitStep):
         self.randomness: list[torch.Tensor] = []
 
     def drop(self) -> None:
-        """Nothing of the step remains: no gradients, no microbatch held back."""
+        """Drop all that remains of the step: gradients and the microbatch held back."""
         self.held = []
         forget_gradients(self.job)
 
@@ -416,7 +416,7 @@ class FsdpSplit(Steps, SplitStep):
         return seen
 
     def _close(self) -> StepResult:
-        last = self.held.pop() if self.held else DUMMY  # and with it the step's one reduction
+        last = self.held.pop() if self.held else DUMMY  # its backward pass has the step's one reduction
         self.seen += self.forward_backward(last, self.loss, tokens=1.0, sequences=1.0, sync=True)
         sequences, tokens, normalizer = self._true_counts(self.job.group)
         done = self._step_metrics(self.job.group, sequences, tokens)

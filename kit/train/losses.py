@@ -22,7 +22,7 @@ from kit.train.protocol import Batch, Normalizer, valid
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClippedPolicyGradient(ClippedOptions):
-    """-A r, clipped against steps that are too long: PPO and GRPO, DAPO's two-sided band, GSPO, CISPO; without r: REINFORCE.
+    """-A r, with clipping: PPO and GRPO, DAPO's two-sided band, GSPO, CISPO; without r: REINFORCE.
 
     r = exp(cur - prev), or for ratio="sequences" exp of its mean over the row. With on_policy, prev is cur without its gradient.
     """
@@ -135,7 +135,7 @@ class ClippedPolicyGradient(ClippedOptions):
         return estimate
 
     def _weight(self, gap: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """The importance weight, truncated, of each token or ([rows, 1]) of each row; and what lay outside the band."""
+        """Return the truncated importance weight of each token or of each row ([rows, 1]), and what lay outside the band."""
         weight = gap.sum(1, keepdim=True).exp() if self.importance == "sequences" else gap.exp()
         if self.truncation == "none":
             return weight, torch.zeros_like(weight, dtype=torch.bool)
@@ -185,12 +185,12 @@ class NegativeLogLikelihood:
 
 
 def kept(values: Tensor, inside: Tensor) -> Tensor:
-    """Values where they count and 0 elsewhere, in float64. Not by multiplying: NaN times 0 is NaN, forward and backward."""
+    """Return the values in float64, with 0 in masked places. Multiplying would not do: NaN times 0 is NaN, forward and backward."""
     return torch.where(inside, values.double(), 0.0)
 
 
 def by_row(each: Tensor, length: Tensor, level: Level) -> Tensor:
-    """Each row's share in a loss, [rows]: the sum of its tokens, or their mean; 0 for a row without a valid token."""
+    """Return each row's share of a loss, [rows]: the sum or the mean of its tokens; 0 for a row without a valid token."""
     total = each.sum(1)
     return total if level == "tokens" else total / length[:, 0].clamp(min=1)
 
@@ -207,7 +207,7 @@ def over_rows(
 
 
 def extremes(inside: Tensor, **values: Tensor) -> dict[str, Tensor]:
-    """The least and the largest valid of each, as `..._min` and `..._max`; over nothing +inf and -inf."""
+    """The least and the largest valid value of each, as `..._min` and `..._max`; +inf and -inf if there is none."""
     seen = {}
     for name, each in values.items():
         for end, nothing, find in (("min", math.inf, torch.amin), ("max", -math.inf, torch.amax)):

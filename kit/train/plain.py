@@ -1,4 +1,4 @@
-"""A GPT in plain torch, of the geometry of the Megatron job and with its parameters under the names of Hugging Face's Qwen2.
+"""A GPT in plain torch with the shape of the Megatron job and Hugging Face's Qwen2 names for its parameters.
 
 RMSNorm, SwiGLU, grouped-query attention, rotary positions (the two halves of a head turned), tied head. Runs in float32, bfloat16
 and float64 on any device. Limits: no dropout, no activation recomputation; padding must be at the end of rows.
@@ -154,7 +154,7 @@ def from_weights(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> PlainModel:
-    """A model with copies of these full weights; complains of names that are missing or too many."""
+    """Return a model with copies of these full weights; missing or unknown names raise an error."""
     # Torch's own initial values would cost time and random numbers.
     model = PlainModel(geometry, dtype=dtype, device="meta").to_empty(device=device)
     model.load_state_dict(weights)
@@ -182,7 +182,7 @@ def next_logprobs(
     positions: torch.Tensor | None = None,
     segments: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[rows, length]: in column t the log-probability of token t + 1. The last column means nothing."""
+    """[rows, length]: column t has the log-probability of token t + 1. The last column has no meaning."""
     logits = model(input_ids, positions, segments)
     following = input_ids.roll(-1, dims=1).flatten()
     return -functional.cross_entropy(logits.flatten(0, 1), following, reduction="none").view(input_ids.shape)
@@ -194,7 +194,7 @@ def logprobs(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _angles(geometry: Geometry, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    # In float32 whatever the model is in: bfloat16 cannot count beyond 256.
+    # In float32 whatever the model's dtype: bfloat16 cannot count beyond 256.
     wide = torch.promote_types(dtype, torch.float32)
     half = torch.arange(0, geometry.hidden // geometry.heads, 2, dtype=wide, device=positions.device)
     frequency = geometry.rope_base ** (-half / (geometry.hidden // geometry.heads))
@@ -232,7 +232,7 @@ def full_float32() -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Numerics:
-    """The settings as they were. `precision` is None where torch cannot tell: its old and new names for it were mixed."""
+    """The settings at some moment. `precision` is None if torch cannot report it: its old and new names were mixed."""
 
     deterministic: bool
     warn_only: bool

@@ -1,4 +1,4 @@
-"""What a split step is, and the state that every backend's shares: four calls, the metrics, and the result that a trainer expects.
+"""The protocol of a split step and the state that all backends share: four calls, the metrics, and the result for the trainer.
 
 begin(loss, gbs, mbs) -> microbatch(data) ... -> finish() -> result, or abort(). A backend subclasses `SplitStep` and implements how to
 open, run, close and give up a step. An exception restores the job's hooks and leaves the step open; then only abort() closes it.
@@ -33,7 +33,7 @@ Normalizer = Literal["tokens", "sequences"] | None
 
 
 class Loss(Protocol):
-    """A loss and its metrics, both as sums over valid tokens or sequences divided by the normalizer that it is given.
+    """A loss and its metrics: sums over valid tokens or sequences, divided by the given normalizer.
 
     With tokens = sequences = 1 they are raw sums: a step that learns the true counts at its end divides then, each metric by its
     own normalizer. One metric is `loss` itself, best summed in float64: it is what the step reports. Metrics named `..._min` and
@@ -45,7 +45,7 @@ class Loss(Protocol):
         """Whether the loss is a mean over valid tokens or over valid sequences."""
 
     def normalizers(self) -> Mapping[str, Normalizer]:
-        """The normalizer of every metric that the loss gives."""
+        """The normalizer of every metric of the loss."""
 
     def __call__(
         self, logprobs: torch.Tensor, batch: Batch, *, tokens: float, sequences: float
@@ -54,7 +54,7 @@ class Loss(Protocol):
 
 
 class StepResult(TypedDict):
-    """What finish() gives, the same on every rank."""
+    """The result of finish(), the same on every rank."""
 
     global_loss: float
     grad_norm: float
@@ -70,7 +70,7 @@ class StepResult(TypedDict):
 def step_result(
     table: dict[str, float], *, norm: float, rates: tuple[float, float], counts: tuple[float, float], updated: bool
 ) -> StepResult:
-    """A step's result, but for its version. `rates` are learning rate and weight decay, `counts` valid sequences and tokens."""
+    """A step's result without its version. `rates`: learning rate and weight decay; `counts`: valid sequences and tokens."""
     return {
         "global_loss": table["loss"],
         "grad_norm": norm,
@@ -85,7 +85,7 @@ def step_result(
 
 
 class Split(Protocol):
-    """A split step as the lab drives it: ours, or the person's own. Every rank makes the same calls."""
+    """The interface of a split step, the kit's or your own. Every rank makes the same calls."""
 
     @property
     def version(self) -> int: ...
@@ -242,7 +242,7 @@ class SplitStep(abc.ABC):
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
 MEANS = ("lr", "wd", "reward")
-NOTHING = -1.0  # what an extreme over nothing is
+NOTHING = -1.0  # an extreme over no values
 
 
 def kind(name: str) -> str:
@@ -254,14 +254,14 @@ def kind(name: str) -> str:
 
 
 def of_microbatches(seen: Sequence[Mapping[str, torch.Tensor]], names: Iterable[str]) -> dict[str, float]:
-    """This rank's metrics: float64 over its microbatches. A name that no microbatch gave is what its kind gives over nothing."""
+    """This rank's metrics in float64 over its microbatches. A name without values gets its kind's result for no values."""
     return {name: _over([float(row[name]) for row in seen if name in row], kind(name)) for name in names}
 
 
 def plain_metrics(
     seen: Sequence[Mapping[str, torch.Tensor]], loss: Loss, group: dist.ProcessGroup | None, device: torch.device
 ) -> dict[str, float]:
-    """Metrics of a plain step: its microbatches were divided by the true counts already."""
+    """Metrics of a plain step, whose microbatches are already divided by the true counts."""
     raw = over_ranks(of_microbatches(seen, loss.normalizers()), group, device)
     return normalised(raw, {}, tokens=1.0, sequences=1.0)
 
@@ -290,7 +290,7 @@ def over_ranks(local: Mapping[str, float], group: dist.ProcessGroup | None, devi
 def normalised(
     raw: Mapping[str, float], normalizers: Mapping[str, Normalizer], *, tokens: float, sequences: float
 ) -> dict[str, float]:
-    """Sums divided by the true counts, each by its own; extremes over nothing become -1.0."""
+    """Divide each sum by its own true count; extremes over no values become -1.0."""
     by = {"tokens": tokens, "sequences": sequences, None: 1.0}
     done = {}
     for name, value in raw.items():
@@ -313,7 +313,7 @@ def _over(values: list[float], how: str) -> float:
 
 
 def _sum(values: list[float]) -> float:
-    """Exact; where infinities or an overflow are in the way, as plain addition has it. An error on one rank would stop the others."""
+    """An exact sum, or plain addition if infinities or an overflow prevent one: an error on one rank would stop the others."""
     try:
         return math.fsum(values)
     except (ValueError, OverflowError):
@@ -328,10 +328,10 @@ Batching = Literal["fixed", "dynamic", "packed"]
 KEYS = (
     "input_ids",
     "input_lengths",  # how many tokens of a row are no padding
-    "token_mask",  # 1.0 for a token that is trained on: of the answer, not of the prompt or padding
+    "token_mask",  # 1.0 for a token that is trained on: in the answer, not in the prompt or padding
     "sample_mask",  # 1.0 for a row that counts
     "advantages",
-    "prev_logprobs",  # by the trainer's weights when the step began
+    "prev_logprobs",  # under the trainer's weights at the start of the step
     "generation_logprobs",  # by the engine that wrote the answer
     "reference_logprobs",
 )
@@ -365,7 +365,7 @@ def counts(batch: Batch) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
-    """The sequences of a few rows one after another, [1, tokens], and where each of their predictions stands."""
+    """The sequences of a few rows one after another, [1, tokens], and the position of each of their predictions."""
 
     input_ids: torch.Tensor
     positions: torch.Tensor  # they begin again with each sequence
@@ -379,7 +379,7 @@ class Packed:
 
 
 def microbatches(batch: Batch, batching: Batching, *, mbs: int, token_budget: int) -> list[Batch]:
-    """A batch in microbatches; the last of "fixed" may be smaller. A sequence that no budget carries is refused."""
+    """Cut a batch into microbatches; the last of "fixed" may be smaller. A sequence that exceeds the budget is refused."""
     if batching == "fixed":
         return list(cuts(batch, mbs))
     lengths = batch["input_lengths"].tolist()
@@ -391,7 +391,7 @@ def microbatches(batch: Batch, batching: Batching, *, mbs: int, token_budget: in
 
 
 def alike(lengths: list[int], token_budget: int) -> list[list[int]]:
-    """Rows of about the same length together: rows times the longest of them within the budget."""
+    """Group rows of similar length: number of rows times the longest of them stays within the budget."""
     groups: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
         if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= token_budget:
@@ -402,7 +402,7 @@ def alike(lengths: list[int], token_budget: int) -> list[list[int]]:
 
 
 def bins(lengths: list[int], token_budget: int) -> list[list[int]]:
-    """Rows whose lengths add up to the budget at most: the longest first, each into the first bin with room."""
+    """Group rows with a total length of at most the budget: longest first, each into the first bin with room."""
     groups: list[list[int]] = []
     room: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda each: -lengths[each]):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PAD, END = 0, 10  # bytes that no problem holds: NUL and the end of a line
 LONGEST = 11  # tokens of "99*99=9801" and the end
-LR, WIDTH = 1e-3, 64  # of a model so wide; less for wider ones, which every update throws further
+LR, WIDTH = 1e-3, 64  # learning rate at this width; lower for wider models, which each update moves further
 LESSON = 16  # problems of one supervised update
 AT_ONCE = 8192  # tokens of one forward pass
 MASKED = 8  # one row in this many does not count
@@ -42,7 +42,7 @@ def problems(seed: int, n: int) -> list[Problem]:
     draw = random.Random(seed)  # noqa: S311 - repeatable, not secret
     made = []
     for _ in range(n):
-        # random() alone is the same in every Python version; randrange and choice need not be.
+        # Only random() is the same in every Python version; randrange and choice may differ.
         left, right, sign = (int(draw.random() * limit) for limit in (100, 100, 3))
         value = (left + right, left - right, left * right)[sign]
         made.append(Problem(prompt=f"{left}{'+-*'[sign]}{right}=", answer=str(value)))
@@ -112,7 +112,7 @@ def uneven(batch: Batch, ranks: int) -> Batch:
 
 
 class Pupil:
-    """A model that is taught answers, some problems an update. `lesson` gives prompts and answers for the number of an update."""
+    """A model trained on answers, some problems per update. `lesson` returns prompts and answers for an update's number."""
 
     def __init__(self, model: PlainModel, seed: int, lesson: Callable[[int, int], Lesson] | None = None) -> None:
         self.model = model
@@ -149,7 +149,7 @@ def lesson_of(seed: int, update: int) -> Lesson:
 
 @torch.no_grad()
 def sample(model: PlainModel, asked: list[Problem], group: int, length: int, seed: int) -> Batch:
-    """`group` answers a prompt at temperature 1. A row ends with END or at a limit of its own, drawn between one token and `length`."""
+    """Sample `group` answers per prompt at temperature 1. A row ends with END or at its own limit, drawn between one token and `length`."""
     device = model.model.embed_tokens.weight.device
     starts = [encode(problem.prompt) for problem in asked for _ in range(group)]
     count = len(starts)
@@ -197,7 +197,7 @@ def score(model: PlainModel, batch: Batch) -> torch.Tensor:
 
 
 def _advantages(asked: list[Problem], group: int, batch: Batch) -> torch.Tensor:
-    """Rewards less the mean of their group, over its deviation; one value for all tokens of a row."""
+    """Rewards minus the mean of their group, divided by its deviation; one value for all tokens of a row."""
     ids, lengths = batch["input_ids"].tolist(), batch["input_lengths"].tolist()
     rewards = torch.tensor(
         [

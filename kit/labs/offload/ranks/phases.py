@@ -61,7 +61,7 @@ class Offload:
     # -- the controls: the same job without a break -------------------------------------------------------------------
 
     def start(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
-        """What there is before anything of the lab: one process group; on CUDA a context, one matmul and a bystander too."""
+        """Create what exists before the lab starts: one process group; on CUDA also a context, one matmul and a bystander."""
         if self.ctx.device.type == "cuda":
             square = torch.ones(1024, 1024, device=self.ctx.device)
             (square @ square).sum().item()
@@ -86,7 +86,7 @@ class Offload:
         self._leave()
 
     def second_control(self, cycle: int) -> None:
-        """Once more: if two runs without any release differ, a run with releases proves nothing."""
+        """Run the control again: if two runs without a release differ, a run with releases proves nothing."""
         self.control_build(cycle)
         for _ in range(self.config.cycles + 1):
             self.control(cycle)
@@ -97,7 +97,7 @@ class Offload:
     # -- the job that is released -------------------------------------------------------------------------------------
 
     def baseline(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """After everything was there once: what this process holds without the job."""
+        """Record what this process holds without the job, after a job has existed once."""
         gc.collect()
         tensors.trim()
         dist.barrier()
@@ -125,7 +125,7 @@ class Offload:
                 self.ctx.record(name, self.log[-1][name])
 
     def fingerprint(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """Before a release: every tensor, group, holder and generator as it is."""
+        """Record every tensor, group, holder and generator before a release."""
         self.watch.before(self._state().prints() if self.config.hashes else {}, **self._roots())
         self.ctx.record("groups_watched", len(self.watch.old))
         there, wanted = self._resident(), arithmetic(self.job, self.ctx.world_size)
@@ -141,8 +141,8 @@ class Offload:
         self._record(reported(self.state))
 
     def idle(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """Nothing is held. What is measured of this phase is what a release is worth."""
-        gc.collect()  # here and not in release: what the lab does to see clearly is no part of what it times
+        """Measure while released: the numbers of this phase show what a release frees."""
+        gc.collect()  # here and not in release: the lab's own clean-up must not be timed
         self.ctx.record("tensor_bytes", live_bytes(), "B")
         left = sorted(filter(self._to_go, self._resident()), key=lambda each: -each.size)
         self.ctx.record("left_bytes", sum(each.size for each in left), "B")
@@ -150,10 +150,10 @@ class Offload:
         self._found("left_tensors", kept)
         if self.config.groups:
             self._found("old_groups_alive", self.watch.alive())
-            # Of suspended groups those over gloo stay in use.
+            # Suspended gloo groups stay usable.
             usable = observe.usable(self.watch.old, but_gloo=self.config.mode in groups.KEEPING)
             self._found("stale_usable", usable)
-            # A Megatron that stays initialised is right where each of its groups raises by its name.
+            # Megatron may stay initialised if each of its groups raises an error with its name.
             self.ctx.record("initialised", int(observe.initialised() and (bool(usable) or not self.watch.old)))
             self.ctx.record("world_left", int(self.watch.world_left()))
             self._communicators()
@@ -170,7 +170,7 @@ class Offload:
         self._found("wrong_groups", wrong)
 
     def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """After a reload: all of it again, random numbers first."""
+        """Record everything again after a reload, random numbers first."""
         self.ctx.record("unchecked", int(not self.config.hashes))
         if self.config.groups or self.config.kinds:
             self._found("generators_moved", apart(self.watch.random, observe.random_state()))
@@ -206,7 +206,7 @@ class Offload:
         self.ctx.record("digest", None, text=digest(after))
 
     def rehearse_failure(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """A group that cannot be destroyed: the release must say so, by name."""
+        """Make one group impossible to destroy: the release must raise an error that names it."""
         able = self.config.groups and self.config.mode in groups.EXACT and not self.broken and self.watch.standing
         if able and (raised := failure_raises(self.releaser)) is not None:
             self.ctx.record("failure_hidden", int(not raised))
@@ -263,7 +263,7 @@ class Offload:
             self.ctx.record(*row)
 
     def _found(self, metric: str, found: Sequence[Any]) -> None:
-        """How many of something there are, and the first of them in words."""
+        """Record the number of findings, with the first of them as text."""
         self.ctx.record(metric, len(found), text=shown(found))
 
     def _roots(self) -> dict[str, Any]:
@@ -275,12 +275,12 @@ class Offload:
         return State(**self._roots())
 
     def _hashes(self) -> dict[str, str]:
-        """A digest of every tensor of the state, by kind and name. Scratch memory is no part of it."""
+        """Return a digest of every tensor of the state except scratch memory, by kind and name."""
         found = self._state().prints()
         return {f"{one.kind}/{name}": one.digest for name, one in found.items() if one.kind != "other"}
 
     def _to_go(self, each: Resident) -> bool:
-        """Whether it is of the kinds that are to be given back. Where that is all of them, what is of no kind is to go too."""
+        """Whether a tensor must be released: its kind is configured, or all kinds are, which includes tensors of no kind."""
         kinds = self.config.kinds
         return each.kind in kinds or len(kinds) == len(tensors.KINDS)
 
@@ -306,7 +306,7 @@ class Watch:
         self.born = born
         self.old: list[observe.Old] = []
         self.standing = False
-        self.mute = False  # a group of Megatron's did not talk: training on would wait for it
+        self.mute = False  # a Megatron group did not answer: further training would wait for it
         self.prints: dict[str, Print] = {}
         self.random: dict[str, str] = {}
         self._ranks: dict[str, list[int]] = {}
@@ -315,7 +315,7 @@ class Watch:
         self._world: weakref.ref[Any] | None = None
 
     def first_talk(self) -> list[str]:
-        """Over every group of the new job; which ranks answer now is what must answer ever after."""
+        """Communicate over every group of the new job. The ranks that answer now must answer after every reload."""
         self._ranks, wrong = observe.talk()
         self.standing = bool(observe.standing())
         return wrong
@@ -329,19 +329,19 @@ class Watch:
         self.random = observe.random_state()
 
     def alive(self) -> list[str]:
-        """Groups that were made since the job was begun and that something still holds."""
+        """The groups created since the job began that something still holds."""
         return [str(group.group_desc) for group in self._whole()]
 
     def _whole(self) -> list[Any]:
-        """The groups of the job that are there, without the backends inside of them."""
+        """The living groups of the job, without the backends inside them."""
         return [group for group in self.born.alive() if type(group) is dist.ProcessGroup]
 
     def world_left(self) -> bool:
-        """Whether the default group of before is still there."""
+        """Whether the default group from before the release still exists."""
         return dist.is_initialized() or (self._world is not None and self._world() is not None)
 
     def talk(self) -> tuple[int, list[str]]:
-        """How many groups answered, and what is wrong: a collective that failed, or ranks that are not those of before."""
+        """Return the number of groups that answered, and the errors: a failed collective, or other ranks than before."""
         answered, wrong = observe.talk()
         self._answered, self.mute = answered, bool(wrong)
         if not wrong:
@@ -355,14 +355,14 @@ class Watch:
         return len(answered), wrong
 
     def after(self, **roots: Any) -> tuple[list[str], list[str], list[str]]:
-        """Names that mean other ranks than before a release, options that changed, and handles that went stale."""
+        """Return names that stand for other ranks than before the release, changed options, and stale handles."""
         now = observe.look(self._whole(), **roots)
         now.ranks = self._answered
         return observe.moved(self._seen, now), observe.changed(self._seen, now), observe.stale(self._seen, now)
 
 
 def any_rank(value: bool) -> bool:
-    """Whether it is so on any rank; over the default group."""
+    """Whether the value is true on any rank; communicates over the default group."""
     flag = torch.tensor([int(value)], device="cuda" if "nccl" in dist.get_backend() else "cpu")
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag.item())
@@ -373,7 +373,7 @@ def differing(log: Log, control: Log) -> int:
 
 
 def departs(log: list[dict[str, float]], control: list[dict[str, float]]) -> tuple[int, str] | None:
-    """The first step, counted from 1, at which training is not what it is without a release, and how."""
+    """The first step, counted from 1, at which training differs from training without a release, and the difference."""
     for number, (mine, theirs) in enumerate(zip(log, control, strict=False), 1):
         if mine != theirs:
             names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
@@ -449,7 +449,7 @@ def not_as_found(ctx: Context, before_build: dict[str, Any]) -> list[str]:
     for fails in (False, True):
         wrong += borrowed(ctx, own_group, fails=fails)
         wrong += silent(theirs)
-    with contextlib.suppress(ValueError):  # it is gone already, which was counted
+    with contextlib.suppress(ValueError):  # already gone, and counted
         dist.destroy_process_group(theirs)
     for fails in (False, True):
         with without_default_group():
@@ -458,7 +458,7 @@ def not_as_found(ctx: Context, before_build: dict[str, Any]) -> list[str]:
 
 
 def silent(group: Any) -> list[str]:
-    """What is wrong with a group of the caller's: an all-reduce that raises, or a wrong sum."""
+    """The error of a caller's group: an all-reduce that raises, or a wrong sum."""
     total = torch.ones(1)
     try:
         dist.all_reduce(total, group=group)
@@ -494,7 +494,7 @@ def scope(fault: str | None) -> Iterator[None]:
     if fault == "leaves-default-group" and not dist.is_initialized():
         yield
         return
-    log = logging.getLogger(ownership.__name__)  # the rehearsed error is logged by design; it is no news
+    log = logging.getLogger(ownership.__name__)  # the rehearsed error is logged by design
     with mock.patch.object(log, "disabled", new=True), ownership.as_found():
         try:
             yield
@@ -515,7 +515,7 @@ def default_group() -> None:
 
 @contextlib.contextmanager
 def without_default_group() -> Iterator[None]:
-    """torch.distributed as in a process that has not initialised it; the caller's groups wait aside."""
+    """Make torch.distributed look uninitialised; the caller's groups are set aside."""
     world = c10d._world
     default, count = world.default_pg, world.group_count
     try:

@@ -36,7 +36,7 @@ ELSEWHERE = frozenset({"double-patch", "leaves-default-group", "masks-original-e
 class KitReleaser:
     def __init__(self, ctx: JobContext) -> None:
         self.ctx = ctx
-        ctx.mover.arena.open()  # now, so that its file is no growth after the first release
+        ctx.mover.arena.open()  # now, so that its file does not count as growth after the first release
 
     def release(self) -> State:
         return {"tensors": self.release_tensors(), "groups": self.destroy() if self.ctx.config.groups else {}}
@@ -105,7 +105,7 @@ def make_releaser(ctx: JobContext) -> Any:
 
 
 def reported(stats: Any) -> Iterator[tuple[str, float, str]]:
-    """What the code under test reports of its parts, in the format of the kit's own: metric, value, unit."""
+    """What the code under test reports about its parts, in the kit's format: metric, value, unit."""
     parts = {name: part for name, part in stats.items() if isinstance(part, dict)} if isinstance(stats, dict) else {}
     of_groups, of_tensors = parts.get("groups", {}), parts.get("tensors", {})
     for metric, value, unit in (
@@ -229,7 +229,7 @@ class Broken(KitReleaser):
 
 @contextlib.contextmanager
 def default_timeouts() -> Iterator[None]:
-    """Groups are made with torch's default timeout, whatever was asked for: what leaving the argument out comes to."""
+    """Create groups with torch's default timeout whatever timeout is passed, as if the argument had been left out."""
     plain = c10d._new_process_group_helper
 
     def helper(*args: Any, backend_options: Any = None, **kwargs: Any) -> Any:
@@ -243,7 +243,7 @@ def default_timeouts() -> Iterator[None]:
 
 
 def forget_groups_only() -> State:
-    """Destroy what the group globals hold and null those alone: the bug of many a home-made helper."""
+    """Destroy the groups in the group globals and set only these to None: a common bug of home-made helpers."""
     snapshot = groups.snapshot()
     module = parallel_state()
     for name in [n for n in vars(module) if n.startswith("_") and "_GROUP" in n]:
