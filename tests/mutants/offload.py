@@ -38,7 +38,7 @@ MUTANTS = (
         old='"tensors": self.restore_tensors()',
         new='"tensors": {}',
         check="tensors_restored",
-        bug="tensors do not come back",
+        bug="tensors are not restored",
         origin="docs",
     ),
     Mutant(
@@ -48,7 +48,7 @@ MUTANTS = (
         old='"groups": self.destroy()',
         new='"groups": {}',
         check="old_groups_dead",
-        bug="groups are not given back at all",
+        bug="no group is released",
         origin="docs",
     ),
     Mutant(
@@ -115,7 +115,7 @@ MUTANTS = (
         old="            failed.append((title(facts), str(error)))\n",
         new="            pass\n",
         check="destroy_failure_raises",
-        bug="a group that cannot be destroyed is not told",
+        bug="a failed destroy is not reported",
         origin="docs",
     ),
     Mutant(
@@ -330,7 +330,7 @@ MUTANTS = (
         old="        self._waiting = []\n",
         new="        self._waiting = []\n        [_bytes(item).clone() for item in items]\n",
         check="reload_peak",
-        bug="everything is there twice for a moment",
+        bug="everything exists twice for a moment",
     ),
     Mutant(
         "offload",
@@ -366,7 +366,7 @@ MUTANTS = (
         old="if isinstance(value, torch.Tensor):",
         new='if isinstance(value, torch.Tensor) and key != "exp_avg_sq":',
         check="tensors_released",
-        bug="Adam's second moments are not known as state",
+        bug="Adam's second moments are not treated as state",
     ),
     Mutant(
         "offload:experts",
@@ -375,7 +375,7 @@ MUTANTS = (
         old="for each in chained for inner",
         new="for each in chained[:1] for inner",
         check="tensors_released",
-        bug="of chained optimizers only the first is known",
+        bug="only the first of chained optimizers is treated",
     ),
     Mutant(
         "offload",
@@ -394,7 +394,7 @@ MUTANTS = (
         old="    undo.append(partial(torch.set_rng_state, torch.get_rng_state()))\n",
         new="",
         check="state_as_found",
-        bug="the caller's random numbers go on elsewhere",
+        bug="the caller's random state is not restored",
         origin="docs",
     ),
     Mutant(
@@ -404,7 +404,7 @@ MUTANTS = (
         old="            dist.destroy_process_group(group)\n",
         new="",
         check="state_as_found",
-        bug="groups that were made inside stay",
+        bug="groups created inside are left behind",
         origin="docs",
     ),
     Mutant(
@@ -414,7 +414,7 @@ MUTANTS = (
         old="        forget(group)\n        _empty(group)\n",
         new="        _empty(group)\n",
         check="state_as_found",
-        bug="after an error torch still knows the groups",
+        bug="after an error the groups stay in torch's registry",
     ),
     Mutant(
         "offload",
@@ -423,6 +423,6 @@ MUTANTS = (
         old="        *(partial(setattr, module, name, getattr(module, name)) for module, name in _singletons()),\n",
         new="",
         check="state_as_found",
-        bug="the microbatch calculator of the job stays",
+        bug="the job's microbatch calculator is left behind",
     ),
 )

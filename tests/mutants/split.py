@@ -38,7 +38,7 @@ MUTANTS = (
         old="1.0 / own",
         new="1.0 / (own + 1)",
         check="grad_parity",
-        bug="gradients are divided by one more than there are",
+        bug="gradients are divided by the count plus one",
     ),
     Mutant(
         "split",
@@ -47,7 +47,7 @@ MUTANTS = (
         old="1.0 / own",
         new="1.0 / own / (1 + 1e-7)",
         check="grad_parity",
-        bug="gradients are a rounding off",
+        bug="gradients differ by one rounding",
     ),
     Mutant(
         "split",
@@ -189,7 +189,7 @@ MUTANTS = (
         old="(~torch.isfinite(total)).int()",
         new="torch.isnan(total).int()",
         check="result_parity",
-        bug="infinite gradients pass for finite",
+        bug="infinite gradients count as finite",
         origin="docs",
     ),
     Mutant(
@@ -199,7 +199,7 @@ MUTANTS = (
         old="undo = len(pieces) * (1",
         new="undo = (1",
         check="chunk_invariance",
-        bug="what the schedule divides by is not undone",
+        bug="the schedule's division is not undone",
     ),
     Mutant(
         "split",
@@ -617,7 +617,7 @@ MUTANTS = (
         old="torch.where(inside, values.double(), 0.0)",
         new="values.double() * inside",
         check="oracle",
-        bug="what stands in masked places is multiplied by 0, NaN included",
+        bug="masked values are multiplied by 0, NaN included",
         origin="docs",
     ),
     Mutant(

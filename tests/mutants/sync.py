@@ -52,7 +52,7 @@ MUTANTS = (
         old="        return shard.chunk(2)\n",
         new="        return shard.chunk(2)[::-1]\n",
         check="logits_equal",
-        bug="gate and up are taken for each other, on both ends",
+        bug="gate and up are swapped, on both ends",
     ),
     Mutant(
         "sync:stages",
@@ -164,7 +164,7 @@ MUTANTS = (
         old="                self._give_up(old)\n",
         new="                pass\n",
         check="cache_bounded",
-        bug="old versions are never given up",
+        bug="old versions are never freed",
         origin="docs",
     ),
     Mutant(
@@ -184,7 +184,7 @@ MUTANTS = (
         old="                self._give_up(version)\n                self.latest = self.active\n",
         new="                self.active = version\n",
         check="failure_is_clean",
-        bug="a version that failed is active",
+        bug="a failed version becomes active",
     ),
     Mutant(
         "sync",
@@ -203,7 +203,7 @@ MUTANTS = (
         old="                    bound.pack(index,",
         new="                    if index:\n                        bound.pack(index,",
         check="bit_exact",
-        bug="the first bucket is always taken for clean",
+        bug="the first bucket is always treated as unchanged",
     ),
     Mutant(
         "sync",
@@ -221,7 +221,7 @@ MUTANTS = (
         old="index % slots * room",
         new="0 * room",
         check="bit_exact",
-        bug="all slots of the ring are one place",
+        bug="all slots of the ring share one place",
     ),
     # -- the sender ------------------------------------------------------------------------------------------------------------
     Mutant(
@@ -279,7 +279,7 @@ MUTANTS = (
         old="self.digests.table() if builds else sender.digests",
         new="{}",
         check="failure_is_clean",
-        bug="no digest is told, and receivers compare with nothing",
+        bug="no digest is sent, so receivers compare with nothing",
     ),
     Mutant(
         "sync",
@@ -308,7 +308,7 @@ MUTANTS = (
         old='link.send({"kind": FAILED, "why": f"the sender gave up: {error}", KEEP: name in self.ready})',
         new="pass",
         check="failure_is_clean",
-        bug="receivers are not told that the sync is given up",
+        bug="receivers are not notified when a sync is abandoned",
         origin="docs",
     ),
     Mutant(
@@ -328,7 +328,7 @@ MUTANTS = (
         old="            raise failed\n",
         new="            answers.update(dict.fromkeys(self.links, {}))\n",
         check="failure_is_clean",
-        bug="a receiver's failure is taken for an answer",
+        bug="a receiver's failure counts as an answer",
     ),
     Mutant(
         "sync:shards",
@@ -358,7 +358,7 @@ MUTANTS = (
         old="            self.receiver.routed = False\n",
         new="            pass\n",
         check="version_order",
-        bug="requests go to a replica while its weights arrive",
+        bug="requests are routed to a replica while its weights arrive",
         origin="docs",
     ),
     Mutant(
@@ -378,7 +378,7 @@ MUTANTS = (
         old="                self.writing.enter_context(self.receiver.host.writing())\n",
         new="                with self.receiver.host.writing():\n                    pass\n",
         check="no_torn_reads",
-        bug="the gate is left again before weights change",
+        bug="the gate is released before the weights change",
     ),
     Mutant(
         "sync",
@@ -454,7 +454,7 @@ MUTANTS = (
         old="            self.receiver.host.finalize()\n",
         new="            pass\n",
         check="version_order",
-        bug="nobody finalizes",
+        bug="finalize is never called",
         origin="docs",
     ),
     Mutant(
