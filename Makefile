@@ -3,6 +3,9 @@
 PYTHON ?= $(shell test -x .venv/bin/python && echo .venv/bin/python || echo python3)
 PINNED_PYTHONS ?= python3.11 python3.12
 
+# The folder of this machine under data/reference.
+BOX ?= $(shell hostname)
+
 # Programs of the environment come first, also for `!kit doctor` in JupyterLab.
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
@@ -15,7 +18,7 @@ COPIES := build/lab-$(shell git rev-parse --short HEAD 2>/dev/null || echo here)
 # The server's default address, so that the printed URL leads to it too.
 START := /lab/tree/$(COPIES)/notebooks/00_start.ipynb
 
-.PHONY: help env lab notebooks test test-all test-faults mutants lint pins
+.PHONY: help env lab notebooks test test-all test-faults mutants peers lint pins
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -44,6 +47,9 @@ test-faults: env ## run every variant of foreign code, faults and layouts; `make
 
 mutants: env ## put bugs into the kit's code one by one, and list those that are caught in docs/mutants.md
 	$(IN_VENV) python -m tests.mutants.run --page docs/mutants.md
+
+peers: env ## measure other tools that keep ranks alive beside the kit, into data/reference/BOX
+	$(IN_VENV) python -m tests.peers.measure --out data/reference/$(BOX)
 
 lint: env ## check style, format and types
 	$(IN_VENV) ruff check .

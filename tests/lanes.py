@@ -48,6 +48,7 @@ FILES = (
     "tests/labs/test_routing.py",
     "tests/labs/test_smoke.py",
     "tests/measure/test_recorder.py",
+    "tests/peers/",
     "tests/preflight/test_run.py",
     "tests/preflight/test_whole.py",
     "tests/sync/test_transports_on_ranks.py",
@@ -142,7 +143,7 @@ SLOW_FILES = {
     "tests/mutants/": "mutants",
     "tests/faults/test_nodes.py": "engines, adapters and nodes",
     "tests/faults/": "kills and namespaces",
-    "tests/bench/test_peers.py": "engines, adapters and nodes",
+    "tests/peers/": "engines, adapters and nodes",
     "tests/sync/": "engines, adapters and nodes",
 }
 

@@ -142,7 +142,6 @@ def on_cpu() -> tuple[Part, ...]:
         bench("share", 250, "switch"),
         bench("world", 50, "start", "megatron", called="start"),
         bench("world", 35, "step", "death", "restart", "calls", "notebook", "help", called="steps"),
-        bench("world", 220, "peers"),
         bench("offload", 35, "tensors.125m", called="125m"),
         bench("offload", 105, "tensors.qwen2.5-0.5b", "saver", called="qwen2.5-0.5b"),
         bench("release", 105, "groups"),

@@ -13,7 +13,7 @@ from kit.errors import KitError
 from kit.world import asked
 
 TINY = dict.fromkeys(("starts", "megatron", "deaths", "kernels", "helps", "restarts", "phases", "flights"), 1)
-TINY |= {"steps": 3, "peer_trials": 0}
+TINY["steps"] = 3
 
 
 def test_the_command_line_finds_it() -> None:
