@@ -20,6 +20,7 @@ import re
 import sys
 import time
 import traceback
+import warnings as python_warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -57,7 +58,11 @@ def main(argv: list[str] | None = None) -> int:
     as_json = "--json" in words
     try:
         args = parse(words)
-        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        with (
+            contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(),
+            python_warnings.catch_warnings(),
+        ):
+            python_warnings.showwarning = show_warning
             answer: Answer = args.command(args)
     except KitError as error:
         print(f"kit: {error}", file=sys.stderr)
@@ -75,6 +80,10 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `kit show ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return answer.status
+
+
+def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"kit: {message}", file=sys.stderr)
 
 
 # -- the words of a command line -----------------------------------------------------------------------------------------
@@ -311,7 +320,7 @@ def label(args: argparse.Namespace) -> Answer:
 
 def check(args: argparse.Namespace) -> Answer:
     folder = find_run(args.dir)
-    found = results.Run(folder, checks=lambda _: find(args.lab).all_checks()) if args.lab else kit.load(folder)
+    found = results.Run(folder, rules=lambda _: find(args.lab).all_rules()) if args.lab else kit.load(folder)
     verdict, stored = found.verdict(), found.stored_verdict()
     moved = verdict.changes(stored) if stored is not None and not args.lab else None
     status = 3 if found.broke else results.exit_code(verdict)
@@ -464,9 +473,16 @@ def doctor(args: argparse.Namespace) -> Answer:
 
 
 def faults(args: argparse.Namespace) -> Answer:
-    names = ("name", "breaks", "check", "exit", "set", "devices")
     rows = [
-        {"lab": lab.name, **{name: getattr(fault, name) for name in names}}
+        {
+            "lab": lab.name,
+            "name": fault.name,
+            "breaks": fault.breaks,
+            "check": fault.caught_by,
+            "exit": fault.exit,
+            "set": fault.set,
+            "devices": fault.devices,
+        }
         for lab in ([find(args.lab)] if args.lab else discover().labs.values())
         for fault in lab.faults
     ]

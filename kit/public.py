@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kit import world as room
 from kit.errors import BadInput
 from kit.labs.definition import Definition
-from kit.labs.discover import checks_of, complaints, find, find_fault, from_text
+from kit.labs.discover import complaints, find, find_fault, from_text, rules_of
 from kit.labs.lab import Lab
 from kit.results import Run, runs_dir
 from kit.results.frames import plain
@@ -147,7 +147,7 @@ def panel_of(lab: Lab) -> Panel:
 
 def load(path: str | os.PathLike[str]) -> Run:
     """Load a run from disk, complete or partial, by its folder or by its id in the runs folder."""
-    return Run(find_run(Path(path)), checks=checks_of, plotter=plot)
+    return Run(find_run(Path(path)), rules=rules_of, plotter=plot)
 
 
 def runs(

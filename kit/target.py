@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,29 @@ def load_callable(target: str) -> Callable[..., Any]:
         raise TypeError(f"{target} is not callable")
     call: Callable[..., Any] = found
     return call
+
+
+@contextmanager
+def replaced(patch: Mapping[str, str]) -> Iterator[None]:
+    """Replace what each `module:attr` names by what its value names; as it was afterwards. All replacements are loaded before the first is
+    put in place, so a module of them can bind the originals when it is imported."""
+    loaded = [(*owner_of(place), load(wrong)) for place, wrong in patch.items()]
+    with ExitStack() as undo:
+        for owner, name, wrong in loaded:
+            absent = name not in vars(owner)  # inherited: the override goes away again
+            before = vars(owner).get(name)
+            setattr(owner, name, wrong)
+            undo.callback(delattr, owner, name) if absent else undo.callback(setattr, owner, name, before)
+        yield
+
+
+def owner_of(target: str) -> tuple[Any, str]:
+    """The module or class that holds what `module:attr` names, and its name there."""
+    module, _, attributes = target.partition(":")
+    *outer, name = attributes.split(".")
+    owner = load(f"{module}:{'.'.join(outer)}") if outer else import_module(module)
+    getattr(owner, name)  # a place that is gone is an error, not a new attribute
+    return owner, name
 
 
 # -- the kit's own version and files: ranks of another environment reach the kit by its path ---------------------------

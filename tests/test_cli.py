@@ -302,12 +302,12 @@ def test_every_fault_ends_as_its_entry_says(cli: Cli, lab: str, fault: Any) -> N
     message = cli.json("run", lab, "--fault", fault.name, status=fault.exit)
     assert json.loads((Path(message["run"]) / "run.json").read_text())["fault"] == fault.name
     if fault.exit == 1:
-        assert {row["check"]: row["passed"] for row in message["verdict"]}[fault.check] is False
+        assert {row["check"]: row["passed"] for row in message["verdict"]}[fault.caught_by] is False
 
 
 @pytest.mark.slow
 def test_tolerances_from_a_file(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "limits.json").write_text('{"groups_more": -1}')
+    (tmp_path / "limits.json").write_text('{"groups_return_to_baseline": -1}')
     words = ("run", "smoke", "--set", "cycles=1", "--tolerances", tmp_path / "limits.json", "--out", tmp_path / "run")
     message = cli.json(*words, status=1)
     assert [row["check"] for row in message["verdict"] if row["passed"] is False] == ["groups_return_to_baseline"]

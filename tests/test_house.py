@@ -206,23 +206,23 @@ def test_what_ranks_load_of_a_lab_lies_under_ranks() -> None:
         own = [target for target in targets if target.startswith(f"kit.labs.{name}.")]
         assert own
         assert all(target.startswith(f"kit.labs.{name}.ranks.") for target in own), own
-    notebook = {f"kit.labs.{name}" for name in ("lab", "discover", "smoke.checks", "split.parity")}
+    notebook = {f"kit.labs.{name}" for name in ("lab", "discover", "smoke.rules", "split.parity")}
     assert not notebook & modules(labs_on_ranks()).keys()
-    assert {"kit.labs.split.config", "kit.labs.definition"} <= modules(labs_on_ranks()).keys()
+    assert {"kit.labs.split.lab", "kit.labs.definition"} <= modules(labs_on_ranks()).keys()
 
 
 def test_a_rank_file_that_loads_the_notebooks_side_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     smoke, plain = KIT / "labs" / "smoke", imports
 
     def changed(path: Path, *, typing: bool = False) -> set[str]:
-        more = {"kit.labs.smoke.checks.CHECKS"} if path == smoke / "ranks" / "phases.py" else set()
+        more = {"kit.labs.smoke.rules.RULES"} if path == smoke / "ranks" / "phases.py" else set()
         return plain(path, typing=typing) | more
 
-    assert list(broken_rules(smoke / "checks.py")) == []
+    assert list(broken_rules(smoke / "rules.py")) == []
     monkeypatch.setattr(sys.modules[__name__], "imports", changed)
     labs_on_ranks.cache_clear()
     try:
-        assert list(broken_rules(smoke / "checks.py")) != []
+        assert list(broken_rules(smoke / "rules.py")) != []
     finally:
         labs_on_ranks.cache_clear()
 
@@ -281,7 +281,7 @@ def test_import_kit_loads_no_room() -> None:
 DRIVEN = (
     "from kit.labs.discover import find\nfrom kit.view.model import PanelModel\n"
     "from kit.view.model import Controller\n"
-    "model = PanelModel(find('smoke'))\nmodel.set('cycles', 2)\nmodel.move('drift_mib', 1)\nController(model).close()"
+    "model = PanelModel(find('smoke'))\nmodel.set('cycles', 2)\nmodel.move('memory_drift', 1)\nController(model).close()"
 )
 
 

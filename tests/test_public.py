@@ -110,7 +110,7 @@ def test_lab_run_and_load(runs: Path, nothing_left: None) -> None:
     assert run.dir.parent == runs
     loaded = kit.load(run.dir)
     assert loaded.verdict() == run.verdict()
-    assert not loaded.verdict(groups_more=-1).passed
+    assert not loaded.verdict(groups_return_to_baseline=-1).passed
     saved = run.save(runs / "table.parquet")
     assert pd.read_parquet(saved).equals(run.frame())
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kit.labs.definition import Definition, Fault, LabConfig, Option, Step
-from kit.results import Check, Measured, incomplete, select
+from kit.labs.definition import LabConfig, Option, Step
+from kit.results import Measured, incomplete, select
 
 if TYPE_CHECKING:  # the ranks' environment may lack pandas
     from collections.abc import Mapping
@@ -36,8 +36,6 @@ class Tiny:
         import torch
 
         self.buffer = torch.full((self.ctx.config.size,), float(cycle), device=self.ctx.device)
-        if self.ctx.fault == "forgets" and self.ctx.rank == 1:
-            self.buffer[0] = 0
 
     def total(self, cycle: int) -> None:
         import torch.distributed as dist
@@ -47,7 +45,11 @@ class Tiny:
         self.ctx.record("wrong_sums", wrong)
 
 
-def wrong_sums(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+right_fill = Tiny.fill
+
+
+def sums_are_exact(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """Is every sum exact?"""
     rows = select(frame, phase="total", metric="wrong_sums")
     if len(rows) < config["cycles"] * config["ranks"]:
         incomplete(f"wrong_sums was recorded {len(rows)} times, not {config['cycles'] * config['ranks']}")
@@ -55,25 +57,4 @@ def wrong_sums(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     return Measured(float(worst["value"]), f"rank {worst['rank']} in cycle {worst['cycle']} of {config['cycles']}")
 
 
-CHECKS = (
-    Check(
-        name="sums_are_exact",
-        question="Is every sum exact?",
-        tolerance="wrong_sums",
-        limit=0,
-        unit="1",
-        better="<=",
-        measure=wrong_sums,
-    ),
-)
-FAULTS = (Fault(name="forgets", breaks="rank 1 loses a number before the sum", check="sums_are_exact"),)
 HERE = "docs.examples.tiny_lab"  # in your package: my_package.my_lab
-LAB = Definition(
-    name="tiny",
-    summary="sum a buffer over all ranks and compare it with the exact sum",
-    config=TinyConfig,
-    plan=plan,
-    phases=f"{HERE}:Tiny",
-    checks=f"{HERE}:CHECKS",
-    faults=FAULTS,
-)

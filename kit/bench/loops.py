@@ -26,7 +26,7 @@ import pandas as pd
 from kit.bench.session import Bench, Part, Row, Session, progress, row
 from kit.labs.share import tables as share_tables
 from kit.labs.stream import tables as stream_tables
-from kit.labs.stream.checks import ledger, verified
+from kit.labs.stream.rules import ledger, verified
 from kit.loop.messages import Event
 from kit.results import with_ids
 from kit.share.core import Scheduler

@@ -52,7 +52,7 @@ def offload_parts(
 
 def tensors(session: Session, model: str, *, trials: int, cycles: int) -> Iterator[Row]:
     """One rank with no other at work, because copies of several ranks share the memory bandwidth, as do memcpy's."""
-    from kit.labs.offload import LAB
+    from kit.labs.offload.lab import LAB
 
     assert LAB.fits is not None
     try:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from kit.bench.session import Bench, Part, Row, Session, over, progress, row
-from kit.labs.split.config import SplitConfig, model_config
+from kit.labs.split.lab import SplitConfig, model_config
 from kit.world import World
 
 Config = dict[str, Any]

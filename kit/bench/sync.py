@@ -282,7 +282,7 @@ def by_transport(session: Session, name: str, *, model: str, cycles: int) -> lis
 
 def beside_copies(run: Run, name: str, plain: Seconds, *, same: bool) -> list[Row]:
     """The transport's time with its ceiling, and the ceilings."""
-    from kit.labs.sync.checks import events
+    from kit.labs.sync.rules import events
 
     frame = run.frame()
     sent = frame[(frame["phase"] == "refresh") & (frame["rank"] == 0)]

@@ -18,7 +18,7 @@ from kit.bench.session import Bench, Part, Row, Session, progress, row, samples,
 from kit.draw.general import records_table
 from kit.labs.definition import Step
 from kit.labs.discover import find
-from kit.labs.offload import OffloadConfig
+from kit.labs.offload.lab import OffloadConfig
 from kit.measure import provenance
 from kit.public import load
 from kit.results import Record, create_run

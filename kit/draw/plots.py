@@ -322,10 +322,10 @@ class Album:
         moved = [f"limits moved: {limits}"] if limits else []
         return " · ".join([name, counted(len(data.ranks), "rank"), *words, *fault, run.status, *moved])
 
-    def moves_with(self, name: str, tolerances: Mapping[str, Sequence[str]], moved: set[str]) -> bool:
-        """Whether a plot changes when these tolerances move; `tolerances` has the checks of each."""
+    def moves_with(self, name: str, moved: set[str]) -> bool:
+        """Whether a plot changes when the limits of these rules move."""
         limits = (ALL,) if name == OVERVIEW else self.plots[name].limits
-        return any(ALL in limits or set(limits) & set(tolerances.get(one, ())) for one in moved)
+        return ALL in limits or not moved.isdisjoint(limits)
 
 
 def split(figure: Any, rows: int, columns: int = 1, **options: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from kit.target import load
 from kit.world.asked import RANK_BYTES
 
 if TYPE_CHECKING:
-    from kit.results import Check
+    from kit.results import Rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,17 +181,31 @@ def role_names(roles: Sequence[Role]) -> dict[int, str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """A known bug that can be switched on. `set` is the config that exposes it, `exit` the required exit status of the run. `needs` are the
-    values of a setting with which the check detects the bug; with others the check fails anyway or is not measured."""
+    """A known bug that can be switched on, for as long as the lab runs or only `during` some phases.
+
+    `patch` names the code that the bug replaces, and its replacement, both as `module:attr`: texts, so that listing faults loads nothing.
+    `where` says on which side; the code under test does not know. A replacement's module binds the original when it is imported.
+    `caught_by` is the rule that detects it, `exit` the required exit status of the run, `set` the config that exposes it. `needs` are
+    the values of a setting with which the rule detects the bug; with others the rule fails anyway or is not measured.
+    `scene` has further keyword arguments for a driver or a simulation, without which the bug does not show.
+    """
 
     name: str
     breaks: str
-    check: str
+    caught_by: str
     _: dataclasses.KW_ONLY
     exit: int = 1
+    devices: tuple[str, ...] = ("cpu", "cuda")
     set: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     needs: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    devices: tuple[str, ...] = ("cpu", "cuda")
+    scene: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    patch: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    where: Literal["ranks", "notebook"] = "ranks"
+    during: tuple[str, ...] = ()
+
+    def patch_in(self, phase: str, where: str) -> Mapping[str, str]:
+        """What this fault replaces there in a phase, or with "" for the whole lab."""
+        return self.patch if where == self.where and phase in (self.during or ("",)) else {}
 
 
 def exposed_by(settings: Mapping[str, Any], *faults: Fault) -> tuple[Fault, ...]:
@@ -204,7 +218,7 @@ class Definition:
     """A lab. `plan` lists its phases for a config.
 
     `phases` names (`module:attr`) a class that each rank instantiates once with a Context: it has a method for every phase of the
-    plan, called with the cycle. `checks` names a sequence of kit.results.Check, `presets` sets of their
+    plan, called with the cycle. `rules` names a sequence of kit.results.Rule, `presets` sets of their
     tolerances by name, `pictures` a kit.draw.plots.Pictures with plots and tables. `preload` is imported before ranks start.
     `first` names the settings that the panel shows first; without it, all.
     `roles` gives the roles of a config's ranks, in one World or several, in rank order; without it all ranks have one role.
@@ -219,7 +233,7 @@ class Definition:
     config: type[LabConfig]
     plan: Callable[[Any], Sequence[Step]]
     phases: str
-    checks: str
+    rules: str
     presets: str = ""
     pictures: str = ""
     foreign: str = ""
@@ -249,12 +263,12 @@ class Definition:
             )
         return roles
 
-    def load_checks(self) -> Sequence[Check]:
-        return tuple(load(self.checks))
+    def load_rules(self) -> Sequence[Rule]:
+        return tuple(load(self.rules))
 
-    def all_checks(self) -> Sequence[Check]:
-        """The lab's own checks and the common ones; each applies only to the runs that it concerns."""
-        return (*self.load_checks(), *load("kit.labs.growth:EVERY_LAB"))
+    def all_rules(self) -> Sequence[Rule]:
+        """The lab's own rules and the common ones; each applies only to the runs that it concerns."""
+        return (*self.load_rules(), *load("kit.results.growth:EVERY_LAB"))
 
     def load_presets(self) -> Mapping[str, Mapping[str, float]]:
         return dict(load(self.presets)) if self.presets else {}

@@ -21,7 +21,7 @@ from kit.errors import BadInput, hint
 from kit.labs.definition import Definition, Fault, Field, LabConfig, fields
 from kit.machine import has_gpu_driver
 from kit.megatron.config import dtype_on, forced_tf32
-from kit.results import Check, Run, list_runs, read_verdict
+from kit.results import Rule, Run, list_runs, read_verdict
 from kit.results.comparison import in_words
 from kit.results.run import STATUSES
 from kit.results.verdict import tally, without_parts
@@ -45,7 +45,7 @@ def discover() -> Found:
     from importlib.metadata import entry_points
 
     here = pkgutil.iter_modules([str(Path(__file__).parent)])
-    own = [import_module(f"kit.labs.{info.name}").LAB for info in here if info.ispkg]
+    own = [import_module(f"kit.labs.{info.name}.lab").LAB for info in here if info.ispkg]
     found = Found({lab.name: lab for lab in own}, {})
     for point in entry_points(group="kit.labs"):
         try:
@@ -71,10 +71,10 @@ def find(name: str) -> Definition:
     return labs[name]
 
 
-def checks_of(name: str) -> Sequence[Check]:
+def rules_of(name: str) -> Sequence[Rule]:
     """The checks of a lab; for an unknown lab, such as a run recorded by your own script, those of the observers."""
     lab = discover().labs.get(name)
-    return lab.all_checks() if lab else tuple(targets.load("kit.labs.growth:OBSERVED"))
+    return lab.all_rules() if lab else tuple(targets.load("kit.results.growth:OBSERVED"))
 
 
 def pictures_of(name: str) -> Pictures | None:
@@ -153,9 +153,9 @@ def undetectable(lab: Definition, config: LabConfig, fault: Fault) -> Iterator[t
     for name, value in wrong.items():
         words = " or ".join(map(spelled, fault.needs[name]))
         yield name, f"fault {fault.name!r} cannot be detected with {name}={spelled(value)}; use {name}={words}"
-    check = next((check for check in lab.all_checks() if check.name == fault.check), None)
-    if check is not None and not wrong and (reason := check.unanswerable(dataclasses.asdict(config))):
-        why = f"{check.name} is not measured ({reason})"
+    rule = next((rule for rule in lab.all_rules() if rule.name == fault.caught_by), None)
+    if rule is not None and not wrong and (reason := rule.unanswerable(dataclasses.asdict(config))):
+        why = f"{rule.name} is not measured ({reason})"
         yield "", f"fault {fault.name!r} cannot be detected with these settings: {why}"
 
 

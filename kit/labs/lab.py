@@ -21,15 +21,16 @@ from kit import nccl2, routing
 from kit.errors import BadInput, KitError, RankDied, RankError
 from kit.labs.definition import Definition, LabConfig, Role, Step, role_names, working
 from kit.labs.discover import configure, find_fault, refuse_device
-from kit.labs.growth import gpus
 from kit.measure.recorder import provenance
 from kit.results import Record, Run, create_run, runs_dir
 from kit.results.frames import GPU
+from kit.results.growth import gpus
 from kit.results.records import NOTEBOOK, Recording, label, new_row, rank_name, write_text
+from kit.results.rules import asked
 from kit.results.run import SNAPSHOTS, Plotter
 from kit.results.units import amount, columns, table_html
-from kit.results.verdict import asked, checked_tolerances
-from kit.target import load_callable
+from kit.results.verdict import checked_tolerances
+from kit.target import load_callable, replaced
 from kit.world import World
 from kit.world.calls import Observer, Pending, wait
 from kit.world.world import Printer, Worlds
@@ -204,15 +205,16 @@ class Lab:
             config = {"ranks": world.ranks, **config}
         self.given = dict(config)
         one = world.worlds[0] if isinstance(world, Worlds) else world
-        self.config = configure(definition, config, find_fault(definition, fault), world=one)
+        self.bug = find_fault(definition, fault)
+        self.config = configure(definition, config, self.bug, world=one)
         self.roles = definition.roles_of(self.config)
         self._sizes = sizes(self.roles)
         if world is not None:
             check_given(world, self.config, self._sizes, isolate=definition.isolate)
         self._given = world
         self._settings = dataclasses.asdict(self.config)
-        self._checks = asked(definition.all_checks(), self._settings)
-        self.tolerances = checked_tolerances(tolerances or {}, [check.tolerance for check in self._checks])
+        self._rules = asked(definition.all_rules(), self._settings)
+        self.tolerances = checked_tolerances(tolerances or {}, [rule.name for rule in self._rules])
         self.steps: Sequence[Step] = definition.plan(self.config)
         known = {role.name for role in self.roles}
         if wrong := [(step.phase, name) for step in self.steps for name in step.roles if name not in known]:
@@ -270,7 +272,7 @@ class Lab:
             left = self._left(range(self.config.ranks))
             answers = dict(zip(left, self.world.call(f"{RANKSIDE}:end", ranks=left), strict=True))
             self._append_answers("pss", answers, ROUTING_AFTER)
-            run = Run(self.dir, checks=lambda _: self._checks, plotter=self._plotter, complete=True)
+            run = Run(self.dir, rules=lambda _: self._rules, plotter=self._plotter, complete=True)
             self._writer.write_verdict(run.verdict(**self.tolerances))
             self._writer.finish()
         except BaseException as error:
@@ -384,10 +386,12 @@ class Lab:
         quiet: dict[str, Any] = {"phase": step.phase, "observer": drive.quiet, "on_news": write}
         observer.started(step.phase, ranks)
         try:
-            self.world.submit(f"{RANKSIDE}:open_step", ranks=ranks, **quiet).result()
+            self.world.submit(f"{RANKSIDE}:open_step", args={"name": step.phase}, ranks=ranks, **quiet).result()
             try:
-                load_callable(step.driver)(drive)
-                drive.finish()
+                patches = [self.bug.patch_in(phase, "notebook") for phase in ("", step.phase)] if self.bug else []
+                with replaced({place: wrong for patch in patches for place, wrong in patch.items()}):
+                    load_callable(step.driver)(drive)
+                    drive.finish()
             finally:
                 drive.cancel()
                 self._lost |= drive.lost
@@ -397,8 +401,8 @@ class Lab:
             observer.ended()
 
     def _begin(self) -> None:
-        if fault := find_fault(self.definition, self.fault):
-            refuse_device(fault, self.world.device)
+        if self.bug:
+            refuse_device(self.bug, self.world.device)
         config = type(self.config)
         seats = self.world.status()
         places = [seat["device"] for seat in seats]
@@ -410,7 +414,7 @@ class Lab:
             ],
             config_type=f"{config.__module__}:{config.__qualname__}",
             config=self._settings,
-            fault=self.fault,
+            fault=dataclasses.asdict(self.bug) if self.bug else None,
             devices=places,
             world_sizes=self._sizes,
             meeting=f"kit-{secrets.token_hex(8)}",
@@ -470,11 +474,11 @@ class Lab:
         name = "stopped" if isinstance(error, KeyboardInterrupt) else type(error).__name__
         words = f"{name}: {error}" if str(error) else name
         self.error = words.partition("\n")[0]
-        call, checks = f"{RANKSIDE}:snapshot", self._checks
+        call, rules = f"{RANKSIDE}:snapshot", self._rules
         keep: tuple[Callable[[], object], ...] = (
             lambda: self._snapshots and self.world.call(call, ranks=self._idle(range(self.config.ranks)), timeout_s=60),
             lambda: write_text(self.dir / "logs" / "error.txt", words + "\n"),
-            lambda: self._writer.write_verdict(Run(self.dir, checks=lambda _: checks).verdict(**self.tolerances)),
+            lambda: self._writer.write_verdict(Run(self.dir, rules=lambda _: rules).verdict(**self.tolerances)),
             lambda: self._writer.finish(self.error, stopped=name == "stopped"),
         )
         for each in keep:

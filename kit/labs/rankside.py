@@ -6,13 +6,14 @@ Measurements are published (`kit.world.channel.publish`) and reach the run's fol
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import itertools
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ import torch
 
 from kit import nccl2, routing
 from kit.errors import BadInput
+from kit.labs.definition import Fault
 from kit.measure import Metric, PhaseMeter, provenance, pss
 from kit.measure.host import trim
 from kit.measure.phase import History, between_phases, watch
 from kit.megatron.config import forced_tf32
 from kit.results.records import Recording, new_row
-from kit.target import load
+from kit.target import load, replaced
 from kit.train.plain import Numerics, full_float32
 from kit.world import channel
 
@@ -71,7 +73,14 @@ class Session:
     phases: Any
     history: History | None
     found: Numerics
+    fault: Fault | None
+    whole: contextlib.ExitStack  # for as long as the lab runs
+    phase: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # for a driven step
     meter: PhaseMeter | None = None
+
+    def broken(self, phase: str = "") -> contextlib.AbstractContextManager[None]:
+        """The bug that is switched on, in its place for a phase, or with "" for the whole lab."""
+        return replaced(self.fault.patch_in(phase, "ranks") if self.fault else {})
 
 
 _session: Session | None = None
@@ -82,7 +91,7 @@ def begin(
     roles: list[dict[str, Any]],
     config_type: str,
     config: dict[str, Any],
-    fault: str | None,
+    fault: dict[str, Any] | None,
     devices: list[str],
     world_sizes: list[int],
     meeting: str,
@@ -92,6 +101,7 @@ def begin(
     for `snapshots` it keeps a history of its CUDA memory."""
     global _session  # noqa: PLW0603 - one rank is one process and serves one lab
     rank = int(os.environ["KIT_RANK"])
+    bug = None if fault is None else Fault(**fault)
     mine = next(role for role in roles if rank in role["ranks"])
     context = Context(
         rank=rank,
@@ -104,7 +114,7 @@ def begin(
         device=torch.device(devices[rank]),
         devices=tuple(devices),
         config=load(config_type)(**{k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}),
-        fault=fault,
+        fault=bug.name if bug else None,
     )
     for name, flag, effective in (
         ("torchcomms", routing.FLAG, routing.effective()),
@@ -122,7 +132,10 @@ def begin(
         if why := forced_tf32():
             raise BadInput(why)
         full_float32()
-    _session = Session(context=context, phases=load(mine["phases"])(context), history=history, found=found)
+    whole = contextlib.ExitStack()
+    whole.enter_context(replaced(bug.patch_in("", "ranks") if bug else {}))
+    phases = load(mine["phases"])(context)
+    _session = Session(context=context, phases=phases, history=history, found=found, fault=bug, whole=whole)
     if history is not None:
         history.start()
     return {"provenance": about, "pss": pss(), **routed(context.config)}
@@ -134,7 +147,7 @@ def step(*, cycle: int, name: str) -> None:
     meter = PhaseMeter(str(session.context.device))
     failed = [Metric("failed", 1, "1")]
     try:
-        with meter:
+        with session.broken(name), meter:
             getattr(session.phases, name)(cycle)
         failed = []
     except BaseException:
@@ -144,9 +157,10 @@ def step(*, cycle: int, name: str) -> None:
         publish_all(meter, *failed)
 
 
-def open_step() -> None:
+def open_step(*, name: str) -> None:
     """Begin a driven step, which is measured on this rank until `close_step`."""
     session = _running()
+    session.phase.enter_context(session.broken(name))
     session.meter = PhaseMeter(str(session.context.device))
     session.meter.__enter__()
 
@@ -167,6 +181,7 @@ def act(*, method: str, args: dict[str, Any]) -> Any:
 def close_step() -> None:
     session = _running()
     meter, session.meter = session.meter, None
+    session.phase.close()
     if meter is not None:
         meter.__exit__(None, None, None)
         publish_all(meter)
@@ -193,6 +208,7 @@ def end() -> dict[str, Any]:
     global _session  # noqa: PLW0603 - as above
     snapshot()
     _running().found.restore()
+    _running().whole.close()
     answer = {"pss": pss(), **routed(_running().context.config)}
     _session = None
     gc.collect()  # ranks may continue with another lab, which must fit next to what this one leaves

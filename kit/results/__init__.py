@@ -11,27 +11,13 @@ if TYPE_CHECKING:
     from kit.results.comparison import compare, outcomes
     from kit.results.frames import export, with_ids
     from kit.results.records import COLUMNS, Record, RecordWriter
+    from kit.results.rules import Measured, Missing, NotMeasured, Rule, Unjudged, incomplete, judge, rule, select
     from kit.results.run import Run, create_run, list_runs, newest_run, runs_dir, to_frame, trace, write_trace
-    from kit.results.verdict import (
-        Check,
-        Measured,
-        Missing,
-        NotMeasured,
-        Unjudged,
-        Verdict,
-        VerdictRow,
-        exit_code,
-        incomplete,
-        judge,
-        load_tolerances,
-        read_verdict,
-        save_tolerances,
-        select,
-    )
+    from kit.results.verdict import Verdict, VerdictRow, exit_code, load_tolerances, read_verdict, save_tolerances
 
 __all__ = ["COLUMNS", "Record", "RecordWriter", "compare", "export", "outcomes", "trace", "with_ids", "write_trace"]
 __all__ += ["Run", "create_run", "list_runs", "newest_run", "runs_dir", "to_frame"]
-__all__ += ["Check", "Measured", "Missing", "NotMeasured", "Unjudged", "Verdict", "VerdictRow", "exit_code"]
+__all__ += ["Measured", "Missing", "NotMeasured", "Rule", "Unjudged", "Verdict", "VerdictRow", "exit_code", "rule"]
 __all__ += ["incomplete", "judge", "load_tolerances", "read_verdict", "save_tolerances", "select"]
 
 _HOMES = {
@@ -40,8 +26,10 @@ _HOMES = {
     **dict.fromkeys(
         ("Run", "create_run", "list_runs", "newest_run", "runs_dir", "to_frame", "trace", "write_trace"), "run"
     ),
-    "export": "frames",
-    "with_ids": "frames",
+    **dict.fromkeys(("export", "with_ids"), "frames"),
+    **dict.fromkeys(
+        ("Measured", "Missing", "NotMeasured", "Rule", "Unjudged", "incomplete", "judge", "rule", "select"), "rules"
+    ),
 }
 
 

@@ -43,25 +43,15 @@ from kit.results.records import (
     write_json,
     write_text,
 )
+from kit.results.rules import Answer, Rule, asked, hold, measure, suspect_in
 from kit.results.units import ROW
-from kit.results.verdict import (
-    Answer,
-    Check,
-    Verdict,
-    asked,
-    checked_tolerances,
-    hold,
-    measure,
-    read_verdict,
-    suspect_in,
-    tally,
-)
+from kit.results.verdict import Verdict, checked_tolerances, read_verdict, tally
 from kit.target import current, kit_version
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Checks = Callable[[str], Sequence[Check]]
+Rules = Callable[[str], Sequence[Rule]]
 Plotter = Callable[..., object]  # of a run, a drawing's name, and how it is to look
 Stamp = tuple[tuple[str, int, int], ...]
 
@@ -75,7 +65,7 @@ STATUSES = ("running", "finished", "stopped", "failed")  # in a file; a reader a
 
 
 class Run:
-    """A run on disk. `checks` gives the checks of a lab (none for a lab it does not know); `plotter` draws a run.
+    """A run on disk. `rules` gives the rules of a lab (none for a lab it does not know); `plotter` draws a run.
 
     `complete` says that no record will follow, which `run.json` says of a finished run: in a complete run, records that a fault or
     code from outside the kit kept away fail their checks.
@@ -85,13 +75,13 @@ class Run:
         self,
         dir: str | Path,  # noqa: A002 - the contract's name
         *,
-        checks: Checks | None = None,
+        rules: Rules | None = None,
         plotter: Plotter | None = None,
         complete: bool = False,
     ) -> None:
         self._complete = complete
         self.dir = Path(dir).expanduser().absolute()
-        self._checks = checks
+        self._rules = rules
         self._plotter = plotter
         self._info: tuple[Stamp, dict[str, Any]] | None = None
         self._files: dict[str, File] = {}
@@ -200,9 +190,9 @@ class Run:
 
         A run that broke is judged as far as its records go: what they do not reach is not measured.
         """
-        checks = self._checks(self.lab) if self._checks else ()
-        if questions := asked(checks, self.config):
-            moved = checked_tolerances(tolerances, allowed=[check.tolerance for check in checks])
+        rules = self._rules(self.lab) if self._rules else ()
+        if questions := asked(rules, self.config):
+            moved = checked_tolerances(tolerances, allowed=[rule.name for rule in rules])
             return hold(self._measured(questions), self.config, moved)
         if tolerances:
             raise BadInput(
@@ -214,7 +204,7 @@ class Run:
         path = self.dir / "verdict.json"
         return read_verdict(path) if path.is_file() else None
 
-    def _measured(self, checks: Sequence[Check]) -> list[Answer]:
+    def _measured(self, rules: Sequence[Rule]) -> list[Answer]:
         """What the checks found, cached until the records grow: limits move far more often than records arrive."""
         frame, info, config = self._load()[0], self.info(), self.config
         # No record will follow, and this kit's labs wrote them: if a check lacks records, something kept them away.
@@ -225,7 +215,7 @@ class Run:
             given = frame.copy()
             given.attrs["folder"] = str(self.dir)  # for checks of other files that a system wrote beside its records
             suspect = suspect_in(config, self.fault) if whole else ""
-            self._answers = frame, (config, whole), measure(given, config, checks, suspect, whole=whole)
+            self._answers = frame, (config, whole), measure(given, config, rules, suspect, whole=whole)
         return self._answers[2]
 
     def shown_verdict(self) -> Verdict:

@@ -1,247 +1,23 @@
-"""The verdict: questions put to a run's records, each with a limit that a person may move.
-
-Silence is not success. A check is null (`passed` None) only where the machine or the config cannot have an answer. What the code
-under test or a fault kept from being judged fails, with `measured` None: a check raises `Unjudged` where it knows that, and the
-judge decides it for missing records when it is given a `suspect`. A measured NaN fails: it satisfies no limit.
-"""
+"""The verdict: what the rules of a run measured, compared with their limits; and the limits that a person moves (tolerances)."""
 
 from __future__ import annotations
 
 import html
 import math
-import operator
-import re
-import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import asdict, dataclass, fields, replace
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kit.errors import BadInput, KitError, hint
+from kit.errors import BadInput, hint
+from kit.results.old import TOLERANCES
 from kit.results.records import WORDS, make_folder, read_json, spelled, write_json
 from kit.results.units import ROW, amount, columns, table_html, unit_word
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-class NotMeasured(KitError):  # noqa: N818 - a check raises it for `judge`; people do not see it as an error
-    """The machine or the config cannot have what a check asks for: a null row, which never fails a run."""
-
-
-class Missing(NotMeasured):
-    """Records that a check needs are missing: a null row, or a failed one if the run has a suspect."""
-
-
-class Unjudged(KitError):  # noqa: N818 - as above
-    """The code under test kept a check from being judged: a failed row without a number."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    value: float | None
-    why: str = ""
-    of: str = ""  # of several answers: what this one is about
-    if_passed: str = ""  # added to `why` only where the row passes: why a value that is not perfect is good enough
-    lacking: str = ""  # records that are not there: what is there can fail the row, and cannot pass it
-    suspect: str = ""  # what may have kept them away
-    failed: bool = False  # without a number, and failed all the same
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """A question with a limit. `tolerance` is the keyword that moves the limit; checks may share one.
-
-    A limit that depends on the run (a coarser dtype) is a function of its config. A measure with several answers gives one row
-    each, named `check/of`, below a row of the check itself that shows the worst. A check with `when` applies only to runs with a
-    config that function accepts. `cannot` returns why a config cannot have an answer, or an empty text: the row is then null, and
-    a fault that this check should catch is refused before any rank starts.
-    """
-
-    name: str
-    question: str
-    tolerance: str
-    limit: float | Callable[[Mapping[str, Any]], float]
-    unit: str
-    better: Literal["<=", ">=", "=="]
-    measure: Callable[[pd.DataFrame, Mapping[str, Any]], Measured | Sequence[Measured]]
-    when: Callable[[Mapping[str, Any]], bool] | None = None
-    cannot: Callable[[Mapping[str, Any]], str] | None = None
-
-    def unanswerable(self, config: Mapping[str, Any]) -> str:
-        """Why this config cannot have an answer; empty where it can."""
-        if not self.asked(config):
-            return "this config does not ask it"
-        return self.cannot(_Config(config)) if self.cannot else ""
-
-    def asked(self, config: Mapping[str, Any]) -> bool:
-        """A config without what `when` looks at (another lab's, or an older kit's) does not ask the check."""
-        try:
-            return self.when is None or self.when(_Config(config))
-        except NotMeasured:
-            return False
-
-    def limit_for(self, config: Mapping[str, Any]) -> float:
-        return float(self.limit(_Config(config)) if callable(self.limit) else self.limit)
-
-    def holds(self, measured: float, limit: float) -> bool:
-        compare = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}[self.better]
-        return bool(compare(measured, limit))
-
-
-Answer = tuple[Check, Measured | Sequence[Measured]]  # a check, and what it found in the records of one run
-
-
-def judge(
-    frame: pd.DataFrame,
-    config: Mapping[str, Any],
-    checks: Sequence[Check],
-    tolerances: Mapping[str, float] | None = None,
-    *,
-    suspect: str = "",
-) -> Verdict:
-    """Judge the records with every check; `tolerances` moves limits by their keyword.
-
-    `suspect` is what may have kept records of a complete run away ("fault 'x' is on"): a check that lacks records then fails.
-    """
-    moved = checked_tolerances(tolerances or {}, allowed=[check.tolerance for check in checks])
-    return hold(measure(frame, config, checks, suspect), config, moved)
-
-
-def measure(
-    frame: pd.DataFrame, config: Mapping[str, Any], checks: Sequence[Check], suspect: str = "", *, whole: bool = True
-) -> list[Answer]:
-    """What each check found in the records. Limits play no part, so that they may move without measuring again.
-
-    `whole`: the run came to its end. On the records of one that broke a check may raise anything, and is null then.
-    """
-    return [(check, _ask(check, frame, config, suspect, whole=whole)) for check in checks]
-
-
-def asked(checks: Sequence[Check], config: Mapping[str, Any]) -> list[Check]:
-    return [check for check in checks if check.asked(config)]
-
-
-def suspect_in(config: Mapping[str, Any], fault: str | None) -> str:
-    """What in a run could keep records from a check: a fault, or code from outside the kit; empty where there is neither."""
-    own = [f"{name}={value}" for name, value in config.items() if isinstance(value, str) and _OWN_CODE.fullmatch(value)]
-    return " and ".join([*([f"fault {fault!r}"] if fault else []), *own])
-
-
-def hold(answers: Sequence[Answer], config: Mapping[str, Any], moved: Mapping[str, float]) -> Verdict:
-    """Compare what was found with the limits; `moved` has the limits that a person moved, by keyword."""
-    rows: list[VerdictRow] = []
-    for check, measured in answers:
-        try:
-            limit = moved[check.tolerance] if check.tolerance in moved else check.limit_for(config)
-        except NotMeasured as missing:  # a config of an older kit: neither the limit nor the answer is to be had
-            limit, measured = math.nan, Measured(None, str(missing))  # noqa: PLW2901
-        if isinstance(measured, Measured):
-            rows.append(_row(check, measured, limit))
-        else:
-            parts = [_row(check, one, limit) for one in measured]
-            rows += [_worst_of(check, parts, limit), *parts]
-    return Verdict(rows)
-
-
-def select(frame: pd.DataFrame, **wanted: object) -> pd.DataFrame:
-    """The rows that have what is wanted, e.g. `select(frame, phase="reload", metric="rss")`; none: `Missing`.
-
-    Mind that pandas' own max, median and the like pass over NaN: a check of numbers that may be NaN must look for it.
-    """
-    for column, value in wanted.items():
-        frame = frame[frame[column] == value]
-    if frame.empty:
-        raise Missing("no records with " + ", ".join(f"{column} {value!r}" for column, value in wanted.items()))
-    return frame
-
-
-def incomplete(what: str) -> None:
-    """Called by a check that lacks records and continues with the others: these can fail it, and cannot pass it."""
-    _LACKS.get().append(what)
-
-
-_LACKS: ContextVar[list[str]] = ContextVar("lacks")  # of the check that is being asked
-
-
-def _ask(
-    check: Check, frame: pd.DataFrame, config: Mapping[str, Any], suspect: str, *, whole: bool
-) -> Measured | Sequence[Measured]:
-    lacks: list[str] = []
-    _LACKS.set(lacks)
-    found: Measured | Sequence[Measured]
-    try:
-        if reason := check.unanswerable(config):
-            return Measured(None, reason)
-        found = check.measure(frame, _Config(config)) or _lacking("there was nothing to ask about", suspect)
-    except Missing as missing:
-        found = _lacking(str(missing), suspect)
-    except NotMeasured as missing:
-        found = Measured(None, str(missing))
-    except Unjudged as kept:
-        found = Measured(None, str(kept), failed=True)
-    except Exception as error:  # noqa: BLE001 - checks may be anybody's, records too, and one must not hide the answers of the others
-        raised = f"{type(error).__name__}: {error}"
-        if whole and not lacks:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"at {last.filename.rpartition('/')[2]}:{last.lineno}"
-            return Measured(None, f"the check raised {raised} {where}", failed=True)
-        found = Measured(None, f"the records of this run lack what the check needs ({raised})")
-    if not lacks:
-        return found
-    why = "; ".join(dict.fromkeys(lacks))
-    if isinstance(found, Measured):
-        return replace(found, lacking=why, suspect=suspect)
-    return [replace(one, lacking=why, suspect=suspect) for one in found]
-
-
-def _lacking(what: str, suspect: str) -> Measured:
-    return Measured(None, f"{what}; {suspect} may have kept them away" if suspect else what, failed=bool(suspect))
-
-
-def _worst_of(check: Check, rows: Sequence[VerdictRow], limit: float) -> VerdictRow:
-    """The summary of one check's rows: failed if one failed, else not measured if one was not measured."""
-    failed = sum(row.passed is False for row in rows)
-    passed = False if failed else None if any(row.passed is None for row in rows) else True
-    farthest = min if check.better == ">=" else max
-    alike = [row for row in rows if row.passed is passed]
-    worst = farthest(alike, key=lambda row: 0.0 if row.measured is None else row.measured)
-    count = f"{failed} of {len(rows)} fail" if failed else f"{len(rows)} compared"
-    return VerdictRow(check.name, worst.measured, limit, check.unit, passed, f"{count}; worst: {worst.why}")
-
-
-def _row(check: Check, measured: Measured, limit: float) -> VerdictRow:
-    passed: bool | None
-    if measured.lacking and not measured.failed:
-        there = math.nan if measured.value is None else float(measured.value)
-        if math.isnan(there):
-            measured = _lacking(measured.lacking, measured.suspect)
-        elif check.holds(there, limit):
-            measured = _lacking(f"{measured.lacking}; those that are there hold ({number(there)})", measured.suspect)
-    if measured.failed:
-        value, passed, why = None, False, f"could not be judged: {measured.why}"
-    elif measured.value is None:
-        value, passed, why = None, None, f"not measured: {measured.why or 'no records for it'}"
-    else:
-        value = float(measured.value)
-        passed = check.holds(value, limit)
-        why = measured.why or ("measured NaN, which never satisfies a limit" if math.isnan(value) else "")
-        if passed and measured.if_passed:
-            why = f"{why}; {measured.if_passed}" if why else measured.if_passed
-    name = f"{check.name}/{measured.of}" if measured.of else check.name
-    return VerdictRow(name, value, limit, check.unit, passed, why)
-
-
-_OWN_CODE = re.compile(r"(?!kit[.:])[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")  # module:attr from outside the kit
-
-
-class _Config(dict[str, Any]):
-    """A run's config. Where it lacks what a check asks for (an older kit wrote it), that check is not measured."""
-
-    def __missing__(self, key: str) -> NoReturn:
-        raise NotMeasured(f"the run's config has no {key!r}")
 
 
 # -- the rows, and how they are marked everywhere: a sign, a word and a colour ---------------------------------------------------
@@ -433,22 +209,33 @@ def exit_code(verdict: Verdict) -> int:
 # -- tolerances: the limits that a person moves ----------------------------------------------------------------------------
 
 
+class Renamed(FutureWarning):
+    """An old name was accepted; the sentence has the new one."""
+
+
 def checked_tolerances(tolerances: Mapping[str, Any], allowed: Sequence[str] | None = None) -> dict[str, float]:
-    """The tolerances as floats; an unknown name or a value that is not a number is a `BadInput`."""
+    """The tolerances as floats, by the names of their rules. An unknown name or a value that is not a number is a `BadInput`; a name of an
+    older kit is accepted, with a warning that has the new one."""
     if not isinstance(tolerances, Mapping):
-        raise BadInput(f'tolerances must be names and numbers like {{"drift_mib": 50}}, not {tolerances!r}')
+        raise BadInput(f'tolerances must be names and numbers like {{"memory_drift": 50}}, not {tolerances!r}')
+    checked: dict[str, float] = {}
     for name, value in tolerances.items():
+        names = [name]
         if allowed is not None and name not in allowed:
-            raise BadInput(f"unknown tolerance {name!r}; {hint(name, allowed)}")
+            names = [new for new in TOLERANCES.get(name, ()) if new in allowed]
+            if not names:
+                raise BadInput(f"unknown tolerance {name!r}; {hint(name, allowed)}")
+            warnings.warn(f"tolerance {name} is now called {' and '.join(names)}", Renamed, stacklevel=3)
         if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
             raise BadInput(f"tolerance {name!r} is {value!r}; it must be a number")
-    return {name: float(value) for name, value in tolerances.items()}
+        checked |= dict.fromkeys(names, float(value))
+    return checked
 
 
 def load_tolerances(path: Path) -> dict[str, float]:
     data = read_json(path)
     if not isinstance(data, dict):
-        raise BadInput(f'{path} holds no tolerance set; it must be one JSON object like {{"drift_mib": 50}}')
+        raise BadInput(f'{path} holds no tolerance set; it must be one JSON object like {{"memory_drift": 50}}')
     texts = {name: WORDS.get(value, value) for name, value in data.items() if isinstance(value, str)}
     return checked_tolerances({**data, **texts})
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from typing import Any
 
 from kit.loop.messages import numbers
+from kit.results.rules import Measured, Missing, NotMeasured, Unjudged
 from kit.results.units import counted
-from kit.results.verdict import Measured, Missing, NotMeasured, Unjudged
 from kit.share.books import RUNS_ON, Books, Ledger, Request, Row, before_sharing, off_balance, specified
 
 Finding = Generator[str, None, str]  # yields violations, returns a summary

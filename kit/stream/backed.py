@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from kit.results.verdict import Missing
+from kit.results.rules import Missing
 from kit.stream.history import ENDS, Finding, Id, Ledger, Row, counted, listed, many
 
 EVENTS = {"prompt", "exhausted", "started", "tokens", "completed", "cancelled", "left", "died", "published", "synced"}

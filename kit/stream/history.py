@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec
 
 from kit.errors import BadInput
-from kit.results.verdict import Measured, Missing, NotMeasured, Unjudged
+from kit.results.rules import Measured, Missing, NotMeasured, Unjudged
 
 P = ParamSpec("P")
 

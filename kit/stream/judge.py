@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from kit.results.verdict import Measured, Missing, NotMeasured
+from kit.results.rules import Measured, Missing, NotMeasured
 from kit.stream import backed
 from kit.stream.history import ENDS, NO_AGE_LIMIT, REACTION, Finding, Id, Ledger, Row, Sample, Step, by, counted, many
 

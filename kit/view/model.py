@@ -34,9 +34,10 @@ from kit.errors import BadInput, KitError
 from kit.labs.definition import Definition, Field, fields, role_names, working
 from kit.labs.discover import complaints, find_fault, settled, validate
 from kit.labs.lab import Lab
-from kit.results import Check, Run, Verdict, load_tolerances, newest_run, runs_dir, save_tolerances
+from kit.results import Rule, Run, Verdict, load_tolerances, newest_run, runs_dir, save_tolerances
+from kit.results.rules import asked
 from kit.results.run import Plotter
-from kit.results.verdict import asked, checked_tolerances
+from kit.results.verdict import checked_tolerances
 from kit.view.progress import Failure, PhaseState, RunProgress, Watch, failure_of, marks
 
 COUNTS = 10.0  # least upper end of a slider of counts
@@ -54,10 +55,9 @@ FRESH = {"start", "restart"}  # these start new ranks, as do step and run if non
 
 
 class Limit(NamedTuple):
-    """A tolerance and the checks that share it. Its slider goes from `low` to `high`, logarithmically if low is above 0."""
+    """A rule's limit. Its slider goes from `low` to `high`, logarithmically if low is above 0."""
 
-    tolerance: str
-    checks: tuple[str, ...]
+    rule: str
     question: str
     default: float
     unit: str
@@ -99,7 +99,7 @@ class PanelModel(HasTraits):
         super().__init__()
         self.definition = definition
         self.fields: list[Field] = fields(definition.config)
-        self.checks = definition.all_checks()
+        self.rules = definition.all_rules()
         self.presets: dict[str, dict[str, float]] = {AS_IT_IS: {}}
         self.presets |= {name: dict(some) for name, some in definition.load_presets().items()}
         self.plotter = plotter
@@ -110,7 +110,7 @@ class PanelModel(HasTraits):
         if unknown:
             validate(definition, self._given)  # the error names it and the known ones
         self.fault = fault
-        self.tolerances = checked_tolerances(tolerances or {}, [check.tolerance for check in self.checks])
+        self.tolerances = checked_tolerances(tolerances or {}, [rule.name for rule in self.rules])
         self._settle()
         if last := newest_run(runs_dir(), definition.name):
             try:  # a reopened notebook shows its last run
@@ -165,15 +165,15 @@ class PanelModel(HasTraits):
 
     # -- limits ---------------------------------------------------------------------------------------------------------
 
-    def move(self, tolerance: str, value: float) -> None:
+    def move(self, rule: str, value: float) -> None:
         """Move one limit; the shown run is judged again at once from its records."""
-        moved = {**self.tolerances, tolerance: value}
-        if any(limit.tolerance == tolerance and limit.default == value for limit in self.limits):
-            moved.pop(tolerance)
+        moved = {**self.tolerances, rule: value}
+        if any(limit.rule == rule and limit.default == value for limit in self.limits):
+            moved.pop(rule)
         self.take(moved)
 
     def take(self, tolerances: Mapping[str, float]) -> None:
-        checked = checked_tolerances(tolerances, [check.tolerance for check in self.checks])
+        checked = checked_tolerances(tolerances, [rule.name for rule in self.rules])
         with self.hold_trait_notifications():
             self.tolerances = checked
             self.judge()
@@ -208,7 +208,7 @@ class PanelModel(HasTraits):
         self.notice = run.dir.name
 
     def open(self, folder: Path) -> Run:
-        return Run(folder, checks=lambda _: self.checks, plotter=self.plotter)
+        return Run(folder, rules=lambda _: self.rules, plotter=self.plotter)
 
     def grown(self) -> None:
         self.revision += 1
@@ -226,7 +226,7 @@ class PanelModel(HasTraits):
                 self.notice = f"{run.dir.name} cannot be judged: {type(error).__name__}: {error}"
         self.verdict = verdict
         config = settled(self.values) if run is None else {**self.values, **run.config}
-        self.limits = limits_of(self.checks, config, verdict, self.tolerances)
+        self.limits = limits_of(self.rules, config, verdict, self.tolerances)
 
     @property
     def can(self) -> frozenset[str]:
@@ -314,22 +314,18 @@ def described(run: Run) -> str:
 
 
 def limits_of(
-    checks: Sequence[Check], config: Mapping[str, Any], verdict: Verdict | None, moved: Mapping[str, float]
+    rules: Sequence[Rule], config: Mapping[str, Any], verdict: Verdict | None, moved: Mapping[str, float]
 ) -> tuple[Limit, ...]:
-    """The limits in the order of the checks. Sliders cover the measured values, so every verdict can be flipped."""
+    """The limits in the order of the rules. Sliders cover the measured values, so every verdict can be flipped."""
     measured = {row.check.partition("/")[0]: row.measured for row in verdict or ()}
-    found: dict[str, Limit] = {}
-    checks = asked(checks, config)
-    for check in checks:
-        name = check.tolerance
-        if name in found:
-            continue
-        names = tuple(other.name for other in checks if other.tolerance == name)
-        default = check.limit_for(config)
-        reach = [default, moved.get(name, default), *(measured.get(one) or 0.0 for one in names)]
-        ends = span(default, max((abs(value) for value in reach if math.isfinite(value)), default=0.0), check.unit)
-        found[name] = Limit(name, names, check.question, default, check.unit, check.better, *ends)
-    return tuple(found.values())
+    limits = []
+    for rule in asked(rules, config):
+        default = rule.limit_for(config)
+        values = default, moved.get(rule.name, default), measured.get(rule.name) or 0.0
+        reach = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
+        ends = span(default, reach, rule.unit)
+        limits.append(Limit(rule.name, rule.question, default, rule.unit, rule.better, *ends))
+    return tuple(limits)
 
 
 def span(default: float, reach: float, unit: str) -> tuple[float, float]:

@@ -245,7 +245,7 @@ def fault_html(model: PanelModel) -> str:
     sets = f" Sets {settings}." if settings else ""
     return (
         f'<p><b class="kit-bad">✗ {look.text(fault.name)}:</b> {look.text(fault.breaks)}. '
-        f"The check <b>{look.text(fault.check)}</b> should detect it.{ends}{look.text(sets)}</p>"
+        f"The check <b>{look.text(fault.caught_by)}</b> should detect it.{ends}{look.text(sets)}</p>"
     )
 
 

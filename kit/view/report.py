@@ -24,8 +24,8 @@ from kit.draw.general import plot_against
 from kit.draw.plots import Album, Picture
 from kit.draw.style import THEMES
 from kit.errors import BadInput
-from kit.labs.discover import checks_of
-from kit.results import Check, NotMeasured, Run, Verdict, VerdictRow, compare, trace
+from kit.labs.discover import rules_of
+from kit.results import NotMeasured, Rule, Run, Verdict, VerdictRow, compare, trace
 from kit.results.comparison import changed, compact, differing, in_words, machine, settings, warnings
 from kit.results.frames import readable
 from kit.results.records import ESCAPES, PATTERN, make_folder, to_json, write_text
@@ -180,18 +180,14 @@ def when(started: str | None, finished: str | None) -> str:
 def moved(run: Run, verdict: Verdict) -> dict[str, float]:
     """The tolerances of a stored verdict that differ from the lab's."""
     limits = {row.check: row.limit for row in verdict}
-    checks = [check for check in checks_of(run.lab) if check.name in limits]
-    return {
-        check.tolerance: limits[check.name]
-        for check in checks
-        if limits[check.name] != own_limit(check, run, limits[check.name])
-    }
+    shown = {rule: limits[rule.name] for rule in rules_of(run.lab) if rule.name in limits}
+    return {rule.name: limit for rule, limit in shown.items() if limit != own_limit(rule, run, limit)}
 
 
-def own_limit(check: Check, run: Run, shown: float) -> float:
+def own_limit(rule: Rule, run: Run, shown: float) -> float:
     """The lab's limit for this run; the shown limit if the run's config lacks what the limit depends on."""
     try:
-        return check.limit_for(run.config)
+        return rule.limit_for(run.config)
     except NotMeasured:
         return shown
 
@@ -200,7 +196,7 @@ def answers(run: Run, verdict: Verdict) -> list[dict[str, Any]]:
     """The checks, worst first, each with its question and its rows in detail.
 
     Checks not measured for the same reason share one row."""
-    asked = {check.name: check for check in checks_of(run.lab)}
+    asked = {check.name: check for check in rules_of(run.lab)}
     made: list[dict[str, Any]] = []
     for group in folded(without_parts(verdict)):
         row, alone = group[0], len(group) == 1

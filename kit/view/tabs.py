@@ -22,7 +22,7 @@ import pandas as pd
 from kit.draw.general import plot_against
 from kit.draw.plots import OVERVIEW, SHEET, Album, Picture, WhatIf, inline
 from kit.errors import KitError
-from kit.labs.discover import checks_of, described, in_line
+from kit.labs.discover import described, in_line, rules_of
 from kit.results import Run, VerdictRow, compare, list_runs, runs_dir, write_trace
 from kit.results.comparison import compact, settings, warnings
 from kit.results.records import rank_name
@@ -135,12 +135,9 @@ class PlotsTab(Tab):
     def _draw(self, album: Album, names: Sequence[str]) -> None:
         """Show the plots one below the other; unchanged ones on the page are kept."""
         self._say("")
-        checks = {limit.tolerance: limit.checks for limit in self.model.limits}
         for name in names:
             part = self._parts.setdefault(name, Part())
-            moved = {
-                key: value for key, value in self.model.tolerances.items() if album.moves_with(name, checks, {key})
-            }
+            moved = {key: value for key, value in self.model.tolerances.items() if album.moves_with(name, {key})}
             if part.picture is None or part.limits != moved:
                 part.picture, part.limits = album.draw(name, tolerances=moved, like=part.picture), moved
                 part.html.value = inline(part.picture, f"{album.title(name)} of {album.data.run.id}")
@@ -366,7 +363,7 @@ class CompareTab(Tab):
     def compare(self) -> pd.DataFrame | None:
         """Compare the chosen runs with the oldest of them; returns the table, or None if that failed."""
         try:
-            runs = [Run(Path(folder), checks=checks_of) for folder in reversed(self.runs.value)]
+            runs = [Run(Path(folder), rules=rules_of) for folder in reversed(self.runs.value)]
             table = compare(runs)
             picture = plot_against(runs, table=table)
         except KitError as error:
@@ -560,7 +557,7 @@ FILE = "tolerances.json"
 
 
 class LimitRow:
-    """The checks of one tolerance, with its slider and its field for the exact number."""
+    """One rule, with its slider and its field for the exact number."""
 
     def __init__(self, model: PanelModel, limit: Limit) -> None:
         self.model, self.limit = model, limit
@@ -570,11 +567,11 @@ class LimitRow:
         self.exact: Any = None
         parts: list[Any] = [self.html]
         if limit.better != "==":
-            # The label is also the keyword of the limit elsewhere: run.verdict(drift_mib=50), kit run --tolerances.
+            # The label is also the keyword of the limit elsewhere: run.verdict(memory_drift=50), kit run --tolerances.
             self.exact = widgets.FloatText(
                 value=limit.default,
                 step=None,
-                description=limit.tolerance,
+                description=limit.rule,
                 tooltip=f"{limit.question} Exact limit",
                 continuous_update=False,
                 style={"description_width": "9em"},
@@ -600,10 +597,10 @@ class LimitRow:
     def _moved(self, change: Any) -> None:
         if not self._taking and math.isfinite(change["new"]):
             value = self.scale[change["new"]] if change["owner"] is self.slider else change["new"]
-            self.model.move(self.limit.tolerance, value)
+            self.model.move(self.limit.rule, value)
 
     def show(self, rows: Sequence[VerdictRow]) -> None:
-        moved = self.model.tolerances.get(self.limit.tolerance)
+        moved = self.model.tolerances.get(self.limit.rule)
         value = self.limit.default if moved is None else moved
         self.html.value = check_html(self.limit, rows, moved=moved is not None)
         if self.slider is None:
@@ -667,11 +664,11 @@ class VerdictTab(Tab):
         """The worst first. Limits and slider ends depend on the run and stay fixed until it changes."""
         limits = self.model.limits if self._made else []
         for limit in limits:
-            if limit.tolerance not in self.rows:  # a check that applies to some runs only
-                self.rows[limit.tolerance] = LimitRow(self.model, limit)
-            elif self.rows[limit.tolerance].limit != limit:
-                self.rows[limit.tolerance].aim(limit)
-        asked = [self.rows[limit.tolerance] for limit in limits]
+            if limit.rule not in self.rows:  # a check that applies to some runs only
+                self.rows[limit.rule] = LimitRow(self.model, limit)
+            elif self.rows[limit.rule].limit != limit:
+                self.rows[limit.rule].aim(limit)
+        asked = [self.rows[limit.rule] for limit in limits]
         ordered = sorted(
             asked, key=lambda row: min((ORDER.index(one.passed) for one in self._answers(row.limit)), default=1)
         )
@@ -682,7 +679,7 @@ class VerdictTab(Tab):
 
     def _answers(self, limit: Limit) -> list[VerdictRow]:
         verdict = self.model.verdict or ()
-        return [row for row in verdict if row.check.partition("/")[0] in limit.checks]
+        return [row for row in verdict if row.check.partition("/")[0] == limit.rule]
 
     def _show(self, change: Any = None) -> None:
         if change is not None and change["name"] == "verdict" and change["old"] is None:
@@ -706,7 +703,7 @@ def check_html(limit: Limit, rows: Sequence[VerdictRow], *, moved: bool) -> str:
     """A check's answer; for one with many answers also the worst failed ones."""
     heads = without_parts(rows)
     held = f"limit {SIGNS[limit.better]} {amount(limit.default, limit.unit)}"
-    parts = [look.span("faint", f"{name}: not judged yet, {held}") for name in limit.checks if not rows]
+    parts = [look.span("faint", f"{limit.rule}: not judged yet, {held}")] if not rows else []
     for row in heads:
         below = [one for one in rows if one.check.startswith(f"{row.check}/")]
         failed = [one for one in below if one.passed is False]

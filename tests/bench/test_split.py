@@ -13,7 +13,7 @@ from kit.bench.onranks import jobs as onranks
 from kit.bench.session import conduct, order, read_rows
 from kit.bench.split import SPLIT, Job
 from kit.errors import KitError
-from kit.labs.split.config import RECIPES
+from kit.labs.split.lab import RECIPES
 from kit.train.protocol import counts, cuts
 
 TINY = Job(size="tiny", length=24, microbatches=5)

@@ -125,21 +125,21 @@ def seen(frame, config):
     return Measured(float(select(frame, metric="seen")["value"].max()))
 
 def checks():
-    from kit.results import Check
-    return [Check("seen_often", "?", "seen_max", 5, "1", "<=", seen)]
+    from kit.results import Rule
+    return [Rule("seen_often", "?", seen, limit=5)]
 
 def __getattr__(name):
-    if name == "CHECKS":
+    if name == "RULES":
         return checks()
     raise AttributeError(name)
 
 LAB = Definition(
     name="own", summary="a lab of a test", config=Config,
     plan=lambda config: [Step(0, "first"), *(Step(c, "second") for c in range(1, 3))],
-    phases="own_lab:Phases", checks="own_lab:CHECKS",
+    phases="own_lab:Phases", rules="own_lab:RULES",
     faults=(
-        Fault(name="breaks", breaks="rank 1 raises", check="", exit=3, set={"do": "raise"}),
-        Fault(name="cuda-only", breaks="nothing", check="seen_often", devices=("cuda",)),
+        Fault(name="breaks", breaks="rank 1 raises", caught_by="", exit=3, set={"do": "raise"}),
+        Fault(name="cuda-only", breaks="nothing", caught_by="seen_often", devices=("cuda",)),
     ),
 )
 """

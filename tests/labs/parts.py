@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import kit
-from kit.labs.discover import checks_of
+from kit.labs.discover import rules_of
 from kit.results import judge
 from kit.results.records import STEP_LINE
 
@@ -15,7 +15,7 @@ from kit.results.records import STEP_LINE
 def failing_parts(run: kit.Run) -> list[tuple[str, str]]:
     """Return the checks that fail or raise on some beginning of a good run's records: they would blame a run for having broken."""
     frame = run.frame()
-    checks = [check for check in checks_of(run.lab) if check.asked(run.config)]
+    checks = [check for check in rules_of(run.lab) if check.asked(run.config)]
     assert not judge(frame, run.config, checks).failed
     owners = zip(frame["cycle"], frame["phase"], frame["rank"], strict=True)
     cuts = [0, *(index for index, (one, other) in enumerate(pairwise(owners), start=1) if one != other)]

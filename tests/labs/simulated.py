@@ -10,8 +10,8 @@ from kit.errors import KitError
 from kit.labs.definition import Definition
 from kit.results import Record, Verdict
 from kit.results.records import NOTEBOOK
+from kit.results.rules import judge
 from kit.results.run import to_frame
-from kit.results.verdict import judge
 from kit.target import load_callable
 
 
@@ -42,7 +42,7 @@ def run(lab: Definition, faults: Collection[str | None], fault: str | None, **co
     frame = to_frame(Record(**head, **row) for row in drive.rows)
     wrong = fault in faults and not error  # a broken run is judged as far as its records go
     suspect = f"fault {fault!r}" if wrong else ""
-    return judge(frame, dataclasses.asdict(drive.config), lab.load_checks(), suspect=suspect), error
+    return judge(frame, dataclasses.asdict(drive.config), lab.load_rules(), suspect=suspect), error
 
 
 def failed(verdict: Verdict) -> set[str]:

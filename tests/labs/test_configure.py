@@ -147,10 +147,10 @@ def test_a_fault_that_its_check_cannot_see_with_these_settings(
 
 @pytest.mark.parametrize("lab", discover().labs.values(), ids=lambda lab: lab.name)
 def test_a_fault_names_a_check_that_its_own_settings_can_answer(lab: Definition) -> None:
-    checks = {check.name: check for check in lab.all_checks()}
+    checks = {check.name: check for check in lab.all_rules()}
     for fault in lab.faults:
         if "cpu" in fault.devices:
-            assert checks[fault.check].unanswerable(asdict(validate(lab, fault.set))) == ""
+            assert checks[fault.caught_by].unanswerable(asdict(validate(lab, fault.set))) == ""
 
 
 @pytest.mark.parametrize("lab", discover().labs.values(), ids=lambda lab: lab.name)

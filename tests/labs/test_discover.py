@@ -16,7 +16,7 @@ import kit
 from kit.draw.plots import Picture
 from kit.errors import BadInput
 from kit.labs.definition import Definition
-from kit.labs.discover import checks_of, discover, find
+from kit.labs.discover import discover, find, rules_of
 from kit.results import Record, create_run
 from kit.view import named
 from kit.view.report import page
@@ -39,8 +39,8 @@ def offer(folder: Path, *lines: str) -> None:
 
 def test_smoke_is_there() -> None:
     lab = find("smoke")
-    assert next(check.name for check in lab.load_checks()) == "groups_return_to_baseline"
-    assert {fault.check for fault in lab.faults} <= {check.name for check in lab.load_checks()}
+    assert next(check.name for check in lab.load_rules()) == "groups_return_to_baseline"
+    assert {fault.caught_by for fault in lab.faults} <= {check.name for check in lab.load_rules()}
 
 
 def test_an_unknown_lab() -> None:
@@ -48,7 +48,7 @@ def test_an_unknown_lab() -> None:
         find("smok")
     with pytest.raises(BadInput, match="unknown lab 3; allowed are"):
         find(3)  # type: ignore[arg-type]
-    observers = checks_of("somebody's own script")
+    observers = rules_of("somebody's own script")
     assert [check.name for check in observers] == ["nothing_piles_up", "memory_slope"]
     assert not any(check.asked({}) for check in observers)  # they are asked only where a phase was observed
 
@@ -57,7 +57,7 @@ def test_another_packages_lab(own: Definition, tmp_path: Path, fresh: None) -> N
     offer(tmp_path, "own = own_lab:LAB")
     assert find("own") is own
     assert "smoke" in discover().labs
-    assert [check.name for check in checks_of("own")] == ["seen_often", "routing_effective", "nothing_piles_up"]
+    assert [check.name for check in rules_of("own")] == ["seen_often", "routing_effective", "nothing_piles_up"]
 
 
 def test_broken_packages_are_reported_and_harm_nobody(own: Definition, tmp_path: Path, fresh: None) -> None:
@@ -76,10 +76,10 @@ def test_broken_packages_are_reported_and_harm_nobody(own: Definition, tmp_path:
 
 def test_every_fault_can_be_caught_by_its_check() -> None:
     for lab in discover().labs.values():
-        names = {check.name for check in lab.all_checks()}
+        names = {check.name for check in lab.all_rules()}
         for fault in lab.faults:
             assert fault.exit in {1, 3}
-            assert fault.check in names or fault.exit == 3
+            assert fault.caught_by in names or fault.exit == 3
 
 
 OWN_PICTURES = """

@@ -208,11 +208,11 @@ def test_a_step_by_hand_and_a_run_take_a_world(nothing_left: None, runs: Path) -
 
 @pytest.mark.slow
 def test_tolerances(own: Definition, runs: Path) -> None:
-    with Lab(own, {}, tolerances={"seen_max": 0}) as lab:
+    with Lab(own, {}, tolerances={"seen_often": 0}) as lab:
         run = lab.run()
     assert next(row.passed for row in read_verdict(lab.dir / "verdict.json") if row.check == "seen_often") is False
     assert run.verdict().passed
-    with pytest.raises(BadInput, match="seen_max"):
+    with pytest.raises(BadInput, match="seen_often"):
         Lab(own, {}, tolerances={"seen": 0})
 
 

@@ -18,7 +18,7 @@ def test_every_preset_moves_tolerances_of_the_lab_in_the_direction_of_its_name(l
     presets = lab.load_presets()
     assert list(presets) == ["strict", "common practice"]
     config = asdict(configure(lab, {}, None))
-    own = {check.tolerance: (check.better, check.limit_for(config)) for check in lab.load_checks()}
+    own = {check.name: (check.better, check.limit_for(config)) for check in lab.load_rules()}
     for name, tolerances in presets.items():
         assert set(tolerances) <= set(own)
         for tolerance, value in tolerances.items():

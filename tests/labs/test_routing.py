@@ -15,9 +15,9 @@ from kit.cli import main
 from kit.errors import BadInput
 from kit.labs.definition import LabConfig
 from kit.labs.discover import find, validate
-from kit.labs.growth import routed_part
 from kit.labs.lab import routing_env
 from kit.results import Record, Run, outcomes, to_frame
+from kit.results.growth import routed_part
 from kit.routing import FLAG
 from kit.world import World
 from tests.test_routing import STANDINS, package
@@ -53,7 +53,7 @@ def test_a_routed_lab_comes_to_the_same(standin: None, runs: Path, nothing_left:
     assert "routing" not in off.provenance
     assert "routing_effective" not in {row.check for row in off.verdict()}
     assert (
-        kit.load(off.dir).verdict(routed_part=0.5) == off.verdict()
+        kit.load(off.dir).verdict(routing_effective=0.5) == off.verdict()
     )  # a limit set in a panel that showed another run before
     tables = [run.frame().query(f"metric in {COUNTED} and phase != 'run'") for run in (off, on)]
     values = [table.set_index(["cycle", "phase", "rank", "metric"])[["value", "text"]] for table in tables]

@@ -84,7 +84,7 @@ def test_a_leaked_group(runs: Path, nothing_left: None) -> None:
     assert (row.measured, row.passed) == (4.0, False)
     assert "compared with 1 after baseline: +4 (rank" in row.why
     assert outcome(run)["every_group_communicates"] is True
-    assert run.verdict(groups_more=4, fds_more=1000, threads_more=1000, piled_up=1000).passed
+    assert run.verdict(groups_return_to_baseline=4, fds_return=1000, threads_return=1000, nothing_piles_up=1000).passed
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def rows(phase: str, metric: str, values: list[float], cycle: int = 1) -> list[R
 
 def test_what_is_missing_is_not_judged() -> None:
     config = {"ranks": 2, "cycles": 2, "groups": 2}
-    checks = find("smoke").load_checks()
+    checks = find("smoke").load_rules()
     nothing = judge(to_frame([]), config, checks)
     assert {row.passed for row in nothing} == {None}
     short = rows("talk", "wrong_values", [0, 0]) + rows("talk", "talked_groups", [2, 2])

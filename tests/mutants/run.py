@@ -35,7 +35,7 @@ from typing import Any
 
 import kit
 from kit.errors import KitError
-from kit.labs.discover import checks_of
+from kit.labs.discover import rules_of
 from kit.results import Run
 from tests.mutants import table
 from tests.mutants.catalogue import CATALOGUE, SETUPS, Setup, others
@@ -155,7 +155,7 @@ def look(out: Path, error: BaseException | None) -> Seen:
     rows: dict[bool | None, list[str]] = {True: [], False: [], None: []}
     records: Records = {}
     if (out / "run.json").exists():
-        run = Run(out, checks=checks_of)
+        run = Run(out, rules=rules_of)
         for row in run.verdict():
             rows[row.passed].append(row.check)
         records = records_of(out)

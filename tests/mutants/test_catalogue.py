@@ -30,7 +30,7 @@ def test_checks_and_settings_are_those_of_the_labs() -> None:
     for mutant in CATALOGUE:
         setup = SETUPS[mutant.config].changed(mutant.set)
         definition = find(setup.lab)
-        assert mutant.check in {check.name for check in definition.all_checks()}, mutant
+        assert mutant.check in {check.name for check in definition.all_rules()}, mutant
         definition.config(**{"ranks": setup.ranks, **setup.config})
 
 

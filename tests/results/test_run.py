@@ -11,9 +11,9 @@ import pytest
 from kit import machine
 from kit.errors import BadInput
 from kit.results import (
-    Check,
     Measured,
     RecordWriter,
+    Rule,
     Run,
     Verdict,
     VerdictRow,
@@ -34,7 +34,7 @@ def drift(frame, config):
     return Measured(float(select(frame, metric="rss")["value"].max()) / 2**20)
 
 
-CHECKS = {"smoke": [Check("rss drift", "Does memory come back?", "drift_mib", 10.0, "MiB", "<=", drift)]}
+CHECKS = {"smoke": [Rule("rss drift", "Does memory come back?", drift, limit=10.0, unit="MiB")]}
 
 
 def checks(lab):
@@ -100,7 +100,7 @@ def test_records_that_a_complete_run_lacks(folder, info, complete, passed):
     (folder / "records.jsonl").write_text("")
     path = folder / "run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **info}))
-    row = Run(folder, checks=checks, complete=complete).verdict()[0]
+    row = Run(folder, rules=checks, complete=complete).verdict()[0]
     assert (row.passed, row.measured) == (passed, None)
 
 
@@ -109,7 +109,7 @@ def test_what_is_missing_is_judged_anew_when_the_run_ends(folder):
     path = folder / "run.json"
     info = {**json.loads(path.read_text()), "fault": "leak"}
     path.write_text(json.dumps({**info, "status": "running"}))
-    run = Run(folder, checks=checks)
+    run = Run(folder, rules=checks)
     assert run.verdict()[0].passed is None
     path.write_text(json.dumps(info))
     os.utime(path, ns=(0, 0))
@@ -141,8 +141,8 @@ def test_a_file_that_cannot_be_read_is_one_sentence(folder, name):
 
 def test_a_config_without_what_a_check_asks_for_is_not_measured(folder):
     """Such as a run of an older kit, or a user's own run with a lab's name."""
-    ask = Check("asks", "", "t", 0.0, "1", "==", lambda frame, config: Measured(config["gone"]))
-    (row,) = Run(folder, checks=lambda _: [ask]).verdict()
+    ask = Rule("asks", "", lambda frame, config: Measured(config["gone"]), better="==")
+    (row,) = Run(folder, rules=lambda _: [ask]).verdict()
     assert (row.passed, row.why) == (None, "not measured: the run's config has no 'gone'")
 
 
@@ -151,11 +151,11 @@ def test_a_run_without_any_record_is_an_empty_table(make_run):
 
 
 def test_verdict_with_the_labs_checks_and_a_moved_limit(folder):
-    run = Run(folder, checks=checks)
+    run = Run(folder, rules=checks)
     assert [row.passed for row in run.verdict()] == [False]
-    assert [row.passed for row in run.verdict(drift_mib=50)] == [True]
-    with pytest.raises(BadInput, match="unknown tolerance 'drift_mb'; did you mean 'drift_mib'"):
-        run.verdict(drift_mb=50)
+    assert [row.passed for row in run.verdict(**{"rss drift": 50})] == [True]
+    with pytest.raises(BadInput, match="unknown tolerance 'rss_drift'; did you mean 'rss drift'"):
+        run.verdict(rss_drift=50)
 
 
 def test_a_lab_without_checks_shows_the_stored_verdict(folder):
@@ -164,7 +164,7 @@ def test_a_lab_without_checks_shows_the_stored_verdict(folder):
     stored.write(folder / "verdict.json")
     assert Run(folder).verdict() == stored
     with pytest.raises(BadInput, match="takes no tolerances"):
-        Run(folder, checks=lambda _: []).verdict(drift_mib=1)
+        Run(folder, rules=lambda _: []).verdict(memory_drift=1)
 
 
 def made_by_an_older_kit(folder):
@@ -182,18 +182,18 @@ def raising(frame, config):
     return Measured(frame[frame["metric"] == "gone"]["value"].iloc[0])
 
 
-OF_IDS = Check("errors", "?", "error_max", 1.0, "1", "<=", about_ids)
-RAISES = Check("raises", "?", "raises_max", 1.0, "1", "<=", raising)
+OF_IDS = Rule("errors", "?", about_ids, limit=1.0)
+RAISES = Rule("raises", "?", raising, limit=1.0)
 
 
 def test_an_older_run_is_judged_as_far_as_its_records_tell_and_shown_as_it_was_judged(folder):
     stored = Verdict([VerdictRow("errors", 0.5, 9.0, "1", True, "w")])
     stored.write(folder / "verdict.json")
     every = [*CHECKS["smoke"], OF_IDS, RAISES]
-    today = {row.check: row for row in Run(folder, checks=lambda _: every).verdict()}
+    today = {row.check: row for row in Run(folder, rules=lambda _: every).verdict()}
     assert (today["raises"].passed, "the check raised IndexError" in today["raises"].why) == (False, True)
     made_by_an_older_kit(folder)
-    run = Run(folder, checks=lambda _: every)
+    run = Run(folder, rules=lambda _: every)
     assert [row.passed for row in run.verdict()] == [False, None, None]
     assert run.shown_verdict() == stored
 
@@ -202,7 +202,7 @@ def test_a_run_that_broke_is_judged_as_far_as_its_records_go(make_run, record, t
     writer = create_run(tmp_path, "smoke", {}, {}, out=tmp_path / "broke")
     writer.append([record(metric="rss", value=2**20, unit="B")])
     writer.finish("RankDied: rank 1 is gone")
-    run = Run(writer.dir, checks=lambda _: [*CHECKS["smoke"], OF_IDS, RAISES])
+    run = Run(writer.dir, rules=lambda _: [*CHECKS["smoke"], OF_IDS, RAISES])
     assert [row.passed for row in run.verdict()] == [True, None, None]
     assert run.verdict()[2].why.startswith(
         "not measured: the records of this run lack what the check needs (IndexError"
@@ -302,8 +302,8 @@ def test_checks_are_asked_once_until_records_grow(folder, record):
         asked.append(len(frame))
         return Measured(3.0)
 
-    run = Run(folder, checks=lambda lab: [Check("c", "?", "c_max", 5, "1", "<=", measure)])
-    assert [run.verdict(c_max=limit)[0].passed for limit in (5, 2, 3)] == [True, False, True]
+    run = Run(folder, rules=lambda lab: [Rule("c", "?", measure, limit=5)])
+    assert [run.verdict(c=limit)[0].passed for limit in (5, 2, 3)] == [True, False, True]
     assert len(asked) == 1
     with closing(RecordWriter(folder / "records.jsonl")) as writer:
         writer.append([record()])

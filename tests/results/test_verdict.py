@@ -8,9 +8,9 @@ import pytest
 
 from kit.errors import BadInput
 from kit.results import (
-    Check,
     Measured,
     NotMeasured,
+    Rule,
     Unjudged,
     Verdict,
     VerdictRow,
@@ -19,15 +19,17 @@ from kit.results import (
     judge,
     load_tolerances,
     read_verdict,
+    rule,
     save_tolerances,
     select,
     to_frame,
 )
-from kit.results.verdict import cells, headline, hold, measure, suspect_in
+from kit.results.rules import hold, measure, suspect_in
+from kit.results.verdict import cells, headline
 
 
-def check(value, *, limit=10.0, better="<=", why="", name="drift", tolerance="drift_mib"):
-    return Check(name, "Does it come back?", tolerance, limit, "MiB", better, lambda *_: Measured(value, why))
+def check(value, *, limit=10.0, better="<=", why="", name="drift"):
+    return Rule(name, "Does it come back?", lambda *_: Measured(value, why), limit=limit, unit="MiB", better=better)
 
 
 def only(checks, tolerances=None):
@@ -64,14 +66,14 @@ def test_missing_records_are_not_measured(record):
     def measure(frame, config):
         return Measured(select(frame, phase="reload", metric="rss")["value"].max())
 
-    question = Check("rss", "?", "rss_mib", 1.0, "B", "<=", measure)
+    question = Rule("rss", "?", measure, limit=1.0, unit="B")
     row = judge(to_frame([record()]), {}, [question])[0]
     assert (row.passed, row.why) == (None, "not measured: no records with phase 'reload', metric 'rss'")
     assert judge(to_frame([record(metric="rss", value=0)]), {}, [question])[0].passed is True
 
 
 def test_missing_records_fail_where_something_may_have_kept_them_away(record):
-    question = Check("rss", "?", "rss_mib", 1.0, "B", "<=", lambda frame, _: Measured(len(select(frame, metric="rss"))))
+    question = Rule("rss", "?", lambda frame, _: Measured(len(select(frame, metric="rss"))), limit=1.0, unit="B")
     row = judge(to_frame([record()]), {}, [question], suspect="fault 'x'")[0]
     assert (row.passed, row.measured) == (False, None)
     assert row.why == "could not be judged: no records with metric 'rss'; fault 'x' may have kept them away"
@@ -82,7 +84,7 @@ def raising(error):
     def measure(frame, config):
         raise error
 
-    return Check("c", "?", "c", 1.0, "1", "<=", measure)
+    return Rule("c", "?", measure, limit=1.0)
 
 
 def test_what_the_machine_cannot_have_is_null_whoever_is_suspected():
@@ -103,16 +105,14 @@ def test_what_the_code_kept_from_being_judged_fails_and_comes_back_from_disk(tmp
 
 
 def test_a_config_that_cannot_have_an_answer_is_not_asked():
-    question = Check(
-        "c", "?", "c", 0, "1", "<=", lambda *_: 1 / 0, cannot=lambda config: "one cycle" if config["cycles"] < 2 else ""
-    )
+    question = Rule("c", "?", lambda *_: 1 / 0, cannot=lambda config: "one cycle" if config["cycles"] < 2 else "")
     assert judge(to_frame([]), {"cycles": 1}, [question])[0].why == "not measured: one cycle"
     assert judge(to_frame([]), {}, [question])[0].why == "not measured: the run's config has no 'cycles'"
     assert "ZeroDivisionError" in judge(to_frame([]), {"cycles": 2}, [question])[0].why
 
 
 def test_why_a_value_is_good_enough_is_reported_of_rows_that_pass():
-    question = Check("c", "?", "c", 1e-5, "1", "<=", lambda _, c: Measured(c["x"], "far", if_passed="another order"))
+    question = Rule("c", "?", lambda _, c: Measured(c["x"], "far", if_passed="another order"), limit=1e-5)
     assert [judge(to_frame([]), {"x": x}, [question])[0].why for x in (0.0, 1.35)] == ["far; another order", "far"]
 
 
@@ -135,23 +135,23 @@ def test_who_may_have_kept_records_away(config, fault, suspect):
 
 
 def test_a_check_sees_the_config():
-    question = Check("c", "?", "c", 0, "1", "==", lambda _, config: Measured(config["cycles"] - 3))
+    question = Rule("c", "?", lambda _, config: Measured(config["cycles"] - 3), better="==")
     assert judge(to_frame([]), {"cycles": 3}, [question]).passed
 
 
 def test_a_tolerance_moves_the_limit():
-    row = only(check(20.0), {"drift_mib": 50})
+    row = only(check(20.0), {"drift": 50})
     assert (row.passed, row.limit) == (True, 50.0)
 
 
 @pytest.mark.parametrize("value", ["50", None, True, math.nan, [1]])
 def test_a_tolerance_that_is_no_number_is_bad_input(value):
-    with pytest.raises(BadInput, match=r"tolerance 'drift_mib' is .*; it must be a number"):
-        only(check(1.0), {"drift_mib": value})
+    with pytest.raises(BadInput, match=r"tolerance 'drift' is .*; it must be a number"):
+        only(check(1.0), {"drift": value})
 
 
 def test_an_unknown_tolerance_is_bad_input_that_lists_the_known():
-    with pytest.raises(BadInput, match="unknown tolerance 'x'; allowed are: drift_mib"):
+    with pytest.raises(BadInput, match="unknown tolerance 'x'; allowed are: drift"):
         only(check(1.0), {"x": 1})
 
 
@@ -167,7 +167,7 @@ def test_passed_failed_and_exit_code():
 
 def test_verdict_json_has_exactly_the_contracts_keys_and_comes_back(tmp_path):
     checks = [check(1.5, why="worst: rank 1"), check(None), check(math.inf), check(True)]
-    verdict = judge(to_frame([]), {}, checks, {"drift_mib": math.inf})
+    verdict = judge(to_frame([]), {}, checks, {"drift": math.inf})
     verdict.write(tmp_path / "verdict.json")
     rows = json.loads((tmp_path / "verdict.json").read_text(), parse_constant=pytest.fail)
     assert all(set(row) == {"check", "measured", "limit", "unit", "passed", "why"} for row in rows)
@@ -289,7 +289,7 @@ def test_a_limit_may_hang_on_the_config():
     question = check(5.0, limit=lambda config: 1.0 if config["dtype"] == "float32" else 10.0)
     rows = {dtype: judge(to_frame([]), {"dtype": dtype}, [question])[0] for dtype in ("float32", "bfloat16")}
     assert [(row.limit, row.passed) for row in rows.values()] == [(1.0, False), (10.0, True)]
-    moved = judge(to_frame([]), {"dtype": "float32"}, [question], {"drift_mib": 7})[0]
+    moved = judge(to_frame([]), {"dtype": "float32"}, [question], {"drift": 7})[0]
     assert (moved.limit, moved.passed) == (7.0, True)
 
 
@@ -297,7 +297,7 @@ def test_several_answers_are_several_rows():
     def measure(frame, config):
         return [Measured(value, name, of=name) for name, value in given.items()]
 
-    several = Check("each", "?", "each", 10.0, "1", "<=", measure)
+    several = Rule("each", "?", measure, limit=10.0)
     given = {"one": 1.0, "two": 99.0, "three": None, "four": 50.0}
     verdict = judge(to_frame([]), {}, [several, check(1.0)])
     assert [(row.check, row.passed, row.measured) for row in verdict] == [
@@ -328,7 +328,7 @@ def test_a_check_that_raises_fails_by_name_and_leaves_the_others_their_answers()
     def raises(frame, config):
         raise KeyError("bucket")
 
-    checks = [Check("broken", "?", "c", 0, "1", "==", raises), check(0.0)]
+    checks = [Rule("broken", "?", raises, better="=="), check(0.0)]
     broken, fine = judge(to_frame([]), {}, checks)
     assert (broken.passed, broken.measured) == (False, None)
     assert re.search(r"the check raised KeyError: 'bucket' at test_verdict.py:\d+$", broken.why)
@@ -339,12 +339,12 @@ def test_a_check_that_raises_fails_by_name_and_leaves_the_others_their_answers()
 
 def test_a_check_that_finds_nothing_to_ask_about_is_null_or_failed():
     """A check that returns an empty list is null, or failed if own code or a fault may be the reason."""
-    nothing = Check("c", "?", "c", 0, "1", "==", lambda *_: [])
+    nothing = Rule("c", "?", lambda *_: [], better="==")
     assert [judge(to_frame([]), {}, [nothing], suspect=who)[0].passed for who in ("", "fault 'x'")] == [None, False]
 
 
 def test_a_limit_that_an_older_config_cannot_give_is_null_and_no_traceback():
-    question = Check("c", "?", "c", lambda config: config["size"] * 2, "1", "<=", lambda *_: Measured(1.0))
+    question = Rule("c", "?", lambda *_: Measured(1.0), limit=lambda config: config["size"] * 2)
     row = judge(to_frame([]), {}, [question])[0]
     assert (row.passed, row.measured, math.isnan(row.limit)) == (None, None, True)
     assert row.why == "not measured: the run's config has no 'size'"
@@ -358,7 +358,7 @@ def test_lacking_records_can_fail_a_check_and_cannot_pass_it():
         incomplete("3 of 4 counts")
         return [Measured(config["worst"], "as counted", of="rank 0"), Measured(None, "not counted", of="rank 1")]
 
-    check = Check("few", "?", "few", 0, "1", "<=", counts)
+    check = Rule("few", "?", counts)
     fine = hold(measure(to_frame([]), {"worst": 0}, [check], whole=False), {}, {})
     assert [row.passed for row in fine] == [None, None, None]
     assert fine[1].why == "not measured: 3 of 4 counts; those that are there hold (0)"
@@ -372,10 +372,28 @@ def test_a_check_that_breaks_for_want_of_records_says_which():
         incomplete("3 of 4 counts")
         raise KeyError("rank")
 
-    row = judge(to_frame([]), {}, [Check("few", "?", "few", 0, "1", "<=", raises)])[0]
+    row = judge(to_frame([]), {}, [Rule("few", "?", raises)])[0]
     assert (row.passed, row.why) == (None, "not measured: 3 of 4 counts")
 
 
 def test_a_config_that_lacks_what_a_check_is_asked_for_does_not_ask_it():
-    asked = Check("few", "?", "few", 0, "1", "<=", lambda *_: Measured(0), when=lambda config: config["experts"] > 0)
+    asked = Rule("few", "?", lambda *_: Measured(0), when=lambda config: config["experts"] > 0)
     assert [asked.asked(config) for config in ({"experts": 2}, {"experts": 0}, {})] == [True, False, False]
+
+
+def test_an_old_tolerance_name_is_accepted_with_a_sentence_that_has_the_new_one():
+    question = Rule("memory_drift", "?", lambda *_: Measured(20.0))
+    with pytest.warns(FutureWarning, match="tolerance drift_mib is now called memory_drift"):
+        assert judge(to_frame([]), {}, [question], {"drift_mib": 50}).passed
+
+
+def test_a_rule_that_yields_counts_violations():
+    def order_kept(frame, config):
+        """Is the order kept?"""
+        yield from (f"row {row}" for row in config["wrong"])
+        return "3 rows in order"
+
+    asked = rule(order_kept)
+    assert (asked.name, asked.question) == ("order_kept", "Is the order kept?")
+    rows = [judge(to_frame([]), {"wrong": wrong}, [asked])[0] for wrong in ([], [4], [4, 7])]
+    assert [(row.measured, row.why) for row in rows] == [(0, "3 rows in order"), (1, "row 4"), (2, "row 4; 1 more")]

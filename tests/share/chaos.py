@@ -219,7 +219,7 @@ def violations(rows: list[dict[str, Any]], without: tuple[str, ...] = ()) -> dic
 
 
 def judged(check: Callable[[Ledger], Any], ledger: Ledger) -> Any:
-    from kit.results.verdict import NotMeasured
+    from kit.results.rules import NotMeasured
 
     try:
         return check(ledger)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kit.results.verdict import Measured
+from kit.results.rules import Measured
 from kit.share.judge import CHECKS, Ledger
 
 

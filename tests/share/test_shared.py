@@ -10,7 +10,7 @@ import pytest
 from kit.errors import BadInput
 from kit.loop.messages import Event
 from kit.loop.runner import Runner
-from kit.results.verdict import Missing, NotMeasured
+from kit.results.rules import Missing, NotMeasured
 from kit.share.broken import FAULTS, swapped
 from kit.share.judge import CHECKS, Ledger, pipeline_rows
 from kit.share.simulated import Simulation
@@ -145,7 +145,7 @@ def test_a_ledger_that_no_runner_wrote_is_judged_alike() -> None:
     for name, fault in FAULTS.items():
         with swapped(fault.swaps):
             rows = foreign(rows_of(fault.scenario.run().rows))
-        assert fault.check in violations(rows), name
+        assert fault.caught_by in violations(rows), name
 
 
 def test_what_a_ledger_lacks_is_named() -> None:
@@ -165,7 +165,7 @@ BY_PIPELINES = {  # checks with faults of pipelines, in the lab `share`
 
 
 def test_every_check_has_a_fault() -> None:
-    assert {fault.check for fault in FAULTS.values()} | BY_PIPELINES == {*CHECKS}
+    assert {fault.caught_by for fault in FAULTS.values()} | BY_PIPELINES == {*CHECKS}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -175,7 +175,7 @@ def test_a_fault_is_seen_by_the_check_that_it_names(name: str) -> None:
     assert violations(rows_of(right.rows)) == {}
     with swapped(FAULTS[name].swaps):
         wrong = fault.scenario.run()
-    assert fault.check in violations(rows_of(wrong.rows))
+    assert fault.caught_by in violations(rows_of(wrong.rows))
 
 
 def test_requests_to_a_replica_that_sleeps_are_seen() -> None:

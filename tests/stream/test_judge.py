@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kit.errors import BadInput
-from kit.results.verdict import Measured, Missing, NotMeasured, Unjudged
+from kit.results.rules import Measured, Missing, NotMeasured, Unjudged
 from kit.stream.history import Ledger, pipelines
 from kit.stream.judge import CHECKS, resume_equals
 from tests.stream.ledgers import AT_SYNC, SAMPLERS, Row, System

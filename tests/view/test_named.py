@@ -86,36 +86,35 @@ def test_what_each_shows(run):
 
 
 def test_a_tolerance_moves_its_line_and_is_reported(run):
-    plain, moved = (named.plot(run, "drift", tolerances=limits) for limits in (None, {"drift_mib": 7.5}))
+    plain, moved = (named.plot(run, "drift", tolerances=limits) for limits in (None, {"memory_drift": 7.5}))
     assert (flat(plain.axes[0]), flat(moved.axes[0])) == ([200], [7.5])
     assert "limit 7.5 MiB" in words(moved)
-    assert moved.get_suptitle().endswith("finished · limits moved: drift_mib 7.5")
-    census = named.plot(run, "census", tolerances={"fds_more": 9})
+    assert moved.get_suptitle().endswith("finished · limits moved: memory_drift 7.5")
+    census = named.plot(run, "census", tolerances={"fds_return": 9})
     by_title = {axes.get_title(loc="left").partition(" (")[0]: flat(axes) for axes in census.axes}
     assert by_title == {"": [], "Process groups": [1], "Open files": [29], "Sockets": [], "Threads": [20]}
-    assert "✗ FAIL" in words(named.plot(run, "verdict", tolerances={"fds_more": -1}))
-    assert "limits moved: drift_mib 7.5" in named.plot(run, tolerances={"drift_mib": 7.5}).get_suptitle()
+    assert "✗ FAIL" in words(named.plot(run, "verdict", tolerances={"fds_return": -1}))
+    assert "limits moved: memory_drift 7.5" in named.plot(run, tolerances={"memory_drift": 7.5}).get_suptitle()
     with pytest.raises(BadInput, match="unknown tolerance 'drift'"):
         named.plot(run, "drift", tolerances={"drift": 1})
 
 
 def test_a_plot_changes_with_the_limits_that_are_in_it_alone(run):
-    checks = {"drift_mib": ("memory_drift",), "fds_more": ("fds_return",)}
     album = named.album(run)
-    assert {name for name in album.names if album.moves_with(name, checks, {"drift_mib"})} == {
+    assert {name for name in album.names if album.moves_with(name, {"memory_drift"})} == {
         "overview",
         "drift",
         "verdict",
     }
-    assert album.moves_with("census", checks, {"fds_more"})
-    assert not album.moves_with("memory", checks, {"fds_more", "drift_mib"})
+    assert album.moves_with("census", {"fds_return"})
+    assert not album.moves_with("memory", {"fds_return", "memory_drift"})
 
 
 def test_a_plot_that_is_like_another_is_laid_out_as_that_is(run):
     album = named.album(run)
     first = album.draw("census")
     first.draw_without_rendering()
-    second = album.draw("census", tolerances={"fds_more": 3}, like=first)
+    second = album.draw("census", tolerances={"fds_return": 3}, like=first)
     second.draw_without_rendering()
     assert [axes.get_position().bounds for axes in second.axes] == [axes.get_position().bounds for axes in first.axes]
     other = album.draw("census", like=album.draw("drift"))  # a plot with different parts

@@ -15,7 +15,7 @@ from PIL import Image
 import kit
 from kit.draw.general import times_table
 from kit.errors import BadInput
-from kit.labs.discover import checks_of
+from kit.labs.discover import rules_of
 from kit.results import VerdictRow, trace
 from kit.results.comparison import differing
 from kit.results.records import to_json
@@ -82,7 +82,7 @@ def test_everything_is_inside_the_page(make_run):
     assert run.id in words
     assert "Time per phase and rank" in words
     assert "Partial" not in words
-    assert checks_of("smoke")[0].question in words
+    assert rules_of("smoke")[0].question in words
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from kit.bench.session import seconds_of, turn_by_turn
 from kit.errors import BadInput, KitError
-from kit.labs.split.config import RECIPES, Recipe, SplitConfig, model_config
+from kit.labs.split.lab import RECIPES, Recipe, SplitConfig, model_config
 from kit.labs.split.ranks.backends import chunks_of
 from kit.measure import counts, host
 from kit.measure.phase import device_memory, host_memory, reset_peaks, timed

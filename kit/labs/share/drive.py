@@ -18,12 +18,12 @@ from typing import Any
 
 from kit.errors import KitError
 from kit.labs.lab import Drive
-from kit.labs.share.config import DESK, PIPELINE, TRAINER, ShareConfig, pipeline_config
+from kit.labs.share.lab import DESK, PIPELINE, TRAINER, ShareConfig, pipeline_config
 from kit.labs.share.observer import Observer
 from kit.labs.share.ports import Clock, Devices, Live, Ranks, every, started
 from kit.labs.stream import drive as stream
-from kit.labs.stream.config import settings
 from kit.labs.stream.drive import name_of
+from kit.labs.stream.lab import settings
 from kit.loop.messages import Command, Event, Ledger, Row
 from kit.loop.runner import Core, Port, RealClock, Runner
 from kit.share import core

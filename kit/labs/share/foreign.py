@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from kit.errors import BadInput
-from kit.labs.share.config import PIPELINES
+from kit.labs.share.lab import PIPELINES
 
 RANGE = re.compile(r"list\(range\((\d+)(?:,\s*(\d+))?\)\)")
 REFERENCE = re.compile(r"\$\{(\w+(?:\.\w+)*)\}")

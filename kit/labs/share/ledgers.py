@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from kit.labs.growth import PerFrame, events, rows_of
 from kit.loop.messages import numbers
 from kit.results import Measured, Missing, NotMeasured, with_ids
+from kit.results.growth import PerFrame, events, rows_of
 from kit.results.units import counted
 from kit.share.books import Books, Ledger, Row
 from kit.share.judge import pipeline_rows

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from kit import machine
 from kit.labs.lab import Drive
-from kit.labs.share.config import BETWEEN_LOOKS_S, DESK, LOCK
+from kit.labs.share.lab import BETWEEN_LOOKS_S, DESK, LOCK
 from kit.loop.messages import Event, listed
 from kit.results.records import new_row
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.lab import Drive
-from kit.labs.share.config import DESK, TRAINER, pipeline_config
+from kit.labs.share.lab import DESK, TRAINER, pipeline_config
 from kit.labs.share.observer import EVERY_S, Observer
 from kit.labs.stream import drive as ports
 from kit.labs.stream.drive import name_of, number_of

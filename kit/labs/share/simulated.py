@@ -12,10 +12,10 @@ from typing import Any
 
 from kit.errors import KitError
 from kit.labs.lab import Drive
-from kit.labs.share.config import DESK, ShareConfig, pipeline_config
 from kit.labs.share.drive import OfPipeline, member
-from kit.labs.stream.config import settings
+from kit.labs.share.lab import DESK, ShareConfig, pipeline_config
 from kit.labs.stream.drive import durations, silent, written
+from kit.labs.stream.lab import settings
 from kit.loop.messages import Command, Event, Row
 from kit.loop.runner import Runner, VirtualClock
 from kit.share import broken as desks

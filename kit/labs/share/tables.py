@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from kit.labs.growth import PerFrame
 from kit.labs.share.ledgers import MAIN, Span, over_time, recorded, runs, seats, spans
 from kit.loop.messages import numbers
 from kit.results import NotMeasured
+from kit.results.growth import PerFrame
 from kit.share.books import Books, Ledger, Row
 from kit.share.judge import device_requests, flights, is_needy
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kit.draw.plots import SEPARATE, Pictures, Plot, RunData, Scene, Table, grid_across, legend_of, limit_of, marks_of
 from kit.draw.style import LINES, MARKERS, Theme
-from kit.labs.split import checks
-from kit.labs.split.checks import COMMON, chunks_of, every_chunks, singular
-from kit.labs.split.config import KIT_SPLIT, Case, cases_of
+from kit.labs.split import rules
+from kit.labs.split.lab import KIT_SPLIT, Case, cases_of
+from kit.labs.split.rules import COMMON, chunks_of, every_chunks, singular
 from kit.results import with_ids
 from kit.results.units import counted, time_unit
 
@@ -184,7 +184,7 @@ def gradients(scene: Scene) -> None:
 
 def first_step(data: RunData) -> pd.DataFrame:
     """The largest error of each metric over all numbers of chunks in the first step, by level. NotMeasured if the run ended before."""
-    table = checks.metrics(data.records, data.config)
+    table = rules.metrics(data.records, data.config)
     table = table[table["step"] == 1].assign(lost=table["split"].isna() & table["sync"].notna())
     worst = {"error": "max", "one_scalar_error": "max", "lost": "any"}
     found = table.groupby(["level", "normalizer", "metric"], as_index=False).agg(worst)
@@ -291,9 +291,9 @@ PICTURES = Pictures(
     words=words,
     ready=ready,
     tables={
-        "metrics": Table("Every metric, worst first", lambda run: checks.metrics(run.frame(), run.config), "error"),
+        "metrics": Table("Every metric, worst first", lambda run: rules.metrics(run.frame(), run.config), "error"),
         "tensors": Table(
-            "Every tensor, worst first", lambda run: checks.tensors(run.frame(), run.config), "gradient_error"
+            "Every tensor, worst first", lambda run: rules.tensors(run.frame(), run.config), "gradient_error"
         ),
     },
 )

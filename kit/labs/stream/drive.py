@@ -31,7 +31,7 @@ from typing import Any
 from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.lab import Drive
 from kit.labs.stream import broken
-from kit.labs.stream.config import StreamConfig, replica_names, settings
+from kit.labs.stream.lab import StreamConfig, replica_names, settings
 from kit.loop.messages import Command, Event, Id, Memory, Row, listed, numbers
 from kit.loop.runner import Core, Port, RealClock, Runner, Stalled
 from kit.results.records import new_row

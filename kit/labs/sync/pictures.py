@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kit.draw.general import drift
 from kit.draw.plots import Pictures, Plot, RunData, Scene, Table, grid_across, legend_of, marks_of, stack
 from kit.draw.style import LINES, MARKERS, Theme
-from kit.labs.sync import checks
+from kit.labs.sync import rules
 from kit.results import NotMeasured, with_ids
 from kit.results.units import counted, samples, time_unit
 
@@ -70,7 +70,7 @@ def bars(scene: Scene) -> None:
     marks = {stage.word or name: look_of(name, theme) for name, stage in STAGES.items()}
     marks["elapsed time"] = {"color": theme.ink, "linewidth": 1.8}
     legend_of(legend, marks_of(marks), columnspacing=1.0, handlelength=1.2)
-    table = checks.stages(scene.data.records)
+    table = rules.stages(scene.data.records)
     table = table[table["cycle"].isin(sorted(table["cycle"].unique())[-CYCLES:])]
     scale, unit = time_unit(float(table["seconds"].max()))
     ticks: dict[float, str] = {}
@@ -101,8 +101,8 @@ def bars(scene: Scene) -> None:
 
 def shown(frame: pd.DataFrame) -> tuple[str, int] | None:
     """The sync to draw event by event: the last expansion that has any, else the last refresh."""
-    events = checks.all_events(frame)
-    for path in reversed(checks.PATHS):
+    events = rules.all_events(frame)
+    for path in reversed(rules.PATHS):
         cycles = events[events["phase"] == path]["cycle"]
         if len(cycles):
             return path, int(cycles.max())
@@ -118,14 +118,14 @@ def lanes(events: pd.DataFrame) -> list[int]:
 
 def height(frame: pd.DataFrame) -> float:
     found = shown(frame)
-    return LANE * (len(lanes(checks.events(frame, *found))) + 1) if found else 0.0
+    return LANE * (len(lanes(rules.events(frame, *found))) + 1) if found else 0.0
 
 
 def timeline(scene: Scene) -> None:
     """A lane a rank: what led to each event in the colour of its stage, and its name where it happened."""
     ax, theme, frame = scene.figure.subplots(), scene.theme, scene.data.records
     path, cycle = shown(frame) or ("expand", 0)
-    events = checks.events(frame, path, cycle)
+    events = rules.events(frame, path, cycle)
     ranks = lanes(events)
     low, high = float(events["seconds"].min()), float(events["seconds"].max())
     scale, unit = time_unit(high - low)
@@ -194,14 +194,14 @@ def rates(scene: Scene) -> None:
 
 def curves(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
     """GB/s against the bucket size, end to end into a receiver's tensors; one large memcpy is the ceiling."""
-    table = checks.transports(frame)
+    table = rules.transports(frame)
     for index, (name, rows) in enumerate(table.groupby("transport")):
         x, style = rows["bucket_bytes"] / MIB, dict[str, Any](color=theme.colour(index))
         if rows["rate_low"].notna().all():
             ax.vlines(x, rows["rate_low"] / GB, rows["rate_high"] / GB, linewidth=5, alpha=0.3, **style)
         style |= {"marker": MARKERS[index % len(MARKERS)], "linestyle": LINES[index % len(LINES)]}
         ax.plot(x, rows["rate"] / GB, linewidth=1.6, markersize=5.5, label=str(name), **style)
-    highest, ceiling = float(table["rate"].max()) / GB, checks.memcpy(frame) / GB
+    highest, ceiling = float(table["rate"].max()) / GB, rules.memcpy(frame) / GB
     if math.isfinite(ceiling):
         highest = max(highest, ceiling)
         ax.axhline(ceiling, color=theme.ink, linewidth=1.3, linestyle=LINES[2], zorder=1)
@@ -228,10 +228,10 @@ def curves(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
 
 def side_by_side(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
     """Each transport at its best bucket size, the fastest first; those that this run's syncs used are marked."""
-    table = checks.transports(frame)
+    table = rules.transports(frame)
     order = list(table["transport"].unique())
     found = table.sort_values("rate", ascending=False).drop_duplicates("transport")
-    used = frame["phase"].isin(checks.PATHS) & (frame["metric"] == "transport_receivers") & (frame["value"] > 0)
+    used = frame["phase"].isin(rules.PATHS) & (frame["metric"] == "transport_receivers") & (frame["value"] > 0)
     chosen = set(with_ids(frame[used], "transport")["transport"])
     for place, row in enumerate(found.to_dict("records")):
         ax.barh(place, row["rate"] / GB, 0.62, color=theme.colour(order.index(row["transport"])), zorder=2)
@@ -252,7 +252,7 @@ def side_by_side(ax: Axes, frame: pd.DataFrame, theme: Theme) -> None:
 
 def ready(data: RunData) -> bool:
     timed = data.of("wall")
-    return bool(timed[timed["rank"] == 0]["phase"].isin(checks.PATHS).any())
+    return bool(timed[timed["rank"] == 0]["phase"].isin(rules.PATHS).any())
 
 
 def words(data: RunData) -> list[str]:
@@ -284,7 +284,7 @@ def summary(scene: Scene) -> None:
 
 def hashed(frame: pd.DataFrame, theme: Theme) -> tuple[str, str]:
     try:
-        table = checks.digests(frame)
+        table = rules.digests(frame)
     except NotMeasured as why:
         return f"Digests: {why}.", theme.faint
     wrong = table[table["differ"] > 0]
@@ -326,19 +326,19 @@ PICTURES = Pictures(
     tables={
         "syncs": Table(
             "Every sync",
-            lambda run: checks.syncs(run.frame()),
+            lambda run: rules.syncs(run.frame()),
             "wall",
             {
-                **dict.fromkeys(("wall", *checks.SENDER, *(f"receiver {one}" for one in checks.RECEIVER)), "s"),
+                **dict.fromkeys(("wall", *rules.SENDER, *(f"receiver {one}" for one in rules.RECEIVER)), "s"),
                 "bytes": "B",
             },
         ),
-        "stages": Table("Every stage of every sync", lambda run: checks.stages(run.frame()), units={"seconds": "s"}),
+        "stages": Table("Every stage of every sync", lambda run: rules.stages(run.frame()), units={"seconds": "s"}),
         "transports": Table(
             "Transports by bucket size",
-            lambda run: checks.transports(run.frame()),
+            lambda run: rules.transports(run.frame()),
             units={"bucket_bytes": "B", **dict.fromkeys(("rate", "rate_low", "rate_high"), "B/s")},
         ),
-        "digests": Table("Digests on the receivers, worst first", lambda run: checks.digests(run.frame()), "differ"),
+        "digests": Table("Digests on the receivers, worst first", lambda run: rules.digests(run.frame()), "differ"),
     },
 )

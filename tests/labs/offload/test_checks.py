@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 
 from kit.labs.discover import find
-from kit.labs.growth import gpus
-from kit.labs.offload import OffloadConfig
+from kit.labs.offload.lab import OffloadConfig
 from kit.results import Record, VerdictRow, judge, to_frame
+from kit.results.growth import gpus
 
 MIB = 2**20
 CONFIG = asdict(OffloadConfig(ranks=1, tp=1, cycles=10, size="125m", dtype="float32"))
@@ -23,7 +23,7 @@ def answers(rows: Iterable[Row], **config: object) -> dict[str, VerdictRow]:
         Record(run="r", lab="offload", cycle=c, phase=p, rank=0, metric=m, value=v, unit="1", time=0)
         for c, p, m, v in rows
     ]
-    return {row.check: row for row in judge(to_frame(records), {**CONFIG, **config}, find("offload").load_checks())}
+    return {row.check: row for row in judge(to_frame(records), {**CONFIG, **config}, find("offload").load_rules())}
 
 
 def gpu(
@@ -200,7 +200,7 @@ def two_ranks(*, fell: float, reported: Iterable[str] = ("driver_used",)) -> pd.
 
 
 def judged(frame: pd.DataFrame, check: str) -> VerdictRow:
-    (row,) = [one for one in judge(frame, {**CONFIG, "ranks": 2}, find("offload").load_checks()) if one.check == check]
+    (row,) = [one for one in judge(frame, {**CONFIG, "ranks": 2}, find("offload").load_rules()) if one.check == check]
     return row
 
 
@@ -301,7 +301,7 @@ def test_times_among_ranks_that_share_a_gpu_are_no_product_numbers(gpus_of: tupl
             for r, c, p, m, v in rows
         ]
     )
-    checks = find("offload").load_checks()
+    checks = find("offload").load_rules()
     (row,) = [one for one in judge(frame, {**CONFIG, "ranks": 2, "cycles": 4}, checks) if one.check == "time_steady"]
     assert row.passed
     assert row.why.endswith("; shared GPU, not a product number") == message

@@ -9,8 +9,9 @@ import pytest
 import kit
 from kit.errors import BadInput
 from kit.labs import definition
-from kit.labs.offload import EXACT, OffloadConfig
-from kit.labs.offload import fits as offload_fits
+from kit.labs.offload.faults import EXACT
+from kit.labs.offload.lab import OffloadConfig
+from kit.labs.offload.lab import fits as offload_fits
 from kit.megatron import groups
 
 GIB = 2**30

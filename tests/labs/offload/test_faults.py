@@ -8,7 +8,7 @@ import pytest
 
 import kit
 from kit.labs.definition import Fault
-from kit.labs.offload import FAULTS
+from kit.labs.offload.faults import FAULTS
 from tests.labs.offload.conftest import failed
 
 Offload = Callable[..., kit.Run]
@@ -63,8 +63,8 @@ CYCLES = {"slow-at-last": 4, "leaked-file": 3}  # these bugs show only against e
 @pytest.mark.parametrize("fault", JUDGED, ids=lambda fault: fault.name)
 def test_a_fault_fails_its_check_and_hardly_another(offload: Offload, fault: Fault) -> None:
     config = {"cycles": CYCLES.get(fault.name, 2), **fault.set}
-    broken = failed(offload(fault=fault.name, **config).verdict(), times=fault.check == "time_steady")
-    assert {fault.check} <= broken <= {fault.check} | ALSO.get(fault.name, set())
+    broken = failed(offload(fault=fault.name, **config).verdict(), times=fault.caught_by == "time_steady")
+    assert {fault.caught_by} <= broken <= {fault.caught_by} | ALSO.get(fault.name, set())
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kit.labs.discover import find
-from kit.labs.offload import OffloadConfig
+from kit.labs.offload.lab import OffloadConfig
 from kit.results import Record, VerdictRow, judge, to_frame
 
 MIB = 2**20
@@ -81,7 +81,7 @@ def right(config: dict[str, Any]) -> Rows:
 
 
 def judged(rows: Rows, config: dict[str, Any]) -> dict[str, VerdictRow]:
-    checks = [check for check in find("offload").all_checks() if check.asked(config)]
+    checks = [check for check in find("offload").all_rules() if check.asked(config)]
     return {row.check: row for row in judge(to_frame(rows), config, checks)}
 
 

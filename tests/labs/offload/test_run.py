@@ -28,7 +28,7 @@ def of(run: kit.Run, phase: str, metric: str) -> list[float]:
 def test_the_default_run_row_by_row() -> None:
     run = kit.run("offload")
     verdict = run.verdict()
-    asked = [check.name for check in find("offload").all_checks() if check.asked(run.config)]
+    asked = [check.name for check in find("offload").all_rules() if check.asked(run.config)]
     assert [row.check for row in verdict] == asked
     assert failed(verdict) == set()
     assert unanswered(verdict) == NOT_HERE | TOO_SMALL | STAYS
@@ -52,8 +52,8 @@ def test_the_default_run_row_by_row() -> None:
         assert [step for step, what, _ in lines if what == "released job"] == steps
         assert lines[-1][2] == pytest.approx(of(run, "train", "loss")[-1], rel=1e-5)
     # Limits can change without a rerun.
-    assert failed(run.verdict(released_share=1.5, threads_more=-1)) == {"tensors_released", "threads_return"}
-    with pytest.raises(BadInput, match="did you mean 'drift_mib'"):
+    assert failed(run.verdict(tensors_released=1.5, threads_return=-1)) == {"tensors_released", "threads_return"}
+    with pytest.raises(BadInput, match="did you mean 'memory_drift'"):
         run.verdict(drift=1)
 
 

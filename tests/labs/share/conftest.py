@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kit.labs.share import LAB
+from kit.labs.share.lab import LAB
 from kit.labs.share.simulated import SWAPS
 from kit.results import Verdict
 from tests.labs.simulated import run

@@ -7,16 +7,15 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from kit.labs.share import LAB
-from kit.labs.share.config import ShareConfig, pipeline_config
+from kit.labs.share.lab import LAB, ShareConfig, pipeline_config
 from kit.labs.share.ledgers import devices_of
 from kit.labs.share.simulated import SCENES, run
-from kit.labs.stream.config import replica_model
+from kit.labs.stream.lab import replica_model
 from kit.megatron.config import model_bytes
 from kit.results import Record, Verdict
 from kit.results.records import NOTEBOOK, new_row
+from kit.results.rules import judge
 from kit.results.run import to_frame
-from kit.results.verdict import judge
 
 MIB = 2**20
 CONFIG = ShareConfig(
@@ -119,4 +118,4 @@ def numbers_of(config: ShareConfig, name: str) -> Iterator[tuple[str, float | No
 
 def verdict_of(rows: list[Row], config: ShareConfig = CONFIG) -> Verdict:
     frame = to_frame(Record(**{"run": "test", "lab": "share", "cycle": 1, **row}) for row in rows)
-    return judge(frame, dataclasses.asdict(config), LAB.load_checks())
+    return judge(frame, dataclasses.asdict(config), LAB.load_rules())

@@ -10,7 +10,7 @@ from typing import Any
 
 import kit
 from kit.labs.share import ledgers as recorded
-from kit.labs.share.config import ShareConfig
+from kit.labs.share.lab import ShareConfig
 from kit.loop.messages import Row
 from kit.results import Record, create_run
 from kit.results.records import NOTEBOOK

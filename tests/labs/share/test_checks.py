@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kit.labs.share.checks import CHECKS
+from kit.labs.share.rules import CHECKS
 from kit.results.records import NOTEBOOK, new_row
 from tests.labs.share.evidence import CONFIG, MIB, Row, records, verdict_of
 from tests.labs.simulated import failed, passed, why

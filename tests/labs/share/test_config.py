@@ -8,9 +8,9 @@ import pytest
 
 import kit
 from kit.errors import BadInput
-from kit.labs.share.config import PIPELINES, ShareConfig, pipeline_config, plan, roles
 from kit.labs.share.drive import clusters, desk_settings, own_half
-from kit.labs.stream.config import settings
+from kit.labs.share.lab import PIPELINES, ShareConfig, pipeline_config, plan, roles
+from kit.labs.stream.lab import settings
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_the_larger_scenarios_leave_what_is_given() -> None:
 
 def test_ranks_are_placed_on_the_gpus_of_their_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     def placed(free: list[int], **given: Any) -> list[tuple[int, ...]]:
-        monkeypatch.setattr("kit.labs.share.config.free_gpu_bytes", lambda: free)
+        monkeypatch.setattr("kit.labs.share.lab.free_gpu_bytes", lambda: free)
         return [role.devices for role in roles(ShareConfig(**given))]
 
     assert placed([1, 1]) == [(0,), (0,), (1,), (1,), (0,), (1,)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kit.labs.definition import Fault
-from kit.labs.share import LAB, OF_A_PIPELINE, OF_RANKS, OF_THE_DESK
-from kit.labs.share.config import ShareConfig
+from kit.labs.share.faults import OF_A_PIPELINE, OF_RANKS, OF_THE_DESK
+from kit.labs.share.lab import LAB, ShareConfig
 from kit.labs.share.ranks import broken as ranks
 from kit.labs.share.simulated import SCENES, SWAPS, run
 from tests.labs.share.conftest import simulated
@@ -44,7 +44,7 @@ SIMULATED = (*OF_THE_DESK, *OF_A_PIPELINE)
 @pytest.mark.parametrize("fault", SIMULATED, ids=lambda fault: fault.name)
 def test_a_rule_with_a_bug_fails_its_check_and_hardly_another(fault: Fault) -> None:
     verdict, error = simulated(fault.name, **fault.set)
-    assert {fault.check} <= failed(verdict) <= {fault.check} | ALSO.get(fault.name, set())
+    assert {fault.caught_by} <= failed(verdict) <= {fault.caught_by} | ALSO.get(fault.name, set())
     assert bool(error) == (fault.exit == 3)
 
 
@@ -52,7 +52,7 @@ def test_without_a_bug_every_check_of_a_ledger_passes() -> None:
     """One run covers the lab's pipelines, every script that exposes a fault, and every rehearsed scene."""
     verdict, error = simulated()
     assert (failed(verdict), error) == (set(), "")
-    assert all(passed(verdict, fault.check) for fault in SIMULATED)
+    assert all(passed(verdict, fault.caught_by) for fault in SIMULATED)
     for check in ("same_numbers", "weights_after_wake", "peak_fits"):
         assert passed(verdict, check) is None
         assert "needs the records of ranks" in why(verdict, check)

@@ -10,8 +10,8 @@ import yaml
 
 from kit.cli import Answer, main
 from kit.errors import BadInput
-from kit.labs.share.config import ShareConfig
 from kit.labs.share.foreign import settings_of
+from kit.labs.share.lab import ShareConfig
 
 # In the format of NeMo-RL pipelines under rlix: the job's settings are overrides, devices are given twice.
 NEMO: dict[str, Any] = {

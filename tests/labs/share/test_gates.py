@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import kit
-from kit.labs.share.config import ShareConfig
+from kit.labs.share.lab import ShareConfig
 from tests.labs.share.conftest import simulated
 from tests.labs.simulated import failed, passed, why
 

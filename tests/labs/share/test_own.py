@@ -8,7 +8,7 @@ import pytest
 
 import kit
 from kit.errors import BadInput
-from kit.labs.share.config import ShareConfig
+from kit.labs.share.lab import ShareConfig
 from kit.labs.share.simulated import run
 from kit.share.member import Desk, Pipeline
 from tests.labs.share.conftest import simulated

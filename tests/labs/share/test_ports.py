@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kit.errors import KitError, RankDied, RankTimeout
-from kit.labs.share.config import ShareConfig
 from kit.labs.share.drive import opened
+from kit.labs.share.lab import ShareConfig
 from kit.labs.share.ports import Clock, Live, Ranks
 from kit.loop.messages import Command, Event, Memory, Row
 from kit.loop.runner import Stalled

@@ -8,7 +8,7 @@ import pytest
 
 import kit
 from kit.labs.definition import Fault
-from kit.labs.share import OF_RANKS
+from kit.labs.share.faults import OF_RANKS
 from tests.labs.simulated import failed
 
 
@@ -18,4 +18,4 @@ from tests.labs.simulated import failed
 @pytest.mark.parametrize("fault", OF_RANKS, ids=lambda fault: fault.name)
 def test_a_rank_with_a_bug_fails_its_check(fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KIT_RUNS", str(tmp_path))
-    assert fault.check in failed(kit.run("share", fault=fault.name).verdict())
+    assert fault.caught_by in failed(kit.run("share", fault=fault.name).verdict())

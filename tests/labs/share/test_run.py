@@ -13,8 +13,8 @@ import pandas as pd
 import pytest
 
 import kit
-from kit.labs.share.config import PIPELINES, ShareConfig
 from kit.labs.share.drive import clusters, controller, scheduler
+from kit.labs.share.lab import PIPELINES, ShareConfig
 from kit.loop.messages import Row, read
 from kit.share import judge
 from kit.share.member import Member

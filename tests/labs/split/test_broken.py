@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kit.labs.split.config import SplitConfig
+from kit.labs.split.lab import SplitConfig
 from kit.labs.split.ranks import broken
 from kit.megatron import split
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood

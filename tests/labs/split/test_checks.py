@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from kit.labs.discover import find
-from kit.labs.split.config import SplitConfig
+from kit.labs.split.lab import SplitConfig
 from kit.results import Record, VerdictRow, judge, to_frame
 
 CONFIG = asdict(SplitConfig(ranks=2, level="tokens", chunks=(1,), steps=2, dtype="float32"))
@@ -31,7 +31,7 @@ def answers(rows: Iterable[Row], **config: object) -> dict[str, VerdictRow]:
         for c, p, m, v, i in rows
     ]
     full = {**CONFIG, **config}
-    checks = [check for check in find("split").load_checks() if check.asked(full)]
+    checks = [check for check in find("split").load_rules() if check.asked(full)]
     return {row.check: row for row in judge(to_frame(records), full, checks)}
 
 

@@ -7,8 +7,8 @@ import pytest
 import kit
 from kit.errors import BadInput
 from kit.labs import definition
-from kit.labs.split.config import SplitConfig, cases, plan
-from kit.labs.split.config import fits as split_fits
+from kit.labs.split.lab import SplitConfig, cases, plan
+from kit.labs.split.lab import fits as split_fits
 
 GIB = 2**30
 EXPERTS = {"experts": 4, "reduce": "mean"}

@@ -8,7 +8,7 @@ import pytest
 
 import kit
 from kit.labs.definition import Fault
-from kit.labs.split import FAULTS
+from kit.labs.split.faults import FAULTS
 from tests.labs.split.conftest import failed
 
 Split = Callable[..., kit.Run]

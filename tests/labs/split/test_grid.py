@@ -8,7 +8,7 @@ import pytest
 
 import kit
 from kit.labs.discover import configure
-from kit.labs.split import LAB
+from kit.labs.split.lab import LAB
 from kit.world import World
 
 Config = dict[str, Any]

@@ -9,7 +9,7 @@ import pytest
 
 import kit
 from kit.errors import BadInput
-from kit.labs.split.config import SplitConfig
+from kit.labs.split.lab import SplitConfig
 from kit.labs.split.ranks.phases import NUMBERS, whole_result
 from kit.results import exit_code
 from tests.labs.split.conftest import ROOT, failed, unanswered, why

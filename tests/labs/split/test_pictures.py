@@ -13,7 +13,7 @@ import pytest
 import kit
 from kit.draw.plots import Picture, step_axis
 from kit.draw.style import THEMES, theme
-from kit.labs.split.config import SplitConfig, cases_of
+from kit.labs.split.lab import SplitConfig, cases_of
 from kit.labs.split.pictures import Decades, ways
 from kit.results import Record, Verdict, VerdictRow, create_run
 from kit.results.verdict import without_parts
@@ -287,7 +287,7 @@ def test_its_drawings_have_names(make_split):
     assert {"limit 1e-06", "0.001, common", "relative error in step 1, worst of all numbers of chunks"} <= words(
         metrics
     )
-    moved = named.plot(run, "gradients", tolerances={"grad_rel": 1e-3})
+    moved = named.plot(run, "gradients", tolerances={"grad_parity": 1e-3})
     assert "limit 0.001, step 1" in words(moved)
     assert {"||dg|| / ||g||", "chunks per step (a point is one step, n = 1)"} <= words(moved)
     assert "time since the step began [ms], one sample" in words(named.plot(run, "calls"))

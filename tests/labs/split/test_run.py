@@ -10,7 +10,7 @@ import pytest
 import kit
 from kit.errors import BadInput
 from kit.labs.discover import find
-from kit.labs.split import checks
+from kit.labs.split import rules
 from kit.labs.split.ranks.phases import Split as Phases
 from kit.results import with_ids
 from tests.labs.parts import failing_parts, logged_steps
@@ -34,7 +34,7 @@ def test_every_check_passes_or_says_why_not(split: Split) -> None:
     assert "use backend=fsdp2" in why(verdict, "backends_agree")
     names = [row.check for row in verdict]
     assert len(set(names)) == len(names)
-    asked = [check.name for check in find("split").all_checks() if check.asked(split().config)]
+    asked = [check.name for check in find("split").all_rules() if check.asked(split().config)]
     assert [name for name in names if "/" not in name] == asked
     assert {name.partition("/")[0] for name in names if "/" in name} == {"metric_parity"}
     assert {row.measured for row in verdict if row.unit == "1"} == {0.0}
@@ -58,7 +58,7 @@ def test_a_run_that_breaks_is_not_blamed_for_what_it_did_not_get_to(split: Split
 
 def test_a_metric_is_a_row(split: Split) -> None:
     whole, *rows = [row for row in split().verdict() if row.check.startswith("metric_parity")]
-    table = checks.metrics(split().frame(), split().config)
+    table = rules.metrics(split().frame(), split().config)
     assert [row.check for row in rows] == [f"metric_parity/{name}" for name in sorted(table["metric"].unique())]
     assert len(rows) == METRICS
     assert whole.check == "metric_parity"
@@ -85,7 +85,7 @@ def test_reasons_name_what_was_compared(split: Split) -> None:
 
 def test_the_table_of_metrics(split: Split) -> None:
     run = split()
-    table = checks.metrics(run.frame(), run.config)
+    table = rules.metrics(run.frame(), run.config)
     assert len(table) == len(CASES) * 2 * METRICS
     assert set(zip(table["level"], table["chunks"], strict=True)) == set(CASES)
     assert set(table["normalizer"]) == {"tokens", "sequences", "none"}
@@ -101,7 +101,7 @@ def test_the_table_of_metrics(split: Split) -> None:
 
 def test_the_table_of_tensors(split: Split) -> None:
     run = split()
-    table = checks.tensors(run.frame(), run.config)
+    table = rules.tensors(run.frame(), run.config)
     assert set(zip(table["level"], table["chunks"], strict=True)) == set(CASES)
     assert {"model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.bias"} <= set(table["tensor"])
     assert table.notna().all(axis=None)
@@ -111,7 +111,7 @@ def test_the_table_of_tensors(split: Split) -> None:
 
 def test_records_of_every_rank_and_call(split: Split) -> None:
     run = split()
-    results = checks.results(run.frame(), "split").set_index(["step", "name"])
+    results = rules.results(run.frame(), "split").set_index(["step", "name"])
     reported = [results.loc[key] for key in ((1, "global_loss"), (2, "grad_norm"), (1, "probs_ratio"))]
     reported += [of(run, "split", metric) for metric in ("reductions_most", "wrong_versions")]
     for rows in reported:
@@ -126,7 +126,7 @@ def test_records_of_every_rank_and_call(split: Split) -> None:
 
 
 def test_the_rate_moves_and_every_step_differs(split: Split) -> None:
-    reported = checks.values(split().frame(), "split").query("cycle == 1").set_index(["metric", "step"])["value"]
+    reported = rules.values(split().frame(), "split").query("cycle == 1").set_index(["metric", "step"])["value"]
     assert reported["lr", 1] != reported["lr", 2]
     assert reported["global_loss", 1] != reported["global_loss", 2]
     assert reported["updated", 1] == 1
@@ -134,9 +134,9 @@ def test_the_rate_moves_and_every_step_differs(split: Split) -> None:
 
 def test_limits_move_without_a_rerun(split: Split) -> None:
     run = split()
-    assert failed(run.verdict(grad_rel=0, oracle_rel=0)) == {"grad_parity", "oracle"}
-    assert "metric_parity" in failed(run.verdict(metric_rel=-1))
-    assert {row.limit for row in run.verdict(metric_rel=0.5) if row.check.startswith("metric_parity")} == {0.5}
+    assert failed(run.verdict(grad_parity=0, oracle=0)) == {"grad_parity", "oracle"}
+    assert "metric_parity" in failed(run.verdict(metric_parity=-1))
+    assert {row.limit for row in run.verdict(metric_parity=0.5) if row.check.startswith("metric_parity")} == {0.5}
     with pytest.raises(BadInput, match="unknown tolerance 'grad_abs'"):
         run.verdict(grad_abs=1)
 
@@ -171,7 +171,7 @@ def test_step_by_step(world: kit.World, split: Split) -> None:
     # Ranks record in their own order; which rank is first depends on the machine.
     rows = [run.frame()[keys].sort_values(["cycle", "phase", "rank"], kind="stable") for run in (by_hand, at_once)]
     assert rows[0].to_dict("records") == rows[1].to_dict("records")
-    reported = [checks.values(run.frame(), "split") for run in (by_hand, at_once)]
+    reported = [rules.values(run.frame(), "split") for run in (by_hand, at_once)]
     assert reported[0].reset_index(drop=True).equals(reported[1].reset_index(drop=True))  # the same seed, the same bits
     assert world.pids == pids
     assert world.eval("dist.get_world_size()") == [2, 2]

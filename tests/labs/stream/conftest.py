@@ -10,7 +10,8 @@ import pytest
 
 import kit
 from kit.errors import KitError
-from kit.labs.stream import LAB, broken
+from kit.labs.stream import broken
+from kit.labs.stream.lab import LAB
 from kit.results import Verdict
 from kit.world.world import Worlds
 from tests.holdings import holdings, wait_for

@@ -8,7 +8,7 @@ import pytest
 
 import kit
 from kit.errors import BadInput
-from kit.labs.stream.config import StreamConfig, plan, roles, settings
+from kit.labs.stream.lab import StreamConfig, plan, roles, settings
 from kit.stream.settings import SAMPLERS
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kit.labs.stream import drive
-from kit.labs.stream.checks import QUESTIONS_ASKED
+from kit.labs.stream.rules import QUESTIONS_ASKED
 from kit.loop.messages import Command
 
 

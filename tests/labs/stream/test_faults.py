@@ -9,7 +9,8 @@ import pytest
 import kit
 from kit.errors import KitError
 from kit.labs.definition import Fault
-from kit.labs.stream import FAULTS, OF_RANKS, OF_THE_CONTROLLER, broken
+from kit.labs.stream import broken
+from kit.labs.stream.faults import FAULTS, OF_RANKS, OF_THE_CONTROLLER
 from kit.labs.stream.ranks import broken as ranks
 from kit.results import Verdict, newest_run, runs_dir
 from tests.labs.simulated import failed, passed, why
@@ -53,7 +54,7 @@ ALSO = {
 @pytest.mark.parametrize("fault", OF_THE_CONTROLLER, ids=lambda fault: fault.name)
 def test_a_rule_with_a_bug_fails_its_check_and_hardly_another(fault: Fault) -> None:
     verdict, error = simulated(fault.name, **fault.set)
-    assert {fault.check} <= failed(verdict) <= {fault.check} | ALSO.get(fault.name, set())
+    assert {fault.caught_by} <= failed(verdict) <= {fault.caught_by} | ALSO.get(fault.name, set())
     assert bool(error) == (fault.exit == 3)
 
 
@@ -66,7 +67,7 @@ def test_without_the_bug_its_check_passes(monkeypatch: pytest.MonkeyPatch) -> No
         verdict = made[key] = made.get(key) or simulated(fault.name, **fault.set)[0]
         ended_by_an_error = {"logger_is_harmless"} if fault.name == "clear-fails-after-finish" else set()
         assert (fault.name, failed(verdict) - ended_by_an_error) == (fault.name, set())
-        assert passed(verdict, fault.check) is True
+        assert passed(verdict, fault.caught_by) is True
 
 
 def test_every_rule_with_a_bug_is_listed_and_its_name_free() -> None:
@@ -90,7 +91,7 @@ CONFIGS = {repr(fault.set): fault for fault in JUDGED}  # faults with equal conf
 @pytest.mark.parametrize("fault", JUDGED, ids=lambda fault: fault.name)
 def test_a_rank_with_a_bug_fails_its_check_and_hardly_another(on_ranks: Callable[..., kit.Run], fault: Fault) -> None:
     broke = failed(on_ranks(fault.name, **fault.set).verdict())
-    assert {fault.check} <= broke <= {fault.check} | ALSO.get(fault.name, set())
+    assert {fault.caught_by} <= broke <= {fault.caught_by} | ALSO.get(fault.name, set())
 
 
 @pytest.mark.slow
@@ -111,5 +112,5 @@ def test_a_replica_that_stops_is_named(places: None, fault: Fault) -> None:
     folder = newest_run(runs_dir(), "stream")
     assert folder is not None
     verdict = kit.load(folder).verdict()
-    assert failed(verdict) - {"equals_plain"} == {fault.check}  # the broken loop computed less than the plain one
-    assert "lockstep: " in why(verdict, fault.check)
+    assert failed(verdict) - {"equals_plain"} == {fault.caught_by}  # the broken loop computed less than the plain one
+    assert "lockstep: " in why(verdict, fault.caught_by)

@@ -14,7 +14,7 @@ import kit
 from kit.draw.style import THEMES, theme
 from kit.errors import BadInput
 from kit.labs.stream import tables
-from kit.labs.stream.config import StreamConfig, settings
+from kit.labs.stream.lab import StreamConfig, settings
 from kit.labs.stream.pictures import WHAT_IF, pack
 from kit.labs.stream.tables import drift
 from kit.loop.messages import Row

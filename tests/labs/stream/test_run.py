@@ -15,8 +15,8 @@ import pytest
 import kit
 from kit.cli import main
 from kit.labs.stream import drive
-from kit.labs.stream.checks import LOOPS, ledger, recomputed_as_sampled
 from kit.labs.stream.drive import Ranks, name_of
+from kit.labs.stream.rules import LOOPS, ledger, recomputed_as_sampled
 from kit.loop.messages import Command, Event
 from kit.stream.settings import opening
 from tests.labs.parts import logged_steps

@@ -37,7 +37,7 @@ def judged(folder: Path, lines: list[Token] | None) -> VerdictRow:
         recorder.event("completed", group=0, sample=0, version=1)
     if lines is not None:
         (folder / "tokens.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = Run(folder, checks=lambda _: find("stream").all_checks())
+    run = Run(folder, rules=lambda _: find("stream").all_rules())
     return next(row for row in run.verdict() if row.check == "tokens_match")
 
 

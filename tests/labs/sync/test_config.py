@@ -13,8 +13,8 @@ from kit.errors import BadInput
 from kit.labs import definition
 from kit.labs.lab import sizes
 from kit.labs.rankside import Context
-from kit.labs.sync.config import SyncConfig, plan, roles
-from kit.labs.sync.config import fits as sync_fits
+from kit.labs.sync.lab import SyncConfig, plan, roles
+from kit.labs.sync.lab import fits as sync_fits
 from kit.labs.sync.ranks.sides import Trainer
 from kit.sync.transports import Place, choose
 

@@ -12,8 +12,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from kit.labs.sync.checks import AFTER, PUBLISHED, answers, attempts, out_of_order, rule
-from kit.labs.sync.config import SyncConfig
+from kit.labs.sync.lab import SyncConfig
+from kit.labs.sync.rules import AFTER, PUBLISHED, answers, attempts, out_of_order, rule
 from kit.results import NotMeasured
 
 CONFIG = {"ranks": 3, "infer_tp": 1, "replicas": 2}

@@ -8,7 +8,7 @@ import pytest
 
 import kit
 from kit.labs.definition import Fault
-from kit.labs.sync import FAULTS
+from kit.labs.sync.faults import FAULTS
 from kit.results import newest_run, runs_dir
 from tests.labs.sync.conftest import failed, unanswered
 

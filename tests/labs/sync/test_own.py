@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import kit
-from kit.labs.sync import checks
-from kit.labs.sync.checks import CHECKS
+from kit.labs.sync import rules
+from kit.labs.sync.rules import CHECKS
 from tests.holdings import nothing_added
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -80,14 +80,14 @@ def test_the_documentations_transport_passes() -> None:
     finished = run("own_transport:Files")
     assert not finished.verdict().failed
     assert {"bit_exact", "failure_is_clean"} <= {row.check for row in finished.verdict() if row.passed}
-    assert set(checks.syncs(finished.frame())["transport"]) == {"own_transport:Files to 1"}
+    assert set(rules.syncs(finished.frame())["transport"]) == {"own_transport:Files to 1"}
 
 
 @pytest.mark.slow
 def test_a_buffer_that_is_used_again_is_found_out_where_buckets_are_stored() -> None:
     finished = run("mine:OneBuffer", verify="none")
     assert "bit_exact" in {row.check for row in finished.verdict().failed}
-    wrong = checks.digests(finished.frame()).groupby("rank")["differ"].min() > 0
+    wrong = rules.digests(finished.frame()).groupby("rank")["differ"].min() > 0
     assert wrong.to_dict() == {1: False, 2: True}  # a waking replica applies at once, a serving one stores
 
 

@@ -15,8 +15,8 @@ import pytest
 
 import kit
 from kit.draw.style import THEMES, theme
-from kit.labs.sync import checks
-from kit.labs.sync.config import SyncConfig
+from kit.labs.sync import rules
+from kit.labs.sync.lab import SyncConfig
 from kit.labs.sync.pictures import curves, labels
 from kit.results import NotMeasured, Record, create_run, with_ids
 from kit.view import named
@@ -86,7 +86,7 @@ def make_sync(tmp_path):
             clock += 1
             for rank in range(config["ranks"]):
                 rows = [("seconds", 0.4)]
-                if phase in checks.PATHS and (rank == 0 or rank in receivers):
+                if phase in rules.PATHS and (rank == 0 or rank in receivers):
                     rows += sync(phase, rank, rank - receivers[0] + 1)
                 if phase == "verify" and rank in receivers:
                     rows += [("tensors_hashed", 10), ("tensors_differ", differ if cycle == 2 else 0)]
@@ -258,18 +258,18 @@ def test_a_run_of_an_older_kit_is_drawn_without_what_it_named_otherwise(make_syn
     assert not {"events", "rates"} & set(named.names(run))
     for name in named.names(run):
         run.plot(name)
-    assert len(checks.syncs(run.frame())) == 6
+    assert len(rules.syncs(run.frame())) == 6
     assert [row for row in run.verdict() if row.passed is False] == []
 
 
 def test_tables_of_a_run(make_sync):
     run = make_sync()
-    table = checks.syncs(run.frame())
+    table = rules.syncs(run.frame())
     assert list(table["path"]) == ["refresh", "expand"] * 3
     assert table.loc[0, ["transport", "buckets", "wall", "gather", "receiver receive"]].tolist() == [
         "shm to 3", 3, pytest.approx(0.08), pytest.approx(0.02), pytest.approx(0.09)]  # fmt: skip
-    assert checks.transports(run.frame())["of_memcpy"].max() == pytest.approx(0.75)
-    for asked in (checks.stages, checks.transports, checks.digests):
+    assert rules.transports(run.frame())["of_memcpy"].max() == pytest.approx(0.75)
+    for asked in (rules.stages, rules.transports, rules.digests):
         with pytest.raises(NotMeasured):
             asked(run.frame().head(0))
 

@@ -10,8 +10,8 @@ import pytest
 
 import kit
 from kit.labs.discover import find
-from kit.labs.sync.checks import attempts, points, rule
-from kit.labs.sync.config import SyncConfig
+from kit.labs.sync.lab import SyncConfig
+from kit.labs.sync.rules import attempts, points, rule
 from kit.results import Measured, judge, with_ids
 from tests.labs.parts import failing_parts, logged_steps
 from tests.labs.sync.conftest import failed, unanswered, why
@@ -31,7 +31,7 @@ def test_every_check_passes_or_says_why_not(sync: Sync) -> None:
     verdict = sync(sweep=True, sweep_mib=2).verdict()
     assert failed(verdict) == set()
     assert unanswered(verdict) == {"others_untouched"}
-    asked = [check.name for check in find("sync").all_checks() if check.name != "routing_effective"]
+    asked = [check.name for check in find("sync").all_rules() if check.name != "routing_effective"]
     assert [row.check for row in verdict] == asked
     assert "0 differ; SHA-256 of 26 tensors, 20 comparisons; in transit 26 of 26" in why(verdict, "bit_exact")
     assert EXCUSE in why(verdict, "logits_equal")
@@ -44,7 +44,7 @@ def test_every_check_passes_or_says_why_not(sync: Sync) -> None:
 def test_the_excuse_of_a_pass_is_not_the_reason_of_a_failure(sync: Sync) -> None:
     """Different layouts excuse only small differences."""
     frame = sync(sweep=True, sweep_mib=2).frame()
-    checks = {check.name: check for check in find("sync").load_checks()}
+    checks = {check.name: check for check in find("sync").load_rules()}
     config = {**dataclasses.asdict(SyncConfig(layers=2, cycles=2)), "dtype": "float32"}
     far = frame.assign(value=frame["value"].where(frame["metric"] != "logits_error", 1.35))
     for given, excused in ((frame, True), (far, False)):

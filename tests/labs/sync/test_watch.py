@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from kit.labs.sync.config import SyncConfig
+from kit.labs.sync.lab import SyncConfig
 from kit.labs.sync.ranks.sides import Trainer
 from kit.labs.sync.ranks.watch import WAITS, Forward, Forwards, SeenTransport, Watch, judge, sha256
 from kit.measure.phase import shared_memory

@@ -67,15 +67,15 @@ def seen(frame, config):
     return Measured(float(select(frame, metric="seconds", phase="second")["cycle"].max()))
 
 def __getattr__(name):
-    if name == "CHECKS":
-        from kit.results import Check
-        return [Check("cycles_seen", "?", "cycles_max", 2, "1", "<=", seen)]
+    if name == "RULES":
+        from kit.results import Rule
+        return [Rule("cycles_seen", "?", seen, limit=2)]
     raise AttributeError(name)
 
 LAB = Definition(
     name="panelled", summary="a lab of a test", config=Config,
     plan=lambda config: [Step(c, phase) for c in (1, 2) for phase in ("first", "second")],
-    phases="panelled_lab:Phases", checks="panelled_lab:CHECKS",
+    phases="panelled_lab:Phases", rules="panelled_lab:RULES",
 )
 """
 
@@ -154,7 +154,7 @@ def test_every_button_of_the_smoke_lab(made: Make) -> None:
     assert model.verdict.passed
     assert states == ["starting", "ready", "running", "ready", "running", "finished"]
 
-    model.move("drift_mib", -1000)
+    model.move("memory_drift", -1000)
     assert [row.check for row in model.verdict.failed] == ["memory_drift"]
 
     before = model.run.dir
@@ -306,7 +306,7 @@ def test_code_that_cannot_be_loaded_is_reported_and_the_panel_stays(made: Make) 
 
 
 def test_a_lab_is_taken_over_as_it_stands(own: Definition, nothing_left: None) -> None:
-    with Lab(own, {"ranks": 2}, tolerances={"cycles_max": 1}) as lab:
+    with Lab(own, {"ranks": 2}, tolerances={"cycles_seen": 1}) as lab:
         lab.step()
         model = PanelModel(own, lab.given, tolerances=lab.tolerances)
         controller = Controller(model, lab=lab)

@@ -237,20 +237,20 @@ def test_a_moved_limit_judges_at_once_and_measures_nothing_anew(runs: Path, monk
     model.observe(lambda change: seen.append(change["name"]), ["verdict", "tolerances", "limits"])
     monkeypatch.setattr("kit.results.run.measure", lambda *_: pytest.fail("nothing is measured twice"))
     assert passed(model, "memory_drift") is True
-    model.move("drift_mib", 10)
+    model.move("memory_drift", 10)
     assert passed(model, "memory_drift") is False
     assert sorted(seen) == ["tolerances", "verdict"]
-    model.move("drift_mib", 50)  # the lab's default again
+    model.move("memory_drift", 50)  # the lab's default again
     assert (passed(model, "memory_drift"), model.tolerances) == (True, {})
 
 
 def test_presets_replace_the_moved_limits(runs: Path) -> None:
     smoke_run(runs, drift_mib=100)
-    model = PanelModel(find("smoke"), tolerances={"groups_more": 3})
+    model = PanelModel(find("smoke"), tolerances={"groups_return_to_baseline": 3})
     assert list(model.presets) == [AS_IT_IS, "strict", "common practice"]
     model.take(model.presets["common practice"])
     assert passed(model, "memory_drift") is True
-    assert "groups_more" not in model.tolerances
+    assert "groups_return_to_baseline" not in model.tolerances
     model.take(model.presets["strict"])
     assert passed(model, "memory_drift") is False
     model.take(model.presets[AS_IT_IS])
@@ -259,9 +259,9 @@ def test_presets_replace_the_moved_limits(runs: Path) -> None:
 
 
 def test_tolerances_are_the_file_that_kit_run_takes(tmp_path: Path) -> None:
-    model = PanelModel(find("smoke"), tolerances={"drift_mib": 7, "fds_more": 2})
+    model = PanelModel(find("smoke"), tolerances={"memory_drift": 7, "fds_return": 2})
     path = model.save_tolerances(tmp_path / "mine.json")
-    assert json.loads(path.read_text()) == load_tolerances(path) == {"drift_mib": 7, "fds_more": 2}
+    assert json.loads(path.read_text()) == load_tolerances(path) == {"memory_drift": 7, "fds_return": 2}
     other = PanelModel(find("smoke"))
     other.load_tolerances(path)
     assert other.tolerances == model.tolerances
@@ -273,7 +273,7 @@ def test_tolerances_are_the_file_that_kit_run_takes(tmp_path: Path) -> None:
 
 def test_another_run_is_shown_judged_by_the_same_limits(runs: Path) -> None:
     far, near = smoke_run(runs, drift_mib=30), smoke_run(runs, drift_mib=1, second=2)
-    model = PanelModel(find("smoke"), tolerances={"drift_mib": 5})
+    model = PanelModel(find("smoke"), tolerances={"memory_drift": 5})
     assert passed(model, "memory_drift") is True
     before = model.revision
     model.show(kit.load(far))
@@ -288,10 +288,10 @@ def test_another_run_is_shown_judged_by_the_same_limits(runs: Path) -> None:
 def test_sliders_reach_beyond_what_was_measured_so_that_every_verdict_can_be_flipped(runs: Path) -> None:
     smoke_run(runs, drift_mib=3000)
     model = PanelModel(find("smoke"))
-    limit = {limit.tolerance: limit for limit in model.limits}["drift_mib"]
-    assert (limit.checks, limit.unit, limit.better, limit.default) == (("memory_drift",), "MiB", "<=", 50)
+    limit = {limit.rule: limit for limit in model.limits}["memory_drift"]
+    assert (limit.unit, limit.better, limit.default) == ("MiB", "<=", 50)
     assert (limit.low, limit.high) == (0, 10_000)
-    model.move("drift_mib", limit.high)
+    model.move("memory_drift", limit.high)
     assert passed(model, "memory_drift") is True
 
 
@@ -299,9 +299,8 @@ def test_sliders_reach_beyond_what_was_measured_so_that_every_verdict_can_be_fli
 def test_every_tolerance_has_a_limit_whose_slider_holds_its_default(name: str) -> None:
     lab = find(name)
     limits = PanelModel(lab).limits
-    asked = [check for check in lab.all_checks() if check.asked(asdict(lab.config()))]
-    assert {limit.tolerance for limit in limits} == {check.tolerance for check in asked}
-    assert sorted(check for limit in limits for check in limit.checks) == sorted(check.name for check in asked)
+    asked = [rule for rule in lab.all_rules() if rule.asked(asdict(lab.config()))]
+    assert [limit.rule for limit in limits] == [rule.name for rule in asked]
     for limit in limits:
         assert 0 <= limit.low <= limit.default < limit.high, limit
 
@@ -333,19 +332,19 @@ def test_a_check_that_stumbles_is_reported_and_the_panel_stays(runs: Path, monke
 
 
 def names(model: PanelModel) -> set[str]:
-    return {limit.tolerance for limit in model.limits}
+    return {limit.rule for limit in model.limits}
 
 
 def test_the_limit_comes_and_goes_with_the_setting(tmp_path, monkeypatch):
     monkeypatch.setenv("KIT_RUNS", str(tmp_path))
     model = PanelModel(find("smoke"))
     tab = VerdictTab(model)
-    assert "routed_part" not in names(model)
+    assert "routing_effective" not in names(model)
     shown = len(tab.body.children)
     model.set("routing", "torchcomms")
     model.judge()
     tab._order()
-    assert "routed_part" in names(model)
+    assert "routing_effective" in names(model)
     assert len(tab.body.children) == shown + 1
     model.set("routing", "torch")
     model.judge()

@@ -113,7 +113,7 @@ def test_nothing_is_drawn_while_nobody_looks(offload, drawn):
     assert drawn == ["Memory by source"]
     tab.visible = False
     tab.choice.value = "drift"
-    offload.move("drift_mib", 5)
+    offload.move("memory_drift", 5)
     assert len(drawn) == 1
     tab.visible = True
     assert drawn[1:] == ["Drift over cycles"]
@@ -133,14 +133,14 @@ def words(tab):
 def test_a_limit_is_drawn_anew_where_it_is_in_the_drawing_alone(offload, drawn):
     tab = PlotsTab(offload)
     tab.visible = True
-    offload.move("drift_mib", 5)
+    offload.move("memory_drift", 5)
     assert len(drawn) == 1
     tab.choice.value = "drift"
     before = page(tab)
-    offload.move("drift_mib", 6)
+    offload.move("memory_drift", 6)
     assert "limit 6 MiB" in words(tab)
     assert page(tab) != before
-    offload.move("fds_more", 3)
+    offload.move("fds_return", 3)
     assert drawn[1:] == ["Drift over cycles"] * 2
     offload.grown()
     assert len(drawn) == 4
@@ -156,7 +156,7 @@ def test_the_overview_is_every_plot_and_draws_those_anew_that_must_be(offload, d
     assert drawn == titles  # the first was drawn before
     assert len(tab.pictures.children) == len(titles)
     del drawn[:]
-    offload.move("drift_mib", 5)
+    offload.move("memory_drift", 5)
     assert drawn == ["Drift over cycles", "Verdict"]
     assert [
         child.value.partition('aria-label="')[2].partition(" of offload")[0] for child in tab.pictures.children

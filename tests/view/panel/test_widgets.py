@@ -207,7 +207,7 @@ def test_what_must_be_given_is_asked_for():
         config=Asking,
         plan=lambda _: [],
         phases="no:phases",
-        checks="kit.labs.smoke.checks:CHECKS",
+        rules="kit.labs.smoke.rules:RULES",
     )
     model = PanelModel(own)
     settings = Parameters(model)
@@ -334,7 +334,7 @@ def test_the_verdict_is_reported_in_words(finished):
     asked = sum(row.passed is not None for row in model.verdict)
     assert f'<b><span class="kit-good">✓ all {asked} checks pass' in shown.notice.value
     assert "<details>" in shown.grid.value  # the picture comes before the table
-    model.move("drift_mib", -1)
+    model.move("memory_drift", -1)
     assert f'<span class="kit-bad">✗ 1 of {asked} checks fails: memory_drift</span>' in shown.notice.value
     for state in ("running", "starting"):
         model.state = state
@@ -458,7 +458,7 @@ def test_a_limit_that_moves_flips_its_row_and_rebuilds_nothing(finished):
     model.show(finished)
     assert "0 failed, 7 passed" in re.sub("<.*?>", "", tab.head.value)
     rows, children = dict(tab.rows), tab.body.children
-    row = rows["groups_more"]
+    row = rows["groups_return_to_baseline"]
     row.exact.value = -1
     assert "✗ FAIL" in row.html.value
     assert "limit ≤ -1" in row.html.value
@@ -467,7 +467,7 @@ def test_a_limit_that_moves_flips_its_row_and_rebuilds_nothing(finished):
     row.slider.value = 3
     assert "✓ pass" in row.html.value
     assert row.exact.value == 3
-    assert model.tolerances == {"groups_more": 3.0}
+    assert model.tolerances == {"groups_return_to_baseline": 3.0}
     row.exact.value = 0
     assert model.tolerances == {}
     assert row.slider.value == row.exact.value == 0
@@ -479,17 +479,17 @@ def test_rows_are_made_when_somebody_looks_and_then_know_what_was_measured_befor
     tab = tabs.VerdictTab(model, visible=False)
     made = len(list(tree(tab.widget)))
     model.show(finished)
-    model.move("groups_more", -1)
+    model.move("groups_return_to_baseline", -1)
     assert "1 failed, 6 passed" in re.sub("<.*?>", "", tab.head.value)
     assert (tab.rows, len(list(tree(tab.widget)))) == ({}, made)
     tab.visible = True
-    assert "✗ FAIL" in tab.rows["groups_more"].html.value
-    assert tab.body.children[0] is tab.rows["groups_more"].widget
-    assert tab.rows["groups_more"].exact.value == -1
+    assert "✗ FAIL" in tab.rows["groups_return_to_baseline"].html.value
+    assert tab.body.children[0] is tab.rows["groups_return_to_baseline"].widget
+    assert tab.rows["groups_return_to_baseline"].exact.value == -1
     rows = dict(tab.rows)
     tab.visible = False
     model.take({})
-    assert "✓ pass" in tab.rows["groups_more"].html.value
+    assert "✓ pass" in tab.rows["groups_return_to_baseline"].html.value
     tab.visible = True
     assert tab.rows == rows
 
@@ -497,18 +497,18 @@ def test_rows_are_made_when_somebody_looks_and_then_know_what_was_measured_befor
 def test_the_worst_come_first(finished):
     model = PanelModel(find("smoke"))
     tab = tabs.VerdictTab(model)
-    model.take({"drift_mib": -1e6})
+    model.take({"memory_drift": -1e6})
     model.show(finished)
-    assert tab.body.children[0] is tab.rows["drift_mib"].widget
+    assert tab.body.children[0] is tab.rows["memory_drift"].widget
 
 
 @pytest.mark.parametrize("lab", LABS)
 def test_every_limit_has_one_row_and_its_slider_holds_the_default(lab):
     model = PanelModel(find(lab))
     tab = tabs.VerdictTab(model)
-    asked = [check for check in model.checks if check.asked(model.values)]
+    asked = [check for check in model.rules if check.asked(model.values)]
     assert len(tab.body.children) == len({check.tolerance for check in asked})
-    assert {name for row in tab.rows.values() for name in row.limit.checks} == {check.name for check in asked}
+    assert {row.limit.rule for row in tab.rows.values()} == {check.name for check in asked}
     for row in tab.rows.values():
         if row.limit.better == "==":
             assert row.slider is None
@@ -521,15 +521,15 @@ def test_every_limit_has_one_row_and_its_slider_holds_the_default(lab):
 def test_another_run_moves_the_ends_of_a_slider_and_makes_no_new_one(finished):
     model = PanelModel(find("smoke"))
     tab = tabs.VerdictTab(model)
-    row, made = tab.rows["drift_mib"], len(list(tree(tab.widget)))
-    model.take({"drift_mib": 9000.0})
+    row, made = tab.rows["memory_drift"], len(list(tree(tab.widget)))
+    model.take({"memory_drift": 9000.0})
     assert row.exact.value == 9000
     assert row.scale[-1] < 9000  # the scale's ends stay while a limit is moved
     assert row.slider.value == row.slider.max
     model.show(finished)
     assert row.scale[-1] >= 9000
     assert row.scale[row.slider.value] == pytest.approx(9000, rel=0.02)
-    assert model.tolerances == {"drift_mib": 9000.0}
+    assert model.tolerances == {"memory_drift": 9000.0}
     assert len(list(tree(tab.widget))) == made
 
 
@@ -537,22 +537,22 @@ def test_presets_and_files(finished, tmp_path):
     model = PanelModel(find("smoke"))
     tab = tabs.VerdictTab(model)
     model.show(finished)
-    tab.rows["drift_mib"].exact.value = 7
+    tab.rows["memory_drift"].exact.value = 7
     tab.path.value = str(tmp_path / "mine.json")
     tab.save.click()
-    assert json.loads((tmp_path / "mine.json").read_text()) == {"drift_mib": 7.0}
+    assert json.loads((tmp_path / "mine.json").read_text()) == {"memory_drift": 7.0}
     for name, preset in model.presets.items():
         tab.preset.value = name
         assert model.tolerances == preset
     tab.load.click()
-    assert model.tolerances == {"drift_mib": 7.0}
-    assert tab.rows["drift_mib"].exact.value == 7
+    assert model.tolerances == {"memory_drift": 7.0}
+    assert tab.rows["memory_drift"].exact.value == 7
     assert tab.preset.value == ""
     tab.path.value = str(tmp_path / "none.json")
     tab.load.click()
     assert "kit-bad" in tab.notice.value
     assert "none.json" in tab.notice.value
-    assert model.tolerances == {"drift_mib": 7.0}
+    assert model.tolerances == {"memory_drift": 7.0}
 
 
 def test_of_many_answers_the_failed_ones_are_written_out():

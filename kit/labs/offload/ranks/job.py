@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kit.labs.offload import OffloadConfig, model_config
+from kit.labs.offload.lab import OffloadConfig, model_config
 from kit.labs.rankside import Context
 from kit.megatron import groups, model, observe, tensors
 from kit.megatron.config import ModelConfig, model_bytes

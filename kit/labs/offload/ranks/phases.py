@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from kit.labs.bystander import Bystander
-from kit.labs.offload import KIT_MODEL
+from kit.labs.offload.lab import KIT_MODEL
 from kit.labs.offload.ranks.job import JobContext, arithmetic, context_for
 from kit.labs.offload.ranks.releaser import around, double_patched, make_releaser, reported
 from kit.labs.rankside import Context, digest

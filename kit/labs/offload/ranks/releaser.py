@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from kit.errors import BadInput
-from kit.labs.offload import KIT_RELEASER
+from kit.labs.offload.lab import KIT_RELEASER
 from kit.labs.offload.ranks.job import JobContext
 from kit.labs.rankside import Context
 from kit.megatron import groups

@@ -16,7 +16,7 @@ import torch
 from kit import machine
 from kit.errors import KitError
 from kit.labs.rankside import Context
-from kit.labs.share.config import LOCK, Mapping, pipeline_config
+from kit.labs.share.lab import LOCK, Mapping, pipeline_config
 from kit.world import channel
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from kit.labs.rankside import Context
-from kit.labs.share.config import SEED_APART
+from kit.labs.share.lab import SEED_APART
 from kit.labs.share.ranks.roles import Replica, Trainer
 from kit.megatron import groups, serve
 from kit.megatron.serve import Engine

@@ -20,7 +20,7 @@ import torch
 from kit.errors import KitError
 from kit.labs import rankside
 from kit.labs.rankside import Context
-from kit.labs.share.config import number_of
+from kit.labs.share.lab import number_of
 from kit.labs.share.ranks import Lease, part_of
 from kit.labs.stream.ranks import DIGEST, replica, trainer
 from kit.measure.host import trim

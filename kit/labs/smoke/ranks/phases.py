@@ -1,4 +1,4 @@
-"""What a rank does in the smoke lab, faults included."""
+"""What a rank does in the smoke lab."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Smoke:
         self.births = Births().__enter__()  # for as long as this rank works for the lab
         self.code = ctx.implementation(ctx.config.implementation)
         self.groups: list[Any] = []
-        self.forgotten: list[Any] = []
+        self.cycle = 0
         self.names = births.take_names(PATCHABLE)
         self.before = len(self.births.alive())
 
@@ -55,12 +55,10 @@ class Smoke:
 
     def talk(self, cycle: int) -> None:
         """A sum over every group; each rank knows what must come out, to the last bit."""
+        self.cycle = cycle
         wrong, sums = 0, {}
         for index, group in enumerate(self.groups):
             message = self.message(index)
-            last = index == len(self.groups) - 1 and cycle == self.ctx.config.cycles
-            if self.ctx.fault == "wrong-sum" and last and self.ctx.rank == self.ctx.world_size - 1:
-                message[-1] += 1
             wrong += self.wrong_values(index, group, message)
             sums[str(index)] = str(int(message.sum()))
         self.ctx.record("talked_groups", len(self.groups))
@@ -69,8 +67,6 @@ class Smoke:
         self.ctx.record("digest", None, text=digest(sums))
 
     def destroy(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        if self.ctx.fault == "leaked-group":
-            self.forgotten.append(self.groups.pop())
         while self.groups:
             # The last handle goes with it: over gloo a destroyed group keeps its threads and sockets while any handle lives.
             self.code.destroy(self.groups.pop())

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from kit.errors import BadInput
-from kit.labs.split.config import KIT_SPLIT, SplitConfig
+from kit.labs.split.lab import KIT_SPLIT, SplitConfig
 from kit.labs.split.ranks.backends import WrappedLoss
 from kit.labs.split.ranks.oracle import true_counts
 from kit.measure.observers.births import Births

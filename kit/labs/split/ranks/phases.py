@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from kit.errors import BadInput
 from kit.labs.rankside import Context
-from kit.labs.split.config import KIT_LOSS, KIT_MODEL, Case, SplitConfig, cases
+from kit.labs.split.lab import KIT_LOSS, KIT_MODEL, Case, SplitConfig, cases
 from kit.labs.split.ranks import backends, broken, oracle
 from kit.labs.split.ranks.backends import Tensors
 from kit.measure.phase import log_steps, now

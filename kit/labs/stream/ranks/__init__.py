@@ -23,7 +23,7 @@ import torch
 
 from kit.errors import KitError
 from kit.labs.rankside import Context
-from kit.labs.stream.config import StreamConfig, trainer_model
+from kit.labs.stream.lab import StreamConfig, trainer_model
 from kit.machine import host
 from kit.megatron.model import DTYPES
 from kit.sync.link import Link, Listener, PeerGone, address_of, call

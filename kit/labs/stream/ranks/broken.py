@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 
 from kit.labs.rankside import Context
-from kit.labs.stream.config import trainer_model
+from kit.labs.stream.lab import trainer_model
 from kit.labs.stream.ranks import Key, Row, advantages, trainer
 from kit.labs.stream.ranks.oracle import Oracle
 from kit.labs.stream.ranks.replica import Happened, Replica, name_of

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from kit.labs import rankside
 from kit.labs.rankside import Context
-from kit.labs.stream.config import replica_model
+from kit.labs.stream.lab import replica_model
 from kit.labs.stream.ranks import DIGEST, Key, Outbox, Row, base_weights, rest, rows_of, syncs_of
 from kit.megatron import serve, shards
 from kit.megatron.groups import destroy

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from kit.errors import KitError
 from kit.labs import rankside
 from kit.labs.rankside import Context
-from kit.labs.stream.config import replica_names, settings, trainer_model
+from kit.labs.stream.lab import replica_names, settings, trainer_model
 from kit.labs.stream.ranks import (
     DIGEST,
     Inbox,

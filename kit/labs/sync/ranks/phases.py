@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from kit.errors import BadInput, KitError
 from kit.labs.rankside import Context
-from kit.labs.sync.config import ONE_WORLD, SyncConfig
+from kit.labs.sync.lab import ONE_WORLD, SyncConfig
 from kit.labs.sync.ranks import sides
 from kit.labs.sync.ranks.sides import Side, raised
 from kit.labs.sync.ranks.watch import WAITS, judge, sha256

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from kit.errors import KitError
 from kit.labs import rankside
 from kit.labs.bystander import Bystander
-from kit.labs.sync.config import SyncConfig, replica_model, roles, trainer_model
+from kit.labs.sync.lab import SyncConfig, replica_model, roles, trainer_model
 from kit.labs.sync.ranks import broken
 from kit.labs.sync.ranks.watch import Forwards, SeenWeights, Watch, judge, sha256
 from kit.machine import host

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from kit.errors import BadInput
-from kit.labs.definition import JobConfig, Option, Role, Step, check_fits, model_of
+from kit.labs.definition import Definition, JobConfig, Option, Role, Step, check_fits, model_of
+from kit.labs.sync.faults import FAULTS
 from kit.megatron.config import DTYPE_BYTES, ModelConfig, check, dtype_on, model_bytes
 
 TRANSPORTS = ("auto", "shm", "broadcast", "rendezvous", "serialize", "ipc", "per-tensor")
@@ -215,3 +216,20 @@ def fits(config: SyncConfig) -> None:
     copies = whole * (GATHERED + CACHED + STAGED * config.awake)
     job, host = (jobs + whole * config.replicas) // config.ranks, copies // config.ranks
     check_fits(config, job=job, host=host, kept="for copies on the way to the replicas")
+
+
+LAB = Definition(
+    name="sync",
+    summary="weights go from trainer shards to inference replicas, verified and versioned; no forward runs on torn weights",
+    config=SyncConfig,
+    plan=plan,
+    roles=roles,
+    fits=fits,
+    phases="kit.labs.sync.ranks.phases:side",
+    rules="kit.labs.sync.rules:RULES",
+    presets="kit.labs.sync.rules:PRESETS",
+    pictures="kit.labs.sync.pictures:PICTURES",
+    first=("size", "ranks", "tp", "pp", "replicas", "placement", "transport", "cycles", "steps"),
+    faults=FAULTS,
+    preload=("megatron.core",),
+)

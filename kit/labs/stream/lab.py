@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from kit.errors import BadInput
-from kit.labs.definition import JobConfig, Option, Role, Step, check_fits, model_of
+from kit.labs.definition import Definition, JobConfig, Option, Role, Step, check_fits, model_of
+from kit.labs.stream.faults import FAULTS
 from kit.megatron.config import ModelConfig, check, model_bytes
 from kit.stream.settings import SAMPLERS, Settings, refusals, refuse_lacking
 from kit.target import load_callable
@@ -237,3 +238,21 @@ def fits(config: StreamConfig) -> None:
     whole = model_bytes(replica_model(config), ranks=1)["params"] * config.infer_tp
     versions = whole * (config.steps + 1) * config.runs("verify")
     check_fits(config, job=job, host=versions // config.ranks, kept="for the weights of every version")
+
+
+LAB = Definition(
+    name="stream",
+    summary="replicas generate while the trainer trains; every token's weight version is verified, every group accounted for",
+    config=StreamConfig,
+    plan=plan,
+    roles=roles,
+    isolate=True,
+    fits=fits,
+    phases="kit.labs.stream.ranks.broken:train",
+    rules="kit.labs.stream.rules:RULES",
+    presets="kit.labs.stream.rules:PRESETS",
+    pictures="kit.labs.stream.pictures:PICTURES",
+    first=("size", "ranks", "tp", "replicas", "steps", "groups", "group", "sampler", "window", "at_sync"),
+    faults=FAULTS,
+    preload=("megatron.core",),
+)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kit.labs.growth import at_most, count_of, each_rank, few_cycles, growth, more_than, most, one_cycle, slopes
-from kit.results import Measured, Unjudged, select
+from kit.results import Measured, Rule, Unjudged, select
+from kit.results.growth import count_of, each_rank, few_cycles, growth, more_than, most, one_cycle, slopes
 from kit.results.units import counted
 
 if TYPE_CHECKING:
@@ -32,17 +32,15 @@ def groups_left(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     return Measured(held, f"{held:g} groups are still referenced {where}") if held > (listed.value or 0) else listed
 
 
-CHECKS = (
-    at_most(
+RULES = (
+    Rule(
         "groups_return_to_baseline",
         "Are all process groups gone after every cycle, registered with torch or not?",
-        "groups_more",
         groups_left,
     ),
-    at_most(
+    Rule(
         "groups_are_distinct",
         "Is every group distinct from the others and from WORLD?",
-        "groups_shared",
         count_of(
             "talk",
             "shared_groups",
@@ -50,46 +48,40 @@ CHECKS = (
             "all groups are distinct in {everywhere}",
         ),
     ),
-    at_most(
+    Rule(
         "every_group_communicates",
         "Does an all-reduce over every group return the exact sum?",
-        "wrong_values",
         wrong_values,
     ),
-    at_most(
+    Rule(
         "fds_return",
         "Does the number of file descriptors return to the baseline?",
-        "fds_more",
         more_than("fds", "count", "baseline"),
     ),
-    at_most(
+    Rule(
         "threads_return",
         "Does the number of threads return to the baseline?",
-        "threads_more",
         more_than("threads", "count", "baseline"),
     ),
-    at_most(
+    Rule(
         "memory_drift",
         "Is memory after the last cycle the same as after the first cycle?",
-        "drift_mib",
         growth("count", "after a cycle", "anon_rss"),
         limit=50,
         unit="MiB",
         cannot=one_cycle,
     ),
-    at_most(
+    Rule(
         "memory_slope",
         "Is memory growth per cycle no larger than in a control run without groups?",
-        "slope_mib",
         slopes("count", control="control"),
         limit=1,
         unit="MiB/cycle",
         cannot=few_cycles,
     ),
-    at_most(
+    Rule(
         "names_restored",
         "Are all functions of torch.distributed the original ones at the end?",
-        "names_replaced",
         count_of("count", "names_replaced", "functions replaced: {value:g} {where}", "no function was replaced"),
     ),
 )
@@ -98,11 +90,11 @@ CHECKS = (
 # Sets of tolerances for the smoke lab. A tolerance that a set does not name keeps the lab's default.
 PRESETS = {
     "strict": {
-        "drift_mib": 2.0,  # an interpreter that repeats its work varies by some hundred KiB
+        "memory_drift": 2.0,  # an interpreter that repeats its work varies by some hundred KiB
     },
     "common practice": {
-        "fds_more": 8.0,  # descriptors and threads are usually not counted until a system limit is hit
-        "threads_more": 8.0,  # a few that stay after the first use of a backend count as normal
-        "drift_mib": 200.0,  # below the noise of a plot of resident memory
+        "fds_return": 8.0,  # descriptors and threads are usually not counted until a system limit is hit
+        "threads_return": 8.0,  # a few that stay after the first use of a backend count as normal
+        "memory_drift": 200.0,  # below the noise of a plot of resident memory
     },
 }

@@ -6,8 +6,9 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, NamedTuple
 
 from kit.errors import BadInput
-from kit.labs.definition import JobConfig, Option, Role, Step, check_fits
-from kit.labs.stream.config import StreamConfig, replica_model, replica_names, trainer_model
+from kit.labs.definition import Definition, JobConfig, Option, Role, Step, check_fits
+from kit.labs.share.faults import FAULTS
+from kit.labs.stream.lab import StreamConfig, replica_model, replica_names, trainer_model
 from kit.machine import free_gpu_bytes
 from kit.megatron.config import model_bytes
 
@@ -319,3 +320,22 @@ def fits(config: ShareConfig) -> None:
             held, 3 * model_bytes(replica_model(one), ranks=1)["params"] * of.tp
         )  # the base, and two copies in the cache
     check_fits(config, job=jobs, host=jobs + held, kept="for offloaded state, the base weights and the cache")
+
+
+LAB = Definition(
+    name="share",
+    summary="two pipelines time-share devices; each computes bit for bit what it computes alone",
+    config=ShareConfig,
+    plan=plan,
+    roles=roles,
+    isolate=True,
+    fits=fits,
+    phases="kit.labs.share.ranks.broken:train",
+    rules="kit.labs.share.rules:RULES",
+    presets="kit.labs.share.rules:PRESETS",
+    pictures="kit.labs.share.pictures:PICTURES",
+    foreign="kit.labs.share.foreign:settings_of",
+    first=("scenario", "steps_a", "steps_b", "answer_a", "answer_b", "groups", "group", "planner", "controls"),
+    faults=FAULTS,
+    preload=("megatron.core",),
+)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 from kit.errors import BadInput
-from kit.labs.definition import JobConfig, Option, Step, check_fits, model_of
+from kit.labs.definition import Definition, JobConfig, Option, Step, check_fits, model_of
+from kit.labs.split.faults import FAULTS
 from kit.megatron.config import ModelConfig, check, model_bytes
 from kit.train.options import ClippedOptions, Level
 
@@ -271,3 +272,19 @@ def fits(config: SplitConfig) -> None:
     kept = whole * (STEPS * (config.steps + 2) + 2)  # on rank 0; and the float64 model
     what = f"for the gradients of {config.steps} steps, kept for comparison"
     check_fits(config, job=max(stages), host=kept // config.ranks, kept=what)
+
+
+LAB = Definition(
+    name="split",
+    summary="a training step fed as a stream of microbatches gives the loss, gradients, weights and metrics of the plain step",
+    config=SplitConfig,
+    plan=plan,
+    fits=fits,
+    phases="kit.labs.split.ranks.phases:Split",
+    rules="kit.labs.split.rules:RULES",
+    presets="kit.labs.split.rules:PRESETS",
+    pictures="kit.labs.split.pictures:PICTURES",
+    first=("backend", "size", "ranks", "tp", "pp", "ep", "steps", "chunks", "recipe", "level", "implementation"),
+    faults=FAULTS,
+    preload=("megatron.core",),
+)

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kit.nccl import SHARED_GPU
-from kit.results import Check, Measured, Missing, NotMeasured, incomplete, select
 from kit.results.frames import Source, sharing, source
 from kit.results.records import NOTEBOOK
+from kit.results.rules import Measured, Missing, NotMeasured, Rule, incomplete, select
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,21 +31,6 @@ RISING = 6  # from this many cycles on, a single cycle cannot tilt the line thro
 LEAST_S = 0.1  # a phase that takes less than this longer is steady
 SETTLED = 2  # cycles after which all one-time allocations exist
 STATE_SHARE = 0.01  # share of the job's state that a cycle may add without counting as growth
-
-
-def at_most(
-    name: str,
-    question: str,
-    tolerance: str,
-    measure: Callable[[pd.DataFrame, Mapping[str, Any]], Measured | Sequence[Measured]],
-    *,
-    limit: float | Callable[[Mapping[str, Any]], float] = 0,
-    unit: str = "1",
-    cannot: Callable[[Mapping[str, Any]], str] | None = None,
-    when: Callable[[Mapping[str, Any]], bool] | None = None,
-) -> Check:
-    """A check that passes at or below its limit; without a limit, a count that must be 0."""
-    return Check(name, question, tolerance, limit, unit, "<=", measure, when, cannot)
 
 
 def needs_cycles(least: int) -> Callable[[Mapping[str, Any]], str]:
@@ -379,15 +364,13 @@ def routed_part(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
 NOTHING_PILES_UP = (
     "nothing_piles_up",
     "Do groups, file descriptors, threads, processes, shared memory and temporary files stay constant from cycle to cycle?",
-    "piled_up",
 )
 # Checks that apply to any job, without a lab.
 OBSERVED = (
-    at_most(*NOTHING_PILES_UP, each_observed(lambda _: piled_up), when=observed),
-    at_most(
+    Rule(*NOTHING_PILES_UP, each_observed(lambda _: piled_up), when=observed),
+    Rule(
         "memory_slope",
         "Does memory stay constant from cycle to cycle?",
-        "slope_mib",
         each_observed(slopes),
         limit=1,
         unit="MiB/cycle",
@@ -395,17 +378,16 @@ OBSERVED = (
     ),
 )
 EVERY_LAB = (
-    Check(
+    Rule(
         name="routing_effective",
         question="Do all collectives go through the backend that `routing` names?",
-        tolerance="routed_part",
         limit=1,
         unit="1",
         better=">=",
         measure=routed_part,
         when=lambda config: config.get("routing", "torch") != "torch",
     ),
-    at_most(*NOTHING_PILES_UP, piled_up, cannot=needs_cycles(SETTLED + 1)),
+    Rule(*NOTHING_PILES_UP, piled_up, cannot=needs_cycles(SETTLED + 1)),
 )
 
 

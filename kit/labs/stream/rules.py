@@ -13,10 +13,10 @@ from typing import Any
 
 import pandas as pd
 
-from kit.labs.growth import PerFrame, at_most, events, rows_of
 from kit.labs.stream import tables
-from kit.labs.stream.config import ALL, wanted
-from kit.results import Check, Measured, Missing, NotMeasured, incomplete, select
+from kit.labs.stream.lab import ALL, wanted
+from kit.results.growth import PerFrame, events, rows_of
+from kit.results.rules import Measured, Missing, NotMeasured, Rule, incomplete, rule, select
 from kit.results.units import counted
 from kit.stream import judge
 from kit.stream.history import Ledger
@@ -344,25 +344,16 @@ def phases_of(name: str) -> tuple[str, ...]:
     return ("stream",) if name == "trains_before_straggler" else (*LOOPS, "rehearse")
 
 
-def question(function: Callable[..., Measured]) -> str:
-    return (function.__doc__ or "").partition("\n")[0]
-
-
-def asked(measure: Measure, tolerance: str, **more: Any) -> Check:
-    return at_most(measure.__name__, question(measure), tolerance, measure, **more)
-
-
-RULES = {**judge.CHECKS, "replicas_answer": replicas_answer, "no_length_bias": no_length_bias}
+LEDGER_RULES = {**judge.CHECKS, "replicas_answer": replicas_answer, "no_length_bias": no_length_bias}
 LIMITS = {"no_length_bias": 3.0}  # standard errors; all others count violations
 
-CHECKS: tuple[Check, ...] = (
-    asked(equals_plain, "outcomes_differ", when=ran("plain", "lockstep")),
-    asked(recomputed_as_sampled, "not_as_sampled", when=ran("verify")),
-    asked(stamps_true, "wrong_stamps", when=ran("verify")),
-    at_most(
+RULES: tuple[Rule, ...] = (
+    rule(equals_plain, when=ran("plain", "lockstep")),
+    rule(recomputed_as_sampled, when=ran("verify")),
+    rule(stamps_true, when=ran("verify")),
+    Rule(
         "behaviour_logprob",
         "Do recorded log-probabilities match the distribution that tokens were sampled from?",
-        "logprob_error",
         of_recomputation(
             "logprob_error",
             "largest difference from the closest version over {tokens:.0f} tokens (float32 noise: {noise:.1g})",
@@ -370,75 +361,74 @@ CHECKS: tuple[Check, ...] = (
         limit=1e-5,
         when=ran("verify"),
     ),
-    asked(kv_policy_kept, "wrong_policy", when=ran("verify")),
-    at_most(
+    rule(kv_policy_kept, when=ran("verify")),
+    Rule(
         "no_stale_prefix",
         "Was every prompt computed with the weights that its tokens are stamped with?",
-        "stale_prefixes",
         of_recomputation(
             "stale_prefixes", "{value:.0f} of {tokens:.0f} tokens depend on a prompt that an older version computed"
         ),
         when=ran("verify"),
     ),
-    at_most(
+    Rule(
         "no_torn_generation",
         "Did every forward use the weights of a single version?",
-        "torn_tokens",
         of_recomputation("of_no_version", "{value:.0f} of {tokens:.0f} tokens match the log-probability of no version"),
         when=ran("verify"),
     ),
-    at_most(
+    Rule(
         "advantage_by_group",
         "Is every advantage computed within the sample's own group?",
-        "advantage_error",
         of_recomputation("advantage_error", "advantages: largest difference over {samples:.0f} samples"),
         limit=1e-6,
         when=ran("verify"),
     ),
-    at_most(
+    Rule(
         "on_policy_ratio_one",
         "Do previous log-probabilities match the weights at the start of the step?",
-        "previous_error",
         of_recomputation("previous_error", "log-probabilities: largest difference over {samples:.0f} samples"),
         limit=1e-5,
         when=ran("verify"),
     ),
-    at_most(
+    Rule(
         "is_weight_right",
         "Does the loss of each sample use its recorded log-probabilities?",
-        "recorded_error",
         of_recomputation("recorded_error", "log-probabilities: largest difference over {samples:.0f} samples"),
         when=ran("verify"),
     ),
-    asked(
+    rule(
         resume_equals,
-        "resume_differs",
         when=resumes,
         cannot=lambda config: "" if config["steps"] > 1 else "a single step leaves nothing to resume",
     ),
-    asked(no_deadlock, "loops_stuck"),
-    asked(controller_answers, "answer_ms", limit=50, unit="ms", when=ran("stream")),
-    asked(logger_is_harmless, "logger_harm", cannot=alone),
-    asked(death_named_in_time, "named_s", limit=1, unit="s", when=ran(), cannot=alone),
+    rule(no_deadlock),
+    rule(controller_answers, limit=50, unit="ms", when=ran("stream")),
+    rule(logger_is_harmless, cannot=alone),
+    rule(death_named_in_time, limit=1, unit="s", when=ran(), cannot=alone),
     # 3e-2 is usual between an engine and a trainer. The lab recomputes its own tokens, which is more exact.
-    asked(tokens_match, "token_mismatch", limit=3e-2, when=lambda config: "simulated" not in config),
+    rule(tokens_match, limit=3e-2, when=lambda config: "simulated" not in config),
     *(
-        at_most(name, question(rule), name, of_ledger(rule, phases_of(name)), limit=LIMITS.get(name, 0.0))
-        for name, rule in RULES.items()
+        Rule(
+            name,
+            (asked.__doc__ or "").partition("\n")[0],
+            of_ledger(asked, phases_of(name)),
+            limit=LIMITS.get(name, 0.0),
+        )
+        for name, asked in LEDGER_RULES.items()
     ),
 )
 
 PRESETS = {
     "strict": {
-        "logprob_error": 1e-6,  # twice the noise of float32
-        "previous_error": 1e-6,
-        "answer_ms": 10.0,
-        "named_s": 0.2,
+        "behaviour_logprob": 1e-6,  # twice the noise of float32
+        "on_policy_ratio_one": 1e-6,
+        "controller_answers": 10.0,
+        "death_named_in_time": 0.2,
     },
     "common practice": {
-        "logprob_error": 3e-2,  # usual between an engine and a trainer
-        "previous_error": 3e-2,
-        "answer_ms": 1000.0,  # a loop that polls once per second
-        "named_s": 60.0,
+        "behaviour_logprob": 3e-2,  # usual between an engine and a trainer
+        "on_policy_ratio_one": 3e-2,
+        "controller_answers": 1000.0,  # a loop that polls once per second
+        "death_named_in_time": 60.0,
     },
 }

@@ -12,8 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kit.labs.growth import at_most, left
-from kit.labs.share.config import BETWEEN_LOOKS_S, PIPELINES, TRAINER, ShareConfig, pipeline_config
+from kit.labs.share.lab import BETWEEN_LOOKS_S, PIPELINES, TRAINER, ShareConfig, pipeline_config
 from kit.labs.share.ledgers import (
     MAIN,
     Levels,
@@ -31,12 +30,13 @@ from kit.labs.share.ledgers import (
     spans,
     watched,
 )
-from kit.labs.stream.config import replica_model
+from kit.labs.stream.lab import replica_model
 from kit.loop.messages import numbers
 from kit.megatron.config import model_bytes
-from kit.results import Check, Measured, Missing, NotMeasured
+from kit.results import Measured, Missing, NotMeasured, Rule
+from kit.results.growth import left
+from kit.results.rules import Unjudged
 from kit.results.units import counted
-from kit.results.verdict import Unjudged
 from kit.share import judge
 from kit.share.books import Ledger
 from kit.share.judge import of_violations
@@ -473,84 +473,71 @@ BY_RANKS_TOO = {
     "dead_pipeline_leaves": dead_and_seen,
 }
 
-CHECKS: tuple[Check, ...] = (
-    Check(
+RULES: tuple[Rule, ...] = (
+    Rule(
         "gate_shown",
         "Did the gate's scenario occur?",
-        "times_shown",
-        1,
-        "1",
-        ">=",
         gate_shown,
-        lambda config: bool(config.get("gate")),
+        limit=1,
+        better=">=",
+        when=lambda config: bool(config.get("gate")),
     ),
-    at_most(
+    Rule(
         "same_numbers",
         "Does each pipeline compute bit for bit what it computes alone?",
-        "outcomes_differ",
         same_numbers,
         cannot=stale,
     ),
-    at_most(
+    Rule(
         "weights_after_wake",
         "Does every woken replica have the weights of the version that it serves?",
-        "other_weights",
         weights_after_wake,
         cannot=no_ranks,
     ),
-    at_most(
+    Rule(
         "peak_fits",
         "Does each device hold at most the memory that one of its ranks needs?",
-        "over_budget_mib",
         peak_fits,
         limit=SEEN_BYTES / MIB,
         unit="MiB",
         cannot=no_ranks,
     ),
-    at_most(
+    Rule(
         "memory_down_asleep",
         "Is the memory of a replica's weights freed while it sleeps?",
-        "kept_asleep",
         memory_down_asleep,
         limit=0.5,
         cannot=no_ranks,
     ),
-    at_most(
+    Rule(
         "groups_down_asleep",
         "Are a trainer's process groups gone while it is off its devices?",
-        "groups_kept",
         groups_down_asleep,
         cannot=keeps_groups,
     ),
-    at_most(
+    Rule(
         "others_untouched",
         "Is a pipeline unaffected when a replica of the other one sleeps or wakes?",
-        "others_touched",
         others_untouched,
         cannot=alone_here,
     ),
-    at_most(
+    Rule(
         "namespaces_apart",
         "Do the pipelines have separate weights and random numbers?",
-        "alike",
         namespaces_apart,
         cannot=alone_here,
     ),
-    at_most(
+    Rule(
         "nothing_left",
         "Are all files, sockets, threads, processes and shared-memory segments gone at the end?",
-        "left_over",
         nothing_left,
         cannot=no_ranks,
     ),
-    at_most(
-        "loops_right", "Does each pipeline's loop satisfy every rule of the lab stream?", "loops_wrong", loops_right
-    ),
+    Rule("loops_right", "Does each pipeline's loop satisfy every rule of the lab stream?", loops_right),
     *(
-        at_most(
+        Rule(
             name,
             rule.__doc__ or "",
-            name,
             with_ranks(rule, BY_RANKS_TOO[name]) if name in BY_RANKS_TOO else of_ledgers(rule),
         )
         for name, rule in judge.CHECKS.items()
@@ -559,11 +546,11 @@ CHECKS: tuple[Check, ...] = (
 
 PRESETS = {
     "strict": {
-        "over_budget_mib": 4.0,  # half of what counts as noise of resident memory
-        "kept_asleep": 0.1,
+        "peak_fits": 4.0,  # half of what counts as noise of resident memory
+        "memory_down_asleep": 0.1,
     },
     "common practice": {
-        "over_budget_mib": 64.0,  # an engine that keeps its graphs and buffers
-        "kept_asleep": 0.9,
+        "peak_fits": 64.0,  # an engine that keeps its graphs and buffers
+        "memory_down_asleep": 0.9,
     },
 }

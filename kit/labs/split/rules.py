@@ -13,9 +13,8 @@ from typing import Any
 
 import pandas as pd
 
-from kit.labs.growth import at_most
-from kit.labs.split.config import KIT_LOSS, KIT_MODEL, cases_of
-from kit.results import Check, Measured, Missing, NotMeasured, incomplete, select, with_ids
+from kit.labs.split.lab import KIT_LOSS, KIT_MODEL, cases_of
+from kit.results import Measured, Missing, NotMeasured, Rule, incomplete, select, with_ids
 from kit.results.units import counted
 
 Config = Mapping[str, Any]
@@ -438,60 +437,54 @@ def no_oracle(config: Config) -> str:
     return "" if config["model"] == KIT_MODEL else f"model={config['model']} has no float64 model to compare with"
 
 
-def ratio(
-    name: str, question: str, measure: Measure, tolerance: str, *, exact: float, coarse: float = COARSE, **given: Any
-) -> Check:
+def ratio(name: str, question: str, measure: Measure, *, exact: float, coarse: float = COARSE, **given: Any) -> Rule:
     """A check of a relative error: `coarse` is its limit in bfloat16."""
 
     def limit(config: Config) -> float:
         return coarse if config.get("dtype") == "bfloat16" else exact
 
-    return at_most(name, question, tolerance, measure, limit=limit, unit="ratio", **given)
+    return Rule(name, question, measure, limit=limit, unit="ratio", **given)
 
 
-CHECKS = (
-    ratio("loss_parity", "Does the loss match the plain step's?", loss, "loss_rel", exact=1e-6),
-    ratio("grad_parity", "Do the gradients match the plain step's?", gradient, "grad_rel", exact=1e-6),
-    ratio("params_parity", "Do the weights match the plain step's at the end?", parameters, "params_rel", exact=1e-5),
+RULES = (
+    ratio("loss_parity", "Does the loss match the plain step's?", loss, exact=1e-6),
+    ratio("grad_parity", "Do the gradients match the plain step's?", gradient, exact=1e-6),
+    ratio("params_parity", "Do the weights match the plain step's at the end?", parameters, exact=1e-5),
     ratio(
         "later_steps",
         "Do later steps match the plain ones?",
         later,
-        "later_rel",
         exact=1e-4,
         coarse=0.1,
         cannot=lambda config: "" if config["steps"] > 1 else "steps=1: no step after the first",
     ),
-    ratio("metric_parity", "Does every metric match the plain step's?", every_metric, "metric_rel", exact=1e-6),
-    ratio("result_parity", "Do norm, learning rate, decay and counts match?", fields, "result_rel", exact=1e-6),
-    at_most("ranks_agree", "Do all ranks report the same result?", "numbers_apart", ranks),
-    at_most("metric_coverage", "Do split and plain step report the same metrics?", "metrics_missing", coverage),
+    ratio("metric_parity", "Does every metric match the plain step's?", every_metric, exact=1e-6),
+    ratio("result_parity", "Do norm, learning rate, decay and counts match?", fields, exact=1e-6),
+    Rule("ranks_agree", "Do all ranks report the same result?", ranks),
+    Rule("metric_coverage", "Do split and plain step report the same metrics?", coverage),
     ratio(
         "chunk_invariance",
         "Are gradients independent of the number of chunks?",
         chunks,
-        "chunk_rel",
         exact=1e-6,
         cannot=lambda config: (
             "" if config["chunks"][1:] else "only one number of chunks was run; use at least two, such as chunks=[1, 5]"
         ),
     ),
-    at_most("one_reduction", "Is each gradient reduced exactly once per step?", "reductions_off", reductions),
-    at_most(
+    Rule("one_reduction", "Is each gradient reduced exactly once per step?", reductions),
+    Rule(
         "hooks_restored",
         "Are the job's hooks restored after finish, abort and errors?",
-        "hooks_lost",
         promised(
             "hooks_lost",
             phases=("sync", "split", "rehearse"),
             right="all hooks are restored after finish, abort and errors",
         ),
     ),
-    at_most("lr_of_this_step", "Is the reported learning rate the one that the update used?", "rate_off", rate),
-    at_most(
+    Rule("lr_of_this_step", "Is the reported learning rate the one that the update used?", rate),
+    Rule(
         "abort_is_clean",
         "Does abort restore the state before begin, bit for bit?",
-        "abort_changed",
         promised(
             "abort_changed",
             "abort_gradients",
@@ -503,10 +496,9 @@ CHECKS = (
             "the next step equals one without the abort",
         ),
     ),
-    at_most(
+    Rule(
         "version_ticks",
         "Does the version grow by one with each finish, and only then?",
-        "versions_wrong",
         promised(
             "wrong_versions",
             "abort_ticked",
@@ -515,10 +507,9 @@ CHECKS = (
             right="version grew by 1 with each finish and never otherwise",
         ),
     ),
-    at_most(
+    Rule(
         "misuse_raises",
         "Does a call in the wrong state raise an error that names the state?",
-        "misuse_silent",
         promised(
             "misuse_silent",
             "misuse_other_words",
@@ -529,16 +520,14 @@ CHECKS = (
             uncounted=["misuse_other_type"],
         ),
     ),
-    at_most(
+    Rule(
         "groups_return_to_baseline",
         "Does a step leave no process group behind?",
-        "groups_more",
         promised("groups_kept", right="no new group remains after two rounds of one finished and one aborted step"),
     ),
-    at_most(
+    Rule(
         "nonfinite_skipped",
         "Is the update skipped if a loss or gradient is not finite?",
-        "nonfinite_changed",
         promised(
             "nonfinite_updated",
             "nonfinite_changed",
@@ -547,12 +536,11 @@ CHECKS = (
             right="no update; weights, optimizer and schedule are unchanged bit for bit; the next step equals one without it",
         ),
     ),
-    at_most("replicas_counted_once", "Do all ranks together count each row once?", "replicas_off", replicas),
+    Rule("replicas_counted_once", "Do all ranks together count each row once?", replicas),
     ratio(
         "oracle",
         "Does the plain step match a float64 computation?",
         oracle,
-        "oracle_rel",
         exact=1e-5,
         coarse=0.05,
         cannot=no_oracle,
@@ -561,7 +549,6 @@ CHECKS = (
         "experts_balance",
         "Does the load-balancing loss match a float64 computation?",
         balance,
-        "balance_rel",
         exact=1e-5,
         coarse=0.05,
         when=lambda config: bool(config["experts"] and config["aux_loss"]),
@@ -570,7 +557,6 @@ CHECKS = (
         "update",
         "Do clipping, AdamW and schedule match a float64 computation?",
         update,
-        "update_rel",
         exact=1e-5,
         coarse=0.1,
     ),
@@ -578,14 +564,12 @@ CHECKS = (
         "extreme_gaps",
         "Is the loss correct if the log-probabilities of trainer and engine are far apart?",
         gaps,
-        "gap_rel",
         exact=1e-5,
         coarse=1e-5,
     ),
-    at_most(
+    Rule(
         "masked_places",
         "Does the loss ignore NaN and infinities in masked places?",
-        "masked_reach",
         promised(
             "masked_reach",
             phases=("oracle",),
@@ -596,7 +580,6 @@ CHECKS = (
         "backends_agree",
         "Do Megatron and FSDP2 give the same gradients?",
         backends,
-        "backends_rel",
         exact=1e-5,
         cannot=lambda config: (
             ""
@@ -611,25 +594,25 @@ CHECKS = (
 # bfloat16, which has 8 bits of precision, start from the defaults.
 PRESETS = {
     "strict": {
-        "loss_rel": 1e-12,  # losses are summed in float64; only the order of the sum differs
-        "metric_rel": 1e-12,
-        "chunk_rel": 0.0,  # the same sum for any number of chunks
-        "grad_rel": 5e-7,  # four roundings of float32
-        "result_rel": 5e-7,  # the norm of the gradients is float32
-        "params_rel": 1e-6,
-        "later_rel": 1e-5,
-        "oracle_rel": 1e-6,
-        "backends_rel": 1e-6,
+        "loss_parity": 1e-12,  # losses are summed in float64; only the order of the sum differs
+        "metric_parity": 1e-12,
+        "chunk_invariance": 0.0,  # the same sum for any number of chunks
+        "grad_parity": 5e-7,  # four roundings of float32
+        "result_parity": 5e-7,  # the norm of the gradients is float32
+        "params_parity": 1e-6,
+        "later_steps": 1e-5,
+        "oracle": 1e-6,
+        "backends_agree": 1e-6,
     },
     "common practice": {
-        "loss_rel": 1e-3,  # usual in tests of training stacks for losses and gradient norms
-        "result_rel": 1e-3,
-        "metric_rel": 1e-3,
-        "grad_rel": 1e-5,  # float32 gradients, per tensor
-        "chunk_rel": 1e-5,
-        "params_rel": 1e-4,  # after some steps
-        "later_rel": 1e-2,
-        "oracle_rel": 1e-3,
-        "backends_rel": 1e-3,
+        "loss_parity": 1e-3,  # usual in tests of training stacks for losses and gradient norms
+        "result_parity": 1e-3,
+        "metric_parity": 1e-3,
+        "grad_parity": 1e-5,  # float32 gradients, per tensor
+        "chunk_invariance": 1e-5,
+        "params_parity": 1e-4,  # after some steps
+        "later_steps": 1e-2,
+        "oracle": 1e-3,
+        "backends_agree": 1e-3,
     },
 }

@@ -7,9 +7,13 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kit.labs.growth import (
+from kit.labs.offload.faults import EXACT
+from kit.labs.offload.lab import KIT_MODEL
+from kit.megatron.config import ModelConfig, dtype_on, model_bytes
+from kit.results import Measured, Missing, NotMeasured, Rule, Unjudged, select
+from kit.results.frames import Source, source
+from kit.results.growth import (
     MIB,
-    at_most,
     by_owner,
     count_of,
     each_rank,
@@ -27,15 +31,11 @@ from kit.labs.growth import (
     slopes,
     steady,
 )
-from kit.labs.offload import EXACT, KIT_MODEL
-from kit.megatron.config import ModelConfig, dtype_on, model_bytes
-from kit.results import Check, Measured, Missing, NotMeasured, Unjudged, select
-from kit.results.frames import Source, source
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from kit.labs.growth import Measure
+    from kit.results.growth import Measure
 
 WHOLE_STATE = 0.99  # of the arithmetic size that the walk over the job must have found
 SEEN_BYTES = 64 * MIB  # below this a job's bytes drown in the interpreter's own memory
@@ -310,89 +310,77 @@ def comm_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  
     return Measured(float(((held - idle) / taken).min()), words)
 
 
-CHECKS = (
-    at_most(
+RULES = (
+    Rule(
         "groups_return_to_baseline",
         "Are all groups gone while released, and is their number after a reload the same as before?",
-        "groups_more",
         groups_return,
         cannot=undestroyed,
     ),
-    at_most(
+    Rule(
         "model_parallel_uninitialised",
         "While released, does Megatron report that it has no groups, or does using one raise an error that names it?",
-        "initialised",
         groups_of(
             "idle", "initialised", "ranks where Megatron reports initialised groups and using one raises no error"
         ),
         cannot=undestroyed,
     ),
-    at_most(
+    Rule(
         "every_group_communicates",
         "After a reload, does an all-reduce over every group reach the right ranks and return the exact sum?",
-        "wrong_groups",
         groups_of("talk", "wrong_groups", "groups whose all-reduce fails or reaches the wrong ranks"),
     ),
-    at_most(
+    Rule(
         "membership_unchanged",
         "After a reload, does every group name refer to the same ranks in the same order as before?",
-        "names_moved",
         groups_of("verify", "membership_changed", "group names that refer to other ranks"),
     ),
-    at_most(
+    Rule(
         "options_unchanged",
         "Do all groups keep their timeout, backend, options and description after a reload?",
-        "options_changed",
         groups_of("verify", "options_changed", "groups with changed options"),
     ),
-    at_most(
+    Rule(
         "handles_alive",
         "Does every object that held a group hold a live one after a reload?",
-        "stale_holders",
         groups_of("verify", "stale_holders", "references to a dead or replaced group"),
     ),
-    at_most(
+    Rule(
         "stale_handle_raises",
         "Does using a destroyed group raise an error that names it?",
-        "stale_usable",
         groups_of("idle", "stale_usable", "destroyed groups whose use raises no error that names them"),
         cannot=kept_groups,
     ),
-    at_most(
+    Rule(
         "old_groups_dead",
         "Are the old groups freed while released, with their sockets and threads?",
-        "old_groups",
         old_groups,
         cannot=undestroyed,
     ),
-    at_most(
+    Rule(
         "world_released",
         "Is WORLD destroyed while released?",
-        "worlds_left",
         count_of("idle", "world_left", found="WORLD still existed {where}", none="WORLD was destroyed in {everywhere}"),
         cannot=kept_world,
     ),
-    at_most(
+    Rule(
         "destroy_failure_raises",
         "Does a group that cannot be destroyed raise an error that names it?",
-        "failures_hidden",
         failure,
         cannot=unrehearsed,
     ),
-    Check(
+    Rule(
         name="tensors_released",
         question="Do weights, gradients and optimizer state free their device memory while released?",
-        tolerance="released_share",
         limit=0.9,
         unit="ratio",
         better=">=",
         measure=tensors_released,
         cannot=unmoved,
     ),
-    at_most(
+    Rule(
         "no_tensor_left",
         "Does every weight, gradient and optimizer tensor leave the device while released?",
-        "tensors_left",
         count_of(
             "idle",
             "left_tensors",
@@ -401,17 +389,15 @@ CHECKS = (
         ),
         cannot=unmoved,
     ),
-    at_most(
+    Rule(
         "tensors_restored",
         "Is every tensor bit-identical after a reload (SHA-256)?",
-        "tensors_changed",
         tensors_restored,
         cannot=without("hashes", "hashes=false compares no tensors"),
     ),
-    at_most(
+    Rule(
         "random_unchanged",
         "After a reload, are all random number generators in the same state as before the release?",
-        "generators_moved",
         count_of(
             "verify",
             "generators_moved",
@@ -419,97 +405,85 @@ CHECKS = (
             none="all generators unchanged in {everywhere}",
         ),
     ),
-    at_most(
+    Rule(
         "training_continues_bitwise",
         "Is training bit-identical to a run without any release?",
-        "values_differ",
         bitwise,
     ),
-    at_most(
+    Rule(
         "memory_drift",
         "Is memory while released the same in the last cycle as in the first?",
-        "drift_mib",
         growth("idle", "while released"),
         limit=200,
         unit="MiB",
         cannot=one_cycle,
     ),
-    at_most(
+    Rule(
         "memory_slope",
         "Is memory growth per cycle no larger than in a control run without any release?",
-        "slope_mib",
         slopes("idle", control="control"),
         limit=slope_limit(state_bytes),
         unit="MiB/cycle",
         cannot=few_cycles,
     ),
-    at_most(
+    Rule(
         "reload_peak",
         "Does the memory peak of a reload stay within what training uses?",
-        "peak_ratio",
         reload_peak,
         limit=1.1,
         unit="ratio",
         cannot=unseen,
     ),
-    at_most(
+    Rule(
         "residual",
         "Is almost no GPU memory in use while released, beyond a CUDA context?",
-        "residual_mib",
         on_cuda(residual),
         limit=500,
         unit="MiB",
         cannot=kept_by_choice,
     ),
-    Check(
+    Rule(
         name="comm_released",
         question="Is the GPU memory of the communicators freed while released?",
-        tolerance="comm_share",
         limit=0.7,
         unit="ratio",
         better=">=",
         measure=on_cuda(comm_released),
         cannot=kept_groups,
     ),
-    at_most(
+    Rule(
         "fds_return",
         "Does the number of file descriptors return to the baseline?",
-        "fds_more",
         lasting("fds", "verify", "build", "compare"),
     ),
-    at_most(
+    Rule(
         "threads_return",
         "Does the number of threads return to the baseline?",
-        "threads_more",
         lasting("threads", "verify", "build", "compare"),
     ),
-    at_most(
+    Rule(
         "nothing_left",
         "Does the job leave no descriptor, thread, process, shared memory or file behind when it ends?",
-        "left_more",
         left("end", "baseline"),
     ),
-    at_most(
+    Rule(
         "time_steady",
         "Do the last releases and reloads take no longer than the earlier ones?",
-        "time_ratio",
         steady(("release", "reload")),
         limit=3,
         unit="ratio",
         cannot=few_cycles,
     ),
-    at_most(
+    Rule(
         "others_untouched",
         "Does another process on the GPU keep its memory unchanged?",
-        "others_mib",
         on_cuda(others_untouched("start")),
         limit=10,
         unit="MiB",
     ),
-    at_most(
+    Rule(
         "names_restored",
         "Are all patched functions restored at the end?",
-        "names_replaced",
         count_of(
             "end",
             "names_replaced",
@@ -517,10 +491,9 @@ CHECKS = (
             "all functions of torch.distributed and megatron.core are the original ones",
         ),
     ),
-    at_most(
+    Rule(
         "state_as_found",
         "Are the caller's groups, globals and random state unchanged after success and after an error?",
-        "not_as_found",
         count_of(
             "ownership",
             "not_as_found",
@@ -534,23 +507,23 @@ CHECKS = (
 # Sets of tolerances for the offload lab. A tolerance that a set does not name keeps the lab's default.
 PRESETS = {
     "strict": {
-        "released_share": 0.99,  # all except an allocator's rounding
-        "drift_mib": 10.0,  # the host allocator varies by some MiB between two cycles
-        "slope_mib": 0.1,  # 100 MiB in a long run of a thousand cycles
-        "peak_ratio": 1.0,  # a reload needs no more memory than training
-        "residual_mib": 500.0,  # about the size of a bare CUDA context, which cannot be released
-        "comm_share": 0.9,
-        "others_mib": 0.0,  # memory of other processes may not change
+        "tensors_released": 0.99,  # all except an allocator's rounding
+        "memory_drift": 10.0,  # the host allocator varies by some MiB between two cycles
+        "memory_slope": 0.1,  # 100 MiB in a long run of a thousand cycles
+        "reload_peak": 1.0,  # a reload needs no more memory than training
+        "residual": 500.0,  # about the size of a bare CUDA context, which cannot be released
+        "comm_released": 0.9,
+        "others_untouched": 0.0,  # memory of other processes may not change
     },
     "common practice": {
-        "released_share": 0.8,  # freeing most of the GPU counts as success
-        "drift_mib": 200.0,  # the same as the lab's default
-        "slope_mib": 10.0,  # not visible in a test of some tens of cycles
-        "peak_ratio": 1.5,  # half a model more during a reload is usually planned for
-        "residual_mib": 2048.0,  # on a GPU of 80 GiB, a rest below 2 GiB is rarely questioned
-        "comm_share": 0.5,  # usually only the allocator is checked, which does not see communicators
-        "fds_more": 16.0,  # usually not counted until a system limit is hit
-        "threads_more": 16.0,
-        "others_mib": 50.0,
+        "tensors_released": 0.8,  # freeing most of the GPU counts as success
+        "memory_drift": 200.0,  # the same as the lab's default
+        "memory_slope": 10.0,  # not visible in a test of some tens of cycles
+        "reload_peak": 1.5,  # half a model more during a reload is usually planned for
+        "residual": 2048.0,  # on a GPU of 80 GiB, a rest below 2 GiB is rarely questioned
+        "comm_released": 0.5,  # usually only the allocator is checked, which does not see communicators
+        "fds_return": 16.0,  # usually not counted until a system limit is hit
+        "threads_return": 16.0,
+        "others_untouched": 50.0,
     },
 }

@@ -19,9 +19,9 @@ from typing import Any
 
 import pandas as pd
 
-from kit.labs.growth import at_most, growth, on_cuda, one_cycle, others_untouched
-from kit.labs.sync.config import SyncConfig, roles
-from kit.results import Measured, Missing, NotMeasured, incomplete, select, with_ids
+from kit.labs.sync.lab import SyncConfig, roles
+from kit.results import Measured, Missing, NotMeasured, Rule, incomplete, select, with_ids
+from kit.results.growth import growth, on_cuda, one_cycle, others_untouched
 from kit.results.units import counted
 
 Config = Mapping[str, Any]
@@ -457,70 +457,62 @@ def sweep_arrived(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: ARG
     return Measured(float(rows["value"].sum()), f"tensors are missing with {found}" if found else right)
 
 
-CHECKS = (
-    at_most("bit_exact", "Does every replica have the trainer's tensors, bit for bit?", "tensors_differ", bit_exact),
-    at_most(
+RULES = (
+    Rule("bit_exact", "Does every replica have the trainer's tensors, bit for bit?", bit_exact),
+    Rule(
         "logits_equal",
         "Do the replicas return the trainer's logits?",
-        "logits_rel",
         logits_equal,
         limit=logits_limit,
         unit="ratio",
     ),
-    at_most(
+    Rule(
         "names_right",
         "Does a plain model, loaded by tensor names, return the trainer's logits?",
-        "names_rel",
         names_right,
         limit=rounding,
         unit="ratio",
     ),
-    at_most("no_torn_reads", "Did every forward run on a single weight version?", "torn_reads", no_torn_reads),
-    at_most("version_order", "Did every sync run in the required order?", "out_of_order", version_order),
-    at_most("no_double_bump", "Does the version equal the number of trained versions?", "versions_off", no_double_bump),
-    at_most("receivers_answer", "Does every receiver serve the new version after a sync?", "unanswered", answers),
-    at_most("base_equal", "Were all base weights equal when the base was published?", "base_differ", base_equal),
-    at_most(
+    Rule("no_torn_reads", "Did every forward run on a single weight version?", no_torn_reads),
+    Rule("version_order", "Did every sync run in the required order?", version_order),
+    Rule("no_double_bump", "Does the version equal the number of trained versions?", no_double_bump),
+    Rule("receivers_answer", "Does every receiver serve the new version after a sync?", answers),
+    Rule("base_equal", "Were all base weights equal when the base was published?", base_equal),
+    Rule(
         "groups_return_to_baseline",
         "Does the number of process groups return to the baseline?",
-        "groups_more",
         returns_to_baseline("groups", "groups"),
     ),
-    at_most(
+    Rule(
         "segments_return_to_baseline",
         "Does the number of shared-memory segments return to the baseline?",
-        "segments_more",
         returns_to_baseline("segments", "segments"),
     ),
-    at_most(
+    Rule(
         "memory_growth",
         "Does each rank's memory stay constant after the first version?",
-        "growth_mib",
         growth("verify", "after all replicas have a version"),
         limit=200,
         unit="MiB",
         cannot=one_cycle,
     ),
-    at_most("cache_bounded", "Does the sender keep at most two copies of the model?", "copies", cache_bounded, limit=2),
-    at_most("sleepers_release", "Does a sleeping replica release its weights?", "asleep_tensors", asleep),
-    at_most(
+    Rule("cache_bounded", "Does the sender keep at most two copies of the model?", cache_bounded, limit=2),
+    Rule("sleepers_release", "Does a sleeping replica release its weights?", asleep),
+    Rule(
         "failure_is_clean",
         "Does a failed sync leave everything unchanged and name the cause?",
-        "failures_unclean",
         failure_is_clean,
     ),
-    at_most(
+    Rule(
         "others_untouched",
         "Does another process on the GPU keep its memory unchanged?",
-        "others_mib",
         on_cuda(others_untouched("prepare")),
         limit=10,
         unit="MiB",
     ),
-    at_most(
+    Rule(
         "sweep_arrived",
         "Did every tensor of the transport comparison arrive?",
-        "sweep_missing",
         sweep_arrived,
         cannot=lambda config: "" if config["sweep"] else "sweep=false: transports were not compared",
     ),
@@ -530,14 +522,14 @@ CHECKS = (
 # Sets of tolerances for the sync lab. A tolerance that a set does not name keeps the lab's default.
 PRESETS = {
     "strict": {
-        "logits_rel": 0.0,  # bit for bit, which only equal layouts can give
-        "growth_mib": 10.0,  # the host allocator varies by some MiB between versions
-        "others_mib": 0.0,  # memory of other processes may not change
+        "logits_equal": 0.0,  # bit for bit, which only equal layouts can give
+        "memory_growth": 10.0,  # the host allocator varies by some MiB between versions
+        "others_untouched": 0.0,  # memory of other processes may not change
     },
     "common practice": {
-        "logits_rel": 3e-2,  # usual between a trainer and an inference engine: a few percent
-        "growth_mib": 500.0,  # below the noise of an engine's resident set
-        "copies": 3.0,  # one copy at the sender, one in transit, one being assembled
-        "others_mib": 50.0,
+        "logits_equal": 3e-2,  # usual between a trainer and an inference engine: a few percent
+        "memory_growth": 500.0,  # below the noise of an engine's resident set
+        "cache_bounded": 3.0,  # one copy at the sender, one in transit, one being assembled
+        "others_untouched": 50.0,
     },
 }

@@ -1,0 +1,272 @@
+"""Rules: questions put to a run's rows, each with a limit that a person may move.
+
+A rule has one name: that of its check in the verdict, of its tolerance and, where it has one, of its function.
+
+Silence is not success. A rule is null (`passed` None) only where the machine or the config cannot have an answer. What the code
+under test or a fault kept from being judged fails, with `measured` None: a rule raises `Unjudged` where it knows that, and the
+judge decides it for missing rows when it is given a `suspect`. A measured NaN fails: it satisfies no limit.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from kit.errors import KitError
+from kit.results.verdict import Verdict, VerdictRow, checked_tolerances, number
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class NotMeasured(KitError):  # noqa: N818 - a check raises it for `judge`; people do not see it as an error
+    """The machine or the config cannot have what a check asks for: a null row, which never fails a run."""
+
+
+class Missing(NotMeasured):
+    """Records that a check needs are missing: a null row, or a failed one if the run has a suspect."""
+
+
+class Unjudged(KitError):  # noqa: N818 - as above
+    """The code under test kept a check from being judged: a failed row without a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    value: float | None
+    why: str = ""
+    of: str = ""  # of several answers: what this one is about
+    if_passed: str = ""  # added to `why` only where the row passes: why a value that is not perfect is good enough
+    lacking: str = ""  # records that are not there: what is there can fail the row, and cannot pass it
+    suspect: str = ""  # what may have kept them away
+    failed: bool = False  # without a number, and failed all the same
+
+
+Finding = Measured | Sequence[Measured]
+Violations = Generator[
+    str, None, str
+]  # yields a sentence for each violation, and returns one that sums up what was looked at
+Measure = Callable[["pd.DataFrame", Mapping[str, Any]], Finding | Violations]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A question with a limit: `measure` gives a number, which passes at or below the limit unless `better` says otherwise.
+
+    A `measure` that yields counts violations. One with several answers gives one row each, named `rule/of`, below a row of the rule
+    itself that shows the worst. A limit that depends on the run (a coarser dtype) is a function of its config.
+    A rule with `when` is asked only of runs with a config that function accepts. `cannot` returns why a config cannot have an answer,
+    or an empty text: the row is then null, and a fault that this rule should catch is refused before any rank starts.
+    """
+
+    name: str
+    question: str
+    measure: Measure
+    _: KW_ONLY
+    limit: float | Callable[[Mapping[str, Any]], float] = 0.0
+    unit: str = "1"
+    better: Literal["<=", ">=", "=="] = "<="
+    when: Callable[[Mapping[str, Any]], bool] | None = None
+    cannot: Callable[[Mapping[str, Any]], str] | None = None
+
+    def unanswerable(self, config: Mapping[str, Any]) -> str:
+        """Why this config cannot have an answer; empty where it can."""
+        if not self.asked(config):
+            return "this config does not ask it"
+        return self.cannot(_Config(config)) if self.cannot else ""
+
+    def asked(self, config: Mapping[str, Any]) -> bool:
+        """A config without what `when` looks at (another lab's, or an older kit's) does not ask the check."""
+        try:
+            return self.when is None or self.when(_Config(config))
+        except NotMeasured:
+            return False
+
+    def limit_for(self, config: Mapping[str, Any]) -> float:
+        return float(self.limit(_Config(config)) if callable(self.limit) else self.limit)
+
+    def holds(self, measured: float, limit: float) -> bool:
+        compare = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}[self.better]
+        return bool(compare(measured, limit))
+
+
+def rule(measure: Callable[..., Any], **more: Any) -> Rule:
+    """The rule of a function: its name, and as the question the first line of its docstring."""
+    return Rule(measure.__name__, (measure.__doc__ or "").partition("\n")[0], measure, **more)
+
+
+def settle(found: Finding | Violations) -> Finding:
+    """The number of violations and the first of them; without any, the summary. `Missing` and `Unjudged` count only before the first."""
+    if not isinstance(found, Generator):
+        return found
+    violations: list[str] = []
+    while True:
+        try:
+            violations.append(next(found))
+        except StopIteration as end:
+            if not violations:
+                return Measured(0.0, str(end.value))
+            break
+        except (NotMeasured, Unjudged):
+            if not violations:
+                raise
+            break
+    more = f"; {len(violations) - 1} more" if len(violations) > 1 else ""
+    return Measured(float(len(violations)), violations[0] + more)
+
+
+Answer = tuple[Rule, Finding]  # a rule, and what it found in the rows of one run
+
+
+def judge(
+    frame: pd.DataFrame,
+    config: Mapping[str, Any],
+    rules: Sequence[Rule],
+    tolerances: Mapping[str, float] | None = None,
+    *,
+    suspect: str = "",
+) -> Verdict:
+    """Judge the records with every check; `tolerances` moves limits by their keyword.
+
+    `suspect` is what may have kept records of a complete run away ("fault 'x' is on"): a check that lacks records then fails.
+    """
+    moved = checked_tolerances(tolerances or {}, allowed=[rule.name for rule in rules])
+    return hold(measure(frame, config, rules, suspect), config, moved)
+
+
+def measure(
+    frame: pd.DataFrame, config: Mapping[str, Any], rules: Sequence[Rule], suspect: str = "", *, whole: bool = True
+) -> list[Answer]:
+    """What each check found in the records. Limits play no part, so that they may move without measuring again.
+
+    `whole`: the run came to its end. On the records of one that broke a check may raise anything, and is null then.
+    """
+    return [(rule, _ask(rule, frame, config, suspect, whole=whole)) for rule in rules]
+
+
+def asked(rules: Sequence[Rule], config: Mapping[str, Any]) -> list[Rule]:
+    return [rule for rule in rules if rule.asked(config)]
+
+
+def suspect_in(config: Mapping[str, Any], fault: str | None) -> str:
+    """What in a run could keep records from a check: a fault, or code from outside the kit; empty where there is neither."""
+    own = [f"{name}={value}" for name, value in config.items() if isinstance(value, str) and _OWN_CODE.fullmatch(value)]
+    return " and ".join([*([f"fault {fault!r}"] if fault else []), *own])
+
+
+def hold(answers: Sequence[Answer], config: Mapping[str, Any], moved: Mapping[str, float]) -> Verdict:
+    """Compare what was found with the limits; `moved` has the limits that a person moved, by keyword."""
+    rows: list[VerdictRow] = []
+    for rule, measured in answers:
+        try:
+            limit = moved[rule.name] if rule.name in moved else rule.limit_for(config)
+        except NotMeasured as missing:  # a config of an older kit: neither the limit nor the answer is to be had
+            limit, measured = math.nan, Measured(None, str(missing))  # noqa: PLW2901
+        if isinstance(measured, Measured):
+            rows.append(_row(rule, measured, limit))
+        else:
+            parts = [_row(rule, one, limit) for one in measured]
+            rows += [_worst_of(rule, parts, limit), *parts]
+    return Verdict(rows)
+
+
+def select(frame: pd.DataFrame, **wanted: object) -> pd.DataFrame:
+    """The rows that have what is wanted, e.g. `select(frame, phase="reload", metric="rss")`; none: `Missing`.
+
+    Mind that pandas' own max, median and the like pass over NaN: a check of numbers that may be NaN must look for it.
+    """
+    for column, value in wanted.items():
+        frame = frame[frame[column] == value]
+    if frame.empty:
+        raise Missing("no records with " + ", ".join(f"{column} {value!r}" for column, value in wanted.items()))
+    return frame
+
+
+def incomplete(what: str) -> None:
+    """Called by a check that lacks records and continues with the others: these can fail it, and cannot pass it."""
+    _LACKS.get().append(what)
+
+
+_LACKS: ContextVar[list[str]] = ContextVar("lacks")  # of the check that is being asked
+
+
+def _ask(rule: Rule, frame: pd.DataFrame, config: Mapping[str, Any], suspect: str, *, whole: bool) -> Finding:
+    lacks: list[str] = []
+    _LACKS.set(lacks)
+    found: Finding
+    try:
+        if reason := rule.unanswerable(config):
+            return Measured(None, reason)
+        found = settle(rule.measure(frame, _Config(config))) or _lacking("there was nothing to ask about", suspect)
+    except Missing as missing:
+        found = _lacking(str(missing), suspect)
+    except NotMeasured as missing:
+        found = Measured(None, str(missing))
+    except Unjudged as kept:
+        found = Measured(None, str(kept), failed=True)
+    except Exception as error:  # noqa: BLE001 - checks may be anybody's, records too, and one must not hide the answers of the others
+        raised = f"{type(error).__name__}: {error}"
+        if whole and not lacks:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"at {last.filename.rpartition('/')[2]}:{last.lineno}"
+            return Measured(None, f"the check raised {raised} {where}", failed=True)
+        found = Measured(None, f"the records of this run lack what the check needs ({raised})")
+    if not lacks:
+        return found
+    why = "; ".join(dict.fromkeys(lacks))
+    if isinstance(found, Measured):
+        return replace(found, lacking=why, suspect=suspect)
+    return [replace(one, lacking=why, suspect=suspect) for one in found]
+
+
+def _lacking(what: str, suspect: str) -> Measured:
+    return Measured(None, f"{what}; {suspect} may have kept them away" if suspect else what, failed=bool(suspect))
+
+
+def _worst_of(rule: Rule, rows: Sequence[VerdictRow], limit: float) -> VerdictRow:
+    """The summary of one check's rows: failed if one failed, else not measured if one was not measured."""
+    failed = sum(row.passed is False for row in rows)
+    passed = False if failed else None if any(row.passed is None for row in rows) else True
+    farthest = min if rule.better == ">=" else max
+    alike = [row for row in rows if row.passed is passed]
+    worst = farthest(alike, key=lambda row: 0.0 if row.measured is None else row.measured)
+    count = f"{failed} of {len(rows)} fail" if failed else f"{len(rows)} compared"
+    return VerdictRow(rule.name, worst.measured, limit, rule.unit, passed, f"{count}; worst: {worst.why}")
+
+
+def _row(rule: Rule, measured: Measured, limit: float) -> VerdictRow:
+    passed: bool | None
+    if measured.lacking and not measured.failed:
+        there = math.nan if measured.value is None else float(measured.value)
+        if math.isnan(there):
+            measured = _lacking(measured.lacking, measured.suspect)
+        elif rule.holds(there, limit):
+            measured = _lacking(f"{measured.lacking}; those that are there hold ({number(there)})", measured.suspect)
+    if measured.failed:
+        value, passed, why = None, False, f"could not be judged: {measured.why}"
+    elif measured.value is None:
+        value, passed, why = None, None, f"not measured: {measured.why or 'no records for it'}"
+    else:
+        value = float(measured.value)
+        passed = rule.holds(value, limit)
+        why = measured.why or ("measured NaN, which never satisfies a limit" if math.isnan(value) else "")
+        if passed and measured.if_passed:
+            why = f"{why}; {measured.if_passed}" if why else measured.if_passed
+    name = f"{rule.name}/{measured.of}" if measured.of else rule.name
+    return VerdictRow(name, value, limit, rule.unit, passed, why)
+
+
+_OWN_CODE = re.compile(r"(?!kit[.:])[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")  # module:attr from outside the kit
+
+
+class _Config(dict[str, Any]):
+    """A run's config. Where it lacks what a check asks for (an older kit wrote it), that check is not measured."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise NotMeasured(f"the run's config has no {key!r}")
