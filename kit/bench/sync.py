@@ -38,7 +38,12 @@ COPIES = 5
 # Otherwise copies below about 190 MB go through the processor's cache, which first fetches the bytes to be overwritten.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x8000"}
 NOT_HERE = "not installed"
-PEERS = {"file:safetensors": "safetensors", "file:dcp": "torch"}  # and their packages
+# Ways through files, and the packages that they need.
+FILES = {
+    "file:safetensors": "docs.examples.weight_files:Safetensors",
+    "file:dcp": "docs.examples.weight_files:Checkpoint",
+}
+PACKAGES = {"file:safetensors": "safetensors", "file:dcp": "torch"}
 OVER_MEMCPY = ("shm", "shm+whole", "shm+whole+fresh", "shm+cache")
 GROUPS = ("broadcast", "per-tensor", "rendezvous")
 
@@ -152,7 +157,7 @@ def called(name: str) -> str:
 
 
 def who(name: str) -> str:
-    return {"memcpy": "memcpy", "copies": "memcpy", **PEERS}.get(name, KIT)
+    return {"memcpy": "memcpy", "copies": "memcpy", **PACKAGES}.get(name, KIT)
 
 
 # -- the parts -----------------------------------------------------------------------------------------------------------
@@ -211,7 +216,7 @@ def verified(world: World, shape: Shape, algorithms: Sequence[str], *, rounds: i
 
 def through_files(world: World, shape: Shape, *, rounds: int) -> list[Row]:
     """Compared with a common alternative: files in memory."""
-    there = [name for name, package in PEERS.items() if find_spec(package)]
+    there = [name for name, package in PACKAGES.items() if find_spec(package)]
     answer = rates(world, shape, ["shm", *there], receivers=1, rounds=rounds)
     what, seconds, where = f"{shape.name}, 1 receiver, files", answer["seconds"], place_for(shape.size())
     place = f"in {where}" if where else "in the temporary folder, because memory has too little room"
@@ -219,7 +224,7 @@ def through_files(world: World, shape: Shape, *, rounds: int) -> list[Row]:
     for name in there:
         words = f"{what}: {called(name)} over shm, time"
         made.append(over(words, seconds[name], seconds["shm"], who=who(name), note=place))
-    absent = [name for name in PEERS if name not in there]
+    absent = [name for name in PACKAGES if name not in there]
     return [*made, *(Row(what=f"{what}: {called(name)}", who=who(name), note=NOT_HERE) for name in absent)]
 
 

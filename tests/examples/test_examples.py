@@ -28,6 +28,7 @@ SHOWN_ELSEWHERE = {
     "own_wrapper",
     "ray_actors",
     "tiny_lab",
+    "weight_files",
 }
 
 

@@ -7,12 +7,11 @@ in it, its end is not. Pages, plans of copies and mappings stay from turn to tur
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from kit.bench.session import seconds_of, turn_by_turn
-from kit.bench.sync import BACK, HOST, OUT, PEER, WITHIN, place_for
+from kit.bench.sync import BACK, FILES, HOST, OUT, PEER, WITHIN, place_for
 from kit.errors import KitError
 from kit.measure import host
 from kit.measure.phase import timed
@@ -30,10 +29,10 @@ from kit.sync.cache import LARGEST, SLOTS, Cache, Kept, Segment, starts
 from kit.sync.hashes import NONE, Digests, algorithms, digest
 from kit.sync.link import Link, Listener, address_of, call
 from kit.sync.transports import Transport, TransportContext, make
+from kit.target import load, shipped
 from kit.train.plain import PlainModel
 
 Tensors = Mapping[tuple[str, int], torch.Tensor]
-Named = dict[str, torch.Tensor]
 Work = Callable[[], object]
 MIB = 2**20
 PAGE = 4096
@@ -118,8 +117,8 @@ class Bench:
         if name in plain:
             return plain[name]
         if name.startswith("file:"):
-            way = FILES[name.removeprefix("file:")]
-            return partial(bring, way, self.tensors, self.links, sends=self.rank == 0)
+            sys.path.append(str(shipped("docs").parent))  # an installed kit has its examples elsewhere
+            return partial(bring, load(FILES[name]), self.tensors, self.links, sends=self.rank == 0)
         rest, _, mib = name.partition("@")
         kind, *extras = rest.split("+")
         algorithm = next((extra for extra in extras if extra not in EXTRAS), NONE)
@@ -322,40 +321,18 @@ def hashing(*, each: int, count: int, rounds: int) -> dict[str, list[float]]:
 # -- through files: written whole by the sender, read and copied by receivers -------------------------------------------
 
 
-def write_safetensors(folder: Path, tensors: Named) -> None:
-    import_module("safetensors.torch").save_file(tensors, folder / "model.safetensors")
-
-
-def read_safetensors(folder: Path, into: Named) -> None:
-    with import_module("safetensors").safe_open(folder / "model.safetensors", framework="pt") as file:
-        for name, tensor in into.items():
-            tensor.copy_(file.get_tensor(name))
-
-
-def checkpointed(act: str, folder: Path, tensors: Named) -> None:
-    with warnings.catch_warnings(action="ignore"):  # that it works alone, which was asked for
-        getattr(import_module("torch.distributed.checkpoint"), act)(tensors, checkpoint_id=folder, no_dist=True)
-
-
-FILES: dict[str, tuple[Callable[[Path, Named], None], Callable[[Path, Named], None]]] = {
-    "safetensors": (write_safetensors, read_safetensors),
-    "dcp": (partial(checkpointed, "save"), partial(checkpointed, "load")),
-}
-
-
-def bring(way: tuple[Any, Any], tensors: Tensors, links: Mapping[str, Link], *, sends: bool) -> None:
+def bring(files: Any, tensors: Tensors, links: Mapping[str, Link], *, sends: bool) -> None:
     """One sync: the sender's file lives until every receiver has read it."""
-    write, read = way
     named = {name: tensor for (name, _), tensor in tensors.items()}
     if not sends:
         (link,) = links.values()
-        read(Path(link.expect("written")[0]["folder"]), named)
+        files.read(Path(link.expect("written")[0]["folder"]), named)
         link.send({"kind": "read"})
         return
     with tempfile.TemporaryDirectory(
         prefix="kit-bench-", dir=place_for(sum(tensor.nbytes for tensor in named.values()))
     ) as folder:
-        write(Path(folder), named)
+        files.write(Path(folder), named)
         for link in links.values():
             link.send({"kind": "written", "folder": folder})
         for link in links.values():
