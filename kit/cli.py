@@ -116,8 +116,8 @@ def meant(args: argparse.Namespace, unknown: Sequence[str]) -> str:
     name, equals, value = unknown[0].partition("=")
     key = name.lstrip("-").replace("-", "_")
     if args.command is run and args.lab in discover().labs and key in settings_of(discover().labs[args.lab]):
-        given = value if equals else next(iter(unknown[1:]), "VALUE")
-        return f"did you mean --set {key}={given}?"
+        plain_value = value if equals else next(iter(unknown[1:]), "VALUE")
+        return f"did you mean --set {key}={plain_value}?"
     return hint(name, re.findall(r"(?<!\w)--[\w-]+", args.parser.format_usage()))
 
 
@@ -148,8 +148,8 @@ def benches(**_: Any) -> list[str]:
 
 def labs(args: argparse.Namespace) -> Answer:
     if args.lab is None:
-        found, broken = discover()
-        lines = {name: lab.summary for name, lab in found.items()} | broken
+        labs, broken = discover()
+        lines = {name: lab.summary for name, lab in labs.items()} | broken
         return Answer([{"lab": name, "summary": text} for name, text in lines.items()], columns(lines.items()))
     rows = [
         {
@@ -178,38 +178,38 @@ def run(args: argparse.Namespace) -> Answer:
 
     lab, swept = find(args.lab), pairs("--sweep", args.sweep)
     texts = pairs("--set", args.set)
-    if both := set(texts) & set(swept):
-        raise BadInput(f"--set and --sweep both give {min(both)}; use only one")
+    if twice := set(texts) & set(swept):
+        raise BadInput(f"--set and --sweep both give {min(twice)}; use only one")
     if len(args.fault) > 1:
         raise BadInput(f"use one fault at a time, not {' and '.join(args.fault)}, because faults can hide each other")
     if args.repeat < 1:
         raise BadInput(f"--repeat must be at least 1, not {args.repeat}")
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if args.like:
         like = load(args.like)
         if like.lab != args.lab:
             raise BadInput(f"--like {args.like} is a run of lab {like.lab!r}, not {args.lab!r}")
-        given = like.config
-    given |= from_files(lab, args.foreign) if args.foreign else {}
-    given |= public.read_settings(args.config) if args.config else {}
-    given |= from_text(lab, texts)
+        settings = like.config
+    settings |= from_files(lab, args.foreign) if args.foreign else {}
+    settings |= public.read_settings(args.config) if args.config else {}
+    settings |= from_text(lab, texts)
     tolerances = results.load_tolerances(args.tolerances) if args.tolerances else None
     fault = next(iter(args.fault), None)
 
     def once(config: Mapping[str, Any], out: Path | None) -> Answer:
-        return run_once(args.lab, {**given, **config}, out, fault=fault, tolerances=tolerances)
+        return run_once(args.lab, {**settings, **config}, out, fault=fault, tolerances=tolerances)
 
     if not swept and args.repeat == 1:
         answer = once({}, args.out)
         folders = [Path(answer.data["run"])]
     else:
-        found = public.points(lab, swept, args.repeat)
-        public.check_points(lab, given, found, fault)
-        status, folder = public.sweep(args.lab, found, args.out, lambda config, out: reported(once(config, out)))
+        points = public.points(lab, swept, args.repeat)
+        public.check_points(lab, settings, points, fault)
+        status, folder = public.sweep(args.lab, points, args.out, lambda config, out: reported(once(config, out)))
         answer = Answer(*index(folder, args.repeat), status)
         folders = public.runs_of(folder)
     if args.junit:
-        made = [(one, one.shown_verdict()) for one in map(kit.load, folders)]
+        made = [(run, run.shown_verdict()) for run in map(kit.load, folders)]
         print(f"JUnit: {write_junit(made, args.junit)}", file=sys.stderr)
     return answer
 
@@ -222,23 +222,23 @@ def from_files(lab: Definition, paths: Sequence[Path]) -> dict[str, Any]:
         raise BadInput(f"lab {lab.name!r} does not support --from FILE; use --config FILE")
     if len({path.resolve() for path in paths}) < len(paths):
         raise BadInput(f"--from names {paths[0]} twice; give each pipeline its own file")
-    given, unknown = target.load_callable(lab.foreign)({str(path): public.read_settings(path) for path in paths})
-    print(f"kit: from {', '.join(map(str, paths))}: {named_values(given)}", file=sys.stderr)
-    for one in unknown:
-        print(f"kit: no setting for {one}", file=sys.stderr)
-    return dict(given)
+    settings, unknown = target.load_callable(lab.foreign)({str(path): public.read_settings(path) for path in paths})
+    print(f"kit: from {', '.join(map(str, paths))}: {named_values(settings)}", file=sys.stderr)
+    for key in unknown:
+        print(f"kit: no setting for {key}", file=sys.stderr)
+    return dict(settings)
 
 
 def pairs(option: str, words: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not (key and equals):
             raise BadInput(f"{option} takes KEY=VALUE, not {word!r}")
-        if key in found:
-            raise BadInput(f"{option} {key} is given twice, as {found[key]!r} and {value!r}; use only one")
-        found[key] = value
-    return found
+        if key in sources:
+            raise BadInput(f"{option} {key} is given twice, as {sources[key]!r} and {value!r}; use only one")
+        sources[key] = value
+    return sources
 
 
 def run_once(lab_name: str, config: Mapping[str, Any], out: Path | None, **options: Any) -> Answer:
@@ -298,9 +298,9 @@ def runs(args: argparse.Namespace) -> Answer:
 
     asked = {name: getattr(args, name) for name in ("lab", "fault", "status", "verdict")}
     config = {name: value_of(text) for name, text in pairs("--set", args.set).items()}
-    found = select(results.list_runs(folder), **asked, config=config)
+    rows = select(results.list_runs(folder), **asked, config=config)
     such = " like that" if any(value is not None for value in asked.values()) or args.set else ""
-    return Answer(*run_list(found, f"there is no run{such} in {folder}"))
+    return Answer(*run_list(rows, f"there is no run{such} in {folder}"))
 
 
 def run_list(rows: list[dict[str, Any]], nothing: str = "") -> tuple[list[dict[str, Any]], str]:
@@ -312,21 +312,21 @@ def run_list(rows: list[dict[str, Any]], nothing: str = "") -> tuple[list[dict[s
 
 
 def label(args: argparse.Namespace) -> Answer:
-    found = load(args.dir)
-    found.label = args.text
-    words = f"{found.id} is now labelled {found.label!r}" if found.label else f"{found.id} no longer has a label"
-    return Answer({"run": str(found.dir), "label": found.label}, words)
+    run = load(args.dir)
+    run.label = args.text
+    words = f"{run.id} is now labelled {run.label!r}" if run.label else f"{run.id} no longer has a label"
+    return Answer({"run": str(run.dir), "label": run.label}, words)
 
 
 def check(args: argparse.Namespace) -> Answer:
     folder = find_run(args.dir)
-    found = results.Run(folder, rules=lambda _: find(args.lab).all_rules()) if args.lab else kit.load(folder)
-    verdict, stored = found.verdict(), found.stored_verdict()
+    run = results.Run(folder, rules=lambda _: find(args.lab).all_rules()) if args.lab else kit.load(folder)
+    verdict, stored = run.verdict(), run.stored_verdict()
     moved = verdict.changes(stored) if stored is not None and not args.lab else None
-    status = 3 if found.broke else results.exit_code(verdict)
+    status = 3 if run.broke else results.exit_code(verdict)
     if args.junit:
-        print(f"JUnit: {write_junit([(found, verdict)], args.junit)}", file=sys.stderr)
-    data, text = heading(found)
+        print(f"JUnit: {write_junit([(run, verdict)], args.junit)}", file=sys.stderr)
+    data, text = heading(run)
     text += f"\n\n{verdict}"
     if moved is not None:
         lines = ["differs from the stored verdict:", *moved] if moved else ["same as the stored verdict"]
@@ -344,16 +344,16 @@ def heading(found: results.Run) -> tuple[dict[str, Any], str]:
 
 
 def show(args: argparse.Namespace) -> Answer:
-    found = load(args.dir)
-    data, text = heading(found)
-    verdict, frame = found.shown_verdict(), found.frame()
+    run = load(args.dir)
+    data, text = heading(run)
+    verdict, frame = run.shown_verdict(), run.frame()
     seconds = frame[frame["metric"] == "seconds"].dropna(subset=["value"]).groupby("phase", sort=False)["value"]
     times = seconds.agg(["count", *SPREAD]).reset_index()
-    fault = {"fault": found.fault} if found.fault else {}
-    text = "\n".join([text, named_values({**found.config, **fault}), "", repr(verdict)])
+    fault = {"fault": run.fault} if run.fault else {}
+    text = "\n".join([text, named_values({**run.config, **fault}), "", repr(verdict)])
     if len(times):
         text += "\n\n" + table_text(times.rename(columns={"count": "n"}), dict.fromkeys(SPREAD, "s"))
-    own = summary_of(frame) if found.own else frame.head(0)
+    own = summary_of(frame) if run.own else frame.head(0)
     if len(own):
         units = dict.fromkeys(("first", "last", "min", "max"), ROW)
         text += "\n\nnumbers of the lab, over all ranks:\n" + table_text(own, units)
@@ -361,31 +361,31 @@ def show(args: argparse.Namespace) -> Answer:
 
 
 def compare(args: argparse.Namespace) -> Answer:
-    found = load_all(args.dirs)
-    base, *others = found
-    table = results.compare(found)
-    apart = settings(found)
+    runs = load_all(args.dirs)
+    base, *compared = runs
+    table = results.compare(runs)
+    apart = settings(runs)
     alike = "lab" not in apart
-    names = labelled(found)
+    names = labelled(runs)
     lines = [f"compared with {names[base.id]}"]
-    warned = warnings(found)
-    warned += [f"{one.id}: {note}" for one in found for note in one.notes]
-    warned += [f"{one.id}: there are no records" for one in found if one.frame().empty]
+    warned = warnings(runs)
+    warned += [f"{run.id}: {note}" for run in runs for note in run.notes]
+    warned += [f"{run.id}: there are no records" for run in runs if run.frame().empty]
     lines += [f"warning: {text}" for text in warned]
     lines += [f"{name}: {' / '.join(map(in_words, values))}" for name, values in apart.items() if alike]
     data: dict[str, Any] = {"base": base.id, "settings": apart, "warnings": warned, "runs": []}
     moved = changed(table)
-    for other in others:
-        answers = answers_changed(base, other)
+    for run in compared:
+        answers = answers_changed(base, run)
         words = [[MARKS[row.passed].word if row else "not present" for row in rows] for _, *rows in answers]
-        verdicts = [{"check": name, "base": was, "run": now, "why": rows[1].why if rows[1] else ""}
-                    for (name, *rows), (was, now) in zip(answers, words, strict=True)]  # fmt: skip
-        rows = moved[moved["run"] == other.id]
-        count, differ = results.outcomes(base, other) if alike else (0, 0)
+        verdicts = [{"check": name, "base": was, "run": now_shown, "why": rows[1].why if rows[1] else ""}
+                    for (name, *rows), (was, now_shown) in zip(answers, words, strict=True)]  # fmt: skip
+        rows = moved[moved["run"] == run.id]
+        count, differ = results.outcomes(base, run) if alike else (0, 0)
         data["runs"].append(
-            {"run": other.id, "verdicts": verdicts, "outcomes": count, "differ": differ, "changed": plain(rows)}
+            {"run": run.id, "verdicts": verdicts, "outcomes": count, "differ": differ, "changed": plain(rows)}
         )
-        lines.append(f"\n{names[other.id]}\n{f'{len(verdicts)} checks' if verdicts else 'no check'} changed")
+        lines.append(f"\n{names[run.id]}\n{f'{len(verdicts)} checks' if verdicts else 'no check'} changed")
         if verdicts:
             cells = [[f"{row['base']} -> {row['run']}", row["check"], row["why"]] for row in verdicts]
             lines.append(columns(cells, width=WIDTH))
@@ -459,17 +459,17 @@ def doctor(args: argparse.Namespace) -> Answer:
     from kit import doctor as room
 
     began = time.monotonic()
-    found = room.examine()
-    status = 1 if found["problems"] else 0
+    facts = room.examine()
+    status = 1 if facts["problems"] else 0
     if not args.json:
-        print(room.describe(found), flush=True)
+        print(room.describe(facts), flush=True)
     if args.deep and status:
         print("kit: the probes need ranks, but ranks cannot run here", file=sys.stderr)
     elif args.deep:
         from kit.preflight.run import deep
 
-        found["deep"], status = deep(found, lambda line: print(line, flush=True), began)
-    return Answer(found, status=status)
+        facts["deep"], status = deep(facts, lambda line: print(line, flush=True), began)
+    return Answer(facts, status=status)
 
 
 def faults(args: argparse.Namespace) -> Answer:
@@ -756,6 +756,6 @@ def parser() -> Parser:
             name, help=text, description=text, allow_abbrev=False, epilog=shown, formatter_class=shape
         )
         made.set_defaults(command=command, parser=made)
-        for one in (JSON, *options):
-            made.add_argument(one.name, **one.how).completer = one.names  # type: ignore[attr-defined]
+        for option in (JSON, *options):
+            made.add_argument(option.name, **option.how).completer = option.names  # type: ignore[attr-defined]
     return top

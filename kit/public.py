@@ -166,8 +166,8 @@ def runs(
     """
     from kit.labs.discover import table
 
-    where = runs_dir() if folder is None else Path(folder)
-    return table(where, lab=lab, fault=fault, status=status, verdict=verdict, config=config)
+    root = runs_dir() if folder is None else Path(folder)
+    return table(root, lab=lab, fault=fault, status=status, verdict=verdict, config=config)
 
 
 def plot(run: Run, name: str = "overview", **options: Any) -> object:
@@ -195,7 +195,7 @@ def points(lab: Definition, sweeps: Mapping[str, str], repeat: int) -> list[Poin
     """Return every combination, then all of them again per repeat, so that a slow drift of the machine affects all equally."""
     texts = [[(name, text) for text in BETWEEN.split(values)] for name, values in sweeps.items()]
     swept = [from_text(lab, dict(pairs)) for pairs in itertools.product(*texts)]
-    return [Point(one, number) for number in range(1, repeat + 1) for one in swept]
+    return [Point(settings, number) for number in range(1, repeat + 1) for settings in swept]
 
 
 def check_points(lab: Definition, given: Mapping[str, Any], found: Sequence[Point], fault: str | None) -> None:
@@ -228,16 +228,18 @@ def spread(folder: Path, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     """Return per combination the median, minimum and maximum over its repeats of each phase's median time and each check's number."""
     import pandas as pd
 
-    found = []
+    spread_rows = []
     for row in rows:
         done = load(folder / row["dir"])
         frame = done.frame()
         times = frame[frame["metric"] == "seconds"].groupby("phase", sort=False)["value"].median()
         numbers = [(f"{phase}: time", "s", seconds) for phase, seconds in times.items()]
         checks = without_parts(done.shown_verdict())
-        numbers += [(f"check {one.check}", one.unit, one.measured) for one in checks if one.measured is not None]
-        found += [(json.dumps(row["set"]), *number) for number in numbers]
-    table = pd.DataFrame(found, columns=["set", "what", "unit", "value"])
+        numbers += [
+            (f"check {check.check}", check.unit, check.measured) for check in checks if check.measured is not None
+        ]
+        spread_rows += [(json.dumps(row["set"]), *number) for number in numbers]
+    table = pd.DataFrame(spread_rows, columns=["set", "what", "unit", "value"])
     grouped = table.groupby(["set", "what", "unit"], sort=False)["value"].agg(["median", "min", "max", "count"])
     return [{**row, "set": json.loads(row["set"])} for row in plain(grouped.reset_index())]
 
@@ -256,11 +258,11 @@ def read_settings(path: Path) -> dict[str, Any]:
     if kind not in {".json", ".yaml", ".yml"}:
         raise BadInput(f"{path.name!r} has no known ending; settings are read from .json, .yaml or .yml")
     try:
-        found = read_json(path) if kind == ".json" else yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = read_json(path) if kind == ".json" else yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror or error}") from error
     except (yaml.YAMLError, ValueError) as error:
         raise BadInput(f"{path} is damaged: {' '.join(str(error).split())}") from error
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise BadInput(f"{path} holds no settings; it must be one object such as {{cycles: 5}}")
-    return found
+    return values

@@ -50,8 +50,12 @@ HOST = {"rss": ["VmRSS"], "anon_rss": ["RssAnon"], "shared_rss": ["RssFile", "Rs
 
 def host_memory(status: Mapping[str, int] | None = None) -> dict[str, int]:
     """Resident, anonymous and shared bytes, and the peak since the last reset, as far as the kernel reports them."""
-    found = machine.status() if status is None else status
-    return {name: sum(found[part] for part in parts) for name, parts in HOST.items() if found.keys() >= {*parts}}
+    memory_status = machine.status() if status is None else status
+    return {
+        name: sum(memory_status[part] for part in parts)
+        for name, parts in HOST.items()
+        if memory_status.keys() >= {*parts}
+    }
 
 
 def device_memory(device: str) -> DeviceMemory | None:
@@ -270,11 +274,11 @@ def log_steps(results: Sequence[Mapping[str, Any]], *, done: int, seconds: float
 
     It reads the allocator's counter, or the resident memory, and never waits for the device: about 30 us a line.
     """
-    each = f"{1e3 * seconds / max(len(results), 1):.1f} ms"
+    per_row = f"{1e3 * seconds / max(len(results), 1):.1f} ms"
     for step, result in enumerate(results, start=done - len(results) + 1):
         numbers = [f"{word} {result[name]:.6g}" for name, word in WORDS.items() if name in result]
         of = f" ({what})" if what else ""
-        print(f"{STEP_LINE}{step}{of}: {', '.join([*numbers, _held(device), each])}")
+        print(f"{STEP_LINE}{step}{of}: {', '.join([*numbers, _held(device), per_row])}")
 
 
 def _held(device: str) -> str:
@@ -331,8 +335,10 @@ def holdings(device: str = "cpu") -> dict[str, int]:
 
 def shared_maps() -> tuple[int, int]:
     """Mappings that other processes may share: how many, and their bytes. Those of drivers and libraries are left out."""
-    shared = [one for one in machine.mappings() if one.mode[3] == "s" and not one.name.startswith(NOT_OURS)]
-    sizes = [one.end - one.start for one in shared]
+    shared = [
+        mapping for mapping in machine.mappings() if mapping.mode[3] == "s" and not mapping.name.startswith(NOT_OURS)
+    ]
+    sizes = [mapping.end - mapping.start for mapping in shared]
     return len(sizes), sum(sizes)
 
 
@@ -348,15 +354,15 @@ Place = tuple[str, int]  # a file's device and inode
 
 def shared_memory() -> dict[Place, Shared]:
     """What this process holds by a descriptor or by a mapping alone: memfds, files of /dev/shm, and writable shared mappings of others."""
-    found: dict[Place, Shared] = {}
+    places: dict[Place, Shared] = {}
     for name, about in machine.open_files():
         if name.startswith((MEMFD, f"{SHM}/")):
             device = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}"
-            found[device, about.st_ino] = Shared(about.st_size, name.removesuffix(_GONE))
+            places[device, about.st_ino] = Shared(about.st_size, name.removesuffix(_GONE))
     for start, end, place, name in _mappings():
-        known = found.get(place, Shared(0, name))
-        found[place] = known._replace(size=max(known.size, end - start))
-    return {place: one for place, one in found.items() if not one.name.startswith(_NOT_MEMORY)}
+        known = places.get(place, Shared(0, name))
+        places[place] = known._replace(size=max(known.size, end - start))
+    return {place: shared for place, shared in places.items() if not shared.name.startswith(_NOT_MEMORY)}
 
 
 def shared_at(address: int) -> Place | None:
@@ -366,24 +372,24 @@ def shared_at(address: int) -> Place | None:
 
 def _mappings() -> Iterator[tuple[int, int, Place, str]]:
     """Where each mapping of shared memory begins and ends, of what, by which name."""
-    for one in machine.mappings():
-        shared = one.mode[1] == "w" and one.mode[3] == "s" and one.name[:1] == "/"
-        writable = shared and not one.name.startswith(_DRIVERS)
-        if writable or one.name.startswith((MEMFD, f"{SHM}/")):
-            yield one.start, one.end, (one.device, one.inode), one.name.removesuffix(_GONE)
+    for mapping in machine.mappings():
+        shared = mapping.mode[1] == "w" and mapping.mode[3] == "s" and mapping.name[:1] == "/"
+        writable = shared and not mapping.name.startswith(_DRIVERS)
+        if writable or mapping.name.startswith((MEMFD, f"{SHM}/")):
+            yield mapping.start, mapping.end, (mapping.device, mapping.inode), mapping.name.removesuffix(_GONE)
 
 
 def shm_files() -> list[str]:
     """Names in /dev/shm that came since `watch()`, are this user's, and are used by no process outside of the job."""
-    new, mine = machine.shm_names() - _found, _owner("self")
-    strangers = (pid for pid in machine.pids() if pid != os.getpid() and not (mine and _owner(pid) == mine))
+    new, owner = machine.shm_names() - _found, _owner("self")
+    strangers = (pid for pid in machine.pids() if pid != os.getpid() and not (owner and _owner(pid) == owner))
     return sorted(new - machine.shm_in_use(new, strangers))
 
 
 def temp_files() -> list[str]:
     """What this process made in a temporary folder and is still there; a folder counts once, with all that is in it."""
-    here = sorted(path for path in _made if os.path.lexists(path))
-    return [path for path in here if not any(path.startswith(other + "/") for other in here)]
+    existing = sorted(path for path in _made if os.path.lexists(path))
+    return [path for path in existing if not any(path.startswith(folder + "/") for folder in existing)]
 
 
 def pinned() -> dict[str, int]:

@@ -128,14 +128,14 @@ class Recorder:
         `kit check DIR` then judges whether any of these grows from cycle to cycle.
         """
         self._must_be_open()
-        here = str(name), _whole("cycle", cycle)
+        key = str(name), _whole("cycle", cycle)
         seen: list[Metric] = []
         if observe:
             self._watch()
-            seen = [one._replace(metric=f"{one.metric}_before") for one in self._observe()]
+            seen = [metric._replace(metric=f"{metric.metric}_before") for metric in self._observe()]
         meter = PhaseMeter(self._device)
         failed = [Metric("failed", 1, "1")]
-        self._inside.append(here)
+        self._inside.append(key)
         try:
             with meter:
                 yield meter
@@ -144,7 +144,7 @@ class Recorder:
             self._inside.pop()
             seen += self._observe() if observe else []
             measured = [{**metric._asdict(), "time": meter.ended} for metric in (*meter.metrics, *seen, *failed)]
-            self._append(measured, *here)
+            self._append(measured, *key)
 
     def record(
         self,
@@ -264,12 +264,12 @@ class Recorder:
     def _of_another_launch(self) -> bool:
         """Whether run.json is of a launch before this one. Under torchrun each has a parent that starts before all of its ranks;
         elsewhere a run that was over before this process began is another's."""
-        found = read_json(self.dir / "run.json")
-        if found.get("launch") != _launch():
+        info = read_json(self.dir / "run.json")
+        if info.get("launch") != _launch():
             return True
         pid, when = (os.getppid(), "started") if "TORCHELASTIC_RUN_ID" in os.environ else (os.getpid(), "finished")
         began = machine.start_time(pid)
-        return began is not None and _seconds(found.get(when)) < machine.started_at(began) - CLOCK_S
+        return began is not None and _seconds(info.get(when)) < machine.started_at(began) - CLOCK_S
 
     def _write_run(self) -> None:
         rewrite_json(self.dir / "run.json", self._run)
@@ -296,8 +296,8 @@ class Recorder:
             raise BadInput(f"{metric} cannot start at {start!r}; give Unix seconds, as time.time() does")
         row = new_row(str(metric), number, str(unit), time.time(), text=str(text), start=start, ids=ids)
         inner = self._inside[-1] if self._inside else (OUTSIDE, 0)
-        where = inner[0] if phase is None else str(phase)
-        self._append([row], where, inner[1] if cycle is None else _whole("cycle", cycle))
+        phase_name = inner[0] if phase is None else str(phase)
+        self._append([row], phase_name, inner[1] if cycle is None else _whole("cycle", cycle))
 
     def _append(self, rows: Sequence[Mapping[str, Any]], phase: str, cycle: int) -> None:
         try:
@@ -456,7 +456,7 @@ def gpu_state() -> dict[str, Any]:
     if why is not None:
         return {"driver": None, "gpus": [], "why": _public(why)}
     gpus = [dict(zip(_GPU_FIELDS, map(_cell, row), strict=True)) for row in rows]
-    drivers = {one.pop("driver") for one in gpus}
+    drivers = {gpu.pop("driver") for gpu in gpus}
     return {"driver": drivers.pop() if drivers else None, "gpus": gpus, "why": None}
 
 
@@ -547,5 +547,5 @@ def megatron_fields(module: str, name: str) -> set[str]:
 
 def option(fields: set[str], *names: str) -> str | None:
     """An option that this Megatron knows, under the first of its names."""
-    found = next((name for name in names if name in fields), None)
-    return found and f"Megatron knows {found}"
+    column = next((name for name in names if name in fields), None)
+    return column and f"Megatron knows {column}"

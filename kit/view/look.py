@@ -253,20 +253,20 @@ def grid_html(
     """One row per rank, one column per phase, cycles above. Times are measured, or elapsed for a running phase."""
     if not phases:
         return ""
-    now, here = time.monotonic(), current(phases)
-    cycles = [(cycle, len(list(some))) for cycle, some in groupby(phases, key=lambda phase: phase.cycle)]
+    moment, at = time.monotonic(), current(phases)
+    cycles = [(cycle, len(list(steps))) for cycle, steps in groupby(phases, key=lambda phase: phase.cycle)]
     above = "".join(
         f'<th class="kit-cycle" scope="colgroup" colspan="{wide}">{f"cycle {cycle}" if cycle else ""}</th>'
         for cycle, wide in cycles
     )
     heads = "".join(
-        f'<th class="kit-phase{" kit-now" if index == here else ""}" scope="col">{text(phase.phase)}</th>'
+        f'<th class="kit-phase{" kit-now" if index == at else ""}" scope="col">{text(phase.phase)}</th>'
         for index, phase in enumerate(phases)
     )
     culprits = set(failure.ranks) if failure else set()
     rows = []
     for rank in range(size):
-        cells = "".join(_cell(phase, rank, now) for phase in phases)
+        cells = "".join(_cell(phase, rank, moment) for phase in phases)
         mark = ("✗ ", ' class="kit-culprit"') if rank in culprits else ("", "")
         rows.append(
             f'<tr{mark[1]}><th class="kit-rank" scope="row">{mark[0]}{text(rank_name(rank, roles or {}))}</th>{cells}</tr>'
@@ -322,12 +322,12 @@ def failure_html(failure: Failure | None) -> str:
         return ""
     who = f"{'rank' if len(failure.ranks) == 1 else 'ranks'} {ranks_short(failure.ranks)}" if failure.ranks else ""
     words = " ".join(filter(None, [who, ENDS.get(failure.kind, failure.kind)]))
-    where = f" in phase {failure.phase}" if failure.phase else ""
-    more = folded(FOLDS.get(failure.kind, "more"), failure.detail) if failure.detail else ""
+    place = f" in phase {failure.phase}" if failure.phase else ""
+    details = folded(FOLDS.get(failure.kind, "more"), failure.detail) if failure.detail else ""
     if failure.kind == "stopped":  # the line above shows it
-        return f'<div class="kit-failure">{more}</div>' if more else ""
+        return f'<div class="kit-failure">{details}</div>' if details else ""
     head = failure.message.partition("\n")[0]
     return (
-        f'<div class="kit-failure kit-bad" role="alert"><b>✗ {text(words + where)}</b>'
-        f"<div>{text(head)}</div>{more}</div>"
+        f'<div class="kit-failure kit-bad" role="alert"><b>✗ {text(words + place)}</b>'
+        f"<div>{text(head)}</div>{details}</div>"
     )

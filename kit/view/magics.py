@@ -85,9 +85,9 @@ class RankMagics(Magics):
         if module is None:  # no World was ever made
             return
         for value in list(self._names.values()):
-            found = value if isinstance(value, module.World) else vars(value).get("world") if is_lab(value) else None
-            if isinstance(found, module.World) and all(ref() is not found for ref in self._seen):
-                self._seen.append(weakref.ref(found))
+            world = value if isinstance(value, module.World) else vars(value).get("world") if is_lab(value) else None
+            if isinstance(world, module.World) and all(ref() is not world for ref in self._seen):
+                self._seen.append(weakref.ref(world))
 
     def world(self) -> World | None:
         """The World made last and still open."""
@@ -100,13 +100,13 @@ class RankMagics(Magics):
         """Run a cell on the ranks or manage them; see kit.view.magics."""
         if cell is not None:
             return self._run(line, cell)
-        action, *rest = line.split() or ["status"]
+        action, *words_after = line.split() or ["status"]
         if action not in ACTIONS:
             raise UsageError(
                 f"%ranks accepts {', '.join(ACTIONS)}, not {action!r}; put code for the ranks into a %%ranks cell"
             )
-        if rest:
-            raise UsageError(f"%ranks {action} accepts no further arguments, not {' '.join(rest)!r}")
+        if words_after:
+            raise UsageError(f"%ranks {action} accepts no further arguments, not {' '.join(words_after)!r}")
         return self._wait() if action == "wait" else self._act(action)
 
     def _run(self, line: str, cell: str) -> RankValues | None:
@@ -221,10 +221,10 @@ class Stopped(KeyboardInterrupt):
 
 
 def render(error: KitError) -> list[str]:
-    head, *rest = (str(error) or type(error).__name__).split("\n")
-    lines = [f"\x1b[31m{type(error).__name__}\x1b[0m: {head}", *rest]
-    where = asked_at(error.__traceback__)
-    return [where, *lines] if where else lines
+    head, *traceback_lines = (str(error) or type(error).__name__).split("\n")
+    lines = [f"\x1b[31m{type(error).__name__}\x1b[0m: {head}", *traceback_lines]
+    place = asked_at(error.__traceback__)
+    return [place, *lines] if place else lines
 
 
 def asked_at(stack: TracebackType | None) -> str:

@@ -101,7 +101,7 @@ class PanelModel(HasTraits):
         self.fields: list[Field] = fields(definition.config)
         self.rules = definition.all_rules()
         self.presets: dict[str, dict[str, float]] = {AS_IT_IS: {}}
-        self.presets |= {name: dict(some) for name, some in definition.load_presets().items()}
+        self.presets |= {name: dict(preset) for name, preset in definition.load_presets().items()}
         self.plotter = plotter
         self._live: Path | None = None
         self._given: dict[str, Any] = plain(config or {})
@@ -231,10 +231,10 @@ class PanelModel(HasTraits):
     @property
     def can(self) -> frozenset[str]:
         """The actions possible now: start, step, run, stop, restart."""
-        now = CAN[self.state]
+        allowed = CAN[self.state]
         if self.problems:
-            now = now - (FRESH if self.state == "ready" else {*FRESH, "step", "run"})
-        return frozenset(now)
+            allowed = allowed - (FRESH if self.state == "ready" else {*FRESH, "step", "run"})
+        return frozenset(allowed)
 
     # -- how ---------------------------------------------------------------------------------------------------------------
 
@@ -250,8 +250,8 @@ class PanelModel(HasTraits):
         refused: dict[str, dict[Any, str]] = {}
         for field in self.fields:
             for choice in choices(field):
-                found = self._complaints({**values, field.name: choice}) if choice != values[field.name] else {}
-                new = [sentence for sentence in found.values() if sentence not in problems.values()]
+                complaints = self._complaints({**values, field.name: choice}) if choice != values[field.name] else {}
+                new = [sentence for sentence in complaints.values() if sentence not in problems.values()]
                 if new:  # the fault's own settings
                     refused.setdefault(field.name, {})[choice] = new[0]
         with self.hold_trait_notifications():
@@ -263,8 +263,8 @@ class PanelModel(HasTraits):
 
     def _complaints(self, values: Mapping[str, Any]) -> dict[str, str]:
         missing = {f.name for f in self.fields if f.default is dataclasses.MISSING and values[f.name] is None}
-        given = {name: value for name, value in values.items() if name not in missing}
-        return complaints(self.definition, given, find_fault(self.definition, self.fault))
+        kept = {name: value for name, value in values.items() if name not in missing}
+        return complaints(self.definition, kept, find_fault(self.definition, self.fault))
 
     def _plan(self, values: Mapping[str, Any]) -> None:
         """The plan of the ranks. It does not change while a setting is invalid."""

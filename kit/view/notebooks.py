@@ -80,7 +80,7 @@ def find(name: str) -> Path:
         if not path.is_file():
             raise BadInput(f"there is no notebook {path}")
         return path
-    named = {one.stem: one for one in sorted(shipped("notebooks").glob("*.ipynb"))}
+    named = {notebook.stem: notebook for notebook in sorted(shipped("notebooks").glob("*.ipynb"))}
     fitting = [name] if name in named else [stem for stem in named if name and stem.startswith(name)]
     if len(fitting) != 1:
         raise BadInput(f"{name!r} does not name one notebook; {hint(name, list(named))}, or a path")
@@ -138,20 +138,20 @@ def tagged(notebook: nbformat.NotebookNode, tag: str) -> list[int]:
 
 def parameters(notebook: nbformat.NotebookNode) -> list[Parameter]:
     """The assignments of the cell tagged `parameters`. A type comes from an annotation (`int | None`), else from the default."""
-    found = []
+    cells_run = []
     for index in tagged(notebook, "parameters")[:1]:
         for node in ast.parse(notebook.cells[index].source).body:
             match node:
                 case ast.AnnAssign(target=ast.Name(id=name), annotation=hint, value=ast.expr()):
                     spelled = ast.unparse(hint)
                     kind = eval(spelled, {"__builtins__": {}}, KINDS)  # noqa: S307 - the notebook's own code, which runs next
-                    found.append(Parameter(name, kind, spelled))
+                    cells_run.append(Parameter(name, kind, spelled))
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     kind = Any  # for a computed default, and for None, which does not show the type
                     with contextlib.suppress(ValueError):
                         kind = KINDS.get(type(ast.literal_eval(value)).__name__, Any)
-                    found.append(Parameter(name, kind, getattr(kind, "__name__", "anything")))
-    return found
+                    cells_run.append(Parameter(name, kind, getattr(kind, "__name__", "anything")))
+    return cells_run
 
 
 def checked(path: Path, notebook: nbformat.NotebookNode, given: Mapping[str, str]) -> dict[str, Any]:
@@ -211,16 +211,16 @@ def execute(
     # Cell by cell instead of `execute`, which catches an interrupt and then fails on the kernel that it ended.
     with client.setup_kernel():
         for number, (index, cell) in enumerate(cells, start=1):
-            began, where = time.monotonic(), f"code cell {number} of {len(cells)} ({heading(cell)})"
+            began, place = time.monotonic(), f"code cell {number} of {len(cells)} ({heading(cell)})"
             if tell:
                 tell(f"{number} of {len(cells)}: {heading(cell)} ... ")
             try:
                 client.execute_cell(cell, index)
             except CellExecutionError as error:
-                why = f"failed in {where}: {error.ename}: {error.evalue}".partition("\n")[0]
+                why = f"failed in {place}: {error.ename}: {error.evalue}".partition("\n")[0]
                 raise KitError(f"{path.name} {why}; outputs so far: {target}") from None
             except DeadKernelError:
-                raise KitError(f"{path.name}: the kernel died in {where}; outputs so far: {target}") from None
+                raise KitError(f"{path.name}: the kernel died in {place}; outputs so far: {target}") from None
             except KeyboardInterrupt:
                 client.shutdown_kernel = "immediate"
                 raise

@@ -168,7 +168,7 @@ class Parameters:
         self.model = model
         self.controls = {field.name: control(field, model.set) for field in model.fields}
         first = model.definition.first or tuple(self.controls)
-        more = [name for name in self.controls if name not in first]
+        folded_names = [name for name in self.controls if name not in first]
         faults = [fault.name for fault in model.definition.faults]
         self.fault = look.control(
             widgets.Dropdown,
@@ -179,8 +179,8 @@ class Parameters:
         )
         self.reset = look.button("Defaults", "undo", "all settings back to the lab's defaults, no fault", model.reset)
         self.about, self.problems, self.refused = widgets.HTML(), widgets.HTML(), widgets.HTML()
-        self.more = widgets.Accordion([self._grid(more)], titles=(f"More settings ({len(more)})",))
-        grids = [self._grid(first, self.fault), self.about, *([self.more] if more else [])]
+        self.more = widgets.Accordion([self._grid(folded_names)], titles=(f"More settings ({len(folded_names)})",))
+        grids = [self._grid(first, self.fault), self.about, *([self.more] if folded_names else [])]
         self.form = widgets.VBox([*grids, look.box(self.reset, self.refused)])
         self.line = look.classed(look.button("", "", "show or hide the settings", self._turn), "kit-line")
         self.widget = widgets.VBox([self.line, self.form, self.problems])
@@ -211,9 +211,11 @@ class Parameters:
         locked = model.state in BUSY  # the ranks already have their config
         self.line.icon = "caret-down" if self.open else "caret-right"
         self.line.description = "Settings" if self.open else f"Settings: {settings_line(model)}"
-        for name, one in self.controls.items():
+        for name, control in self.controls.items():
             if name in model.values:
-                one.take(model.values[name], model.refused.get(name, {}), locked=locked, wrong=name in model.problems)
+                control.take(
+                    model.values[name], model.refused.get(name, {}), locked=locked, wrong=name in model.problems
+                )
         self.fault.value = model.fault or NO_FAULT
         self.fault.disabled = self.reset.disabled = locked
         self.about.value = fault_html(model)
@@ -415,7 +417,7 @@ class Named(Control):
 
 
 def control(field: Field, change: Callable[[str, Any], None]) -> Control:
-    plain = tuple(one for one in field.kinds if one is not type(None))
+    plain = tuple(kind for kind in field.kinds if kind is not type(None))
     kind: type[Control] = Control
     if field.choices:
         kind = Choice
@@ -425,6 +427,6 @@ def control(field: Field, change: Callable[[str, Any], None]) -> Control:
         kind = Switch
     elif plain and set(plain) <= {int, float}:
         kind = Number
-    elif any(typing.get_origin(one) in {tuple, list} for one in plain):
+    elif any(typing.get_origin(kind) in {tuple, list} for kind in plain):
         kind = Several
     return kind(field, change)

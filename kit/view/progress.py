@@ -341,9 +341,9 @@ class Watch:
         self._phases[self.done] = self._phases[self.done]._replace(**changes)
 
     def _tell(self) -> None:
-        now = time.monotonic()
-        if now - self._flushed >= self._every_s:
-            self._flushed = now
+        moment = time.monotonic()
+        if moment - self._flushed >= self._every_s:
+            self._flushed = moment
             self._flush()
 
     def _since(self) -> float:
@@ -358,30 +358,30 @@ class Watch:
         if not self._took or not (late or any(name in self._took for name in ahead)):
             return None
         usual = statistics.median(seconds for all_of_it in self._took.values() for seconds in all_of_it)
-        each = [statistics.median(self._took[name]) if name in self._took else usual for name in ahead]
+        expected = [statistics.median(self._took[name]) if name in self._took else usual for name in ahead]
         state = self._phases[self.done]
         passed = 0.0 if state.began is None else time.monotonic() - state.began
-        return max(0.0, each[0] - passed) + sum(each[1:])
+        return max(0.0, expected[0] - passed) + sum(expected[1:])
 
 
 def failure_of(error: BaseException, stacks: dict[int, str], phase: str, done: str) -> Failure:
     """An error as a panel shows it. Ranks that only waited for others are not blamed."""
-    message, _, rest = str(error).partition("\n")
-    where = getattr(error, "phase", phase)
+    message, _, details = str(error).partition("\n")
+    phase_name = getattr(error, "phase", phase)
     kind, ranks = "error", tuple[int, ...]()
     if isinstance(error, RankError):
-        kind, ranks, rest = "raised", () if error.victim else error.ranks, error.traceback
+        kind, ranks, details = "raised", () if error.victim else error.ranks, error.traceback
     elif isinstance(error, RankDied):
         kind, ranks = "died", (error.rank,) if error.rank >= 0 else ()
     elif isinstance(error, RankTimeout):
-        kind, ranks, rest = "timeout", error.culprits, by_rank(error.stacks)
+        kind, ranks, details = "timeout", error.culprits, by_rank(error.stacks)
     elif isinstance(error, KeyboardInterrupt):
         # Ranks that ignored the interrupt appear only in the detail, because ranks that waited for a hanging one cannot react either.
-        kind, rest = "stopped", joined(by_rank(stacks), message)
+        kind, details = "stopped", joined(by_rank(stacks), message)
         message = f"stopped{f' in phase {phase!r}' if phase else ''}: {done}"
     elif not isinstance(error, KitError):
-        message, rest = f"{type(error).__name__}: {message}", "".join(traceback.format_exception(error))
-    return Failure(kind, message, ranks, where, joined(rest, *getattr(error, "__notes__", ())))
+        message, details = f"{type(error).__name__}: {message}", "".join(traceback.format_exception(error))
+    return Failure(kind, message, ranks, phase_name, joined(details, *getattr(error, "__notes__", ())))
 
 
 def by_rank(stacks: dict[int, str]) -> str:

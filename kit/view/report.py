@@ -153,7 +153,7 @@ def facts(run: Run) -> dict[str, str]:
     info, about = run.info(), run.provenance
     on = about.get("rank0") or about
     world = about.get("world") or on.get("world") or {}
-    found = {
+    facts = {
         "run": run.id if run.label else "",
         "lab": run.lab,
         "fault": f"{run.fault} (a known bug, switched on)" if run.fault else "",
@@ -165,12 +165,12 @@ def facts(run: Run) -> dict[str, str]:
         else "",
         "memory snapshots": memory_snapshots(run),
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in facts.items() if value}
 
 
 def when(started: str | None, finished: str | None) -> str:
     try:
-        begin, end = (datetime.fromisoformat(one) if one else None for one in (started, finished))
+        begin, end = (datetime.fromisoformat(moment) if moment else None for moment in (started, finished))
         took = f", took {amount((end - begin).total_seconds(), 's')}" if begin and end else ""
     except (ValueError, TypeError):  # no dates, or one with a time zone and one without
         return f"{started} to {finished}"
@@ -254,8 +254,8 @@ def table_cells(
         list(zip(*row, strict=True)) for row in zip(texts.to_numpy().tolist(), numbers.to_numpy().tolist(), strict=True)
     ]
     left = len(frame) - most
-    more = f"{left} more rows are left out; kit export writes the whole table." if left > 0 else ""
-    return {"title": title, "head": names, "right": right, "rows": rows, "more": more}
+    note = f"{left} more rows are left out; kit export writes the whole table." if left > 0 else ""
+    return {"title": title, "head": names, "right": right, "rows": rows, "more": note}
 
 
 def changes(runs: Sequence[Run]) -> dict[str, Any]:

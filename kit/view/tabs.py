@@ -181,10 +181,12 @@ def select(frame: pd.DataFrame, words: str) -> pd.DataFrame:
         return frame.query(words)
     except Exception:  # noqa: BLE001 - a half-typed query may raise anything; it is then treated as text
         text = frame.select_dtypes(exclude="number")
-        found = pd.Series(data=False, index=frame.index)
+        matches = pd.Series(data=False, index=frame.index)
         for name in text:
-            found |= text[name].isin([one for one in text[name].unique() if words.strip().lower() in str(one).lower()])
-        return frame[found]
+            matches |= text[name].isin(
+                [cell_text for cell_text in text[name].unique() if words.strip().lower() in str(cell_text).lower()]
+            )
+        return frame[matches]
 
 
 class Grid:
@@ -227,15 +229,15 @@ class Grid:
         self.rows.layout.display = self.folded.layout.display = "none" if self.frame is None else None
         if self.frame is None:
             return
-        found = select(self.frame, self.words.value)
+        matches = select(self.frame, self.words.value)
         if self.by.value:
-            found = found.sort_values(self.by.value, ascending=not self.descending.value, kind="stable")
-        self.found = found
-        shown = found.head(MOST)
+            matches = matches.sort_values(self.by.value, ascending=not self.descending.value, kind="stable")
+        self.found = matches
+        shown = matches.head(MOST)
         html = shown.to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.6g}")
         self.rows.value = f'<div class="kit-grid" tabindex="0" aria-label="{look.text(self._name)}">{html}</div>'
         self.count.value = look.status(
-            f"{len(found):,} of {len(self.frame):,} rows" + (f", {MOST} shown" if len(found) > MOST else "")
+            f"{len(matches):,} of {len(self.frame):,} rows" + (f", {MOST} shown" if len(matches) > MOST else "")
         )
         self._copied()
 
@@ -254,8 +256,8 @@ def in_larger_units(frame: pd.DataFrame) -> pd.DataFrame:
     """Convert bytes to MiB and seconds to ms in a table with columns for value and unit."""
     if not {"value", "unit"} <= {*frame.columns}:
         return frame
-    found = [LARGER.get(unit, (unit, 1.0)) for unit in frame["unit"]]
-    return frame.assign(value=frame["value"] * [by for _, by in found], unit=[word for word, _ in found])
+    scales = [LARGER.get(unit, (unit, 1.0)) for unit in frame["unit"]]
+    return frame.assign(value=frame["value"] * [by for _, by in scales], unit=[word for word, _ in scales])
 
 
 class RecordsTab(Tab):
@@ -304,7 +306,7 @@ class RecordsTab(Tab):
 
 def listed(folder: Path, words: str = "") -> list[tuple[str, str]]:
     """The runs whose line has all of these words, newest first, with their folders."""
-    found = []
+    runs = []
     for path in list_runs(folder):
         with contextlib.suppress(KitError, OSError):  # damaged, or removed in the meantime
             row = described(path)
@@ -316,10 +318,10 @@ def listed(folder: Path, words: str = "") -> list[tuple[str, str]]:
             parts = [row["label"], row["lab"], when, *ended, fault, in_line(row["set"]), path.name]
             line = " · ".join(filter(None, parts))
             if all(word.lower() in line.lower() for word in words.split()):
-                found.append((line, str(path)))
-        if len(found) == MANY:
+                runs.append((line, str(path)))
+        if len(runs) == MANY:
             break
-    return found
+    return runs
 
 
 class CompareTab(Tab):
@@ -330,8 +332,8 @@ class CompareTab(Tab):
         which, example = "runs that have all of these words", "lab, fault, verdict, setting, date, label"
         first = model.definition.name
         self.words = look.control(widgets.Text, "Search", which, width="26em", placeholder=example, value=first)
-        many = "two runs or more: Ctrl or Shift with a click or with the arrows"
-        self.runs = look.control(widgets.SelectMultiple, "Runs", many, width="100%", rows=8)
+        hint_text = "two runs or more: Ctrl or Shift with a click or with the arrows"
+        self.runs = look.control(widgets.SelectMultiple, "Runs", hint_text, width="100%", rows=8)
         primary = {"button_style": "primary", "disabled": True}
         self.go = look.button("Compare", "exchange", "compare the chosen runs", self.compare, **primary)
         self.picture = widgets.HTML(layout={"width": "100%"})
@@ -347,12 +349,12 @@ class CompareTab(Tab):
     def _changed(self, _: Any = None) -> None:
         if not self._visible:
             return
-        found = listed(runs_dir(), self.words.value)
-        chosen = set(self.runs.value) or {path for _, path in found[:2]}  # by default the last two
-        if list(self.runs.options) != found:
-            self.runs.options = found
-            self.runs.value = [path for _, path in found if path in chosen]
-        if not found:
+        runs = listed(runs_dir(), self.words.value)
+        chosen = set(self.runs.value) or {path for _, path in runs[:2]}  # by default the last two
+        if list(self.runs.options) != runs:
+            self.runs.options = runs
+            self.runs.value = [path for _, path in runs if path in chosen]
+        if not runs:
             self._say(f"No run in {runs_dir()} matches these words.")
 
     def _chosen(self, _: Any = None) -> None:
@@ -670,7 +672,7 @@ class VerdictTab(Tab):
                 self.rows[limit.rule].aim(limit)
         asked = [self.rows[limit.rule] for limit in limits]
         ordered = sorted(
-            asked, key=lambda row: min((ORDER.index(one.passed) for one in self._answers(row.limit)), default=1)
+            asked, key=lambda row: min((ORDER.index(answer.passed) for answer in self._answers(row.limit)), default=1)
         )
         children = tuple(row.widget for row in ordered)
         if self.body.children != children:
@@ -705,10 +707,10 @@ def check_html(limit: Limit, rows: Sequence[VerdictRow], *, moved: bool) -> str:
     held = f"limit {SIGNS[limit.better]} {amount(limit.default, limit.unit)}"
     parts = [look.span("faint", f"{limit.rule}: not judged yet, {held}")] if not rows else []
     for row in heads:
-        below = [one for one in rows if one.check.startswith(f"{row.check}/")]
-        failed = [one for one in below if one.passed is False]
+        below = [part for part in rows if part.check.startswith(f"{row.check}/")]
+        failed = [part for part in below if part.passed is False]
         parts.append(row_html(limit, row, moved=moved))
-        parts += [f"&emsp;{row_html(limit, one, moved=False, brief=True)}" for one in failed[:FEW]]
+        parts += [f"&emsp;{row_html(limit, part, moved=False, brief=True)}" for part in failed[:FEW]]
         if below:
             left = len(failed) - FEW
             parts.append(look.span("faint", f"{len(below)} answers" + (f", {left} more fail" if left > 0 else "")))

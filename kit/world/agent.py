@@ -17,8 +17,8 @@ RANK = "kit.world.rankside"
 
 def make_kit_importable() -> None:
     """Bind the name `kit` to this very folder, without putting any folder on `sys.path`."""
-    here = Path(__file__).resolve().parents[1]
-    spec = importlib.util.spec_from_file_location("kit", here / "__init__.py", submodule_search_locations=[str(here)])
+    root = Path(__file__).resolve().parents[1]
+    spec = importlib.util.spec_from_file_location("kit", root / "__init__.py", submodule_search_locations=[str(root)])
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

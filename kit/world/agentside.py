@@ -88,13 +88,13 @@ class Node:
 
     def watch(self, rank: int, pid: int) -> None:
         """Report at once how a rank ended, without taking its status from torchrun."""
-        child = next((one for one in list(multiprocessing.process._children) if one.pid == pid), None)  # type: ignore[attr-defined]
+        child = next((process for process in list(multiprocessing.process._children) if process.pid == pid), None)  # type: ignore[attr-defined]
         status: int | None = None
         try:
-            found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-            if found is not None:
-                killed = found.si_code in {os.CLD_KILLED, os.CLD_DUMPED}
-                status = -found.si_status if killed else found.si_status
+            ended_child = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            if ended_child is not None:
+                killed = ended_child.si_code in {os.CLD_KILLED, os.CLD_DUMPED}
+                status = -ended_child.si_status if killed else ended_child.si_status
         except ChildProcessError:  # torchrun was quicker, and its own handle has the status, or will have it soon
             end = time.monotonic() + STATUS_S
             while child is not None and (status := child.exitcode) is None and time.monotonic() < end:
@@ -212,6 +212,8 @@ def main(*, preload: str) -> None:
             torchrun(order)
         except Exception as failure:  # noqa: BLE001 - torchrun's error is passed on; the notebook judges
             problem = f"{type(failure).__name__}: {failure}"
-            statuses = {order["first"] + rank: one.exitcode for rank, one in getattr(failure, "failures", {}).items()}
+            statuses = {
+                order["first"] + rank: worker.exitcode for rank, worker in getattr(failure, "failures", {}).items()
+            }
         with contextlib.suppress(ChannelClosed):
             NODE.link.send({"ended": order["generation"], "error": problem, "statuses": statuses})

@@ -93,12 +93,12 @@ def check_call(target: str, args: Mapping[str, Any] | None, keywords: Mapping[st
 
 def check_devices(devices: Sequence[int], ranks: int) -> tuple[int, ...]:
     """A GPU number per rank; none leaves the choice to the ranks."""
-    found: tuple[Any, ...] = tuple(devices) if isinstance(devices, Iterable) else (devices,)
-    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in found):
+    numbers: tuple[Any, ...] = tuple(devices) if isinstance(devices, Iterable) else (devices,)
+    if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
         raise BadInput(f"devices must be a list of GPU numbers from 0 on, one per rank, not {devices!r}")
-    if found and len(found) != ranks:
-        raise BadInput(f"devices={list(found)} names {len(found)} GPUs for {ranks} ranks; give one number per rank")
-    return found
+    if numbers and len(numbers) != ranks:
+        raise BadInput(f"devices={list(numbers)} names {len(numbers)} GPUs for {ranks} ranks; give one number per rank")
+    return numbers
 
 
 def check_seconds(name: str, value: float) -> None:
@@ -184,16 +184,18 @@ class Interpreter:
 
 def candidates() -> list[tuple[str, str]]:
     """(path, where it comes from) in the order of the search, each once."""
-    found = [(sys.executable, "this interpreter")]
+    candidates = [(sys.executable, "this interpreter")]
     roots = [(name, os.environ.get(name)) for name in ("VIRTUAL_ENV", "CONDA_PREFIX")]
-    found += [(f"{root}/bin/python", name) for name, root in roots if root]
-    found += [(path, f"{name} on PATH") for name in ("python3", "python") if (path := shutil.which(name))]
+    candidates += [(f"{root}/bin/python", name) for name, root in roots if root]
+    candidates += [(path, f"{name} on PATH") for name in ("python3", "python") if (path := shutil.which(name))]
     for home in HOMES:
         for inside in ("", ".venv", "venv", "*", "*/.venv", "*/venv", "*/envs/*"):
             paths = sorted(Path(home).expanduser().glob(f"{inside}/bin/python".removeprefix("/")))
-            found += [(str(path), f"found under {home}") for path in paths]
-    places = {path: (path, where) for path, where in found[::-1] if Path(path).exists()}  # the first of a path counts
-    return [places[path] for path in dict.fromkeys(path for path, _ in found) if path in places]
+            candidates += [(str(path), f"found under {home}") for path in paths]
+    places = {
+        path: (path, reason) for path, reason in candidates[::-1] if Path(path).exists()
+    }  # the first of a path counts
+    return [places[path] for path in dict.fromkeys(path for path, _ in candidates) if path in places]
 
 
 @functools.lru_cache(maxsize=64)
@@ -241,24 +243,24 @@ def has(name: str) -> bool:
 
 def find_python(python: str | None = None) -> Interpreter:
     """The ranks' interpreter. An explicit wish that cannot be met is an error, never replaced by another one."""
-    for path, where in ((python, "python="), (os.environ.get("KIT_PYTHON"), "KIT_PYTHON")):
+    for path, reason in ((python, "python="), (os.environ.get("KIT_PYTHON"), "KIT_PYTHON")):
         if path:
             resolved = shutil.which(path) or path
-            chosen = probe_python(resolved, where)
+            chosen = probe_python(resolved, reason)
             if not chosen.torch:
                 raise BadInput(
-                    f"{where} names {path}, which {chosen.verdict()}; give a Python 3.11 or newer that has torch"
+                    f"{reason} names {path}, which {chosen.verdict()}; give a Python 3.11 or newer that has torch"
                 )
             return chosen
     seen: list[Interpreter] = []
-    for path, where in candidates():
-        found = probe_python(path, where)
-        if found.torch and found.megatron:
-            return found
-        seen.append(found)
-    if with_torch := [found for found in seen if found.torch]:
+    for path, reason in candidates():
+        interpreter = probe_python(path, reason)
+        if interpreter.torch and interpreter.megatron:
+            return interpreter
+        seen.append(interpreter)
+    if with_torch := [interpreter for interpreter in seen if interpreter.torch]:
         return with_torch[0]
-    tried = "; ".join(f"{found.path} {found.verdict()}" for found in seen)
+    tried = "; ".join(f"{interpreter.path} {interpreter.verdict()}" for interpreter in seen)
     raise BadInput(f"no Python with torch was found for the ranks ({tried}); give one with python= or KIT_PYTHON")
 
 
@@ -266,7 +268,7 @@ def search_pythons() -> list[Interpreter]:
     """Every candidate with its verdict, in the order of the search; for `kit doctor`."""
     wished = os.environ.get("KIT_PYTHON")
     first = [probe_python(shutil.which(wished) or wished, "KIT_PYTHON")] if wished else []
-    return first + [probe_python(path, where) for path, where in candidates()]
+    return first + [probe_python(path, reason) for path, reason in candidates()]
 
 
 # -- what a World is to start, all of it checked ----------------------------------------------------------------------

@@ -137,8 +137,8 @@ class Call:
 
     def _show_rest(self, member: Member, output: Callable[[int, str], None]) -> None:
         rank, answer = member.rank, self.answers.get(member.rank, {"log": 0, "lost": 0})
-        if rest := self.partial.pop(rank, b""):
-            output(rank, rest.decode(errors="replace"))
+        if tail := self.partial.pop(rank, b""):
+            output(rank, tail.decode(errors="replace"))
         if answer["log"] > member.log:
             left = (answer["log"] - member.log) / 2**20
             member.log = answer["log"]
@@ -151,32 +151,32 @@ class Call:
     def _death(self) -> RankDied:
         """Name the first process that ended. Others follow it because torchrun ends them, or because it was torchrun."""
         first = self.crew.first_exit()
-        how = self.crew.torchrun_gone()
-        if how is not None and (first is None or "SIG" in how):
+        why_gone = self.crew.torchrun_gone()
+        if why_gone is not None and (first is None or "SIG" in why_gone):
             ranks = ", ".join(str(m.rank) for m in self.members)
-            text = f"torchrun (pid {self.crew.torchrun_pid}) {how} in phase {self.phase!r}; its ranks {ranks} ended with it{AGAIN}"
-            return RankDied(text, rank=-1, phase=self.phase, signal=how.rpartition(" ")[2])
+            text = f"torchrun (pid {self.crew.torchrun_pid}) {why_gone} in phase {self.phase!r}; its ranks {ranks} ended with it{AGAIN}"
+            return RankDied(text, rank=-1, phase=self.phase, signal=why_gone.rpartition(" ")[2])
         rank = first.rank if first else min(self.gone)
         member = next(m for m in self.crew.members if m.rank == rank)
-        mine = any(member is one for one in self.members)
-        while mine and rank not in self.answers and member.work.fileno() in readable([member.work.fileno()], 0):
+        is_member = any(member is candidate for candidate in self.members)
+        while is_member and rank not in self.answers and member.work.fileno() in readable([member.work.fileno()], 0):
             if not self.crew.hear(member):
                 break  # what it answered before it ended: others' ends may have come first
         phase, answer, status = (
-            self.phase if mine else member.phase,
+            self.phase if is_member else member.phase,
             self.answers.get(rank),
             first.status if first else None,
         )
         if answer is not None and answer.get("exiting"):
             status = answer["exitcode"]
-            how = f"called sys.exit({status})"
+            why_gone = f"called sys.exit({status})"
         elif status is None:
-            how = "is gone; how it ended is not known"
+            why_gone = "is gone; how it ended is not known"
         elif status < 0:
-            how = f"was killed by {signal_name(-status)}"
+            why_gone = f"was killed by {signal_name(-status)}"
         else:
-            how = f"exited with status {status}"
-        text = f"rank {member.rank} (pid {member.pid} on {member.host}) {how} in phase {phase!r}{AGAIN}"
+            why_gone = f"exited with status {status}"
+        text = f"rank {member.rank} (pid {member.pid} on {member.host}) {why_gone} in phase {phase!r}{AGAIN}"
         if status == -signal.SIGKILL:
             text += (
                 "\nIf nobody sent it, the kernel may have been out of memory: see dmesg, or memory.events of the cgroup"
@@ -214,14 +214,16 @@ class Call:
     def timeout(self, seconds: float) -> RankTimeout:
         silent = self.waiting()
         ranks = tuple(member.rank for member in silent)
-        found = looks(self.crew.members)
-        stacks = {m.rank: found[m.rank].stack if m.rank in found else self.crew.describe(m) for m in silent}
-        culprits, why = blame(ranks, found, [m.rank for m in self.crew.members])
+        looks_by_rank = looks(self.crew.members)
+        stacks = {
+            m.rank: looks_by_rank[m.rank].stack if m.rank in looks_by_rank else self.crew.describe(m) for m in silent
+        }
+        culprits, why = blame(ranks, looks_by_rank, [m.rank for m in self.crew.members])
         lines = [f"no answer from {ranks_word(ranks)} within {seconds:g} s; {why}"]
         if self.answers:
             lines.append(f"{ranks_word(sorted(self.answers))} answered")
         for member in silent:
-            rank, phase = member.rank, found.get(member.rank, member).phase
+            rank, phase = member.rank, looks_by_rank.get(member.rank, member).phase
             mark = "culprit" if rank in culprits else "waiting"
             lines += [f"rank {rank}, pid {member.pid}, phase {phase!r} ({mark}):", stacks[rank].rstrip()]
         again = f"The ranks keep running; the World is usable again once they answer; %ranks stacks looks again{AGAIN}"
@@ -250,17 +252,17 @@ def looks(members: Sequence[Member]) -> dict[int, Look]:
         with contextlib.suppress(ChannelClosed):  # gone: no look
             member.watch.send({"id": number, "do": "look"})
             asked[member.watch.fileno()] = member
-    found: dict[int, Look] = {}
+    looks_by_rank: dict[int, Look] = {}
     deadline = time.monotonic() + LOOK_S
     while asked and (left := deadline - time.monotonic()) > 0:
         for fd in readable(asked, left):
             try:
                 for message in asked[fd].hear_watch():
                     if message.pop("id") == number:
-                        found[asked.pop(fd).rank] = Look(**message)
+                        looks_by_rank[asked.pop(fd).rank] = Look(**message)
             except (ChannelClosed, Malformed):
                 del asked[fd]
-    return found
+    return looks_by_rank
 
 
 def blame(silent: Sequence[int], found: dict[int, Look], everyone: Sequence[int]) -> tuple[tuple[int, ...], str]:
@@ -272,8 +274,12 @@ def blame(silent: Sequence[int], found: dict[int, Look], everyone: Sequence[int]
     """
 
     def ahead(rank: int) -> bool:
-        others = [look.progress for other, look in found.items() if other != rank]
-        return any(count > other.get(group, count) for group, count in found[rank].progress.items() for other in others)
+        progress_of_others = [look.progress for peer, look in found.items() if peer != rank]
+        return any(
+            count > counts.get(group, count)
+            for group, count in found[rank].progress.items()
+            for counts in progress_of_others
+        )
 
     waiting = [r for r in silent if r in found and (found[r].waiting or ahead(r))]
     culprits = tuple(r for r in silent if r not in waiting)
@@ -397,7 +403,7 @@ class Pending:
             self.observer.ended()
 
     def _hand_on_news(self) -> None:
-        for call, member in [(one, member) for one in self.calls for member in one.members]:
+        for call, member in [(pending, member) for pending in self.calls for member in pending.members]:
             rows, member.news = member.news, []
             if rows and self._on_news is not None:
                 try:
@@ -415,10 +421,10 @@ class GivenUp(KitError):  # noqa: N818 - it stays inside this module
 def wait(pendings: Iterable[Pending], *, first: bool = True, timeout_s: float | None = None) -> list[Pending]:
     """Wait for the first to finish (`first=False`: for all), at most `timeout_s`; return those that have finished."""
     asked = list(pendings)
-    if not all(isinstance(one, Pending) for one in asked):
+    if not all(isinstance(pending, Pending) for pending in asked):
         raise BadInput("kit.wait takes what submit() returned, in a list")
     drive(asked, until=math.inf if timeout_s is None else time.monotonic() + timeout_s, first=first)
-    return [one for one in asked if one.over()]
+    return [pending for pending in asked if pending.over()]
 
 
 def drive(pendings: Sequence[Pending], *, until: float, first: bool = False, overdue: bool = False) -> None:
@@ -427,11 +433,11 @@ def drive(pendings: Sequence[Pending], *, until: float, first: bool = False, ove
     try:
         while True:
             now = time.monotonic()
-            left = [one for one in pendings if not (one.settled if overdue else one.over())]
+            left = [pending for pending in pendings if not (pending.settled if overdue else pending.over())]
             enough = not left or (first and len(left) < len(pendings))
             if turned and (enough or now >= until):
                 return
-            ends = until if overdue else min([until, *(one.deadline for one in left)])
+            ends = until if overdue else min([until, *(pending.deadline for pending in left)])
             take_turn(pendings, 0.0 if enough else min(TICK_S, max(0.0, ends - now)))
             turned = True
     except KeyboardInterrupt:
@@ -441,18 +447,18 @@ def drive(pendings: Sequence[Pending], *, until: float, first: bool = False, ove
 
 def take_turn(pendings: Sequence[Pending], seconds: float) -> None:
     """Wait at most this long for something to arrive, and take it in."""
-    crews = list({id(call.crew): (one.lock, call.crew) for one in pendings for call in one.calls}.values())
+    crews = list({id(call.crew): (pending.lock, call.crew) for pending in pendings for call in pending.calls}.values())
     ready = readable([fd for _, crew in crews for fd in crew.filenos()], seconds)
     for lock, crew in crews if ready else ():
         with lock:
             crew.take(ready)
-    for one in pendings:
-        one.advance(tick=not ready)
+    for pending in pendings:
+        pending.advance(tick=not ready)
 
 
 def stop(pendings: Sequence[Pending]) -> None:
     """Interrupt the ranks of these calls. Those that cannot stop end, so that each World is clearly dead or usable."""
-    open_ = [call for one in pendings if not one.settled for call in one.calls if not call.settled]
+    open_ = [call for pending in pendings if not pending.settled for call in pending.calls if not call.settled]
     for call in open_:
         for member in call.waiting():
             with contextlib.suppress(ChannelClosed):  # it is gone, which the wait that follows sees
@@ -461,9 +467,9 @@ def stop(pendings: Sequence[Pending]) -> None:
     while any(call.waiting() and not call.gone for call in open_) and time.monotonic() < end:
         crews = {id(call.crew): call.crew for call in open_}.values()
         if readable([fd for crew in crews for fd in crew.filenos()], TICK_S):
-            for one in pendings:
-                with one.lock:
-                    for call in one.calls:
+            for pending in pendings:
+                with pending.lock:
+                    for call in pending.calls:
                         call.crew.take()
     stuck: list[int] = []
     for call in open_:
@@ -471,13 +477,13 @@ def stop(pendings: Sequence[Pending]) -> None:
             stuck += left
             why = f"it was interrupted and {ranks_word(left)} did not stop within {INTERRUPT_S:g} s in phase {call.phase!r}"
             call.die(why, KitError(f"this World is dead: {why}; restart() starts fresh ranks"))
-    for one in pendings:
-        with one.lock:
-            for call in one.calls:
+    for pending in pendings:
+        with pending.lock:
+            for call in pending.calls:
                 call.advance()
-                call.settle(Cancelled(f"the call of phase {one.phase!r} was interrupted"))
-        if not one.settled:
-            one._end()
+                call.settle(Cancelled(f"the call of phase {pending.phase!r} was interrupted"))
+        if not pending.settled:
+            pending._end()
     # The prompt is back; print why the ranks are not. A thread has no prompt: its owner reports in its own way.
     if stuck and threading.current_thread() is threading.main_thread():
         print(f"World ended: {ranks_word(stuck)} did not stop within {INTERRUPT_S:g} s; restart() starts fresh ranks")

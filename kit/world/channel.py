@@ -208,12 +208,12 @@ def call_once(address: str, key: bytes) -> Link:
 def greet(sock: socket.socket, key: bytes) -> Link:
     sock.settimeout(HANDSHAKE_S * 6)  # the listener may be busy with others
     theirs = read_exactly(sock, NONCE)
-    mine = secrets.token_bytes(NONCE)
-    sock.sendall(mine + proof(key, b"caller", theirs, mine))
-    if not hmac.compare_digest(read_exactly(sock, MAC), proof(key, b"listener", theirs, mine)):
+    nonce = secrets.token_bytes(NONCE)
+    sock.sendall(nonce + proof(key, b"caller", theirs, nonce))
+    if not hmac.compare_digest(read_exactly(sock, MAC), proof(key, b"listener", theirs, nonce)):
         raise ChannelClosed("the listener does not hold this World's key")
     sock.settimeout(None)
-    return Link(sock, proof(key, b"session", theirs, mine), caller=True)
+    return Link(sock, proof(key, b"session", theirs, nonce), caller=True)
 
 
 @dataclass
@@ -258,10 +258,10 @@ class Listener:
                 continue
             del self._strangers[fd]
             if proved:
-                mine, theirs = stranger.nonce, bytes(stranger.data[:NONCE])
+                nonce, theirs = stranger.nonce, bytes(stranger.data[:NONCE])
                 stranger.sock.setblocking(True)
-                stranger.sock.sendall(proof(self._key, b"listener", mine, theirs))
-                links.append(Link(stranger.sock, proof(self._key, b"session", mine, theirs), caller=False))
+                stranger.sock.sendall(proof(self._key, b"listener", nonce, theirs))
+                links.append(Link(stranger.sock, proof(self._key, b"session", nonce, theirs), caller=False))
             else:
                 stranger.sock.close()
         return links
@@ -297,8 +297,8 @@ class Listener:
         stranger.data += chunk
         if len(stranger.data) < NONCE + MAC:
             return None
-        mine, theirs = stranger.nonce, bytes(stranger.data[:NONCE])
-        return hmac.compare_digest(bytes(stranger.data[NONCE:]), proof(self._key, b"caller", mine, theirs))
+        nonce, theirs = stranger.nonce, bytes(stranger.data[:NONCE])
+        return hmac.compare_digest(bytes(stranger.data[NONCE:]), proof(self._key, b"caller", nonce, theirs))
 
     def close(self, *, forked: bool = False) -> None:
         """`forked`: only this process's copy; the other one listens on."""

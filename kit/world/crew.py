@@ -152,7 +152,7 @@ class Crew:
 
         One that does not (its ranks all left with status 0, for instance, which it does not take for an end) is to be replaced.
         """
-        ended = self._hear_until(lambda: all(one.ended >= self.generation for one in self.agents.values()), seconds)
+        ended = self._hear_until(lambda: all(agent.ended >= self.generation for agent in self.agents.values()), seconds)
         return ended and len(self.agents) == self.plan.nodes
 
     def _order(self, node: int, address: str) -> Message:
@@ -332,7 +332,7 @@ class Crew:
 
     def _note(self, agent: AgentEnd, message: Message) -> None:
         if "exit" in message:
-            member = next((one for one in self.members if one.rank == message["exit"]), None)
+            member = next((member for member in self.members if member.rank == message["exit"]), None)
             if member is not None and member.pid == message["pid"]:
                 status = message["status"]
                 if status is None and agent.ended == self.generation:  # torchrun's own account came first
@@ -343,8 +343,8 @@ class Crew:
         else:
             agent.ended, agent.error = message["ended"], message["error"]
             agent.statuses = {int(rank): status for rank, status in message["statuses"].items()}
-            for one in self.exits:
-                one.status = agent.statuses.get(one.rank) if one.status is None else one.status
+            for exit_seen in self.exits:
+                exit_seen.status = agent.statuses.get(exit_seen.rank) if exit_seen.status is None else exit_seen.status
 
     def ask(self, node: int, do: str, **arguments: Any) -> Any:
         """One question to a node's agent, answered within two seconds; None if not."""
@@ -362,7 +362,7 @@ class Crew:
         def first() -> Exit | None:
             return min(self.exits, key=lambda one: (one.victim, one.at), default=None)
 
-        self._hear_until(lambda: 0 not in self.agents or ((one := first()) and one.status is not None), seconds)
+        self._hear_until(lambda: 0 not in self.agents or ((agent := first()) and agent.status is not None), seconds)
         return first()
 
     def torchrun_gone(self) -> str | None:
@@ -437,8 +437,8 @@ class Crew:
                 leftovers.end_group(self._process.pid)
                 self._process.wait(10.0)
         deadline = time.monotonic() + 10
-        mine = [m for m in self.members if m.node == 0]
-        while any(machine.alive(m.pid, m.started) for m in mine) and time.monotonic() < deadline:
+        local_members = [m for m in self.members if m.node == 0]
+        while any(machine.alive(m.pid, m.started) for m in local_members) and time.monotonic() < deadline:
             time.sleep(0.002)
         leftovers.end_carriers(leftovers.mark(self.id).__eq__)
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -76,9 +76,9 @@ def prepare(environ: MutableMapping[str, str], wanted: str, folder: Path) -> Non
     """Put the settings into a rank's environment, before the driver is asked anything. What a person has set stays."""
     if wanted == "cpu" or (torch.version.cuda is None and torch.version.hip is None):
         return
-    for one in SETTINGS:
-        if not any(name in environ for name in (one.name, *one.others)):
-            environ[one.name] = one.value.format(folder=folder)
+    for setting in SETTINGS:
+        if not any(name in environ for name in (setting.name, *setting.others)):
+            environ[setting.name] = setting.value.format(folder=folder)
 
 
 class Seat(NamedTuple):
@@ -112,11 +112,11 @@ def choose(wanted: str, number: int, neighbours: int, devices: Sequence[int] = (
             gpu = devices[local]
             if gpu >= there:
                 raise RuntimeError(f"devices={list(devices)} names GPU {gpu}, and there are {there}, numbered from 0")
-            if found := on_gpu(gpu, number, f"GPU {gpu} was asked for", shared=devices.count(gpu) > 1):
-                return found
+            if refusal := on_gpu(gpu, number, f"GPU {gpu} was asked for", shared=devices.count(gpu) > 1):
+                return refusal
             raise RuntimeError(f"devices={list(devices)} puts several ranks on GPU {gpu}, which needs NCCL")
-        if found := on_gpu(number % there, number, counted, shared=there < neighbours):
-            return found
+        if refusal := on_gpu(number % there, number, counted, shared=there < neighbours):
+            return refusal
         reason = f"{counted}; without NCCL each rank needs its own"
     if wanted == "cuda":
         raise RuntimeError(f"device='cuda' cannot be had: {reason}")
@@ -127,10 +127,10 @@ def on_gpu(gpu: int, number: int, why: str, *, shared: bool) -> Seat | None:
     """This rank on this GPU; None where several ranks are to share it and there is no NCCL."""
     if not shared:
         return Seat(torch.device("cuda", gpu), why, {})
-    if (how := nccl.sharing(nccl.running(), number)) is None:
+    if (sharing := nccl.sharing(nccl.running(), number)) is None:
         return None
-    why = f"{why}, shared {how.words}; communication times: {nccl.SHARED_GPU}"
-    return Seat(torch.device("cuda", gpu), why, how.env)
+    why = f"{why}, shared {sharing.words}; communication times: {nccl.SHARED_GPU}"
+    return Seat(torch.device("cuda", gpu), why, sharing.env)
 
 
 # -- in the process that forks the ranks -----------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def is_dead(value: str) -> bool:
 
 
 def find() -> list[Leftover]:
-    found = []
+    leftovers = []
     for pid in machine.pids():
         with contextlib.suppress(OSError):  # it ended, or is another user's
             value, fields = machine.marked(pid), machine.stat_fields(pid)
@@ -67,23 +67,25 @@ def find() -> list[Leftover]:
             file = place() / value / SESSION
             sure = file.is_file() and file.read_text() == fields[3]
             started = int(fields[19])
-            found.append(Leftover(world=value, pid=pid, started=started, command=machine.command(pid)[:120], sure=sure))
-    return sorted(found, key=lambda one: one.started)
+            leftovers.append(
+                Leftover(world=value, pid=pid, started=started, command=machine.command(pid)[:120], sure=sure)
+            )
+    return sorted(leftovers, key=lambda one: one.started)
 
 
 def dead_folders(found: Iterable[Leftover]) -> list[Path]:
     """Folders of Worlds whose notebook is gone and that none of these leftovers belongs to."""
-    used = {one.world for one in found}
+    used = {leftover.world for leftover in found}
     return [path for path in base().iterdir() if is_dead(path.name) and path.name not in used]
 
 
 def end(found: Sequence[Leftover]) -> list[Path]:
     """End leftover processes, those that surely are, and remove dead Worlds' folders; what was removed."""
-    ended = [one for one in found if one.sure]
-    for one in ended:
-        kill(one.pid, one.started)
+    ended = [leftover for leftover in found if leftover.sure]
+    for leftover in ended:
+        kill(leftover.pid, leftover.started)
     deadline = time.monotonic() + 5
-    while any(machine.alive(one.pid, one.started) for one in ended) and time.monotonic() < deadline:
+    while any(machine.alive(leftover.pid, leftover.started) for leftover in ended) and time.monotonic() < deadline:
         time.sleep(0.01)
     removed = dead_folders(find())
     for folder in removed:
@@ -121,8 +123,8 @@ def base() -> Path:
     folder = place()
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077 or not stat.S_ISDIR(found.st_mode):
+    info = folder.lstat()
+    if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077 or not stat.S_ISDIR(info.st_mode):
         raise BadInput(
             f"{folder} must be a folder of yours that only you can enter; remove it, or set TMPDIR to another place"
         )
@@ -212,8 +214,8 @@ def reap_orphans() -> None:
 def kill_all(living: Callable[[], list[int]]) -> None:
     """SIGKILL the processes that `living` finds until it finds none: one that dies may leave children or be replaced. At most 5 s."""
     deadline = time.monotonic() + 5.0
-    while (found := living()) and time.monotonic() < deadline:
-        for pid in found:
+    while (survivors := living()) and time.monotonic() < deadline:
+        for pid in survivors:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.001)
@@ -228,9 +230,9 @@ def end_children() -> bool:
         """Trusted once two looks list the same: between list and state one may be handed on, and the list skips where one vanishes."""
         before: list[int] | None = None
         while (listed := machine.children() or []) != before:
-            before, found = listed, [(pid, machine.stat_fields(pid)) for pid in listed]
+            before, pids = listed, [(pid, machine.stat_fields(pid)) for pid in listed]
             # A zombie with threads left has not given up its children yet.
-            if left := [pid for pid, fields in found if fields and (fields[0] not in "ZX" or int(fields[17]) > 1)]:
+            if left := [pid for pid, fields in pids if fields and (fields[0] not in "ZX" or int(fields[17]) > 1)]:
                 return left
         return []
 

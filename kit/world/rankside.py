@@ -109,8 +109,8 @@ class Rank:
         and a rank that is forked in that moment would wait for them for ever.
         """
         seconds = dt.timedelta(seconds=self.order["group_timeout_s"])
-        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(*where, world_size=self.world_size, is_master=False, timeout=seconds)
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(*address, world_size=self.world_size, is_master=False, timeout=seconds)
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.set_device(self.device)

@@ -414,8 +414,10 @@ class Worlds(Ranks):
 
     def _calls(self, what: dict[str, Any], phase: str, ranks: Sequence[int] | None) -> list[Call]:
         chosen = asked.check_chosen(ranks, range(self.ranks))
-        parts = [(world, mine) for world in self.worlds if (mine := [n for n in chosen if n in world.numbers])]
-        ready = [(world, world.ready(mine)) for world, mine in parts]  # all of them, before one is asked
+        parts = [
+            (world, own_numbers) for world in self.worlds if (own_numbers := [n for n in chosen if n in world.numbers])
+        ]
+        ready = [(world, world.ready(own_numbers)) for world, own_numbers in parts]  # all of them, before one is asked
         return [world.prepare(what, phase, members) for world, members in ready]
 
     def restart(self) -> None:

@@ -52,7 +52,7 @@ def is_group(value: Any) -> bool:
     if issubclass(kind, _classes()):
         return True
     if not hasattr(kind, "__getattr__") or not any(
-        issubclass(type(one), _classes()) for one in attributes(value).values()
+        issubclass(type(held), _classes()) for held in attributes(value).values()
     ):
         return False
     try:
@@ -69,10 +69,10 @@ def is_real(value: Any) -> bool:
 def attributes(value: Any) -> dict[str, Any]:
     """An object's own attributes, whatever its class makes of looking them up."""
     try:
-        found = object.__getattribute__(value, "__dict__")
+        namespace = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return namespace if isinstance(namespace, dict) else {}
 
 
 @dataclass
@@ -95,14 +95,14 @@ class Births:
 
     def look(self) -> None:
         """Add groups of torch's tables that no constructor made, and forget those that are gone."""
-        self.made = [one for one in self.made if one() is not None]
-        known = {id(one()) for one in (*self.made, *self._before)}
+        self.made = [reference for reference in self.made if reference() is not None]
+        known = {id(reference()) for reference in (*self.made, *self._before)}
         self.made += [weakref.ref(group) for group in registered() if is_real(group) and id(group) not in known]
 
     def alive(self) -> list[Any]:
         """torch's own groups made here that are still there."""
         self.look()
-        return [group for one in self.made if (group := one()) is not None and is_real(group)]
+        return [group for reference in self.made if (group := reference()) is not None and is_real(group)]
 
     def _hook(self, kind: Any) -> None:
         plain = vars(kind)["__init__"]  # not by attribute: torch's own come bound to nothing, and could not be put back
@@ -124,18 +124,18 @@ def registered() -> list[Any]:
 @contextlib.contextmanager
 def doors() -> Iterator[None]:
     """Inside, an all-reduce over any of torch's groups on this thread raises `ReachedError` in place of running."""
-    here = threading.get_ident()
+    thread = threading.get_ident()
     undo: list[tuple[Any, Any]] = []
 
     def closed(plain: Any) -> Any:
         def allreduce(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == here:
+            if threading.get_ident() == thread:
                 raise ReachedError(group)
             return plain(group, *args, **kwargs)
 
         return allreduce
 
-    for kind in dict.fromkeys(base for one in _classes() for base in one.__mro__):
+    for kind in dict.fromkeys(base for group_class in _classes() for base in group_class.__mro__):
         if "allreduce" in vars(kind):
             undo.append((kind, vars(kind)["allreduce"]))
             kind.allreduce = closed(vars(kind)["allreduce"])
@@ -156,9 +156,9 @@ def reach(group: Any) -> Any:
         dist.all_reduce(torch.zeros(1), group=group)  # by its name at this moment: others may have replaced it
     except Exception as error:
         # torch's logger asks for more of a group that has raised, and a wrapper in no table makes it raise once more.
-        for one in chain(error):
-            if isinstance(one, ReachedError):
-                return one.group
+        for link in chain(error):
+            if isinstance(link, ReachedError):
+                return link.group
         raise
     raise RuntimeError("a collective over it returned and ran over no process group")
 
@@ -184,7 +184,7 @@ def taken_name() -> str:
     """The name that torch would give the next group, if a group has it already and none can be made; else empty."""
     tables = _c10d()._world
     name = str(tables.group_count)
-    return name if name in {str(one) for one in tables.pg_names.values()} else ""
+    return name if name in {str(group_name) for group_name in tables.pg_names.values()} else ""
 
 
 def facts(group: Any) -> dict[str, Any]:
@@ -219,28 +219,28 @@ Names = dict[str, Name]
 
 def take_names(*prefixes: str) -> Names:
     """Every function and class in the loaded modules of these packages, and every method of their classes, by dotted name."""
-    found: Names = {}
+    names: Names = {}
     classes: dict[int, str] = {}
     for module in _modules(prefixes):
         for name, value in list(vars(module).items()):
             if issubclass(type(value), (*_FUNCTIONS, type)):  # isinstance would wake names that warn of their end
-                found[f"{module.__name__}.{name}"] = Name(module, name, value)
+                names[f"{module.__name__}.{name}"] = Name(module, name, value)
             if issubclass(type(value), type) and str(value.__module__).startswith((*prefixes, "torch._C")):
                 title = classes.setdefault(id(value), f"{module.__name__}.{name}")
-                for member, one in list(vars(value).items()):
-                    if not isinstance(one, _DATA):
-                        found.setdefault(f"{title}.{member}", Name(value, member, one))
-    return found
+                for member, attribute in list(vars(value).items()):
+                    if not isinstance(attribute, _DATA):
+                        names.setdefault(f"{title}.{member}", Name(value, member, attribute))
+    return names
 
 
 def replaced_names(before: Names) -> list[str]:
     """Names with another value now, or gone. Modules loaded since are ignored."""
     missing = object()
-    return [title for title, one in before.items() if vars(one.owner).get(one.name, missing) is not one.value]
+    return [title for title, name in before.items() if vars(name.owner).get(name.name, missing) is not name.value]
 
 
 def _modules(prefixes: tuple[str, ...]) -> list[ModuleType]:
-    inside = tuple(f"{one}." for one in prefixes)
+    inside = tuple(f"{prefix}." for prefix in prefixes)
     return [
         module
         for name, module in list(sys.modules.items())

@@ -65,7 +65,7 @@ def children(value: Any) -> Iterable[tuple[Any, Any]]:
         return _of_tensor(value)
     if isinstance(value, torch.nn.Module):  # parameters by their own names, before the dicts in which they lie
         own = [item for named in _named(value) for item in named.items()]
-        return [*own, *((name, one) for name, one in vars(value).items() if name not in OF_MODULES)]
+        return [*own, *((name, item) for name, item in vars(value).items() if name not in OF_MODULES)]
     if isinstance(value, dict):
         # What is no text or number counts by its place.
         return [(key if isinstance(key, str | int) else at, child) for at, (key, child) in enumerate(value.items())]
@@ -73,8 +73,8 @@ def children(value: Any) -> Iterable[tuple[Any, Any]]:
         return list(enumerate(value))
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if isinstance(name, str)]
     named = [(name, getattr(value, name)) for name in slots if not name.startswith("__") and hasattr(value, name)]
-    found = getattr(value, "__dict__", None)
-    return [*named, *found.items()] if isinstance(found, dict) else named
+    namespace = getattr(value, "__dict__", None)
+    return [*named, *namespace.items()] if isinstance(namespace, dict) else named
 
 
 def _named(module: torch.nn.Module) -> list[dict[str, Any]]:
@@ -93,40 +93,40 @@ class State:
     """The state at the moment this is made. It keeps tensors alive: do not keep it across a release; keep `prints()`."""
 
     def __init__(self, **roots: Any) -> None:
-        found = list(walk(roots))
-        self._kinds = _kinds([value for _, value in found])
+        tensors = list(walk(roots))
+        self._kinds = _kinds([value for _, value in tensors])
         self.tensors = [
             Tensor(path, self._kinds.get(_storage(value), "other"), value)
-            for path, value in found
+            for path, value in tensors
             if isinstance(value, torch.Tensor) and value.layout == torch.strided
         ]
 
     def resident(self, device: str) -> list[Resident]:
         """Every storage on a type of device that has bytes, under the first name that leads to it."""
-        found: dict[tuple[str, int], Resident] = {}
+        residents: dict[tuple[str, int], Resident] = {}
         for name, kind, tensor in self.tensors:
             size = tensor.untyped_storage().nbytes()
             if tensor.device.type == device and size:
-                found.setdefault((kind, _storage(tensor)), Resident(name, kind, size))
-        return list(found.values())
+                residents.setdefault((kind, _storage(tensor)), Resident(name, kind, size))
+        return list(residents.values())
 
     def prints(self) -> dict[str, Print]:
         """A digest of every tensor by name. A flat buffer with other tensors in it is represented by those tensors."""
-        filled = [one for one in self.tensors if one.tensor.numel()]
+        filled = [resident for resident in self.tensors if resident.tensor.numel()]
         spans: dict[int, list[tuple[int, int, str]]] = {}
         for name, _, tensor in filled:
             start = _start(tensor)
             spans.setdefault(_storage(tensor), []).append((start, start + _extent(tensor), name))
         whole = {place: max(of, key=lambda one: (one[1] - one[0], -len(one[2]), one[2])) for place, of in spans.items()}
-        params = [one.tensor for one in self.tensors if isinstance(one.tensor, torch.nn.Parameter)]
-        grads = [one for param in params for name, one in _of_tensor(param) if name in GRADIENTS]
-        named = {id(one) for one in (*params, *grads)}  # they get a digest although others lie within them
-        found: dict[str, Print] = {}
+        params = [resident.tensor for resident in self.tensors if isinstance(resident.tensor, torch.nn.Parameter)]
+        grads = [tensor for param in params for name, tensor in _of_tensor(param) if name in GRADIENTS]
+        named = {id(tensor) for tensor in (*params, *grads)}  # they get a digest although others lie within them
+        prints: dict[str, Print] = {}
         for name, kind, tensor in filled:
             base, _, container = whole[_storage(tensor)]
             if kind == "optimizer" or id(tensor) in named or not _has_parts(tensor, spans):
-                found[name] = _print(tensor, kind, container, _start(tensor) - base)
-        return found
+                prints[name] = _print(tensor, kind, container, _start(tensor) - base)
+        return prints
 
 
 class Resident(NamedTuple):
@@ -167,24 +167,24 @@ class Difference:
 
 def differences(before: Mapping[str, Print], after: Mapping[str, Print], *, zeroed: bool = False) -> list[Difference]:
     """What changed, by name. `zeroed`: gradients, and nothing else, may be gone or come back as zeros."""
-    found = []
+    changed = []
     for name in [*before, *(name for name in after if name not in before)]:
         old, new = before.get(name), after.get(name)
         kind = (old or new or _NOTHING).kind
         if zeroed and kind == "grads" and (new is None or (old is not None and old[1:6] == new[1:6] and _zero(new))):
             continue
-        what, largest = _difference(old, new)
-        if what:
-            found.append(Difference(name, kind, what, largest))
-    return found
+        attribute, largest = _difference(old, new)
+        if attribute:
+            changed.append(Difference(name, kind, attribute, largest))
+    return changed
 
 
 def _difference(old: Print | None, new: Print | None) -> tuple[str, float | None]:
     if old is None or new is None:
         return ("did not exist before" if old is None else "is gone"), None
-    for what, field in (("shape", "shape"), ("type", "dtype"), ("device", "device")):
-        if (was := getattr(old, field)) != (now := getattr(new, field)):
-            return f"{what} {was} became {now}", None
+    for attribute, field in (("shape", "shape"), ("type", "dtype"), ("device", "device")):
+        if (was := getattr(old, field)) != (current := getattr(new, field)):
+            return f"{attribute} {was} became {current}", None
     if (old.part_of, old.at) != (new.part_of, new.at):
         return f"was a part of {old.part_of} and lies in other memory now", None
     if old.digest != new.digest:
@@ -201,11 +201,11 @@ def _kinds(values: list[Any]) -> dict[int, str]:
     """The kind of every storage: a parameter's or buffer's of a module is weights, whatever else lies in it."""
     modules = [value for value in values if isinstance(value, torch.nn.Module)]
     optimizers = [value for value in values if isinstance(value, torch.optim.Optimizer)]
-    weights = [one for module in modules for one in (*module._parameters.values(), *module._buffers.values())]
-    params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
-    every = [one for one in (*weights, *params) if one is not None]
-    grads = [one for param in every for name, one in _of_tensor(param) if name in GRADIENTS]
-    state = [one for each in optimizers for of in each.state.values() for one in _tensors(of)]
+    weights = [tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())]
+    params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+    every = [tensor for tensor in (*weights, *params) if tensor is not None]
+    grads = [tensor for param in every for name, tensor in _of_tensor(param) if name in GRADIENTS]
+    state = [tensor for optimizer in optimizers for of in optimizer.state.values() for tensor in _tensors(of)]
     kinds: dict[int, str] = {}
     for kind, tensors in (("weights", weights), ("grads", grads), ("optimizer", [*params, *state])):
         for tensor in tensors:
@@ -218,8 +218,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors(one)
+        for item in value.values():
+            yield from _tensors(item)
 
 
 def _has_parts(tensor: torch.Tensor, spans: Mapping[int, list[tuple[int, int, str]]]) -> bool:
@@ -272,14 +272,14 @@ def live_bytes() -> int:
 
 def generators() -> dict[str, str]:
     """A digest of each random generator: Python's, numpy's, torch's, and each CUDA device's. Nothing is drawn."""
-    found = {"python": _digest_of(random.getstate()), "torch": digest(torch.default_generator.get_state())}
+    state = {"python": _digest_of(random.getstate()), "torch": digest(torch.default_generator.get_state())}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        found["numpy"] = _digest_of(numpy.random.get_state(legacy=False))
+        state["numpy"] = _digest_of(numpy.random.get_state(legacy=False))
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for number, generator in enumerate(torch.cuda.default_generators):
-            found[f"cuda:{number}"] = digest(generator.get_state())
-    return found
+            state[f"cuda:{number}"] = digest(generator.get_state())
+    return state
 
 
 def _digest_of(state: Any) -> str:
