@@ -50,10 +50,9 @@ with contextlib.redirect_stdout(sys.stderr):
         facts[module], facts[module + "_why"] = imported(module, package)
     if facts["torch"]:
         import torch
-        from kit import nccl, nccl2
+        from kit import nccl, routing
         from kit.measure.recorder import cuda_state, findings
         from kit.world.device import choose
-        from kit.routing import probe
         device, why, _ = choose("auto", 0, 1)
         count = torch.cuda.device_count()
         facts.update(cuda_state(), device=device.type, device_why=why, gpus=count)
@@ -65,8 +64,8 @@ with contextlib.redirect_stdout(sys.stderr):
         pairs = [(a, b) for a in range(count) for b in range(count) if a < b]
         facts["no_peer_access"] = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
         facts["findings"] = [one._asdict() for one in findings()] if torch.version.cuda else []  # elsewhere none of it runs
-        facts["torchcomms"] = probe()
-        facts["nccl2"] = nccl2.available()
+        facts["torchcomms"] = routing.probe()
+        facts["nccl2"] = not routing.missing(routing.NCCL2)
         facts["code"] = code_for_gpus(torch, running) if torch.version.cuda else []
 print(json.dumps(facts))
 """

@@ -1,14 +1,21 @@
-"""torchcomms: whether torch routes collectives through it (asked for, importable, in effect), and what ranks do for it beyond torch.
+"""Collectives beside torch's own way: through torchcomms, or through torch's backend `nccl2`. Whether they can be had, are requested, are
+in effect; and what ranks do for them beyond torch.
 
-torch takes torchcomms where that can be imported and `TORCH_DISTRIBUTED_USE_TORCHCOMMS=1` is set; where it cannot, the flag is silently
-nothing. Whether it is in effect is seen from the groups' backend objects.
+**torchcomms.** torch takes it where it can be imported and `TORCH_DISTRIBUTED_USE_TORCHCOMMS=1` is set; otherwise torch ignores the flag
+without a message. Whether it is in effect is read from the groups' backend objects. torch makes communicators by `new_comm` and passes
+neither the group's rank and size (torchcomms then reads the environment, which describes the whole job), nor the number of the GPU, the
+timeout or NCCL's options, which torchcomms would take as hints. `install` puts all of them in, around torch's own functions. Groups are
+made by torch's `_new_process_group_helper` as without routing, each with a communicator of its own: torch's way with torchcomms, to split
+WORLD's, takes no options, and on GPUs makes no gloo groups. Has run with a stand-in for torchcomms only, over gloo.
 
-torch makes communicators by `new_comm` and passes neither the group's rank and size (torchcomms then asks the environment, and finds those
-of the whole job), nor the number of the GPU, the timeout or NCCL's options, which torchcomms would take as hints. `install` puts all of
-them in, around torch's own functions, on ranks that have the flag. Groups are made by torch's `_new_process_group_helper` as without
-routing, each with a communicator of its own: torch's way with torchcomms, to split WORLD's, takes no options, and on GPUs no gloo groups.
+**nccl2** is `torch.distributed.ProcessGroupNCCL2`, in builds after 2.13. Under a bound default group every rank of the World takes part
+when torch makes a communicator, also those outside of the group, which this backend's first builds cannot do in `new_group`
+(pytorch/pytorch#192276). So groups are split off WORLD with `torch.distributed.split_group`, which makes all groups of a partition at once:
+as many calls as Megatron has kinds of groups, and not as many as it has groups. A rehearsal, which makes no group, shows which groups are
+requested. Groups over gloo are made by their members. Follows pytorch/pytorch#188587, #190943 and the routing of
+NVIDIA/Megatron-LM#6227; no torch with this backend has run it.
 
-Every room may use it. Has run with a stand-in for torchcomms only, over gloo: nothing of it has run on a GPU.
+Every room may use this module, and ranks do; it imports torch only where it is used. Nothing of it has run on a GPU.
 """
 
 from __future__ import annotations
@@ -20,26 +27,20 @@ import inspect
 import logging
 import os
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-FLAG = "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
-PLACEHOLDER = "0.0.1"  # of torchcomms on the package index: it has a name and no code
+from kit.nccl import unbound
 
-# Why it is not in effect.
-MISSING = "torchcomms is not installed for the ranks"
-EMPTY = "the torchcomms that the ranks have is the package index's placeholder, which has a name and no code"
-BROKEN = "the ranks have torchcomms and cannot import it"
-UNKNOWN = "the ranks' torch does not know torchcomms"
-IGNORED = "torch could route and did not"
+TORCHCOMMS, NCCL2 = "torchcomms", "nccl2"
+FLAGS = {TORCHCOMMS: "TORCH_DISTRIBUTED_USE_TORCHCOMMS", NCCL2: "KIT_NCCL2"}  # in the environment of ranks
+OVER_NCCL2 = f"cpu:gloo,cuda:{NCCL2}"
 
 
 @dataclasses.dataclass(slots=True)
-class State:
-    """What a process knows of its routing: how many groups were made, how many of them are routed, and with which settings."""
+class Routed:
+    """What a process knows of its groups through torchcomms: how many were made, how many of them are routed, and with which settings."""
 
     installed: bool = False
     groups: int = 0
@@ -48,34 +49,28 @@ class State:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-state = State()
+state = Routed()
 
 
-def requested() -> bool:
-    """Whether this process's torch is set to route: any value but 0 does it."""
-    return os.environ.get(FLAG, "") not in {"", "0"}
+def requested(name: str) -> bool:
+    """Whether this process's flag is set; as for torch, any value but 0 sets it."""
+    return os.environ.get(FLAGS[name], "") not in {"", "0"}
 
 
-def unimportable() -> tuple[str, str]:
-    """Which of the reasons keeps torch from importing torchcomms, and the details; ("", "") where nothing does."""
-    if find_spec("torchcomms") is None:
-        return MISSING, "torchcomms is not installed"
+def missing(name: str) -> str:
+    """Why this process cannot use a backend, in the words of the import that failed; empty if it can."""
     try:
-        found = version("torchcomms")
-    except PackageNotFoundError:
-        found = "of unknown version"
-    try:
-        what_torch_imports()
+        if name == TORCHCOMMS:
+            import_torchcomms()
+        else:
+            import_module("torch.distributed").ProcessGroupNCCL2  # noqa: B018 - looked for, not used
     except Exception as error:  # noqa: BLE001 - reported as it is
-        why = f"torchcomms {found} cannot be imported ({type(error).__name__}: {error})"
-        if found == PLACEHOLDER:
-            return EMPTY, f"{why}: it is the package index's placeholder"
-        return BROKEN, why
-    return "", ""
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
-def what_torch_imports() -> None:
-    """The names that torch needs to route; the first that is not there raises."""
+def import_torchcomms() -> None:
+    """The names that torch needs to route; the first missing one raises."""
     c10d()  # torch first: it looks for torchcomms while it loads
     try:
         import_module("torchcomms._comms")._BackendWrapper  # noqa: B018 - looked for, not used
@@ -85,9 +80,83 @@ def what_torch_imports() -> None:
     import_module("torchcomms.hooks").FlightRecorderHook  # noqa: B018
 
 
+def in_use(name: str) -> bool:
+    """Whether the groups of this process are made through a backend. Imports nothing of it."""
+    if name == NCCL2:
+        return splits.plain is not None
+    world = c10d()._world.default_pg
+    return world is not None and is_routed(world)
+
+
+def world_backend() -> str:
+    """The backend of WORLD on a GPU."""
+    return OVER_NCCL2 if requested(NCCL2) else "cpu:gloo,cuda:nccl"
+
+
+def describe(name: str) -> dict[str, Any]:
+    """Requested, importable, and in effect for WORLD; how many groups there are, how many of them are routed, which options were lost."""
+    lacks = missing(name)
+    if name == TORCHCOMMS:
+        world, effective = c10d()._world.default_pg, in_use(TORCHCOMMS)
+        kinds = {type(backend).__name__ for backend in backends(world)} if world is not None else set()
+        groups, routed, lost = state.groups, state.routed, sorted(state.lost)
+        unused = "torch could route and did not"
+        if not hasattr(c10d(), "_use_torchcomms_enabled"):
+            unused = "the ranks' torch does not know torchcomms"
+    else:
+        on_gpus = {group: kind for group in c10d()._world.pg_map if (kind := kind_on_gpu(group))}
+        effective = on_gpus.get(c10d()._world.default_pg) == "ProcessGroupNCCL2"
+        kinds = set(on_gpus.values())
+        groups, routed, lost = len(on_gpus), [*on_gpus.values()].count("ProcessGroupNCCL2"), []
+        unused = "WORLD has no nccl2"
+    reason = "" if effective else lacks or unused
+    return {
+        "requested": requested(name),
+        "importable": not lacks,
+        "effective": effective,
+        "backends": sorted(kinds),
+        "groups": groups,
+        "groups_effective": routed,
+        "options_lost": lost,
+        "reason": reason,
+        "why": reason or None,
+    }
+
+
+def probe() -> dict[str, Any]:
+    """For doctor: whether torchcomms is requested and importable, and if both, whether a group of one rank is routed; touches no GPU."""
+    lacks = missing(TORCHCOMMS)
+    asked = requested(TORCHCOMMS)
+    about: dict[str, Any] = {"requested": asked, "importable": not lacks, "effective": None, "why": lacks or None}
+    if not asked or lacks:
+        return about
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+
+    try:
+        install()
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        described = describe(TORCHCOMMS)
+        dist.destroy_process_group()
+    except Exception as error:  # noqa: BLE001 - what it raises is the answer
+        return {**about, "effective": False, "why": f"a group cannot be made ({type(error).__name__}: {error})"}
+    return {**about, "effective": described["effective"], "why": described["why"]}
+
+
 def c10d() -> Any:
     """torch's registry of groups and its helpers, which carry no types; loaded only where it is used."""
     return import_module("torch.distributed.distributed_c10d")
+
+
+def install() -> None:
+    """Change torch's functions for the requested backends; without a flag nothing is touched. Repeating it changes nothing."""
+    if requested(TORCHCOMMS) and not state.installed and hasattr(c10d(), "new_comm"):
+        install_torchcomms()
+    if requested(NCCL2) and splits.plain is None:
+        install_nccl2()
+
+
+# -- torchcomms: its groups ------------------------------------------------------------------------------------------------
 
 
 def settings(group: Any) -> Any:
@@ -107,32 +176,7 @@ def is_routed(group: Any) -> bool:
     return wrapper is not None and all(isinstance(backend, wrapper) for backend in backends(group))
 
 
-def effective() -> bool:
-    """Whether WORLD goes through torchcomms. Imports nothing of it."""
-    world = c10d()._world.default_pg
-    return world is not None and is_routed(world)
-
-
-def describe() -> dict[str, Any]:
-    """Requested, importable, and in effect for WORLD; how many groups were made since, how many of them are routed, what was lost."""
-    reason, why = unimportable()
-    world, routed = c10d()._world.default_pg, effective()
-    if not reason and not routed:
-        reason = why = IGNORED if hasattr(c10d(), "_use_torchcomms_enabled") else UNKNOWN
-    return {
-        "requested": requested(),
-        "importable": reason not in {MISSING, EMPTY, BROKEN},
-        "effective": routed,
-        "backends": sorted({type(backend).__name__ for backend in backends(world)}) if world is not None else [],
-        "groups": state.groups,
-        "groups_effective": state.routed,
-        "options_lost": sorted(state.lost),
-        "reason": reason,
-        "why": why or None,
-    }
-
-
-# -- on ranks: what torch leaves out -------------------------------------------------------------------------------------
+# -- torchcomms: what torch leaves out -------------------------------------------------------------------------------------
 
 # NCCL's options as torch spells them, and the hints that torchcomms reads.
 SAME = ("blocking", "cga_cluster_size", "collnet_enable", "cta_policy", "max_ctas", "min_ctas", "nvls_ctas")
@@ -153,11 +197,9 @@ class Making(NamedTuple):
 _making: list[Making] = []  # the last one is made now
 
 
-def install() -> None:
-    """Put in what torch leaves out. Without the flag, or where torch cannot route, nothing is touched; repeating it changes nothing."""
+def install_torchcomms() -> None:
+    """Put in what torch leaves out."""
     module = c10d()
-    if not requested() or state.installed or not hasattr(module, "new_comm"):
-        return
     state.installed = True
     module.new_comm = functools.wraps(module.new_comm)(functools.partial(new_comm, module.new_comm))
     module._new_process_group_helper = _helper(module._new_process_group_helper)
@@ -299,20 +341,123 @@ def changes(one: Any, plain: Any) -> dict[str, Any]:
     }
 
 
-def probe() -> dict[str, Any]:
-    """For doctor: requested, importable, and where both are, whether a group of one rank really is routed; touches no GPU."""
-    reason, why = unimportable()
-    found: dict[str, Any] = {"requested": requested(), "importable": not reason, "effective": None, "why": why or None}
-    if not found["requested"] or reason:
-        return found
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import HashStore
+# -- nccl2: groups split off WORLD -------------------------------------------------------------------------------------------
 
+REHEARSED = object()  # stands for a group in a rehearsal
+
+
+class GroupCall(NamedTuple):
+    """One call of `new_group` for a group with a communicator. `how` are its settings, alike for all groups of a partition."""
+
+    ranks: tuple[int, ...]
+    how: tuple[Any, ...]
+
+
+@dataclasses.dataclass
+class Partition:
+    """Groups that share no rank, made by one call."""
+
+    groups: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    made: list[Any] = dataclasses.field(default_factory=list)  # this rank's group, once it is made
+
+    def has_any(self, ranks: Sequence[int]) -> bool:
+        return any(set(ranks) & set(group) for group in self.groups)
+
+
+@dataclasses.dataclass
+class Splits:
+    """Of this process: the calls of a rehearsal that is under way, or the partitions that it found and the groups made of them."""
+
+    plain: Any = None
+    calls: list[GroupCall] | None = None
+    expected: list[tuple[GroupCall, Partition]] = dataclasses.field(default_factory=list)
+
+
+splits = Splits()
+
+
+def partitions(calls: Sequence[GroupCall]) -> list[Partition]:
+    """For each call the partition that its group is of: the first with the same settings and none of its ranks."""
+    known: list[tuple[tuple[Any, ...], Partition]] = []
+    of_calls = []
+    for call in calls:
+        partition = next((p for how, p in known if how == call.how and not p.has_any(call.ranks)), None)
+        if partition is None:
+            partition = Partition()
+            known.append((call.how, partition))
+        partition.groups.append(call.ranks)
+        of_calls.append(partition)
+    return of_calls
+
+
+def install_nccl2() -> None:
+    """Make groups by splitting WORLD from now on."""
+    dist: Any = import_module("torch.distributed")
+    module = c10d()
+    splits.plain = module.new_group
+    signature = inspect.signature(splits.plain)
+
+    @functools.wraps(splits.plain)
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        return group_by_split(module, call.arguments)
+
+    module.new_group = dist.new_group = new_group
+
+
+def group_by_split(module: Any, given: dict[str, Any]) -> Any:
+    ranks = tuple(range(module.get_world_size()) if given["ranks"] is None else sorted(given["ranks"]))
+    mine = module.get_rank() in ranks
+    backend = str(given["backend"] or OVER_NCCL2).lower()
+    call = GroupCall(ranks, (backend, given["timeout"], given["pg_options"] is None, given["group_desc"]))
+    if splits.calls is not None:
+        if "nccl" in backend:
+            splits.calls.append(call)
+        return REHEARSED if mine else module.GroupMember.NON_GROUP_MEMBER
+    if "nccl" not in backend:
+        with unbound(module._get_default_group()):
+            return splits.plain(**given)
+    if splits.expected:
+        expected, partition = splits.expected.pop(0)
+        if expected != call:
+            raise RuntimeError(
+                f"a group of ranks {list(ranks)} was asked for where {list(expected.ranks)} was rehearsed"
+            )
+    else:
+        (partition,) = partitions([call])
+    if not partition.made:
+        partition.made.append(split(module, partition, given, backend))
+    return partition.made[0] if mine else module.GroupMember.NON_GROUP_MEMBER
+
+
+def split(module: Any, partition: Partition, given: dict[str, Any], backend: str) -> Any:
+    """All groups of a partition. What was asked for without a backend has WORLD's, for the host as well."""
+    return module.split_group(
+        split_ranks=[list(ranks) for ranks in partition.groups],
+        timeout=given["timeout"],
+        pg_options=given["pg_options"],
+        group_desc=given["group_desc"],
+        backend=None if backend == OVER_NCCL2 else f"cuda:{NCCL2}",
+    )
+
+
+def planned(act: Callable[[], None], undo: Callable[[], None]) -> None:
+    """Run what makes groups, such that each partition is one split: once as a rehearsal, which `undo` takes back, and once for real."""
+    splits.calls = []
     try:
-        install()
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        described = describe()
-        dist.destroy_process_group()
-    except Exception as error:  # noqa: BLE001 - what it raises is the answer
-        return {**found, "effective": False, "why": f"a group cannot be made ({type(error).__name__}: {error})"}
-    return {**found, "effective": described["effective"], "why": described["why"]}
+        act()
+    finally:
+        calls, splits.calls = splits.calls, None
+        undo()
+    splits.expected = list(zip(calls, partitions(calls), strict=True))
+    try:
+        act()
+    finally:
+        splits.expected = []
+
+
+def kind_on_gpu(group: Any) -> str:
+    """The type of a group's backend on GPUs; empty if it has none."""
+    devices = {getattr(device, "type", str(device)): device for device in group._device_types}
+    return type(group._get_backend(devices["cuda"])).__name__ if "cuda" in devices else ""

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "bench": {*ROOMS, FACE},
     FACE: set(ROOMS) - {"bench"},
 }
-EVERYBODYS = {"errors", "machine", "nccl", "nccl2", "routing", "target"}  # modules beside the rooms
+EVERYBODYS = {"errors", "machine", "nccl", "routing", "target"}  # modules beside the rooms
 ONLY_IN = {
     "megatron": {"megatron"},
     "xxhash": {"sync"},

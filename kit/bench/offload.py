@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from kit.bench.session import Bench, Part, Row, Session, number, over, progress, row, unmeasured
 from kit.errors import BadInput, KitError
 from kit.results.units import columns
-from kit.routing import FLAG
+from kit.routing import FLAGS, TORCHCOMMS
 
 if TYPE_CHECKING:
     from kit.results import Run
@@ -317,8 +317,8 @@ NUMBERS = "losses, gradient norms and digests that differ, on against off"
 
 def routing_parts(_: str, *, turns: int = 5, cycles: int = 3) -> dict[str, Part]:
     def offload(session: Session) -> Iterator[Row]:
-        with session.world(1, env={FLAG: "1"}) as world:
-            routing = world.call("kit.routing:describe")[0]
+        with session.world(1, env={FLAGS[TORCHCOMMS]: "1"}) as world:
+            routing = world.call("kit.routing:describe", name=TORCHCOMMS)[0]
         yield from routed(session, turns, cycles) if routing["effective"] else not_measured(str(routing["why"]))
 
     return {"offload": offload}

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from kit import machine, nccl2
+from kit import machine
 from kit import target as targets
 from kit.errors import BadInput, hint
 from kit.labs.definition import Definition, Fault, Field, LabConfig, fields
@@ -25,6 +25,7 @@ from kit.results import Rule, Run, list_runs, read_verdict
 from kit.results.comparison import in_words
 from kit.results.run import STATUSES
 from kit.results.verdict import tally, without_parts
+from kit.routing import NCCL2
 from kit.world import World, asked
 from kit.world.asked import check_ranks
 
@@ -108,7 +109,7 @@ def configure(
         instead = f"use one that has it: export KIT_PYTHON={others[0]}" if others else "install megatron-core there"
         why = f"needs megatron.core, which the ranks' Python {ranks_python} does not have; {instead}"
         raise BadInput(f"lab {lab.name!r} {why}")
-    if config.routing == nccl2.NAME:
+    if config.routing == NCCL2:
         check_nccl2(ranks_python)
     for field in fields(lab.config):
         target = getattr(config, field.name)
@@ -127,7 +128,7 @@ def refusals(lab: Definition, config: LabConfig, fault: Fault | None) -> Iterato
     # Ranks get this process's environment.
     if on_cuda and getattr(config, "dtype", "") == "float32" and (why := forced_tf32()):
         yield "dtype", why
-    if config.routing == nccl2.NAME and not on_cuda:
+    if config.routing == NCCL2 and not on_cuda:
         why = "ranks on the CPU have none" if driver else "this machine has no GPU driver"
         yield "routing", f"routing=nccl2 needs NCCL, and {why}; use torch or torchcomms"
     if config.memory_snapshot and config.device == "cpu":

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from kit import nccl2, routing
+from kit import routing
 from kit.errors import BadInput, KitError, RankDied, RankError
 from kit.labs.definition import Definition, LabConfig, Role, Step, role_names, working
 from kit.labs.discover import configure, find_fault, refuse_device
@@ -37,7 +37,6 @@ from kit.world.world import Printer, Worlds
 
 RANKSIDE = "kit.labs.rankside"
 Write = Callable[[int, list[dict[str, Any]]], None]
-BACKENDS: dict[str, Any] = {"torchcomms": routing, nccl2.NAME: nccl2}  # values of `routing` besides torch
 BOUNDARY = "run"  # the phase of measurements before the first phase and after the last
 # The parts of a rank's routing report that become records: at the start, and for the groups at the end.
 ROUTING_BEFORE = ("requested", "importable", "effective", "reason")
@@ -520,17 +519,18 @@ def check_given(world: World | Worlds, config: LabConfig, sizes: tuple[int, ...]
         )
     if isinstance(world, Worlds) and world.isolate != isolate:
         raise BadInput(f"this lab needs Worlds made with isolate={isolate}; make new ones, or leave out world=")
-    backend = BACKENDS.get(config.routing)
-    if backend and not all(world.call(f"{backend.__name__}:requested")):
-        flag = {backend.FLAG: "1"}
+    flag = routing.FLAGS.get(config.routing)
+    if flag and not all(world.call("kit.routing:requested", name=config.routing)):
+        env = {flag: "1"}
         raise BadInput(
-            f"routing={config.routing} needs ranks started with it: make the World with env={flag}, or leave out world="
+            f"routing={config.routing} needs ranks started with it: make the World with env={env}, or leave out world="
         )
 
 
 def routing_env(config: LabConfig) -> dict[str, str]:
-    wanted = {module: config.routing == name for name, module in BACKENDS.items()}
-    return {module.FLAG: str(int(asked)) for module, asked in wanted.items() if asked or module.requested()}
+    """The flags of the ranks, also those that turn off what is exported in this process."""
+    wanted = {name: config.routing == name for name in routing.FLAGS}
+    return {routing.FLAGS[name]: str(int(on)) for name, on in wanted.items() if on or routing.requested(name)}
 
 
 def _number(value: Any) -> float | str:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from kit import nccl2, routing
+from kit import routing
 from kit.errors import BadInput
 from kit.labs.definition import Fault
 from kit.measure import Metric, PhaseMeter, provenance, pss
@@ -116,11 +116,8 @@ def begin(
         config=load(config_type)(**{k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}),
         fault=bug.name if bug else None,
     )
-    for name, flag, effective in (
-        ("torchcomms", routing.FLAG, routing.effective()),
-        (nccl2.NAME, nccl2.FLAG, nccl2.requested()),
-    ):
-        if context.config.routing == "torch" and effective:
+    for name, flag in routing.FLAGS.items():
+        if context.config.routing == "torch" and routing.in_use(name):
             raise BadInput(
                 f"routing=torch, but these ranks go through {name}; make the World without {flag}, or use routing={name}"
             )
@@ -219,7 +216,7 @@ def end() -> dict[str, Any]:
 def routed(config: Any) -> dict[str, Any]:
     if config.routing == "torch":
         return {}
-    return {"routing": (nccl2 if config.routing == nccl2.NAME else routing).describe()}
+    return {"routing": routing.describe(config.routing)}
 
 
 def _running() -> Session:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as _c10d
 
-from kit import nccl2, routing
+from kit import routing
 from kit.errors import KitError
 from kit.nccl import unbound
 
@@ -242,8 +242,8 @@ def _remember_arguments() -> None:
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
         state.init_arguments = dict(signature.bind(*args, **kwargs).arguments)
         act = functools.partial(plain, *args, **kwargs)
-        if nccl2.requested():
-            nccl2.planned(act, undo=back_to(module))
+        if routing.requested(routing.NCCL2):
+            routing.planned(act, undo=back_to(module))
         else:
             act()
 

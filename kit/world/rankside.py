@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from kit import nccl2, routing, target
+from kit import routing, target
 from kit.errors import BadInput, KitError
 from kit.machine import start_time
 from kit.world import agentside, leftovers
@@ -115,10 +115,8 @@ class Rank:
         if cuda:
             torch.cuda.set_device(self.device)
         routing.install()
-        nccl2.install()
-        over_gpus = nccl2.WORLD if nccl2.requested() else "cpu:gloo,cuda:nccl"
         dist.init_process_group(
-            over_gpus if cuda else "gloo",
+            routing.world_backend() if cuda else "gloo",
             store=PrefixStore(f"kit/{self.order['generation']}", store),
             rank=self.rank,
             world_size=self.world_size,
