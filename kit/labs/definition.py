@@ -208,9 +208,14 @@ class Fault:
         return self.patch if where == self.where and phase in (self.during or ("",)) else {}
 
 
-def exposed_by(settings: Mapping[str, Any], *faults: Fault) -> tuple[Fault, ...]:
-    """Faults that all need these settings in addition to their own."""
-    return tuple(dataclasses.replace(fault, set={**settings, **fault.set}) for fault in faults)
+def exposed_by(
+    settings: Mapping[str, Any], *faults: Fault, needs: Mapping[str, tuple[Any, ...]] | None = None
+) -> tuple[Fault, ...]:
+    """Faults that all have these settings, and these values that they need, in addition to their own."""
+    return tuple(
+        dataclasses.replace(fault, set={**settings, **fault.set}, needs={**(needs or {}), **fault.needs})
+        for fault in faults
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

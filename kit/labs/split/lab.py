@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from kit.errors import BadInput
 from kit.labs.definition import Definition, JobConfig, Option, Step, check_fits, model_of
-from kit.labs.split.faults import FAULTS
+from kit.labs.split.faults import FAULTS, KIT_LOSS, KIT_MODEL, KIT_SPLIT
 from kit.megatron.config import ModelConfig, check, model_bytes
 from kit.train.options import ClippedOptions, Level
 
@@ -34,9 +34,6 @@ RECIPES: dict[Recipe, dict[str, Any]] = {
 }
 
 
-KIT_SPLIT = "kit.labs.split.ranks.backends:split_step"
-KIT_LOSS = "kit.labs.split.ranks.backends:of_recipe"
-KIT_MODEL = "kit.labs.split.ranks.backends:assemble"
 LEVELS: tuple[Level, ...] = ("tokens", "sequences")
 LOSS_OPTIONS = (
     *("clip_low", "clip_high", "dual_clip", "ratio", "importance", "truncation", "band_low", "band_high"),

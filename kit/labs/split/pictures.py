@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kit.draw.plots import SEPARATE, Pictures, Plot, RunData, Scene, Table, grid_across, legend_of, limit_of, marks_of
 from kit.draw.style import LINES, MARKERS, Theme
 from kit.labs.split import rules
-from kit.labs.split.lab import KIT_SPLIT, Case, cases_of
+from kit.labs.split.faults import KIT_SPLIT
+from kit.labs.split.lab import Case, cases_of
 from kit.labs.split.rules import COMMON, chunks_of, every_chunks, singular
 from kit.results import with_ids
 from kit.results.units import counted, time_unit

@@ -13,7 +13,8 @@ from typing import Any
 
 import pandas as pd
 
-from kit.labs.split.lab import KIT_LOSS, KIT_MODEL, cases_of
+from kit.labs.split.faults import KIT_LOSS, KIT_MODEL
+from kit.labs.split.lab import cases_of
 from kit.results import Measured, Missing, NotMeasured, Rule, incomplete, select, with_ids
 from kit.results.units import counted
 

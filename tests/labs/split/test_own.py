@@ -195,12 +195,6 @@ def test_a_result_that_is_none(change: dict[str, object], message: str) -> None:
         whole_result(config, {name: value for name, value in WHOLE.items() if name != "version"})
 
 
-@pytest.mark.slow
-def test_a_bug_of_the_kits_own_step_is_not_put_into_somebodys(split: Split) -> None:
-    with pytest.raises(kit.RankError, match="fault 'late-lr' is a bug of the kit's own split step"):
-        split(fault="late-lr", implementation="own_split:Trainer")
-
-
 def test_the_documentation_names_the_example() -> None:
     page = (ROOT / "docs" / "own-code.md").read_text()
     assert "[examples/own_split.py](examples/own_split.py)" in page

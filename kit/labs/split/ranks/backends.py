@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from kit.errors import BadInput
-from kit.labs.split.lab import KIT_LOSS, KIT_MODEL, NORMALIZERS, SplitConfig, loss_settings, model_config
+from kit.labs.split.faults import KIT_LOSS, KIT_MODEL
+from kit.labs.split.lab import NORMALIZERS, SplitConfig, loss_settings, model_config
 from kit.megatron import model, observe, shards, split, tensors
 from kit.megatron.split import counted, reduced
 from kit.target import load

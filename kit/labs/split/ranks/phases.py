@@ -1,4 +1,4 @@
-"""The split lab on a rank, one method per phase. `broken.py` has the faults and rehearsals, `backends.py` the backends."""
+"""The split lab on a rank, one method per phase. `backends.py` has jobs, losses and rows, `rehearse.py` the rehearsed failures."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from kit.errors import BadInput
 from kit.labs.rankside import Context
-from kit.labs.split.lab import KIT_LOSS, KIT_MODEL, Case, SplitConfig, cases
-from kit.labs.split.ranks import backends, broken, oracle
+from kit.labs.split.faults import KIT_LOSS, KIT_MODEL
+from kit.labs.split.lab import Case, SplitConfig, cases
+from kit.labs.split.ranks import backends, oracle, rehearse
 from kit.labs.split.ranks.backends import Tensors
 from kit.measure.phase import log_steps, now
 from kit.megatron import groups, model
@@ -23,7 +24,7 @@ from kit.megatron import split as megatron_split
 from kit.megatron.split import clear_aux
 from kit.train import rollout
 from kit.train.plain import from_weights, logprobs
-from kit.train.protocol import Batch, Loss, SplitContext, StepResult, cut, cuts
+from kit.train.protocol import Batch, Loss, SplitContext, StepResult, cut, cuts, make_split
 
 NUMBERS = ("global_loss", "grad_norm", "lr", "wd", "global_valid_seqs", "global_valid_toks", "updated")
 
@@ -129,7 +130,7 @@ class Split:
         level, step = self.cases[cycle].level, self.whole[0]
         formulas = oracle.oracle if self.config.loss == KIT_LOSS else oracle.by_itself
         loss = self._loss(level)
-        exact = functools.partial(formulas, self.losses[level])  # without the fault
+        exact = functools.partial(formulas, loss)
         for gap in oracle.GAPS:
             error, name = oracle.gap_error(loss, exact, step, gap)
             self.record("gap_error", error, text=name, gap=int(gap))
@@ -190,14 +191,14 @@ class Split:
 
     def rehearse(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """The promises of the protocol about aborts, errors in the middle of a step, and calls in the wrong state."""
-        scene = broken.Scene(
+        scene = rehearse.Scene(
             backend=self.backend,
             make=self._make,
             loss=self._loss(self.config.levels[0]),
             batches=self.batches,
             config=self.config,
         )
-        for metric, value, text, ids in broken.rehearse_all(scene).found:
+        for metric, value, text, ids in rehearse.rehearse_all(scene).found:
             self.record(metric, value, text=text, **ids)
             if value:
                 print(f"rehearse: {metric} {ids} is {value:g} {text}")
@@ -207,7 +208,6 @@ class Split:
         groups.destroy()
 
     def _loss(self, level: Any) -> Loss:
-        """The loss of a level, with its fault if one is on."""
         if level not in self.losses:
             ctx = backends.LossContext(
                 rank=self.ctx.rank,
@@ -217,7 +217,7 @@ class Split:
                 level=level,
             )
             self.losses[level] = backends.make_loss(ctx)
-        return broken.broken_loss(self.ctx.fault, self.losses[level])
+        return self.losses[level]
 
     def _make(self, job: Any) -> Any:
         """The code under test for a job."""
@@ -233,10 +233,11 @@ class Split:
             groups=groups.snapshot().get("groups", []),
             job=job,
         )
-        return broken.make_split(self.ctx.fault, ctx)
+        return make_split(self.config.implementation, ctx, "implementation")
 
     def _drive(self, backend: backends.Backend, case: Case, *, plain: bool) -> Trained:
-        job, trained, config = broken.broken_job(self.ctx.fault, backend.fresh()), Trained(), self.config
+        job: Any = backend.fresh()
+        trained, config = Trained(), self.config
         what = f"plain step, level {case.level}" if plain else f"level {case.level}, chunks {case.chunks}"
         observed = Observed(backend, job, str(self.device), waits=plain)
         loss, before = self._loss(case.level), backend.hooks(job)
@@ -263,7 +264,7 @@ class Split:
                     found = oracle.unclipped(self.settings, found, float(result["grad_norm"]))
                 trained.results.append(result)
                 trained.gradients.append(found)
-                hooks_lost += broken.hooks_lost(before, backend.hooks(job))
+                hooks_lost += rehearse.hooks_lost(before, backend.hooks(job))
                 wrong_versions += result["version"] != number
                 if result["updated"]:
                     rate_off = max(rate_off, rate_error(result["lr"], observed.rates, number))

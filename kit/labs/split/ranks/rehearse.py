@@ -1,8 +1,7 @@
-"""Everything that goes wrong on purpose: the faults of the lab, and the failures that it rehearses.
+"""The failures that the lab rehearses: aborts, errors in the middle of a step, non-finite values, and calls in the wrong state.
 
-A fault is one bug in the kit's split step, or in the loss that the plain and the split step share. Rehearsed failures are aborts, errors in
-the middle of a step, non-finite values, and calls in the wrong state. Each rehearsal has a fresh job that has trained one step. It counts
-broken promises; 0 is correct. The state is compared by hashes of every tensor, so that "unchanged" means every bit.
+Each rehearsal has a fresh job that has trained one step. It counts broken promises; 0 is correct. The state is compared by hashes of every
+tensor, so that "unchanged" means every bit.
 """
 
 from __future__ import annotations
@@ -19,199 +18,15 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from kit.errors import BadInput
-from kit.labs.split.lab import KIT_SPLIT, SplitConfig
+from kit.labs.split.lab import SplitConfig
 from kit.labs.split.ranks.backends import WrappedLoss
 from kit.labs.split.ranks.oracle import true_counts
 from kit.measure.observers.births import Births
 from kit.megatron import observe, split
-from kit.train import fsdp, protocol
-from kit.train.losses import ClippedPolicyGradient
-from kit.train.protocol import Batch, Loss, Misuse, Split, SplitContext, StepResult, cut, rows, valid
+from kit.train.protocol import Batch, Loss, Misuse, StepResult, valid
 
-ELSEWHERE = ("mask-not-shifted", "weights-cancel", "masks-multiply", "unclipped")  # faults of the loss and the job
-WITHOUT = {
-    "no-reduce": "_reduce",
-    "missing-sync": "_synchronise",
-    "moe-aux-unscaled": "_correct_aux",
-}  # skipped methods
 HALF_PRECISION = 2**11  # float16 cannot count beyond it in steps of one
 MANY_CALLS = 100
-
-
-# -- faults ------------------------------------------------------------------------------------------------------------------
-
-
-def make_split(fault: str | None, given: SplitContext) -> Split:
-    """The configured split step; the kit's own with the fault, if one is on."""
-    target = given.config.implementation
-    if fault is None or fault in ELSEWHERE:
-        return protocol.make_split(target, given, "implementation")
-    if target != KIT_SPLIT:
-        raise BadInput(f"fault {fault!r} is a bug of the kit's own split step: leave out implementation={target}")
-    if given.config.backend == "fsdp2":
-        if fault != "dummy-bins-counted":
-            raise BadInput(f"fault {fault!r} is a bug of the Megatron split step: leave out backend=fsdp2")
-        return DummiesCounted(given.job)
-    if fault == "dummy-bins-counted":
-        raise BadInput("fault 'dummy-bins-counted' is a bug of the FSDP2 split step: set backend=fsdp2")
-    return BrokenMegatron(given.job, fault)
-
-
-def broken_loss(fault: str | None, loss: Loss) -> Loss:
-    def multiplied(logprobs: torch.Tensor, batch: Batch, **counts: float) -> Any:
-        value, seen = loss(logprobs, batch, **counts)
-        return value + (logprobs * 0.0).sum(), seen
-
-    def not_shifted(logprobs: torch.Tensor, batch: Batch, **counts: float) -> Any:
-        return loss(logprobs, {**batch, "token_mask": batch["token_mask"].roll(1, dims=1)}, **counts)
-
-    if fault == "mask-not-shifted":
-        return WrappedLoss(loss, not_shifted)
-    if fault == "masks-multiply":
-        return WrappedLoss(loss, multiplied)
-    if fault == "weights-cancel":
-        if not isinstance(loss, ClippedPolicyGradient):
-            raise BadInput("fault 'weights-cancel' is a bug of the kit's clipped loss: leave out loss and recipe=nll")
-        return Cancelling(**{field.name: getattr(loss, field.name) for field in dataclasses.fields(loss)})
-    return loss
-
-
-def broken_job(fault: str | None, job: Any) -> Any:
-    if fault == "unclipped":
-        if not hasattr(job.optimizer, "config"):
-            raise BadInput("fault 'unclipped' is a bug of a Megatron job: leave out backend=fsdp2")
-        job.optimizer.config.clip_grad = 0.0
-    return job
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cancelling(ClippedPolicyGradient):
-    """A loss that computes the importance weight as expm1(gap) + 1 in float32."""
-
-    def _weight(self, gap: torch.Tensor, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        lossy = (gap.float().expm1() + 1).double().log()
-        return super(Cancelling, self)._weight(lossy, length)
-
-
-class BrokenMegatron(split.MegatronSplit):
-    """The kit's step on Megatron with one bug."""
-
-    def __init__(self, job: split.Job, fault: str) -> None:
-        super().__init__(job)
-        self.fault = fault
-        if fault in WITHOUT:
-            setattr(self, WITHOUT[fault], lambda *_: None)
-
-    def begin(self, loss: Loss, gbs: int, mbs: int) -> None:
-        right = loss.normalizers()
-        if self.fault == "one-scalar-metrics":
-            loss = WrappedLoss(loss, names=dict.fromkeys(right, loss.level))
-        elif self.fault == "counts-normalised":
-            loss = WrappedLoss(loss, names={name: by or loss.level for name, by in right.items()})
-        super().begin(loss, gbs, mbs)
-
-    def microbatch(self, data: Batch) -> None:
-        if self.fault == "release-mid-step" and self.pieces == 1:
-            for buffer in self.job.chunks[0].buffers:
-                storage = buffer.grad_data.untyped_storage()
-                size = storage.size()
-                storage.resize_(0)
-                storage.resize_(size)
-                buffer.grad_data.zero_()
-        super().microbatch(data)
-
-    def abort(self) -> None:
-        opened = self.state == "open"
-        super().abort()
-        if self.fault == "ticks-on-abort" and opened:
-            self.version += 1
-
-    def _hook(self) -> None:
-        super()._hook()
-        if self.fault == "no-sync-leak":
-            self.config.no_sync_func = self.saved["no_sync_func"]
-        elif self.fault == "per-chunk-finalize":
-            self.config.finalize_model_grads_func = self.saved["finalize_model_grads_func"]
-
-    def _restore(self) -> None:
-        if self.fault == "hooks-lost-on-error" and self.failed:
-            return
-        super()._restore()
-
-    def _pieces(self, data: Batch) -> list[Batch]:
-        if self.fault == "drops-remainder":
-            data = cut(data, 0, rows(data) // self.mbs * self.mbs)
-        pieces = super()._pieces(data)
-        return pieces[:-1] if self.fault == "drops-last-microbatch" and len(pieces) > 1 else pieces
-
-    def _aux_guess(self, pieces: list[Batch]) -> float:
-        return 1.0 if self.fault == "moe-aux-unscaled" else super()._aux_guess(pieces)
-
-    def _metrics(self, sequences: float, tokens: float) -> dict[str, float]:
-        if self.fault == "group-per-step":
-            self.own_group = dist.new_group()
-        table = super()._metrics(sequences, tokens)
-        if self.fault == "moe-aux-summed":
-            table["moe_aux_loss"] *= self.microbatches
-        return table
-
-    def _step_metrics(self, group: Any, sequences: float, tokens: float) -> dict[str, float]:
-        if self.fault == "replicas-counted-n-times":
-            group = dist.group.WORLD
-        table = super()._step_metrics(group, sequences, tokens)
-        if self.fault == "metrics-on-rank-0-alone" and dist.get_rank(group) and tokens:
-            names = self.loss.normalizers()
-            own = protocol.of_microbatches(self.seen, names)
-            table = protocol.normalised(own, names, tokens=tokens, sequences=sequences)
-        if self.fault == "loses-a-metric":
-            del table["num_unmasked_tokens"]
-        return table
-
-    def _normalise(self, own: float) -> None:
-        if self.fault == "missing-sync":
-            late: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(late):
-                torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call] # the division is late, and nothing waits for it
-                super()._normalise(own)
-        else:
-            super()._normalise(own)
-
-    def _reduce(self) -> None:
-        if self.fault == "double-reduce":
-            for group in split.bucket_groups(self.job.chunks[0]):
-                group.start_grad_sync()
-        super()._reduce()
-
-    def _update(self, sequences: float, tokens: float, table: dict[str, float]) -> StepResult:
-        if self.fault == "nan-applied":
-            with mock.patch.object(split, "finite_gradients", return_value=True):
-                return super()._update(sequences, tokens, table)
-        if self.fault == "schedule-by-steps":
-            return split.update(self.job, 1, sequences, tokens, table)
-        result = super()._update(sequences, tokens, table)
-        if self.fault == "late-lr":
-            result["lr"] = max(float(group["lr"]) for group in self.job.optimizer.param_groups)
-        elif self.fault == "norm-of-sums":
-            result["grad_norm"] *= tokens if self.loss.level == "tokens" else sequences
-        return result
-
-    def _give_up(self) -> None:
-        if self.fault == "abort-keeps-grads":
-            self._restore()
-            return
-        self.random = () if self.fault == "abort-keeps-random" else self.random
-        super()._give_up()
-
-
-class DummiesCounted(fsdp.FsdpSplit):
-    """The kit's FSDP2 step that pads with real rows and counts them."""
-
-    def fill(self, pieces: list[Batch], most: int) -> list[Batch]:
-        return pieces + pieces[:1] * (most - len(pieces))
-
-
-# -- rehearsed failures --------------------------------------------------------------------------------------------------------
 
 
 class RehearsedError(RuntimeError):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from kit.labs.split.lab import SplitConfig
-from kit.labs.split.ranks import broken
+from kit.labs.split.ranks import rehearse
 from kit.megatron import split
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
 from kit.train.protocol import Batch, Misuse, SplitStep, StepResult, cuts
@@ -168,9 +168,9 @@ class MakesOne(Step):
 GROUPS: list[Any] = []
 
 
-def scene(step: Callable[[Job], Any], **changed: Any) -> broken.Scene:
+def scene(step: Callable[[Job], Any], **changed: Any) -> rehearse.Scene:
     backend: Any = Backend()
-    whole = broken.Scene(
+    whole = rehearse.Scene(
         backend=backend,
         job=None,
         step=None,
@@ -190,30 +190,30 @@ def found(step: Callable[[Job], Any], rehearsal: Any, rows: Batch | None = None,
 
 @pytest.mark.parametrize("step", [Step, Whole, RefusesLate])
 def test_a_remainder_that_counts_or_is_refused(step: Any) -> None:
-    assert found(step, broken.remainder) == [0]
+    assert found(step, rehearse.remainder) == [0]
 
 
 @pytest.mark.parametrize("step", [Drops, CountsAndDrops, TrainsAndForgets])
 def test_a_remainder_that_is_lost(step: Any) -> None:
-    assert found(step, broken.remainder) == [1]
+    assert found(step, rehearse.remainder) == [1]
 
 
 def test_a_remainder_under_other_losses() -> None:
     nll: Any = NegativeLogLikelihood(level="sequences")
-    assert found(CountsAndDrops, broken.remainder, loss=nll) == [1]
-    assert found(Step, broken.remainder, loss=nll) == [0]
+    assert found(CountsAndDrops, rehearse.remainder, loss=nll) == [1]
+    assert found(Step, rehearse.remainder, loss=nll) == [0]
 
 
 def test_a_remainder_of_rows_of_which_one_counts() -> None:
     few = {**batch(), "sample_mask": torch.eye(ROWS)[2]}
-    assert found(Step, broken.remainder, few) == [0]
-    assert found(CountsAndDrops, broken.remainder, few) == [1]
+    assert found(Step, rehearse.remainder, few) == [0]
+    assert found(CountsAndDrops, rehearse.remainder, few) == [1]
 
 
 def test_rows_of_one_leave_no_remainder() -> None:
-    assert found(Drops, broken.remainder, config=dataclasses.replace(CONFIG, micro_batch=1)) == []
+    assert found(Drops, rehearse.remainder, config=dataclasses.replace(CONFIG, micro_batch=1)) == []
 
 
 @pytest.mark.parametrize(("step", "kept"), [(Step, 0), (MakesOne, 0), (Keeps, 1), (KeepsOfAborts, 1)])
 def test_groups_of_steps_are_counted(step: Any, kept: int) -> None:
-    assert found(step, broken.groups_of_steps) == [kept]
+    assert found(step, rehearse.groups_of_steps) == [kept]

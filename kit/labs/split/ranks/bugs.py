@@ -1,0 +1,197 @@
+"""The known bugs of the lab `split`: what a fault puts in place of the right code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kit.labs.split.ranks import backends
+from kit.labs.split.ranks.backends import WrappedLoss
+from kit.megatron import split
+from kit.megatron.split import MegatronSplit
+from kit.target import replaced
+from kit.train import protocol
+from kit.train.losses import ClippedPolicyGradient
+from kit.train.protocol import Batch, Loss, StepResult, cut, rows
+
+# The right code, before a fault replaces it.
+begin, microbatch, abort = MegatronSplit.begin, MegatronSplit.microbatch, MegatronSplit.abort
+hook, restore, give_up, pieces_of = (
+    MegatronSplit._hook,
+    MegatronSplit._restore,
+    MegatronSplit._give_up,
+    MegatronSplit._pieces,
+)
+metrics, step_metrics = MegatronSplit._metrics, MegatronSplit._step_metrics
+normalise, reduce, update = MegatronSplit._normalise, MegatronSplit._reduce, MegatronSplit._update
+valid, weight, assemble = protocol.valid, ClippedPolicyGradient._weight, backends.assemble
+
+
+def left_out(*_: Any) -> None:
+    """Nothing happens where the right code does something."""
+
+
+# -- the step on Megatron ------------------------------------------------------------------------------------------------
+
+
+def by_one_scalar(step: MegatronSplit, loss: Loss, gbs: int, mbs: int) -> None:
+    begin(step, WrappedLoss(loss, names=dict.fromkeys(loss.normalizers(), loss.level)), gbs, mbs)
+
+
+def divides_counts(step: MegatronSplit, loss: Loss, gbs: int, mbs: int) -> None:
+    names = {name: by or loss.level for name, by in loss.normalizers().items()}
+    begin(step, WrappedLoss(loss, names=names), gbs, mbs)
+
+
+def releases_gradients(step: MegatronSplit, data: Batch) -> None:
+    if step.pieces == 1:
+        for buffer in step.job.chunks[0].buffers:
+            storage = buffer.grad_data.untyped_storage()
+            size = storage.size()
+            storage.resize_(0)
+            storage.resize_(size)
+            buffer.grad_data.zero_()
+    microbatch(step, data)
+
+
+def drops_last_microbatch(step: MegatronSplit, data: Batch) -> list[Batch]:
+    pieces = pieces_of(step, data)
+    return pieces[:-1] if len(pieces) > 1 else pieces
+
+
+def drops_remainder(step: MegatronSplit, data: Batch) -> list[Batch]:
+    return pieces_of(step, cut(data, 0, rows(data) // step.mbs * step.mbs))
+
+
+def keeps_no_sync(step: MegatronSplit) -> None:
+    hook(step)
+    step.config.no_sync_func = step.saved["no_sync_func"]
+
+
+def keeps_finalize(step: MegatronSplit) -> None:
+    hook(step)
+    step.config.finalize_model_grads_func = step.saved["finalize_model_grads_func"]
+
+
+def loses_hooks_on_error(step: MegatronSplit) -> None:
+    if not step.failed:
+        restore(step)
+
+
+def aux_scale_of_one(step: MegatronSplit, pieces: list[Batch]) -> float:  # noqa: ARG001 - as the right one is called
+    return 1.0
+
+
+def sums_aux(step: MegatronSplit, sequences: float, tokens: float) -> dict[str, float]:
+    table = metrics(step, sequences, tokens)
+    table["moe_aux_loss"] *= step.microbatches
+    return table
+
+
+def makes_a_group(step: MegatronSplit, sequences: float, tokens: float) -> dict[str, float]:
+    dist.new_group()
+    return metrics(step, sequences, tokens)
+
+
+def counts_every_replica(step: MegatronSplit, group: Any, sequences: float, tokens: float) -> dict[str, float]:  # noqa: ARG001 - as above
+    return step_metrics(step, dist.group.WORLD, sequences, tokens)
+
+
+def reports_own_rows(step: MegatronSplit, group: Any, sequences: float, tokens: float) -> dict[str, float]:
+    table = step_metrics(step, group, sequences, tokens)
+    if dist.get_rank(group) == 0 or not tokens:
+        return table
+    names = step.loss.normalizers()
+    return protocol.normalised(protocol.of_microbatches(step.seen, names), names, tokens=tokens, sequences=sequences)
+
+
+def loses_a_metric(step: MegatronSplit, group: Any, sequences: float, tokens: float) -> dict[str, float]:
+    table = step_metrics(step, group, sequences, tokens)
+    del table["num_unmasked_tokens"]
+    return table
+
+
+def divides_late(step: MegatronSplit, own: float) -> None:
+    late: Any = torch.cuda.Stream(step.device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(late):
+        torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call] # the division is late, and nothing waits for it
+        normalise(step, own)
+
+
+def reduces_twice(step: MegatronSplit) -> None:
+    for group in split.bucket_groups(step.job.chunks[0]):
+        group.start_grad_sync()
+    reduce(step)
+
+
+def reads_rate_late(step: MegatronSplit, sequences: float, tokens: float, table: dict[str, float]) -> StepResult:
+    result = update(step, sequences, tokens, table)
+    return {**result, "lr": max(float(group["lr"]) for group in step.job.optimizer.param_groups)}
+
+
+def norm_of_sums(step: MegatronSplit, sequences: float, tokens: float, table: dict[str, float]) -> StepResult:
+    result = update(step, sequences, tokens, table)
+    count = tokens if step.loss.level == "tokens" else sequences
+    return {**result, "grad_norm": result["grad_norm"] * count}
+
+
+def schedules_by_steps(step: MegatronSplit, sequences: float, tokens: float, table: dict[str, float]) -> StepResult:
+    return split.update(step.job, 1, sequences, tokens, table)
+
+
+def applies_nan(step: MegatronSplit, sequences: float, tokens: float, table: dict[str, float]) -> StepResult:
+    with replaced({"kit.megatron.split:finite_gradients": f"{__name__}:always_finite"}):
+        return update(step, sequences, tokens, table)
+
+
+def always_finite(job: split.Job) -> bool:  # noqa: ARG001 - as above
+    return True
+
+
+def ticks_on_abort(step: MegatronSplit) -> None:
+    was_open = step.state == "open"
+    abort(step)
+    step.version += was_open
+
+
+def abort_keeps_gradients(step: MegatronSplit) -> None:
+    restore(step)
+
+
+def abort_keeps_random(step: MegatronSplit) -> None:
+    step.random = ()
+    give_up(step)
+
+
+# -- the step on FSDP2 ---------------------------------------------------------------------------------------------------
+
+
+def pads_with_real_rows(step: Any, pieces: list[Batch], most: int) -> list[Batch]:  # noqa: ARG001 - as above
+    return pieces + pieces[:1] * (most - len(pieces))
+
+
+# -- the loss and the job, which the plain and the split step share ------------------------------------------------------
+
+
+def mask_not_shifted(batch: Batch) -> torch.Tensor:
+    return valid({**batch, "token_mask": batch["token_mask"].roll(1, dims=1)})
+
+
+def multiplies_masks(values: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    return values.double() * inside
+
+
+def cancelling_weight(
+    loss: ClippedPolicyGradient, gap: torch.Tensor, length: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The importance weight as expm1(gap) + 1 in float32."""
+    lossy = (gap.float().expm1() + 1).double().log()
+    return weight(loss, lossy, length)
+
+
+def without_clipping(ctx: backends.ModelContext) -> Any:
+    job = assemble(ctx)
+    job.optimizer.config.clip_grad = 0.0
+    return job
