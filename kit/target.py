@@ -8,21 +8,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-# Code that has moved: the configs of older runs have its old name.
-MOVED = {
-    "kit.labs.split.ranks.losses:of_recipe": "kit.labs.split.ranks.backends:of_recipe",
-    "kit.share.own:Pipeline": "kit.share.member:Pipeline",
-}
-
 
 def is_target(text: object) -> bool:
     module, colon, attribute = text.partition(":") if isinstance(text, str) else ("", "", "")
     return bool(module and colon and attribute)
-
-
-def current(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with the current names of code that has moved."""
-    return {name: MOVED.get(value, value) if isinstance(value, str) else value for name, value in values.items()}
 
 
 def load(target: str) -> Any:

@@ -10,6 +10,7 @@ import os
 import pkgutil
 import subprocess
 import typing
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +22,7 @@ from kit.errors import BadInput, hint
 from kit.labs.definition import Definition, Fault, Field, LabConfig, fields
 from kit.machine import has_gpu_driver
 from kit.megatron.config import dtype_on, forced_tf32
-from kit.results import Rule, Run, list_runs, read_verdict
+from kit.results import Rule, Run, list_runs, old, read_verdict
 from kit.results.comparison import in_words
 from kit.results.run import STATUSES
 from kit.results.verdict import tally, without_parts
@@ -206,9 +207,14 @@ def _read(lab: Definition, values: Mapping[str, Any]) -> LabConfig | dict[str, s
     import pydantic
 
     known, adapter = _known(cast("Hashable", lab.config))
+    gone = old.SETTINGS.get(lab.name, {})
     for name in values:
-        if name not in known:
+        if name in gone:
+            why = f"setting {name} of lab {lab.name!r} no longer exists and is ignored: {gone[name]}"
+            warnings.warn(why, old.Renamed, stacklevel=2)
+        elif name not in known:
             raise BadInput(f"lab {lab.name!r} has no setting {name!r}; {hint(name, list(known))}")
+    values = old.current_settings(lab.name, values)
     if "dtype" in known:
         values = settled({"dtype": known["dtype"].default, **values})
     for name, value in values.items():
@@ -217,10 +223,10 @@ def _read(lab: Definition, values: Mapping[str, Any]) -> LabConfig | dict[str, s
         except (TypeError, ValueError):
             why = "settings must be plain values (numbers, text, true, false, null, lists)"
             raise BadInput(f"{why}; {name} is not") from None
-    # A choice that looks like a number (`gate: 1` in a file) is meant as text; code that moved has a new name.
+    # A choice that looks like a number (`gate: 1` in a file) is meant as text.
     values = {
         name: str(value) if type(value) in (int, float) and str(value) in known[name].choices else value
-        for name, value in targets.current(values).items()
+        for name, value in values.items()
     }
     try:
         # Strict, so "3" is not a number; via JSON, so a list may fill a tuple.

@@ -1,6 +1,26 @@
-"""Old names that stored runs, tolerance files and scripts still have. Standard library only."""
+"""Old names that stored runs, files of settings and tolerances, and scripts still have. Standard library only.
+
+One table and one function for each kind of name. Where a person gives an old name, `Renamed` warns with the new one.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Code named by a setting (`module:attr`) that has moved.
+CODE = {
+    "kit.labs.split.ranks.losses:of_recipe": "kit.labs.split.ranks.backends:of_recipe",
+    "kit.share.own:Pipeline": "kit.share.member:Pipeline",
+}
+
+# Settings that no longer exist, by lab, and what holds instead.
+SETTINGS = {
+    "sync": {
+        "asynchronous": "replicas always serve while the trainer trains",
+        "trainer_on": "`placement` chooses the trainer's devices",
+    },
+}
 
 # A tolerance has the name of its rule; each had one of its own before.
 TOLERANCES: dict[str, tuple[str, ...]] = {
@@ -101,3 +121,26 @@ TOLERANCES: dict[str, tuple[str, ...]] = {
     "wrong_stamps": ("stamps_true",),
     "wrong_values": ("every_group_communicates",),
 }
+
+
+class Renamed(FutureWarning):
+    """An old name was accepted; the sentence has the new one."""
+
+
+def current_code(target: str) -> str:
+    return CODE.get(target, target)
+
+
+def current_settings(lab: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without settings that no longer exist, and with the current names of code."""
+    gone = SETTINGS.get(lab, {})
+    return {
+        name: current_code(value) if isinstance(value, str) else value
+        for name, value in values.items()
+        if name not in gone
+    }
+
+
+def current_tolerances(name: str) -> tuple[str, ...]:
+    """The rules that had a tolerance of this name; none if it never existed."""
+    return TOLERANCES.get(name, ())

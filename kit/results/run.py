@@ -22,6 +22,7 @@ from xml.etree import ElementTree as ET
 from kit.errors import BadInput, KitError
 from kit.machine import is_gone, owner
 from kit.results.frames import export
+from kit.results.old import current_settings
 from kit.results.records import (
     COLUMNS,
     MISSING,
@@ -46,7 +47,7 @@ from kit.results.records import (
 from kit.results.rules import Answer, Rule, asked, hold, measure, suspect_in
 from kit.results.units import ROW
 from kit.results.verdict import Verdict, checked_tolerances, read_verdict, tally
-from kit.target import current, kit_version
+from kit.target import kit_version
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -114,7 +115,7 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        return current(self.info().get("config") or {})
+        return current_settings(self.lab, self.info().get("config") or {})
 
     @property
     def provenance(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kit.errors import BadInput, hint
-from kit.results.old import TOLERANCES
+from kit.results.old import Renamed, current_tolerances
 from kit.results.records import WORDS, make_folder, read_json, spelled, write_json
 from kit.results.units import ROW, amount, columns, table_html, unit_word
 
@@ -209,10 +209,6 @@ def exit_code(verdict: Verdict) -> int:
 # -- tolerances: the limits that a person moves ----------------------------------------------------------------------------
 
 
-class Renamed(FutureWarning):
-    """An old name was accepted; the sentence has the new one."""
-
-
 def checked_tolerances(tolerances: Mapping[str, Any], allowed: Sequence[str] | None = None) -> dict[str, float]:
     """The tolerances as floats, by the names of their rules. An unknown name or a value that is not a number is a `BadInput`; a name of an
     older kit is accepted, with a warning that has the new one."""
@@ -222,7 +218,7 @@ def checked_tolerances(tolerances: Mapping[str, Any], allowed: Sequence[str] | N
     for name, value in tolerances.items():
         names = [name]
         if allowed is not None and name not in allowed:
-            names = [new for new in TOLERANCES.get(name, ()) if new in allowed]
+            names = [new for new in current_tolerances(name) if new in allowed]
             if not names:
                 raise BadInput(f"unknown tolerance {name!r}; {hint(name, allowed)}")
             warnings.warn(f"tolerance {name} is now called {' and '.join(names)}", Renamed, stacklevel=3)

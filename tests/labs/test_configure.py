@@ -17,7 +17,8 @@ from kit.labs import discover as module
 from kit.labs.definition import Definition, LabConfig, Option
 from kit.labs.discover import check_target, complaints, configure, discover, find, find_fault, from_text, validate
 from kit.machine import has_gpu_driver
-from kit.target import MOVED, load_callable
+from kit.results.old import CODE, SETTINGS, Renamed, current_code
+from kit.target import load_callable
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,15 @@ def test_settings_of_older_runs_name_code_where_it_was() -> None:
         ("share", "pipeline", "kit.share.own:Pipeline"),
     ):
         assert configure(find(lab), {setting: was}, None) == configure(find(lab), {}, None)
-        assert load_callable(MOVED[was])
+        assert load_callable(current_code(was))
+    assert not CODE.keys() & CODE.values()
+
+
+def test_settings_that_no_longer_exist_are_ignored_with_a_sentence() -> None:
+    sync = find("sync")
+    for name in SETTINGS["sync"]:
+        with pytest.warns(Renamed, match=f"setting {name} of lab 'sync' no longer exists and is ignored: "):
+            assert validate(sync, {name: False}) == validate(sync, {})
 
 
 def test_an_unknown_fault() -> None:

@@ -32,11 +32,6 @@ class SyncConfig(JobConfig):
         Literal["overlap", "apart"],
         Option("overlap: the trainer uses devices of the first replicas, which sleep; apart: it has its own devices"),
     ] = "overlap"
-    trainer_on: Annotated[
-        tuple[int, ...],
-        Option("devices of the trainer's ranks, where 0, 1, ... are the replicas' devices; empty: by placement"),
-    ] = ()
-    asynchronous: Annotated[bool, Option("let replicas serve while the trainer trains")] = True
     worlds: Annotated[Literal["one", "two"], Option("run trainer and inference as one torchrun job or as two")] = "one"
     cycles: Annotated[int, Option("number of versions that are trained and sent to the replicas", low=1, high=1000)] = 3
     steps: Annotated[int, Option("optimizer steps per version", low=1, high=1000)] = 1
@@ -83,40 +78,17 @@ class SyncConfig(JobConfig):
         )
         check(trainer_model(self), self.trainer_ranks)
         check(replica_model(self), self.infer_tp)
-        devices, pool = self.trainer_devices, set(range(self.infer_ranks))
+        overlap = self.placement == "overlap"
         refuse_if(
-            len(devices) != self.trainer_ranks or len(set(devices)) != len(devices),
-            f"trainer_on={list(devices)} must name {self.trainer_ranks} different devices, one for each trainer rank",
-        )
-        shared = sorted(pool & set(devices))
-        refuse_if(
-            self.placement == "apart" and shared,
-            f"placement=apart, but the trainer shares devices {shared} with replicas: use placement=overlap",
-        )
-        refuse_if(
-            shared and self.replicas < 2,
+            overlap and self.replicas < 2,
             f"replicas={self.replicas} cannot share devices with the trainer: one replica sleeps while another one serves; "
             "use at least 2, or placement=apart",
         )
         room = self.infer_ranks - self.infer_tp
         refuse_if(
-            shared and not self.trainer_on and self.trainer_ranks > room,
+            overlap and self.trainer_ranks > room,
             f"{self.trainer_ranks} trainer ranks on the devices of {replicas} leave no replica to serve: "
             f"use at most {room} trainer ranks, more replicas, or placement=apart",
-        )
-        refuse_if(
-            shared and not set(devices) <= pool,
-            f"only some of the trainer's devices {list(devices)} belong to the replicas (0 to {self.infer_ranks - 1}): "
-            "either all or none of them must",
-        )
-        refuse_if(
-            shared and not self.awake,
-            f"each of {self.replicas} replicas shares a device with the trainer "
-            f"(devices {list(devices)}, {self.infer_tp} per replica): at least one replica must not share any device",
-        )
-        refuse_if(
-            shared and not self.asynchronous,
-            "asynchronous=false needs placement=apart: with shared devices the other replicas serve while the trainer trains",
         )
         refuse_if(
             self.oversize == "refuse" and self.bucket_mib is not None and self.bucket_mib * 2**20 < self.largest,
@@ -153,10 +125,10 @@ class SyncConfig(JobConfig):
         return self.ranks - self.infer_ranks
 
     @property
-    def trainer_devices(self) -> tuple[int, ...]:
+    def trainer_devices(self) -> range:
         """Device numbers: the replicas have 0, 1, ...; higher numbers belong to the trainer only."""
         first = 0 if self.placement == "overlap" else self.infer_ranks
-        return self.trainer_on or tuple(range(first, first + self.trainer_ranks))
+        return range(first, first + self.trainer_ranks)
 
     def sleeps(self, replica: int) -> bool:
         """Whether a replica shares a device with the trainer."""
