@@ -71,6 +71,7 @@ class Drive(Recording):
     world: World | Worlds
     config: Any
     fault: str | None
+    scene: Mapping[str, Any]  # what a fault needs to show; else empty
     cycle: int
     phase: str
     roles: Mapping[str, tuple[int, ...]]
@@ -375,6 +376,7 @@ class Lab:
             world=self.world,
             config=self.config,
             fault=self.fault,
+            scene=self.bug.scene if self.bug else {},
             cycle=step.cycle,
             phase=step.phase,
             roles={role.name: role.ranks for role in self.roles if not step.roles or role.name in step.roles},

@@ -102,7 +102,7 @@ def rule(measure: Callable[..., Any], **more: Any) -> Rule:
 
 
 def settle(found: Finding | Violations) -> Finding:
-    """The number of violations and the first of them; without any, the summary. `Missing` and `Unjudged` count only before the first."""
+    """The number of violations and the first of them; without any, the summary. An exception counts only before the first violation."""
     if not isinstance(found, Generator):
         return found
     violations: list[str] = []
@@ -113,7 +113,7 @@ def settle(found: Finding | Violations) -> Finding:
             if not violations:
                 return Measured(0.0, str(end.value))
             break
-        except (NotMeasured, Unjudged):
+        except Exception:
             if not violations:
                 raise
             break

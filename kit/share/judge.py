@@ -1,52 +1,18 @@
-"""The checks of a ledger of leases. Each counts violations in the rows and names the first; any system may have written the ledger.
+"""The rules of a ledger of leases. Each yields a sentence for each violation and returns a summary; any system may have written the ledger.
 
-A check raises `Missing` (null), which names the event, if the ledger lacks an event that it needs.
+A rule raises `Missing` (null), which names the event, if the ledger lacks an event that it needs.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kit.loop.messages import numbers
-from kit.results.rules import Measured, Missing, NotMeasured, Unjudged
+from kit.results.rules import Missing, NotMeasured, Violations
 from kit.results.units import counted
 from kit.share.books import RUNS_ON, Books, Ledger, Request, Row, before_sharing, off_balance, specified
-
-Finding = Generator[str, None, str]  # yields violations, returns a summary
-CHECKS: dict[str, Callable[[Ledger], Measured]] = {}
-
-
-def of_violations(wrong: Sequence[str], right: str) -> Measured:
-    if not wrong:
-        return Measured(0.0, right)
-    return Measured(float(len(wrong)), wrong[0] + (f"; {len(wrong) - 1} more" if len(wrong) > 1 else ""))
-
-
-def as_check(rule: Callable[[Ledger], Finding]) -> Callable[[Ledger], Measured]:
-    """Turn a rule that yields violations into a check in `CHECKS`. An error that stops the rule counts only if it found none before."""
-
-    @functools.wraps(rule)
-    def check(ledger: Ledger) -> Measured:
-        found: list[str] = []
-        finding, judged = rule(ledger), ""
-        try:
-            while True:
-                found.append(next(finding))
-        except StopIteration as end:
-            judged = str(end.value)
-        except (NotMeasured, Unjudged):
-            if not found:
-                raise
-        except (KeyError, ValueError, IndexError) as error:
-            if not found:
-                raise Unjudged(f"rows of the ledger contradict each other or lack an id: {error!r}") from error
-        return of_violations(found, judged)
-
-    CHECKS[rule.__name__] = check
-    return check
 
 
 def need(ledger: Ledger, *events: str) -> list[Row]:
@@ -84,8 +50,7 @@ def gives_devices(row: Row, books: Books) -> bool:
     return row.event == "expand"
 
 
-@as_check
-def one_owner(ledger: Ledger) -> Finding:
+def one_owner(ledger: Ledger) -> Violations:
     """Does every device have at most one owner at a time, according to leases and observers?"""
     need(ledger, "expand", "granted")
     count, seen = 0, dict[int, str]()
@@ -107,8 +72,7 @@ def one_owner(ledger: Ledger) -> Finding:
     return f"devices were assigned {count} times; number of devices: {ledger.limit('devices', 0)}"
 
 
-@as_check
-def shrink_before_expand(ledger: Ledger) -> Finding:
+def shrink_before_expand(ledger: Ledger) -> Violations:
     """Do all shrinks of a cycle end before its first expand and its first grant?"""
     count = 0
     need(ledger, "plan")
@@ -120,8 +84,7 @@ def shrink_before_expand(ledger: Ledger) -> Finding:
     return f"{count} expands and grants"
 
 
-@as_check
-def devices_conserved(ledger: Ledger) -> Finding:
+def devices_conserved(ledger: Ledger) -> Violations:
     """Is every device always either idle or owned, according to both the desk's records and the leases?"""
     rows = [row for row in need(ledger, "plan", "commit") if "idle" in row.ids]
     if not rows:
@@ -139,8 +102,7 @@ def devices_conserved(ledger: Ledger) -> Finding:
 # -- requests ---------------------------------------------------------------------------------------------------------------
 
 
-@as_check
-def no_request_lost(ledger: Ledger) -> Finding:
+def no_request_lost(ledger: Ledger) -> Violations:
     """Does every request end, including those on replicas that fell asleep?"""
     count, has_ended = len(need(ledger, "acquire")), bool(ledger.of("ended"))
     for asked, end in device_requests(ledger):
@@ -213,8 +175,7 @@ def stranded_requests(ledger: Ledger) -> Iterator[str]:
     )
 
 
-@as_check
-def routed_to_awake(ledger: Ledger) -> Finding:
+def routed_to_awake(ledger: Ledger) -> Violations:
     """Are requests sent only to replicas that are awake and have the current weights?"""
     sent = need(ledger, "sent")
     awake, published = set[tuple[str, Any]](), set[tuple[str, Any]]()
@@ -232,8 +193,7 @@ def routed_to_awake(ledger: Ledger) -> Finding:
     return f"{len(sent)} requests"
 
 
-@as_check
-def priority_kept(ledger: Ledger) -> Finding:
+def priority_kept(ledger: Ledger) -> Violations:
     """Are requests served by priority, and first in, first out within a priority?"""
     plans = need(ledger, "plan")
     for row, books in ledger.replay():
@@ -253,8 +213,7 @@ def priority_kept(ledger: Ledger) -> Finding:
     return f"{len(plans)} plans"
 
 
-@as_check
-def no_starvation(ledger: Ledger) -> Finding:
+def no_starvation(ledger: Ledger) -> Violations:
     """Is every request for devices served within its deadline?"""
     limit = ledger.limit("request_ms", 0) / 1000
     if not limit:
@@ -299,8 +258,7 @@ def ops(row: Row, which: str) -> list[tuple[str, str, tuple[int, ...]]]:
     return found
 
 
-@as_check
-def plan_valid(ledger: Ledger) -> Finding:
+def plan_valid(ledger: Ledger) -> Violations:
     """Is every plan feasible: whole bundles, only active ones shrink, only inactive ones wake, no device freed or given twice?"""
     plans = need(ledger, "plan")
     for row, books in ledger.replay():
@@ -346,8 +304,7 @@ def impossible(row: Row, books: Books) -> Iterator[str]:
         given |= devices
 
 
-@as_check
-def plan_as_specified(ledger: Ledger) -> Finding:
+def plan_as_specified(ledger: Ledger) -> Violations:
     """Does an independent planner make the same plans?"""
     plans = need(ledger, "plan")
     if ledger.limits.get("planner", "gap-ratio") != "gap-ratio":
@@ -364,8 +321,7 @@ def plan_as_specified(ledger: Ledger) -> Finding:
     return f"{len(plans)} plans"
 
 
-@as_check
-def fair_share(ledger: Ledger) -> Finding:
+def fair_share(ledger: Ledger) -> Violations:
     """Are devices moved whenever shares are more than 10 points off and a move helps?"""
     need(ledger, "plan")
     if ledger.limits.get("planner", "gap-ratio") != "gap-ratio":
@@ -383,8 +339,7 @@ def fair_share(ledger: Ledger) -> Finding:
 # -- operations -------------------------------------------------------------------------------------------------------------
 
 
-@as_check
-def planned_release_once(ledger: Ledger) -> Finding:
+def planned_release_once(ledger: Ledger) -> Violations:
     """Is every planned release answered once, with one shrink per replica?"""
     open_: defaultdict[str, list[Row]] = defaultdict(list)
     count = 0
@@ -414,8 +369,7 @@ def planned_release_once(ledger: Ledger) -> Finding:
     return f"{count} planned releases"
 
 
-@as_check
-def admission(ledger: Ledger) -> Finding:
+def admission(ledger: Ledger) -> Violations:
     """Does each pipeline start only after the first hand-over of the one before it?"""
     rows = need(ledger, "admitted")
     staggered = ledger.limit("admission_ms", 0) > 0
@@ -437,8 +391,7 @@ def admission(ledger: Ledger) -> Finding:
     return f"{len(rows)} pipelines"
 
 
-@as_check
-def progress_ended(ledger: Ledger) -> Finding:
+def progress_ended(ledger: Ledger) -> Violations:
     """Does the desk clamp every progress stream to its target, and does every stream end?"""
     plans = [row for row in need(ledger, "plan") if "demand" in row.ids]
     if not plans:
@@ -458,8 +411,7 @@ def progress_ended(ledger: Ledger) -> Finding:
 # -- requests, replicas and versions across sleep and wake: the pipelines' rows beside the desk's ------------------------------
 
 
-@as_check
-def drained_before_sleep(ledger: Ledger) -> Finding:
+def drained_before_sleep(ledger: Ledger) -> Violations:
     """Does a replica generate nothing while it sleeps?"""
     count, asleep = len(need(ledger, "shrunk")), set[tuple[str, int]]()
     for row in ledger.rows:
@@ -472,8 +424,7 @@ def drained_before_sleep(ledger: Ledger) -> Finding:
     return f"{count} times a replica fell asleep"
 
 
-@as_check
-def empty_set_suspends(ledger: Ledger) -> Finding:
+def empty_set_suspends(ledger: Ledger) -> Violations:
     """While no replica of a pipeline serves, do its requests wait without an error and get an answer later?"""
     need(ledger, "sent")
     count, over = 0, dead(ledger)
@@ -510,8 +461,7 @@ def still_counted(ledger: Ledger) -> Iterator[str]:
             yield f"{row}: {len(left)} requests are still counted, the first for group {left[0][1]} sample {left[0][2]}"
 
 
-@as_check
-def version_after_wake(ledger: Ledger) -> Finding:
+def version_after_wake(ledger: Ledger) -> Violations:
     """Does every woken replica get the current version and generate only with it?"""
     need(ledger, "published", "hold")
     count, limit, began = len(need(ledger, "expanded")), ledger.limit("request_ms", 60_000) / 1000, 0
@@ -557,8 +507,7 @@ def bare(woken: Iterable[Row], now: float, limit: float) -> Iterator[str]:
     return (f"{row}: the replica got no weights for {now - row.time:.3f} s" for row in woken if now - row.time > limit)
 
 
-@as_check
-def no_deadlock(ledger: Ledger) -> Finding:
+def no_deadlock(ledger: Ledger) -> Violations:
     """Do the desk and all pipelines end on their own, the live ones without an error?"""
     begun = {str(row["core"]): row for row in ledger.rows if row.event == "begins" and "core" in row.ids}
     ends = {row.who for row in ledger.of("ended", *(() if begun else ("gone", "unregistered")))}
@@ -584,8 +533,7 @@ def dead(ledger: Ledger) -> set[str]:
     return gone | {row.who for row in ledger.of("error") if row.get("of") == ledger.desk}
 
 
-@as_check
-def dead_pipeline_leaves(ledger: Ledger) -> Finding:
+def dead_pipeline_leaves(ledger: Ledger) -> Violations:
     """Are the devices of a dead pipeline freed in time, and do the other pipelines finish?"""
     limit, slowest = ledger.limit("operation_ms", 60_000) / 1000, 0.0
     deaths: dict[str, tuple[Row, set[int]]] = {}
@@ -608,3 +556,25 @@ def dead_pipeline_leaves(ledger: Ledger) -> Finding:
     yield from (f"{died}: the desk never removed it" for name, (died, _) in deaths.items() if name not in left)
     yield from harmed(ledger)
     return f"{', '.join(sorted(deaths))} died; its devices were idle {slowest:.3f} s later"
+
+
+RULES = (
+    one_owner,
+    shrink_before_expand,
+    devices_conserved,
+    no_request_lost,
+    routed_to_awake,
+    priority_kept,
+    no_starvation,
+    plan_valid,
+    plan_as_specified,
+    fair_share,
+    planned_release_once,
+    admission,
+    progress_ended,
+    drained_before_sleep,
+    empty_set_suspends,
+    version_after_wake,
+    no_deadlock,
+    dead_pipeline_leaves,
+)

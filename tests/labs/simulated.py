@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 from typing import Any
 
 from kit.errors import KitError
-from kit.labs.definition import Definition
+from kit.labs.definition import Definition, Fault
+from kit.labs.discover import find_fault
 from kit.results import Record, Verdict
 from kit.results.records import NOTEBOOK
 from kit.results.rules import judge
 from kit.results.run import to_frame
-from kit.target import load_callable
+from kit.target import load_callable, replaced
 
 
 class Notebook:
-    """The part of a Drive that a simulated run uses: its config, the fault, and where rows go."""
+    """The part of a Drive that a simulated run uses: its config, the fault and its scene, and where rows go."""
 
-    def __init__(self, config: Any, fault: str | None) -> None:
+    def __init__(self, config: Any, bug: Fault | None) -> None:
         self.config = config
-        self.fault = fault
+        self.fault = bug.name if bug else None
+        self.scene = bug.scene if bug else {}
         self.phase = ""
         self.rows: list[dict[str, Any]] = []
 
@@ -28,20 +29,22 @@ class Notebook:
         self.rows += [{"phase": self.phase, **row} for row in rows]
 
 
-def run(lab: Definition, faults: Collection[str | None], fault: str | None, **config: Any) -> tuple[Verdict, str]:
-    """Return the verdict of a simulated run and the error that ended it. With one of these `faults` on, missing records are suspect."""
-    drive = Notebook(lab.config(**{"simulated": True, **config}), fault)
+def run(lab: Definition, fault: str | None, **config: Any) -> tuple[Verdict, str]:
+    """Return the verdict of a simulated run and the error that ended it. With a fault on, missing records are suspect."""
+    bug = find_fault(lab, fault)
+    drive = Notebook(lab.config(**{"simulated": True, **config}), bug)
     error = ""
     try:
         for step in lab.plan(drive.config):
             drive.phase = step.phase
-            load_callable(step.driver)(drive)
+            patches = [bug.patch_in(phase, "notebook") for phase in ("", step.phase)] if bug else []
+            with replaced({place: wrong for patch in patches for place, wrong in patch.items()}):
+                load_callable(step.driver)(drive)
     except KitError as raised:
         error = str(raised)
     head = {"run": "test", "lab": lab.name, "cycle": 1, "rank": NOTEBOOK}
     frame = to_frame(Record(**head, **row) for row in drive.rows)
-    wrong = fault in faults and not error  # a broken run is judged as far as its records go
-    suspect = f"fault {fault!r}" if wrong else ""
+    suspect = f"fault {fault!r}" if fault and not error else ""  # a broken run is judged as far as its records go
     return judge(frame, dataclasses.asdict(drive.config), lab.load_rules(), suspect=suspect), error
 
 

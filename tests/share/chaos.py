@@ -5,14 +5,17 @@ The ledger of a schedule is written as a runner writes it, so that the judge can
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kit.labs.share.ledgers import settled
 from kit.loop.messages import Command, Event, Memory, Row, command_row, event_row
+from kit.results.rules import NotMeasured
+from kit.share.books import Ledger
 from kit.share.core import Scheduler
-from kit.share.judge import CHECKS, Ledger
+from kit.share.judge import RULES
 from kit.share.planner import gap_ratio, make_plan
 from kit.share.state import KINDS, Plan, Settings, State
 
@@ -210,18 +213,10 @@ def violations(rows: list[dict[str, Any]], without: tuple[str, ...] = ()) -> dic
     """Return what the judge finds, without the checks that cannot be judged here."""
     ledger = Ledger(rows)
     found = {}
-    for name, check in CHECKS.items():
-        if name not in without:
-            measured = judged(check, ledger)
-            if measured is not None and measured.value:
-                found[name] = measured.why
+    for rule in RULES:
+        if rule.__name__ not in without:
+            with contextlib.suppress(NotMeasured):
+                measured = settled(rule, ledger)
+                if measured.value:
+                    found[rule.__name__] = measured.why
     return found
-
-
-def judged(check: Callable[[Ledger], Any], ledger: Ledger) -> Any:
-    from kit.results.rules import NotMeasured
-
-    try:
-        return check(ledger)
-    except NotMeasured:
-        return None

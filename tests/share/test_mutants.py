@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kit.share.broken import FAULTS
+from kit.labs.share.scenarios import SCENARIOS
 from tests.mutants.mutant import Mutant, compiled
 from tests.share import test_core, test_planner, test_schedules, test_shared
 from tests.share.chaos import rows_of, violations
@@ -237,8 +237,8 @@ def cases() -> Iterator[Callable[[], Any]]:
         for name, test in vars(module).items():
             if name.startswith("test_") and "many_times" not in name and "hypothesis" not in name:
                 yield from calls(test)
-    for fault in FAULTS.values():
-        yield lambda fault=fault: check(fault.scenario.run().rows)
+    for scenario in SCENARIOS.values():
+        yield lambda scenario=scenario: check(scenario.run().rows)
     yield from calls(test_shared.test_both_end_and_every_check_passes)
     yield test_shared.test_a_shrink_without_an_answer_stops_both_with_the_desks_name
     yield from calls(test_schedules.test_every_order_of_two_pipelines_on_two_devices_ends)

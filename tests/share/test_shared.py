@@ -8,20 +8,26 @@ from typing import Any
 import pytest
 
 from kit.errors import BadInput
+from kit.labs.definition import Fault
+from kit.labs.share.faults import OF_THE_DESK
+from kit.labs.share.ledgers import settled
+from kit.labs.share.scenarios import SCENARIOS
 from kit.loop.messages import Event
 from kit.loop.runner import Runner
 from kit.results.rules import Missing, NotMeasured
-from kit.share.broken import FAULTS, swapped
-from kit.share.judge import CHECKS, Ledger, pipeline_rows
+from kit.share.books import Ledger
+from kit.share.judge import RULES, pipeline_rows, plan_valid
 from kit.share.simulated import Simulation
 from kit.share.state import Cluster
 from kit.stream import judge as stream_judge
 from kit.stream.settings import opening
 from kit.stream.simulated import Durations, drawn_length
+from kit.target import replaced
 from tests.loop.replaying import replay_rows
 from tests.share.chaos import rows_of, violations
 from tests.share.pair import STRICT, A, B, outcome, shared
 
+SCRIPTED = [fault for fault in OF_THE_DESK if fault.scene]
 BOTH = {"a": A, "b": B}
 WIDE = {
     "a": {"trainer": Cluster((0, 1)), "generation": Cluster((0, 1, 2, 3))},
@@ -142,15 +148,15 @@ def foreign(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_a_ledger_that_no_runner_wrote_is_judged_alike() -> None:
     assert violations(foreign(rows_of(shared(BOTH).rows))) == {}
-    for name, fault in FAULTS.items():
-        with swapped(fault.swaps):
-            rows = foreign(rows_of(fault.scenario.run().rows))
-        assert fault.caught_by in violations(rows), name
+    for fault in SCRIPTED:
+        with replaced(fault.patch):
+            rows = foreign(rows_of(SCENARIOS[fault.scene["scenario"]].run().rows))
+        assert fault.caught_by in violations(rows), fault.name
 
 
 def test_what_a_ledger_lacks_is_named() -> None:
     with pytest.raises(Missing, match="no `plan` event"):
-        CHECKS["plan_valid"](Ledger([{"event": "limits", "time": 0.0, "pipeline": "desk"}]))
+        settled(plan_valid, Ledger([{"event": "limits", "time": 0.0, "pipeline": "desk"}]))
     with pytest.raises(BadInput, match="row 0 of the ledger"):
         Ledger([{"event": "plan"}])
 
@@ -165,16 +171,15 @@ BY_PIPELINES = {  # checks with faults of pipelines, in the lab `share`
 
 
 def test_every_check_has_a_fault() -> None:
-    assert {fault.caught_by for fault in FAULTS.values()} | BY_PIPELINES == {*CHECKS}
+    assert {fault.caught_by for fault in SCRIPTED} | BY_PIPELINES == {rule.__name__ for rule in RULES}
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_seen_by_the_check_that_it_names(name: str) -> None:
-    fault = FAULTS[name]
-    right = fault.scenario.run()
-    assert violations(rows_of(right.rows)) == {}
-    with swapped(FAULTS[name].swaps):
-        wrong = fault.scenario.run()
+@pytest.mark.parametrize("fault", SCRIPTED, ids=lambda fault: fault.name)
+def test_a_fault_is_seen_by_the_check_that_it_names(fault: Fault) -> None:
+    scenario = SCENARIOS[fault.scene["scenario"]]
+    assert violations(rows_of(scenario.run().rows)) == {}
+    with replaced(fault.patch):
+        wrong = scenario.run()
     assert fault.caught_by in violations(rows_of(wrong.rows))
 
 

@@ -2,55 +2,236 @@
 
 from kit.labs.definition import Fault, exposed_by
 
-# Known bugs. Those of the desk and of pipelines show on simulated ranks; `kit.share.broken` and `simulated.py` implement them.
+# Those of the desk and of pipelines show on simulated ranks. `scene` names the scripted run that exposes a bug of the desk.
 SIMULATED = {"simulated": True}
 
 OF_THE_DESK = exposed_by(
     SIMULATED,
-    Fault("double-allocation", "a device freed in a cycle is counted for every request of the cycle", "one_owner"),
-    Fault("expand-first", "replicas wake before others on their devices sleep", "shrink_before_expand", exit=3),
-    Fault("lost-device", "the devices of a dead pipeline never become idle again", "devices_conserved"),
-    Fault("priority-inverted", "the lowest priority is served first", "priority_kept"),
-    Fault("youngest-first", "of requests with equal priority, the last is served first", "priority_kept"),
-    Fault("no-floor", "a pipeline with little demand may be left without a replica", "no_starvation"),
-    Fault("no-validation", "a plan is executed without a trial on a copy", "plan_valid"),
-    Fault("never-rebalances", "devices stay where they are as long as nobody waits", "fair_share"),
-    Fault("planner-ignores-tp", "every replica counts as one device, regardless of its size", "plan_as_specified"),
-    Fault("shrinks-for-nothing", "a request that cannot be met puts replicas to sleep", "plan_as_specified"),
-    Fault("half-replica", "a replica wakes on some of its devices only", "plan_valid"),
-    Fault("stomps-planned-release", "after a death, a pending planned release is forgotten", "planned_release_once"),
-    Fault("progress-not-ended", "a finished progress stream is still counted", "progress_ended"),
-    Fault("progress-unclamped", "the excess of one stream counts for another", "progress_ended"),
+    Fault(
+        "double-allocation",
+        "a device freed in a cycle is counted for every request of the cycle",
+        "one_owner",
+        scene={"scenario": "crowd"},
+        patch={
+            "kit.share.planner:Supply.meets": "kit.labs.share.bugs:gives_twice",
+            "kit.share.core:grant": "kit.labs.share.bugs:grants_unseen",
+            "kit.share.core:violations": "kit.labs.share.bugs:finds_no_violation",
+        },
+        where="notebook",
+    ),
+    Fault(
+        "expand-first",
+        "replicas wake before others on their devices sleep",
+        "shrink_before_expand",
+        exit=3,
+        scene={"scenario": "pair"},
+        patch={"kit.share.core:advance": "kit.labs.share.bugs:advances_at_once"},
+        where="notebook",
+    ),
+    Fault(
+        "lost-device",
+        "the devices of a dead pipeline never become idle again",
+        "devices_conserved",
+        scene={"scenario": "death"},
+        patch={"kit.share.core:drop": "kit.labs.share.bugs:drops_without_devices"},
+        where="notebook",
+    ),
+    Fault(
+        "priority-inverted",
+        "the lowest priority is served first",
+        "priority_kept",
+        scene={"scenario": "crowd"},
+        patch={"kit.share.state:Request.precedence": "kit.labs.share.bugs:last_first"},
+        where="notebook",
+    ),
+    Fault(
+        "youngest-first",
+        "of requests with equal priority, the last is served first",
+        "priority_kept",
+        scene={"scenario": "crowd"},
+        patch={"kit.share.state:Request.precedence": "kit.labs.share.bugs:youngest_first"},
+        where="notebook",
+    ),
+    Fault(
+        "no-floor",
+        "a pipeline with little demand may be left without a replica",
+        "no_starvation",
+        scene={"scenario": "small demand"},
+        patch={"kit.share.planner:Gaps.target": "kit.labs.share.bugs:target_without_floor"},
+        where="notebook",
+    ),
+    Fault(
+        "no-validation",
+        "a plan is executed without a trial on a copy",
+        "plan_valid",
+        scene={"scenario": "infeasible plans"},
+        patch={"kit.share.core:violations": "kit.labs.share.bugs:finds_no_violation"},
+        where="notebook",
+    ),
+    Fault(
+        "never-rebalances",
+        "devices stay where they are as long as nobody waits",
+        "fair_share",
+        scene={"scenario": "shift"},
+        patch={"kit.share.core:is_off_balance": "kit.labs.share.bugs:never_off_balance"},
+        where="notebook",
+    ),
+    Fault(
+        "planner-ignores-tp",
+        "every replica counts as one device, regardless of its size",
+        "plan_as_specified",
+        scene={"scenario": "wide"},
+        patch={"kit.share.planner:Gaps.__init__": "kit.labs.share.bugs:gaps_without_tp"},
+        where="notebook",
+    ),
+    Fault(
+        "shrinks-for-nothing",
+        "a request that cannot be met puts replicas to sleep",
+        "plan_as_specified",
+        scene={"scenario": "stuck"},
+        patch={"kit.share.planner:Supply.meets": "kit.labs.share.bugs:shrinks_for_nothing"},
+        where="notebook",
+    ),
+    Fault(
+        "half-replica",
+        "a replica wakes on some of its devices only",
+        "plan_valid",
+        scene={"scenario": "wide"},
+        patch={"kit.share.core:expand": "kit.labs.share.bugs:expands_half_a_replica"},
+        where="notebook",
+    ),
+    Fault(
+        "stomps-planned-release",
+        "after a death, a pending planned release is forgotten",
+        "planned_release_once",
+        scene={"scenario": "release"},
+        patch={"kit.share.core:lose": "kit.labs.share.bugs:loses_and_forgets"},
+        where="notebook",
+    ),
+    Fault(
+        "progress-not-ended",
+        "a finished progress stream is still counted",
+        "progress_ended",
+        scene={"scenario": "streams"},
+        patch={"kit.share.core:HANDLERS": "kit.labs.share.bugs:PROGRESS_NEVER_ENDS"},
+        where="notebook",
+    ),
+    Fault(
+        "progress-unclamped",
+        "the excess of one stream counts for another",
+        "progress_ended",
+        scene={"scenario": "streams"},
+        patch={"kit.share.core:HANDLERS": "kit.labs.share.bugs:PROGRESS_IS_UNCLAMPED"},
+        where="notebook",
+    ),
     Fault(
         "one-shot-generation",
         "a pipeline that lost its last replica is never considered again",
         "no_starvation",
         exit=3,
+        scene={"scenario": "preempted"},
+        patch={"kit.share.core:shrink": "kit.labs.share.bugs:forgets_what_it_shrank"},
+        where="notebook",
     ),
-    Fault("no-watchdog", "a consumed request is never repeated", "no_starvation"),
-    Fault("waits-for-all", "a request for generation waits for every replica", "no_starvation"),
-    Fault("admits-at-init", "the second pipeline starts before the first has handed over", "admission"),
-    Fault("trains-on-at-once", "the first pipeline continues training before the second is set up", "admission"),
-    Fault("forgets-waiters", "requests that wait for a leaving pipeline get no answer", "no_request_lost"),
-    Fault("dead-coordinator", "the desk does not handle the death of a pipeline", "dead_pipeline_leaves"),
-    Fault("lock-held-across-call", "the desk handles no events while it waits for an answer", "no_deadlock", exit=3),
+    Fault(
+        "no-watchdog",
+        "a consumed request is never repeated",
+        "no_starvation",
+        scene={"scenario": "unreported"},
+        patch={"kit.share.core:watch": "kit.labs.share.bugs:watches_nobody"},
+        where="notebook",
+    ),
+    Fault(
+        "waits-for-all",
+        "a request for generation waits for every replica",
+        "no_starvation",
+        scene={"scenario": "pair"},
+        patch={"kit.share.core:grant_generation": "kit.labs.share.bugs:waits_for_all"},
+        where="notebook",
+    ),
+    Fault(
+        "admits-at-init",
+        "the second pipeline starts before the first has handed over",
+        "admission",
+        scene={"scenario": "staggered"},
+        patch={"kit.share.core:may_start": "kit.labs.share.bugs:always_may_start"},
+        where="notebook",
+    ),
+    Fault(
+        "trains-on-at-once",
+        "the first pipeline continues training before the second is set up",
+        "admission",
+        scene={"scenario": "staggered"},
+        patch={"kit.share.core:is_held": "kit.labs.share.bugs:never_holds"},
+        where="notebook",
+    ),
+    Fault(
+        "forgets-waiters",
+        "requests that wait for a leaving pipeline get no answer",
+        "no_request_lost",
+        scene={"scenario": "quitter"},
+        patch={"kit.share.core:wake_waiters": "kit.labs.share.bugs:waiters_sleep_on"},
+        where="notebook",
+    ),
+    Fault(
+        "dead-coordinator",
+        "the desk does not handle the death of a pipeline",
+        "dead_pipeline_leaves",
+        patch={"kit.share.core:HANDLERS": "kit.labs.share.bugs:DEATHS_ARE_IGNORED"},
+        where="notebook",
+    ),
+    Fault(
+        "lock-held-across-call",
+        "the desk handles no events while it waits for an answer",
+        "no_deadlock",
+        exit=3,
+        patch={"kit.share.core:Scheduler.step": "kit.labs.share.bugs:hears_nothing_meanwhile"},
+        where="notebook",
+    ),
 )
 
 OF_A_PIPELINE = exposed_by(
     SIMULATED,
-    Fault("stale-routing", "requests go to a replica after it was ordered to sleep", "routed_to_awake"),
-    Fault("raises-when-empty", "a request is an error if no replica is awake", "empty_set_suspends", exit=3),
-    Fault("abort-never-signals", "requests aborted by a shrink are not reported", "no_request_lost", exit=3),
+    Fault(
+        "stale-routing",
+        "requests go to a replica after it was ordered to sleep",
+        "routed_to_awake",
+        patch={
+            "kit.stream.core:HANDLERS": "kit.labs.share.bugs:OLD_SET_ROUTES",
+            "kit.share.member:Member.step": "kit.labs.share.bugs:shrinks_first",
+        },
+        where="notebook",
+    ),
+    Fault(
+        "raises-when-empty",
+        "a request is an error if no replica is awake",
+        "empty_set_suspends",
+        exit=3,
+        patch={"kit.stream.generation:send": "kit.labs.share.bugs:refuses_when_empty"},
+        where="notebook",
+    ),
+    Fault(
+        "abort-never-signals",
+        "requests aborted by a shrink are not reported",
+        "no_request_lost",
+        exit=3,
+        patch={"kit.stream.core:HANDLERS": "kit.labs.share.bugs:IN_FLIGHT_IS_FORGOTTEN"},
+        where="notebook",
+    ),
     Fault(
         "count-outside-lock",
         "a replica's requests in flight are counted before the last one is sent to it",
         "no_request_lost",
         exit=3,
+        patch={"kit.stream.core:HANDLERS": "kit.labs.share.bugs:COUNTED_TOO_EARLY"},
+        where="notebook",
     ),
     Fault(
         "request-before-shell",
         "generation is requested before the pipeline can route, so a replica wakes for nothing",
         "version_after_wake",
+        patch={"kit.share.member:Member.step": "kit.labs.share.bugs:asks_before_it_is_there"},
+        where="notebook",
     ),
 )
 
@@ -67,7 +248,7 @@ SEEN = {
     "rehearse": False,
 }
 
-# In `ranks/broken.py`; the named check detects each in a run on live ranks.
+# Those of ranks show on live ranks.
 OF_RANKS = exposed_by(
     SMALL,
     Fault(
@@ -75,33 +256,94 @@ OF_RANKS = exposed_by(
         "a replica's weights are dropped while requests are in flight",
         "drained_before_sleep",
         set={"answer_b": (40, 60), "pace_ms": (0, 20)},  # B decodes for as long as A needs a device
+        patch={
+            "kit.labs.share.ranks.roles:Replica.shrink": "kit.labs.share.ranks.bugs:sleeps_busy",
+        },
     ),
-    Fault("stays-resident", "a sleeping replica keeps its weights", "memory_down_asleep", set=SEEN),
-    Fault("wake-before-freed", "a device is given away before its memory is freed", "peak_fits", set=SEEN),
+    Fault(
+        "stays-resident",
+        "a sleeping replica keeps its weights",
+        "memory_down_asleep",
+        set=SEEN,
+        patch={
+            "kit.labs.share.ranks.roles:Replica.reset": "kit.labs.share.ranks.bugs:resets_to_resident",
+            "kit.labs.share.ranks.roles:Replica.shrink": "kit.labs.share.ranks.bugs:keeps_its_weights",
+            "kit.labs.share.ranks.roles:Replica.expand": "kit.labs.share.ranks.bugs:wakes_resident",
+        },
+    ),
+    Fault(
+        "wake-before-freed",
+        "a device is given away before its memory is freed",
+        "peak_fits",
+        set=SEEN,
+        patch={
+            "kit.labs.share.ranks.roles:Replica.reset": "kit.labs.share.ranks.bugs:resets_after_the_late_sleep",
+            "kit.labs.share.ranks.roles:Replica.shrink": "kit.labs.share.ranks.bugs:sleeps_late",
+            "kit.labs.share.ranks.roles:Replica.expand": "kit.labs.share.ranks.bugs:wakes_after_the_late_sleep",
+            "kit.labs.share.ranks.roles:Replica.end": "kit.labs.share.ranks.bugs:ends_after_the_late_sleep",
+        },
+    ),
     Fault(
         "version-skew",
         "a woken replica stamps its tokens with the previous version",
         "version_after_wake",
         # Leaves requests for the woken replica while the other one continues.
         set={"scenario": "A", "groups": 6, "slots": 2, "pace_ms": (5, 0)},
+        patch={
+            "kit.labs.share.ranks.roles:Replica.sync": "kit.labs.share.ranks.bugs:stamps_the_version_before",
+        },
     ),
     Fault(
         "keeps-groups",
         "a trainer keeps its process groups while off its devices",
         "groups_down_asleep",
         set={"release_groups": True, "rehearse": False},
+        patch={
+            "kit.labs.share.ranks.roles:Trainer.let_groups_go": "kit.labs.share.ranks.bugs:keeps_groups",
+        },
     ),
-    Fault("base-assumed", "version 0 is published on replicas with other base weights", "weights_after_wake"),
     Fault(
-        "cache-after-offload", "the cache is built from memory after the weights were offloaded", "weights_after_wake"
+        "base-assumed",
+        "version 0 is published on replicas with other base weights",
+        "weights_after_wake",
+        patch={
+            "kit.labs.share.ranks.roles:Replica.sync": "kit.labs.share.ranks.bugs:assumes_the_base",
+            "kit.labs.share.ranks.roles:Replica.digests": "kit.labs.share.ranks.bugs:changes_the_base",
+        },
     ),
-    Fault("shared-seed", "both pipelines draw the same random numbers", "namespaces_apart"),
+    Fault(
+        "cache-after-offload",
+        "the cache is built from memory after the weights were offloaded",
+        "weights_after_wake",
+        patch={
+            "kit.labs.share.ranks.roles:Trainer.finish": "kit.labs.share.ranks.bugs:builds_late",
+        },
+    ),
+    Fault(
+        "shared-seed",
+        "both pipelines draw the same random numbers",
+        "namespaces_apart",
+        patch={
+            "kit.labs.share.ranks:pipeline_config": "kit.labs.share.ranks.bugs:draws_as_the_first",
+        },
+    ),
     Fault(
         "shared-group",
         "when a replica wakes, ranks of the other pipeline rebuild a process group too",
         "others_untouched",
+        patch={
+            "kit.labs.share.ranks.roles:Replica.expand": "kit.labs.share.ranks.bugs:shows_that_it_woke",
+            "kit.labs.share.ranks.roles:Trainer.begin": "kit.labs.share.ranks.bugs:rebuilds_a_group",
+        },
     ),
-    Fault("leaked-group", "a replica leaks a process group at each wake-up", "nothing_left"),
+    Fault(
+        "leaked-group",
+        "a replica leaks a process group at each wake-up",
+        "nothing_left",
+        patch={
+            "kit.labs.share.ranks.roles:Replica.expand": "kit.labs.share.ranks.bugs:leaks_a_group",
+        },
+    ),
 )
 
 FAULTS = (*OF_RANKS, *OF_THE_DESK, *OF_A_PIPELINE)

@@ -274,7 +274,7 @@ def roles(config: ShareConfig) -> tuple[Role, ...]:
     gpus = 0 if config.device == "cpu" else len(free_gpu_bytes())
     for pipeline in config.pipelines:
         for name, count in role_names(config, pipeline).items():
-            kind = "train" if name == TRAINER else "replica"
+            kind = "Trainer" if name == TRAINER else "Replica"
             ranks = tuple(range(first, first + count))
             found.append(
                 Role(
@@ -282,7 +282,7 @@ def roles(config: ShareConfig) -> tuple[Role, ...]:
                     ranks=ranks,
                     world=len(found),
                     devices=tuple(one % gpus for one in config.mapping(pipeline).devices(name)) if gpus else (),
-                    phases=f"kit.labs.share.ranks.broken:{kind}",
+                    phases=f"kit.labs.share.ranks.roles:{kind}",
                 )
             )
             first += count
@@ -330,7 +330,7 @@ LAB = Definition(
     roles=roles,
     isolate=True,
     fits=fits,
-    phases="kit.labs.share.ranks.broken:train",
+    phases="kit.labs.share.ranks.roles:Trainer",
     rules="kit.labs.share.rules:RULES",
     presets="kit.labs.share.rules:PRESETS",
     pictures="kit.labs.share.pictures:PICTURES",

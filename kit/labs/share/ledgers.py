@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from kit.loop.messages import numbers
 from kit.results import Measured, Missing, NotMeasured, with_ids
 from kit.results.growth import PerFrame, events, rows_of
+from kit.results.rules import Unjudged, Violations, settle
 from kit.results.units import counted
 from kit.share.books import Books, Ledger, Row
 from kit.share.judge import pipeline_rows
@@ -83,15 +84,15 @@ def loops(frame: pd.DataFrame, phases: Iterable[str]) -> Iterator[tuple[str, str
                     yield f"{phase}, pipeline {name}", stream.Ledger([row, *pipeline_rows(part, name)])
 
 
-def of_ledgers(rule: Callable[[Ledger], Measured]) -> Measure:
-    """The first violation in any ledger, else the first answer. If the first ledger lacks an event, so does the check."""
+def of_ledgers(rule: Callable[[Ledger], Violations]) -> Measure:
+    """The first ledger with violations, else the first answer. If the first ledger lacks an event, the rule is not measured."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
         answers: list[Measured] = []
         lacking: list[NotMeasured] = []
         for where, one in every_ledger(frame):
             try:
-                answer = rule(one)
+                answer = settled(rule, one)
             except NotMeasured as error:
                 if not answers and not lacking and isinstance(error, Missing):
                     raise
@@ -106,6 +107,15 @@ def of_ledgers(rule: Callable[[Ledger], Measured]) -> Measure:
         return Measured(0.0, answers[0].why + more)
 
     return measure
+
+
+def settled(rule: Callable[[Ledger], Violations], ledger: Ledger) -> Measured:
+    try:
+        answer = settle(rule(ledger))
+    except (KeyError, ValueError, IndexError) as error:
+        raise Unjudged(f"rows of the ledger contradict each other or lack an id: {error!r}") from error
+    assert isinstance(answer, Measured)
+    return answer
 
 
 # -- a ledger over time ---------------------------------------------------------------------------------------------------

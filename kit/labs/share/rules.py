@@ -1,5 +1,5 @@
-"""The checks of the lab `share`. Some need only the ledger (`kit.share.judge`); the others need the records of ranks and observers, and
-are null if a run has none."""
+"""The rules of the lab `share`. Some need only the ledger (`kit.share.judge`); the others need the records of ranks and observers, and are
+null if a run has none."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kit.labs.share.lab import BETWEEN_LOOKS_S, PIPELINES, TRAINER, ShareConfig, pipeline_config
+from kit.labs.share.lab import BETWEEN_LOOKS_S, TRAINER, ShareConfig, pipeline_config
 from kit.labs.share.ledgers import (
     MAIN,
     Levels,
-    Measure,
     devices_of,
     every_ledger,
     leases,
@@ -35,11 +34,10 @@ from kit.loop.messages import numbers
 from kit.megatron.config import model_bytes
 from kit.results import Measured, Missing, NotMeasured, Rule
 from kit.results.growth import left
-from kit.results.rules import Unjudged
+from kit.results.rules import Measure, Unjudged, Violations, rule
 from kit.results.units import counted
 from kit.share import judge
 from kit.share.books import Ledger
-from kit.share.judge import of_violations
 from kit.stream import judge as stream
 
 if TYPE_CHECKING:
@@ -51,8 +49,8 @@ SEEN_BYTES = 8 * MIB  # a change of resident memory above noise
 
 
 def read(config: Mapping[str, Any]) -> ShareConfig:
-    given: dict[str, Any] = {one.name: config[one.name] for one in dataclasses.fields(ShareConfig)}
-    given |= {name: tuple(one) for name, one in given.items() if isinstance(one, list)}
+    given: dict[str, Any] = {field.name: config[field.name] for field in dataclasses.fields(ShareConfig)}
+    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     return ShareConfig(**given)
 
 
@@ -74,59 +72,76 @@ def rows_of(frame: pd.DataFrame, phase: str, metric: str, *ids: str) -> pd.DataF
     return rows
 
 
-def with_ranks(rule: Callable[[Ledger], Measured], more: Callable[[pd.DataFrame, ShareConfig], list[str]]) -> Measure:
-    """A ledger rule combined with violations in the records of ranks, if there are any. Either can fail the check."""
-    by_ledger = of_ledgers(rule)
+def with_ranks(
+    by_ledger: Callable[[Ledger], Violations], by_ranks: Callable[[pd.DataFrame, ShareConfig], Iterator[str]]
+) -> Measure:
+    """A rule of the ledger, then violations in the records of ranks, if there are any. Either can fail it."""
 
-    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-        found = by_ledger(frame, config)
-        if found.value or no_ranks(config):
-            return found
-        return of_violations(more(frame, read(config)), f"{found.why}; the records of ranks and observers agree")
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured | Violations:
+        answer = of_ledgers(by_ledger)(frame, config)
+        if answer.value or no_ranks(config):
+            return answer
+        return agreeing(by_ranks(frame, read(config)), answer.why)
 
     return measure
+
+
+def agreeing(violations: Iterator[str], why: str) -> Violations:
+    yield from violations
+    return f"{why}; the records of ranks and observers agree"
 
 
 # -- devices ----------------------------------------------------------------------------------------------------------------
 
 
-def owned_twice(frame: pd.DataFrame, config: ShareConfig) -> list[str]:
+def owned_twice(frame: pd.DataFrame, config: ShareConfig) -> Iterator[str]:
     """Two holders of a lock (observers); two leases at once (ranks); a lease that no observer saw; a replica that woke without a lease."""
-    held, wrong = leases(frame, MAIN)
+    held, taken_twice = leases(frame, MAIN)
     if not held:
         lacking(frame, "no rank recorded a lease")
+    yield from taken_twice
     seen, seconds = sights(frame, MAIN), watched(frame, MAIN)
     blind = rows_of(frame, MAIN, "seen_samples", "blind")["blind"].astype(int).max()
-    for device, some in () if blind else seen.items():
-        wrong += [f"device {device} was locked by {' and '.join(one.owners)}" for one in some if len(one.owners) > 1]
-    for one in () if blind else held:
-        then = [each for each in seen.get(one.device, []) if each.since <= one.until and each.until > one.since]
-        if seconds(one.since, one.until) > BETWEEN_LOOKS_S and not any(one.owner in each.owners for each in then):
-            wrong.append(f"{one.owner} recorded a lease of device {one.device}, but no observer saw its lock")
+    for device, periods in () if blind else seen.items():
+        for sight in periods:
+            if len(sight.owners) > 1:
+                yield f"device {device} was locked by {' and '.join(sight.owners)}"
+    for lease in () if blind else held:
+        then = [
+            sight for sight in seen.get(lease.device, []) if sight.since <= lease.until and sight.until > lease.since
+        ]
+        unseen = not any(lease.owner in sight.owners for sight in then)
+        if unseen and seconds(lease.since, lease.until) > BETWEEN_LOOKS_S:
+            yield f"{lease.owner} recorded a lease of device {lease.device}, but no observer saw its lock"
     for row in (row for ledger in ledgers(frame, MAIN) for row in ledger.of("expanded")):
         owner = f"{row.who}.replica {row['replica']}"
         for device in devices_of(config, owner):
-            if not any(
-                (one.owner, one.device) == (owner, device) and one.since <= row.time <= one.until for one in held
-            ):
-                wrong.append(f"{row}: it woke on device {device} without a lease of it")
-    return wrong
+            own = [lease for lease in held if (lease.owner, lease.device) == (owner, device)]
+            if not any(lease.since <= row.time <= lease.until for lease in own):
+                yield f"{row}: it woke on device {device} without a lease of it"
 
 
 def peak_fits(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """For each device, the most bytes that observers saw of replicas that did not hold it. A trainer off its devices is in host memory,
-    which is the same memory on the CPU."""
+    """Does each device hold at most the memory that one of its ranks needs?
+
+    For each device, the most bytes that observers saw of replicas that did not hold it. A trainer off its devices is in host memory,
+    which is the same memory on the CPU.
+    """
     run, levels = read(config), residents(frame, MAIN)
     whole = weights_seen(run)
     if not levels:
         lacking(frame, "no observer recorded the memory of ranks")
     held = leases(frame, MAIN)[0]
-    replicas = {owner: min(one.bytes) for owner, one in levels.items() if not role_of(owner).endswith(f".{TRAINER}")}
+    replicas = {
+        owner: min(level.bytes) for owner, level in levels.items() if not role_of(owner).endswith(f".{TRAINER}")
+    }
     over, where = 0.0, ""
     for device, (start, end) in itertools.product(range(run.devices), sorted(readings(levels))):
-        here = [one for one in held if one.device == device and one.since <= end and one.until > start]
-        holders = {one.owner for one in here if one.since <= start and end < one.until}
-        busy = {one.owner for one in here}  # who came or went while it was read may have had memory in its own right
+        then = [lease for lease in held if lease.device == device and lease.since <= end and lease.until > start]
+        holders = {lease.owner for lease in then if lease.since <= start and end < lease.until}
+        busy = {
+            lease.owner for lease in then
+        }  # who came or went while it was read may have had memory in its own right
         others = [owner for owner in replicas if role_of(owner) not in busy and device in devices_of(run, owner)]
         size = sum(levels[owner].at(end) - replicas[owner] for owner in others) if holders else 0.0
         if size > over:
@@ -140,7 +155,7 @@ def peak_fits(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
 
 def readings(levels: Mapping[str, Levels]) -> set[tuple[float, float]]:
     """When observers read the memory of ranks: all of them at once, each time from a start to an end."""
-    return {one for each in levels.values() for one in zip(each.starts, each.ends, strict=True)}
+    return {reading for level in levels.values() for reading in zip(level.starts, level.ends, strict=True)}
 
 
 def weights_seen(run: ShareConfig) -> float:
@@ -154,21 +169,25 @@ def weights_seen(run: ShareConfig) -> float:
 
 
 def memory_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """For each replica that falls asleep: the share of its weights that observers see while it sleeps. Periods shorter than the time
-    between two samples are not judged."""
+    """Is the memory of a replica's weights freed while it sleeps?
+
+    For each replica that falls asleep: the share of its weights that observers see while it sleeps. Periods shorter than the time
+    between two samples are not judged.
+    """
     run, levels = read(config), residents(frame, MAIN)
     whole = weights_seen(run)
     kept, where, count = 0.0, "", 0
     held, seconds = leases(frame, MAIN)[0], watched(frame, MAIN)
-    for one, rank in itertools.product(held, levels):
-        if one.owner.endswith(f".{TRAINER}") or role_of(rank) != one.owner or one.device not in devices_of(run, rank):
+    for lease, rank in itertools.product(held, levels):
+        of_trainer = lease.owner.endswith(f".{TRAINER}")
+        if of_trainer or role_of(rank) != lease.owner or lease.device not in devices_of(run, rank):
             continue
-        wakes = min(
-            (other.since for other in held if other[:2] == one[:2] and other.since >= one.until), default=math.inf
-        )
-        if min(seconds(one.since, one.until), seconds(one.until, wakes)) > BETWEEN_LOOKS_S and math.isfinite(one.until):
-            awake = max(levels[rank].between(one.since, one.until))
-            asleep = min(levels[rank].between(one.until, wakes))
+        later = [again.since for again in held if again[:2] == lease[:2] and again.since >= lease.until]
+        wakes = min(later, default=math.inf)
+        shortest = min(seconds(lease.since, lease.until), seconds(lease.until, wakes))
+        if shortest > BETWEEN_LOOKS_S and math.isfinite(lease.until):
+            awake = max(levels[rank].between(lease.since, lease.until))
+            asleep = min(levels[rank].between(lease.until, wakes))
             share = 1 - (awake - asleep) / whole
             count += 1
             if share > kept:
@@ -184,64 +203,59 @@ def keeps_groups(config: Mapping[str, Any]) -> str:
     return no_ranks(config)
 
 
-def groups_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
-    """The groups in torch's table, without the World's, each time a trainer rank left its device."""
+def groups_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:  # noqa: ARG001 - rules are called alike
+    """Are a trainer's process groups gone while it is off its devices?
+
+    The groups in torch's table, without the World's, each time a trainer rank left its device.
+    """
     rows = rows_of(frame, MAIN, "groups_asleep", "who")
     freed = rows_of(frame, MAIN, "lease", "event")
-    left = Counter(freed[(freed["event"] == "freed") & freed["text"].str.endswith(f".{TRAINER}")]["rank"])
+    departures = Counter(freed[(freed["event"] == "freed") & freed["text"].str.endswith(f".{TRAINER}")]["rank"])
     counts = Counter(rows["rank"])
-    wrong = [
-        f"rank {rank} left its device {count} times and counted its process groups {counts[rank]} times"
-        for rank, count in left.items()
-        if counts[rank] < count
-    ]
-    wrong += [
-        f"{row['who']} (rank {row['rank']}) kept {row['value']:.0f} process groups off its devices"
-        for row in rows[rows["value"] > 0].to_dict("records")
-    ]
-    return of_violations(wrong, f"{len(rows)} times a trainer rank kept only the World's process group")
+    for rank, count in departures.items():
+        if counts[rank] < count:
+            yield f"rank {rank} left its device {count} times and counted its process groups {counts[rank]} times"
+    for row in rows[rows["value"] > 0].to_dict("records"):
+        yield f"{row['who']} (rank {row['rank']}) kept {row['value']:.0f} process groups off its devices"
+    return f"{len(rows)} times a trainer rank kept only the World's process group"
 
 
 # -- requests, versions, weights ----------------------------------------------------------------------------------------------
 
 
-def slept_in_flight(frame: pd.DataFrame, config: ShareConfig) -> list[str]:
+def slept_in_flight(frame: pd.DataFrame, config: ShareConfig) -> Iterator[str]:
     """Requests in flight, as recorded by replicas, when their weights were dropped. Every sleep must have a record."""
     rows = rows_of(frame, MAIN, "in_flight", "replica", "pipeline")
-    wrong = [
-        f"replica {row['replica']} of {row['pipeline']} fell asleep with {row['value']:.0f} requests in flight"
-        for row in rows[rows["value"] > 0].to_dict("records")
-    ]
-    recorded = Counter(zip(rows["pipeline"], rows["replica"].astype(int), strict=True))
+    for row in rows[rows["value"] > 0].to_dict("records"):
+        yield f"replica {row['replica']} of {row['pipeline']} fell asleep with {row['value']:.0f} requests in flight"
+    counts = Counter(zip(rows["pipeline"], rows["replica"].astype(int), strict=True))
     for ledger in ledgers(frame, MAIN):
         for (name, replica), slept in Counter(row.replica for row in ledger.of("shrunk")).items():
-            if recorded[name, replica] < slept * config.infer_tp:
-                wrong.append(
-                    f"replica {replica} of {name} slept {slept} times and counted {recorded[name, replica]} times"
-                )
-    return wrong
+            if counts[name, replica] < slept * config.infer_tp:
+                yield f"replica {replica} of {name} slept {slept} times and counted {counts[name, replica]} times"
 
 
-def weights_after_wake(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
-    """SHA-256 of all tensors of each replica after each sync, against the trainer's of that version."""
+def weights_after_wake(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:  # noqa: ARG001 - as above
+    """Does every woken replica have the weights of the version that it serves?
+
+    SHA-256 of all tensors of each replica after each sync, against the trainer's of that version.
+    """
     trained = rows_of(frame, MAIN, "digest", "pipeline", "version")
     digests = {(row["pipeline"], int(row["version"])): row["text"] for row in trained.to_dict("records")}
     rows = rows_of(frame, MAIN, "served", "pipeline", "version", "replica").to_dict("records")
-    wrong = [
-        f"replica {row['replica']} of {row['pipeline']} served weights that differ from the trainer's version {row['version']}"
-        for row in rows
-        if digests.get((row["pipeline"], int(row["version"]))) != row["text"]
-    ]
+    for row in rows:
+        if digests.get((row["pipeline"], int(row["version"]))) != row["text"]:
+            replica = f"replica {row['replica']} of {row['pipeline']}"
+            yield f"{replica} served weights that differ from the trainer's version {row['version']}"
     hashed = Counter((row["pipeline"], int(row["replica"]), int(row["version"])) for row in rows)
     published = Counter(
         (row.who, row["replica"], row["version"]) for ledger in ledgers(frame, MAIN) for row in ledger.of("published")
     )
-    wrong += [
-        f"version {version} was published on replica {replica} of {name} {count} times and hashed {hashed[name, replica, version]} times"
-        for (name, replica, version), count in published.items()
-        if hashed[name, replica, version] < count
-    ]
-    return of_violations(wrong, f"all tensors of a replica matched the trainer's version {len(rows)} times")
+    for (name, replica, version), count in published.items():
+        if (times := hashed[name, replica, version]) < count:
+            place = f"replica {replica} of {name}"
+            yield f"version {version} was published on {place} {count} times and hashed {times} times"
+    return f"all tensors of a replica matched the trainer's version {len(rows)} times"
 
 
 # -- the same numbers -----------------------------------------------------------------------------------------------------------
@@ -250,52 +264,55 @@ def weights_after_wake(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measur
 def outcomes(frame: pd.DataFrame, phase: str, pipeline: str) -> dict[tuple[str, str], tuple[float | None, str]]:
     """Weights of each version, losses and norms of each update, tokens of each sample, in recorded order."""
     rows = frame[(frame["phase"] == phase) & frame["metric"].isin(OUTCOMES)].sort_values("time", kind="stable")
-    found: dict[tuple[str, str], tuple[float | None, str]] = {}
+    numbers_by_key: dict[tuple[str, str], tuple[float | None, str]] = {}
     for metric, text, value, ids in zip(rows["metric"], rows["text"], rows["value"], rows["ids"], strict=True):
         known = json.loads(ids) if ids else {}
         if known.pop("pipeline", "") == pipeline:
             key = metric, " ".join(f"{name}={known[name]}" for name in sorted(known))
-            found[key] = None if metric.endswith("digest") else value, text
-    return found
+            numbers_by_key[key] = None if metric.endswith("digest") else value, text
+    return numbers_by_key
 
 
 def wanted_outcomes(config: ShareConfig, pipeline: str) -> dict[str, int]:
-    one = pipeline_config(config, pipeline)
-    updates = one.steps * one.groups * one.group // (one.batch or one.groups * one.group)
-    samples = one.steps * one.groups * one.group
-    return {"digest": one.steps + 1, "global_loss": updates, "grad_norm": updates, "tokens_digest": samples}
+    loop = pipeline_config(config, pipeline)
+    samples = loop.steps * loop.groups * loop.group
+    updates = samples // (loop.batch or loop.groups * loop.group)
+    return {"digest": loop.steps + 1, "global_loss": updates, "grad_norm": updates, "tokens_digest": samples}
 
 
-def same_numbers(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+def same_numbers(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:
+    """Does each pipeline compute bit for bit what it computes alone?"""
     run = read(config)
-    found = [departed(frame, run, name, MAIN) for name in run.pipelines]
-    wrong = [one for some, _ in found for one in some]
-    count = sum(number for _, number in found)
-    return of_violations(wrong, f"{count} losses, gradient norms, token and weight digests are identical bit for bit")
+    compared = [departed(frame, run, name, MAIN) for name in run.pipelines]  # all, so that lacking records come first
+    for violations, _ in compared:
+        yield from violations
+    count = sum(number for _, number in compared)
+    return f"{count} losses, gradient norms, token and weight digests are identical bit for bit"
 
 
 def departed(frame: pd.DataFrame, run: ShareConfig, name: str, phase: str) -> tuple[list[str], int]:
     """The outcomes of a pipeline in a phase that differ from those alone, in order, and the number of outcomes compared."""
-    before = f"alone_{name}"
-    alone, found = (outcomes(frame, where, name) for where in (before, phase))
-    for where, some in ((before, alone), (phase, found)):
+    alone, shared = outcomes(frame, f"alone_{name}", name), outcomes(frame, phase, name)
+    for where, recorded_there in ((f"alone_{name}", alone), (phase, shared)):
         for metric, number in wanted_outcomes(run, name).items():
-            if (there := sum(key[0] == metric for key in some)) != number:
+            if (count := sum(key[0] == metric for key in recorded_there)) != number:
                 lacking(
-                    frame, f"pipeline {name} recorded {metric} {there} times in the phase {where}, expected {number}"
+                    frame, f"pipeline {name} recorded {metric} {count} times in the phase {where}, expected {number}"
                 )
-    wrong = [
-        f"pipeline {name}, {metric} of {ids}: {describe(found.get((metric, ids)))} in the phase {phase}, {describe(one)} alone"
-        for (metric, ids), one in alone.items()
-        if found.get((metric, ids)) != one
+    violations = [
+        f"pipeline {name}, {metric} of {ids}: {describe(shared.get((metric, ids)))} in the phase {phase}, "
+        f"{describe(outcome)} alone"
+        for (metric, ids), outcome in alone.items()
+        if shared.get((metric, ids)) != outcome
     ]
-    return wrong, len(alone)
+    return violations, len(alone)
 
 
-def describe(one: tuple[float | None, str] | None) -> str:
-    if one is None:
+def describe(outcome: tuple[float | None, str] | None) -> str:
+    if outcome is None:
         return "nothing"
-    return one[1][:12] if one[0] is None else repr(one[0])
+    number, text = outcome
+    return text[:12] if number is None else repr(number)
 
 
 def stale(config: Mapping[str, Any]) -> str:
@@ -304,18 +321,22 @@ def stale(config: Mapping[str, Any]) -> str:
     return no_ranks(config)
 
 
-def namespaces_apart(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
-    """Weights and samples that are equal in both pipelines, although each draws its own."""
-    one, other = (outcomes(frame, MAIN, name) for name in PIPELINES)
-    both = [key for key in one if key in other and key[0] in ("digest", "tokens_digest")]
-    if not both:
-        lacking(frame, "the pipelines recorded no comparable weights or samples")
-    alike = [
-        f"{metric} of {ids} is the same in both pipelines"
-        for metric, ids in both
-        if one[metric, ids] == other[metric, ids]
-    ]
-    return of_violations(alike, f"{len(both)} digests of weights and samples differ between the pipelines")
+def namespaces_apart(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:
+    """Do the pipelines have separate weights and random numbers?
+
+    Each draws its own, so none of their weights and samples are equal.
+    """
+    drawn = [outcomes(frame, MAIN, name) for name in read(config).pipelines]
+    count = 0
+    for first, second in itertools.combinations(drawn, 2):
+        common = [key for key in first if key in second and key[0] in ("digest", "tokens_digest")]
+        if not common:
+            lacking(frame, "the pipelines recorded no comparable weights or samples")
+        count += len(common)
+        for metric, ids in common:
+            if first[metric, ids] == second[metric, ids]:
+                yield f"{metric} of {ids} is the same in both pipelines"
+    return f"{count} digests of weights and samples differ between the pipelines"
 
 
 def alone_here(config: Mapping[str, Any]) -> str:
@@ -324,25 +345,24 @@ def alone_here(config: Mapping[str, Any]) -> str:
     return no_ranks(config)
 
 
-def others_untouched(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Process groups of every rank, compared with the phase in which its pipeline was alone; and memory of sleeping ranks while a replica
-    of another pipeline sleeps or wakes."""
-    run, levels = read(config), residents(frame, MAIN)
-    wrong = list(groups_moved(frame, run))
+def others_untouched(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:
+    """Is a pipeline unaffected when a replica of the other one sleeps or wakes?
+
+    Process groups of every rank, compared with the phase in which its pipeline was alone; and memory of sleeping ranks while a replica
+    of another pipeline sleeps or wakes.
+    """
+    levels = residents(frame, MAIN)
+    yield from groups_moved(frame, read(config))
     held, count = leases(frame, MAIN)[0], 0
-    moves = [one for ledger in ledgers(frame, MAIN) for one in spans(ledger) if one.state in ("waking", "sleeping")]
+    moves = [span for ledger in ledgers(frame, MAIN) for span in spans(ledger) if span.state in ("waking", "sleeping")]
     for move, (owner, level) in itertools.product(moves, levels.items()):
-        busy = {one.owner for one in held if one.since < move.right and one.until > move.left}
+        busy = {lease.owner for lease in held if lease.since < move.right and lease.until > move.left}
         if owner.partition(".")[0] != move.pipeline and role_of(owner) not in busy:
             count += 1
             grown = max(level.within(move.left, move.right), default=0.0) - level.at(move.left)
             if grown > SEEN_BYTES:
-                what = f"a replica of {move.pipeline} fell asleep or woke"
-                wrong.append(f"{owner} grew by {grown / MIB:.1f} MiB asleep while {what}")
-    return of_violations(
-        wrong,
-        f"{counted(count, 'reading')} of sleeping ranks while a replica of the other pipeline fell asleep or woke",
-    )
+                yield f"{owner} grew by {grown / MIB:.1f} MiB asleep while a replica of {move.pipeline} fell asleep or woke"
+    return f"{counted(count, 'reading')} of sleeping ranks while a replica of the other pipeline fell asleep or woke"
 
 
 def groups_moved(frame: pd.DataFrame, run: ShareConfig) -> Iterator[str]:
@@ -355,53 +375,52 @@ def groups_moved(frame: pd.DataFrame, run: ShareConfig) -> Iterator[str]:
                 yield f"rank {rank} has {after[rank]:g} process groups after the phase shared, {before[rank]:g} after {phase}"
 
 
-def dead_and_seen(frame: pd.DataFrame, config: ShareConfig) -> list[str]:
+def dead_and_seen(frame: pd.DataFrame, config: ShareConfig) -> Iterator[str]:
     """Devices that a dead pipeline still held, according to observers, after the desk had removed it; and outcomes of the others that
     differ from those alone."""
-    wrong = []
     dead = {row.who for ledger in ledgers(frame, "rehearse") for row in ledger.of("died") if "replica" not in row.ids}
     for name in () if config.window else sorted({*config.pipelines} - dead):
-        wrong += departed(frame, config, name, "rehearse")[0]
+        yield from departed(frame, config, name, "rehearse")[0]
     for where, ledger in every_ledger(frame, ("rehearse",)):
         for name in {row.who for row in ledger.of("died") if "replica" not in row.ids}:
             gone = next((row.time for row in ledger.of("gone") if row.who == name), math.inf)
             last = ledger.rows[-1].time
             for device, seen in sights(frame, "rehearse").items():
-                late = [one for one in seen if gone + BETWEEN_LOOKS_S < one.since <= last]
-                wrong += [
-                    f"{where}: {owner} still holds device {device} after the desk removed {name}"
-                    for one in late
-                    for owner in one.owners
-                    if owner.startswith(f"{name}.")
-                ]
-    return wrong
+                late = [sight for sight in seen if gone + BETWEEN_LOOKS_S < sight.since <= last]
+                for owner in (owner for sight in late for owner in sight.owners if owner.startswith(f"{name}.")):
+                    yield f"{where}: {owner} still holds device {device} after the desk removed {name}"
 
 
-def loops_right(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
-    """Every rule of a loop's ledger, for each pipeline, alone and shared, except that a step may wait for all its groups."""
-    wrong, count, asked = list[str](), 0, set[str]()
+def loops_right(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:  # noqa: ARG001 - as above
+    """Does each pipeline's loop satisfy every rule of the lab stream?
+
+    Every rule of a loop's ledger, for each pipeline, alone and shared, except that a step may wait for all its groups.
+    """
+    count, asked = 0, set[str]()
     for where, loop in loops(frame, (MAIN, "alone_a", "alone_b")):
-        for name, rule in stream.CHECKS.items():
+        for name, rule_of_loop in stream.CHECKS.items():
             if name != "trains_before_straggler":
                 try:
-                    found = rule(loop)
+                    answer = rule_of_loop(loop)
                 except NotMeasured:
                     continue
                 count += 1
                 asked.add(name)
-                wrong += [f"{where}: {name}: {found.why}"] if found.value else []
+                if answer.value:
+                    yield f"{where}: {name}: {answer.why}"
     if not count:
         raise Missing("no pipeline's loop was recorded with its settings (`capacity`)")
-    return of_violations(
-        wrong, f"{counted(len(asked), 'rule')} of the lab stream, checked {count} times, hold in every loop"
-    )
+    return f"{counted(len(asked), 'rule')} of the lab stream, checked {count} times, hold in every loop"
 
 
 def gate_shown(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Whether the gate's scenario occurred; only then do the other checks tell something about it."""
-    what, count_in = GATES[config["gate"]]
+    """Did the gate's scenario occur?
+
+    Only then do the other rules tell something about it.
+    """
+    scenario, count_in = GATES[config["gate"]]
     count = sum(map(count_in, ledgers(frame, MAIN)))
-    return Measured(float(count), f"{what}: {count} times" if count else f"never happened: {what}")
+    return Measured(float(count), f"{scenario}: {count} times" if count else f"never happened: {scenario}")
 
 
 def returns(ledger: Ledger, *, beside_others: bool) -> int:
@@ -422,7 +441,7 @@ def returns(ledger: Ledger, *, beside_others: bool) -> int:
 
 def hand_overs(ledger: Ledger) -> int:
     rows = [row for row in ledger.of("granted", "release") if row.get("kind") == "training"]
-    return sum(one.event == "release" and after.event == "granted" for one, after in itertools.pairwise(rows))
+    return sum(row.event == "release" and after.event == "granted" for row, after in itertools.pairwise(rows))
 
 
 def exchanges(ledger: Ledger) -> int:
@@ -456,12 +475,16 @@ GATES: Mapping[str, tuple[str, Callable[[Ledger], int]]] = {
 
 
 def nothing_left(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Counts of every rank at the end compared with those before the first loop, and process groups after each loop compared with those
-    before it. The compiler's folder from the first step is expected."""
+    """Are all files, sockets, threads, processes and shared-memory segments gone at the end?
+
+    Counts of every rank at the end compared with those before the first loop, and process groups after each loop compared with those
+    before it. The compiler's folder from the first step is expected.
+    """
     import pandas as pd
 
-    if wrong := list(groups_moved(frame, read(config))):
-        return of_violations(wrong, "")
+    if moved := list(groups_moved(frame, read(config))):
+        more = f"; {len(moved) - 1} more" if len(moved) > 1 else ""
+        return Measured(float(len(moved)), moved[0] + more)
     kept = frame["metric"] == "temp_files"
     settled = frame[kept & (frame["phase"] == MAIN)].assign(phase="prepare")
     return left("end", "prepare")(pd.concat([frame[~kept | (frame["phase"] != "prepare")], settled]), config)
@@ -474,73 +497,25 @@ BY_RANKS_TOO = {
 }
 
 RULES: tuple[Rule, ...] = (
-    Rule(
-        "gate_shown",
-        "Did the gate's scenario occur?",
-        gate_shown,
-        limit=1,
-        better=">=",
-        when=lambda config: bool(config.get("gate")),
-    ),
-    Rule(
-        "same_numbers",
-        "Does each pipeline compute bit for bit what it computes alone?",
-        same_numbers,
-        cannot=stale,
-    ),
-    Rule(
-        "weights_after_wake",
-        "Does every woken replica have the weights of the version that it serves?",
-        weights_after_wake,
-        cannot=no_ranks,
-    ),
-    Rule(
-        "peak_fits",
-        "Does each device hold at most the memory that one of its ranks needs?",
-        peak_fits,
-        limit=SEEN_BYTES / MIB,
-        unit="MiB",
-        cannot=no_ranks,
-    ),
-    Rule(
-        "memory_down_asleep",
-        "Is the memory of a replica's weights freed while it sleeps?",
-        memory_down_asleep,
-        limit=0.5,
-        cannot=no_ranks,
-    ),
-    Rule(
-        "groups_down_asleep",
-        "Are a trainer's process groups gone while it is off its devices?",
-        groups_down_asleep,
-        cannot=keeps_groups,
-    ),
-    Rule(
-        "others_untouched",
-        "Is a pipeline unaffected when a replica of the other one sleeps or wakes?",
-        others_untouched,
-        cannot=alone_here,
-    ),
-    Rule(
-        "namespaces_apart",
-        "Do the pipelines have separate weights and random numbers?",
-        namespaces_apart,
-        cannot=alone_here,
-    ),
-    Rule(
-        "nothing_left",
-        "Are all files, sockets, threads, processes and shared-memory segments gone at the end?",
-        nothing_left,
-        cannot=no_ranks,
-    ),
-    Rule("loops_right", "Does each pipeline's loop satisfy every rule of the lab stream?", loops_right),
+    rule(gate_shown, limit=1, better=">=", when=lambda config: bool(config.get("gate"))),
+    rule(same_numbers, cannot=stale),
+    rule(weights_after_wake, cannot=no_ranks),
+    rule(peak_fits, limit=SEEN_BYTES / MIB, unit="MiB", cannot=no_ranks),
+    rule(memory_down_asleep, limit=0.5, cannot=no_ranks),
+    rule(groups_down_asleep, cannot=keeps_groups),
+    rule(others_untouched, cannot=alone_here),
+    rule(namespaces_apart, cannot=alone_here),
+    rule(nothing_left, cannot=no_ranks),
+    rule(loops_right),
     *(
         Rule(
-            name,
-            rule.__doc__ or "",
-            with_ranks(rule, BY_RANKS_TOO[name]) if name in BY_RANKS_TOO else of_ledgers(rule),
+            by_ledger.__name__,
+            by_ledger.__doc__ or "",
+            with_ranks(by_ledger, BY_RANKS_TOO[by_ledger.__name__])
+            if by_ledger.__name__ in BY_RANKS_TOO
+            else of_ledgers(by_ledger),
         )
-        for name, rule in judge.CHECKS.items()
+        for by_ledger in judge.RULES
     ),
 )
 

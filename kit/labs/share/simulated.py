@@ -1,7 +1,7 @@
 """The phases of the lab `share` without ranks: the pipelines and the desk on a virtual clock, in milliseconds. Notebook side.
 
-`shared` has the config's settings. `scripted` runs the desk with scripted pipelines (those that expose its faults). `rehearse` has failures
-that must not end a run: each scene is a separate run with its own ledger.
+`shared` has the config's settings. `scripted` runs the desk with scripted pipelines (`scenarios.py`; with a fault of the desk, only the
+one that exposes it). `rehearse` has failures that must not end a run: each scene is a separate run with its own ledger.
 """
 
 from __future__ import annotations
@@ -14,20 +14,12 @@ from kit.errors import KitError
 from kit.labs.lab import Drive
 from kit.labs.share.drive import OfPipeline, member
 from kit.labs.share.lab import DESK, ShareConfig, pipeline_config
+from kit.labs.share.scenarios import SCENARIOS
 from kit.labs.stream.drive import durations, silent, written
 from kit.labs.stream.lab import settings
-from kit.loop.messages import Command, Event, Row
+from kit.loop.messages import Event, Row
 from kit.loop.runner import Runner, VirtualClock
-from kit.share import broken as desks
-from kit.share import core
-from kit.share.broken import Swap, handles, swapped
-from kit.share.member import Joined, Member
 from kit.share.simulated import Devices, Ports, Simulation, simulate
-from kit.share.state import State
-from kit.stream import core as stream
-from kit.stream import generation
-from kit.stream.generation import Turn as Loop
-from kit.stream.generation import fail
 from kit.stream.ports import Log, Meter, Watched
 from kit.stream.settings import opening
 from kit.stream.simulated import ADDRESSES, System
@@ -41,21 +33,21 @@ SHORT_MS = 50  # a limit that a scene reaches
 
 
 def shared(drive: Drive) -> None:
-    with written(drive) as rows, swapped(SWAPS.get(drive.fault, ())):
+    with written(drive) as rows:
         done = run(drive.config)
         rows.extend(done.rows)
     finished(done, drive.config)
 
 
 def scripted(drive: Drive) -> None:
-    with written(drive) as rows, swapped(SWAPS.get(drive.fault, ())):
-        faults = [one for name, one in desks.FAULTS.items() if drive.fault in (None, name)]
-        for scenario in {id(one.scenario): one.scenario for one in faults}.values():
-            rows.extend(scenario.run().rows)
+    with written(drive) as rows:
+        names = [drive.scene["scenario"]] if "scenario" in drive.scene else [*SCENARIOS]
+        for name in names:
+            rows.extend(SCENARIOS[name].run().rows)
 
 
 def rehearse(drive: Drive) -> None:
-    with written(drive) as rows, swapped(SWAPS.get(drive.fault, ())):
+    with written(drive) as rows:
         for scene in scenes(drive.config):
             rows.extend(run(drive.config, scene).rows)
 
@@ -168,82 +160,3 @@ def run(config: ShareConfig, scene: Scene = Scene(name="as configured")) -> Simu
     done = simulate(cores, {**ports, "log": logs}, clock, devices, until_s=late, prepare=watched)
     done.rows[:0] = first
     return done
-
-
-# -- wrong rules of pipelines --------------------------------------------------------------------------------------------
-
-NOBODY = -1
-on_left, send = generation.on_left, generation.send
-member_step, desk_step = Member.step, core.Scheduler.step
-
-
-def routes_by_an_old_set(t: Loop, event: Event) -> None:
-    """Requests are resent using the set of replicas before the shrink, in which the sleeper looks idle. They are cancelled later."""
-    there = t.replicas
-    on_left(t, event)
-    if event.replica in there:
-        t.replicas = there.put(event.replica, replace(there[event.replica], load=-1))
-        send(t)
-        on_left(t, event)
-
-
-def shrinks_first(member: Member, state: Joined, event: Event) -> tuple[Joined, tuple[Command, ...]]:
-    state, commands = member_step(member, state, event)
-    shrinks = tuple(one for one in commands if one.name == "shrink")
-    return state, (*shrinks, *(one for one in commands if one.name != "shrink"))
-
-
-def refuses_when_empty(t: Loop) -> None:
-    if t.waiting and not t.held and not generation.active(t) and t.version == t.last - 1:
-        fail(t, "there is no replica to send a request to")
-    send(t)
-
-
-def forgets_what_was_in_flight(t: Loop, event: Event) -> None:
-    if event.replica in t.replicas:
-        t.replicas = t.replicas.without(event.replica)
-
-
-def counts_too_early(t: Loop, event: Event) -> None:
-    """The requests to cancel are counted before the last one comes, so that one stays with a sleeping replica."""
-    there = [
-        (group.id, number)
-        for group in t.buffer.values()
-        for number, sample in enumerate(group.samples)
-        if sample.in_flight and sample.replica == event.replica
-    ]
-    for group, number in there[-1:]:
-        t.put(t.buffer[group].put(number, replica=NOBODY))
-    on_left(t, event)
-    for group, number in there[-1:]:
-        t.put(t.buffer[group].put(number, replica=event.replica))
-
-
-# -- the desk and a pipeline's set-up ------------------------------------------------------------------------------------------
-
-
-def hears_nothing_meanwhile(desk: core.Scheduler, state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
-    return (state, ()) if state.plan is not None else desk_step(desk, state, event)
-
-
-def asks_before_it_is_there(member: Member, state: Joined, event: Event) -> tuple[Joined, tuple[Command, ...]]:
-    if state.core is None and event.name == "admitted":
-        return state, (member.ask("acquire", kind="generation", target=1),)
-    if state.core is None and event.name == "granted":
-        return member.start()
-    return member_step(member, state, event)
-
-
-SWAPS: Mapping[str | None, tuple[Swap, ...]] = {
-    **{name: fault.swaps for name, fault in desks.FAULTS.items()},
-    "stale-routing": (
-        (stream, "HANDLERS", {**stream.HANDLERS, "left": routes_by_an_old_set}),
-        (Member, "step", shrinks_first),
-    ),
-    "raises-when-empty": ((generation, "send", refuses_when_empty),),
-    "abort-never-signals": ((stream, "HANDLERS", {**stream.HANDLERS, "left": forgets_what_was_in_flight}),),
-    "count-outside-lock": ((stream, "HANDLERS", {**stream.HANDLERS, "left": counts_too_early}),),
-    "lock-held-across-call": ((core.Scheduler, "step", hears_nothing_meanwhile),),
-    "request-before-shell": ((Member, "step", asks_before_it_is_there),),
-    "dead-coordinator": (handles("died", lambda *_: None),),
-}

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kit.labs.share.lab import LAB
-from kit.labs.share.simulated import SWAPS
 from kit.results import Verdict
 from tests.labs.simulated import run
 
 
 def simulated(fault: str | None = None, **config: Any) -> tuple[Verdict, str]:
-    return run(LAB, SWAPS, fault, **config)
+    return run(LAB, fault, **config)

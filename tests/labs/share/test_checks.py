@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kit.labs.share.rules import CHECKS
+from kit.labs.share.rules import RULES
 from kit.results.records import NOTEBOOK, new_row
 from tests.labs.share.evidence import CONFIG, MIB, Row, records, verdict_of
 from tests.labs.simulated import failed, passed, why
@@ -214,7 +214,7 @@ def test_a_wrong_row_fails_its_check(right: list[Row], check: str, what: str, ch
 
 def test_every_check_of_ranks_has_a_wrong_row() -> None:
     assert {check for check, _, _ in WRONG} >= OF_RANKS
-    assert {check.name for check in CHECKS} >= {check for check, _, _ in WRONG}
+    assert {rule.name for rule in RULES} >= {check for check, _, _ in WRONG}
 
 
 def test_the_first_number_that_departs_is_named(right: list[Row]) -> None:

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from kit.cli import main
+from kit.labs.discover import find_fault
+from kit.labs.share.lab import LAB
 from kit.labs.share.ledgers import parts
+from kit.labs.share.scenarios import SCENARIOS
 from kit.measure import Recorder
-from kit.share.broken import FAULTS, swapped
+from kit.target import replaced
 from tests.share.chaos import rows_of
 from tests.share.pair import shared
 from tests.share.test_shared import BOTH, foreign
@@ -42,11 +45,13 @@ def test_a_right_ledger_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("name", ["lost-device", "double-allocation", "half-replica"])
 def test_a_wrong_ledger_fails(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with swapped(FAULTS[name].swaps):
-        rows = foreign(rows_of(FAULTS[name].scenario.run().rows))
+    fault = find_fault(LAB, name)
+    assert fault is not None
+    with replaced(fault.patch):
+        rows = foreign(rows_of(SCENARIOS[fault.scene["scenario"]].run().rows))
     status, verdict = check(tmp_path / "run", rows, capsys)
     assert status == 1
-    assert verdict[FAULTS[name].check]["passed"] is False
+    assert verdict[fault.caught_by]["passed"] is False
 
 
 def test_what_a_small_ledger_lacks_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 import kit
 from kit.errors import KitError
-from kit.labs.stream import broken
 from kit.labs.stream.lab import LAB
 from kit.results import Verdict
 from kit.world.world import Worlds
@@ -21,7 +20,7 @@ SMALL = {"ranks": 2, "replicas": 1, "steps": 3, "groups": 2, "group": 2}
 
 
 def simulated(fault: str | None = None, **config: Any) -> tuple[Verdict, str]:
-    return run(LAB, broken.SWAPS, fault, **{"ranks": 1, **config})
+    return run(LAB, fault, **{"ranks": 1, **config})
 
 
 @pytest.fixture(scope="module")

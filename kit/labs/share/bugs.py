@@ -1,0 +1,204 @@
+"""The known bugs of the desk and of pipelines in the lab `share`: what a fault puts in place of the right code. Notebook side.
+
+Originals are bound when this module is imported, before the first replacement is in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kit.loop.messages import Command, Event, Map
+from kit.share import core
+from kit.share.core import Scheduler
+from kit.share.member import Joined, Member
+from kit.share.planner import Gaps, Share, Supply, View
+from kit.share.state import GENERATION, PRIORITY, Op, Request, State, Turn
+from kit.stream import core as stream
+from kit.stream import generation
+from kit.stream.generation import Turn as Loop
+
+advance, drop, expand, grant, lose, shrink = core.advance, core.drop, core.expand, core.grant, core.lose, core.shrink
+desk_step, member_step = Scheduler.step, Member.step
+meets, measure_gaps = Supply.meets, Gaps.__init__
+on_left, send = generation.on_left, generation.send
+
+# -- the desk: who gets which devices -------------------------------------------------------------------------------------
+
+
+def gives_twice(supply: Supply, request: Request) -> bool:
+    idle = set(supply.idle)
+    met = meets(supply, request)
+    supply.idle |= idle
+    return met
+
+
+def grants_unseen(t: Turn, op: Op) -> None:
+    idle, t.idle = t.idle, t.idle | op.devices
+    grant(t, op)
+    t.idle = idle - op.devices
+
+
+def advances_at_once(t: Turn) -> None:
+    sleeping, t.sleeping = t.sleeping, frozenset()
+    advance(t)
+    t.sleeping = sleeping
+
+
+def drops_without_devices(t: Turn, name: str, how: str) -> None:
+    t.leases = Map({key: lease for key, lease in t.leases.items() if key[0] != name})
+    drop(t, name, how)
+
+
+last_first = property(lambda request: (-PRIORITY[request.kind], request.number))
+youngest_first = property(lambda request: (PRIORITY[request.kind], -request.number))
+
+
+def target_without_floor(gaps: Gaps, share: Share) -> int:
+    return (2 * share.remaining * gaps.budget + gaps.weight) // (2 * gaps.weight) if gaps.weight else 0
+
+
+def gaps_without_tp(gaps: Gaps, view: View) -> None:
+    measure_gaps(gaps, View([replace(share, tp=1) for share in view.shares.values()], view.idle, view.devices))
+    shares = [view.shares[share.name] for share in gaps.known]
+    gaps.eligible = [share for share in shares if share.name in gaps.bundles]
+    gaps.known = shares
+
+
+def finds_no_violation(*_: object) -> list[str]:
+    return []
+
+
+def never_off_balance(_: object) -> bool:
+    return False
+
+
+def shrinks_for_nothing(supply: Supply, request: Request) -> bool:
+    for owner in sorted({supply.owners[device] for device in supply.needs(request) if device in supply.owners}):
+        supply.shrink(*owner)
+    return meets(supply, request)
+
+
+def expands_half_a_replica(t: Turn, op: Op, replica: int) -> None:
+    expand(t, op, replica)
+    if t.commands and t.commands[-1].name == "expand":
+        ordered = t.commands.pop()
+        devices = str(ordered.devices).rpartition(",")[0] or str(ordered.devices)
+        t.commands.append(Command("expand", ordered.to, ordered.pipeline, **{**dict(ordered.ids), "devices": devices}))
+
+
+def forgets_what_it_shrank(t: Turn, name: str, replica: int) -> None:
+    shrink(t, name, replica)
+    if not t.active(name):
+        t.leases = t.leases.without((name, GENERATION))
+
+
+def loses_and_forgets(t: Turn, name: str, replica: int) -> None:
+    lose(t, name, replica)
+    if t.pipelines[name].releasing:
+        t.change(name, waiters=0)
+
+
+# -- the desk: what it hears and when it answers --------------------------------------------------------------------------
+
+
+def reports_unclamped(t: Turn, event: Event) -> None:
+    if (pipeline := t.pipelines.get(event.pipeline)) is not None:
+        stream_name = event.get("stream", "training")
+        streams = Map({**pipeline.streams, stream_name: (0, event.target)})
+        t.change(event.pipeline, streams=streams, moved=pipeline.moved + 1)
+
+
+def ignores(*_: object) -> None:
+    """An event or a rule without effect."""
+
+
+PROGRESS_NEVER_ENDS = {**core.HANDLERS, "progress_end": ignores}
+PROGRESS_IS_UNCLAMPED = {**core.HANDLERS, "progress": reports_unclamped}
+DEATHS_ARE_IGNORED = {**core.HANDLERS, "died": ignores}
+
+
+def watches_nobody(t: Turn) -> None:
+    t.alarm(t.settings.watchdog_ms, "watchdog")
+
+
+def waits_for_all(t: Turn) -> None:
+    for request in t.requests:
+        replicas = t.pipelines[request.pipeline].generation.bundles
+        if request.kind == GENERATION and len(t.active(request.pipeline)) == len(replicas):
+            core.answer(t, request)
+
+
+def always_may_start(*_: object) -> bool:
+    return True
+
+
+def never_holds(*_: object) -> bool:
+    return False
+
+
+def waiters_sleep_on(t: Turn, name: str, _: str) -> None:
+    t.requests = tuple(request for request in t.requests if request.pipeline != name)
+
+
+def hears_nothing_meanwhile(desk: Scheduler, state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
+    return (state, ()) if state.plan is not None else desk_step(desk, state, event)
+
+
+# -- pipelines ------------------------------------------------------------------------------------------------------------
+
+NOBODY = -1
+
+
+def routes_by_an_old_set(t: Loop, event: Event) -> None:
+    """Requests are resent using the set of replicas before the shrink, in which the sleeper looks idle. They are cancelled later."""
+    before = t.replicas
+    on_left(t, event)
+    if event.replica in before:
+        t.replicas = before.put(event.replica, replace(before[event.replica], load=-1))
+        send(t)
+        on_left(t, event)
+
+
+def shrinks_first(member: Member, state: Joined, event: Event) -> tuple[Joined, tuple[Command, ...]]:
+    state, commands = member_step(member, state, event)
+    shrinks = tuple(command for command in commands if command.name == "shrink")
+    return state, (*shrinks, *(command for command in commands if command.name != "shrink"))
+
+
+def refuses_when_empty(t: Loop) -> None:
+    if t.waiting and not t.held and not generation.active(t) and t.version == t.last - 1:
+        generation.fail(t, "there is no replica to send a request to")
+    send(t)
+
+
+def forgets_what_was_in_flight(t: Loop, event: Event) -> None:
+    if event.replica in t.replicas:
+        t.replicas = t.replicas.without(event.replica)
+
+
+def counts_too_early(t: Loop, event: Event) -> None:
+    """The requests to cancel are counted before the last one comes, so that one stays with a sleeping replica."""
+    in_flight = [
+        (group.id, number)
+        for group in t.buffer.values()
+        for number, sample in enumerate(group.samples)
+        if sample.in_flight and sample.replica == event.replica
+    ]
+    for group, number in in_flight[-1:]:
+        t.put(t.buffer[group].put(number, replica=NOBODY))
+    on_left(t, event)
+    for group, number in in_flight[-1:]:
+        t.put(t.buffer[group].put(number, replica=event.replica))
+
+
+OLD_SET_ROUTES = {**stream.HANDLERS, "left": routes_by_an_old_set}
+IN_FLIGHT_IS_FORGOTTEN = {**stream.HANDLERS, "left": forgets_what_was_in_flight}
+COUNTED_TOO_EARLY = {**stream.HANDLERS, "left": counts_too_early}
+
+
+def asks_before_it_is_there(member: Member, state: Joined, event: Event) -> tuple[Joined, tuple[Command, ...]]:
+    if state.core is None and event.name == "admitted":
+        return state, (member.ask("acquire", kind="generation", target=1),)
+    if state.core is None and event.name == "granted":
+        return member.start()
+    return member_step(member, state, event)

@@ -1,0 +1,154 @@
+"""Small runs of the desk with scripted pipelines on simulated devices. Each exposes some bugs of the desk, and passes without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kit.loop.runner import VirtualClock
+from kit.share.core import Scheduler
+from kit.share.planner import View
+from kit.share.simulated import Devices, Script, Simulation, simulate
+from kit.share.state import GENERATION, Settings
+
+Line = tuple[int, str, dict[str, int | str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Scripted pipelines: the clusters that they register, and their requests with times (ms)."""
+
+    lines: Mapping[str, tuple[Line, ...]]
+    clusters: Mapping[str, dict[str, int | str]]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    planner: Callable[[View], object] | None = None
+    until_s: float = 10.0
+
+    def run(self) -> Simulation:
+        clock = VirtualClock()
+        settings = {"devices": 2, "admission_ms": 0, "request_ms": 3000, "watchdog_ms": 500, **self.settings}
+        cores: dict[str, Any] = {name: Script(name, *self.script(name)) for name in self.clusters}
+        cores["desk"] = Scheduler(Settings(pipelines=tuple(self.clusters), **settings), planner=self.planner)
+        return simulate(cores, {}, clock, Devices(clock, {}), until_s=self.until_s)
+
+    def script(self, name: str) -> Iterator[Line]:
+        yield 0, "register", self.clusters[name]
+        yield 1, "admit", {}
+        yield from self.lines[name]
+        leaves = int(self.until_s * 1000) - 1000
+        yield leaves, "progress_end", {}
+        yield leaves, "unregister", {}
+        yield leaves + 900, "ended", {}
+
+
+def generates(at: int, target: int = 10) -> tuple[Line, ...]:
+    return (at, "progress", {"completed": 0, "target": target}), (at, "acquire", {"kind": GENERATION})
+
+
+def trains(at: int, until: int, kind: str = "training") -> tuple[Line, ...]:
+    return (at, "acquire", {"kind": kind}), (until, "release", {"kind": kind})
+
+
+ALL: dict[str, int | str] = {"trainer": "0", "generation": "0,1,2,3"}
+CROWD = Scenario(
+    lines={
+        "a": (*generates(5), *trains(200, 1000)),
+        "b": (*generates(6), *trains(202, 1500, "logprobs")),
+        "c": (*generates(7), *trains(203, 1400)),
+        "d": (*generates(8), *trains(204, 1600)),
+    },
+    clusters=dict.fromkeys("abcd", ALL),
+    settings={"devices": 4},
+)
+PAIR = Scenario(
+    lines={"a": (*generates(5), *trains(200, 600)), "b": (*generates(50), *trains(250, 700))},
+    clusters={"a": {"trainer": "0", "generation": "0,1"}, "b": {"trainer": "1", "generation": "0,1"}},
+)
+DEATH = replace(PAIR, lines={**PAIR.lines, "a": (*generates(5), *trains(200, 900), (400, "died", {"who": "a"}))})
+SMALL_DEMAND = replace(
+    PAIR,
+    lines={"a": generates(5, 1000), "b": generates(50, 1)},
+    clusters={"a": {"generation": "0"}, "b": {"generation": "0,1"}},
+)
+WIDE_CLUSTER: dict[str, int | str] = {"generation": "0,1,2,3,4,5,6,7"}
+SHIFT = Scenario(
+    lines={
+        "a": (*generates(5, 100), (500, "progress", {"completed": 95, "target": 100})),
+        "b": (*generates(10, 100), (300, "progress", {"completed": 5, "target": 100})),
+    },
+    clusters=dict.fromkeys("ab", WIDE_CLUSTER),
+    settings={"devices": 8},
+)
+WIDE = replace(
+    SHIFT, clusters={"a": {"generation": "0,1,2,3,4,5,6,7", "tp": 4}, "b": {"generation": "0,1,2,3,4,5,6,7"}}
+)
+RELEASE = replace(
+    PAIR,
+    lines={
+        "a": (*generates(5), (300, "planned_release", {}), (305, "died", {"who": "a", "replica": 1})),
+        "b": (*generates(1000), (1500, "planned_release", {}), (1501, "planned_release", {})),
+    },
+)
+STREAMS = replace(
+    PAIR,
+    lines={
+        "a": (
+            *generates(5),
+            (100, "progress", {"stream": "validation", "completed": 1, "target": 4}),
+            (101, "progress", {"stream": "test", "completed": 9, "target": 4}),
+            (300, "progress_end", {"stream": "validation"}),
+            (700, "progress_end", {"stream": "test"}),
+        ),
+        "b": (*generates(50), *trains(400, 600)),
+    },
+)
+ONE_DEVICE: dict[str, int | str] = {"trainer": "0", "generation": "0"}
+PREEMPTED = replace(
+    PAIR,
+    lines={"a": generates(5), "b": trains(200, 600)},
+    clusters=dict.fromkeys("ab", ONE_DEVICE),
+    settings={"devices": 1},
+)
+UNREPORTED = replace(
+    PREEMPTED, lines={"a": ((5, "acquire", {"kind": GENERATION, "target": 5}),), "b": trains(200, 600)}
+)
+STAGGERED = replace(
+    PAIR,
+    lines={
+        "a": (*generates(5), *trains(200, 600), *trains(700, 900)),
+        "b": ((610, "progress", {"completed": 0, "target": 10}), (1500, "acquire", {"kind": GENERATION})),
+    },
+    settings={"admission_ms": 4000},
+)
+QUITTER = replace(CROWD, lines={**CROWD.lines, "d": (*trains(204, 1600), (300, "unregister", {}))})
+STUCK = Scenario(
+    lines={"a": generates(5), "b": trains(100, 3000), "c": (*trains(200, 2800), (3500, "progress_end", {}))},
+    clusters={"a": {"generation": "0,1"}, "b": {"trainer": "0"}, "c": {"trainer": "0,1"}},
+    settings={"request_ms": 4000},
+)
+
+
+def takes_all(view: View) -> None:
+    """A planner whose plans are not feasible; the desk refuses them."""
+    for share in view.shares.values():
+        for replica in list(share.free):
+            view.expand(share.name, replica)
+
+
+SCENARIOS: Mapping[str, Scenario] = {
+    "crowd": CROWD,
+    "pair": PAIR,
+    "death": DEATH,
+    "small demand": SMALL_DEMAND,
+    "infeasible plans": replace(PAIR, planner=takes_all),
+    "shift": SHIFT,
+    "wide": WIDE,
+    "stuck": STUCK,
+    "release": RELEASE,
+    "streams": STREAMS,
+    "preempted": PREEMPTED,
+    "unreported": UNREPORTED,
+    "staggered": STAGGERED,
+    "quitter": QUITTER,
+}
