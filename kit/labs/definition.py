@@ -209,11 +209,11 @@ class Fault:
 
 
 def exposed_by(
-    settings: Mapping[str, Any], *faults: Fault, needs: Mapping[str, tuple[Any, ...]] | None = None
+    settings: Mapping[str, Any], *faults: Fault, needs: Mapping[str, tuple[Any, ...]] | None = None, **alike: Any
 ) -> tuple[Fault, ...]:
-    """Faults that all have these settings, and these values that they need, in addition to their own."""
+    """Faults that all have these settings, and these values that they need, in addition to their own; and other fields `alike`."""
     return tuple(
-        dataclasses.replace(fault, set={**settings, **fault.set}, needs={**(needs or {}), **fault.needs})
+        dataclasses.replace(fault, set={**settings, **fault.set}, needs={**(needs or {}), **fault.needs}, **alike)
         for fault in faults
     )
 

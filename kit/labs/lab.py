@@ -75,6 +75,7 @@ class Drive(Recording):
     cycle: int
     phase: str
     roles: Mapping[str, tuple[int, ...]]
+    scene: Mapping[str, Any]  # further arguments of a driver or a simulation, without which the fault does not show
     folder: Path  # the run's, with everything that was recorded so far
     write: Write
     quiet: Quiet
@@ -380,6 +381,7 @@ class Lab:
             cycle=step.cycle,
             phase=step.phase,
             roles={role.name: role.ranks for role in self.roles if not step.roles or role.name in step.roles},
+            scene=self.bug.scene if self.bug else {},
             folder=self.dir,
             write=write,
             quiet=Quiet(observer),

@@ -7,7 +7,6 @@ from typing import Any
 
 from kit.errors import KitError
 from kit.labs.definition import Definition, Fault
-from kit.labs.discover import find_fault
 from kit.results import Record, Verdict
 from kit.results.records import NOTEBOOK
 from kit.results.rules import judge
@@ -16,12 +15,12 @@ from kit.target import load_callable, replaced
 
 
 class Notebook:
-    """The part of a Drive that a simulated run uses: its config, the fault and its scene, and where rows go."""
+    """The part of a Drive that a simulated run uses: its config, the fault's name and scene, and where rows go."""
 
-    def __init__(self, config: Any, bug: Fault | None) -> None:
+    def __init__(self, config: Any, fault: Fault | None) -> None:
         self.config = config
-        self.fault = bug.name if bug else None
-        self.scene = bug.scene if bug else {}
+        self.fault = fault.name if fault else None
+        self.scene = fault.scene if fault else {}
         self.phase = ""
         self.rows: list[dict[str, Any]] = []
 
@@ -29,22 +28,21 @@ class Notebook:
         self.rows += [{"phase": self.phase, **row} for row in rows]
 
 
-def run(lab: Definition, fault: str | None, **config: Any) -> tuple[Verdict, str]:
-    """Return the verdict of a simulated run and the error that ended it. With a fault on, missing records are suspect."""
-    bug = find_fault(lab, fault)
-    drive = Notebook(lab.config(**{"simulated": True, **config}), bug)
+def run(lab: Definition, fault: Fault | None, **config: Any) -> tuple[Verdict, str]:
+    """Return the verdict of a simulated run and the error that ended it. With a fault, missing records are suspect."""
+    drive = Notebook(lab.config(**{"simulated": True, **config}), fault)
     error = ""
     try:
         for step in lab.plan(drive.config):
             drive.phase = step.phase
-            patches = [bug.patch_in(phase, "notebook") for phase in ("", step.phase)] if bug else []
+            patches = [fault.patch_in(phase, "notebook") for phase in ("", step.phase)] if fault else []
             with replaced({place: wrong for patch in patches for place, wrong in patch.items()}):
                 load_callable(step.driver)(drive)
     except KitError as raised:
         error = str(raised)
     head = {"run": "test", "lab": lab.name, "cycle": 1, "rank": NOTEBOOK}
     frame = to_frame(Record(**head, **row) for row in drive.rows)
-    suspect = f"fault {fault!r}" if fault and not error else ""  # a broken run is judged as far as its records go
+    suspect = f"fault {fault.name!r}" if fault and not error else ""  # a broken run is judged as far as its records go
     return judge(frame, dataclasses.asdict(drive.config), lab.load_rules(), suspect=suspect), error
 
 

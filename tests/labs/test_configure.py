@@ -18,7 +18,7 @@ from kit.labs.definition import Definition, LabConfig, Option
 from kit.labs.discover import check_target, complaints, configure, discover, find, find_fault, from_text, validate
 from kit.machine import has_gpu_driver
 from kit.results.old import CODE, SETTINGS, Renamed, current_code
-from kit.target import load_callable
+from kit.target import load, load_callable, replaced
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,14 @@ def test_what_a_fault_sets_is_what_it_needs(lab: Definition) -> None:
         for name, values in fault.needs.items():
             for value in values:
                 assert asdict(validate(lab, {**fault.set, name: value}))[name] == value
+
+
+@pytest.mark.parametrize("lab", discover().labs.values(), ids=lambda lab: lab.name)
+def test_a_fault_replaces_code_that_exists(lab: Definition) -> None:
+    assert len({fault.name for fault in lab.faults}) == len(lab.faults)
+    for fault in lab.faults:
+        with replaced(fault.patch):
+            assert all(load(place) is load(wrong) for place, wrong in fault.patch.items())
 
 
 def test_settings_of_older_runs_name_code_where_it_was() -> None:

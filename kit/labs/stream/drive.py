@@ -30,7 +30,6 @@ from typing import Any
 
 from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.lab import Drive
-from kit.labs.stream import broken
 from kit.labs.stream.lab import StreamConfig, replica_names, settings
 from kit.loop.messages import Command, Event, Id, Memory, Row, listed, numbers
 from kit.loop.runner import Core, Port, RealClock, Runner, Stalled
@@ -290,9 +289,7 @@ def strict(config: StreamConfig, steps: int) -> Settings:
 
 
 def stream(drive: Drive) -> None:
-    """The controller with the config and its fault."""
-    with broken.switched_on(drive.fault):
-        run(drive, settings(drive.config))
+    run(drive, settings(drive.config))
 
 
 def bound(drive: Drive) -> None:
@@ -479,13 +476,13 @@ REHEARSED = {"microbatch": 1}  # commands that fail once, and the step at which 
 
 
 def simulated_stream(drive: Drive) -> None:
-    with written(drive) as rows, broken.switched_on(drive.fault):
-        run_simulated(drive.config, rows, **broken.CONDITIONS.get(drive.fault, {}))
+    with written(drive) as rows:
+        run_simulated(drive.config, rows, **drive.scene)
 
 
 def simulated_resume(drive: Drive) -> None:
     """The loop of the phase `stream`, stopped half-way and continued by new ranks and a new controller."""
-    with written(drive) as rows, broken.switched_on(drive.fault):
+    with written(drive) as rows:
         state = run_simulated(drive.config, Memory(), until=drive.config.steps // 2)
         run_simulated(drive.config, rows, start=core.resume_from(state))
 

@@ -8,14 +8,13 @@ from typing import Annotated, Any, Literal
 
 from kit.errors import BadInput
 from kit.labs.definition import Definition, JobConfig, Option, Role, Step, check_fits, model_of
-from kit.labs.stream.faults import FAULTS
+from kit.labs.stream.faults import FAULTS, KIT_CORE
 from kit.megatron.config import ModelConfig, check, model_bytes
 from kit.stream.settings import SAMPLERS, Settings, refusals, refuse_lacking
 from kit.target import load_callable
 
 DRIVER = "kit.labs.stream.drive"
 LONGEST_PROMPT = 4  # of "9+9="
-CORE = "kit.labs.stream.drive:controller"
 PHASES = {
     "plain": 1,
     "lockstep": 2,
@@ -119,7 +118,7 @@ class StreamConfig(JobConfig):
     ] = False
     implementation: Annotated[
         str, Option("the controller: the kit's, or your own core as module:attr", target=True, here=True)
-    ] = CORE
+    ] = KIT_CORE
 
     def __post_init__(self) -> None:
         if len(self.answer) != 2 or not 1 <= self.answer[0] <= self.answer[1]:
@@ -207,7 +206,7 @@ def roles(config: StreamConfig) -> tuple[Role, ...]:
             name=name,
             ranks=tuple(range(first + number * size, first + (number + 1) * size)),
             world=number + 1,
-            phases="kit.labs.stream.ranks.broken:replica",
+            phases="kit.labs.stream.ranks.replica:Replica",
         )
         for number, name in enumerate(replica_names(config))
     ]
@@ -248,7 +247,7 @@ LAB = Definition(
     roles=roles,
     isolate=True,
     fits=fits,
-    phases="kit.labs.stream.ranks.broken:train",
+    phases="kit.labs.stream.ranks.trainer:Trainer",
     rules="kit.labs.stream.rules:RULES",
     presets="kit.labs.stream.rules:PRESETS",
     pictures="kit.labs.stream.pictures:PICTURES",

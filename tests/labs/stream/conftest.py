@@ -10,6 +10,7 @@ import pytest
 
 import kit
 from kit.errors import KitError
+from kit.labs.discover import find_fault
 from kit.labs.stream.lab import LAB
 from kit.results import Verdict
 from kit.world.world import Worlds
@@ -20,7 +21,7 @@ SMALL = {"ranks": 2, "replicas": 1, "steps": 3, "groups": 2, "group": 2}
 
 
 def simulated(fault: str | None = None, **config: Any) -> tuple[Verdict, str]:
-    return run(LAB, fault, **{"ranks": 1, **config})
+    return run(LAB, find_fault(LAB, fault), **{"ranks": 1, **config})
 
 
 @pytest.fixture(scope="module")
