@@ -70,12 +70,10 @@ class Drive(Recording):
 
     world: World | Worlds
     config: Any
-    fault: str | None
     scene: Mapping[str, Any]  # what a fault needs to show; else empty
     cycle: int
     phase: str
     roles: Mapping[str, tuple[int, ...]]
-    scene: Mapping[str, Any]  # further arguments of a driver or a simulation, without which the fault does not show
     folder: Path  # the run's, with everything that was recorded so far
     write: Write
     quiet: Quiet
@@ -376,12 +374,10 @@ class Lab:
         drive = Drive(
             world=self.world,
             config=self.config,
-            fault=self.fault,
             scene=self.bug.scene if self.bug else {},
             cycle=step.cycle,
             phase=step.phase,
             roles={role.name: role.ranks for role in self.roles if not step.roles or role.name in step.roles},
-            scene=self.bug.scene if self.bug else {},
             folder=self.dir,
             write=write,
             quiet=Quiet(observer),

@@ -15,11 +15,10 @@ from kit.target import load_callable, replaced
 
 
 class Notebook:
-    """The part of a Drive that a simulated run uses: its config, the fault's name and scene, and where rows go."""
+    """The part of a Drive that a simulated run uses: its config, the fault's scene, and where rows go."""
 
     def __init__(self, config: Any, fault: Fault | None) -> None:
         self.config = config
-        self.fault = fault.name if fault else None
         self.scene = fault.scene if fault else {}
         self.phase = ""
         self.rows: list[dict[str, Any]] = []
