@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.labs.definition import LabConfig, fields
-from kit.labs.discover import discover
+from kit.labs.discover import tagged
 from kit.measure import Recorder
 from kit.public import World
 from kit.world.calls import Pending, wait
@@ -32,7 +32,7 @@ def text() -> str:
         *described(Recorder),
     ]
     parts += ["## Settings of every lab", settings(LabConfig, set())]
-    for name, lab in sorted(discover().labs.items()):
+    for name, lab in sorted(tagged().items()):
         parts += [
             f"## Settings of {name}",
             f"`kit run {name} --set name=value`: {lab.summary}.",

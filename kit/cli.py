@@ -30,11 +30,11 @@ import kit
 from kit import results, target
 from kit.errors import BadInput, KitError, hint
 from kit.labs.definition import Definition
-from kit.labs.discover import ANSWERS, ENDS, described, discover, find, select
+from kit.labs.discover import ANSWERS, ENDS, described, discover, find, select, tagged
 from kit.results.comparison import answers_changed, changed, compact, in_words, labelled, settings, warnings
 from kit.results.frames import plain, readable, summary_of
 from kit.results.records import read_json, to_json
-from kit.results.run import INDEX, find_run, memory_snapshots, unique, write_junit
+from kit.results.run import INDEX, find_run, memory_snapshots, write_junit
 from kit.results.units import ROW, columns
 from kit.results.verdict import MARKS
 
@@ -122,7 +122,7 @@ def meant(args: argparse.Namespace, unknown: Sequence[str]) -> str:
 
 
 def lab_names(**_: Any) -> list[str]:
-    return list(discover().labs)
+    return list(tagged())
 
 
 def setting_names(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
@@ -139,8 +139,11 @@ def run_names(prefix: str, **_: Any) -> list[str]:
     return [*(path.name for path in results.list_runs(results.runs_dir())), *FilesCompleter()(prefix)]
 
 
+BENCH = "bench"  # the tag of a lab that is a bench, and the start of its name
+
+
 def benches(**_: Any) -> list[str]:
-    return list(import_module("kit.bench").BENCHES)
+    return sorted({*(name.removeprefix(f"{BENCH}-") for name in tagged(BENCH)), *import_module("kit.bench").BENCHES})
 
 
 # -- labs and their runs -------------------------------------------------------------------------------------------------
@@ -148,8 +151,7 @@ def benches(**_: Any) -> list[str]:
 
 def labs(args: argparse.Namespace) -> Answer:
     if args.lab is None:
-        labs, broken = discover()
-        lines = {name: lab.summary for name, lab in labs.items()} | broken
+        lines = {name: lab.summary for name, lab in tagged(args.tag).items()} | discover().broken
         return Answer([{"lab": name, "summary": text} for name, text in lines.items()], columns(lines.items()))
     rows = [
         {
@@ -494,11 +496,21 @@ def bench(args: argparse.Namespace) -> Answer:
     names = benches()
     if args.name not in names:
         raise BadInput(f"there is no bench {args.name!r}; {hint(args.name, names)}")
-    room = import_module("kit.bench.session")
-    out = args.out or results.runs_dir() / "benches" / f"{args.name}-{unique()}.jsonl"
-    status = room.conduct(args.name, out=out, quick=args.quick, only=args.part, device=args.device)
-    print(f"the rows are in {out}", file=sys.stderr)
-    return Answer(room.read_rows(out), status=status)
+    from kit.results.samples import reported as report_rows
+    from kit.results.samples import rows_text
+
+    if f"{BENCH}-{args.name}" not in tagged(BENCH):
+        room = import_module("kit.bench.session")
+        out = args.out or results.runs_dir() / "benches" / f"{args.name}-{results.run.unique()}.jsonl"
+        status = room.conduct(args.name, out=out, quick=args.quick, only=args.part, device=args.device)
+        print(f"the rows are in {out}", file=sys.stderr)
+        return Answer(room.read_rows(out), status=status)
+    lab = find(f"{BENCH}-{args.name}")
+    config = {"quick": args.quick, "parts": ",".join(args.part), "device": args.device}
+    answer = run_once(lab.name, config, args.out)
+    data = {**report_rows(kit.load(answer.data["run"]), lab.all_rules()), **answer.data}
+    data["exit"] = 0 if answer.status == 1 else answer.status  # a limit that was not met is a result
+    return Answer(data, f"{rows_text(data)}\nthe run is in {data['run']}", data["exit"])
 
 
 def reference(args: argparse.Namespace) -> Answer:
@@ -572,7 +584,10 @@ COMMANDS: tuple[tuple[Callable[[argparse.Namespace], Answer], str, tuple[str, ..
         labs,
         "list the labs, or the settings of one lab",
         ("", "split"),
-        (option("lab", "LAB", "list the settings of this lab", lab_names, nargs="?"),),
+        (
+            option("lab", "LAB", "list the settings of this lab", lab_names, nargs="?"),
+            option("--tag", "TAG", "list the labs with this tag, such as bench", default=""),
+        ),
     ),
     (
         run,
@@ -708,11 +723,11 @@ COMMANDS: tuple[tuple[Callable[[argparse.Namespace], Answer], str, tuple[str, ..
         "measure alternative methods side by side",
         ("split --quick", "sync --part gpus"),
         (
-            option("name", "NAME", f"one of {', '.join(benches())}", benches),
+            option("name", "NAME", "the bench (`kit labs --tag bench` lists them)", benches),
             flag("--quick", "measure less; takes a minute or two"),
             option("--part", "PART", "run only this part; X means every X.Y", **MANY),
             device("auto: the GPU if there is a driver"),
-            file("--out", "FILE", "file for the rows; default: in the runs folder"),
+            file("--out", "DIR", "folder of the run; default: a new one in the runs folder"),
         ),
     ),
     (

@@ -17,7 +17,7 @@ import pytest
 import kit
 from kit import machine
 from kit.cli import main, parse, parser
-from kit.labs.discover import discover
+from kit.labs.discover import discover, tagged
 from kit.results import Record, Verdict, VerdictRow, create_run
 from kit.world import leftovers
 
@@ -163,7 +163,7 @@ def test_the_settings_of_a_lab(cli: Cli) -> None:
     lines = cli("labs", "split")[0].splitlines()
     assert re.match(r"timeout_s +120.0 +a number from 0.1 to 86400 s +time limit of a phase", lines[3])
     assert "did you mean 'split'" in cli.sentence("labs", "splt")
-    assert [row["lab"] for row in cli.json("labs")] == list(discover().labs)
+    assert [row["lab"] for row in cli.json("labs")] == list(tagged())
 
 
 def test_labs_and_faults(cli: Cli) -> None:

@@ -199,6 +199,8 @@ def test_imports() -> None:
 
 def test_what_ranks_load_of_a_lab_lies_under_ranks() -> None:
     for name, lab in discover().labs.items():
+        if not lab.phases:  # a lab without ranks; its drivers name what the ranks of their Worlds call
+            continue
         targets = [
             lab.phases,
             *(each.default for each in fields(lab.config) if each.option.target and not each.option.here),

@@ -12,7 +12,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from kit.errors import BadInput
 from kit.machine import free_gpu_bytes, free_memory
@@ -89,6 +89,33 @@ class JobConfig(LabConfig):
         Option("dtype of the weights; auto: bfloat16 on CUDA, float32 on the CPU"),
     ] = "auto"
     seed: Annotated[int, Option("seed for weights and data", low=0, high=2**31)] = 1234
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BenchConfig(LabConfig):
+    """The settings of a bench: a lab without ranks of its own, whose parts start the Worlds that they measure. With `quick`, settings
+    that were not given are those of QUICK."""
+
+    QUICK: ClassVar[Mapping[str, Any]] = {}
+
+    ranks: Annotated[int, Option("a bench has no ranks of its own", low=0, high=0)] = 0
+    quick: Annotated[bool, Option("measure less; takes a minute or two")] = False
+    parts: Annotated[str, Option("parts to measure, separated by commas; X means every X.Y; empty: all of them")] = ""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if self.quick and field.name in self.QUICK and getattr(self, field.name) == field.default:
+                object.__setattr__(self, field.name, self.QUICK[field.name])
+
+
+def parts_of(config: BenchConfig, parts: Sequence[str], driver: str) -> list[Step]:
+    """A driven step for each part that the config asks for, in the order of the bench."""
+    words = [word.strip() for word in config.parts.split(",") if word.strip()]
+    for word in words:
+        if not any(part == word or part.startswith(f"{word}.") for part in parts):
+            raise BadInput(f"there is no part {word!r} in this bench; its parts are: {', '.join(parts)}")
+    wanted = [part for part in parts if not words or any(part == word or part.startswith(f"{word}.") for word in words)]
+    return [Step(0, part, driver=driver) for part in wanted]
 
 
 def model_of(config: JobConfig, **more: Any) -> ModelConfig:
@@ -223,11 +250,12 @@ class Definition:
     """A lab. `plan` lists its phases for a config.
 
     `phases` names (`module:attr`) a class that each rank instantiates once with a Context: it has a method for every phase of the
-    plan, called with the cycle. `rules` names a sequence of kit.results.Rule, `presets` sets of their
+    plan, called with the cycle; a lab without ranks has none. `rules` names a sequence of kit.results.Rule, `presets` sets of their
     tolerances by name, `pictures` a kit.draw.plots.Pictures with plots and tables. `preload` is imported before ranks start.
     `first` names the settings that the panel shows first; without it, all.
     `roles` gives the roles of a config's ranks, in one World or several, in rank order; without it all ranks have one role.
     With `isolate`, a World that dies does not end the others.
+    `tag` lists a lab apart from the others: "bench" for one that measures ways side by side, "box" for one about the machine.
     `foreign` names (`module:attr`) a function that converts files of other systems: called with their contents by name, it returns the
     settings and the keys without a setting.
     `fits` is called on the notebook side and raises BadInput, with the arithmetic, if a config does not fit on this machine.
@@ -237,7 +265,7 @@ class Definition:
     summary: str
     config: type[LabConfig]
     plan: Callable[[Any], Sequence[Step]]
-    phases: str
+    phases: str = ""
     rules: str
     presets: str = ""
     pictures: str = ""
@@ -248,6 +276,7 @@ class Definition:
     fits: Callable[[Any], None] | None = None
     faults: tuple[Fault, ...] = ()
     preload: tuple[str, ...] = ()
+    tag: str = ""
 
     def roles_of(self, config: LabConfig) -> tuple[Role, ...]:
         """Every rank is in exactly one role; a lab without roles has a single unnamed one."""

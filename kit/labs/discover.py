@@ -64,6 +64,11 @@ def discover() -> Found:
     return found
 
 
+def tagged(tag: str = "") -> dict[str, Definition]:
+    """The labs with this tag; without one, those that are no bench and not about the machine."""
+    return {name: lab for name, lab in discover().labs.items() if lab.tag == tag}
+
+
 def find(name: str) -> Definition:
     labs, broken = discover()
     if name not in labs:

@@ -77,6 +77,7 @@ class Drive(Recording):
     folder: Path  # the run's, with everything that was recorded so far
     write: Write
     quiet: Quiet
+    tell: Callable[[Mapping[str, Any]], None]  # adds to the run's provenance
     lost: set[int] = dataclasses.field(
         default_factory=set
     )  # ranks that the step ended on purpose; no later call goes to them
@@ -128,6 +129,22 @@ class Drive(Recording):
             raise KitError(
                 f"the driver of {self.phase!r} returned while calls were in flight ({calls}); wait for them first"
             )
+
+
+class NoRanks(Worlds):
+    """The Worlds of a lab without ranks, whose drivers start those that they need."""
+
+    def __init__(self, observer: Observer | None) -> None:
+        self.names, self.worlds, self.isolate = (), [], False
+        self._observer = observer or Printer()
+
+    @property
+    def device(self) -> str:
+        return "cpu"
+
+    @property
+    def state(self) -> str:
+        return "idle"
 
 
 # Recorded, but not shown here.
@@ -268,9 +285,9 @@ class Lab:
         while self.done < len(self.steps):
             self._step()
         try:
-            left = self._left(range(self.config.ranks))
-            answers = dict(zip(left, self.world.call(f"{RANKSIDE}:end", ranks=left), strict=True))
-            self._append_answers("pss", answers, ROUTING_AFTER)
+            if left := self._left(range(self.config.ranks)):
+                answers = dict(zip(left, self.world.call(f"{RANKSIDE}:end", ranks=left), strict=True))
+                self._append_answers("pss", answers, ROUTING_AFTER)
             run = Run(self.dir, rules=lambda _: self._rules, plotter=self._plotter, complete=True)
             self._writer.write_verdict(run.verdict(**self.tolerances))
             self._writer.finish()
@@ -318,6 +335,8 @@ class Lab:
                 self.world.observer = self._observer
 
     def _make(self) -> World | Worlds:
+        if not self.config.ranks:
+            return NoRanks(self._observer)
         settings: dict[str, Any] = {
             "device": self.config.device,
             "timeout_s": self.config.timeout_s,
@@ -381,11 +400,14 @@ class Lab:
             folder=self.dir,
             write=write,
             quiet=Quiet(observer),
+            tell=self._tell,
         )
         quiet: dict[str, Any] = {"phase": step.phase, "observer": drive.quiet, "on_news": write}
         observer.started(step.phase, ranks)
+        began = time.time()
         try:
-            self.world.submit(f"{RANKSIDE}:open_step", args={"name": step.phase}, ranks=ranks, **quiet).result()
+            if ranks:
+                self.world.submit(f"{RANKSIDE}:open_step", args={"name": step.phase}, ranks=ranks, **quiet).result()
             try:
                 patches = [self.bug.patch_in(phase, "notebook") for phase in ("", step.phase)] if self.bug else []
                 with replaced({place: wrong for patch in patches for place, wrong in patch.items()}):
@@ -394,14 +416,23 @@ class Lab:
             finally:
                 drive.cancel()
                 self._lost |= drive.lost
-                with contextlib.suppress(KitError):  # ranks that died or hang cannot be measured
-                    self.world.submit(f"{RANKSIDE}:close_step", ranks=self._idle(ranks), timeout_s=60, **quiet).result()
+                if ranks:
+                    with contextlib.suppress(KitError):  # ranks that died or hang cannot be measured
+                        measured = self.world.submit(
+                            f"{RANKSIDE}:close_step", ranks=self._idle(ranks), timeout_s=60, **quiet
+                        )
+                        measured.result()
+                else:
+                    ended = time.time()
+                    write(NOTEBOOK, [new_row("seconds", ended - began, "s", ended)])
         finally:
             observer.ended()
 
     def _begin(self) -> None:
         if self.bug:
             refuse_device(self.bug, self.world.device)
+        if not self.config.ranks:
+            return
         config = type(self.config)
         seats = self.world.status()
         places = [seat["device"] for seat in seats]
@@ -429,6 +460,10 @@ class Lab:
         self._writer.set_provenance(self._about)
         self._append_once(GPU, gpus(seats), "1")
         self._append_answers("pss_before", answers, ROUTING_BEFORE)
+
+    def _tell(self, about: Mapping[str, Any]) -> None:
+        self._about |= about
+        self._writer.set_provenance(self._about)
 
     @property
     def _snapshots(self) -> bool:

@@ -8,9 +8,9 @@ from dataclasses import asdict
 import pytest
 
 from kit.labs.definition import Definition
-from kit.labs.discover import configure, discover
+from kit.labs.discover import configure, tagged
 
-LABS = list(discover().labs.values())
+LABS = list(tagged().values())
 
 
 @pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.name)

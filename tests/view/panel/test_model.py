@@ -13,13 +13,13 @@ import pytest
 import kit
 from kit.errors import BadInput
 from kit.labs.definition import working
-from kit.labs.discover import discover, find, find_fault
+from kit.labs.discover import find, find_fault, tagged
 from kit.results import Record, create_run, load_tolerances
 from kit.view.model import AS_IT_IS, PanelModel, choices, limits_of, rounded_up, span
 from kit.view.progress import marks
 from kit.view.tabs import VerdictTab
 
-LABS = sorted(discover().labs)
+LABS = sorted(tagged())
 
 
 @pytest.fixture(autouse=True)

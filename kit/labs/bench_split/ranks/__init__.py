@@ -1,0 +1,1 @@
+"""The bench of the split step on a rank."""

@@ -1,0 +1,110 @@
+"""Samples: what a bench measures again and again. Each is a record: its metric is the rule that judges it, or says what kind of number it
+is; the ids `what` and `who` name the row that it belongs to. A row has the median and the spread of its samples.
+
+The rows of a run have the keys of `data/reference`, so that results of named machines and of this one read alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kit.results.comparison import Recorded, machine
+from kit.results.frames import with_ids
+from kit.results.records import NOTEBOOK
+from kit.results.rules import Measure, Measured, Rule, select
+from kit.results.units import amount, columns, counted
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kit.results.run import Run
+
+SEAT = "seat"  # the ranks of a World of the bench, with their devices
+CEILING = "_ceiling"  # ends the metric of the best that the machine allows, beside the samples
+
+
+def medians(metric: str, *, worst: bool = False) -> Measure:
+    """The median over a row's samples, or the largest of them; an answer for each row."""
+
+    def measure(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured | list[Measured]:
+        rows = with_ids(select(frame, metric=metric), "what")
+        answers = []
+        for what, samples in rows.groupby("what", sort=False):
+            values, notes = samples["value"].dropna(), samples["text"].iloc[-1]
+            if values.empty:
+                answers.append(Measured(None, notes, of=str(what)))
+                continue
+            low, high = (amount(number, samples["unit"].iloc[0]) for number in (values.min(), values.max()))
+            spread = f"{'largest' if worst else 'median'} of {counted(len(values), 'sample')}, {low} to {high}"
+            value = float(values.max() if worst else values.median())
+            answers.append(Measured(value, f"{spread}; {notes}" if notes else spread, of=str(what)))
+        return answers
+
+    return measure
+
+
+def median_rule(name: str, question: str, limit: float, unit: str = "x", *, worst: bool = False) -> Rule:
+    """A rule about the samples of its own name."""
+    return Rule(name, question, medians(name, worst=worst), limit=limit, unit=unit)
+
+
+def rows_of(frame: pd.DataFrame, rules: Sequence[Rule], config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row for each thing that was measured, in the order of the bench."""
+    limits = {rule.name: rule for rule in rules}
+    samples = with_ids(frame, "what", "who")
+    ceilings = samples[samples["metric"].str.endswith(CEILING)].groupby(["what", "who"])["value"].median()
+    rows = []
+    samples = samples[~samples["metric"].str.endswith(CEILING)]
+    for (metric, what, who), group in samples.groupby(["metric", "what", "who"], sort=False):
+        values, rule = group["value"].dropna(), limits.get(str(metric))
+        limit = rule.limit_for(config) if rule else None
+        median = None if values.empty else float(values.median())
+        ids = json.loads(group["ids"].iloc[-1])
+        rows.append(
+            {
+                "what": what,
+                "who": who,
+                "unit": group["unit"].iloc[0],
+                "median": median,
+                "low": None if values.empty else float(values.min()),
+                "high": None if values.empty else float(values.max()),
+                "n": len(values),
+                "limit": limit,
+                "ceiling": ceilings.get((what, who)),
+                "note": group["text"].iloc[-1],
+                "ids": {name: value for name, value in ids.items() if name not in {"what", "who"}},
+                "met": None if rule is None or median is None or limit is None else rule.holds(median, limit),
+            }
+        )
+    return rows
+
+
+def reported(run: Run, rules: Sequence[Rule]) -> dict[str, Any]:
+    """The rows of a bench's run, complete or not, with where they are from."""
+    frame, provenance = run.frame(), run.provenance
+    parts = frame[(frame["metric"] == "seconds") & (frame["rank"] == NOTEBOOK)]
+    places = with_ids(frame[frame["metric"] == SEAT], "devices").drop_duplicates(["value", "devices", "text"])
+    seats = zip(places["value"].astype(int), places["devices"], places["text"], strict=True)
+    return {
+        "bench": run.lab.removeprefix("bench-"),
+        "rows": rows_of(frame, rules, run.config),
+        "provenance": provenance.get("rank0", provenance),
+        "seats": [{"ranks": ranks, "devices": devices.split(","), "why": why} for ranks, devices, why in seats],
+        "parts": dict(zip(parts["phase"], parts["value"].round(3), strict=True)),
+        "ended": run.status,
+    }
+
+
+def rows_text(data: Mapping[str, Any]) -> str:
+    """The rows as a table, the notes, a line about the machine, and the device of each rank."""
+    head, cells = Recorded("", data["provenance"], data["rows"]).table
+    notes = [f"{row['who']}, {row['what']}: {row['note']}" for row in data["rows"] if row["note"]]
+    seats = [f"seats: {seated(seat)}" for seat in data["seats"]]
+    return "\n".join([columns([[*head], *cells]), "", *notes, "", machine(data["provenance"]), *seats])
+
+
+def seated(seat: Mapping[str, Any]) -> str:
+    """The ranks and their devices, in one line."""
+    return f"{counted(seat['ranks'], 'rank')} on {', '.join(dict.fromkeys(seat['devices']))} ({seat['why']})"
