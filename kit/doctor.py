@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -70,6 +69,7 @@ with contextlib.redirect_stdout(sys.stderr):
 print(json.dumps(facts))
 """
 Found = dict[str, Any]
+LEAST_RANKS = 2  # of a lab
 ANSWERS_S = 120.0  # time limit for the ranks' Python to import torch and Megatron
 
 
@@ -78,20 +78,18 @@ def examine() -> Found:
     problems: list[str] = []
     interpreters, ranks = ask_interpreters(problems)
     runs = ask_runs(problems)
-    cores, free = len(os.sched_getaffinity(0)), machine.free_memory()
-    most = max(0, min(asked.MOST_PER_CORE * cores, free // asked.RANK_BYTES))
-    if most < 2:
-        problems.append(f"only {size(free)} of memory are free; two ranks need {size(2 * asked.RANK_BYTES)}")
+    limits = asked.rank_limits(LEAST_RANKS)
+    problems += [limit.why for limit in limits if limit.most < LEAST_RANKS]
     return {
         "problems": problems,
         "python": {"version": platform.python_version(), "path": sys.executable},
         "interpreters": interpreters,
         "ranks": ranks,
         "gpu": gpu_state(),
-        "cores": {"usable": cores, "machine": os.cpu_count()},
-        "memory": {"free": free, "machine": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")},
+        "cores": {"usable": len(os.sched_getaffinity(0)), "machine": os.cpu_count()},
+        "memory": {"free": machine.free_memory(), "machine": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")},
         "cgroup": machine.cgroup_limits(),
-        "most_ranks": most,
+        "most_ranks": max(0, min(limit.most for limit in limits)),
         "shm": ask_shm(),
         "runs": runs,
         "leftovers": [one.to_json() for one in leftovers.find()],
@@ -121,16 +119,11 @@ def ask_interpreters(problems: list[str]) -> tuple[list[Found], Found | None]:
 
 def ask_ranks_python(path: str, problems: list[str]) -> Found:
     agent = Path(asked.__file__).with_name("agent.py")
-    try:
-        command = [path, "-c", PROBE, str(agent)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWERS_S, check=False)
-        why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1] if done.returncode else ""
-    except subprocess.TimeoutExpired:
-        why = f"it did not answer within {ANSWERS_S:g} s"
+    printed, why = asked.run_python(path, PROBE, str(agent), timeout_s=ANSWERS_S)
     if why:
         problems.append(f"the ranks' Python {path} fails: {why}; try to import torch with it")
         return {"path": path, "why": why}
-    found: Found = {"path": path, **json.loads(done.stdout)}
+    found: Found = {"path": path, **json.loads(printed)}
     problems += [f"{path} cannot import {name}: {why}" for name in ("torch", "numpy") if (why := found[f"{name}_why"])]
     problems += without_code(found.get("code", []))
     return found

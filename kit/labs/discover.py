@@ -8,7 +8,6 @@ import functools
 import json
 import os
 import pkgutil
-import subprocess
 import typing
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from kit import machine
 from kit import target as targets
 from kit.errors import BadInput, hint
 from kit.labs.definition import Definition, Fault, Field, LabConfig, fields
@@ -127,8 +125,7 @@ def configure(
 
 def refusals(lab: Definition, config: LabConfig, fault: Fault | None) -> Iterator[tuple[str, str]]:
     """What this machine or the fault does not allow: the field ("" for no single one) and a sentence."""
-    driver = has_gpu_driver()
-    on_cuda = driver and config.device != "cpu"
+    driver, on_cuda = has_gpu_driver(), runs_on_gpus(config.device)
     if config.device == "cuda" and not driver:
         yield "device", "device=cuda needs a GPU driver, which this machine does not have; use cpu or auto"
     # Ranks get this process's environment.
@@ -170,13 +167,16 @@ def settled(values: Mapping[str, Any]) -> dict[str, Any]:
     """Resolve `dtype=auto`, so a run's config states the dtype that it used."""
     if values.get("dtype") != "auto":
         return dict(values)
-    on_cuda = values.get("device", "auto") != "cpu" and has_gpu_driver()
-    return {**values, "dtype": dtype_on("auto", "cuda" if on_cuda else "cpu")}
+    return {**values, "dtype": dtype_on("auto", "cuda" if runs_on_gpus(values.get("device", "auto")) else "cpu")}
+
+
+def runs_on_gpus(device: str) -> bool:
+    return device != "cpu" and has_gpu_driver()
 
 
 def check_nccl2(python: str) -> None:
-    printed, why = machine.output(python, "-c", ASK_NCCL2, timeout_s=120)
-    if printed is None:
+    printed, why = asked.run_python(python, ASK_NCCL2, timeout_s=120)
+    if why:
         raise BadInput(
             f"routing=nccl2: cannot determine whether the torch of the ranks' Python {python} has that backend: {why}"
         )
@@ -286,14 +286,9 @@ def check_target(name: str, target: str, python: str = "", env: Mapping[str, str
             raise BadInput(f"{name}={target} cannot be loaded here: {type(error).__name__}: {error}") from error
         return
     agent = Path(asked.__file__).with_name("agent.py")
-    command = [python, "-c", PROBE, str(agent), targets.__file__, target]
-    env = {**os.environ, **(env or {})}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
-    except subprocess.TimeoutExpired:
-        raise BadInput(f"{name}={target}: importing it took {python} more than 120 s") from None
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+    given = {**os.environ, **(env or {})}
+    _, why = asked.run_python(python, PROBE, str(agent), targets.__file__, target, timeout_s=120, env=given)
+    if why:
         raise BadInput(
             f"{name}={target} cannot be loaded by the ranks' Python {python}: {why}; give a 'module:attr' that can"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -12,10 +12,10 @@ import shutil
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kit import machine
 from kit.errors import BadInput
@@ -43,26 +43,44 @@ def check_layout(ranks: int, nodes: int, endpoint: str) -> None:
     check_ranks(ranks // nodes)
 
 
-def check_ranks(count: int) -> None:
-    """Refuse more ranks than this machine, or its control group, can carry; the error has the arithmetic."""
+class RankLimit(NamedTuple):
+    """How many more ranks a part of this machine can carry, and the sentence for a number above that."""
+
+    most: int
+    why: str
+
+
+def rank_limits(count: int) -> list[RankLimit]:
+    """The limits of cores, memory and tasks; their sentences are about `count` ranks."""
     free, cores = machine.free_memory(), len(os.sched_getaffinity(0))
     live = sum(len(crew.members) for crew in CREWS if crew.agents and not crew.inherited)
-    if live + count > MOST_PER_CORE * cores:
-        beside = f" beside {live} in other Worlds" if live else ""
-        raise BadInput(
-            f"{count} ranks{beside} on this machine's {cores} cores: at most {MOST_PER_CORE * cores} ({MOST_PER_CORE} a core)"
-        )
-    if count * RANK_BYTES > free:
-        raise BadInput(
-            f"{count} ranks need about {count * RANK_BYTES / 2**30:.1f} GiB ({RANK_BYTES >> 20} MiB each) and "
-            f"{free / 2**30:.1f} GiB are free; at most {max(0, free // RANK_BYTES)} fit"
-        )
+    beside = f" beside {live} in other Worlds" if live else ""
+    per_core = f"{count} ranks{beside} on this machine's {cores} cores: at most {MOST_PER_CORE * cores} ({MOST_PER_CORE} a core)"
+    limits = [RankLimit(MOST_PER_CORE * cores - live, per_core)]
+
+    fit = max(0, free // RANK_BYTES)
+    memory = (
+        f"{count} ranks need about {count * RANK_BYTES / 2**30:.1f} GiB ({RANK_BYTES >> 20} MiB each) and "
+        f"{free / 2**30:.1f} GiB are free; at most {fit} fit"
+    )
+    limits.append(RankLimit(fit, memory))
+
     for who, tasks in (("container", machine.cgroup_limit("pids")), ("user (ulimit -u)", machine.user_limit())):
-        if tasks.maximum is not None and count * RANK_TASKS > (left := tasks.maximum - (tasks.used or 0)):
-            raise BadInput(
-                f"{count} ranks need about {count * RANK_TASKS} processes and threads and this {who} may start {left} more "
-                f"({tasks.used} of {tasks.maximum} are in use)"
-            )
+        if tasks.maximum is None:
+            continue
+        left = tasks.maximum - (tasks.used or 0)
+        why = (
+            f"{count} ranks need about {count * RANK_TASKS} processes and threads and this {who} may start {left} more "
+            f"({tasks.used} of {tasks.maximum} are in use)"
+        )
+        limits.append(RankLimit(left // RANK_TASKS, why))
+    return limits
+
+
+def check_ranks(count: int) -> None:
+    """Refuse more ranks than this machine, or its control group, can carry; the error has the arithmetic."""
+    if too_many := [limit.why for limit in rank_limits(count) if count > limit.most]:
+        raise BadInput(too_many[0])
 
 
 def check_chosen(ranks: Sequence[int] | None, everyone: range) -> list[int]:
@@ -153,13 +171,21 @@ def writable_folder(logs: str | os.PathLike[str]) -> Path:
 # -- which Python the ranks run in: the one asked for, or the first on the box that has torch and megatron.core --------
 
 HOMES = ("/opt", "/venv", "/workspace", "~")  # where images and people put environments
-PROBE = """
-import importlib.util as u, json, sys
-def has(name):
+
+
+def has(name: str) -> bool:
+    import importlib.util
+
     try:
-        return u.find_spec(name) is not None
+        return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
         return False
+
+
+# What `probe_python` asks another interpreter, which may have no kit.
+PROBE = f"""
+{inspect.getsource(has)}
+import json, sys
 print(json.dumps([has("torch"), has("megatron.core"), list(sys.version_info[:2])]))
 """
 
@@ -203,58 +229,58 @@ def probe_python(path: str, where: str) -> Interpreter:
     """What an interpreter has, without importing any of it."""
     if path == sys.executable:
         return Interpreter(path=path, where=where, torch=has("torch"), megatron=has("megatron.core"))
+    printed, why = run_python(path, PROBE, timeout_s=30)
+    if why:
+        return Interpreter(path=path, where=where, problem=no_python(path) or f"does not run: {why}")
     try:
-        done = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=30, check=True)
-        torch, megatron, (major, minor) = json.loads(done.stdout)
-    except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or [f"it exits with status {error.returncode}"])[-1]
-        problem = no_python(path) or f"does not run: {last}"
-    except subprocess.TimeoutExpired:
-        problem = "does not answer within 30 s"
-    except OSError as error:
-        problem = f"does not run: {error.strerror}"
+        torch, megatron, (major, minor) = json.loads(printed)
     except ValueError:
-        problem = no_python(path) or "does not behave like a Python"
-    else:
-        if (major, minor) >= (3, 11):
-            return Interpreter(path=path, where=where, torch=torch, megatron=megatron)
-        problem = f"is Python {major}.{minor}; 3.11 or newer is needed"
-    return Interpreter(path=path, where=where, problem=problem)
+        return Interpreter(path=path, where=where, problem=no_python(path) or "does not behave like a Python")
+    if (major, minor) < (3, 11):
+        return Interpreter(path=path, where=where, problem=f"is Python {major}.{minor}; 3.11 or newer is needed")
+    return Interpreter(path=path, where=where, torch=torch, megatron=megatron)
+
+
+def run_python(
+    path: str, code: str, *arguments: str, timeout_s: float, env: Mapping[str, str] | None = None
+) -> tuple[str, str]:
+    """Run code in an interpreter. Returns what it printed and "", or "" and why it failed: the last line of its complaint."""
+    command = [path, "-c", code, *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=env)
+    except subprocess.TimeoutExpired:
+        return "", f"it did not answer within {timeout_s:g} s"
+    except OSError as error:
+        return "", error.strerror or str(error)
+    if done.returncode:
+        return "", (done.stderr.strip().splitlines() or [f"it exits with status {done.returncode}"])[-1]
+    return done.stdout, ""
 
 
 def no_python(path: str) -> str:
     """That it is no Python, where it does not answer -V like one; its answer to anything else may only quote the question."""
     try:
-        done = subprocess.run([path, "-V"], capture_output=True, text=True, errors="replace", timeout=30, check=False)
+        done = subprocess.run([path, "-V"], capture_output=True, text=True, errors="replace", timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return "is no Python"
+        return ""
     if done.stdout.startswith("Python "):
         return ""
     answer = (done.stderr.strip() or done.stdout.strip()).partition("\n")[0]
     return f"is no Python: it answers -V with {answer}" if answer else "is no Python"
 
 
-def has(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def find_python(python: str | None = None) -> Interpreter:
     """The ranks' interpreter. An explicit wish that cannot be met is an error, never replaced by another one."""
     for path, reason in ((python, "python="), (os.environ.get("KIT_PYTHON"), "KIT_PYTHON")):
         if path:
-            resolved = shutil.which(path) or path
-            chosen = probe_python(resolved, reason)
+            chosen = probe_python(shutil.which(path) or path, reason)
             if not chosen.torch:
                 raise BadInput(
                     f"{reason} names {path}, which {chosen.verdict()}; give a Python 3.11 or newer that has torch"
                 )
             return chosen
     seen: list[Interpreter] = []
-    for path, reason in candidates():
-        interpreter = probe_python(path, reason)
+    for interpreter in search_pythons():
         if interpreter.torch and interpreter.megatron:
             return interpreter
         seen.append(interpreter)
@@ -264,11 +290,12 @@ def find_python(python: str | None = None) -> Interpreter:
     raise BadInput(f"no Python with torch was found for the ranks ({tried}); give one with python= or KIT_PYTHON")
 
 
-def search_pythons() -> list[Interpreter]:
-    """Every candidate with its verdict, in the order of the search; for `kit doctor`."""
-    wished = os.environ.get("KIT_PYTHON")
-    first = [probe_python(shutil.which(wished) or wished, "KIT_PYTHON")] if wished else []
-    return first + [probe_python(path, reason) for path, reason in candidates()]
+def search_pythons() -> Iterator[Interpreter]:
+    """Every candidate with its verdict, in the order of the search; a candidate is probed when its turn comes."""
+    if wished := os.environ.get("KIT_PYTHON"):
+        yield probe_python(shutil.which(wished) or wished, "KIT_PYTHON")
+    for path, reason in candidates():
+        yield probe_python(path, reason)
 
 
 # -- what a World is to start, all of it checked ----------------------------------------------------------------------
