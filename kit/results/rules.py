@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from kit.errors import KitError
 from kit.results.verdict import Verdict, VerdictRow, checked_tolerances, number
@@ -101,6 +101,10 @@ def rule(measure: Callable[..., Any], **more: Any) -> Rule:
     return Rule(measure.__name__, (measure.__doc__ or "").partition("\n")[0], measure, **more)
 
 
+@overload
+def settle(found: Measured | Violations) -> Measured: ...
+@overload
+def settle(found: Finding | Violations) -> Finding: ...
 def settle(found: Finding | Violations) -> Finding:
     """The number of violations and the first of them; without any, the summary. An exception counts only before the first violation."""
     if not isinstance(found, Generator):

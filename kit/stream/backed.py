@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from kit.results.rules import Missing
-from kit.stream.history import ENDS, Finding, Id, Ledger, Row, counted, listed, many
+from kit.results.rules import Missing, Violations
+from kit.stream.history import ENDS, Id, Ledger, Row, listed, many
 
 EVENTS = {"prompt", "exhausted", "started", "tokens", "completed", "cancelled", "left", "died", "published", "synced"}
 EVENTS |= {"granted", "done", "error", "logged", "logger_failed"}
@@ -30,8 +30,7 @@ BEFORE = (
 )  # opening notes, before the first event; the controller's caller writes the first two
 
 
-@counted
-def notes_backed(ledger: Ledger) -> Finding:
+def notes_backed(ledger: Ledger) -> Violations:
     """Does every note of the controller match an event or command at its ports, and vice versa?"""
     if not any("core" in row.ids for row in ledger.rows):
         raise Missing("no row has the id `core`, which marks the events of ports")
@@ -181,8 +180,7 @@ EXACT = 1e-9
 MILLISECOND = 1e-3
 
 
-@counted
-def metrics_true(ledger: Ledger) -> Finding:
+def metrics_true(ledger: Ledger) -> Violations:
     """Do the logged numbers match those counted from the ledger?"""
     rows, compared = ledger.need("metrics", "version"), 0
     for counts, slack in ((_counts(ledger, rows[0]), EXACT), (_seconds(ledger), MILLISECOND)):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec
+from typing import Any
 
 from kit.errors import BadInput
-from kit.results.rules import Measured, Missing, NotMeasured, Unjudged
-
-P = ParamSpec("P")
+from kit.results.rules import Missing, Unjudged
 
 Id = int | str
 
@@ -289,32 +286,6 @@ def pipelines(rows: Sequence[Mapping[str, Any]]) -> dict[str, Ledger]:
 
 NO_AGE_LIMIT = ("ready-first", "capacity")  # samplers that limit admission only
 REACTION = 0.005  # seconds that a controller may take to react
-
-
-Finding = Generator[str, None, str]  # yields violations, returns a summary
-
-
-def counted(rule: Callable[P, Finding]) -> Callable[P, Measured]:
-    """Turn a rule into a check. `Missing` and `Unjudged` are raised only if no violation was found before."""
-
-    @functools.wraps(rule)
-    def check(*args: P.args, **kwargs: P.kwargs) -> Measured:
-        found: list[str] = []
-        finding = rule(*args, **kwargs)
-        while True:
-            try:
-                found.append(next(finding))
-            except StopIteration as end:
-                if not found:
-                    return Measured(0.0, str(end.value))
-                break
-            except (NotMeasured, Unjudged):
-                if not found:
-                    raise
-                break
-        return Measured(float(len(found)), found[0] + (f"; {len(found) - 1} more" if len(found) > 1 else ""))
-
-    return check
 
 
 def by(rows: Iterable[Row], name: str) -> dict[Id, list[Row]]:

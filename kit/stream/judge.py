@@ -1,24 +1,23 @@
-"""The checks of a ledger. Each counts violations in the rows and names the first; `docs/ledger.md` lists the events.
+"""The rules of a ledger. Each yields a sentence for each violation and returns a summary; `docs/ledger.md` lists the events.
 
-Any system may have written the ledger. A check raises `Missing` (null), which names the event, if the ledger lacks an event that it
+Any system may have written the ledger. A rule raises `Missing` (null), which names the event, if the ledger lacks an event that it
 needs. Rows that contradict each other, or lack an id that other rows of the event have, are violations.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from kit.results.rules import Measured, Missing, NotMeasured
+from kit.results.rules import Missing, NotMeasured, Violations, settle
 from kit.stream import backed
-from kit.stream.history import ENDS, NO_AGE_LIMIT, REACTION, Finding, Id, Ledger, Row, Sample, Step, by, counted, many
+from kit.stream.history import ENDS, NO_AGE_LIMIT, REACTION, Id, Ledger, Row, Sample, Step, by, many
 
 FEWEST = 8  # equal samples with at least this many tokens are no coincidence
 
 
-@counted
-def one_step_per_batch(ledger: Ledger) -> Finding:
+def one_step_per_batch(ledger: Ledger) -> Violations:
     """Is every update one begin, its microbatches, and one finish or abort, with a whole batch of groups?"""
     ledger.need("begin", "step")
     if not ledger.by_event["abort"]:
@@ -88,8 +87,7 @@ def _batch_sizes(ledger: Ledger) -> Iterator[str]:
         excused += max(short, 0)
 
 
-@counted
-def one_clear_per_finish(ledger: Ledger) -> Finding:
+def one_clear_per_finish(ledger: Ledger) -> Violations:
     """Are the rows of an update cleared exactly once, after its finish?"""
     cleared, finishes, clears = ledger.need("cleared", "group"), ledger.finishes(), ledger.by_event["clear"]
     of_group = by(cleared, "group")
@@ -116,8 +114,7 @@ def one_clear_per_finish(ledger: Ledger) -> Finding:
     return f"{many(len(cleared), 'group')} cleared, {many(len(finishes), 'optimizer step')}"
 
 
-@counted
-def trains_before_straggler(ledger: Ledger) -> Finding:
+def trains_before_straggler(ledger: Ledger) -> Violations:
     """Does a step begin while its last groups are still being generated?"""
     ledger.need("trained", "group", "step")
     ledger.need("completed", "group", "sample")
@@ -162,8 +159,7 @@ def _free_after(ledger: Ledger, step: Step) -> int:
     return next((row.at for row in rows if row.at > end), end)
 
 
-@counted
-def abort_on_failure(ledger: Ledger) -> Finding:
+def abort_on_failure(ledger: Ledger) -> Violations:
     """Is every failed step aborted, with the version unchanged and all its groups accounted for?"""
     ledger.need("begin", "step")
     broken = [step for step in ledger.steps if step.abort or step.errors or (step.is_open and ledger.ended)]
@@ -191,8 +187,7 @@ def abort_on_failure(ledger: Ledger) -> Finding:
     return f"{many(len(broken), 'step')} failed and aborted"
 
 
-@counted
-def no_sample_too_old(ledger: Ledger) -> Finding:
+def no_sample_too_old(ledger: Ledger) -> Violations:
     """Is every token within the window when its group trains?"""
     trained, sampler, worst = ledger.need("trained", "group"), ledger.setting("sampler"), 0
     if sampler in NO_AGE_LIMIT:
@@ -215,8 +210,7 @@ def no_sample_too_old(ledger: Ledger) -> Finding:
     return f"{many(len(trained), 'group')} trained, largest lag {worst}, window {window}"
 
 
-@counted
-def version_monotone(ledger: Ledger) -> Finding:
+def version_monotone(ledger: Ledger) -> Violations:
     """Does the version rise by exactly one per finished step, and does every row state the current version?"""
     bumps, finishes = ledger.need("bumped", "version"), ledger.finishes()
     base = 0
@@ -249,7 +243,7 @@ def version_monotone(ledger: Ledger) -> Finding:
 CURRENT = ("reserved", "selected", "trained", "hold", "resume", "metrics")  # events that state the current version
 
 
-def _rises_once(ledger: Ledger, step: Step) -> Finding:
+def _rises_once(ledger: Ledger, step: Step) -> Violations:
     """The version rises once, with the last finish of a step. An error may end a run between two updates of a step."""
     bumped, last = step.of("bumped"), max((rows[-1].at for rows in step.finished.values()), default=None)
     cut = ledger.error and len(step.trained) != ledger.limit("groups_per_step")
@@ -264,8 +258,7 @@ def _rises_once(ledger: Ledger, step: Step) -> Finding:
     return ""
 
 
-@counted
-def publish_before_use(ledger: Ledger) -> Finding:
+def publish_before_use(ledger: Ledger) -> Violations:
     """Is each version published on a replica before its use there, and does dispatch wait for it?"""
     published, bumped, used = ledger.need("published", "version", "replica"), ledger.by_event["bumped"], 0
     base = [] if any(row.number("version") == ledger.start for row in published) else [ledger.start]
@@ -327,8 +320,7 @@ def _under_way(rows: Sequence[Row]) -> Row | None:
     return syncs[-1] if syncs and syncs[-1].event == "sync_begin" else None
 
 
-@counted
-def stamps_per_token(ledger: Ledger) -> Finding:
+def stamps_per_token(ledger: Ledger) -> Violations:
     """Do the version spans cover every token of a completed sample once, in order, with versions that never go down?"""
     ledger.need("tokens", "group", "sample", "version", "first", "count")
     ledger.need("completed", "group", "sample", "version")
@@ -389,8 +381,7 @@ def _old_stamp(sample: Sample, published: Mapping[Id, list[Row]]) -> str:
     return ""
 
 
-@counted
-def every_group_once(ledger: Ledger) -> Finding:
+def every_group_once(ledger: Ledger) -> Violations:
     """Does every group that began end exactly once: cleared after it was trained, or by another named end?"""
     if not any(row.ends_group for name in ENDS for row in ledger.by_event[name]):
         raise Missing(f"the ledger has no event that ends a group ({', '.join(ENDS)})")
@@ -433,8 +424,7 @@ def _life(rows: Sequence[Row], ends: Sequence[Row]) -> Iterator[str]:
         yield f"{after[0]}: the group had already ended: {ends[0]}"
 
 
-@counted
-def trained_once(ledger: Ledger) -> Finding:
+def trained_once(ledger: Ledger) -> Violations:
     """Is every group trained at most once? Aborted updates do not count."""
     ledger.need("trained", "group")
     before: dict[Id, Row] = {}
@@ -444,8 +434,7 @@ def trained_once(ledger: Ledger) -> Finding:
     return f"{many(len(before), 'group')} trained once"
 
 
-@counted
-def groups_whole(ledger: Ledger) -> Finding:
+def groups_whole(ledger: Ledger) -> Violations:
     """Does every trained group have all its samples, each once?"""
     size, trained = ledger.size("group"), ledger.need("trained", "group")
     ledger.need("completed", "group", "sample")
@@ -460,8 +449,7 @@ def groups_whole(ledger: Ledger) -> Finding:
     return f"{many(len(trained), 'group')} trained, each with {many(size, 'sample')}"
 
 
-@counted
-def samples_differ(ledger: Ledger) -> Finding:
+def samples_differ(ledger: Ledger) -> Violations:
     """Do the samples of a group differ? Equal samples suggest that random numbers were reset."""
     ledger.need("completed", "group", "sample", "digest")
     judged = 0
@@ -476,8 +464,7 @@ def samples_differ(ledger: Ledger) -> Finding:
     return f"{many(judged, 'group')} compared"
 
 
-@counted
-def order_fair(ledger: Ledger) -> Finding:
+def order_fair(ledger: Ledger) -> Violations:
     """Is each complete group selected before too many younger groups overtake it?"""
     allowed, most = ledger.size("groups_per_step") * (ledger.size("window") + 1), 0
     age = {row["group"]: row.at for row in reversed(ledger.need("reserved", "group"))}
@@ -495,8 +482,7 @@ def order_fair(ledger: Ledger) -> Finding:
     return f"at most {many(most, 'younger group')} overtook a complete one (limit {allowed})"
 
 
-@counted
-def tokens_conserved(ledger: Ledger) -> Finding:
+def tokens_conserved(ledger: Ledger) -> Violations:
     """Is every generated token trained or wasted, and counted once?"""
     generated = sum(row.number("count") for row in ledger.need("tokens", "group", "sample", "count"))
     ledger.need("completed", "group", "sample")
@@ -529,8 +515,7 @@ LOST = ("failed", "dropped", "aborted")  # ends after which another group may ta
 PERMITS = (("place", "place_back", "group"), ("slot", "slot_back", "group"), ("acquire", "release", "kind"))
 
 
-@counted
-def capacity_kept(ledger: Ledger) -> Finding:
+def capacity_kept(ledger: Ledger) -> Violations:
     """Do the groups in the buffer and in flight stay within their limits, and does no group start too early?"""
     ledger.need("reserved", "group")
     counts = []
@@ -543,7 +528,7 @@ def capacity_kept(ledger: Ledger) -> Finding:
     return ", ".join(counts)
 
 
-def _occupied(ledger: Ledger, name: str, limit: int) -> Finding:
+def _occupied(ledger: Ledger, name: str, limit: int) -> Violations:
     """Count groups in the buffer or in flight, from the permit or `reserved` on. A permit returned early does not free its place."""
     permit, leaving = name[:-1], "selected" if name == "places" else "ready"
     where = "are in the buffer" if name == "places" else "are in flight"
@@ -572,7 +557,7 @@ def _occupied(ledger: Ledger, name: str, limit: int) -> Finding:
     return f"at most {most} of {limit} {name}"
 
 
-def admitted(ledger: Ledger) -> Finding:
+def admitted(ledger: Ledger) -> Violations:
     """Check the gate: at most (window + version + 1) batches since version 0, and no batch beyond version + window."""
     sampler, window, batch = ledger.setting("sampler"), ledger.limit("window"), ledger.limit("groups_per_step")
     if sampler not in GATED or window is None or batch is None or not ledger.by_event["bumped"]:
@@ -592,8 +577,7 @@ def admitted(ledger: Ledger) -> Finding:
     return f"{many(started, 'group')} started in time"
 
 
-@counted
-def permits_return(ledger: Ledger) -> Finding:
+def permits_return(ledger: Ledger) -> Violations:
     """Is every place, slot and device grant returned exactly once?"""
     pairs = [pair for pair in PERMITS if ledger.by_event[pair[0]] or ledger.by_event[pair[1]]]
     if not pairs:
@@ -623,8 +607,7 @@ def permits_return(ledger: Ledger) -> Finding:
     return f"{many(sum(len(ledger.by_event[taken]) for taken, _, _ in pairs), 'permit')} taken and returned"
 
 
-@counted
-def ends_cleanly(ledger: Ledger) -> Finding:
+def ends_cleanly(ledger: Ledger) -> Violations:
     """Does the loop end once, with a reason, no unfinished step, and no event after the end?"""
     for row in ledger.by_event["exhausted"][:1]:
         if not ledger.ended:
@@ -650,8 +633,7 @@ def ends_cleanly(ledger: Ledger) -> Finding:
     return f"{why} in row {end.at}"
 
 
-@counted
-def dead_rollout_named(ledger: Ledger) -> Finding:
+def dead_rollout_named(ledger: Ledger) -> Violations:
     """Is every dead replica named, and is each of its requests resent or ended?"""
     for row in (died := ledger.by_event["died"]):
         if "replica" not in row.ids:
@@ -691,8 +673,7 @@ def _asked(ledger: Ledger, replica: Id, died: Row) -> Iterator[tuple[Id, Id, Sam
                 yield group, name, sample
 
 
-@counted
-def resume_equals(whole: Ledger, resumed: Ledger) -> Finding:
+def resume_equals(whole: Ledger, resumed: Ledger) -> Violations:
     """Does a resumed run continue where it stopped: no group trained twice or lost, none started too early?
 
     `whole` is the ledger of the stopped run. If it continues past the stop, that part is compared with the resumed run.
@@ -717,8 +698,9 @@ def resume_equals(whole: Ledger, resumed: Ledger) -> Finding:
             yield f"group {before + 1} is in neither run, unlike groups {before} and {after}"
     yield from admitted(resumed)
     if resumed.setting("sampler") not in NO_AGE_LIMIT and resumed.limit("window") is not None:
-        old = no_sample_too_old(resumed)
-        yield from [old.why] if old.value else []
+        too_old = settle(no_sample_too_old(resumed))
+        if too_old.value:
+            yield too_old.why
     strict = resumed.setting("sampler") == "strict" or resumed.limit("window") == 0
     mine, theirs = (_by_version(one) if strict else {} for one in (resumed, whole))
     both = sorted(mine.keys() & theirs.keys())
@@ -744,7 +726,6 @@ def _by_version(ledger: Ledger) -> Mapping[int, dict[Id, str]]:
     return found
 
 
-__all__ = ["CHECKS", "Ledger", "resume_equals"]
 RULES = (
     no_sample_too_old, version_monotone, publish_before_use, stamps_per_token,
     every_group_once, trained_once, groups_whole, samples_differ, order_fair,
@@ -752,4 +733,3 @@ RULES = (
     abort_on_failure, capacity_kept, permits_return, ends_cleanly,
     dead_rollout_named, backed.metrics_true, backed.notes_backed,
 )  # fmt: skip
-CHECKS: Mapping[str, Callable[[Ledger], Measured]] = {rule.__name__: rule for rule in RULES}

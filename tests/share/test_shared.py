@@ -14,12 +14,13 @@ from kit.labs.share.ledgers import settled
 from kit.labs.share.scenarios import SCENARIOS
 from kit.loop.messages import Event
 from kit.loop.runner import Runner
-from kit.results.rules import Missing, NotMeasured
+from kit.results.rules import Missing, NotMeasured, settle
 from kit.share.books import Ledger
 from kit.share.judge import RULES, pipeline_rows, plan_valid
 from kit.share.simulated import Simulation
 from kit.share.state import Cluster
 from kit.stream import judge as stream_judge
+from kit.stream.history import Ledger as StreamLedger
 from kit.stream.settings import opening
 from kit.stream.simulated import Durations, drawn_length
 from kit.target import replaced
@@ -66,10 +67,10 @@ def test_both_end_and_every_check_passes(how: dict[str, Any]) -> None:
             how.get("stream", STRICT), replicas=len(how.get("pipelines", BOTH)[name]["generation"].bundles)
         )
         first = [{"event": event, "time": 0.0, **ids} for event, ids in opening(settings)]
-        ledger = stream_judge.Ledger([*first, *pipeline_rows(rows, name)])
-        for check in stream_judge.CHECKS.values():
+        ledger = StreamLedger([*first, *pipeline_rows(rows, name)])
+        for rule in stream_judge.RULES:
             try:
-                assert not check(ledger).value
+                assert not settle(rule(ledger)).value
             except NotMeasured:
                 continue
 

@@ -10,8 +10,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from kit.results.rules import Measured, settle
+from kit.stream.history import Ledger
+from kit.stream.judge import RULES
+
 Row = dict[str, Any]
 GATED = ("strict", "in-order", "weight-fifo", "ready-first")
+RULES_BY_NAME = {rule.__name__: rule for rule in RULES}
 SAMPLERS = (*GATED, "windowed", "capacity")
 AT_SYNC = ("keep", "recompute", "abort", "drain")
 
@@ -519,3 +524,8 @@ class System:
         if self.at_sync != "drain" or not running or self.fault == "does-not-drain":
             self.syncing = self.version
             self.log("sync_begin", version=self.version)
+
+
+def finding(name: str, ledger: Ledger) -> Measured:
+    """What a rule of the judge finds in a ledger."""
+    return settle(RULES_BY_NAME[name](ledger))

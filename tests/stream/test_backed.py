@@ -14,9 +14,9 @@ from kit.errors import BadInput
 from kit.loop.messages import Command, Event, Memory, command_row, listed, numbers
 from kit.stream.core import Controller
 from kit.stream.history import Ledger
-from kit.stream.judge import CHECKS
 from kit.stream.settings import SAMPLERS, AtSync, Resume, Settings
 from kit.stream.simulated import Durations, System, drawn_length, simulate
+from tests.stream.ledgers import finding
 
 PLAIN = Settings(groups=4, places=8, slots=8, train_global_batch_size=16, steps=4, at_sync="abort", min_groups=2)
 RAGGED = Durations(length=drawn_length(4, 40))
@@ -31,7 +31,7 @@ def ledger(rows: Memory) -> Ledger:
 
 def backed(rows: Memory) -> str:
     """Return what is wrong, or an empty text."""
-    found = CHECKS["notes_backed"](ledger(rows))
+    found = finding("notes_backed", ledger(rows))
     return found.why if found.value else ""
 
 
@@ -176,7 +176,7 @@ def test_a_loop_that_ends_before_its_last_step_is_found() -> None:
         def __init__(self, settings: Settings) -> None:
             super().__init__(replace(settings, steps=2))
 
-    found = CHECKS["ends_cleanly"](ledger(simulate(PLAIN, RAGGED, core=Short(PLAIN)).rows))
+    found = finding("ends_cleanly", ledger(simulate(PLAIN, RAGGED, core=Short(PLAIN)).rows))
     assert "done at version 2, but the loop has 4 steps" in found.why
 
 
@@ -187,5 +187,5 @@ def test_samples_without_tokens_have_no_lag() -> None:
     judged = ledger(rows)
     assert any(judged.is_empty(row["group"]) for row in judged.trained())
     for name in ("metrics_true", "no_sample_too_old"):
-        found = CHECKS[name](judged)
+        found = finding(name, judged)
         assert (name, found.value, found.why) == (name, 0.0, found.why)

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from kit.errors import BadInput
-from kit.results.rules import Measured, Missing, NotMeasured, Unjudged
+from kit.results.rules import Measured, Missing, NotMeasured, Unjudged, settle
 from kit.stream.history import Ledger, pipelines
-from kit.stream.judge import CHECKS, resume_equals
-from tests.stream.ledgers import AT_SYNC, SAMPLERS, Row, System
+from kit.stream.judge import resume_equals
+from tests.stream.ledgers import AT_SYNC, RULES_BY_NAME, SAMPLERS, Row, System, finding
 
 ROOT = Path(__file__).resolve().parents[2]
 OF_RUNNERS = {"notes_backed"}  # needs rows that only a runner writes; see test_backed
@@ -29,7 +29,7 @@ OF_RUNNERS = {"notes_backed"}  # needs rows that only a runner writes; see test_
 
 def outcome(name: str, rows: list[Row] | Ledger) -> Measured | NotMeasured:
     try:
-        return CHECKS[name](rows if isinstance(rows, Ledger) else Ledger(rows))
+        return finding(name, rows if isinstance(rows, Ledger) else Ledger(rows))
     except NotMeasured as missing:
         return missing
 
@@ -48,7 +48,7 @@ def right(settings: dict[str, Any]) -> list[Row]:
 
 def violations(rows: list[Row]) -> dict[str, str]:
     ledger = Ledger(rows)
-    found = {name: outcome(name, ledger) for name in CHECKS}
+    found = {name: outcome(name, ledger) for name in RULES_BY_NAME}
     return {name: one.why for name, one in found.items() if isinstance(one, Measured) and one.value}
 
 
@@ -111,7 +111,7 @@ def test_the_right_ledgers_have_what_checks_look_at() -> None:
     for sampler, seed in product(SAMPLERS, range(6)):
         rows = drawn(sampler, "keep", seed).run()
         ledger = Ledger(rows)
-        judged.update(name for name in CHECKS if isinstance(outcome(name, ledger), Measured))
+        judged.update(name for name in RULES_BY_NAME if isinstance(outcome(name, ledger), Measured))
         events["spanning"] += "0 with" not in str(outcome("stamps_per_token", ledger))
     wanted = (
         "evicted",
@@ -126,7 +126,7 @@ def test_the_right_ledgers_have_what_checks_look_at() -> None:
         "spanning",
     )
     assert {name: events[name] for name in wanted if not events[name]} == {}
-    assert set(judged) == set(CHECKS) - OF_RUNNERS
+    assert set(judged) == set(RULES_BY_NAME) - OF_RUNNERS
 
 
 # -- wrong ledgers: one rule of the system is broken ----------------------------------------------------------------------------
@@ -518,7 +518,7 @@ def test_a_place_that_comes_back_early_frees_nothing() -> None:
 
 
 def test_every_check_has_a_wrong_ledger() -> None:
-    assert {check for _, _, check, _ in FAULTS} | {check for check, *_ in EDITS} == set(CHECKS) - OF_RUNNERS
+    assert {check for _, _, check, _ in FAULTS} | {check for check, *_ in EDITS} == set(RULES_BY_NAME) - OF_RUNNERS
 
 
 # -- what a ledger does not have -----------------------------------------------------------------------------------------------
@@ -536,7 +536,7 @@ def timed(rows: list[Row]) -> list[Row]:
 
 def test_a_minimal_ledger_is_judged_as_far_as_it_goes() -> None:
     rows = timed([{"event": "capacity", "window": 1, "group": 2}, *MINIMAL])
-    judged = {name: found.value for name in CHECKS if isinstance(found := outcome(name, rows), Measured)}
+    judged = {name: found.value for name in RULES_BY_NAME if isinstance(found := outcome(name, rows), Measured)}
     assert judged == {"no_sample_too_old": 0.0, "trained_once": 0.0, "groups_whole": 0.0}
     rows[0]["window"] = 0
     assert "group 0 trained at version 1" in violations(rows)["no_sample_too_old"]
@@ -580,9 +580,9 @@ def test_a_check_without_its_event_is_null_and_names_it(check: str, event: str, 
 
 def test_every_check_says_what_it_lacks() -> None:
     assert (
-        set(LACKING) | {"dead_rollout_named"} == set(CHECKS) - OF_RUNNERS
+        set(LACKING) | {"dead_rollout_named"} == set(RULES_BY_NAME) - OF_RUNNERS
     )  # a ledger in which no replica died is complete
-    for name in CHECKS:
+    for name in RULES_BY_NAME:
         assert isinstance(outcome(name, timed([{"event": "hello"}])), NotMeasured), name
 
 
@@ -601,7 +601,7 @@ def test_an_id_that_only_some_rows_have_is_a_failure(check: str, event: str, nam
     rows = System().run()
     del rows[some(rows, event, 2)][name]
     with pytest.raises(Unjudged, match=rf"`{event}`.*has no id `{name}`"):
-        CHECKS[check](Ledger(rows))
+        finding(check, Ledger(rows))
     without_any = [{key: value for key, value in row.items() if row["event"] != event or key != name} for row in rows]
     found = outcome(check, without_any)
     assert isinstance(found, Missing), found
@@ -612,7 +612,7 @@ def test_a_version_must_be_a_number_and_may_be_a_text_of_one() -> None:
     rows = System().run()
     every("published", version="three")(rows)
     with pytest.raises(Unjudged, match="version='three'; it must be a whole number"):
-        CHECKS["publish_before_use"](Ledger(rows))
+        finding("publish_before_use", Ledger(rows))
     rows = [
         {name: str(value) if isinstance(value, int) else value for name, value in row.items()} for row in System().run()
     ]
@@ -711,7 +711,9 @@ def test_each_pipeline_is_judged_by_itself() -> None:
     assert list(found) == ["a", "b"]
     assert all(len(ledger.rows) == len(rows) for ledger, rows in zip(found.values(), (one, two), strict=True))
     assert all(
-        not CHECKS[name](ledger).value for ledger in found.values() for name in ("every_group_once", "version_monotone")
+        not finding(name, ledger).value
+        for ledger in found.values()
+        for name in ("every_group_once", "version_monotone")
     )
     assert list(pipelines(one)) == ["a"]
     assert list(pipelines(System().run())) == [""]
@@ -743,7 +745,7 @@ def test_a_right_resume_equals(sampler: str, version: int) -> None:
     rows, state, _ = stopped(System(sampler=sampler, steps=5), version)
     resumed = System(sampler=sampler, steps=5 - version, resume=state).run()
     assert violations(resumed) == {}
-    found = resume_equals(Ledger(rows), Ledger(resumed))
+    found = settle(resume_equals(Ledger(rows), Ledger(resumed)))
     assert not found.value, found.why
     assert f"resumed at version {version} after {2 * version} groups" in found.why
     if sampler == "strict":
@@ -765,7 +767,7 @@ def resumed_wrongly(kind: str, sampler: str = "in-order", **more: Any) -> Measur
     elif kind == "other tokens":
         more = {"seed": 4}
     resumed = System(sampler=sampler, steps=2, slow=(6, 7), resume=(version, step, updates, left, after), **more).run()
-    return resume_equals(Ledger(rows), Ledger(resumed))
+    return settle(resume_equals(Ledger(rows), Ledger(resumed)))
 
 
 @pytest.mark.parametrize(
@@ -805,7 +807,7 @@ def test_totals_may_go_on_after_a_resume() -> None:
 def test_a_resume_without_its_row_is_null() -> None:
     rows = System().run()
     with pytest.raises(Missing, match="`resumed`"):
-        resume_equals(Ledger(rows), Ledger(rows))
+        settle(resume_equals(Ledger(rows), Ledger(rows)))
 
 
 # -- the example, and who is imported -----------------------------------------------------------------------------------------------
@@ -820,7 +822,7 @@ def test_the_ledger_of_the_example_passes(tmp_path: Path) -> None:
         {"event": one["metric"], "time": one["time"], **one.get("ids", {})} for one in records if one["value"] is None
     ]
     assert violations(rows) == {}
-    judged = {name for name in CHECKS if isinstance(outcome(name, rows), Measured)}
+    judged = {name for name in RULES_BY_NAME if isinstance(outcome(name, rows), Measured)}
     wanted = {
         "no_sample_too_old",
         "every_group_once",
@@ -842,7 +844,7 @@ def test_the_page_lists_every_check_and_event() -> None:
     page = (ROOT / "docs" / "ledger.md").read_text()
     rooms = ROOT / "kit" / "stream"
     source = "".join((rooms / f"{name}.py").read_text() for name in ("history", "judge", "backed"))
-    assert {name for name in [*CHECKS, "resume_equals"] if f"`{name}`" not in page} == set()
+    assert {name for name in [*RULES_BY_NAME, "resume_equals"] if f"`{name}`" not in page} == set()
     table = page.partition("| event | ids | when |")[2].partition("## What is judged")[0].strip().splitlines()[1:]
     events = [name for line in table for name in re.findall(r"`(\w+)`", line.split("|")[1])]
     assert len(events) > 40

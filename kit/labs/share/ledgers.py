@@ -18,7 +18,7 @@ from kit.results.rules import Unjudged, Violations, settle
 from kit.results.units import counted
 from kit.share.books import Books, Ledger, Row
 from kit.share.judge import pipeline_rows
-from kit.stream import judge as stream
+from kit.stream.history import Ledger as LoopLedger
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -74,14 +74,14 @@ def every_ledger(frame: pd.DataFrame, phases: Iterable[str] = PHASES) -> Iterato
             yield phase if len(found) == 1 else f"{phase} {number}", one
 
 
-def loops(frame: pd.DataFrame, phases: Iterable[str]) -> Iterator[tuple[str, stream.Ledger]]:
+def loops(frame: pd.DataFrame, phases: Iterable[str]) -> Iterator[tuple[str, LoopLedger]]:
     """The ledger of each pipeline's loop, as the checks of the lab `stream` need it, with its origin."""
     for phase in phases:
         for part in runs(frame, phase):
             for row in part:
                 if row["event"] == "capacity" and "pipeline" in row:
                     name = str(row["pipeline"])
-                    yield f"{phase}, pipeline {name}", stream.Ledger([row, *pipeline_rows(part, name)])
+                    yield f"{phase}, pipeline {name}", LoopLedger([row, *pipeline_rows(part, name)])
 
 
 def of_ledgers(rule: Callable[[Ledger], Violations]) -> Measure:
@@ -111,11 +111,9 @@ def of_ledgers(rule: Callable[[Ledger], Violations]) -> Measure:
 
 def settled(rule: Callable[[Ledger], Violations], ledger: Ledger) -> Measured:
     try:
-        answer = settle(rule(ledger))
+        return settle(rule(ledger))
     except (KeyError, ValueError, IndexError) as error:
         raise Unjudged(f"rows of the ledger contradict each other or lack an id: {error!r}") from error
-    assert isinstance(answer, Measured)
-    return answer
 
 
 # -- a ledger over time ---------------------------------------------------------------------------------------------------

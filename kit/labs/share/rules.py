@@ -34,7 +34,7 @@ from kit.loop.messages import numbers
 from kit.megatron.config import model_bytes
 from kit.results import Measured, Missing, NotMeasured, Rule
 from kit.results.growth import left
-from kit.results.rules import Measure, Unjudged, Violations, rule
+from kit.results.rules import Measure, Unjudged, Violations, rule, settle
 from kit.results.units import counted
 from kit.share import judge
 from kit.share.books import Ledger
@@ -398,10 +398,11 @@ def loops_right(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:  
     """
     count, asked = 0, set[str]()
     for where, loop in loops(frame, (MAIN, "alone_a", "alone_b")):
-        for name, rule_of_loop in stream.CHECKS.items():
+        for rule_of_loop in stream.RULES:
+            name = rule_of_loop.__name__
             if name != "trains_before_straggler":
                 try:
-                    answer = rule_of_loop(loop)
+                    answer = settle(rule_of_loop(loop))
                 except NotMeasured:
                     continue
                 count += 1

@@ -8,6 +8,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,23 @@ import pandas as pd
 from kit.labs.stream import tables
 from kit.labs.stream.lab import ALL, wanted
 from kit.results.growth import PerFrame, events, rows_of
-from kit.results.rules import Measured, Missing, NotMeasured, Rule, incomplete, rule, select
+from kit.results.rules import (
+    Measure,
+    Measured,
+    Missing,
+    NotMeasured,
+    Rule,
+    Violations,
+    incomplete,
+    rule,
+    select,
+    settle,
+)
 from kit.results.units import counted
 from kit.stream import judge
 from kit.stream.history import Ledger
 
-Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
-
+ByLedger = Callable[[Ledger], Measured | Violations]
 Outcomes = Mapping[tuple[str, str], tuple[float | None, str]]
 
 LOOPS = ("lockstep", "stream")  # phases with a ledger
@@ -50,7 +61,7 @@ def needed(frame: pd.DataFrame, phase: str, lacking: str = "no phase recorded a 
     return rows
 
 
-def of_ledger(rule: Callable[[Ledger], Measured], phases: Sequence[str] = LOOPS) -> Measure:
+def in_every_loop(by_ledger: ByLedger, phases: Sequence[str]) -> Measure:
     """The first violation in any loop; else the events that a loop lacks; else the last answer. One loop with an answer is enough."""
 
     def measure(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
@@ -60,7 +71,7 @@ def of_ledger(rule: Callable[[Ledger], Measured], phases: Sequence[str] = LOOPS)
             if (rows := ledger(frame, phase)) is None:
                 continue
             try:
-                answer = rule(rows)
+                answer = settle(by_ledger(rows))
             except NotMeasured as error:
                 lacking.append(error)
                 continue
@@ -75,14 +86,13 @@ def of_ledger(rule: Callable[[Ledger], Measured], phases: Sequence[str] = LOOPS)
     return measure
 
 
-def replicas_answer(rows: Ledger) -> Measured:
+def replicas_answer(rows: Ledger) -> Violations:
     """Did every replica answer in every loop?"""
-    error = rows.ended is not None and rows.ended.get("why") == "error"
-    died = [f"replica {row['replica']} died: {row.get('why', 'no reason given')}" for row in rows.by_event["died"]]
-    silent = [str(row.get("why")) for row in rows.by_event["error"] if row.get("of") == "port"]
-    if error and (gone := died + silent):
-        return Measured(float(len(gone)), gone[0])
-    return Measured(0.0, "the loop continued without the dead replica" if died else "all requests were answered")
+    died = rows.by_event["died"]
+    if rows.error:
+        yield from (f"replica {row['replica']} died: {row.get('why', 'no reason given')}" for row in died)
+        yield from (str(row.get("why")) for row in rows.by_event["error"] if row.get("of") == "port")
+    return "the loop continued without the dead replica" if died else "all requests were answered"
 
 
 def no_length_bias(rows: Ledger) -> Measured:
@@ -166,7 +176,7 @@ def resume_equals(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """
     before = "stream" if config["simulated"] else "lockstep"
     whole, resumed = (needed(frame, phase, f"the phase {phase} recorded no ledger") for phase in (before, "resume"))
-    resumed_equal = judge.resume_equals(whole, resumed)
+    resumed_equal = settle(judge.resume_equals(whole, resumed))
     if resumed_equal.value or config["simulated"]:
         return resumed_equal
     wanted, found = (outcomes(frame, phase) for phase in (before, "resume"))
@@ -202,7 +212,7 @@ def death_named_in_time(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
     return Measured(float(seconds), "from the kill of the replica to its name in the ledger")
 
 
-def alone(config: Mapping[str, Any]) -> str:
+def no_rehearsal(config: Mapping[str, Any]) -> str:
     if config["simulated"]:
         return ""
     if "rehearse" not in phases_in(config):
@@ -251,16 +261,45 @@ def kv_policy_kept(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     return Measured(wrong, f"{wrong:.0f} of {shown:.0f} decisive tokens contradict at_sync={at_sync}")
 
 
-def of_recomputation(metric: str, why: str) -> Measure:
-    """A check of one number of the recomputation. `why` may contain {value} and the names of other numbers."""
+def recomputed(frame: pd.DataFrame, metric: str, why: str) -> Measured:
+    """One number of the recomputation. `why` may contain {value} and the names of other numbers."""
+    numbers = verified(frame)
+    if metric not in numbers:
+        raise Missing(f"{metric} was not recorded")
+    return Measured(numbers[metric], why.format(value=numbers[metric], **numbers))
 
-    def measure(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
-        numbers = verified(frame)
-        if metric not in numbers:
-            raise Missing(f"{metric} was not recorded")
-        return Measured(numbers[metric], why.format(value=numbers[metric], **numbers))
 
-    return measure
+def behaviour_logprob(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
+    """Do recorded log-probabilities match the distribution that tokens were sampled from?"""
+    why = "largest difference from the closest version over {tokens:.0f} tokens (float32 noise: {noise:.1g})"
+    return recomputed(frame, "logprob_error", why)
+
+
+def no_stale_prefix(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
+    """Was every prompt computed with the weights that its tokens are stamped with?"""
+    why = "{value:.0f} of {tokens:.0f} tokens depend on a prompt that an older version computed"
+    return recomputed(frame, "stale_prefixes", why)
+
+
+def no_torn_generation(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
+    """Did every forward use the weights of a single version?"""
+    why = "{value:.0f} of {tokens:.0f} tokens match the log-probability of no version"
+    return recomputed(frame, "of_no_version", why)
+
+
+def advantage_by_group(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
+    """Is every advantage computed within the sample's own group?"""
+    return recomputed(frame, "advantage_error", "advantages: largest difference over {samples:.0f} samples")
+
+
+def on_policy_ratio_one(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
+    """Do previous log-probabilities match the weights at the start of the step?"""
+    return recomputed(frame, "previous_error", "log-probabilities: largest difference over {samples:.0f} samples")
+
+
+def is_weight_right(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
+    """Does the loss of each sample use its recorded log-probabilities?"""
+    return recomputed(frame, "recorded_error", "log-probabilities: largest difference over {samples:.0f} samples")
 
 
 def verified(frame: pd.DataFrame) -> dict[str, float]:
@@ -339,63 +378,23 @@ def resumes(config: Mapping[str, Any]) -> bool:
     return ran("lockstep", "resume")(config) or (config["simulated"] and "resume" in phases_in(config))
 
 
-def phases_of(name: str) -> tuple[str, ...]:
-    """Lockstep waits for all groups of a step by design. The phase rehearse has a failed step and a dead replica."""
-    return ("stream",) if name == "trains_before_straggler" else (*LOOPS, "rehearse")
-
-
-LEDGER_RULES = {**judge.CHECKS, "replicas_answer": replicas_answer, "no_length_bias": no_length_bias}
+# Rules of a loop's ledger, in every loop: lockstep, stream, and rehearse, which has a failed step and a dead replica.
+LEDGER_RULES: tuple[ByLedger, ...] = (*judge.RULES, replicas_answer, no_length_bias)
+# Lockstep waits for all groups of a step by design.
+LOOPS_OF = {"trains_before_straggler": ("stream",)}
 LIMITS = {"no_length_bias": 3.0}  # standard errors; all others count violations
 
 RULES: tuple[Rule, ...] = (
     rule(equals_plain, when=ran("plain", "lockstep")),
     rule(recomputed_as_sampled, when=ran("verify")),
     rule(stamps_true, when=ran("verify")),
-    Rule(
-        "behaviour_logprob",
-        "Do recorded log-probabilities match the distribution that tokens were sampled from?",
-        of_recomputation(
-            "logprob_error",
-            "largest difference from the closest version over {tokens:.0f} tokens (float32 noise: {noise:.1g})",
-        ),
-        limit=1e-5,
-        when=ran("verify"),
-    ),
+    rule(behaviour_logprob, limit=1e-5, when=ran("verify")),
     rule(kv_policy_kept, when=ran("verify")),
-    Rule(
-        "no_stale_prefix",
-        "Was every prompt computed with the weights that its tokens are stamped with?",
-        of_recomputation(
-            "stale_prefixes", "{value:.0f} of {tokens:.0f} tokens depend on a prompt that an older version computed"
-        ),
-        when=ran("verify"),
-    ),
-    Rule(
-        "no_torn_generation",
-        "Did every forward use the weights of a single version?",
-        of_recomputation("of_no_version", "{value:.0f} of {tokens:.0f} tokens match the log-probability of no version"),
-        when=ran("verify"),
-    ),
-    Rule(
-        "advantage_by_group",
-        "Is every advantage computed within the sample's own group?",
-        of_recomputation("advantage_error", "advantages: largest difference over {samples:.0f} samples"),
-        limit=1e-6,
-        when=ran("verify"),
-    ),
-    Rule(
-        "on_policy_ratio_one",
-        "Do previous log-probabilities match the weights at the start of the step?",
-        of_recomputation("previous_error", "log-probabilities: largest difference over {samples:.0f} samples"),
-        limit=1e-5,
-        when=ran("verify"),
-    ),
-    Rule(
-        "is_weight_right",
-        "Does the loss of each sample use its recorded log-probabilities?",
-        of_recomputation("recorded_error", "log-probabilities: largest difference over {samples:.0f} samples"),
-        when=ran("verify"),
-    ),
+    rule(no_stale_prefix, when=ran("verify")),
+    rule(no_torn_generation, when=ran("verify")),
+    rule(advantage_by_group, limit=1e-6, when=ran("verify")),
+    rule(on_policy_ratio_one, limit=1e-5, when=ran("verify")),
+    rule(is_weight_right, when=ran("verify")),
     rule(
         resume_equals,
         when=resumes,
@@ -403,18 +402,16 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(no_deadlock),
     rule(controller_answers, limit=50, unit="ms", when=ran("stream")),
-    rule(logger_is_harmless, cannot=alone),
-    rule(death_named_in_time, limit=1, unit="s", when=ran(), cannot=alone),
+    rule(logger_is_harmless, cannot=no_rehearsal),
+    rule(death_named_in_time, limit=1, unit="s", when=ran(), cannot=no_rehearsal),
     # 3e-2 is usual between an engine and a trainer. The lab recomputes its own tokens, which is more exact.
     rule(tokens_match, limit=3e-2, when=lambda config: "simulated" not in config),
     *(
-        Rule(
-            name,
-            (asked.__doc__ or "").partition("\n")[0],
-            of_ledger(asked, phases_of(name)),
-            limit=LIMITS.get(name, 0.0),
+        replace(
+            rule(by_ledger, limit=LIMITS.get(by_ledger.__name__, 0.0)),
+            measure=in_every_loop(by_ledger, LOOPS_OF.get(by_ledger.__name__, (*LOOPS, "rehearse"))),
         )
-        for name, asked in LEDGER_RULES.items()
+        for by_ledger in LEDGER_RULES
     ),
 )
 

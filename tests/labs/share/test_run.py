@@ -16,10 +16,11 @@ import kit
 from kit.labs.share.drive import clusters, controller, scheduler
 from kit.labs.share.lab import PIPELINES, ShareConfig
 from kit.loop.messages import Row, read
+from kit.results.rules import settle
 from kit.share import judge
 from kit.share.member import Member
-from kit.stream.judge import CHECKS
 from kit.stream.judge import Ledger as StreamLedger
+from kit.stream.judge import publish_before_use
 from tests.holdings import holdings, wait_for
 from tests.loop.replaying import replay_rows
 from tests.share.chaos import violations
@@ -151,7 +152,7 @@ def test_a_replay_of_the_ledger_gives_the_same_commands(run: kit.Run) -> None:
 def test_weights_are_used_where_they_are_published(run: kit.Run) -> None:
     rows = [{"event": row.name, "time": row.time, **row.ids} for row in ledger(run, "shared")]
     for name in PIPELINES:
-        found = CHECKS["publish_before_use"](StreamLedger(judge.pipeline_rows(rows, name)))
+        found = settle(publish_before_use(StreamLedger(judge.pipeline_rows(rows, name))))
         assert not found.value, found.why
 
 
