@@ -91,8 +91,8 @@ def test_the_modes_are_those_of_the_room_that_releases() -> None:
 def test_suspending_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadInput, match=r"mode=suspend needs CUDA: .* and device=cpu has none"):
         kit.lab("offload", mode="suspend", device="cpu")
-    monkeypatch.setattr("kit.labs.offload.free_gpu_bytes", list)
+    monkeypatch.setattr("kit.labs.offload.lab.free_gpu_bytes", list)
     with pytest.raises(BadInput, match=r"mode=suspend needs CUDA: .* and this machine has no GPU driver"):
         kit.lab("offload", mode="suspend")
-    monkeypatch.setattr("kit.labs.offload.free_gpu_bytes", lambda: [80 * GIB])
+    monkeypatch.setattr("kit.labs.offload.lab.free_gpu_bytes", lambda: [80 * GIB])
     offload_fits(OffloadConfig(mode="suspend"))
