@@ -18,7 +18,7 @@ import kit
 from kit import machine
 from kit.cli import main, parse, parser
 from kit.labs.discover import discover, tagged
-from kit.results import Record, Verdict, VerdictRow, create_run
+from kit.results import Row, Verdict, VerdictRow, create_run
 from kit.world import leftovers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -373,8 +373,8 @@ def test_a_comparison_leads_with_verdicts_and_reads_runs_without_records(
         where = {"run": writer.id, "lab": "mine", "phase": "train", "rank": 0, "time": 1.0, "unit": "s"}
         ids = {"ids": {"tensor": "decoder.layers.0.self_attention.linear_qkv.weight" * 3}}
         names = ("seconds", "seconds_before", "overhead_seconds")
-        rows = [Record(**where, cycle=cycle, metric=name, value=seconds) for name in names for cycle in (1, 2)]
-        writer.append([*rows, *(Record(**where, cycle=cycle, metric="norm", value=seconds, **ids) for cycle in (1, 2))])
+        rows = [Row(**where, cycle=cycle, metric=name, value=seconds) for name in names for cycle in (1, 2)]
+        writer.append([*rows, *(Row(**where, cycle=cycle, metric="norm", value=seconds, **ids) for cycle in (1, 2))])
         writer.write_verdict(Verdict([VerdictRow("memory_comes_back", 1, 1, "B", passed, "because " * 30)]))
         writer.finish()
         return writer.dir

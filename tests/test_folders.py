@@ -15,7 +15,7 @@ import pytest
 import kit
 from kit import cli
 from kit.measure import provenance
-from kit.results import Record, create_run
+from kit.results import Row, create_run
 
 FOLDERS = 200
 SEED = 17
@@ -33,7 +33,7 @@ def whole_run(folder: Path, dice: random.Random) -> None:
         for phase in PHASES:
             writer.append(
                 [
-                    Record(
+                    Row(
                         run=writer.id, lab=writer.lab, cycle=cycle, phase=phase, rank=rank, metric=name,
                         value=dice.choice(VALUES) if dice.random() < 0.2 else 1.5, unit="s", time=1.8e9 + cycle,
                     )
@@ -132,7 +132,7 @@ def run(tmp_path: Path) -> Path:
     writer = create_run(tmp_path, "own", {"{{x}}": "$\\frac{"}, {}, out=folder, fault="$\\sum{")
     writer.append(
         [
-            Record(
+            Row(
                 run=writer.id, lab="own", cycle=cycle, phase=phase, rank=0,
                 metric=name, value=1.5, unit="s", time=1.8e9 + cycle,
             )

@@ -145,11 +145,11 @@ def test_a_panel_starts_nothing_and_a_labs_own_takes_it_as_it_stands(runs: Path,
 
 
 def test_a_run_draws_one_plot_by_its_name(runs: Path) -> None:
-    from kit.results import Record, create_run
+    from kit.results import Row, create_run
 
     writer = create_run(runs, "mine", {}, {})
     row = {"run": writer.id, "lab": "mine", "cycle": 1, "phase": "train", "rank": 0, "time": 1e9}
-    writer.append([Record(**row, metric="seconds", value=0.1, unit="s")])
+    writer.append([Row(**row, metric="seconds", value=0.1, unit="s")])
     writer.finish()
     run = kit.load(writer.dir)
     assert [axes.get_xlabel() for axes in run.plot("times").axes] != [axes.get_xlabel() for axes in run.plot().axes]

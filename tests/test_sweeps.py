@@ -10,7 +10,7 @@ import pytest
 from kit.errors import BadInput
 from kit.labs.discover import find
 from kit.public import Point, check_points, points, read_settings, runs_of, sweep
-from kit.results import Record, Verdict, VerdictRow, create_run
+from kit.results import Row, Verdict, VerdictRow, create_run
 
 
 def test_every_combination_and_the_repeats_after_each_other() -> None:
@@ -37,7 +37,7 @@ def test_the_index_has_every_run_and_the_spread(tmp_path: Path) -> None:
         writer = create_run(tmp_path, "smoke", config, {}, out=out)
         took = next(seconds)
         where = {"run": writer.id, "lab": "smoke", "cycle": 1, "phase": "make", "rank": 0, "time": 1.0}
-        writer.append([Record(**where, metric="seconds", value=took, unit="s")])
+        writer.append([Row(**where, metric="seconds", value=took, unit="s")])
         writer.write_verdict(Verdict([VerdictRow("leak", took, 2.0, "MiB", took < 2, "")]))
         writer.finish()
         status = 130 if took == 3 else int(took > 2)

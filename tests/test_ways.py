@@ -16,7 +16,7 @@ import pytest
 
 import kit
 from kit.cli import main
-from kit.results import Record
+from kit.results import Row
 
 ROOM = f"{Path(kit.__file__).parent}/"
 SIZE = 977  # a number that occurs nowhere else in a run
@@ -78,7 +78,7 @@ def has_setting(value: Any, deep: int = 0) -> bool:
 
 
 def has_record(value: Any, deep: int = 0) -> bool:
-    if isinstance(value, Record | pd.DataFrame | pd.Series) or type(value).__name__ in {"RunData", "Scene"}:
+    if isinstance(value, Row | pd.DataFrame | pd.Series) or type(value).__name__ in {"RunData", "Scene"}:
         return True
     if isinstance(value, dict):
         return "metric" in value or any(has_record(one, deep + 1) for one in list(value.values())[:9] if deep < 3)

@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import kit
+from kit import results
 from kit.bench.session import Bench, Part, Row, Session, progress, row, samples, seconds_of
 from kit.draw.general import records_table
 from kit.labs.definition import Step
@@ -21,7 +22,6 @@ from kit.labs.discover import find
 from kit.labs.offload.lab import OffloadConfig
 from kit.measure import provenance
 from kit.public import load
-from kit.results import Record, create_run
 from kit.view.model import PanelModel
 from kit.view.tabs import Grid, PlotsTab, VerdictTab
 
@@ -74,7 +74,7 @@ def made_up(folder: Path, records: int) -> Path:
     while sum(len(rows_of(step, 0)) for step in lab.plan(OffloadConfig(ranks=RANKS, cycles=cycles))) * RANKS < records:
         cycles += 1
     config = OffloadConfig(ranks=RANKS, cycles=cycles)
-    writer = create_run(folder, lab.name, asdict(config), provenance())
+    writer = results.create_run(folder, lab.name, asdict(config), provenance())
     clock = 1.8e9
     for step in lab.plan(config):
         clock += 0.2
@@ -82,7 +82,9 @@ def made_up(folder: Path, records: int) -> Path:
             about: dict[str, Any] = {"run": writer.id, "lab": lab.name, "cycle": step.cycle, "phase": step.phase}
             about |= {"rank": rank, "time": clock}
             found = rows_of(step, rank)
-            writer.append([Record(**about, metric=metric, value=value, unit=unit) for metric, value, unit in found])
+            writer.append(
+                [results.Row(**about, metric=metric, value=value, unit=unit) for metric, value, unit in found]
+            )
     writer.finish()
     return writer.dir
 

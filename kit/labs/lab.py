@@ -22,10 +22,10 @@ from kit.errors import BadInput, KitError, RankDied, RankError
 from kit.labs.definition import Definition, LabConfig, Role, Step, role_names, working
 from kit.labs.discover import configure, find_fault, refuse_device
 from kit.measure.recorder import provenance
-from kit.results import Record, Run, create_run, runs_dir
+from kit.results import Row, Run, create_run, runs_dir
 from kit.results.frames import GPU
 from kit.results.growth import gpus
-from kit.results.records import NOTEBOOK, Recording, label, new_row, rank_name, write_text
+from kit.results.records import NOTEBOOK, Recording, label, rank_name, write_text
 from kit.results.rules import asked
 from kit.results.run import SNAPSHOTS, Plotter
 from kit.results.units import amount, columns, table_html
@@ -111,11 +111,11 @@ class Drive(Recording):
 
     wait = staticmethod(wait)
 
-    def _send(self, row: dict[str, Any]) -> None:
+    def _send(self, row: Row) -> None:
         self.append([row])
 
-    def append(self, rows: list[dict[str, Any]]) -> None:
-        self.write(NOTEBOOK, rows)
+    def append(self, rows: Sequence[Row]) -> None:
+        self.write(NOTEBOOK, [row.facts() for row in rows])
 
     def cancel(self) -> list[Pending]:
         left = [one for one in self.flying if not one.settled]
@@ -156,19 +156,19 @@ HIDDEN = (
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Stepped:
-    """One phase that every rank has run. `records` are what was appended."""
+    """One phase that every rank has run. `rows` are what was appended."""
 
     cycle: int
     phase: str
-    records: Sequence[Record]
+    rows: Sequence[Row]
     done: int
     planned: int
-    roles: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
-    def rows(self) -> list[list[str]]:
-        """The heading, then a row per metric; for a changed level also its value before the phase."""
-        ranks = sorted({record.rank for record in self.records})
-        values = {(label(record.metric, record.ids), record.rank): record for record in self.records}
+    def table(self) -> list[list[str]]:
+        """The heading, then a line per metric; for a changed level also its value before the phase."""
+        roles = {row.rank: row.role for row in self.rows}
+        ranks = sorted(roles)
+        values = {(label(row.metric, row.ids), row.rank): row for row in self.rows}
         found = [m for m in dict.fromkeys(m for m, _ in values) if not m.endswith("_before") and m not in HIDDEN]
         names = sorted(found, key=lambda m: m != "seconds")  # the time comes first
 
@@ -182,13 +182,13 @@ class Stepped:
             return f"{amount(before.value, now.unit)} → {text}"
 
         body = [[name, *(cell(name, rank) for rank in ranks)] for name in names]
-        return [["", *(rank_name(rank, self.roles) for rank in ranks)], *body]
+        return [["", *(rank_name(rank, roles) for rank in ranks)], *body]
 
     def __repr__(self) -> str:
-        return f"{self._head()}\n{columns(self.rows())}"
+        return f"{self._head()}\n{columns(self.table())}"
 
     def _repr_html_(self) -> str:
-        head, *body = [[html.escape(cell) for cell in row] for row in self.rows()]
+        head, *body = [[html.escape(cell) for cell in row] for row in self.table()]
         return table_html(head, body, caption=html.escape(self._head()))
 
     def _head(self) -> str:
@@ -357,7 +357,7 @@ class Lab:
         if self.done == len(self.steps):
             raise KitError("every phase is done; call run() for the verdict")
         step = self.steps[self.done]
-        rows: list[Record] = []
+        rows: list[Row] = []
 
         def write(rank: int, found: list[dict[str, Any]]) -> None:
             rows.extend(self._append(step.cycle, step.phase, {rank: found}))
@@ -369,12 +369,11 @@ class Lab:
         except BaseException as error:
             if isinstance(error, RankDied) and error.rank >= 0:  # the others report their own failures
                 with contextlib.suppress(KitError, OSError):
-                    write(error.rank, [new_row("failed", 1, "1", time.time())])
+                    write(error.rank, [Row(metric="failed", value=1, unit="1", time=time.time()).facts()])
             self._failed(error)
             raise
         self.done += 1
-        names = role_names(self.roles)
-        return Stepped(step.cycle, step.phase, rows, done=self.done, planned=len(self.steps), roles=names)
+        return Stepped(step.cycle, step.phase, rows, done=self.done, planned=len(self.steps))
 
     def _call(self, step: Step, write: Write) -> None:
         self.world.submit(
@@ -424,7 +423,7 @@ class Lab:
                         measured.result()
                 else:
                     ended = time.time()
-                    write(NOTEBOOK, [new_row("seconds", ended - began, "s", ended)])
+                    write(NOTEBOOK, [Row(metric="seconds", value=ended - began, unit="s", time=ended).facts()])
         finally:
             observer.ended()
 
@@ -475,14 +474,23 @@ class Lab:
         if self.judged is not None:
             raise KitError("this run is already judged; make a new lab")
 
-    def _append(self, cycle: int, phase: str, found: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Record]:
-        records = [
-            Record(run=self._writer.id, lab=self.name, cycle=cycle, phase=phase, rank=rank, **row)
-            for rank, rows in found.items()
-            for row in rows
+    def _append(self, cycle: int, phase: str, found: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Row]:
+        names = role_names(self.roles)
+        rows = [
+            Row.placed(
+                facts,
+                run=self._writer.id,
+                lab=self.name,
+                cycle=cycle,
+                phase=phase,
+                rank=rank,
+                role=names.get(rank, ""),
+            )
+            for rank, every in found.items()
+            for facts in every
         ]
-        self._writer.append(records)
-        return records
+        self._writer.append(rows)
+        return rows
 
     def _append_answers(self, metric: str, answers: Mapping[int, Any], names: Sequence[str]) -> None:
         """Record each rank's proportional memory and, if routing was requested, their routing reports: numbers in the records, rank 0's
@@ -500,7 +508,7 @@ class Lab:
         ended, found = time.time(), {}
         for rank, value in values.items():
             number, text = (None, value) if isinstance(value, str) else (value, "")
-            found[rank] = [new_row(metric, number, unit, ended, text=text)]
+            found[rank] = [Row(metric=metric, value=number, unit=unit, time=ended, text=text).facts()]
         self._append(0, BOUNDARY, found)
 
     def _failed(self, error: BaseException) -> None:

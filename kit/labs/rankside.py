@@ -26,7 +26,7 @@ from kit.measure import Metric, PhaseMeter, provenance, pss
 from kit.measure.host import trim
 from kit.measure.phase import History, between_phases, watch
 from kit.megatron.config import forced_tf32
-from kit.results.records import Recording, new_row
+from kit.results.records import Recording, Row
 from kit.target import load, replaced
 from kit.train.plain import Numerics, full_float32
 from kit.world import channel
@@ -50,8 +50,8 @@ class Context(Recording):
     fault: str | None
     devices: tuple[str, ...] = ()  # of all ranks
 
-    def _send(self, row: dict[str, Any]) -> None:
-        channel.publish(row)
+    def _send(self, row: Row) -> None:
+        channel.publish(row.facts())
 
     def world_of(self, rank: int) -> str:
         worlds = [world for world, size in enumerate(self.world_sizes) for _ in range(size)]
@@ -61,8 +61,8 @@ class Context(Recording):
         return load(target)(self)
 
 
-def publish(metric: str, value: float, unit: str, when: float, **about: Any) -> None:
-    channel.publish(new_row(metric, value, unit, when, **about))
+def publish(row: Row) -> None:
+    channel.publish(row.facts())
 
 
 @dataclass(kw_only=True, slots=True)
@@ -168,11 +168,11 @@ def act(*, method: str, args: dict[str, Any]) -> Any:
     try:
         return getattr(_running().phases, method)(**args)
     except Exception:  # not an interrupt, which is unrelated to this call
-        publish("failed", 1.0, "1", time.time(), ids={"call": method})
+        publish(Row(metric="failed", value=1.0, unit="1", time=time.time(), ids={"call": method}))
         raise
     finally:
         ended = time.time()
-        publish("call", ended - began, "s", ended, start=began, ids={"call": method})
+        publish(Row(metric="call", value=ended - began, unit="s", time=ended, start=began, ids={"call": method}))
 
 
 def close_step() -> None:
@@ -187,9 +187,9 @@ def close_step() -> None:
 def publish_all(meter: PhaseMeter, *more: Metric) -> None:
     """The measurements of a phase, then those after it, which may fail."""
     for metric in (*meter.metrics, *more):
-        publish(metric.metric, metric.value, metric.unit, meter.ended)
+        publish(Row(**metric._asdict(), time=meter.ended))
     for metric in between_phases(str(_running().context.device)):
-        publish(metric.metric, metric.value, metric.unit, time.time())
+        publish(Row(**metric._asdict(), time=time.time()))
 
 
 def snapshot() -> None:

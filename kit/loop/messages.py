@@ -1,23 +1,21 @@
 """Events, commands and the ledger: a row, with its time, for everything that passes a runner, in order.
 
-A message is a name, its pipeline, and ids: frozen, hashable, and cheap to make. An id is a whole number or a text, as in a record, so a
-ledger reads back exactly as written. Several numbers are one text: `listed((3, 4))` is "3,4".
+A message is a name, its pipeline, and ids: frozen, hashable, and cheap to make. An id is what a row's id is (a text, a whole number, or a
+tuple of them), so a ledger reads back exactly as written. A port or core of another system may send "3,4": read lists by `numbers`.
 
-A row is a name, a time in seconds and ids. An event's row has the id `core` (the core that received it), a command's row the id `to` (its
-address). A command to "ledger" is a note: only the ledger gets it, and its row has neither id. Commands follow the event that caused them.
+A row has the message's name as its metric, and no value. An event's row has the id `core` (the core that received it), a command's row the
+id `to` (its address). A command to "ledger" is a note: only the ledger gets it, and its row has neither id. Commands follow the event that
+caused them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import FrozenInstanceError, dataclass
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 from kit.errors import BadInput
-from kit.results.records import parse, read_bytes
+from kit.results.records import Id, Row
 
-Id = int | str
 NOTES = "ledger"  # the address of commands that are only recorded
 
 
@@ -68,14 +66,6 @@ class Command(Message):
         object.__setattr__(self, "to", to)
 
 
-def listed(numbers: Iterable[int]) -> str:
-    return ",".join(map(str, numbers))
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(","))) if text else ()
-
-
 class Map(dict[Any, Any]):
     """An immutable, hashable mapping. `put`, `without` and `plus` return a new one.
 
@@ -107,14 +97,8 @@ class Map(dict[Any, Any]):
 # -- the ledger -----------------------------------------------------------------------------------------------------------
 
 
-class Row(NamedTuple):
-    name: str
-    time: float
-    ids: Mapping[str, Id]
-
-
-class Ledger(Protocol):
-    """Where a runner writes. It calls `flush` before each wait and at the end."""
+class Sink(Protocol):
+    """Where a runner writes its ledger. It calls `flush` before each wait and at the end."""
 
     def write(self, row: Row) -> None: ...
     def flush(self) -> None: ...
@@ -129,7 +113,7 @@ class Memory(list[Row]):
 
 
 def event_row(event: Event, core: str, when: float) -> Row:
-    return Row(event.name, when, {**dict(event.ids), "pipeline": event.pipeline, "core": core})
+    return Row(metric=event.name, time=when, ids={**dict(event.ids), "pipeline": event.pipeline, "core": core})
 
 
 def command_row(command: Command, when: float) -> Row:
@@ -137,18 +121,7 @@ def command_row(command: Command, when: float) -> Row:
     if {"core", "to"} & ids.keys():
         raise BadInput(f"{command.name} has an id `core` or `to`; these are reserved for the runner, so rename the id")
     address = {} if command.to == NOTES else {"to": command.to}
-    return Row(command.name, when, {**ids, "pipeline": command.pipeline, **address})
-
-
-def read(path: Path, phase: str | None = None) -> list[Row]:
-    """The event rows of a file of records, of all phases or of one. Unreadable lines are skipped."""
-    columns, _ = parse(read_bytes(path))
-    events = zip(*(columns[name] for name in ("metric", "time", "ids", "value", "text", "phase")), strict=True)
-    return [
-        Row(name, when, ids)
-        for name, when, ids, value, text, of in events
-        if value is None and not text and phase in (None, of)
-    ]
+    return Row(metric=command.name, time=when, ids={**ids, "pipeline": command.pipeline, **address})
 
 
 class Frozen:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from kit.errors import BadInput, KitError
-from kit.loop.messages import NOTES, Command, Event, Ledger, Memory, Row, command_row, event_row
+from kit.loop.messages import NOTES, Command, Event, Memory, Sink, command_row, event_row
+from kit.results.records import Row
 
 Answer = Callable[[Command], Iterable[tuple[float, Event]]]
 
@@ -69,7 +70,7 @@ class Runner:
         ports: Mapping[str, Port],
         *,
         clock: Clock,
-        ledger: Ledger | None = None,
+        ledger: Sink | None = None,
         deadline_s: float = 60.0,
     ) -> None:
         if not cores:
@@ -141,7 +142,7 @@ class Runner:
         began = time.perf_counter()
         now = self.clock.now()
         if event is None:
-            self.ledger.write(Row(BEGINS, now, {"core": name}))
+            self.ledger.write(Row(metric=BEGINS, time=now, ids={"core": name}))
             self.states[name], commands = self.cores[name].begin()
         else:
             self.ledger.write(event_row(event, name, now))

@@ -37,12 +37,12 @@ from kit.errors import BadInput, KitError
 from kit.measure.phase import Metric, PhaseMeter, between_phases, current_device, watch
 from kit.results.records import (
     SCHEMA,
-    Record,
-    RecordsLost,
-    RecordWriter,
+    AsId,
+    Row,
+    RowsLost,
+    RowWriter,
     checked_ids,
     loads,
-    new_row,
     read_json,
     rewrite_json,
     utc,
@@ -143,7 +143,7 @@ class Recorder:
         finally:
             self._inside.pop()
             seen += self._observe() if observe else []
-            measured = [{**metric._asdict(), "time": meter.ended} for metric in (*meter.metrics, *seen, *failed)]
+            measured = [Row(**metric._asdict(), time=meter.ended) for metric in (*meter.metrics, *seen, *failed)]
             self._append(measured, *key)
 
     def record(
@@ -156,7 +156,7 @@ class Recorder:
         cycle: int | None = None,
         text: str = "",
         start: float | None = None,
-        **ids: str | SupportsIndex,
+        **ids: AsId,
     ) -> None:
         """Append a number. Its phase and cycle are those of the enclosing block, unless you pass them.
 
@@ -174,13 +174,13 @@ class Recorder:
         cycle: int | None = None,
         text: str = "",
         start: float | None = None,
-        **ids: str | SupportsIndex,
+        **ids: AsId,
     ) -> None:
         """Append an event: a record with a time and ids, without a value. With `start` it is a span until now."""
         self._one(name, None, "", ids, phase=phase, cycle=cycle, text=text, start=start)
 
     @contextmanager
-    def span(self, name: str, /, *, text: str = "", **ids: str | SupportsIndex) -> Iterator[None]:
+    def span(self, name: str, /, *, text: str = "", **ids: AsId) -> Iterator[None]:
         """Append the block as a span when it ends: start, end, and seconds as the value.
 
         Unlike a phase it measures nothing else, and costs two clock readings and an append. If the block raises and no text is
@@ -206,7 +206,7 @@ class Recorder:
         atexit.unregister(self._at_exit)
         lost = self.lost
         if lost:
-            self._append([{"metric": "lost_records", "value": lost, "unit": "1", "time": time.time()}], OUTSIDE, 0)
+            self._append([Row(metric="lost_records", value=lost, unit="1", time=time.time())], OUTSIDE, 0)
             self._warn(f"{lost} records of rank {self.rank} were lost; those before and after are in {self.dir}")
         self._writer.close()
         if self._run is None:
@@ -254,12 +254,12 @@ class Recorder:
     def _observe(self) -> list[Metric]:
         return between_phases(self._device or current_device())
 
-    def _open(self) -> RecordWriter:
+    def _open(self) -> RowWriter:
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         if (self.dir / "run.json").exists() and not restarted and (self.rank == 0 or self._of_another_launch()):
             raise BadInput(f"{self.dir} already holds a run; give a new folder, or delete that one first")
         self.dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return RecordWriter(self.dir / _records_name(self.rank, self.world_size))
+        return RowWriter(self.dir / _records_name(self.rank, self.world_size))
 
     def _of_another_launch(self) -> bool:
         """Whether run.json is of a launch before this one. Under torchrun each has a parent that starts before all of its ranks;
@@ -279,7 +279,7 @@ class Recorder:
         metric: str,
         value: SupportsFloat | None,
         unit: str,
-        ids: Mapping[str, str | SupportsIndex],
+        ids: Mapping[str, AsId],
         *,
         phase: str | None = None,
         cycle: int | None = None,
@@ -294,20 +294,29 @@ class Recorder:
             raise BadInput(f"{metric} cannot be recorded: {value!r} is not a number") from error
         if start is not None and not (isinstance(start, float | int) and math.isfinite(start)):
             raise BadInput(f"{metric} cannot start at {start!r}; give Unix seconds, as time.time() does")
-        row = new_row(str(metric), number, str(unit), time.time(), text=str(text), start=start, ids=ids)
+        row = Row(
+            metric=str(metric),
+            value=number,
+            unit=str(unit),
+            time=time.time(),
+            text=str(text),
+            start=start,
+            ids=checked_ids(ids),
+        )
         inner = self._inside[-1] if self._inside else (OUTSIDE, 0)
         phase_name = inner[0] if phase is None else str(phase)
         self._append([row], phase_name, inner[1] if cycle is None else _whole("cycle", cycle))
 
-    def _append(self, rows: Sequence[Mapping[str, Any]], phase: str, cycle: int) -> None:
+    def _append(self, rows: Sequence[Row], phase: str, cycle: int) -> None:
+        place = {**self._head, "cycle": cycle, "phase": phase, "rank": self.rank}
         try:
-            self._writer.append([Record(**self._head, cycle=cycle, phase=phase, rank=self.rank, **row) for row in rows])
-        except RecordsLost as error:
+            self._writer.append([dataclasses.replace(row, **place) for row in rows])
+        except RowsLost as error:
             if not self.lost:
                 self._warn(f"{error}; training goes on, lost records are counted")
             self.lost += error.lost
         if self._sinks:
-            self._pass_on({f"{phase}/{row['metric']}": row["value"] for row in rows if row["value"] is not None}, cycle)
+            self._pass_on({f"{phase}/{row.metric}": row.value for row in rows if row.value is not None}, cycle)
 
     def _pass_on(self, values: Mapping[str, float], cycle: int) -> None:
         """To the sinks; one that raises is not asked again, and training goes on."""

@@ -1,4 +1,4 @@
-"""Tables of records: rows by their ids, a job's own numbers, how much memory there is; and one table to a file of six kinds.
+"""Tables of rows: typed rows and ids from them, a job's own numbers, how much memory there is; and one table to a file of six kinds.
 
 | kind | for | provenance |
 |---|---|---|
@@ -15,6 +15,7 @@ not take for a missing value. The kinds for people round numbers and write units
 
 from __future__ import annotations
 
+import functools
 import html
 import json
 import math
@@ -25,26 +26,74 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kit.errors import BadInput
-from kit.results.records import OPTIONAL, label, make_folder, replacing, to_json, write_json, write_text
+from kit.results.records import (
+    COLUMNS,
+    OPTIONAL,
+    Id,
+    Row,
+    label,
+    make_folder,
+    replacing,
+    to_json,
+    typed,
+    write_json,
+    write_text,
+)
 from kit.results.units import ROW, amount
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
+# -- from a table back to typed rows -----------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=2**15)
+def read_ids(text: str) -> Mapping[str, Id]:
+    """The ids of a row of a table, where they are JSON text. Many rows have the same ids, and many checks read the same rows."""
+    return typed(json.loads(text)) if text else {}
+
+
+def rows_of(frame: pd.DataFrame) -> list[Row]:
+    """The rows of a table, typed. A value that is NaN in the table is None: a table does not tell NaN from null."""
+    columns = (frame[name].tolist() for name in COLUMNS)
+    return [
+        Row(
+            run=run,
+            lab=lab,
+            cycle=cycle,
+            phase=phase,
+            rank=rank,
+            metric=metric,
+            value=None if math.isnan(value) else value,
+            unit=unit,
+            time=when,
+            text=text,
+            ids=read_ids(ids),
+            start=None if math.isnan(start) else start,
+        )
+        for run, lab, cycle, phase, rank, metric, value, unit, when, text, ids, start in zip(*columns, strict=True)
+    ]
+
+
+def events_of(frame: pd.DataFrame, phase: str | None = None) -> list[Row]:
+    """The events of a table, of one phase or of all: rows with neither a value nor a text."""
+    frame = frame[frame["value"].isna() & (frame["text"] == "")]
+    return rows_of(frame if phase is None else frame[frame["phase"] == phase])
+
+
 def with_ids(frame: pd.DataFrame, *names: str) -> pd.DataFrame:
     """The rows that have all of these ids, each id as a column: `with_ids(frame, "bucket", "tensor")`."""
     if taken := [name for name in names if name in frame.columns]:
         raise ValueError(f"the table has a column {taken[0]!r} already")
-    every: dict[str, dict[str, str | int]] = {text: json.loads(text) for text in frame["ids"].unique() if text}
-    known = {text: ids for text, ids in every.items() if all(name in ids for name in names)}
+    known = {text: ids for text in frame["ids"].unique() if {*names} <= (ids := read_ids(text)).keys()}
     rows = frame[frame["ids"].isin(list(known))]
-    return rows.assign(**{name: [known[text][name] for text in rows["ids"]] for name in names})
+    columns: dict[str, list[Any]] = {name: [known[text][name] for text in rows["ids"]] for name in names}
+    return rows.assign(**columns)
 
 
 def labels(frame: pd.DataFrame) -> list[str]:
-    known = {text: json.loads(text) if text else {} for text in frame["ids"].unique()}
-    return [label(metric, known[text]) for metric, text in zip(frame["metric"], frame["ids"], strict=True)]
+    return [label(metric, read_ids(ids)) for metric, ids in zip(frame["metric"], frame["ids"], strict=True)]
 
 
 def without_empty(frame: pd.DataFrame) -> pd.DataFrame:

@@ -5,14 +5,13 @@ Every `measure` is called with the frame of a run and its config.
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kit.nccl import SHARED_GPU
-from kit.results.frames import Source, sharing, source
+from kit.results.frames import Source, read_ids, sharing, source
 from kit.results.records import NOTEBOOK
 from kit.results.rules import Measured, Missing, NotMeasured, Rule, incomplete, select
 
@@ -424,6 +423,6 @@ def events(frame: pd.DataFrame, phase: str, *, lab: str, main: str) -> pd.DataFr
 def rows_of(found: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows in the form of a judge: `event`, `time` and ids."""
     return [
-        {"event": name, "time": when, **(json.loads(ids) if ids else {})}
+        {"event": name, "time": when, **read_ids(ids)}
         for name, when, ids in zip(found["metric"], found["time"], found["ids"], strict=True)
     ]

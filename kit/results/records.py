@@ -1,8 +1,11 @@
-"""Records: what a run measured, one JSON object per line, appended as it happens. The one schema and the one writer. And files of JSON.
+"""Rows: what a run measured, one JSON object per line, appended as it happens. The one schema and the one writer. And files of JSON.
+
+An id of a row is a text, a whole number or a list of whole numbers. Files hold a list as a JSON list; a text such as "3,4" is read as a
+list too, by `numbers`, because older kits and other systems write lists that way.
 
 JSON has no NaN and no infinity: such numbers are written as the words "NaN", "Infinity" and "-Infinity" (Python's float() and
 JavaScript's Number() both read them), so that all is strict JSON; null means that there is no value. A writer that dies leaves at most
-one torn line; where several processes append to one file, others may follow it. Readers drop lines that are no records and count them.
+one torn line; where several processes append to one file, others may follow it. Readers drop lines that are no rows and count them.
 Other files are complete or absent: a temporary beside the target, then a rename.
 
 Ranks import this: it needs the standard library only. Tables are made in `kit.results.frames`.
@@ -11,6 +14,7 @@ Ranks import this: it needs the standard library only. Tables are made in `kit.r
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import operator
@@ -59,66 +63,154 @@ UNREADABLE = (
     TypeError,
     ArithmeticError,
     RecursionError,
-)  # what a line that is no record raises
+)  # what a line that is no row raises
+
+QUOTED = ("group", "sample", "step", "update", "replica")  # the ids by which a finding names a row
 
 Columns = dict[str, list[Any]]
+Id = str | int | tuple[int, ...]
+AsId = str | SupportsIndex | Sequence[SupportsIndex]  # what a person may give as an id
+
+
+class Unjudged(KitError):  # noqa: N818 - a check raises it for `judge`; people do not see it as an error
+    """The code under test kept a check from being judged: a failed row without a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """One measured row. `time` is when it was measured, in Unix seconds; a span also has a `start`.
+class Row:
+    """One measured fact; without a value it is an event. `time` is when it was measured, in Unix seconds; a span also has a `start`.
 
-    `text` is a short text beside the value (a digest, a reason), `ids` name what the record is about (tensor, group, bucket, ...).
+    `text` is a short text beside the value (a digest, a reason), `ids` name what the row is about (tensor, group, bucket, ...). A
+    recorded row has its place: run, lab, phase, cycle, rank and its role (which a file lacks, and a run's provenance has). In a
+    ledger it has its position `at`, and `since`, the seconds since the first row.
     """
 
-    run: str
-    lab: str
-    cycle: int
-    phase: str
-    rank: int
     metric: str
-    value: float | None
-    unit: str
-    time: float
+    value: float | None = None
+    unit: str = ""
+    ids: Mapping[str, Id] = field(default_factory=dict)
     text: str = ""
-    ids: Mapping[str, str | int] = field(default_factory=dict)
     start: float | None = None
+    time: float
+    run: str = ""
+    lab: str = ""
+    phase: str = ""
+    cycle: int = 0
+    rank: int = NOTEBOOK
+    role: str = ""
+    at: int = -1
+    since: float = 0.0
+
+    @property
+    def event(self) -> str:
+        """The name of an event: its metric."""
+        return self.metric
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.ids.get(name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        """An id. A row without it cannot be judged: `Unjudged`."""
+        if name not in self.ids:
+            raise Unjudged(f"{self} has no id `{name}`")
+        return self.ids[name]
+
+    def number(self, name: str, default: int | None = None) -> int:
+        if default is not None and name not in self.ids:
+            return default
+        try:
+            return int(self[name])
+        except (TypeError, ValueError):
+            raise Unjudged(f"{self} has {name}={shown(self[name])!r}; it must be a whole number") from None
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        """The whole numbers of an id, none if the row lacks it: a list, a text such as "3,4", or a single number."""
+        try:
+            return numbers(self.ids.get(name, ()))
+        except ValueError:
+            raise Unjudged(f"{self} has {name}={self[name]!r}; it must be a list of whole numbers") from None
+
+    def __str__(self) -> str:
+        about = ", ".join(f"{name} {shown(self.ids[name])}" for name in QUOTED if name in self.ids)
+        return f"`{self.event}`{' of ' if about else ''}{about} (row {self.at}, {self.since:.3f} s)"
+
+    @classmethod
+    def placed(cls, facts: Mapping[str, Any], **place: Any) -> Row:
+        """The row of these facts (`Row.facts`, perhaps sent as JSON) at its place."""
+        return cls(**{**facts, "ids": typed(facts.get("ids", {}))}, **place)
+
+    def facts(self) -> dict[str, Any]:
+        """What the row has beside its place, as JSON can hold it; an empty text, id or start takes no room."""
+        number = None if self.value is None else float(self.value)
+        return {"metric": self.metric, "value": number, "unit": self.unit, "time": self.time} | self._optional()
 
     def to_line(self) -> str:
         """One line of JSON, without text, ids or start if they are empty."""
         row = {name: getattr(self, name) for name in REQUIRED}
         if self.value is not None:
             row["value"] = spell(float(self.value))
-        row |= _present(self.text, self.ids, self.start)
-        return json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n"
+        return json.dumps(row | self._optional(), allow_nan=False, separators=(",", ":")) + "\n"
 
-
-def _present(text: str, ids: Mapping[str, str | SupportsIndex], start: float | None) -> dict[str, Any]:
-    optional = {"text": text, "ids": checked_ids(ids), "start": start}
-    return {name: one for name, one in optional.items() if one or one == 0}
+    def _optional(self) -> dict[str, Any]:
+        optional = {"text": self.text, "ids": checked_ids(self.ids), "start": self.start}
+        return {name: value for name, value in optional.items() if value or value == 0}
 
 
 def spell(number: float) -> float | str:
     return number if math.isfinite(number) else json.dumps(number)
 
 
-def label(metric: str, ids: Mapping[str, str | int]) -> str:
-    return " ".join([metric, *(f"{name}={value}" for name, value in ids.items())])
+# -- ids -----------------------------------------------------------------------------------------------------------------
 
 
-def checked_ids(ids: Mapping[str, str | SupportsIndex]) -> dict[str, str | int]:
-    """Ids as they are written. One that is neither text nor a whole number, or has the name of a record's key, is a `BadInput`."""
-    found: dict[str, str | int] = {}
+def checked_ids(ids: Mapping[str, AsId]) -> dict[str, Id]:
+    """Ids as they are written. One that is neither text nor whole numbers, or has the name of a row's key, is a `BadInput`."""
+    checked: dict[str, Id] = {}
     for name, value in ids.items():
         if name in TYPES:
-            raise BadInput(f"{name!r} is a key of every record; give the id another name")
+            raise BadInput(f"{name!r} is a key of every row; give the id another name")
         try:
-            found[name] = value if isinstance(value, str) else int(operator.index(value))
+            checked[name] = value if isinstance(value, str) else _whole_id(value)
         except TypeError:
-            raise BadInput(f"the id {name}={value!r} is neither text nor a whole number") from None
-        if not isinstance(value, str) and found[name] not in WHOLE:
-            raise BadInput(f"the id {name}={found[name]} does not fit into 64 bits; give it as text")
-    return found
+            raise BadInput(
+                f"the id {name}={value!r} is neither text, a whole number nor a list of whole numbers"
+            ) from None
+        except OverflowError:
+            raise BadInput(f"the id {name}={value} does not fit into 64 bits; give it as text") from None
+    return checked
+
+
+def _whole_id(value: SupportsIndex | Sequence[SupportsIndex]) -> int | tuple[int, ...]:
+    if isinstance(value, Sequence):
+        return tuple(map(_whole_number, value))
+    return _whole_number(value)
+
+
+def _whole_number(value: SupportsIndex) -> int:
+    number = int(operator.index(value))
+    if number not in WHOLE:
+        raise OverflowError
+    return number
+
+
+def typed(ids: Mapping[str, Any]) -> Mapping[str, Id]:
+    """Ids that were read from JSON: lists become tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in ids.items()}
+
+
+def numbers(value: Id) -> tuple[int, ...]:
+    """The whole numbers of an id: a list, a text such as "3,4", or a single number."""
+    if isinstance(value, str):
+        return tuple(map(int, value.split(","))) if value else ()
+    return (value,) if isinstance(value, int) else value
+
+
+def shown(value: Id) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def label(metric: str, ids: Mapping[str, Id]) -> str:
+    return " ".join([metric, *(f"{name}={shown(value)}" for name, value in ids.items())])
 
 
 def rank_name(rank: int, roles: Mapping[int, str]) -> str:
@@ -138,46 +230,33 @@ class Recording:
         *,
         text: str = "",
         start: float | None = None,
-        **ids: str | int,
+        **ids: AsId,
     ) -> None:
-        """Add a record to the phase that runs, within a second also in the run's folder. Driven steps record as rank -1.
+        """Add a row to the phase that runs, within a second also in the run's folder. Driven steps record as rank -1.
 
         `text` is a short text beside the value; `start` makes it a span that ends now; `ids` name what it is about.
         """
-        self._send(new_row(metric, value, unit, time.time(), text=text, start=start, ids=ids))
+        number = None if value is None else float(value)
+        about = checked_ids(ids)
+        self._send(Row(metric=metric, value=number, unit=unit, time=time.time(), text=text, start=start, ids=about))
 
-    def _send(self, row: dict[str, Any]) -> None:
+    def _send(self, row: Row) -> None:
         raise NotImplementedError
-
-
-def new_row(
-    metric: str,
-    value: float | None,
-    unit: str,
-    when: float,
-    *,
-    text: str = "",
-    start: float | None = None,
-    ids: Mapping[str, str | SupportsIndex] | None = None,
-) -> dict[str, Any]:
-    """What a record has beside run, lab, cycle, phase and rank; an empty text, id or start takes no room."""
-    number = None if value is None else float(value)
-    return {"metric": metric, "value": number, "unit": unit, "time": when} | _present(text, ids or {}, start)
 
 
 def utc() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")  # noqa: UP017 - ranks may run Python 3.10
 
 
-class RecordsLost(KitError):  # noqa: N818 - the owner of a writer may go on
-    """Records could not be written: `lost` of them. What was written before is whole."""
+class RowsLost(KitError):  # noqa: N818 - the owner of a writer may go on
+    """Rows could not be written: `lost` of them. What was written before is whole."""
 
     def __init__(self, message: str, lost: int) -> None:
         super().__init__(message)
         self.lost = lost
 
 
-class RecordWriter:
+class RowWriter:
     """Appends to one file, which other processes may append to. Bytes survive the death of this process, not a power cut."""
 
     def __init__(self, path: Path) -> None:
@@ -187,14 +266,14 @@ class RecordWriter:
         except OSError as error:
             raise KitError(f"cannot record into {path}: {error.strerror}") from error
         size = os.fstat(self._fd).st_size
-        # A predecessor may have died in the middle of a line: end it, or it would swallow our first record.
+        # A predecessor may have died in the middle of a line: end it, or it would swallow our first row.
         self._lead = b"\n" if size and os.pread(self._fd, 1, size - 1) != b"\n" else b""
 
-    def append(self, records: Sequence[Record]) -> None:
-        """Append the batch with one write. When the disk is full, the half-written tail is taken back: `RecordsLost`."""
-        if not records:
+    def append(self, rows: Sequence[Row]) -> None:
+        """Append the batch with one write. When the disk is full, the half-written tail is taken back: `RowsLost`."""
+        if not rows:
             return
-        data = self._lead + "".join(record.to_line() for record in records).encode()
+        data = self._lead + "".join(row.to_line() for row in rows).encode()
         done = start = 0
         try:
             done = os.write(self._fd, data)
@@ -203,9 +282,9 @@ class RecordWriter:
                 done += os.write(self._fd, data[done:])
         except OSError as error:
             kept = 0 if self._take_back(start, done) else data[len(self._lead) : done].count(b"\n")
-            raise RecordsLost(
+            raise RowsLost(
                 f"cannot record into {self.path}: {error.strerror}; what was measured before is kept there",
-                len(records) - kept,
+                len(rows) - kept,
             ) from error
         self._lead = b""
 
@@ -219,7 +298,7 @@ class RecordWriter:
                 return True
         except OSError:  # then it stays, and readers drop it
             pass
-        self._lead = b"\n"  # the torn piece must not swallow the next record
+        self._lead = b"\n"  # the torn piece must not swallow the next row
         return False
 
     def close(self) -> None:
@@ -263,7 +342,7 @@ def note(name: str, lines: list[int]) -> str:
     return f"{name}: {len(lines)} unreadable lines were dropped (lines {shown})"
 
 
-# -- from JSON to columns: what is no record raises ------------------------------------------------------------------------
+# -- from JSON to columns: what is no row raises ---------------------------------------------------------------------------
 
 
 def finite(digits: str) -> float:
@@ -355,10 +434,15 @@ def _ids(column: list[Any]) -> list[Any]:
     if set(map(type, column)) - {dict}:
         raise TypeError("ids must be an object")
     values = [value for ids in column for value in ids.values()]
-    if set(map(type, values)) - {str, int}:
-        raise TypeError("an id must be a text or a whole number")
-    _wholes([value for value in values if type(value) is int])
-    return column
+    kinds = set(map(type, values))
+    if kinds - {str, int, list}:
+        raise TypeError("an id must be a text, a whole number or a list of whole numbers")
+    lists = [value for value in values if type(value) is list]
+    in_lists = list(itertools.chain.from_iterable(lists))
+    if set(map(type, in_lists)) - {int}:
+        raise TypeError("an id must be a text, a whole number or a list of whole numbers")
+    _wholes([value for value in values if type(value) is int] + in_lists)
+    return [typed(ids) for ids in column] if lists else column
 
 
 # -- files of JSON that are either complete or absent --------------------------------------------------------------------

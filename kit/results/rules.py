@@ -19,6 +19,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from kit.errors import KitError
+from kit.results.records import Unjudged
 from kit.results.verdict import Verdict, VerdictRow, checked_tolerances, number
 
 if TYPE_CHECKING:
@@ -31,10 +32,6 @@ class NotMeasured(KitError):  # noqa: N818 - a check raises it for `judge`; peop
 
 class Missing(NotMeasured):
     """Records that a check needs are missing: a null row, or a failed one if the run has a suspect."""
-
-
-class Unjudged(KitError):  # noqa: N818 - as above
-    """The code under test kept a check from being judged: a failed row without a number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """A run: a folder with `run.json`, `records*.jsonl`, `verdict.json` and `logs/rankN.log`.
 
-`create_run` makes one. `Run` reads one, whole or cut off by a kill, and follows it while it grows. Its records are a pandas table: a null
-value is NaN, ids are JSON text. The checks of its lab and the plotter come from the caller, since this room knows neither labs nor views.
+`create_run` makes one. `Run` reads one, whole or cut off by a kill, and follows it while it grows. Its rows are a pandas table: a null
+value is NaN, ids are JSON text, which `frames.rows_of` and `frames.with_ids` read. The checks of its lab and the plotter come from the
+caller, since this room knows neither labs nor views.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from xml.etree import ElementTree as ET
 
 from kit.errors import BadInput, KitError
 from kit.machine import is_gone, owner
-from kit.results.frames import export
+from kit.results.frames import export, rows_of
 from kit.results.old import current_settings
 from kit.results.records import (
     COLUMNS,
@@ -30,8 +31,8 @@ from kit.results.records import (
     SCHEMA,
     TYPES,
     Columns,
-    Record,
-    RecordWriter,
+    Row,
+    RowWriter,
     make_folder,
     note,
     parse,
@@ -322,8 +323,8 @@ def _checked_info(path: Path, info: object) -> dict[str, Any]:
 # -- the records as a table ------------------------------------------------------------------------------------------------
 
 
-def to_frame(records: Iterable[Record]) -> pd.DataFrame:
-    rows = list(records)
+def to_frame(rows: Iterable[Row]) -> pd.DataFrame:
+    rows = list(rows)
     return frame_of({name: [getattr(row, name) for row in rows] for name in COLUMNS})
 
 
@@ -391,7 +392,7 @@ class RunWriter:
         self._info = info
         (folder / "logs").mkdir(exist_ok=True)
         self._update()
-        self._records = RecordWriter(folder / "records.jsonl")
+        self._records = RowWriter(folder / "records.jsonl")
         self.append = self._records.append
 
     def set_provenance(self, provenance: Mapping[str, Any]) -> None:
@@ -487,37 +488,37 @@ def _make_folder(folder: Path, *, exist_ok: bool) -> Path | None:
 # with the id `track`, which do not overlap, are bars on a process of that name instead, named by their text. Events without a duration are
 # marks among the phases. Times are microseconds since the earliest start. Ranks on several nodes are placed by their own clocks.
 
-Row = dict[str, Any]
+Timed = dict[str, Any]  # an event of the timeline
 
 TRACKS = 1_000_000
 COUNTERS = ("rss", "driver_used")
 
 
 def trace(run: Run) -> dict[str, Any]:
-    rows: list[Row] = [{str(key): value for key, value in row.items()} for row in run.frame().to_dict("records")]
-    spans: list[Row] = []
+    rows = rows_of(run.frame())
+    spans = [row for row in rows if row.start is not None]
     phases: dict[tuple[int, str, int], list[Row]] = defaultdict(list)
     for row in rows:
-        instant = math.isnan(row["start"])
-        (phases[row["cycle"], row["phase"], row["rank"]] if instant else spans).append(row)
-    starts = [row["time"] - row["value"] for some in phases.values() for row in some if row["metric"] == "seconds"]
-    if not starts and not spans:
+        if row.start is None:
+            phases[row.cycle, row.phase, row.rank].append(row)
+    begins = [began(row) for row in rows if row.start is not None or row.metric == "seconds"]
+    if not begins:
         raise BadInput(
             f"run {run.id!r} has no timed phases (no metric 'seconds') and no spans, so there is no timeline to draw"
         )
-    zero = min(starts + [row["start"] for row in spans])
-    events = [event for some in phases.values() for event in _of_phase(some, zero)]
+    zero = min(begins)
+    events = [event for in_phase in phases.values() for event in _of_phase(in_phase, zero)]
     tracks: dict[str, int] = {}  # pids behind those of ranks
     for number, row in enumerate(spans):
         about = _about(row)
         if "track" in about:
             pid = tracks.setdefault(str(about["track"]), TRACKS + len(tracks))
-            length, name = round((row["time"] - row["start"]) * 1e6, 3), row["text"] or row["metric"]
-            events.append(_event(row, "X", row["start"], zero, name=name, dur=length, pid=pid, args=about))
+            length, name = round((row.time - began(row)) * 1e6, 3), row.text or row.metric
+            events.append(_event(row, "X", began(row), zero, name=name, dur=length, pid=pid, args=about))
         else:
-            ends = (("b", row["start"]), ("e", row["time"]))
+            ends = (("b", began(row)), ("e", row.time))
             events += [_event(row, kind, moment, zero, id=number, args=about) for kind, moment in ends]
-    named = {rank + 1: rank_name(rank, run.roles) for rank in sorted({row["rank"] for row in rows})}
+    named = {rank + 1: rank_name(rank, run.roles) for rank in sorted({row.rank for row in rows})}
     named |= {pid: name for name, pid in tracks.items()}
     heads = [{"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}} for pid, name in named.items()]
     ordered = sorted(events, key=lambda event: float(event["ts"]))
@@ -531,36 +532,41 @@ def write_trace(run: Run, path: str | Path) -> Path:
     return target
 
 
-def _of_phase(rows: list[Row], zero: float) -> Iterator[Row]:
-    timed = [row for row in rows if row["metric"] == "seconds"]
-    for row in timed:
-        begin = row["time"] - row["value"]
-        others = [one for one in rows if one["metric"] != "seconds" and (len(timed) == 1 or one["time"] == row["time"])]
-        args = {"cycle": row["cycle"], **{_label(one): one["value"] for one in others if not one["ids"]}}
-        yield _event(row, "X", begin, zero, name=row["phase"], dur=round(row["value"] * 1e6, 3), args=args)
-        values = {one["metric"]: one["value"] for one in others}
+def began(row: Row) -> float:
+    """When a span, or the phase that a row `seconds` measures, began."""
+    return row.time - (row.value or 0.0) if row.start is None else row.start
+
+
+def _of_phase(rows: Sequence[Row], zero: float) -> Iterator[Timed]:
+    timed = [row for row in rows if row.metric == "seconds"]
+    for phase in timed:
+        rest = [row for row in rows if row.metric != "seconds" and (len(timed) == 1 or row.time == phase.time)]
+        args = {"cycle": phase.cycle, **{_label(row): row.value for row in rest if not row.ids}}
+        length = round((phase.value or 0.0) * 1e6, 3)
+        yield _event(phase, "X", began(phase), zero, name=phase.phase, dur=length, args=args)
+        values = {row.metric: row.value for row in rest}
         for metric in COUNTERS:
-            for name, moment in ((f"{metric}_before", begin), (metric, row["time"])):
+            for name, moment in ((f"{metric}_before", began(phase)), (metric, phase.time)):
                 if name in values:
-                    yield _event(row, "C", moment, zero, name=metric, args={"bytes": values[name]})
+                    yield _event(phase, "C", moment, zero, name=metric, args={"bytes": values[name]})
     for row in rows:
-        if row["ids"] and math.isnan(row["value"]):
-            yield _event(row, "i", row["time"], zero, s="t", args=_about(row))
+        if row.ids and row.value is None:
+            yield _event(row, "i", row.time, zero, s="t", args=_about(row))
 
 
-def _about(row: Row) -> Row:
-    ids, text = json.loads(row["ids"] or "{}"), {"text": row["text"]} if row["text"] else {}
-    value = {} if math.isnan(row["value"]) else {_label(row): row["value"]}
-    return {"cycle": row["cycle"], "phase": row["phase"], **ids, **text, **value}
+def _about(row: Row) -> dict[str, Any]:
+    text = {"text": row.text} if row.text else {}
+    value = {} if row.value is None else {_label(row): row.value}
+    return {"cycle": row.cycle, "phase": row.phase, **row.ids, **text, **value}
 
 
 def _label(row: Row) -> str:
-    return f"{row['metric']} [{row['unit']}]".removesuffix(" []")
+    return f"{row.metric} [{row.unit}]".removesuffix(" []")
 
 
-def _event(row: Row, kind: str, moment: float, zero: float, **more: object) -> Row:
+def _event(row: Row, kind: str, moment: float, zero: float, **more: object) -> Timed:
     begin = round((moment - zero) * 1e6, 3)
-    return {"name": row["metric"], "cat": row["lab"], "ph": kind, "ts": begin, "pid": row["rank"] + 1, "tid": 0, **more}
+    return {"name": row.metric, "cat": row.lab, "ph": kind, "ts": begin, "pid": row.rank + 1, "tid": 0, **more}
 
 
 # -- JUnit XML: a suite for each run, a case for each check ----------------------------------------------------------------

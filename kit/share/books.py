@@ -13,7 +13,7 @@ from math import ceil, floor
 from typing import Any
 
 from kit.errors import BadInput
-from kit.loop.messages import numbers
+from kit.results.records import numbers
 
 ORDER = ("initialisation", "training", "critic", "logprobs", "reference", "values", "generation")
 RUNS_ON = {
@@ -200,7 +200,7 @@ class Books:
         elif row.event == "commit":
             self.plan = None
         elif row.event == "clusters":
-            self.clusters[row.who] = {name: numbers(str(row[name])) for name in CLUSTERS if name in row.ids}
+            self.clusters[row.who] = {name: numbers(row[name]) for name in CLUSTERS if name in row.ids}
             self.tp[row.who] = int(row.get("tp", 1))
             self.active[row.who] = set()
         elif row.who in self.clusters:
@@ -216,7 +216,7 @@ class Books:
             case "admission_limit":
                 self.over.add((row.who, row["side"]))
             case "resize":
-                add, remove = ({(row.who, one) for one in numbers(str(row.get(way, "")))} for way in ("add", "remove"))
+                add, remove = ({(row.who, one) for one in numbers(row.get(way, ()))} for way in ("add", "remove"))
                 self.out = (self.out | remove) - add
             case "progress":
                 report = (int(row["completed"]), int(row["target"]))

@@ -27,7 +27,8 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from kit.errors import BadInput
-from kit.loop.messages import Command, Event, Map, listed, numbers
+from kit.loop.messages import Command, Event, Map
+from kit.results.records import numbers
 from kit.share.planner import PLANNERS, Planner, is_off_balance, make_plan, violations
 from kit.share.state import (
     CLUSTERS,
@@ -111,7 +112,7 @@ def start(t: Turn, planner: Planner) -> None:
     t.plan = plan
     ops = {name: " ".join(map(str, getattr(plan, name))) for name in ("shrinks", "grants", "expands")}
     demand = " ".join(f"{name}:{one.remaining}" for name, one in t.pipelines.items() if one.streams)
-    t.note("plan", t.desk, number=t.cycles, idle=listed(sorted(t.idle)), demand=demand, **ops)
+    t.note("plan", t.desk, number=t.cycles, idle=tuple(sorted(t.idle)), demand=demand, **ops)
     t.alarm(t.settings.operation_ms, "cycle", t.cycles)
     for op in plan.shrinks:
         for replica in op.replicas:
@@ -122,7 +123,7 @@ def shrink(t: Turn, name: str, replica: int) -> None:
     key = name, GENERATION
     t.lease(key, active=t.leases[key].active - {replica})
     t.sleeping |= {(name, replica)}
-    t.say("left", name, replica=replica, devices=listed(sorted(t.pipelines[name].generation.bundles[replica])))
+    t.say("left", name, replica=replica, devices=tuple(sorted(t.pipelines[name].generation.bundles[replica])))
 
 
 def advance(t: Turn) -> None:
@@ -138,7 +139,7 @@ def advance(t: Turn) -> None:
         if not t.waking:
             t.plan = None
             t.due |= any(not one.held for one in t.requests)
-            t.note("commit", t.desk, number=t.cycles, idle=listed(sorted(t.idle)))
+            t.note("commit", t.desk, number=t.cycles, idle=tuple(sorted(t.idle)))
 
 
 def grant(t: Turn, op: Op) -> None:
@@ -159,7 +160,7 @@ def expand(t: Turn, op: Op, replica: int) -> None:
     bundle = one.generation.bundles[replica]
     t.idle -= bundle
     t.waking |= {(op.pipeline, replica)}
-    t.commands.append(Command("expand", "devices", op.pipeline, replica=replica, devices=listed(sorted(bundle))))
+    t.commands.append(Command("expand", "devices", op.pipeline, replica=replica, devices=tuple(sorted(bundle))))
 
 
 def grant_generation(t: Turn) -> None:
@@ -308,7 +309,7 @@ def known(t: Turn, event: Event) -> Pipeline | None:
 def on_register(t: Turn, event: Event) -> None:
     """Registering again with the same clusters changes nothing."""
     name, tp = event.pipeline, event.get("tp", 1)
-    given = {cluster: numbers(str(event[cluster])) for cluster in CLUSTERS if event.get(cluster) is not None}
+    given = {cluster: numbers(event[cluster]) for cluster in CLUSTERS if event.get(cluster) is not None}
     clusters = Map({cluster: Cluster(some, tp if cluster == GENERATION else 1) for cluster, some in given.items()})
     there = t.pipelines.get(name)
     generation = given.get(GENERATION, ())
@@ -325,7 +326,7 @@ def on_register(t: Turn, event: Event) -> None:
     else:
         if there is None:
             t.pipelines = t.pipelines.put(name, Pipeline(clusters))
-            t.note("clusters", name, tp=tp, **{cluster: listed(some) for cluster, some in given.items()})
+            t.note("clusters", name, tp=tp, **given)
         t.say("registered", name)
 
 
@@ -440,7 +441,7 @@ def answer(t: Turn, request: Request) -> None:
     bundles = t.pipelines[name].generation.bundles
     devices = lease.devices.union(*(bundles[one] for one in lease.active))
     t.requests = tuple(one for one in t.requests if one.key != request.key)
-    t.say("granted", name, kind=lease.kind, cluster=cluster, devices=listed(sorted(devices)))
+    t.say("granted", name, kind=lease.kind, cluster=cluster, devices=tuple(sorted(devices)))
 
 
 def on_release(t: Turn, event: Event) -> None:
@@ -495,7 +496,7 @@ def on_resize(t: Turn, event: Event) -> None:
     one = known(t, event)
     if one is None:
         return
-    add, remove = (frozenset(numbers(str(event.get(name, "")))) for name in ("add", "remove"))
+    add, remove = (frozenset(numbers(event.get(name, ()))) for name in ("add", "remove"))
     if bool(add) == bool(remove):
         refuse(t, event, "a resize needs exactly one of add and remove")
     elif odd := sorted(replica for replica in add | remove if replica >= len(one.generation.bundles)):
@@ -505,7 +506,7 @@ def on_resize(t: Turn, event: Event) -> None:
     else:
         t.change(event.pipeline, out=(one.out | remove) - add)
         t.due = True
-        t.say("resized", event.pipeline, out=listed(sorted((one.out | remove) - add)))
+        t.say("resized", event.pipeline, out=tuple(sorted((one.out | remove) - add)))
 
 
 # -- progress -------------------------------------------------------------------------------------------------------------
@@ -572,7 +573,7 @@ def drop(t: Turn, name: str, how: str) -> None:
     t.waking = frozenset(pair for pair in t.waking if pair[0] != name)
     t.pipelines = t.pipelines.without(name)
     t.left |= {name}
-    t.note("gone", name, how=how, idle=listed(sorted(t.idle)))
+    t.note("gone", name, how=how, idle=tuple(sorted(t.idle)))
     t.say("unregistered", name)
     t.due = True
 

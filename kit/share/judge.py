@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from kit.loop.messages import numbers
+from kit.results.records import numbers, shown
 from kit.results.rules import Missing, NotMeasured, Violations
 from kit.results.units import counted
 from kit.share.books import RUNS_ON, Books, Ledger, Request, Row, before_sharing, off_balance, specified
@@ -58,7 +58,7 @@ def one_owner(ledger: Ledger) -> Violations:
         if gives_devices(row, books):
             count += 1
             owners = books.owners()
-            for device in numbers(str(row["devices"])):
+            for device in numbers(row["devices"]):
                 if others := [one for one in owners.get(device, []) if one != f"{row.cluster} of {row.who}"]:
                     yield f"{row}: device {device} belongs to {others[0]}"
         elif row.event == "taken":
@@ -92,7 +92,7 @@ def devices_conserved(ledger: Ledger) -> Violations:
     last: Row | None = None
     for row, books in ledger.replay():  # the books are as they were after `last`
         if last is not None and last.event in ("plan", "commit", "gone") and "idle" in last.ids:
-            stated, counted = set(numbers(str(last["idle"]))), books.idle()
+            stated, counted = set(numbers(last["idle"])), books.idle()
             if stated != counted:
                 yield f"{last} states the idle devices {sorted(stated)}; according to the leases they are {sorted(counted)}"
         last = row
@@ -264,12 +264,12 @@ def plan_valid(ledger: Ledger) -> Violations:
     for row, books in ledger.replay():
         if row.event == "plan":
             yield from (f"{row}: {wrong}" for wrong in impossible(row, books))
-        elif row.event == "expand" and set(numbers(str(row["devices"]))) != books.bundle(row.who, row["replica"]):
-            yield f"{row} takes the devices {row['devices']}; the bundle is {sorted(books.bundle(row.who, row['replica']))}"
+        elif row.event == "expand" and set(numbers(row["devices"])) != books.bundle(row.who, row["replica"]):
+            yield f"{row} takes the devices {shown(row['devices'])}; the bundle is {sorted(books.bundle(row.who, row['replica']))}"
         elif row.event == "granted" and row["kind"] != "generation":
             mapping = sorted(books.clusters[row.who][row.cluster])
-            if sorted(numbers(str(row["devices"]))) != mapping:
-                yield f"{row} gives the devices {row['devices']}; the mapping is {mapping}"
+            if sorted(numbers(row["devices"])) != mapping:
+                yield f"{row} gives the devices {shown(row['devices'])}; the mapping is {mapping}"
     return f"{len(plans)} plans"
 
 
@@ -478,7 +478,7 @@ def version_after_wake(ledger: Ledger) -> Violations:
             woken[row.replica] = row
             serves.pop(row.replica, None)
         elif row.event == "sync":
-            ordered |= {(row.who, replica): row["version"] for replica in numbers(str(row["replicas"]))}
+            ordered |= {(row.who, replica): row["version"] for replica in numbers(row["replicas"])}
             if row["version"] != current[row.who]:
                 yield f"{row} has version {row['version']}; expected {current[row.who]}"
         elif row.event == "published" and row.replica in woken | serves:
@@ -549,7 +549,7 @@ def dead_pipeline_leaves(ledger: Ledger) -> Violations:
             slowest = max(slowest, row.time - died.time)
             if row.time - died.time > limit:
                 yield f"{died}: the desk removed it only {row.time - died.time:.3f} s later (limit {limit:g} s)"
-            if "idle" in row.ids and (kept := sorted(owned - {*numbers(str(row["idle"]))})):
+            if "idle" in row.ids and (kept := sorted(owned - {*numbers(row["idle"])})):
                 yield f"{row}: its devices {kept} are not idle"
     if not deaths:
         raise NotMeasured("no pipeline died")

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kit.loop.messages import Command, Event, listed
+from kit.loop.messages import Command, Event
 from kit.loop.runner import Core
+from kit.results.records import Id
 from kit.share.state import GENERATION, Cluster
 
 # The pipeline's core does not wait for these. Nor does it see the error of a refused resize, which it did not request.
@@ -47,7 +48,7 @@ class Member:
         self.desk = desk
 
     def begin(self) -> tuple[Joined, tuple[Command, ...]]:
-        devices = {name: listed(cluster.devices) for name, cluster in self.clusters.items()}
+        devices = {name: tuple(cluster.devices) for name, cluster in self.clusters.items()}
         return self.first, (self.ask("register", tp=self.clusters[GENERATION].tp, **devices), self.ask("admit"))
 
     def step(self, state: Joined, event: Event) -> tuple[Joined, tuple[Command, ...]]:
@@ -75,7 +76,7 @@ class Member:
             commands += more
         return self.adapted(self.first, core, commands)
 
-    def ask(self, name: str, **ids: int | str) -> Command:
+    def ask(self, name: str, **ids: Id) -> Command:
         return Command(name, self.desk, self.name, **ids)
 
     def adapted(self, state: Joined, core: Any, commands: tuple[Command, ...]) -> tuple[Joined, tuple[Command, ...]]:

@@ -9,8 +9,9 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from kit.loop.messages import Command, Event, Memory, numbers
+from kit.loop.messages import Command, Event, Memory
 from kit.loop.runner import Core, Port, Runner, Simulated, Stalled, VirtualClock
+from kit.results.records import Id, numbers
 
 Answers = Iterable[tuple[float, Event]]
 
@@ -72,7 +73,7 @@ class Devices(Simulated):
 class Script:
     """A scripted pipeline: at each time (ms) one operation with its ids; `ended` ends it. Replicas sleep when ordered to."""
 
-    def __init__(self, name: str, *lines: tuple[int, str, dict[str, int | str]], desk: str = "desk") -> None:
+    def __init__(self, name: str, *lines: tuple[int, str, dict[str, Id]], desk: str = "desk") -> None:
         self.name = name
         self.lines = lines
         self.desk = desk

@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from kit.errors import BadInput
-from kit.loop.messages import NOTES, Command, Frozen, Id, Map
+from kit.loop.messages import NOTES, Command, Frozen, Map
+from kit.results.records import Id
 
 GENERATION = "generation"
 # In order of priority: each kind and its default cluster.

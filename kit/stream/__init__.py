@@ -9,14 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pathlib import Path
-    from typing import Protocol
-
+    from kit.results import Run
     from kit.stream.simulated import Simulation
-
-    class Run(Protocol):
-        @property
-        def dir(self) -> Path: ...
 
 
 def what_if(run: Run, phase: str | None = "stream", **changes: Any) -> Simulation:
@@ -24,6 +18,7 @@ def what_if(run: Run, phase: str | None = "stream", **changes: Any) -> Simulatio
 
     Settings and durations come from the ledger of `phase`; None reads all rows of the run.
     """
-    from kit.stream.simulated import forecast, rows_of
+    from kit.results.frames import events_of
+    from kit.stream.simulated import forecast
 
-    return forecast(rows_of(run.dir, phase), **changes)
+    return forecast(events_of(run.frame(), phase), **changes)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+from kit.results.records import Id, numbers
 from kit.results.rules import Missing, Violations
-from kit.stream.history import ENDS, Id, Ledger, Row, listed, many
+from kit.stream.history import ENDS, Ledger, Row, many
 
 EVENTS = {"prompt", "exhausted", "started", "tokens", "completed", "cancelled", "left", "died", "published", "synced"}
 EVENTS |= {"granted", "done", "error", "logged", "logger_failed"}
@@ -108,7 +109,7 @@ def _trained(ledger: Ledger) -> Iterator[str]:
     for row in ledger.rows:
         of, update = row.get("of"), row.number("update", 0)
         if row.event == "done" and of == "microbatch":
-            fed[row["step"], update] |= {*listed(row["groups"])}
+            fed[row["step"], update] |= {*numbers(row["groups"])}
         elif row.event == "done" and of == "finish":
             finished.add(row["step"])
             unnoted[row["step"], update] = dict.fromkeys(fed.pop((row["step"], update), ()), row)
@@ -134,7 +135,7 @@ def _selected(ledger: Ledger) -> Iterator[str]:
             current = step
             chosen[row["step"]].add(row["group"])
         elif row.event in ("microbatch", "logprobs") and "to" in row.ids:
-            for group in {*listed(row["groups"])} - chosen[row["step"]]:
+            for group in {*numbers(row["groups"])} - chosen[row["step"]]:
                 yield f"{row}: group {group} was not selected for the step"
         elif row.event == "bumped":
             trained = {one["group"] for one in ledger.by_event["trained"] if one["step"] == step}
@@ -148,7 +149,7 @@ def _cleared(ledger: Ledger) -> Iterator[str]:
     trained = {(row["step"], row["group"]) for row in ledger.by_event["trained"]}
     for row in ledger.rows:
         if row.event == "done" and row.get("of") == "clear":
-            mine = ((row["step"], group) for group in listed(row["groups"]))
+            mine = ((row["step"], group) for group in numbers(row["groups"]))
             carried |= {key: row for key in mine if key in trained}
         elif row.event == "cleared" and carried.pop((row["step"], row["group"]), None) is None:
             yield f"{row}: the trainer cleared no rows of this group"
@@ -159,7 +160,7 @@ def _cleared(ledger: Ledger) -> Iterator[str]:
 def _gone(ledger: Ledger) -> Iterator[str]:
     """A group that is not trained leaves nothing on the trainer: its complete samples are discarded or cleared."""
     dropped = {row["group"] for row in ledger.by_event["discard"]}
-    dropped |= {group for row in ledger.by_event["clear"] for group in listed(row["groups"])}
+    dropped |= {group for row in ledger.by_event["clear"] for group in numbers(row["groups"])}
     for group, samples in ledger.samples.items():
         for end in ledger.ends(group)[:1]:
             done = [

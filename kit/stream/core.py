@@ -32,7 +32,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kit.errors import BadInput, KitError
-from kit.loop.messages import Command, Event, Map, listed, numbers
+from kit.loop.messages import Command, Event, Map
+from kit.results.records import numbers
 from kit.stream import generation
 from kit.stream.generation import (
     Fields,
@@ -338,8 +339,8 @@ def on_aborted(t: Turn, step: Step) -> None:
     put_back(t)
 
 
-def ids(groups: tuple[Group, ...]) -> str:
-    return listed(group.id for group in groups)
+def ids(groups: tuple[Group, ...]) -> tuple[int, ...]:
+    return tuple(group.id for group in groups)
 
 
 Handler = Callable[[Turn, Event], None]
@@ -537,7 +538,7 @@ def on_ask(t: Turn, event: Event) -> None:
         unfinished=t.unfinished,
         in_flight=t.in_flight,
         held=int(t.held),
-        replicas=listed(t.replicas),
+        replicas=tuple(t.replicas),
         step=step,
     )
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kit.loop.messages import NOTES, Command, Event, Frozen, Id, Map, listed
+from kit.loop.messages import NOTES, Command, Event, Frozen, Map
+from kit.results.records import Id
 from kit.stream.settings import NO_TARGET, Sampler, Settings, View
 
 WAITING, RUNNING, CANCELLING, DONE = "waiting", "running", "cancelling", "done"
@@ -589,7 +590,7 @@ def start_sync(t: Turn, replicas: tuple[int, ...]) -> None:
         return
     t.sync = Sync(t.version, replicas)
     t.note("sync_begin", version=t.version)
-    t.do("sync", "sync", version=t.version, at_sync=t.settings.at_sync, replicas=listed(replicas))
+    t.do("sync", "sync", version=t.version, at_sync=t.settings.at_sync, replicas=tuple(replicas))
 
 
 def on_published(t: Turn, event: Event) -> None:

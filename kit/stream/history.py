@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kit.errors import BadInput
-from kit.results.rules import Missing, Unjudged
-
-Id = int | str
+from kit.results.records import Id, Unjudged
+from kit.results.rules import Missing
 
 ENDS = ("cleared", "evicted", "aborted", "failed", "dropped", "replaced")
 PERMITTED = ("place", "place_back", "slot", "slot_back")
@@ -29,12 +28,12 @@ class Row:
     event: str
     time: float
     since: float
-    ids: Mapping[str, Id]
+    ids: Mapping[str, Any]
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.ids.get(name, default)
 
-    def __getitem__(self, name: str) -> Id:
+    def __getitem__(self, name: str) -> Any:
         if name not in self.ids:
             raise Unjudged(f"{self} has no id `{name}`")
         return self.ids[name]
@@ -166,7 +165,7 @@ class Ledger:
                 )
         return rows
 
-    def setting(self, name: str) -> Id | None:
+    def setting(self, name: str) -> Any:
         """A setting from the row `capacity`."""
         return next((row.get(name) for row in self.by_event["capacity"]), None)
 
@@ -250,10 +249,6 @@ class Ledger:
             elif row.event == "finish" if not answered else row.event == "done" and of == "finish":
                 step.finished.setdefault(update, []).append(row)
         return steps
-
-
-def listed(groups: Id) -> list[Id]:
-    return [int(one) for one in str(groups).split(",") if one]
 
 
 def _rows(rows: Iterable[Mapping[str, Any]]) -> list[Row]:

@@ -10,9 +10,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
+from kit.results.records import Id
 from kit.results.rules import Missing, NotMeasured, Violations, settle
 from kit.stream import backed
-from kit.stream.history import ENDS, NO_AGE_LIMIT, REACTION, Id, Ledger, Row, Sample, Step, by, many
+from kit.stream.history import ENDS, NO_AGE_LIMIT, REACTION, Ledger, Row, Sample, Step, by, many
 
 FEWEST = 8  # equal samples with at least this many tokens are no coincidence
 

@@ -15,13 +15,14 @@ import asyncio
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from kit.errors import BadInput, KitError
-from kit.loop.messages import Command, Event, Id, Ledger, Row, listed
+from kit.loop.messages import Command, Event, Sink
 from kit.loop.runner import Port
+from kit.results.records import Id, Row
 from kit.stream.settings import NO_TARGET, Resume, Settings, refuse_lacking
 
 PARTS = ("training", "logprobs", "sync", "exposed_generation")
@@ -39,7 +40,7 @@ class Meter:
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def see(self, row: Row) -> None:
-        name, ids = row.name, row.ids
+        name, ids = row.event, row.ids
         passed = 0.0 if self._last is None else row.time - self._last
         self._last = row.time
         doing = TRAINER[self._trainer[0]] if self._trainer else "sync" if self._syncing else "exposed_generation"
@@ -57,14 +58,14 @@ class Meter:
         elif is_event and name in ("done", "error") and ids.get("of") in self._trainer:
             self._trainer.remove(str(ids["of"]))
         elif name == "joined":
-            self._where.setdefault(int(ids["replica"]), set())
+            self._where.setdefault(row.number("replica"), set())
         elif name in ("died", "left"):
-            self._where.pop(int(ids["replica"]), None)
+            self._where.pop(row.number("replica"), None)
         elif name in ("sent", "completed", "failed", "cancelled") and "sample" in ids:
             for requests in self._where.values():
                 requests.discard((ids["group"], ids["sample"]))
-            if name == "sent" and int(ids["replica"]) in self._where:
-                self._where[int(ids["replica"])].add((ids["group"], ids["sample"]))
+            if name == "sent" and row.number("replica") in self._where:
+                self._where[row.number("replica")].add((ids["group"], ids["sample"]))
 
     def take(self) -> dict[str, float]:
         seconds = {name: self._seconds[name] for name in (*PARTS, "replicas_idle")}
@@ -80,8 +81,9 @@ def spent(rows: Iterable[Row]) -> dict[str, float]:
 
 
 class Call(NamedTuple):
-    name: str
-    ids: Mapping[str, Id]
+    """A command to the trainer, and when it ran."""
+
+    row: Row
     left: float
     right: float
     failed: bool
@@ -92,21 +94,21 @@ def calls(rows: Iterable[Row]) -> Iterator[Call]:
     waiting: defaultdict[str, list[Row]] = defaultdict(list)
     free = -math.inf
     for row in rows:
-        if row.ids.get("to") == "trainer":
-            waiting[row.name].append(row)
-        elif row.name in ("done", "error") and (asked := waiting[str(row.ids.get("of"))]):
+        if row.get("to") == "trainer":
+            waiting[row.event].append(row)
+        elif row.event in ("done", "error") and (asked := waiting[str(row.get("of"))]):
             first = asked.pop(0)
-            yield Call(first.name, first.ids, max(free, first.time), row.time, row.name == "error")
+            yield Call(first, max(free, first.time), row.time, row.event == "error")
             free = row.time
 
 
 def syncs(rows: Iterable[Row]) -> Iterator[tuple[float, float]]:
     began: dict[Id, float] = {}
     for row in rows:
-        if row.name == "sync_begin":
-            began[row.ids["version"]] = row.time
-        elif row.name == "synced" and row.ids["version"] in began:
-            yield began.pop(row.ids["version"]), row.time
+        if row.event == "sync_begin":
+            began[row["version"]] = row.time
+        elif row.event == "synced" and row["version"] in began:
+            yield began.pop(row["version"]), row.time
 
 
 class Watcher(Protocol):
@@ -114,7 +116,7 @@ class Watcher(Protocol):
 
 
 class Watched:
-    def __init__(self, ledger: Ledger, *watchers: Watcher) -> None:
+    def __init__(self, ledger: Sink, *watchers: Watcher) -> None:
         self.ledger = ledger
         self.watchers = [*watchers]
 
@@ -136,7 +138,7 @@ class Log(Port):
 
     def send(self, command: Command) -> Iterable[Event]:
         seconds = self.meter.take()
-        values = {f"train/{name}": float(value) for name, value in command.ids if name not in ("step", "version")}
+        values = {f"train/{name}": float(command[name]) for name, _ in command.ids if name not in ("step", "version")}
         values |= {f"timing/{name}": value for name, value in seconds.items()}
         ids: dict[str, Id] = {name: command[name] for name in ("step", "version", "update")}
         ids |= {f"s_{name}": repr(value) for name, value in seconds.items()}
@@ -212,21 +214,21 @@ class Buffer:
 
     def follow(self, row: Row) -> None:
         """Apply a row of the ledger. A group of a step that was given up returns to its place."""
-        group = row.ids.get("group")
-        if "core" in row.ids or (row.name != "reserved" and group not in self._known):
+        group = row.get("group")
+        if "core" in row.ids or (row.event != "reserved" and group not in self._known):
             return
-        if row.name == "reserved":
-            target = row.ids.get("target")
-            slot = Slot(int(row.ids["group"]), int(row.ids["version"]), None if target is None else int(target))
+        if row.event == "reserved":
+            target = row.get("target")
+            slot = Slot(row.number("group"), row.number("version"), None if target is None else int(target))
             self._known[group] = slot
             self.slots.append(slot)
-        elif row.name == "ready":
+        elif row.event == "ready":
             self._known[group].ready = True
-        elif row.name in ("place", "unselected"):
+        elif row.event in ("place", "unselected"):
             self.slots = sorted([*self.slots, self._known[group]], key=lambda slot: slot.group)
-        elif row.name in GONE:
+        elif row.event in GONE:
             self.slots = [slot for slot in self.slots if slot.group != group]
-        elif row.name == "cleared":
+        elif row.event == "cleared":
             del self._known[group]
 
 
@@ -250,8 +252,8 @@ class Foreign:
 
     def see(self, row: Row) -> None:
         self.buffer.follow(row)
-        if row.name == "bumped":
-            self.version = int(row.ids["version"])
+        if row.event == "bumped":
+            self.version = row.number("version")
             self._changed = True
 
     def send(self, command: Command) -> Iterable[Event]:
@@ -296,9 +298,9 @@ class Foreign:
         return Event(
             "chosen",
             self.pipeline,
-            groups=listed(() if meta is None else meta.groups),
-            evicted=listed(evicted),
-            aborted=listed(aborted),
+            groups=() if meta is None else tuple(meta.groups),
+            evicted=tuple(evicted),
+            aborted=tuple(aborted),
         )
 
     def _at_once(self, coroutine: Coroutine[Any, Any, Any]) -> Any:

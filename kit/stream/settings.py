@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
 from kit.errors import BadInput
+from kit.results.records import Id
 
 NO_TARGET = -1
 
@@ -213,14 +214,14 @@ class Resume:
     open: tuple[int, ...] = ()
 
 
-def opening(settings: Settings, start: Resume | None = None) -> Iterator[tuple[str, dict[str, int | str]]]:
+def opening(settings: Settings, start: Resume | None = None) -> Iterator[tuple[str, dict[str, Id]]]:
     found = {name: value if isinstance(value, str) else int(value) for name, value in asdict(settings).items()}
     yield "capacity", {"groups_per_step": found.pop("groups"), **found}
     if start is not None:
         yield "resumed", {"step": start.steps, "version": start.version}
 
 
-def read_settings(ids: Mapping[str, int | str]) -> Settings:
+def read_settings(ids: Mapping[str, Id]) -> Settings:
     """Return the settings in a row `capacity`, with defaults for those it lacks."""
     given: dict[str, Any] = {"groups" if name == "groups_per_step" else name: value for name, value in ids.items()}
     kinds = {name: type(value) for name, value in asdict(Settings()).items()}

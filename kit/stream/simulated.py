@@ -16,14 +16,13 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from kit.errors import BadInput
-from kit.loop.messages import Command, Event, Memory, Row, numbers, read
+from kit.loop.messages import Command, Event, Memory
 from kit.loop.runner import Core, Port, Runner, Simulated, VirtualClock
-from kit.results.records import PATTERN
+from kit.results.records import Id, Row, numbers
 from kit.stream.core import TRAINERS, Controller
 from kit.stream.ports import Foreign, Log, Meter, Watched, calls, spent, syncs
 from kit.stream.settings import Resume, Settings, opening, read_settings, refusals
@@ -177,10 +176,10 @@ class System(Simulated):
         self.syncing: set[int] = set()  # replicas that the current sync has not reached
         self.sync_version = -1
 
-    def say(self, name: str, **ids: int | str) -> None:
+    def say(self, name: str, **ids: Id) -> None:
         self.arrived.append(self.event(name, **ids))
 
-    def event(self, name: str, **ids: int | str) -> Event:
+    def event(self, name: str, **ids: Id) -> Event:
         return Event(name, self.pipeline, **ids)
 
     def prompt(self, _: Command) -> Answers:
@@ -275,7 +274,7 @@ def simulate(
     ledger to write; it is kept even if the run breaks.
     """
     clock, meter, rows = VirtualClock(), Meter(), Memory() if rows is None else rows
-    rows += [Row(name, 0.0, ids) for name, ids in opening(settings, resume)]
+    rows += [Row(metric=name, time=0.0, ids=ids) for name, ids in opening(settings, resume)]
     given: dict[str, Any] = {} if resume is None else {"first": resume.next, "again": resume.open}
     about: dict[str, Any] = {"replicas": settings.replicas, "pipeline": pipeline, "prompts": prompts}
     system = System(clock, durations or Durations(), **about, **given, **failures)
@@ -299,14 +298,10 @@ def simulate(
         return Simulation(rows, runner.run()[pipeline], logged, runner)
 
 
-def rows_of(folder: Path, phase: str | None) -> list[Row]:
-    return [row for path in sorted(folder.glob(PATTERN)) for row in read(path, phase)]
-
-
 def forecast(rows: Iterable[Row], **changes: Any) -> Simulation:
     """Simulate the run of a ledger with changed settings, such as `sampler` and `window`. Places grow as the sampler requires."""
     known = list(rows)
-    settings = read_settings(next((row.ids for row in known if row.name == "capacity"), {}))
+    settings = read_settings(next((row.ids for row in known if row.event == "capacity"), {}))
     changed = replace(settings, **changes)
     if changes and "places" not in changes:
         places = max(changed.places, changed.groups * (changed.window + 1))
@@ -318,7 +313,7 @@ def forecast(rows: Iterable[Row], **changes: Any) -> Simulation:
 
 def pace(rows: Sequence[Row]) -> dict[str, float]:
     """Return the steps per second of a loop, and the seconds spent only waiting for samples."""
-    seconds, steps = spent(rows), sum(row.name == "bumped" for row in rows)
+    seconds, steps = spent(rows), sum(row.event == "bumped" for row in rows)
     return {
         "steps_per_second": steps / seconds["total"] if seconds["total"] else 0.0,
         "exposed_generation": seconds["exposed_generation"],
@@ -327,17 +322,17 @@ def pace(rows: Sequence[Row]) -> dict[str, float]:
 
 def measured(rows: Sequence[Row]) -> Durations:
     """Return the durations in a ledger, which needs at least one completed sample and one finished update."""
-    completed = {sample_of(row): row.ids for row in rows if row.name == "completed" and "core" in row.ids}
+    completed = {sample_of(row): row for row in rows if row.event == "completed" and "core" in row.ids}
     taken: defaultdict[str, list[float]] = defaultdict(list)
     for call in calls(rows):
         if not call.failed:
-            groups = len(numbers(str(call.ids["groups"]))) if call.name in PER_GROUP else 1
-            taken[call.name].append((call.right - call.left) / max(1, groups))
+            groups = len(call.row.numbers("groups")) if call.row.event in PER_GROUP else 1
+            taken[call.row.event].append((call.right - call.left) / max(1, groups))
     if not completed or not taken["finish"]:
         raise BadInput(
             "the ledger has no completed sample or no finished update; a forecast needs the durations of one step"
         )
-    lengths = {sample: int(ids["length"]) for sample, ids in completed.items()}
+    lengths = {sample: row.number("length") for sample, row in completed.items()}
     drawn = sorted(lengths.values())
     token_s, span = _decoding(rows)
     middle = {name: median(taken[name] or [0.0]) for name in ("begin", "microbatch", "logprobs", "finish", "clear")}
@@ -356,7 +351,7 @@ def measured(rows: Sequence[Row]) -> Durations:
 
 
 def sample_of(row: Row) -> tuple[int, int]:
-    return int(row.ids["group"]), int(row.ids["sample"])
+    return row.number("group"), row.number("sample")
 
 
 def _decoding(rows: Sequence[Row]) -> tuple[float, int]:
@@ -366,19 +361,19 @@ def _decoding(rows: Sequence[Row]) -> tuple[float, int]:
     where: dict[tuple[int, int], Any] = {}
     busy, tokens, span = 0.0, 0, 1
     for row in rows:
-        replica = row.ids.get("replica")
-        if row.name == "sent":
+        replica = row.get("replica")
+        if row.event == "sent":
             where[sample_of(row)] = replica
             if not load[replica]:  # it was idle until now
                 last[replica] = row.time
             load[replica] += 1
-        elif row.name == "published":
+        elif row.event == "published":
             last[replica] = row.time  # the time of a sync is not decoding time
-        elif row.name == "tokens":
+        elif row.event == "tokens":
             busy += row.time - last.get(replica, row.time)
             last[replica] = row.time
-            tokens += int(row.ids["count"])
-            span = max(span, int(row.ids["count"]))
-        elif row.name in ("completed", "cancelled", "failed") and "sample" in row.ids:
+            tokens += row.number("count")
+            span = max(span, row.number("count"))
+        elif row.event in ("completed", "cancelled", "failed") and "sample" in row.ids:
             load[where.pop(sample_of(row), None)] -= 1
     return busy / max(1, tokens), span

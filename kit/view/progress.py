@@ -255,7 +255,7 @@ class Watch:
         self._took[stepped.phase].append(seconds)
         before = self._phases[self.done].ranks
         done = tuple("absent" if mark == "absent" else "done" for mark in before)
-        known = {record.rank: record.value for record in stepped.records if record.metric == "seconds"}
+        known = {row.rank: row.value for row in stepped.rows if row.metric == "seconds"}
         seconds_by_rank = tuple(known.get(rank) for rank in range(len(before)))
         self._set(status="done", ranks=done, seconds=seconds_by_rank, began=None)
         self.done += 1

@@ -11,14 +11,14 @@ import pytest
 from kit.bench import loops as share
 from kit.bench.session import Session, conduct, read_rows
 from kit.labs.share import tables
-from kit.results import Record
+from kit.results import Row
 from kit.results.run import to_frame
 from tests.labs.share.runs import make
 
 
 def frame_of(*rows: dict[str, Any]) -> Any:
     head = {"run": "test", "lab": "share", "cycle": 3, "phase": "shared", "rank": 0, "unit": "s", "time": 1.0}
-    return to_frame(Record(**{**head, **row}) for row in rows)
+    return to_frame(Row(**{**head, **row}) for row in rows)
 
 
 def test_a_switch_is_a_cycle_that_takes_from_one_and_gives_to_the_other(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_hashing_for_a_check_is_no_part_of_a_switch(tmp_path: Path) -> None:
     ids = {"what": "check", "who": who}
     head = {"run": run.id, "lab": "share", "cycle": 3, "phase": "shared", "rank": 5, "unit": "s", "time": 1.0}
     spans = [
-        Record(**head, metric="handing_over", value=seconds, start=start, ids=ids)
+        Row(**head, metric="handing_over", value=seconds, start=start, ids=ids)
         for seconds in (one["weights"] / 2, one["weights"] / 4)  # two ranks of the replica, at the same time
     ]
     frame = pd.concat([run.frame(), to_frame(spans)], ignore_index=True)

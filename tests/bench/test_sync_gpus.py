@@ -6,7 +6,7 @@ import pytest
 
 from kit.bench import sync
 from kit.bench.session import Book, Session
-from kit.results import Record, Run, create_run
+from kit.results import Row, Run, create_run
 
 GPU = {sync.HOST: [0.05], sync.WITHIN: [0.001], sync.OUT: [0.005], sync.BACK: [0.004]}
 PEER = f"{sync.PEER} 1"
@@ -38,7 +38,7 @@ def run(tmp_path):
             "unit": "",
             "time": 1.0,
         }
-        writer.append([Record(**about, metric=name, value=value, ids=ids) for name, value, ids in rows])
+        writer.append([Row(**about, metric=name, value=value, ids=ids) for name, value, ids in rows])
     writer.finish()
     return Run(writer.dir)
 

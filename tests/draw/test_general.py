@@ -11,7 +11,7 @@ from kit.draw.general import most, plot_against, ratios
 from kit.draw.plots import cycles_of, stretches
 from kit.draw.style import THEMES
 from kit.errors import BadInput
-from kit.results import Record, Run, compare, create_run
+from kit.results import Row, Run, compare, create_run
 from kit.results.comparison import labelled, settings
 
 
@@ -31,7 +31,7 @@ def make(tmp_path):
         writer = create_run(tmp_path, "offload", {"mode": "exact", **config}, {}, fault=fault)
         writer.append(
             [
-                Record(
+                Row(
                     run=writer.id,
                     lab="offload",
                     cycle=cycle,

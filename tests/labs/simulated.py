@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from kit.errors import KitError
 from kit.labs.definition import Definition, Fault
-from kit.results import Record, Verdict
-from kit.results.records import NOTEBOOK
+from kit.results import Row, Verdict
 from kit.results.rules import judge
 from kit.results.run import to_frame
 from kit.target import load_callable, replaced
@@ -21,10 +21,10 @@ class Notebook:
         self.config = config
         self.scene = fault.scene if fault else {}
         self.phase = ""
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[Row] = []
 
-    def append(self, rows: list[dict[str, Any]]) -> None:
-        self.rows += [{"phase": self.phase, **row} for row in rows]
+    def append(self, rows: Sequence[Row]) -> None:
+        self.rows += [dataclasses.replace(row, phase=self.phase) for row in rows]
 
 
 def run(lab: Definition, fault: Fault | None, **config: Any) -> tuple[Verdict, str]:
@@ -39,8 +39,7 @@ def run(lab: Definition, fault: Fault | None, **config: Any) -> tuple[Verdict, s
                 load_callable(step.driver)(drive)
     except KitError as raised:
         error = str(raised)
-    head = {"run": "test", "lab": lab.name, "cycle": 1, "rank": NOTEBOOK}
-    frame = to_frame(Record(**head, **row) for row in drive.rows)
+    frame = to_frame(dataclasses.replace(row, run="test", lab=lab.name, cycle=1) for row in drive.rows)
     suspect = f"fault {fault.name!r}" if fault and not error else ""  # a broken run is judged as far as its records go
     return judge(frame, dataclasses.asdict(drive.config), lab.load_rules(), suspect=suspect), error
 

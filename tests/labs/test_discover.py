@@ -17,7 +17,7 @@ from kit.draw.plots import Picture
 from kit.errors import BadInput
 from kit.labs.definition import Definition
 from kit.labs.discover import discover, find, rules_of
-from kit.results import Record, create_run
+from kit.results import Row, create_run
 from kit.view import named
 from kit.view.report import page
 
@@ -120,7 +120,7 @@ def test_another_packages_lab_has_its_own_pictures_tables_and_panel(
             "time": cycle,
         }
         rows = [("seconds", 0.5, "s"), ("seen", 3.0 * cycle, "1")]
-        writer.append([Record(**about, metric=name, value=value, unit=unit) for name, value, unit in rows])
+        writer.append([Row(**about, metric=name, value=value, unit=unit) for name, value, unit in rows])
     writer.finish()
     run = kit.load(writer.dir)
     assert named.names(run)[:2] == ["overview", "sights"]

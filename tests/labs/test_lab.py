@@ -31,8 +31,8 @@ def test_steps_by_hand(made: Make) -> None:
     assert lab.world.ranks == 2
     shown = lab.step()
     assert (shown.cycle, shown.phase) == (0, "first")
-    assert {r.metric for r in shown.records} >= {"seconds", "groups", "groups_before", "fds", "rss", "words"}
-    assert {(r.rank, r.value) for r in shown.records if r.metric == "words"} == {(0, 2.0), (1, 2.0)}
+    assert {r.metric for r in shown.rows} >= {"seconds", "groups", "groups_before", "fds", "rss", "words"}
+    assert {(r.rank, r.value) for r in shown.rows if r.metric == "words"} == {(0, 2.0), (1, 2.0)}
     assert "first, cycle 0 (phase 1 of 3)" in repr(shown)
     assert "rank 1" in shown._repr_html_()
     assert [row.status for row in lab.phases] == ["done", "next", "to do"]
@@ -368,7 +368,7 @@ def test_ranks_without_work_in_a_step_are_neither_called_nor_measured(own: Defin
             lab.step()
             shown = lab.step()
             run = lab.run()
-    assert {record.rank for record in shown.records} == {1}
+    assert {row.rank for row in shown.rows} == {1}
     assert "rank 1 (right)" in repr(shown)
     assert set(run.frame().query("phase == 'second' and cycle == 1")["rank"]) == {1}
     assert set(run.frame().query("phase == 'second' and cycle == 2")["rank"]) == {0, 1}
@@ -391,8 +391,8 @@ def test_records_are_on_disk_while_their_phase_lasts(own: Definition, runs: Path
         stepped = lab.step()
         counts = lab._observer.counts  # type: ignore[union-attr]
     assert 1 in [now - before for before, now in zip([0, *counts], counts, strict=False)]  # "early" was reported alone
-    assert counts[-1] == len(stepped.records)
-    early = [record for record in stepped.records if record.metric == "early"]
+    assert counts[-1] == len(stepped.rows)
+    early = [row for row in stepped.rows if row.metric == "early"]
     assert [(one.text, one.ids, one.value) for one in early] == [("still under way", {"step": 3}, 7.0)]
     frame = Run(out).frame()
     assert frame.query("metric == 'early'")["ids"].tolist() == ['{"step":3}']
@@ -421,7 +421,7 @@ def test_a_driven_step(own: Definition, runs: Path, nothing_left: None) -> None:
     assert set(frame.query("metric == 'seconds'")["rank"]) == {0, 1}
     own_rows = frame.query("rank == -1")
     assert (own_rows["metric"].tolist(), own_rows["text"].tolist()) == (["calls"], ["all of them"])
-    assert {record.metric for record in shown.records} >= {"sum", "call", "calls", "seconds", "rss"}
+    assert {row.metric for row in shown.rows} >= {"sum", "call", "calls", "seconds", "rss"}
     assert [row.status for row in lab.phases] == ["done"] * 3
     assert "notebook" in repr(shown)
 

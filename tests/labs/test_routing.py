@@ -15,7 +15,7 @@ from kit.errors import BadInput
 from kit.labs.definition import LabConfig
 from kit.labs.discover import find, validate
 from kit.labs.lab import routing_env
-from kit.results import Record, Run, outcomes, to_frame
+from kit.results import Row, Run, outcomes, to_frame
 from kit.results.growth import routed_part
 from kit.routing import FLAGS, NCCL2, TORCHCOMMS
 from kit.world import World
@@ -155,7 +155,7 @@ def test_the_config_says_what_is_in_effect_whatever_is_exported(
 def frame(**values: dict[int, float]) -> Any:
     return to_frame(
         [
-            Record(
+            Row(
                 run="r",
                 lab="l",
                 cycle=0,

@@ -8,7 +8,7 @@ import pytest
 
 import kit
 from kit.labs.discover import find
-from kit.results import Record, judge, to_frame
+from kit.results import Row, judge, to_frame
 from tests.labs.parts import failing_parts
 
 CHECKS = {
@@ -132,9 +132,9 @@ def test_one_rank_and_one_cycle(runs: Path, nothing_left: None) -> None:
     assert outcome(run) == {**dict.fromkeys(CHECKS, True), **TOO_SHORT, "memory_drift": None}
 
 
-def rows(phase: str, metric: str, values: list[float], cycle: int = 1) -> list[Record]:
+def rows(phase: str, metric: str, values: list[float], cycle: int = 1) -> list[Row]:
     return [
-        Record(run="r", lab="smoke", cycle=cycle, phase=phase, rank=rank, metric=metric, value=value, unit="1", time=0)
+        Row(run="r", lab="smoke", cycle=cycle, phase=phase, rank=rank, metric=metric, value=value, unit="1", time=0)
         for rank, value in enumerate(values)
     ]
 

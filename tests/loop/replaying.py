@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kit.loop.messages import NOTES, Command, Event, Row
+from kit.loop.messages import NOTES, Command, Event
 from kit.loop.runner import BEGINS, Core
-from kit.results.records import NOTEBOOK, Record, RecordWriter
+from kit.results.records import NOTEBOOK, Row, RowWriter
 
 
 class File:
     """A ledger in a run's folder, written as records without a value."""
 
     def __init__(self, path: Path, *, phase: str) -> None:
-        self._writer = RecordWriter(path)
+        self._writer = RowWriter(path)
         self._head: dict[str, Any] = {"run": "r", "lab": "stream", "phase": phase, "cycle": 0, "rank": NOTEBOOK}
 
     def write(self, row: Row) -> None:
-        self._writer.append([Record(**self._head, metric=row.name, value=None, unit="", time=row.time, ids=row.ids)])
+        self._writer.append([dataclasses.replace(row, **self._head)])
 
     def flush(self) -> None:
         """Do nothing: every row is written at once."""
@@ -37,9 +38,9 @@ def turns(rows: Iterable[Row]) -> Iterator[tuple[str, Event | None, list[Command
         if "core" in row.ids:
             if turn is not None:
                 yield turn
-            turn = str(row.ids["core"]), None if row.name == BEGINS else Event(row.name, pipeline, **ids), []
+            turn = str(row.ids["core"]), None if row.event == BEGINS else Event(row.event, pipeline, **ids), []
         elif turn is not None:
-            turn[2].append(Command(row.name, str(row.ids.get("to", NOTES)), pipeline, **ids))
+            turn[2].append(Command(row.event, str(row.ids.get("to", NOTES)), pipeline, **ids))
     if turn is not None:
         yield turn
 

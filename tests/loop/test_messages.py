@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from kit.loop.messages import Command, Event, Map, listed, numbers
+from kit.loop.messages import Command, Event, Map
 
 
 def test_ids_are_read_by_name_and_compared_whatever_their_order() -> None:
@@ -33,11 +33,6 @@ def test_a_command_has_an_address_and_is_no_event() -> None:
 @pytest.mark.parametrize("message", [Event("tokens", "a", group=1), Command("begin", "trainer", step=3)])
 def test_messages_are_copied_and_sent_whole(message: Event | Command) -> None:
     assert copy.deepcopy(message) == message == pickle.loads(pickle.dumps(message))
-
-
-def test_several_numbers_are_one_id() -> None:
-    assert numbers(listed([3, 4])) == (3, 4)
-    assert numbers(listed([])) == ()
 
 
 def test_a_map_does_not_change() -> None:

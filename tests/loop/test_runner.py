@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from kit.errors import BadInput
-from kit.loop.messages import Command, Event, Memory, Row, read
+from kit.loop.messages import Command, Event, Memory
 from kit.loop.runner import RealClock, Runner, Simulated, Stalled, VirtualClock
+from kit.results import run
+from kit.results.frames import rows_of
 from tests.loop.replaying import File, replay, replay_rows, turns
 
 
@@ -58,7 +60,7 @@ def test_time_is_virtual_and_the_ledger_has_everything_in_order() -> None:
     clock, rows = VirtualClock(), Memory()
     runner = Runner({"a": Asks(2, pipeline="a")}, {"port": simulated(clock)}, clock=clock, ledger=rows)
     assert runner.run()["a"].why == "done"
-    seen = [(row.name, row.time, row.ids.get("core"), row.ids.get("to")) for row in rows]
+    seen = [(row.event, row.time, row.ids.get("core"), row.ids.get("to")) for row in rows]
     assert seen == [
         ("begins", 0.0, "a", None),
         ("noted", 0.0, None, None),
@@ -85,7 +87,7 @@ def test_a_port_that_raises_becomes_an_error_with_the_commands_ids() -> None:
     runner = Runner({"a": Asks(3, pipeline="a")}, {"port": simulated(clock, fail_at={1: "no more"})}, clock=clock)
     ended = runner.run()["a"]
     assert (ended.why, ended.of) == ("RuntimeError: no more", "ask")
-    error = next(row for row in runner.ledger if row.name == "error")  # type: ignore[attr-defined]
+    error = next(row for row in runner.ledger if row.event == "error")  # type: ignore[attr-defined]
     assert error.ids["n"] == 1
     assert error.time == 2.5
 
@@ -140,12 +142,13 @@ def test_a_ledger_on_disk_gives_back_what_passed(tmp_path: Path) -> None:
     runner = Runner({"a": core}, {"port": simulated(clock)}, clock=clock, ledger=file)
     runner.run()
     file.close()
-    rows = read(tmp_path / "records.jsonl")
+    rows = rows_of(run.File(tmp_path / "records.jsonl").read())
     assert replay_rows({"a": core}, rows) is None
     events = [event for _, event, _ in turns(rows) if event is not None]
     state, commands = replay(core, events)
     assert (state, commands[-1].name) == (3, "ended")
-    assert rows[-1] == Row("ended", 7.5, {"pipeline": "a", "to": "runner", "why": "done"})
+    last = rows[-1]
+    assert (last.event, last.time, last.ids) == ("ended", 7.5, {"pipeline": "a", "to": "runner", "why": "done"})
 
 
 def test_a_replay_names_the_first_turn_that_differs() -> None:

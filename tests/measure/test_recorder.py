@@ -242,9 +242,9 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch):
     rec = Recorder(tmp_path / "b")
     with pytest.raises(BadInput, match="loss cannot be recorded: 'high' is not a number"):
         rec.record("loss", "high")
-    with pytest.raises(BadInput, match=r"the id group=1.5 is neither text nor a whole number"):
+    with pytest.raises(BadInput, match=r"the id group=1.5 is neither text, a whole number nor a list"):
         rec.event("completed", group=1.5)
-    with pytest.raises(BadInput, match="'rank' is a key of every record"), rec.span("generate", rank=1):
+    with pytest.raises(BadInput, match="'rank' is a key of every row"), rec.span("generate", rank=1):
         pytest.fail("the block ran")
     with pytest.raises(BadInput, match="waited cannot start at nan"):
         rec.event("waited", start=math.nan)

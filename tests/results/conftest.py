@@ -9,7 +9,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from kit.results import Record, create_run
+from kit.results import Row, create_run
 from kit.results.frames import METADATA
 from kit.results.records import COLUMNS, PATTERN, note, parse
 from kit.results.run import File
@@ -18,7 +18,7 @@ from kit.results.run import File
 class Loaded(NamedTuple):
     """A run folder's records, the number of dropped lines, and a sentence for each loss."""
 
-    records: list[Record]
+    records: list[Row]
     torn: int
     notes: list[str]
 
@@ -27,7 +27,7 @@ def read_records(folder):
     records, torn, notes = [], 0, []
     for path in sorted(folder.glob(PATTERN)):
         columns, dropped = parse(path.read_bytes())
-        records += [Record(**dict(zip(COLUMNS, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+        records += [Row(**dict(zip(COLUMNS, row, strict=True))) for row in zip(*columns.values(), strict=True)]
         torn += len(dropped)
         file = File(path)
         file.read()
@@ -69,7 +69,7 @@ def make_record(**changes):
         "unit": "s",
         "time": 1_760_000_000.25,
     }
-    return Record(**{**base, **changes})
+    return Row(**{**base, **changes})
 
 
 @pytest.fixture

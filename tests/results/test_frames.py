@@ -10,6 +10,7 @@ import pytest
 
 from kit.errors import BadInput, KitError
 from kit.results import Run, VerdictRow, compare, export, to_frame, with_ids
+from kit.results.frames import rows_of
 from kit.results.units import ROW
 from kit.results.verdict import Verdict
 from tests.results.conftest import read_back
@@ -241,6 +242,11 @@ def with_some_ids(record):
 def test_ids_in_a_table_are_the_same_text_for_the_same_ids(record):
     one, other = ({"b": 1, "a": "ü"}, {"a": "ü", "b": 1})
     assert to_frame([record(ids=one), record(ids=other), record()])["ids"].tolist() == ['{"a":"ü","b":1}'] * 2 + [""]
+
+
+def test_a_table_gives_its_rows_back(record):
+    given = [record(ids={"groups": (3, 4), "tensor": "a"}, start=1.5, text="two"), record(value=None), record()]
+    assert rows_of(to_frame(given)) == given
 
 
 def test_the_rows_that_have_all_ids_with_a_column_for_each(with_some_ids):

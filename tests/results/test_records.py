@@ -12,13 +12,13 @@ from contextlib import closing
 import pytest
 
 from kit.errors import BadInput, KitError
-from kit.results import COLUMNS, RecordWriter, to_frame, with_ids
-from kit.results.records import REQUIRED, RecordsLost
+from kit.results import COLUMNS, RowWriter, Unjudged, to_frame, with_ids
+from kit.results.records import REQUIRED, RowsLost
 from tests.results.conftest import read_records
 
 
 def write(path, records):
-    with closing(RecordWriter(path)) as writer:
+    with closing(RowWriter(path)) as writer:
         writer.append(records)
 
 
@@ -33,7 +33,7 @@ def test_a_value_survives_the_file_bit_for_bit(tmp_path, record, value):
 
 def test_text_ids_and_start_survive_the_file(tmp_path, record):
     given = [
-        record(text="two\nlines 計", ids={"tensor": "a/b", "step": -(2**63)}, start=0.0),
+        record(text="two\nlines 計", ids={"tensor": "a/b", "step": -(2**63), "groups": (3, 4), "none": ()}, start=0.0),
         record(start=1.5, value=None),
         record(),
     ]
@@ -44,15 +44,35 @@ def test_text_ids_and_start_survive_the_file(tmp_path, record):
 @pytest.mark.parametrize(
     ("ids", "sentence"),
     [
-        ({"step": 1.5}, "step=1.5 is neither text nor a whole number"),
-        ({"step": None}, "neither text nor a whole number"),
+        ({"step": 1.5}, "step=1.5 is neither text, a whole number nor a list"),
+        ({"step": None}, "neither text, a whole number nor a list of whole numbers"),
         ({"step": 2**63}, "does not fit into 64 bits"),
-        ({"rank": 1}, "'rank' is a key of every record"),
+        ({"steps": [1, 2.5]}, "neither text, a whole number nor a list of whole numbers"),
+        ({"steps": [1, 2**63]}, "does not fit into 64 bits"),
+        ({"rank": 1}, "'rank' is a key of every row"),
     ],
 )
 def test_ids_that_no_reader_takes_are_refused(record, ids, sentence):
     with pytest.raises(BadInput, match=sentence):
         record(ids=ids).to_line()
+
+
+@pytest.mark.parametrize(
+    ("groups", "wanted"), [((3, 4), (3, 4)), ("3,4", (3, 4)), ("3", (3,)), (3, (3,)), ("", ()), (None, ())]
+)
+def test_lists_of_older_kits_and_of_other_systems_are_read_alike(record, groups, wanted):
+    assert record(ids={} if groups is None else {"groups": groups}).numbers("groups") == wanted
+
+
+def test_an_id_that_is_missing_or_no_number_is_named(record):
+    row = record(metric="sent", ids={"group": 3, "replica": "first", "groups": "3;4"})
+    assert (row.number("group"), row.number("sample", 7), row.get("sample")) == (3, 7, None)
+    with pytest.raises(Unjudged, match=r"`sent` of group 3, replica first \(row -1, .* has no id `sample`"):
+        row["sample"]
+    with pytest.raises(Unjudged, match="replica='first'; it must be a whole number"):
+        row.number("replica")
+    with pytest.raises(Unjudged, match="groups='3;4'; it must be a list of whole numbers"):
+        row.numbers("groups")
 
 
 DEEP = "[" * 100_000
@@ -76,6 +96,7 @@ ABSURD = {
     "ids that are a list": ('"unit":"s"', '"unit":"s","ids":[]'),
     "ids that are null": ('"unit":"s"', '"unit":"s","ids":null'),
     "ids of objects": ('"unit":"s"', '"unit":"s","ids":{"a":{}}'),
+    "ids that list texts": ('"unit":"s"', '"unit":"s","ids":{"a":[1,"b"]}'),
     "ids of floats": ('"unit":"s"', '"unit":"s","ids":{"a":1e400}'),
     "ids beyond 64 bits": ('"unit":"s"', '"unit":"s","ids":{"a":-9223372036854775809}'),
     "a text that is a number": ('"unit":"s"', '"unit":"s","text":3'),
@@ -175,12 +196,12 @@ def test_two_processes_that_append_at_once_mix_no_lines(tmp_path, record):
         import sys
         from contextlib import closing
         from pathlib import Path
-        from kit.results import Record, RecordWriter
+        from kit.results import Row, RowWriter
         rank = int(sys.argv[2])
         row = dict(run="r", lab="l", phase="p" * 50, metric="m", value=1.0, unit="1", time=0.0)
-        with closing(RecordWriter(Path(sys.argv[1]))) as writer:
+        with closing(RowWriter(Path(sys.argv[1]))) as writer:
             for cycle in range(300):
-                writer.append([Record(rank=rank, cycle=cycle, **row) for _ in range(5)])
+                writer.append([Row(rank=rank, cycle=cycle, **row) for _ in range(5)])
     """)
     procs = [subprocess.Popen([sys.executable, "-c", code, str(path), str(rank)]) for rank in range(2)]
     assert [proc.wait(60) for proc in procs] == [0, 0]
@@ -197,9 +218,9 @@ def test_a_full_disk_takes_the_half_written_batch_back(tmp_path, record):
         from contextlib import closing
         from pathlib import Path
         from kit.errors import KitError
-        from kit.results import Record, RecordWriter
-        row = Record(run="r", lab="l", cycle=0, phase="p", rank=0, metric="m", value=1.0, unit="1", time=0.0)
-        writer = RecordWriter(Path(sys.argv[1]))
+        from kit.results import Row, RowWriter
+        row = Row(run="r", lab="l", cycle=0, phase="p", rank=0, metric="m", value=1.0, unit="1", time=0.0)
+        writer = RowWriter(Path(sys.argv[1]))
         writer.append([row] * 3)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
         try:
@@ -216,7 +237,7 @@ def test_a_full_disk_takes_the_half_written_batch_back(tmp_path, record):
 
 def test_a_torn_tail_that_others_wrote_behind_stays_and_swallows_no_record(tmp_path, record, monkeypatch):
     path = tmp_path / "records.jsonl"
-    writer = RecordWriter(path)
+    writer = RowWriter(path)
     real = os.write
 
     def full(fd, data):
@@ -231,7 +252,7 @@ def test_a_torn_tail_that_others_wrote_behind_stays_and_swallows_no_record(tmp_p
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "write", full)
-    with pytest.raises(RecordsLost, match="No space left") as caught:
+    with pytest.raises(RowsLost, match="No space left") as caught:
         writer.append([record(cycle=c) for c in range(3)])
     monkeypatch.setattr(os, "write", real)
     assert caught.value.lost == 2
@@ -246,7 +267,7 @@ def test_no_space_left_is_an_error_that_names_the_file(tmp_path, record):
     path = tmp_path / "records.jsonl"
     path.symlink_to("/dev/full")
     with (
-        closing(RecordWriter(path)) as writer,
+        closing(RowWriter(path)) as writer,
         pytest.raises(KitError, match=r"records\.jsonl: No space left on device"),
     ):
         writer.append([record()])
@@ -254,7 +275,7 @@ def test_no_space_left_is_an_error_that_names_the_file(tmp_path, record):
 
 def test_a_folder_that_is_not_there_is_an_error_that_names_the_file(tmp_path):
     with pytest.raises(KitError, match="cannot record into"):
-        RecordWriter(tmp_path / "gone" / "records.jsonl")
+        RowWriter(tmp_path / "gone" / "records.jsonl")
 
 
 def test_a_killed_process_leaves_all_that_it_appended(tmp_path):
@@ -263,9 +284,9 @@ def test_a_killed_process_leaves_all_that_it_appended(tmp_path):
         import os, signal, sys
         from contextlib import closing
         from pathlib import Path
-        from kit.results import Record, RecordWriter
-        writer = RecordWriter(Path(sys.argv[1]))
-        writer.append([Record(run="r", lab="l", cycle=0, phase="p", rank=0, metric="m", value=1, unit="1", time=0)])
+        from kit.results import Row, RowWriter
+        writer = RowWriter(Path(sys.argv[1]))
+        writer.append([Row(run="r", lab="l", cycle=0, phase="p", rank=0, metric="m", value=1, unit="1", time=0)])
         os.kill(os.getpid(), signal.SIGKILL)
     """)
     done = subprocess.run([sys.executable, "-c", code, str(path)])

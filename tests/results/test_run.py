@@ -12,7 +12,7 @@ from kit import machine
 from kit.errors import BadInput
 from kit.results import (
     Measured,
-    RecordWriter,
+    RowWriter,
     Rule,
     Run,
     Verdict,
@@ -257,14 +257,14 @@ def test_list_runs_newest_first(make_run, tmp_path):
 
 
 def test_what_is_appended_is_read_without_the_rest(folder, record, monkeypatch):
-    with closing(RecordWriter(folder / "records.jsonl")) as writer:
+    with closing(RowWriter(folder / "records.jsonl")) as writer:
         writer.append([record()] * 5)
     run = Run(folder)
     first = run.frame()
     size = (folder / "records.jsonl").stat().st_size
     starts = []
     monkeypatch.setattr(run_module, "read_bytes", lambda path, start=0: starts.append(start) or read_bytes(path, start))
-    with closing(RecordWriter(folder / "records.jsonl")) as writer:
+    with closing(RowWriter(folder / "records.jsonl")) as writer:
         writer.append([record(cycle=7), record(cycle=8)])
     assert list(run.frame()["cycle"]) == [*first["cycle"], 7, 8]
     assert starts == [size - run_module.KNOWN_BY]
@@ -305,7 +305,7 @@ def test_checks_are_asked_once_until_records_grow(folder, record):
     run = Run(folder, rules=lambda lab: [Rule("c", "?", measure, limit=5)])
     assert [run.verdict(c=limit)[0].passed for limit in (5, 2, 3)] == [True, False, True]
     assert len(asked) == 1
-    with closing(RecordWriter(folder / "records.jsonl")) as writer:
+    with closing(RowWriter(folder / "records.jsonl")) as writer:
         writer.append([record()])
     assert run.verdict()[0].passed
     assert asked == [asked[0], asked[0] + 1]

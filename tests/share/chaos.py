@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kit.labs.share.ledgers import settled
-from kit.loop.messages import Command, Event, Memory, Row, command_row, event_row
+from kit.loop.messages import Command, Event, Memory, command_row, event_row
+from kit.results import Row
 from kit.results.rules import NotMeasured
 from kit.share.books import Ledger
 from kit.share.core import Scheduler
@@ -63,7 +64,7 @@ class Chaos:
         self.clusters = {name: self.draw_clusters() for name in self.names}
         self.time = 0.0
         self.state: State
-        self.rows.write(Row("begins", 0.0, {"core": "desk"}))
+        self.rows.write(Row(metric="begins", time=0.0, ids={"core": "desk"}))
         self.state, commands = self.core.begin()
         self.carry(commands)
 
@@ -206,7 +207,7 @@ def check_state(state: State, devices: int) -> None:
 
 
 def rows_of(rows: Memory) -> list[dict[str, Any]]:
-    return [{"event": row.name, "time": row.time, **row.ids} for row in rows]
+    return [{"event": row.event, "time": row.time, **row.ids} for row in rows]
 
 
 def violations(rows: list[dict[str, Any]], without: tuple[str, ...] = ()) -> dict[str, str]:

@@ -9,8 +9,8 @@ from kit.share.core import Scheduler
 from kit.share.state import Settings, State
 from tests.share.chaos import check_state
 
-TRAINER_0 = {"trainer": "0", "generation": "0,1"}
-TRAINER_1 = {"trainer": "1", "generation": "0,1"}
+TRAINER_0 = {"trainer": (0,), "generation": (0, 1)}
+TRAINER_1 = {"trainer": (1,), "generation": (0, 1)}
 
 
 class Drive:

@@ -68,7 +68,7 @@ def shared(
 def outcome(done: Simulation, name: str) -> list[Any]:
     """What a pipeline computed: what it trained in which step and version, on samples with which tokens."""
     return [
-        (row.name, *sorted((key, value) for key, value in row.ids.items() if key != "pipeline"))
+        (row.event, *sorted((key, value) for key, value in row.ids.items() if key != "pipeline"))
         for row in done.rows
-        if row.ids.get("pipeline") == name and row.name in ("trained", "bumped")
+        if row.ids.get("pipeline") == name and row.event in ("trained", "bumped")
     ]

@@ -24,9 +24,9 @@ def pair(**settings: int) -> Drive:
 def test_a_request_other_than_generation_takes_all_of_its_devices_or_none() -> None:
     d = (
         Drive(names="abc")
-        .join("a", target=10, trainer="0,1", generation="0,1")
-        .join("b", trainer="1")
-        .join("c", trainer="0,1")
+        .join("a", target=10, trainer=(0, 1), generation=(0, 1))
+        .join("b", trainer=(1,))
+        .join("c", trainer=(0, 1))
     )
     assert d.active("a") == [0, 1]
     d.do("acquire", "b", kind="training")
@@ -40,7 +40,7 @@ def test_a_request_other_than_generation_takes_all_of_its_devices_or_none() -> N
 def test_priorities_decide_then_the_order_of_arrival() -> None:
     d = Drive(devices=1, names="abcdef")
     for name in "abcdef":
-        d.join(name, trainer="0", critic="0", reference="0")
+        d.join(name, trainer=(0,), critic=(0,), reference=(0,))
     d.do("acquire", "a", kind="training")
     for name, kind in zip("bcdef", ("values", "reference", "training", "initialisation", "training"), strict=True):
         d.do("acquire", name, kind=kind)
@@ -55,7 +55,7 @@ def test_priorities_decide_then_the_order_of_arrival() -> None:
 
 
 def test_a_request_that_waits_keeps_its_devices_from_later_ones_but_not_from_those_who_hold_some() -> None:
-    d = Drive(names="abc").join("a", trainer="0", critic="1").join("b", trainer="0,1").join("c", trainer="1")
+    d = Drive(names="abc").join("a", trainer=(0,), critic=(1,)).join("b", trainer=(0, 1)).join("c", trainer=(1,))
     d.do("acquire", "a", kind="training")
     d.do("acquire", "b", kind="training")
     assert message(d.do("acquire", "c", kind="training"), "granted") == []  # b came first and needs device 1 too
@@ -65,7 +65,12 @@ def test_a_request_that_waits_keeps_its_devices_from_later_ones_but_not_from_tho
 
 
 def test_a_grant_may_let_another_request_of_the_pipeline_pass() -> None:
-    d = Drive(devices=3, names="abc").join("a", trainer="0").join("b", trainer="0,1").join("c", trainer="1", critic="2")
+    d = (
+        Drive(devices=3, names="abc")
+        .join("a", trainer=(0,))
+        .join("b", trainer=(0, 1))
+        .join("c", trainer=(1,), critic=(2,))
+    )
     d.do("acquire", "a", kind="training")
     d.do("acquire", "b", kind="training")
     d.do("acquire", "c", kind="training")
@@ -74,14 +79,14 @@ def test_a_grant_may_let_another_request_of_the_pipeline_pass() -> None:
 
 
 def test_generation_is_granted_once_any_replica_is_active() -> None:
-    d = Drive().join("a", trainer="0", generation="0,1").join("b", trainer="1")
+    d = Drive().join("a", trainer=(0,), generation=(0, 1)).join("b", trainer=(1,))
     d.do("acquire", "b", kind="training")
     reported = d.do("acquire", "a", kind="generation", target=5)
     assert [
         (one.name, one.get("devices")) for one in reported if one.pipeline == "a" and one.name in ("expand", "granted")
     ] == [
-        ("expand", "0"),
-        ("granted", "0"),
+        ("expand", (0,)),
+        ("granted", (0,)),
     ]
     d.slow = True
     d.do("release", "b", kind="training")
@@ -93,7 +98,7 @@ def test_a_granted_request_asked_again_gets_the_same_devices() -> None:
     first = [one for one in d.do("acquire", "a", kind="training") if one.name == "granted"]
     again = d.do("acquire", "a", kind="training")
     assert again == first
-    assert first[0].devices == "0"
+    assert first[0].devices == (0,)
     assert d.active("a") == [1]
     assert message(d.do("acquire", "a", kind="generation"), "granted", "queued") == [("granted", "a")]
     assert message(d.do("acquire", "b", kind="generation"), "granted", "queued") == [("queued", "b")]  # b has none now
@@ -103,7 +108,7 @@ def test_another_priority_or_a_second_pending_request_is_refused() -> None:
     d = pair()
     d.do("acquire", "a", kind="training")
     assert "holds trainer for training" in why(d.do("acquire", "a", kind="logprobs"))
-    d = Drive().join("a", trainer="0").join("b", trainer="0")
+    d = Drive().join("a", trainer=(0,)).join("b", trainer=(0,))
     d.do("acquire", "a", kind="training")
     d.do("acquire", "b", kind="training")
     assert "b already waits for trainer" in why(d.do("acquire", "b", kind="training"))
@@ -111,7 +116,7 @@ def test_another_priority_or_a_second_pending_request_is_refused() -> None:
 
 
 def test_release_and_request_are_one_operation() -> None:
-    d = Drive().join("a", trainer="0").join("b", trainer="0")
+    d = Drive().join("a", trainer=(0,)).join("b", trainer=(0,))
     d.do("acquire", "a", kind="logprobs")
     d.do("acquire", "b", kind="logprobs")
     reported = d.do("acquire", "a", kind="training", release="logprobs")
@@ -125,7 +130,7 @@ def test_release_and_request_are_one_operation() -> None:
 
 
 def test_a_request_that_was_not_granted_can_be_withdrawn() -> None:
-    d = Drive().join("a", trainer="0").join("b", trainer="0")
+    d = Drive().join("a", trainer=(0,)).join("b", trainer=(0,))
     d.do("acquire", "a", kind="training")
     d.do("acquire", "b", kind="training")
     d.do("release", "b", kind="logprobs")  # b did not request this
@@ -136,7 +141,7 @@ def test_a_request_that_was_not_granted_can_be_withdrawn() -> None:
 
 
 def test_every_request_has_a_deadline_on_the_clock() -> None:
-    d = Drive(request_ms=3000).join("a", trainer="0").join("b", trainer="0")
+    d = Drive(request_ms=3000).join("a", trainer=(0,)).join("b", trainer=(0,))
     d.do("acquire", "a", kind="training")
     asked = [one.ms for one in d.do("acquire", "b", kind="training") if one.name == "after"]
     assert asked == [3000]
@@ -175,8 +180,8 @@ def test_initialisation_may_take_the_generations_devices_as_a_whole() -> None:
 def test_all_shrinks_end_before_the_first_expand_and_the_grants() -> None:
     d = (
         Drive(devices=4, names="ab")
-        .join("a", target=10, generation="0,1,2,3")
-        .join("b", trainer="0", generation="0,1,2,3")
+        .join("a", target=10, generation=(0, 1, 2, 3))
+        .join("b", trainer=(0,), generation=(0, 1, 2, 3))
     )
     d.slow = True
     d.do("progress", "b", completed=0, target=10)
@@ -194,12 +199,12 @@ def test_all_shrinks_end_before_the_first_expand_and_the_grants() -> None:
 
 
 def test_a_pipeline_may_shrink_one_replica_and_expand_another_in_one_cycle() -> None:
-    d = Drive(devices=2, names="ab").join("a", trainer="0", generation="0,1").join("b", trainer="1")
+    d = Drive(devices=2, names="ab").join("a", trainer=(0,), generation=(0, 1)).join("b", trainer=(1,))
     d.do("acquire", "b", kind="training")
     d.do("progress", "a", completed=0, target=5)
     d.do("acquire", "a", kind="generation")
     d.slow = True
-    d.do("resize", "a", remove="0")  # the resize stays under way
+    d.do("resize", "a", remove=(0,))  # the resize stays under way
     d.do("release", "b", kind="training")
     d.slow = False
     d.answer()
@@ -235,7 +240,7 @@ def test_an_unregistered_pipeline_sleeps_first_and_its_waiters_get_an_error() ->
     assert "not registered" in why(d.do("acquire", "a", kind="training"))
     assert message(d.do("unregister", "a"), "unregistered", "left") == [("unregistered", "a")]
     assert d.do("release", "a", kind="training") == []
-    e = Drive().join("a", trainer="0").join("b", trainer="0")
+    e = Drive().join("a", trainer=(0,)).join("b", trainer=(0,))
     e.do("acquire", "a", kind="training")
     e.do("acquire", "b", kind="training")
     assert why(e.do("unregister", "b")) == "b unregistered"
@@ -333,18 +338,18 @@ def test_a_death_does_not_take_the_place_of_a_planned_release() -> None:
 
 def test_a_resize_names_exactly_one_of_add_and_remove() -> None:
     d = Drive(names="a").join("a", target=5, **TRAINER_0)
-    for ids in ({}, {"add": "0", "remove": "1"}):
+    for ids in ({}, {"add": (0,), "remove": (1,)}):
         assert "exactly one" in why(d.do("resize", "a", **ids))
-    assert "no replica 7" in why(d.do("resize", "a", remove="7"))
-    assert message(d.do("resize", "a", remove="1"), "left", "resized") == [("resized", "a"), ("left", "a")]
+    assert "no replica 7" in why(d.do("resize", "a", remove=(7,)))
+    assert message(d.do("resize", "a", remove=(1,)), "left", "resized") == [("resized", "a"), ("left", "a")]
     assert d.active("a") == [0]
-    d.do("resize", "a", remove="1")
+    d.do("resize", "a", remove=(1,))
     assert d.active("a") == [0]
-    d.do("resize", "a", add="1")
+    d.do("resize", "a", add=(1,))
     assert d.active("a") == [0, 1]
     d.do("died", who="a", replica=1)
-    assert "replica 1 of a died" in why(d.do("resize", "a", add="1"))
-    assert "not registered" in why(d.do("resize", "b", add="1"))
+    assert "replica 1 of a died" in why(d.do("resize", "a", add=(1,)))
+    assert "not registered" in why(d.do("resize", "b", add=(1,)))
 
 
 def test_a_dead_pipeline_leaves_everything() -> None:
@@ -363,12 +368,12 @@ def test_a_dead_pipeline_leaves_everything() -> None:
 @pytest.mark.parametrize(
     ("name", "ids", "sentence"),
     [
-        ("c", {"trainer": "0"}, "unexpected pipeline c"),
-        ("a", {"trainer": "0,2"}, "names the devices [2]"),
-        ("a", {"trainer": "0,0"}, "names a device twice"),
-        ("a", {"generation": "0,1", "tp": 0}, "tp=0 does not divide"),
-        ("a", {"generation": "0", "tp": 2}, "tp=2 does not divide"),
-        ("b", {"trainer": "0"}, "b was already registered"),
+        ("c", {"trainer": (0,)}, "unexpected pipeline c"),
+        ("a", {"trainer": (0, 2)}, "names the devices [2]"),
+        ("a", {"trainer": (0, 0)}, "names a device twice"),
+        ("a", {"generation": (0, 1), "tp": 0}, "tp=0 does not divide"),
+        ("a", {"generation": (0,), "tp": 2}, "tp=2 does not divide"),
+        ("b", {"trainer": (0,)}, "b was already registered"),
     ],
 )
 def test_registrations_that_make_no_sense_are_refused(name: str, ids: dict[str, str | int], sentence: str) -> None:
@@ -421,7 +426,7 @@ def test_progress_is_clamped_by_stream_and_summed() -> None:
 
 
 def test_a_suspended_pipeline_with_demand_gets_devices_as_soon_as_there_are_some() -> None:
-    d = Drive(devices=1).join("a", target=5, trainer="0", generation="0").join("b", trainer="0")
+    d = Drive(devices=1).join("a", target=5, trainer=(0,), generation=(0,)).join("b", trainer=(0,))
     d.do("acquire", "b", kind="training")
     assert d.active("a") == []
     d.do("release", "b", kind="training")
@@ -429,7 +434,7 @@ def test_a_suspended_pipeline_with_demand_gets_devices_as_soon_as_there_are_some
 
 
 def test_the_watchdog_asks_again_where_a_request_was_consumed_and_progress_stands_still() -> None:
-    d = Drive(devices=1).join("a", trainer="0", generation="0").join("b", trainer="0")
+    d = Drive(devices=1).join("a", trainer=(0,), generation=(0,)).join("b", trainer=(0,))
     d.do("acquire", "a", kind="generation", target=4)  # it reports no progress
     d.do("acquire", "b", kind="training")
     d.alarm("watchdog")
@@ -445,7 +450,7 @@ def test_the_watchdog_asks_again_where_a_request_was_consumed_and_progress_stand
 
 
 def test_the_watchdog_counts_progress_and_not_heartbeats() -> None:
-    d = Drive(devices=1).join("a", target=4, trainer="0", generation="0").join("b", trainer="0")
+    d = Drive(devices=1).join("a", target=4, trainer=(0,), generation=(0,)).join("b", trainer=(0,))
     d.do("acquire", "b", kind="training")
     d.alarm("watchdog")
     d.do("progress", "a", completed=1, target=4)
@@ -458,7 +463,7 @@ def test_the_watchdog_counts_progress_and_not_heartbeats() -> None:
 
 
 def test_balance_is_restored_when_shares_are_more_than_ten_points_off() -> None:
-    eight = {"generation": "0,1,2,3,4,5,6,7"}
+    eight = {"generation": (0, 1, 2, 3, 4, 5, 6, 7)}
     d = Drive(devices=8).join("a", target=100, **eight).join("b", target=100, **eight)
     d.do("progress", "b", completed=1, target=100)
     assert (len(d.active("a")), len(d.active("b"))) == (4, 4)
@@ -468,7 +473,7 @@ def test_balance_is_restored_when_shares_are_more_than_ten_points_off() -> None:
     assert (len(d.active("a")), len(d.active("b"))) == (1, 7)
 
 
-EIGHT = {"generation": "0,1,2,3,4,5,6,7"}
+EIGHT = {"generation": (0, 1, 2, 3, 4, 5, 6, 7)}
 
 
 def test_nothing_moves_for_less_than_ten_points() -> None:
@@ -482,7 +487,7 @@ def test_nothing_moves_for_less_than_ten_points() -> None:
 
 
 def test_balance_waits_while_a_request_waits() -> None:
-    d = Drive(devices=9, names="abcd").join("c", trainer="8").join("d", trainer="8")
+    d = Drive(devices=9, names="abcd").join("c", trainer=(8,)).join("d", trainer=(8,))
     d.join("a", target=100, **EIGHT).join("b", target=100, **EIGHT)
     d.do("acquire", "c", kind="training")
     d.do("acquire", "d", kind="training")
@@ -492,7 +497,7 @@ def test_balance_waits_while_a_request_waits() -> None:
 
 
 def test_a_suspended_pipeline_whose_demand_becomes_known_gets_devices() -> None:
-    d = Drive(devices=1).join("a", trainer="0", generation="0").join("b", trainer="0")
+    d = Drive(devices=1).join("a", trainer=(0,), generation=(0,)).join("b", trainer=(0,))
     d.do("acquire", "a", kind="generation", target=4)
     d.do("acquire", "b", kind="training")
     d.do("release", "b", kind="training")
@@ -502,7 +507,7 @@ def test_a_suspended_pipeline_whose_demand_becomes_known_gets_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ids"), [("planned_release", {}), ("died", {"who": "b", "replica": 0}), ("resize", {"remove": "0"})]
+    ("name", "ids"), [("planned_release", {}), ("died", {"who": "b", "replica": 0}), ("resize", {"remove": (0,)})]
 )
 def test_a_replica_that_was_given_up_since_the_plan_is_not_woken(name: str, ids: dict[str, str | int]) -> None:
     d = Drive().join("a", target=10, **TRAINER_0).join("b", **TRAINER_1)
@@ -514,7 +519,7 @@ def test_a_replica_that_was_given_up_since_the_plan_is_not_woken(name: str, ids:
 
 
 def test_a_pipeline_that_releases_since_the_plan_gets_no_more_replicas() -> None:
-    four = {"generation": "0,1,2,3"}
+    four = {"generation": (0, 1, 2, 3)}
     d = Drive(devices=4).join("a", target=10, **four).join("b", target=10, **four)
     assert (len(d.active("a")), len(d.active("b"))) == (2, 2)
     d.slow = True
@@ -542,7 +547,7 @@ def test_who_leaves_or_has_left_cannot_ask() -> None:
 
 
 def test_the_watchdog_leaves_alone_who_needs_nothing() -> None:
-    d = Drive(devices=1).join("a", target=4, trainer="0", generation="0").join("b", trainer="0")
+    d = Drive(devices=1).join("a", target=4, trainer=(0,), generation=(0,)).join("b", trainer=(0,))
     d.do("acquire", "b", kind="training")
     d.do("progress", "a", completed=4, target=4)
     d.alarm("watchdog")

@@ -91,8 +91,8 @@ def test_at_staleness_0_each_computes_what_it_computes_alone(how: dict[str, Any]
 def test_they_do_share() -> None:
     """At least one pipeline generates on both devices, and sharing takes less than 1.1 times the two runs one after the other."""
     done = shared(BOTH, STRICT)
-    woken = {(row.ids["pipeline"], row.ids["devices"]) for row in done.rows if row.name == "expand"}
-    assert woken == {("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")} or len(woken) == 3
+    woken = {(row.ids["pipeline"], row.ids["devices"]) for row in done.rows if row.event == "expand"}
+    assert woken == {("a", (0,)), ("a", (1,)), ("b", (0,)), ("b", (1,))} or len(woken) == 3
     one_after_the_other = sum(shared({name: BOTH[name]}).seconds for name in BOTH)
     assert done.seconds < 1.1 * one_after_the_other
 

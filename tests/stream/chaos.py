@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from kit.loop.messages import Command, Event, numbers
+from kit.loop.messages import Command, Event
 from kit.stream.core import Controller
 from kit.stream.generation import RUNNING, State
 from kit.stream.settings import Settings
@@ -76,7 +76,7 @@ class Chaos:
                 ids = {"group": command.group, "sample": command.sample, "replica": command.replica}
                 self.channels[channel] = [Event("cancelled", pipeline, **ids)]
         elif name == "sync":
-            there = numbers(command.replicas)
+            there = command.replicas
             published = [Event("published", pipeline, version=command.version, replica=one) for one in there]
             self.push("sync", *published, Event("synced", pipeline, version=command.version))
         elif name == "acquire":

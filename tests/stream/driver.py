@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kit.loop.messages import Command, Event, numbers
+from kit.loop.messages import Command, Event
 from kit.stream.core import Controller
 from kit.stream.generation import State
 from kit.stream.settings import Resume, Settings
@@ -59,7 +59,7 @@ class Driver:
             number, self.given = self.given, self.given + 1
             self.event("prompt", group=number) if number < self.prompts else self.event("exhausted")
         elif name == "sync":
-            for replica in numbers(command.replicas):
+            for replica in command.replicas:
                 self.event("published", version=command.version, replica=replica)
             self.event("synced", version=command.version)
         elif name == "generate":

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from kit.errors import BadInput
-from kit.loop.messages import Command, Event, Memory, command_row, listed, numbers
+from kit.loop.messages import Command, Event, Memory, command_row
 from kit.stream.core import Controller
 from kit.stream.history import Ledger
 from kit.stream.settings import SAMPLERS, AtSync, Resume, Settings
@@ -26,7 +26,7 @@ Lie = Callable[[Command], Commands]
 
 
 def ledger(rows: Memory) -> Ledger:
-    return Ledger([{"event": row.name, "time": row.time, **row.ids} for row in rows])
+    return Ledger([{"event": row.event, "time": row.time, **row.ids} for row in rows])
 
 
 def backed(rows: Memory) -> str:
@@ -75,7 +75,7 @@ def test_so_it_does_after_a_resume() -> None:
 def untrained(one: Command) -> Commands:
     """Leave group 5 out of its microbatch, but mark it trained."""
     if one.name == "microbatch":
-        kept = listed(group for group in numbers(one.groups) if group != 5)
+        kept = tuple(group for group in one.groups if group != 5)
         one = Command(one.name, one.to, one.pipeline, **{**dict(one.ids), "groups": kept})
     yield one
 

@@ -147,13 +147,13 @@ def test_a_step_begins_with_its_first_chunk_while_others_are_generated() -> None
     assert driver.groups("selected") == [1]
     assert driver.groups("place_back") == [1]
     assert [one.name for one in driver.asked if one.to == "trainer"] == ["begin", "microbatch"]
-    assert driver.one("microbatch").groups == "1"
+    assert driver.one("microbatch").groups == (1,)
     driver.answer(driver.one("begin"))
     driver.answer(driver.one("microbatch"))
     assert not driver.wants("finish"), "the step has one of its two groups"
     driver.finish_group(0)
     assert not driver.wants("begin"), "one begin for an update"
-    assert driver.one("microbatch").groups == "0"
+    assert driver.one("microbatch").groups == (0,)
     driver.answer(driver.one("microbatch"))
     assert (driver.one("finish").step, driver.one("finish").update) == (0, 0)
 
@@ -200,7 +200,7 @@ def test_dispatch_is_held_in_the_transition_in_which_the_version_moves() -> None
     assert names.index("trained") < names.index("bumped") < names.index("hold") < names.index("sync_begin")
     assert driver.state.held
     sync = driver.one("sync")
-    assert (sync.version, sync.at_sync, sync.replicas) == (1, "keep", "0")
+    assert (sync.version, sync.at_sync, sync.replicas) == (1, "keep", (0,))
     driver.event("published", version=1, replica=0)
     assert driver.groups("reserved") == [0, 1, 2, 3]
     driver.finish_group(2, 3, version=0)
@@ -218,7 +218,7 @@ def test_rows_are_cleared_once_per_finish_and_groups_end_then() -> None:
         driver.answer(driver.one(name))
     assert not driver.wants("clear")
     driver.answer(driver.one("finish"))
-    assert (driver.one("clear").step, driver.one("clear").groups) == (0, "0,1")
+    assert (driver.one("clear").step, driver.one("clear").groups) == (0, (0, 1))
     assert driver.groups("cleared") == []
     driver.answer(driver.one("clear"))
     assert driver.groups("cleared") == [0, 1]
@@ -240,11 +240,11 @@ def test_a_chunk_without_a_valid_token_is_consumed_unrun() -> None:
     driver.finish_group(0, length=0)
     assert not driver.wants("begin")
     driver.finish_group(1)
-    assert driver.one("microbatch").groups == "1"
+    assert driver.one("microbatch").groups == (1,)
     train_step(driver)
     assert driver.groups("dropped") == [0]
     assert driver.groups("trained") == driver.groups("cleared") == [1]
-    assert driver.did("clear")[0].groups == "0,1", "rows of what was not run are cleared too"
+    assert driver.did("clear")[0].groups == (0, 1), "rows of what was not run are cleared too"
 
 
 def test_a_step_without_any_valid_token_ends_in_a_named_error() -> None:
@@ -257,11 +257,14 @@ def test_a_step_without_any_valid_token_ends_in_a_named_error() -> None:
 def test_log_probabilities_come_before_training_and_under_their_own_grant() -> None:
     driver = Driver(small(previous="recomputed", reference="recomputed", min_groups=2))
     driver.finish_group(0, 1)
-    assert [(one.which, one.groups) for one in driver.wants("logprobs")] == [("previous", "0,1"), ("reference", "0,1")]
+    assert [(one.which, one.groups) for one in driver.wants("logprobs")] == [
+        ("previous", (0, 1)),
+        ("reference", (0, 1)),
+    ]
     for one in driver.wants("logprobs"):
         assert not driver.wants("begin")
         driver.answer(one)
-    assert driver.one("microbatch").groups == "0,1"
+    assert driver.one("microbatch").groups == (0, 1)
     kinds = [(one.name, one.kind) for one in driver.did("acquire", "release")]
     assert kinds == [
         ("acquire", "generation"),
@@ -276,8 +279,8 @@ def test_what_is_scored_is_trained_before_the_next_chunk_is_scored() -> None:
     driver.finish_group(0, 1)
     driver.answer(driver.one("logprobs"))
     assert [one.kind for one in driver.did("acquire")] == ["generation", "logprobs", "training"]
-    assert driver.one("microbatch").groups == "0"
-    assert driver.one("logprobs").groups == "1", "under the grant for training"
+    assert driver.one("microbatch").groups == (0,)
+    assert driver.one("logprobs").groups == (1,), "under the grant for training"
 
 
 def test_previous_log_probabilities_are_all_there_before_the_first_of_several_finishes() -> None:
@@ -350,7 +353,7 @@ def test_a_step_may_be_given_up_and_its_groups_are_trainable_again() -> None:
     assert driver.groups("place").count(0) == 2
     assert driver.groups("selected") == [0, 1, 0, 1]
     assert [one.step for one in driver.did("begin")] == [0, 1], "another step, another id"
-    driver.event("done", of="microbatch", step=0, update=0, groups="0,1")
+    driver.event("done", of="microbatch", step=0, update=0, groups=(0, 1))
     assert driver.state.step is not None
     assert driver.state.step.unanswered == 2, "an answer of the step that was given up changes nothing"
     driver.asked = [one for one in driver.asked if one.get("step") != 0]
@@ -567,7 +570,7 @@ def test_with_no_replica_everything_waits_and_goes_on_when_one_has_joined() -> N
     before = len(driver.log)
     driver.event("joined", replica=4)
     joined = driver.log[before:]
-    assert [(one.name, one.replicas) for one in joined if one.name == "sync"] == [("sync", "4")]
+    assert [(one.name, one.replicas) for one in joined if one.name == "sync"] == [("sync", (4,))]
     assert [one.replica for one in joined if one.name == "generate"] == [4] * 8
     assert joined.index(driver.did("sync")[-1]) < joined.index(driver.did("generate")[8])
 
@@ -582,7 +585,7 @@ def test_a_replica_that_joins_while_the_weights_move_gets_the_version_after_them
     driver.event("joined", replica=4)
     assert not driver.wants("sync")
     driver.answer(driver.one("finish"))
-    assert (driver.one("sync").version, driver.one("sync").replicas) == (1, "0,4")
+    assert (driver.one("sync").version, driver.one("sync").replicas) == (1, (0, 4))
 
 
 def test_a_replica_that_joined_while_an_update_failed_gets_the_version_before_it() -> None:
@@ -593,7 +596,7 @@ def test_a_replica_that_joined_while_an_update_failed_gets_the_version_before_it
         driver.answer(driver.one(name))
     driver.event("joined", replica=4)
     driver.fail(driver.one("finish"))
-    assert (driver.one("sync").version, driver.one("sync").replicas) == (0, "4")
+    assert (driver.one("sync").version, driver.one("sync").replicas) == (0, (4,))
 
 
 def test_a_sync_that_lost_a_replica_is_tried_with_the_others() -> None:
@@ -604,7 +607,7 @@ def test_a_sync_that_lost_a_replica_is_tried_with_the_others() -> None:
         driver.answer(driver.one(name))
     driver.event("died", replica=1)
     driver.fail(driver.one("sync"))
-    assert driver.one("sync").replicas == "0"
+    assert driver.one("sync").replicas == (0,)
     driver.fail(driver.one("sync"), "link is down")
     driver.answer(driver.one("clear"))
     assert driver.ended["error"] == "the sync of version 1 failed: link is down"
@@ -624,7 +627,7 @@ def test_dispatch_goes_on_with_the_current_version_only() -> None:
     assert driver.wants("sync") == [joined], "one sync at a time"
     driver.answer(joined)
     assert driver.state.held
-    assert (driver.one("sync").version, driver.one("sync").replicas) == (1, "0,4")
+    assert (driver.one("sync").version, driver.one("sync").replicas) == (1, (0, 4))
 
 
 def at_a_sync(at_sync: str, **more: Any) -> Driver:

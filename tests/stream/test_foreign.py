@@ -94,7 +94,7 @@ SETTINGS = Settings(steps=5, sampler="mine:InOrder", previous="off")
 
 
 def trained(rows: Memory) -> list[Any]:
-    return [(row.ids["group"], row.ids["step"], row.ids["version"]) for row in rows if row.name == "trained"]
+    return [(row.ids["group"], row.ids["step"], row.ids["version"]) for row in rows if row.event == "trained"]
 
 
 def test_their_in_order_decides_what_ours_decides() -> None:
@@ -102,7 +102,7 @@ def test_their_in_order_decides_what_ours_decides() -> None:
     ours = simulate(replace(SETTINGS, sampler="in-order"))
     assert theirs.ended.why == "done"
     assert trained(theirs.rows) == trained(ours.rows)
-    targets = [row.ids["target"] for row in theirs.rows if row.name == "reserved"]
+    targets = [row.ids["target"] for row in theirs.rows if row.event == "reserved"]
     assert targets[:16] == [0] * 8 + [1] * 8
 
 
@@ -125,9 +125,9 @@ def test_their_windowed_drops_and_aborts() -> None:
     done = simulate(settings, Durations(token_s=0.002), sampler=Windowed)
     assert done.ended.why == "done"
     assert replay_rows({"": Controller(settings)}, done.rows) is None
-    ends = {row.name for row in done.rows if "group" in row.ids and "core" not in row.ids}
+    ends = {row.event for row in done.rows if "group" in row.ids and "core" not in row.ids}
     assert {"evicted", "aborted"} <= ends
-    ready = {row.ids["group"]: row.ids["version"] for row in done.rows if row.name == "ready"}
+    ready = {row.ids["group"]: row.ids["version"] for row in done.rows if row.event == "ready"}
     assert all(ready[group] == version for group, _, version in trained(done.rows))
 
 
@@ -140,7 +140,7 @@ def test_a_step_that_was_given_up_comes_back_into_their_buffer() -> None:
     settings = replace(SETTINGS, step_retries=1, min_groups=8, steps=2)
     plain = simulate(settings, sampler=InOrder)
     begins = [row for row in plain.rows if row.ids.get("to") not in (None, "runner", "log", "sampler")]
-    number = next(at for at, row in enumerate(begins) if row.name == "microbatch")
+    number = next(at for at, row in enumerate(begins) if row.event == "microbatch")
     done = simulate(settings, sampler=InOrder, fail_at={number: "injected"})
     assert (done.ended.why, done.ended.retried) == ("done", 1)
     assert [group for group, _, _ in trained(done.rows)] == [group for group, _, _ in trained(plain.rows)]
@@ -150,7 +150,7 @@ def test_their_gate_goes_on_where_a_run_was_resumed() -> None:
     half = simulate(replace(SETTINGS, steps=2), sampler=InOrder)
     rest = simulate(SETTINGS, sampler=InOrder, resume=resume_from(half.runner.states[""]))
     assert rest.ended.why == "done"
-    assert [row.ids["target"] for row in rest.rows if row.name == "reserved"][:8] == [2] * 8
+    assert [row.ids["target"] for row in rest.rows if row.event == "reserved"][:8] == [2] * 8
 
 
 def test_the_sampler_is_not_asked_while_the_step_is_full_and_is_refused_when_it_errs() -> None:

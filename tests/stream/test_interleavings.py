@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kit.loop.messages import Command, Event, numbers
+from kit.loop.messages import Command, Event
 from kit.stream.core import Controller
 from kit.stream.generation import State
 from kit.stream.settings import Settings
@@ -113,7 +113,7 @@ class Explorer:
                     Event("cancelled", group=command.group, sample=command.sample, replica=command.replica),
                 )
         elif name == "sync":
-            published = [Event("published", version=command.version, replica=one) for one in numbers(command.replicas)]
+            published = [Event("published", version=command.version, replica=one) for one in command.replicas]
             channels["sync"] = (*published, Event("synced", version=command.version))
         elif name == "acquire":
             channels[where] = (Event("granted", kind=command.kind),)

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from kit.errors import BadInput
-from kit.results.rules import Measured, Missing, NotMeasured, Unjudged, settle
+from kit.results.records import Unjudged
+from kit.results.rules import Measured, Missing, NotMeasured, settle
 from kit.stream.history import Ledger, pipelines
 from kit.stream.judge import resume_equals
 from tests.stream.ledgers import AT_SYNC, RULES_BY_NAME, SAMPLERS, Row, System, finding

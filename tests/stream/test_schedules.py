@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kit.loop.messages import Command, Event, numbers
+from kit.loop.messages import Command, Event
 from kit.stream.core import Controller
 from kit.stream.settings import SAMPLERS, Settings
 from tests.loop.replaying import replay
@@ -110,8 +110,8 @@ def test_other_names_for_groups_pipelines_and_replicas_change_nothing_else(varia
 
     def renamed(ids: dict[str, Any]) -> dict[str, Any]:
         moved = {name: value + shift[name] if name in shift else value for name, value in ids.items()}
-        if "groups" in ids and isinstance(ids["groups"], str):
-            moved["groups"] = ",".join(str(number + 1000) for number in numbers(ids["groups"]))
+        if "groups" in ids and isinstance(ids["groups"], tuple):
+            moved["groups"] = tuple(number + 1000 for number in ids["groups"])
         return moved
 
     events = [Event(one.name, "b", **renamed(dict(one.ids))) for one in done.events]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,20 @@ import pytest
 from kit.errors import BadInput
 from kit.loop.messages import Command, Event, Memory
 from kit.loop.runner import Runner, Stalled, VirtualClock
+from kit.results import Run, create_run
 from kit.stream import what_if
 from kit.stream.core import Controller, resume_from
 from kit.stream.ports import Log, Meter
 from kit.stream.settings import SAMPLERS, Settings
 from kit.stream.simulated import ADDRESSES, Durations, System, drawn_length, forecast, measured, simulate
-from tests.loop.replaying import File, replay_rows
+from tests.loop.replaying import replay_rows
 
 PLAIN = Settings(steps=5, previous="off")
 EVEN = Durations(token_s=0.01, span=10, length=lambda group, sample: 10, train_s=0.4, finish_s=0.0, sync_s=0.0)
 
 
 def trained(rows: Memory) -> list[tuple[int, int]]:
-    return [(int(row.ids["group"]), int(row.ids["version"])) for row in rows if row.name == "trained"]
+    return [(int(row.ids["group"]), int(row.ids["version"])) for row in rows if row.event == "trained"]
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -57,10 +57,10 @@ def test_the_parts_of_each_steps_time_add_up_to_the_whole() -> None:
     done = simulate(replace(PLAIN, previous="recomputed"), Durations(logprobs_s=0.05))
     parts = ("training", "logprobs", "sync", "exposed_generation")
     whole = sum(one[f"timing/{name}"] for one in done.logged for name in parts)
-    last = next(row.time for row in reversed(done.rows) if row.name == "metrics")
+    last = next(row.time for row in reversed(done.rows) if row.event == "metrics")
     assert whole == pytest.approx(last)
     assert all(one["timing/logprobs"] == pytest.approx(8 * 0.05) for one in done.logged)
-    rows = [row for row in done.rows if row.name == "logged"]
+    rows = [row for row in done.rows if row.event == "logged"]
     assert [float(row.ids["s_training"]) for row in rows] == [one["timing/training"] for one in done.logged]
     assert [one["version"] for one in done.logged] == [1, 2, 3, 4, 5]
 
@@ -81,7 +81,7 @@ def test_a_thousand_groups_may_be_in_flight() -> None:
     done = simulate(settings, Durations(token_s=0.0001))
     running, most = 0, 0
     for row in done.rows:
-        running += {"slot": 1, "slot_back": -1}.get(row.name, 0)
+        running += {"slot": 1, "slot_back": -1}.get(row.event, 0)
         most = max(most, running)
     assert (done.ended.why, most) == ("done", 1000)
     assert len(done.runner.own) == sum("core" in row.ids for row in done.rows)
@@ -100,8 +100,8 @@ def test_a_dead_replica_stops_the_run_or_it_goes_on_without_it() -> None:
     went_on = simulate(settings, prepare=come_and_go)
     assert went_on.ended.why == "done"
     assert went_on.ended.again > 0
-    first = next(row for row in went_on.rows if row.name == "sent" and row.ids["replica"] == 7)
-    published = next(row for row in went_on.rows if row.name == "published" and row.ids["replica"] == 7)
+    first = next(row for row in went_on.rows if row.event == "sent" and row.ids["replica"] == 7)
+    published = next(row for row in went_on.rows if row.event == "published" and row.ids["replica"] == 7)
     assert published.time <= first.time
 
 
@@ -114,7 +114,7 @@ def test_a_replica_may_join_at_any_moment_of_an_update() -> None:
             PLAIN, slow, prepare=lambda system, at=0.8 * whole * part / 40: system.schedule("joined", 7, at)
         )
         assert done.ended.why == "done", (part, done.ended)
-        assert any(row.name == "published" and row.ids["replica"] == 7 for row in done.rows)
+        assert any(row.event == "published" and row.ids["replica"] == 7 for row in done.rows)
 
 
 def test_a_stalled_system_is_noticed() -> None:
@@ -129,7 +129,7 @@ def test_a_stalled_system_is_noticed() -> None:
 @pytest.mark.parametrize("number", range(0, 120, 7))
 def test_a_failure_of_any_port_ends_in_order(number: int) -> None:
     done = simulate(PLAIN, fail_at={number: "injected"})
-    ends = Counter(row.name for row in done.rows if row.name in ("place", "place_back", "slot", "slot_back"))
+    ends = Counter(row.event for row in done.rows if row.event in ("place", "place_back", "slot", "slot_back"))
     assert ends["place"] == ends["place_back"]
     assert ends["slot"] == ends["slot_back"]
 
@@ -197,11 +197,11 @@ def test_two_pipelines_share_a_desk_in_one_runner() -> None:
     owners: list[Any] = []
     for row in rows:
         if row.ids.get("kind") in ("training", "logprobs") and row.ids.get("to") != "desk":
-            owners += [row.ids["pipeline"]] if row.name == "granted" else []
-            owners = [one for one in owners if row.name != "release" or one != row.ids["pipeline"]]
-            assert len(set(owners)) <= 1 or row.name == "granted"
+            owners += [row.ids["pipeline"]] if row.event == "granted" else []
+            owners = [one for one in owners if row.event != "release" or one != row.ids["pipeline"]]
+            assert len(set(owners)) <= 1 or row.event == "granted"
     for name in ("a", "b"):
-        assert len([row for row in rows if row.name == "trained" and row.ids["pipeline"] == name]) == 24
+        assert len([row for row in rows if row.event == "trained" and row.ids["pipeline"] == name]) == 24
 
 
 # -- what if --------------------------------------------------------------------------------------------------------------
@@ -232,20 +232,13 @@ def test_a_forecast_tells_what_another_window_would_take() -> None:
         forecast([])
 
 
-@dataclass(frozen=True)
-class Run:
-    """The part of a run that `what_if` uses."""
-
-    dir: Path
-
-
 def test_a_what_if_takes_a_run_from_its_folder(tmp_path: Path) -> None:
     done, other = simulate(PLAIN), simulate(replace(PLAIN, sampler="strict", window=0, steps=2))
+    writer = create_run(tmp_path, "stream", {}, {})
     for phase, rows in {"lockstep": other.rows, "stream": done.rows}.items():
-        with contextlib.closing(File(tmp_path / f"records-{phase}.jsonl", phase=phase)) as file:
-            for row in rows:
-                file.write(row)
-    run = Run(tmp_path)
+        writer.append([replace(row, phase=phase) for row in rows])
+    writer.finish()
+    run = Run(writer.dir)
     assert what_if(run).seconds == forecast(done.rows).seconds
     assert what_if(run, "lockstep").seconds == forecast(other.rows).seconds
     assert what_if(run, sampler="strict", window=0).seconds > what_if(run).seconds

@@ -4,7 +4,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 import kit
-from kit.results import Record, create_run
+from kit.results import Row, create_run
 from kit.view import magics
 
 
@@ -66,7 +66,7 @@ def make_run(tmp_path):
                     rows = [*((name, value, unit) for name, (value, unit) in METRICS.items()), *more]
                     writer.append(
                         [
-                            Record(
+                            Row(
                                 run=writer.id, lab=writer.lab, cycle=cycle, phase=phase, rank=rank,
                                 metric=metric, value=value, unit=unit, time=clock + rank * 1e-3,
                             )

@@ -82,7 +82,7 @@ def expands_half_a_replica(t: Turn, op: Op, replica: int) -> None:
     expand(t, op, replica)
     if t.commands and t.commands[-1].name == "expand":
         ordered = t.commands.pop()
-        devices = str(ordered.devices).rpartition(",")[0] or str(ordered.devices)
+        devices = ordered.devices[:-1] or ordered.devices
         t.commands.append(Command("expand", ordered.to, ordered.pipeline, **{**dict(ordered.ids), "devices": devices}))
 
 

@@ -24,8 +24,9 @@ from kit.labs.share.ports import Clock, Devices, Live, Ranks, every, started
 from kit.labs.stream import drive as stream
 from kit.labs.stream.drive import name_of
 from kit.labs.stream.lab import settings
-from kit.loop.messages import Command, Event, Ledger, Row
+from kit.loop.messages import Command, Event, Sink
 from kit.loop.runner import Core, Port, RealClock, Runner
+from kit.results import Row
 from kit.share import core
 from kit.share.member import Member, Own
 from kit.share.planner import PLANNERS
@@ -169,12 +170,12 @@ def run(
             raise KitError(f"{name} ended with an error: {end.get('error', 'no reason given')}")
 
 
-def opened(ledger: Ledger, meters: Mapping[str, Meter], config: ShareConfig) -> Watched:
+def opened(ledger: Sink, meters: Mapping[str, Meter], config: ShareConfig) -> Watched:
     """A ledger with the first rows of every pipeline. A meter's time begins with them, however late the loop starts."""
     watched = Watched(ledger, *(OfPipeline(name, meter) for name, meter in meters.items()))
     for name in meters:
         for event, ids in opening(settings(pipeline_config(config, name))):
-            watched.write(Row(event, time.time(), {**ids, "pipeline": name}))
+            watched.write(Row(metric=event, time=time.time(), ids={**ids, "pipeline": name}))
     return watched
 
 

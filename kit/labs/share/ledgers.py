@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from kit.loop.messages import numbers
 from kit.results import Measured, Missing, NotMeasured, with_ids
 from kit.results.growth import PerFrame, events, rows_of
-from kit.results.rules import Unjudged, Violations, settle
+from kit.results.records import Unjudged, numbers
+from kit.results.rules import Violations, settle
 from kit.results.units import counted
 from kit.share.books import Books, Ledger, Row
 from kit.share.judge import pipeline_rows
@@ -169,8 +169,8 @@ def seats(book: Ledger) -> dict[str, tuple[int, ...]]:
     """The devices of each role, by its pipeline and name ("a.replica 0"), and of each rank of it ("a.replica 0#1")."""
     found: dict[str, tuple[int, ...]] = {}
     for row in book.of("clusters"):
-        found[f"{row.who}.trainer"] = numbers(str(row.get("trainer", "")))
-        devices, tp = numbers(str(row.get("generation", ""))), int(row.get("tp", 1))
+        found[f"{row.who}.trainer"] = numbers(row.get("trainer", ()))
+        devices, tp = numbers(row.get("generation", ())), int(row.get("tp", 1))
         found |= {f"{row.who}.replica {at // tp}": devices[at : at + tp] for at in range(0, len(devices), tp)}
     ranks = {f"{role}#{place}": (one,) for role, devices in found.items() for place, one in enumerate(devices)}
     return found | ranks

@@ -13,13 +13,13 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from kit import machine
 from kit.labs.lab import Drive
 from kit.labs.share.lab import BETWEEN_LOOKS_S, DESK, LOCK
-from kit.loop.messages import Event, listed
-from kit.results.records import new_row
+from kit.loop.messages import Event
+from kit.results.records import Id, Row, shown
 
 EVERY_S = 0.02
 GPUS_EVERY_S = 1.0  # about the period of the driver's own average
@@ -42,7 +42,7 @@ class Observer:
         }
         self.samples = 0
         self.shared_samples = 0  # samples with two owners of a device
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[Row] = []
         self._events: list[Event] = []
         self._owners: dict[int, tuple[str, ...]] = {}
         self._since: dict[int, float] = {}  # by device: since when it has its owners
@@ -102,7 +102,7 @@ class Observer:
         with self._lock:
             now = time.time()
             if now - self._saw > BETWEEN_LOOKS_S:  # a busy machine; what happened meanwhile went unseen
-                self._rows.append(new_row("seen_gap", now - self._saw, "s", now, start=self._saw))
+                self._rows.append(Row(metric="seen_gap", value=now - self._saw, unit="s", time=now, start=self._saw))
             if not self.blind:
                 self._see_owners(now)
             self._see_memory()
@@ -112,7 +112,7 @@ class Observer:
             if self._gpus and now >= self._next_gpus:
                 self._next_gpus = now + GPUS_EVERY_S
                 for number, share in enumerate(machine.busy_gpus()):
-                    self._rows.append(new_row("gpu_busy", share, "%", now, ids={"gpu": number}))
+                    self._rows.append(Row(metric="gpu_busy", value=share, unit="%", time=now, ids={"gpu": number}))
 
     def _see_owners(self, now: float) -> None:
         self.samples += 1
@@ -126,9 +126,8 @@ class Observer:
                 self._end_ownership(device, now)
                 self._since[device] = now
                 self._cpu[device] = {pid: machine.cpu_seconds(pid) or 0.0 for pid in pids}
-                self._rows.append(
-                    new_row("seen_owner", len(owners), "1", now, text=" ".join(owners), ids={"device": device})
-                )
+                text, ids = " ".join(owners), {"device": device}
+                self._rows.append(Row(metric="seen_owner", value=len(owners), unit="1", time=now, text=text, ids=ids))
         # Freed devices come first, because a device may change owners between two samples.
         changes = (("freed", self._owners, found), ("taken", found, self._owners)) if self.for_desk else ()
         self._events += [
@@ -145,8 +144,11 @@ class Observer:
         if owners := self._owners.get(device):
             since = self._since[device]
             used = sum((machine.cpu_seconds(pid) or before) - before for pid, before in self._cpu[device].items())
-            ids: dict[str, int | str] = {"track": f"device {device}", "device": device, "cpu_s": f"{used:.3f}"}
-            self._rows.append(new_row("owned", now - since, "s", now, text=" ".join(owners), start=since, ids=ids))
+            ids: dict[str, Id] = {"track": f"device {device}", "device": device, "cpu_s": f"{used:.3f}"}
+            text = " ".join(owners)
+            self._rows.append(
+                Row(metric="owned", value=now - since, unit="s", time=now, text=text, start=since, ids=ids)
+            )
 
     def _see_memory(self) -> None:
         """A reading is somewhere between the start of its row and its time: ranks may go on between the two."""
@@ -156,16 +158,18 @@ class Observer:
         for name, size in sizes.items():
             if size is not None and abs(size - self._bytes.get(name, -STEP)) >= STEP:
                 self._bytes[name] = size
-                self._rows.append(new_row("seen_resident", size, "B", now, start=start, ids={"who": name}))
+                self._rows.append(
+                    Row(metric="seen_resident", value=size, unit="B", time=now, start=start, ids={"who": name})
+                )
 
     def _see_cores(self, pid: int, name: str, now: float) -> None:
         try:
-            cores = listed(sorted(os.sched_getaffinity(pid)))
+            cores = shown(tuple(sorted(os.sched_getaffinity(pid))))
         except ProcessLookupError:
             return
         if cores != self._cores.get(name):
             self._cores[name] = cores
-            self._rows.append(new_row("seen_cores", None, "", now, text=cores, ids={"who": name}))
+            self._rows.append(Row(metric="seen_cores", time=now, text=cores, ids={"who": name}))
 
 
 def sees_locks(folder: Path) -> bool:

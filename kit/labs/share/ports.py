@@ -18,6 +18,7 @@ from kit.labs.stream import drive as ports
 from kit.labs.stream.drive import name_of, number_of
 from kit.loop.messages import Command, Event
 from kit.loop.runner import Stalled
+from kit.results.records import Id
 from kit.world.calls import Pending
 
 OF_REQUESTS = ("started", "tokens", "completed", "failed", "cancelled")
@@ -134,7 +135,7 @@ class Ranks(ports.Ranks):
         """Make a live replica leave its device, whatever it does; nothing waits for it. The desk is informed if it fails."""
 
         def stays(error: KitError) -> list[Event]:
-            ids: dict[str, int | str] = {"who": self.pipeline, "replica": number_of(name)}
+            ids: dict[str, Id] = {"who": self.pipeline, "replica": number_of(name)}
             return [Event("error", DESK, of="shrink", why=str(error).partition("\n")[0], **ids)]
 
         def ended(pending: Pending) -> list[Event]:

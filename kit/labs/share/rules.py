@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -30,11 +29,12 @@ from kit.labs.share.ledgers import (
     watched,
 )
 from kit.labs.stream.lab import replica_model
-from kit.loop.messages import numbers
 from kit.megatron.config import model_bytes
-from kit.results import Measured, Missing, NotMeasured, Rule
+from kit.results import Measured, Missing, NotMeasured, Rule, Unjudged
+from kit.results.frames import read_ids
 from kit.results.growth import left
-from kit.results.rules import Measure, Unjudged, Violations, rule, settle
+from kit.results.records import numbers
+from kit.results.rules import Measure, Violations, rule, settle
 from kit.results.units import counted
 from kit.share import judge
 from kit.share.books import Ledger
@@ -266,7 +266,7 @@ def outcomes(frame: pd.DataFrame, phase: str, pipeline: str) -> dict[tuple[str, 
     rows = frame[(frame["phase"] == phase) & frame["metric"].isin(OUTCOMES)].sort_values("time", kind="stable")
     numbers_by_key: dict[tuple[str, str], tuple[float | None, str]] = {}
     for metric, text, value, ids in zip(rows["metric"], rows["text"], rows["value"], rows["ids"], strict=True):
-        known = json.loads(ids) if ids else {}
+        known = dict(read_ids(ids))
         if known.pop("pipeline", "") == pipeline:
             key = metric, " ".join(f"{name}={known[name]}" for name in sorted(known))
             numbers_by_key[key] = None if metric.endswith("digest") else value, text
@@ -449,7 +449,7 @@ def exchanges(ledger: Ledger) -> int:
     last: dict[int, str] = {}
     count = 0
     for row in ledger.of("expand"):
-        devices = numbers(str(row["devices"]))
+        devices = numbers(row["devices"])
         count += any(last.get(device, row.who) != row.who for device in devices)
         last |= dict.fromkeys(devices, row.who)
     return count

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kit.loop.runner import VirtualClock
+from kit.results.records import Id
 from kit.share.core import Scheduler
 from kit.share.planner import View
 from kit.share.simulated import Devices, Script, Simulation, simulate
 from kit.share.state import GENERATION, Settings
 
-Line = tuple[int, str, dict[str, int | str]]
+Line = tuple[int, str, dict[str, Id]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +21,7 @@ class Scenario:
     """Scripted pipelines: the clusters that they register, and their requests with times (ms)."""
 
     lines: Mapping[str, tuple[Line, ...]]
-    clusters: Mapping[str, dict[str, int | str]]
+    clusters: Mapping[str, dict[str, Id]]
     settings: Mapping[str, Any] = field(default_factory=dict)
     planner: Callable[[View], object] | None = None
     until_s: float = 10.0
@@ -50,7 +51,7 @@ def trains(at: int, until: int, kind: str = "training") -> tuple[Line, ...]:
     return (at, "acquire", {"kind": kind}), (until, "release", {"kind": kind})
 
 
-ALL: dict[str, int | str] = {"trainer": "0", "generation": "0,1,2,3"}
+ALL: dict[str, Id] = {"trainer": (0,), "generation": (0, 1, 2, 3)}
 CROWD = Scenario(
     lines={
         "a": (*generates(5), *trains(200, 1000)),
@@ -63,15 +64,15 @@ CROWD = Scenario(
 )
 PAIR = Scenario(
     lines={"a": (*generates(5), *trains(200, 600)), "b": (*generates(50), *trains(250, 700))},
-    clusters={"a": {"trainer": "0", "generation": "0,1"}, "b": {"trainer": "1", "generation": "0,1"}},
+    clusters={"a": {"trainer": (0,), "generation": (0, 1)}, "b": {"trainer": (1,), "generation": (0, 1)}},
 )
 DEATH = replace(PAIR, lines={**PAIR.lines, "a": (*generates(5), *trains(200, 900), (400, "died", {"who": "a"}))})
 SMALL_DEMAND = replace(
     PAIR,
     lines={"a": generates(5, 1000), "b": generates(50, 1)},
-    clusters={"a": {"generation": "0"}, "b": {"generation": "0,1"}},
+    clusters={"a": {"generation": (0,)}, "b": {"generation": (0, 1)}},
 )
-WIDE_CLUSTER: dict[str, int | str] = {"generation": "0,1,2,3,4,5,6,7"}
+WIDE_CLUSTER: dict[str, Id] = {"generation": (0, 1, 2, 3, 4, 5, 6, 7)}
 SHIFT = Scenario(
     lines={
         "a": (*generates(5, 100), (500, "progress", {"completed": 95, "target": 100})),
@@ -81,7 +82,8 @@ SHIFT = Scenario(
     settings={"devices": 8},
 )
 WIDE = replace(
-    SHIFT, clusters={"a": {"generation": "0,1,2,3,4,5,6,7", "tp": 4}, "b": {"generation": "0,1,2,3,4,5,6,7"}}
+    SHIFT,
+    clusters={"a": {"generation": (0, 1, 2, 3, 4, 5, 6, 7), "tp": 4}, "b": {"generation": (0, 1, 2, 3, 4, 5, 6, 7)}},
 )
 RELEASE = replace(
     PAIR,
@@ -103,7 +105,7 @@ STREAMS = replace(
         "b": (*generates(50), *trains(400, 600)),
     },
 )
-ONE_DEVICE: dict[str, int | str] = {"trainer": "0", "generation": "0"}
+ONE_DEVICE: dict[str, Id] = {"trainer": (0,), "generation": (0,)}
 PREEMPTED = replace(
     PAIR,
     lines={"a": generates(5), "b": trains(200, 600)},
@@ -124,7 +126,7 @@ STAGGERED = replace(
 QUITTER = replace(CROWD, lines={**CROWD.lines, "d": (*trains(204, 1600), (300, "unregister", {}))})
 STUCK = Scenario(
     lines={"a": generates(5), "b": trains(100, 3000), "c": (*trains(200, 2800), (3500, "progress_end", {}))},
-    clusters={"a": {"generation": "0,1"}, "b": {"trainer": "0"}, "c": {"trainer": "0,1"}},
+    clusters={"a": {"generation": (0, 1)}, "b": {"trainer": (0,)}, "c": {"trainer": (0, 1)}},
     settings={"request_ms": 4000},
 )
 

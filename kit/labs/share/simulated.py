@@ -17,8 +17,9 @@ from kit.labs.share.lab import DESK, ShareConfig, pipeline_config
 from kit.labs.share.scenarios import SCENARIOS
 from kit.labs.stream.drive import durations, silent, written
 from kit.labs.stream.lab import settings
-from kit.loop.messages import Event, Row
+from kit.loop.messages import Event
 from kit.loop.runner import Runner, VirtualClock
+from kit.results import Row
 from kit.share.simulated import Devices, Ports, Simulation, simulate
 from kit.stream.ports import Log, Meter, Watched
 from kit.stream.settings import opening
@@ -124,7 +125,7 @@ class Stage(Devices):
 
     def see(self, row: Row) -> None:
         name, ids = self.scene.at
-        if self.runner is not None and not self.posted and row.name == name and ids.items() <= row.ids.items():
+        if self.runner is not None and not self.posted and row.event == name and ids.items() <= row.ids.items():
             self.posted = True
             self.runner.inbox += self.scene.then
             self.dead |= {event.who for _, event in self.scene.then if event.name == "died"}
@@ -143,7 +144,7 @@ def run(config: ShareConfig, scene: Scene = Scene(name="as configured")) -> Simu
         for replica in systems[name].replicas.values():
             replica.gone = True  # asleep: the desk wakes the first
         cores[name] = member(config, name)
-        first += [Row(event, 0.0, {**ids, "pipeline": name}) for event, ids in opening(plan)]
+        first += [Row(metric=event, time=0.0, ids={**ids, "pipeline": name}) for event, ids in opening(plan)]
         late += (
             LATE * one.steps * one.groups * (one.group * one.answer[1] * times.token_s + times.train_s + times.sync_s)
         )

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from kit.labs.share.ledgers import MAIN, Span, over_time, recorded, runs, seats, spans
-from kit.loop.messages import numbers
 from kit.results import NotMeasured
 from kit.results.growth import PerFrame
+from kit.results.records import numbers
 from kit.share.books import Books, Ledger, Row
 from kit.share.judge import device_requests, flights, is_needy
 
@@ -419,7 +419,7 @@ def arithmetic(frame: pd.DataFrame) -> Arithmetic:
     known = {name: seconds for name, seconds in alone.items() if seconds is not None}
     if not names or len(known) < len(names):
         raise NotMeasured("not every pipeline ran alone")
-    clusters = {row.who: {"trainer": numbers(str(row.get("trainer", "")))} for row in book.of("clusters")}
+    clusters = {row.who: {"trainer": numbers(row.get("trainer", ()))} for row in book.of("clusters")}
     tp = {row.who: int(row.get("tp", 1)) for row in book.of("clusters")}
     busy = {name: needed(ledger(frame, ALONE + name), clusters, tp) for name in names}
     table = uses(book)

@@ -6,7 +6,6 @@ weight. Most checks compare the two steps; the others judge the promises of the 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,8 @@ import pandas as pd
 from kit.labs.split.faults import KIT_LOSS, KIT_MODEL
 from kit.labs.split.lab import cases_of
 from kit.results import Measured, Missing, NotMeasured, Rule, incomplete, select, with_ids
+from kit.results.frames import read_ids
+from kit.results.records import shown
 from kit.results.units import counted
 
 Config = Mapping[str, Any]
@@ -171,7 +172,7 @@ def beside(value: float) -> str:
 
 
 def place_of(ids: str, text: str = "") -> str:
-    words = [str(value) for value in json.loads(ids).values()] if ids else []
+    words = [shown(value) for value in read_ids(ids).values()]
     return ", ".join(filter(None, [*words, text]))
 
 
@@ -361,7 +362,7 @@ def update(frame: pd.DataFrame, config: Config) -> Measured:
     moved = most["update_error"]
     off = ", ".join(
         f"{word} {most[name]['value']:.2g}"
-        + (f" in step {json.loads(most[name]['ids'])['step']}" if most[name]["value"] else "")
+        + (f" in step {read_ids(most[name]['ids'])['step']}" if most[name]["value"] else "")
         for name, word in UPDATES.items()
     )
     return Measured(

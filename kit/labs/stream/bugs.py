@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kit.loop.messages import Command, Event, listed, numbers
+from kit.loop.messages import Command, Event
 from kit.stream import core, generation
 from kit.stream.generation import DONE, RUNNING, Group, Owed, State, Step, Turn
 from kit.stream.settings import SAMPLERS, Resume
@@ -156,7 +156,7 @@ def bumps_when_cleared(t: Turn, event: Event, failed: bool) -> None:
 
 def skips_every_fifth(t: Turn, name: str, to: str, **ids: Any) -> None:
     if name == "microbatch":
-        ids["groups"] = listed(group for group in numbers(ids["groups"]) if group % LOST_EVERY)
+        ids["groups"] = tuple(group for group in ids["groups"] if group % LOST_EVERY)
     do(t, name, to, **ids)
 
 

@@ -31,9 +31,11 @@ from typing import Any
 from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.lab import Drive
 from kit.labs.stream.lab import StreamConfig, replica_names, settings
-from kit.loop.messages import Command, Event, Id, Memory, Row, listed, numbers
+from kit.loop.messages import Command, Event, Memory
 from kit.loop.runner import Core, Port, RealClock, Runner, Stalled
-from kit.results.records import new_row
+from kit.results import Run
+from kit.results.frames import events_of
+from kit.results.records import Id, Row, numbers
 from kit.stream import core, simulated
 from kit.stream.core import Controller
 from kit.stream.ports import Foreign, Log, Meter, Watched
@@ -131,7 +133,7 @@ class Ranks(Port):
         self.flying[id(pending)] = pending, role, ended
 
     def _train(self, command: Command) -> None:
-        args = {name: [*numbers(str(value))] if name == "groups" else value for name, value in command.ids}
+        args = {name: [*numbers(value)] if name == "groups" else value for name, value in command.ids}
 
         def ended(pending: Pending) -> list[Event]:
             try:
@@ -251,7 +253,7 @@ def plain(drive: Drive) -> None:
         next(event for event in events() if event.name == ("synced" if name == "sync" else "done"))
 
     def sync(version: int) -> None:
-        do("sync", version=version, at_sync="keep", replicas=listed(range(config.replicas)))
+        do("sync", version=version, at_sync="keep", replicas=tuple(range(config.replicas)))
 
     def generate(groups: Sequence[int]) -> None:
         """Generate all samples of these groups, distributed over the replicas."""
@@ -269,9 +271,9 @@ def plain(drive: Drive) -> None:
         groups = range(step * config.groups, (step + 1) * config.groups)
         generate(groups)
         for which in plan.logprobs:
-            do("logprobs", step=step, groups=listed(groups), which=which)
+            do("logprobs", step=step, groups=tuple(groups), which=which)
         for update, start in enumerate(range(0, len(groups), plan.minibatch)):
-            ids, mine = {"step": step, "update": update}, listed(groups[start : start + plan.minibatch])
+            ids, mine = {"step": step, "update": update}, tuple(groups[start : start + plan.minibatch])
             do("begin", **ids)
             do("microbatch", groups=mine, **ids)
             do("finish", **ids)
@@ -298,11 +300,11 @@ def bound(drive: Drive) -> None:
     Its ledger begins at the same time as that of `stream`, so both can be overlaid.
     """
     config, plan = drive.config, settings(drive.config)
-    rows = simulated.rows_of(drive.folder, "stream")
+    rows = events_of(Run(drive.folder).frame(), "stream")
     possible = simulated.simulate(
         plan, simulated.measured(rows), core=load_callable(config.implementation)(plan), sampler=own_sampler(config)
     ).rows
-    drive.append([new_row(row.name, None, "", rows[0].time + row.time, ids=row.ids) for row in possible])
+    drive.append([dataclasses.replace(row, time=rows[0].time + row.time) for row in possible])
     for loop, ledger in (("stream", rows), ("bound", possible)):
         for metric, value in simulated.pace(ledger).items():
             drive.record(metric, value, UNITS[metric], loop=loop)
@@ -351,7 +353,7 @@ def run(
     }
     ledger = Watched(Written(drive), meter)
     for name, ids in opening(limits, start):  # the meter's time begins here, however late the loop begins
-        ledger.write(Row(name, time.time(), ids))
+        ledger.write(Row(metric=name, time=time.time(), ids=ids))
     with contextlib.ExitStack() as scope:
         if kind := own_sampler(drive.config):  # a core with a built-in sampler never asks it
             foreign = ports["sampler"] = Foreign(kind, settings(drive.config), pipeline=PIPELINE, resume=start)
@@ -438,10 +440,10 @@ def started(drive: Drive, ranks: type[Ranks] = Ranks) -> Ranks:
 class Written:
     def __init__(self, drive: Drive) -> None:
         self.drive = drive
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[Row] = []
 
     def write(self, row: Row) -> None:
-        self.rows.append(new_row(row.name, None, "", row.time, ids=row.ids))
+        self.rows.append(row)
 
     def flush(self) -> None:
         rows, self.rows = self.rows, []
@@ -494,7 +496,7 @@ def written(drive: Drive) -> Iterator[Memory]:
     try:
         yield rows
     finally:
-        drive.append([new_row(row.name, None, "", base + row.time, ids=row.ids) for row in rows])
+        drive.append([dataclasses.replace(row, time=base + row.time) for row in rows])
 
 
 class Stopped(Exception):  # noqa: N818 - not an error

@@ -31,8 +31,7 @@ from kit.draw.plots import (
 )
 from kit.draw.style import LINES, Theme
 from kit.labs.stream import tables
-from kit.loop.messages import Row
-from kit.results import NotMeasured, Run, Unjudged
+from kit.results import NotMeasured, Row, Run, Unjudged
 from kit.results.units import ROW, counted, time_unit
 from kit.stream.ports import PARTS, Call, calls, syncs
 from kit.stream.ports import TRAINER as TRAINING
@@ -137,7 +136,7 @@ def versions(scene: Scene) -> None:
 
 def version_marks(rows: Sequence[Row], drawn: Lanes, theme: Theme) -> tuple[dict[str, dict[str, Any]], ...]:
     """Every version with its colour, where versions that share one are named together; and all other marks."""
-    made = {int(row.ids["version"]) for row in rows if row.name == "bumped"} | {*drawn.boxes}
+    made = {row.number("version") for row in rows if row.event == "bumped"} | {*drawn.boxes}
     by: dict[str, list[int]] = defaultdict(list)
     for version in sorted(made):
         by[theme.colour(version)].append(version)
@@ -148,7 +147,7 @@ def version_marks(rows: Sequence[Row], drawn: Lanes, theme: Theme) -> tuple[dict
     marks: dict[str, dict[str, Any]] = {"sync, from request to publication": {"facecolor": theme.faint, "alpha": BAND}}
     if drawn.joints:
         marks["sample that spans a sync"] = {"color": theme.ink, "linewidth": 1.2}
-    if any(one.name == "logprobs" for one in calls(rows)):
+    if any(call.row.event == "logprobs" for call in calls(rows)):
         marks["log-probabilities"] = hatched
     if drawn.given_up:
         marks["given up"] = {"color": theme.ink, "linestyle": "", "marker": "x", "markersize": 5}
@@ -161,11 +160,11 @@ def few(numbers: Sequence[int]) -> str:
 
 def draw_trainer(ax: Axes, rows: Sequence[Row], theme: Theme, began: float, scale: float) -> None:
     """A step from its first call to its last, in the colour of the version that it makes; hollow while it waits for groups."""
-    made = {int(row.ids["step"]): int(row.ids["version"]) for row in rows if row.name == "bumped"}
+    made = {row.number("step"): row.number("version") for row in rows if row.event == "bumped"}
     by: dict[int, list[Call]] = defaultdict(list)
-    for one in calls(rows):
-        if one.name in TRAINING:
-            by[int(one.ids["step"])].append(one)
+    for call in calls(rows):
+        if call.row.event in TRAINING:
+            by[call.row.number("step")].append(call)
     inch = (rows[-1].time - began) / ACROSS
     ends = [*[mine[0].left for mine in by.values()][1:], rows[-1].time]
     hatched = {"hatch": "////", "edgecolor": theme.paper}
@@ -175,7 +174,7 @@ def draw_trainer(ax: Axes, rows: Sequence[Row], theme: Theme, began: float, scal
         middle = (0.06 + TRAINER) / 2
         paint_boxes(ax, [Box(left, right, middle - 0.02, middle + 0.02)], began, scale, facecolor=colour)
         for part, look in (("training", {}), ("logprobs", hatched)):
-            boxes = [Box(one.left, one.right, 0.06, TRAINER) for one in mine if TRAINING[one.name] == part]
+            boxes = [Box(one.left, one.right, 0.06, TRAINER) for one in mine if TRAINING[one.row.event] == part]
             paint_boxes(ax, boxes, began, scale, facecolor=colour, gid=f"step {step}", **look)
         whole = f"step {step}, version {made[step]}" if step in made else f"step {step} given up"
         fitting = [word for word in (whole, f"step {step}", str(step)) if len(word) * LETTER * inch < following - left]
@@ -428,14 +427,14 @@ def prepare(run: Run) -> Callable[..., pd.DataFrame]:
 
 def line(rows: Sequence[Row]) -> dict[str, float]:
     reached, lags = pace(rows), tables.lags_of(rows)
-    ended = next((row.ids for row in rows if row.name == "ended"), {})
+    wasted = next((row.number("wasted", 0) for row in rows if row.event == "ended"), 0)
     return {
         "seconds": rows[-1].time - rows[0].time,
         "steps per second": reached["steps_per_second"],
         "exposed generation": reached["exposed_generation"],
         **tables.lag_columns(lags),
         "tokens trained": int(lags["tokens"].sum()),
-        "tokens wasted": int(ended.get("wasted", 0)),
+        "tokens wasted": wasted,
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import json
 import math
 import statistics
 from collections import Counter
@@ -16,6 +15,7 @@ import pandas as pd
 
 from kit.labs.stream import tables
 from kit.labs.stream.lab import ALL, wanted
+from kit.results.frames import read_ids
 from kit.results.growth import PerFrame, events, rows_of
 from kit.results.rules import (
     Measure,
@@ -318,7 +318,7 @@ def recomputed_as_sampled(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured
     rows = needed(frame, "stream")
     sampled, recomputed = digests(frame, "stream", "sampled"), digests(frame, "verify", "recomputed")
     served, used = digests(frame, "stream", "served"), digests(frame, "verify", "recomputed_by")
-    there = {(ids["group"], ids["sample"]) for ids in map(json.loads, recomputed)}
+    there = {(ids["group"], ids["sample"]) for ids in map(read_ids, recomputed)}
     trained = {(row["group"], sample) for row in rows.trained() for sample in rows.samples[row["group"]]}
     wrong = [f"sample {ids}" for ids, found in recomputed.items() if not found <= sampled.get(ids, set())]
     wrong += [f"group {group}, sample {sample} (left out)" for group, sample in sorted(trained - there)]

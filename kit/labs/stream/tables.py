@@ -15,8 +15,8 @@ from typing import Any
 
 import pandas as pd
 
-from kit.loop.messages import Row
-from kit.results import Missing, NotMeasured, Unjudged, with_ids
+from kit.results import Missing, NotMeasured, Row, Unjudged, with_ids
+from kit.results.frames import rows_of
 from kit.results.records import NOTEBOOK
 from kit.stream.history import ENDS
 from kit.stream.ports import PARTS, TRAINER, Meter, drifted, spent
@@ -44,9 +44,8 @@ def written(frame: pd.DataFrame) -> pd.DataFrame:
 def ledger(frame: pd.DataFrame, phase: str) -> list[Row]:
     rows = written(frame)
     rows = rows[rows["phase"] == phase]
-    columns = (rows[name] for name in ("metric", "time", "ids"))
-    found = [Row(name, when, json.loads(ids)) for name, when, ids in zip(*columns, strict=True)]
-    if not any(row.name == "completed" for row in found):
+    found = rows_of(rows)
+    if not any(row.event == "completed" for row in found):
         raise NotMeasured(f"no sample was completed in the phase {phase}")
     return found
 
@@ -84,26 +83,26 @@ def samples(rows: Sequence[Row]) -> list[Sample]:
     reported: dict[int, float] = {}  # when each replica last reported tokens
     synced = rows[0].time
     for row in rows:
-        ids, key = row.ids, (row.ids.get("group"), row.ids.get("sample"))
-        if row.name == "synced":
+        key = row.get("group"), row.get("sample")
+        if row.event == "synced":
             synced = row.time
-        elif row.name == "sent":
-            replica = int(ids["replica"])
-            found.append(Sample(int(ids["group"]), int(ids["sample"]), replica, max(row.time, synced)))
+        elif row.event == "sent":
+            replica = row.number("replica")
+            found.append(Sample(row.number("group"), row.number("sample"), replica, max(row.time, synced)))
             under_way[key] = found[-1]
         elif key not in under_way:
             continue
-        elif row.name == "started":
+        elif row.event == "started":
             sample = under_way[key]
             sample.sent = max(sample.sent, synced, reported.get(sample.replica, 0.0))
-        elif row.name == "tokens":
-            extend(under_way[key], Part(int(ids["version"]), synced, row.time, int(ids["count"])))
+        elif row.event == "tokens":
+            extend(under_way[key], Part(row.number("version"), synced, row.time, row.number("count")))
             reported[under_way[key].replica] = row.time
-        elif row.name in ("completed", "failed", "cancelled"):
+        elif row.event in ("completed", "failed", "cancelled"):
             sample = under_way.pop(key)
-            sample.end = row.name
-            if row.name == "completed" and not sample.parts:  # a ledger without spans of tokens
-                extend(sample, Part(int(ids["version"]), synced, row.time, int(ids.get("length", 0))))
+            sample.end = row.event
+            if row.event == "completed" and not sample.parts:  # a ledger without spans of tokens
+                extend(sample, Part(row.number("version"), synced, row.time, row.number("length", 0)))
     return sorted((sample for sample in found if sample.parts), key=lambda sample: sample.parts[0].left)
 
 
@@ -164,9 +163,9 @@ def steps(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
     meter, seconds, made = Meter(), dict[int, dict[str, float]](), dict[int, int]()
     for row in rows:
         meter.see(row)
-        if row.name == "bumped":
-            made[int(row.ids["step"])] = int(row.ids["version"])
-            seconds[int(row.ids["step"])] = meter.take()
+        if row.event == "bumped":
+            made[row.number("step")] = row.number("version")
+            seconds[row.number("step")] = meter.take()
     trained = lags(frame, phase)
     found = []
     for step, version in made.items():
@@ -197,12 +196,12 @@ def lags_of(rows: Sequence[Row]) -> pd.DataFrame:
             by[sample.group].append(sample)
     found = []
     for row in rows:
-        if row.name == "trained":
-            group, now = int(row.ids["group"]), int(row.ids["version"])
+        if row.event == "trained":
+            group, now = row.number("group"), row.number("version")
             tokens: Counter[int] = Counter()
             for part in (part for sample in by[group] for part in sample.parts):
                 tokens[part.version] += part.tokens
-            found += [(int(row.ids["step"]), group, one, now - one, count) for one, count in sorted(tokens.items())]
+            found += [(row.number("step"), group, one, now - one, count) for one, count in sorted(tokens.items())]
     return pd.DataFrame(found, columns=["step", "group", "version", "lag", "tokens"])
 
 
@@ -219,17 +218,17 @@ def ends(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
     """How many groups ended in each way, by the version at that time: version, end, groups, why (of the first). `cleared`: a trained
     group, counted under the version that it was trained on."""
     rows = ledger(frame, phase)
-    trained = {row.ids["group"]: int(row.ids["version"]) for row in rows if row.name == "trained"}
+    trained = {row["group"]: row.number("version") for row in rows if row.event == "trained"}
     found: Counter[tuple[int, str]] = Counter()
     why: dict[tuple[int, str], str] = {}
     version = 0
     for row in rows:
-        if row.name == "bumped":
-            version = int(row.ids["version"])
-        elif row.name in ENDS and "sample" not in row.ids:
-            now = trained.get(row.ids["group"], version) if row.name == "cleared" else version
-            found[now, row.name] += 1
-            why.setdefault((now, row.name), str(row.ids.get("why", "")))
+        if row.event == "bumped":
+            version = row.number("version")
+        elif row.event in ENDS and "sample" not in row.ids:
+            now = trained.get(row["group"], version) if row.event == "cleared" else version
+            found[now, row.event] += 1
+            why.setdefault((now, row.event), str(row.get("why", "")))
     table = [(*key, count, why[key]) for key, count in sorted(found.items())]
     return pd.DataFrame(table, columns=["version", "end", "groups", "why"])
 
@@ -264,7 +263,7 @@ def metered(frame: pd.DataFrame, phase: str) -> dict[str, float]:
         rows = ledger(frame, phase)
     except NotMeasured:
         return {}
-    if not any(row.name == "ended" for row in rows):
+    if not any(row.event == "ended" for row in rows):
         return {}
     seconds = spent(rows)
     return {name: seconds[name] for name in ("total", *PARTS)}
@@ -295,13 +294,13 @@ def buffer(rows: Sequence[Row]) -> pd.DataFrame:
     ready = set()
     found = []
     for row in rows:
-        group = row.ids.get("group")
-        if row.name in ("place", "reserved"):
+        group = row.get("group")
+        if row.event in ("place", "reserved"):
             there[group] = "complete" if group in ready else "unfinished"
-        elif row.name == "ready":
+        elif row.event == "ready":
             ready.add(group)
             there[group] = "complete"
-        elif row.name in ("place_back", "selected", *ENDS) and "sample" not in row.ids:
+        elif row.event in ("place_back", "selected", *ENDS) and "sample" not in row.ids:
             there.pop(group, None)
         else:
             continue
@@ -312,8 +311,8 @@ def buffer(rows: Sequence[Row]) -> pd.DataFrame:
 
 def capacity(rows: Sequence[Row]) -> dict[str, int]:
     """The limits in the controller's first row."""
-    given = next((row.ids for row in rows if row.name == "capacity"), {})
-    return {name: int(given[name]) for name in ("places", "slots", "window") if name in given}
+    given = next((row for row in rows if row.event == "capacity"), None)
+    return {name: given.number(name) for name in ("places", "slots", "window") if given and name in given.ids}
 
 
 # -- tokens ----------------------------------------------------------------------------------------------------------------

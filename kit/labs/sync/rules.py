@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,6 +20,7 @@ import pandas as pd
 
 from kit.labs.sync.lab import SyncConfig, roles
 from kit.results import Measured, Missing, NotMeasured, Rule, incomplete, select, with_ids
+from kit.results.frames import read_ids
 from kit.results.growth import growth, on_cuda, one_cycle, others_untouched
 from kit.results.units import counted
 
@@ -160,7 +160,9 @@ def points(frame: pd.DataFrame) -> pd.DataFrame:
         raise Missing("no sync was sampled")
     done = ended(frame)
     whole = [key in done for key in rows[BY_RANK].itertuples(index=False, name=None)]
-    table = rows.join(pd.DataFrame(map(json.loads, rows["ids"]))).drop(columns="ids").assign(whole=whole)
+    table = (
+        rows.join(pd.DataFrame([dict(read_ids(ids)) for ids in rows["ids"]])).drop(columns="ids").assign(whole=whole)
+    )
     table = table.sort_values([*BY_SYNC, "rank", "order"], kind="stable")
     undone = (table["point"] == "undo").groupby([table[name] for name in [*BY_SYNC, "rank"]]).cummax()
     return table[table["whole"] | ~undone]
@@ -426,7 +428,7 @@ def failure_is_clean(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: 
     rows = rows[rows["metric"].isin(list(FAILURES))]
     if rows.empty:
         raise Missing("no failure was rehearsed")
-    rows = rows.assign(scene=rows["ids"].map(lambda ids: json.loads(ids)["scene"]))
+    rows = with_ids(rows, "scene")
     found = "; ".join(
         f"{FAILURES[str(row.metric)]}: {row.value:.0f} (rank {row.rank}, scene {row.scene})"
         for row in rows[rows["value"] > 0].itertuples()
@@ -451,8 +453,8 @@ def asleep(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: ARG001 - a
 
 def sweep_arrived(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: ARG001 - as above
     rows = select(frame, phase="sweep", metric="sweep_missing")
-    wrong = [json.loads(ids) for ids in rows[rows["value"] > 0]["ids"]]
-    found = ", ".join(f"{one['transport']} with buckets of {one['bucket_bytes']} bytes" for one in wrong[:3])
+    wrong = with_ids(rows[rows["value"] > 0], "transport", "bucket_bytes")
+    found = ", ".join(f"{row.transport} with buckets of {row.bucket_bytes} bytes" for row in wrong[:3].itertuples())
     right = f"every tensor arrived with all {len(rows)} combinations of transport and bucket size"
     return Measured(float(rows["value"].sum()), f"tensors are missing with {found}" if found else right)
 

@@ -10,17 +10,17 @@ import pytest
 
 from kit.labs.discover import find
 from kit.labs.offload.lab import OffloadConfig
-from kit.results import Record, VerdictRow, judge, to_frame
+from kit.results import Row, VerdictRow, judge, to_frame
 from kit.results.growth import gpus
 
 MIB = 2**20
 CONFIG = asdict(OffloadConfig(ranks=1, tp=1, cycles=10, size="125m", dtype="float32"))
-Row = tuple[int, str, str, float]
+Fact = tuple[int, str, str, float]
 
 
-def answers(rows: Iterable[Row], **config: object) -> dict[str, VerdictRow]:
+def answers(rows: Iterable[Fact], **config: object) -> dict[str, VerdictRow]:
     records = [
-        Record(run="r", lab="offload", cycle=c, phase=p, rank=0, metric=m, value=v, unit="1", time=0)
+        Row(run="r", lab="offload", cycle=c, phase=p, rank=0, metric=m, value=v, unit="1", time=0)
         for c, p, m, v in rows
     ]
     return {row.check: row for row in judge(to_frame(records), {**CONFIG, **config}, find("offload").load_rules())}
@@ -34,10 +34,10 @@ def gpu(
     moved: float = 0.0,
     damaged: float = 0.0,
     kernels: float = 0.0,
-) -> list[Row]:
+) -> list[Fact]:
     """A GPU with 500 MiB in use before the job, and a bystander. Communicators take `taken` MiB, of which `left` MiB stay; training loads
     `kernels` MiB of kernels."""
-    rows: list[Row] = [
+    rows: list[Fact] = [
         (0, "start", "driver_used", 500 * MIB),
         (0, "start", "reserved", 0),
         (0, "baseline", "driver_used", (500 + kernels) * MIB),
@@ -120,7 +120,7 @@ def test_what_stays_by_choice_is_no_residual() -> None:
     assert "groups=false" in rows["comm_released"].why
 
 
-def cycles(level: float, per_cycle: float, control: float = 0.0) -> list[Row]:
+def cycles(level: float, per_cycle: float, control: float = 0.0) -> list[Fact]:
     mine = [(c, phase, "anon_rss", (level + per_cycle * c) * MIB) for c in range(1, 11) for phase in ("idle", "verify")]
     return mine + [(c, "control", "anon_rss", (level + control * c) * MIB) for c in range(1, 12)]
 
@@ -138,7 +138,7 @@ def test_growth_over_cycles() -> None:
     assert (few.passed, few.why) == (None, "not measured: needs at least 4 cycles")
 
 
-def weighed(fell: float, peak: float) -> list[Row]:
+def weighed(fell: float, peak: float) -> list[Fact]:
     return [
         (1, "fingerprint", "resident_bytes", 100 * MIB),
         (1, "idle", "left_bytes", 0),
@@ -193,7 +193,7 @@ def two_ranks(*, fell: float, reported: Iterable[str] = ("driver_used",)) -> pd.
                     rows += [(rank, cycle, phase, "process_used", part * MIB)]
     return to_frame(
         [
-            Record(run="r", lab="offload", cycle=c, phase=p, rank=r, metric=m, value=v, unit="1", time=0)
+            Row(run="r", lab="offload", cycle=c, phase=p, rank=r, metric=m, value=v, unit="1", time=0)
             for r, c, p, m, v in rows
         ]
     )
@@ -234,7 +234,7 @@ def test_each_of_the_ranks_that_share_a_gpu_may_leave_500_mib_there(left: float,
     assert (row.measured, row.passed) == (left / 2, passed)
 
 
-def suspended(kept: float) -> list[Row]:
+def suspended(kept: float) -> list[Fact]:
     """A GPU with 1000 MiB of communicators, of which 400 MiB stay while suspended; NCCL reports that it keeps `kept` MiB."""
     return [*gpu(900, left=400), (1, "release", "comm_persist_after", kept * MIB)]
 
@@ -297,7 +297,7 @@ def test_times_among_ranks_that_share_a_gpu_are_no_product_numbers(gpus_of: tupl
         rows += [(rank, c, phase, "seconds", 0.5) for c in (1, 2, 3, 4) for phase in ("release", "reload")]
     frame = to_frame(
         [
-            Record(run="r", lab="offload", cycle=c, phase=p, rank=r, metric=m, value=v, unit="1", time=0)
+            Row(run="r", lab="offload", cycle=c, phase=p, rank=r, metric=m, value=v, unit="1", time=0)
             for r, c, p, m, v in rows
         ]
     )

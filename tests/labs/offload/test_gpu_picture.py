@@ -6,7 +6,7 @@ import pytest
 
 from kit.draw.plots import read
 from kit.labs.offload.pictures import bands, places
-from kit.results import Record, Run, create_run
+from kit.results import Row, Run, create_run
 
 MIB = 2**20
 CONTEXT, WORLD, COMMUNICATORS = 500, 30, 300  # WORLD's memory is part of CONTEXT
@@ -24,7 +24,7 @@ def seen(tmp_path):
         def write(rank, cycle, phase, rows):
             about = {"run": writer.id, "lab": "offload", "cycle": cycle, "phase": phase, "rank": rank, "unit": "B"}
             clock = 1.8e9 + PHASES.index((cycle, phase)) if phase != "run" else 0
-            writer.append([Record(**about, metric=name, value=value, time=clock) for name, value in rows.items()])
+            writer.append([Row(**about, metric=name, value=value, time=clock) for name, value in rows.items()])
 
         for rank in range(ranks):
             write(rank, 0, "run", {"gpu": 0 if shared else rank})

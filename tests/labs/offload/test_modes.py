@@ -10,7 +10,7 @@ import pytest
 
 from kit.labs.discover import find
 from kit.labs.offload.lab import OffloadConfig
-from kit.results import Record, VerdictRow, judge, to_frame
+from kit.results import Row, VerdictRow, judge, to_frame
 
 MIB = 2**20
 CYCLES = 4
@@ -25,7 +25,7 @@ LEVELS |= {
     "seconds": 0.05,
 }
 BARE = {"groups": 1, "fds": 14, "sockets": 3, "threads": 4, "memfds": 0, "shared_maps": 2, "anon_rss": 200 * MIB}
-Rows = list[Record]
+Rows = list[Row]
 
 
 def config_of(mode: str, **given: Any) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def right(config: dict[str, Any]) -> Rows:
 
     def add(cycle: int, phase: str, text: str = "", **values: float) -> None:
         rows.extend(
-            Record(run="r", lab="offload", cycle=cycle, phase=phase, rank=0, metric=metric, value=value, unit="1", time=0, text=text)
+            Row(run="r", lab="offload", cycle=cycle, phase=phase, rank=0, metric=metric, value=value, unit="1", time=0, text=text)
             for metric, value in values.items()
         )  # fmt: skip
 
@@ -85,9 +85,9 @@ def judged(rows: Rows, config: dict[str, Any]) -> dict[str, VerdictRow]:
     return {row.check: row for row in judge(to_frame(rows), config, checks)}
 
 
-def one(cycle: int, phase: str, metric: str, value: float, **more: Any) -> Record:
+def one(cycle: int, phase: str, metric: str, value: float, **more: Any) -> Row:
     about: dict[str, Any] = {"run": "r", "lab": "offload", "rank": 0, "unit": "1", "time": 0}
-    return Record(cycle=cycle, phase=phase, metric=metric, value=value, **about, **more)
+    return Row(cycle=cycle, phase=phase, metric=metric, value=value, **about, **more)
 
 
 def outcome(rows: Rows, config: dict[str, Any], passed: bool | None) -> set[str]:

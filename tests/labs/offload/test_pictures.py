@@ -11,7 +11,7 @@ from kit.draw.plots import read
 from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.labs.offload.pictures import WAYS, numbered, places, plot_modes
-from kit.results import Record, Run, Verdict, VerdictRow, create_run
+from kit.results import Row, Run, Verdict, VerdictRow, create_run
 from kit.view.named import plot
 
 MIB = 2**20
@@ -79,7 +79,7 @@ def make_offload(tmp_path):
                     "time": clock,
                 }
                 reported = [row for row in rows if row[0] not in without]
-                writer.append([Record(**about, metric=name, value=value, unit=unit) for name, value, unit in reported])
+                writer.append([Row(**about, metric=name, value=value, unit=unit) for name, value, unit in reported])
         writer.finish()
         bad = VerdictRow("groups_return_to_baseline", leak, 0, "1", leak == 0, "rank 0 has more")
         none = VerdictRow("residual", None, 500, "MiB", None, "not measured: the ranks had no CUDA device")

@@ -12,8 +12,8 @@ from kit.labs.share.ledgers import devices_of
 from kit.labs.share.simulated import SCENES, run
 from kit.labs.stream.lab import replica_model
 from kit.megatron.config import model_bytes
-from kit.results import Record, Verdict
-from kit.results.records import NOTEBOOK, new_row
+from kit.results import Row, Verdict
+from kit.results.records import NOTEBOOK
 from kit.results.rules import judge
 from kit.results.run import to_frame
 
@@ -23,32 +23,32 @@ CONFIG = ShareConfig(
 )  # large enough for the weights to show in resident memory
 COUNTS = ("fds", "sockets", "threads", "children", "memfds", "shared_maps", "shm_files", "temp_files")
 OWNERS = [f"{name}.{role}" for name in "ab" for role in ("trainer", "replica 0", "replica 1")]
-Row = dict[str, Any]
+Facts = dict[str, Any]
 
 
 def rank_of(owner: str) -> int:
     return OWNERS.index(owner)
 
 
-def records(config: ShareConfig = CONFIG) -> list[Row]:
+def records(config: ShareConfig = CONFIG) -> list[Facts]:
     """Every row of a right run, with its phase and rank."""
     found = Found()
     done = run(dataclasses.replace(config, simulated=True, ranks=0)).rows
     died = run(dataclasses.replace(config, simulated=True, ranks=0), SCENES[1]).rows
     for phase, rows in (("shared", done), ("rehearse", died)):
         for row in rows:
-            found.add(phase, row.name, None, row.time, ids=row.ids)
+            found.add(phase, row.event, None, row.time, ids=row.ids)
     add_devices(found, config, done)
     for row in done:
         name = str(row.ids.get("who", row.ids.get("pipeline", "")))
-        if row.name in ("shrunk", "published"):
+        if row.event in ("shrunk", "published"):
             rank, ids = (
                 rank_of(f"{name}.replica {row.ids['replica']}"),
                 {"replica": row.ids["replica"], "pipeline": name},
             )
-        if row.name == "shrunk":
+        if row.event == "shrunk":
             found.add("shared", "in_flight", 0.0, row.time, rank, unit="1", ids={**ids, "aborted": 3})
-        elif row.name == "published":
+        elif row.event == "published":
             version = row.ids["version"]
             found.add(
                 "shared", "served", None, row.time, rank, text=f"{name} {version}", ids={**ids, "version": version}
@@ -65,11 +65,15 @@ def records(config: ShareConfig = CONFIG) -> list[Row]:
     return found
 
 
-class Found(list[Row]):
+class Found(list[Facts]):
     """Rows as they are recorded."""
 
     def add(self, phase: str, metric: str, value: float | None, when: float, rank: int = NOTEBOOK, **more: Any) -> None:
-        self.append({"phase": phase, "rank": rank, **new_row(metric, value, more.pop("unit", ""), when, **more)})
+        self.append({"phase": phase, "rank": rank, **fact(metric, when, value=value, **more)})
+
+
+def fact(metric: str, when: float, **more: Any) -> Facts:
+    return Row(metric=metric, time=when, **more).facts()
 
 
 def add_devices(found: Found, config: ShareConfig, rows: Any) -> None:
@@ -93,13 +97,13 @@ def lease_events(rows: Any) -> Iterator[tuple[str, float, str]]:
     """Yield the leases: replicas from the order to wake until they sleep, trainers from the grant until the release."""
     for row in rows:
         ids, name = row.ids, str(row.ids.get("who", row.ids.get("pipeline", "")))
-        if row.name == "expand":
+        if row.event == "expand":
             yield f"{name}.replica {ids['replica']}", row.time, "taken"
-        elif row.name == "shrunk":
+        elif row.event == "shrunk":
             yield f"{name}.replica {ids['replica']}", row.time, "freed"
-        elif row.name == "granted" and ids["kind"] == "training" and ids.get("to") == name:
+        elif row.event == "granted" and ids["kind"] == "training" and ids.get("to") == name:
             yield f"{name}.trainer", row.time, "taken"
-        elif row.name == "release" and ids["kind"] == "training" and ids.get("to") == "desk":
+        elif row.event == "release" and ids["kind"] == "training" and ids.get("to") == "desk":
             yield f"{name}.trainer", row.time, "freed"
 
 
@@ -117,5 +121,5 @@ def numbers_of(config: ShareConfig, name: str) -> Iterator[tuple[str, float | No
 
 
 def verdict_of(rows: list[Row], config: ShareConfig = CONFIG) -> Verdict:
-    frame = to_frame(Record(**{"run": "test", "lab": "share", "cycle": 1, **row}) for row in rows)
+    frame = to_frame(Row(**{"run": "test", "lab": "share", "cycle": 1, **row}) for row in rows)
     return judge(frame, dataclasses.asdict(config), LAB.load_rules())

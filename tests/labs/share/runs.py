@@ -11,8 +11,7 @@ from typing import Any
 import kit
 from kit.labs.share import ledgers as recorded
 from kit.labs.share.lab import ShareConfig
-from kit.loop.messages import Row
-from kit.results import Record, create_run
+from kit.results import Row, create_run
 from kit.results.records import NOTEBOOK
 from kit.share.state import Cluster
 from kit.stream.simulated import Durations
@@ -79,6 +78,10 @@ BY_HAND = [
 Given = Mapping[str, Iterable[tuple[str, float, Mapping[str, Any]]]]
 
 
+def event(name: str, when: float, ids: Mapping[str, Any]) -> Row:
+    return Row(metric=name, time=when, ids=ids)
+
+
 def clusters(config: ShareConfig) -> dict[str, dict[str, Cluster]]:
     return {
         name: {
@@ -123,28 +126,15 @@ def make(
             rows = (ledgers or {}).get(phase)
             if rows is None:
                 rows = simulated(config, names, durations, prepare=prepare)
-            rows = [Row(*one) for one in rows]
-            writer.append(
-                [
-                    Record(
-                        **about,
-                        rank=NOTEBOOK,
-                        metric=row.name,
-                        value=None,
-                        unit="",
-                        time=began + row.time,
-                        ids=dict(row.ids),
-                    )
-                    for row in rows
-                ]
-            )
+            rows = [one if isinstance(one, Row) else event(*one) for one in rows]
+            writer.append([dataclasses.replace(row, **about, time=began + row.time) for row in rows])
             if memory and phase == "shared":
-                writer.append([Record(**about, **one) for one in resident(config, rows, began)])
+                writer.append([Row(**about, **one) for one in resident(config, rows, began)])
             clock = began + rows[-1].time
         clock += 0.5
         writer.append(
             [
-                Record(**about, rank=rank, metric="seconds", value=clock - began, unit="s", time=clock)
+                Row(**about, rank=rank, metric="seconds", value=clock - began, unit="s", time=clock)
                 for rank in range(config.ranks)
             ]
         )
@@ -156,7 +146,7 @@ def make(
 
 def resident(config: ShareConfig, rows: Iterable[Row], began: float) -> list[dict[str, Any]]:
     """Return what the observer would see: a role holds little while it is off its devices."""
-    book = recorded.Ledger([{"event": row.name, "time": began + row.time, **row.ids} for row in rows])
+    book = recorded.Ledger([{"event": row.event, "time": began + row.time, **row.ids} for row in rows])
     found = [(began, who, LOW) for who in recorded.seats(book) if "#" not in who]
     for span in recorded.spans(book):
         if span.state in ("waking", "held"):

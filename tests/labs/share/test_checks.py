@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kit.labs.share.rules import RULES
-from kit.results.records import NOTEBOOK, new_row
-from tests.labs.share.evidence import CONFIG, MIB, Row, records, verdict_of
+from kit.results.records import NOTEBOOK
+from tests.labs.share.evidence import CONFIG, MIB, Facts, fact, records, verdict_of
 from tests.labs.simulated import failed, passed, why
 
 OF_RANKS = {
@@ -25,13 +25,13 @@ OF_RANKS = {
     "namespaces_apart",
     "nothing_left",
 }
-Change = Callable[[list[Row]], object]
+Change = Callable[[list[Facts]], object]
 
 
-def matching(rows: list[Row], metric: str, phase: str = "shared", **wanted: Any) -> list[Row]:
+def matching(rows: list[Facts], metric: str, phase: str = "shared", **wanted: Any) -> list[Facts]:
     """Rows of a metric with these ids, and with this `text`, `rank` or `value`."""
 
-    def value(row: Row, name: str) -> Any:
+    def value(row: Facts, name: str) -> Any:
         return row.get(name) if name in ("text", "rank", "value") else row.get("ids", {}).get(name)
 
     return [
@@ -45,7 +45,7 @@ def matching(rows: list[Row], metric: str, phase: str = "shared", **wanted: Any)
 def edit(metric: str, changes: dict[str, Any], *, phase: str = "shared", at: int = 0, **wanted: Any) -> Change:
     """Return an edit that changes one row: its own keys, or ids."""
 
-    def change(rows: list[Row]) -> None:
+    def change(rows: list[Facts]) -> None:
         row = matching(rows, metric, phase, **wanted)[at]
         for name, value in changes.items():
             if name in ("value", "text", "rank", "time"):
@@ -59,7 +59,7 @@ def edit(metric: str, changes: dict[str, Any], *, phase: str = "shared", at: int
 def drop(metric: str, *, phase: str = "shared", only: int | None = None, **wanted: Any) -> Change:
     """Return an edit that drops all matching rows, or one of them."""
 
-    def change(rows: list[Row]) -> None:
+    def change(rows: list[Facts]) -> None:
         found = matching(rows, metric, phase, **wanted)
         gone = {id(row) for row in (found if only is None else [found[only]])}
         rows[:] = [row for row in rows if id(row) not in gone]
@@ -72,9 +72,9 @@ def add_behind(
 ) -> Change:
     """Return an edit that inserts a row with these ids right after a ledger row."""
 
-    def change(rows: list[Row]) -> None:
+    def change(rows: list[Facts]) -> None:
         row = matching(rows, metric, phase, **wanted)[at]
-        more = {**new_row(new, None, "", row["time"], ids=ids), "phase": phase, "rank": NOTEBOOK}
+        more = {**fact(new, row["time"], ids=ids), "phase": phase, "rank": NOTEBOOK}
         rows.insert(next(place for place, one in enumerate(rows) if one is row) + 1, more)
 
     return change
@@ -83,9 +83,9 @@ def add_behind(
 def resident(owner: str, metric: str, at: int, mib: float, **wanted: Any) -> Change:
     """Return an edit: an observer sees `mib` MiB of a rank just after a row."""
 
-    def change(rows: list[Row]) -> None:
+    def change(rows: list[Facts]) -> None:
         when = matching(rows, metric, **wanted)[at]["time"] + 1e-6
-        more = new_row("seen_resident", mib * MIB, "B", when, ids={"who": owner})
+        more = fact("seen_resident", when, value=mib * MIB, unit="B", ids={"who": owner})
         rows.append({**more, "phase": "shared", "rank": NOTEBOOK})
 
     return change
@@ -97,7 +97,7 @@ STARTED = {"group": 0, "sample": 0, "version": 0, "core": "b", "pipeline": "b", 
 SENT = {"group": 0, "sample": 0, "attempt": 3, "pipeline": "b", "replica": 0}
 
 
-def without_a_version(rows: list[Row]) -> None:
+def without_a_version(rows: list[Facts]) -> None:
     for phase in ("alone_a", "shared"):
         drop("digest", phase=phase, only=1, pipeline="a")(rows)
 
@@ -143,26 +143,26 @@ WRONG: list[tuple[str, str, Change]] = [
 ]  # fmt: skip
 
 
-def test_the_desk_may_shrink_a_replica_of_which_only_its_pipeline_knows_that_it_died(right: list[Row]) -> None:
+def test_the_desk_may_shrink_a_replica_of_which_only_its_pipeline_knows_that_it_died(right: list[Facts]) -> None:
     plan = next(row for row in matching(right, "plan") if "b.generation:0" in row["ids"]["shrinks"])
     place = next(at for at, row in enumerate(right) if row is plan)
-    died = new_row("died", None, "", plan["time"], ids={"replica": 0, "pipeline": "b", "core": "b"})
+    died = fact("died", plan["time"], ids={"replica": 0, "pipeline": "b", "core": "b"})
     rows = [*right[:place], {**died, "phase": "shared", "rank": NOTEBOOK}, *right[place:]]
     found = failed(verdict_of(rows))
     assert not found & {"devices_conserved", "plan_valid", "plan_as_specified", "planned_release_once"}
 
 
-def test_a_wake_between_two_looks_is_no_weights_that_stay(right: list[Row]) -> None:
+def test_a_wake_between_two_looks_is_no_weights_that_stay(right: list[Facts]) -> None:
     """The observer saw neither the weights nor their release."""
     first = min(row["time"] for row in matching(right, "lease", text="a.replica 0", event="taken"))
     rows = [*right]
     for when, event in ((first - 0.06, "taken"), (first - 0.03, "freed")):
         ids = {"device": 0, "event": event, "pipeline": "a"}
-        rows.append({**new_row("lease", None, "", when, text="a.replica 0", ids=ids), "phase": "shared", "rank": 1})
+        rows.append({**fact("lease", when, text="a.replica 0", ids=ids), "phase": "shared", "rank": 1})
     assert "memory_down_asleep" not in failed(verdict_of(rows))
 
 
-def test_a_wake_while_memory_is_read_is_in_its_own_right(right: list[Row]) -> None:
+def test_a_wake_while_memory_is_read_is_in_its_own_right(right: list[Facts]) -> None:
     """A busy machine may stop an observer in the middle of a look; what it reads then belongs to a later time."""
     rows = copy.deepcopy(right)
     leases = matching(rows, "lease", device=0)
@@ -177,7 +177,7 @@ def test_a_wake_while_memory_is_read_is_in_its_own_right(right: list[Row]) -> No
 
 
 @pytest.mark.parametrize("check", ["one_owner", "memory_down_asleep"])
-def test_what_an_observer_could_not_see_is_not_judged(right: list[Row], check: str) -> None:
+def test_what_an_observer_could_not_see_is_not_judged(right: list[Facts], check: str) -> None:
     rows = copy.deepcopy(right)
     changes = {
         "one_owner": drop("seen_owner", text="a.replica 1"),
@@ -188,24 +188,24 @@ def test_what_an_observer_could_not_see_is_not_judged(right: list[Row], check: s
     leases = [row["time"] for row in matching(rows, "lease")]
     slept = [row["time"] for row in matching(rows, "seen_resident", who="a.replica 0")][2:4]
     start, end = {"one_owner": (leases[0], leases[-1]), "memory_down_asleep": slept}[check]
-    gap = new_row("seen_gap", end - start, "s", end, start=start)
+    gap = fact("seen_gap", end, value=end - start, unit="s", start=start)
     rows.append({**gap, "phase": "shared", "rank": NOTEBOOK})
     assert check not in failed(verdict_of(rows))
 
 
 @pytest.fixture(scope="module")
-def right() -> list[Row]:
+def right() -> list[Facts]:
     return records()
 
 
-def test_a_right_run_passes_every_check(right: list[Row]) -> None:
+def test_a_right_run_passes_every_check(right: list[Facts]) -> None:
     verdict = verdict_of(right)
     assert failed(verdict) == set()
     assert [row.check for row in verdict if row.passed is None] == ["gate_shown"]  # this config has no gate
 
 
 @pytest.mark.parametrize(("check", "what", "change"), WRONG, ids=[f"{check}-{what}" for check, what, _ in WRONG])
-def test_a_wrong_row_fails_its_check(right: list[Row], check: str, what: str, change: Change) -> None:
+def test_a_wrong_row_fails_its_check(right: list[Facts], check: str, what: str, change: Change) -> None:
     rows = copy.deepcopy(right)
     change(rows)
     assert rows != right, what
@@ -217,7 +217,7 @@ def test_every_check_of_ranks_has_a_wrong_row() -> None:
     assert {rule.name for rule in RULES} >= {check for check, _, _ in WRONG}
 
 
-def test_the_first_number_that_departs_is_named(right: list[Row]) -> None:
+def test_the_first_number_that_departs_is_named(right: list[Facts]) -> None:
     rows = copy.deepcopy(right)
     for phase, step in (("shared", 1), ("shared", 0)):
         edit("grad_norm", {"value": 2.0}, phase=phase, pipeline="b", step=step)(rows)
@@ -228,10 +228,10 @@ def test_the_first_number_that_departs_is_named(right: list[Row]) -> None:
     assert found.endswith("1 more")
 
 
-def test_a_dead_owner_that_observers_still_see(right: list[Row]) -> None:
+def test_a_dead_owner_that_observers_still_see(right: list[Facts]) -> None:
     rows = copy.deepcopy(right)
     gone = matching(rows, "gone", "rehearse", pipeline="a")[0]["time"]
-    seen = new_row("seen_owner", 1.0, "1", gone + 0.5, text="a.replica 0", ids={"device": 0})
+    seen = fact("seen_owner", gone + 0.5, value=1.0, unit="1", text="a.replica 0", ids={"device": 0})
     rows.append({**seen, "phase": "rehearse", "rank": NOTEBOOK})
     assert (
         why(verdict_of(rows), "dead_pipeline_leaves")
@@ -239,7 +239,7 @@ def test_a_dead_owner_that_observers_still_see(right: list[Row]) -> None:
     )
 
 
-def test_small_weights_are_not_judged_by_resident_memory(right: list[Row]) -> None:
+def test_small_weights_are_not_judged_by_resident_memory(right: list[Facts]) -> None:
     rows = [row for row in right if row["metric"] != "seen_resident"]
     rows += [
         {**row, "value": 300 * MIB + (row["value"] - 300 * MIB) / 100}
@@ -252,7 +252,7 @@ def test_small_weights_are_not_judged_by_resident_memory(right: list[Row]) -> No
         assert "too small to distinguish from noise" in why(verdict, check)
 
 
-def test_a_broken_run_is_judged_as_far_as_it_goes(right: list[Row]) -> None:
+def test_a_broken_run_is_judged_as_far_as_it_goes(right: list[Facts]) -> None:
     """Without the phase `end`, missing records are not blamed on the code under test."""
     rows = [row for row in right if row["phase"] not in ("end", "rehearse") and row["metric"] != "served"]
     verdict = verdict_of(rows)
@@ -260,7 +260,7 @@ def test_a_broken_run_is_judged_as_far_as_it_goes(right: list[Row]) -> None:
     assert passed(verdict, "same_numbers") is True
 
 
-def test_a_window_leaves_the_numbers_open(right: list[Row]) -> None:
+def test_a_window_leaves_the_numbers_open(right: list[Facts]) -> None:
     verdict = verdict_of(right, dataclasses.replace(CONFIG, window=1))
     assert passed(verdict, "same_numbers") is None
     assert "use window=0" in why(verdict, "same_numbers")

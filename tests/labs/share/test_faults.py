@@ -100,5 +100,5 @@ def test_scenes_happen() -> None:
         "a resize to a replica that is gone",
         "the second is set up while the first trains",
     ]
-    notes = {row.name for row in run(config, SCENES[-2]).rows}
+    notes = {row.event for row in run(config, SCENES[-2]).rows}
     assert "admission_limit" in notes

@@ -100,7 +100,7 @@ def of(kind: type) -> str:
 
 def test_the_kits_own_asks_for_what_a_member_asks_for() -> None:
     rows = [
-        [(row.name, row.time, row.ids) for row in run(ShareConfig(simulated=True, pipeline=name)).rows]
+        [(row.event, row.time, row.ids) for row in run(ShareConfig(simulated=True, pipeline=name)).rows]
         for name in (of(Pipeline), ShareConfig().pipeline)
     ]
     assert len(rows[0]) > 500

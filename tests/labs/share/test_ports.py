@@ -13,8 +13,9 @@ from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.share.drive import opened
 from kit.labs.share.lab import ShareConfig
 from kit.labs.share.ports import Clock, Live, Ranks
-from kit.loop.messages import Command, Event, Memory, Row
+from kit.loop.messages import Command, Event, Memory
 from kit.loop.runner import Stalled
+from kit.results import Row
 from kit.stream.ports import Meter
 
 
@@ -63,7 +64,7 @@ def test_a_pipelines_meter_begins_with_the_ledger(monkeypatch: pytest.MonkeyPatc
     rows, meter = Memory(), Meter()
     monkeypatch.setattr(time, "time", lambda: 10.0)
     ledger = opened(rows, {"a": meter}, ShareConfig())
-    ledger.write(Row("begins", 10.5, {"pipeline": "a"}))
+    ledger.write(Row(metric="begins", time=10.5, ids={"pipeline": "a"}))
     assert rows[0].time == 10.0
     assert meter.take()["total"] == 0.5
 

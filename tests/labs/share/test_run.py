@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -15,7 +14,8 @@ import pytest
 import kit
 from kit.labs.share.drive import clusters, controller, scheduler
 from kit.labs.share.lab import PIPELINES, ShareConfig
-from kit.loop.messages import Row, read
+from kit.results import Row
+from kit.results.frames import events_of
 from kit.results.rules import settle
 from kit.share import judge
 from kit.share.member import Member
@@ -81,9 +81,9 @@ def computed(run: kit.Run, phase: str, pipeline: str) -> dict[tuple[str, str], A
 
 def ledger(run: kit.Run, phase: str) -> list[Row]:
     """Return the rows that went through the runner."""
-    rows = read(Path(run.dir) / "records.jsonl", phase)
-    start = next(number for number, row in enumerate(rows) if row.name == "begins")
-    return [row for row in rows[start:] if not row.name.startswith("seen_") and row.name not in ("lease", "killed")]
+    rows = events_of(run.frame(), phase)
+    start = next(number for number, row in enumerate(rows) if row.event == "begins")
+    return [row for row in rows[start:] if not row.event.startswith("seen_") and row.event not in ("lease", "killed")]
 
 
 def test_each_computes_what_it_computes_alone(run: kit.Run) -> None:
@@ -137,7 +137,7 @@ def test_every_replica_serves_the_weights_of_its_trainer(run: kit.Run) -> None:
 
 @pytest.mark.parametrize("phase", ["shared", "rehearse"])
 def test_the_ledger_has_no_violation(run: kit.Run, phase: str) -> None:
-    rows = [{"event": row.name, "time": row.time, **row.ids} for row in ledger(run, phase)]
+    rows = [{"event": row.event, "time": row.time, **row.ids} for row in ledger(run, phase)]
     assert violations(rows) == {}
 
 
@@ -150,7 +150,7 @@ def test_a_replay_of_the_ledger_gives_the_same_commands(run: kit.Run) -> None:
 
 
 def test_weights_are_used_where_they_are_published(run: kit.Run) -> None:
-    rows = [{"event": row.name, "time": row.time, **row.ids} for row in ledger(run, "shared")]
+    rows = [{"event": row.event, "time": row.time, **row.ids} for row in ledger(run, "shared")]
     for name in PIPELINES:
         found = settle(publish_before_use(StreamLedger(judge.pipeline_rows(rows, name))))
         assert not found.value, found.why
@@ -159,9 +159,11 @@ def test_weights_are_used_where_they_are_published(run: kit.Run) -> None:
 def test_the_dead_change_nothing_for_the_other(run: kit.Run) -> None:
     assert {*of(run, "rehearse", "killed")["text"]} == {"a replica 0", "b trainer"}
     assert computed(run, "rehearse", "a") == computed(run, "alone_a", "a")
-    ends = {row.ids["core"]: row.name for row in ledger(run, "rehearse") if "core" in row.ids and row.name != "begins"}
+    ends = {
+        row.ids["core"]: row.event for row in ledger(run, "rehearse") if "core" in row.ids and row.event != "begins"
+    }
     assert ends["desk"]
-    gone = [row.ids for row in ledger(run, "rehearse") if row.name == "gone"]
+    gone = [row.ids for row in ledger(run, "rehearse") if row.event == "gone"]
     assert {ids["pipeline"]: ids["how"] for ids in gone} == {"a": "unregistered", "b": "died"}
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from kit.labs.discover import find
 from kit.labs.split.lab import SplitConfig
-from kit.results import Record, VerdictRow, judge, to_frame
+from kit.results import Row, VerdictRow, judge, to_frame
 
 CONFIG = asdict(SplitConfig(ranks=2, level="tokens", chunks=(1,), steps=2, dtype="float32"))
-Row = tuple[int, str, str, float, dict[str, str | int]]
+Fact = tuple[int, str, str, float, dict[str, str | int]]
 RESULT = {
     "grad_norm": 1.0,
     "lr": 1e-4,
@@ -25,9 +25,9 @@ RESULT = {
 ROUNDING = 1.5e-5
 
 
-def answers(rows: Iterable[Row], **config: object) -> dict[str, VerdictRow]:
+def answers(rows: Iterable[Fact], **config: object) -> dict[str, VerdictRow]:
     records = [
-        Record(run="r", lab="split", cycle=c, phase=p, rank=0, metric=m, value=v, unit="1", time=0, ids=i)
+        Row(run="r", lab="split", cycle=c, phase=p, rank=0, metric=m, value=v, unit="1", time=0, ids=i)
         for c, p, m, v, i in rows
     ]
     full = {**CONFIG, **config}
@@ -35,7 +35,7 @@ def answers(rows: Iterable[Row], **config: object) -> dict[str, VerdictRow]:
     return {row.check: row for row in judge(to_frame(records), full, checks)}
 
 
-def results(phase: str, change: Mapping[str, float] | None = None, step: int = 1) -> list[Row]:
+def results(phase: str, change: Mapping[str, float] | None = None, step: int = 1) -> list[Fact]:
     """The numbers of two steps; `change` replaces some of them in one step."""
     return [
         (1, phase, "result", value, {"step": each, "name": name})
@@ -58,7 +58,7 @@ def results(phase: str, change: Mapping[str, float] | None = None, step: int = 1
     ids=str,
 )
 def test_a_norm_may_be_rounded_as_float32_rounds(change: dict[str, float], *, passed: bool) -> None:
-    rounding: list[Row] = [(1, phase, "norm_rounding", ROUNDING, {}) for phase in ("sync", "split")]
+    rounding: list[Fact] = [(1, phase, "norm_rounding", ROUNDING, {}) for phase in ("sync", "split")]
     row = answers(results("sync") + results("split", change) + rounding)["result_parity"]
     assert row.passed is passed
     assert row.limit == 1e-6
@@ -70,7 +70,7 @@ def test_without_a_rounding_a_norm_has_none() -> None:
     assert (row.passed, row.measured) == (False, pytest.approx(2e-6))
 
 
-def balances(plain: float, cut: float | None, exact: float = 1.25) -> list[Row]:
+def balances(plain: float, cut: float | None, exact: float = 1.25) -> list[Fact]:
     message = [
         *results("sync", {"moe_aux_loss": plain}),
         *results("split", {} if cut is None else {"moe_aux_loss": cut}),

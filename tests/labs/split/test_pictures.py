@@ -15,7 +15,7 @@ from kit.draw.plots import Picture, step_axis
 from kit.draw.style import THEMES, theme
 from kit.labs.split.lab import SplitConfig, cases_of
 from kit.labs.split.pictures import Decades, ways
-from kit.results import Record, Verdict, VerdictRow, create_run
+from kit.results import Row, Verdict, VerdictRow, create_run
 from kit.results.verdict import without_parts
 from kit.view import named
 from kit.view.named import album, plot
@@ -50,8 +50,8 @@ def make_split(tmp_path):
         def as_record(about, name, value, ids=None, text=""):
             if old:  # texts and ids used to be coded in names and numbers
                 path = "/".join([name, *map(str, (ids or {}).values())])
-                return Record(**about, metric=path, value=1 if value is None else value, unit="1")
-            return Record(**about, metric=name, value=value, unit="1", ids=ids or {}, text=text)
+                return Row(**about, metric=path, value=1 if value is None else value, unit="1")
+            return Row(**about, metric=name, value=value, unit="1", ids=ids or {}, text=text)
 
         def numbers(level, factors, *, plain):
             rows = []

@@ -17,8 +17,7 @@ from kit.labs.stream import tables
 from kit.labs.stream.lab import StreamConfig, settings
 from kit.labs.stream.pictures import WHAT_IF, pack
 from kit.labs.stream.tables import drift
-from kit.loop.messages import Row
-from kit.results import NotMeasured, Record, create_run
+from kit.results import NotMeasured, Row, create_run
 from kit.stream.ports import drifted
 from kit.stream.simulated import Durations, pace, simulate
 from kit.view import named
@@ -45,6 +44,11 @@ def strict():
         yield
 
 
+def events(ledger):
+    """The rows of a ledger by hand: name, time, ids."""
+    return [Row(metric=name, time=when, ids=ids) for name, when, ids in ledger]
+
+
 @pytest.fixture
 def make_stream(tmp_path):
     """Return a function that writes a stream run, with given or simulated ledgers. `until` is the last phase."""
@@ -59,7 +63,7 @@ def make_stream(tmp_path):
         def tell(cycle, phase, rank, metric, value, **more):
             unit = "s" if metric in ("seconds", "call") else "1"
             about = {"run": writer.id, "lab": "stream", "cycle": cycle, "phase": phase, "rank": rank}
-            writer.append([Record(**about, metric=metric, value=value, unit=unit, **more)])
+            writer.append([Row(**about, metric=metric, value=value, unit=unit, **more)])
 
         def tell_drift(cycle, clock):
             for lag, position in itertools.product((0, 1), range(4)):
@@ -69,7 +73,7 @@ def make_stream(tmp_path):
 
         def tell_paces(cycle, phase, clock, known):
             for loop in ("stream", "bound") if phase == "bound" else ():
-                for metric, value in pace([Row(*one) for one in known[loop]]).items():
+                for metric, value in pace(known[loop]).items():
                     tell(cycle, phase, -1, metric, value, time=clock, ids={"loop": loop})
 
         phases = ["prepare", "plain", "lockstep", "stream", "verify", *(["bound"] if bound else [])]
@@ -86,8 +90,9 @@ def make_stream(tmp_path):
                     chosen = dataclasses.replace(
                         chosen, sampler="strict", window=0, places=config.groups, slots=config.groups
                     )
-                rows = (ledgers or {}).get(phase)
-                if rows is None:
+                if phase in (ledgers or {}):
+                    rows = events(ledgers[phase])
+                else:
                     rows = simulate(chosen, durations or Durations(), prepare=prepare).rows
                 tell(
                     cycle,
@@ -99,9 +104,9 @@ def make_stream(tmp_path):
                     ids={"version": 0},
                     text="of a rank, not of the ledger",
                 )
-                for name, when, ids in rows:
-                    tell(cycle, phase, -1, name, None, time=began + when, ids=dict(ids))
-                clock = began + rows[-1][1]
+                for row in rows:
+                    tell(cycle, phase, -1, row.event, None, time=began + row.time, ids=row.ids)
+                clock = began + rows[-1].time
                 known[phase] = rows
                 tell_paces(cycle, phase, clock, known)
             if phase == "verify":
@@ -218,7 +223,7 @@ def test_first_tokens_count_from_the_replicas_report_before():
         sent(0, 0, 0, 0.0), row("started", 2.0, group=0, sample=0, replica=0), tokens(0, 2.0, 0, 0, 4),
         sent(0, 1, 0, 1.0), row("started", 3.0, group=0, sample=1, replica=0), tokens(0, 3.0, 0, 4, 4), tokens(1, 3.0, 0, 0, 4),
     ]  # fmt: skip
-    found = tables.samples([tables.Row(*one) for one in rows])
+    found = tables.samples(events(rows))
     assert [(sample.number, sample.parts[0].left, sample.parts[0].right) for sample in found] == [(0, 0, 3), (1, 2, 3)]
 
 

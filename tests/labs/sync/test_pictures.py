@@ -18,7 +18,7 @@ from kit.draw.style import THEMES, theme
 from kit.labs.sync import rules
 from kit.labs.sync.lab import SyncConfig
 from kit.labs.sync.pictures import curves, labels
-from kit.results import NotMeasured, Record, create_run, with_ids
+from kit.results import NotMeasured, Row, create_run, with_ids
 from kit.view import named
 from kit.view.named import plot
 
@@ -56,8 +56,8 @@ def make_sync(tmp_path):
         def as_record(about, name, value, ids=None, text=""):
             if old:  # texts and ids used to be coded in names and numbers
                 path = "/".join([name, *map(str, (ids or {}).values())])
-                return Record(**about, metric=path, value=1 if value is None else value, unit="1")
-            return Record(**about, metric=name, value=value, unit="1", ids=ids or {}, text=text)
+                return Row(**about, metric=path, value=1 if value is None else value, unit="1")
+            return Row(**about, metric=name, value=value, unit="1", ids=ids or {}, text=text)
 
         def happened(names, pace):
             return [

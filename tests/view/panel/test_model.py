@@ -14,7 +14,7 @@ import kit
 from kit.errors import BadInput
 from kit.labs.definition import working
 from kit.labs.discover import find, find_fault, tagged
-from kit.results import Record, create_run, load_tolerances
+from kit.results import Row, create_run, load_tolerances
 from kit.view.model import AS_IT_IS, PanelModel, choices, limits_of, rounded_up, span
 from kit.view.progress import marks
 from kit.view.tabs import VerdictTab
@@ -34,7 +34,7 @@ def smoke_run(runs: Path, *, drift_mib: float = 20, cycles: int = 2, lab: str = 
     rows = [(cycle, rank, 2**28 + (cycle - 1) * drift_mib * 2**20) for cycle in range(1, cycles + 1) for rank in (0, 1)]
     writer.append(
         [
-            Record(
+            Row(
                 run=writer.id,
                 lab=lab,
                 cycle=cycle,

@@ -7,9 +7,8 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from kit import machine
 from kit.errors import KitError
 from kit.labs.rankside import Context
 from kit.labs.share.lab import LOCK, Mapping, pipeline_config
-from kit.world import channel
+from kit.results.records import Row
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,8 +27,8 @@ class Part(Context):
     pipeline: str
     place: int
 
-    def _send(self, row: dict[str, Any]) -> None:
-        channel.publish({**row, "ids": {**row.get("ids", {}), "pipeline": self.pipeline}})
+    def _send(self, row: Row) -> None:
+        Context._send(self, replace(row, ids={**row.ids, "pipeline": self.pipeline}))
 
     @property
     def owner(self) -> str:
