@@ -1,26 +1,26 @@
-"""The tables of a split run and its checks: the split step gives the numbers of the plain step, for any number of chunks.
+"""The tables of a split run and its rules: the split step gives the numbers of the plain step, for any number of chunks.
 
 `metrics(frame, config)` and `tensors(frame, config)` return pandas tables: every metric of both steps, and the errors of every gradient and
-weight. Most checks compare the two steps; the others judge the promises of the protocol, or compare with float64 computations and counts.
+weight. Most rules compare the two steps; the others judge the promises of the protocol, or compare with float64 computations and counts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from kit.labs.split.faults import KIT_LOSS, KIT_MODEL
 from kit.labs.split.lab import cases_of
-from kit.results import Measured, Missing, NotMeasured, Rule, incomplete, select, with_ids
+from kit.results import Measured, Missing, NotMeasured, incomplete, select, with_ids
 from kit.results.frames import read_ids
 from kit.results.records import shown
+from kit.results.rules import rule
 from kit.results.units import counted
 
 Config = Mapping[str, Any]
-Measure = Callable[[pd.DataFrame, Config], Measured | Sequence[Measured]]
 
 COMMON = 1e-3  # a limit in common use for losses and gradient norms; shown beside the kit's
 COARSE = 1e-2  # bfloat16 keeps 8 bits
@@ -66,10 +66,10 @@ PROMISES = {
 
 def results(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
     """The numbers that ranks recorded for the steps of a phase, with columns `step` and `metric`."""
-    found = with_ids(frame[(frame["phase"] == phase) & (frame["metric"] == "result")], "step", "name")
-    if found.empty:
+    rows = with_ids(frame[(frame["phase"] == phase) & (frame["metric"] == "result")], "step", "name")
+    if rows.empty:
         raise Missing(f"no results of phase {phase}")
-    return found.assign(metric=found["name"])
+    return rows.assign(metric=rows["name"])
 
 
 def values(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
@@ -128,11 +128,11 @@ def metrics(frame: pd.DataFrame, config: Config) -> pd.DataFrame:
 def tensors(frame: pd.DataFrame, config: Config) -> pd.DataFrame:
     """Every tensor of every case: relative error of the first gradient and of the final weights, and the worst element."""
     rows = frame[(frame["phase"] == "compare") & (frame["rank"] == 0)]
-    found = with_ids(rows[rows["metric"].str.startswith("tensor_")], "tensor")
-    if found.empty:
+    errors = with_ids(rows[rows["metric"].str.startswith("tensor_")], "tensor")
+    if errors.empty:
         raise Missing("no tensors were compared")
-    found = found.assign(name=found["metric"].str.removeprefix("tensor_"))
-    wide = found.pivot_table(index=["cycle", "tensor"], columns="name", values="value", sort=False).reset_index()
+    errors = errors.assign(name=errors["metric"].str.removeprefix("tensor_"))
+    wide = errors.pivot_table(index=["cycle", "tensor"], columns="name", values="value", sort=False).reset_index()
     return pd.DataFrame(cases_of(config))[["cycle", "level", "chunks"]].merge(wide, on="cycle").drop(columns="cycle")
 
 
@@ -153,7 +153,7 @@ def singular(level: str) -> str:
     return level.removesuffix("s")
 
 
-def where(config: Config, row: Mapping[str, Any]) -> str:
+def case_of(config: Config, row: Mapping[str, Any]) -> str:
     case = cases_of(config)[row["cycle"] - 1]
     return f"loss per {singular(case.level)}, {chunks_of(case.chunks)}"
 
@@ -162,8 +162,14 @@ def chunks_of(count: int) -> str:
     return counted(count, "chunk") if count else "one chunk per microbatch"
 
 
-def against(row: Mapping[str, Any]) -> str:
-    return f"{row['split']:.9g} vs {row['sync']:.9g} in the plain step"
+PLAIN, SPLIT = ("sync", "in the plain step"), ("split", "in the split step")  # a column of `paired`, and its place
+
+
+def compared(row: Mapping[str, Any], *at: str, base: tuple[str, str] = PLAIN, side: tuple[str, str] = SPLIT) -> str:
+    """A number and what it was compared with: "loss: 0.5 in the plain step, 0.6 in the split step (error 0.2; step 1)"."""
+    values = ", ".join(f"{row[column]:.9g} {place}" for column, place in (base, side))
+    error = f"error {row['error']:.2g}" if row["error"] else "identical bit for bit"
+    return f"{row['metric']}: {values} ({'; '.join([error, *at])})"
 
 
 def beside(value: float) -> str:
@@ -180,37 +186,85 @@ def place_of(ids: str, text: str = "") -> str:
 
 
 def of_every_case(frame: pd.DataFrame, config: Config, phase: str, metric: str) -> pd.DataFrame:
-    """A metric of every case; the check cannot pass if any is missing."""
+    """A metric of every case; the rule cannot pass if any is missing."""
     rows, cases = select(frame, phase=phase, metric=metric), len(cases_of(config))
     if missing := cases - rows["cycle"].nunique():
         incomplete(f"{metric} is missing for {missing} of {cases} cases (level and number of chunks)")
     return rows
 
 
-def loss(frame: pd.DataFrame, config: Config) -> Measured:
-    """The loss of the first step, where the error is largest: both steps start from the same weights."""
+def loss_parity(frame: pd.DataFrame, config: Config) -> Measured:
+    """Does the loss match the plain step's?
+
+    In the first step, where the error is largest: both steps start from the same weights.
+    """
     table = paired(frame, config)
     row = worst(table[(table["metric"] == "global_loss") & (table["step"] == 1)], "error")
     if not row["error"]:
         return Measured(0, f"identical bit for bit in step 1 ({scope(config)})")
-    return Measured(row["error"], f"worst: {against(row)}, step 1, {where(config, row)}{beside(row['error'])}")
+    return Measured(row["error"], compared(row, f"step 1, {case_of(config, row)}") + beside(row["error"]))
 
 
-def later(frame: pd.DataFrame, config: Config) -> Measured:
-    """Loss, metrics, norms and gradients of the steps after the first; their weights differ by rounding."""
+def grad_parity(frame: pd.DataFrame, config: Config) -> Measured:
+    """Do the gradients match the plain step's?"""
+    table = with_ids(of_every_case(frame, config, "compare", "gradient_error"), "step")
+    row, tensor = worst(table[table["step"] == 1]), worst(tensors(frame, config), "gradient_error")
+    why = f"||dg||/||g|| over the model in step 1, worst: {case_of(config, row)}"
+    why += f"; worst tensor: {tensor['tensor']}, {tensor['gradient_error']:.3g}, element {tensor['gradient_index']:.0f}"
+    return Measured(row["value"], why + beside(row["value"]))
+
+
+def params_parity(frame: pd.DataFrame, config: Config) -> Measured:
+    """Do the weights match the plain step's at the end?"""
+    row, table = worst(of_every_case(frame, config, "compare", "parameter_error")), tensors(frame, config)
+    tensor = worst(table, "parameter_error")
+    uncertain, elements = (
+        select(frame, phase="compare", metric=name)["value"].max() for name in ("uncertain_elements", "elements")
+    )
+    return Measured(
+        row["value"],
+        f"||dp||/||p|| after {counted(config['steps'], 'step')}, worst: {case_of(config, row)}; "
+        f"worst tensor: {tensor['tensor']}, {tensor['parameter_error']:.3g}; "
+        f"excluded: {uncertain / elements:.1%} of the elements, with gradients below rounding "
+        f"(largest difference {table['uncertain_worst'].max():.2g})",
+    )
+
+
+def later_steps(frame: pd.DataFrame, config: Config) -> Measured:
+    """Do later steps match the plain ones?
+
+    Loss, metrics, norms and gradients of the steps after the first; their weights differ by rounding.
+    """
     table = paired(frame, config)
     row = worst(table[(table["step"] > 1) & ~table["metric"].isin(["lr", "wd", "updated"])], "error")
     steps = with_ids(of_every_case(frame, config, "compare", "gradient_error"), "step")
     gradients = worst(steps[steps["step"] > 1])
-    return Measured(
-        max(row["error"], gradients["value"]),
-        f"worst number: {row['metric']}, {against(row)}, step {row['step']}, {where(config, row)}; "
-        f"worst gradients: ||dg||/||g|| {gradients['value']:.2g} in step {gradients['step']}",
-    )
+    why = compared(row, f"step {row['step']}, {case_of(config, row)}")
+    why += f"; worst gradients: ||dg||/||g|| {gradients['value']:.2g} in step {gradients['step']}"
+    return Measured(max(row["error"], gradients["value"]), why)
 
 
-def fields(frame: pd.DataFrame, config: Config) -> Measured:
-    """The numbers of the result that are no metrics. Norms of later steps contain rounding of the weights; the others do not.
+def metric_parity(frame: pd.DataFrame, config: Config) -> list[Measured]:
+    """Does every metric match the plain step's?
+
+    A row for every metric: its largest error, and the error that one scalar for all metrics would cause.
+    """
+    table = metrics(frame, config)
+    answers = []
+    for name, rows in table[table["step"] == 1].groupby("metric", sort=False):
+        row, scalar = worst(rows, "error"), rows["one_scalar_error"].max()
+        divided = "not divided" if row["normalizer"] == "none" else f"per {singular(row['normalizer'])}"
+        at = [f"loss per {singular(row['level'])}, {chunks_of(row['chunks'])}"] if row["error"] else []
+        would = f"; one scalar for all metrics would give an error of {scalar:.2g}" if scalar else ""
+        why = compared({**row, "metric": f"{name} ({divided})"}, *at) + would
+        answers.append(Measured(row["error"], why, of=str(name)))
+    return answers
+
+
+def result_parity(frame: pd.DataFrame, config: Config) -> Measured:
+    """Do norm, learning rate, decay and counts match?
+
+    The numbers of the result that are no metrics. Norms of later steps contain rounding of the weights; the others do not.
 
     A norm may be summed in float32 in any order, tensor by tensor or shard by shard. The rounding that this allows
     (`oracle.norm_rounding`: about sqrt(n) times EPS with n elements in the largest tensor, 1.5e-5 in the tiny model) is excluded.
@@ -224,82 +278,50 @@ def fields(frame: pd.DataFrame, config: Config) -> Measured:
     row = worst(table.sort_values("error", ascending=False), "beyond")
     if not row["error"]:
         return Measured(0, f"{', '.join(FIELDS)}: identical bit for bit ({scope(config)})")
-    why = f"worst: {row['metric']}, {against(row)}, step {row['step']}, {where(config, row)}"
+    why = compared(row, f"step {row['step']}, {case_of(config, row)}")
     excused = f"rounding of a float32 norm is excluded, up to {rounding:.2g}"
     return Measured(row["beyond"], why, if_passed=excused if row["error"] > row["beyond"] else "")
 
 
-def ranks(frame: pd.DataFrame, config: Config) -> Measured:
-    found = results(frame, "split")
-    found = found[found.groupby("cycle")["rank"].transform("nunique") == config["ranks"]]  # no rank raised in the phase
-    if found.empty:
+def ranks_agree(frame: pd.DataFrame, config: Config) -> Measured:
+    """Do all ranks report the same result?"""
+    rows = results(frame, "split")
+    rows = rows[rows.groupby("cycle")["rank"].transform("nunique") == config["ranks"]]  # no rank raised in the phase
+    if rows.empty:
         raise NotMeasured("no case has results of every rank")
     keys = ["cycle", "step", "metric"]
-    sides = found.pivot_table(index=keys, columns="rank", values="value", aggfunc="first", dropna=False)
+    sides = rows.pivot_table(index=keys, columns="rank", values="value", aggfunc="first", dropna=False)
     sides = sides.reindex(columns=range(config["ranks"]))
     same = sides.eq(sides[0], axis=0) | (sides.isna() & sides[[0]].isna().to_numpy())
     differing = sides[~same.all(axis=1)]
     if differing.empty:
-        numbers = len(found[["step", "metric"]].drop_duplicates())
+        numbers = len(rows[["step", "metric"]].drop_duplicates())
         return Measured(0, f"{numbers} numbers are identical bit for bit on {config['ranks']} ranks")
     cycle, step, name = first = differing.index[0]
     row, odd = differing.iloc[0], same.loc[first].idxmin()
-    why = f"{name} differs between ranks in step {step}: {row[0]:.9g} on rank 0, {row[odd]:.9g} on rank {odd}"
-    return Measured(len(differing), f"{why}; {where(config, {'cycle': cycle})}")
+    at = f"step {step}, {case_of(config, {'cycle': cycle})}"
+    return Measured(len(differing), f"{name}: {row[0]:.9g} on rank 0, {row[odd]:.9g} on rank {odd} ({at})")
 
 
-def every_metric(frame: pd.DataFrame, config: Config) -> list[Measured]:
-    """A row for every metric: its largest error, and the error that one scalar for all metrics would cause."""
-    table = metrics(frame, config)
-    found = []
-    for name, rows in table[table["step"] == 1].groupby("metric", sort=False):
-        row, scalar = worst(rows, "error"), rows["one_scalar_error"].max()
-        per = "not divided" if row["normalizer"] == "none" else f"per {singular(row['normalizer'])}"
-        case = f"loss per {singular(row['level'])}, {chunks_of(row['chunks'])}" if row["error"] else "bit for bit"
-        would = f"; one scalar for all metrics would give an error of {scalar:.2g}" if scalar else ""
-        found.append(Measured(row["error"], f"{name} ({per}), {against(row)}, {case}{would}", of=str(name)))
-    return found
-
-
-def coverage(frame: pd.DataFrame, config: Config) -> Measured:
+def metric_coverage(frame: pd.DataFrame, config: Config) -> Measured:
+    """Do split and plain step report the same metrics?"""
     table = paired(frame, config)
     if names := sorted(set(table[table["seen"] != "both"]["metric"])):
         return Measured(len(names), f"only one of the two steps reports {', '.join(names)}")
     return Measured(0, f"both steps report the same {table['metric'].nunique()} numbers ({scope(config)})")
 
 
-def gradient(frame: pd.DataFrame, config: Config) -> Measured:
-    table = with_ids(of_every_case(frame, config, "compare", "gradient_error"), "step")
-    row, tensor = worst(table[table["step"] == 1]), worst(tensors(frame, config), "gradient_error")
-    why = f"||dg||/||g|| over the model in step 1, worst: {where(config, row)}"
-    why += f"; worst tensor: {tensor['tensor']}, {tensor['gradient_error']:.3g}, element {tensor['gradient_index']:.0f}"
-    return Measured(row["value"], why + beside(row["value"]))
-
-
-def parameters(frame: pd.DataFrame, config: Config) -> Measured:
-    row, table = worst(of_every_case(frame, config, "compare", "parameter_error")), tensors(frame, config)
-    tensor = worst(table, "parameter_error")
-    uncertain, whole = (
-        select(frame, phase="compare", metric=name)["value"].max() for name in ("uncertain_elements", "elements")
-    )
-    return Measured(
-        row["value"],
-        f"||dp||/||p|| after {counted(config['steps'], 'step')}, worst: {where(config, row)}; "
-        f"worst tensor: {tensor['tensor']}, {tensor['parameter_error']:.3g}; "
-        f"excluded: {uncertain / whole:.1%} of the elements, with gradients below rounding "
-        f"(largest difference {table['uncertain_worst'].max():.2g})",
-    )
-
-
-def chunks(frame: pd.DataFrame, config: Config) -> Measured:
+def chunk_invariance(frame: pd.DataFrame, config: Config) -> Measured:
+    """Are gradients independent of the number of chunks?"""
     row = worst(of_every_case(frame, config, "compare", "chunk_error"))
     if not row["value"]:
         return Measured(0, f"gradients are identical bit for bit for {every_chunks(config)}")
     first = chunks_of(config["chunks"][0])
-    return Measured(row["value"], f"||dg||/||g|| against {first}, worst: {where(config, row)}")
+    return Measured(row["value"], f"||dg||/||g|| against {first}, worst: {case_of(config, row)}")
 
 
-def reductions(frame: pd.DataFrame, config: Config) -> Measured:
+def one_reduction(frame: pd.DataFrame, config: Config) -> Measured:
+    """Is each gradient reduced exactly once per step?"""
     most = of_every_case(frame, config, "split", "reductions_most")["value"].max()
     least = of_every_case(frame, config, "split", "reductions_least")["value"].min()
     off = max(abs(most - 1), abs(least - 1))
@@ -307,43 +329,151 @@ def reductions(frame: pd.DataFrame, config: Config) -> Measured:
     return Measured(off, f"each gradient bucket was reduced {times} per step ({scope(config)})")
 
 
-def rate(frame: pd.DataFrame, config: Config) -> Measured:
+def lr_of_this_step(frame: pd.DataFrame, config: Config) -> Measured:
+    """Is the reported learning rate the one that the update used?"""
     off = of_every_case(frame, config, "split", "rate_off")["value"].max()
     if not off:
         return Measured(0, "lr in the result equals the learning rate of the optimizer in every step")
     return Measured(off, f"lr in the result differs from the optimizer's learning rate by {off:.2g} (relative)")
 
 
-# -- promises, float64, counts -----------------------------------------------------------------------------------------------
+# -- the promises of the protocol --------------------------------------------------------------------------------------------
 
 
-def promised(*names: str, phases: Sequence[str] = ("rehearse",), right: str, uncounted: Sequence[str] = ()) -> Measure:
+def promised(
+    frame: pd.DataFrame, *names: str, right: str, phases: Sequence[str] = ("rehearse",), uncounted: Sequence[str] = ()
+) -> Measured:
     """The number of broken promises, on the worst rank of each. `right` is the reason if there is none; `uncounted` are only shown."""
+    total, reasons = 0.0, []
+    raised = frame[(frame["metric"] == "rehearsal_raised") & (frame["value"] > 0)]
+    for name in (*names, *uncounted):
+        rows = frame[frame["phase"].isin(phases) & (frame["metric"] == name)]
+        if rows.empty and raised.empty:
+            raise Missing(f"no records of {name}")
+        if rows.empty:
+            first = place_of(*raised.iloc[0][["ids", "text"]])
+            return Measured(math.inf, f"could not be judged: a rehearsal raised an error ({first})")
+        broken = rows.loc[rows.groupby(["cycle", "ids"])["value"].idxmax()].query("value > 0")
+        total += float(broken["value"].sum()) if name in names else 0.0
+        if not broken.empty:
+            places = [*filter(None, map(place_of, broken["ids"], broken["text"]))]
+            more = [f"and {len(places) - PLACES} more"] if places[PLACES:] else []
+            listed = f" ({'; '.join(places[:PLACES] + more)})" if places else ""
+            reasons.append(f"{PROMISES[name]}: {broken['value'].sum():g}{listed}")
+    return Measured(total, ", ".join(reasons) if total else "; ".join([right, *reasons]))
 
-    def measure(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: ARG001 - checks are called alike
-        total, reasons = 0.0, []
-        broke = frame[(frame["metric"] == "rehearsal_raised") & (frame["value"] > 0)]
-        for name in (*names, *uncounted):
-            rows = frame[frame["phase"].isin(phases) & (frame["metric"] == name)]
-            if rows.empty and broke.empty:
-                raise Missing(f"no records of {name}")
-            if rows.empty:
-                raised = place_of(*broke.iloc[0][["ids", "text"]])
-                return Measured(math.inf, f"could not be judged: a rehearsal raised an error ({raised})")
-            broken = rows.loc[rows.groupby(["cycle", "ids"])["value"].idxmax()].query("value > 0")
-            total += float(broken["value"].sum()) if name in names else 0.0
-            if not broken.empty:
-                places = [*filter(None, map(place_of, broken["ids"], broken["text"]))]
-                more = [f"and {len(places) - PLACES} more"] if places[PLACES:] else []
-                listed = f" ({'; '.join(places[:PLACES] + more)})" if places else ""
-                reasons.append(f"{PROMISES[name]}: {broken['value'].sum():g}{listed}")
-        return Measured(total, ", ".join(reasons) if total else "; ".join([right, *reasons]))
 
-    return measure
+def hooks_restored(frame: pd.DataFrame, _: Config) -> Measured:
+    """Are the job's hooks restored after finish, abort and errors?"""
+    right = "all hooks are restored after finish, abort and errors"
+    return promised(frame, "hooks_lost", right=right, phases=("sync", "split", "rehearse"))
+
+
+def abort_is_clean(frame: pd.DataFrame, _: Config) -> Measured:
+    """Does abort restore the state before begin, bit for bit?"""
+    promises = ("abort_changed", "abort_gradients", "abort_next_differs", "error_changed", "misuse_changed")
+    right = (
+        "abort restores weights, optimizer, schedule and random state bit for bit and leaves no gradient; "
+        "the next step equals one without the abort"
+    )
+    return promised(frame, *promises, "state_unseen", right=right)
+
+
+def version_ticks(frame: pd.DataFrame, _: Config) -> Measured:
+    """Does the version grow by one with each finish, and only then?"""
+    promises = ("wrong_versions", "abort_ticked", "error_ticked")
+    right = "version grew by 1 with each finish and never otherwise"
+    return promised(frame, *promises, right=right, phases=("split", "rehearse"))
+
+
+def misuse_raises(frame: pd.DataFrame, _: Config) -> Measured:
+    """Does a call in the wrong state raise an error that names the state?"""
+    promises = ("misuse_silent", "misuse_other_words", "error_swallowed", "abort_raised")
+    right = (
+        "begin, microbatch and finish raise in the wrong state and name it; "
+        "abort on a closed step does nothing; no row is dropped"
+    )
+    return promised(frame, *promises, right=right, uncounted=["misuse_other_type"])
+
+
+def groups_return_to_baseline(frame: pd.DataFrame, _: Config) -> Measured:
+    """Does a step leave no process group behind?"""
+    right = "no new group remains after two rounds of one finished and one aborted step"
+    return promised(frame, "groups_kept", right=right)
+
+
+def nonfinite_skipped(frame: pd.DataFrame, _: Config) -> Measured:
+    """Is the update skipped if a loss or gradient is not finite?"""
+    promises = ("nonfinite_updated", "nonfinite_changed", "nonfinite_ticks_off", "nonfinite_next_differs")
+    right = "no update; weights, optimizer and schedule are unchanged bit for bit; the next step equals one without it"
+    return promised(frame, *promises, right=right)
+
+
+def masked_places(frame: pd.DataFrame, _: Config) -> Measured:
+    """Does the loss ignore NaN and infinities in masked places?"""
+    right = "loss, metrics and gradient are unchanged bit for bit by NaN and infinities in masked places"
+    return promised(frame, "masked_reach", right=right, phases=("oracle",))
+
+
+# -- float64 and counts ------------------------------------------------------------------------------------------------------
+
+
+def replicas_counted_once(frame: pd.DataFrame, config: Config) -> Measured:
+    """Do all ranks together count each row once?
+
+    The counts in the result against the rows counted one by one.
+    """
+    table = values(frame, "split")
+    table = table[table["metric"].isin(COUNTS)]
+    if table.empty:
+        return Measured(math.inf, "the result has no count of sequences or tokens")
+    true = values(frame, "prepare").drop(columns="cycle").rename(columns={"metric": "unit", "value": "true"})
+    table = table.assign(unit=table["metric"].map(COUNTS)).merge(true, how="left")
+    times = table["value"] / table["true"]
+    row = worst(table.assign(error=(times - 1).abs().fillna(math.inf)), "error")
+    replicas = f"{counted(config['tp'] * config['pp'], 'rank')} per data-parallel replica"
+    if not row["error"]:
+        names = [name for name in COUNTS if name in set(table["metric"])]
+        return Measured(0.0, f"{', '.join(names)} equal the counts of the rows ({replicas})")
+    why = compared(row, replicas, base=("true", "counted row by row"), side=("value", "in the split step"))
+    return Measured(row["error"], why)
+
+
+def oracle(frame: pd.DataFrame, config: Config) -> Measured:
+    """Does the plain step match a float64 computation?"""
+    exact = values(frame, "oracle").rename(columns={"value": "exact"})
+    table = exact.merge(values(frame, "sync"), how="left")
+    if lacking := sorted(set(exact["metric"]) - set(values(frame, "sync")["metric"])):
+        return Measured(math.inf, f"the plain step does not report {', '.join(lacking)}, which the float64 oracle has")
+    floor = REGROUPED if config["dtype"] == "bfloat16" else FLOOR  # rounding, as there
+    row = worst(table.assign(error=error(table["value"], table["exact"], floor)), "error")
+    gradients = float(select(frame, phase="oracle", metric="gradient_error")["value"].max())
+    why = compared(row, base=("exact", "in float64"), side=("value", "in the plain step"))
+    every = counted(table["metric"].nunique(), "metric")
+    return Measured(max(row["error"], gradients), f"{why}, worst of {every}; gradients: ||dg||/||g|| {gradients:.2g}")
+
+
+def experts_balance(frame: pd.DataFrame, _: Config) -> Measured:
+    """Does the load-balancing loss match a float64 computation?
+
+    That of step 1 in both steps, against float64 from the routers' inputs.
+    """
+    exact = float(select(frame, phase="oracle", metric="balance")["value"].iloc[0])
+    steps = {"plain": values(frame, "sync"), "split": values(frame, "split")}
+    table = pd.concat([rows.assign(way=way, exact=exact) for way, rows in steps.items()])
+    table = table[(table["step"] == 1) & (table["metric"] == "moe_aux_loss")]
+    if lacking := [way for way in steps if way not in set(table["way"])]:
+        return Measured(math.inf, f"the result of the {lacking[0]} step has no moe_aux_loss")
+    row = worst(table.assign(error=error(table["value"], table["exact"])), "error")
+    side = ("value", f"in the {row['way']} step")
+    return Measured(row["error"], compared(row, base=("exact", "in float64"), side=side))
 
 
 def update(frame: pd.DataFrame, config: Config) -> Measured:
-    """The updates of both steps against separate float64 formulas, from the gradients that the optimizer received."""
+    """Do clipping, AdamW and schedule match a float64 computation?
+
+    The updates of both steps against separate float64 formulas, from the gradients that the optimizer received.
+    """
     if config["model"] != KIT_MODEL:
         raise NotMeasured(f"the optimizer settings of model={config['model']} are unknown")
     rows, cases = frame[frame["phase"].isin(["sync", "split"])], len(cases_of(config))
@@ -373,7 +503,8 @@ def update(frame: pd.DataFrame, config: Config) -> Measured:
     )
 
 
-def gaps(frame: pd.DataFrame, config: Config) -> Measured:
+def extreme_gaps(frame: pd.DataFrame, config: Config) -> Measured:
+    """Is the loss correct if the log-probabilities of trainer and engine are far apart?"""
     rows = with_ids(select(frame, phase="oracle", metric="gap_error"), "gap")
     if config["loss"] != KIT_LOSS:
         rows = rows[rows["gap"].abs() <= 50]  # a loss in float32 overflows above 88
@@ -383,54 +514,28 @@ def gaps(frame: pd.DataFrame, config: Config) -> Measured:
     return Measured(row["value"], f"{why}; gaps of {sizes} in both directions, float32 against float64")
 
 
-def replicas(frame: pd.DataFrame, config: Config) -> Measured:
-    """The counts in the result against the rows counted one by one."""
-    table = values(frame, "split")
-    table = table[table["metric"].isin(COUNTS)]
-    if table.empty:
-        return Measured(math.inf, "the result has no count of sequences or tokens")
-    true = values(frame, "prepare").drop(columns="cycle").rename(columns={"metric": "unit", "value": "true"})
-    table = table.assign(unit=table["metric"].map(COUNTS)).merge(true, how="left")
-    table["times"] = table["value"] / table["true"]
-    row = worst(table.assign(off=(table["times"] - 1).abs().fillna(math.inf)), "off")
-    why = f"{', '.join(name for name in COUNTS if name in set(table['metric']))} equal the counts of the rows"
-    if row["off"]:
-        why = f"{row['metric']} is {row['times']:g} times the count of the rows"
-    return Measured(row["off"], f"{why} ({counted(config['tp'] * config['pp'], 'rank')} per data-parallel replica)")
-
-
-def oracle(frame: pd.DataFrame, config: Config) -> Measured:
-    exact = values(frame, "oracle").rename(columns={"value": "exact"})
-    table = exact.merge(values(frame, "sync"), how="left")
-    if lacking := sorted(set(exact["metric"]) - set(values(frame, "sync")["metric"])):
-        return Measured(math.inf, f"the plain step does not report {', '.join(lacking)}, which the float64 oracle has")
-    floor = REGROUPED if config["dtype"] == "bfloat16" else FLOOR  # rounding, as there
-    row = worst(table.assign(error=error(table["value"], table["exact"], floor)), "error")
-    gradients = float(select(frame, phase="oracle", metric="gradient_error")["value"].max())
-    why = f"worst of {counted(table['metric'].nunique(), 'metric')}: {row['metric']}, {row['value']:.9g} vs {row['exact']:.9g} in float64"
-    return Measured(max(row["error"], gradients), f"{why}; gradients: ||dg||/||g|| {gradients:.2g}")
-
-
-def balance(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: ARG001 - checks are called alike
-    """The load-balancing loss that both steps report for step 1, against float64 from the routers' inputs."""
-    exact = float(select(frame, phase="oracle", metric="balance")["value"].iloc[0])
-    ways = {"plain": values(frame, "sync"), "split": values(frame, "split")}
-    table = pd.concat([rows.assign(way=way, exact=exact) for way, rows in ways.items()])
-    table = table[(table["step"] == 1) & (table["metric"] == "moe_aux_loss")]
-    if lacking := [way for way in ways if way not in set(table["way"])]:
-        return Measured(math.inf, f"the result of the {lacking[0]} step has no moe_aux_loss")
-    row = worst(table.assign(error=error(table["value"], table["exact"])), "error")
-    return Measured(row["error"], f"worst: {row['value']:.9g} in the {row['way']} step vs {exact:.9g} in float64")
-
-
-def backends(frame: pd.DataFrame, config: Config) -> Measured:
+def backends_agree(frame: pd.DataFrame, config: Config) -> Measured:
+    """Do Megatron and FSDP2 give the same gradients?"""
     steps = with_ids(select(frame, phase="other_backend", metric="gradient_error"), "step")
     weights = select(frame, phase="other_backend", metric="parameter_error")["value"].max()
     after = f"weights after {counted(config['steps'], 'step')}: ||dp||/||p|| {weights:.2g}"
     return Measured(select(steps, step=1)["value"].max(), f"||dg||/||g|| between Megatron and FSDP2 in step 1; {after}")
 
 
-# -- the checks --------------------------------------------------------------------------------------------------------------
+# -- the rules and their limits ----------------------------------------------------------------------------------------------
+
+
+def by_dtype(exact: float, coarse: float = COARSE) -> dict[str, Any]:
+    """The limit of a relative error; `coarse` is that in bfloat16."""
+    return {"limit": lambda config: coarse if config.get("dtype") == "bfloat16" else exact, "unit": "ratio"}
+
+
+def one_step(config: Config) -> str:
+    return "" if config["steps"] > 1 else "steps=1: no step after the first"
+
+
+def one_way(config: Config) -> str:
+    return "" if config["chunks"][1:] else "only one number of chunks was run; use at least two, such as chunks=[1, 5]"
 
 
 def no_oracle(config: Config) -> str:
@@ -439,156 +544,40 @@ def no_oracle(config: Config) -> str:
     return "" if config["model"] == KIT_MODEL else f"model={config['model']} has no float64 model to compare with"
 
 
-def ratio(name: str, question: str, measure: Measure, *, exact: float, coarse: float = COARSE, **given: Any) -> Rule:
-    """A check of a relative error: `coarse` is its limit in bfloat16."""
-
-    def limit(config: Config) -> float:
-        return coarse if config.get("dtype") == "bfloat16" else exact
-
-    return Rule(name, question, measure, limit=limit, unit="ratio", **given)
+def one_backend(config: Config) -> str:
+    only_megatron = "backend=megatron runs Megatron only; use backend=fsdp2 to compare both backends"
+    return "" if config["backend"] == "fsdp2" else only_megatron
 
 
 RULES = (
-    ratio("loss_parity", "Does the loss match the plain step's?", loss, exact=1e-6),
-    ratio("grad_parity", "Do the gradients match the plain step's?", gradient, exact=1e-6),
-    ratio("params_parity", "Do the weights match the plain step's at the end?", parameters, exact=1e-5),
-    ratio(
-        "later_steps",
-        "Do later steps match the plain ones?",
-        later,
-        exact=1e-4,
-        coarse=0.1,
-        cannot=lambda config: "" if config["steps"] > 1 else "steps=1: no step after the first",
-    ),
-    ratio("metric_parity", "Does every metric match the plain step's?", every_metric, exact=1e-6),
-    ratio("result_parity", "Do norm, learning rate, decay and counts match?", fields, exact=1e-6),
-    Rule("ranks_agree", "Do all ranks report the same result?", ranks),
-    Rule("metric_coverage", "Do split and plain step report the same metrics?", coverage),
-    ratio(
-        "chunk_invariance",
-        "Are gradients independent of the number of chunks?",
-        chunks,
-        exact=1e-6,
-        cannot=lambda config: (
-            "" if config["chunks"][1:] else "only one number of chunks was run; use at least two, such as chunks=[1, 5]"
-        ),
-    ),
-    Rule("one_reduction", "Is each gradient reduced exactly once per step?", reductions),
-    Rule(
-        "hooks_restored",
-        "Are the job's hooks restored after finish, abort and errors?",
-        promised(
-            "hooks_lost",
-            phases=("sync", "split", "rehearse"),
-            right="all hooks are restored after finish, abort and errors",
-        ),
-    ),
-    Rule("lr_of_this_step", "Is the reported learning rate the one that the update used?", rate),
-    Rule(
-        "abort_is_clean",
-        "Does abort restore the state before begin, bit for bit?",
-        promised(
-            "abort_changed",
-            "abort_gradients",
-            "abort_next_differs",
-            "error_changed",
-            "misuse_changed",
-            "state_unseen",
-            right="abort restores weights, optimizer, schedule and random state bit for bit and leaves no gradient; "
-            "the next step equals one without the abort",
-        ),
-    ),
-    Rule(
-        "version_ticks",
-        "Does the version grow by one with each finish, and only then?",
-        promised(
-            "wrong_versions",
-            "abort_ticked",
-            "error_ticked",
-            phases=("split", "rehearse"),
-            right="version grew by 1 with each finish and never otherwise",
-        ),
-    ),
-    Rule(
-        "misuse_raises",
-        "Does a call in the wrong state raise an error that names the state?",
-        promised(
-            "misuse_silent",
-            "misuse_other_words",
-            "error_swallowed",
-            "abort_raised",
-            right="begin, microbatch and finish raise in the wrong state and name it; "
-            "abort on a closed step does nothing; no row is dropped",
-            uncounted=["misuse_other_type"],
-        ),
-    ),
-    Rule(
-        "groups_return_to_baseline",
-        "Does a step leave no process group behind?",
-        promised("groups_kept", right="no new group remains after two rounds of one finished and one aborted step"),
-    ),
-    Rule(
-        "nonfinite_skipped",
-        "Is the update skipped if a loss or gradient is not finite?",
-        promised(
-            "nonfinite_updated",
-            "nonfinite_changed",
-            "nonfinite_ticks_off",
-            "nonfinite_next_differs",
-            right="no update; weights, optimizer and schedule are unchanged bit for bit; the next step equals one without it",
-        ),
-    ),
-    Rule("replicas_counted_once", "Do all ranks together count each row once?", replicas),
-    ratio(
-        "oracle",
-        "Does the plain step match a float64 computation?",
-        oracle,
-        exact=1e-5,
-        coarse=0.05,
-        cannot=no_oracle,
-    ),
-    ratio(
-        "experts_balance",
-        "Does the load-balancing loss match a float64 computation?",
-        balance,
-        exact=1e-5,
-        coarse=0.05,
+    rule(loss_parity, **by_dtype(1e-6)),
+    rule(grad_parity, **by_dtype(1e-6)),
+    rule(params_parity, **by_dtype(1e-5)),
+    rule(later_steps, **by_dtype(1e-4, coarse=0.1), cannot=one_step),
+    rule(metric_parity, **by_dtype(1e-6)),
+    rule(result_parity, **by_dtype(1e-6)),
+    rule(ranks_agree),
+    rule(metric_coverage),
+    rule(chunk_invariance, **by_dtype(1e-6), cannot=one_way),
+    rule(one_reduction),
+    rule(hooks_restored),
+    rule(lr_of_this_step),
+    rule(abort_is_clean),
+    rule(version_ticks),
+    rule(misuse_raises),
+    rule(groups_return_to_baseline),
+    rule(nonfinite_skipped),
+    rule(replicas_counted_once),
+    rule(oracle, **by_dtype(1e-5, coarse=0.05), cannot=no_oracle),
+    rule(
+        experts_balance,
+        **by_dtype(1e-5, coarse=0.05),
         when=lambda config: bool(config["experts"] and config["aux_loss"]),
     ),
-    ratio(
-        "update",
-        "Do clipping, AdamW and schedule match a float64 computation?",
-        update,
-        exact=1e-5,
-        coarse=0.1,
-    ),
-    ratio(
-        "extreme_gaps",
-        "Is the loss correct if the log-probabilities of trainer and engine are far apart?",
-        gaps,
-        exact=1e-5,
-        coarse=1e-5,
-    ),
-    Rule(
-        "masked_places",
-        "Does the loss ignore NaN and infinities in masked places?",
-        promised(
-            "masked_reach",
-            phases=("oracle",),
-            right="loss, metrics and gradient are unchanged bit for bit by NaN and infinities in masked places",
-        ),
-    ),
-    ratio(
-        "backends_agree",
-        "Do Megatron and FSDP2 give the same gradients?",
-        backends,
-        exact=1e-5,
-        cannot=lambda config: (
-            ""
-            if config["backend"] == "fsdp2"
-            else "backend=megatron runs Megatron only; use backend=fsdp2 to compare both backends"
-        ),
-    ),
+    rule(update, **by_dtype(1e-5, coarse=0.1)),
+    rule(extreme_gaps, limit=1e-5, unit="ratio"),
+    rule(masked_places),
+    rule(backends_agree, **by_dtype(1e-5), cannot=one_backend),
 )
 
 
