@@ -32,10 +32,10 @@ def load_callable(target: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def replaced(patch: Mapping[str, str]) -> Iterator[None]:
+def replaced(patch: Mapping[str, object]) -> Iterator[None]:
     """Replace what each `module:attr` names by what its value names; as it was afterwards. All replacements are loaded before the first is
-    put in place, so a module of them can bind the originals when it is imported."""
-    loaded = [(*owner_of(place), load(wrong)) for place, wrong in patch.items()]
+    put in place, so a module of them can bind the originals when it is imported. A value that is no text replaces it itself."""
+    loaded = [(*owner_of(place), load(wrong) if isinstance(wrong, str) else wrong) for place, wrong in patch.items()]
     with ExitStack() as undo:
         for owner, name, wrong in loaded:
             absent = name not in vars(owner)  # inherited: the override goes away again

@@ -2,53 +2,82 @@
 
 from kit.labs.definition import Fault
 
+KIT_RELEASER = "kit.labs.offload.ranks.releaser:KitReleaser"
 EXACT = ("exact", "abort")  # modes after which every holder's group lives again
 
 # Enough bytes that a second copy of them, or a leak, stands out beside the interpreter's own memory.
 HEAVY = {"size": "125m", "layers": 1, "seq": 16, "cycles": 2, "steps": 1}
-# With mode=manual and official groups stay, handles go stale, memory grows anyway, and training stops.
-DESTROYED = {"mode": EXACT, "groups": (True,)}
-WHOLE = {"mode": (*EXACT, "suspend")}
-GROUPS = {**WHOLE, "groups": (True,)}
 
-# Known bugs of releasing and reloading. `ranks/releaser.py` or the phases implement each; the check that it names detects it.
+KITS = {"implementation": (KIT_RELEASER,)}
+WHOLE = {**KITS, "mode": (*EXACT, "suspend")}
+GROUPS = {**WHOLE, "groups": (True,)}
+# With mode=manual and official groups stay, handles go stale, memory grows anyway, and training stops.
+DESTROYED = {**KITS, "mode": EXACT, "groups": (True,)}
+
+BUGS = "kit.labs.offload.ranks.bugs"
+DESTROY, RELOAD, RESTORE = (f"{KIT_RELEASER}.{method}" for method in ("destroy", "reload", "restore_tensors"))
+AS_FOUND = "kit.megatron.ownership:as_found"
+
 FAULTS = (
-    Fault("leak-gloo", "a gloo group of every cycle is not destroyed", "groups_return_to_baseline", needs=DESTROYED),
     Fault(
-        "leak-device", "a device group of every cycle is not destroyed", "groups_return_to_baseline", needs=DESTROYED
+        "leak-gloo",
+        "a gloo group of every cycle is not destroyed",
+        "groups_return_to_baseline",
+        needs=DESTROYED,
+        patch={DESTROY: f"{BUGS}:leaks_a_gloo_group"},
+    ),
+    Fault(
+        "leak-device",
+        "a device group of every cycle is not destroyed",
+        "groups_return_to_baseline",
+        needs=DESTROYED,
+        patch={DESTROY: f"{BUGS}:leaks_a_device_group"},
     ),
     Fault(
         "lossy-snapshot",
         "the snapshot keeps only tp, pp, cp, ep and vpp, so expert tensor parallelism is lost",
         "membership_unchanged",
         set={"ranks": 4, "tp": 2, "ep": 2, "etp": 1, "cycles": 1},
-        needs={"groups": (True,)},
+        needs={**KITS, "groups": (True,)},
+        patch={RELOAD: f"{BUGS}:reloads_from_five_sizes"},
     ),
     Fault(
         "stale-globals",
         "only the groups are reset, not Megatron's other globals, so Megatron refuses to initialise again",
         "model_parallel_uninitialised",
         exit=3,
-        needs={"groups": (True,)},
+        needs={**KITS, "groups": (True,)},
+        patch={DESTROY: f"{BUGS}:forgets_only_the_groups", RELOAD: f"{BUGS}:reloads_from_five_sizes"},
     ),
     Fault(
         "swallowed-failure",
         "a group that cannot be destroyed is skipped without an error",
         "destroy_failure_raises",
         needs=DESTROYED,
+        patch={DESTROY: f"{BUGS}:swallows_a_failure"},
     ),
-    Fault("stale-handles", "a layer keeps a group from before the release", "handles_alive", needs=GROUPS),
+    Fault(
+        "stale-handles",
+        "a layer keeps a group from before the release",
+        "handles_alive",
+        needs=GROUPS,
+        patch={RELOAD: f"{BUGS}:leaves_a_dead_group_in_a_layer"},
+    ),
     Fault(
         "dropped-timeout",
         "groups are rebuilt without their timeout and get torch's default",
         "options_unchanged",
         needs=DESTROYED,
+        patch={"torch.distributed.distributed_c10d:_new_process_group_helper": f"{BUGS}:makes_groups_without_timeout"},
+        during=("reload",),
     ),
     Fault(
         "double-patch",
         "new_group is patched twice, and the group of the inner patch is never destroyed",
         "groups_return_to_baseline",
-        needs=DESTROYED,
+        needs={"mode": EXACT, "groups": (True,)},
+        patch={"kit.labs.offload.ranks.phases:Offload.make_job": f"{BUGS}:makes_the_job_under_a_second_patch"},
+        during=("build",),
     ),
     Fault(
         "missing-rank-in-destroy",
@@ -57,19 +86,28 @@ FAULTS = (
         exit=3,
         set={"meet_timeout_s": 3.0},
         needs=GROUPS,
+        patch={DESTROY: f"{BUGS}:stays_away_on_the_last_rank"},
     ),
-    Fault("bit-flip", "one bit of one weight is flipped by the reload", "tensors_restored"),
+    Fault(
+        "bit-flip",
+        "one bit of one weight is flipped by the reload",
+        "tensors_restored",
+        needs=KITS,
+        patch={RESTORE: f"{BUGS}:flips_a_bit"},
+    ),
     Fault(
         "lost-optimizer-state",
         "Adam's first moments are zeros after the reload",
         "training_continues_bitwise",
         needs=WHOLE,
+        patch={RESTORE: f"{BUGS}:loses_the_first_moments"},
     ),
     Fault(
         "grads-not-zeroed",
         "the first step after a reload adds to old gradients",
         "training_continues_bitwise",
         needs=WHOLE,
+        patch={RESTORE: f"{BUGS}:skips_the_next_zeroing_of_gradients"},
     ),
     Fault(
         "alias-broken",
@@ -77,21 +115,79 @@ FAULTS = (
         "training_continues_bitwise",
         set={"tp": 1},
         needs=WHOLE,
+        patch={RESTORE: f"{BUGS}:copies_a_main_grad"},
     ),
-    Fault("slow-leak", "every cycle leaks 16 MiB", "memory_slope", set={"cycles": 5, "steps": 1}, needs=WHOLE),
-    Fault("double-copy", "the reload makes a second copy of everything", "reload_peak", set=HEAVY),
-    Fault("kept-handle", "a forgotten reference keeps a destroyed group alive", "old_groups_dead", needs=DESTROYED),
-    Fault("reseeded", "every reload seeds the random numbers again", "random_unchanged"),
+    Fault(
+        "slow-leak",
+        "every cycle leaks 16 MiB",
+        "memory_slope",
+        set={"cycles": 5, "steps": 1},
+        needs=WHOLE,
+        patch={RESTORE: f"{BUGS}:leaks_memory"},
+    ),
+    Fault(
+        "double-copy",
+        "the reload makes a second copy of everything",
+        "reload_peak",
+        set=HEAVY,
+        needs=KITS,
+        patch={RESTORE: f"{BUGS}:copies_everything_twice"},
+    ),
+    Fault(
+        "kept-handle",
+        "a forgotten reference keeps a destroyed group alive",
+        "old_groups_dead",
+        needs=DESTROYED,
+        patch={DESTROY: f"{BUGS}:keeps_a_group_alive"},
+    ),
+    Fault(
+        "reseeded",
+        "every reload seeds the random numbers again",
+        "random_unchanged",
+        needs=KITS,
+        patch={RESTORE: f"{BUGS}:seeds_again"},
+    ),
     Fault(
         "kept-world",
         "WORLD is not destroyed although include_world=true",
         "world_released",
         set={"include_world": True},
-        needs={"mode": EXACT},
+        needs={**KITS, "mode": EXACT},
+        patch={DESTROY: f"{BUGS}:keeps_world"},
     ),
-    Fault("leaked-file", "every cycle leaves a file in /dev/shm that no process has open", "nothing_piles_up"),
-    Fault("slow-at-last", "the last two reloads take 1.5 s longer than the earlier ones", "time_steady"),
-    Fault("patch-left", "a function of torch.distributed stays patched at the end", "names_restored"),
-    Fault("leaves-default-group", "a default group that the job created is left behind", "state_as_found"),
-    Fault("masks-original-error", "an error in the cleanup replaces the original error", "state_as_found"),
+    Fault(
+        "leaked-file",
+        "every cycle leaves a file in /dev/shm that no process has open",
+        "nothing_piles_up",
+        needs=KITS,
+        patch={RESTORE: f"{BUGS}:leaves_a_file"},
+    ),
+    Fault(
+        "slow-at-last",
+        "the last two reloads take 1.5 s longer than the earlier ones",
+        "time_steady",
+        needs=KITS,
+        patch={"kit.labs.offload.ranks.phases:Offload.reload": f"{BUGS}:reloads_slowly_in_the_last_two_cycles"},
+    ),
+    Fault(
+        "patch-left",
+        "a function of torch.distributed stays patched at the end",
+        "names_restored",
+        needs=KITS,
+        patch={f"{KIT_RELEASER}.__init__": f"{BUGS}:leaves_a_patch"},
+    ),
+    Fault(
+        "leaves-default-group",
+        "a default group that the job created is left behind",
+        "state_as_found",
+        patch={AS_FOUND: f"{BUGS}:leaves_a_default_group"},
+        during=("ownership",),
+    ),
+    Fault(
+        "masks-original-error",
+        "an error in the cleanup replaces the original error",
+        "state_as_found",
+        patch={AS_FOUND: f"{BUGS}:fails_in_its_cleanup"},
+        during=("ownership",),
+    ),
 )

@@ -7,13 +7,12 @@ from typing import Annotated, Literal
 
 from kit.errors import BadInput
 from kit.labs.definition import Definition, JobConfig, Option, Step, check_fits, model_of
-from kit.labs.offload.faults import FAULTS
+from kit.labs.offload.faults import FAULTS, KIT_RELEASER
 from kit.machine import free_gpu_bytes
 from kit.megatron.config import ModelConfig, check, model_bytes
 
 CYCLE = ("train", "fingerprint", "release", "idle", "reload", "talk", "verify")
 KIT_MODEL = "kit.labs.offload.ranks.job:build"
-KIT_RELEASER = "kit.labs.offload.ranks.releaser:KitReleaser"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,1 +1,1 @@
-"""The offload lab on a rank: the job, the releaser with its faults, and observers."""
+"""The offload lab on a rank: the job, the releaser, the observers, and what fails on purpose or by a known bug."""

@@ -9,8 +9,7 @@ import torch
 
 from kit.labs.offload.lab import OffloadConfig, model_config
 from kit.labs.rankside import Context
-from kit.megatron import groups, model, observe, tensors
-from kit.megatron.config import ModelConfig, model_bytes
+from kit.megatron import groups, model, tensors
 
 
 class Trainable(Protocol):
@@ -31,7 +30,6 @@ class JobContext:
     world_size: int
     device: torch.device
     config: OffloadConfig
-    fault: str | None = None
     chunks: list[Any]
     optimizer: Any
     scheduler: Any
@@ -44,22 +42,12 @@ def build(ctx: Context) -> Trainable:
     return model.build(model_config(ctx.config))
 
 
-def arithmetic(job: Trainable, ranks: int) -> dict[str, int]:
-    """Bytes of each kind that a rank of the kit's own job must have, from its geometry; empty for anybody else's."""
-    config = getattr(job, "config", None)
-    if not isinstance(config, ModelConfig):
-        return {}
-    sizes = model_bytes(config, ranks=ranks, stage=observe.stage())
-    return {"weights": sizes["params"], "grads": sizes["grads"], "optimizer": sizes["optimizer"]}
-
-
 def context_for(ctx: Context, job: Trainable, around: Any) -> JobContext:
     return JobContext(
         rank=ctx.rank,
         world_size=ctx.world_size,
         device=ctx.device,
         config=ctx.config,
-        fault=ctx.fault,
         chunks=job.chunks,
         optimizer=job.optimizer,
         scheduler=getattr(job, "scheduler", None),

@@ -1,0 +1,83 @@
+"""The offload lab's own observation of one job: its groups, tensors and generators before each release and after each reload."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kit.measure.observers import births
+from kit.measure.observers.births import Births
+from kit.measure.observers.tensors import Print
+from kit.megatron import observe
+
+
+class JobWatch:
+    """It keeps no group alive, and no tensor across a release."""
+
+    def __init__(self, born: Births) -> None:
+        self.born = born
+        self.old: list[observe.Old] = []
+        self.standing = False
+        self.mute = False  # a Megatron group did not answer: further training would wait for it
+        self.prints: dict[str, Print] = {}
+        self.random: dict[str, str] = {}
+        self._ranks: dict[str, list[int]] = {}
+        self._answered: dict[str, list[int]] = {}
+        self._seen = observe.Seen()
+        self._world: weakref.ref[Any] | None = None
+
+    def first_talk(self) -> list[str]:
+        """Communicate over every group of the new job. The ranks that answer now must answer after every reload."""
+        self._ranks, wrong = observe.talk()
+        self.standing = bool(observe.standing())
+        return wrong
+
+    def before_release(self, prints: dict[str, Print], **roots: Any) -> None:
+        self.prints = prints
+        self._seen = observe.look(self._whole(), **roots)
+        self._seen.ranks = self._ranks
+        self.old = observe.remember()
+        self._world = weakref.ref(births.world())
+        self.random = observe.random_state()
+
+    def alive(self) -> list[str]:
+        """The groups created since the job began that something still holds."""
+        return [str(group.group_desc) for group in self._whole()]
+
+    def _whole(self) -> list[Any]:
+        """The living groups of the job, without the backends inside them."""
+        return [group for group in self.born.alive() if type(group) is dist.ProcessGroup]
+
+    def world_left(self) -> bool:
+        """Whether the default group from before the release still exists."""
+        return dist.is_initialized() or (self._world is not None and self._world() is not None)
+
+    def talk(self) -> tuple[int, list[str]]:
+        """Return the number of groups that answered, and the errors: a failed collective, or other ranks than before."""
+        answered, wrong = observe.talk()
+        self._answered, self.mute = answered, bool(wrong)
+        if not wrong:
+            wrong = [
+                f"{name}: {f'ranks {answered[name]}' if name in answered else 'no ranks'} answer in place of {ranks}"
+                for name, ranks in self._ranks.items()
+                if answered.get(name) != ranks
+            ]
+        if name := births.taken_name():
+            wrong.append(f"the next group would get the name {name!r}, which another group already has")
+        return len(answered), wrong
+
+    def after_reload(self, **roots: Any) -> tuple[list[str], list[str], list[str]]:
+        """Return names that stand for other ranks than before the release, changed options, and stale handles."""
+        now = observe.look(self._whole(), **roots)
+        now.ranks = self._answered
+        return observe.moved(self._seen, now), observe.changed(self._seen, now), observe.stale(self._seen, now)
+
+
+def any_rank(value: bool) -> bool:
+    """Whether the value is true on any rank; communicates over the default group."""
+    flag = torch.tensor([int(value)], device="cuda" if "nccl" in dist.get_backend() else "cpu")
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
