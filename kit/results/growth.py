@@ -1,19 +1,22 @@
-"""Common parts of checks: counts, memory and its growth, leftovers, steady times, routing, and reading ledgers from a frame.
+"""Measures that rules share: counts, memory and its growth, steady times, routing; and ledgers read from a frame.
 
-Every `measure` is called with the frame of a run and its config.
+A measure is called with the frame of a run and its config. Its reason is made from the worst row, in one grammar: the metric, the value
+and place that it was compared with, the value and place of the worst row, their difference and where that is.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kit.nccl import SHARED_GPU
 from kit.results.frames import Source, read_ids, sharing, source
 from kit.results.records import NOTEBOOK
-from kit.results.rules import Measured, Missing, NotMeasured, Rule, incomplete, select
+from kit.results.rules import Measured, Missing, NotMeasured, Rule, incomplete, rule, select
+from kit.results.units import counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,40 +55,78 @@ def each_rank(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, metric
     return rows
 
 
-def most(rows: pd.DataFrame) -> tuple[float, str]:
-    row = rows.iloc[int(rows["value"].to_numpy().argmax())]
-    noted = f": {row['text']}" if row.get("text") else ""
-    return float(row["value"]), f"(rank {row['rank']}, cycle {row['cycle']}){noted}"
+def worst(rows: pd.DataFrame, base: str = "") -> Measured:
+    """The largest value, or the largest increase over the column `before`, which was measured after `base`. The worst row of each metric
+    says why: "groups: 1 after baseline, 5 after count (+4; rank 0, cycle 4)"."""
+    over = rows["value"] - rows["before"] if base else rows["value"]
+    value = float(over.to_numpy().max())  # NaN if any is: pandas' own maximum passes over it
+    if math.isnan(value):
+        return Measured(value)
+
+    reasons = []
+    for index in over[over > 0].groupby(rows["metric"], sort=False).idxmax():
+        row = rows.loc[index]
+        where = f"rank {row['rank']}" + (f", cycle {row['cycle']}" if row["cycle"] else "")
+        if base:
+            reasons.append(compared(row["metric"], (row["before"], base), (row["value"], row["phase"]), where))
+        else:
+            note = f": {row['text']}" if row.get("text") else ""
+            reasons.append(f"{row['metric']}: {row['value']:.6g} after {row['phase']} ({where}){note}")
+    if reasons:
+        return Measured(value, "; ".join(reasons))
+
+    metrics, phases = (", ".join(rows[name].unique()) for name in ("metric", "phase"))
+    ranks, cycles = rows["rank"].nunique(), rows["cycle"].nunique()
+    everywhere = counted(ranks, "rank") + (f", {cycles} cycles" if cycles > 1 else "")
+    absent = f"no increase after {phases} over {base}" if base else f"0 after {phases}"
+    return Measured(value, f"{metrics}: {absent} ({everywhere})")
 
 
-def everywhere(config: Mapping[str, Any]) -> str:
-    return ", ".join(f"{config[name]} {name if config[name] > 1 else name[:-1]}" for name in ("ranks", "cycles"))
+def compared(metric: str, before: tuple[float, str], now: tuple[float, str], where: str, unit: str = "") -> str:
+    """Two levels of a metric, each with the place after which it was measured, and their difference."""
+    (old, base), (new, place) = before, now
+    was, is_now, more = (round(float(number), 3) for number in (old, new, new - old))
+    return f"{metric}: {was:.9g}{unit} after {base}, {is_now:.9g}{unit} after {place} ({more:+.9g}{unit}; {where})"
 
 
-def count_of(phase: str, metric: str, found: str, none: str) -> Measure:
-    """The largest count of something that must be 0. The words describe a finding and its absence."""
+def largest(*metrics: str, after: str, base: str = "", until: str = "") -> Measure:
+    """The largest of these counts after a phase of any cycle, or with `base` the largest increase since that phase.
+
+    With `until`, the phase that follows the last cycle, a value counts only as far as the next cycle has it too. A leak stays, while on a
+    busy machine one rank once had an extra socket in one cycle of 20."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-        value, where = most(each_rank(frame, config, phase, metric))
-        return Measured(
-            value, (found if value else none).format(value=value, where=where, everywhere=everywhere(config))
-        )
+        import pandas as pd
+
+        counts = frame[frame["metric"].isin(metrics)]
+        kinds = [*counts.loc[counts["phase"] == after, "metric"].unique()] or metrics[:1]
+        rows = pd.concat([each_rank(counts, config, after, kind) for kind in kinds], ignore_index=True)
+        if until:
+            later = counts[counts["phase"] == until]
+            rows = pd.concat([rows, later.assign(cycle=rows["cycle"].max() + 1)], ignore_index=True)
+            following = rows.sort_values("cycle", kind="stable").groupby(["metric", "rank"])["value"].shift(-1)
+            if following.notna().any():
+                rows = rows.assign(value=rows["value"].clip(upper=following))[following.notna()]
+        if base:
+            levels = pd.concat([select(counts, phase=base, metric=kind) for kind in kinds])
+            before = levels.groupby(["metric", "rank"])["value"].last().rename("before")
+            rows = rows.join(before, on=["metric", "rank"])
+            if rows["before"].isna().any():
+                incomplete(f"{', '.join(kinds)} were not recorded on every rank after {base}")
+            rows = rows.dropna(subset="before")
+        return worst(rows, base)
 
     return measure
 
 
-def more_than(metric: str, phase: str, base: str) -> Measure:
-    """The largest increase of a count from `base` to any cycle's `phase`, on the worst rank."""
+def worst_of(*measures: Measure) -> Measure:
+    """The largest of several numbers; the reasons of all that are above 0."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-        before = select(frame, phase=base, metric=metric).groupby("rank")["value"].first()
-        rows = each_rank(frame, config, phase, metric)
-        more = rows.assign(value=rows["value"] - rows["rank"].map(before))
-        if more["value"].isna().any():
-            incomplete(f"{metric} was not recorded on every rank after {base}")
-        value, where = most(more.dropna(subset="value"))
-        words = f"+{value:g} {where}" if value > 0 else f"no increase in {everywhere(config)}"
-        return Measured(value, f"{metric} after {phase}, compared with {int(before.max())} after {base}: {words}")
+        answers = [ask(frame, config) for ask in measures]
+        bad = [answer.why for answer in answers if not (answer.value or 0.0) <= 0]
+        top = max(answers, key=lambda answer: math.inf if math.isnan(answer.value or 0.0) else answer.value or 0.0)
+        return replace(top, why="; ".join(bad or [answers[0].why]))
 
     return measure
 
@@ -116,30 +157,33 @@ def series(frame: pd.DataFrame, own: Source, metric: str, phase: str) -> pd.Data
     return by_owner(frame, seen, phase).unstack(seen.owner)
 
 
-def by_cycle(rows: pd.DataFrame) -> pd.DataFrame:
-    """The largest value of each cycle (the rows) on each rank (the columns)."""
-    return rows.groupby(["cycle", "rank"])["value"].max().unstack("rank")
+def growth(phase: str, metric: str = "") -> Measure:
+    """The largest growth of memory from the first to the last cycle, after a phase."""
 
-
-def growth(phase: str, when: str, metric: str = "") -> Measure:
-    """The largest growth of memory from the first to the last cycle's phase; `when` describes the phase."""
-
-    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - measures are called alike
         own = source(frame)
-        table = series(frame, own, metric or own.metric, phase)
+        table = series(frame, own, metric or own.metric, phase) / MIB
         if len(table) < 2:
             raise Missing(f"memory was recorded in {len(table)} cycle; a drift needs 2")
-        grown = (table.iloc[-1] - table.iloc[0]) / MIB
-        where = f"cycle {table.index[-1]} vs cycle {table.index[0]} ({table.columns.name} {grown.idxmax()})"
-        return Measured(float(grown.max()), f"{metric or own.label} {when}, {where}")
+        first, last = table.iloc[0], table.iloc[-1]
+        owner: Any = (last - first).idxmax()
+        before, now = ((row[owner], f"{phase} in cycle {row.name}") for row in (first, last))
+        why = compared(metric or own.label, before, now, f"{table.columns.name} {owner}", unit=" MiB")
+        return Measured(float((last - first).max()), why)
 
     return measure
+
+
+def need_cuda(frame: pd.DataFrame) -> None:
+    if not (frame["metric"] == "driver_used").any():
+        raise NotMeasured("the ranks had no CUDA device")
 
 
 def others_untouched(first: str) -> Measure:
     """The largest change in the memory of the bystander process since the first phase in which it was measured."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+        need_cuda(frame)
         rows = frame[frame["metric"] == "bystander_driver"]
         source = "the driver"
         if not rows["value"].all():
@@ -153,16 +197,6 @@ def others_untouched(first: str) -> Measure:
             words = f"{damaged:g} bytes of a bystander process's memory were overwritten"
             return Measured(float(start.max()) / MIB, words)
         return Measured(float(moved.max()) / MIB, f"{len(rows)} readings over all ranks, from {source}")
-
-    return measure
-
-
-def on_cuda(ask: Measure) -> Measure:
-
-    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-        if not (frame["metric"] == "driver_used").any():
-            raise NotMeasured("the ranks had no CUDA device")
-        return ask(frame, config)
 
     return measure
 
@@ -184,35 +218,36 @@ def slopes(phase: str, control: str = "") -> Measure:
     """Growth per cycle of the fastest-growing kind of memory, on the worst rank or GPU, above the slope of the same kind in a control
     without treatment. All levels are from one phase, since levels differ between phases."""
 
-    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
         own = source(frame)
         kinds = dict.fromkeys([own.metric, *(["driver_used"] if own.metric != "process_used" else []), *WEIGHED])
         recorded = {*frame.loc[frame["phase"] == phase, "metric"]}
-        here = [kind for kind in kinds if kind in recorded]
-        if not here:
+        answers = [slope(frame, own, kind, phase, control) for kind in kinds if kind in recorded]
+        if not answers:
             raise Missing(f"no memory was recorded in phase {phase}")
-        found = [_slope(frame, own, kind, phase, control) for kind in here]
-        worst = max(found, key=lambda one: one.value or 0.0)
-        others = ", ".join(f"{one.of} {one.value:+.3f}" for one in found if one is not worst)
-        return Measured(worst.value, f"{worst.why}; others: {others}" if others else worst.why)
+        top = max(answers, key=lambda answer: answer.value or 0.0)
+        rest = ", ".join(f"{answer.of} {answer.value:+.3f}" for answer in answers if answer is not top)
+        return Measured(top.value, f"{top.why}; others: {rest}" if rest else top.why)
 
     return measure
 
 
-def _slope(frame: pd.DataFrame, own: Source, metric: str, phase: str, control: str) -> Measured:
-    table = series(frame, own, metric, phase)
+def slope(frame: pd.DataFrame, own: Source, kind: str, phase: str, control: str) -> Measured:
+    table = series(frame, own, kind, phase)
     if len(table) <= WARM_UP + 1:
-        raise Missing(f"{metric} was recorded in only {len(table)} cycles, too few for a slope")
-    mine = theil_sen(table) / MIB
-    allowed, compared = mine * 0, ""
-    if control and ((frame["metric"] == metric) & (frame["phase"] == control)).any():
-        allowed = (theil_sen(series(frame, own, metric, control)) / MIB).clip(lower=0)
-        compared = f", control {allowed.max():+.3f}"
-    over = mine - allowed
-    worst: Any = over.idxmax()
-    where = f"{table.columns.name} {worst}"
-    why = f"{metric} {mine[worst]:+.3f} MiB/cycle over {len(table) - WARM_UP} cycles ({where}){compared}"
-    return Measured(max(0.0, float(over.max())), why, of=metric)
+        raise Missing(f"{kind} was recorded in only {len(table)} cycles, too few for a slope")
+    slopes = theil_sen(table) / MIB
+    allowed = slopes * 0
+    if has_control := bool(control and ((frame["metric"] == kind) & (frame["phase"] == control)).any()):
+        allowed = (theil_sen(series(frame, own, kind, control)) / MIB).clip(lower=0)
+
+    over = slopes - allowed
+    owner: Any = over.idxmax()
+    where = f"{table.columns.name} {owner}, {len(table) - WARM_UP} cycles"
+    why = f"{kind}: {slopes[owner]:+.3f} MiB/cycle after {phase} ({where})"
+    if has_control:
+        why = compared(kind, (allowed[owner], control), (slopes[owner], phase), where, unit=" MiB/cycle")
+    return Measured(max(0.0, float(over.max())), why, of=kind)
 
 
 def slope_limit(state: Callable[[Mapping[str, Any]], float]) -> Callable[[Mapping[str, Any]], float]:
@@ -220,33 +255,11 @@ def slope_limit(state: Callable[[Mapping[str, Any]], float]) -> Callable[[Mappin
     return lambda config: max(1.0, STATE_SHARE * state(config) / MIB)
 
 
-def lasting(metric: str, phase: str, base: str, then: str = "") -> Measure:
-    """The largest increase over `base` that is present after `phase` of two successive cycles, on the worst rank. `then` follows the last
-    cycle. A leak stays, while on a busy machine one rank once had an extra socket in one cycle of 20. So an increase that appears only in
-    the last of several counts does not count."""
+def nothing_piles_up(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+    """Do groups, file descriptors, threads, processes, shared memory and temporary files stay constant from cycle to cycle?
 
-    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-        before = select(frame, phase=base, metric=metric).groupby("rank")["value"].first()
-        rows = select(frame, phase=phase, metric=metric)
-        if len(rows) < config["ranks"] * config["cycles"]:
-            incomplete(f"{metric} was counted {len(rows)} times, not {config['ranks'] * config['cycles']}")
-        table = by_cycle(rows)
-        more = frame[(frame["phase"] == then) & (frame["metric"] == metric)]
-        if len(more):
-            table.loc[int(table.index.max()) + 1] = more.groupby("rank")["value"].max()
-        table = table - before
-        stays = table.clip(upper=table.shift(-1)).iloc[:-1] if len(table) > 1 else table
-        rank, cycle = stays.max().idxmax(), stays.max(axis=1).idxmax()
-        value = float(stays.max().max())
-        words = f"+{value:g} from cycle {cycle} on (rank {rank})" if value > 0 else "no lasting increase"
-        return Measured(value, f"{metric} after {phase}, compared with {int(before.max())} after {base}: {words}")
-
-    return measure
-
-
-def piled_up(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
-    """The largest increase of any count from the end of the second cycle to the end of the last, on the worst rank. Everything that is made
-    once exists after two cycles. With four cycles or more, the last two must both have the increase."""
+    The largest increase of any count from the end of the second cycle to the end of the last. Everything that is made once exists after
+    two cycles. With four cycles or more, the last two must both have the increase."""
     rows = frame[(frame["cycle"] > 0) & frame["metric"].isin(PILED)]
     if rows.empty:
         raise Missing("no file descriptors, threads or files were counted")
@@ -255,83 +268,59 @@ def piled_up(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noq
     phases = rows.groupby("cycle")["phase"].last()
     rows = rows[rows["phase"] == rows["cycle"].map(phases)]
     table = rows.pivot_table(index="cycle", columns=["metric", "rank"], values="value", aggfunc="last")
-    many = len(table) > SETTLED + 1
-    last = "in each of the last two" if many else f"after cycle {table.index[-1]}"
+    last, many = table.index[-1], len(table) > SETTLED + 1
     now = table.iloc[-2:].min() if many else table.iloc[-1]
-    return _more(table.iloc[SETTLED - 1], now, f"after cycle {table.index[SETTLED - 1]}", last)
+    levels = now.rename("value").to_frame().assign(before=table.iloc[SETTLED - 1]).dropna().reset_index()
+    place = f"cycles {table.index[-2]} and {last}" if many else f"cycle {last}"
+    return worst(levels.assign(phase=place, cycle=last), base=f"cycle {table.index[SETTLED - 1]}")
 
 
-def left(after: str, base: str) -> Measure:
-    """The largest increase of any count from before the run to after it, on the worst rank."""
-
-    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-        rows = frame[frame["metric"].isin(COUNTS)]
-        before, now = (
-            rows[rows["phase"] == phase].groupby(["metric", "rank"])["value"].last() for phase in (base, after)
-        )
-        if min(len(before), len(now)) < config["ranks"]:
-            incomplete(f"file descriptors, threads and files were not counted on every rank after {base} and {after}")
-        return _more(before, now, f"after {base}", f"after {after}")
-
-    return measure
-
-
-def _more(before: pd.Series, now: pd.Series, then: str, at_last: str) -> Measured:
-    more = (now - before).dropna()
-    worst = more.groupby(level="metric").idxmax()
-    grown = [place for place in worst if more[place] > 0]
-    words = [f"{one[0]}: {before[one]:g} {then}, {now[one]:g} {at_last} (rank {one[1]})" for one in grown]
-    return Measured(max(0.0, float(more.max())), "; ".join(words) or f"no increase in {', '.join(worst.index)}")
-
-
-def steady(phases: Sequence[str]) -> Measure:
+def steady(*phases: str) -> Measure:
     """Ratio of each phase's time in both of the last two cycles to that in any earlier cycle, on the worst rank. From `RISING` cycles on
     also last to second cycle, on the line through all. An increase below `LEAST_S` does not count, nor does one slow cycle: on a busy
     machine one cycle took five times as long as others."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-        found = [_steady(frame, config, phase) for phase in phases]
-        worst = max(found, key=lambda one: one.value or 0.0)
+        import numpy as np
+
+        answers = []
+        for phase in phases:
+            rows = select(frame, phase=phase, metric="seconds")
+            table = rows.groupby(["cycle", "rank"])["value"].max().unstack("rank")
+            if len(table) < config["cycles"]:
+                raise Missing(f"{phase} was timed in {len(table)} of {config['cycles']} cycles")
+            pairs = {("any earlier cycle", "both of the last two"): (table.iloc[:-2].max(), table.iloc[-2:].min())}
+            if len(table) >= RISING:
+                slope, warm = theil_sen(table), table.iloc[WARM_UP:]
+                since = warm.index.to_numpy() - warm.index[0]
+                at_first = (warm - np.outer(since, slope)).median().clip(lower=warm.min())
+                pairs["the second cycle", "the last, on the line through all"] = at_first, at_first + slope * since[-1]
+
+            ratios = []
+            for (earlier, later), (base, now) in pairs.items():
+                ratio = (now / base).where(now - base >= LEAST_S, (now / base).clip(upper=1.0))
+                rank: Any = ratio.idxmax()
+                times = f"{base[rank] * 1e3:.0f} ms in {earlier}, {now[rank] * 1e3:.0f} ms in {later}"
+                ratios.append(Measured(float(ratio[rank]), f"{phase}: {times} (rank {rank})"))
+            answers.append(max(ratios, key=lambda answer: answer.value or 0.0))
+        top = max(answers, key=lambda answer: answer.value or 0.0)
         shared = [SHARED_GPU] if sharing(frame) > 1 else []
-        return Measured(worst.value, "; ".join([*(one.why for one in found), *shared]))
+        return Measured(top.value, "; ".join([*(answer.why for answer in answers), *shared]))
 
     return measure
-
-
-def _steady(frame: pd.DataFrame, config: Mapping[str, Any], phase: str) -> Measured:
-    import numpy as np
-
-    table = by_cycle(select(frame, phase=phase, metric="seconds"))
-    if len(table) < config["cycles"]:
-        raise Missing(f"{phase} was timed in {len(table)} of {config['cycles']} cycles")
-    pairs = {"in both of the last two cycles, at most {} before": (table.iloc[:-2].max(), table.iloc[-2:].min())}
-    if len(table) >= RISING:
-        slope, rows = theil_sen(table), table.iloc[WARM_UP:]
-        since = rows.index.to_numpy() - rows.index[0]
-        at_first = (rows - np.outer(since, slope)).median()
-        at_first = at_first.clip(lower=rows.min())
-        at_last = at_first + slope * since[-1]
-        pairs["in the last cycle, {} in the second, by the slope of all cycles"] = (at_first, at_last)
-    found = []
-    for words, (base, now) in pairs.items():
-        ratio = (now / base).where(now - base >= LEAST_S, (now / base).clip(upper=1.0))
-        rank: Any = ratio.idxmax()
-        times = f"{now[rank] * 1e3:.0f} ms {words.format(f'{base[rank] * 1e3:.0f} ms')}"
-        found.append(Measured(float(ratio[rank]), f"{phase}: {times} (rank {rank})"))
-    return max(found, key=lambda one: one.value or 0.0)
 
 
 def each_observed(ask: Callable[[str], Measure]) -> Callable[[pd.DataFrame, Mapping[str, Any]], list[Measured]]:
     """The same check for each phase that the observers watched: one answer per phase."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> list[Measured]:
-        found = []
+        answers = []
         for phase in frame[frame["metric"] == "observers_seconds"]["phase"].unique():
             try:
-                found.append(replace(ask(phase)(frame[frame["phase"] == phase], config), of=phase))
+                answers.append(replace(ask(phase)(frame[frame["phase"] == phase], config), of=phase))
             except NotMeasured as missing:
-                found.append(Measured(None, str(missing), of=phase))
-        return found
+                answers.append(Measured(None, str(missing), of=phase))
+        return answers
 
     return measure
 
@@ -341,8 +330,10 @@ def observed(config: Mapping[str, Any]) -> bool:
     return bool(config.get("observed"))
 
 
-def routed_part(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """The share of routed groups (WORLD included), on the rank with the lowest share."""
+def routing_effective(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """Do all collectives go through the backend that `routing` names?
+
+    The share of routed groups (WORLD included), on the rank with the lowest share."""
 
     def by_rank(metric: str) -> pd.Series:
         return select(frame, phase="run", metric=metric).set_index("rank")["value"]
@@ -360,13 +351,10 @@ def routed_part(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     return Measured(float(routed[rank] / made[rank]), why + more)
 
 
-NOTHING_PILES_UP = (
-    "nothing_piles_up",
-    "Do groups, file descriptors, threads, processes, shared memory and temporary files stay constant from cycle to cycle?",
-)
-# Checks that apply to any job, without a lab.
+PILES_UP = rule(nothing_piles_up, cannot=needs_cycles(SETTLED + 1))
+# Rules for any job, without a lab.
 OBSERVED = (
-    Rule(*NOTHING_PILES_UP, each_observed(lambda _: piled_up), when=observed),
+    replace(PILES_UP, measure=each_observed(lambda _: nothing_piles_up), when=observed),
     Rule(
         "memory_slope",
         "Does memory stay constant from cycle to cycle?",
@@ -377,16 +365,13 @@ OBSERVED = (
     ),
 )
 EVERY_LAB = (
-    Rule(
-        name="routing_effective",
-        question="Do all collectives go through the backend that `routing` names?",
+    rule(
+        routing_effective,
         limit=1,
-        unit="1",
         better=">=",
-        measure=routed_part,
         when=lambda config: config.get("routing", "torch") != "torch",
     ),
-    Rule(*NOTHING_PILES_UP, piled_up, cannot=needs_cycles(SETTLED + 1)),
+    PILES_UP,
 )
 
 

@@ -16,7 +16,7 @@ from kit.labs.definition import LabConfig
 from kit.labs.discover import find, validate
 from kit.labs.lab import routing_env
 from kit.results import Row, Run, outcomes, to_frame
-from kit.results.growth import routed_part
+from kit.results.growth import routing_effective
 from kit.routing import FLAGS, NCCL2, TORCHCOMMS
 from kit.world import World
 from tests.test_routing import STANDINS, package
@@ -179,7 +179,7 @@ def test_a_group_that_went_past_it_fails_the_check() -> None:
         groups_effective={0: 4.0, 1: 3.0},
         options_lost={0: 0.0, 1: 2.0},
     )
-    found = routed_part(reported, {"routing": "torchcomms"})
+    found = routing_effective(reported, {"routing": "torchcomms"})
     assert (found.value, found.why) == (
         0.75,
         "3 of 4 groups on rank 1 go through torchcomms; 2 options were dropped, see run.json",

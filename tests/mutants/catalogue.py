@@ -86,7 +86,6 @@ def others(name: str) -> list[str]:
 
 
 LOOK = "the lab looks through it, or it counts what no check asks for"
-BUG = "a known bug, which is switched on by a fault"
 TEXT = "what people read"
 REFUSES = "only refuses bad input"
 GPU = "only a GPU gets here"
@@ -108,8 +107,6 @@ TARGETS = (
         left_out=leave_out(
             LOOK="reported",
             UNUSED="PairReleaser.__init__ PairReleaser.destroy PairReleaser.reload",
-            BUG="Broken.__init__ Broken.destroy Broken.reload Broken.restore_tensors Broken.leave_a_stale_handle "
-            "default_timeouts forget_groups_only double_patched",
         ),
     ),
     Target(

@@ -1,35 +1,33 @@
-"""The checks of the offload lab: what is not as it was (counts), and memory while released and during a reload. A check that this device
+"""The rules of the offload lab: what is not as it was (counts), and memory while released and during a reload. A rule that this device
 or config cannot answer is null and says why."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kit.labs.offload.faults import EXACT
 from kit.labs.offload.lab import KIT_MODEL
 from kit.megatron.config import ModelConfig, dtype_on, model_bytes
-from kit.results import Measured, Missing, NotMeasured, Rule, Unjudged, select
+from kit.results import Measured, Missing, NotMeasured, Rule, Unjudged, rule, select
 from kit.results.frames import Source, source
 from kit.results.growth import (
+    COUNTS,
     MIB,
     by_owner,
-    count_of,
     each_rank,
-    everywhere,
     few_cycles,
     growth,
-    lasting,
-    left,
-    more_than,
-    most,
-    on_cuda,
+    largest,
+    need_cuda,
     one_cycle,
     others_untouched,
     slope_limit,
     slopes,
     steady,
+    worst,
+    worst_of,
 )
 
 if TYPE_CHECKING:
@@ -46,11 +44,8 @@ KINDS = ("weights", "grads", "optimizer")
 # -- why a config cannot have an answer ----------------------------------------------------------------------------------
 
 
-def without(setting: str, why: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda config: "" if config[setting] else why
-
-
-kept_groups = without("groups", "groups=false releases no group")
+def kept_groups(config: Mapping[str, Any]) -> str:
+    return "" if config["groups"] else "groups=false releases no group"
 
 
 def undestroyed(config: Mapping[str, Any]) -> str:
@@ -59,13 +54,17 @@ def undestroyed(config: Mapping[str, Any]) -> str:
 
 
 def kept_world(config: Mapping[str, Any]) -> str:
-    return undestroyed(config) or without("include_world", "include_world=false keeps WORLD")(config)
+    return undestroyed(config) or ("" if config["include_world"] else "include_world=false keeps WORLD")
 
 
 def unrehearsed(config: Mapping[str, Any]) -> str:
     if config["mode"] not in EXACT:
         return f"a failure is rehearsed only with mode={' or '.join(EXACT)}, not {config['mode']}"
     return kept_groups(config)
+
+
+def unhashed(config: Mapping[str, Any]) -> str:
+    return "" if config["hashes"] else "hashes=false compares no tensors"
 
 
 def unmoved(config: Mapping[str, Any]) -> str:
@@ -97,43 +96,13 @@ def need_groups(frame: pd.DataFrame, config: Mapping[str, Any]) -> None:
         raise NotMeasured("the job has no Megatron groups")
 
 
-def groups_of(phase: str, metric: str, what: str) -> Measure:
-    count = count_of(phase, metric, what + ": {value:g} {where}", what + ": 0 in {everywhere}")
+def of_groups(count: Measure) -> Measure:
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         need_groups(frame, config)
         return count(frame, config)
 
     return measure
-
-
-def groups_return(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    found = [more_than("groups", *phases)(frame, config) for phases in (("idle", "start"), ("verify", "build"))]
-    return max(found, key=lambda one: one.value or 0)
-
-
-def old_groups(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    need_groups(frame, config)
-    alive, where = most(each_rank(frame, config, "idle", "old_groups_alive"))
-    above = [more_than(metric, "idle", "baseline")(frame, config) for metric in ("sockets", "threads")]
-    sockets, threads = (max(0.0, one.value or 0) for one in above)
-    if not (total := alive + sockets + threads):
-        return Measured(0, f"no old group, socket or thread left while released in {everywhere(config)}")
-    why = f"; {alive:g} old groups alive {where}" if alive else ", not explained by any group that the observers know"
-    more = f"up to {sockets:g} sockets and {threads:g} threads above the level without a job"
-    return Measured(total, f"while released: {more}{why}")
-
-
-def tensors_restored(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    need_whole_state(frame)
-    hashed = each_rank(frame, config, "verify", "tensors_hashed")["value"]
-    if not hashed.min():
-        raise Unjudged("no tensor was found on some rank")
-    value, where = most(each_rank(frame, config, "verify", "tensors_changed"))
-    words = f"{value:g} changed {where}" if value else "none changed"
-    dropped = "dropped_grads=true allows gradients to come back as zeros" if config.get("dropped_grads") else ""
-    words = f"{hashed.sum():.0f} tensors hashed before release and after reload: {words}"
-    return Measured(value, words, if_passed=dropped)
 
 
 def need_whole_state(frame: pd.DataFrame) -> None:
@@ -150,51 +119,69 @@ def need_whole_state(frame: pd.DataFrame) -> None:
         raise Unjudged(words.format_map(short.iloc[0]))
 
 
-def bitwise(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Losses, gradient norms, weights and optimizer state that differ from a run without any release."""
-    if apart := select(frame, phase="second_control", metric="controls_differ")["value"].max():
-        differ = f"two control runs without any release differ in {apart:g} places"
+def tensors_restored(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """Is every tensor bit-identical after a reload (SHA-256)?"""
+    need_whole_state(frame)
+    hashed = each_rank(frame, config, "verify", "tensors_hashed")["value"]
+    if not hashed.min():
+        raise Unjudged("no tensor was found on some rank")
+    changed = worst(each_rank(frame, config, "verify", "tensors_changed"))
+    return dataclasses.replace(
+        changed,
+        why=f"{changed.why}; {hashed.sum():.0f} tensors hashed before release and after reload",
+        if_passed="dropped_grads=true allows gradients to come back as zeros" if config.get("dropped_grads") else "",
+    )
+
+
+def training_continues_bitwise(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """Is training bit-identical to a run without any release?
+
+    Losses, gradient norms, weights and optimizer state that differ."""
+    if differing := select(frame, phase="second_control", metric="controls_differ")["value"].max():
+        why = f"two control runs without any release differ in {differing:g} places"
         if config["model"] != KIT_MODEL:
-            raise Unjudged(f"{differ}: model={config['model']} is not deterministic")
-        raise NotMeasured(f"{differ}: this setup is not deterministic")
+            raise Unjudged(f"{why}: model={config['model']} is not deterministic")
+        raise NotMeasured(f"{why}: this setup is not deterministic")
     broken = select(frame, phase="verify", metric="broken")
     if broken["value"].any():
         cycle = broken[broken["value"] > 0]["cycle"].min()
         raise Unjudged(
             f"training stopped in cycle {cycle}: groups were dead, replaced or silent; see handles_alive, every_group_communicates"
         )
+
     compared = frame[frame["phase"] == "compare"]
-    rows = each_rank(frame, config, "compare", "steps_differ").set_index("rank")["value"]
+    steps = each_rank(frame, config, "compare", "steps_differ").set_index("rank")["value"]
     tensors = select(compared, metric="tensors_differ")
-    total = rows + tensors.set_index("rank")["value"]
-    if not (of := select(compared, metric="steps_compared")["value"].max()):
+    total = steps + tensors.set_index("rank")["value"]
+    if not (trained := select(compared, metric="steps_compared")["value"].max()):
         raise Unjudged("no step was trained")
     if not total.any():
-        same = f"{of:g} steps and all final tensors bit-identical to a run without release"
+        same = f"{trained:g} steps and all final tensors bit-identical to a run without release"
         return Measured(0, f"{same} ({config['ranks']} ranks)")
-    worst = tensors.iloc[int(tensors["value"].to_numpy().argmax())]
-    words = f"{rows.max():g} of {of:g} steps and {worst['value']:g} final tensors differ from a run without release"
+
+    row = tensors.iloc[int(tensors["value"].to_numpy().argmax())]
+    why = f"{steps.max():g} of {trained:g} steps and {row['value']:g} final tensors differ from a run without release"
     departs = compared[compared["metric"] == "departs"]
     if len(departs):
         first = departs.iloc[int(departs["value"].to_numpy().argmin())]
-        words += f"; first in step {first['value']:g} (rank {first['rank']}): {first['text']}"
-    if worst["value"]:
-        words += f"; tensors (rank {worst['rank']}): {worst['text']}"
-    return Measured(float(total.max()), words)
+        why += f"; first in step {first['value']:g} (rank {first['rank']}): {first['text']}"
+    if row["value"]:
+        why += f"; tensors (rank {row['rank']}): {row['text']}"
+    return Measured(float(total.max()), why)
 
 
-def failure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+def destroy_failure_raises(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """Does a group that cannot be destroyed raise an error that names it?"""
     need_groups(frame, config)
-    if len(frame[(frame["phase"] == "rehearse_failure") & (frame["metric"] == "seconds")]) < config["ranks"]:
+    rehearsed = frame[frame["phase"] == "rehearse_failure"]
+    if (rehearsed["metric"] == "seconds").sum() < config["ranks"]:
         raise Missing("the run ended before a failure was rehearsed on every rank")
-    rows = frame[(frame["phase"] == "rehearse_failure") & (frame["metric"] == "failure_hidden")]
+    rows = rehearsed[rehearsed["metric"] == "failure_hidden"]
     if len(rows) < config["ranks"]:
         raise Unjudged(
             "the rehearsed failure never happened: no group was destroyed through destroy_process_group or shutdown, or handles were stale"
         )
-    if hidden := ", ".join(map(str, rows[rows["value"] > 0]["rank"])):
-        return Measured(1, f"a group could not be destroyed and no error named it (rank {hidden})")
-    return Measured(0, f"a group could not be destroyed and the error named it on all {config['ranks']} ranks")
+    return worst(rows)
 
 
 # -- memory while released and on the way back, on the host and on a GPU ------------------------------------------------
@@ -204,8 +191,10 @@ def per_rank(frame: pd.DataFrame, phase: str, metric: str) -> pd.Series:
     return select(frame, phase=phase, metric=metric).groupby("rank")["value"].max()
 
 
-def tensors_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
-    """Of the resident bytes, what left; and what the kernel (or the driver) says of it, whichever is less."""
+def tensors_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - measures are called alike
+    """Do weights, gradients and optimizer state free their device memory while released?
+
+    The share of the resident bytes that left; and what the kernel (or the driver) says of it, whichever is less."""
     need_whole_state(frame)
     resident = per_rank(frame, "fingerprint", "resident_bytes")
     left = per_rank(frame, "idle", "left_bytes")
@@ -213,8 +202,8 @@ def tensors_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
         raise Unjudged("the job had no tensors of the kinds to release")
     share = float(((resident - left) / resident).min())
     if (frame["metric"] == "allocated").any():  # by a GPU's allocator, whoever keeps a tensor there
-        held, idle = per_rank(frame, "fingerprint", "allocated"), per_rank(frame, "idle", "allocated")
-        share = min(share, float(((held - idle) / resident).min()))
+        allocated, idle = (per_rank(frame, phase, "allocated") for phase in ("fingerprint", "idle"))
+        share = min(share, float(((allocated - idle) / resident).min()))
     seen = source(frame)
     if resident.min() < SEEN_BYTES:
         return Measured(
@@ -222,11 +211,11 @@ def tensors_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
             f"{share:.3f} of {resident.min() / MIB:.1f} MiB by tensor storages",
             if_passed=f"too small to see in {seen.label}",
         )
-    there = by_owner(frame, seen, "fingerprint", "resident_bytes", add=True)
-    gone = by_owner(frame, seen, "fingerprint") - by_owner(frame, seen, "idle")
-    fell = float((gone / there).min())
-    words = f"of {there.min() / MIB:.0f} MiB: {share:.3f} by tensor storages, {fell:.3f} by {seen.label}"
-    return Measured(min(share, fell), words)
+    held = by_owner(frame, seen, "fingerprint", "resident_bytes", add=True)
+    freed = by_owner(frame, seen, "fingerprint") - by_owner(frame, seen, "idle")
+    fell = float((freed / held).min())
+    why = f"of {held.min() / MIB:.0f} MiB: {share:.3f} by tensor storages, {fell:.3f} by {seen.label}"
+    return Measured(min(share, fell), why)
 
 
 def state_bytes(config: Mapping[str, Any]) -> float:
@@ -243,7 +232,9 @@ def sizes_of(config: Mapping[str, Any]) -> list[dict[str, int]]:
 
 
 def reload_peak(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
-    """The most memory on the way back against the level of the training that follows it."""
+    """Does the memory peak of a reload stay within what training uses?
+
+    The peak against the level of the training that follows it."""
     resident = per_rank(frame, "fingerprint", "resident_bytes")
     if resident.min() < SEEN_BYTES:
         raise NotMeasured(TOO_SMALL.format(resident.min() / MIB))
@@ -263,17 +254,20 @@ def reload_peak(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # 
 
 
 def residual(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
-    """Driver memory while released above the level after a context and one matrix product, per rank: a number of a whole GPU is divided
-    by the ranks that share it. What NCCL keeps of a suspended communicator by its own account is no residual."""
+    """Is almost no GPU memory in use while released, beyond a CUDA context?
+
+    Driver memory above the level after a context and one matrix product, per rank: a number of a whole GPU is divided by the ranks that
+    share it. What NCCL keeps of a suspended communicator by its own account is no residual."""
+    need_cuda(frame)
     seen = source(frame)
     kept, staying = keeps(frame, seen)
     over = highest(frame, seen, "idle") - highest(frame, seen, "start") - kept
-    each = over / over.index.map(lambda owner: seen.sharers.get(owner, 1))
-    worst: Any = each.idxmax()
-    words = f"{seen.label} while released, above a CUDA context and one matmul ({seen.owner} {worst})"
-    if worst in seen.sharers:
-        words += f": {over[worst] / MIB:.0f} MiB divided by its {seen.sharers[worst]} ranks"
-    return Measured(float(each.max()) / MIB, words + staying)
+    by_rank = over / over.index.map(lambda owner: seen.sharers.get(owner, 1))
+    owner: Any = by_rank.idxmax()
+    why = f"{seen.label} while released, above a CUDA context and one matmul ({seen.owner} {owner})"
+    if owner in seen.sharers:
+        why += f": {over[owner] / MIB:.0f} MiB divided by its {seen.sharers[owner]} ranks"
+    return Measured(float(by_rank.max()) / MIB, why + staying)
 
 
 def keeps(frame: pd.DataFrame, seen: Source) -> tuple[pd.Series | float, str]:
@@ -295,8 +289,11 @@ def highest(
 
 
 def comm_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
-    """Of what communicators took (driver memory beyond the allocator's), the share that came back. The baseline is after the controls, not
-    at the start: by then every kernel is loaded, which takes memory that never comes back."""
+    """Is the GPU memory of the communicators freed while released?
+
+    The share of what they took (driver memory beyond the allocator's). The baseline is after the controls, not at the start: by then every
+    kernel is loaded, which takes memory that never comes back."""
+    need_cuda(frame)
     seen = source(frame)
     without, held, idle = (
         highest(frame, seen, phase) - highest(frame, seen, phase, "reserved", add=True)
@@ -306,114 +303,86 @@ def comm_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  
     taken = held - without - kept
     if taken.min() < MIB:
         raise NotMeasured("communicators took less than 1 MiB of driver memory")
-    words = f"of {taken.max() / MIB:.0f} MiB per {seen.owner}, from {seen.label}{staying}"
-    return Measured(float(((held - idle) / taken).min()), words)
+    why = f"of {taken.max() / MIB:.0f} MiB per {seen.owner}, from {seen.label}{staying}"
+    return Measured(float(((held - idle) / taken).min()), why)
 
 
 RULES = (
     Rule(
         "groups_return_to_baseline",
         "Are all groups gone while released, and is their number after a reload the same as before?",
-        groups_return,
+        worst_of(largest("groups", after="idle", base="start"), largest("groups", after="verify", base="build")),
         cannot=undestroyed,
     ),
     Rule(
         "model_parallel_uninitialised",
         "While released, does Megatron report that it has no groups, or does using one raise an error that names it?",
-        groups_of(
-            "idle", "initialised", "ranks where Megatron reports initialised groups and using one raises no error"
-        ),
+        of_groups(largest("initialised", after="idle")),
         cannot=undestroyed,
     ),
     Rule(
         "every_group_communicates",
         "After a reload, does an all-reduce over every group reach the right ranks and return the exact sum?",
-        groups_of("talk", "wrong_groups", "groups whose all-reduce fails or reaches the wrong ranks"),
+        of_groups(largest("wrong_groups", after="talk")),
     ),
     Rule(
         "membership_unchanged",
         "After a reload, does every group name refer to the same ranks in the same order as before?",
-        groups_of("verify", "membership_changed", "group names that refer to other ranks"),
+        of_groups(largest("membership_changed", after="verify")),
     ),
     Rule(
         "options_unchanged",
         "Do all groups keep their timeout, backend, options and description after a reload?",
-        groups_of("verify", "options_changed", "groups with changed options"),
+        of_groups(largest("options_changed", after="verify")),
     ),
     Rule(
         "handles_alive",
         "Does every object that held a group hold a live one after a reload?",
-        groups_of("verify", "stale_holders", "references to a dead or replaced group"),
+        of_groups(largest("stale_holders", after="verify")),
     ),
     Rule(
         "stale_handle_raises",
         "Does using a destroyed group raise an error that names it?",
-        groups_of("idle", "stale_usable", "destroyed groups whose use raises no error that names them"),
+        of_groups(largest("stale_usable", after="idle")),
         cannot=kept_groups,
     ),
     Rule(
         "old_groups_dead",
         "Are the old groups freed while released, with their sockets and threads?",
-        old_groups,
+        of_groups(
+            worst_of(
+                largest("old_groups_alive", after="idle"),
+                largest("sockets", after="idle", base="baseline"),
+                largest("threads", after="idle", base="baseline"),
+            )
+        ),
         cannot=undestroyed,
     ),
     Rule(
         "world_released",
         "Is WORLD destroyed while released?",
-        count_of("idle", "world_left", found="WORLD still existed {where}", none="WORLD was destroyed in {everywhere}"),
+        largest("world_left", after="idle"),
         cannot=kept_world,
     ),
-    Rule(
-        "destroy_failure_raises",
-        "Does a group that cannot be destroyed raise an error that names it?",
-        failure,
-        cannot=unrehearsed,
-    ),
-    Rule(
-        name="tensors_released",
-        question="Do weights, gradients and optimizer state free their device memory while released?",
-        limit=0.9,
-        unit="ratio",
-        better=">=",
-        measure=tensors_released,
-        cannot=unmoved,
-    ),
+    rule(destroy_failure_raises, cannot=unrehearsed),
+    rule(tensors_released, limit=0.9, unit="ratio", better=">=", cannot=unmoved),
     Rule(
         "no_tensor_left",
-        "Does every weight, gradient and optimizer tensor leave the device while released?",
-        count_of(
-            "idle",
-            "left_tensors",
-            found="{value:g} tensors still on the device while released {where}",
-            none="none left on the device in {everywhere}; scalars do not count",
-        ),
+        "Does every weight, gradient and optimizer tensor (scalars do not count) leave the device while released?",
+        largest("left_tensors", after="idle"),
         cannot=unmoved,
     ),
-    Rule(
-        "tensors_restored",
-        "Is every tensor bit-identical after a reload (SHA-256)?",
-        tensors_restored,
-        cannot=without("hashes", "hashes=false compares no tensors"),
-    ),
+    rule(tensors_restored, cannot=unhashed),
     Rule(
         "random_unchanged",
         "After a reload, are all random number generators in the same state as before the release?",
-        count_of(
-            "verify",
-            "generators_moved",
-            found="generators with a changed state: {value:g} {where}",
-            none="all generators unchanged in {everywhere}",
-        ),
+        largest("generators_moved", after="verify"),
     ),
-    Rule(
-        "training_continues_bitwise",
-        "Is training bit-identical to a run without any release?",
-        bitwise,
-    ),
+    rule(training_continues_bitwise),
     Rule(
         "memory_drift",
         "Is memory while released the same in the last cycle as in the first?",
-        growth("idle", "while released"),
+        growth("idle"),
         limit=200,
         unit="MiB",
         cannot=one_cycle,
@@ -426,50 +395,28 @@ RULES = (
         unit="MiB/cycle",
         cannot=few_cycles,
     ),
-    Rule(
-        "reload_peak",
-        "Does the memory peak of a reload stay within what training uses?",
-        reload_peak,
-        limit=1.1,
-        unit="ratio",
-        cannot=unseen,
-    ),
-    Rule(
-        "residual",
-        "Is almost no GPU memory in use while released, beyond a CUDA context?",
-        on_cuda(residual),
-        limit=500,
-        unit="MiB",
-        cannot=kept_by_choice,
-    ),
-    Rule(
-        name="comm_released",
-        question="Is the GPU memory of the communicators freed while released?",
-        limit=0.7,
-        unit="ratio",
-        better=">=",
-        measure=on_cuda(comm_released),
-        cannot=kept_groups,
-    ),
+    rule(reload_peak, limit=1.1, unit="ratio", cannot=unseen),
+    rule(residual, limit=500, unit="MiB", cannot=kept_by_choice),
+    rule(comm_released, limit=0.7, unit="ratio", better=">=", cannot=kept_groups),
     Rule(
         "fds_return",
         "Does the number of file descriptors return to the baseline?",
-        lasting("fds", "verify", "build", "compare"),
+        largest("fds", after="verify", base="build", until="compare"),
     ),
     Rule(
         "threads_return",
         "Does the number of threads return to the baseline?",
-        lasting("threads", "verify", "build", "compare"),
+        largest("threads", after="verify", base="build", until="compare"),
     ),
     Rule(
         "nothing_left",
         "Does the job leave no descriptor, thread, process, shared memory or file behind when it ends?",
-        left("end", "baseline"),
+        largest(*COUNTS, after="end", base="baseline"),
     ),
     Rule(
         "time_steady",
         "Do the last releases and reloads take no longer than the earlier ones?",
-        steady(("release", "reload")),
+        steady("release", "reload"),
         limit=3,
         unit="ratio",
         cannot=few_cycles,
@@ -477,29 +424,19 @@ RULES = (
     Rule(
         "others_untouched",
         "Does another process on the GPU keep its memory unchanged?",
-        on_cuda(others_untouched("start")),
+        others_untouched("start"),
         limit=10,
         unit="MiB",
     ),
     Rule(
         "names_restored",
-        "Are all patched functions restored at the end?",
-        count_of(
-            "end",
-            "names_replaced",
-            "functions that are still replaced: {value:g} {where}",
-            "all functions of torch.distributed and megatron.core are the original ones",
-        ),
+        "Are all patched functions of torch.distributed and megatron.core restored at the end?",
+        largest("names_replaced", after="end"),
     ),
     Rule(
         "state_as_found",
         "Are the caller's groups, globals and random state unchanged after success and after an error?",
-        count_of(
-            "ownership",
-            "not_as_found",
-            "{value:g} differences; logs/rank*.log of the run lists them",
-            "groups, globals and generators unchanged after success and after an error, with and without a default group of the caller",
-        ),
+        largest("not_as_found", after="ownership"),
     ),
 )
 

@@ -32,7 +32,7 @@ from kit.labs.stream.lab import replica_model
 from kit.megatron.config import model_bytes
 from kit.results import Measured, Missing, NotMeasured, Rule, Unjudged
 from kit.results.frames import read_ids
-from kit.results.growth import left
+from kit.results.growth import COUNTS, largest
 from kit.results.records import numbers
 from kit.results.rules import Measure, Violations, rule, settle
 from kit.results.units import counted
@@ -488,7 +488,9 @@ def nothing_left(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         return Measured(float(len(moved)), moved[0] + more)
     kept = frame["metric"] == "temp_files"
     settled = frame[kept & (frame["phase"] == MAIN)].assign(phase="prepare")
-    return left("end", "prepare")(pd.concat([frame[~kept | (frame["phase"] != "prepare")], settled]), config)
+    counts = pd.concat([frame[~kept | (frame["phase"] != "prepare")], settled])
+    ended = frame[frame["phase"] == "end"]["rank"].nunique()  # a rehearsal may have killed the others
+    return largest(*COUNTS, after="end", base="prepare")(counts, {**config, "ranks": ended})
 
 
 BY_RANKS_TOO = {

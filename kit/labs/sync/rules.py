@@ -21,7 +21,7 @@ import pandas as pd
 from kit.labs.sync.lab import SyncConfig, roles
 from kit.results import Measured, Missing, NotMeasured, Rule, incomplete, select, with_ids
 from kit.results.frames import read_ids
-from kit.results.growth import growth, on_cuda, one_cycle, others_untouched
+from kit.results.growth import growth, one_cycle, others_untouched
 from kit.results.units import counted
 
 Config = Mapping[str, Any]
@@ -493,7 +493,7 @@ RULES = (
     Rule(
         "memory_growth",
         "Does each rank's memory stay constant after the first version?",
-        growth("verify", "after all replicas have a version"),
+        growth("verify"),
         limit=200,
         unit="MiB",
         cannot=one_cycle,
@@ -508,7 +508,7 @@ RULES = (
     Rule(
         "others_untouched",
         "Does another process on the GPU keep its memory unchanged?",
-        on_cuda(others_untouched("prepare")),
+        others_untouched("prepare"),
         limit=10,
         unit="MiB",
     ),

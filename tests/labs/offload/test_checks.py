@@ -97,7 +97,8 @@ def test_a_gpu_s_drift_is_the_driver_s_from_the_first_release_to_the_last(grown:
     rows += [(c, "idle", "anon_rss", 1000.0 * c * MIB) for c in range(1, 6)]
     row = answers(rows, cycles=5)["memory_drift"]
     assert (row.measured, row.passed) == (pytest.approx(grown), passed)
-    assert row.why == "driver_used while released, cycle 5 vs cycle 1 (rank 0)"
+    levels = f"900 MiB after idle in cycle 1, {900 + grown:g} MiB after idle in cycle 5"
+    assert row.why == f"driver_used: {levels} (+{grown:g} MiB; rank 0)"
 
 
 def test_what_only_a_driver_knows_is_not_asked_of_a_host() -> None:
@@ -287,7 +288,7 @@ def test_what_leaks_stays(metric: str, more: tuple[int, ...], left: int) -> None
     rows = [(0, "build", metric, 40.0), *((cycle, "verify", metric, 40.0 + n) for cycle, n in enumerate(more, 1))]
     row = answers(rows, cycles=len(more))[f"{metric}_return"]
     assert (row.measured, row.passed) == (left, left <= 0)
-    assert ("no lasting increase" in row.why) == (left <= 0)
+    assert ("no increase after verify over build" in row.why) == (left <= 0)
 
 
 @pytest.mark.parametrize(("gpus_of", "message"), [((0, 0), True), ((0, 1), False), ((), False)])

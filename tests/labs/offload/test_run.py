@@ -33,9 +33,9 @@ def test_the_default_run_row_by_row() -> None:
     assert failed(verdict) == set()
     assert unanswered(verdict) == NOT_HERE | TOO_SMALL | STAYS
     assert {row.measured for row in verdict if row.unit == "1" and row.passed is not None} == {0.0}
-    assert why(verdict, "handles_alive") == "references to a dead or replaced group: 0 in 2 ranks, 4 cycles"
+    assert why(verdict, "handles_alive") == "stale_holders: 0 after verify (2 ranks, 4 cycles)"
     assert "10 steps and all final tensors" in why(verdict, "training_continues_bitwise")
-    assert "MiB/cycle over 3 cycles" in why(verdict, "memory_slope")
+    assert "MiB/cycle after control" in why(verdict, "memory_slope")
     assert why(verdict, "residual") == "not measured: the ranks had no CUDA device"
     assert set(of(run, "idle", "groups")) == {1.0}
     (made,) = set(of(run, "fingerprint", "groups_watched"))
@@ -104,7 +104,7 @@ def test_abort_is_exact_by_another_word(offload: Offload) -> None:
     assert unanswered(verdict) == NOT_HERE | TOO_SMALL | TOO_SHORT | STAYS
     assert set(of(run, "release", "groups_destroyed")) == set(of(run, "fingerprint", "groups_watched"))
     assert set(of(run, "idle", "groups")) == {1.0}
-    assert "the error named it on all 2 ranks" in why(verdict, "destroy_failure_raises")
+    assert why(verdict, "destroy_failure_raises") == "failure_hidden: 0 after rehearse_failure (2 ranks)"
 
 
 MODE_FAILS = {
@@ -128,7 +128,7 @@ def test_the_ways_in_common_use(offload: Offload, mode: str) -> None:
     gloo = 3  # manual leaks these; official destroys only these and reports no count
     assert set(of(run, "release", "groups_destroyed")) == {made - gloo if mode == "manual" else -1.0}
     left = gloo if mode == "manual" else made - gloo
-    assert f"+{left:g} (rank " in why(verdict, "groups_return_to_baseline")
+    assert f"(+{left:g}; rank " in why(verdict, "groups_return_to_baseline")
     assert "training stopped in cycle 1: groups were dead" in why(verdict, "training_continues_bitwise")
     assert f"only with mode=exact or abort, not {mode}" in why(verdict, "destroy_failure_raises")
     assert "destroy_failure_raises" in unanswered(verdict)
