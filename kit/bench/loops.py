@@ -31,7 +31,7 @@ from kit.loop.messages import Event
 from kit.results import with_ids
 from kit.share.core import Scheduler
 from kit.share.state import Plan, Settings, State, Turn
-from kit.stream.history import Ledger
+from kit.stream.history import LoopLedger
 from kit.world.world import Worlds
 
 
@@ -150,7 +150,7 @@ def learns(session: Session, steps: int, seeds: int) -> Iterator[Row]:
 class Curve:
     """Rewards of the groups trained in each step, and the step's end."""
 
-    def __init__(self, rows: Ledger, config: Mapping[str, Any]) -> None:
+    def __init__(self, rows: LoopLedger, config: Mapping[str, Any]) -> None:
         from kit.train.arithmetic import DIGITS, END, problem, reward  # loads torch
 
         self.fifth = fifth = max(1, config["steps"] // 5)
