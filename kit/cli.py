@@ -22,7 +22,6 @@ import time
 import traceback
 import warnings as python_warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -143,7 +142,7 @@ BENCH = "bench"  # the tag of a lab that is a bench, and the start of its name
 
 
 def benches(**_: Any) -> list[str]:
-    return sorted({*(name.removeprefix(f"{BENCH}-") for name in tagged(BENCH)), *import_module("kit.bench").BENCHES})
+    return sorted(name.removeprefix(f"{BENCH}-") for name in tagged(BENCH))
 
 
 # -- labs and their runs -------------------------------------------------------------------------------------------------
@@ -499,12 +498,6 @@ def bench(args: argparse.Namespace) -> Answer:
     from kit.results.samples import reported as report_rows
     from kit.results.samples import rows_text
 
-    if f"{BENCH}-{args.name}" not in tagged(BENCH):
-        room = import_module("kit.bench.session")
-        out = args.out or results.runs_dir() / "benches" / f"{args.name}-{results.run.unique()}.jsonl"
-        status = room.conduct(args.name, out=out, quick=args.quick, only=args.part, device=args.device)
-        print(f"the rows are in {out}", file=sys.stderr)
-        return Answer(room.read_rows(out), status=status)
     lab = find(f"{BENCH}-{args.name}")
     config = {"quick": args.quick, "parts": ",".join(args.part), "device": args.device}
     answer = run_once(lab.name, config, args.out)
@@ -516,8 +509,9 @@ def bench(args: argparse.Namespace) -> Answer:
 def reference(args: argparse.Namespace) -> Answer:
     if args.out is None and not args.plan:
         raise BadInput("name a folder for the reference: --out DIR")
-    room = import_module("kit.bench.reference")
-    asked = {"device": args.device, "assumed": args.assumed, "minutes": args.minutes}
+    from kit import reference as room
+
+    asked = {"device": args.device, "minutes": args.minutes}
     status = room.plan(args.out, **asked) if args.plan else room.make(args.out, pack=args.pack, **asked)
     return Answer({"out": str(args.out) if args.out else None, "exit": status}, status=status)
 
@@ -736,9 +730,8 @@ COMMANDS: tuple[tuple[Callable[[argparse.Namespace], Answer], str, tuple[str, ..
         ("--out DIR", "--plan"),
         (
             file("--out", "DIR", "folder for the results"),
-            flag("--plan", "print the predicted time of each part; run none"),
+            flag("--plan", "print what each part took when it was last measured; run none"),
             device("auto: the device that ranks would use"),
-            flag("--assumed", "predict from assumed instead of measured times"),
             option("--minutes", "M", "start no part that would end later; default on a GPU: 8", type=float),
             file("--pack", "FILE.tgz", "also write one archive of at most 16 MiB"),
         ),

@@ -37,10 +37,11 @@ ROOM = 4
 def measured(bench: dict[str, Any]) -> pd.DataFrame:
     """Return a table with groups, ranks, way, what, median, low, high, n, unit."""
     rows = [
-        {key: row["ids"][key] for key in ("groups", "ranks", "what", "way")}
+        {key: row["ids"][key] for key in ("groups", "ranks", "way")}
         | {key: row[key] for key in ("median", "low", "high", "n", "unit")}
+        | {"what": row["ids"].get("of") or row["ids"]["what"]}  # older files say what
         for row in bench["rows"]
-        if "what" in row["ids"] and row["median"] is not None
+        if {"of", "what"} & row["ids"].keys() and row["median"] is not None
     ]
     if bench.get("bench") != "release" or not rows:
         raise BadInput("the file has no rows of `kit bench release --json`")

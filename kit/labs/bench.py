@@ -18,7 +18,7 @@ from kit.labs.lab import Drive, Lab
 from kit.machine import has_gpu_driver
 from kit.nccl import SHARED_GPU
 from kit.results import Run
-from kit.results.samples import CEILING, SEAT
+from kit.results.samples import CEILING, SEAT, seat_of
 from kit.world import World
 from kit.world.world import Worlds
 
@@ -68,11 +68,13 @@ class Bench:
         # `auto` is the GPU if there is a driver, even if torch cannot use it; the error then names the reason.
         self.device: str = asked if asked != "auto" else "cuda" if has_gpu_driver() else "cpu"
         self.folder = drive.folder / "parts" / drive.phase
+        self.logs = drive.folder / "logs" / drive.phase
+        self.logs.mkdir(parents=True, exist_ok=True)
         self.seats: list[dict[str, Any]] = []
 
     def world(self, ranks: int, *, device: str = "", **options: Any) -> World:
         """A World on the bench's device. Ranks that cannot use the GPU raise instead of using the CPU."""
-        options.setdefault("logs", self.drive.folder / "logs" / self.drive.phase)
+        options.setdefault("logs", self.logs)
         options.setdefault("observer", self.drive.quiet)
         made = World(ranks, device=device or self.device, **options)
         try:
@@ -86,8 +88,7 @@ class Bench:
 
     def worlds(self, sizes: Sequence[int]) -> Worlds:
         """Worlds for several runs of a lab with separate replicas. `with` ends them."""
-        logs = self.drive.folder / "logs" / self.drive.phase
-        return Worlds(sizes, isolate=True, device=self.device, preload=("megatron.core",), logs=logs)
+        return Worlds(sizes, isolate=True, device=self.device, preload=("megatron.core",), logs=self.logs)
 
     def lab(self, name: str, out: str, *, world: World | Worlds | None = None, **config: Any) -> Run:
         """A run of a lab on the bench's device, or on the ranks of a World; its folder is kept in that of the bench's run."""
@@ -141,8 +142,3 @@ def progress(text: str) -> None:
     """Print the current measurement, on a terminal only."""
     if sys.stderr.isatty():
         print(f"... {text}", file=sys.stderr)
-
-
-def seat_of(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """The devices of the ranks of a lab's run, from its provenance."""
-    return {name: provenance["world"][name] for name in ("ranks", "devices", "why")}

@@ -6,12 +6,11 @@ The rows of a run have the keys of `data/reference`, so that results of named ma
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kit.results.comparison import Recorded, machine
-from kit.results.frames import with_ids
+from kit.results.frames import read_ids, with_ids
 from kit.results.records import NOTEBOOK
 from kit.results.rules import Measure, Measured, Rule, select
 from kit.results.units import amount, columns, counted
@@ -50,7 +49,7 @@ def median_rule(name: str, question: str, limit: float, unit: str = "x", *, wors
     return Rule(name, question, medians(name, worst=worst), limit=limit, unit=unit)
 
 
-def rows_of(frame: pd.DataFrame, rules: Sequence[Rule], config: Mapping[str, Any]) -> list[dict[str, Any]]:
+def sample_rows(frame: pd.DataFrame, rules: Sequence[Rule], config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A row for each thing that was measured, in the order of the bench."""
     limits = {rule.name: rule for rule in rules}
     samples = with_ids(frame, "what", "who")
@@ -61,7 +60,7 @@ def rows_of(frame: pd.DataFrame, rules: Sequence[Rule], config: Mapping[str, Any
         values, rule = group["value"].dropna(), limits.get(str(metric))
         limit = rule.limit_for(config) if rule else None
         median = None if values.empty else float(values.median())
-        ids = json.loads(group["ids"].iloc[-1])
+        ids = read_ids(group["ids"].iloc[-1])
         rows.append(
             {
                 "what": what,
@@ -89,7 +88,7 @@ def reported(run: Run, rules: Sequence[Rule]) -> dict[str, Any]:
     seats = zip(places["value"].astype(int), places["devices"], places["text"], strict=True)
     return {
         "bench": run.lab.removeprefix("bench-"),
-        "rows": rows_of(frame, rules, run.config),
+        "rows": sample_rows(frame, rules, run.config),
         "provenance": provenance.get("rank0", provenance),
         "seats": [{"ranks": ranks, "devices": devices.split(","), "why": why} for ranks, devices, why in seats],
         "parts": dict(zip(parts["phase"], parts["value"].round(3), strict=True)),
@@ -108,3 +107,8 @@ def rows_text(data: Mapping[str, Any]) -> str:
 def seated(seat: Mapping[str, Any]) -> str:
     """The ranks and their devices, in one line."""
     return f"{counted(seat['ranks'], 'rank')} on {', '.join(dict.fromkeys(seat['devices']))} ({seat['why']})"
+
+
+def seat_of(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """The devices of the ranks of a lab's run, from its provenance."""
+    return {name: provenance["world"][name] for name in ("ranks", "devices", "why")}

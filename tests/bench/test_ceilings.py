@@ -1,12 +1,15 @@
-"""Ceilings: real copies on the CPU, and on a GPU if there is one."""
+"""Ceilings and turns: real copies on the CPU, and on a GPU if there is one."""
 
 from __future__ import annotations
+
+import itertools
+from collections import Counter
 
 import pytest
 import torch
 
-from kit.bench.onranks import sync
-from kit.bench.session import turn_by_turn
+from kit.labs.bench_sync.ranks import ways as sync
+from kit.measure.turns import order, turn_by_turn
 
 MIB = 2**20
 
@@ -27,11 +30,20 @@ def test_a_copy_is_a_copy(monkeypatch):
 
 
 def test_works_take_turns_and_the_first_is_not_counted():
-    order = []
-    works = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
+    done = []
+    works = {"a": lambda: done.append("a"), "b": lambda: done.append("b")}
     seen = turn_by_turn(list(works), 2, lambda name, _: works[name]() or 1.0)
-    assert [sorted(turn) for turn in (order[:2], order[2:4], order[4:])] == [["a", "b"]] * 3
+    assert [sorted(turn) for turn in (done[:2], done[2:4], done[4:])] == [["a", "b"]] * 3
     assert [len(taken) for taken in seen.values()] == [2, 2]
+
+
+@pytest.mark.parametrize("count", [2, 4, 6])
+def test_turns_are_dealt_evenly(count):
+    orders = [order(count, turn) for turn in range(count)]
+    for place in range(count):
+        assert sorted(one[place] for one in orders) == list(range(count))
+    following = Counter(pair for one in orders for pair in itertools.pairwise(one))
+    assert following == dict.fromkeys(itertools.permutations(range(count), 2), 1)
 
 
 @pytest.mark.gpu

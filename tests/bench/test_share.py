@@ -1,15 +1,16 @@
-"""`kit bench share`: what it reads from a run's records, and the parts themselves."""
+"""The bench of time sharing: what it reads from a run's records, and the scheduler."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pandas as pd
 import pytest
 
-from kit.bench import loops as share
-from kit.bench.session import Session, conduct, read_rows
+from kit.labs.bench import Bench
+from kit.labs.bench_share import parts as share
 from kit.labs.share import tables
 from kit.results import Row
 from kit.results.run import to_frame
@@ -69,16 +70,8 @@ def test_owners_are_those_that_the_observer_counted() -> None:
 
 
 def test_the_scheduler_has_a_row_for_each_size_and_question() -> None:
-    part = share.share_parts("cpu", rounds=3, plans=1)["scheduler"]
-    rows = list(part(cast("Session", None)))  # this part needs no ranks
-    assert [(row.ids["tp"], row.limit) for row in rows] == [(1, 1.0), (1, 25.0), (8, 1.0), (8, 25.0)]
+    bench = SimpleNamespace(config=SimpleNamespace(rounds=3, plans=1))
+    rows = list(share.scheduler(cast("Bench", bench)))  # this part needs no ranks
+    questions = ["bundle_moved", "plan_from_nothing"]
+    assert [(row.ids["tp"], row.metric) for row in rows] == [(tp, name) for tp in (1, 8) for name in questions]
     assert all(row.median for row in rows)
-
-
-@pytest.mark.slow
-def test_both_together_are_as_each_alone_and_no_device_has_two_owners(tmp_path: Path) -> None:
-    assert conduct("share", steps=2, only=["together"], device="cpu", out=tmp_path / "rows.jsonl") == 0
-    rows = read_rows(tmp_path / "rows.jsonl")["rows"]
-    assert [row["limit"] for row in rows] == [0.0, 0.0]
-    assert rows[0]["median"] == 0
-    assert rows[1]["median"] in (0, None)  # None if this kernel does not show the locks of other processes

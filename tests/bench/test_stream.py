@@ -1,15 +1,13 @@
-"""`kit bench stream`: what it reads from the ledger of a learning run, and the part itself on ranks."""
+"""The bench of streaming: what it reads from the ledger of a learning run."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kit.bench import loops as stream
-from kit.bench.session import conduct, read_rows
-from kit.stream.history import LoopLedger
+from kit.labs.bench_stream import parts as stream
+from kit.stream.history import Ledger
 
 CONFIG = {"steps": 10, "seed": 1234, "numbers": 3}
 
@@ -27,7 +25,7 @@ def rising(*, falls: bool = False) -> stream.Curve:
                 )
             rows.append({"event": "trained", "time": step + 0.5, "group": group, "step": step, "version": step})
         rows.append({"event": "bumped", "time": step + 1.0, "step": step, "version": step + 1, "updates": step + 1})
-    return stream.Curve(LoopLedger(rows), CONFIG)
+    return stream.Curve(Ledger(rows), CONFIG)
 
 
 def test_the_gain_is_that_of_the_last_fifth_over_the_first() -> None:
@@ -41,41 +39,16 @@ def test_the_gain_is_that_of_the_last_fifth_over_the_first() -> None:
 
 def test_a_reward_is_reached_in_steps_and_in_seconds() -> None:
     curve = rising()
-    assert curve.ids(0.3) == pytest.approx(
-        {
-            "gain": 0.4,
-            "error": curve.error,
-            "constant": curve.constant,
-            "lag": 0.9,
-            "reached_steps": 6,
-            "reached_s": 6.0,
-        }
-    )
+    assert curve.ids(0.3) == {
+        "gain": "0.4",
+        "error": f"{curve.error:.6g}",
+        "constant": f"{curve.constant:.6g}",
+        "lag": "0.9",
+        "reached_steps": 6,
+        "reached_s": "6",
+    }
     assert "reached_s" not in curve.ids(0.9)
 
 
 def test_the_best_constant_answer_has_the_right_form_and_is_sometimes_right() -> None:
     assert 0.625 < rising().constant < 1.0  # 0.625: one digit and END, but never the right digit
-
-
-@pytest.mark.slow
-def test_the_part_that_learns_has_a_row_for_each_staleness(tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    assert conduct("stream", learning_steps=5, seeds=1, only=["learns"], device="cpu", out=out) == 0
-    rows = read_rows(tmp_path / "rows.jsonl")["rows"]
-    assert [(row["ids"]["staleness"], row["ids"]["correction"]) for row in rows] == [
-        (0, 1),
-        (1, 1),
-        (1, 0),
-        (4, 1),
-        (4, 0),
-    ]
-    assert [row["limit"] for row in rows] == [0.2, None, None, None, None]
-
-
-@pytest.mark.slow
-def test_the_paced_part_has_a_row_for_the_speed_up_and_one_for_exposed_generation(tmp_path: Path) -> None:
-    assert conduct("stream", paced_steps=2, only=["paced"], device="cpu", out=tmp_path / "rows.jsonl") == 0
-    rows = read_rows(tmp_path / "rows.jsonl")["rows"]
-    assert [row["n"] for row in rows] == [1, 1]
-    assert all("K=2; control: the plain loop" in row["note"] for row in rows)

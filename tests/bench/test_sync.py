@@ -1,5 +1,4 @@
-"""`kit bench sync` at small size: every part runs on real ranks, every byte arrives, and each limit is compared with the right
-measurement."""
+"""The bench of weight transfer: each limit is compared with the right measurement; sizes and names are those of the weights."""
 
 from __future__ import annotations
 
@@ -10,60 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from kit.bench import sync
-from kit.bench.onranks import sync as onranks
-from kit.bench.session import conduct, read_rows
-from kit.bench.sync import Shape
 from kit.errors import BadInput
+from kit.labs.bench_sync import lab, parts
+from kit.labs.bench_sync.lab import LAB, BenchSyncConfig, Shape, shape_of
+from kit.labs.bench_sync.ranks import ways as onranks
 
-SHAPES = (
-    Shape(key="model", name="tiny model", model="tiny", at_most=sync.LARGE),
-    Shape(key="small", name="9 x 32 KiB", count=9, each=32 * 1024, at_most=sync.SMALL),
-)
-TINY: dict[str, Any] = {"shapes": SHAPES, "rounds": 2, "slow_rounds": 1, "buckets_mib": (0.0625, 1), "hash_mib": 1}
-TINY |= {"growth_mb": (1, 2), "receivers": (1, 2), "receivers_mb": 1}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_small_run_has_every_row(tmp_path: Path) -> None:
-    assert conduct("sync", **TINY, out=tmp_path / "rows.jsonl", device="cpu") == 0
-    message = read_rows(tmp_path / "rows.jsonl")
-    assert message["bench"] == "sync"
-    rows = message["rows"]
-    silent = {(row["what"], row["who"]): row["note"] for row in rows if row["median"] is None}
-    assert set(silent.values()) <= {
-        "not installed",
-        "not measured: the CPU was requested, or this machine has no GPU driver",
-    }, silent
-
-    def named(*words: str) -> dict[str, Any]:
-        (found,) = [row for row in rows if all(word in row["what"] for word in words)]
-        return dict(found)
-
-    for shape, limit in (("tiny model", 1.25), ("9 x 32 KiB", 1 / 0.6)):
-        here = f"{shape}, 1 receiver"
-        over = named(f"{here}: shm, time over memcpy's")
-        assert (over["limit"], over["n"]) == (pytest.approx(limit), 2)
-        assert over["median"] == pytest.approx(1 / float(over["note"].split()[0]), rel=0.5, abs=0.5)
-        assert named(f"{here}: shm, by way of the cache, time over memcpy's")["limit"] is None
-        floor = named(f"{here}: a copy on each end at once, time over memcpy's")
-        assert (floor["limit"], floor["n"], floor["who"]) == (None, 2, "memcpy")
-        assert named(f"{here}: shm over the best by a group")["limit"] == 0.25
-        best = named(f"{here}: broadcast over the best of")
-        assert best["limit"] == 1.1
-        assert best["note"].endswith("; automatic buckets are of 1 MiB")
-        for way in ("serialize", "per-tensor", "rendezvous", "broadcast, buckets of 0.0625 MiB"):
-            assert named(f"{here}: {way}")["note"].endswith(" GB/s")
-        assert named(f"{here}: shm, verified by xxh3, time over unverified")["n"] == 2
-        assert named(f"{shape}, 2 receivers: serialize, time over")["limit"] is None
-        assert named(f"{here}, files: dcp over shm")["note"] == "in /dev/shm"
-    assert named("digests of 1 GB in tensors of 32 KiB: sha256")["unit"] == "s"
-    assert named("growth: 2 MB, 1 receiver: shm")["n"] == 2
-    assert named("growth: 1 MB, 2 receivers: broadcast")["n"] == 2
+CONFIG = BenchSyncConfig()
+SHAPES = {key: shape_of(CONFIG, key) for key in ("model", "small", "large")}
 
 
-@pytest.mark.parametrize("shape", [*sync.SHAPES, SHAPES[0]], ids=lambda shape: str(shape.name))
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=lambda shape: str(shape.name))
 def test_sizes_are_those_of_the_weights(shape: Shape) -> None:
     elements = sum(torch.Size(each).numel() for each in onranks.shapes_of(shape.arguments()))
     assert shape.size() == 2 * elements
@@ -79,10 +34,10 @@ def test_noise_differs_from_tensor_to_tensor() -> None:
 
 
 def test_ways_are_reported_in_words() -> None:
-    assert sync.called("broadcast@16") == "broadcast, buckets of 16 MiB"
-    assert sync.called("shm+cache") == "shm, by way of the cache"
-    assert sync.called("shm+sha256") == "shm, verified by sha256"
-    assert sync.called("file:dcp") == "dcp"
+    assert parts.called("broadcast@16") == "broadcast, buckets of 16 MiB"
+    assert parts.called("shm+cache") == "shm, by way of the cache"
+    assert parts.called("shm+sha256") == "shm, verified by sha256"
+    assert parts.called("file:dcp") == "dcp"
 
 
 def reported(**seconds: list[float]) -> dict[str, Any]:
@@ -106,33 +61,34 @@ def test_ratios_are_taken_turn_by_turn_against_the_best(monkeypatch: pytest.Monk
         "per-tensor": [8.0, 8.0],
         "broadcast@4": [10.0, 10.0],
     }
-    monkeypatch.setattr(sync, "rates", lambda *_, **__: made)
-    rows = {row.what.partition(": ")[2]: row for row in sync.transports(None, SHAPES[1], rounds=2, buckets_mib=[4])}  # type: ignore[arg-type]
+    monkeypatch.setattr(parts, "rates", lambda *_, **__: made)
+    bench: Any = SimpleNamespace(config=SimpleNamespace(buckets_mib=[4]))
+    rows = {row.what.partition(": ")[2]: row for row in parts.transports(bench, SHAPES["small"])}
     over = rows["shm, time over memcpy's"]
-    assert (over.low, over.median, over.high, over.met) == (1.0, 1.5, 2.0, True)
+    assert (list(over.values), over.metric) == ([2.0, 1.0], "small_shm_over_memcpy")
     group = rows["shm over the best by a group, time"]
-    assert (group.median, group.met, group.note) == (0.25, True, "that is per-tensor")
+    assert (group.median, group.metric, group.note) == (0.25, "shm_over_group", "that is per-tensor")
     automatic = rows["broadcast over the best of per-tensor and fixed sizes, time"]
-    assert (automatic.median, automatic.met) == (1.375, False)
+    assert (automatic.median, automatic.metric) == (1.375, "automatic_over_fixed")
     assert automatic.note == "that is per-tensor; automatic buckets are of 4 MiB"
 
 
 @pytest.mark.parametrize(("device", "first"), [("cuda", "gpus.ipc"), ("cpu", "model.transports")])
-def test_gpu_rows_come_first_where_there_is_a_gpu(device: str, first: str) -> None:
-    made = sync.parts(device)
-    assert next(iter(made)) == first
-    assert {"gpus.ipc", "gpus.shm", "gpus.broadcast", "digests", "growth.bytes"} < made.keys()
+def test_gpu_rows_come_first_where_there_is_a_gpu(device: Any, first: str) -> None:
+    phases = [step.phase for step in LAB.plan(BenchSyncConfig(device=device))]
+    assert phases[0] == first
+    assert {"gpus.ipc", "gpus.shm", "gpus.broadcast", "digests", "growth.bytes"} < set(phases)
 
 
 def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync, "free_memory", lambda: 2**30)
-    world: Any = None
+    monkeypatch.setattr(parts, "free_memory", lambda: 2**30)
+    bench: Any = None
     with pytest.raises(BadInput, match=r"64 x 4 MiB needs 1\.8 GiB here, but only 1\.0 GiB are free"):
-        sync.rates(world, sync.SHAPES[2], ["shm"], receivers=2, rounds=1)
+        parts.rates(bench, SHAPES["large"], ["shm"], receivers=2)
 
 
 def test_files_lie_in_memory_where_there_is_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sync, "IN_MEMORY", tmp_path)
-    monkeypatch.setattr(sync.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    assert sync.place_for(799) == tmp_path
-    assert sync.place_for(800) is None
+    monkeypatch.setattr(lab, "IN_MEMORY", tmp_path)
+    monkeypatch.setattr(lab.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    assert lab.place_for(799) == tmp_path
+    assert lab.place_for(800) is None

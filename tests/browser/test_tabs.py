@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kit.bench.view import made_up
+from kit.labs.bench_view.made_up import made_up
 from tests.browser.test_panel import choose, clean, contents, dark, idle, opened, press, snap, tab, write
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]

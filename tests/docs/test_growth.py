@@ -9,20 +9,22 @@ from typing import Any
 import pytest
 
 from docs.pictures.growth import growth, plot_growth, read, together
-from kit.bench.session import row
-from kit.bench.sync import times
 from kit.errors import BadInput
+from kit.labs.bench import Samples
+from kit.labs.bench_sync.parts import times
+from kit.results.samples import sample_rows
+from tests.bench.recorded import frame_of
 
 
 def bench() -> dict[str, Any]:
-    rows = []
+    rows: list[Samples] = []
     for megabytes, receivers in ((10, 1), (100, 1), (100, 2), (1000, 1)):
         seconds = {way: [slow * megabytes / 1e4 * receivers] * 3 for way, slow in (("memcpy", 1.0), ("shm", 1.4))}
         what = f"growth: {megabytes} MB, {receivers} receiver{'s' * (receivers > 1)}"
         reported = {"seconds": seconds, "bytes": megabytes * 10**6}
         rows += times(what, reported, ["memcpy", "shm"], megabytes=megabytes, receivers=receivers)
-    rows.append(row("something else", [1.0]))
-    return {"bench": "sync", "rows": [each.to_json() for each in rows]}
+    rows.append(Samples(what="something else", values=[1.0]))
+    return {"bench": "sync", "rows": sample_rows(frame_of(rows), [], {})}
 
 
 def test_rows_become_a_table() -> None:

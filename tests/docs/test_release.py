@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from docs.pictures.release import measured, plot_release
-from kit.bench.offload import of
-from kit.bench.session import Row
 from kit.errors import BadInput
+from kit.labs.bench import Samples
+from kit.labs.bench_release.parts import of_trial
+from kit.results.samples import sample_rows
+from tests.bench.recorded import frame_of
 
 MIB = 2**20
 COST = {"exact": 0.02, "manual": 0.2}
@@ -18,19 +20,18 @@ COST = {"exact": 0.02, "manual": 0.2}
 
 def bench(*sources: str) -> dict[str, Any]:
     """Rows for two modes and three numbers of groups; official and suspend are not measured."""
-    rows = []
+    rows: list[Samples] = []
     for number in (20, 40, 80):
-        seen = {}
         for way, cost in COST.items():
             seconds = {"release": cost * number / 20, "back": 0.01, "first collective": 0.002}
             freed = dict.fromkeys(("groups", "rss_anon", *sources), number * MIB)
             reported = {"cycles": [{"seconds": seconds, "freed": freed}] * 3, "left": dict.fromkeys(freed, 0)}
             reported |= {"groups": number, "mechanism": "gloo over the store"}
-            seen[way] = [[reported, reported]]
-        rows += [*of(2, seen), *(of(4, seen) if number == 20 else ())]
+            for ranks in (2, 4) if number == 20 else (2,):
+                rows += of_trial(ranks, way, [reported, reported])
     why = "not measured: it needs a GPU (NCCL)"
-    rows.append(Row(what="own groups, 2 ranks", who="suspend", note=why, ids={"ranks": 2, "way": "suspend"}))
-    return {"bench": "release", "rows": [row.to_json() for row in rows], "provenance": {"gpu": {"gpus": []}}}
+    rows.append(Samples(what="own groups, 2 ranks", who="suspend", note=why, ids={"ranks": 2, "way": "suspend"}))
+    return {"bench": "release", "rows": sample_rows(frame_of(rows), [], {}), "provenance": {"gpu": {"gpus": []}}}
 
 
 def test_rows_become_a_table() -> None:

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
-from kit.bench.session import Row, row
 from kit.errors import BadInput
+from kit.labs.bench import Samples
 from kit.measure import provenance
 from kit.results.comparison import FOLDER, recorded
+from kit.results.rules import Rule
+from kit.results.samples import median_rule, sample_rows
+from tests.bench.recorded import frame_of
 
 
 def keep(folder: Path, part: str, **reported: Any) -> None:
@@ -19,15 +22,20 @@ def keep(folder: Path, part: str, **reported: Any) -> None:
     (folder / f"{part}.json").write_text(json.dumps({**reported, "provenance": provenance()}))
 
 
+def of(*samples: Samples, rules: tuple[Rule, ...] = ()) -> list[dict[str, Any]]:
+    return sample_rows(frame_of(samples), rules, {})
+
+
 @pytest.fixture
 def references(tmp_path: Path) -> Path:
-    rows = [
-        row("a copy", [2.0, 1.0, 9.0], unit="ms", limit=1.5),
-        Row(what="a far copy", note="not measured: there is one GPU"),
-    ]
-    keep(tmp_path / "one", "bench-sync", rows=[one.to_json() for one in rows])
-    keep(tmp_path / "two", "bench-sync", rows=[rows[0].to_json()])
-    keep(tmp_path / "two", "bench-view", rows=[row("<b>", [1.0]).to_json()])
+    rows = of(
+        Samples(what="a copy", values=[2.0, 1.0, 9.0], metric="copied", unit="ms"),
+        Samples(what="a far copy", note="not measured: there is one GPU"),
+        rules=(median_rule("copied", "Is it fast?", 1.5, "ms"),),
+    )
+    keep(tmp_path / "one", "bench-sync", rows=rows)
+    keep(tmp_path / "two", "bench-sync", rows=rows[:1])
+    keep(tmp_path / "two", "bench-view", rows=of(Samples(what="<b>", values=[1.0])))
     return tmp_path
 
 
@@ -41,7 +49,7 @@ def test_each_machine_is_found_and_named(references: Path) -> None:
 
 def test_files_of_parts_come_together(references: Path) -> None:
     for part, what in (("bench-sync.gpus-shm", "by GPU"), ("bench-sync.model", "by model"), ("bench-synch", "another")):
-        keep(references / "one", part, rows=[row(what, [1.0]).to_json()])
+        keep(references / "one", part, rows=of(Samples(what=what, values=[1.0])))
     one, two = recorded("bench-sync", folder=references)
     assert [each["what"] for each in one.rows] == ["a copy", "a far copy", "by GPU", "by model"]
     assert len(two.rows) == 1
@@ -66,13 +74,14 @@ def test_a_bench_is_shown_with_its_spread_and_its_notes(references: Path) -> Non
 
 
 def test_ways_that_did_the_same_are_columns(tmp_path: Path) -> None:
-    rows = [
-        row("release", [12.345], unit="ms", who="exact"),
-        row("release", [30.0], unit="ms", who="abort", limit=10.0),
-        row("back", [2.0], unit="ms", who="exact"),
-        Row(what="back", who="abort", note="not measured"),
-    ]
-    keep(tmp_path / "one", "bench-release", rows=[one.to_json() for one in rows])
+    rows = of(
+        Samples(what="release", values=[12.345], unit="ms", who="exact"),
+        Samples(what="release", values=[30.0], unit="ms", who="abort", metric="released"),
+        Samples(what="back", values=[2.0], unit="ms", who="exact"),
+        Samples(what="back", who="abort", note="not measured"),
+        rules=(median_rule("released", "Is it fast?", 10.0, "ms"),),
+    )
+    keep(tmp_path / "one", "bench-release", rows=rows)
     head, cells = recorded("bench-release", folder=tmp_path)[0].table
     assert head == ("what, median", "exact", "abort")
     assert cells == [["release", "12.3 ms", "30 ms (not met)"], ["back", "2 ms", "-"]]

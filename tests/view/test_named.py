@@ -11,10 +11,10 @@ import pytest
 from matplotlib.colors import to_hex
 
 import kit
-from kit.bench.view import made_up
 from kit.draw.plots import PLACES, inline
 from kit.draw.style import DARK, LIGHT, THEMES
 from kit.errors import BadInput
+from kit.labs.bench_view.made_up import made_up
 from kit.view import named
 
 

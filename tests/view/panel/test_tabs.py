@@ -14,9 +14,9 @@ import pandas as pd
 import pytest
 
 import kit
-from kit.bench.view import made_up
 from kit.draw.plots import WhatIf
 from kit.errors import BadInput
+from kit.labs.bench_view.made_up import made_up
 from kit.labs.discover import find
 from kit.results import NotMeasured, Run
 from kit.view import tabs

@@ -1,14 +1,8 @@
-"""`kit bench world`: how fast a World starts, steps, restarts and reports a death. `make peers` compares it with other tools.
-
-Every start uses fresh processes and warm files: after the first sample the libraries are in the page cache. Two ranks on the CPU
-over gloo, even if there is a GPU. A sample counts only if the result was correct: the sum, the named rank, the fresh pids.
-"""
+"""The parts of the bench of Worlds."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import statistics
 import subprocess
 import sys
 import threading
@@ -16,17 +10,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from kit import machine
-from kit.bench.onranks import REDUCED
-from kit.bench.session import Bench, Part, Row, first_line, over, progress, row, samples, seconds_of, unmeasured
 from kit.errors import KitError, RankDied
+from kit.labs.bench import Bench, Part, Samples, first_line, measure, progress, ratios, unmeasured
+from kit.labs.lab import Drive
+from kit.measure.turns import seconds_of
 from kit.world import World, asked, leftovers
 from kit.world.calls import Pending, wait
 from kit.world.leftovers import carriers, end_carriers
 from kit.world.world import Printer
 
+FUNCTIONS = "kit.labs.bench_world.ranks.functions"
+REDUCED = 3.0  # 1 from rank 0 and 2 from rank 1
 STARTED = "two ranks to the first all-reduce done, cold"
 STEPPED = "one empty step on both ranks"
 TOLD = "SIGKILL of a rank to the exception"
@@ -36,46 +32,12 @@ SETTLE_S = 0.1  # delay before the kill, so rank 0 is inside the collective
 GONE_S = 10.0
 WIDE = 8  # ranks for the row on calls in flight
 FLYING = 100
-EMPTY = "kit.bench.onranks:number"
+EMPTY = f"{FUNCTIONS}:number"
 HOLDER = (
     "import sys\nfrom kit.world import World\nworld = World(2, device='cpu', logs=sys.argv[1])\n"
-    "world.call('kit.bench.onranks:first_all_reduce')\nprint('ready', flush=True)\nsys.stdin.read()"
+    f"world.call('{FUNCTIONS}:first_all_reduce')\nprint('ready', flush=True)\nsys.stdin.read()"
 )
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def parts(
-    _: str,
-    *,
-    starts: int = 7,
-    megatron: int = 5,
-    steps: int = 200,
-    deaths: int = 7,
-    kernels: int = 5,
-    helps: int = 7,
-    restarts: int = 7,
-    phases: int = 20,
-    flights: int = 5,
-) -> dict[str, Part]:
-    """All parts run on the CPU. Parts with the same ranks share one World. Sizes are numbers of samples."""
-
-    def of_two(part: Callable[..., list[Row]], *counts: int) -> Part:
-        return lambda session: part(session.shared(2, device="cpu", observer=LISTENER), *counts)
-
-    def alone(what: str, n: int, once: Callable[[Path], float], **about: float) -> Part:
-        return lambda session: [row(what, samples(what, n, lambda: once(session.logs)), **about)]
-
-    ask_for_help = partial(run_once, [sys.executable, "-m", "kit", "--help"], environment())
-    return {
-        "start": alone(STARTED, starts, start_once, limit=2.5, aim=1.0),
-        "megatron": lambda session: start_with_megatron(session.logs, megatron),
-        "step": of_two(step, steps, phases),
-        "death": of_two(death, deaths),
-        "restart": of_two(restart, restarts),
-        "calls": lambda session: in_flight(session.logs, flights),
-        "notebook": alone(VANISHED, kernels, kernel_death_once, limit=2.0),
-        "help": alone("kit --help", helps, lambda _: seconds_of(ask_for_help), limit=0.3),
-    }
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Listener(Printer):
@@ -88,24 +50,24 @@ class Listener(Printer):
         self.heard.set()
 
 
-LISTENER = Listener()
+def world_of_two(bench: Bench, **options: object) -> World:
+    return bench.world(2, device="cpu", observer=Listener(), **options)
 
 
-@contextlib.contextmanager
-def world_of_two(logs: Path, **options: Any) -> Iterator[World]:
-    with World(2, device="cpu", logs=logs, observer=Listener(), **options) as world:
-        yield world
+def repeated(what: str, number: int, once: Callable[[], float]) -> list[float]:
+    progress(f"{what}, {number} times")
+    return [once() for _ in range(number)]
 
 
 def all_reduce(world: World) -> None:
-    values = world.call("kit.bench.onranks:first_all_reduce")
+    values = world.call(f"{FUNCTIONS}:first_all_reduce")
     if values != [REDUCED] * 2:
         raise KitError(f"the first all-reduce gave {values} on the ranks, expected {REDUCED}")
 
 
 def start_once(logs: Path, preload: Sequence[str] = ()) -> float:
     began = time.perf_counter()
-    with world_of_two(logs, preload=preload) as world:
+    with World(2, device="cpu", logs=logs, observer=Listener(), preload=preload) as world:
         all_reduce(world)
         took = time.perf_counter() - began
         missing = [name for name in preload if not all(world.eval(f"{name!r} in __import__('sys').modules"))]
@@ -114,45 +76,52 @@ def start_once(logs: Path, preload: Sequence[str] = ()) -> float:
     return took
 
 
-def start_with_megatron(logs: Path, n: int) -> list[Row]:
+def start(bench: Bench) -> Iterator[Samples]:
+    values = repeated(STARTED, bench.config.starts, lambda: start_once(bench.logs))
+    yield Samples(what=STARTED, values=values, metric="started")
+
+
+def start_with_megatron(bench: Bench) -> Iterator[Samples]:
     """The time of a start, and its ratio to an import of megatron.core by the same interpreter, in turns."""
     what = f"{STARTED}, with megatron.core"
     against = "the same, over python -c 'import megatron.core'"
-    found = asked.find_python()
-    if not found.megatron:
+    python = asked.find_python()
+    if not python.megatron:
         why = "the ranks' interpreter has no megatron.core"
-        return [unmeasured(what, why, limit=4.5, aim=3.0), unmeasured(against, why, unit="x", limit=1.3)]
+        yield unmeasured(what, why, metric="started_with_megatron")
+        yield unmeasured(against, why, metric="start_over_import", unit="x")
+        return
 
-    import_once = partial(seconds_of, partial(run_once, [found.path, "-c", "import megatron.core"]))
+    import_once = partial(seconds_of, partial(run_once, [python.path, "-c", "import megatron.core"]))
     import_once()  # loads the files into the page cache
-    progress(f"{what}, {n} times")
-    pairs = [(start_once(logs, ["megatron.core"]), import_once()) for _ in range(n)]
-    starts, imports = zip(*pairs, strict=True)
-    note = f"the import takes {statistics.median(imports):.2f} s, median"
-    return [row(what, starts, limit=4.5, aim=3.0), over(against, starts, imports, limit=1.3, note=note)]
+    for number in range(bench.config.megatron):
+        progress(f"{what}, {number + 1} of {bench.config.megatron}")
+        started, imported = start_once(bench.logs, ["megatron.core"]), import_once()
+        note = f"the import takes {imported:.2f} s"
+        yield Samples(what=what, values=[started], metric="started_with_megatron")
+        yield ratios("start_over_import", against, [started], [imported], note=note)
 
 
-def step(world: World, steps: int, phases: int) -> list[Row]:
-    def once(code: str) -> float:
-        return 1e3 * seconds_of(lambda: world.run(code))
+def step(bench: Bench) -> Iterator[Samples]:
+    steps, phases = bench.config.steps, bench.config.phases
+    with world_of_two(bench) as world:
 
-    all_reduce(world)
-    world.run("from kit.measure import PhaseMeter")
-    metered = f"{STEPPED}, measured as a phase"
-    own = "the meter's own cost in a phase of 100 ms"
-    empty = samples(STEPPED, steps, lambda: once("pass"))
-    inside = samples(metered, steps, lambda: once("with PhaseMeter():\n    pass"))
-    progress(own)
-    costs = world.call("kit.bench.onranks:meter_cost", n=phases, seconds=PHASE_S)
+        def once(code: str) -> float:
+            return 1e3 * seconds_of(lambda: world.run(code))
+
+        all_reduce(world)
+        world.run("from kit.measure import PhaseMeter")
+        empty = repeated(STEPPED, steps, lambda: once("pass"))
+        yield Samples(what=STEPPED, values=empty, metric="stepped", unit="ms")
+        metered = f"{STEPPED}, measured as a phase"
+        inside = repeated(metered, steps, lambda: once("with PhaseMeter():\n    pass"))
+        yield Samples(what=metered, values=inside, unit="ms")
+        costs = world.call(f"{FUNCTIONS}:meter_cost", n=phases, seconds=PHASE_S)
     shares = [100 * cost / PHASE_S for per_rank in costs for cost in per_rank]
-    return [
-        row(STEPPED, empty, unit="ms", limit=0.25, aim=0.15),
-        row(metered, inside, unit="ms"),
-        row(own, shares, unit="%", limit=1.0),
-    ]
+    yield Samples(what="the meter's own cost in a phase of 100 ms", values=shares, metric="meter_share", unit="%")
 
 
-def in_flight(logs: Path, n: int) -> list[Row]:
+def in_flight(bench: Bench) -> Iterator[Samples]:
     """Calls to single ranks of 8: with every rank kept busy, over one call after another."""
     what = f"{FLYING} calls over {WIDE} ranks, in flight at once, over one after another"
 
@@ -167,14 +136,15 @@ def in_flight(logs: Path, n: int) -> list[Row]:
                 flying.append(world.submit(EMPTY, ranks=[free.pop()]))
                 sent += 1
             done = wait(flying)
-            flying = [one for one in flying if one not in done]
-            free += [rank for one in done for rank in one.result()]
+            flying = [pending for pending in flying if pending not in done]
+            free += [rank for pending in done for rank in pending.result()]
 
-    with World(WIDE, device="cpu", logs=logs, observer=Listener()) as world:
+    with bench.world(WIDE, device="cpu", observer=Listener()) as world:
         for rank in range(WIDE):
             world.call(EMPTY, ranks=[rank])
-        taken = samples(what, n, lambda: seconds_of(partial(at_once, world)) / seconds_of(partial(in_turn, world)))
-    return [row(what, taken, unit="x", limit=2.0)]
+        for _ in range(bench.config.flights):
+            above, below = seconds_of(partial(at_once, world)), seconds_of(partial(in_turn, world))
+            yield ratios("at_once_over_in_turn", what, [above], [below])
 
 
 def death_once(world: World, words: list[str]) -> float:
@@ -193,7 +163,7 @@ def death_once(world: World, words: list[str]) -> float:
     killer = threading.Thread(target=kill)
     killer.start()
     try:
-        world.call("kit.bench.onranks:wait_for_rank_1", phase="collective", timeout_s=60)
+        world.call(f"{FUNCTIONS}:wait_for_rank_1", phase="collective", timeout_s=60)
     except RankDied as error:
         took = time.perf_counter() - killed[0]
         if (error.rank, error.signal, error.phase) != (1, "SIGKILL", "collective"):
@@ -205,23 +175,34 @@ def death_once(world: World, words: list[str]) -> float:
     return took
 
 
-def death(world: World, n: int) -> list[Row]:
+def death(bench: Bench) -> Iterator[Samples]:
     words: list[str] = []
-    taken = samples(TOLD, n, lambda: death_once(world, words))
-    return [row(TOLD, taken, limit=0.5, aim=0.05, note="".join(words))]
+    with world_of_two(bench) as world:
+        for _ in range(bench.config.deaths):
+            seconds = death_once(world, words)
+            yield Samples(what=TOLD, values=[seconds], metric="death_told", note="".join(words))
 
 
-def restart(world: World, n: int) -> list[Row]:
+def restart(bench: Bench) -> Iterator[Samples]:
     what = "World.restart(), fresh processes, to their first all-reduce done"
+    with world_of_two(bench) as world:
+        for _ in range(bench.config.restarts):
+            before = world.pids
+            seconds = seconds_of(world.restart) + seconds_of(lambda: all_reduce(world))
+            if set(before) & set(world.pids):
+                raise KitError(f"restart() changed the pids from {before} to {world.pids}; all must be new")
+            yield Samples(what=what, values=[seconds], metric="restarted")
 
-    def once() -> float:
-        before = world.pids
-        took = seconds_of(world.restart) + seconds_of(lambda: all_reduce(world))
-        if set(before) & set(world.pids):
-            raise KitError(f"restart() changed the pids from {before} to {world.pids}; all must be new")
-        return took
 
-    return [row(what, samples(what, n, once), limit=1.0, aim=0.1)]
+def notebook(bench: Bench) -> Iterator[Samples]:
+    values = repeated(VANISHED, bench.config.kernels, lambda: kernel_death_once(bench.logs))
+    yield Samples(what=VANISHED, values=values, metric="vanished")
+
+
+def ask_for_help(bench: Bench) -> Iterator[Samples]:
+    once = partial(run_once, [sys.executable, "-m", "kit", "--help"], environment())
+    values = repeated("kit --help", bench.config.helps, lambda: seconds_of(once))
+    yield Samples(what="kit --help", values=values, metric="helped")
 
 
 def kernel_death_once(logs: Path) -> float:
@@ -270,5 +251,17 @@ def seconds_until_gone(fits: Callable[[str], bool], known: list[int], since: flo
     return None
 
 
-QUICK = {"starts": 3, "megatron": 2, "steps": 50, "deaths": 3, "kernels": 2, "helps": 3, "restarts": 3, "phases": 5}
-WORLD = Bench(parts, {**QUICK, "flights": 2})
+PARTS: dict[str, Part] = {
+    "start": start,
+    "megatron": start_with_megatron,
+    "step": step,
+    "death": death,
+    "restart": restart,
+    "calls": in_flight,
+    "notebook": notebook,
+    "help": ask_for_help,
+}
+
+
+def measured(drive: Drive) -> None:
+    measure(drive, PARTS[drive.phase])

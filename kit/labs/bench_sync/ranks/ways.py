@@ -1,4 +1,5 @@
-"""What `kit bench sync` has its ranks do: rank 0 sends, the next ones receive, the others look on, so that groups are real parts.
+"""What the ranks of the bench of weight transfer do: rank 0 sends, the next ones receive, the others look on, so that groups are real
+parts.
 
 What is compared brings the same weights to the same receivers and takes turns within one loop; in a turn before those it is seen that
 every byte arrived. A time goes from when all are ready until the last receiver has applied everything; the making of the transport is
@@ -18,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from kit.bench.session import seconds_of, turn_by_turn
-from kit.bench.sync import BACK, FILES, HOST, OUT, PEER, WITHIN, place_for
 from kit.errors import KitError
+from kit.labs.bench_sync.lab import BACK, FILES, HOST, OUT, PEER, WITHIN, place_for
 from kit.measure import host
 from kit.measure.phase import timed
+from kit.measure.turns import seconds_of, turn_by_turn
 from kit.megatron.config import GEOMETRIES
 from kit.sync.buckets import Bound, Layout, automatic, lay_out, live, specs_of, views
 from kit.sync.cache import LARGEST, SLOTS, Cache, Kept, Segment, starts
@@ -70,7 +71,7 @@ class Laid(NamedTuple):
     bound: Bound
 
 
-class Bench:
+class Ways:
     """A rank's part in all ways: the weights, a link to the other end, and one segment into which every layout packs."""
 
     def __init__(self, wanted: dict[str, Any], receivers: int, meeting: str) -> None:
@@ -274,33 +275,33 @@ class Bench:
 
 def rates(*, shape: dict[str, Any], receivers: int, meeting: str, ways: Sequence[str], rounds: int) -> dict[str, Any]:
     """Seconds of each way, turn by turn, as the sender saw them."""
-    bench = Bench(shape, receivers, meeting)
-    works = {name: bench.way(name) for name in ways}
+    end = Ways(shape, receivers, meeting)
+    works = {name: end.way(name) for name in ways}
     try:
-        seconds = turn_by_turn(ways, rounds, lambda name, turn: one_turn(bench, name, works[name], first=turn < 0))
+        seconds = turn_by_turn(ways, rounds, lambda name, turn: one_turn(end, name, works[name], first=turn < 0))
     finally:
-        bench.close()
-    automatic = bench.laid(0).layout.bucket_bytes if bench.taking else 0
-    return {"bytes": bench.total, "automatic": automatic, "seconds": seconds}
+        end.close()
+    automatic = end.laid(0).layout.bucket_bytes if end.taking else 0
+    return {"bytes": end.total, "automatic": automatic, "seconds": seconds}
 
 
-def one_turn(bench: Bench, name: str, work: Callable[[], None], *, first: bool) -> float:
+def one_turn(end: Ways, name: str, work: Callable[[], None], *, first: bool) -> float:
     if first:
-        for tensor in bench.tensors.values() if bench.rank else ():  # what was received is forgotten
+        for tensor in end.tensors.values() if end.rank else ():  # what was received is forgotten
             tensor.zero_()
     dist.barrier()
     start = time.perf_counter()
-    if bench.taking:
+    if end.taking:
         work()
     taken = time.perf_counter() - start
-    if bench.rank == 0:  # the sender's end is the first to close
-        bench.close_opened()
+    if end.rank == 0:  # the sender's end is the first to close
+        end.close_opened()
     dist.barrier()
-    bench.close_opened()
+    end.close_opened()
     if first and name not in COPYING:
         contents: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(contents, bench.content())
-        if len({contents[rank] for rank in bench.part}) > 1:
+        dist.all_gather_object(contents, end.content())
+        if len({contents[rank] for rank in end.part}) > 1:
             raise KitError(f"{name} did not bring what was sent")
     return taken
 

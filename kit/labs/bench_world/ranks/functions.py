@@ -1,4 +1,4 @@
-"""What ranks do for benches. Here: for `kit bench world`, which times starts, so these functions import what they need themselves."""
+"""What ranks do for the bench of Worlds. It times starts, so these functions import what they need themselves."""
 
 from __future__ import annotations
 

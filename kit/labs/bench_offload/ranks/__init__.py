@@ -1,0 +1,1 @@
+"""The bench of offloading on a rank."""

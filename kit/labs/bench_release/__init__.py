@@ -1,0 +1,1 @@
+"""Bench release: the time to release and restore a job's communicators, mode by mode."""

@@ -1,0 +1,1 @@
+"""The bench of releasing on a rank."""

@@ -1,0 +1,41 @@
+"""Bench share: the cost of time sharing compared with its bound, whether it changes numbers, the time of a switch, and the scheduler's
+speed.
+
+Parts are independent; `scheduler` needs no ranks. Ranks of the part `makespan` wait for each token and each trained sample, as with a
+larger model, so the loops are measured instead of the ranks' competition for this machine's cores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from kit.labs.definition import BenchConfig, Definition, Option, Step, parts_of
+
+PARTS = ("together", "makespan", "switch", "scheduler")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchShareConfig(BenchConfig):
+    QUICK: ClassVar[dict[str, Any]] = {"steps": 2, "paced_steps": 2, "runs": 1, "rounds": 20, "plans": 3}
+
+    steps: Annotated[int, Option("steps of each pipeline that is compared", low=1, high=1000)] = 5
+    paced_steps: Annotated[int, Option("steps of each paced pipeline", low=1, high=1000)] = 9
+    runs: Annotated[int, Option("runs of the part switch, each with one or two switches", low=1, high=100)] = 5
+    rounds: Annotated[int, Option("devices that training takes and gives back", low=1, high=100_000)] = 100
+    plans: Annotated[int, Option("plans from nothing", low=1, high=1000)] = 9
+
+
+def plan(config: BenchShareConfig) -> list[Step]:
+    return parts_of(config, PARTS, "kit.labs.bench_share.parts:measured")
+
+
+LAB = Definition(
+    name="bench-share",
+    summary="measures gain and cost of time sharing, and the scheduler's speed",
+    config=BenchShareConfig,
+    plan=plan,
+    rules="kit.labs.bench_share.rules:RULES",
+    first=("quick", "parts", "device"),
+    tag="bench",
+)

@@ -1,0 +1,225 @@
+"""The parts of the bench of time sharing: runs of the lab, what their ledgers say, and the scheduler alone."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+
+from kit.labs.bench import Bench, Part, Samples, measure, progress
+from kit.labs.lab import Drive
+from kit.labs.share import tables
+from kit.loop.messages import Event
+from kit.results import with_ids
+from kit.share.core import Scheduler
+from kit.share.state import Plan, Settings, State, Turn
+from kit.world.world import Worlds
+
+# B's answers are half as long as A's, so a static half of the devices is too little for A: 1.38 times the bound by arithmetic. Each trains
+# where the planner lets it generate first. A replica needs 20 ms per token; two groups per pipeline are in flight at once.
+TWO_PACED: dict[str, Any] = {
+    "train_a": (1,),
+    "train_b": (0,),
+    "answer_a": (12, 12),
+    "answer_b": (6, 6),
+    "pace_ms": (20, 20),
+}
+TWO_PACED |= {"train_pace_ms": (5, 5), "groups": 24, "group": 2, "slots": 2, "decode": 2, "layers": 1, "warm": 0}
+TWO_PACED |= {"controls": "all", "rehearse": False}
+# 174 MiB of weights. A replica handles orders after each token, so a switch hardly waits for a call in flight.
+LARGE: dict[str, Any] = {"size": "125m", "layers": 1, "warm": 0, "steps_a": 2, "steps_b": 2, "groups": 2, "group": 2}
+LARGE |= {"answer_a": (4, 4), "answer_b": (4, 4), "decode": 1, "deadline_s": 120.0, "rehearse": False}
+PIPELINES, DEVICES = 32, 512  # for the part scheduler
+
+
+def together(bench: Bench) -> Iterator[Samples]:
+    """Outcomes of both pipelines together compared with each alone, and the observers' samples of the devices."""
+    steps = bench.config.steps
+    run = bench.lab("share", "together", steps_a=steps, steps_b=steps, rehearse=False)
+    same = next(row for row in run.verdict() if row.check == "same_numbers")
+    note = f"{steps} steps each, staleness 0"
+    yield Samples(
+        what="outcomes of two pipelines that differ from those alone",
+        values=[] if same.measured is None else [same.measured],
+        metric="outcomes_differ",
+        unit="1",
+        note=f"{note}; control: each alone; {same.why}",
+    )
+    seen, two, blind = owners(run.frame())
+    why = f"{note}; locks of {run.config['devices']} devices, {seen} samples from outside, every 20 ms"
+    if blind:
+        why = "not measured: this kernel shows no locks of other processes"
+    what = "samples of devices with two owners"
+    yield Samples(what=what, values=[] if blind else [float(two)], metric="two_owners", unit="1", note=why)
+
+
+def owners(frame: pd.DataFrame) -> tuple[int, int, bool]:
+    """The observer's samples of devices in the phase shared, the number with two owners, and whether it was blind."""
+    rows = with_ids(frame[(frame["phase"] == "shared") & (frame["metric"] == "seen_samples")], "two_owners", "blind")
+    return int(rows["value"].sum()), int(rows["two_owners"].sum()), bool(rows["blind"].max())
+
+
+def makespan(bench: Bench) -> Iterator[Samples]:
+    """Two unequal pipelines: together, each alone, in sequence, and each on half of the devices, in one run."""
+    steps = bench.config.paced_steps
+    frame = bench.lab("share", "makespan", **TWO_PACED, steps_a=steps, steps_b=steps).frame()
+    by, loops = tables.arithmetic(frame), tables.loops(frame).set_index("loop")
+    work = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in by.work.items())
+    alone = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in by.alone.items())
+    note = (
+        f"2 devices, K={steps} steps of 24 groups of 2; answers of 12 (A) and 6 (B) tokens at 20 ms; device-seconds of work {work}; alone "
+        f"{alone}; bound {by.bound:.1f} s = max(work / devices, longest alone) + switches / devices; paced, not real, times"
+    )
+
+    def over(what: str, seconds: float, metric: str = "loop_over_bound", how: str = "") -> Samples:
+        words = f"{what} over the bound{how}"
+        return Samples(
+            what=words, values=[seconds / by.bound], metric=metric, unit="ratio", note=f"{note}; {seconds:.1f} s"
+        )
+
+    yield over("time of both pipelines", float(loops["seconds"]["shared"]), "shared_over_bound")
+    for loop, words in (("serial", "one after the other"), ("static", "half of the devices each")):
+        yield over(words, getattr(by, loop), how=", by arithmetic")
+        if loops["known by"][loop] == "measured":
+            yield over(words, float(loops["seconds"][loop]))
+
+
+def switch(bench: Bench) -> Iterator[Samples]:
+    """A switch, from the plan until the weights have arrived, compared with the medians of its parts when one pipeline has all devices. All
+    times come from the ledger and exclude the seconds in which ranks hash weights for a check."""
+    runs = bench.config.runs
+    note = f"174 MiB of weights, {runs} runs with different seeds"
+    alone: dict[str, list[float]] = {"shrink": [], "expand": [], "weights": []}
+    seconds: dict[str, list[float]] = {"total": [], "check": []}
+    with bench.worlds((1, 1, 1)) as worlds:
+        for frame in several(bench, worlds, "switch-alone", scenario="A"):
+            for part, values in of_parts(frame).items():
+                alone[part] += values
+    control = sum(statistics.median(values) for values in alone.values())
+    with bench.worlds((1,) * 6) as worlds:
+        for frame in several(bench, worlds, "switch"):
+            for name, values in switched(frame).items():
+                seconds[name] += values
+    parts = ", ".join(f"{part} {statistics.median(values):.3f} s (n={len(values)})" for part, values in alone.items())
+    why = f"not measured: no switch in {note}"
+    if total := seconds["total"]:
+        why = (
+            f"{note}; shrink A, wake B, send weights: median {statistics.median(total):.3f} s, without the check's SHA-256 of all "
+            f"weights ({statistics.median(seconds['check']):.3f} s); control: one pipeline, {parts}"
+        )
+    values = [value / control for value in total]
+    what = "a switch over the sum of its parts alone"
+    yield Samples(what=what, values=values, metric="switch_over_parts", unit="ratio", note=why)
+
+
+def several(bench: Bench, worlds: Worlds, name: str, **config: Any) -> Iterator[pd.DataFrame]:
+    for turn in range(bench.config.runs):
+        progress(f"{name}, run {turn + 1} of {bench.config.runs}")
+        yield bench.lab("share", f"{name}-{turn}", world=worlds, **{**LARGE, **config, "seed": 1234 + turn}).frame()
+
+
+def of_parts(frame: pd.DataFrame) -> dict[str, list[float]]:
+    """For each cycle of one pipeline that moved one replica: the time to sleep, to wake, to get its weights."""
+    table = tables.switches(frame)
+    table = table[~(table["shrinks"] + table["expands"]).str.contains(",")]
+    slept, woke = table[table["shrinks"] != ""], table[(table["expands"] != "") & (table["weights"] > 0)]
+    given = woke["weights"] - woke["check"]
+    return {"shrink": slept["shrink"].tolist(), "expand": woke["expand"].tolist(), "weights": given.tolist()}
+
+
+def switched(frame: pd.DataFrame) -> dict[str, list[float]]:
+    """Seconds of each cycle in which one pipeline's replica slept and another one's woke and got weights; and of its check."""
+    seconds: dict[str, list[float]] = {"total": [], "check": []}
+    for row in tables.switches(frame).to_dict("records"):
+        pipelines = {part.partition(".")[0] for part in (row["shrinks"], row["expands"]) if part}
+        single = "," not in row["shrinks"] + row["expands"]
+        if single and len(pipelines) == 2 and row["weights"] and not row["grants"]:
+            seconds["total"].append(row["total"] - row["check"])
+            seconds["check"].append(row["check"])
+    return seconds
+
+
+# -- the scheduler alone -----------------------------------------------------------------------------------------------------
+
+
+def scheduler(bench: Bench) -> Iterator[Samples]:
+    """The scheduler's own time on this machine, with 32 pipelines and 512 devices; nothing else runs."""
+    for tp in (1, 8):
+        progress(f"the scheduler, tp={tp}")
+        about: dict[str, Any] = {"unit": "ms", "ids": {"tp": tp, "pipelines": PIPELINES, "devices": DEVICES}}
+        about["note"] = f"{PIPELINES} pipelines, {DEVICES} devices, replicas of {tp}; simulated"
+        moved = [1e3 * seconds for seconds in one_bundle(tp, bench.config.rounds)]
+        yield Samples(what=f"an event that moves one bundle, tp={tp}", values=moved, metric="bundle_moved", **about)
+        planned = [1e3 * from_nothing(tp) for _ in range(bench.config.plans)]
+        yield Samples(what=f"a plan from nothing, tp={tp}", values=planned, metric="plan_from_nothing", **about)
+
+
+class Timed:
+    """Feeds a scheduler and answers it at once; `seconds` has the time of each event that moved a replica."""
+
+    def __init__(self, tp: int) -> None:
+        names = tuple(f"p{number:02}" for number in range(PIPELINES))
+        self.core = Scheduler(Settings(devices=DEVICES, pipelines=names, admission_ms=0))
+        self.state, _ = self.core.begin()
+        self.seconds: list[float] = []
+        every = ",".join(map(str, range(DEVICES)))
+        for at, name in enumerate(names):
+            self.feed(Event("register", name, generation=every, tp=tp, trainer=str(at * (DEVICES // PIPELINES))))
+            self.feed(Event("admit", name))
+            self.feed(Event("progress", name, completed=0, target=100 + at))
+        self.names = names
+
+    def feed(self, event: Event) -> None:
+        begun = time.perf_counter()
+        self.state, commands = self.core.step(self.state, event)
+        seconds = time.perf_counter() - begun
+        if moved := [command for command in commands if command.name in ("left", "expand")]:
+            self.seconds.append(seconds)
+        for command in moved:
+            answer = "shrunk" if command.name == "left" else "expanded"
+            self.feed(Event(answer, "desk", who=command.pipeline, replica=command.replica))
+
+
+def from_nothing(tp: int) -> float:
+    """All pipelines wait for devices in use, which then become free at once: one plan for all of them."""
+    timed = Timed(tp)
+    state = timed.state
+    for name in timed.names:  # requests arrive while no plan may be made
+        busy = changed(state, plan=Plan(), sleeping=frozenset({("p00", 0)}))
+        state, _ = timed.core.step(busy, Event("acquire", name, kind="generation"))
+    free = changed(state, plan=None, sleeping=frozenset(), due=True)
+    begun = time.perf_counter()
+    _, commands = timed.core.step(free, Event("progress", "p00", completed=1, target=100))
+    seconds = time.perf_counter() - begun
+    assert sum(command.name == "expand" for command in commands) == DEVICES // tp
+    return seconds
+
+
+def changed(state: State, **fields: Any) -> State:
+    turn = Turn(state, Settings(devices=DEVICES, pipelines=("p00",)), "desk")
+    for name, value in fields.items():
+        setattr(turn, name, value)
+    return State(turn)
+
+
+def one_bundle(tp: int, rounds: int) -> list[float]:
+    """Training acquires one device and releases it: events that move one replica, among 512 devices in use."""
+    timed = Timed(tp)
+    for name in timed.names:
+        timed.feed(Event("acquire", name, kind="generation"))
+    timed.seconds.clear()
+    for number in range(rounds):
+        name = timed.names[number % PIPELINES]
+        timed.feed(Event("acquire", name, kind="training"))
+        timed.feed(Event("release", name, kind="training"))
+    return timed.seconds
+
+
+PARTS: dict[str, Part] = {"together": together, "makespan": makespan, "switch": switch, "scheduler": scheduler}
+
+
+def measured(drive: Drive) -> None:
+    measure(drive, PARTS[drive.phase])

@@ -1,0 +1,1 @@
+"""Bench sync: the speed of weight transfer from a trainer to receivers."""

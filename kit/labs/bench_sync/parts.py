@@ -1,0 +1,267 @@
+"""The parts of the bench of weight transfer."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+from kit.errors import BadInput
+from kit.labs.bench import KIT, Bench, Part, Samples, measure, progress, ratios, unmeasured
+from kit.labs.bench_sync.lab import (
+    BACK,
+    GPUS,
+    HOST,
+    MIB,
+    OUT,
+    PACKAGES,
+    PEER,
+    WITHIN,
+    BenchSyncConfig,
+    Shape,
+    place_for,
+    shape_of,
+)
+from kit.labs.lab import Drive
+from kit.machine import free_memory
+from kit.results import Run, with_ids
+
+Seconds = Mapping[str, Sequence[float]]
+WAYS = "kit.labs.bench_sync.ranks.ways"
+GIB, GB = 2**30, 1e9
+# Copies of the weights on the sender: the weights, memcpy's target, the segment, and the cache with its spare room.
+COPIES = 5
+# Otherwise copies below about 190 MB go through the processor's cache, which first fetches the bytes to be overwritten.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x8000"}
+WORLD: dict[str, Any] = {
+    "env": ENVIRONMENT,
+    "timeout_s": 1800.0,
+}  # the limit of a call with all turns on a busy machine
+NOT_HERE = "not installed"
+OVER_MEMCPY = ("shm", "shm+whole", "shm+whole+fresh", "shm+cache")
+GROUPS = ("broadcast", "per-tensor", "rendezvous")
+
+RANKS = {"ipc": 2, "shm": 2, "broadcast": 3}  # a group is a proper subset of the World: one rank is outside
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+BLOCK = 2**28
+ROUNDS = 7
+
+
+def rates(bench: Bench, shape: Shape, ways: Sequence[str], *, receivers: int, rounds: int = 0) -> dict[str, Any]:
+    """The sender's samples of every way, and the number of bytes. A sender, the receivers, and one uninvolved rank, on the CPU."""
+    needed, free = (COPIES + receivers) * shape.size(), free_memory()
+    if needed > free:
+        raise BadInput(f"{shape.name} needs {needed / GIB:.1f} GiB here, but only {free / GIB:.1f} GiB are free")
+    asked: dict[str, Any] = {"shape": shape.arguments(), "receivers": receivers, "ways": list(ways)}
+    asked |= {"rounds": rounds or bench.config.rounds, "meeting": f"bench-{secrets.token_hex(8)}"}
+    with bench.world(receivers + 2, device="cpu", **WORLD) as world:
+        answer: dict[str, Any] = world.call(f"{WAYS}:rates", **asked)[0]
+    return answer
+
+
+def times(what: str, answer: dict[str, Any], names: Sequence[str], **ids: int) -> Iterator[Samples]:
+    """Seconds of each way, with its rate."""
+    for name in names:
+        values, way = answer["seconds"][name], called(name)
+        note = f"{answer['bytes'] / statistics.median(values) / GB:.2f} GB/s"
+        yield Samples(what=f"{what}: {way}", values=values, who=who(name), note=note, ids={**ids, "way": way})
+
+
+def called(name: str) -> str:
+    rest, _, mib = name.partition("@")
+    kind, *extras = rest.removeprefix("file:").split("+")
+    if name == "copies":
+        return "a copy on each end at once"
+    words = {"cache": "by way of the cache", "whole": "in one segment", "fresh": "mapped anew"}
+    size = [f"buckets of {mib} MiB"] * bool(mib)
+    return ", ".join([kind, *(words.get(extra, f"verified by {extra}") for extra in extras), *size])
+
+
+def who(name: str) -> str:
+    return {"memcpy": "memcpy", "copies": "memcpy", **PACKAGES}.get(name, KIT)
+
+
+def transports(bench: Bench, shape: Shape) -> Iterator[Samples]:
+    """Every transport to one receiver; shared memory compared with one copy and with groups, and automatic with fixed bucket sizes."""
+    fixed = [f"broadcast@{mib:g}" for mib in bench.config.buckets_mib]
+    ways = ["memcpy", "copies", *OVER_MEMCPY, "serialize", *GROUPS, *fixed]
+    answer = rates(bench, shape, ways, receivers=1)
+    seconds, what = answer["seconds"], f"{shape.name}, 1 receiver"
+    yield from times(what, answer, ways)
+    yield over_memcpy(what, seconds, "copies")
+    for name in OVER_MEMCPY:
+        rule = ("shm_over_memcpy" if shape.large else "small_shm_over_memcpy") if name == "shm" else ""
+        yield over_memcpy(what, seconds, name, rule)
+    group, fastest = (
+        min(names, key=lambda name: statistics.median(seconds[name]))
+        for names in ([*GROUPS, *fixed], ["per-tensor", *fixed])
+    )
+    best = f"{what}: shm over the best by a group, time"
+    yield ratios("shm_over_group", best, seconds["shm"], seconds[group], note=f"that is {called(group)}")
+    automatic = f"{what}: broadcast over the best of per-tensor and fixed sizes, time"
+    note = f"that is {called(fastest)}; automatic buckets are of {answer['automatic'] / MIB:.3g} MiB"
+    yield ratios("automatic_over_fixed", automatic, seconds["broadcast"], seconds[fastest], note=note)
+
+
+def over_memcpy(what: str, seconds: Seconds, name: str, rule: str = "") -> Samples:
+    words = f"{what}: {called(name)}, time over memcpy's"
+    samples = ratios(rule or "over_memcpy", words, seconds[name], seconds["memcpy"], who=who(name))
+    return replace(samples, note=f"{1 / samples.median:.2f} of its speed")
+
+
+def two_receivers(bench: Bench, shape: Shape) -> Iterator[Samples]:
+    ways = ["memcpy", "shm", "broadcast", "serialize"]
+    answer = rates(bench, shape, ways, receivers=2)
+    what = f"{shape.name}, 2 receivers"
+    yield from times(what, answer, ways)
+    for name in ways[1:]:
+        yield over_memcpy(what, answer["seconds"], name)
+
+
+def verified(bench: Bench, shape: Shape) -> Iterator[Samples]:
+    """The cost of digests of every tensor on both ends, computed during the transfer."""
+    with bench.world(1, device="cpu", **WORLD) as world:
+        there = set(world.call(f"{WAYS}:hashing", each=4096, count=1, rounds=1)[0])
+    algorithms = bench.config.verify.split(",")
+    ways = ["shm", *(f"shm+{name}" for name in algorithms if name in there)]
+    answer = rates(bench, shape, ways, receivers=1)
+    what, seconds = f"{shape.name}, 1 receiver", answer["seconds"]
+    yield from times(what, answer, ways[1:])
+    for name in ways[1:]:
+        words = f"{what}: {called(name)}, time over unverified"
+        yield ratios("over_unverified", words, seconds[name], seconds["shm"])
+    for name in algorithms:
+        if name not in there:
+            yield Samples(what=f"{what}: shm, verified by {name}", note=NOT_HERE)
+
+
+def through_files(bench: Bench, shape: Shape) -> Iterator[Samples]:
+    """Compared with a common alternative: files in memory."""
+    there = [name for name, package in PACKAGES.items() if find_spec(package)]
+    answer = rates(bench, shape, ["shm", *there], receivers=1, rounds=bench.config.slow_rounds)
+    what, seconds, where = f"{shape.name}, 1 receiver, files", answer["seconds"], place_for(shape.size())
+    place = f"in {where}" if where else "in the temporary folder, because memory has too little room"
+    yield from times(what, answer, there)
+    for name in PACKAGES:
+        if name in there:
+            words = f"{what}: {called(name)} over shm, time"
+            yield ratios("files_over_shm", words, seconds[name], seconds["shm"], who=who(name), note=place)
+        else:
+            yield Samples(what=f"{what}: {called(name)}", who=who(name), note=NOT_HERE)
+
+
+def digests(bench: Bench) -> Iterator[Samples]:
+    """Seconds for 10^9 bytes on one core, in tensors of 4 MiB and of 32 KiB."""
+    with bench.world(1, device="cpu", **WORLD) as world:
+        for name, each in (("4 MiB", 4 * MIB), ("32 KiB", 32 * 2**10)):
+            asked = {"each": each, "count": max(1, bench.config.hash_mib * MIB // each), "rounds": bench.config.rounds}
+            what, seconds = f"digests of 1 GB in tensors of {name}", world.call(f"{WAYS}:hashing", **asked)[0]
+            for algorithm, values in seconds.items():
+                yield Samples(what=f"{what}: {algorithm}", values=values)
+            if "xxh3" not in seconds:
+                yield Samples(what=f"{what}: xxh3", note=NOT_HERE)
+
+
+def growth(bench: Bench, megabytes: Sequence[int], receivers: Sequence[int]) -> Iterator[Samples]:
+    """Larger weights to one receiver, or the same weights to more receivers."""
+    for size, count in itertools.product(megabytes, receivers):
+        shape = Shape(name=f"{size} MB in tensors of 1 MB", count=size, each=10**6)
+        what = f"growth: {size} MB, {count} receiver{'s' * (count > 1)}"
+        progress(what)
+        ways = ["memcpy", "shm", "broadcast"]
+        answer = rates(bench, shape, ways, receivers=count)
+        yield from times(what, answer, ways, megabytes=size, receivers=count)
+
+
+# -- on CUDA: the lab's syncs by each transport, beside plain copies -------------------------------------------------------
+#
+# A rate counts each copied byte once, although it is read and written. Times are the sender's, from when all are ready until the receivers
+# have applied everything, as in the lab's comparison of transports. Copies are measured in the same ranks just before. If two ranks share a
+# GPU, NCCL may refuse; the row then gives the reason. Not tested on a GPU yet; the tests run the same code on the CPU.
+
+
+def on_gpus(bench: Bench, name: str) -> Iterator[Samples]:
+    """One transport. Without a GPU a row gives the reason."""
+    if bench.device == "cpu":
+        why = "the CPU was requested, or this machine has no GPU driver"
+        yield unmeasured(f"on GPUs: {name}", why)
+    else:
+        yield from by_transport(bench, name)
+
+
+def by_transport(bench: Bench, name: str) -> Iterator[Samples]:
+    """Ceilings, then versions, in the same ranks; the first version, which allocates pages and connections, is not reported."""
+    env = {VISIBLE: os.environ.get(VISIBLE, "0").partition(",")[0]} if name == "ipc" else None  # both ends on one GPU
+    with bench.world(RANKS[name], env=env, preload=("megatron.core",), timeout_s=600) as world:
+        seats = [seat["device"] for seat in world.status()]
+        copies: dict[str, Any] = {"size": BLOCK, "rounds": ROUNDS, "device": seats[0]}
+        (plain,) = world.call(f"{WAYS}:measured", ranks=[0], timeout_s=600, **copies)
+        settings: dict[str, Any] = {"tp": 1, "replicas": 1, "infer_tp": 1, "placement": "apart", "refresh": "paused"}
+        settings |= {"transport": name, "verify": "none", "sweep": False, "ranks": RANKS[name]}
+        settings |= {"size": bench.config.model, "cycles": bench.config.rounds + 1}
+        run = bench.lab("sync", name, world=world, timeout_s=600, **settings)
+    yield from beside_copies(run, name, plain, same=seats[0] == seats[-1])
+
+
+def beside_copies(run: Run, name: str, plain: Seconds, *, same: bool) -> Iterator[Samples]:
+    """The transport's time with its ceiling, and the ceilings."""
+    frame = run.frame()
+    sent = frame[(frame["phase"] == "refresh") & (frame["rank"] == 0)]
+    size = int(sent[sent["metric"] == "bytes"]["value"].max())
+    events = with_ids(sent[sent["metric"] == "event"], "event").set_index("event")
+    seconds = []
+    for cycle in sorted(sent["cycle"].unique())[1:]:
+        at = events[events["cycle"] == cycle]["value"]
+        seconds.append(float(at["apply"] - at["ready"]))
+    least = {what: statistics.median(plain[what]) * size / BLOCK for what in ceiling_of(name, plain, same=same)}
+    slowest = max(least, key=least.__getitem__)
+    taken, device = statistics.median(seconds), "same" if same else "another"
+    share = f"{least[slowest] / taken:.2f} of {slowest} at {size / least[slowest] / GB:.2f} GB/s"
+    where = f"{run.config['size']}, 1 receiver on {'the same' if same else 'another'} device"
+    yield Samples(
+        what=f"{where}: {name}, from all ready to applied",
+        values=seconds,
+        ceiling=least[slowest],
+        note=f"{size / taken / GB:.2f} GB/s, {share}",
+        ids={"transport": name, "bytes": size, "device": device},
+    )
+    for what, copied in plain.items():
+        about: dict[str, Any] = {"who": "plain copy", "note": f"{BLOCK / statistics.median(copied) / GB:.2f} GB/s"}
+        about["ids"] = {"transport": name, "bytes": BLOCK, "copy": what}
+        yield Samples(what=f"{name}: {BLOCK >> 20} MiB, {what}", values=copied, **about)
+
+
+def ceiling_of(name: str, plain: Seconds, *, same: bool) -> list[str]:
+    """The plain copies that bound a transport: shared memory goes through the host, NCCL from GPU to GPU."""
+    if WITHIN not in plain:
+        return [HOST]
+    peers = [what for what in plain if what.startswith(PEER)]
+    if name == "shm" or not (same or peers):
+        return [OUT, BACK]
+    return [WITHIN] if same else peers
+
+
+KINDS: dict[str, Callable[..., Iterator[Samples]]] = {
+    "transports": transports,
+    "receivers": two_receivers,
+    "verified": verified,
+    "files": through_files,
+}
+
+
+def measured(drive: Drive) -> None:
+    config: BenchSyncConfig = drive.config
+    others: dict[str, Part] = {
+        "digests": digests,
+        "growth.bytes": partial(growth, megabytes=config.growth_mb, receivers=[1]),
+        "growth.receivers": partial(growth, megabytes=[config.receivers_mb], receivers=config.receivers),
+        **{f"gpus.{name}": partial(on_gpus, name=name) for name in GPUS},
+    }
+    shape, _, kind = drive.phase.partition(".")
+    measure(drive, others.get(drive.phase) or partial(KINDS[kind], shape=shape_of(config, shape)))

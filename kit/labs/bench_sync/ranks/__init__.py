@@ -1,0 +1,1 @@
+"""The bench of weight transfer on a rank."""

@@ -1,0 +1,89 @@
+"""The parts of the bench of panels, on the notebook side only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import kit
+from kit.draw.general import records_table
+from kit.labs.bench import Bench, Samples, measure, progress
+from kit.labs.bench_view.made_up import RANKS, made_up
+from kit.labs.discover import find
+from kit.labs.lab import Drive
+from kit.measure.turns import seconds_of
+from kit.public import load
+from kit.view.model import PanelModel
+from kit.view.tabs import Grid, PlotsTab, VerdictTab
+
+# Each with the limit that moves in it.
+PLOTS = {"drift": "memory_drift", "census": "fds_return", "verdict": "memory_drift", "overview": "memory_drift"}
+MADE_UP = "made-up records in the shape of the offload lab's"
+
+
+def opening(bench: Bench, folder: Path) -> Iterator[Samples]:
+    """From the folder to the table and to the verdict, without caches."""
+    count = len(load(folder).frame())
+    for name, work in (("table", lambda: load(folder).frame()), ("verdict", lambda: load(folder).verdict())):
+        what = f"a run of {count} records, opened to its {name}"
+        values = [seconds_of(work) for _ in range(bench.config.opens)]
+        yield Samples(what=what, values=values, metric="run_opened", note=MADE_UP)
+
+
+def panels(bench: Bench, folder: Path) -> Iterator[Samples]:
+    """All of a panel's widgets, with the newest run found, judged and drawn."""
+    os.utime(folder / "run.json")  # make it the newest run
+    first, *later = [seconds_of(lambda: kit.panel("offload").close()) for _ in range(bench.config.panels + 1)]
+    what = "a panel made, with its last run judged and a first plot drawn"
+    yield Samples(what=what, values=later, note=f"{MADE_UP}; the first one took {first:.2g} s")
+
+
+def moving(bench: Bench, folder: Path) -> Iterator[Samples]:
+    """A limit that moves by a different step each time, including everything sent to the browser; the first move is not counted."""
+    records, moves = len(load(folder).frame()), bench.config.moves
+
+    def moved(what: str, metric: str, limit: str, tab_of: Callable[[PanelModel], object]) -> Samples:
+        model = PanelModel(find("offload"))
+        model.show(load(folder))
+        _shown = tab_of(model)
+        _, *values = [1e3 * seconds_of(partial(model.move, limit, float(1000 + step))) for step in range(moves + 1)]
+        words = f"a limit moved, to {what}, {records} records"
+        return Samples(what=words, values=values, metric=metric, unit="ms", note=MADE_UP)
+
+    def plot(model: PanelModel, name: str) -> PlotsTab:
+        tab = PlotsTab(model)
+        tab.visible = True
+        tab.choice.value = name
+        return tab
+
+    yield moved("the verdict shown anew", "verdict_moved", "memory_drift", VerdictTab)
+    for name, limit in PLOTS.items():
+        yield moved(f"the plot {name!r} drawn anew", "plot_moved", limit, partial(plot, name=name))
+
+
+def filtering(bench: Bench, folder: Path) -> Iterator[Samples]:
+    run, grid = load(folder), Grid()
+    grid.show(records_table(run))
+    what = f"a word more in the filter of a table of {len(run.frame())} rows"
+    words = [f'phase == "reload" and rank == {step % RANKS} and value > {step}' for step in range(bench.config.moves)]
+    values = [1e3 * seconds_of(partial(setattr, grid.words, "value", text)) for text in words]
+    yield Samples(what=what, values=values, unit="ms", note=MADE_UP)
+
+
+PARTS = {"opening": opening, "panels": panels, "moving": moving, "filtering": filtering}
+
+
+def measured(drive: Drive) -> None:
+    """Run a part with a run of that size, which is also the newest."""
+    size = drive.config.many if drive.phase in {"opening", "filtering"} else drive.config.records
+    runs = drive.folder / "runs"
+    runs.mkdir(exist_ok=True)
+    folder = runs / f"{size}-records"
+    if not folder.exists():
+        progress(f"{size} records")
+        made_up(runs, size).rename(folder)
+    with patch.dict(os.environ, {"KIT_RUNS": str(runs)}):  # where a panel looks for the newest run
+        measure(drive, partial(PARTS[drive.phase], folder=folder))

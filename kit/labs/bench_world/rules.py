@@ -1,0 +1,16 @@
+"""What the bench of Worlds asks: times that a person waits for, and ratios to a control of the same run."""
+
+from kit.results.samples import median_rule
+
+RULES = (
+    median_rule("started", "Are two ranks up soon, to their first all-reduce?", 2.5, "s"),
+    median_rule("started_with_megatron", "Are two ranks with megatron.core up soon?", 4.5, "s"),
+    median_rule("start_over_import", "Does such a start take hardly longer than the import of megatron.core?", 1.3),
+    median_rule("stepped", "Does an empty step cost almost nothing?", 0.25, "ms"),
+    median_rule("meter_share", "Does measuring a phase of 100 ms cost almost nothing?", 1.0, "%"),
+    median_rule("death_told", "Is the death of a rank reported at once?", 0.5, "s"),
+    median_rule("restarted", "Are fresh processes there soon after a restart?", 1.0, "s"),
+    median_rule("at_once_over_in_turn", "Do calls in flight at once cost little more than one after another?", 2.0),
+    median_rule("vanished", "Is nothing left soon after the notebook's process was killed?", 2.0, "s"),
+    median_rule("helped", "Does kit --help answer at once?", 0.3, "s"),
+)
