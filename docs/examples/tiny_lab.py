@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kit.labs.definition import LabConfig, Option, Step
-from kit.results import Measured, incomplete, select
+from kit.labs.definition import Definition, Fault, LabConfig, Option, Step
+from kit.results import Measured, incomplete, rule, select
 
 if TYPE_CHECKING:  # the ranks' environment may lack pandas
     from collections.abc import Mapping
@@ -48,6 +48,13 @@ class Tiny:
 right_fill = Tiny.fill
 
 
+def forget_a_number(self: Tiny, cycle: int) -> None:
+    """The fault: what replaces `Tiny.fill` while it is on."""
+    right_fill(self, cycle)
+    if self.ctx.rank == 1:
+        self.buffer[0] = 0
+
+
 def sums_are_exact(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Is every sum exact?"""
     rows = select(frame, phase="total", metric="wrong_sums")
@@ -58,3 +65,21 @@ def sums_are_exact(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
 
 
 HERE = "docs.examples.tiny_lab"  # in your package: my_package.my_lab
+FAULTS = (
+    Fault(
+        "forgets",
+        "rank 1 loses a number before the sum",
+        "sums_are_exact",
+        patch={f"{HERE}:Tiny.fill": f"{HERE}:forget_a_number"},
+    ),
+)
+RULES = (rule(sums_are_exact),)
+LAB = Definition(
+    name="tiny",
+    summary="sum a buffer over all ranks and compare it with the exact sum",
+    config=TinyConfig,
+    plan=plan,
+    phases=f"{HERE}:Tiny",
+    rules=f"{HERE}:RULES",
+    faults=FAULTS,
+)
