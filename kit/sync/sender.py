@@ -28,7 +28,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -142,8 +142,6 @@ class Sender:
     """`transport` is a name, `module:attr`, or "auto": chosen for each receiver by its location. Receivers verify a `share` of the tensors.
     This end's transports get `config`."""
 
-    steps: ClassVar[Sequence[str]] = STEPS
-
     cache: Cache
     listener: Listener
     _: KW_ONLY
@@ -210,14 +208,6 @@ class Sender:
             digests.close()
         self.cache.activate(version)
 
-    def published(self, path: str, version: int) -> int:  # noqa: ARG002 - a fault uses the path
-        """Return the version that receivers publish."""
-        return version
-
-    def base_agrees(self, differing: dict[str, list[str]]) -> bool:
-        """Whether the receivers' base weights count as the trainer's."""
-        return not any(differing.values())
-
     def _path(self, version: int, targets: Sequence[Target], gather: object) -> str:
         if not targets:
             raise BadInput("a sync needs at least one receiver")
@@ -249,7 +239,7 @@ class Sender:
 
 
 class Sending:
-    """One sync. The steps after the bytes come in the order of `Sender.steps`."""
+    """One sync. The steps after the bytes come in the order of `STEPS`."""
 
     def __init__(self, sender: Sender, report: Report, targets: Sequence[Target]) -> None:
         self.sender = sender
@@ -283,7 +273,7 @@ class Sending:
                 self.compare_base(weights)
             else:
                 self.send(weights)
-            for step in sender.steps:
+            for step in STEPS:
                 if report.path != "base" or step in ("publish", "activate"):
                     getattr(self, step)()
             self.command("end", "ended")
@@ -319,7 +309,7 @@ class Sending:
             for peer, message in theirs.items()
         }
         self.report.verified = len(mine)
-        if not self.sender.base_agrees(differing):
+        if any(differing.values()):
             peer, names = next((peer, names) for peer, names in differing.items() if names)
             raise OtherBase(peer, names, len(mine))
 
@@ -397,7 +387,7 @@ class Sending:
             self.hear("verified")
         self.log.event("verified")
 
-    # -- the steps after sending, in the order of `Sender.steps` ---------------------------------------------------------
+    # -- the steps after sending, in the order of `STEPS` ---------------------------------------------------------
 
     def apply(self) -> None:
         with self.log.stage("apply"):
@@ -417,7 +407,7 @@ class Sending:
     def publish(self) -> None:
         report = self.report
         with self.log.stage("publish"):
-            self.tell("publish", version=self.sender.published(report.path, report.version))
+            self.tell("publish", version=report.version)
             self.hear("published")
             if report.path in BUILDS:
                 self.cache.activate(report.version)

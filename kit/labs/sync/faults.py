@@ -7,7 +7,11 @@ UNSEEN = {"verify": "none"}  # a comparison in transit would end the run before 
 TWO_RANKS = {"ranks": 6, "replicas": 2, "infer_tp": 2}
 SERVING = {"placement": "apart", "ranks": 4, "replicas": 2}
 
-# Known bugs of weight sync. `ranks/broken.py` implements each; the check that it names detects it.
+BUGS = "kit.labs.sync.ranks.bugs"
+CALL, SENDING, STEPS = "kit.sync.receiver:Call", "kit.sync.sender:Sending", "kit.sync.sender:STEPS"
+TRAINER, REPLICA = "kit.labs.sync.ranks.trainer:SyncTrainer", "kit.labs.sync.ranks.replica:SyncReplica"
+WITH_A_COPY = {"kit.labs.sync.ranks.trainer:streams": f"{BUGS}:keeps_a_copy"}
+
 FAULTS = exposed_by(
     QUICK,
     Fault(
@@ -15,30 +19,72 @@ FAULTS = exposed_by(
         "two rows of a tensor are swapped on arrival; its sum, minimum and maximum stay the same",
         "bit_exact",
         set=UNSEEN,
+        patch={f"{CALL}.apply": f"{BUGS}:swaps_two_rows"},
     ),
     Fault(
         "stale-bucket",
         "a bucket with changed tensors is not packed again, so old bytes are sent",
         "bit_exact",
         set=UNSEEN,
+        patch={f"{TRAINER}.to_send": f"{BUGS}:sends_an_old_bucket", **WITH_A_COPY},
     ),
     Fault(
         "cache-after-offload",
         "buckets are packed after the weights were offloaded, from empty tensors",
         "bit_exact",
         set=UNSEEN,
+        patch={
+            f"{TRAINER}.refresh": f"{BUGS}:refreshes_after_an_offload",
+            f"{TRAINER}.gather": f"{BUGS}:gathers_empty_tensors",
+            **WITH_A_COPY,
+        },
     ),
-    Fault("double-bump", "an expansion increments the version", "no_double_bump"),
-    Fault("activate-before-publish", "replicas get requests before their version is published", "version_order"),
-    Fault("publish-before-apply", "the version is published before the new weights are applied", "version_order"),
-    Fault("dropped-bucket", "a receiver acknowledges its last bucket without applying it", "bit_exact", set=UNSEEN),
-    Fault("swapped-shards", "the ranks of a replica swap their shards", "bit_exact", set=TWO_RANKS),
-    Fault("misaligned-offset", "a tensor is read at an offset that is one element too far", "bit_exact", set=UNSEEN),
+    Fault(
+        "double-bump",
+        "an expansion increments the version",
+        "no_double_bump",
+        patch={f"{SENDING}.tell": f"{BUGS}:bumps_in_an_expansion"},
+    ),
+    Fault(
+        "activate-before-publish",
+        "replicas get requests before their version is published",
+        "version_order",
+        patch={STEPS: f"{BUGS}:ACTIVATE_FIRST", f"{CALL}.activate": f"{BUGS}:runs_at_once"},
+    ),
+    Fault(
+        "publish-before-apply",
+        "the version is published before the new weights are applied",
+        "version_order",
+        patch={STEPS: f"{BUGS}:PUBLISH_FIRST"},
+    ),
+    Fault(
+        "dropped-bucket",
+        "a receiver acknowledges its last bucket without applying it",
+        "bit_exact",
+        set=UNSEEN,
+        patch={f"{CALL}.apply_bucket": f"{BUGS}:drops_the_last_bucket"},
+    ),
+    Fault(
+        "swapped-shards",
+        "the ranks of a replica swap their shards",
+        "bit_exact",
+        set=TWO_RANKS,
+        patch={f"{REPLICA}.destinations": f"{BUGS}:takes_the_next_ranks_shards"},
+    ),
+    Fault(
+        "misaligned-offset",
+        "a tensor is read at an offset that is one element too far",
+        "bit_exact",
+        set=UNSEEN,
+        patch={f"{CALL}.apply_bucket": f"{BUGS}:reads_an_element_too_far"},
+    ),
     Fault(
         "leaked-group",
         "the temporary process group of a sync is not destroyed",
         "groups_return_to_baseline",
         set={"transport": "broadcast"},
+        needs={"transport": ("broadcast", "per-tensor")},
+        patch={"kit.sync.groups:Broadcast.close": f"{BUGS}:keeps_its_group"},
     ),
     Fault(
         "leaked-segment",
@@ -46,6 +92,7 @@ FAULTS = exposed_by(
         "segments_return_to_baseline",
         set={"transport": "shm"},
         needs={"transport": ("shm",)},
+        patch={f"{CALL}.look": f"{BUGS}:keeps_the_memory_mapped"},
     ),
     Fault(
         "torn-read",
@@ -53,6 +100,7 @@ FAULTS = exposed_by(
         "no_torn_reads",
         set=SERVING,
         needs={"refresh": ("staged",)},
+        patch={f"{CALL}.apply": f"{BUGS}:applies_without_a_gate"},
     ),
     Fault(
         "early-gate",
@@ -60,20 +108,31 @@ FAULTS = exposed_by(
         "no_torn_reads",
         set=SERVING,
         needs={"refresh": ("staged",)},
+        patch={f"{CALL}.apply_stored": f"{BUGS}:opens_the_gate_early"},
     ),
     Fault(
         "reads-ahead",
         "a forward reads one tensor before it passes the gate and the others after",
         "no_torn_reads",
         set=SERVING,
+        patch={f"{REPLICA}.prepare": f"{BUGS}:reads_ahead"},
     ),
-    Fault("resumed-trainer", "the trainer resumed with other weights and still publishes the base", "base_equal"),
+    Fault(
+        "resumed-trainer",
+        "the trainer resumed with other weights and still publishes the base",
+        "base_equal",
+        patch={
+            f"{TRAINER}.make_job": f"{BUGS}:resumes_with_other_weights",
+            f"{SENDING}.compare_base": f"{BUGS}:trusts_the_base",
+        },
+    ),
     Fault(
         "receiver-dies",
         "a receiver is killed in the middle of a sync",
         "receivers_answer",
         exit=3,
         set={"deadline_s": 5},
+        patch={f"{CALL}.look": f"{BUGS}:dies_in_the_middle"},
     ),
     Fault(
         "receiver-stalls",
@@ -81,12 +140,19 @@ FAULTS = exposed_by(
         "receivers_answer",
         exit=3,
         set={"deadline_s": 3},
+        patch={f"{CALL}.look": f"{BUGS}:stalls_in_the_middle"},
     ),
     Fault(
         "activates-alone",
         "a rank runs the new version before all ranks of its replica are ready and keeps it if one of them fails",
         "failure_is_clean",
         set=TWO_RANKS,
+        patch={f"{CALL}.activate": f"{BUGS}:runs_at_once"},
     ),
-    Fault("keeps-new-weights", "a failed receiver keeps the new weights and serves with them", "failure_is_clean"),
+    Fault(
+        "keeps-new-weights",
+        "a failed receiver keeps the new weights and serves with them",
+        "failure_is_clean",
+        patch={f"{CALL}.undo": f"{BUGS}:keeps_new_weights"},
+    ),
 )

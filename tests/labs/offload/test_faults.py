@@ -22,7 +22,7 @@ JUDGED = [fault for fault in FAULTS if fault.exit == 1 and "cpu" in fault.device
 def test_without_the_fault_its_check_passes(fault: Fault) -> None:
     verdict = kit.run("offload", **fault.set).verdict()
     assert failed(verdict) == set()
-    named = {other.check for other in FAULTS if other.set == fault.set}
+    named = {other.caught_by for other in FAULTS if other.set == fault.set}
     assert {row.check: row.passed for row in verdict if row.check in named} == dict.fromkeys(named, True)
 
 

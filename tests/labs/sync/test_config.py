@@ -15,7 +15,7 @@ from kit.labs.lab import sizes
 from kit.labs.rankside import Context
 from kit.labs.sync.lab import SyncConfig, plan, roles
 from kit.labs.sync.lab import fits as sync_fits
-from kit.labs.sync.ranks.sides import Trainer
+from kit.labs.sync.ranks.trainer import SyncTrainer
 from kit.sync.transports import Place, choose
 
 GIB = 2**30
@@ -133,4 +133,4 @@ def test_the_trainer_knows_which_replicas_are_on_its_own_gpu(gpu: str, devices: 
         devices=devices,
     )
     trainer: Any = SimpleNamespace(ctx=ctx, where=Place("box", "here 0", gpu))
-    assert choose(trainer.where, Trainer.place_of(trainer, 1)) == chosen
+    assert choose(trainer.where, SyncTrainer.place_of(trainer, 1)) == chosen

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from kit.labs.sync.lab import SyncConfig
-from kit.labs.sync.rules import AFTER, PUBLISHED, answers, attempts, out_of_order, rule
+from kit.labs.sync.rules import AFTER, PUBLISHED, attempts, out_of_order, receivers_answer, required_order
 from kit.results import NotMeasured
 
 CONFIG = {"ranks": 3, "infer_tp": 1, "replicas": 2}
@@ -24,7 +24,7 @@ def receiver(path: str, rank: int = 2) -> Rows:
     """The points of a right receiver."""
     made: Rows = []
     inside = False
-    for order, (point, index) in enumerate(rule(path, 2)):
+    for order, (point, index) in enumerate(required_order(path, 2)):
         new = point in PUBLISHED
         inside = (inside or point == "gate") and point != "end"
         routed = path == "refresh" or point in {"begin", "end"}
@@ -181,14 +181,14 @@ def test_nothing_sampled_is_not_measured() -> None:
     with pytest.raises(NotMeasured, match="no sync was sampled"):
         out_of_order(frame(receiver("base"))[:0], 1)
     with pytest.raises(NotMeasured, match="no forward was requested after a sync"):
-        answers(frame(receiver("base"))[:0], CONFIG)
+        receivers_answer(frame(receiver("base"))[:0], CONFIG)
     with pytest.raises(NotMeasured, match="no replica was awake"):
         attempts(frame(receiver("expand")), CONFIG)
 
 
 def test_rules_share_what_comes_after() -> None:
     for path in ("stream", "expand"):
-        assert tuple(name for name, _ in rule(path, 3))[-len(AFTER) :] == AFTER
+        assert tuple(name for name, _ in required_order(path, 3))[-len(AFTER) :] == AFTER
 
 
 # -- syncs that were cut off -----------------------------------------------------------------------------------------------
@@ -219,8 +219,8 @@ def test_no_beginning_of_a_good_run_is_blamed() -> None:
                 with contextlib.suppress(NotMeasured):
                     assert attempts(part, OF_A_RUN)[1] == [], cut
             with contextlib.suppress(NotMeasured):
-                assert answers(part, OF_A_RUN).value == 0, cut
-        assert answers(whole, OF_A_RUN).value == 0
+                assert receivers_answer(part, OF_A_RUN).value == 0, cut
+        assert receivers_answer(whole, OF_A_RUN).value == 0
 
 
 @pytest.mark.parametrize("point", ["open", "gate", "finalize"])
@@ -240,7 +240,7 @@ def test_a_sync_that_failed_is_judged_up_to_where_it_was_undone(point: str) -> N
 
 def test_a_receiver_answers_where_its_phase_has_ended_or_the_sync_failed() -> None:
     def unserved(*parts: pd.DataFrame) -> tuple[float | None, str]:
-        found = answers(pd.concat(parts, ignore_index=True), OF_A_RUN)
+        found = receivers_answer(pd.concat(parts, ignore_index=True), OF_A_RUN)
         return found.value, found.why
 
     assert unserved(served(2), ending(2), served(3), ending(3))[0] == 0

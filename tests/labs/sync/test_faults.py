@@ -41,7 +41,7 @@ DRAWN = [pytest.mark.slow, pytest.mark.drawn(8, of="faults")]
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=DRAWN) for name in HERE])
 def test_a_fault_fails_its_check_and_hardly_another(sync: Sync, name: str) -> None:
     broken = failed(sync(fault=name, **HERE[name].set).verdict())
-    assert {HERE[name].check} <= broken <= {HERE[name].check} | ALSO.get(name, set())
+    assert {HERE[name].caught_by} <= broken <= {HERE[name].caught_by} | ALSO.get(name, set())
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_a_mapping_that_is_kept_shows_where_replicas_pause(sync: Sync, placement
 def test_without_the_fault_its_check_passes(sync: Sync, fault: Fault) -> None:
     verdict = sync(**fault.set).verdict()
     assert failed(verdict) == set()
-    assert not unanswered(verdict) & {other.check for other in FAULTS if other.set == fault.set}
+    assert not unanswered(verdict) & {other.caught_by for other in FAULTS if other.set == fault.set}
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_what_is_compared_on_the_way_sees_what_happens_on_the_way(name: str) -> 
     do."""
     if name in {"permuted-rows", "misaligned-offset", "cache-after-offload"}:
         run = kit.run("sync", fault=name, **{**HERE[name].set, "verify": "auto"})
-        assert HERE[name].check in failed(run.verdict())
+        assert HERE[name].caught_by in failed(run.verdict())
         return
     with pytest.raises(kit.RankError, match="differs from what was sent: "):
         kit.run("sync", fault=name, **{**HERE[name].set, "verify": "auto"})

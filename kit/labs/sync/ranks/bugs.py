@@ -1,0 +1,228 @@
+"""The known bugs of the lab `sync`: what a fault puts in place of the right code.
+
+Phases are imported here so that the rehearsals among them bind the right code too, before anything is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kit.errors import KitError
+from kit.labs.sync.lab import SyncConfig
+from kit.labs.sync.ranks import phases  # noqa: F401 - see above
+from kit.labs.sync.ranks.replica import SyncReplica
+from kit.labs.sync.ranks.trainer import SyncTrainer
+from kit.sync.buckets import Bound, Destination, Key
+from kit.sync.cache import BASE, Cache
+from kit.sync.groups import Broadcast
+from kit.sync.link import PeerSilent
+from kit.sync.receiver import Call
+from kit.sync.sender import STEPS, Gathered, OtherBase, Sending
+from kit.sync.serving import Gate
+
+tell, compare_base = Sending.tell, Sending.compare_base
+activate, apply, apply_bucket, look, undo = Call.activate, Call.apply, Call.apply_bucket, Call.look, Call.undo
+close_group = Broadcast.close
+make_job, gather, refresh = SyncTrainer.make_job, SyncTrainer.gather, SyncTrainer.refresh
+prepare, destinations = SyncReplica.prepare, SyncReplica.destinations
+
+KEPT: list[Any] = []  # leaked buffers
+KEPT_GROUPS: list[Any] = []
+LEAKED = 2  # groups, before the rehearsed failures
+
+
+def replica_of(call: Call) -> Any:
+    """The lab's own host of the receiver."""
+    return call.receiver.host
+
+
+# -- on the trainer --------------------------------------------------------------------------------------------------------
+
+
+def keeps_a_copy(config: SyncConfig) -> bool:  # noqa: ARG001 - in place of `streams`
+    """The bug lies in the cache, which a ring does not have."""
+    return False
+
+
+class OldBytes(Bound):
+    """Weights without their first bucket, which keeps the bytes of the active version."""
+
+    def __init__(self, cache: Cache, tensors: Mapping[Key, torch.Tensor]) -> None:
+        super().__init__(cache.layout, tensors)
+        self.old = cache.bucket(cache.active, 0).clone() if cache.active != BASE else None
+
+    def pack(self, index: int, out: torch.Tensor, *, fresh: bool = False, hot: bool = False) -> None:
+        super().pack(index, out, fresh=fresh, hot=hot)
+        if index == 0 and self.old is not None:
+            out.copy_(self.old)
+
+
+def sends_an_old_bucket(trainer: SyncTrainer) -> Gathered:
+    return OldBytes(trainer.cache, gather(trainer))
+
+
+def refreshes_after_an_offload(trainer: SyncTrainer, cycle: int) -> None:
+    trainer.job.mover.release(("weights",))
+    refresh(trainer, cycle)
+    trainer.job.mover.restore()
+
+
+def gathers_empty_tensors(trainer: SyncTrainer) -> dict[Key, torch.Tensor]:
+    """Without its guard a cache packs whatever memory the allocator returns next: here zeros, like fresh pages."""
+    if not trainer.job.mover.away:
+        return gather(trainer)
+    specs = trainer.cache.layout.specs if trainer.sends else ()
+    return {spec.key: torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs}
+
+
+def resumes_with_other_weights(trainer: SyncTrainer) -> None:
+    make_job(trainer)
+    with trainer.as_job():
+        trainer.job.step()
+
+
+# -- at the sender's end ---------------------------------------------------------------------------------------------------
+
+ACTIVATE_FIRST = ("apply", "teardown", "finalize", "activate", "publish")
+PUBLISH_FIRST = ("publish", *(step for step in STEPS if step != "publish"))
+
+
+def bumps_in_an_expansion(
+    sending: Sending, kind: str, each: Callable[[str], dict[str, Any]] = lambda _: {}, **message: Any
+) -> None:
+    if kind == "publish" and sending.report.path == "expand":
+        message["version"] += 1
+    tell(sending, kind, each, **message)
+
+
+def trusts_the_base(sending: Sending, weights: Gathered) -> None:
+    with contextlib.suppress(OtherBase):
+        compare_base(sending, weights)
+
+
+def keeps_its_group(transport: Broadcast) -> None:
+    """In the first syncs of a run. Later syncs are made to fail, and their peers wait until a group is destroyed."""
+    if len(KEPT_GROUPS) < LEAKED:
+        KEPT_GROUPS.append(transport.group)
+        transport.group = None
+    close_group(transport)
+
+
+# -- at a receiver's end ---------------------------------------------------------------------------------------------------
+
+
+def runs_at_once(call: Call, message: dict[str, Any]) -> None:
+    call.commit()
+    activate(call, message)
+
+
+def swaps_two_rows(call: Call, message: dict[str, Any]) -> None:
+    apply(call, message)
+    rows = next(tensor for tensor in call.receiver.weights().own() if tensor.dim() == 2)
+    rows[[0, 1]] = rows[[1, 0]]
+
+
+def drops_the_last_bucket(call: Call, index: int, buffer: torch.Tensor) -> None:
+    if index < len(call.layout.buckets) - 1:
+        apply_bucket(call, index, buffer)
+
+
+def reads_an_element_too_far(call: Call, index: int, buffer: torch.Tensor) -> None:
+    if index == 0:
+        _, _, size, offset = call.layout.buckets[0][0]
+        buffer = buffer.clone()
+        element = call.layout.specs[0].dtype.itemsize
+        buffer[offset : offset + size - element] = buffer[offset + element : offset + size].clone()
+    apply_bucket(call, index, buffer)
+
+
+def keeps_the_memory_mapped(call: Call, index: int, buffer: torch.Tensor) -> None:
+    if index == 0:
+        KEPT.append(buffer)
+    look(call, index, buffer)
+
+
+def applies_without_a_gate(call: Call, message: dict[str, Any]) -> None:  # noqa: ARG001 - a step of the receiver
+    """And a forward runs between the two halves of the buckets, as happens sooner or later."""
+    serving, middle = replica_of(call).serving, len(call.stored) // 2
+    call.changing = True
+    for index, buffer in enumerate(call.stored):
+        if index == middle and serving.running:
+            serving.next()
+        call.apply_bucket(index, buffer)
+    call.link.send({"kind": "applied"})
+
+
+def opens_the_gate_early(call: Call) -> None:
+    """Forwards run again before the last bucket is applied."""
+    for index, buffer in enumerate(call.stored):
+        if index == len(call.stored) - 1:
+            call.writing.close()
+        call.apply_bucket(index, buffer)
+
+
+def dies_in_the_middle(call: Call, index: int, buffer: torch.Tensor) -> None:
+    if index == len(call.layout.buckets) // 2 and replica_of(call).last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    look(call, index, buffer)
+
+
+def stalls_in_the_middle(call: Call, index: int, buffer: torch.Tensor) -> None:
+    """Read messages without an answer until the sender gives up."""
+    while index == len(call.layout.buckets) // 2 and replica_of(call).last:
+        with contextlib.suppress(PeerSilent):
+            if call.link.receive("the end of the sync")[0]["kind"] == "failed":
+                raise KitError("stalled on purpose until the sender gave up")
+    look(call, index, buffer)
+
+
+def keeps_new_weights(call: Call) -> None:
+    if replica_of(call).last:
+        call.before = []
+    undo(call)
+
+
+# -- on a replica ----------------------------------------------------------------------------------------------------------
+
+
+def takes_the_next_ranks_shards(replica: SyncReplica) -> Mapping[str, Sequence[Destination]]:
+
+    def of_next_rank(take: Any) -> Any:
+        part, *rest = take.args
+        turned = part.place._replace(rank=(part.place.rank + 1) % part.place.size)
+        return functools.partial(take.func, part._replace(place=turned), *rest)
+
+    places = destinations(replica).items()
+    return {name: [(into, of_next_rank(take)) for into, take in shards] for name, shards in places}
+
+
+class ReadsAhead(Gate):
+    """A forward that reads one tensor before it passes the gate."""
+
+    def __init__(self, timeout_s: float, tensor: torch.Tensor) -> None:
+        super().__init__(timeout_s)
+        self.tensor = tensor.detach()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        ahead = self.tensor.clone()
+        with super().reading():
+            now = self.tensor.clone()
+            self.tensor.copy_(ahead)
+            try:
+                yield
+            finally:
+                self.tensor.copy_(now)
+
+
+def reads_ahead(replica: SyncReplica, cycle: int) -> None:
+    prepare(replica, cycle)
+    weight = next(replica.replica.chunks[0].parameters())
+    replica.serving.gate = ReadsAhead(replica.serving.gate.timeout_s, weight)

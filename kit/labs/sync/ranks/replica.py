@@ -1,0 +1,224 @@
+"""A replica of the sync lab: its ranks serve, sleep and receive; each cuts its own shards out of full tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kit.errors import KitError
+from kit.labs import rankside
+from kit.labs.sync.lab import replica_model, roles
+from kit.labs.sync.ranks.side import Side, fill, logits_error, raised
+from kit.labs.sync.ranks.watch import Forwards, SeenWeights, SyncWatch, judge, sha256
+from kit.measure.observers.tensors import State
+from kit.megatron import model, serve, shards, standin
+from kit.sync import transports
+from kit.sync.buckets import Cut, Destination
+from kit.sync.hashes import digest
+from kit.sync.link import call
+from kit.sync.receiver import SENDER, Call, Receiver
+from kit.sync.serving import Serving
+
+
+class SyncReplica(Side):
+    """One rank of a replica, and the host of its receiver."""
+
+    def __init__(self, ctx: rankside.Context) -> None:
+        super().__init__(ctx)
+        alike = next(role.ranks for role in roles(self.config) if ctx.rank in role.ranks)
+        self.sleeper = self.config.sleeps((ctx.rank - self.config.trainer_ranks) // self.config.infer_tp)
+        self.last = ctx.rank == self.config.ranks - 1  # of the run; it takes part in the comparison of transports
+        self.fails = ctx.rank == alike[-1]  # in rehearsed syncs: the last of the receivers
+        self.of_last_replica = ctx.rank in alike[-self.config.infer_tp :]
+        self.truth: dict[str, str] = {}  # the trainer's digests of the version that this replica must have
+        self.own: dict[str, str] = {}  # the digests of this replica's weights when they were last hashed
+
+    def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
+        self.enter()
+        config = replica_model(self.config)
+        with self.as_job():
+            self.replica = serve.Replica(config)
+            fill(self.replica.chunks, config.geometry, model.DTYPES[config.dtype], self.config.seed)
+        tokens = self.prompt(config.geometry.vocab)
+        wait = self.config.deadline_s
+
+        def forward() -> torch.Tensor:
+            if self.ctx.device.type == "cuda":
+                torch.cuda.set_device(self.ctx.device)  # every thread begins with the first GPU
+            with standin.on_this_thread():
+                return self.replica.logits(tokens)
+
+        self.forwards = Forwards(forward, lambda: self.receiver, wait)
+        self.serving = Serving(self.forwards, group=self.group, timeout_s=wait)
+        self.receiver = self.new_receiver(self.weights)
+        self.watch = SyncWatch(lambda: self.receiver.version, lambda: self.receiver.routed, self.forwards, self.serving)
+        self.receiver.make = self.watch.wrap_make(self.receiver.make)
+        self.receiver.calls = self.watch.wrap_call(Call)
+        self.count()
+
+    def new_receiver(self, weights: Callable[[], Any]) -> Receiver:
+        return Receiver(
+            f"rank {self.ctx.rank}",
+            weights,
+            self,
+            address=self.address,
+            device=self.ctx.device,
+            timeout_s=self.config.deadline_s,
+        )
+
+    def base(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        """First the trainer pretends that a tensor differs, which must be refused; then the base is published."""
+        self.ctx.record("base_accepted", int(raised(self.receiver.join) is None))
+        self.watch.reset("base")
+        try:
+            self.record_received(self.receiver.join())
+        finally:
+            self.watch.record(self.ctx)
+        self.compare()
+        if self.sleeper:
+            self.leave()
+        self.count()
+
+    def refresh(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        """Forwards run one after the other while weights arrive; each must run on a single version."""
+        self.take()
+        self.count()
+
+    expand = refresh
+
+    def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self.compare()
+        self.record_state()
+        self.count()
+
+    def compare(self) -> None:
+        """Get the trainer's digests and logits and record the differences. Collective over trainer and replicas."""
+        with call(
+            self.address, self.receiver.name, peer=SENDER, timeout_s=self.config.deadline_s
+        ) as link:  # the sender's `send_truth`
+            truth, _ = link.expect("truth")
+            wanted = torch.empty(truth["shape"], dtype=torch.float32)
+            link.receive_bytes(transports.memory(wanted.view(-1).view(torch.uint8)))
+            self.truth = truth["digests"]
+            self.compare_weights()
+            logits = self.forwards.at_rest().cpu()
+            link.send({"kind": "judged"})
+        self.ctx.record("logits_error", logits_error(logits, wanted))
+        self.ctx.record("logits_same", int(torch.equal(logits, wanted)))
+        known = self.watch.known.setdefault(self.receiver.version, sha256(logits))
+        self.ctx.record("logits_moved", int(known != sha256(logits)))
+
+    def compare_weights(self, scene: str = "synced") -> int:
+        """Record how many tensors differ from the trainer's; return how many changed since the last call. Collective over a replica."""
+        before, self.own = self.own, self.hashes(sha256)
+        own = self.own
+        if differing := sorted(name for name in {*own, *self.truth} if own.get(name) != self.truth.get(name)):
+            print(f"tensors that differ from the trainer's: {len(differing)}, first: {differing[0]}")
+        self.ctx.record("tensors_hashed", len(own), scene=scene)
+        self.ctx.record("digest", None, text=rankside.digest(own), scene=scene)
+        self.ctx.record("tensors_differ", len(differing), scene=scene)
+        return sum(own.get(name) != before.get(name) for name in {*own, *before})
+
+    def shrink(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        if self.sleeper:
+            self.leave()
+        self.count()
+
+    def end(self, cycle: int) -> None:
+        del self.replica
+        super().end(cycle)
+
+    # -- the receiver's host -------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        self.replica.wake()
+        self.watch.point("wake")
+
+    def sleep(self) -> None:
+        self.replica.sleep()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        with self.forwards.writer(self.serving.writing(), serves=self.serving.running):
+            self.watch.point("gate")
+            yield
+
+    def finalize(self) -> None:
+        """Nothing is derived from these weights; the point shows that the receiver asked for it."""
+        self.watch.point("derive")
+
+    def digests(self, algorithm: str) -> dict[str, str]:
+        return self.hashes(functools.partial(digest, algorithm=algorithm))
+
+    def hashes(self, of: Callable[[torch.Tensor], str]) -> dict[str, str]:
+        """Digests of every full tensor of the replica, on each of its ranks. Collective over the replica."""
+        with self.as_job():
+            own = {name: of(tensor) for name, tensor in shards.full_tensors(self.replica.chunks)}
+            tables: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(tables, own)
+        table: dict[str, str] = tables[0]
+        return table
+
+    def destinations(self) -> Mapping[str, Sequence[Destination]]:
+        """Where each full tensor goes: the shards of this rank, and how they are cut."""
+        with self.as_job():
+            return shards.destinations(self.replica.chunks)
+
+    def weights(self) -> SeenWeights:
+        own = [parameter.data for parameter in self.replica.chunks[0].parameters()]
+        return SeenWeights(Cut(self.destinations(), own), self.watch)
+
+    def leave(self) -> None:
+        """Lose the route and sleep, which makes room for the trainer."""
+        self.receiver.routed = False
+        self.replica.sleep()
+        resident = State(chunks=self.replica.chunks).resident(self.ctx.device.type)
+        kept = [item for item in resident if item.kind == "weights"]
+        self.ctx.record("asleep_tensors", len(kept), text="; ".join(map(str, kept[:3])))
+
+    def serve(self) -> None:
+        self.serving.start()
+        self.forwards.attempt(self.config.deadline_s)
+
+    def stop_serving(self) -> tuple[str, Exception | None]:
+        """The logits of one more forward, and the error that any forward raised."""
+        return self.forwards.attempt(self.config.deadline_s), raised(self.serving.stop)
+
+    def take(self) -> None:
+        """Join a sync that must succeed while forwards run; afterwards this replica serves the new version."""
+        old, asleep, known = self.receiver.version, self.replica.asleep, self.watch.known
+        self.watch.reset(self.path_of(asleep=asleep))
+        try:
+            if not asleep:
+                self.serve()
+            self.record_received(self.receiver.join())
+            if asleep:
+                self.serving.start()
+            served, failed = self.stop_serving()
+            new = self.receiver.version
+            known[new] = sha256(self.forwards.at_rest())
+        finally:
+            with contextlib.suppress(KitError):  # the first error is the one to raise
+                self.serving.stop()
+            self.watch.record(self.ctx)
+        if failed is not None:
+            print(f"a forward failed after a successful sync: {failed}")
+        self.ctx.record("serves", int(failed is None and self.receiver.routed and served == known[new]))
+        if not asleep:
+            for metric, count in judge(self.forwards, known, old, new)._asdict().items():
+                self.ctx.record(metric, count)
+            self.ctx.record("versions_differ", int(known.get(old) != known[new]))
+
+    def record_received(self, received: Call) -> None:
+        self.record_log(received.log, received.began)
+        self.ctx.record("wall", received.log.events[-1][1] - received.began, "s")
+        self.record_state()
+
+    def record_state(self) -> None:
+        self.ctx.record("version", self.receiver.version)
+        self.ctx.record("routed", int(self.receiver.routed))

@@ -1,0 +1,120 @@
+"""What both ends of the sync lab have: their groups, their observer on the GPU, base weights, and how two results compare."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kit.errors import KitError
+from kit.labs import rankside
+from kit.labs.bystander import Bystander
+from kit.labs.sync.lab import SyncConfig
+from kit.machine import host
+from kit.measure.phase import shared_memory
+from kit.megatron import groups, ownership, serve, shards, standin
+from kit.megatron.config import Geometry
+from kit.sync import transports
+from kit.sync.link import address_of
+from kit.sync.sender import Log
+from kit.train.plain import PlainModel
+
+ROWS, LENGTH = 2, 8  # of the prompt; its logits are compared
+
+
+class Side:
+    """One rank of the trainer or of a replica. Its job uses `self.group` as its whole world."""
+
+    def __init__(self, ctx: rankside.Context) -> None:
+        self.ctx = ctx
+        self.config: SyncConfig = ctx.config
+        self.address = address_of(ctx.meeting)
+        self.scope = contextlib.ExitStack()
+        self.group: Any = None
+        self.bystander: Bystander | None = None
+        gpu = ""
+        if ctx.device.type == "cuda" and not transports.needs_permission():
+            gpu = str(torch.cuda.get_device_properties(ctx.device).uuid)
+        self.where = transports.Place(host=host(), world=ctx.world_of(ctx.rank), gpu=gpu)
+
+    def enter(self) -> None:
+        """Create the groups of the trainer and of each replica. All ranks create all groups in the same order."""
+        config = self.config
+        if self.ctx.device.type == "cuda":
+            self.bystander = Bystander(str(self.ctx.device))
+            self.scope.callback(self.bystander.close)
+        self.scope.enter_context(ownership.as_found(timeout_s=config.deadline_s))
+        groups.install()
+        standin.install()
+        first = config.trainer_ranks
+        jobs = [range(first), *(range(at, at + config.infer_tp) for at in range(first, config.ranks, config.infer_tp))]
+        before = sum(self.ctx.world_sizes[: self.ctx.world])
+        own_world = range(before, before + self.ctx.world_sizes[self.ctx.world])
+        for ranks in jobs:
+            if ranks[0] in own_world:
+                group = dist.new_group([rank - before for rank in ranks])
+                self.group = group if self.ctx.rank in ranks else self.group
+
+    def as_job(self) -> contextlib.AbstractContextManager[None]:
+        return serve.as_world(self.group)
+
+    def end(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
+        self.scope.close()
+
+    def path_of(self, *, asleep: bool) -> str:
+        """The path of a sync to sleeping replicas, or to the others."""
+        return "expand" if asleep else "refresh" if self.config.refresh == "staged" else "stream"
+
+    def record_log(self, log: Log, began: float) -> None:
+        for stage, seconds in log.seconds.items():
+            self.ctx.record("stage_seconds", seconds, "s", stage=stage)
+        for number, (name, when) in enumerate(log.events):
+            self.ctx.record("event", when - began, "s", event=name, order=number)
+
+    def held(self) -> set[Any]:
+        """Shared memory on this rank that a sync should not leave behind."""
+        return set(shared_memory())
+
+    def count(self) -> None:
+        self.ctx.record("segments", len(self.held()))
+        for metric, value in self.bystander.ask().items() if self.bystander else ():
+            self.ctx.record(metric, value, "B")
+
+    def prompt(self, vocab: int) -> torch.Tensor:
+        return torch.randint(0, vocab, (ROWS, LENGTH), generator=torch.Generator().manual_seed(self.config.seed))
+
+
+def fill(chunks: Sequence[Any], geometry: Geometry, dtype: torch.dtype, seed: int) -> None:
+    """Fill in the same base weights for any layout: each full tensor is drawn from its name, then cut."""
+    with torch.device("meta"):
+        shapes = {name: param.shape for name, param in PlainModel(geometry).named_parameters()}
+    with torch.no_grad():
+        for name, places in shards.destinations(chunks).items():
+            generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+            full = torch.randn(shapes[name], generator=generator)
+            full = (1 + 0.1 * full if full.dim() == 1 and "norm" in name else 0.05 * full).to(dtype)
+            for into, take in places:
+                into.copy_(take(full))
+
+
+def logits_error(logits: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference divided by the largest logit; infinite if it is no number."""
+    error = float((logits.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+    return error if math.isfinite(error) else math.inf
+
+
+def raised(call: Callable[[], object]) -> Exception | None:
+    """The error that the call raises, without its frames, which would keep tensors alive."""
+    try:
+        call()
+    except (KitError, OSError) as error:
+        link: BaseException | None = error
+        while link is not None:
+            link.__traceback__, link = None, link.__cause__ or link.__context__
+        return error
+    return None

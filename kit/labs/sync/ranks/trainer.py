@@ -1,0 +1,289 @@
+"""The trainer of the sync lab: its rank 0 sends, and its other ranks take part in gathering the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kit.labs import rankside
+from kit.labs.sync.lab import SyncConfig, trainer_model
+from kit.labs.sync.ranks.side import Side, fill, logits_error, raised
+from kit.labs.sync.ranks.watch import SyncWatch, sha256
+from kit.measure.phase import MEMFD, SHM, Place, log_steps, shared_memory
+from kit.megatron import model, serve, shards
+from kit.megatron.config import ModelConfig
+from kit.sync import transports
+from kit.sync.buckets import ALIGN, Key, Layout, automatic, lay_out, specs_of
+from kit.sync.cache import BASE, LARGEST, Cache, Ring
+from kit.sync.link import Listener
+from kit.sync.sender import Gathered, Report, Sender, SyncFailed, Target
+from kit.train.options import DEFAULTS
+from kit.train.plain import PlainModel
+
+MOVES = dataclasses.replace(DEFAULTS, first_lr=DEFAULTS.lr)  # no warm-up, so that the first step changes weights
+LEAST_BUCKETS = 8  # also for a model that would fit into fewer, because a run with one bucket proves little
+
+
+class SyncTrainer(Side):
+    def __init__(self, ctx: rankside.Context) -> None:
+        super().__init__(ctx)
+        self.sends = ctx.rank == 0
+        self.digests: dict[str, str] = {}
+        self.logits: torch.Tensor | None = None
+        self.shared: set[Place] = set()  # memory files that appeared during a sync
+        self.outside: set[Place] = set()  # memory files that existed before, or appeared between syncs
+        self.named: set[str] = set()  # files in /dev/shm that were open during a sync
+        self.most = 0  # peak bytes of memory files that appeared during syncs
+        self.unlocked = 0  # points of a sync at which the sender's lock was free
+        self.watch = SyncWatch(lambda: self.sender.version, measure=self.weigh)
+
+    def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
+        self.enter()
+        self.make_job()
+        self.tokens = self.prompt(trainer_model(self.config).geometry.vocab)
+        if self.config.shares:  # before anything is counted: the host memory for offloaded weights stays allocated
+            self.job.mover.release()
+            self.job.mover.restore()
+        tensors = self.gather()
+        self.total = sum(tensor.nbytes for tensor in tensors.values())
+        if self.sends:
+            self.cache = memory_of(self.config, tensors)
+            self.listener = self.scope.enter_context(Listener(name=self.ctx.meeting))
+            self.scope.callback(self.cache.close)
+            self.sender = Sender(
+                self.cache,
+                self.listener,
+                place=self.where,
+                rank=0,
+                device=self.ctx.device,
+                transport=self.config.transport,
+                verify=self.config.verify,
+                share=self.config.verify_share,
+                timeout_s=self.config.deadline_s,
+            )
+            self.sender.make = self.watch.wrap_make(self.sender.make)
+        self.count()
+
+    def make_job(self) -> None:
+        config = trainer_model(self.config)
+        with self.as_job():
+            self.job = model.build(config, MOVES)
+            self.job.mover.arena.open()  # now, so that its file is no growth after the first release
+            fill(self.job.chunks, config.geometry, model.DTYPES[config.dtype], self.config.seed)
+            self.job.optimizer.reload_model_params()
+
+    def base(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        """Version -1: a base with one changed number must be refused; then the real base is published, and no weights move."""
+        self.update_truth()
+        targets = self.targets()
+        if self.sends:
+            error = raised(lambda: self.sender.sync(BASE, targets, self.other_base))
+            named = (
+                isinstance(error, SyncFailed)
+                and error.tensors == (max(self.digests),)
+                and error.peer in {target.name for target in targets}
+            )
+            self.ctx.record("base_accepted", int(not named))
+        else:
+            self.gather()
+        self.deliver(BASE, targets)
+        self.send_truth(targets)
+        self.count()
+
+    def other_base(self) -> dict[Key, torch.Tensor]:
+        """The gathered weights with one changed number in the last tensor."""
+        tensors = self.gather()
+        key = max(self.digests), 0
+        tensors[key] = tensors[key].clone()
+        tensors[key].view(-1)[-1] += 1
+        return tensors
+
+    def train(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        with self.as_job():
+            began = time.perf_counter()
+            steps = self.job.step(self.config.steps)
+            seconds = time.perf_counter() - began
+        log_steps(steps, done=self.job.steps_done, seconds=seconds, device=str(self.ctx.device))
+        self.update_truth()
+
+    def update_truth(self) -> None:
+        """Take a SHA-256 of each current tensor, and logits; compare the logits with those of a plain model loaded by tensor names."""
+        with self.as_job():
+            self.logits = serve.logits(self.job, self.tokens)
+        tensors = {name: tensor for (name, _), tensor in self.gather().items()}
+        self.digests = {name: sha256(tensor) for name, tensor in tensors.items()}
+        if self.logits is not None and self.sends:
+            plain = plain_logits(trainer_model(self.config), tensors, self.tokens)
+            self.ctx.record("plain_error", logits_error(plain, self.logits))
+
+    def refresh(self, cycle: int) -> None:
+        self.deliver(cycle, self.targets(sleeping=False))
+        self.count()
+
+    def offload(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        """Offload the trainer to make room for waking replicas, which get their weights from the cache."""
+        self.job.mover.release()
+
+    def expand(self, cycle: int) -> None:
+        self.deliver(cycle, self.targets(sleeping=True), asleep=True)
+
+    def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self.send_truth(self.targets())
+        self.count()
+
+    def send_truth(self, targets: Sequence[Target]) -> None:
+        """Send replicas the digests and logits that they must have; each records its own differences."""
+        if not self.sends:
+            return
+        assert self.logits is not None
+        links = self.listener.accept([target.name for target in targets], self.config.deadline_s)
+        logits = self.logits.cpu().contiguous()
+        for link in links.values():
+            link.send({"kind": "truth", "digests": self.digests, "shape": list(logits.shape)})
+            link.send_bytes(transports.memory(logits.view(-1).view(torch.uint8)))
+        for link in links.values():
+            link.expect("judged")
+            link.close()
+        self.ctx.record("version", self.sender.version)
+
+    def shrink(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self.job.mover.restore()
+        self.count()
+
+    def end(self, cycle: int) -> None:
+        with self.as_job():
+            self.job.mover.close()
+        del self.job
+        super().end(cycle)
+
+    def gather(self) -> dict[Key, torch.Tensor]:
+        """Full tensors of the live weights, on rank 0. Collective over the trainer."""
+        with self.as_job():
+            return {(name, 0): tensor for name, tensor in shards.full_tensors(self.job.chunks)}
+
+    def targets(self, *, sleeping: bool | None = None) -> list[Target]:
+        """The receivers: all, those that share a device with the trainer, or the others."""
+        config = self.config
+        awake = "paused" if config.refresh == "paused" else "serving"
+        replicas = {rank: (rank - config.trainer_ranks) // config.infer_tp for rank in range(config.ranks)}
+        return [
+            Target(
+                name=f"rank {rank}",
+                rank=rank,
+                place=self.place_of(rank),
+                state="asleep" if sleeping else awake,  # type: ignore[arg-type]
+                replica=f"replica {replica}",
+            )
+            for rank, replica in replicas.items()
+            if replica >= 0 and (sleeping is None or config.sleeps(replica) == sleeping)
+        ]
+
+    def place_of(self, rank: int) -> Any:
+        """The location of a receiver: this machine, since both ends meet at a local socket, and the World of its rank."""
+        gpu = self.where.gpu if self.ctx.devices[rank] == str(self.ctx.device) else ""
+        return self.where._replace(world=self.ctx.world_of(rank), gpu=gpu)
+
+    def deliver(self, version: int, targets: Sequence[Target], *, asleep: bool = False) -> Report | None:
+        """One sync, observed by the lab on the sender; the other ranks take part in gathering the weights."""
+        if not self.sends:
+            if not asleep:
+                self.gather()
+            return None
+        self.watch.reset("base" if version == BASE else self.path_of(asleep=asleep))
+        self.outside |= shared_memory().keys() - self.shared
+        try:
+            report = self.sender.sync(version, targets, None if asleep else self.to_send)
+            self.record_report(report)
+            return report
+        finally:
+            self.watch.record(self.ctx)
+
+    def to_send(self) -> Gathered:
+        return self.gather()
+
+    def record_report(self, report: Report) -> None:
+        numbers = {
+            "bytes": (report.bytes, "B"),
+            "buckets": (report.buckets, "1"),
+            "bucket_bytes": (report.bucket_bytes, "B"),
+            "receivers": (report.receivers, "1"),
+            "answered": (report.answered, "1"),
+            "wall": (report.wall, "s"),
+            "version": (self.sender.version, "1"),
+            "tensors_verified": (report.verified, "1"),
+            "tensors_sent": (report.tensors, "1"),
+            "unlocked": (self.unlocked, "1"),
+            "cache_copies": (self.most // self.total, "1"),
+            "cache_bytes": (self.most, "B"),
+        }
+        for metric, (value, unit) in numbers.items():
+            self.ctx.record(metric, value, unit)
+        for name, count in report.transports.items():
+            self.ctx.record("transport_receivers", count, transport=name)
+        self.record_log(report.log, report.began)
+
+    def weigh(self) -> None:
+        """Measure the peak of shared memory that syncs allocated, and count points at which the sender's lock is free."""
+        self.unlocked += lock_is_free(self.cache)
+        held = shared_memory()
+        files = {place: file.size for place, file in held.items() if file.name.startswith(MEMFD)}
+        self.shared |= files.keys() - self.outside
+        self.named |= {file.name for file in held.values() if file.name.startswith(SHM)}
+        self.most = max(self.most, sum(size for place, size in files.items() if place in self.shared))
+
+    def held(self) -> set[Any]:
+        """Without the segments from which versions were sent, of which one is allowed with a ring, else two; files in /dev/shm always
+        count."""
+        held = super().held()
+        homes = sorted(held & self.watch.homes)[: 1 if streams(self.config) else 2]
+        return held - set(homes) | {name for name in self.named if Path(name).exists()}
+
+
+def streams(config: SyncConfig) -> bool:
+    """Whether no copy of a version is needed: no replica sleeps, and none serves during a sync."""
+    return config.refresh == "paused" and not config.shares
+
+
+def memory_of(config: SyncConfig, tensors: dict[Key, torch.Tensor]) -> Cache:
+    if streams(config):
+        return Ring(layout(config, tensors, most=LARGEST), timeout_s=config.deadline_s)
+    return Cache(layout(config, tensors), timeout_s=config.deadline_s)
+
+
+def layout(config: Any, tensors: dict[Key, torch.Tensor], most: float = math.inf) -> Layout:
+    """Buckets of the configured size, or of an automatic one, which is at most `most` if larger tensors may be split."""
+    specs = specs_of(tensors)
+    if config.bucket_mib is not None:
+        size = int(config.bucket_mib * 2**20)
+    else:
+        limit: float = sum(spec.size for spec in specs) // LEAST_BUCKETS
+        limit = min(limit, most) if config.oversize == "split" else max(limit, config.largest)
+        size = int(min(automatic(specs, oversize=config.oversize), limit))
+    return lay_out(specs, -(-size // ALIGN) * ALIGN, oversize=config.oversize)
+
+
+def lock_is_free(cache: Cache) -> bool:
+    """Whether another thread could take the lock of the cache."""
+
+    def take() -> None:
+        with cache.held("a rehearsal", timeout_s=0):
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(raised, take).result() is None
+
+
+def plain_logits(config: ModelConfig, tensors: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    """Logits of the last position from the plain model, which is loaded by tensor names only."""
+    plain = PlainModel(config.geometry, dtype=model.DTYPES[config.dtype], device="meta")
+    plain.load_state_dict(dict(tensors), assign=True)
+    with torch.no_grad():
+        logits: torch.Tensor = plain(tokens.to(next(iter(tensors.values())).device))
+    return logits[:, -1].float()
