@@ -133,9 +133,9 @@ class Runner:
                 self._stalled(f"no event arrived within {self.deadline_s:g} s")
         self._stalled("no further event can arrive")
 
-    def _stalled(self, what: str) -> None:
+    def _stalled(self, words: str) -> None:
         left = tuple(name for name in self.cores if name not in self.ended)
-        raise Stalled(f"{what}; not ended: {', '.join(left)}", left)
+        raise Stalled(f"{words}; not ended: {', '.join(left)}", left)
 
     def _turn(self, name: str, event: Event | None) -> None:
         """Pass one event to its core. The ledger has the event before its commands run."""
@@ -212,10 +212,10 @@ class VirtualClock:
     def now(self) -> float:
         return self._now
 
-    def after(self, seconds: float, what: Callable[[], None]) -> None:
+    def after(self, seconds: float, act: Callable[[], None]) -> None:
         if not (math.isfinite(seconds) and seconds >= 0):
             raise ValueError(f"{seconds} s must be finite and at least 0")
-        heapq.heappush(self._due, (self._now + seconds, next(self._count), what))
+        heapq.heappush(self._due, (self._now + seconds, next(self._count), act))
 
     def wait(self, seconds: float) -> bool:
         """Jump to the next action, at most `seconds` ahead, and run it."""

@@ -120,7 +120,7 @@ def on_chosen(t: Turn, event: Event) -> None:
     """Handle a foreign sampler's answer. Groups that are not complete in the buffer are refused, not trained."""
     t.asked -= {"select"}
     gone, unfinished, chosen = (numbers(event[name]) for name in ("evicted", "aborted", "groups"))
-    drop(t, *(tuple(number for number in some if number in t.buffer) for some in (gone, unfinished)))
+    drop(t, *(tuple(number for number in groups if number in t.buffer) for groups in (gone, unfinished)))
     least, most = limits(t)
     wrong = [number for number in chosen if number not in t.buffer or t.buffer[number].order < 0]
     if chosen and not may_choose(t):  # the step was given up while the sampler chose
@@ -166,13 +166,13 @@ def score(t: Turn, step: Step) -> None:
         if "training" not in t.granted and (step.fed < step.scored or not has(t, "logprobs")):
             return
         chunk = step.groups[step.scored : step.chunk_end(step.scored)]
-        for one in which:
-            t.do("logprobs", "trainer", step=step.id, groups=ids(chunk), which=one)
+        for kind in which:
+            t.do("logprobs", "trainer", step=step.id, groups=ids(chunk), which=kind)
         t.step = replace(step, scoring=which)
 
 
 def on_scored(t: Turn, step: Step, event: Event) -> None:
-    left = tuple(one for one in step.scoring if one != event.which)
+    left = tuple(kind for kind in step.scoring if kind != event.which)
     t.step = replace(step, scoring=left, scored=step.scored if left else step.chunk_end(step.scored))
     if not left and "logprobs" in t.granted:
         t.granted -= {"logprobs"}
@@ -349,7 +349,7 @@ TRAINERS = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")  # co
 
 def resume_from(state: State) -> Resume:
     """Return what a resumed run needs of a state between two steps. Groups in flight or in the buffer are generated again."""
-    held = {*state.buffer, *(one.replaces.id for one in state.owed if one.replaces is not None)}
+    held = {*state.buffer, *(owed.replaces.id for owed in state.owed if owed.replaces is not None)}
     if state.step is not None:
         raise BadInput(f"step {state.step.id} is open; a run can only be resumed between two steps")
     if state.prompt >= 0:
@@ -365,8 +365,8 @@ class Controller:
     """
 
     def __init__(self, settings: Settings, *, pipeline: str = "", resume: Resume | None = None) -> None:
-        if found := refusals(settings):
-            raise BadInput("; ".join(found))
+        if refused := refusals(settings):
+            raise BadInput("; ".join(refused))
         self.settings = settings
         self.sampler = SAMPLERS.get(settings.sampler)
         self.pipeline = pipeline
@@ -375,7 +375,7 @@ class Controller:
     def begin(self) -> tuple[State, tuple[Command, ...]]:
         """Request the devices for generation; dispatch starts when the first version is published."""
         settings, start = self.settings, self.resume
-        fields = Fields(last=settings.steps, replicas=Map({one: Replica() for one in range(settings.replicas)}))
+        fields = Fields(last=settings.steps, replicas=Map({number: Replica() for number in range(settings.replicas)}))
         if start is not None:
             fields.version, fields.updates, fields.steps = start.version, start.updates, start.steps
             fields.index, fields.accepted = start.version - 1, start.version * settings.groups

@@ -279,7 +279,7 @@ def doom(t: Turn, group: Group, how: str, why: str) -> None:
             t.do("cancel", "replica", group=group.id, sample=number, replica=sample.replica)
         elif sample.status == WAITING:
             group = group.put(number, status=DONE)
-    t.waiting = tuple(one for one in t.waiting if one[0] != group.id)
+    t.waiting = tuple(request for request in t.waiting if request[0] != group.id)
     group = replace(group, ends=(how, why))
     t.put(group)
     end_if_idle(t, group)
@@ -421,8 +421,8 @@ def send(t: Turn) -> None:
     waiting, t.waiting = t.waiting, ()
     for number, sample in waiting:
         group = t.buffer[number]
-        near = [one.replica for one in group.samples if one.in_flight and one.replica in there]
-        chosen = near[0] if near else min(there, key=lambda one: (t.replicas[one].load, one))
+        near = [peer.replica for peer in group.samples if peer.in_flight and peer.replica in there]
+        chosen = near[0] if near else min(there, key=lambda replica: (t.replicas[replica].load, replica))
         attempt = group.samples[sample].attempt
         t.put(group.put(sample, status=RUNNING, replica=chosen))
         load(t, chosen, 1)

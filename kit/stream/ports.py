@@ -155,12 +155,13 @@ def drifted(differences: Sequence[float]) -> dict[str, float]:
     `drift_ratio` is the mean importance weight, `drift_kl` the non-negative estimate of KL(engine, trainer).
     """
     count = len(differences)
-    ratios = [math.exp(min(one, 700.0)) for one in differences]
+    ratios = [math.exp(min(difference, 700.0)) for difference in differences]
     return {
         "drift_mean": math.fsum(differences) / count,
         "drift_mismatch": math.fsum(map(abs, differences)) / count,
         "drift_ratio": math.fsum(ratios) / count,
-        "drift_kl": math.fsum(ratio - 1 - one for ratio, one in zip(ratios, differences, strict=True)) / count,
+        "drift_kl": math.fsum(ratio - 1 - difference for ratio, difference in zip(ratios, differences, strict=True))
+        / count,
     }
 
 
@@ -176,8 +177,8 @@ class Meta:
 
     groups: tuple[int, ...]
 
-    def concat(self, *others: Meta) -> Meta:
-        return Meta(tuple(group for one in (self, *others) for group in one.groups))
+    def concat(self, *more: Meta) -> Meta:
+        return Meta(tuple(group for meta in (self, *more) for group in meta.groups))
 
 
 @dataclass(slots=True)

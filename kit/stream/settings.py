@@ -215,8 +215,8 @@ class Resume:
 
 
 def opening(settings: Settings, start: Resume | None = None) -> Iterator[tuple[str, dict[str, Id]]]:
-    found = {name: value if isinstance(value, str) else int(value) for name, value in asdict(settings).items()}
-    yield "capacity", {"groups_per_step": found.pop("groups"), **found}
+    values = {name: value if isinstance(value, str) else int(value) for name, value in asdict(settings).items()}
+    yield "capacity", {"groups_per_step": values.pop("groups"), **values}
     if start is not None:
         yield "resumed", {"step": start.steps, "version": start.version}
 

@@ -80,9 +80,9 @@ class Replica:
         self.orders: list[Callable[[], float | None]] = []
         self.busy = self.gone = False
 
-    def order(self, what: Callable[[], float | None]) -> None:
+    def order(self, act: Callable[[], float | None]) -> None:
         """Run `what` between two turns; it may return the seconds that it takes."""
-        self.orders.append(what)
+        self.orders.append(act)
         if not self.busy and not self.gone:
             self.busy = True
             self.turn()
@@ -95,26 +95,26 @@ class Replica:
         if self.orders:
             self.system.clock.after(self.orders.pop(0)() or 0.0, self.turn)
         elif self.requests:
-            tokens = {key: min(given.span, one.length - one.done) for key, one in self.requests.items()}
+            tokens = {key: min(given.span, request.length - request.done) for key, request in self.requests.items()}
             seconds = sum(tokens.values()) * given.token_s / min(len(tokens), given.batch)
             self.system.clock.after(seconds, lambda: self.decoded(tokens))
 
     def decoded(self, tokens: Mapping[tuple[int, int], int]) -> None:
         for key, count in tokens.items() if not self.gone else ():
-            one = self.requests[key]
-            ids = {"group": one.group, "sample": one.sample, "replica": self.number, "version": self.version}
-            if one.oldest < 0:
-                one.oldest = self.version
+            request = self.requests[key]
+            ids = {"group": request.group, "sample": request.sample, "replica": self.number, "version": self.version}
+            if request.oldest < 0:
+                request.oldest = self.version
                 self.system.say("started", **ids)
-            one.newest = self.version
+            request.newest = self.version
             if count:
-                self.system.say("tokens", **ids, first=one.done, count=count)
-                one.done += count
-            if one.done == one.length:
+                self.system.say("tokens", **ids, first=request.done, count=count)
+                request.done += count
+            if request.done == request.length:
                 del self.requests[key]
-                ids |= {"version": one.oldest, "newest": one.newest, "length": one.length}
-                reward = self.system.durations.reward(one.group, one.sample)
-                self.system.say("completed", **ids, digest=f"{one.group}/{one.sample}", reward=reward)
+                ids |= {"version": request.oldest, "newest": request.newest, "length": request.length}
+                reward = self.system.durations.reward(request.group, request.sample)
+                self.system.say("completed", **ids, digest=f"{request.group}/{request.sample}", reward=reward)
         self.turn()
 
     def generate(self, command: Command) -> None:
@@ -232,10 +232,10 @@ class System(Simulated):
             self.syncing.discard(number)
             self.sync_over(self.sync_version, self.syncing)
 
-    def schedule(self, what: str, number: int, at: float) -> None:
+    def schedule(self, event: str, number: int, at: float) -> None:
         def happens() -> None:
-            self.say(what, replica=number)
-            (self.add if what == "joined" else self.remove)(number)
+            self.say(event, replica=number)
+            (self.add if event == "joined" else self.remove)(number)
 
         self.clock.after(at, happens)
 
@@ -306,8 +306,8 @@ def forecast(rows: Iterable[Row], **changes: Any) -> Simulation:
     if changes and "places" not in changes:
         places = max(changed.places, changed.groups * (changed.window + 1))
         changed = replace(changed, places=places, slots=places if settings.slots == settings.places else changed.slots)
-    if found := refusals(changed):
-        raise BadInput("; ".join(found))
+    if refused := refusals(changed):
+        raise BadInput("; ".join(refused))
     return simulate(changed, measured(known))
 
 

@@ -225,7 +225,7 @@ def full_gradients(job: FsdpJob) -> dict[str, torch.Tensor]:
 
 def nonzero_gradients(job: FsdpJob) -> int:
     """Elements of this rank's gradients that are not zero, reduced or still waiting to be."""
-    found = [_local(param.grad) for param in job.model.parameters() if param.grad is not None]
+    gradients = [_local(param.grad) for param in job.model.parameters() if param.grad is not None]
     for state in sharded(job.model):
         for group in param_groups(state):
             for param in group.fsdp_params:
@@ -233,8 +233,8 @@ def nonzero_gradients(job: FsdpJob) -> int:
                     param.unsharded_accumulated_grad,
                     getattr(getattr(param, "_unsharded_param", None), "grad", None),
                 )
-                found += [_local(each) for each in waiting if each is not None]
-    return sum(int(torch.count_nonzero(each)) for each in found)
+                gradients += [_local(gradient) for gradient in waiting if gradient is not None]
+    return sum(int(torch.count_nonzero(gradient)) for gradient in gradients)
 
 
 @contextlib.contextmanager
@@ -266,16 +266,16 @@ def hooks(job: FsdpJob) -> tuple[bool, ...]:
 
 def state(job: FsdpJob) -> dict[str, str]:
     """SHA-256 of this rank's shards of weights and optimizer state, and of its random state; the schedule as it prints."""
-    found = {name: digest(_local(param)) for name, param in job.model.named_parameters()}
+    table = {name: digest(_local(param)) for name, param in job.model.named_parameters()}
     for name, param in job.model.named_parameters():
         for key, value in job.optimizer.state.get(param, {}).items():
-            found[f"{name}/{key}"] = digest(_local(value))
+            table[f"{name}/{key}"] = digest(_local(value))
     rates = [(group["lr"], group["weight_decay"]) for group in job.optimizer.param_groups]
-    found["scheduler"] = repr((job.scheduler.state_dict(), rates))
-    found["random"] = digest(torch.get_rng_state())
+    table["scheduler"] = repr((job.scheduler.state_dict(), rates))
+    table["random"] = digest(torch.get_rng_state())
     if job.device.type == "cuda":
-        found["random/device"] = digest(torch.cuda.get_rng_state(job.device))
-    return found
+        table["random/device"] = digest(torch.cuda.get_rng_state(job.device))
+    return table
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
@@ -321,13 +321,13 @@ class Steps:
             nothing = logprobs(model, torch.zeros(1, 2, dtype=torch.long, device=device))
             (nothing * 0.0).sum().backward()  # type: ignore[no-untyped-call]
             return []
-        here = {name: value.to(device) for name, value in piece.items()}
+        rows = {name: value.to(device) for name, value in piece.items()}
         if self.job.batching == "packed":
-            packed = pack(here)
-            found = packed.unpack(next_logprobs(model, packed.input_ids, packed.positions, packed.segments))
+            packed = pack(rows)
+            scored = packed.unpack(next_logprobs(model, packed.input_ids, packed.positions, packed.segments))
         else:
-            found = logprobs(model, here["input_ids"])
-        value, seen = loss(found, here, tokens=tokens, sequences=sequences)
+            scored = logprobs(model, rows["input_ids"])
+        value, seen = loss(scored, rows, tokens=tokens, sequences=sequences)
         value.backward()  # type: ignore[no-untyped-call]
         return [seen]
 
@@ -338,7 +338,7 @@ class Steps:
         """Update weights and schedule, or neither if loss or gradients are not finite. The rates returned are the ones used."""
         optimizer, limit = self.job.optimizer, self.job.settings.clip
         lr, wd = (float(optimizer.param_groups[0][name]) for name in ("lr", "weight_decay"))
-        own = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in local_gradients(optimizer)]
+        own = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in local_gradients(optimizer)]
         norm = math.sqrt(self._over_ranks([float(torch.stack(own).square().sum())], dist.ReduceOp.SUM)[0])
         updated = math.isfinite(norm) and math.isfinite(table["loss"])
         optimizer.scale = limit / (norm + 1e-6) if limit > 0 else 1.0

@@ -65,7 +65,7 @@ class ClippedPolicyGradient(ClippedOptions):
             log_ratio = kept((log_ratio.sum(1, keepdim=True) / length.clamp(min=1)).expand_as(cur), inside)
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        each = self._surrogate(pull, ratio, clipped, cur)
+        by_token = self._surrogate(pull, ratio, clipped, cur)
         penalty = positive = None
         if self.metrics or self.importance != "none":
             gen = kept(batch["generation_logprobs"][:, 1:], inside)
@@ -73,14 +73,14 @@ class ClippedPolicyGradient(ClippedOptions):
             weight, outside = self._weight(gap, length)
             if self.importance != "none":
                 # An infinite weight of a row must not meet the 0 that stands at a masked place.
-                each = each * torch.where(inside, weight, 1.0)
+                by_token = by_token * torch.where(inside, weight, 1.0)
         if self.kl:
             penalty = self._penalty(kept(batch["reference_logprobs"][:, 1:], inside) - cur)
-            each = each + self.kl * penalty
+            by_token = by_token + self.kl * penalty
         if self.positive_nll:
             positive = kept(-cur, pull < 0)
-            each = each + self.positive_nll * positive
-        rows = by_row(each, length, self.level)
+            by_token = by_token + self.positive_nll * positive
+        rows = by_row(by_token, length, self.level)
         loss = rows.sum() / (tokens if self.level == "tokens" else sequences)
         if not self.metrics:
             return loss, {"loss": loss.detach()}
@@ -169,8 +169,8 @@ class NegativeLogLikelihood:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         inside = valid(batch) > 0
         length = inside.sum(1, keepdim=True)
-        each = -kept(logprobs, inside)
-        rows = by_row(each, length, self.level)
+        by_token = -kept(logprobs, inside)
+        rows = by_row(by_token, length, self.level)
         loss = rows.sum() / (tokens if self.level == "tokens" else sequences)
         if not self.metrics:
             return loss, {"loss": loss.detach()}
@@ -179,7 +179,7 @@ class NegativeLogLikelihood:
                 "loss": rows,
                 "num_valid_samples": batch["sample_mask"],
                 "num_unmasked_tokens": length[:, 0],
-                "positive_nll_loss": kept(each, inside & (batch["advantages"][:, 1:] > 0)).sum(1),
+                "positive_nll_loss": kept(by_token, inside & (batch["advantages"][:, 1:] > 0)).sum(1),
             }
             return loss, over_rows(columns, self.normalizers(), tokens=tokens, sequences=sequences)
 
@@ -189,9 +189,9 @@ def kept(values: Tensor, inside: Tensor) -> Tensor:
     return torch.where(inside, values.double(), 0.0)
 
 
-def by_row(each: Tensor, length: Tensor, level: Level) -> Tensor:
+def by_row(by_token: Tensor, length: Tensor, level: Level) -> Tensor:
     """Return each row's share of a loss, [rows]: the sum or the mean of its tokens; 0 for a row without a valid token."""
-    total = each.sum(1)
+    total = by_token.sum(1)
     return total if level == "tokens" else total / length[:, 0].clamp(min=1)
 
 
@@ -209,8 +209,8 @@ def over_rows(
 def extremes(inside: Tensor, **values: Tensor) -> dict[str, Tensor]:
     """The least and the largest valid value of each, as `..._min` and `..._max`; +inf and -inf if there is none."""
     seen = {}
-    for name, each in values.items():
+    for name, value in values.items():
         for end, nothing, find in (("min", math.inf, torch.amin), ("max", -math.inf, torch.amax)):
-            some = torch.where(inside, each, nothing)
-            seen[f"{name}_{end}"] = find(some) if some.numel() else each.new_full((), nothing)
+            seen_values = torch.where(inside, value, nothing)
+            seen[f"{name}_{end}"] = find(seen_values) if seen_values.numel() else value.new_full((), nothing)
     return seen

@@ -92,8 +92,8 @@ class ClippedOptions:
         if self.cispo and self.dual_clip is not None:
             yield "cispo=True and dual_clip exclude each other: dual_clip bounds -A r, which cispo does not have"
         if self.on_policy and (self.cispo or self.dual_clip is not None):
-            other = "cispo=True" if self.cispo else "dual_clip"
-            yield f"on_policy=True and {other} exclude each other: the ratio is 1, so nothing is clipped"
+            conflicting = "cispo=True" if self.cispo else "dual_clip"
+            yield f"on_policy=True and {conflicting} exclude each other: the ratio is 1, so nothing is clipped"
         if self.ratio == "none" and (self.cispo or self.on_policy or self.dual_clip is not None):
             yield "ratio='none' excludes cispo, on_policy and dual_clip: without a ratio they have no effect"
         if cut and self.importance == "none":

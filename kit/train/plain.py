@@ -64,7 +64,7 @@ class Attention(nn.Module):
             for kept, new in zip(cache, (k, v), strict=True):
                 kept[:, :, start : start + length] = new
             k, v = (kept[:, :, : start + length] for kept in cache)
-        k, v = (each.repeat_interleave(self.repeat, dim=1) for each in (k, v))
+        k, v = (heads.repeat_interleave(self.repeat, dim=1) for heads in (k, v))
         causal = allowed is None and cache is None
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=causal)
         mixed: torch.Tensor = self.o_proj(out.transpose(1, 2).reshape(rows, length, hidden))

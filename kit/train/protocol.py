@@ -393,7 +393,7 @@ def microbatches(batch: Batch, batching: Batching, *, mbs: int, token_budget: in
 def alike(lengths: list[int], token_budget: int) -> list[list[int]]:
     """Group rows of similar length: number of rows times the longest of them stays within the budget."""
     groups: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
+    for row in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= token_budget:
             groups[-1].append(row)
         else:
@@ -405,7 +405,7 @@ def bins(lengths: list[int], token_budget: int) -> list[list[int]]:
     """Group rows with a total length of at most the budget: longest first, each into the first bin with room."""
     groups: list[list[int]] = []
     room: list[int] = []
-    for row in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
+    for row in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         at = next((index for index, left in enumerate(room) if lengths[row] <= left), len(room))
         if at == len(room):
             groups.append([])
@@ -433,6 +433,6 @@ def pack(batch: Batch) -> Packed:
 
 def _trimmed(batch: Batch, chosen: list[int]) -> Batch:
     index = torch.tensor(chosen, device=batch["input_ids"].device)
-    some = {name: value[index] for name, value in batch.items()}
-    longest = max(2, int(some["input_lengths"].max()))  # two tokens make a prediction
-    return {name: value[:, :longest] if value.dim() == 2 else value for name, value in some.items()}
+    picked = {name: value[index] for name, value in batch.items()}
+    longest = max(2, int(picked["input_lengths"].max()))  # two tokens make a prediction
+    return {name: value[:, :longest] if value.dim() == 2 else value for name, value in picked.items()}

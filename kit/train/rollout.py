@@ -207,8 +207,8 @@ def _advantages(asked: list[Problem], group: int, batch: Batch) -> torch.Tensor:
         ]
     ).view(-1, group)
     centred = rewards - rewards.mean(1, keepdim=True)
-    each = (centred / (rewards.std(1, correction=0, keepdim=True) + 1e-6)).flatten()
-    return each[:, None].expand_as(batch["input_ids"]) * batch["token_mask"]
+    by_row = (centred / (rewards.std(1, correction=0, keepdim=True) + 1e-6)).flatten()
+    return by_row[:, None].expand_as(batch["input_ids"]) * batch["token_mask"]
 
 
 def _weights(model: PlainModel) -> dict[str, torch.Tensor]:

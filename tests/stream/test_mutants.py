@@ -88,7 +88,7 @@ MUTANTS = (
     mutant("generation:send", "near[0] if near else ", "", "samples of a group are spread"),
     mutant("generation:send", "load(t, chosen, 1)", "pass", "requests are not counted"),
     mutant("generation:send", "if t.held or not there:", "if not there:", "requests are sent while dispatch is held"),
-    mutant("generation:send", "t.replicas[one].load, one", "one, one", "one replica gets everything"),
+    mutant("generation:send", "t.replicas[replica].load, replica", "replica, replica", "one replica gets everything"),
     mutant("generation:answered", "sample.in_flight and ", "", "an answer is taken twice"),
     mutant(
         "generation:answered",
@@ -167,7 +167,7 @@ MUTANTS = (
     mutant("generation:doom", "group = group.put(number, status=CANCELLING)", "pass", "a sample is cancelled twice"),
     mutant(
         "generation:doom",
-        "t.waiting = tuple(one for one in t.waiting if one[0] != group.id)",
+        "t.waiting = tuple(request for request in t.waiting if request[0] != group.id)",
         "pass",
         "a doomed group is sent",
     ),

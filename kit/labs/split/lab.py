@@ -52,8 +52,8 @@ class Case(NamedTuple):
     first: bool  # of its level: the plain step runs before it
 
 
-def by_recipe(what: str, low: float) -> Option:
-    return Option(f"{what}; null: from the recipe", low=low)
+def by_recipe(help_text: str, low: float) -> Option:
+    return Option(f"{help_text}; null: from the recipe", low=low)
 
 
 def refuse_if(wrong: object, sentence: str) -> None:
@@ -267,8 +267,8 @@ def fits(config: SplitConfig) -> None:
     stages = [model_bytes(job, ranks=config.ranks, stage=stage)["total"] for stage in range(config.pp)]
     whole = model_bytes(dataclasses.replace(job, tp=1, pp=1, ep=1, dtype="float32"), ranks=1)["params"]
     kept = whole * (STEPS * (config.steps + 2) + 2)  # on rank 0; and the float64 model
-    what = f"for the gradients of {config.steps} steps, kept for comparison"
-    check_fits(config, job=max(stages), host=kept // config.ranks, kept=what)
+    words = f"for the gradients of {config.steps} steps, kept for comparison"
+    check_fits(config, job=max(stages), host=kept // config.ranks, kept=words)
 
 
 LAB = Definition(

@@ -158,10 +158,10 @@ class Ranks(Port):
                 happened = pending.result()[0]
             except KitError as error:
                 return self._lost(name, error)
-            for what in happened:
-                if what["event"] in ("completed", "failed", "cancelled"):
-                    self.active[name].discard((what["group"], what["sample"]))
-            return [Event(what.pop("event"), self.pipeline, replica=number_of(name), **what) for what in happened]
+            for ids in happened:
+                if ids["event"] in ("completed", "failed", "cancelled"):
+                    self.active[name].discard((ids["group"], ids["sample"]))
+            return [Event(ids.pop("event"), self.pipeline, replica=number_of(name), **ids) for ids in happened]
 
         self._call(name, "decode", {"orders": orders}, ended)
 
@@ -273,11 +273,11 @@ def plain(drive: Drive) -> None:
         for which in plan.logprobs:
             do("logprobs", step=step, groups=tuple(groups), which=which)
         for update, start in enumerate(range(0, len(groups), plan.minibatch)):
-            ids, mine = {"step": step, "update": update}, tuple(groups[start : start + plan.minibatch])
+            ids, fed = {"step": step, "update": update}, tuple(groups[start : start + plan.minibatch])
             do("begin", **ids)
-            do("microbatch", groups=mine, **ids)
+            do("microbatch", groups=fed, **ids)
             do("finish", **ids)
-            do("clear", groups=mine, **ids)
+            do("clear", groups=fed, **ids)
     sync(config.steps)
 
 
@@ -506,8 +506,8 @@ class Stopped(Exception):  # noqa: N818 - not an error
 class Stopping:
     """A controller that stops after a step once it has reached a version; `state` is its state then."""
 
-    def __init__(self, one: Core[Any], until: int | None) -> None:
-        self.core, self.until = one, until
+    def __init__(self, core: Core[Any], until: int | None) -> None:
+        self.core, self.until = core, until
         self.state: Any = None
 
     def begin(self) -> tuple[Any, tuple[Command, ...]]:

@@ -176,7 +176,9 @@ def wanted(phases: str) -> tuple[str, ...]:
 
 
 def settings(config: StreamConfig) -> Settings:
-    same = {one.name: getattr(config, one.name) for one in dataclasses.fields(Settings) if hasattr(config, one.name)}
+    same = {
+        field.name: getattr(config, field.name) for field in dataclasses.fields(Settings) if hasattr(config, field.name)
+    }
     sampler = SAMPLERS.get(config.sampler)
     needed = sampler.places(config.groups, config.window) if sampler else 0
     places = config.places or needed or config.groups * (config.window + 1)

@@ -153,8 +153,8 @@ def equals_plain(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     return differing(plain, lockstep, f"over {counted(config['steps'], 'step')}")
 
 
-def differing(wanted: Outcomes, found: Outcomes, where: str) -> Measured:
-    differ = [key for key in {**wanted, **found} if wanted.get(key) != found.get(key)]
+def differing(wanted: Outcomes, actual: Outcomes, where: str) -> Measured:
+    differ = [key for key in {**wanted, **actual} if wanted.get(key) != actual.get(key)]
     if not differ:
         return Measured(0.0, f"{len(wanted)} outcomes {where} are identical bit for bit")
     first = " ".join(differ[0])
@@ -179,8 +179,8 @@ def resume_equals(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     resumed_equal = settle(judge.resume_equals(whole, resumed))
     if resumed_equal.value or config["simulated"]:
         return resumed_equal
-    wanted, found = (outcomes(frame, phase) for phase in (before, "resume"))
-    same = differing(wanted, found, f"with a stop after step {config['steps'] // 2}")
+    wanted, actual = (outcomes(frame, phase) for phase in (before, "resume"))
+    same = differing(wanted, actual, f"with a stop after step {config['steps'] // 2}")
     return Measured(same.value, f"{same.why}; {resumed_equal.why}")
 
 
@@ -320,9 +320,9 @@ def recomputed_as_sampled(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured
     served, used = digests(frame, "stream", "served"), digests(frame, "verify", "recomputed_by")
     there = {(ids["group"], ids["sample"]) for ids in map(read_ids, recomputed)}
     trained = {(row["group"], sample) for row in rows.trained() for sample in rows.samples[row["group"]]}
-    wrong = [f"sample {ids}" for ids, found in recomputed.items() if not found <= sampled.get(ids, set())]
+    wrong = [f"sample {ids}" for ids, texts in recomputed.items() if not texts <= sampled.get(ids, set())]
     wrong += [f"group {group}, sample {sample} (left out)" for group, sample in sorted(trained - there)]
-    wrong += [f"weights {ids}" for ids, found in served.items() if found != used.get(ids)]
+    wrong += [f"weights {ids}" for ids, texts in served.items() if texts != used.get(ids)]
     return Measured(
         float(len(wrong)),
         f"{len(recomputed)} samples and the weights of {len(served)} versions, digests of the replicas and of the recomputation: "
@@ -354,9 +354,9 @@ def tokens_match(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
     value = every if worst is None else max(every, float(worst["mismatch"]))
     at = "" if worst is None else f", largest at position {worst['position']}: {worst['mismatch']:.2g}"
     lags = sorted({int(lag) for lag in table["lag"]} - {0})
-    others = "".join(f"; lag {lag}: {weighted(table[table['lag'] == lag]):.2g}" for lag in lags)
+    later = "".join(f"; lag {lag}: {weighted(table[table['lag'] == lag]):.2g}" for lag in lags)
     return Measured(
-        value, f"mean |trainer - engine| at lag 0: {every:.2g} over {fresh['tokens'].sum()} tokens{at}{others}"
+        value, f"mean |trainer - engine| at lag 0: {every:.2g} over {fresh['tokens'].sum()} tokens{at}{later}"
     )
 
 

@@ -269,15 +269,17 @@ def edges(batch: Batch) -> Batch:
     """Mark the first and last column as trained on in one row of four. Nothing predicts the first one, so it must not count. In the
     next row the first token of the answer has an advantage of exactly 0, which is neither positive nor negative."""
     made = {name: value.clone() for name, value in batch.items()}
-    some = slice(0, None, 4)
-    made["token_mask"][some, [0, -1]] = 1.0
-    made["advantages"][some, -1] = made["advantages"][some].sum(1) / made["token_mask"][some, 1:-1].sum(1).clamp(min=1)
-    others = made["token_mask"][1::4]
-    made["advantages"][1::4].scatter_(1, others[:, 1:].argmax(1, keepdim=True) + 1, 0.0)
-    ended = made["input_lengths"][some] < made["token_mask"].shape[1]
+    fourth = slice(0, None, 4)
+    made["token_mask"][fourth, [0, -1]] = 1.0
+    made["advantages"][fourth, -1] = made["advantages"][fourth].sum(1) / made["token_mask"][fourth, 1:-1].sum(1).clamp(
+        min=1
+    )
+    next_masks = made["token_mask"][1::4]
+    made["advantages"][1::4].scatter_(1, next_masks[:, 1:].argmax(1, keepdim=True) + 1, 0.0)
+    ended = made["input_lengths"][fourth] < made["token_mask"].shape[1]
     for place, name in enumerate(("prev_logprobs", "generation_logprobs", "reference_logprobs")):
-        made[name][some, -1] = torch.where(ended, -5.0 - 0.1 * place, made[name][some, -1])
-    made["input_lengths"][some] = made["token_mask"].shape[1]
+        made[name][fourth, -1] = torch.where(ended, -5.0 - 0.1 * place, made[name][fourth, -1])
+    made["input_lengths"][fourth] = made["token_mask"].shape[1]
     return made
 
 
@@ -285,12 +287,12 @@ def everywhere(tensors: Tensors, device: torch.device) -> Tensors:
     """Rank 0's tensors on every rank, on the host."""
     specs: list[Any] = [[(name, tuple(value.shape), value.dtype) for name, value in tensors.items()]]
     dist.broadcast_object_list(specs, src=0)
-    found = {}
+    received = {}
     for name, shape, dtype in specs[0]:
         value = tensors[name].to(device) if tensors else torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(value, src=0)
-        found[name] = value.cpu()
-    return found
+        received[name] = value.cpu()
+    return received
 
 
 def shifted(megatron: Megatron, step: Batch) -> Batch:

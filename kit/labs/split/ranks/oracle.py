@@ -68,8 +68,10 @@ def oracle(settings: Any, logprobs: torch.Tensor, batch: Tensors) -> tuple[torch
     # A step without a valid token still has a graph, with a gradient of exactly 0.
     total = torch.zeros_like(logprobs).mul(logprobs.nan_to_num(0.0, 0.0, 0.0)).sum()
     for row in losses:
-        for each in row:
-            total = total + (each / count if settings.level == "tokens" else each / len(row) / max(1, len(rows)))
+        for token_loss in row:
+            total = total + (
+                token_loss / count if settings.level == "tokens" else token_loss / len(row) / max(1, len(rows))
+            )
     table |= {
         "loss": total.item(),
         "num_valid_samples": float(len(rows)),
@@ -106,8 +108,8 @@ def _valid_rows(settings: Any, logprobs: torch.Tensor, batch: Tensors) -> list[l
 
     def token(i: int, place: int) -> Token:
         now = logprobs[i, place - 1]
-        before, *others = (batch[name][i, place].item() for name in names)
-        return Token(now, now.item() if getattr(settings, "on_policy", False) else before, *others)
+        before, *numbers = (batch[name][i, place].item() for name in names)
+        return Token(now, now.item() if getattr(settings, "on_policy", False) else before, *numbers)
 
     masks = zip(batch["sample_mask"].tolist(), batch["token_mask"].tolist(), strict=True)
     return [
@@ -194,7 +196,7 @@ def _clipped_table(
     settings: Any, rows: Sequence[Sequence[Token]], judged: Sequence[Sequence[Judged]], count: int
 ) -> dict[str, float]:
     done = [token for row in judged for token in row]
-    ratios, clipped = [each.ratio for each in done], [each.clipped for each in done]
+    ratios, clipped = [part.ratio for part in done], [part.clipped for part in done]
     n_rows = max(1, len(rows))
     numbers = [[token.now.item(), token.before, token.engine] for row in rows for token in row]
     now, before, engine = torch.tensor(numbers, dtype=torch.float64).view(-1, 3).unbind(1)
@@ -203,10 +205,10 @@ def _clipped_table(
     def mean(values: Sequence[float] | torch.Tensor) -> float:
         return torch.as_tensor(values, dtype=torch.float64).sum().item() / count
 
-    penalty, weight = mean([each.penalty for each in done]), mean([each.weight for each in done])
-    outside = mean([each.outside for each in done])
+    penalty, weight = mean([part.penalty for part in done]), mean([part.weight for part in done])
+    outside = mean([part.outside for part in done])
     if settings.level == "sequences":
-        penalty = math.fsum(sum(each.penalty for each in row) / len(row) for row in judged if row) / n_rows
+        penalty = math.fsum(sum(part.penalty for part in row) / len(row) for row in judged if row) / n_rows
     if settings.importance == "sequences":
         # An empty row's weight is an empty product, which truncation treats as any other.
         weights = [row[0].weight if row else _weigh(settings, 0.0, [], row_outside=False)[0] for row in judged]
@@ -256,12 +258,12 @@ def learning_rate(settings: Any, seen: int) -> float:
 def steps(settings: Any, gradients: Sequence[Mapping[str, torch.Tensor]], sequences: int) -> list[Step]:
     """Norm, learning rate and decay of every step. A step without gradients was skipped and does not advance the schedule."""
     made, seen = [], 0
-    for found in gradients:
-        squares = [torch.dot(flat, flat).item() for flat in (value.double().flatten() for value in found.values())]
-        norm = math.sqrt(math.fsum(squares)) if found else math.nan
+    for tensors in gradients:
+        squares = [torch.dot(flat, flat).item() for flat in (value.double().flatten() for value in tensors.values())]
+        norm = math.sqrt(math.fsum(squares)) if tensors else math.nan
         lr = learning_rate(settings, seen)
-        made.append(Step(norm=norm, norm_rounding=norm_rounding(found), lr=lr, wd=settings.weight_decay))
-        seen += sequences if found else 0
+        made.append(Step(norm=norm, norm_rounding=norm_rounding(tensors), lr=lr, wd=settings.weight_decay))
+        seen += sequences if tensors else 0
     return made
 
 
@@ -274,19 +276,19 @@ def norm_rounding(tensors: Mapping[str, torch.Tensor]) -> float:
     return EPS * math.sqrt(max((value.numel() for value in tensors.values()), default=0))
 
 
-def unclipped(settings: Any, found: Tensors, norm: float) -> Tensors:
+def unclipped(settings: Any, gradients: Tensors, norm: float) -> Tensors:
     """Gradients before clipping, also if the step clips them before it calls the optimizer.
 
     Clipped gradients have exactly the norm that clipping leaves, while the step reports a larger one. They are multiplied in float64 by
     the factor that follows from the reported `norm`; if that is wrong, so are they. Other gradients are returned unchanged.
     """
     factor = (norm + 1e-6) / settings.clip
-    if not found or not factor > 1:
-        return found
-    (now,) = steps(settings, [found], 0)
+    if not gradients or not factor > 1:
+        return gradients
+    (now,) = steps(settings, [gradients], 0)
     if relative(now.norm, norm / factor) > now.norm_rounding + EPS:
-        return found
-    return {name: value.double() * factor for name, value in found.items()}
+        return gradients
+    return {name: value.double() * factor for name, value in gradients.items()}
 
 
 def replay(
@@ -315,13 +317,13 @@ def moved(
 ) -> dict[str, float]:
     """The error of every tensor after all steps, relative to the distance that it had to move. Rounding is excluded; `eps` is the relative
     rounding of the dtype of the weights."""
-    found = {}
+    errors = {}
     for name, before in start.items():
         must = replay(settings, before, [step.get(name) if step else None for step in gradients], done)
         rounding = len(gradients) * eps * must.abs()
         beyond = ((end[name].double() - must).abs() - rounding).clamp(min=0)
-        found[name] = share(float(beyond.norm()), float((must - before.double()).norm()))
-    return found
+        errors[name] = share(float(beyond.norm()), float((must - before.double()).norm()))
+    return errors
 
 
 def relative(value: float, exact: float, floor: float = SMALLEST) -> float:
@@ -344,19 +346,19 @@ def rows_of(batch: Tensors, gap: float = 0.0, *, alone: bool = False) -> tuple[t
 
     For one token the engine is `gap` below the trainer; with `alone` no other token counts, so that no sum hides it.
     """
-    some = {name: value[:ROWS].cpu().clone() for name, value in batch.items()}
-    place = torch.arange(some["prev_logprobs"].numel()).view_as(some["prev_logprobs"])
+    few = {name: value[:ROWS].cpu().clone() for name, value in batch.items()}
+    place = torch.arange(few["prev_logprobs"].numel()).view_as(few["prev_logprobs"])
     near = torch.sin(place) / 10 + torch.where(place % 7 == 0, FAR, 0.0) * torch.sign(torch.sin(3.0 * place))
-    found = (~masked(some)).nonzero().tolist()
-    if gap and found:
-        row, column = found[len(found) // 2]
-        some["prev_logprobs"][row, column] = min(-0.5, gap - 0.5)
-        some["generation_logprobs"][row, column] = some["prev_logprobs"][row, column] - gap
-        some["reference_logprobs"][row, column] = some["prev_logprobs"][row, column]
+    valid_places = (~masked(few)).nonzero().tolist()
+    if gap and valid_places:
+        row, column = valid_places[len(valid_places) // 2]
+        few["prev_logprobs"][row, column] = min(-0.5, gap - 0.5)
+        few["generation_logprobs"][row, column] = few["prev_logprobs"][row, column] - gap
+        few["reference_logprobs"][row, column] = few["prev_logprobs"][row, column]
         if alone:
-            some["token_mask"].zero_()
-            some["token_mask"][row, column] = 1.0
-    return (some["prev_logprobs"] + near)[:, 1:].contiguous(), some
+            few["token_mask"].zero_()
+            few["token_mask"][row, column] = 1.0
+    return (few["prev_logprobs"] + near)[:, 1:].contiguous(), few
 
 
 def masked(batch: Tensors) -> torch.Tensor:
@@ -371,7 +373,7 @@ def gap_error(loss: Any, exact: Exact, batch: Tensors, gap: float) -> tuple[floa
     among = errors_at(loss, exact, *rows_of(batch, gap), FLOOR)
     alone = errors_at(loss, exact, *rows_of(batch, gap, alone=True), SMALLEST)
     errors = {**among, **{f"{name} of that token alone": error for name, error in alone.items()}}
-    name = max(errors, key=lambda each: errors[each])
+    name = max(errors, key=lambda number: errors[number])
     return errors[name], name
 
 
@@ -390,12 +392,12 @@ def errors_at(loss: Any, exact: Exact, logprobs: torch.Tensor, batch: Tensors, f
 
 def masked_reach(loss: Any, batch: Tensors, rubbish: float) -> list[str]:
     """The numbers that change if masked places hold `rubbish`. None may change, not by one bit."""
-    logprobs, some = rows_of(batch)
-    clean, clean_table, clean_gradient = trained(loss, logprobs, some)
+    logprobs, few = rows_of(batch)
+    clean, clean_table, clean_gradient = trained(loss, logprobs, few)
     if any(map(math.isnan, clean_table.values())):
         return ["metrics are NaN even without it"]
-    hidden = masked(some)
-    dirty = {name: value.masked_fill(hidden, rubbish) if name in PARTIES else value for name, value in some.items()}
+    hidden = masked(few)
+    dirty = {name: value.masked_fill(hidden, rubbish) if name in PARTIES else value for name, value in few.items()}
     value, table, gradient = trained(loss, logprobs.masked_fill(hidden[:, 1:], rubbish), dirty)
     reached = [name for name, number in table.items() if number != clean_table.get(name)]
     reached += ["value to differentiate"] if value != clean else []
@@ -456,13 +458,13 @@ def share(apart: float, whole: float) -> float:
 
 def by_tensor(a: Tensors, b: Tensors) -> dict[str, Distance]:
     """The distance of every tensor; infinite if `a` or `b` lacks it."""
-    found = {}
+    distances = {}
     for name in (name for name in b if name in a):
-        one, other = a[name].double(), b[name].double()
-        apart = (one - other).abs().flatten()
+        left, right = a[name].double(), b[name].double()
+        apart = (left - right).abs().flatten()
         index = int(apart.argmax())
-        found[name] = Distance(share(float(apart.norm()), float(other.norm())), index, float(apart[index]))
-    return found | dict.fromkeys(sorted(set(a) ^ set(b)), Distance(math.inf, 0, math.inf))
+        distances[name] = Distance(share(float(apart.norm()), float(right.norm())), index, float(apart[index]))
+    return distances | dict.fromkeys(sorted(set(a) ^ set(b)), Distance(math.inf, 0, math.inf))
 
 
 def certain(gradients: Tensors) -> Tensors:

@@ -72,9 +72,9 @@ class Observed:
         """The optimizer's step, after a look at the learning rate and the gradients that it gets."""
         started = now(self.device) if self.waits and self.timed else time.perf_counter()
         self.rates.append(max(float(group["lr"]) for group in self.job.optimizer.param_groups))
-        found = self.backend.gradients(self.job)
+        gradients = self.backend.gradients(self.job)
         if dist.get_rank() == 0:
-            self.gradients.append({name: value.clone() for name, value in found.items()})
+            self.gradients.append({name: value.clone() for name, value in gradients.items()})
         self.looked += time.perf_counter() - started
         return self.update(*args, **kwargs)
 
@@ -149,11 +149,11 @@ class Split:
 
     def other_backend(self, cycle: int) -> None:
         """Megatron's plain step on the same weights and rows."""
-        other = self._drive(self.megatron, self.cases[cycle], plain=True)
+        megatron = self._drive(self.megatron, self.cases[cycle], plain=True)
         if self.ctx.rank == 0:
-            for step, (a, b) in enumerate(zip(self.plain.gradients, other.gradients, strict=True), start=1):
+            for step, (a, b) in enumerate(zip(self.plain.gradients, megatron.gradients, strict=True), start=1):
                 self.record("gradient_error", oracle.overall(a, b), step=step)
-            self.record("parameter_error", oracle.overall(self.plain.weights, other.weights))
+            self.record("parameter_error", oracle.overall(self.plain.weights, megatron.weights))
 
     def split(self, cycle: int) -> None:
         self.cut = self._drive(self.backend, self.cases[cycle], plain=False)
@@ -168,24 +168,24 @@ class Split:
         for step, (a, b) in enumerate(zip(cut.gradients, plain.gradients, strict=True), start=1):
             distances = oracle.by_tensor(a, b)
             self.record("gradient_error", oracle.overall(a, b), step=step)
-            same = sum(each.error == 0 for each in distances.values())
+            same = sum(distance.error == 0 for distance in distances.values())
             self.record("gradients_same", same / max(len(distances), 1), step=step)
             sure |= {name: mask & sure.get(name, mask) for name, mask in oracle.certain(b).items()}
-            for name, each in distances.items() if step == 1 else ():
-                self.record("tensor_gradient_error", each.error, tensor=name)
-                self.record("tensor_gradient_index", each.place, tensor=name)
-                self.record("tensor_gradient_worst", each.worst, tensor=name)
+            for name, distance in distances.items() if step == 1 else ():
+                self.record("tensor_gradient_error", distance.error, tensor=name)
+                self.record("tensor_gradient_index", distance.place, tensor=name)
+                self.record("tensor_gradient_worst", distance.worst, tensor=name)
         self.first = self.first or cut.gradients[0]
         self.record("chunk_error", oracle.overall(cut.gradients[0], self.first))
         sure = sure or {name: torch.ones_like(value, dtype=torch.bool) for name, value in plain.weights.items()}
-        for kind, those in (("parameter", True), ("uncertain", False)):
+        for kind, certain in (("parameter", True), ("uncertain", False)):
             a, b = (
-                {name: torch.where(sure[name] == those, value, 0.0) for name, value in weights.items()}
+                {name: torch.where(sure[name] == certain, value, 0.0) for name, value in weights.items()}
                 for weights in (cut.weights, plain.weights)
             )
-            for name, each in oracle.by_tensor(a, b).items():
-                self.record(f"tensor_{kind}_error", each.error, tensor=name)
-                self.record(f"tensor_{kind}_worst", each.worst, tensor=name)
+            for name, distance in oracle.by_tensor(a, b).items():
+                self.record(f"tensor_{kind}_error", distance.error, tensor=name)
+                self.record(f"tensor_{kind}_worst", distance.worst, tensor=name)
         self.record("uncertain_elements", sum(int((~mask).sum()) for mask in sure.values()))
         self.record("elements", sum(mask.numel() for mask in sure.values()))
 
@@ -238,7 +238,7 @@ class Split:
     def _drive(self, backend: backends.Backend, case: Case, *, plain: bool) -> Trained:
         job: Any = backend.fresh()
         trained, config = Trained(), self.config
-        what = f"plain step, level {case.level}" if plain else f"level {case.level}, chunks {case.chunks}"
+        title = f"plain step, level {case.level}" if plain else f"level {case.level}, chunks {case.chunks}"
         observed = Observed(backend, job, str(self.device), waits=plain)
         loss, before = self._loss(case.level), backend.hooks(job)
         start = {name: value.clone() for name, value in backend.parameters(job).items()}
@@ -257,13 +257,13 @@ class Split:
                     result = self._in_chunks(step, observed, loss, batch, case.chunks)
                     wrong_versions += step.version != number
                 took = time.perf_counter() - began
-                log_steps([dict(result)], done=number, seconds=took, device=observed.device, what=what)
+                log_steps([dict(result)], done=number, seconds=took, device=observed.device, what=title)
                 reductions += counter.values()
-                found = observed.gradients[-1] if observed.gradients else {}
+                gradients = observed.gradients[-1] if observed.gradients else {}
                 if config.model == KIT_MODEL:  # how your own model clips is unknown
-                    found = oracle.unclipped(self.settings, found, float(result["grad_norm"]))
+                    gradients = oracle.unclipped(self.settings, gradients, float(result["grad_norm"]))
                 trained.results.append(result)
-                trained.gradients.append(found)
+                trained.gradients.append(gradients)
                 hooks_lost += rehearse.hooks_lost(before, backend.hooks(job))
                 wrong_versions += result["version"] != number
                 if result["updated"]:
@@ -298,19 +298,19 @@ class Split:
         if not math.isfinite(result["global_loss"]):
             print(f"the loss of step {step} is {result['global_loss']}")
 
-    def _judge_updates(self, way: str, start: Tensors, found: Trained) -> None:
+    def _judge_updates(self, way: str, start: Tensors, trained: Trained) -> None:
         """Clipping, AdamW and schedule of all steps against float64, from the observed weights and gradients."""
         if self.ctx.rank or self.config.model != KIT_MODEL:
             return
-        done = oracle.steps(self.settings, found.gradients, self.config.batch)
+        done = oracle.steps(self.settings, trained.gradients, self.config.batch)
         # FSDP2 keeps float32 weights, whatever it computes in.
         dtype = torch.float32 if self.config.backend == "fsdp2" else model.DTYPES[self.config.dtype]
         eps = torch.finfo(dtype).eps
-        moved = oracle.moved(self.settings, start, found.weights, found.gradients, done, eps=eps)
+        moved = oracle.moved(self.settings, start, trained.weights, trained.gradients, done, eps=eps)
         worst = max(moved, key=lambda name: moved[name])
         self.record("update_error", moved[worst], text=worst, way=way)
-        for number, (result, must) in enumerate(zip(found.results, done, strict=True), start=1):
-            if not found.gradients[number - 1]:
+        for number, (result, must) in enumerate(zip(trained.results, done, strict=True), start=1):
+            if not trained.gradients[number - 1]:
                 continue
             for metric, value, exact, rounding in (
                 ("update_norm_error", result["grad_norm"], must.norm, must.norm_rounding),
@@ -349,10 +349,10 @@ def whole_result(config: SplitConfig, result: Any) -> StepResult:
 def balance_of_step(job: Any, batch: Batch, micro_batch: int) -> float:
     """The load-balancing loss of experts in float64, independent of the code that reports it: the mean over layers, microbatches and
     data-parallel ranks, on the initial weights. Every rank calls it with its own rows."""
-    found: list[float] = []
+    balances: list[float] = []
 
     def look(router: Any, given: Any) -> None:
-        found.append(oracle.balance(given[0].detach(), router.weight.detach(), router.topk))
+        balances.append(oracle.balance(given[0].detach(), router.weight.detach(), router.topk))
 
     modules = [module for chunk in job.chunks for name, module in chunk.named_modules() if name.endswith("mlp.router")]
     hooks = [module.register_forward_pre_hook(look) for module in modules]
@@ -360,6 +360,6 @@ def balance_of_step(job: Any, batch: Batch, micro_batch: int) -> float:
     for hook in hooks:
         hook.remove()
     clear_aux()
-    total = torch.tensor([sum(found), len(found)], dtype=torch.float64, device=job.device)
+    total = torch.tensor([sum(balances), len(balances)], dtype=torch.float64, device=job.device)
     dist.all_reduce(total)
     return float(total[0] / total[1])

@@ -165,10 +165,10 @@ def aborted(scene: Scene, batch: Batch) -> None:
 def differs_from_control(scene: Scene, batch: Batch) -> int:
     """The number of tensors that differ from a job that did the same steps and nothing in between."""
     control = scene.fresh()
-    for each in (scene.batches[0], batch):
-        control.whole(each)
-    mine, theirs = scene.backend.state(scene.job), control.backend.state(control.job)
-    return sum(mine[name] != theirs.get(name) for name in mine if name != "random")
+    for rows in (scene.batches[0], batch):
+        control.whole(rows)
+    own, expected = scene.backend.state(scene.job), control.backend.state(control.job)
+    return sum(own[name] != expected.get(name) for name in own if name != "random")
 
 
 def raised(scene: Scene, batch: Batch) -> None:
@@ -284,10 +284,10 @@ def remainder(scene: Scene, batch: Batch) -> None:
     longest = valid(batch).sum(1).argsort()[1 - size :]
     more = {name: value[longest] for name, value in batch.items()}
     more |= {"advantages": torch.ones_like(more["advantages"]), "generation_logprobs": more["prev_logprobs"]}
-    other = {**more, "input_ids": more["input_ids"].roll(1, dims=1)}
-    given = [{name: torch.cat([batch[name], end[name]]) for name in batch} for end in (more, other)]
+    changed = {**more, "input_ids": more["input_ids"].roll(1, dims=1)}
+    given = [{name: torch.cat([batch[name], end[name]]) for name in batch} for end in (more, changed)]
     try:
-        (result, state), (_, state_of_others) = (take_step(scene.fresh(), each) for each in given)
+        (result, state), (_, state_of_others) = (take_step(scene.fresh(), rows) for rows in given)
     except Exception as error:  # noqa: BLE001 - your own step may raise anything
         scene.note_rows("", f"refused with {described(error)}")
         return
@@ -299,8 +299,8 @@ def remainder(scene: Scene, batch: Batch) -> None:
 
 def many_calls(scene: Scene, batch: Batch) -> None:
     """A step of so many calls that half precision could not hold its number of tokens. Not tried where that takes too many."""
-    mine = torch.tensor(true_counts(batch), device=scene.job.device)
-    most = mine.clone()
+    own_counts = torch.tensor(true_counts(batch), device=scene.job.device)
+    most = own_counts.clone()
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     calls = HALF_PRECISION // max(int(most[1]), 1) + 1
     if calls > MANY_CALLS or scene.config.pp > 1:
@@ -308,7 +308,7 @@ def many_calls(scene: Scene, batch: Batch) -> None:
     scene.begin()
     for _ in range(calls):
         scene.feed(batch)
-    scene.note_rows(miscounted(scene.step.finish(), calls * mine), call=f"step of {calls} calls")
+    scene.note_rows(miscounted(scene.step.finish(), calls * own_counts), call=f"step of {calls} calls")
 
 
 def nothing_valid(scene: Scene, batch: Batch) -> None:
@@ -328,9 +328,9 @@ def nothing_valid(scene: Scene, batch: Batch) -> None:
     scene.note_rows(wrong, fine, call="step without any valid token")
 
 
-def miscounted(result: StepResult, mine: torch.Tensor) -> str:
+def miscounted(result: StepResult, own_counts: torch.Tensor) -> str:
     """How the counts of a step differ from the sum of each data rank's own sequences and tokens."""
-    true = mine.double()
+    true = own_counts.double()
     dist.all_reduce(true, group=split.data_group())
     counted = [float(result["global_valid_seqs"]), float(result["global_valid_toks"])]
     count = "{:g} sequences and {:g} tokens"

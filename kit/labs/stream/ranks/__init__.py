@@ -187,7 +187,7 @@ def rest(began: float, pace_ms: float) -> None:
 def lesson(seed: int, update: int, numbers: int = 10) -> list[tuple[list[int], list[int]]]:
     """Prompts with right answers for a supervised update, drawn separately from those of the loops."""
     asked = [problem(seed, -1 - update * LESSON - number, numbers) for number in range(LESSON)]
-    return [(encode(each.prompt), [*encode(each.answer), END]) for each in asked]
+    return [(encode(task.prompt), [*encode(task.answer), END]) for task in asked]
 
 
 def base_weights(config: StreamConfig) -> Weights:
@@ -216,15 +216,15 @@ def advantages(rewards: Mapping[Key, float], kind: str) -> dict[Key, float]:
     groups: defaultdict[int, dict[Key, float]] = defaultdict(dict)
     for key, reward in rewards.items():
         groups[key.group][key] = reward
-    found: dict[Key, float] = {}
-    for mine in groups.values():
-        mean = statistics.fmean(mine.values())
+    table: dict[Key, float] = {}
+    for group in groups.values():
+        mean = statistics.fmean(group.values())
         if kind == "leave-one-out":
-            found |= {key: (reward - mean) * len(mine) / max(len(mine) - 1, 1) for key, reward in mine.items()}
+            table |= {key: (reward - mean) * len(group) / max(len(group) - 1, 1) for key, reward in group.items()}
         else:
-            deviation = statistics.pstdev(mine.values())
-            found |= {key: (reward - mean) / (deviation + TINY) for key, reward in mine.items()}
-    return found
+            deviation = statistics.pstdev(group.values())
+            table |= {key: (reward - mean) / (deviation + TINY) for key, reward in group.items()}
+    return table
 
 
 class Idle:

@@ -57,17 +57,17 @@ class Judged:
     def policies(self, noise: float) -> tuple[int, int]:
         """How many tokens show how the sync treated the KV cache, and how many of them contradict the config."""
         pairs = [
-            (own, other)
-            for own, other in zip(self.error, self.other_policy, strict=True)
-            if abs(own - other) >= APART * noise
+            (own, opposite)
+            for own, opposite in zip(self.error, self.other_policy, strict=True)
+            if abs(own - opposite) >= APART * noise
         ]
-        return len(pairs), sum(other < own for own, other in pairs)
+        return len(pairs), sum(opposite < own for own, opposite in pairs)
 
     def wrong_stamps(self, noise: float) -> list[int]:
         """Decidable tokens with a stamp other than the version that yields their log-probability. If the KV cache is kept, tokens after a
         wrong stamp may count too, because their keys and values are then computed from it."""
-        found = zip(self.decidable(noise), self.closest, self.row.versions, strict=True)
-        return [place for place, (decidable, closest, stamp) in enumerate(found) if decidable and closest != stamp]
+        tokens = zip(self.decidable(noise), self.closest, self.row.versions, strict=True)
+        return [place for place, (decidable, closest, stamp) in enumerate(tokens) if decidable and closest != stamp]
 
 
 class Oracle:
@@ -90,7 +90,7 @@ class Oracle:
     @torch.no_grad()
     def judge(self, row: Row) -> Judged:
         recorded = torch.tensor(row.logprobs, dtype=torch.float64)
-        table, other = self.recompute(row)
+        table, opposite = self.recompute(row)
         places = torch.tensor([self._place(stamp) for stamp in row.versions])
         known = torch.tensor([stamp in self.versions for stamp in row.versions])
         stamped = table.gather(0, places[None])[0]
@@ -101,7 +101,7 @@ class Oracle:
             nearest=errors.min(0).values.tolist(),
             closest=[self.versions[place] for place in errors.argmin(0).tolist()],
             wrong_gap=(table - stamped).abs().scatter(0, places[None], torch.inf).min(0).values.tolist(),
-            other_policy=(other - recorded).abs().tolist(),
+            other_policy=(opposite - recorded).abs().tolist(),
         )
 
     @torch.no_grad()
@@ -109,7 +109,7 @@ class Oracle:
         """The answer's log-probabilities: [versions, tokens], each span under each version, after the earlier spans as stamped; and
         [tokens] under the stamps with the other treatment of the KV cache."""
         table = torch.empty(len(self.versions), len(row.answer), dtype=torch.float64)
-        other = torch.empty(len(row.answer), dtype=torch.float64)
+        opposite = torch.empty(len(row.answer), dtype=torch.float64)
         held, cache = 0, self.models[0].empty_cache(1, len(row.tokens))
         for span in spans(row.versions):
             end = len(row.prompt) + span.end - 1  # the last token of the span is not an input of it
@@ -120,9 +120,9 @@ class Oracle:
                 begin = held if self.keeps else 0
                 table[number, span.first : span.end] = self._span(model, row, span, caches[-1], (begin, end))
             begin = 0 if self.keeps else held
-            other[span.first : span.end] = self._span(self.models[place], row, span, copied(cache), (begin, end))
+            opposite[span.first : span.end] = self._span(self.models[place], row, span, copied(cache), (begin, end))
             held, cache = end, caches[place]
-        return table, other
+        return table, opposite
 
     @torch.no_grad()
     def from_stale_prompt(self, judged: Judged, noise: float) -> int:
@@ -143,7 +143,7 @@ class Oracle:
         begin = held = len(row.prompt)
         prompt = self.models[0].empty_cache(1, len(row.tokens))
         first = self.models[self._place(version)](torch.tensor(row.prompt)[None], cache=prompt, start=0)[0, -1:]
-        cache, found = copied(prompt), []
+        cache, chosen = copied(prompt), []
         for span in spans(row.versions):
             if not self.keeps:
                 cache, held = copied(prompt), begin
@@ -153,16 +153,16 @@ class Oracle:
                 ids = torch.tensor(row.tokens[held:end])[None]
                 more = self.models[self._place(span.version)](ids, cache=cache, start=held)[0]
                 logits = torch.cat([logits, more])
-            found.append(self._chosen(logits[span.first - span.end :], row, span))
+            chosen.append(self._chosen(logits[span.first - span.end :], row, span))
             held = end
-        return torch.cat(found)
+        return torch.cat(chosen)
 
     @torch.no_grad()
     def plain(self, version: int, row: Row) -> torch.Tensor:
         """The trainer's log-probabilities for the answer under a version: no temperature, minimum length or cache."""
         logits = self.models[self._place(version)](torch.tensor(row.tokens)[None])[0, len(row.prompt) - 1 : -1]
-        found: torch.Tensor = logits.double().log_softmax(-1).gather(1, torch.tensor(row.answer)[:, None])[:, 0]
-        return found
+        chosen: torch.Tensor = logits.double().log_softmax(-1).gather(1, torch.tensor(row.answer)[:, None])[:, 0]
+        return chosen
 
     @torch.no_grad()
     def sampled(self, version: int, row: Row) -> torch.Tensor:
@@ -175,7 +175,7 @@ class Oracle:
         geometry = self.models[0].geometry
         single = Oracle(geometry, weights, temperature=self.temperature, keeps=self.keeps, dtype=torch.float32)
         pairs = ((single.recompute(row)[0], self.recompute(row)[0]) for row in rows)
-        return max((float((one - exact).abs().max()) for one, exact in pairs), default=0.0)
+        return max((float((rounded - exact).abs().max()) for rounded, exact in pairs), default=0.0)
 
     def _span(self, model: PlainModel, row: Row, span: Span, cache: list[Cache], fed: tuple[int, int]) -> torch.Tensor:
         """Feed these positions; returns the sampling log-probabilities of the span's tokens."""
@@ -186,8 +186,8 @@ class Oracle:
         after = logits.double()
         after[: max(0, row.minimum - span.first), END] = -torch.inf
         chosen = torch.tensor(row.answer[span.first : span.end])[:, None]
-        found: torch.Tensor = (after / self.temperature).log_softmax(-1).gather(1, chosen)[:, 0]
-        return found
+        logprobs: torch.Tensor = (after / self.temperature).log_softmax(-1).gather(1, chosen)[:, 0]
+        return logprobs
 
     def _place(self, version: int) -> int:
         return self.versions.index(version) if version in self.versions else 0
@@ -195,8 +195,8 @@ class Oracle:
 
 def spans(versions: Sequence[int]) -> Iterator[Span]:
     first = 0
-    for version, some in itertools.groupby(versions):
-        end = first + len([*some])
+    for version, tokens in itertools.groupby(versions):
+        end = first + len([*tokens])
         yield Span(version, first, end)
         first = end
 
@@ -220,16 +220,18 @@ class Fed(NamedTuple):
 
 def advantage_errors(fed: Sequence[Fed], kind: str) -> Iterator[float]:
     """For each sample: the advantage in the batch minus the one computed from the rewards of its group."""
-    for one in fed:
-        group = [other.row.reward for other in fed if other.row.group == one.row.group and other.version == one.version]
+    for sample in fed:
+        group = [
+            peer.row.reward for peer in fed if peer.row.group == sample.row.group and peer.version == sample.version
+        ]
         mean = math.fsum(group) / len(group)
         if kind == "leave-one-out":
-            wanted = one.row.reward - (math.fsum(group) - one.row.reward) / max(1, len(group) - 1)
+            wanted = sample.row.reward - (math.fsum(group) - sample.row.reward) / max(1, len(group) - 1)
         else:
-            wanted = (one.row.reward - mean) / (
-                math.sqrt(math.fsum((each - mean) ** 2 for each in group) / len(group)) + 1e-6
+            wanted = (sample.row.reward - mean) / (
+                math.sqrt(math.fsum((reward - mean) ** 2 for reward in group) / len(group)) + 1e-6
             )
-        yield float((one.answer("advantages") - wanted).abs().max())
+        yield float((sample.answer("advantages") - wanted).abs().max())
 
 
 def previous_error(oracle: Oracle, fed: Fed, previous: str) -> float:
@@ -241,12 +243,12 @@ def previous_error(oracle: Oracle, fed: Fed, previous: str) -> float:
 
 def drift(oracle: Oracle, fed: Sequence[Fed]) -> Mapping[tuple[int, int], list[float]]:
     """By lag and position: the log-probability of each token under the version that it was trained on, minus the recorded one."""
-    found: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    for one in fed:
-        now = oracle.sampled(one.version, one.row).tolist()
-        for position, (new, old, stamp) in enumerate(zip(now, one.row.logprobs, one.row.versions, strict=True)):
-            found[one.version - stamp, position].append(new - old)
-    return dict(sorted(found.items()))
+    differences: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    for sample in fed:
+        now = oracle.sampled(sample.version, sample.row).tolist()
+        for position, (new, old, stamp) in enumerate(zip(now, sample.row.logprobs, sample.row.versions, strict=True)):
+            differences[sample.version - stamp, position].append(new - old)
+    return dict(sorted(differences.items()))
 
 
 def recorded_error(fed: Fed) -> float:

@@ -257,9 +257,9 @@ class Trainer:
 
     def logprobs(self, step: int, groups: Sequence[int], which: str) -> None:  # noqa: ARG002 - as above
         """Recompute the previous policy's (`previous`) or the reference's log-probabilities of these groups with the current weights."""
-        found = split.logprobs(self.job, self.batch_of(groups), self.config.micro_batch)
+        scored = split.logprobs(self.job, self.batch_of(groups), self.config.micro_batch)
         kept = self.previous if which == "previous" else self.reference
-        kept.update(zip(self.keys(groups), found, strict=True))
+        kept.update(zip(self.keys(groups), scored, strict=True))
 
     def keys(self, groups: Sequence[int]) -> list[Key]:
         return [Key(group, sample) for group in groups for sample in range(self.config.group)]
@@ -282,12 +282,12 @@ class Trainer:
         count, length = len(rows), self.config.length
         ids = torch.full((count, length), PAD)
         numbers = {name: torch.zeros(count, length) for name in ("token_mask", "advantages", "generation_logprobs")}
-        found = advantages({row.key: row.reward for row in rows}, self.config.advantage)
+        advantage = advantages({row.key: row.reward for row in rows}, self.config.advantage)
         for place, row in enumerate(rows):
             begin, end = len(row.prompt), len(row.tokens)
             ids[place, :end] = torch.tensor(row.tokens)
             numbers["token_mask"][place, begin:end] = 1.0
-            numbers["advantages"][place, begin:end] = found[row.key]
+            numbers["advantages"][place, begin:end] = advantage[row.key]
             numbers["generation_logprobs"][place, begin:end] = torch.tensor(row.logprobs)
         recorded = numbers["generation_logprobs"]
         return {
@@ -333,20 +333,20 @@ class Trainer:
             self.ctx.record("recomputed_by", None, text=rankside.digest(table), version=version)
         noise = oracle.noise(self.weights, rows[:NOISY])
         judged = [oracle.judge(row) for row in rows]
-        policies = [each.policies(noise) for each in judged]
-        shuffled = [oracle.judge(each) for each in map(self.shuffled, rows[:NOISY])]
+        policies = [sample.policies(noise) for sample in judged]
+        shuffled = [oracle.judge(sample) for sample in map(self.shuffled, rows[:NOISY])]
         for metric, number in {
             "noise": noise,
             "samples": len(judged),
             "samples_over_syncs": sum(len({*row.versions}) > 1 for row in rows),
             "tokens": sum(len(row.answer) for row in rows),
-            "decidable": sum(sum(each.decidable(noise)) for each in judged),
-            "wrong_stamps": sum(len(each.wrong_stamps(noise)) for each in judged),
-            "shuffled": sum(sum(each.decidable(noise)) for each in shuffled),
-            "shuffled_found": sum(len(each.wrong_stamps(noise)) for each in shuffled),
-            "logprob_error": max((max(each.nearest) for each in judged), default=0.0),
-            "of_no_version": sum(sum(error > EXACT for error in each.nearest) for each in judged),
-            "stale_prefixes": sum(oracle.from_stale_prompt(each, noise) for each in judged),
+            "decidable": sum(sum(sample.decidable(noise)) for sample in judged),
+            "wrong_stamps": sum(len(sample.wrong_stamps(noise)) for sample in judged),
+            "shuffled": sum(sum(sample.decidable(noise)) for sample in shuffled),
+            "shuffled_found": sum(len(sample.wrong_stamps(noise)) for sample in shuffled),
+            "logprob_error": max((max(sample.nearest) for sample in judged), default=0.0),
+            "of_no_version": sum(sum(error > EXACT for error in sample.nearest) for sample in judged),
+            "stale_prefixes": sum(oracle.from_stale_prompt(sample, noise) for sample in judged),
             "policy_decidable": sum(shown for shown, _ in policies),
             "policy_wrong": sum(wrong for _, wrong in policies),
             "advantage_error": max(advantage_errors(self.fed, self.config.advantage), default=0.0),
