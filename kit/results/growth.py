@@ -7,14 +7,12 @@ and place that it was compared with, the value and place of the worst row, their
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from kit.nccl import SHARED_GPU
-from kit.results.frames import Source, read_ids, sharing, source
-from kit.results.records import NOTEBOOK
+from kit.results.frames import Source, sharing, source
 from kit.results.rules import Measured, Missing, NotMeasured, Rule, incomplete, rule, select
 from kit.results.units import counted
 
@@ -373,41 +371,3 @@ EVERY_LAB = (
     ),
     PILES_UP,
 )
-
-
-# -- ledgers among a run's records, for labs that drive cores ----------------------------------------------------------
-
-
-Found = TypeVar("Found")
-
-
-class PerFrame(Generic[Found]):
-    """A cache of the last frame's ledgers by phase, because every check reads the same ones."""
-
-    def __init__(self, read: Callable[[pd.DataFrame, str], Found]) -> None:
-        self.read = read
-        self.frame: Callable[[], pd.DataFrame | None] = lambda: None
-        self.found: dict[str, Found] = {}
-
-    def of(self, frame: pd.DataFrame, phase: str) -> Found:
-        if self.frame() is not frame:
-            self.frame, self.found = weakref.ref(frame), {}
-        if phase not in self.found:
-            self.found[phase] = self.read(frame, phase)
-        return self.found[phase]
-
-
-def events(frame: pd.DataFrame, phase: str, *, lab: str, main: str) -> pd.DataFrame:
-    """The events of a lab's cores and ports in a phase, in order. In a run of another lab, all events count as the phase `main`."""
-    found = frame[frame["value"].isna() & (frame["unit"] == "")]
-    if (frame["lab"] == lab).any():
-        return found[(found["phase"] == phase) & (found["rank"] == NOTEBOOK)]
-    return found[found["rank"] >= 0 if phase == main else found["rank"] < NOTEBOOK].sort_values("time", kind="stable")
-
-
-def rows_of(found: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows in the form of a judge: `event`, `time` and ids."""
-    return [
-        {"event": name, "time": when, **read_ids(ids)}
-        for name, when, ids in zip(found["metric"], found["time"], found["ids"], strict=True)
-    ]

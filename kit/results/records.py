@@ -65,7 +65,7 @@ UNREADABLE = (
     RecursionError,
 )  # what a line that is no row raises
 
-QUOTED = ("group", "sample", "step", "update", "replica")  # the ids by which a finding names a row
+QUOTED = ("kind", "group", "sample", "step", "update", "replica", "number")  # the ids by which a finding names a row
 
 Columns = dict[str, list[Any]]
 Id = str | int | tuple[int, ...]
@@ -106,6 +106,11 @@ class Row:
         """The name of an event: its metric."""
         return self.metric
 
+    @property
+    def who(self) -> str:
+        """The pipeline that the row is about; empty in the ledger of a single one."""
+        return str(self.ids.get("who", self.ids.get("pipeline", "")))
+
     def get(self, name: str, default: Any = None) -> Any:
         return self.ids.get(name, default)
 
@@ -131,8 +136,9 @@ class Row:
             raise Unjudged(f"{self} has {name}={self[name]!r}; it must be a list of whole numbers") from None
 
     def __str__(self) -> str:
-        about = ", ".join(f"{name} {shown(self.ids[name])}" for name in QUOTED if name in self.ids)
-        return f"`{self.event}`{' of ' if about else ''}{about} (row {self.at}, {self.since:.3f} s)"
+        about = [f"{name} {shown(self.ids[name])}" for name in QUOTED if name in self.ids]
+        of = ", ".join([self.who, *about] if self.who else about)
+        return f"`{self.event}`{' of ' if of else ''}{of} (row {self.at}, {self.since:.3f} s)"
 
     @classmethod
     def placed(cls, facts: Mapping[str, Any], **place: Any) -> Row:

@@ -12,8 +12,8 @@ from fractions import Fraction
 from math import ceil, floor
 from typing import Any
 
-from kit.errors import BadInput
-from kit.results.records import numbers
+from kit.results.ledger import Ledger
+from kit.results.records import Row, numbers
 
 ORDER = ("initialisation", "training", "critic", "logprobs", "reference", "values", "generation")
 RUNS_ON = {
@@ -50,72 +50,44 @@ ANSWERS = [
 Request = tuple[str, Any, Any]  # to a replica: pipeline, group, sample
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """`who` is the pipeline that the row is about, `turn` the number of its desk turn."""
-
-    at: int
-    event: str
-    time: float
-    since: float
-    who: str
-    turn: int
-    ids: Mapping[str, Any]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self.ids.get(name, default)
-
-    def __getitem__(self, name: str) -> Any:
-        return self.ids[name]
-
-    @property
-    def cluster(self) -> str:
-        kind = str(self.get("kind", "generation"))
-        return str(self.get("cluster", RUNS_ON.get(kind, kind)))
-
-    @property
-    def request(self) -> Request:
-        return self.who, self.get("group"), self.get("sample")
-
-    @property
-    def replica(self) -> tuple[str, int]:
-        return self.who, int(self["replica"])
-
-    def __str__(self) -> str:
-        about = "".join(f" {name}={self.ids[name]}" for name in ("kind", "replica", "number") if name in self.ids)
-        return f"`{self.event}` of {self.who}{about} (row {self.at}, {self.since:.3f} s)"
+def cluster_of(row: Row) -> str:
+    kind = str(row.get("kind", "generation"))
+    return str(row.get("cluster", RUNS_ON.get(kind, kind)))
 
 
-class Ledger:
-    """The rows that concern the desk, in order. Each is a mapping with `event`, `time` and ids."""
+def request_of(row: Row) -> Request:
+    return row.who, row.get("group"), row.get("sample")
 
-    def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        found = list(rows)
-        self.limits = dict(next((row for row in found if row.get("event") == "limits"), {}))
+
+def replica_of(row: Row) -> tuple[str, int]:
+    return row.who, row.number("replica")
+
+
+class DeskLedger(Ledger):
+    """The rows that concern the desk, each once; `turn` has the number of the desk's turn of a row, by its position."""
+
+    def __init__(self, rows: Iterable[Row | Mapping[str, Any]]) -> None:
+        super().__init__(rows)
+        self.limits: Mapping[str, Any] = next((row.ids for row in self.by_event["limits"]), {})
         self.desk = str(self.limits.get("pipeline", "desk"))
-        self.rows: list[Row] = []
+        self.turn: dict[int, int] = {}
         turn = 0
-        for at, row in enumerate(found):
-            if "event" not in row or not isinstance(row.get("time"), int | float):
-                raise BadInput(f"row {at} of the ledger is {dict(row)!r}; it needs an `event` and a `time` in seconds")
-            core, ours = row.get("core"), row.get("pipeline") == self.desk
-            turn += core == self.desk or (core is None and row["event"] in OPERATIONS)
-            if row.get("to") == self.desk or (core not in (None, self.desk) and row["event"] in ANSWERS):
-                continue  # written twice
-            ids = {name: value for name, value in row.items() if name not in ("event", "time", "pipeline")}
-            who = str(row.get("who", self.desk if ours else row.get("pipeline", "")))
-            self.rows.append(Row(at, str(row["event"]), row["time"], row["time"] - found[0]["time"], who, turn, ids))
-        asked = {row.turn: row for row in self.rows if row.event in OPERATIONS}
+        once: list[Row] = []
+        for row in self.rows:
+            core = row.get("core")
+            turn += core == self.desk or (core is None and row.event in OPERATIONS)
+            if row.get("to") == self.desk or (core not in (None, self.desk) and row.event in ANSWERS):
+                continue  # written twice: as a command and as another core's event
+            self.turn[row.at] = turn
+            once.append(row)
+        self.index(once)
+        asked = {self.turn[row.at]: row for row in self.rows if row.event in OPERATIONS}
         self.refused = {  # operations that the same turn answers with an error
-            one.at
-            for row in self.rows
-            if row.event == "error"
-            and (one := asked.get(row.turn))
-            and (one.who, one.event) == (row.who, row.get("of"))
+            operation.at
+            for row in self.by_event["error"]
+            if (operation := asked.get(self.turn[row.at]))
+            and (operation.who, operation.event) == (row.who, row.get("of"))
         }
-
-    def of(self, *events: str) -> list[Row]:
-        return [row for row in self.rows if row.event in events]
 
     def limit(self, name: str, default: int) -> int:
         return int(self.limits.get(name, default))
@@ -134,7 +106,7 @@ class Ledger:
         """The last row of each of the desk's turns, and the books after it."""
         last: Row | None = None
         for row, books in self.replay():
-            if last is not None and row.turn != last.turn:
+            if last is not None and self.turn[row.at] != self.turn[last.at]:
                 yield last, books
             last = row
 
@@ -207,7 +179,7 @@ class Books:
             self._take_membership(row)
             self._take_request(row)
             if "replica" in row.ids or row.event in ("left", "shrunk", "expand", "expanded"):
-                self._take_replica(row, row.replica)
+                self._take_replica(row, replica_of(row))
 
     def _take_membership(self, row: Row) -> None:
         match row.event:
@@ -235,11 +207,11 @@ class Books:
                 self.forget(row.who)
 
     def _take_request(self, row: Row) -> None:
-        key = row.who, row.cluster
+        key = row.who, cluster_of(row)
         match row.event:
             case "acquire":
                 if "release" in row.ids:
-                    for cluster in (row.cluster, RUNS_ON.get(row["release"], row["release"])):
+                    for cluster in (cluster_of(row), RUNS_ON.get(row["release"], row["release"])):
                         self.free(row.who, cluster, row["release"])
                 if row["kind"] == "generation":
                     self.set_up.add(row.who)

@@ -6,38 +6,50 @@ A rule raises `Missing` (null), which names the event, if the ledger lacks an ev
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
-from kit.results.records import numbers, shown
+from kit.results.records import Row, numbers, shown
 from kit.results.rules import Missing, NotMeasured, Violations
 from kit.results.units import counted
-from kit.share.books import RUNS_ON, Books, Ledger, Request, Row, before_sharing, off_balance, specified
+from kit.share.books import (
+    RUNS_ON,
+    Books,
+    DeskLedger,
+    Request,
+    before_sharing,
+    cluster_of,
+    off_balance,
+    replica_of,
+    request_of,
+    specified,
+)
 
 
-def need(ledger: Ledger, *events: str) -> list[Row]:
+def need(ledger: DeskLedger, *events: str) -> list[Row]:
     rows = ledger.of(*events)
     if not rows:
         raise Missing(f"the ledger has no {' or '.join(f'`{event}`' for event in events)} event")
     return rows
 
 
-def pipeline_rows(rows: Iterable[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
+def pipeline_rows(rows: Iterable[Row], name: str) -> list[Row]:
     """The rows of one pipeline's core, for the checks of `stream`.
 
     A combined release and request is split into two rows. The core begins when the pipeline is admitted.
     """
-    found: list[Mapping[str, Any]] = []
+    own: list[Row] = []
     inside = False
     for row in rows:
-        inside = row["core"] == name if "core" in row else inside
-        if inside and "release" in row:
-            found.append({**row, "event": "release", "kind": row["release"]})
-        if inside and row["event"] == "admitted":
-            found = [{"event": "begins", "time": row["time"], "core": name}]
+        inside = row["core"] == name if "core" in row.ids else inside
+        if inside and "release" in row.ids:
+            own.append(replace(row, metric="release", ids={**row.ids, "kind": row["release"]}))
+        if inside and row.event == "admitted":
+            own = [Row(metric="begins", time=row.time, ids={"core": name})]
         elif inside and row.get("to") != name:
-            found.append(row)
-    return found
+            own.append(row)
+    return own
 
 
 # -- devices ----------------------------------------------------------------------------------------------------------------
@@ -46,11 +58,11 @@ def pipeline_rows(rows: Iterable[Mapping[str, Any]], name: str) -> list[Mapping[
 def gives_devices(row: Row, books: Books) -> bool:
     """Whether a replica is ordered to wake or a cluster is granted. A repeated grant does not count."""
     if row.event == "granted":
-        return bool(row["kind"] != "generation" and (row.who, row.cluster) not in books.held)
+        return bool(row["kind"] != "generation" and (row.who, cluster_of(row)) not in books.held)
     return row.event == "expand"
 
 
-def one_owner(ledger: Ledger) -> Violations:
+def one_owner(ledger: DeskLedger) -> Violations:
     """Does every device have at most one owner at a time, according to leases and observers?"""
     need(ledger, "expand", "granted")
     count, seen = 0, dict[int, str]()
@@ -59,7 +71,7 @@ def one_owner(ledger: Ledger) -> Violations:
             count += 1
             owners = books.owners()
             for device in numbers(row["devices"]):
-                if others := [one for one in owners.get(device, []) if one != f"{row.cluster} of {row.who}"]:
+                if others := [one for one in owners.get(device, []) if one != f"{cluster_of(row)} of {row.who}"]:
                     yield f"{row}: device {device} belongs to {others[0]}"
         elif row.event == "taken":
             if seen.get(row["device"], row.who) != row.who:
@@ -72,7 +84,7 @@ def one_owner(ledger: Ledger) -> Violations:
     return f"devices were assigned {count} times; number of devices: {ledger.limit('devices', 0)}"
 
 
-def shrink_before_expand(ledger: Ledger) -> Violations:
+def shrink_before_expand(ledger: DeskLedger) -> Violations:
     """Do all shrinks of a cycle end before its first expand and its first grant?"""
     count = 0
     need(ledger, "plan")
@@ -84,7 +96,7 @@ def shrink_before_expand(ledger: Ledger) -> Violations:
     return f"{count} expands and grants"
 
 
-def devices_conserved(ledger: Ledger) -> Violations:
+def devices_conserved(ledger: DeskLedger) -> Violations:
     """Is every device always either idle or owned, according to both the desk's records and the leases?"""
     rows = [row for row in need(ledger, "plan", "commit") if "idle" in row.ids]
     if not rows:
@@ -102,7 +114,7 @@ def devices_conserved(ledger: Ledger) -> Violations:
 # -- requests ---------------------------------------------------------------------------------------------------------------
 
 
-def no_request_lost(ledger: Ledger) -> Violations:
+def no_request_lost(ledger: DeskLedger) -> Violations:
     """Does every request end, including those on replicas that fell asleep?"""
     count, has_ended = len(need(ledger, "acquire")), bool(ledger.of("ended"))
     for asked, end in device_requests(ledger):
@@ -114,7 +126,7 @@ def no_request_lost(ledger: Ledger) -> Violations:
     return f"{count} requests"
 
 
-def device_requests(ledger: Ledger) -> Iterator[tuple[Row, Row | None]]:
+def device_requests(ledger: DeskLedger) -> Iterator[tuple[Row, Row | None]]:
     """Yield each request for devices and the row that ends it: its answer, its release, or the end of its pipeline. Requests without an
     end come last."""
     asked: dict[tuple[str, str], Row] = {}
@@ -129,41 +141,41 @@ def device_requests(ledger: Ledger) -> Iterator[tuple[Row, Row | None]]:
             row.event == "error" and row.get("of", "acquire") == "acquire"
         ):
             kind = row.get("kind", "generation")
-            ended = [key for key in mine if key[1] == row.cluster and asked[key]["kind"] == kind]
+            ended = [key for key in mine if key[1] == cluster_of(row) and asked[key]["kind"] == kind]
         else:
             continue
         yield from ((asked.pop(key), row) for key in ended)
         if row.event == "acquire" and row.at not in ledger.refused:
-            asked[row.who, row.cluster] = row
+            asked[row.who, cluster_of(row)] = row
     yield from ((one, None) for one in asked.values())
 
 
-def flights(ledger: Ledger) -> Iterator[tuple[Row, dict[Request, Row]]]:
+def flights(ledger: DeskLedger) -> Iterator[tuple[Row, dict[Request, Row]]]:
     """Yield each row and the requests to replicas in flight before it, each with the row that sent it."""
     flying: dict[Request, Row] = {}
     for row in ledger.rows:
         yield row, flying
         if row.event == "sent":
-            flying[row.request] = row
+            flying[request_of(row)] = row
         elif row.event in ("completed", "cancelled", "failed") and "sample" in row.ids:
-            flying.pop(row.request, None)
+            flying.pop(request_of(row), None)
         elif row.event in ("left", "shrink", "died", "gone"):
             gone = (row.who, row["replica"]) if "replica" in row.ids else None  # None: the whole pipeline
             flying = {
-                one: sent for one, sent in flying.items() if sent.who != row.who or gone not in (None, sent.replica)
+                one: sent for one, sent in flying.items() if sent.who != row.who or gone not in (None, replica_of(sent))
             }
 
 
-def stranded_requests(ledger: Ledger) -> Iterator[str]:
+def stranded_requests(ledger: DeskLedger) -> Iterator[str]:
     stranded: dict[Request, tuple[Row, Row]] = {}
     for row, flying in flights(ledger):
         if row.event == "sent":
-            stranded.pop(row.request, None)
+            stranded.pop(request_of(row), None)
         elif row.event in ("cleared", "aborted", "evicted", "dropped", "failed", "replaced") and "group" in row.ids:
             if row.event != "failed" or "sample" not in row.ids:
-                stranded = {one: pair for one, pair in stranded.items() if one[:2] != row.request[:2]}
+                stranded = {one: pair for one, pair in stranded.items() if one[:2] != request_of(row)[:2]}
         elif row.event in ("left", "shrink"):  # requests sent between the two are stranded too
-            stranded |= {one: (sent, row) for one, sent in flying.items() if sent.replica == row.replica}
+            stranded |= {one: (sent, row) for one, sent in flying.items() if replica_of(sent) == replica_of(row)}
         elif row.event == "died" and "replica" not in row.ids:
             stranded = {one: pair for one, pair in stranded.items() if one[0] != row.who}
     ended = {row.who for row in ledger.of("ended")}
@@ -175,7 +187,7 @@ def stranded_requests(ledger: Ledger) -> Iterator[str]:
     )
 
 
-def routed_to_awake(ledger: Ledger) -> Violations:
+def routed_to_awake(ledger: DeskLedger) -> Violations:
     """Are requests sent only to replicas that are awake and have the current weights?"""
     sent = need(ledger, "sent")
     awake, published = set[tuple[str, Any]](), set[tuple[str, Any]]()
@@ -193,7 +205,7 @@ def routed_to_awake(ledger: Ledger) -> Violations:
     return f"{len(sent)} requests"
 
 
-def priority_kept(ledger: Ledger) -> Violations:
+def priority_kept(ledger: DeskLedger) -> Violations:
     """Are requests served by priority, and first in, first out within a priority?"""
     plans = need(ledger, "plan")
     for row, books in ledger.replay():
@@ -204,7 +216,7 @@ def priority_kept(ledger: Ledger) -> Violations:
                 if key not in granted:
                     what = f"{books.waiting[key][0]} of {key[0]}"
                     yield f"{row}: {what} waits although its devices are available; granted: {sorted(granted)}"
-            for name, cluster in granted - {*could}:
+            for name, cluster in sorted(granted - {*could}):
                 yield f"{row}: {name}.{cluster} is granted out of turn or without all its devices"
     for row, books in ledger.turns():
         if books.plan is None and books.waiting:
@@ -213,7 +225,7 @@ def priority_kept(ledger: Ledger) -> Violations:
     return f"{len(plans)} plans"
 
 
-def no_starvation(ledger: Ledger) -> Violations:
+def no_starvation(ledger: DeskLedger) -> Violations:
     """Is every request for devices served within its deadline?"""
     limit = ledger.limit("request_ms", 0) / 1000
     if not limit:
@@ -258,7 +270,7 @@ def ops(row: Row, which: str) -> list[tuple[str, str, tuple[int, ...]]]:
     return found
 
 
-def plan_valid(ledger: Ledger) -> Violations:
+def plan_valid(ledger: DeskLedger) -> Violations:
     """Is every plan feasible: whole bundles, only active ones shrink, only inactive ones wake, no device freed or given twice?"""
     plans = need(ledger, "plan")
     for row, books in ledger.replay():
@@ -267,7 +279,7 @@ def plan_valid(ledger: Ledger) -> Violations:
         elif row.event == "expand" and set(numbers(row["devices"])) != books.bundle(row.who, row["replica"]):
             yield f"{row} takes the devices {shown(row['devices'])}; the bundle is {sorted(books.bundle(row.who, row['replica']))}"
         elif row.event == "granted" and row["kind"] != "generation":
-            mapping = sorted(books.clusters[row.who][row.cluster])
+            mapping = sorted(books.clusters[row.who][cluster_of(row)])
             if sorted(numbers(row["devices"])) != mapping:
                 yield f"{row} gives the devices {shown(row['devices'])}; the mapping is {mapping}"
     return f"{len(plans)} plans"
@@ -304,7 +316,7 @@ def impossible(row: Row, books: Books) -> Iterator[str]:
         given |= devices
 
 
-def plan_as_specified(ledger: Ledger) -> Violations:
+def plan_as_specified(ledger: DeskLedger) -> Violations:
     """Does an independent planner make the same plans?"""
     plans = need(ledger, "plan")
     if ledger.limits.get("planner", "gap-ratio") != "gap-ratio":
@@ -321,7 +333,7 @@ def plan_as_specified(ledger: Ledger) -> Violations:
     return f"{len(plans)} plans"
 
 
-def fair_share(ledger: Ledger) -> Violations:
+def fair_share(ledger: DeskLedger) -> Violations:
     """Are devices moved whenever shares are more than 10 points off and a move helps?"""
     need(ledger, "plan")
     if ledger.limits.get("planner", "gap-ratio") != "gap-ratio":
@@ -339,12 +351,12 @@ def fair_share(ledger: Ledger) -> Violations:
 # -- operations -------------------------------------------------------------------------------------------------------------
 
 
-def planned_release_once(ledger: Ledger) -> Violations:
+def planned_release_once(ledger: DeskLedger) -> Violations:
     """Is every planned release answered once, with one shrink per replica?"""
     open_: defaultdict[str, list[Row]] = defaultdict(list)
     count = 0
     for row, books in ledger.replay():
-        asks = row.event == "planned_release" or (row.event == "release" and row.cluster == "generation")
+        asks = row.event == "planned_release" or (row.event == "release" and cluster_of(row) == "generation")
         if (
             asks
             and row.who in books.clusters
@@ -369,7 +381,7 @@ def planned_release_once(ledger: Ledger) -> Violations:
     return f"{count} planned releases"
 
 
-def admission(ledger: Ledger) -> Violations:
+def admission(ledger: DeskLedger) -> Violations:
     """Does each pipeline start only after the first hand-over of the one before it?"""
     rows = need(ledger, "admitted")
     staggered = ledger.limit("admission_ms", 0) > 0
@@ -391,7 +403,7 @@ def admission(ledger: Ledger) -> Violations:
     return f"{len(rows)} pipelines"
 
 
-def progress_ended(ledger: Ledger) -> Violations:
+def progress_ended(ledger: DeskLedger) -> Violations:
     """Does the desk clamp every progress stream to its target, and does every stream end?"""
     plans = [row for row in need(ledger, "plan") if "demand" in row.ids]
     if not plans:
@@ -411,20 +423,20 @@ def progress_ended(ledger: Ledger) -> Violations:
 # -- requests, replicas and versions across sleep and wake: the pipelines' rows beside the desk's ------------------------------
 
 
-def drained_before_sleep(ledger: Ledger) -> Violations:
+def drained_before_sleep(ledger: DeskLedger) -> Violations:
     """Does a replica generate nothing while it sleeps?"""
     count, asleep = len(need(ledger, "shrunk")), set[tuple[str, int]]()
     for row in ledger.rows:
         if row.event == "shrunk":
-            asleep.add(row.replica)
+            asleep.add(replica_of(row))
         elif row.event == "expand":
-            asleep.discard(row.replica)
-        elif row.event in ("started", "tokens", "completed") and "replica" in row.ids and row.replica in asleep:
+            asleep.discard(replica_of(row))
+        elif row.event in ("started", "tokens", "completed") and "replica" in row.ids and replica_of(row) in asleep:
             yield f"{row}: the replica is asleep"
     return f"{count} times a replica fell asleep"
 
 
-def empty_set_suspends(ledger: Ledger) -> Violations:
+def empty_set_suspends(ledger: DeskLedger) -> Violations:
     """While no replica of a pipeline serves, do its requests wait without an error and get an answer later?"""
     need(ledger, "sent")
     count, over = 0, dead(ledger)
@@ -451,17 +463,17 @@ def empty_set_suspends(ledger: Ledger) -> Violations:
     return f"{count} times the last replica of a pipeline fell asleep"
 
 
-def still_counted(ledger: Ledger) -> Iterator[str]:
+def still_counted(ledger: DeskLedger) -> Iterator[str]:
     """Yield a violation per finished pipeline that had requests without an answer when it released generation."""
     kept: dict[str, list[Request]] = {}
     for row, flying in flights(ledger):
-        if row.event in ("release", "planned_release") and row.cluster == "generation":
+        if row.event in ("release", "planned_release") and cluster_of(row) == "generation":
             kept[row.who] = [one for one in flying if one[0] == row.who]
         elif row.event == "ended" and row.get("why") != "error" and (left := kept.get(row.who)):
             yield f"{row}: {len(left)} requests are still counted, the first for group {left[0][1]} sample {left[0][2]}"
 
 
-def version_after_wake(ledger: Ledger) -> Violations:
+def version_after_wake(ledger: DeskLedger) -> Violations:
     """Does every woken replica get the current version and generate only with it?"""
     need(ledger, "published", "hold")
     count, limit, began = len(need(ledger, "expanded")), ledger.limit("request_ms", 60_000) / 1000, 0
@@ -474,28 +486,28 @@ def version_after_wake(ledger: Ledger) -> Violations:
         if row.event == "bumped":
             current[row.who] = row["version"]
         elif row.event == "expanded":
-            later |= {row.replica} if current[row.who] else set()
-            woken[row.replica] = row
-            serves.pop(row.replica, None)
+            later |= {replica_of(row)} if current[row.who] else set()
+            woken[replica_of(row)] = row
+            serves.pop(replica_of(row), None)
         elif row.event == "sync":
             ordered |= {(row.who, replica): row["version"] for replica in numbers(row["replicas"])}
             if row["version"] != current[row.who]:
                 yield f"{row} has version {row['version']}; expected {current[row.who]}"
-        elif row.event == "published" and row.replica in woken | serves:
-            woken.pop(row.replica, None)
-            serves[row.replica] = row["version"]
-            if row["version"] != (due := ordered.get(row.replica, current[row.who])):
+        elif row.event == "published" and replica_of(row) in woken | serves:
+            woken.pop(replica_of(row), None)
+            serves[replica_of(row)] = row["version"]
+            if row["version"] != (due := ordered.get(replica_of(row), current[row.who])):
                 yield f"{row} has version {row['version']}; version {due} was ordered"
         elif row.event in ("started", "tokens") and "replica" in row.ids:
-            version, one = row.get("version"), row.replica
+            version, one = row.get("version"), replica_of(row)
             began += row.event == "started" and one in later
             if one in woken:
                 yield f"{row}: the replica has received no weights since it woke up (row {woken[one].at})"
             elif version != serves.get(one, version):
                 yield f"{row} has version {version}; the replica serves version {serves[one]}"
         elif row.event in ("left", "died", "shrunk") and "replica" in row.ids:
-            yield from bare([woken.pop(one) for one in {row.replica} & {*woken}], row.time, limit)
-            serves.pop(row.replica, None)
+            yield from bare([woken.pop(one) for one in {replica_of(row)} & {*woken}], row.time, limit)
+            serves.pop(replica_of(row), None)
         elif row.event in ("ended", "died", "unregistered"):
             yield from bare([woken.pop(one) for one in [*woken] if one[0] == row.who], row.time, limit)
     yield from bare(woken.values(), ledger.rows[-1].time, limit)
@@ -507,7 +519,7 @@ def bare(woken: Iterable[Row], now: float, limit: float) -> Iterator[str]:
     return (f"{row}: the replica got no weights for {now - row.time:.3f} s" for row in woken if now - row.time > limit)
 
 
-def no_deadlock(ledger: Ledger) -> Violations:
+def no_deadlock(ledger: DeskLedger) -> Violations:
     """Do the desk and all pipelines end on their own, the live ones without an error?"""
     begun = {str(row["core"]): row for row in ledger.rows if row.event == "begins" and "core" in row.ids}
     ends = {row.who for row in ledger.of("ended", *(() if begun else ("gone", "unregistered")))}
@@ -519,7 +531,7 @@ def no_deadlock(ledger: Ledger) -> Violations:
     return f"{', '.join(sorted(begun))} ended"
 
 
-def harmed(ledger: Ledger) -> Iterator[str]:
+def harmed(ledger: DeskLedger) -> Iterator[str]:
     """Yield a violation per pipeline that ended with an error although neither it nor the desk failed."""
     over = dead(ledger) | {ledger.desk}
     for row in ledger.of("ended"):
@@ -527,13 +539,13 @@ def harmed(ledger: Ledger) -> Iterator[str]:
             yield f"{row}: ended with an error: {row.get('error', '')}"
 
 
-def dead(ledger: Ledger) -> set[str]:
+def dead(ledger: DeskLedger) -> set[str]:
     """Pipelines that died, and those that the desk's failure stopped."""
     gone = {row.who for row in ledger.of("died") if "replica" not in row.ids}
     return gone | {row.who for row in ledger.of("error") if row.get("of") == ledger.desk}
 
 
-def dead_pipeline_leaves(ledger: Ledger) -> Violations:
+def dead_pipeline_leaves(ledger: DeskLedger) -> Violations:
     """Are the devices of a dead pipeline freed in time, and do the other pipelines finish?"""
     limit, slowest = ledger.limit("operation_ms", 60_000) / 1000, 0.0
     deaths: dict[str, tuple[Row, set[int]]] = {}

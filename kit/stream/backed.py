@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from kit.results.records import Id, numbers
+from kit.results.records import Id, Row, numbers
 from kit.results.rules import Missing, Violations
-from kit.stream.history import ENDS, Ledger, Row, many
+from kit.results.units import counted
+from kit.stream.history import ENDS, LoopLedger, ends_group
 
 EVENTS = {"prompt", "exhausted", "started", "tokens", "completed", "cancelled", "left", "died", "published", "synced"}
 EVENTS |= {"granted", "done", "error", "logged", "logger_failed"}
@@ -31,21 +32,21 @@ BEFORE = (
 )  # opening notes, before the first event; the controller's caller writes the first two
 
 
-def notes_backed(ledger: Ledger) -> Violations:
+def notes_backed(ledger: LoopLedger) -> Violations:
     """Does every note of the controller match an event or command at its ports, and vice versa?"""
     if not any("core" in row.ids for row in ledger.rows):
         raise Missing("no row has the id `core`, which marks the events of ports")
     for rule in (_genuine, _prompts, _requests, _syncs, _trained, _selected, _cleared, _gone, _filtered):
         yield from rule(ledger)
     notes = sum(is_note(row) for row in ledger.rows)
-    return f"{many(notes, 'note')} checked against {many(len(ledger.rows) - notes, 'event')} and commands at the ports"
+    return f"{counted(notes, 'note')} checked against {counted(len(ledger.rows) - notes, 'event')} and commands at the ports"
 
 
 def is_note(row: Row) -> bool:
     return not {"core", "to"} & row.ids.keys()
 
 
-def _genuine(ledger: Ledger) -> Iterator[str]:
+def _genuine(ledger: LoopLedger) -> Iterator[str]:
     """No note may have the name of an event or a command, and opening notes come before the first event."""
     begun = False
     for row in ledger.rows:
@@ -58,7 +59,7 @@ def _genuine(ledger: Ledger) -> Iterator[str]:
             yield f"{row}: written after the loop began"
 
 
-def _prompts(ledger: Ledger) -> Iterator[str]:
+def _prompts(ledger: LoopLedger) -> Iterator[str]:
     """Each group comes from a prompt that the data gave. One prompt may be left over when the loop ends."""
     at_hand: dict[Id, Row] = {}
     for row in ledger.rows:
@@ -70,7 +71,7 @@ def _prompts(ledger: Ledger) -> Iterator[str]:
     yield from (f"{row}: the prompt never became a group" for row in at_hand.values() if row not in last)
 
 
-def _requests(ledger: Ledger) -> Iterator[str]:
+def _requests(ledger: LoopLedger) -> Iterator[str]:
     """`sent` and `generate` come in pairs, and groups with unanswered requests never exceed the slots."""
     slots = ledger.limit("slots")
     ordered: dict[tuple[Id, ...], Row] = {}
@@ -82,7 +83,7 @@ def _requests(ledger: Ledger) -> Iterator[str]:
             open_[row["group"], row["sample"]] = row["replica"]
             groups = {group for group, _ in open_}
             if slots is not None and len(groups) > slots:
-                yield f"{row}: {many(len(groups), 'group')} have unanswered requests, slots: {slots}"
+                yield f"{row}: {counted(len(groups), 'group')} have unanswered requests, slots: {slots}"
         elif row.event == "sent" and ordered.pop(about, None) is None:
             yield f"{row}: no such request went to a replica"
         elif row.event in ("left", "died"):
@@ -94,14 +95,14 @@ def _requests(ledger: Ledger) -> Iterator[str]:
     yield from (f"{row}: the request has no note `sent`" for row in ordered.values())
 
 
-def _syncs(ledger: Ledger) -> Iterator[str]:
+def _syncs(ledger: LoopLedger) -> Iterator[str]:
     stated, ordered = (Counter(row["version"] for row in ledger.by_event[name]) for name in ("sync_begin", "sync"))
     for version in stated.keys() | ordered.keys():
         if stated[version] != ordered[version]:
-            yield f"{stated[version]} `sync_begin` notes and {many(ordered[version], 'sync')} of version {version}"
+            yield f"{stated[version]} `sync_begin` notes and {counted(ordered[version], 'sync')} of version {version}"
 
 
-def _trained(ledger: Ledger) -> Iterator[str]:
+def _trained(ledger: LoopLedger) -> Iterator[str]:
     """A group is trained if the trainer executed its microbatch and the finish of that update."""
     fed: defaultdict[tuple[Id, int], set[Id]] = defaultdict(set)
     unnoted: dict[tuple[Id, int], dict[Id, Row]] = {}
@@ -123,7 +124,7 @@ def _trained(ledger: Ledger) -> Iterator[str]:
         yield f"{row}: group {group} is in the weights but has no note `trained`"
 
 
-def _selected(ledger: Ledger) -> Iterator[str]:
+def _selected(ledger: LoopLedger) -> Iterator[str]:
     """The trainer gets only selected groups, one step at a time; every selected group is trained or has another end."""
     chosen: defaultdict[Id, set[Id]] = defaultdict(set)
     current: Id | None = None
@@ -144,7 +145,7 @@ def _selected(ledger: Ledger) -> Iterator[str]:
         current = None if row.event in ("abort", "bumped") and current == step else current
 
 
-def _cleared(ledger: Ledger) -> Iterator[str]:
+def _cleared(ledger: LoopLedger) -> Iterator[str]:
     carried: dict[tuple[Id, Id], Row] = {}
     trained = {(row["step"], row["group"]) for row in ledger.by_event["trained"]}
     for row in ledger.rows:
@@ -157,7 +158,7 @@ def _cleared(ledger: Ledger) -> Iterator[str]:
         yield f"{row}: the rows of group {group} were cleared but it has no note `cleared`"
 
 
-def _gone(ledger: Ledger) -> Iterator[str]:
+def _gone(ledger: LoopLedger) -> Iterator[str]:
     """A group that is not trained leaves nothing on the trainer: its complete samples are discarded or cleared."""
     dropped = {row["group"] for row in ledger.by_event["discard"]}
     dropped |= {group for row in ledger.by_event["clear"] for group in numbers(row["groups"])}
@@ -167,10 +168,10 @@ def _gone(ledger: Ledger) -> Iterator[str]:
                 row for one in samples.values() for row in one.completed if row.at < end.at and row.number("length", 1)
             ]
             if end.event != "cleared" and done and group not in dropped:
-                yield f"{end}: {many(len(done), 'complete sample')} of the group left on the trainer"
+                yield f"{end}: {counted(len(done), 'complete sample')} of the group left on the trainer"
 
 
-def _filtered(ledger: Ledger) -> Iterator[str]:
+def _filtered(ledger: LoopLedger) -> Iterator[str]:
     for row in ledger.by_event["filtered"]:
         rewards = {one.completed[-1].get("reward") for one in ledger.samples[row["group"]].values() if one.completed}
         if len(rewards) > 1:
@@ -181,7 +182,7 @@ EXACT = 1e-9
 MILLISECOND = 1e-3
 
 
-def metrics_true(ledger: Ledger) -> Violations:
+def metrics_true(ledger: LoopLedger) -> Violations:
     """Do the logged numbers match those counted from the ledger?"""
     rows, compared = ledger.need("metrics", "version"), 0
     for counts, slack in ((_counts(ledger, rows[0]), EXACT), (_seconds(ledger), MILLISECOND)):
@@ -192,10 +193,10 @@ def metrics_true(ledger: Ledger) -> Violations:
                     yield f"{row} states {name} {row[name]}; counted from the rows: {true[name]:g}"
     if not compared:
         raise Missing(f"no `metrics` event has one of groups, tokens, lag_max, lag_mean, queue, {', '.join(TOTALS)}")
-    return f"{many(compared, 'number')} compared in {many(len(rows), 'row')}"
+    return f"{counted(compared, 'number')} compared in {counted(len(rows), 'row')}"
 
 
-def _counts(ledger: Ledger, first: Row) -> Iterator[tuple[Row, dict[str, float]]]:
+def _counts(ledger: LoopLedger, first: Row) -> Iterator[tuple[Row, dict[str, float]]]:
     """Yield each `metrics` row with the numbers that it should state: those of its update, and totals."""
     in_weights = {row.at for row in ledger.trained()}
     totals: dict[str, float] = dict.fromkeys(TOTALS, 0)
@@ -214,14 +215,14 @@ def _counts(ledger: Ledger, first: Row) -> Iterator[tuple[Row, dict[str, float]]
             one.event == "ready" for one in ledger.life[row["group"]] if one.at <= row.at
         ):
             ready.add(row["group"])  # `place`: the group is back after its step was aborted
-        elif row.event == "selected" or row.ends_group:
+        elif row.event == "selected" or ends_group(row):
             ready.discard(row["group"])
 
 
 TOTALS = [f"total_{name}" for name in ("reserved", *ENDS, "generated", "trained")]  # the last two are tokens
 
 
-def _seconds(ledger: Ledger) -> Iterator[tuple[Row, dict[str, float]]]:
+def _seconds(ledger: LoopLedger) -> Iterator[tuple[Row, dict[str, float]]]:
     """Yield each `logged` row with the seconds that it should state: how the time between two `metrics` rows was spent.
 
     The trainer's oldest unanswered command counts first, else a sync, else waiting for generation.
@@ -250,7 +251,7 @@ DOING = {"begin": "training", "microbatch": "training", "finish": "training", "l
 SECONDS = ("s_training", "s_logprobs", "s_sync", "s_exposed_generation")
 
 
-def _of_update(ledger: Ledger, metrics: Row) -> dict[str, float]:
+def _of_update(ledger: LoopLedger, metrics: Row) -> dict[str, float]:
     """Return the numbers of the update of a `metrics` row, counted from the rows before it."""
     same = [name for name in ("step", "update") if name in metrics.ids]
     mine = [

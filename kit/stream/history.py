@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kit.errors import BadInput
-from kit.results.records import Id, Unjudged
+from kit.results.ledger import Ledger
+from kit.results.records import Id, Row
 from kit.results.rules import Missing
 
 ENDS = ("cleared", "evicted", "aborted", "failed", "dropped", "replaced")
@@ -17,43 +18,11 @@ PERMITTED = ("place", "place_back", "slot", "slot_back")
 LIFE = {*ENDS, *PERMITTED, "reserved", "sent", "tokens", "completed", "ready", "selected", "trained", "filtered"}
 ANSWERS = ("completed", "cancelled", "failed", "error")  # to a request
 STEP = ("selected", "begin", "microbatch", "finish", "trained", "bumped")
-ABOUT = ("group", "sample", "step", "update", "replica")
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row; `at` is its position in the ledger, `since` the seconds since the first row."""
-
-    at: int
-    event: str
-    time: float
-    since: float
-    ids: Mapping[str, Any]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self.ids.get(name, default)
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self.ids:
-            raise Unjudged(f"{self} has no id `{name}`")
-        return self.ids[name]
-
-    def number(self, name: str, default: int | None = None) -> int:
-        if default is not None and name not in self.ids:
-            return default
-        try:
-            return int(self[name])
-        except ValueError:
-            raise Unjudged(f"{self} has {name}={self[name]!r}; it must be a whole number") from None
-
-    def __str__(self) -> str:
-        about = ", ".join(f"{name} {self.ids[name]}" for name in ABOUT if name in self.ids)
-        return f"`{self.event}`{' of ' if about else ''}{about} (row {self.at}, {self.since:.3f} s)"
-
-    @property
-    def ends_group(self) -> bool:
-        """Whether the row ends a group. `failed` with a sample ends only a request."""
-        return self.event in ENDS and "group" in self.ids and "sample" not in self.ids
+def ends_group(row: Row) -> bool:
+    """Whether a row ends a group. `failed` with a sample ends only a request."""
+    return row.event in ENDS and "group" in row.ids and "sample" not in row.ids
 
 
 @dataclass(slots=True)
@@ -124,16 +93,19 @@ class Step:
         return self.abort is None and len({row.number("update", 0) for row in self.of("begin")}) > len(self.finished)
 
 
-class Ledger:
-    """The rows of one pipeline, in order. Each is a mapping with `event`, `time` and ids."""
+class LoopLedger(Ledger):
+    """The ledger of one pipeline's loop, with its samples and steps."""
 
-    def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        self.rows = _rows(rows)
-        self.by_event: defaultdict[str, list[Row]] = defaultdict(list)
+    def __init__(self, rows: Iterable[Row | Mapping[str, Any]]) -> None:
+        rows = list(rows)
+        if len(names := pipeline_names(rows)) > 1:
+            raise BadInput(
+                f"the rows belong to the pipelines {', '.join(sorted(names))}; judge each separately: pipelines(rows)"
+            )
+        super().__init__(rows, drop="pipeline")
         self.life: defaultdict[Id, list[Row]] = defaultdict(list)
         self.samples: defaultdict[Id, dict[Id, Sample]] = defaultdict(dict)
         for row in self.rows:
-            self.by_event[row.event].append(row)
             if row.event in LIFE and "group" in row.ids:
                 self.life[row["group"]].append(row)
                 if "sample" in row.ids:
@@ -148,22 +120,7 @@ class Ledger:
         self._step_of = {row.at: step for step in self.steps for row in step.rows}
         self._bumps = [row.at for row in self.by_event["bumped"]]
 
-    # -- rows and settings ------------------------------------------------------------------------------------------------
-
-    def need(self, event: str, *ids: str) -> list[Row]:
-        """Return the rows of an event. Raises `Missing` if the event or an id is absent, `Unjudged` if only some rows have an id."""
-        rows = self.by_event.get(event, [])
-        if not rows:
-            raise Missing(f"the ledger has no `{event}` event")
-        for name in ids:
-            lack = [row for row in rows if name not in row.ids]
-            if len(lack) == len(rows):
-                raise Missing(f"no `{event}` event of the ledger has the id `{name}`")
-            if lack:
-                raise Unjudged(
-                    f"{lack[0]} has no id `{name}`; {len(rows) - len(lack)} of {len(rows)} `{event}` events have it"
-                )
-        return rows
+    # -- settings ---------------------------------------------------------------------------------------------------------
 
     def setting(self, name: str) -> Any:
         """A setting from the row `capacity`."""
@@ -204,7 +161,7 @@ class Ledger:
     def ends(self, group: Id) -> list[Row]:
         """Return the rows that end a group. `filtered` is an end if there is no other."""
         rows = self.life.get(group, [])
-        return [row for row in rows if row.ends_group] or [row for row in rows if row.event == "filtered"][:1]
+        return [row for row in rows if ends_group(row)] or [row for row in rows if row.event == "filtered"][:1]
 
     def completed(self) -> Iterator[tuple[Id, Id, Sample]]:
         for group, samples in self.samples.items():
@@ -251,32 +208,16 @@ class Ledger:
         return steps
 
 
-def _rows(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
-    found: list[Row] = []
-    pipelines: set[str] = set()
-    for at, row in enumerate(rows):
-        ids = {name: value for name, value in row.items() if name not in ("event", "time", "pipeline")}
-        pipelines |= {str(row["pipeline"])} if row.get("pipeline") else set()
-        try:
-            name, when = str(row["event"]), float(row["time"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise BadInput(
-                f"row {at} of the ledger is {dict(row)!r}; it needs an `event` and a `time` in seconds"
-            ) from error
-        found.append(Row(at, name, when, when - (found[0].time if found else when), ids))
-    if len(pipelines) > 1:
-        raise BadInput(
-            f"the rows belong to the pipelines {', '.join(sorted(pipelines))}; judge each separately: pipelines(rows)"
-        )
-    return found
+def pipeline_names(rows: Iterable[Row | Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(str(row["pipeline"]) for row in rows if row.get("pipeline")))
 
 
-def pipelines(rows: Sequence[Mapping[str, Any]]) -> dict[str, Ledger]:
+def pipelines(rows: Sequence[Row | Mapping[str, Any]]) -> dict[str, LoopLedger]:
     """Return a ledger for each pipeline that the rows name, or a single unnamed one."""
-    names = dict.fromkeys(str(row["pipeline"]) for row in rows if row.get("pipeline"))
+    names = pipeline_names(rows)
     if len(names) < 2:
-        return {name: Ledger(rows) for name in names or [""]}
-    return {name: Ledger([row for row in rows if row.get("pipeline") == name]) for name in names}
+        return {name: LoopLedger(rows) for name in names or [""]}
+    return {name: LoopLedger([row for row in rows if row.get("pipeline") == name]) for name in names}
 
 
 NO_AGE_LIMIT = ("ready-first", "capacity")  # samplers that limit admission only
@@ -289,7 +230,3 @@ def by(rows: Iterable[Row], name: str) -> dict[Id, list[Row]]:
         if name in row.ids:
             found[row[name]].append(row)
     return found
-
-
-def many(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -10,15 +10,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from kit.results.records import Id
+from kit.results.records import Id, Row
 from kit.results.rules import Missing, NotMeasured, Violations, settle
+from kit.results.units import counted
 from kit.stream import backed
-from kit.stream.history import ENDS, NO_AGE_LIMIT, REACTION, Ledger, Row, Sample, Step, by, many
+from kit.stream.history import ENDS, NO_AGE_LIMIT, REACTION, LoopLedger, Sample, Step, by, ends_group
 
 FEWEST = 8  # equal samples with at least this many tokens are no coincidence
 
 
-def one_step_per_batch(ledger: Ledger) -> Violations:
+def one_step_per_batch(ledger: LoopLedger) -> Violations:
     """Is every update one begin, its microbatches, and one finish or abort, with a whole batch of groups?"""
     ledger.need("begin", "step")
     if not ledger.by_event["abort"]:
@@ -31,7 +32,7 @@ def one_step_per_batch(ledger: Ledger) -> Violations:
             yield f"{first}: step {before.id} has neither finish nor abort yet"
     if ledger.by_event["trained"]:
         yield from _batch_sizes(ledger)
-    return f"{many(len(ledger.finishes()), 'optimizer step')} in {many(len(ledger.steps), 'step')}"
+    return f"{counted(len(ledger.finishes()), 'optimizer step')} in {counted(len(ledger.steps), 'step')}"
 
 
 def _update_order(step: Step) -> Iterator[str]:
@@ -46,7 +47,7 @@ def _update_order(step: Step) -> Iterator[str]:
             yield f"{row}: this update is already finished"
         elif row.event == "begin":
             if current is not None or update != len(done):
-                yield f"{row}: {many(len(done), 'update')} of the step {'was' if len(done) == 1 else 'were'} already finished"
+                yield f"{row}: {counted(len(done), 'update')} of the step {'was' if len(done) == 1 else 'were'} already finished"
             current = update
         elif current != update:
             yield f"{row}: this update has no begin"
@@ -55,7 +56,7 @@ def _update_order(step: Step) -> Iterator[str]:
             current = None
 
 
-def _batch_sizes(ledger: Ledger) -> Iterator[str]:
+def _batch_sizes(ledger: LoopLedger) -> Iterator[str]:
     """Every update trains a whole batch; a step may only lack groups that failed."""
     whole = [
         step
@@ -68,7 +69,7 @@ def _batch_sizes(ledger: Ledger) -> Iterator[str]:
         row["group"]: row.at
         for name in ("failed", "dropped")
         for row in ledger.by_event[name]
-        if row.ends_group and row["group"] not in filtered
+        if ends_group(row) and row["group"] not in filtered
     }
     batch, group, wanted = (ledger.limit(name) for name in ("train_global_batch_size", "group", "groups_per_step"))
     largest = max((max(one.values(), default=0) for one in sizes), default=0)
@@ -79,16 +80,16 @@ def _batch_sizes(ledger: Ledger) -> Iterator[str]:
         spare = sum(row["group"] in lost for row in step.of("selected"))
         for update in updates:
             if trained[update] > most or (update != updates[-1] and trained[update] + spare < most):
-                yield f"step {step.id} update {update} trained {many(trained[update], 'group')}; an optimizer step trains {most}"
+                yield f"step {step.id} update {update} trained {counted(trained[update], 'group')}; an optimizer step trains {most}"
         total = sum(trained.values())
         short = 0 if wanted is None else wanted - total
         excuses = sum(at < step.rows[-1].at for at in lost.values()) - excused
         if short < 0 or short > excuses:
-            yield f"step {step.id} trained {many(total, 'group')} (row {step.rows[-1].at}); a step has {wanted}, {excuses} failed"
+            yield f"step {step.id} trained {counted(total, 'group')} (row {step.rows[-1].at}); a step has {wanted}, {excuses} failed"
         excused += max(short, 0)
 
 
-def one_clear_per_finish(ledger: Ledger) -> Violations:
+def one_clear_per_finish(ledger: LoopLedger) -> Violations:
     """Are the rows of an update cleared exactly once, after its finish?"""
     cleared, finishes, clears = ledger.need("cleared", "group"), ledger.finishes(), ledger.by_event["clear"]
     of_group = by(cleared, "group")
@@ -112,10 +113,10 @@ def one_clear_per_finish(ledger: Ledger) -> Violations:
             early = step.bumped is None or step.bumped.at > row.at
             if row.get("step") == step.id and early and len(step.trained) >= len(step.of("selected")):
                 yield f"{row}: the version had not risen although the step was finished"
-    return f"{many(len(cleared), 'group')} cleared, {many(len(finishes), 'optimizer step')}"
+    return f"{counted(len(cleared), 'group')} cleared, {counted(len(finishes), 'optimizer step')}"
 
 
-def trains_before_straggler(ledger: Ledger) -> Violations:
+def trains_before_straggler(ledger: LoopLedger) -> Violations:
     """Does a step begin while its last groups are still being generated?"""
     ledger.need("trained", "group", "step")
     ledger.need("completed", "group", "sample")
@@ -132,10 +133,10 @@ def trains_before_straggler(ledger: Ledger) -> Violations:
         free = _free_after(ledger, step)
     if not judged:
         raise NotMeasured("no step had a straggler")
-    return f"{many(judged, 'step')} began before the last group was complete"
+    return f"{counted(judged, 'step')} began before the last group was complete"
 
 
-def _completions(ledger: Ledger, step: Step) -> list[Row]:
+def _completions(ledger: LoopLedger, step: Step) -> list[Row]:
     """Return the rows that completed the groups of a step, in order; with weight-fifo, only groups with the oldest start."""
     when: dict[Id, Row] = {}
     start: dict[Id, int] = {}
@@ -150,7 +151,7 @@ def _completions(ledger: Ledger, step: Step) -> list[Row]:
     )
 
 
-def _free_after(ledger: Ledger, step: Step) -> int:
+def _free_after(ledger: LoopLedger, step: Step) -> int:
     """Return the row after which the trainer can take another step: the end of the abort or of the sync, if the ledger has it."""
     end = (step.abort or step.bumped or step.rows[-1]).at
     if step.abort:
@@ -160,7 +161,7 @@ def _free_after(ledger: Ledger, step: Step) -> int:
     return next((row.at for row in rows if row.at > end), end)
 
 
-def abort_on_failure(ledger: Ledger) -> Violations:
+def abort_on_failure(ledger: LoopLedger) -> Violations:
     """Is every failed step aborted, with the version unchanged and all its groups accounted for?"""
     ledger.need("begin", "step")
     broken = [step for step in ledger.steps if step.abort or step.errors or (step.is_open and ledger.ended)]
@@ -177,18 +178,18 @@ def abort_on_failure(ledger: Ledger) -> Violations:
             continue
         for row in step.of("selected", "trained"):
             life = ledger.life[row["group"]]
-            over = [one for one in life if one.ends_group and row.at < one.at <= step.abort.at]
-            back = any(one.event in ("place", "selected") or one.ends_group for one in life if one.at > step.abort.at)
+            over = [one for one in life if ends_group(one) and row.at < one.at <= step.abort.at]
+            back = any(one.event in ("place", "selected") or ends_group(one) for one in life if one.at > step.abort.at)
             if row["group"] in gone:
                 continue
             if over and over[0].event == "cleared":
                 yield f"{over[0]}: cleared although its step was aborted (row {step.abort.at})"
             elif not over and not back and ledger.ended:
                 yield f"{row}: the group neither ended nor became trainable again after the abort (row {step.abort.at})"
-    return f"{many(len(broken), 'step')} failed and aborted"
+    return f"{counted(len(broken), 'step')} failed and aborted"
 
 
-def no_sample_too_old(ledger: Ledger) -> Violations:
+def no_sample_too_old(ledger: LoopLedger) -> Violations:
     """Is every token within the window when its group trains?"""
     trained, sampler, worst = ledger.need("trained", "group"), ledger.setting("sampler"), 0
     if sampler in NO_AGE_LIMIT:
@@ -208,10 +209,10 @@ def no_sample_too_old(ledger: Ledger) -> Violations:
         if not 0 <= now - oldest <= window:
             where = f"group {row['group']} trained at version {now} (row {row.at})"
             yield f"{where}; sample {sample} has a token of version {oldest}, window {window}"
-    return f"{many(len(trained), 'group')} trained, largest lag {worst}, window {window}"
+    return f"{counted(len(trained), 'group')} trained, largest lag {worst}, window {window}"
 
 
-def version_monotone(ledger: Ledger) -> Violations:
+def version_monotone(ledger: LoopLedger) -> Violations:
     """Does the version rise by exactly one per finished step, and does every row state the current version?"""
     bumps, finishes = ledger.need("bumped", "version"), ledger.finishes()
     base = 0
@@ -227,7 +228,7 @@ def version_monotone(ledger: Ledger) -> Violations:
     for step in ledger.steps if finishes or ledger.by_event["abort"] else ():
         yield from _rises_once(ledger, step)
     for row in ledger.rows:
-        if "version" in row.ids and (row.event in CURRENT or row.ends_group):
+        if "version" in row.ids and (row.event in CURRENT or ends_group(row)):
             now = ledger.version_during(row) if row.event == "trained" else ledger.version_at(row)
             if row.number("version") != now:
                 yield f"{row} states version {row['version']}; the current version is {now}"
@@ -238,13 +239,13 @@ def version_monotone(ledger: Ledger) -> Violations:
             if before is not None and after not in (before, before + 1):
                 yield f"{row}: the replica jumps from version {before} to {after}"
             latest[row["replica"]] = after
-    return f"from version {ledger.start} to {ledger.start + len(bumps)}, {many(len(finishes), 'update')}"
+    return f"from version {ledger.start} to {ledger.start + len(bumps)}, {counted(len(finishes), 'update')}"
 
 
 CURRENT = ("reserved", "selected", "trained", "hold", "resume", "metrics")  # events that state the current version
 
 
-def _rises_once(ledger: Ledger, step: Step) -> Violations:
+def _rises_once(ledger: LoopLedger, step: Step) -> Violations:
     """The version rises once, with the last finish of a step. An error may end a run between two updates of a step."""
     bumped, last = step.of("bumped"), max((rows[-1].at for rows in step.finished.values()), default=None)
     cut = ledger.error and len(step.trained) != ledger.limit("groups_per_step")
@@ -259,7 +260,7 @@ def _rises_once(ledger: Ledger, step: Step) -> Violations:
     return ""
 
 
-def publish_before_use(ledger: Ledger) -> Violations:
+def publish_before_use(ledger: LoopLedger) -> Violations:
     """Is each version published on a replica before its use there, and does dispatch wait for it?"""
     published, bumped, used = ledger.need("published", "version", "replica"), ledger.by_event["bumped"], 0
     base = [] if any(row.number("version") == ledger.start for row in published) else [ledger.start]
@@ -292,10 +293,10 @@ def publish_before_use(ledger: Ledger) -> Violations:
         yield from _still_held(ledger, held)
     if not used:
         raise Missing("no `tokens`, `started` or `completed` event has a `replica` and a `version`")
-    return f"{many(len(published), 'publication')}, {many(used, 'use')}"
+    return f"{counted(len(published), 'publication')}, {counted(used, 'use')}"
 
 
-def _still_held(ledger: Ledger, held: Row) -> Iterator[str]:
+def _still_held(ledger: LoopLedger, held: Row) -> Iterator[str]:
     """Yield a violation if dispatch is held at the end, unless an error occurred during the sync."""
     end, synced = ledger.ended, [row for row in ledger.by_event["synced"] if row.at > held.at]
     if end and end.get("why") == "done":
@@ -321,7 +322,7 @@ def _under_way(rows: Sequence[Row]) -> Row | None:
     return syncs[-1] if syncs and syncs[-1].event == "sync_begin" else None
 
 
-def stamps_per_token(ledger: Ledger) -> Violations:
+def stamps_per_token(ledger: LoopLedger) -> Violations:
     """Do the version spans cover every token of a completed sample once, in order, with versions that never go down?"""
     ledger.need("tokens", "group", "sample", "version", "first", "count")
     ledger.need("completed", "group", "sample", "version")
@@ -339,7 +340,7 @@ def stamps_per_token(ledger: Ledger) -> Violations:
         oldest = min((one.number("version") for one in spans), default=None)
         if oldest is not None and "version" in row.ids and row.number("version") != oldest:
             yield f"{row} states version {row['version']}; the oldest token has version {oldest}"
-    return f"{many(judged, 'sample')}, {spanning} with tokens of several versions"
+    return f"{counted(judged, 'sample')}, {spanning} with tokens of several versions"
 
 
 def _stamps(sample: Sample) -> Iterator[str]:
@@ -348,12 +349,12 @@ def _stamps(sample: Sample) -> Iterator[str]:
         first, length = row.number("first"), row.number("count")
         if first != reached or length < 1:
             what = "stamped twice" if first < reached else "not stamped" if first > reached else "in an empty span"
-            yield f"token {min(first, reached)} is {what} (row {row.at}: {many(length, 'token')} starting at {first})"
+            yield f"token {min(first, reached)} is {what} (row {row.at}: {counted(length, 'token')} starting at {first})"
         if row.number("version") < version:
             yield f"the version falls from {version} to {row['version']} at token {first} (row {row.at})"
         reached, version = reached + length, row.number("version")
     if done.number("length", reached) != reached:
-        yield f"{many(reached, 'token')} stamped; `completed` states length {done['length']} (row {done.at})"
+        yield f"{counted(reached, 'token')} stamped; `completed` states length {done['length']} (row {done.at})"
     if not sample.spans and "length" not in done.ids:
         yield f"no token has a stamp (row {done.at})"
     for name, kind, span in (("version", "oldest", sample.spans[:1]), ("newest", "newest", sample.spans[-1:])):
@@ -382,9 +383,9 @@ def _old_stamp(sample: Sample, published: Mapping[Id, list[Row]]) -> str:
     return ""
 
 
-def every_group_once(ledger: Ledger) -> Violations:
+def every_group_once(ledger: LoopLedger) -> Violations:
     """Does every group that began end exactly once: cleared after it was trained, or by another named end?"""
-    if not any(row.ends_group for name in ENDS for row in ledger.by_event[name]):
+    if not any(ends_group(row) for name in ENDS for row in ledger.by_event[name]):
         raise Missing(f"the ledger has no event that ends a group ({', '.join(ENDS)})")
     left, how = 0, Counter[str]()
     for group, rows in ledger.life.items():
@@ -399,8 +400,10 @@ def every_group_once(ledger: Ledger) -> Violations:
         if row.get("by", row["group"]) not in ledger.life:
             yield f"{row}: its replacement, group {row['by']}, never began"
     if left and not ledger.ended:
-        raise Missing(f"the ledger has no `ended` event, so {many(left, 'group')} may be in flight")
-    return f"{many(len(ledger.life), 'group')}: " + ", ".join(f"{number} {name}" for name, number in how.most_common())
+        raise Missing(f"the ledger has no `ended` event, so {counted(left, 'group')} may be in flight")
+    return f"{counted(len(ledger.life), 'group')}: " + ", ".join(
+        f"{number} {name}" for name, number in how.most_common()
+    )
 
 
 BEGINNINGS = {"reserved", "sent", "tokens", "completed", "ready"}
@@ -425,17 +428,17 @@ def _life(rows: Sequence[Row], ends: Sequence[Row]) -> Iterator[str]:
         yield f"{after[0]}: the group had already ended: {ends[0]}"
 
 
-def trained_once(ledger: Ledger) -> Violations:
+def trained_once(ledger: LoopLedger) -> Violations:
     """Is every group trained at most once? Aborted updates do not count."""
     ledger.need("trained", "group")
     before: dict[Id, Row] = {}
     for row in ledger.trained():
         if (first := before.setdefault(row["group"], row)) is not row:
             yield f"{row}: the group was already trained: {first}"
-    return f"{many(len(before), 'group')} trained once"
+    return f"{counted(len(before), 'group')} trained once"
 
 
-def groups_whole(ledger: Ledger) -> Violations:
+def groups_whole(ledger: LoopLedger) -> Violations:
     """Does every trained group have all its samples, each once?"""
     size, trained = ledger.size("group"), ledger.need("trained", "group")
     ledger.need("completed", "group", "sample")
@@ -447,10 +450,10 @@ def groups_whole(ledger: Ledger) -> Violations:
         for name, one in samples:
             if one.repeated:
                 yield f"{row}: sample {name} was completed {len(one.completed)} times"
-    return f"{many(len(trained), 'group')} trained, each with {many(size, 'sample')}"
+    return f"{counted(len(trained), 'group')} trained, each with {counted(size, 'sample')}"
 
 
-def samples_differ(ledger: Ledger) -> Violations:
+def samples_differ(ledger: LoopLedger) -> Violations:
     """Do the samples of a group differ? Equal samples suggest that random numbers were reset."""
     ledger.need("completed", "group", "sample", "digest")
     judged = 0
@@ -462,10 +465,10 @@ def samples_differ(ledger: Ledger) -> Violations:
                 yield f"all {len(last)} samples of group {group} have the same tokens (digest {last[0]['digest']})"
     if not judged:
         raise NotMeasured(f"no group has 2 samples of at least {FEWEST} tokens")
-    return f"{many(judged, 'group')} compared"
+    return f"{counted(judged, 'group')} compared"
 
 
-def order_fair(ledger: Ledger) -> Violations:
+def order_fair(ledger: LoopLedger) -> Violations:
     """Is each complete group selected before too many younger groups overtake it?"""
     allowed, most = ledger.size("groups_per_step") * (ledger.size("window") + 1), 0
     age = {row["group"]: row.at for row in reversed(ledger.need("reserved", "group"))}
@@ -473,29 +476,29 @@ def order_fair(ledger: Ledger) -> Violations:
     for ready in ledger.need("ready", "group"):
         group = ready["group"]
         later = [
-            row.at for row in ledger.life[group] if row.at > ready.at and (row.event == "selected" or row.ends_group)
+            row.at for row in ledger.life[group] if row.at > ready.at and (row.event == "selected" or ends_group(row))
         ]
         until = min(later, default=len(ledger.rows))
         ahead = sum(ready.at < row.at < until and age.get(row["group"], 0) > age.get(group, 0) for row in selected)
         most = max(most, ahead)
         if ahead > allowed:
             yield f"{ready}: {ahead} younger groups were selected before this group (limit {allowed})"
-    return f"at most {many(most, 'younger group')} overtook a complete one (limit {allowed})"
+    return f"at most {counted(most, 'younger group')} overtook a complete one (limit {allowed})"
 
 
-def tokens_conserved(ledger: Ledger) -> Violations:
+def tokens_conserved(ledger: LoopLedger) -> Violations:
     """Is every generated token trained or wasted, and counted once?"""
     generated = sum(row.number("count") for row in ledger.need("tokens", "group", "sample", "count"))
     ledger.need("completed", "group", "sample")
     for group, name, sample in ledger.completed():
         if (length := sample.completed[-1].number("length", sample.tokens)) != sample.tokens:
-            yield f"group {group} sample {name} has length {length}, but {many(sample.tokens, 'token')} were generated for it"
+            yield f"group {group} sample {name} has length {length}, but {counted(sample.tokens, 'token')} were generated for it"
     if not ledger.ended:
         raise Missing("the ledger has no `ended` event, so tokens may be in flight")
     for group, rows in ledger.life.items():
         tokens = sum(row.number("count") for row in rows if row.event == "tokens")
         if tokens and not ledger.ends(group):
-            yield f"{many(tokens, 'token')} of group {group} are neither trained nor wasted, because the group has no end"
+            yield f"{counted(tokens, 'token')} of group {group} are neither trained nor wasted, because the group has no end"
     trained = ledger.tokens({row["group"] for row in ledger.trained()})
     stated = {"generated": generated, "trained": trained, "wasted": generated - trained}
     for name, number in stated.items():
@@ -516,7 +519,7 @@ LOST = ("failed", "dropped", "aborted")  # ends after which another group may ta
 PERMITS = (("place", "place_back", "group"), ("slot", "slot_back", "group"), ("acquire", "release", "kind"))
 
 
-def capacity_kept(ledger: Ledger) -> Violations:
+def capacity_kept(ledger: LoopLedger) -> Violations:
     """Do the groups in the buffer and in flight stay within their limits, and does no group start too early?"""
     ledger.need("reserved", "group")
     counts = []
@@ -529,7 +532,7 @@ def capacity_kept(ledger: Ledger) -> Violations:
     return ", ".join(counts)
 
 
-def _occupied(ledger: Ledger, name: str, limit: int) -> Violations:
+def _occupied(ledger: LoopLedger, name: str, limit: int) -> Violations:
     """Count groups in the buffer or in flight, from the permit or `reserved` on. A permit returned early does not free its place."""
     permit, leaving = name[:-1], "selected" if name == "places" else "ready"
     where = "are in the buffer" if name == "places" else "are in flight"
@@ -537,7 +540,7 @@ def _occupied(ledger: Ledger, name: str, limit: int) -> Violations:
     holding: set[Id] = set()
     leave, most = set[int](), 0
     for rows in ledger.life.values():
-        mine = [row for row in rows if row.event in (permit, f"{permit}_back", leaving, "selected") or row.ends_group]
+        mine = [row for row in rows if row.event in (permit, f"{permit}_back", leaving, "selected") or ends_group(row)]
         for row, after in zip(mine, [*mine[1:], None], strict=True):
             soon = row.event == f"{permit}_back" and after is not None and after.event == leaving
             leave |= {row.at} if row.event != permit and not soon else set()
@@ -558,7 +561,7 @@ def _occupied(ledger: Ledger, name: str, limit: int) -> Violations:
     return f"at most {most} of {limit} {name}"
 
 
-def admitted(ledger: Ledger) -> Violations:
+def admitted(ledger: LoopLedger) -> Violations:
     """Check the gate: at most (window + version + 1) batches since version 0, and no batch beyond version + window."""
     sampler, window, batch = ledger.setting("sampler"), ledger.limit("window"), ledger.limit("groups_per_step")
     if sampler not in GATED or window is None or batch is None or not ledger.by_event["bumped"]:
@@ -566,19 +569,19 @@ def admitted(ledger: Ledger) -> Violations:
     heirs = {row.get("by") for row in ledger.by_event["replaced"]}  # groups that replace another in its batch
     ahead, started = 0 if sampler == "strict" else window, ledger.start * batch
     for row in ledger.rows:
-        started -= row.ends_group and row.event in LOST
+        started -= ends_group(row) and row.event in LOST
         if row.event == "reserved":
             started += row["group"] not in heirs
             now = ledger.version_at(row)
             allowed = (ahead + now + 1) * batch
             if started > allowed:
-                yield f"{row}: {many(started, 'group')} started up to version {now}; the window allows {allowed}"
+                yield f"{row}: {counted(started, 'group')} started up to version {now}; the window allows {allowed}"
             elif sampler in TARGETED and not now <= row.number("target", now) <= now + ahead:
                 yield f"{row}: started for version {row['target']} at version {now}; the window allows {now} to {now + ahead}"
-    return f"{many(started, 'group')} started in time"
+    return f"{counted(started, 'group')} started in time"
 
 
-def permits_return(ledger: Ledger) -> Violations:
+def permits_return(ledger: LoopLedger) -> Violations:
     """Is every place, slot and device grant returned exactly once?"""
     pairs = [pair for pair in PERMITS if ledger.by_event[pair[0]] or ledger.by_event[pair[1]]]
     if not pairs:
@@ -597,18 +600,18 @@ def permits_return(ledger: Ledger) -> Violations:
                 yield f"{row}: {of} {row[of]} has none to return"
             elif row.event == "granted" and of == "kind" and row[of] not in out:
                 yield f"{row}: {of} {row[of]} was not requested"
-            elif row.ends_group and of == "group":
+            elif ends_group(row) and of == "group":
                 ended[row[of]] = row
         left += [row for row in out.values() if ledger.ended or row.get("group") in ended]
         in_use += len(out)
     for row in left:
         yield f"{row}: never returned"
     if in_use and not ledger.ended:
-        raise Missing(f"the ledger has no `ended` event, so {many(in_use, 'permit')} may be in use")
-    return f"{many(sum(len(ledger.by_event[taken]) for taken, _, _ in pairs), 'permit')} taken and returned"
+        raise Missing(f"the ledger has no `ended` event, so {counted(in_use, 'permit')} may be in use")
+    return f"{counted(sum(len(ledger.by_event[taken]) for taken, _, _ in pairs), 'permit')} taken and returned"
 
 
-def ends_cleanly(ledger: Ledger) -> Violations:
+def ends_cleanly(ledger: LoopLedger) -> Violations:
     """Does the loop end once, with a reason, no unfinished step, and no event after the end?"""
     for row in ledger.by_event["exhausted"][:1]:
         if not ledger.ended:
@@ -634,7 +637,7 @@ def ends_cleanly(ledger: Ledger) -> Violations:
     return f"{why} in row {end.at}"
 
 
-def dead_rollout_named(ledger: Ledger) -> Violations:
+def dead_rollout_named(ledger: LoopLedger) -> Violations:
     """Is every dead replica named, and is each of its requests resent or ended?"""
     for row in (died := ledger.by_event["died"]):
         if "replica" not in row.ids:
@@ -654,17 +657,17 @@ def dead_rollout_named(ledger: Ledger) -> Violations:
         if not ledger.error or reason or not waiting:
             raise NotMeasured("no replica died")
         yield f"the loop ended with an error while {waiting[0]} had no answer, and no row names what failed"
-    return f"{many(len(died), 'replica')} died, named: {', '.join(str(row['replica']) for row in died)}"
+    return f"{counted(len(died), 'replica')} died, named: {', '.join(str(row['replica']) for row in died)}"
 
 
-def _unanswered(ledger: Ledger) -> list[Row]:
+def _unanswered(ledger: LoopLedger) -> list[Row]:
     """Return requests without an answer on replicas that neither left nor died."""
     gone = {row.get("replica") for name in ("died", "left") for row in ledger.by_event[name]}
     samples = (one for some in ledger.samples.values() for one in some.values() if one.waiting)
     return [one.sent[-1] for one in samples if one.sent[-1].get("replica") not in gone]
 
 
-def _asked(ledger: Ledger, replica: Id, died: Row) -> Iterator[tuple[Id, Id, Sample]]:
+def _asked(ledger: LoopLedger, replica: Id, died: Row) -> Iterator[tuple[Id, Id, Sample]]:
     """Yield samples that were on a replica when it died: last sent there, not complete, in a group that had not ended."""
     for group, samples in ledger.samples.items():
         for name, sample in samples.items():
@@ -674,7 +677,7 @@ def _asked(ledger: Ledger, replica: Id, died: Row) -> Iterator[tuple[Id, Id, Sam
                 yield group, name, sample
 
 
-def resume_equals(whole: Ledger, resumed: Ledger) -> Violations:
+def resume_equals(whole: LoopLedger, resumed: LoopLedger) -> Violations:
     """Does a resumed run continue where it stopped: no group trained twice or lost, none started too early?
 
     `whole` is the ledger of the stopped run. If it continues past the stop, that part is compared with the resumed run.
@@ -710,10 +713,10 @@ def resume_equals(whole: Ledger, resumed: Ledger) -> Violations:
             pair = mine[version].get(group), theirs[version].get(group)
             if pair[0] != pair[1]:
                 yield f"version {version} trains group {group} with {pair[0]} after the resume and with {pair[1]} without it"
-    return f"resumed at version {at} after {many(len(done), 'group')}; {many(len(both), 'step')} the same as without a stop"
+    return f"resumed at version {at} after {counted(len(done), 'group')}; {counted(len(both), 'step')} the same as without a stop"
 
 
-def _by_version(ledger: Ledger) -> Mapping[int, dict[Id, str]]:
+def _by_version(ledger: LoopLedger) -> Mapping[int, dict[Id, str]]:
     """Return the lengths, rewards and digests of the samples, by version and trained group."""
     found: defaultdict[int, dict[Id, str]] = defaultdict(dict)
     for row in ledger.trained():

@@ -90,16 +90,16 @@ class Call(NamedTuple):
 
 
 def calls(rows: Iterable[Row]) -> Iterator[Call]:
-    """Yield the trainer's finished calls. It executes one at a time, in order."""
-    waiting: defaultdict[str, list[Row]] = defaultdict(list)
-    free = -math.inf
+    """Yield the finished calls of the trainers of all pipelines. A trainer executes one at a time, in order."""
+    waiting: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
+    free: dict[str, float] = {}
     for row in rows:
         if row.get("to") == "trainer":
-            waiting[row.event].append(row)
-        elif row.event in ("done", "error") and (asked := waiting[str(row.get("of"))]):
-            first = asked.pop(0)
-            yield Call(first, max(free, first.time), row.time, row.event == "error")
-            free = row.time
+            waiting[row.who, row.event].append(row)
+        elif row.event in ("done", "error") and (asked := waiting[row.who, str(row.get("of"))]):
+            call = asked.pop(0)
+            yield Call(call, max(free.get(row.who, call.time), call.time), row.time, row.event == "error")
+            free[row.who] = row.time
 
 
 def syncs(rows: Iterable[Row]) -> Iterator[tuple[float, float]]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kit.labs.bench_stream import parts as stream
-from kit.stream.history import Ledger
+from kit.stream.history import LoopLedger
 
 CONFIG = {"steps": 10, "seed": 1234, "numbers": 3}
 
@@ -25,7 +25,7 @@ def rising(*, falls: bool = False) -> stream.Curve:
                 )
             rows.append({"event": "trained", "time": step + 0.5, "group": group, "step": step, "version": step})
         rows.append({"event": "bumped", "time": step + 1.0, "step": step, "version": step + 1, "updates": step + 1})
-    return stream.Curve(Ledger(rows), CONFIG)
+    return stream.Curve(LoopLedger(rows), CONFIG)
 
 
 def test_the_gain_is_that_of_the_last_fifth_over_the_first() -> None:

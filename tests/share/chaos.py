@@ -14,7 +14,7 @@ from kit.labs.share.ledgers import settled
 from kit.loop.messages import Command, Event, Memory, command_row, event_row
 from kit.results import Row
 from kit.results.rules import NotMeasured
-from kit.share.books import Ledger
+from kit.share.books import DeskLedger
 from kit.share.core import Scheduler
 from kit.share.judge import RULES
 from kit.share.planner import gap_ratio, make_plan
@@ -212,7 +212,7 @@ def rows_of(rows: Memory) -> list[dict[str, Any]]:
 
 def violations(rows: list[dict[str, Any]], without: tuple[str, ...] = ()) -> dict[str, str]:
     """Return what the judge finds, without the checks that cannot be judged here."""
-    ledger = Ledger(rows)
+    ledger = DeskLedger(rows)
     found = {}
     for rule in RULES:
         if rule.__name__ not in without:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kit.labs.share.ledgers import settled
-from kit.share.books import Ledger
+from kit.share.books import DeskLedger
 from kit.share.judge import empty_set_suspends, no_request_lost
 
 
@@ -36,17 +36,17 @@ def rows(*names: str) -> list[dict[str, Any]]:
     ids=["before it heard", "after it heard", "no orders"],
 )
 def test_a_pipeline_sends_until_it_hears_that_its_last_replica_left(names: tuple[str, ...], wrong: int) -> None:
-    found = settled(empty_set_suspends, Ledger(rows(*names)))
+    found = settled(empty_set_suspends, DeskLedger(rows(*names)))
     assert found.value == wrong, found.why
 
 
 def test_a_request_that_was_sent_before_it_heard_is_stranded_too() -> None:
     lost = rows("published", "left", "sent", "shrink", "ended")
     lost[-1] |= {"why": "done"}
-    assert "was never sent again after its replica left" in settled(no_request_lost, Ledger([*ASKED, *lost])).why
+    assert "was never sent again after its replica left" in settled(no_request_lost, DeskLedger([*ASKED, *lost])).why
     again = rows("published", "left", "sent", "shrink", "published", "sent", "completed", "ended")
     again[-1] |= {"why": "done"}
-    assert not settled(no_request_lost, Ledger([*ASKED, *again])).value
+    assert not settled(no_request_lost, DeskLedger([*ASKED, *again])).value
 
 
 ASKED: list[dict[str, Any]] = [

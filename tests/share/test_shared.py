@@ -14,13 +14,14 @@ from kit.labs.share.ledgers import settled
 from kit.labs.share.scenarios import SCENARIOS
 from kit.loop.messages import Event
 from kit.loop.runner import Runner
+from kit.results import Row
 from kit.results.rules import Missing, NotMeasured, settle
-from kit.share.books import Ledger
+from kit.share.books import DeskLedger
 from kit.share.judge import RULES, pipeline_rows, plan_valid
 from kit.share.simulated import Simulation
 from kit.share.state import Cluster
 from kit.stream import judge as stream_judge
-from kit.stream.history import Ledger as StreamLedger
+from kit.stream.history import LoopLedger
 from kit.stream.settings import opening
 from kit.stream.simulated import Durations, drawn_length
 from kit.target import replaced
@@ -66,8 +67,8 @@ def test_both_end_and_every_check_passes(how: dict[str, Any]) -> None:
         settings = replace(
             how.get("stream", STRICT), replicas=len(how.get("pipelines", BOTH)[name]["generation"].bundles)
         )
-        first = [{"event": event, "time": 0.0, **ids} for event, ids in opening(settings)]
-        ledger = StreamLedger([*first, *pipeline_rows(rows, name)])
+        first = [Row(metric=event, time=0.0, ids=ids) for event, ids in opening(settings)]
+        ledger = LoopLedger([*first, *pipeline_rows(done.rows, name)])
         for rule in stream_judge.RULES:
             try:
                 assert not settle(rule(ledger)).value
@@ -135,7 +136,7 @@ def test_a_refused_pipeline_ends_with_the_reason() -> None:
 
 def foreign(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same ledger as another system would write it: each row once, with the pipeline that it is about."""
-    own = {"core", "to", "who"}
+    own = {"core", "to", "who", "pipeline"}
     return [
         {
             "event": row.event,
@@ -143,7 +144,7 @@ def foreign(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "pipeline": row.who,
             **{key: row.ids[key] for key in row.ids if key not in own},
         }
-        for row in Ledger(rows).rows
+        for row in DeskLedger(rows).rows
     ]
 
 
@@ -157,9 +158,9 @@ def test_a_ledger_that_no_runner_wrote_is_judged_alike() -> None:
 
 def test_what_a_ledger_lacks_is_named() -> None:
     with pytest.raises(Missing, match="no `plan` event"):
-        settled(plan_valid, Ledger([{"event": "limits", "time": 0.0, "pipeline": "desk"}]))
+        settled(plan_valid, DeskLedger([{"event": "limits", "time": 0.0, "pipeline": "desk"}]))
     with pytest.raises(BadInput, match="row 0 of the ledger"):
-        Ledger([{"event": "plan"}])
+        DeskLedger([{"event": "plan"}])
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------------

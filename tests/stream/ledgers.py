@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kit.results.rules import Measured, settle
-from kit.stream.history import Ledger
+from kit.stream.history import LoopLedger
 from kit.stream.judge import RULES
 
 Row = dict[str, Any]
@@ -526,6 +526,6 @@ class System:
             self.log("sync_begin", version=self.version)
 
 
-def finding(name: str, ledger: Ledger) -> Measured:
+def finding(name: str, ledger: LoopLedger) -> Measured:
     """What a rule of the judge finds in a ledger."""
     return settle(RULES_BY_NAME[name](ledger))

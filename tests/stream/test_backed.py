@@ -13,7 +13,7 @@ import pytest
 from kit.errors import BadInput
 from kit.loop.messages import Command, Event, Memory, command_row
 from kit.stream.core import Controller
-from kit.stream.history import Ledger
+from kit.stream.history import LoopLedger
 from kit.stream.settings import SAMPLERS, AtSync, Resume, Settings
 from kit.stream.simulated import Durations, System, drawn_length, simulate
 from tests.stream.ledgers import finding
@@ -25,8 +25,8 @@ Commands = Iterator[Command]
 Lie = Callable[[Command], Commands]
 
 
-def ledger(rows: Memory) -> Ledger:
-    return Ledger([{"event": row.event, "time": row.time, **row.ids} for row in rows])
+def ledger(rows: Memory) -> LoopLedger:
+    return LoopLedger([{"event": row.event, "time": row.time, **row.ids} for row in rows])
 
 
 def backed(rows: Memory) -> str:

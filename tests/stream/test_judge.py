@@ -20,7 +20,7 @@ import pytest
 from kit.errors import BadInput
 from kit.results.records import Unjudged
 from kit.results.rules import Measured, Missing, NotMeasured, settle
-from kit.stream.history import Ledger, pipelines
+from kit.stream.history import LoopLedger, pipelines
 from kit.stream.judge import resume_equals
 from tests.stream.ledgers import AT_SYNC, RULES_BY_NAME, SAMPLERS, Row, System, finding
 
@@ -28,9 +28,9 @@ ROOT = Path(__file__).resolve().parents[2]
 OF_RUNNERS = {"notes_backed"}  # needs rows that only a runner writes; see test_backed
 
 
-def outcome(name: str, rows: list[Row] | Ledger) -> Measured | NotMeasured:
+def outcome(name: str, rows: list[Row] | LoopLedger) -> Measured | NotMeasured:
     try:
-        return finding(name, rows if isinstance(rows, Ledger) else Ledger(rows))
+        return finding(name, rows if isinstance(rows, LoopLedger) else LoopLedger(rows))
     except NotMeasured as missing:
         return missing
 
@@ -48,7 +48,7 @@ def right(settings: dict[str, Any]) -> list[Row]:
 
 
 def violations(rows: list[Row]) -> dict[str, str]:
-    ledger = Ledger(rows)
+    ledger = LoopLedger(rows)
     found = {name: outcome(name, ledger) for name in RULES_BY_NAME}
     return {name: one.why for name, one in found.items() if isinstance(one, Measured) and one.value}
 
@@ -111,7 +111,7 @@ def test_the_right_ledgers_have_what_checks_look_at() -> None:
         events.update(row["event"] for row in rows)
     for sampler, seed in product(SAMPLERS, range(6)):
         rows = drawn(sampler, "keep", seed).run()
-        ledger = Ledger(rows)
+        ledger = LoopLedger(rows)
         judged.update(name for name in RULES_BY_NAME if isinstance(outcome(name, ledger), Measured))
         events["spanning"] += "0 with" not in str(outcome("stamps_per_token", ledger))
     wanted = (
@@ -602,7 +602,7 @@ def test_an_id_that_only_some_rows_have_is_a_failure(check: str, event: str, nam
     rows = System().run()
     del rows[some(rows, event, 2)][name]
     with pytest.raises(Unjudged, match=rf"`{event}`.*has no id `{name}`"):
-        finding(check, Ledger(rows))
+        finding(check, LoopLedger(rows))
     without_any = [{key: value for key, value in row.items() if row["event"] != event or key != name} for row in rows]
     found = outcome(check, without_any)
     assert isinstance(found, Missing), found
@@ -613,7 +613,7 @@ def test_a_version_must_be_a_number_and_may_be_a_text_of_one() -> None:
     rows = System().run()
     every("published", version="three")(rows)
     with pytest.raises(Unjudged, match="version='three'; it must be a whole number"):
-        finding("publish_before_use", Ledger(rows))
+        finding("publish_before_use", LoopLedger(rows))
     rows = [
         {name: str(value) if isinstance(value, int) else value for name, value in row.items()} for row in System().run()
     ]
@@ -707,7 +707,7 @@ def test_each_pipeline_is_judged_by_itself() -> None:
     one, two = ([{**row, "pipeline": name} for row in System(seed=seed).run()] for name, seed in (("a", 1), ("b", 2)))
     both = sorted([*one, *two], key=lambda row: row["time"])
     with pytest.raises(BadInput, match="pipelines a, b; judge each separately"):
-        Ledger(both)
+        LoopLedger(both)
     found = pipelines(both)
     assert list(found) == ["a", "b"]
     assert all(len(ledger.rows) == len(rows) for ledger, rows in zip(found.values(), (one, two), strict=True))
@@ -723,7 +723,7 @@ def test_each_pipeline_is_judged_by_itself() -> None:
 @pytest.mark.parametrize("row", [{"event": "sent"}, {"time": 1.0}, {"event": "sent", "time": "noon"}])
 def test_a_row_needs_an_event_and_a_time(row: Row) -> None:
     with pytest.raises(BadInput, match="row 1 of the ledger is"):
-        Ledger([{"event": "capacity", "time": 0.0}, row])
+        LoopLedger([{"event": "capacity", "time": 0.0}, row])
 
 
 # -- resume -----------------------------------------------------------------------------------------------------------------------
@@ -746,7 +746,7 @@ def test_a_right_resume_equals(sampler: str, version: int) -> None:
     rows, state, _ = stopped(System(sampler=sampler, steps=5), version)
     resumed = System(sampler=sampler, steps=5 - version, resume=state).run()
     assert violations(resumed) == {}
-    found = settle(resume_equals(Ledger(rows), Ledger(resumed)))
+    found = settle(resume_equals(LoopLedger(rows), LoopLedger(resumed)))
     assert not found.value, found.why
     assert f"resumed at version {version} after {2 * version} groups" in found.why
     if sampler == "strict":
@@ -768,7 +768,7 @@ def resumed_wrongly(kind: str, sampler: str = "in-order", **more: Any) -> Measur
     elif kind == "other tokens":
         more = {"seed": 4}
     resumed = System(sampler=sampler, steps=2, slow=(6, 7), resume=(version, step, updates, left, after), **more).run()
-    return settle(resume_equals(Ledger(rows), Ledger(resumed)))
+    return settle(resume_equals(LoopLedger(rows), LoopLedger(resumed)))
 
 
 @pytest.mark.parametrize(
@@ -808,7 +808,7 @@ def test_totals_may_go_on_after_a_resume() -> None:
 def test_a_resume_without_its_row_is_null() -> None:
     rows = System().run()
     with pytest.raises(Missing, match="`resumed`"):
-        settle(resume_equals(Ledger(rows), Ledger(rows)))
+        settle(resume_equals(LoopLedger(rows), LoopLedger(rows)))
 
 
 # -- the example, and who is imported -----------------------------------------------------------------------------------------------

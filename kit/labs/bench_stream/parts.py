@@ -12,7 +12,7 @@ from kit.labs.bench import Bench, Part, Samples, measure, progress
 from kit.labs.lab import Drive
 from kit.labs.stream import tables
 from kit.labs.stream.rules import ledger, verified
-from kit.stream.history import Ledger
+from kit.stream.history import LoopLedger
 
 RANKS: dict[str, Any] = {"ranks": 3, "replicas": 2, "groups": 4, "group": 4}
 # Long answers with few in flight, so many span a sync; a learning rate at which versions differ measurably.
@@ -114,7 +114,7 @@ def learns(bench: Bench) -> Iterator[Samples]:
 class Curve:
     """Rewards of the groups trained in each step, and the step's end."""
 
-    def __init__(self, rows: Ledger, config: Mapping[str, Any]) -> None:
+    def __init__(self, rows: LoopLedger, config: Mapping[str, Any]) -> None:
         from kit.train.arithmetic import DIGITS, END, problem, reward  # loads torch
 
         self.fifth = fifth = max(1, config["steps"] // 5)

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kit.results import Measured, Missing, NotMeasured, with_ids
-from kit.results.growth import PerFrame, events, rows_of
-from kit.results.records import Unjudged, numbers
+from kit.results.frames import rows_of
+from kit.results.ledger import PerFrame, events
+from kit.results.records import Row, Unjudged, numbers
 from kit.results.rules import Violations, settle
 from kit.results.units import counted
-from kit.share.books import Books, Ledger, Row
+from kit.share.books import Books, DeskLedger
 from kit.share.judge import pipeline_rows
-from kit.stream.history import Ledger as LoopLedger
+from kit.stream.history import LoopLedger
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,13 +36,13 @@ PHASES = (MAIN, "scripted", "alone_a", "alone_b", "serial", "static", "rehearse"
 # -- ledgers --------------------------------------------------------------------------------------------------------------
 
 
-def parts(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+def parts(rows: Iterable[Row]) -> Iterator[list[Row]]:
     """The rows of each run of a phase. A new run begins with the settings of its pipelines, or when a core begins a second time."""
-    found: list[dict[str, Any]] = []
+    found: list[Row] = []
     begun: set[str] = set()
     for row in rows:
-        core = str(row.get("core", "")) if row["event"] == "begins" else ""
-        if core in begun or (row["event"] == "capacity" and begun):
+        core = str(row.get("core", "")) if row.event == "begins" else ""
+        if core in begun or (row.event == "capacity" and begun):
             yield found
             found, begun = [], set()
         begun |= {core} if core else set()
@@ -50,23 +51,23 @@ def parts(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         yield found
 
 
-def read_parts(frame: pd.DataFrame, phase: str) -> list[list[dict[str, Any]]]:
+def read_parts(frame: pd.DataFrame, phase: str) -> list[list[Row]]:
     """The runs of a phase. In a run of another lab, all events are one run of the phase `shared`."""
     found = events(frame, phase, lab="share", main=MAIN)
     return [*parts(rows_of(found[found["text"].fillna("") == ""]))]  # rows of observers have a text
 
 
-def read_ledgers(frame: pd.DataFrame, phase: str) -> list[Ledger]:
+def read_ledgers(frame: pd.DataFrame, phase: str) -> list[DeskLedger]:
     """The runs of a phase in which devices were requested."""
     asks = ("limits", "acquire", "granted")
-    return [Ledger(part) for part in runs(frame, phase) if any(row["event"] in asks for row in part)]
+    return [DeskLedger(part) for part in runs(frame, phase) if any(row.event in asks for row in part)]
 
 
 runs = PerFrame(read_parts).of
 ledgers = PerFrame(read_ledgers).of
 
 
-def every_ledger(frame: pd.DataFrame, phases: Iterable[str] = PHASES) -> Iterator[tuple[str, Ledger]]:
+def every_ledger(frame: pd.DataFrame, phases: Iterable[str] = PHASES) -> Iterator[tuple[str, DeskLedger]]:
     """Every ledger with its origin; that of the phase `shared` first."""
     for phase in phases:
         found = ledgers(frame, phase)
@@ -79,12 +80,12 @@ def loops(frame: pd.DataFrame, phases: Iterable[str]) -> Iterator[tuple[str, Loo
     for phase in phases:
         for part in runs(frame, phase):
             for row in part:
-                if row["event"] == "capacity" and "pipeline" in row:
+                if row.event == "capacity" and "pipeline" in row.ids:
                     name = str(row["pipeline"])
                     yield f"{phase}, pipeline {name}", LoopLedger([row, *pipeline_rows(part, name)])
 
 
-def of_ledgers(rule: Callable[[Ledger], Violations]) -> Measure:
+def of_ledgers(rule: Callable[[DeskLedger], Violations]) -> Measure:
     """The first ledger with violations, else the first answer. If the first ledger lacks an event, the rule is not measured."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
@@ -109,7 +110,7 @@ def of_ledgers(rule: Callable[[Ledger], Violations]) -> Measure:
     return measure
 
 
-def settled(rule: Callable[[Ledger], Violations], ledger: Ledger) -> Measured:
+def settled(rule: Callable[[DeskLedger], Violations], ledger: DeskLedger) -> Measured:
     try:
         return settle(rule(ledger))
     except (KeyError, ValueError, IndexError) as error:
@@ -151,7 +152,7 @@ class Span(NamedTuple):
     right: float
 
 
-def spans(book: Ledger) -> list[Span]:
+def spans(book: DeskLedger) -> list[Span]:
     return [Span(*key, *value, left, right) for key, value, left, right in over_time(book.replay(), in_use)]
 
 
@@ -165,7 +166,7 @@ def in_use(books: Books) -> dict[tuple[str, str], tuple[tuple[int, ...], str]]:
     return found | {(name, cluster): (books.clusters[name][cluster], "held") for name, cluster in books.held}
 
 
-def seats(book: Ledger) -> dict[str, tuple[int, ...]]:
+def seats(book: DeskLedger) -> dict[str, tuple[int, ...]]:
     """The devices of each role, by its pipeline and name ("a.replica 0"), and of each rank of it ("a.replica 0#1")."""
     found: dict[str, tuple[int, ...]] = {}
     for row in book.of("clusters"):

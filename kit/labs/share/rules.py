@@ -37,7 +37,7 @@ from kit.results.records import numbers
 from kit.results.rules import Measure, Violations, rule, settle
 from kit.results.units import counted
 from kit.share import judge
-from kit.share.books import Ledger
+from kit.share.books import DeskLedger, replica_of
 from kit.stream import judge as stream
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def rows_of(frame: pd.DataFrame, phase: str, metric: str, *ids: str) -> pd.DataF
 
 
 def with_ranks(
-    by_ledger: Callable[[Ledger], Violations], by_ranks: Callable[[pd.DataFrame, ShareConfig], Iterator[str]]
+    by_ledger: Callable[[DeskLedger], Violations], by_ranks: Callable[[pd.DataFrame, ShareConfig], Iterator[str]]
 ) -> Measure:
     """A rule of the ledger, then violations in the records of ranks, if there are any. Either can fail it."""
 
@@ -230,7 +230,7 @@ def slept_in_flight(frame: pd.DataFrame, config: ShareConfig) -> Iterator[str]:
         yield f"replica {row['replica']} of {row['pipeline']} fell asleep with {row['value']:.0f} requests in flight"
     counts = Counter(zip(rows["pipeline"], rows["replica"].astype(int), strict=True))
     for ledger in ledgers(frame, MAIN):
-        for (name, replica), slept in Counter(row.replica for row in ledger.of("shrunk")).items():
+        for (name, replica), slept in Counter(replica_of(row) for row in ledger.of("shrunk")).items():
             if counts[name, replica] < slept * config.infer_tp:
                 yield f"replica {replica} of {name} slept {slept} times and counted {counts[name, replica]} times"
 
@@ -424,28 +424,28 @@ def gate_shown(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     return Measured(float(count), f"{scenario}: {count} times" if count else f"never happened: {scenario}")
 
 
-def returns(ledger: Ledger, *, beside_others: bool) -> int:
+def returns(ledger: DeskLedger, *, beside_others: bool) -> int:
     """How often a replica slept, while others of its pipeline served or while none did, and later served again."""
     serving: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
     asleep: set[tuple[str, int]] = set()
     count = 0
     for row in ledger.of("published", "left"):
         if row.event == "published":
-            serving[row.who].add(row.replica)
-            count += row.replica in asleep
-            asleep.discard(row.replica)
+            serving[row.who].add(replica_of(row))
+            count += replica_of(row) in asleep
+            asleep.discard(replica_of(row))
         else:
-            serving[row.who].discard(row.replica)
-            asleep |= {row.replica} if bool(serving[row.who]) == beside_others else set()
+            serving[row.who].discard(replica_of(row))
+            asleep |= {replica_of(row)} if bool(serving[row.who]) == beside_others else set()
     return count
 
 
-def hand_overs(ledger: Ledger) -> int:
+def hand_overs(ledger: DeskLedger) -> int:
     rows = [row for row in ledger.of("granted", "release") if row.get("kind") == "training"]
     return sum(row.event == "release" and after.event == "granted" for row, after in itertools.pairwise(rows))
 
 
-def exchanges(ledger: Ledger) -> int:
+def exchanges(ledger: DeskLedger) -> int:
     last: dict[int, str] = {}
     count = 0
     for row in ledger.of("expand"):
@@ -456,7 +456,7 @@ def exchanges(ledger: Ledger) -> int:
 
 
 # The scenario of each gate, and a function that counts it in a ledger.
-GATES: Mapping[str, tuple[str, Callable[[Ledger], int]]] = {
+GATES: Mapping[str, tuple[str, Callable[[DeskLedger], int]]] = {
     "1": (
         "one of several replicas slept, requests went to another, and the first one served again",
         functools.partial(returns, beside_others=True),

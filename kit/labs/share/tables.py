@@ -13,15 +13,15 @@ import pandas as pd
 
 from kit.labs.share.ledgers import MAIN, Span, over_time, recorded, runs, seats, spans
 from kit.results import NotMeasured
-from kit.results.growth import PerFrame
-from kit.results.records import numbers
-from kit.share.books import Books, Ledger, Row
+from kit.results.ledger import PerFrame
+from kit.results.records import Row, numbers
+from kit.share.books import Books, DeskLedger, cluster_of, replica_of, request_of
 from kit.share.judge import device_requests, flights, is_needy
+from kit.stream.ports import TRAINER, calls
 
 ALONE = "alone_"  # with the pipeline's name
 USES = ("training", "generating", "waiting", "switching", "idle")
 NOBODY = "-"
-TRAINER = {"begin": "training", "microbatch": "training", "finish": "training", "logprobs": "logprobs"}
 
 
 # -- the ledger ------------------------------------------------------------------------------------------------------------
@@ -36,22 +36,22 @@ def shown(frame: pd.DataFrame) -> str | None:
     return MAIN if (phases == MAIN).any() else str(phases.iloc[-1]) if len(phases) else None
 
 
-_ledgers = PerFrame(lambda frame, phase: Ledger([row for part in runs(frame, phase) for row in part])).of
+_ledgers = PerFrame(lambda frame, phase: DeskLedger([row for part in runs(frame, phase) for row in part])).of
 
 
-def ledger(frame: pd.DataFrame, phase: str = MAIN) -> Ledger:
+def ledger(frame: pd.DataFrame, phase: str = MAIN) -> DeskLedger:
     found = _ledgers(frame, phase)
     if not found.rows:
         raise NotMeasured(f"the phase {phase} has no ledger")
     return found
 
 
-def pipelines(book: Ledger) -> list[str]:
+def pipelines(book: DeskLedger) -> list[str]:
     """The registered pipelines in order; without a desk, those with events."""
     return list(dict.fromkeys(row.who for row in book.of("clusters") or book.of("sent", "trained")))
 
 
-def ends(book: Ledger) -> tuple[float, float]:
+def ends(book: DeskLedger) -> tuple[float, float]:
     return book.rows[0].time, book.rows[-1].time
 
 
@@ -69,35 +69,28 @@ class Work(NamedTuple):
     step: int = -1
 
 
-def work(book: Ledger) -> list[Work]:
+def work(book: DeskLedger) -> list[Work]:
     """A replica works while it has open requests. When it leaves, they go elsewhere."""
-    busy = over_time(flights(book), lambda flying: {sent.replica: True for sent in flying.values()})
+    busy = over_time(flights(book), lambda flying: {replica_of(sent): True for sent in flying.values()})
     found = [Work(name, f"replica {one}", "generating", left, right) for (name, one), _, left, right in busy]
     return [*found, *training(book)]
 
 
-def training(book: Ledger) -> Iterator[Work]:
-    """The trainers' finished calls. A trainer executes one at a time, in order."""
-    waiting: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
-    free: dict[str, float] = {}
-    for row in book.rows:
-        if row.event in TRAINER and "to" in row.ids:
-            waiting[row.who, row.event].append(row)
-        elif row.event in ("done", "error") and (calls := waiting.get((row.who, str(row.get("of"))))):
-            call = calls.pop(0)
-            left = max(free.get(row.who, call.time), call.time)
-            yield Work(row.who, "trainer", TRAINER[call.event], left, row.time, int(call.get("step", -1)))
-            free[row.who] = row.time
+def training(book: DeskLedger) -> Iterator[Work]:
+    for call in calls(book.rows):
+        if call.row.event in TRAINER:
+            part, step = TRAINER[call.row.event], call.row.number("step", -1)
+            yield Work(call.row.who, "trainer", part, call.left, call.right, step)
 
 
-def weights(book: Ledger) -> dict[tuple[str, str], list[tuple[float, int]]]:
+def weights(book: DeskLedger) -> dict[tuple[str, str], list[tuple[float, int]]]:
     found: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
     for row in book.of("published"):
         found[row.who, f"replica {row['replica']}"].append((row.time, int(row["version"])))
     return found
 
 
-def syncs(book: Ledger) -> Iterator[tuple[tuple[int, ...], float, float]]:
+def syncs(book: DeskLedger) -> Iterator[tuple[tuple[int, ...], float, float]]:
     """The transfer of weights to a replica, until it publishes their version: its devices, left, right."""
     began: dict[str, float] = {}
     place = seats(book)
@@ -109,7 +102,7 @@ def syncs(book: Ledger) -> Iterator[tuple[tuple[int, ...], float, float]]:
             yield devices, began.get(row.who, row.time), row.time
 
 
-def uses(book: Ledger) -> pd.DataFrame:
+def uses(book: DeskLedger) -> pd.DataFrame:
     """All of the time of every device: device, pipeline, what, use, left, right, seconds.
 
     `switching`: a replica falls asleep, wakes or waits for its first weights; `waiting`: the owner has no work.
@@ -222,7 +215,7 @@ def switches(frame: pd.DataFrame, phase: str = MAIN) -> pd.DataFrame:
     return pd.DataFrame([switch(book, *rows, hashed=hashing(frame, phase)) for rows in cycles])
 
 
-def switch(book: Ledger, plan: Row, *rows: Row, hashed: Sequence[tuple[str, float, float]]) -> dict[str, Any]:
+def switch(book: DeskLedger, plan: Row, *rows: Row, hashed: Sequence[tuple[str, float, float]]) -> dict[str, Any]:
     times: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         times[row.event].append(row.time)
@@ -241,11 +234,11 @@ def switch(book: Ledger, plan: Row, *rows: Row, hashed: Sequence[tuple[str, floa
     }
 
 
-def loads(book: Ledger, woken: Iterable[Row]) -> Iterator[float]:
+def loads(book: DeskLedger, woken: Iterable[Row]) -> Iterator[float]:
     """When each of these replicas had its weights, without those that left earlier."""
     later = book.of("published", "left")
     for one in woken:
-        first = next((row for row in later if row.at > one.at and row.replica == one.replica), None)
+        first = next((row for row in later if row.at > one.at and replica_of(row) == replica_of(one)), None)
         if first is not None and first.event == "published":
             yield first.time
 
@@ -289,16 +282,18 @@ class Wait(NamedTuple):
 ENDS = {"granted": "granted", "error": "refused", "gone": "gone"}  # else it was withdrawn
 
 
-def waits(book: Ledger) -> list[Wait]:
+def waits(book: DeskLedger) -> list[Wait]:
     last = book.rows[-1].time
     found = []
     expired = book.of("expired")
     for one, row in device_requests(book):
         end = "open" if row is None else ENDS.get(row.event, "withdrawn")
-        late = [each for each in expired if (each.who, each.cluster) == (one.who, one.cluster) and each.at > one.at]
+        late = [
+            each for each in expired if (each.who, cluster_of(each)) == (one.who, cluster_of(one)) and each.at > one.at
+        ]
         if row is not None and end == "refused" and any(each.at < row.at for each in late):
             end = "expired"
-        found.append(Wait(one.who, one.cluster, str(one["kind"]), one.time, last if row is None else row.time, end))
+        found.append(Wait(one.who, cluster_of(one), str(one["kind"]), one.time, last if row is None else row.time, end))
     admitted = {row.who: row.time for row in book.of("admitted")}
     for row in book.of("admit"):
         end = "granted" if row.who in admitted else "open"
@@ -353,7 +348,7 @@ def progress(frame: pd.DataFrame, phase: str = MAIN) -> pd.DataFrame:
         rows = [row for row in book.rows if row.who == name]
         seconds = rows[-1].time - began
         own = loop_seconds(frame, ALONE + name)
-        sent = [row.request for row in rows if row.event == "sent"]
+        sent = [request_of(row) for row in rows if row.event == "sent"]
         held = float(mine.sum())
         found.append(
             {
@@ -389,7 +384,7 @@ def loop_seconds(frame: pd.DataFrame, phase: str) -> float | None:
     return ended - began if book.of("ended") else None
 
 
-def needed(book: Ledger, clusters: Mapping[str, Mapping[str, Sequence[int]]], tp: Mapping[str, int]) -> float:
+def needed(book: DeskLedger, clusters: Mapping[str, Mapping[str, Sequence[int]]], tp: Mapping[str, int]) -> float:
     """Device-seconds of work in a loop: trainer calls and replicas with requests, times the devices of each."""
     return sum(
         (one.right - one.left)

@@ -15,8 +15,8 @@ import pandas as pd
 
 from kit.labs.stream import tables
 from kit.labs.stream.lab import ALL, wanted
-from kit.results.frames import read_ids
-from kit.results.growth import PerFrame, events, rows_of
+from kit.results.frames import read_ids, rows_of
+from kit.results.ledger import PerFrame, events
 from kit.results.rules import (
     Measure,
     Measured,
@@ -31,9 +31,9 @@ from kit.results.rules import (
 )
 from kit.results.units import counted
 from kit.stream import judge
-from kit.stream.history import Ledger
+from kit.stream.history import LoopLedger
 
-ByLedger = Callable[[Ledger], Measured | Violations]
+ByLedger = Callable[[LoopLedger], Measured | Violations]
 Outcomes = Mapping[tuple[str, str], tuple[float | None, str]]
 
 LOOPS = ("lockstep", "stream")  # phases with a ledger
@@ -41,7 +41,7 @@ ABORTS_SLOW = ("windowed",)  # samplers that end unfinished groups
 MANY = 100  # groups needed to show a length bias
 
 
-def read_ledger(frame: pd.DataFrame, phase: str) -> Ledger | None:
+def read_ledger(frame: pd.DataFrame, phase: str) -> LoopLedger | None:
     """The ledger of a phase. In a run of another lab, all events count as the phase `stream`."""
     rows = events(frame, phase, lab="stream", main="stream")
     if rows.empty:
@@ -49,13 +49,13 @@ def read_ledger(frame: pd.DataFrame, phase: str) -> Ledger | None:
     loops = rows.index[rows["metric"] == "capacity"]
     if len(loops) and (rows["lab"] == "stream").all():
         rows = rows.loc[loops[-1] :]  # the phase resume has two loops; the second shows whether the first was right
-    return Ledger(rows_of(rows))
+    return LoopLedger(rows_of(rows))
 
 
 ledger = PerFrame(read_ledger).of
 
 
-def needed(frame: pd.DataFrame, phase: str, lacking: str = "no phase recorded a ledger") -> Ledger:
+def needed(frame: pd.DataFrame, phase: str, lacking: str = "no phase recorded a ledger") -> LoopLedger:
     if (rows := ledger(frame, phase)) is None:
         raise Missing(lacking)
     return rows
@@ -86,7 +86,7 @@ def in_every_loop(by_ledger: ByLedger, phases: Sequence[str]) -> Measure:
     return measure
 
 
-def replicas_answer(rows: Ledger) -> Violations:
+def replicas_answer(rows: LoopLedger) -> Violations:
     """Did every replica answer in every loop?"""
     died = rows.by_event["died"]
     if rows.error:
@@ -95,7 +95,7 @@ def replicas_answer(rows: Ledger) -> Violations:
     return "the loop continued without the dead replica" if died else "all requests were answered"
 
 
-def no_length_bias(rows: Ledger) -> Measured:
+def no_length_bias(rows: LoopLedger) -> Measured:
     """Are trained samples as long on average as all started samples?
 
     For a sample that was given up, only a lower bound of its length is known; the Kaplan-Meier estimate accounts for that.

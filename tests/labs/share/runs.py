@@ -13,6 +13,7 @@ from kit.labs.share import ledgers as recorded
 from kit.labs.share.lab import ShareConfig
 from kit.results import Row, create_run
 from kit.results.records import NOTEBOOK
+from kit.share.books import DeskLedger
 from kit.share.state import Cluster
 from kit.stream.simulated import Durations
 from tests.share.pair import STRICT, shared
@@ -146,7 +147,7 @@ def make(
 
 def resident(config: ShareConfig, rows: Iterable[Row], began: float) -> list[dict[str, Any]]:
     """Return what the observer would see: a role holds little while it is off its devices."""
-    book = recorded.Ledger([{"event": row.event, "time": began + row.time, **row.ids} for row in rows])
+    book = DeskLedger([dataclasses.replace(row, time=began + row.time) for row in rows])
     found = [(began, who, LOW) for who in recorded.seats(book) if "#" not in who]
     for span in recorded.spans(book):
         if span.state in ("waking", "held"):

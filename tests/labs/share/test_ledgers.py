@@ -15,6 +15,7 @@ from kit.labs.share.lab import LAB
 from kit.labs.share.ledgers import parts
 from kit.labs.share.scenarios import SCENARIOS
 from kit.measure import Recorder
+from kit.results import Row
 from kit.target import replaced
 from tests.share.chaos import rows_of
 from tests.share.pair import shared
@@ -70,12 +71,8 @@ def test_what_a_small_ledger_lacks_is_named(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_runs_of_a_phase_are_distinguished() -> None:
-    one = [
-        {"event": "capacity"},
-        {"event": "begins", "core": "a"},
-        {"event": "begins", "core": "desk"},
-        {"event": "plan"},
-    ]
-    other = [{"event": "begins", "core": "a"}, {"event": "plan"}, {"event": "plan"}]
+    capacity, limits, plan = (Row(metric=name, time=0.0) for name in ("capacity", "limits", "plan"))
+    begins, desk_begins = (Row(metric="begins", time=0.0, ids={"core": name}) for name in ("a", "desk"))
+    one, other = [capacity, begins, desk_begins, plan], [begins, plan, plan]
     assert [*parts([*one, *one, *other])] == [one, one, other]
-    assert [*parts([{"event": "limits"}, {"event": "plan"}])] == [[{"event": "limits"}, {"event": "plan"}]]
+    assert [*parts([limits, plan])] == [[limits, plan]]

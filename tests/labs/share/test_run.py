@@ -19,7 +19,7 @@ from kit.results.frames import events_of
 from kit.results.rules import settle
 from kit.share import judge
 from kit.share.member import Member
-from kit.stream.judge import Ledger as StreamLedger
+from kit.stream.history import LoopLedger
 from kit.stream.judge import publish_before_use
 from tests.holdings import holdings, wait_for
 from tests.loop.replaying import replay_rows
@@ -150,9 +150,9 @@ def test_a_replay_of_the_ledger_gives_the_same_commands(run: kit.Run) -> None:
 
 
 def test_weights_are_used_where_they_are_published(run: kit.Run) -> None:
-    rows = [{"event": row.event, "time": row.time, **row.ids} for row in ledger(run, "shared")]
+    rows = ledger(run, "shared")
     for name in PIPELINES:
-        found = settle(publish_before_use(StreamLedger(judge.pipeline_rows(rows, name))))
+        found = settle(publish_before_use(LoopLedger(judge.pipeline_rows(rows, name))))
         assert not found.value, found.why
 
 

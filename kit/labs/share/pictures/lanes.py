@@ -17,7 +17,7 @@ from kit.labs.share import tables
 from kit.labs.share.ledgers import MAIN, spans
 from kit.results import Verdict
 from kit.results.units import time_unit
-from kit.share.books import Ledger
+from kit.share.books import DeskLedger
 
 ACROSS = 9.8  # inches of the axis of time
 LETTER = 0.062  # inches
@@ -42,7 +42,7 @@ LEGEND_OF_VERSIONS = 0.22
 
 class Loop(NamedTuple):
     phase: str
-    book: Ledger
+    book: DeskLedger
     names: list[str]
     began: float
     ended: float
