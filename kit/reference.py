@@ -149,9 +149,9 @@ def on_gpus() -> tuple[Part, ...]:
     )
 
 
-def able(parts: Sequence[Part], found: Mapping[str, Any]) -> tuple[list[Part], dict[str, str]]:
+def able(parts: Sequence[Part], answer: Mapping[str, Any]) -> tuple[list[Part], dict[str, str]]:
     """What this box can run, and why it cannot run the rest, both as doctor found."""
-    why = found["ranks"].get("suspend_why") or ""
+    why = answer["ranks"].get("suspend_why") or ""
     out = {part.name: why for part in parts if part.needs == "suspend" and why}
     return [part for part in parts if part.name not in out], out
 
@@ -261,10 +261,10 @@ def sizes_here(out: Path, device: str) -> tuple[str, Sequence[Part], dict[str, s
     if answer["problems"]:
         raise BadInput(f"labs cannot run here: {'; '.join(answer['problems'])}")
     write_json(out / DOCTOR, answer)
-    here = (answer["ranks"] or {}).get("device", "cpu")
-    if device == "cuda" and here != "cuda":
+    usable = (answer["ranks"] or {}).get("device", "cpu")
+    if device == "cuda" and usable != "cuda":
         raise BadInput(f"device=cuda cannot be had: {answer['ranks'].get('device_why')}")
-    if "cpu" in {device, here}:
+    if "cpu" in {device, usable}:
         return "cpu", on_cpu(), {}
     return "cuda", *able(on_gpus(), answer)
 
@@ -413,25 +413,25 @@ def in_order(folder: Path) -> Iterator[Path]:
 def write_page(out: Path, parts: Sequence[Part], missing: Mapping[str, str]) -> None:
     """The folder in a page, from its files."""
     result = results_of(out, parts)
-    provenance = next((one["provenance"] for one in result if one.get("provenance")), None)
+    provenance = next((part["provenance"] for part in result if part.get("provenance")), None)
     lines = [f"# Reference: {out.name}", ""]
     lines += [machine(provenance), ""] if provenance else []
     lines += ["Recorded by `kit reference`. Each part was one process; what it says of itself is in its files.", ""]
-    lines += [markdown(HEADS), markdown(["---"] * len(HEADS)), *(markdown(cells_of(one)) for one in result)]
-    there = {one["part"] for one in result}
+    lines += [markdown(HEADS), markdown(["---"] * len(HEADS)), *(markdown(cells_of(part)) for part in result)]
+    there = {part["part"] for part in result}
     lines += [f"\nNot run: {name}: {why}." for name, why in missing.items() if name not in there]
     rest = [part.name for part in parts if part.name not in there | missing.keys()]
     lines += ["", f"Not there yet: {', '.join(rest)}."] if rest else []
     write_text(out / SUMMARY, "\n".join(lines) + "\n")
 
 
-def cells_of(one: Mapping[str, Any]) -> list[str]:
-    state = one["state"] + (f": {one['complaint']}" if one["complaint"] else "")
-    seats = "; ".join(map(seated, one.get("seats") or ())) or "unknown"
-    short = "; ".join(short_of(one)) or "nothing"
-    last = one.get("last")
-    times = [f"{one['seconds']:.0f}", "" if last is None else f"{last:.0f}"]
-    return [one["part"], f"`{one['command']}`", state, *times, seats, short]
+def cells_of(result: Mapping[str, Any]) -> list[str]:
+    state = result["state"] + (f": {result['complaint']}" if result["complaint"] else "")
+    seats = "; ".join(map(seated, result.get("seats") or ())) or "unknown"
+    short = "; ".join(short_of(result)) or "nothing"
+    last = result.get("last")
+    times = [f"{result['seconds']:.0f}", "" if last is None else f"{last:.0f}"]
+    return [result["part"], f"`{result['command']}`", state, *times, seats, short]
 
 
 def markdown(cells: Sequence[str]) -> str:

@@ -119,7 +119,8 @@ def read(run: Run) -> RunData:
     number: Mapping[Any, int] = {key: index for index, key in enumerate(order)}
     keys = zip(frame["cycle"], frame["phase"], strict=True)
     frame = frame.assign(step=[number.get(key, -1) for key in keys])
-    frame = frame[(frame["step"] >= 0) & (frame["rank"] >= 0)]  # rank -1 is the notebook side
+    on_ranks = frame["rank"] >= 0  # rank -1 is the notebook side, which is shown where a run has no ranks
+    frame = frame[(frame["step"] >= 0) & (on_ranks | (not on_ranks.any()))]
     return RunData(
         run=run,
         config=run.config,

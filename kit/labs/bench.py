@@ -20,7 +20,7 @@ from kit.nccl import SHARED_GPU
 from kit.results import Run
 from kit.results.samples import CEILING, SEAT, seat_of
 from kit.world import World
-from kit.world.world import Worlds
+from kit.world.world import Printer, Worlds
 
 KIT = "kit"
 
@@ -44,18 +44,24 @@ class Samples:
         return statistics.median(self.values)
 
 
-def ratios(metric: str, what: str, above: Sequence[float], below: Sequence[float], **about: Any) -> Samples:
+def ratios(metric: str, title: str, above: Sequence[float], below: Sequence[float], **about: Any) -> Samples:
     """Ratios turn by turn, so that a disturbance of the machine affects both sides."""
     values = [upper / lower for upper, lower in zip(above, below, strict=True)]
-    return Samples(what=what, values=values, metric=metric, unit="x", **about)
+    return Samples(**{"what": title, "values": values, "metric": metric, "unit": "x", **about})
 
 
-def unmeasured(what: str, why: KitError | str, **about: Any) -> Samples:
-    return Samples(what=what, note=f"not measured: {first_line(why)}", **about)
+def unmeasured(title: str, why: KitError | str, **about: Any) -> Samples:
+    return Samples(what=title, note=f"not measured: {first_line(why)}", **about)
 
 
 def first_line(text: object) -> str:
     return str(text).partition("\n")[0]
+
+
+class Silent(Printer):
+    """An observer of a lab that a part runs: the ranks' output is in that run's logs only."""
+
+    def output(self, rank: int, text: str) -> None: ...
 
 
 class Bench:
@@ -93,7 +99,7 @@ class Bench:
     def lab(self, name: str, out: str, *, world: World | Worlds | None = None, **config: Any) -> Run:
         """A run of a lab on the bench's device, or on the ranks of a World; its folder is kept in that of the bench's run."""
         config.setdefault("device", self.device if world is None else world.device)
-        with Lab(find(name), config, out=self.folder / out, world=world) as made:
+        with Lab(find(name), config, out=self.folder / out, world=world, observe=lambda _: Silent()) as made:
             run = made.run()
         self.sit(seat_of(run.provenance))
         self.drive.tell({"rank0": run.provenance["rank0"]})

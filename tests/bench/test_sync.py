@@ -20,17 +20,17 @@ SHAPES = {key: shape_of(CONFIG, key) for key in ("model", "small", "large")}
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=lambda shape: str(shape.name))
 def test_sizes_are_those_of_the_weights(shape: Shape) -> None:
-    elements = sum(torch.Size(each).numel() for each in onranks.shapes_of(shape.arguments()))
+    elements = sum(torch.Size(shape_).numel() for shape_ in onranks.shapes_of(shape.arguments()))
     assert shape.size() == 2 * elements
 
 
 def test_noise_differs_from_tensor_to_tensor() -> None:
-    made = onranks.weights({"count": 3, "each": 4096}, filled=True)
+    made = onranks.weights({"count": 3, "size": 4096}, filled=True)
     first, second, third = made.values()
     assert first.numel() == 2048
     assert not torch.equal(first, second)
     assert not torch.equal(second, third)
-    assert not any(tensor.any() for tensor in onranks.weights({"count": 3, "each": 4096}, filled=False).values())
+    assert not any(tensor.any() for tensor in onranks.weights({"count": 3, "size": 4096}, filled=False).values())
 
 
 def test_ways_are_reported_in_words() -> None:

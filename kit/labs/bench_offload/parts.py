@@ -32,20 +32,20 @@ def tensors(bench: Bench, model: str) -> Iterator[Samples]:
 
 def saver(bench: Bench, model: str) -> Iterator[Samples]:
     """torch_memory_saver in separate ranks, because it can only release memory that it allocated."""
-    what = f"{model}: out and back"
+    title = f"{model}: out and back"
     if bench.device == "cpu":
-        yield unmeasured(what, "it pauses CUDA memory, which needs a GPU", who=SAVER)
+        yield unmeasured(title, "it pauses CUDA memory, which needs a GPU", who=SAVER)
         return
     try:
         for trial in trials(bench, "saved", model):
             if refused := trial.get("refused"):
-                yield Samples(what=what, who=SAVER, note=refused)
+                yield Samples(what=title, who=SAVER, note=refused)
                 return
             note = f"{trial['left'] / GIB:.2f} GiB left the GPU, with what training leaves cached"
             for way in ("out", "back"):
                 yield Samples(what=f"{model}: {way}", values=trial["times"][way], who=SAVER, note=note)
     except KitError as error:
-        yield unmeasured(what, error, who=SAVER)
+        yield unmeasured(title, error, who=SAVER)
 
 
 def trials(bench: Bench, function: str, model: str) -> Iterator[Trial]:
@@ -63,13 +63,13 @@ def described(model: str, trial: Trial) -> str:
 
 def times(model: str, trial: Trial, rows: list[tuple[str, str, str, str]]) -> Iterator[Samples]:
     """Seconds of each way: what, the name of its samples, who, and a note."""
-    for what, name, who, note in rows:
+    for title, name, who, note in rows:
         values = trial["times"].get(name, [])
-        yield Samples(what=f"{described(model, trial)}: {what}", values=values, who=who, note=note)
+        yield Samples(what=f"{described(model, trial)}: {title}", values=values, who=who, note=note)
 
 
-def over(model: str, trial: Trial, metric: str, what: str, *ways: str) -> Samples:
-    return ratios(metric, f"{described(model, trial)}: {what}", *(trial["times"][way] for way in ways))
+def over(model: str, trial: Trial, metric: str, title: str, *ways: str) -> Samples:
+    return ratios(metric, f"{described(model, trial)}: {title}", *(trial["times"][way] for way in ways))
 
 
 def common(trial: Trial, one_by_one: str) -> list[tuple[str, str, str, str]]:
@@ -97,11 +97,11 @@ def on_host(model: str, trial: Trial) -> Iterator[Samples]:
     ]
     yield from times(model, trial, rows)
     yield over(model, trial, "out_over_memcpy", "out, time over memcpy's", "steady_out", "copy_out")
-    what = "back, time over populate-then-copy's"
-    yield over(model, trial, "back_over_populate", what, "steady_back", "populate")
+    title = "back, time over populate-then-copy's"
+    yield over(model, trial, "back_over_populate", title, "steady_back", "populate")
     left = [100 * (1 - (full - empty) / trial["bytes"]) for full, empty in trial["resident"]]
-    what = f"{described(model, trial)}: of it still in anonymous memory when out"
-    yield Samples(what=what, values=left, metric="left_resident", unit="%")
+    title = f"{described(model, trial)}: of it still in anonymous memory when out"
+    yield Samples(what=title, values=left, metric="left_resident", unit="%")
 
 
 def on_cuda(model: str, trial: Trial) -> Iterator[Samples]:

@@ -34,32 +34,32 @@ Seen = dict[str, Any]  # one rank's answer
 
 def ways_compared(bench: Bench, ranks: int, total: int, *, most_a_gpu: int = 0) -> Iterator[Samples]:
     """Fresh ranks for each way and trial. Ways take turns, so that the exact one is compared with a neighbour in time."""
-    what = f"{total or 'own'} groups, {ranks} ranks"
+    title = f"{total or 'own'} groups, {ranks} ranks"
     about = {"ranks": ranks}
     broken: set[str] = set()
     with bench.world(ranks, preload=("megatron.core",), timeout_s=300.0) as world:
         places = [place["device"] for place in world.status()]
         if most_a_gpu and bench.device == "cuda" and (most := max(map(places.count, places))) > most_a_gpu:
-            yield unmeasured(what, f"{most} ranks would share a GPU", ids=about)
+            yield unmeasured(title, f"{most} ranks would share a GPU", ids=about)
             return
         for way in WAYS:
             if why := world.call(f"{CYCLES}:refused", mode=way)[0]:
                 broken.add(way)
-                yield unmeasured(what, why, who=way, ids={**about, "way": way})
+                yield unmeasured(title, why, who=way, ids={**about, "way": way})
         ways = [way for way in (*WAYS, LIKE_EXACT) if bench.device == "cuda" or way != LIKE_EXACT]
         for trial in range(bench.config.trials):
             answers_of: dict[str, list[Seen]] = {}
             for way in ways:
                 if way in broken:
                     continue
-                progress(f"{what}, {way}, {trial + 1} of {bench.config.trials}")
+                progress(f"{title}, {way}, {trial + 1} of {bench.config.trials}")
                 world.restart()
                 asked: Seen = {"mode": way.partition(",")[0], "by_store": way == LIKE_EXACT, "total": total}
                 try:
                     answers_of[way] = world.call(f"{CYCLES}:cycles", **asked, n=bench.config.cycles)
                 except KitError as error:
                     broken.add(way)
-                    yield unmeasured(what, error, who=way, ids={**about, "way": way})
+                    yield unmeasured(title, error, who=way, ids={**about, "way": way})
                     continue
                 yield from of_trial(ranks, way, answers_of[way])
             if "exact" in answers_of:
@@ -69,12 +69,12 @@ def ways_compared(bench: Bench, ranks: int, total: int, *, most_a_gpu: int = 0) 
 def of_trial(ranks: int, way: str, answers: Sequence[Seen]) -> Iterator[Samples]:
     """The times of one way in one trial, and what it freed and left."""
     groups, mechanism = answers[0]["groups"], answers[0]["mechanism"]
-    what = f"{groups} groups a rank, {ranks} ranks: "
+    title = f"{groups} groups a rank, {ranks} ranks: "
     ids: dict[str, str | int] = {"ranks": ranks, "groups": groups, "way": way, "mechanism": mechanism}
     for part in (*TIMES, ROUND):
         values = milliseconds(answers, part)
         about: Seen = {"who": way, "unit": "ms", "ids": {**ids, "of": part}, "note": mechanism}
-        yield Samples(what=what + part, values=values, **about)
+        yield Samples(what=title + part, values=values, **about)
     for source, (word, unit) in SOURCES.items():
         if not any(source in rank["left"] for rank in answers):
             continue
@@ -83,24 +83,24 @@ def of_trial(ranks: int, way: str, answers: Sequence[Seen]) -> Iterator[Samples]
         left = [max(rank["left"].get(source, 0) for rank in answers) / scale]
         for name, values in ((f"freed {word}", freed), (f"left {word}", left)):
             about = {"who": way, "unit": unit, "ids": {**ids, "of": name}}
-            yield Samples(what=what + name, values=values, metric=name.partition(" ")[0], **about)
+            yield Samples(what=title + name, values=values, metric=name.partition(" ")[0], **about)
 
 
 def exact_over_common(ranks: int, answers_of: dict[str, list[Seen]]) -> Samples:
     """The round of `exact` over that of a common way, if that remakes communicators by the same mechanism; of neighbours in one turn."""
     first = answers_of["exact"][0]
-    what, mechanism = f"{first['groups']} groups a rank, {ranks} ranks: exact over a common way", first["mechanism"]
+    title, mechanism = f"{first['groups']} groups a rank, {ranks} ranks: exact over a common way", first["mechanism"]
     about: Seen = {"metric": "exact_over_common", "unit": "x", "who": "exact"}
     about["ids"] = {"ranks": ranks, "groups": first["groups"], "way": "exact", "mechanism": mechanism}
     ways = [way for way in (LIKE_EXACT, "manual") if way in answers_of]
     alike = next((way for way in ways if answers_of[way][0]["mechanism"] == mechanism), "")
     if not alike:
         note = f"not measured: {mechanism}; no comparable way was measured with the same mechanism"
-        return Samples(what=what, note=note, **about)
+        return Samples(what=title, note=note, **about)
     control = statistics.median(milliseconds(answers_of[alike], ROUND))
     values = [milliseconds_of_turn / control for milliseconds_of_turn in milliseconds(answers_of["exact"], ROUND)]
     return Samples(
-        what=what, values=values, note=f"{mechanism}; over {alike!r}, which uses the same mechanism", **about
+        what=title, values=values, note=f"{mechanism}; over {alike!r}, which uses the same mechanism", **about
     )
 
 

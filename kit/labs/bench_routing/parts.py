@@ -22,7 +22,7 @@ def offload(bench: Bench) -> Iterator[Samples]:
 def not_measured(why: str) -> Iterator[Samples]:
     yield unmeasured(NUMBERS, why, metric="numbers_differ", unit="1")
     for phase in PHASES:
-        yield unmeasured(f"{phase}, time on over off", why, metric="on_over_off", unit="x")
+        yield unmeasured(f"{phase}, time on over off", why, metric="on_over_off", unit="ratio")
 
 
 def routed(bench: Bench) -> Iterator[Samples]:
@@ -43,7 +43,7 @@ def routed(bench: Bench) -> Iterator[Samples]:
         yield Samples(what=NUMBERS, values=[float(differing)], metric="numbers_differ", unit="1", note=note)
         for phase in PHASES:
             above, below = seconds_in(on, phase), seconds_in(off, phase)
-            yield ratios("on_over_off", f"{phase}, time on over off", [above], [below])
+            yield ratios("on_over_off", f"{phase}, time on over off", [above], [below], unit="ratio")
 
 
 def routed_run(bench: Bench, out: str, way: str) -> Run:

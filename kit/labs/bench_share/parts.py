@@ -52,8 +52,8 @@ def together(bench: Bench) -> Iterator[Samples]:
     why = f"{note}; locks of {run.config['devices']} devices, {seen} samples from outside, every 20 ms"
     if blind:
         why = "not measured: this kernel shows no locks of other processes"
-    what = "samples of devices with two owners"
-    yield Samples(what=what, values=[] if blind else [float(two)], metric="two_owners", unit="1", note=why)
+    title = "samples of devices with two owners"
+    yield Samples(what=title, values=[] if blind else [float(two)], metric="two_owners", unit="1", note=why)
 
 
 def owners(frame: pd.DataFrame) -> tuple[int, int, bool]:
@@ -74,8 +74,8 @@ def makespan(bench: Bench) -> Iterator[Samples]:
         f"{alone}; bound {by.bound:.1f} s = max(work / devices, longest alone) + switches / devices; paced, not real, times"
     )
 
-    def over(what: str, seconds: float, metric: str = "loop_over_bound", how: str = "") -> Samples:
-        words = f"{what} over the bound{how}"
+    def over(title: str, seconds: float, metric: str = "loop_over_bound", how: str = "") -> Samples:
+        words = f"{title} over the bound{how}"
         return Samples(
             what=words, values=[seconds / by.bound], metric=metric, unit="ratio", note=f"{note}; {seconds:.1f} s"
         )
@@ -111,8 +111,8 @@ def switch(bench: Bench) -> Iterator[Samples]:
             f"weights ({statistics.median(seconds['check']):.3f} s); control: one pipeline, {parts}"
         )
     values = [value / control for value in total]
-    what = "a switch over the sum of its parts alone"
-    yield Samples(what=what, values=values, metric="switch_over_parts", unit="ratio", note=why)
+    title = "a switch over the sum of its parts alone"
+    yield Samples(what=title, values=values, metric="switch_over_parts", unit="ratio", note=why)
 
 
 def several(bench: Bench, worlds: Worlds, name: str, **config: Any) -> Iterator[pd.DataFrame]:

@@ -65,43 +65,43 @@ def slowest(answers: Sequence[dict[str, Any]]) -> Seconds:
 
 
 def asked(
-    bench: Bench, what: str, function: str, job: SplitJob, layout: Config, **arguments: Any
+    bench: Bench, title: str, function: str, job: SplitJob, layout: Config, **arguments: Any
 ) -> tuple[Seconds, dict[str, Any]]:
     """Seconds of each way on the slowest rank, and the first rank's whole answer. Fresh processes, because a job leaves its groups."""
-    progress(what)
+    progress(title)
     settings = {**asdict(job), "ranks": RANKS, **layout}
     with bench.world(RANKS, **WORLD) as world:
         answers = world.call(f"{STEPS}:{function}", job=settings, rounds=bench.config.rounds, **arguments)
     return slowest(answers), answers[0]
 
 
-def plain_rows(what: str, seconds: Seconds, apart: float) -> Iterator[Samples]:
+def plain_rows(title: str, seconds: Seconds, apart: float) -> Iterator[Samples]:
     plain = seconds["plain"]
     note = f"losses and norms of all these steps agree within {apart:.1g}"
     if statistics.median(plain) < LONG_ENOUGH:
         note += f"; shorter than {LONG_ENOUGH:g} s, so ratios are noisy"
-    yield Samples(what=f"{what}: a step", values=plain, who="plain", note=note)
-    yield ratios("plain_over_plain", f"{what}: plain over plain, the empty control", seconds["plain again"], plain)
+    yield Samples(what=f"{title}: a step", values=plain, who="plain", note=note)
+    yield ratios("plain_over_plain", f"{title}: plain over plain, the empty control", seconds["plain again"], plain)
 
 
 def times(bench: Bench, backend: str) -> Iterator[Samples]:
     """On data ranks only."""
     job = job_of(bench)
-    what = f"{backend} dp{RANKS}, {job.describe()}"
-    seconds, first = asked(bench, what, "steps", job, {"backend": backend}, chunks=[1, 5])
-    yield from plain_rows(what, seconds, first["apart"])
+    title = f"{backend} dp{RANKS}, {job.describe()}"
+    seconds, first = asked(bench, title, "steps", job, {"backend": backend}, chunks=[1, 5])
+    yield from plain_rows(title, seconds, first["apart"])
     for count, rule in ((1, "whole_over_plain"), (5, "five_over_plain")):
-        yield ratios(rule, f"{what}: {called(count)} over plain", seconds[str(count)], seconds["plain"])
+        yield ratios(rule, f"{title}: {called(count)} over plain", seconds[str(count)], seconds["plain"])
 
 
 def bubbles(bench: Bench) -> Iterator[Samples]:
     """On two pipeline stages. The theory assumes equal stages and covers only the passes."""
     job = job_of(bench, pipeline=True)
-    what = f"megatron pp{RANKS}, {job.describe()}"
+    title = f"megatron pp{RANKS}, {job.describe()}"
     cuts = [1, 2, *([5] if job.microbatches > 5 else []), 0]
-    seconds, answer = asked(bench, what, "steps", job, {"pp": RANKS}, chunks=cuts)
+    seconds, answer = asked(bench, title, "steps", job, {"pp": RANKS}, chunks=cuts)
     first = share_of_first_stage(job)
-    yield from plain_rows(what, seconds, answer["apart"])
+    yield from plain_rows(title, seconds, answer["apart"])
     for count in cuts:
         pieces = count or job.microbatches
         alike, unlike = theory(job.microbatches, pieces), theory(job.microbatches, pieces, first)
@@ -110,7 +110,7 @@ def bubbles(bench: Bench) -> Iterator[Samples]:
             "the step also includes reduction and update, which have no bubbles"
         )
         about: Config = {"ceiling": alike, "note": note}
-        words = f"{what}: {called(count)} over plain"
+        words = f"{title}: {called(count)} over plain"
         yield ratios("pipelined_over_plain", words, seconds[str(count)], seconds["plain"], **about)
 
 
@@ -133,52 +133,52 @@ def share_of_first_stage(job: SplitJob) -> float:
 def experts(bench: Bench) -> Iterator[Samples]:
     """The cost of an extra pass for the experts' loss, if the counts of rows require it."""
     job = job_of(bench)
-    what = f"megatron ep{RANKS}, 4 experts, {job.describe()}"
-    seconds, answer = asked(bench, what, "experts", job, {"ep": RANKS, "experts": 4, "reduce": "mean"})
+    title = f"megatron ep{RANKS}, 4 experts, {job.describe()}"
+    seconds, answer = asked(bench, title, "experts", job, {"ep": RANKS, "experts": 4, "reduce": "mean"})
     note = "{corrected} forward passes of a microbatch against {uncorrected}".format(**answer["passes"])
-    yield from plain_rows(what, seconds, answer["apart"])
-    words = f"{what}: uncorrected over plain"
+    yield from plain_rows(title, seconds, answer["apart"])
+    words = f"{title}: uncorrected over plain"
     yield ratios("uncorrected_over_plain", words, seconds["uncorrected"], seconds["plain"])
-    words = f"{what}: corrected over uncorrected"
+    words = f"{title}: corrected over uncorrected"
     yield ratios("corrected_over_uncorrected", words, seconds["corrected"], seconds["uncorrected"], note=note)
 
 
 def memory(bench: Bench, backend: str) -> Iterator[Samples]:
     """Peaks in fresh processes, each with one way of stepping; trials are pairs; the larger rank counts."""
     job, trials = job_of(bench), bench.config.trials
-    what = f"{backend} dp{RANKS}, {job.describe()}: peak"
+    title = f"{backend} dp{RANKS}, {job.describe()}: peak"
     asked = {"job": {**asdict(job), "ranks": RANKS, "backend": backend}, "steps": bench.config.peak_steps}
     ways: dict[str, int | None] = {"plain": None, "plain again": None, "1": 1, "5": 5}
     with bench.world(RANKS, **WORLD) as world:
         for trial in range(trials):
             bytes_of = {}
             for name, chunks in ways.items():
-                progress(f"{what}, {name}, {trial + 1} of {trials}")
+                progress(f"{title}, {name}, {trial + 1} of {trials}")
                 bytes_of[name] = [float(max(world.call(f"{STEPS}:peak", **asked, chunks=chunks)))]
                 world.restart()
-            yield from peaks(what, bytes_of)
+            yield from peaks(title, bytes_of)
 
 
-def peaks(what: str, bytes_of: dict[str, list[float]]) -> Iterator[Samples]:
+def peaks(title: str, bytes_of: dict[str, list[float]]) -> Iterator[Samples]:
     plain = bytes_of["plain"]
     about: Config = {"who": "plain", "unit": "MiB", "note": "of the process that has most"}
-    yield Samples(what=what, values=[size / MIB for size in plain], metric="peak", **about)
-    yield ratios("plain_over_plain", f"{what}, plain over plain, the empty control", bytes_of["plain again"], plain)
+    yield Samples(what=title, values=[size / MIB for size in plain], metric="peak", **about)
+    yield ratios("plain_over_plain", f"{title}, plain over plain, the empty control", bytes_of["plain again"], plain)
     for count in (1, 5):
-        yield ratios("peak_over_plain", f"{what}, {called(count)} over plain", bytes_of[str(count)], plain)
+        yield ratios("peak_over_plain", f"{title}, {called(count)} over plain", bytes_of[str(count)], plain)
 
 
 def losses(bench: Bench) -> Iterator[Samples]:
     """Every recipe: with metrics over bare; on the host, on one thread."""
     config = bench.config
-    what = f"loss at {[config.loss_rows, config.loss_length]}, forward and backward"
+    title = f"loss at {[config.loss_rows, config.loss_length]}, forward and backward"
     sizes = {"rows": config.loss_rows, "length": config.loss_length, "rounds": config.loss_rounds}
     with bench.world(1, env={"OMP_NUM_THREADS": "1"}, **WORLD) as world:
         (answer,) = world.call(f"{STEPS}:losses", **sizes)
     for recipe, seconds in answer.items():
         low, middle, high = (1e3 * ends(seconds["bare"]) for ends in (min, statistics.median, max))
         note = f"bare {middle:.2f} ms ({low:.2f} to {high:.2f})"
-        words = f"{what}, {recipe}: with metrics over bare"
+        words = f"{title}, {recipe}: with metrics over bare"
         yield ratios("metrics_over_bare", words, seconds["metrics"], seconds["bare"], note=note)
 
 

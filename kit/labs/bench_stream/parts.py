@@ -33,16 +33,16 @@ STALE: tuple[dict[str, Any], ...] = tuple(
 )
 
 
-def ratio(metric: str, what: str, value: float, note: str, **about: Any) -> Samples:
-    return Samples(what=what, values=[value], metric=metric, unit="ratio", note=note, **about)
+def ratio(metric: str, title: str, value: float, note: str, **about: Any) -> Samples:
+    return Samples(what=title, values=[value], metric=metric, unit="ratio", note=note, **about)
 
 
 def lockstep(bench: Bench) -> Iterator[Samples]:
     run = bench.lab("stream", "lockstep", **RANKS, steps=bench.config.steps, phases="plain,lockstep")
     answer = next(row for row in run.verdict() if row.check == "equals_plain")
-    what = "outcomes of the loop with staleness 0 that differ from the plain loop"
+    title = "outcomes of the loop with staleness 0 that differ from the plain loop"
     values = [] if answer.measured is None else [answer.measured]
-    yield Samples(what=what, values=values, metric="outcomes_differ", unit="1", note=answer.why)
+    yield Samples(what=title, values=values, metric="outcomes_differ", unit="1", note=answer.why)
 
 
 def stamps(bench: Bench) -> Iterator[Samples]:
@@ -60,8 +60,8 @@ def stamps(bench: Bench) -> Iterator[Samples]:
         f"{total['tokens']:.0f} tokens of {total['samples']:.0f} samples, {total['decidable']:.0f} decidable: no other version "
         f"comes within 10 times the noise; runs with different seeds: {turn}"
     )
-    what = "wrong stamps among decidable tokens"
-    yield Samples(what=what, values=[total["wrong_stamps"]], metric="wrong_stamps", unit="1", note=note)
+    title = "wrong stamps among decidable tokens"
+    yield Samples(what=title, values=[total["wrong_stamps"]], metric="wrong_stamps", unit="1", note=note)
     yield ratio("undecidable_tokens", "share of undecidable tokens", 1 - total["decidable"] / total["tokens"], note)
     whole = 1 - total["samples_over_syncs"] / total["samples"]
     yield ratio("samples_without_sync", "share of samples without a sync inside", whole, note)
@@ -85,8 +85,8 @@ def paced(bench: Bench) -> Iterator[Samples]:
     yield ratio("possible_over_gain", "possible over reached speed-up of streaming", possible / gain, why)
     whole, all_of_it = (float(loops["exposed_generation"][loop]) for loop in ("plain", "stream"))
     why = f"{note}{whole:.1f} s, streamed {exposed:.2f} s after the first step's {all_of_it - exposed:.1f} s"
-    what = "exposed generation after the first fill over the plain loop's"
-    yield ratio("exposed_over_plain", what, exposed / whole, why)
+    title = "exposed generation after the first fill over the plain loop's"
+    yield ratio("exposed_over_plain", title, exposed / whole, why)
 
 
 def learns(bench: Bench) -> Iterator[Samples]:
@@ -107,8 +107,8 @@ def learns(bench: Bench) -> Iterator[Samples]:
                 ids = {"seed": seed, "staleness": window, "correction": int(correction), **curve.ids(rose)}
                 over = curve.error / max(curve.gain, curve.error / 100)  # 100: no gain
                 metric = "error_over_gain" if window == 0 else "stale_error_over_gain"
-                what = f"standard error over gain of reward, {about}"
-                yield ratio(metric, what, over, curve.note(rose), ids=ids)
+                title = f"standard error over gain of reward, {about}"
+                yield ratio(metric, title, over, curve.note(rose), ids=ids)
 
 
 class Curve:

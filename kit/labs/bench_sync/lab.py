@@ -31,20 +31,20 @@ GPUS = ("ipc", "shm", "broadcast")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Weights: a model's, or `count` tensors of `each` bytes. `large`: whether most bytes are in tensors of a MiB and more."""
+    """Weights: a model's, or `count` tensors of `bytes` bytes. `large`: whether most bytes are in tensors of a MiB and more."""
 
     name: str
     large: bool = True
     model: str = ""
     count: int = 0
-    each: int = 0
+    bytes: int = 0
 
     def arguments(self) -> dict[str, Any]:
-        return {"model": self.model} if self.model else {"count": self.count, "each": self.each}
+        return {"model": self.model} if self.model else {"count": self.count, "size": self.bytes}
 
     def size(self) -> int:
         if not self.model:
-            return self.count * self.each
+            return self.count * self.bytes
         return model_bytes(ModelConfig(size=self.model, dtype="bfloat16"), ranks=1)["params"]
 
 
@@ -79,8 +79,8 @@ def shape_of(config: BenchSyncConfig, key: str) -> Shape:
     if key == "model":
         return Shape(name=f"{config.model} in bfloat16", model=config.model)
     if key == "small":
-        return Shape(name=f"{config.small} x 32 KiB", count=config.small, each=32 * 2**10, large=False)
-    return Shape(name=f"{config.large} x 4 MiB", count=config.large, each=4 * MIB)
+        return Shape(name=f"{config.small} x 32 KiB", count=config.small, bytes=32 * 2**10, large=False)
+    return Shape(name=f"{config.large} x 4 MiB", count=config.large, bytes=4 * MIB)
 
 
 def plan(config: BenchSyncConfig) -> list[Step]:

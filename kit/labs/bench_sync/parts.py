@@ -65,12 +65,12 @@ def rates(bench: Bench, shape: Shape, ways: Sequence[str], *, receivers: int, ro
     return answer
 
 
-def times(what: str, answer: dict[str, Any], names: Sequence[str], **ids: int) -> Iterator[Samples]:
+def times(title: str, answer: dict[str, Any], names: Sequence[str], **ids: int) -> Iterator[Samples]:
     """Seconds of each way, with its rate."""
     for name in names:
         values, way = answer["seconds"][name], called(name)
         note = f"{answer['bytes'] / statistics.median(values) / GB:.2f} GB/s"
-        yield Samples(what=f"{what}: {way}", values=values, who=who(name), note=note, ids={**ids, "way": way})
+        yield Samples(what=f"{title}: {way}", values=values, who=who(name), note=note, ids={**ids, "way": way})
 
 
 def called(name: str) -> str:
@@ -92,25 +92,25 @@ def transports(bench: Bench, shape: Shape) -> Iterator[Samples]:
     fixed = [f"broadcast@{mib:g}" for mib in bench.config.buckets_mib]
     ways = ["memcpy", "copies", *OVER_MEMCPY, "serialize", *GROUPS, *fixed]
     answer = rates(bench, shape, ways, receivers=1)
-    seconds, what = answer["seconds"], f"{shape.name}, 1 receiver"
-    yield from times(what, answer, ways)
-    yield over_memcpy(what, seconds, "copies")
+    seconds, title = answer["seconds"], f"{shape.name}, 1 receiver"
+    yield from times(title, answer, ways)
+    yield over_memcpy(title, seconds, "copies")
     for name in OVER_MEMCPY:
         rule = ("shm_over_memcpy" if shape.large else "small_shm_over_memcpy") if name == "shm" else ""
-        yield over_memcpy(what, seconds, name, rule)
+        yield over_memcpy(title, seconds, name, rule)
     group, fastest = (
         min(names, key=lambda name: statistics.median(seconds[name]))
         for names in ([*GROUPS, *fixed], ["per-tensor", *fixed])
     )
-    best = f"{what}: shm over the best by a group, time"
+    best = f"{title}: shm over the best by a group, time"
     yield ratios("shm_over_group", best, seconds["shm"], seconds[group], note=f"that is {called(group)}")
-    automatic = f"{what}: broadcast over the best of per-tensor and fixed sizes, time"
+    automatic = f"{title}: broadcast over the best of per-tensor and fixed sizes, time"
     note = f"that is {called(fastest)}; automatic buckets are of {answer['automatic'] / MIB:.3g} MiB"
     yield ratios("automatic_over_fixed", automatic, seconds["broadcast"], seconds[fastest], note=note)
 
 
-def over_memcpy(what: str, seconds: Seconds, name: str, rule: str = "") -> Samples:
-    words = f"{what}: {called(name)}, time over memcpy's"
+def over_memcpy(title: str, seconds: Seconds, name: str, rule: str = "") -> Samples:
+    words = f"{title}: {called(name)}, time over memcpy's"
     samples = ratios(rule or "over_memcpy", words, seconds[name], seconds["memcpy"], who=who(name))
     return replace(samples, note=f"{1 / samples.median:.2f} of its speed")
 
@@ -118,65 +118,65 @@ def over_memcpy(what: str, seconds: Seconds, name: str, rule: str = "") -> Sampl
 def two_receivers(bench: Bench, shape: Shape) -> Iterator[Samples]:
     ways = ["memcpy", "shm", "broadcast", "serialize"]
     answer = rates(bench, shape, ways, receivers=2)
-    what = f"{shape.name}, 2 receivers"
-    yield from times(what, answer, ways)
+    title = f"{shape.name}, 2 receivers"
+    yield from times(title, answer, ways)
     for name in ways[1:]:
-        yield over_memcpy(what, answer["seconds"], name)
+        yield over_memcpy(title, answer["seconds"], name)
 
 
 def verified(bench: Bench, shape: Shape) -> Iterator[Samples]:
     """The cost of digests of every tensor on both ends, computed during the transfer."""
     with bench.world(1, device="cpu", **WORLD) as world:
-        there = set(world.call(f"{WAYS}:hashing", each=4096, count=1, rounds=1)[0])
+        there = set(world.call(f"{WAYS}:hashing", size=4096, count=1, rounds=1)[0])
     algorithms = bench.config.verify.split(",")
     ways = ["shm", *(f"shm+{name}" for name in algorithms if name in there)]
     answer = rates(bench, shape, ways, receivers=1)
-    what, seconds = f"{shape.name}, 1 receiver", answer["seconds"]
-    yield from times(what, answer, ways[1:])
+    title, seconds = f"{shape.name}, 1 receiver", answer["seconds"]
+    yield from times(title, answer, ways[1:])
     for name in ways[1:]:
-        words = f"{what}: {called(name)}, time over unverified"
+        words = f"{title}: {called(name)}, time over unverified"
         yield ratios("over_unverified", words, seconds[name], seconds["shm"])
     for name in algorithms:
         if name not in there:
-            yield Samples(what=f"{what}: shm, verified by {name}", note=NOT_HERE)
+            yield Samples(what=f"{title}: shm, verified by {name}", note=NOT_HERE)
 
 
 def through_files(bench: Bench, shape: Shape) -> Iterator[Samples]:
     """Compared with a common alternative: files in memory."""
     there = [name for name, package in PACKAGES.items() if find_spec(package)]
     answer = rates(bench, shape, ["shm", *there], receivers=1, rounds=bench.config.slow_rounds)
-    what, seconds, where = f"{shape.name}, 1 receiver, files", answer["seconds"], place_for(shape.size())
+    title, seconds, where = f"{shape.name}, 1 receiver, files", answer["seconds"], place_for(shape.size())
     place = f"in {where}" if where else "in the temporary folder, because memory has too little room"
-    yield from times(what, answer, there)
+    yield from times(title, answer, there)
     for name in PACKAGES:
         if name in there:
-            words = f"{what}: {called(name)} over shm, time"
+            words = f"{title}: {called(name)} over shm, time"
             yield ratios("files_over_shm", words, seconds[name], seconds["shm"], who=who(name), note=place)
         else:
-            yield Samples(what=f"{what}: {called(name)}", who=who(name), note=NOT_HERE)
+            yield Samples(what=f"{title}: {called(name)}", who=who(name), note=NOT_HERE)
 
 
 def digests(bench: Bench) -> Iterator[Samples]:
     """Seconds for 10^9 bytes on one core, in tensors of 4 MiB and of 32 KiB."""
     with bench.world(1, device="cpu", **WORLD) as world:
-        for name, each in (("4 MiB", 4 * MIB), ("32 KiB", 32 * 2**10)):
-            asked = {"each": each, "count": max(1, bench.config.hash_mib * MIB // each), "rounds": bench.config.rounds}
-            what, seconds = f"digests of 1 GB in tensors of {name}", world.call(f"{WAYS}:hashing", **asked)[0]
+        for name, size in (("4 MiB", 4 * MIB), ("32 KiB", 32 * 2**10)):
+            asked = {"size": size, "count": max(1, bench.config.hash_mib * MIB // size), "rounds": bench.config.rounds}
+            title, seconds = f"digests of 1 GB in tensors of {name}", world.call(f"{WAYS}:hashing", **asked)[0]
             for algorithm, values in seconds.items():
-                yield Samples(what=f"{what}: {algorithm}", values=values)
+                yield Samples(what=f"{title}: {algorithm}", values=values)
             if "xxh3" not in seconds:
-                yield Samples(what=f"{what}: xxh3", note=NOT_HERE)
+                yield Samples(what=f"{title}: xxh3", note=NOT_HERE)
 
 
 def growth(bench: Bench, megabytes: Sequence[int], receivers: Sequence[int]) -> Iterator[Samples]:
     """Larger weights to one receiver, or the same weights to more receivers."""
     for size, count in itertools.product(megabytes, receivers):
-        shape = Shape(name=f"{size} MB in tensors of 1 MB", count=size, each=10**6)
-        what = f"growth: {size} MB, {count} receiver{'s' * (count > 1)}"
-        progress(what)
+        shape = Shape(name=f"{size} MB in tensors of 1 MB", count=size, bytes=10**6)
+        title = f"growth: {size} MB, {count} receiver{'s' * (count > 1)}"
+        progress(title)
         ways = ["memcpy", "shm", "broadcast"]
         answer = rates(bench, shape, ways, receivers=count)
-        yield from times(what, answer, ways, megabytes=size, receivers=count)
+        yield from times(title, answer, ways, megabytes=size, receivers=count)
 
 
 # -- on CUDA: the lab's syncs by each transport, beside plain copies -------------------------------------------------------
@@ -219,7 +219,7 @@ def beside_copies(run: Run, name: str, plain: Seconds, *, same: bool) -> Iterato
     for cycle in sorted(sent["cycle"].unique())[1:]:
         at = events[events["cycle"] == cycle]["value"]
         seconds.append(float(at["apply"] - at["ready"]))
-    least = {what: statistics.median(plain[what]) * size / BLOCK for what in ceiling_of(name, plain, same=same)}
+    least = {title: statistics.median(plain[title]) * size / BLOCK for title in ceiling_of(name, plain, same=same)}
     slowest = max(least, key=least.__getitem__)
     taken, device = statistics.median(seconds), "same" if same else "another"
     share = f"{least[slowest] / taken:.2f} of {slowest} at {size / least[slowest] / GB:.2f} GB/s"
@@ -231,17 +231,17 @@ def beside_copies(run: Run, name: str, plain: Seconds, *, same: bool) -> Iterato
         note=f"{size / taken / GB:.2f} GB/s, {share}",
         ids={"transport": name, "bytes": size, "device": device},
     )
-    for what, copied in plain.items():
+    for title, copied in plain.items():
         about: dict[str, Any] = {"who": "plain copy", "note": f"{BLOCK / statistics.median(copied) / GB:.2f} GB/s"}
-        about["ids"] = {"transport": name, "bytes": BLOCK, "copy": what}
-        yield Samples(what=f"{name}: {BLOCK >> 20} MiB, {what}", values=copied, **about)
+        about["ids"] = {"transport": name, "bytes": BLOCK, "copy": title}
+        yield Samples(what=f"{name}: {BLOCK >> 20} MiB, {title}", values=copied, **about)
 
 
 def ceiling_of(name: str, plain: Seconds, *, same: bool) -> list[str]:
     """The plain copies that bound a transport: shared memory goes through the host, NCCL from GPU to GPU."""
     if WITHIN not in plain:
         return [HOST]
-    peers = [what for what in plain if what.startswith(PEER)]
+    peers = [title for title in plain if title.startswith(PEER)]
     if name == "shm" or not (same or peers):
         return [OUT, BACK]
     return [WITHIN] if same else peers
@@ -257,11 +257,11 @@ KINDS: dict[str, Callable[..., Iterator[Samples]]] = {
 
 def measured(drive: Drive) -> None:
     config: BenchSyncConfig = drive.config
-    others: dict[str, Part] = {
+    parts: dict[str, Part] = {
         "digests": digests,
         "growth.bytes": partial(growth, megabytes=config.growth_mb, receivers=[1]),
         "growth.receivers": partial(growth, megabytes=[config.receivers_mb], receivers=config.receivers),
         **{f"gpus.{name}": partial(on_gpus, name=name) for name in GPUS},
     }
     shape, _, kind = drive.phase.partition(".")
-    measure(drive, others.get(drive.phase) or partial(KINDS[kind], shape=shape_of(config, shape)))
+    measure(drive, parts.get(drive.phase) or partial(KINDS[kind], shape=shape_of(config, shape)))

@@ -28,29 +28,29 @@ def opening(bench: Bench, folder: Path) -> Iterator[Samples]:
     """From the folder to the table and to the verdict, without caches."""
     count = len(load(folder).frame())
     for name, work in (("table", lambda: load(folder).frame()), ("verdict", lambda: load(folder).verdict())):
-        what = f"a run of {count} records, opened to its {name}"
+        title = f"a run of {count} records, opened to its {name}"
         values = [seconds_of(work) for _ in range(bench.config.opens)]
-        yield Samples(what=what, values=values, metric="run_opened", note=MADE_UP)
+        yield Samples(what=title, values=values, metric="run_opened", note=MADE_UP)
 
 
 def panels(bench: Bench, folder: Path) -> Iterator[Samples]:
     """All of a panel's widgets, with the newest run found, judged and drawn."""
     os.utime(folder / "run.json")  # make it the newest run
     first, *later = [seconds_of(lambda: kit.panel("offload").close()) for _ in range(bench.config.panels + 1)]
-    what = "a panel made, with its last run judged and a first plot drawn"
-    yield Samples(what=what, values=later, note=f"{MADE_UP}; the first one took {first:.2g} s")
+    title = "a panel made, with its last run judged and a first plot drawn"
+    yield Samples(what=title, values=later, note=f"{MADE_UP}; the first one took {first:.2g} s")
 
 
 def moving(bench: Bench, folder: Path) -> Iterator[Samples]:
     """A limit that moves by a different step each time, including everything sent to the browser; the first move is not counted."""
     records, moves = len(load(folder).frame()), bench.config.moves
 
-    def moved(what: str, metric: str, limit: str, tab_of: Callable[[PanelModel], object]) -> Samples:
+    def moved(title: str, metric: str, limit: str, tab_of: Callable[[PanelModel], object]) -> Samples:
         model = PanelModel(find("offload"))
         model.show(load(folder))
         _shown = tab_of(model)
         _, *values = [1e3 * seconds_of(partial(model.move, limit, float(1000 + step))) for step in range(moves + 1)]
-        words = f"a limit moved, to {what}, {records} records"
+        words = f"a limit moved, to {title}, {records} records"
         return Samples(what=words, values=values, metric=metric, unit="ms", note=MADE_UP)
 
     def plot(model: PanelModel, name: str) -> PlotsTab:
@@ -67,10 +67,10 @@ def moving(bench: Bench, folder: Path) -> Iterator[Samples]:
 def filtering(bench: Bench, folder: Path) -> Iterator[Samples]:
     run, grid = load(folder), Grid()
     grid.show(records_table(run))
-    what = f"a word more in the filter of a table of {len(run.frame())} rows"
+    title = f"a word more in the filter of a table of {len(run.frame())} rows"
     words = [f'phase == "reload" and rank == {step % RANKS} and value > {step}' for step in range(bench.config.moves)]
     values = [1e3 * seconds_of(partial(setattr, grid.words, "value", text)) for text in words]
-    yield Samples(what=what, values=values, unit="ms", note=MADE_UP)
+    yield Samples(what=title, values=values, unit="ms", note=MADE_UP)
 
 
 PARTS = {"opening": opening, "panels": panels, "moving": moving, "filtering": filtering}

@@ -54,8 +54,8 @@ def world_of_two(bench: Bench, **options: object) -> World:
     return bench.world(2, device="cpu", observer=Listener(), **options)
 
 
-def repeated(what: str, number: int, once: Callable[[], float]) -> list[float]:
-    progress(f"{what}, {number} times")
+def repeated(title: str, number: int, once: Callable[[], float]) -> list[float]:
+    progress(f"{title}, {number} times")
     return [once() for _ in range(number)]
 
 
@@ -83,22 +83,22 @@ def start(bench: Bench) -> Iterator[Samples]:
 
 def start_with_megatron(bench: Bench) -> Iterator[Samples]:
     """The time of a start, and its ratio to an import of megatron.core by the same interpreter, in turns."""
-    what = f"{STARTED}, with megatron.core"
+    title = f"{STARTED}, with megatron.core"
     against = "the same, over python -c 'import megatron.core'"
     python = asked.find_python()
     if not python.megatron:
         why = "the ranks' interpreter has no megatron.core"
-        yield unmeasured(what, why, metric="started_with_megatron")
+        yield unmeasured(title, why, metric="started_with_megatron")
         yield unmeasured(against, why, metric="start_over_import", unit="x")
         return
 
     import_once = partial(seconds_of, partial(run_once, [python.path, "-c", "import megatron.core"]))
     import_once()  # loads the files into the page cache
     for number in range(bench.config.megatron):
-        progress(f"{what}, {number + 1} of {bench.config.megatron}")
+        progress(f"{title}, {number + 1} of {bench.config.megatron}")
         started, imported = start_once(bench.logs, ["megatron.core"]), import_once()
         note = f"the import takes {imported:.2f} s"
-        yield Samples(what=what, values=[started], metric="started_with_megatron")
+        yield Samples(what=title, values=[started], metric="started_with_megatron")
         yield ratios("start_over_import", against, [started], [imported], note=note)
 
 
@@ -123,7 +123,7 @@ def step(bench: Bench) -> Iterator[Samples]:
 
 def in_flight(bench: Bench) -> Iterator[Samples]:
     """Calls to single ranks of 8: with every rank kept busy, over one call after another."""
-    what = f"{FLYING} calls over {WIDE} ranks, in flight at once, over one after another"
+    title = f"{FLYING} calls over {WIDE} ranks, in flight at once, over one after another"
 
     def in_turn(world: World) -> None:
         for number in range(FLYING):
@@ -144,7 +144,7 @@ def in_flight(bench: Bench) -> Iterator[Samples]:
             world.call(EMPTY, ranks=[rank])
         for _ in range(bench.config.flights):
             above, below = seconds_of(partial(at_once, world)), seconds_of(partial(in_turn, world))
-            yield ratios("at_once_over_in_turn", what, [above], [below])
+            yield ratios("at_once_over_in_turn", title, [above], [below])
 
 
 def death_once(world: World, words: list[str]) -> float:
@@ -184,14 +184,14 @@ def death(bench: Bench) -> Iterator[Samples]:
 
 
 def restart(bench: Bench) -> Iterator[Samples]:
-    what = "World.restart(), fresh processes, to their first all-reduce done"
+    title = "World.restart(), fresh processes, to their first all-reduce done"
     with world_of_two(bench) as world:
         for _ in range(bench.config.restarts):
             before = world.pids
             seconds = seconds_of(world.restart) + seconds_of(lambda: all_reduce(world))
             if set(before) & set(world.pids):
                 raise KitError(f"restart() changed the pids from {before} to {world.pids}; all must be new")
-            yield Samples(what=what, values=[seconds], metric="restarted")
+            yield Samples(what=title, values=[seconds], metric="restarted")
 
 
 def notebook(bench: Bench) -> Iterator[Samples]:

@@ -46,7 +46,7 @@ def _tensors(job: model.Training, cycles: int) -> dict[str, Any]:
         for name, seconds in taken.items():
             times.setdefault(name, []).append(seconds)
 
-    def others() -> str:
+    def plain_copies() -> str:
         """Plain copies, and Megatron's own calls; why these were refused, if they were."""
         sample(**dict(zip(("clone_out", "clone_back"), one_by_one(mover.items()), strict=True)))
         if pageable is not None:
@@ -59,10 +59,10 @@ def _tensors(job: model.Training, cycles: int) -> dict[str, Any]:
         return ""
 
     # On the CPU before the mover: what these leave of the C library's memory would be in the way of what it is judged by.
-    refused = "" if cuda else [others() for _ in range(2)][-1]
+    refused = "" if cuda else [plain_copies() for _ in range(2)][-1]
     for cycle in range(cycles + 1):
         if cycle and cuda:
-            refused = others()
+            refused = plain_copies()
         full = host_memory().get("anon_rss", 0)
         which = "steady" if cycle else "first"
         if cycle:
@@ -99,8 +99,8 @@ def _warm(mover: Mover, *, out: bool) -> float:
     pairs = [(arena.view(place, item.size), flat(item)) for place, item in zip(places, items, strict=True)]
 
     def copy() -> None:
-        for pinned, one in pairs:  # the places hold what the tensors hold: the way back changes nothing
-            (pinned if out else one).copy_(one if out else pinned, non_blocking=True)
+        for pinned, tensor in pairs:  # the places hold what the tensors hold: the way back changes nothing
+            (pinned if out else tensor).copy_(tensor if out else pinned, non_blocking=True)
 
     return timed(copy)
 
@@ -138,11 +138,11 @@ def one_by_one(items: Sequence[Item], block: torch.Tensor | None = None) -> tupl
     flats = [flat(item) for item in items]
     if block is None:
         kept: list[torch.Tensor] = []
-        out = timed(lambda: kept.extend(one.cpu() if one.is_cuda else one.clone() for one in flats))
+        out = timed(lambda: kept.extend(tensor.cpu() if tensor.is_cuda else tensor.clone() for tensor in flats))
     else:
-        kept = list(block.split([one.numel() for one in flats]))  # type: ignore[no-untyped-call]
-        out = timed(lambda: [place.copy_(one) for one, place in zip(flats, kept, strict=True)])
-    back = timed(lambda: [one.copy_(place) for one, place in zip(flats, kept, strict=True)])
+        kept = list(block.split([tensor.numel() for tensor in flats]))  # type: ignore[no-untyped-call]
+        out = timed(lambda: [place.copy_(tensor) for tensor, place in zip(flats, kept, strict=True)])
+    back = timed(lambda: [tensor.copy_(place) for tensor, place in zip(flats, kept, strict=True)])
     kept.clear()
     if block is None:
         host.trim()

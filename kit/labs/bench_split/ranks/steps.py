@@ -76,7 +76,7 @@ class Stepper:
         if not all(result["updated"] for result in results):
             raise KitError("a step that was timed made no update: its gradients are not finite")
         numbers = [[result["global_loss"] for result in results], [result["grad_norm"] for result in results]]
-        return max((max(each) - min(each)) / max(map(abs, each)) for each in numbers)
+        return max((max(values) - min(values)) / max(map(abs, values)) for values in numbers)
 
 
 def noise(count: int, length: int, vocab: int, seed: int, *, full: bool = False) -> Batch:
@@ -185,7 +185,7 @@ def losses(*, rows: int, length: int, rounds: int) -> dict[str, dict[str, list[f
     for name, (recipe, leaf, logprobs, n) in kinds.items():
         ways = {"bare": loss_of(recipe, metrics=False), "metrics": loss_of(recipe, metrics=True)}
         taken = turns({way: partial(passes, loss, leaf, logprobs, n) for way, loss in ways.items()}, rounds)
-        seen[name] = {way: [each / n for each in seconds] for way, seconds in taken.items()}
+        seen[name] = {way: [duration / n for duration in seconds] for way, seconds in taken.items()}
     return seen
 
 

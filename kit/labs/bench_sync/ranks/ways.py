@@ -47,8 +47,8 @@ COPYING = ("memcpy", "copies")  # they bring nothing
 def shapes_of(wanted: dict[str, Any]) -> list[tuple[int, ...]]:
     """Shapes of a model's parameters, or of `count` tensors of `each` bytes; bfloat16."""
     if "model" in wanted:
-        return [tuple(each.shape) for each in PlainModel(GEOMETRIES[wanted["model"]], device="meta").parameters()]
-    return [(wanted["each"] // 2,)] * wanted["count"]
+        return [tuple(weight.shape) for weight in PlainModel(GEOMETRIES[wanted["model"]], device="meta").parameters()]
+    return [(wanted["size"] // 2,)] * wanted["count"]
 
 
 def weights(wanted: dict[str, Any], *, filled: bool) -> dict[tuple[str, int], torch.Tensor]:
@@ -56,8 +56,8 @@ def weights(wanted: dict[str, Any], *, filled: bool) -> dict[tuple[str, int], to
     noise = torch.randint(0, 256, (NOISE + PAGE,), dtype=torch.uint8)
     made: dict[tuple[str, int], torch.Tensor] = {}
     for number, shape in enumerate(shapes_of(wanted)):
-        made[f"weight{number}", 0] = one = torch.empty(shape, dtype=torch.bfloat16)
-        flat = one.view(-1).view(torch.uint8).zero_()
+        made[f"weight{number}", 0] = tensor = torch.empty(shape, dtype=torch.bfloat16)
+        flat = tensor.view(-1).view(torch.uint8).zero_()
         for part in flat.split(NOISE) if filled else ():  # type: ignore[no-untyped-call]
             part.copy_(noise[number % PAGE :][: part.numel()])
     return made
@@ -269,7 +269,7 @@ class Ways:
 
     def content(self) -> str:
         """A digest of all weights."""
-        text = str([digest(each, algorithms()[0]) for each in self.tensors.values()])
+        text = str([digest(tensor, algorithms()[0]) for tensor in self.tensors.values()])
         return digest(torch.tensor(list(text.encode()), dtype=torch.uint8), "sha256")
 
 
@@ -306,11 +306,11 @@ def one_turn(end: Ways, name: str, work: Callable[[], None], *, first: bool) -> 
     return taken
 
 
-def hashing(*, each: int, count: int, rounds: int) -> dict[str, list[float]]:
+def hashing(*, size: int, count: int, rounds: int) -> dict[str, list[float]]:
     """Seconds per 10^9 bytes of every algorithm, on the first rank."""
     if dist.get_rank():
         return {}
-    tensors = weights({"each": each, "count": count}, filled=True).values()
+    tensors = weights({"size": size, "count": count}, filled=True).values()
     scale = 1e9 / sum(tensor.nbytes for tensor in tensors)
 
     def taken(algorithm: str, _: int) -> float:
@@ -356,17 +356,17 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def on_gpu(device: torch.device, size: int) -> dict[str, Work]:
     """By name, each to be awaited by synchronising the device; `size` bytes a block, of which there are two and one a peer."""
-    here, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     works: dict[str, Work] = {
-        WITHIN: partial(other.copy_, here, non_blocking=True),
-        OUT: partial(pinned.copy_, here, non_blocking=True),
-        BACK: partial(here.copy_, pinned, non_blocking=True),
+        WITHIN: partial(target.copy_, source, non_blocking=True),
+        OUT: partial(pinned.copy_, source, non_blocking=True),
+        BACK: partial(source.copy_, pinned, non_blocking=True),
     }
     for number in range(torch.cuda.device_count()):
         if number != device.index and torch.cuda.can_device_access_peer(device, number):
-            there = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", number))
-            works[f"{PEER} {number}"] = partial(there.copy_, here, non_blocking=True)
+            peer = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", number))
+            works[f"{PEER} {number}"] = partial(peer.copy_, source, non_blocking=True)
             break  # one stands for the others: weights go to one receiver at a time
     return works
 
