@@ -18,7 +18,6 @@ import contextlib
 import os
 import re
 import sys
-import time
 import traceback
 import warnings as python_warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,6 +38,8 @@ from kit.results.verdict import MARKS
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from kit.labs.lab import Lab
 
 COMPARED_ROWS = 40  # rows of a comparison on a terminal; `kit export --table compare` has all of them
 WIDTH = 100
@@ -242,12 +243,21 @@ def pairs(option: str, words: Sequence[str]) -> dict[str, str]:
     return sources
 
 
-def run_once(lab_name: str, config: Mapping[str, Any], out: Path | None, **options: Any) -> Answer:
+def run_once(
+    lab_name: str,
+    config: Mapping[str, Any],
+    out: Path | None,
+    *,
+    steps: Callable[[Lab], None] = lambda _: None,
+    **options: Any,
+) -> Answer:
+    """`steps` may run phases of the lab before the rest is run."""
     from kit.public import prepare
 
     with contextlib.closing(prepare(lab_name, config, out=out, **options)) as lab:
         error, status = None, 3
         try:
+            steps(lab)
             lab.run()
             status = results.exit_code(results.read_verdict(lab.dir / "verdict.json"))
         except BadInput:  # only the ranks could detect it; nothing was measured
@@ -459,18 +469,19 @@ def written(write: Callable[[], Path]) -> Answer:
 def doctor(args: argparse.Namespace) -> Answer:
     from kit import doctor as room
 
-    began = time.monotonic()
     facts = room.examine()
     status = 1 if facts["problems"] else 0
+    text = ""
     if not args.json:
         print(room.describe(facts), flush=True)
     if args.deep and status:
         print("kit: the probes need ranks, but ranks cannot run here", file=sys.stderr)
     elif args.deep:
-        from kit.preflight.run import deep
-
-        facts["deep"], status = deep(facts, lambda line: print(line, flush=True), began)
-    return Answer(facts, status=status)
+        preflight = room.Preflight(print)
+        (lab, *_) = tagged(room.TAG)
+        answer = run_once(lab, {"device": facts["ranks"]["device"]}, None, steps=preflight.run)
+        facts["deep"], text, status = preflight.report(answer.data), answer.text, answer.status
+    return Answer(facts, text, status)
 
 
 def faults(args: argparse.Namespace) -> Answer:
@@ -572,7 +583,7 @@ COMMANDS: tuple[tuple[Callable[[argparse.Namespace], Answer], str, tuple[str, ..
         doctor,
         "show what this box can and cannot do, and why",
         ("", "--deep"),
-        (flag("--deep", "also run ten probes on live ranks; at most 130 s with a GPU"),),
+        (flag("--deep", "also run the preflight: probes on live ranks, half a minute or more"),),
     ),
     (
         labs,

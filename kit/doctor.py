@@ -8,49 +8,39 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kit import machine
-from kit.errors import BadInput
+from kit.errors import BadInput, RankTimeout
+from kit.measure.facts import code_in_words
 from kit.measure.recorder import git_state, gpu_state
-from kit.results import runs_dir
+from kit.results import Run, runs_dir
+from kit.results.frames import own_numbers
 from kit.results.units import size
+from kit.results.verdict import Verdict
 from kit.world import asked, leftovers
+
+if TYPE_CHECKING:
+    from kit.labs.lab import Lab
 
 # Runs in the ranks' interpreter, which may not have the kit.
 PROBE = """
-import contextlib, importlib, importlib.metadata, importlib.util, json, runpy, sys
+import contextlib, importlib.util, json, runpy, sys
 if importlib.util.find_spec("kit") is None:
     runpy.run_path(sys.argv[1])["make_kit_importable"]()
-def imported(module, package):
-    try:
-        importlib.import_module(module)
-        return importlib.metadata.version(package), None
-    except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
-def code_for_gpus(torch, running):
-    from kit import machine, nccl
-    built_for = torch.cuda.get_arch_list()
-    found = sorted({torch.cuda.get_device_capability(number) for number in range(torch.cuda.device_count())})
-    return [
-        {
-            "gpu": "sm_{}{}".format(*one),
-            "built_for": built_for,
-            "torch": machine.runs_on_gpu(built_for, one),
-            "nccl_why": nccl.no_code(running, torch.version.cuda, one),
-        }
-        for one in found
-    ]
 with contextlib.redirect_stdout(sys.stderr):
+    from kit.measure.facts import findings, gpu_code, imported
     facts = {"python": sys.version.partition(" ")[0]}
     for module, package in (("torch", "torch"), ("numpy", "numpy"), ("megatron.core", "megatron-core")):
         facts[module], facts[module + "_why"] = imported(module, package)
     if facts["torch"]:
         import torch
         from kit import nccl, routing
-        from kit.measure.recorder import cuda_state, findings
+        from kit.measure.recorder import cuda_state
         from kit.world.device import choose
         device, why, _ = choose("auto", 0, 1)
         count = torch.cuda.device_count()
@@ -62,10 +52,10 @@ with contextlib.redirect_stdout(sys.stderr):
         facts["shared_gpus"] = shared and shared.words
         pairs = [(a, b) for a in range(count) for b in range(count) if a < b]
         facts["no_peer_access"] = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
-        facts["findings"] = [one._asdict() for one in findings()] if torch.version.cuda else []  # elsewhere none of it runs
+        facts["findings"] = findings() if torch.version.cuda else []  # elsewhere none of it runs
         facts["torchcomms"] = routing.probe()
         facts["nccl2"] = not routing.missing(routing.NCCL2)
-        facts["code"] = code_for_gpus(torch, running) if torch.version.cuda else []
+        facts["code"] = gpu_code() if torch.version.cuda else []
 print(json.dumps(facts))
 """
 Found = dict[str, Any]
@@ -242,12 +232,6 @@ def gpus(gpu: Found) -> list[str]:
     ]
 
 
-def code(one: Mapping[str, Any]) -> str:
-    has = "has code" if one["torch"] else "has no code"
-    kernels = one["nccl_why"] or "NCCL has kernels"
-    return f"{one['gpu']}: torch {has} (built for {' '.join(one['built_for'])}); {kernels}"
-
-
 def communication(ranks: Found) -> list[tuple[str, str]]:
     """How communicators can be released here, how ranks share GPUs, and other parts of the environment that affect a release."""
     suspend = (
@@ -258,7 +242,7 @@ def communication(ranks: Found) -> list[tuple[str, str]]:
     table = [("release", f"exact, abort, manual, official; {suspend}")]
     if ranks["gpus"]:
         table.append(("sharing", f"more ranks than GPUs share them {ranks['shared_gpus']}"))
-    table += [("code", code(one)) for one in ranks["code"]]
+    table += [("code", code_in_words(row)) for row in ranks["code"]]
     if ranks["no_peer_access"]:
         pairs = ", ".join(f"{a}-{b}" for a, b in ranks["no_peer_access"])
         table.append(("peers", f"no peer access between GPUs {pairs}"))
@@ -272,3 +256,95 @@ def communication(ranks: Found) -> list[tuple[str, str]]:
         ("nccl2", "this torch has the backend" if ranks["nccl2"] else "this torch has no such backend"),
         *(("found", f"{one['name']} ({one['what']}): {one['means']}") for one in ranks["findings"] if one["what"]),
     ]
+
+
+# -- the preflight: a lab that is a box's, run probe by probe, with a line for each ------------------------------------
+
+TAG = "box"
+
+
+class Preflight:
+    """Steps a lab whose phases are probes, and reports each of them. A rule belongs to the probe that its name begins with."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+        self.seconds: dict[str, float] = {}
+
+    def run(self, lab: Lab) -> None:
+        """Start the ranks and run every probe; each ends with a line. The lab itself is left to be judged."""
+        self.lab = lab
+        self.names = [step.phase for step in lab.steps]
+        self.say(f"{len(self.names)} probes, each with a time limit of {lab.config.timeout_s:g} s")
+        began = time.monotonic()
+        lab.start()
+        self.say(f"{'start of the ranks':<36}{time.monotonic() - began:6.1f} s")
+        for name in self.names:
+            began = time.monotonic()
+            try:
+                lab.step()
+            finally:
+                self.seconds[name] = time.monotonic() - began
+            probe = self.probe(name, lab.verdict())
+            failed = [f"{row['check']}: {row['why']}" for row in probe["rows"] if row["passed"] is False]
+            why = "; ".join([probe["why"]] if probe["why"] else failed)
+            self.say(f"{name:<20}{probe['result']:<16}{self.seconds[name]:6.1f} s  {why}".rstrip())
+
+    def probe(self, name: str, verdict: Verdict) -> dict[str, Any]:
+        """How a probe ended, and what its rules say."""
+        number = self.names.index(name)
+        broke = self.lab.broken.get(name)
+        ended, why = ("finished" if number < self.lab.done else "not run"), ""
+        if broke is not None:
+            ended, why = ("cut" if isinstance(broke, RankTimeout) else "crashed"), str(broke).partition("\n")[0]
+        elif number == self.lab.done and self.lab.error and name in self.seconds:
+            ended, why = ("interrupted" if self.lab.error.startswith("stopped") else "crashed"), self.lab.error
+        rows = [row for row in verdict.to_json() if self.owner(row["check"]) == name]
+        answers = {row["passed"] for row in rows}
+        failed = bool(why) or False in answers
+        return {
+            "number": str(number + 1),
+            "title": name,
+            "result": "fail" if failed else "pass" if True in answers else "not measurable",
+            "ended": ended,
+            "seconds": round(self.seconds.get(name, 0.0), 2),
+            "limit_s": self.lab.config.timeout_s,
+            "rows": rows,
+            "why": why,
+        }
+
+    def owner(self, check: str) -> str:
+        return max((name for name in self.names if check.startswith(f"{name}_")), key=len, default="")
+
+    def report(self, run: Mapping[str, Any]) -> Found:
+        """The probes and the times that they measured, beside what the answer of any run has."""
+        verdict = self.lab.verdict()
+        return {
+            **run,
+            "device": self.lab.world.device if self.lab.started else self.lab.config.device,
+            "seconds": round(sum(self.seconds.values()), 1),
+            "probes": [self.probe(name, verdict) for name in self.names],
+            "times": times(Run(self.lab.dir)),
+        }
+
+
+def times(run: Run) -> dict[str, Any]:
+    """Seconds of one of each operation that a preflight measured, on the slowest rank and the fastest of several; and of which box."""
+    frame, about = run.frame(), run.provenance
+    rows = own_numbers(frame)
+    rows = rows[rows["metric"].str.endswith("_seconds")]
+    seconds = rows.groupby(["metric", "rank"])["value"].min().groupby("metric").max()
+    timed = frame[frame["metric"] == "seconds"]
+    started = datetime.fromisoformat(run.info()["started"]).timestamp()
+    if len(timed):
+        seconds["start_seconds"] = float((timed["time"] - timed["value"]).min() - started)
+    ranks, device = about.get("rank0") or {}, (about.get("world") or {}).get("device", "cpu")
+    gpus = about["gpu"]["gpus"] if device == "cuda" else []
+    return {
+        "device": device,
+        "host": about["host"],
+        "gpu": str(gpus[0]["name"]) if gpus else "",
+        "torch": ranks.get("versions", {}).get("torch"),
+        "nccl": ranks.get("cuda", {}).get("nccl"),
+        "measured": run.info()["started"],
+        **{str(name).removesuffix("_seconds"): float(value) for name, value in seconds.items()},
+    }

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sys
+import types
 from typing import Any
 
 import pytest
 
-from kit import doctor
+from kit import cli, doctor
+from kit.errors import RankDied, RankTimeout
+from kit.labs.definition import Step
+from kit.results import Verdict, VerdictRow
 
 
 def ranks(**other: Any) -> dict[str, Any]:
@@ -124,3 +130,89 @@ def test_a_python_that_does_not_answer_is_a_problem_and_no_traceback(monkeypatch
     message = doctor.ask_ranks_python(sys.executable, problems)
     assert message == {"path": sys.executable, "why": "it did not answer within 0.2 s"}
     assert [sys.executable in one and "did not answer within 0.2 s" in one for one in problems] == [True]
+
+
+# -- the preflight: a lab's phases as probes ---------------------------------------------------------------------------
+
+
+class Made:
+    """A lab of three phases, of which the second breaks in a way."""
+
+    def __init__(self, how: BaseException | None = None) -> None:
+        names = ("sums", "sums_on_host", "last")
+        self.steps = [Step(1, name) for name in names]
+        self.config = types.SimpleNamespace(timeout_s=60.0, device="cpu")
+        self.world = types.SimpleNamespace(device="cpu")
+        self.how = how
+        self.done = 0
+        self.broken: dict[str, BaseException] = {}
+        self.error = ""
+        self.started = False
+
+    def start(self) -> None:
+        self.started = True
+
+    def step(self) -> None:
+        if self.done == 1 and isinstance(self.how, KeyboardInterrupt):
+            self.error = "stopped"
+            raise self.how
+        if self.done == 1 and self.how is not None:
+            self.broken["sums_on_host"] = self.how
+        self.done += 1
+
+    def verdict(self) -> Verdict:
+        fails = VerdictRow("sums_on_host_exact", 1, 0, "1", passed=False, why="off by one (rank 1)")
+        last = VerdictRow("last_seen", None, 0, "1", passed=None, why="not measured: needs a GPU")
+        return Verdict([VerdictRow("sums_exact", 0, 0, "1", passed=True, why=""), fails, last])
+
+
+def stepped(how: BaseException | None = None) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    lines: list[str] = []
+    preflight, lab = doctor.Preflight(lines.append), Made(how)
+    with contextlib.suppress(KeyboardInterrupt):
+        preflight.run(lab)  # type: ignore[arg-type]
+    return {name: preflight.probe(name, lab.verdict()) for name in preflight.names}, lines
+
+
+def test_a_rule_belongs_to_the_probe_whose_whole_name_it_begins_with():
+    probes, lines = stepped()
+    assert {name: [row["check"] for row in probe["rows"]] for name, probe in probes.items()} == {
+        "sums": ["sums_exact"],
+        "sums_on_host": ["sums_on_host_exact"],
+        "last": ["last_seen"],
+    }
+    assert [probe["result"] for probe in probes.values()] == ["pass", "fail", "not measurable"]
+    assert [probe["ended"] for probe in probes.values()] == ["finished"] * 3
+    assert lines[0] == "3 probes, each with a time limit of 60 s"
+    assert lines[1].startswith("start of the ranks ")
+    assert lines[3].startswith("sums_on_host        fail ")
+    assert lines[3].endswith(" s  sums_on_host_exact: off by one (rank 1)")
+
+
+@pytest.mark.parametrize(
+    ("how", "ended"),
+    [
+        (RankTimeout("no answer from rank 1 within 60 s", phase="", ranks=(1,), culprits=(1,), stacks={}), "cut"),
+        (RankDied("rank 1 was killed by SIGKILL", phase="", rank=1, signal="SIGKILL"), "crashed"),
+    ],
+)
+def test_a_probe_that_is_cut_short_or_crashes_says_so_and_the_next_one_runs(how, ended):
+    probes, lines = stepped(how)
+    assert [probe["ended"] for probe in probes.values()] == ["finished", ended, "finished"]
+    assert (probes["sums_on_host"]["result"], probes["sums_on_host"]["why"]) == ("fail", str(how))
+    assert lines[3].endswith(str(how))
+
+
+def test_an_interrupt_keeps_what_was_measured_and_runs_no_more():
+    probes, lines = stepped(KeyboardInterrupt())
+    assert [probe["ended"] for probe in probes.values()] == ["finished", "interrupted", "not run"]
+    assert [probe["result"] for probe in probes.values()] == ["pass", "fail", "not measurable"]
+    assert len(lines) == 3
+
+
+def test_where_labs_cannot_run_no_probe_does(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "examine", lambda: {"problems": ["no Python with torch was found"]})
+    assert cli.main(["doctor", "--deep", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert "deep" not in json.loads(out)
+    assert err == "kit: the probes need ranks, but ranks cannot run here\n"

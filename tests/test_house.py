@@ -32,7 +32,6 @@ MAY_IMPORT = {
     "labs": {"world", "results", "measure", "megatron", "train", "sync", "draw", "loop", "stream", "share"},
     "draw": {"results"},
     "view": {"labs", "draw", "results", FACE},
-    "preflight": {"world", "results", "measure", "megatron"},
     "bench": {*ROOMS, FACE},  # labs that measure the kit itself, each with its rank side under `ranks`
     FACE: set(ROOMS),
 }
@@ -83,8 +82,6 @@ def of_pictures(path: Path) -> bool:
 
 
 def on_ranks(path: Path) -> bool:
-    if room(path) == "preflight":
-        return path.stem == "onranks"
     return path in RANK_FILES or room(path) in RANK_ROOMS or path in labs_on_ranks()
 
 
@@ -186,7 +183,7 @@ def broken_rules(path: Path) -> Iterator[str]:
             yield f"ranks have the standard library, torch, numpy and megatron.core only, not {sorted(more)}"
         if more := rooms_of({name for name in names if not name.startswith(BOTH_SIDES)}) - {here, *RANK_ROOMS}:
             yield f"ranks do not load {sorted(more)}"
-    elif here in {"results", "draw", "view", FACE, "labs", "preflight"} and "torch" in packages:
+    elif here in {"results", "draw", "view", FACE, "labs"} and "torch" in packages:
         yield "the notebook's side never loads torch"
     if here == "labs" and not of_pictures(path) and ("draw" in rooms_of(names) or "matplotlib" in packages):
         yield "of a lab only its pictures draw"
@@ -242,7 +239,7 @@ def test_one_module_reads_proc_and_asks_the_gpu_driver() -> None:
     for path in FILES:
         texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
         found = [text for text in texts if isinstance(text, str) and text.startswith(ONLY_IN_MACHINE)]
-        assert path.name == "machine.py" or room(path) == "preflight" or not found, f"{path.relative_to(KIT)}: {found}"
+        assert path.name == "machine.py" or not found, f"{path.relative_to(KIT)}: {found}"
 
 
 def test_the_rules_see_what_breaks_them(tmp_path: Path) -> None:
@@ -298,7 +295,7 @@ def test_a_panels_model_and_controller_need_no_widgets() -> None:
 def test_ranks_load_only_what_ranks_have() -> None:
     seen = loaded_by(
         "import kit.labs.rankside, kit.labs.smoke.ranks.phases, kit.world.agentside, kit.world.rankside\n"
-        "import kit.preflight.onranks"
+        "import kit.labs.box.ranks.probes"
     )
     assert not seen & {"pandas", "pydantic", "matplotlib", "IPython", "ipywidgets"}
     assert not {name for name in seen if name.startswith(("kit.view", "kit.labs.lab", "kit.world.world"))}

@@ -255,6 +255,7 @@ class Definition:
     `first` names the settings that the panel shows first; without it, all.
     `roles` gives the roles of a config's ranks, in one World or several, in rank order; without it all ranks have one role.
     With `isolate`, a World that dies does not end the others.
+    With `goes_on`, a step that breaks does not keep the following ones from running: they get fresh ranks, and the run fails at its end.
     `tag` lists a lab apart from the others: "bench" for one that measures ways side by side, "box" for one about the machine.
     `foreign` names (`module:attr`) a function that converts files of other systems: called with their contents by name, it returns the
     settings and the keys without a setting.
@@ -271,12 +272,13 @@ class Definition:
     pictures: str = ""
     foreign: str = ""
     first: tuple[str, ...] = ()
+    tag: str = ""  # "bench" or "box": listed apart
     roles: Callable[[Any], Sequence[Role]] | None = None
     isolate: bool = False
+    goes_on: bool = False
     fits: Callable[[Any], None] | None = None
     faults: tuple[Fault, ...] = ()
     preload: tuple[str, ...] = ()
-    tag: str = ""
 
     def roles_of(self, config: LabConfig) -> tuple[Role, ...]:
         """Every rank is in exactly one role; a lab without roles has a single unnamed one."""

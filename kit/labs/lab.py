@@ -29,7 +29,7 @@ from kit.results.records import NOTEBOOK, Recording, label, rank_name, write_tex
 from kit.results.rules import asked
 from kit.results.run import SNAPSHOTS, Plotter
 from kit.results.units import amount, columns, table_html
-from kit.results.verdict import checked_tolerances
+from kit.results.verdict import Verdict, checked_tolerances
 from kit.target import load_callable, replaced
 from kit.world import World
 from kit.world.calls import Observer, Pending, wait
@@ -37,6 +37,8 @@ from kit.world.world import Printer, Worlds
 
 RANKSIDE = "kit.labs.rankside"
 Write = Callable[[int, list[dict[str, Any]]], None]
+OWN_S = 120.0
+BROKE = "broke"  # the metric of a phase that broke and did not end the run; its text says how
 BOUNDARY = "run"  # the phase of measurements before the first phase and after the last
 # The parts of a rank's routing report that become records: at the start, and for the groups at the end.
 ROUTING_BEFORE = ("requested", "importable", "effective", "reason")
@@ -78,6 +80,7 @@ class Drive(Recording):
     write: Write
     quiet: Quiet
     tell: Callable[[Mapping[str, Any]], None]  # adds to the run's provenance
+    restart: Callable[[], None]
     lost: set[int] = dataclasses.field(
         default_factory=set
     )  # ranks that the step ended on purpose; no later call goes to them
@@ -116,6 +119,11 @@ class Drive(Recording):
 
     def append(self, rows: Sequence[Row]) -> None:
         self.write(NOTEBOOK, [row.facts() for row in rows])
+
+    def renew(self) -> None:
+        """Fresh ranks in place of all that the lab has, on which it begins again; calls in flight are given up."""
+        self.restart()
+        self.flying.clear()
 
     def cancel(self) -> list[Pending]:
         left = [one for one in self.flying if not one.settled]
@@ -237,6 +245,7 @@ class Lab:
             raise ValueError("step {!r} names the role {!r}, which this lab lacks".format(*wrong[0]))
         self.done = 0  # phases
         self._lost: set[int] = set()  # ranks killed on purpose
+        self.broken: dict[str, KitError] = {}  # how phases broke that did not end the run
         self.error = ""  # the failure that ended it, in one line
         self.judged: Run | None = None  # the run, once it has its verdict
         self.observe = observe
@@ -286,8 +295,10 @@ class Lab:
             self._step()
         try:
             if left := self._left(range(self.config.ranks)):
-                answers = dict(zip(left, self.world.call(f"{RANKSIDE}:end", ranks=left), strict=True))
+                reports = self.world.call(f"{RANKSIDE}:end", ranks=left, timeout_s=self._own_limit)
+                answers = dict(zip(left, reports, strict=True))
                 self._append_answers("pss", answers, ROUTING_AFTER)
+            self._refuse_broken()
             run = Run(self.dir, rules=lambda _: self._rules, plotter=self._plotter, complete=True)
             self._writer.write_verdict(run.verdict(**self.tolerances))
             self._writer.finish()
@@ -296,6 +307,10 @@ class Lab:
             raise
         self.judged = run
         return run
+
+    def verdict(self) -> Verdict:
+        """The lab's rules, put to the records so far."""
+        return Run(self.dir, rules=lambda _: self._rules).verdict(**self.tolerances)
 
     @property
     def started(self) -> bool:
@@ -370,10 +385,32 @@ class Lab:
             if isinstance(error, RankDied) and error.rank >= 0:  # the others report their own failures
                 with contextlib.suppress(KitError, OSError):
                     write(error.rank, [Row(metric="failed", value=1, unit="1", time=time.time()).facts()])
-            self._failed(error)
-            raise
+            if not (self.definition.goes_on and isinstance(error, KitError)):
+                self._failed(error)
+                raise
+            self._go_on(step.phase, error, write)
         self.done += 1
         return Stepped(step.cycle, step.phase, rows, done=self.done, planned=len(self.steps))
+
+    def _go_on(self, phase: str, error: KitError, write: Write) -> None:
+        """Record how a phase broke, and replace the ranks: they may hang, and what they hold may be damaged."""
+        self.broken[phase] = error
+        try:
+            text = str(error).partition("\n")[0]
+            write(NOTEBOOK, [Row(metric=BROKE, value=1, unit="1", time=time.time(), text=text).facts()])
+            self._renew()
+        except BaseException as failure:
+            self._failed(failure)
+            raise
+
+    def _refuse_broken(self) -> None:
+        if self.broken:
+            texts = [f"{phase}: {error}" for phase, error in self.broken.items()]
+            raise KitError("\n".join([f"these phases broke: {', '.join(self.broken)}", *texts]))
+
+    def _renew(self) -> None:
+        self.world.restart()
+        self._enter()
 
     def _call(self, step: Step, write: Write) -> None:
         self.world.submit(
@@ -400,6 +437,7 @@ class Lab:
             write=write,
             quiet=Quiet(observer),
             tell=self._tell,
+            restart=self._renew,
         )
         quiet: dict[str, Any] = {"phase": step.phase, "observer": drive.quiet, "on_news": write}
         observer.started(step.phase, ranks)
@@ -432,24 +470,9 @@ class Lab:
             refuse_device(self.bug, self.world.device)
         if not self.config.ranks:
             return
-        config = type(self.config)
         seats = self.world.status()
+        answers = self._enter()
         places = [seat["device"] for seat in seats]
-        found = self.world.call(
-            f"{RANKSIDE}:begin",
-            roles=[
-                {"name": role.name, "ranks": role.ranks, "phases": role.phases or self.definition.phases}
-                for role in self.roles
-            ],
-            config_type=f"{config.__module__}:{config.__qualname__}",
-            config=self._settings,
-            fault=dataclasses.asdict(self.bug) if self.bug else None,
-            devices=places,
-            world_sizes=self._sizes,
-            meeting=f"kit-{secrets.token_hex(8)}",
-            snapshots=str(self.dir / SNAPSHOTS) if self._snapshots else None,
-        )
-        answers = dict(enumerate(found))
         about = {"ranks": self.world.ranks, "device": self.world.device, "why": seats[0]["why"], "devices": places}
         if len(self._sizes) > 1:
             about["sizes"] = list(self._sizes)
@@ -463,6 +486,30 @@ class Lab:
     def _tell(self, about: Mapping[str, Any]) -> None:
         self._about |= about
         self._writer.set_provenance(self._about)
+
+    def _enter(self) -> dict[int, Any]:
+        """Begin the lab on every rank; returns what each reports of itself."""
+        config = type(self.config)
+        args = {
+            "roles": [
+                {"name": role.name, "ranks": role.ranks, "phases": role.phases or self.definition.phases}
+                for role in self.roles
+            ],
+            "config_type": f"{config.__module__}:{config.__qualname__}",
+            "config": self._settings,
+            "fault": dataclasses.asdict(self.bug) if self.bug else None,
+            "devices": [seat["device"] for seat in self.world.status()],
+            "world_sizes": self._sizes,
+            "meeting": f"kit-{secrets.token_hex(8)}",
+            "snapshots": str(self.dir / SNAPSHOTS) if self._snapshots else None,
+        }
+        answers = self.world.call(f"{RANKSIDE}:begin", args=args, timeout_s=self._own_limit)
+        return dict(enumerate(answers))
+
+    @property
+    def _own_limit(self) -> float:
+        """The time limit of what the kit itself does on ranks before and after the phases: it imports modules, which is slow at first."""
+        return max(self.config.timeout_s, OWN_S)
 
     @property
     def _snapshots(self) -> bool:
@@ -516,11 +563,11 @@ class Lab:
         name = "stopped" if isinstance(error, KeyboardInterrupt) else type(error).__name__
         words = f"{name}: {error}" if str(error) else name
         self.error = words.partition("\n")[0]
-        call, rules = f"{RANKSIDE}:snapshot", self._rules
+        call = f"{RANKSIDE}:snapshot"
         keep: tuple[Callable[[], object], ...] = (
             lambda: self._snapshots and self.world.call(call, ranks=self._idle(range(self.config.ranks)), timeout_s=60),
             lambda: write_text(self.dir / "logs" / "error.txt", words + "\n"),
-            lambda: self._writer.write_verdict(Run(self.dir, rules=lambda _: rules).verdict(**self.tolerances)),
+            lambda: self._writer.write_verdict(self.verdict()),
             lambda: self._writer.finish(self.error, stopped=name == "stopped"),
         )
         for each in keep:

@@ -27,10 +27,8 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, SupportsFloat, SupportsIndex
+from typing import Any, SupportsFloat, SupportsIndex
 
 from kit import machine, nccl
 from kit.errors import BadInput, KitError
@@ -421,7 +419,7 @@ def provenance() -> dict[str, Any]:
         "platform": platform.platform(),
         "kernel": platform.release(),
         "host": platform.node(),
-        "versions": {name: _version(name) for name in ("torch", "megatron-core", "numpy")},
+        "versions": {name: version_of(name) for name in ("torch", "megatron-core", "numpy")},
         "cuda": cuda_state(),
         "gpu": gpu_state(),
         "cpu": {
@@ -435,7 +433,7 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
     loaded = sys.modules.get(name)
     if loaded is not None:
         return str(loaded.__version__)  # includes the build ("+cu130"), which metadata may lack
@@ -496,65 +494,3 @@ def settings(environ: os._Environ[str] | dict[str, str]) -> dict[str, str]:
 
 def _public(value: str) -> str:
     return _SECRET_VALUE.sub("<hidden>", _PATH.sub("<path>", value))
-
-
-# -- parts of a training environment that matter for a release; they are imported only where nothing else answers --------------------
-
-
-class Finding(NamedTuple):
-    """Something that is there (`what`), or is not, and what it means for a release."""
-
-    name: str
-    what: str | None
-    means: str
-
-
-def findings() -> list[Finding]:
-    """Transformer Engine, Megatron's optimizer and graph options, and libraries that move memory by themselves."""
-    optimizer = megatron_fields("megatron.core.optimizer", "OptimizerConfig")
-    model = megatron_fields("megatron.core.transformer", "TransformerConfig")
-    return [
-        Finding(
-            "Transformer Engine",
-            installed("transformer-engine", "transformer_engine"),
-            "its workspaces and FP8 buffers belong to no tensor of the job: a release leaves them on the GPU",
-        ),
-        Finding(
-            "precision-aware optimizer",
-            option(optimizer, "use_precision_aware_optimizer"),
-            "where a job uses it, Transformer Engine's optimizer holds state of its own types: hash it before and after",
-        ),
-        Finding(
-            "CPU-offloaded optimizer",
-            option(optimizer, "optimizer_cpu_offload"),
-            "where a job uses it, its state is on the host already: releasing the optimizer gives back nothing of it",
-        ),
-        Finding(
-            "CUDA graphs",
-            option(model, "cuda_graph_impl", "enable_cuda_graph"),
-            "where a job captures them, they hold addresses and communicators: capture anew after a reload",
-        ),
-        Finding(
-            "torch_memory_saver",
-            installed("torch-memory-saver", "torch_memory_saver"),
-            "it gives pages back and keeps addresses: another way out and back for tensors, none for communicators",
-        ),
-    ]
-
-
-def installed(package: str, module: str) -> str | None:
-    return None if find_spec(module) is None else _version(package) or "of unknown version"
-
-
-def megatron_fields(module: str, name: str) -> set[str]:
-    """The fields of one of Megatron's configs; none where there is no Megatron, or it does not load."""
-    try:
-        return {field.name for field in dataclasses.fields(getattr(import_module(module), name))}
-    except Exception:  # noqa: BLE001 - whatever it raises, doctor says elsewhere why Megatron does not load
-        return set()
-
-
-def option(fields: set[str], *names: str) -> str | None:
-    """An option that this Megatron knows, under the first of its names."""
-    column = next((name for name in names if name in fields), None)
-    return column and f"Megatron knows {column}"

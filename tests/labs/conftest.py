@@ -108,6 +108,13 @@ def survivor(drive):
         drive.record("died", error.rank, text=error.signal, rank_of="worker")
     drive.record("answer", drive.submit("add", args={"a": 2, "b": 3}, role="boss").result()[0])
 
+def replacing(drive):
+    before = drive.world.pids
+    drive.submit("nap", args={"seconds": 600}, ranks=[1])
+    drive.renew()
+    assert not set(before) & set(drive.world.pids)
+    drive.submit("add", args={"a": 2, "b": 3}, ranks=[0, 1]).result()
+
 def roles(config):
     return (
         Role(name="boss", ranks=(0,), phases="own_lab:Phases"),

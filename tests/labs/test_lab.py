@@ -474,3 +474,55 @@ def test_a_death_in_an_isolated_world_is_for_the_driver_to_judge(
     frame = Run(lab.dir).frame().query("phase == 'drive'").set_index("metric")
     assert (frame.loc["died", "value"], frame.loc["died", "text"]) == (1, "SIGKILL")
     assert frame.loc["answer", "value"] == 5
+
+
+BROKEN = {
+    "raise": (RankError, "rank 1 failed in phase 'second': RuntimeError: rank 1 is told to raise"),
+    "kill": (RankDied, "was killed by SIGKILL in phase 'second'"),
+    "hang": (RankTimeout, "no answer from ranks 0, 1 within 3 s; rank 0 in a collective, waiting for rank 1"),
+}
+
+
+@pytest.mark.parametrize("do", BROKEN)
+def test_a_lab_that_goes_on_gives_the_next_phase_fresh_ranks_and_fails_at_its_end(
+    own: Definition, runs: Path, nothing_left: None, do: str
+) -> None:
+    kind, words = BROKEN[do]
+    lasting = dataclasses.replace(own, goes_on=True, plan=lambda _: [Step(1, "second"), Step(1, "first")])
+    with Lab(lasting, {"do": do, "timeout_s": 3.0}) as lab:
+        broke = lab.step()
+        assert isinstance(lab.broken["second"], kind)
+        (row,) = (row for row in broke.rows if row.metric == "broke")
+        assert words in row.text
+        before = lab.world.pids
+        assert {row.rank for row in lab.step().rows if row.metric == "words"} == {0, 1}
+        assert lab.world.pids == before  # ranks that worked are kept
+        with pytest.raises(KitError, match="these phases broke: second\nsecond: "):
+            lab.run()
+    assert info(lab)["status"] == "failed"
+    assert info(lab)["error"] == "KitError: these phases broke: second"
+    assert (lab.dir / "verdict.json").exists()
+    assert words in (lab.dir / "logs" / "error.txt").read_text()
+
+
+def test_a_lab_that_goes_on_ends_when_no_fresh_ranks_are_to_be_had(
+    own: Definition, runs: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
+) -> None:
+    def refuses(world: World) -> None:
+        raise KitError("no memory for ranks")
+
+    with Lab(dataclasses.replace(own, goes_on=True), {"do": "raise"}) as lab:
+        lab.step()
+        monkeypatch.setattr(World, "restart", refuses)
+        with pytest.raises(KitError, match="no memory for ranks"):
+            lab.step()
+    assert info(lab)["error"] == "KitError: no memory for ranks"
+
+
+def test_a_driver_gets_fresh_ranks(own: Definition, runs: Path, nothing_left: None) -> None:
+    plan = [Step(1, "all", driver="own_lab:replacing"), Step(1, "first")]
+    with Lab(dataclasses.replace(own, plan=lambda _: plan), {}) as lab:
+        run = lab.run()
+    assert run.status == "finished"
+    rows = run.frame().query("metric == 'sum'")
+    assert sorted(rows["rank"]) == [0, 1]

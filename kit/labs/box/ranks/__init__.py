@@ -1,0 +1,1 @@
+"""The preflight on a rank."""
