@@ -125,7 +125,7 @@ def forget(handle: Handle) -> None:
     for table in _registry():
         table.pop(handle, None)
     for tagged in c10d._world.tags_to_pg.values():
-        tagged[:] = [each for each in tagged if each is not handle]
+        tagged[:] = [group for group in tagged if group is not handle]
     c10d._world.pg_coalesce_state.pop(handle, None)
     c10d._unregister_process_group(handle.group_name)
 
@@ -192,9 +192,9 @@ def _replace(owner: Any, name: str, new: Any) -> None:
 
 def _redirect_defaults(old: Any, new: Any) -> None:
     """Modules imported after the default group came (torch.distributed.nn is one) hold it in their functions' defaults."""
-    for function in [each for each in gc.get_objects() if type(each) is types.FunctionType]:
-        if function.__defaults__ and any(each is old for each in function.__defaults__):
-            function.__defaults__ = tuple(new if each is old else each for each in function.__defaults__)
+    for function in [kept for kept in gc.get_objects() if type(kept) is types.FunctionType]:
+        if function.__defaults__ and any(default is old for default in function.__defaults__):
+            function.__defaults__ = tuple(new if default is old else default for default in function.__defaults__)
 
 
 def _send_batches_whole() -> None:
@@ -277,7 +277,7 @@ def groups_in(value: Any) -> list[Any]:
     if isinstance(value, dist.ProcessGroup):
         return [value]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [each for item in items for each in groups_in(item)]
+    return [group for item in items for group in groups_in(item)]
 
 
 def megatron_groups() -> list[Any]:
@@ -332,7 +332,7 @@ def describe(group: Any) -> dict[str, Any]:
         "ranks": sorted(ranks, key=ranks.__getitem__),
         "backend": str(world.pg_map[group][0]),
         "timeout_s": next(iter(backends.values()))["timeout_s"],
-        "options": {device: each["options"] for device, each in backends.items()},
+        "options": {device: backend["options"] for device, backend in backends.items()},
         "tag": world.pg_to_tag.get(group),
         "bound_device": str(bound) if bound is not None else None,
         "maker": maker(group) or WORLD,

@@ -43,7 +43,7 @@ def _singletons() -> list[tuple[Any, str]]:
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class _Found:
+class _OnEntry:
     """The state on entry; `undo` brings back what is not a group, in this order."""
 
     groups: list[weakref.ref[Any]]  # weak: this list must not keep alive a group that is released inside
@@ -52,7 +52,7 @@ class _Found:
     undo: list[Callable[[], object]]
 
 
-def _look() -> _Found:
+def _look() -> _OnEntry:
     from megatron.core.tensor_parallel import random
 
     undo: list[Callable[[], object]] = [
@@ -71,7 +71,7 @@ def _look() -> _Found:
         undo.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
     distributed = dist.is_initialized()
     made = [weakref.ref(group) for group in registered()] if distributed else []
-    return _Found(groups=made, distributed=distributed, snapshot=groups.snapshot(), undo=undo)
+    return _OnEntry(groups=made, distributed=distributed, snapshot=groups.snapshot(), undo=undo)
 
 
 def _set_globals(before: dict[str, Any]) -> None:
@@ -82,61 +82,61 @@ def _set_globals(before: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def as_found(*, timeout_s: float = 60.0) -> Iterator[None]:
     """Restore the distributed and Megatron state on the way out; see the module. Every rank enters and leaves."""
-    found = _look()
+    entry = _look()
     try:
         yield
     except BaseException as error:
         log.error("leaving after %s: %s", type(error).__name__, error, exc_info=error)  # noqa: TRY400 - logged with its trace
         try:
-            _abort(found)
-            _put_back(found)
+            _abort(entry)
+            _put_back(entry)
         except Exception:
             log.exception("cleaning up after that error failed too; the first error is the one to read")
         raise
-    _destroy(found, timeout_s)
-    _put_back(found)
+    _destroy(entry, timeout_s)
+    _put_back(entry)
 
 
-def _made_inside(found: _Found) -> list[Any]:
+def _made_inside(entry: _OnEntry) -> list[Any]:
     """Groups that are registered now and were not on entry, newest first; a handle stands for the group inside it."""
-    before = [reference() for reference in found.groups]
+    before = [reference() for reference in entry.groups]
     now = registered() if dist.is_initialized() else []
-    return [g for g in reversed(now) if not any(each is g or each is _inner(g) for each in before)]
+    return [g for g in reversed(now) if not any(kept is g or kept is _inner(g) for kept in before)]
 
 
 def _inner(group: Any) -> Any:
     return group.kit_inner if isinstance(group, Handle) else group
 
 
-def _destroy(found: _Found, timeout_s: float) -> None:
-    if found.distributed and not dist.is_initialized():
+def _destroy(entry: _OnEntry, timeout_s: float) -> None:
+    if entry.distributed and not dist.is_initialized():
         raise KitError("the caller's default group was destroyed inside and not rebuilt: reload before leaving")
     if dist.is_initialized():
-        if found.snapshot and not groups.initialised():
-            groups.reload({"mode": "exact", **found.snapshot}, timeout_s=timeout_s)
+        if entry.snapshot and not groups.initialised():
+            groups.reload({"mode": "exact", **entry.snapshot}, timeout_s=timeout_s)
         dist.barrier()
-        for group in _made_inside(found):
+        for group in _made_inside(entry):
             if group is c10d._world.default_pg:
                 continue
             dist.destroy_process_group(group)
             _empty(group)
-        if not found.distributed:
+        if not entry.distributed:
             world = c10d._world.default_pg
             dist.destroy_process_group()
             _empty(world)
 
 
-def _abort(found: _Found) -> None:
+def _abort(entry: _OnEntry) -> None:
     """Abort without contacting the peers: they may be gone, or wait in a collective that will not end."""
-    mine = _made_inside(found)
-    for group in mine:
+    inside = _made_inside(entry)
+    for group in inside:
         _inner(group).abort()
-    for group in mine:
+    for group in inside:
         if group is c10d._world.default_pg:
             continue
         forget(group)
         _empty(group)
-    if not found.distributed and dist.is_initialized():
+    if not entry.distributed and dist.is_initialized():
         world = c10d._world.default_pg
         forget(world)
         c10d._update_default_pg(None)
@@ -151,8 +151,8 @@ def _empty(group: Any) -> None:
         group.kit_inner = None
 
 
-def _put_back(found: _Found) -> None:
-    for undo in found.undo:
+def _put_back(entry: _OnEntry) -> None:
+    for undo in entry.undo:
         undo()
 
 

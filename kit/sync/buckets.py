@@ -223,12 +223,14 @@ class Mismatch(KitError):  # noqa: N818 - it is what was found
 def views(layout: Layout, index: int, buffer: torch.Tensor) -> list[View]:
     """Return the tensors and pieces of tensors in a bucket, as views of its bytes. No copy."""
     _check_buffer(layout, index, buffer)
-    found = []
+    in_bucket = []
     for number, start, size, offset in layout.buckets[index]:
         spec = layout.specs[number]
         typed = buffer[offset : offset + size].view(spec.dtype)
-        found.append(View(spec, start // spec.dtype.itemsize, typed.view(spec.shape) if size == spec.size else typed))
-    return found
+        in_bucket.append(
+            View(spec, start // spec.dtype.itemsize, typed.view(spec.shape) if size == spec.size else typed)
+        )
+    return in_bucket
 
 
 def live(layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor]) -> list[View]:
@@ -236,14 +238,14 @@ def live(layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor]) -> lis
     keys = [layout.specs[piece.spec].key for piece in layout.buckets[index]]
     if missing := {key: "is missing here" for key in keys if key not in tensors}:
         raise Mismatch(missing, missing, index, f"bucket {index}: ")
-    found = []
+    in_bucket = []
     for number, start, size, _ in layout.buckets[index]:
         spec = layout.specs[number]
         tensor = tensors[spec.key].detach()
         first = start // spec.dtype.itemsize
         part = tensor if size == spec.size else tensor.reshape(-1)[first : first + size // spec.dtype.itemsize]
-        found.append(View(spec, first, part))
-    return found
+        in_bucket.append(View(spec, first, part))
+    return in_bucket
 
 
 class Bound:

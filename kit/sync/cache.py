@@ -230,7 +230,7 @@ class Cache:
                     f"version {version} cannot be activated: the latest is {self.latest} and {self.active} is active"
                 )
             self.active = version
-            for old in [each for each in self._segments if each not in (self.latest, self.active)]:
+            for old in [version for version in self._segments if version not in (self.latest, self.active)]:
                 self._give_up(old)
 
     def close(self) -> None:

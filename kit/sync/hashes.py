@@ -95,15 +95,15 @@ class Digests:
         """Return the digests of every bucket by its number, once those in progress are done."""
         return {str(index): made.result() for index, made in self._made.items()}
 
-    def differences(self, layout: Layout, other: dict[str, list[str]]) -> list[tuple[int, str]]:
+    def differences(self, layout: Layout, peers: dict[str, list[str]]) -> list[tuple[int, str]]:
         """Return (bucket, name) of each tensor whose digest differs between the two ends."""
-        mine, found = self.table(), []
-        for key in sorted({*mine, *other}, key=int):
+        own, differing = self.table(), []
+        for key in sorted({*own, *peers}, key=int):
             names = (layout.specs[piece.spec].name for piece in layout.buckets[int(key)])
             wanted = [name for name in names if name in self._wanted]
-            both = itertools.zip_longest(wanted, mine.get(key, []), other.get(key, []))
-            found += [(int(key), name) for name, ours, theirs in both if name is not None and ours != theirs]
-        return found
+            digests = itertools.zip_longest(wanted, own.get(key, []), peers.get(key, []))
+            differing += [(int(key), name) for name, ours, theirs in digests if name is not None and ours != theirs]
+        return differing
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)

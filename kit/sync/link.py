@@ -171,11 +171,11 @@ class Link:
 
 def ready(links: Iterable[Link], timeout_s: float) -> list[Link]:
     """Return the links with a message or the end of the connection to receive: as soon as any has one, or at the timeout."""
-    asked, found = select.poll(), {}
+    poll, by_fd = select.poll(), {}
     for link in links:
-        asked.register(link._sock, select.POLLIN)
-        found[link._sock.fileno()] = link
-    return [found[fd] for fd, _ in asked.poll(max(0.0, timeout_s * 1000))]
+        poll.register(link._sock, select.POLLIN)
+        by_fd[link._sock.fileno()] = link
+    return [by_fd[fd] for fd, _ in poll.poll(max(0.0, timeout_s * 1000))]
 
 
 def address_of(name: str) -> dict[str, Any]:

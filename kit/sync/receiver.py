@@ -77,12 +77,12 @@ class Receiver:
         end or of the sender. If that cannot be restored either, this receiver has no route."""
         hello = {LAYOUT: self.layout[0]}
         with call(self.address, self.name, peer=SENDER, timeout_s=PATIENCE * self.timeout_s, hello=hello) as link:
-            one = self.calls(self, link)
+            sync = self.calls(self, link)
             try:
-                one.run()
+                sync.run()
             except BaseException as error:
                 try:
-                    one.undo()
+                    sync.undo()
                 except Exception as worse:  # noqa: BLE001 - the first error is the one to raise
                     self.routed = False
                     error.add_note(f"the undo failed too, and this receiver has no route any more: {worse}")
@@ -96,8 +96,8 @@ class Receiver:
                     raise words from (None if known else error)
                 raise
             finally:
-                one.close()
-        return one
+                sync.close()
+        return sync
 
 
 class Call:

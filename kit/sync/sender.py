@@ -300,18 +300,16 @@ class Sending:
             algorithm=algorithm,
             began=self.report.began,
         )
-        mine = {name: digest(tensor, algorithm) for (name, _), tensor in named(weights).items()}
+        own = {name: digest(tensor, algorithm) for (name, _), tensor in named(weights).items()}
         theirs = self.hear("base")
         differing = {
-            peer: sorted(
-                name for name in {*mine, *message["digests"]} if mine.get(name) != message["digests"].get(name)
-            )
+            peer: sorted(name for name in {*own, *message["digests"]} if own.get(name) != message["digests"].get(name))
             for peer, message in theirs.items()
         }
-        self.report.verified = len(mine)
+        self.report.verified = len(own)
         if any(differing.values()):
             peer, names = next((peer, names) for peer, names in differing.items() if names)
-            raise OtherBase(peer, names, len(mine))
+            raise OtherBase(peer, names, len(own))
 
     def send(self, weights: Gathered) -> None:
         sender, report, layout, version = self.sender, self.report, self.layout, self.report.version
@@ -463,10 +461,10 @@ class Sending:
         waiting = dict(self.links)
         end = time.monotonic() + self.sender.timeout_s
         while waiting:
-            there = ready(waiting.values(), end - time.monotonic())
-            if not there:
+            readable = ready(waiting.values(), end - time.monotonic())
+            if not readable:
                 break
-            for name in [name for name, link in waiting.items() if link in there]:
+            for name in [name for name, link in waiting.items() if link in readable]:
                 try:
                     answers[name] = waiting.pop(name).expect(kind)[0]
                 except (PeerFailed, PeerGone, PeerSilent) as error:
@@ -510,19 +508,19 @@ class Sending:
 
     def culprit(self) -> KitError | None:
         """Return the failure that the links report; a receiver that is gone comes first, because others may fail as a consequence."""
-        waiting, found = dict(self.links), list[KitError]()
+        waiting, failures = dict(self.links), list[KitError]()
         end = time.monotonic() + GRACE_S
-        while waiting and (there := ready(waiting.values(), end - time.monotonic())):
-            for name in [name for name, link in waiting.items() if link in there]:
+        while waiting and (readable := ready(waiting.values(), end - time.monotonic())):
+            for name in [name for name, link in waiting.items() if link in readable]:
                 try:
                     message = waiting[name].message("bytes")
                 except (PeerGone, PeerSilent) as error:
-                    found.append(error)
+                    failures.append(error)
                     del waiting[name]
                     continue
                 if message.get("kind") == FAILED:
-                    found.append(PeerFailed(waiting.pop(name).peer, "bytes", message))
-        return min(found, key=lambda error: not isinstance(error, PeerGone), default=None)
+                    failures.append(PeerFailed(waiting.pop(name).peer, "bytes", message))
+        return min(failures, key=lambda error: not isinstance(error, PeerGone), default=None)
 
     def close(self) -> None:
         transports, self.transports = self.transports, []

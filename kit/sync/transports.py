@@ -392,7 +392,7 @@ class Ipc(Transport):
 def needs_permission() -> bool:
     """Whether this process shares GPU memory by descriptors, which receivers may not be allowed to take (see PIDFD)."""
     settings = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    return any("expandable_segments:true" in one.replace(" ", "").lower() for one in settings)
+    return any("expandable_segments:true" in setting.replace(" ", "").lower() for setting in settings)
 
 
 def handle_of(slot: torch.Tensor) -> list[Any]:

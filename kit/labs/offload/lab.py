@@ -136,9 +136,9 @@ def fits(config: OffloadConfig) -> None:
     if config.model != KIT_MODEL:
         return  # the kit does not know the size of your own job
     stages = [model_bytes(model_config(config), ranks=config.ranks, stage=stage) for stage in range(config.pp)]
-    each = max(stages, key=lambda stage: stage["total"])
-    arena = sum(each[{"weights": "params"}.get(kind, kind)] for kind in config.kinds)
-    check_fits(config, job=each["total"], host=arena, kept="to keep them while released")
+    largest = max(stages, key=lambda stage: stage["total"])
+    arena = sum(largest[{"weights": "params"}.get(kind, kind)] for kind in config.kinds)
+    check_fits(config, job=largest["total"], host=arena, kept="to keep them while released")
 
 
 LAB = Definition(
