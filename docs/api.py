@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kit.labs.definition import LabConfig, fields
+from kit.labs.definition import NAMES, Field, LabConfig, fields, holder, nested_fields
 from kit.labs.discover import tagged
 from kit.measure import Recorder
 from kit.public import World
@@ -38,6 +38,11 @@ def text() -> str:
             f"`kit run {name} --set name=value`: {lab.summary}.",
             settings(lab.config, set(common)),
         ]
+        if (held := holder(lab.config)) is not None:
+            parts += [
+                f"`a.NAME`, `b.NAME`, ...: {held.option.help}. `NAME` alone sets it for all of them.",
+                nested(lab.config),
+            ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -77,12 +82,19 @@ def prose(one: Any) -> str:
 
 
 def settings(config: type[LabConfig], without: set[str]) -> str:
+    return table([field for field in fields(config) if field.name not in without])
+
+
+def nested(config: type[LabConfig]) -> str:
+    return table(nested_fields(config, NAMES[0]))
+
+
+def table(listed: list[Field]) -> str:
     rows = ["| setting | default | allowed | meaning |", "|---|---|---|---|"]
-    for field in fields(config):
-        if field.name not in without:
-            unit = f" [{field.option.unit}]" if field.option.unit else ""
-            cells = (f"`{field.name}`", f"`{field.default!r}`", field.allowed(), f"{field.option.help}{unit}")
-            rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    for field in listed:
+        unit = f" [{field.option.unit}]" if field.option.unit else ""
+        cells = (f"`{field.name}`", f"`{field.default!r}`", field.allowed(), f"{field.option.help}{unit}")
+        rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(rows)
 
 

@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import kit
 from kit import results, target
 from kit.errors import BadInput, KitError, hint
-from kit.labs.definition import Definition
+from kit.labs.definition import NAMES, Definition, fields, holder, known_fields, nested_fields
 from kit.labs.discover import ANSWERS, ENDS, described, discover, find, select, tagged
 from kit.results.comparison import answers_changed, changed, compact, in_words, labelled, settings, warnings
 from kit.results.frames import plain, readable, summary_of
-from kit.results.records import read_json, to_json
+from kit.results.records import flat, read_json, to_json
 from kit.results.run import INDEX, find_run, memory_snapshots, write_junit
 from kit.results.units import ROW, columns
 from kit.results.verdict import MARKS
@@ -115,7 +115,7 @@ def meant(args: argparse.Namespace, unknown: Sequence[str]) -> str:
     """A suggestion for words that a command does not accept: a setting of the lab or another option."""
     name, equals, value = unknown[0].partition("=")
     key = name.lstrip("-").replace("-", "_")
-    if args.command is run and args.lab in discover().labs and key in settings_of(discover().labs[args.lab]):
+    if args.command is run and args.lab in discover().labs and key in known_fields(discover().labs[args.lab].config):
         plain_value = value if equals else next(iter(unknown[1:]), "VALUE")
         return f"did you mean --set {key}={plain_value}?"
     return hint(name, re.findall(r"(?<!\w)--[\w-]+", args.parser.format_usage()))
@@ -126,7 +126,7 @@ def lab_names(**_: Any) -> list[str]:
 
 
 def setting_names(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
-    return [f"{name}=" for name in settings_of(find(parsed_args.lab))]
+    return [f"{name}=" for name in known_fields(find(parsed_args.lab).config)]
 
 
 def fault_names(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
@@ -153,6 +153,7 @@ def labs(args: argparse.Namespace) -> Answer:
     if args.lab is None:
         lines = {name: lab.summary for name, lab in tagged(args.tag).items()} | discover().broken
         return Answer([{"lab": name, "summary": text} for name, text in lines.items()], columns(lines.items()))
+    lab = find(args.lab)
     rows = [
         {
             "name": field.name,
@@ -161,17 +162,13 @@ def labs(args: argparse.Namespace) -> Answer:
             "choices": field.choices,
             **{name: getattr(field.option, name) for name in ("low", "high", "unit", "help")},
         }
-        for field in settings_of(find(args.lab)).values()
+        for field in [*fields(lab.config), *nested_fields(lab.config, NAMES[0])]
     ]
     cells = [[row["name"], in_words(row["default"]), f"{row['allowed']} {row['unit']}", row["help"]] for row in rows]
-    head = ["setting", "default", "allowed", "description"]
-    return Answer({"lab": args.lab, "settings": rows}, columns([head, *cells]))
-
-
-def settings_of(lab: Definition) -> dict[str, Any]:
-    from kit.labs.definition import fields
-
-    return {field.name: field for field in fields(lab.config)}
+    text = columns([["setting", "default", "allowed", "description"], *cells])
+    if (held := holder(lab.config)) is not None:
+        text += f"\n\na.NAME, b.NAME, ...: {held.option.help}; NAME alone sets it for all of them"
+    return Answer({"lab": args.lab, "settings": rows}, text)
 
 
 def run(args: argparse.Namespace) -> Answer:
@@ -542,7 +539,7 @@ def table_text(frame: pd.DataFrame, units: Mapping[str, str]) -> str:
 
 
 def named_values(values: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={in_words(value)}" for name, value in values.items())
+    return " ".join(f"{name}={in_words(value)}" for name, value in flat(values).items())
 
 
 # -- the commands and their options --------------------------------------------------------------------------------------

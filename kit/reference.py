@@ -143,7 +143,7 @@ def on_gpus() -> tuple[Part, ...]:
         bench("offload", "tensors.125m", called="125m", quick=True, **gpu),
         lab("smoke", cycles=3, **gpu),
         lab("stream", steps=2, **gpu),
-        lab("share", scenario="A", steps_a=2, rehearse=False, **gpu),
+        lab("share", scenario="A", steps=2, rehearse=False, **gpu),
         bench("world", "step", "restart", called="steps", quick=True),
         bench("routing", quick=True, **gpu),
     )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 from kit.errors import BadInput
 from kit.machine import free_gpu_bytes, free_memory
 from kit.megatron.config import ModelConfig, dtype_on
+from kit.results.records import flat
 from kit.target import load
 from kit.world.asked import RANK_BYTES
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 @dataclasses.dataclass(frozen=True)
 class Option:
     """A field's help text, its range (both ends allowed), and whether it names code (`module:attr`) for the ranks, or with `here` for the
-    notebook side. `names` are words that such a field accepts instead of code, such as "auto"."""
+    notebook side. `names` are words that such a field accepts instead of code, such as "auto". A field with configs by name (a, b, c, ...)
+    offers the settings `nested` of each: as `a.steps`, or as `steps` for all of them."""
 
     help: str
     _: dataclasses.KW_ONLY
@@ -37,6 +39,7 @@ class Option:
     target: bool = False
     here: bool = False
     names: tuple[str, ...] = ()
+    nested: tuple[str, ...] = ()
 
     def check(self, value: Any) -> Any:
         if self.names and isinstance(value, str) and value not in self.names and ":" not in value:
@@ -136,6 +139,11 @@ class Field:
         return typing.get_args(self.kind) if typing.get_origin(self.kind) is Literal else ()
 
     @property
+    def holds(self) -> type[Any] | None:
+        """The class of the configs that this field has by name."""
+        return typing.get_args(self.kind)[1] if self.option.nested else None
+
+    @property
     def kinds(self) -> tuple[Any, ...]:
         union = typing.get_origin(self.kind) in {typing.Union, types.UnionType}
         return typing.get_args(self.kind) if union else (self.kind,)
@@ -162,15 +170,100 @@ _WORDS = {
 
 
 def fields(config: type) -> list[Field]:
+    """The settings of a config. A nested config is not one of them; `nested_fields` has its settings."""
+    return [field for field in _fields(config) if field.holds is None]
+
+
+_DECLARED: dict[Any, list[Field]] = {}  # by class, since type hints take long to resolve
+
+
+def _fields(config: type) -> list[Field]:
+    if config not in _DECLARED:
+        _DECLARED[config] = _declared(config)
+    return _DECLARED[config]
+
+
+def _declared(config: type) -> list[Field]:
     hints = typing.get_type_hints(config, include_extras=True)
-    found = []
+    declared = []
     for field in dataclasses.fields(config):
         kind, *marks = typing.get_args(hints[field.name]) or (None,)
         option = next((mark for mark in marks if isinstance(mark, Option)), None)
         if option is None:
             raise TypeError(f"config field {field.name!r} has no Option; give it one with a help text")
-        found.append(Field(field.name, kind, field.default, option))
-    return found
+        declared.append(Field(field.name, kind, field.default, option))
+    return declared
+
+
+# -- configs that hold other configs by name -----------------------------------------------------------------------------
+
+NAMES = "abcdefghijklmnopqrstuvwxyz"  # of nested configs
+EVERY = ""  # the name of settings for all of them
+
+
+def holder(config: type) -> Field | None:
+    """The field with nested configs, if there is one."""
+    return next((field for field in _fields(config) if field.holds is not None), None)
+
+
+def nested_fields(config: type, name: str = EVERY) -> list[Field]:
+    """The settings of each nested config, as those of the one with this name."""
+    held = holder(config)
+    if held is None or held.holds is None:
+        return []
+    by_name = {field.name: field for field in fields(held.holds)}
+    dot = f"{name}." if name else ""
+    return [dataclasses.replace(by_name[setting], name=dot + setting) for setting in held.option.nested]
+
+
+def known_fields(config: type) -> dict[str, Field]:
+    """Every name that a setting may be given under."""
+    every = [field for name in (EVERY, *NAMES) for field in nested_fields(config, name)]
+    return {field.name: field for field in [*every, *fields(config)]}
+
+
+def combined(config: type, *layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as a config holds them; later layers go over earlier ones, and within a layer a named config's over those of all."""
+    held = holder(config)
+    if held is None:
+        return {name: value for layer in layers for name, value in layer.items()}
+    outer: dict[str, Any] = {}
+    by_name: dict[str, dict[str, Any]] = {EVERY: {}}
+    own = {field.name for field in fields(config)}
+    for layer in map(flat, layers):
+        outer |= {name: value for name, value in layer.items() if name in own}
+        for setting, value in layer.items():
+            if setting in held.option.nested and setting not in own:
+                for given in by_name.values():
+                    given[setting] = value
+        for path, value in layer.items():
+            name, dot, setting = path.partition(".")
+            if dot:
+                by_name.setdefault(name, {**by_name[EVERY]})[setting] = value
+    return {**outer, held.name: by_name}
+
+
+def made(config: type[Any], *layers: Mapping[str, Any]) -> Any:
+    """The config with these settings, which a person gave or a run has stored; only the config itself checks them."""
+    settings = combined(config, *layers)
+    if (held := holder(config)) is not None and held.holds is not None:
+        settings[held.name] = {
+            name: held.holds(**as_tuples(given)) for name, given in settings[held.name].items() if given
+        }
+    return config(**as_tuples(settings))
+
+
+def as_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def as_settings(config: Any) -> dict[str, Any]:
+    """A config as a person would give it and as a run stores it: nested configs by their names."""
+    settings: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(type(config))}
+    if (held := holder(type(config))) is not None:
+        for name, nested in getattr(config, held.name).items():
+            settings[name] = {setting: getattr(nested, setting) for setting in held.option.nested}
+    return settings
 
 
 # -- the parts of a lab ------------------------------------------------------------------------------------------------

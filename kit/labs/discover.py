@@ -3,7 +3,6 @@ A config from user input is checked before any rank starts, with one sentence pe
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import os
@@ -17,11 +16,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from kit import target as targets
 from kit.errors import BadInput, hint
-from kit.labs.definition import Definition, Fault, Field, LabConfig, fields
+from kit.labs.definition import (
+    Definition,
+    Fault,
+    Field,
+    LabConfig,
+    as_settings,
+    combined,
+    fields,
+    holder,
+    known_fields,
+)
 from kit.machine import has_gpu_driver
 from kit.megatron.config import dtype_on, forced_tf32
 from kit.results import Rule, Run, list_runs, old, read_verdict
 from kit.results.comparison import in_words
+from kit.results.records import flat
 from kit.results.run import STATUSES
 from kit.results.verdict import tally, without_parts
 from kit.routing import NCCL2
@@ -104,7 +114,8 @@ def configure(
 ) -> LabConfig:
     """The config: given settings override those of the fault, which override the lab's defaults. Checked against this machine. Code named
     by a setting is looked up as on the ranks, with the Python and the environment of `world`."""
-    config = validate(lab, {**(fault.set if fault else {}), **given})
+    config = validate(lab, fault.set if fault else {}, given)
+    refuse_unused(config, given)
     if refused := next(refusals(lab, config, fault), None):
         raise BadInput(refused[1])
     ranks_python = world.python if world else asked.find_python(config.python or None).path
@@ -158,7 +169,7 @@ def undetectable(lab: Definition, config: LabConfig, fault: Fault) -> Iterator[t
         words = " or ".join(map(spelled, fault.needs[name]))
         yield name, f"fault {fault.name!r} cannot be detected with {name}={spelled(value)}; use {name}={words}"
     rule = next((rule for rule in lab.all_rules() if rule.name == fault.caught_by), None)
-    if rule is not None and not wrong and (reason := rule.unanswerable(dataclasses.asdict(config))):
+    if rule is not None and not wrong and (reason := rule.unanswerable(as_settings(config))):
         why = f"{rule.name} is not measured ({reason})"
         yield "", f"fault {fault.name!r} cannot be detected with these settings: {why}"
 
@@ -190,8 +201,7 @@ def check_nccl2(python: str) -> None:
 def complaints(lab: Definition, given: Mapping[str, Any], fault: Fault | None) -> dict[str, str]:
     """What `configure` would refuse: a sentence per field, under "" for a rule about several. Fast enough to call on every keystroke,
     because code named by a setting (`module:attr`) is not looked up."""
-    values = {**(fault.set if fault else {}), **given}
-    found = _read(lab, values)
+    found = _read(lab, fault.set if fault else {}, given)
     if isinstance(found, dict):
         return found
     wrong: dict[str, str] = {}
@@ -200,28 +210,66 @@ def complaints(lab: Definition, given: Mapping[str, Any], fault: Fault | None) -
     return wrong
 
 
-def validate(lab: Definition, values: Mapping[str, Any]) -> LabConfig:
-    config = _read(lab, values)
+def validate(lab: Definition, *layers: Mapping[str, Any]) -> LabConfig:
+    """The config of these settings; later layers go over earlier ones."""
+    config = _read(lab, *layers)
     if isinstance(config, dict):
         raise BadInput("; ".join(dict.fromkeys(config.values())))
     return config
 
 
-def _read(lab: Definition, values: Mapping[str, Any]) -> LabConfig | dict[str, str]:
-    """The config, or the errors by field. An error without a field raises."""
+def _read(lab: Definition, *layers: Mapping[str, Any]) -> LabConfig | dict[str, str]:
+    """The config, or the errors by setting. An error without a setting raises."""
     import pydantic
 
-    known, adapter = _known(cast("Hashable", lab.config))
-    gone = old.SETTINGS.get(lab.name, {})
-    for name in values:
+    known, adapter, held = _known(cast("Hashable", lab.config))
+    layers = tuple(_current(lab, known, layer) for layer in layers)
+    if "dtype" in known:
+        together = {"dtype": known["dtype"].default, **{name: layer[name] for layer in layers for name in layer}}
+        layers = (*layers, {"dtype": settled(together)["dtype"]})
+    settings = combined(lab.config, *layers)
+    try:
+        # Strict, so "3" is not a number; via JSON, so a list may fill a tuple.
+        config: LabConfig = adapter.validate_json(json.dumps(settings), strict=True)
+    except pydantic.ValidationError as error:
+        wrong: dict[str, str] = {}
+        given = {name: value for layer in layers for name, value in layer.items()}
+        for row in error.errors():
+            place = [str(step) for step in row["loc"]]
+            if held is not None and place[:1] == [held.name]:  # [holder, name, setting] of a nested config
+                place = [".".join(filter(None, place[1:3]))]
+            name = place[0] if place else ""
+            if name.partition(".")[2] not in wrong or name in given:  # else it was said of the setting for all
+                wrong.setdefault(name, _sentence(row, name, known, given))
+        return wrong
+    return config
+
+
+def refuse_unused(config: LabConfig, given: Mapping[str, Any]) -> None:
+    """Refuse settings of a nested config that this config does not have."""
+    held = holder(type(config))
+    names = [] if held is None else [*getattr(config, held.name)]
+    for path in flat(given):
+        name, dot, _ = path.partition(".")
+        if dot and name not in names:
+            raise BadInput(f"{path} is a setting of {name!r}, but this config has only {', '.join(names)}")
+
+
+def _current(lab: Definition, known: Mapping[str, Field], layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that a person gave: flat, known, with their current names, and plain values."""
+    gone, flat_layer = old.SETTINGS.get(lab.name, {}), flat(layer)
+    for name, value in flat_layer.items():
+        current = old.current_setting(lab.name, name, value)
         if name in gone:
             why = f"setting {name} of lab {lab.name!r} no longer exists and is ignored: {gone[name]}"
             warnings.warn(why, old.Renamed, stacklevel=2)
-        elif name not in known:
-            raise BadInput(f"lab {lab.name!r} has no setting {name!r}; {hint(name, list(known))}")
-    values = old.current_settings(lab.name, values)
-    if "dtype" in known:
-        values = settled({"dtype": known["dtype"].default, **values})
+        elif name not in known and not {*current} <= {*known}:
+            alike = [one for one in known if one[1:2] != "." or one[0] == name[0]]  # not each name of a nested config
+            raise BadInput(f"lab {lab.name!r} has no setting {name!r}; {hint(name, alike)}")
+        elif [*current] != [name]:
+            words = " ".join(f"{new}={spelled(one)}" for new, one in current.items())
+            warnings.warn(f"setting {name} of lab {lab.name!r} is now {words}", old.Renamed, stacklevel=2)
+    values = old.current_settings(lab.name, flat_layer)
     for name, value in values.items():
         try:
             json.dumps(value)
@@ -229,37 +277,38 @@ def _read(lab: Definition, values: Mapping[str, Any]) -> LabConfig | dict[str, s
             why = "settings must be plain values (numbers, text, true, false, null, lists)"
             raise BadInput(f"{why}; {name} is not") from None
     # A choice that looks like a number (`gate: 1` in a file) is meant as text.
-    values = {
+    return {
         name: str(value) if type(value) in (int, float) and str(value) in known[name].choices else value
         for name, value in values.items()
     }
-    try:
-        # Strict, so "3" is not a number; via JSON, so a list may fill a tuple.
-        config: LabConfig = adapter.validate_json(json.dumps(dict(values)), strict=True)
-    except pydantic.ValidationError as error:
-        found: dict[str, str] = {}
-        for row in error.errors():
-            found.setdefault(str(row["loc"][0]) if row["loc"] else "", _sentence(row, known, values))
-        return found
-    return config
 
 
 @functools.cache
-def _known(config: Any) -> tuple[dict[str, Field], Any]:
+def _known(config: Any) -> tuple[dict[str, Field], Any, Field | None]:
     import pydantic
 
-    return {field.name: field for field in fields(config)}, pydantic.TypeAdapter(config)
+    return known_fields(config), pydantic.TypeAdapter(config), holder(config)
 
 
 def from_text(lab: Definition, pairs: Mapping[str, str]) -> dict[str, Any]:
     """Values from the command line: text if the field is text, else JSON, else the text itself, which validation refuses. A list needs no
     brackets."""
-    kinds = {field.name: field.kind for field in fields(lab.config)}
-    lists = {name for name, kind in kinds.items() if typing.get_origin(kind) is tuple}
-    bare = {name for name, text in pairs.items() if name in lists and not text.startswith("[")}
-    texts = {name: f"[{text}]" if name in bare else text for name, text in pairs.items()}
-    plain = {name for name, kind in kinds.items() if kind is str}
-    return {name: text if name in plain else value_of(text) for name, text in texts.items()}
+    known = known_fields(lab.config)
+    return {
+        name: _value_of(text, known.get(old.RENAMED.get(lab.name, {}).get(name, name))) for name, text in pairs.items()
+    }
+
+
+def _value_of(text: str, field: Field | None) -> Any:
+    kinds = field.kinds if field else ()
+    if str in kinds:
+        return text
+    is_list = any(typing.get_origin(kind) is tuple for kind in kinds)
+    if text.startswith("[") or (is_list and text == "null"):
+        return value_of(text)
+    value = value_of(f"[{text}]" if is_list else text)
+    # An older setting may have been a list: pace_ms=20,0
+    return value_of(f"[{text}]") if value == text and "," in text else value
 
 
 def refuse_device(fault: Fault, device: str) -> None:
@@ -294,13 +343,12 @@ def check_target(name: str, target: str, python: str = "", env: Mapping[str, str
         )
 
 
-def _sentence(row: Any, known: Mapping[str, Field], values: Mapping[str, Any]) -> str:
-    if not row["loc"]:  # raised by the config itself: a rule among fields
+def _sentence(row: Any, name: str, known: Mapping[str, Field], values: Mapping[str, Any]) -> str:
+    if name not in known:  # raised by the config itself: a rule among fields
         return str(row["ctx"]["error"]) if "ctx" in row else str(row["msg"])
-    field = known[str(row["loc"][0])]
     if row["type"] == "missing":
-        return f"{field.name} must be given: {field.allowed()}"
-    return f"{field.name} must be {field.allowed()}, not {values[field.name]!r}"
+        return f"{name} must be given: {known[name].allowed()}"
+    return f"{name} must be {known[name].allowed()}, not {values[name]!r}"
 
 
 def value_of(text: str) -> Any:
@@ -335,15 +383,18 @@ def described(path: Path) -> dict[str, Any]:
     if counts not in {"not judged", "no checks"}:
         row["answer"] = "passed" if counts.startswith("0 ") else "failed"
     same = defaults(found.lab)  # empty for an unknown lab, so all settings count as changed
-    changed = {name: value for name, value in found.config.items() if name not in same or value != same[name]}
+    changed = {name: value for name, value in flat(found.config).items() if name not in same or value != same[name]}
     return {**row, "lab": found.lab, "set": changed, "fault": found.fault, "status": found.status, "verdict": counts}
 
 
 @functools.cache
 def defaults(lab_name: str) -> Mapping[str, Any]:
-    lab = discover().labs.get(lab_name)
-    values = settled({field.name: field.default for field in fields(lab.config)}) if lab else {}
-    return {name: plain(value) for name, value in values.items()}
+    if (lab := discover().labs.get(lab_name)) is None:
+        return {}
+    values = {field.name: field.default for field in fields(lab.config)}
+    if holder(lab.config) is not None:  # its nested configs follow from the others
+        values = {**flat(as_settings(validate(lab, {}))), **values}
+    return {name: plain(value) for name, value in settled(values).items()}
 
 
 def select(
@@ -362,7 +413,7 @@ def select(
     wanted = {"lab": lab, "fault": fault, "status": status, "answer": verdict}
     rows = [described(path) for path in folders]
     if config:
-        own = {row["run"]: Run(Path(row["run"])).config for row in rows if row["status"] != "damaged"}
+        own = {row["run"]: flat(Run(Path(row["run"])).config) for row in rows if row["status"] != "damaged"}
         known = sorted({name for settings in own.values() for name in settings})
         if known and (unknown := [name for name in config if name not in known]):
             raise BadInput(f"no run has a setting {unknown[0]!r}; {hint(unknown[0], known)}")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 
 from kit import routing
 from kit.errors import BadInput, KitError, RankDied, RankError
-from kit.labs.definition import Definition, LabConfig, Role, Step, role_names, working
+from kit.labs.definition import Definition, LabConfig, Role, Step, as_settings, role_names, working
 from kit.labs.discover import configure, find_fault, refuse_device
 from kit.measure.recorder import provenance
 from kit.results import Row, Run, create_run, runs_dir
@@ -236,7 +236,7 @@ class Lab:
         if world is not None:
             check_given(world, self.config, self._sizes, isolate=definition.isolate)
         self._given = world
-        self._settings = dataclasses.asdict(self.config)
+        self._settings = as_settings(self.config)
         self._rules = asked(definition.all_rules(), self._settings)
         self.tolerances = checked_tolerances(tolerances or {}, [rule.name for rule in self._rules])
         self.steps: Sequence[Step] = definition.plan(self.config)

@@ -21,7 +21,7 @@ import torch
 
 from kit import routing
 from kit.errors import BadInput
-from kit.labs.definition import Fault
+from kit.labs.definition import Fault, made
 from kit.measure import Metric, PhaseMeter, provenance, pss
 from kit.measure.host import trim
 from kit.measure.phase import History, between_phases, watch
@@ -113,7 +113,7 @@ def begin(
         meeting=meeting,
         device=torch.device(devices[rank]),
         devices=tuple(devices),
-        config=load(config_type)(**{k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}),
+        config=made(load(config_type), config),
         fault=bug.name if bug else None,
     )
     for name, flag in routing.FLAGS.items():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.errors import BadInput
 from kit.results.frames import labels, with_ids
-from kit.results.records import read_json, to_json
+from kit.results.records import flat, read_json, to_json
 from kit.results.run import Run
 from kit.results.units import ROW, amount, columns, table_html
 from kit.results.verdict import VerdictRow, without_parts
@@ -56,7 +56,7 @@ def compare(runs: Sequence[Run]) -> pd.DataFrame:
 
 
 def settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    configs: list[Mapping[str, Any]] = [{**run.config, "fault": run.fault, "lab": run.lab} for run in runs]
+    configs: list[Mapping[str, Any]] = [{**flat(run.config), "fault": run.fault, "lab": run.lab} for run in runs]
     names = dict.fromkeys(name for config in configs for name in config)
     found = {name: [config.get(name) for config in configs] for name in names}
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}

@@ -22,6 +22,16 @@ SETTINGS = {
     },
 }
 
+# Settings with another name, by lab. Those of the two pipelines of `share` had a suffix.
+RENAMED = {
+    "share": {
+        f"{setting}_{name}": f"{name}.{setting}" for setting in ("train", "infer", "steps", "answer") for name in "ab"
+    },
+}
+# Settings that were a list with a value for each pipeline.
+PER_PIPELINE = {"share": ("pace_ms", "train_pace_ms")}
+SINGLE = ("A", "E")  # scenarios of `share` in which the settings of the second pipeline meant nothing
+
 # A tolerance has the name of its rule; each had one of its own before.
 TOLERANCES: dict[str, tuple[str, ...]] = {
     "abort_changed": ("abort_is_clean",),
@@ -132,13 +142,21 @@ def current_code(target: str) -> str:
 
 
 def current_settings(lab: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without settings that no longer exist, and with the current names of code."""
-    gone = SETTINGS.get(lab, {})
-    return {
-        name: current_code(value) if isinstance(value, str) else value
-        for name, value in values.items()
-        if name not in gone
-    }
+    """A config without settings that no longer exist, with the current names of settings and of code."""
+    gone, settings = SETTINGS.get(lab, {}), dict[str, Any]()
+    single = lab == "share" and values.get("scenario") in SINGLE
+    for name, value in values.items():
+        for setting, current in () if name in gone else current_setting(lab, name, value).items():
+            if setting == name or not (single and setting.startswith("b.")):
+                settings[setting] = current_code(current) if isinstance(current, str) else current
+    return settings
+
+
+def current_setting(lab: str, name: str, value: Any) -> dict[str, Any]:
+    """A setting under its current name, or several that took its place."""
+    if name in PER_PIPELINE.get(lab, ()) and isinstance(value, list | tuple):
+        return {f"{pipeline}.{name}": number for pipeline, number in zip("ab", value, strict=False)}
+    return {RENAMED.get(lab, {}).get(name, name): value}
 
 
 def current_tolerances(name: str) -> tuple[str, ...]:

@@ -538,3 +538,14 @@ def loads(text: str) -> Any:
 def _whole(digits: str) -> int:
     finite(digits)
     return int(digits)
+
+
+def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A config under one name for each setting; those of a nested config under NAME.SETTING: `{"a": {"steps": 3}}` is `{"a.steps": 3}`."""
+    named: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            named |= {f"{name}.{setting}": nested for setting, nested in value.items()}
+        else:
+            named[name] = value
+    return named

@@ -31,10 +31,21 @@ from traitlets import Any as AnyTrait
 from traitlets import Dict, HasTraits, Instance, Int, Tuple, Unicode
 
 from kit.errors import BadInput, KitError
-from kit.labs.definition import Definition, Field, fields, role_names, working
+from kit.labs.definition import (
+    Definition,
+    Field,
+    fields,
+    holder,
+    known_fields,
+    nested_fields,
+    role_names,
+    working,
+)
 from kit.labs.discover import complaints, find_fault, settled, validate
 from kit.labs.lab import Lab
 from kit.results import Rule, Run, Verdict, load_tolerances, newest_run, runs_dir, save_tolerances
+from kit.results.old import current_settings
+from kit.results.records import flat
 from kit.results.rules import asked
 from kit.results.run import Plotter
 from kit.results.verdict import checked_tolerances
@@ -98,17 +109,18 @@ class PanelModel(HasTraits):
     ) -> None:
         super().__init__()
         self.definition = definition
-        self.fields: list[Field] = fields(definition.config)
+        self.fields: list[Field] = fields(definition.config)  # with those of nested configs, once their names are known
+        self.groups: dict[str, list[Field]] = {}  # the settings of each nested config, by its name
         self.rules = definition.all_rules()
         self.presets: dict[str, dict[str, float]] = {AS_IT_IS: {}}
         self.presets |= {name: dict(preset) for name, preset in definition.load_presets().items()}
         self.plotter = plotter
         self._live: Path | None = None
-        self._given: dict[str, Any] = plain(config or {})
+        self._given: dict[str, Any] = flat(plain(config or {}))
         find_fault(definition, fault)
-        unknown = set(self._given) - {field.name for field in self.fields}
-        if unknown:
-            validate(definition, self._given)  # the error names it and the known ones
+        if self._given.keys() - known_fields(definition.config).keys():
+            validate(definition, self._given)  # the error names it and the known ones; an old name only warns
+            self._given = current_settings(definition.name, self._given)
         self.fault = fault
         self.tolerances = checked_tolerances(tolerances or {}, [rule.name for rule in self.rules])
         self._settle()
@@ -130,7 +142,11 @@ class PanelModel(HasTraits):
     def set(self, field: str, value: Any) -> None:
         """Set a value. A value equal to the default does not count as chosen by the user."""
         base = self._base()
-        if field not in base:
+        if field not in base:  # a setting for all nested configs, or an unknown one
+            if field in known_fields(self.definition.config):
+                for name in self.groups:
+                    self.set(f"{name}.{field}", value)
+                return
             validate(self.definition, {field: value})  # the error names the known settings
         (value,) = plain({field: value}).values()
         if value == base[field] and type(value) is type(base[field]):
@@ -242,9 +258,36 @@ class PanelModel(HasTraits):
         """The values that apply without a choice by the user."""
         fault = find_fault(self.definition, self.fault)
         own = {f.name: None if f.default is dataclasses.MISSING else f.default for f in self.fields}
-        return plain({**own, **(fault.set if fault else {})})
+        return plain({**own, **self._spread(fault.set if fault else {})})
+
+    def _spread(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """A setting for all nested configs is one of each."""
+        every = {field.name for field in nested_fields(self.definition.config)}
+        shared = {setting: value for setting, value in settings.items() if setting in every}
+        spread = {f"{name}.{setting}": value for name in self.groups for setting, value in shared.items()}
+        return {**spread, **{name: value for name, value in settings.items() if name not in every}}
+
+    def _group(self) -> None:
+        """Find the nested configs that there are; settings of others are dropped."""
+        held = holder(self.definition.config)
+        if held is None:
+            return
+        outer = [field.name for field in fields(self.definition.config)]
+        fault = find_fault(self.definition, self.fault)
+        layers = [{k: v for k, v in layer.items() if k in outer} for layer in (fault.set if fault else {}, self._given)]
+        try:
+            config = validate(self.definition, *layers)
+        except BadInput:
+            if self.groups:  # those from before, until the settings are valid again
+                return
+            config = validate(self.definition)
+        self.groups = {name: nested_fields(self.definition.config, name) for name in getattr(config, held.name)}
+        self.fields = [*fields(self.definition.config), *(field for group in self.groups.values() for field in group)]
+        known = {field.name for field in self.fields}
+        self._given = {name: value for name, value in self._spread(self._given).items() if name in known}
 
     def _settle(self) -> None:
+        self._group()
         values = {**self._base(), **self._given}
         problems = self._complaints(values)
         refused: dict[str, dict[Any, str]] = {}

@@ -168,7 +168,7 @@ class Parameters:
         self.model = model
         self.controls = {field.name: control(field, model.set) for field in model.fields}
         first = model.definition.first or tuple(self.controls)
-        folded_names = [name for name in self.controls if name not in first]
+        folded_names = [name for name in self.controls if name not in first and "." not in name]
         faults = [fault.name for fault in model.definition.faults]
         self.fault = look.control(
             widgets.Dropdown,
@@ -180,7 +180,8 @@ class Parameters:
         self.reset = look.button("Defaults", "undo", "all settings back to the lab's defaults, no fault", model.reset)
         self.about, self.problems, self.refused = widgets.HTML(), widgets.HTML(), widgets.HTML()
         self.more = widgets.Accordion([self._grid(folded_names)], titles=(f"More settings ({len(folded_names)})",))
-        grids = [self._grid(first, self.fault), self.about, *([self.more] if folded_names else [])]
+        self.groups = widgets.Accordion()  # of nested configs
+        grids = [self._grid(first, self.fault), self.about, *([self.more] if folded_names else []), self.groups]
         self.form = widgets.VBox([*grids, look.box(self.reset, self.refused)])
         self.line = look.classed(look.button("", "", "show or hide the settings", self._turn), "kit-line")
         self.widget = widgets.VBox([self.line, self.form, self.problems])
@@ -188,7 +189,19 @@ class Parameters:
         model.observe(self._show, ["values", "fault", "refused", "problems", "state"])
         model.observe(self._fold, ["run", "problems"])
         self._fold()
+        self._regroup()
         self._show()
+
+    def _regroup(self) -> None:
+        """A part of the form for each nested config that there is."""
+        titles = tuple(f"Settings of {name}" for name in self.model.groups)
+        if titles == tuple(self.groups.titles):
+            return
+        for field in self.model.fields:
+            if field.name not in self.controls:
+                self.controls[field.name] = control(field, self.model.set)
+        self.groups.children = [self._grid([field.name for field in group]) for group in self.model.groups.values()]
+        self.groups.titles = titles
 
     @property
     def open(self) -> bool:
@@ -208,6 +221,7 @@ class Parameters:
 
     def _show(self, _: Any = None) -> None:
         model = self.model
+        self._regroup()
         locked = model.state in BUSY  # the ranks already have their config
         self.line.icon = "caret-down" if self.open else "caret-right"
         self.line.description = "Settings" if self.open else f"Settings: {settings_line(model)}"

@@ -28,7 +28,7 @@ from kit.labs.discover import rules_of
 from kit.results import NotMeasured, Rule, Run, Verdict, VerdictRow, compare, trace
 from kit.results.comparison import changed, compact, differing, in_words, machine, settings, warnings
 from kit.results.frames import readable
-from kit.results.records import ESCAPES, PATTERN, make_folder, to_json, write_text
+from kit.results.records import ESCAPES, PATTERN, flat, make_folder, to_json, write_text
 from kit.results.run import memory_snapshots
 from kit.results.units import ROW, amount
 from kit.results.verdict import MARKS, SIGNS, cells, folded, tally, without_parts, worst_first
@@ -111,7 +111,7 @@ def chapter(run: Run, number: int) -> dict[str, Any]:
         "pictures": pictures(drawn, limits),
         "tables": chapter_tables(run),
         "logs": logs(run) if run.broke else [],
-        "config": {name: to_json(value) for name, value in run.config.items()},
+        "config": {name: to_json(value) for name, value in flat(run.config).items()},
         "provenance": to_json(run.provenance, indent=1),
     }
 

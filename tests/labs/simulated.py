@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kit.errors import KitError
-from kit.labs.definition import Definition, Fault
+from kit.labs.definition import Definition, Fault, as_settings, made
 from kit.results import Row, Verdict
 from kit.results.rules import judge
 from kit.results.run import to_frame
@@ -29,7 +29,7 @@ class Notebook:
 
 def run(lab: Definition, fault: Fault | None, **config: Any) -> tuple[Verdict, str]:
     """Return the verdict of a simulated run and the error that ended it. With a fault, missing records are suspect."""
-    drive = Notebook(lab.config(**{"simulated": True, **config}), fault)
+    drive = Notebook(made(lab.config, {"simulated": True, **config}), fault)
     error = ""
     try:
         for step in lab.plan(drive.config):
@@ -41,7 +41,7 @@ def run(lab: Definition, fault: Fault | None, **config: Any) -> tuple[Verdict, s
         error = str(raised)
     frame = to_frame(dataclasses.replace(row, run="test", lab=lab.name, cycle=1) for row in drive.rows)
     suspect = f"fault {fault.name!r}" if fault and not error else ""  # a broken run is judged as far as its records go
-    return judge(frame, dataclasses.asdict(drive.config), lab.load_rules(), suspect=suspect), error
+    return judge(frame, as_settings(drive.config), lab.load_rules(), suspect=suspect), error
 
 
 def failed(verdict: Verdict) -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ import torch
 
 from kit.errors import BadInput
 from kit.labs import discover as module
-from kit.labs.definition import Definition, LabConfig, Option
+from kit.labs.definition import Definition, LabConfig, Option, as_settings
 from kit.labs.discover import check_target, complaints, configure, discover, find, find_fault, from_text, validate
 from kit.machine import has_gpu_driver
 from kit.results.old import CODE, SETTINGS, Renamed, current_code
@@ -151,7 +150,7 @@ def test_a_fault_names_a_check_that_its_own_settings_can_answer(lab: Definition)
     checks = {check.name: check for check in lab.all_rules()}
     for fault in lab.faults:
         if "cpu" in fault.devices:
-            assert checks[fault.caught_by].unanswerable(asdict(validate(lab, fault.set))) == ""
+            assert checks[fault.caught_by].unanswerable(as_settings(validate(lab, fault.set))) == ""
 
 
 @pytest.mark.parametrize("lab", discover().labs.values(), ids=lambda lab: lab.name)
@@ -161,7 +160,7 @@ def test_what_a_fault_sets_is_what_it_needs(lab: Definition) -> None:
             assert complaints(lab, {}, fault) == {}
         for name, values in fault.needs.items():
             for value in values:
-                assert asdict(validate(lab, {**fault.set, name: value}))[name] == value
+                assert as_settings(validate(lab, {**fault.set, name: value}))[name] == value
 
 
 @pytest.mark.parametrize("lab", discover().labs.values(), ids=lambda lab: lab.name)
@@ -310,7 +309,7 @@ def test_the_type_of_weights_is_that_of_the_device(
     monkeypatch.setattr("kit.machine.GPU_DRIVERS", (file,))
 
     def types() -> set[str]:
-        return {asdict(validate(find(lab), given))["dtype"] for lab in ("offload", "split", "sync")}
+        return {as_settings(validate(find(lab), given))["dtype"] for lab in ("offload", "split", "sync")}
 
     assert types() == {on_a_box_without_a_driver}
     file.touch()
@@ -323,7 +322,7 @@ def test_faults_of_exact_numbers_are_looked_for_in_float32_also_on_gpus(
     (tmp_path / "version").touch()
     monkeypatch.setattr("kit.machine.GPU_DRIVERS", (tmp_path / "version",))
     split = find("split")
-    assert {asdict(validate(split, fault.set))["dtype"] for fault in split.faults} == {"float32"}
+    assert {as_settings(validate(split, fault.set))["dtype"] for fault in split.faults} == {"float32"}
 
 
 @pytest.mark.parametrize(

@@ -21,24 +21,24 @@ from kit.world.world import Worlds
 # B's answers are half as long as A's, so a static half of the devices is too little for A: 1.38 times the bound by arithmetic. Each trains
 # where the planner lets it generate first. A replica needs 20 ms per token; two groups per pipeline are in flight at once.
 TWO_PACED: dict[str, Any] = {
-    "train_a": (1,),
-    "train_b": (0,),
-    "answer_a": (12, 12),
-    "answer_b": (6, 6),
-    "pace_ms": (20, 20),
+    "a.train": (1,),
+    "b.train": (0,),
+    "a.answer": (12, 12),
+    "b.answer": (6, 6),
+    "pace_ms": 20,
 }
-TWO_PACED |= {"train_pace_ms": (5, 5), "groups": 24, "group": 2, "slots": 2, "decode": 2, "layers": 1, "warm": 0}
+TWO_PACED |= {"train_pace_ms": 5, "groups": 24, "group": 2, "slots": 2, "decode": 2, "layers": 1, "warm": 0}
 TWO_PACED |= {"controls": "all", "rehearse": False}
 # 174 MiB of weights. A replica handles orders after each token, so a switch hardly waits for a call in flight.
-LARGE: dict[str, Any] = {"size": "125m", "layers": 1, "warm": 0, "steps_a": 2, "steps_b": 2, "groups": 2, "group": 2}
-LARGE |= {"answer_a": (4, 4), "answer_b": (4, 4), "decode": 1, "deadline_s": 120.0, "rehearse": False}
+LARGE: dict[str, Any] = {"size": "125m", "layers": 1, "warm": 0, "steps": 2, "groups": 2, "group": 2}
+LARGE |= {"answer": (4, 4), "decode": 1, "deadline_s": 120.0, "rehearse": False}
 PIPELINES, DEVICES = 32, 512  # for the part scheduler
 
 
 def together(bench: Bench) -> Iterator[Samples]:
     """Outcomes of both pipelines together compared with each alone, and the observers' samples of the devices."""
     steps = bench.config.steps
-    run = bench.lab("share", "together", steps_a=steps, steps_b=steps, rehearse=False)
+    run = bench.lab("share", "together", steps=steps, rehearse=False)
     same = next(row for row in run.verdict() if row.check == "same_numbers")
     note = f"{steps} steps each, staleness 0"
     yield Samples(
@@ -65,7 +65,7 @@ def owners(frame: pd.DataFrame) -> tuple[int, int, bool]:
 def makespan(bench: Bench) -> Iterator[Samples]:
     """Two unequal pipelines: together, each alone, in sequence, and each on half of the devices, in one run."""
     steps = bench.config.paced_steps
-    frame = bench.lab("share", "makespan", **TWO_PACED, steps_a=steps, steps_b=steps).frame()
+    frame = bench.lab("share", "makespan", **TWO_PACED, steps=steps).frame()
     by, loops = tables.arithmetic(frame), tables.loops(frame).set_index("loop")
     work = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in by.work.items())
     alone = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in by.alone.items())

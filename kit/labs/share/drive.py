@@ -1,4 +1,4 @@
-"""The driven phases of the lab `share`: each pipeline alone, then both under the desk, from the same base weights and on the same ranks.
+"""The driven phases of the lab `share`: each pipeline alone, then all under the desk, from the same base weights and on the same ranks.
 
 Alone, a pipeline has its devices to itself: the same loop and ports, but every request is granted at once and nothing sleeps. The results
 of the phase `shared` are compared with it.
@@ -18,7 +18,7 @@ from typing import Any
 
 from kit.errors import KitError
 from kit.labs.lab import Drive
-from kit.labs.share.lab import DESK, PIPELINE, TRAINER, ShareConfig, pipeline_config
+from kit.labs.share.lab import ALONE, DESK, PIPELINE, TRAINER, ShareConfig
 from kit.labs.share.observer import Observer
 from kit.labs.share.ports import Clock, Devices, Live, Ranks, every, started
 from kit.labs.stream import drive as stream
@@ -38,29 +38,26 @@ from kit.stream.settings import opening
 from kit.target import load_callable
 
 
-def alone_a(drive: Drive) -> None:
-    alone(drive, {"a": range(drive.config.mapping("a").replicas)})
-
-
-def alone_b(drive: Drive) -> None:
-    alone(drive, {"b": range(drive.config.mapping("b").replicas)})
+def alone(drive: Drive) -> None:
+    name = drive.phase.removeprefix(ALONE)
+    without_desk(drive, {name: range(drive.config.loops[name].replicas)})
 
 
 def serial(drive: Drive) -> None:
-    alone_a(drive)
-    alone_b(drive)
+    for name, loop in drive.config.loops.items():
+        without_desk(drive, {name: range(loop.replicas)})
 
 
 def static(drive: Drive) -> None:
-    """Both pipelines at once, each on the half of the devices that has its trainer. Pipelines that cannot be split so are left out."""
+    """All pipelines at once, each on the part of the devices that has its trainer. If they cannot be split so, none runs."""
     config = drive.config
-    halves = {name: own_half(config, name) for name in config.pipelines}
-    if all(replicas for _, replicas in halves.values()) and len({at for at, _ in halves.values()}) == len(halves):
-        alone(drive, {name: replicas for name, (_, replicas) in halves.items()})
+    parts = {name: own_part(config, name) for name in config.names}
+    if all(replicas for _, replicas in parts.values()) and len({at for at, _ in parts.values()}) == len(parts):
+        without_desk(drive, {name: replicas for name, (_, replicas) in parts.items()})
 
 
 def rehearse(drive: Drive) -> None:
-    """Failures that must not end the others: a replica of A is killed while it wakes, and B's trainer in its second step."""
+    """Failures that must not end the others: a replica of a is killed while it wakes, and b's trainer in its second step."""
     shared(drive, {"a": WakingDies, "b": TrainerDies}, on_dead_replica="go-on")
 
 
@@ -92,20 +89,23 @@ class TrainerDies(Ranks):
         super()._train(command)
 
 
-def own_half(config: ShareConfig, pipeline: str) -> tuple[int, tuple[int, ...]]:
+def own_part(config: ShareConfig, pipeline: str) -> tuple[int, tuple[int, ...]]:
     """The part of the devices that has a pipeline's trainer, and its replicas there; none if the trainer does not fit into one part."""
-    of, count = config.mapping(pipeline), len(config.pipelines)
-    at = of.train[0] * count // config.devices
-    half = {device for device in range(config.devices) if device * count // config.devices == at}
-    return at, tuple(one for one in range(of.replicas) if {*of.bundle(one), *of.train} <= half)
+    loop, count = config.loops[pipeline], len(config.loops)
+    train = loop.on_devices(TRAINER)
+    at = train[0] * count // config.devices
+    part = {device for device in range(config.devices) if device * count // config.devices == at}
+    return at, tuple(replica for replica in range(loop.replicas) if {*loop.bundle(replica), *train} <= part)
 
 
-def alone(drive: Drive, replicas: Mapping[str, Collection[int]]) -> None:
+def without_desk(drive: Drive, replicas: Mapping[str, Collection[int]]) -> None:
     """These pipelines at once, each with these replicas, without a desk between them."""
-    roles = [f"{name} {role}" for name, some in replicas.items() for role in (TRAINER, *map(name_of, some))]
+    roles = [f"{name} {role}" for name, numbers in replicas.items() for role in (TRAINER, *map(name_of, numbers))]
     with begun(drive, roles, alone=True) as observer:
-        parts = {name: Ranks(drive, name, map(name_of, some), observer=observer) for name, some in replicas.items()}
-        cores = {name: Without(controller(drive.config, name), name, some) for name, some in replicas.items()}
+        parts = {
+            name: Ranks(drive, name, map(name_of, numbers), observer=observer) for name, numbers in replicas.items()
+        }
+        cores = {name: Without(controller(drive.config, name), name, numbers) for name, numbers in replicas.items()}
         run(drive, cores, parts, {"desk": stream.Desk()}, observer)
 
 
@@ -113,8 +113,8 @@ def shared(drive: Drive, kinds: Mapping[str, type[Ranks]] | None = None, **chang
     """All pipelines under the desk. `kinds` replaces the class of a pipeline's ranks; `changes`: changes to the controllers' settings."""
     config = drive.config
     with begun(drive, [*drive.roles], alone=False) as observer:
-        parts = {name: (kinds or {}).get(name, Ranks)(drive, name, observer=observer) for name in config.pipelines}
-        cores: dict[str, Core[Any]] = {name: member(config, name, **changes) for name in config.pipelines}
+        parts = {name: (kinds or {}).get(name, Ranks)(drive, name, observer=observer) for name in config.names}
+        cores: dict[str, Core[Any]] = {name: member(config, name, **changes) for name in config.names}
         cores[DESK] = load_callable(config.scheduler)(config)
         run(drive, cores, parts, {"devices": Devices(parts, observer), "clock": Clock()}, observer)
 
@@ -174,25 +174,25 @@ def opened(ledger: Sink, meters: Mapping[str, Meter], config: ShareConfig) -> Wa
     """A ledger with the first rows of every pipeline. A meter's time begins with them, however late the loop starts."""
     watched = Watched(ledger, *(OfPipeline(name, meter) for name, meter in meters.items()))
     for name in meters:
-        for event, ids in opening(settings(pipeline_config(config, name))):
+        for event, ids in opening(settings(config.loops[name])):
             watched.write(Row(metric=event, time=time.time(), ids={**ids, "pipeline": name}))
     return watched
 
 
 def controller(config: ShareConfig, pipeline: str, **changes: Any) -> Controller:
-    return Controller(dataclasses.replace(settings(pipeline_config(config, pipeline)), **changes), pipeline=pipeline)
+    return Controller(dataclasses.replace(settings(config.loops[pipeline]), **changes), pipeline=pipeline)
 
 
 def member(config: ShareConfig, pipeline: str, **changes: Any) -> Member:
-    one, known = controller(config, pipeline, **changes), clusters(config, pipeline)
-    if config.pipeline == PIPELINE or pipeline != config.pipelines[-1]:
-        return Member(one, pipeline, known, desk=DESK)
-    return Own(one, pipeline, known, desk=DESK, make=load_callable(config.pipeline))
+    core_of_it, known = controller(config, pipeline, **changes), clusters(config, pipeline)
+    if config.pipeline == PIPELINE or pipeline != config.names[-1]:
+        return Member(core_of_it, pipeline, known, desk=DESK)
+    return Own(core_of_it, pipeline, known, desk=DESK, make=load_callable(config.pipeline))
 
 
 def clusters(config: ShareConfig, pipeline: str) -> dict[str, Cluster]:
-    of = config.mapping(pipeline)
-    return {"trainer": Cluster(of.train), "generation": Cluster(of.infer, of.tp)}
+    loop = config.loops[pipeline]
+    return {"trainer": Cluster(loop.on_devices(TRAINER)), "generation": Cluster(loop.infer, loop.infer_tp)}
 
 
 def scheduler(config: ShareConfig) -> core.Scheduler:
@@ -203,11 +203,11 @@ def scheduler(config: ShareConfig) -> core.Scheduler:
 def desk_settings(config: ShareConfig) -> Settings:
     return Settings(
         devices=config.devices,
-        pipelines=config.pipelines,
+        pipelines=config.names,
         planner=config.planner,
         request_ms=config.request_ms,
         operation_ms=config.operation_ms,
-        admission_ms=config.admission_ms if len(config.pipelines) > 1 else 0,
+        admission_ms=config.admission_ms if len(config.names) > 1 else 0,
         watchdog_ms=config.watchdog_ms,
     )
 

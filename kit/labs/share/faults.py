@@ -235,13 +235,12 @@ OF_A_PIPELINE = exposed_by(
     ),
 )
 
-SMALL = {"steps_a": 2, "steps_b": 2, "groups": 2, "group": 2, "warm": 2}
+SMALL = {"steps": 2, "groups": 2, "group": 2, "warm": 2}
 # 174 MiB of weights, clearly above the noise of resident memory.
 SEEN = {
     "size": "125m",
     "layers": 1,
-    "answer_a": (4, 4),
-    "answer_b": (4, 4),
+    "answer": (4, 4),
     "decode": 1,
     "warm": 0,
     "deadline_s": 120.0,
@@ -255,7 +254,7 @@ OF_RANKS = exposed_by(
         "sleeps-while-decoding",
         "a replica's weights are dropped while requests are in flight",
         "drained_before_sleep",
-        set={"answer_b": (40, 60), "pace_ms": (0, 20)},  # B decodes for as long as A needs a device
+        set={"b.answer": (40, 60), "b.pace_ms": 20},  # B decodes for as long as A needs a device
         patch={
             "kit.labs.share.ranks.roles:Replica.shrink": "kit.labs.share.ranks.bugs:sleeps_busy",
         },
@@ -288,7 +287,7 @@ OF_RANKS = exposed_by(
         "a woken replica stamps its tokens with the previous version",
         "version_after_wake",
         # Leaves requests for the woken replica while the other one continues.
-        set={"scenario": "A", "groups": 6, "slots": 2, "pace_ms": (5, 0)},
+        set={"scenario": "A", "groups": 6, "slots": 2, "pace_ms": 5},
         patch={
             "kit.labs.share.ranks.roles:Replica.sync": "kit.labs.share.ranks.bugs:stamps_the_version_before",
         },
@@ -324,7 +323,7 @@ OF_RANKS = exposed_by(
         "both pipelines draw the same random numbers",
         "namespaces_apart",
         patch={
-            "kit.labs.share.ranks:pipeline_config": "kit.labs.share.ranks.bugs:draws_as_the_first",
+            "kit.labs.share.ranks:loop_of": "kit.labs.share.ranks.bugs:draws_as_the_first",
         },
     ),
     Fault(

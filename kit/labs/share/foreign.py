@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from kit.errors import BadInput
-from kit.labs.share.lab import PIPELINES
+from kit.labs.definition import NAMES
 
 RANGE = re.compile(r"list\(range\((\d+)(?:,\s*(\d+))?\)\)")
 REFERENCE = re.compile(r"\$\{(\w+(?:\.\w+)*)\}")
@@ -73,23 +73,23 @@ REWARDS = re.compile(r"(rewards?(\.\w+)?)\.device_mapping")
 
 
 def settings_of(files: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
-    """Settings from one file or two (one per pipeline), and the keys without a setting, each with its file."""
-    if len(files) > len(PIPELINES):
-        raise BadInput(f"{len(files)} files are too many; give at most {len(PIPELINES)}, one per pipeline")
-    found: dict[str, Any] = {"scenario": "AB"[len(files) - 1]}
+    """Settings from a file for each pipeline, and the keys without a setting, each with its file."""
+    if len(files) > len(NAMES):
+        raise BadInput(f"{len(files)} files are too many; give at most {len(NAMES)}, one per pipeline")
+    found: dict[str, Any] = {"pipelines": len(files)}
     unknown = []
-    for pipeline, (name, content) in zip(PIPELINES, files.items(), strict=False):
+    for pipeline, (name, content) in zip(NAMES, files.items(), strict=False):
         try:
             given = flat(content)
-            one = pipeline_settings(given, pipeline)
+            settings = pipeline_settings(given, pipeline)
         except BadInput as error:
             raise BadInput(f"{name}: {error}") from None
-        for key, value in one.items():
+        for key, value in settings.items():
             if key == "devices":
-                value = max(value, found.get(key, 0))  # noqa: PLW2901 - the larger of both
+                value = max(value, found.get(key, 0))  # noqa: PLW2901 - the largest of all
             elif key in found and found[key] != value:
                 raise BadInput(
-                    f"{name}: {key}={value}, but the other file has {key}={found[key]}; both must have the same value"
+                    f"{name}: {key}={value}, but another file has {key}={found[key]}; all must have the same value"
                 )
             found[key] = value
         unknown += [f"{name}: {key}" for key in sorted({*given} - known(given))]
@@ -136,16 +136,16 @@ def pipeline_settings(given: Mapping[str, Any], pipeline: str) -> dict[str, Any]
             raise BadInput(f"{' or '.join(PLACES[cluster])} is missing; name the devices")
         if devices[0] != devices[-1]:
             raise BadInput(f"{' and '.join(PLACES[cluster])} differ: {devices[0]} and {devices[-1]}")
-        found[f"{cluster}_{pipeline}"] = devices[0]
+        found[f"{pipeline}.{cluster}"] = devices[0]
     most = max(one for devices in found.values() for one in devices) + 1
-    found |= {name: values[name] for name in ("tp", "infer_tp", "sleep_level") if name in values}
-    if "steps" in values:
-        found[f"steps_{pipeline}"] = values["steps"]
+    found |= {f"{pipeline}.{name}": values[name] for name in ("tp", "infer_tp", "steps") if name in values}
+    if "sleep_level" in values:
+        found["sleep_level"] = values["sleep_level"]
     # The window of an asynchronous loop: versions between generation and training.
     if "ratio" in values:
-        found["window"] = -int(-values["ratio"] // 1)
+        found[f"{pipeline}.window"] = -int(-values["ratio"] // 1)
     elif "async" in values:
-        found["window"] = values.get("age", 1) if values["async"] else 0
+        found[f"{pipeline}.window"] = values.get("age", 1) if values["async"] else 0
     # `offload_nccl`, absent or true: another value was refused.
     return found | {"release_groups": True, "devices": max(most, values.get("devices", 0))}
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, Literal
 
 from kit.errors import BadInput
-from kit.labs.definition import Definition, JobConfig, Option, Role, Step, check_fits
+from kit.labs.definition import EVERY, NAMES, Definition, JobConfig, Option, Role, Step, check_fits
 from kit.labs.share.faults import FAULTS
 from kit.labs.stream.lab import StreamConfig, replica_model, replica_names, trainer_model
 from kit.machine import free_gpu_bytes
@@ -15,27 +15,20 @@ from kit.megatron.config import model_bytes
 DRIVER = "kit.labs.share.drive"
 TRAINER = "trainer"
 DESK = "desk"
+MAIN = "shared"  # the phase in which all pipelines run
+ALONE = "alone_"  # before a pipeline's name: the phase in which it runs alone
 LOCK = "device-{}.lock"  # the file of a device, which the rank that holds the device locks
 BETWEEN_LOOKS_S = 0.1  # an observer samples every 20 ms; what lasts less may go unseen
-PIPELINES = ("a", "b")
 PLANNERS = ("gap-ratio", "fifo", "static")
 SCHEDULER = "kit.labs.share.drive:scheduler"
 PIPELINE = "kit.share.member:Pipeline"
 SEED_APART = 100_003  # between the seeds of two pipelines: more than a run has groups
 # Defaults of the scenarios E and F.
-LARGER = {
-    "devices": 4,
-    "train_a": (0, 1),
-    "infer_a": (0, 1, 2, 3),
-    "train_b": (2, 3),
-    "infer_b": (0, 1, 2, 3),
-    "tp": 2,
-    "infer_tp": 2,
-    "layers": 2,
-}
+LARGER = {"devices": 4, "infer": (0, 1, 2, 3), "tp": 2, "infer_tp": 2, "layers": 2}
+SINGLE = ("A", "E")  # scenarios with one pipeline
 
 
-# Defaults of each gate. With a window there are requests while the trainer has its devices.
+# Defaults of each gate; those of a pipeline apply to all. With a window there are requests while the trainer has its devices.
 GATES: dict[str, dict[str, Any]] = {
     "1": {"scenario": "A", "window": 1},
     "2": {"scenario": "A", "window": 1, "infer_tp": 2},
@@ -44,12 +37,10 @@ GATES: dict[str, dict[str, Any]] = {
         "release_groups": True,
         "size": "125m",
         "layers": 1,
-        "steps_a": 2,
-        "steps_b": 2,
+        "steps": 2,
         "groups": 2,
         "group": 2,
-        "answer_a": (4, 4),
-        "answer_b": (4, 4),
+        "answer": (4, 4),
         "decode": 1,
         "warm": 0,
         "rehearse": False,
@@ -59,33 +50,68 @@ GATES: dict[str, dict[str, Any]] = {
     "4": {},
     "5": {},  # with pipeline=
 }
+# The settings that each pipeline has of its own.
+OF_A_PIPELINE = (
+    *("train", "infer", "tp", "infer_tp", "steps", "groups", "group", "micro_batch", "answer", "numbers", "decode"),
+    *("temperature", "lr", "warm", "slots", "window", "pace_ms", "train_pace_ms"),
+)
 
 
-class Mapping(NamedTuple):
-    """The devices of one pipeline: of its trainer, one per rank, and of its replicas, `tp` for each in turn."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineConfig(StreamConfig):
+    """The loop of one pipeline, as the lab `stream` runs it, and its devices. What all pipelines have in common comes from the ShareConfig
+    that holds it. A step waits for all its groups, because once the trainer holds its devices, the pipeline may have no device to
+    generate on."""
 
-    train: tuple[int, ...]
-    infer: tuple[int, ...]
-    tp: int
+    train: Annotated[
+        tuple[int, ...] | None, Option("devices of the trainer, one per rank; null: by the pipeline's number")
+    ] = None
+    infer: Annotated[tuple[int, ...], Option("devices of the replicas, infer_tp for each in turn")] = (0, 1)
+    steps: Annotated[int, Option("training steps; each gives a new weight version", low=1, high=10_000)] = 3
+    slots: Annotated[int | None, Option("groups in flight at once; null: all that may start", low=1)] = 2
+    window: Annotated[
+        int, Option("how many versions older than its training step a group may be; 0: in order", low=0, high=64)
+    ] = 0
 
-    def bundle(self, replica: int) -> tuple[int, ...]:
-        return self.infer[replica * self.tp : (replica + 1) * self.tp]
+    ranks: Annotated[int, Option("number of trainer and replica ranks; 0: not known yet", low=0, high=4096)] = 0
 
-    def devices(self, role: str) -> tuple[int, ...]:
+    def __post_init__(self) -> None:
+        if self.ranks:  # else this is only what was given
+            StreamConfig.__post_init__(self)
+
+    def on_devices(self, role: str) -> tuple[int, ...]:
+        assert self.train is not None
         return self.train if role == TRAINER else self.bundle(number_of(role))
 
-    @property
-    def replicas(self) -> int:
-        return len(self.infer) // self.tp
+    def bundle(self, replica: int) -> tuple[int, ...]:
+        return self.infer[replica * self.infer_tp : (replica + 1) * self.infer_tp]
 
-    @property
-    def ranks(self) -> int:
-        return len(self.train) + len(self.infer)
+
+def check_devices(name: str, loop: PipelineConfig, train: tuple[int, ...], count: int) -> None:
+    """Refuse a pipeline's mapping that cannot work on this number of devices."""
+    for setting, devices, size, per in (
+        ("train", train, loop.tp, "tp"),
+        ("infer", loop.infer, loop.infer_tp, "infer_tp"),
+    ):
+        given = f"{name}.{setting}={list(devices)}"
+        if not devices:
+            raise BadInput(f"{given} names no device; name at least {name}.{per}={size}")
+        if outside := [device for device in devices if not 0 <= device < count]:
+            raise BadInput(f"{given} names device {outside[0]}; devices={count} are 0 to {count - 1}")
+        if len(set(devices)) < len(devices):
+            raise BadInput(f"{given} names a device twice; name each once")
+        if len(devices) % size:
+            raise BadInput(f"{name}.{per}={size} does not divide the number of devices of {given}")
+    if {*train} & {*loop.infer} and {*train} - {*loop.infer}:
+        raise BadInput(
+            f"{name}.train={sorted(train)} and {name}.infer={sorted(loop.infer)} share only some of the trainer's devices; its "
+            "replicas must use all or none of them"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShareConfig(JobConfig):
-    """Two pipelines, each with its own trainer and replicas, on shared devices. The ranks of A come first."""
+    """Pipelines named a, b, c, ..., each with its own trainer and replicas, on shared devices. The ranks of a come first."""
 
     ranks: Annotated[int, Option("total number of trainer and replica ranks; 0: as needed", low=0, high=4096)] = 0
     scenario: Annotated[
@@ -95,35 +121,12 @@ class ShareConfig(JobConfig):
         ),
     ] = "B"
     devices: Annotated[int, Option("number of shared devices; on the CPU each is one core", low=1, high=512)] = 2
-    train_a: Annotated[tuple[int, ...], Option("devices of pipeline A's trainer, one per rank")] = (0,)
-    infer_a: Annotated[tuple[int, ...], Option("devices of pipeline A's replicas, infer_tp for each in turn")] = (0, 1)
-    train_b: Annotated[tuple[int, ...], Option("devices of pipeline B's trainer, one per rank")] = (1,)
-    infer_b: Annotated[tuple[int, ...], Option("devices of pipeline B's replicas, infer_tp for each in turn")] = (0, 1)
-    tp: Annotated[int, Option("tensor parallel size of each trainer", low=1, high=64)] = 1
-    infer_tp: Annotated[int, Option("tensor parallel size of each replica", low=1, high=64)] = 1
-    steps_a: Annotated[int, Option("training steps of pipeline A", low=1, high=10_000)] = 3
-    steps_b: Annotated[int, Option("training steps of pipeline B", low=1, high=10_000)] = 3
-    groups: Annotated[int, Option("groups (prompts) per step", low=1, high=4096)] = 4
-    group: Annotated[int, Option("samples per group", low=2, high=512)] = 4
-    micro_batch: Annotated[int, Option("samples per microbatch", low=1, high=512)] = 2
-    answer_a: Annotated[tuple[int, ...], Option("fewest and most tokens of an answer in pipeline A")] = (4, 20)
-    answer_b: Annotated[tuple[int, ...], Option("fewest and most tokens of an answer in pipeline B")] = (4, 20)
-    numbers: Annotated[int, Option("upper bound (exclusive) of the numbers in a prompt", low=1, high=10)] = 10
-    decode: Annotated[int, Option("tokens that a replica decodes before it takes new orders", low=1, high=4096)] = 4
-    temperature: Annotated[float, Option("sampling temperature", low=0.05, high=10)] = 1.0
-    lr: Annotated[float, Option("learning rate", low=1e-8, high=1)] = 1e-3
-    warm: Annotated[int, Option("updates on right answers before version 0, so some samples are right", low=0)] = 30
-    slots: Annotated[int | None, Option("groups in flight at once per pipeline; null: all that may start", low=1)] = 2
-    window: Annotated[
-        int, Option("how many versions older than its training step a group may be; 0: in order", low=0, high=64)
-    ] = 0
-    pace_ms: Annotated[
-        tuple[int, ...],
-        Option("least time of a replica of A, and of B, per token of a sample", unit="ms"),
-    ] = (0, 0)
-    train_pace_ms: Annotated[
-        tuple[int, ...], Option("least time of the trainer of A, and of B, per sample", unit="ms")
-    ] = (0, 0)
+    pipelines: Annotated[
+        int | None, Option("number of pipelines; null: 1 in the scenarios A and E, else 2", low=1, high=len(NAMES))
+    ] = None
+    loops: Annotated[dict[str, PipelineConfig], Option("the settings of each pipeline", nested=OF_A_PIPELINE)] = field(
+        default_factory=dict
+    )
     sleep_level: Annotated[
         Literal[2, 1], Option("a sleeping replica drops its weights (2) or keeps them in host memory (1)")
     ] = 2
@@ -148,7 +151,7 @@ class ShareConfig(JobConfig):
         Literal["alone", "all"],
         Option("runs to compare with: each pipeline alone; all: also in sequence, and on half of the devices each"),
     ] = "alone"
-    rehearse: Annotated[bool, Option("at the end, run both again and kill a replica and a trainer on purpose")] = True
+    rehearse: Annotated[bool, Option("at the end, run all again and kill a replica and a trainer on purpose")] = True
     gate: Annotated[
         Literal["", "1", "2", "2.5", "3", "4", "5"],
         Option(
@@ -160,14 +163,14 @@ class ShareConfig(JobConfig):
     request_ms: Annotated[int, Option("longest wait of a request at the desk", low=1, unit="ms")] = 60_000
     operation_ms: Annotated[int, Option("longest time for a replica to sleep or wake", low=1, unit="ms")] = 60_000
     admission_ms: Annotated[
-        int, Option("longest wait of one pipeline for the other at the start; 0: neither waits", low=0, unit="ms")
+        int, Option("longest wait of one pipeline for another at the start; 0: none waits", low=0, unit="ms")
     ] = 60_000
     watchdog_ms: Annotated[int, Option("time between two checks for a pipeline without progress", low=1, unit="ms")] = (
         5_000
     )
     deadline_s: Annotated[float, Option("longest wait of a core", low=0.5, high=3600, unit="s")] = 60.0
     simulated: Annotated[
-        bool, Option("run both pipelines and the desk on simulated ranks and a virtual clock; real ranks stay idle")
+        bool, Option("run all pipelines and the desk on simulated ranks and a virtual clock; real ranks stay idle")
     ] = False
 
     def __post_init__(self) -> None:
@@ -176,155 +179,123 @@ class ShareConfig(JobConfig):
         self._default(GATES.get(self.gate, {}))
         if self.scenario in ("E", "F"):
             self._default(LARGER)
-        for name, value in (("pace_ms", self.pace_ms), ("train_pace_ms", self.train_pace_ms)):
-            if len(value) != 2 or min(value) < 0:
-                raise BadInput(f"{name}={list(value)} must be two numbers of at least 0, one for A and one for B")
-        for name, value in (("answer_a", self.answer_a), ("answer_b", self.answer_b)):
-            if len(value) != 2 or not 1 <= value[0] <= value[1]:
-                raise BadInput(f"{name}={list(value)} must be two numbers: the fewest and the most tokens of an answer")
-        for name in self.pipelines:
-            self._check_mapping(name)
-        needed = 1 if self.simulated else sum(self.mapping(name).ranks for name in self.pipelines)
+        count = self.pipelines or (1 if self.scenario in SINGLE else 2)
+        object.__setattr__(self, "pipelines", count)
+        object.__setattr__(self, "loops", {name: self._loop(name) for name in NAMES[:count]})
+        needed = 1 if self.simulated else sum(loop.ranks for loop in self.loops.values())
         if self.ranks not in (0, needed):
             raise BadInput(f"ranks={self.ranks}, but trainers and replicas need {needed}; leave ranks out")
         object.__setattr__(self, "ranks", needed)
-        for name in self.pipelines:
-            try:
-                pipeline_config(self, name)
-            except BadInput as error:
-                raise BadInput(f"pipeline {name}: {error}") from None
 
     def _default(self, values: dict[str, Any]) -> None:
         """The scenario's and gate's values for settings that still have their defaults."""
-        for one in fields(self):
-            if one.name in values and getattr(self, one.name) == one.default:
-                object.__setattr__(self, one.name, values[one.name])
+        of_a_pipeline = {name: value for name, value in values.items() if name in OF_A_PIPELINE}
+        given = {EVERY: PipelineConfig(), **self.loops}
+        object.__setattr__(self, "loops", {name: with_defaults(loop, of_a_pipeline) for name, loop in given.items()})
+        for setting in fields(self):
+            if setting.name in values and getattr(self, setting.name) == setting.default:
+                object.__setattr__(self, setting.name, values[setting.name])
 
-    def _check_mapping(self, pipeline: str) -> None:
-        train, infer = (f"{cluster}_{pipeline}" for cluster in ("train", "infer"))
-        for name, size, per in ((train, self.tp, "tp"), (infer, self.infer_tp, "infer_tp")):
-            devices: tuple[int, ...] = getattr(self, name)
-            if not devices:
-                raise BadInput(f"{name}=[] names no device; name at least {per}={size}")
-            if wrong := [one for one in devices if not 0 <= one < self.devices]:
-                raise BadInput(
-                    f"{name}={list(devices)} names device {wrong[0]}; devices={self.devices} are 0 to {self.devices - 1}"
-                )
-            if len(set(devices)) < len(devices):
-                raise BadInput(f"{name}={list(devices)} names a device twice; name each once")
-            if len(devices) % size:
-                raise BadInput(f"{per}={size} does not divide the number of devices of {name}={list(devices)}")
-        mine, others = set(getattr(self, train)), set(getattr(self, infer))
-        if mine & others and mine - others:
-            raise BadInput(
-                f"{train}={sorted(mine)} and {infer}={sorted(others)} share only some of the trainer's devices; its replicas "
-                "must use all or none of them"
-            )
-
-    @property
-    def pipelines(self) -> tuple[str, ...]:
-        return PIPELINES[:1] if self.scenario in ("A", "E") else PIPELINES
-
-    def mapping(self, pipeline: str) -> Mapping:
-        train, infer = (self.train_a, self.infer_a) if pipeline == "a" else (self.train_b, self.infer_b)
-        return Mapping(train, infer, self.infer_tp)
-
-
-def pipeline_config(config: ShareConfig, pipeline: str) -> StreamConfig:
-    """The settings of one pipeline as a loop of the lab `stream`. A step waits for all its groups, because once the trainer holds its
-    devices, the pipeline may have no device to generate on."""
-    of, at = config.mapping(pipeline), PIPELINES.index(pipeline)
-    same = {one.name: getattr(config, one.name) for one in fields(StreamConfig) if hasattr(config, one.name)}
-    return StreamConfig(
-        **{
-            **same,
-            "simulated": False,
-            "ranks": of.ranks,
-            "replicas": of.replicas,
-            "steps": (config.steps_a, config.steps_b)[at],
-            "answer": (config.answer_a, config.answer_b)[at],
-            "pace_ms": config.pace_ms[at],
-            "train_pace_ms": config.train_pace_ms[at],
-            "seed": config.seed + at * SEED_APART,
-            "min_groups": config.groups,
-            "sampler": "in-order" if config.window else "strict",
+    def _loop(self, name: str) -> PipelineConfig:
+        """The settings of a pipeline, complete: its own, those in common, and what follows from both."""
+        given, at = self.loops.get(name) or self.loops.get(EVERY) or PipelineConfig(), NAMES.index(name)
+        train = given.train
+        if train is None:  # each on other devices than the one before it
+            larger = self.scenario in ("E", "F")
+            train = ((0, 1), (2, 3))[at % 2] if larger else (at % 2,)
+        check_devices(name, given, train, self.devices)
+        common = {setting.name: getattr(self, setting.name) for setting in fields(JobConfig)}
+        follows = {
+            "ranks": len(train) + len(given.infer),
+            "replicas": len(given.infer) // given.infer_tp,
+            "seed": self.seed + at * SEED_APART,
+            "deadline_s": self.deadline_s,
+            "min_groups": given.groups,
+            "sampler": "in-order" if given.window else "strict",
             "previous": "recorded",
             "phases": "stream",
         }
-    )
+        try:
+            return replace(given, train=train, **{**common, **follows})
+        except BadInput as error:
+            raise BadInput(f"pipeline {name}: {error}") from None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.loops,)
+
+
+def with_defaults(loop: PipelineConfig, values: dict[str, Any]) -> PipelineConfig:
+    usual = {setting.name: setting.default for setting in fields(PipelineConfig)}
+    return replace(loop, **{name: value for name, value in values.items() if getattr(loop, name) == usual[name]})
 
 
 def number_of(role: str) -> int:
     return int(role.rpartition(" ")[2])
 
 
-def role_names(config: ShareConfig, pipeline: str) -> dict[str, int]:
+def role_names(loop: PipelineConfig) -> dict[str, int]:
     """The roles of one pipeline in rank order, and the number of ranks of each. Names are those of the lab `stream`."""
-    of = config.mapping(pipeline)
-    return {TRAINER: len(of.train)} | dict.fromkeys(replica_names(pipeline_config(config, pipeline)), of.tp)
+    return {TRAINER: len(loop.on_devices(TRAINER))} | dict.fromkeys(replica_names(loop), loop.infer_tp)
 
 
 def roles(config: ShareConfig) -> tuple[Role, ...]:
     """Every trainer and every replica is a separate World. In a simulated run all ranks are idle."""
     if config.simulated:
         return (Role(name="idle", ranks=tuple(range(config.ranks)), phases="kit.labs.stream.ranks:Idle"),)
-    found: list[Role] = []
+    every: list[Role] = []
     first = 0
     # With fewer GPUs than devices, several devices are the same one.
     gpus = 0 if config.device == "cpu" else len(free_gpu_bytes())
-    for pipeline in config.pipelines:
-        for name, count in role_names(config, pipeline).items():
+    for pipeline, loop in config.loops.items():
+        for name, count in role_names(loop).items():
             kind = "Trainer" if name == TRAINER else "Replica"
-            ranks = tuple(range(first, first + count))
-            found.append(
+            every.append(
                 Role(
                     name=f"{pipeline} {name}",
-                    ranks=ranks,
-                    world=len(found),
-                    devices=tuple(one % gpus for one in config.mapping(pipeline).devices(name)) if gpus else (),
+                    ranks=tuple(range(first, first + count)),
+                    world=len(every),
+                    devices=tuple(device % gpus for device in loop.on_devices(name)) if gpus else (),
                     phases=f"kit.labs.share.ranks.roles:{kind}",
                 )
             )
             first += count
-    return tuple(found)
+    return tuple(every)
 
 
 def plan(config: ShareConfig) -> list[Step]:
-    """Each loop starts from version 0: first every pipeline alone, then both together. The phase rehearse, in which ranks die, is last."""
+    """Each loop starts from version 0: first every pipeline alone, then all together. The phase rehearse, in which ranks die, is last."""
     if config.simulated:
         phases = {"shared": 3, "scripted": 3, "rehearse": 6}
         return [Step(cycle, phase, driver=f"kit.labs.share.simulated:{phase}") for phase, cycle in phases.items()]
-    alone = [f"alone_{name}" for name in config.pipelines]
-    both = config.controls == "all" and len(config.pipelines) > 1
-    steps = [
-        *(Step(number, phase, driver=f"{DRIVER}:{phase}") for number, phase in enumerate(alone, 1)),
-        Step(3, "shared", driver=f"{DRIVER}:shared"),
-        *(
-            Step(number, phase, driver=f"{DRIVER}:{phase}")
-            for number, phase in enumerate(("serial", "static") if both else (), 4)
-        ),
+    controls = config.controls == "all" and len(config.loops) > 1
+    # A rank has its first loop in cycle 1 or 2, so that later cycles can be compared with them.
+    alone = [Step(min(at, 2), f"{ALONE}{name}", driver=f"{DRIVER}:alone") for at, name in enumerate(config.names, 1)]
+    return [
+        Step(0, "prepare"),
+        *alone,
+        Step(3, MAIN, driver=f"{DRIVER}:shared"),
+        *([Step(4, "serial", driver=f"{DRIVER}:serial")] if controls else []),
+        *([Step(5, "static", driver=f"{DRIVER}:static")] if controls else []),
         *([Step(6, "rehearse", driver=f"{DRIVER}:rehearse")] if config.rehearse else []),
+        Step(0, "end"),
     ]
-    return [Step(0, "prepare"), *steps, Step(0, "end")]
 
 
 def fits(config: ShareConfig) -> None:
     """In a phase with one pipeline alone, all of it is awake at once; everything off its device is in host memory."""
     if config.simulated:
         return
-    jobs, held = 0, 0
-    for pipeline in config.pipelines:
-        one, of = pipeline_config(config, pipeline), config.mapping(pipeline)
-        jobs = max(jobs, model_bytes(trainer_model(one), ranks=len(of.train))["total"])
-        held = max(
-            held, 3 * model_bytes(replica_model(one), ranks=1)["params"] * of.tp
-        )  # the base, and two copies in the cache
+    loops = config.loops.values()
+    jobs = max(model_bytes(trainer_model(loop), ranks=loop.trainer_ranks)["total"] for loop in loops)
+    # The base, and two copies in the cache.
+    held = max(3 * model_bytes(replica_model(loop), ranks=1)["params"] * loop.infer_tp for loop in loops)
     check_fits(config, job=jobs, host=jobs + held, kept="for offloaded state, the base weights and the cache")
 
 
 LAB = Definition(
     name="share",
-    summary="two pipelines time-share devices; each computes bit for bit what it computes alone",
+    summary="pipelines time-share devices; each computes bit for bit what it computes alone",
     config=ShareConfig,
     plan=plan,
     roles=roles,
@@ -335,7 +306,7 @@ LAB = Definition(
     presets="kit.labs.share.rules:PRESETS",
     pictures="kit.labs.share.pictures:PICTURES",
     foreign="kit.labs.share.foreign:settings_of",
-    first=("scenario", "steps_a", "steps_b", "answer_a", "answer_b", "groups", "group", "planner", "controls"),
+    first=("pipelines", "scenario", "devices", "planner", "controls"),
     faults=FAULTS,
     preload=("megatron.core",),
 )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from kit.labs.share.lab import ALONE, MAIN
 from kit.results import Measured, Missing, NotMeasured, with_ids
 from kit.results.frames import rows_of
 from kit.results.ledger import PerFrame, events
@@ -28,10 +29,6 @@ Measure = Callable[["pd.DataFrame", Mapping[str, Any]], Measured]
 State = TypeVar("State")
 Key = TypeVar("Key")
 Value = TypeVar("Value")
-
-MAIN = "shared"
-PHASES = (MAIN, "scripted", "alone_a", "alone_b", "serial", "static", "rehearse")  # those with ledgers
-
 
 # -- ledgers --------------------------------------------------------------------------------------------------------------
 
@@ -67,9 +64,14 @@ runs = PerFrame(read_parts).of
 ledgers = PerFrame(read_ledgers).of
 
 
-def every_ledger(frame: pd.DataFrame, phases: Iterable[str] = PHASES) -> Iterator[tuple[str, DeskLedger]]:
-    """Every ledger with its origin; that of the phase `shared` first."""
-    for phase in phases:
+def alone_phases(frame: pd.DataFrame) -> list[str]:
+    return [phase for phase in frame["phase"].unique() if str(phase).startswith(ALONE)]
+
+
+def every_ledger(frame: pd.DataFrame, phases: Iterable[str] = ()) -> Iterator[tuple[str, DeskLedger]]:
+    """Every ledger with its origin, of these phases or of all; that of the phase `shared` first."""
+    every = (MAIN, "scripted", *alone_phases(frame), "serial", "static", "rehearse")
+    for phase in phases or every:
         found = ledgers(frame, phase)
         for number, one in enumerate(found, 1):
             yield phase if len(found) == 1 else f"{phase} {number}", one
@@ -283,5 +285,5 @@ def devices_of(config: Any, owner: str) -> tuple[int, ...]:
     """The devices of an owner ("a.replica 0") or of one of its ranks ("a.replica 0#1"), from a run's config."""
     name, _, place = owner.partition("#")
     pipeline, _, role = name.partition(".")
-    devices: tuple[int, ...] = config.mapping(pipeline).devices(role)
+    devices: tuple[int, ...] = config.loops[pipeline].on_devices(role)
     return devices[int(place) : int(place) + 1] if place else devices

@@ -12,7 +12,7 @@ from typing import Any
 
 from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.lab import Drive
-from kit.labs.share.lab import DESK, TRAINER, pipeline_config
+from kit.labs.share.lab import DESK, TRAINER
 from kit.labs.share.observer import EVERY_S, Observer
 from kit.labs.stream import drive as ports
 from kit.labs.stream.drive import name_of, number_of
@@ -30,7 +30,7 @@ class Part(Drive):
 
     def __init__(self, drive: Drive, pipeline: str) -> None:
         start = f"{pipeline} "
-        self.config = pipeline_config(drive.config, pipeline)
+        self.config = drive.config.loops[pipeline]
         self.roles = {name.removeprefix(start): ranks for name, ranks in drive.roles.items() if name.startswith(start)}
         self.submit = drive.submit  # type: ignore[method-assign] # the drive must know every call
 

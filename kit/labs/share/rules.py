@@ -3,7 +3,6 @@ null if a run has none."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -11,10 +10,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kit.labs.share.lab import BETWEEN_LOOKS_S, TRAINER, ShareConfig, pipeline_config
+from kit.labs.definition import made
+from kit.labs.share.lab import ALONE, BETWEEN_LOOKS_S, MAIN, TRAINER, ShareConfig
 from kit.labs.share.ledgers import (
-    MAIN,
     Levels,
+    alone_phases,
     devices_of,
     every_ledger,
     leases,
@@ -49,9 +49,8 @@ SEEN_BYTES = 8 * MIB  # a change of resident memory above noise
 
 
 def read(config: Mapping[str, Any]) -> ShareConfig:
-    given: dict[str, Any] = {field.name: config[field.name] for field in dataclasses.fields(ShareConfig)}
-    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    return ShareConfig(**given)
+    run: ShareConfig = made(ShareConfig, config)
+    return run
 
 
 def no_ranks(config: Mapping[str, Any]) -> str:
@@ -160,7 +159,7 @@ def readings(levels: Mapping[str, Levels]) -> set[tuple[float, float]]:
 
 def weights_seen(run: ShareConfig) -> float:
     """The bytes of a replica's weights; raises if they are too few to see in resident memory."""
-    least = min(model_bytes(replica_model(pipeline_config(run, name)), ranks=1)["params"] for name in run.pipelines)
+    least = min(model_bytes(replica_model(loop), ranks=1)["params"] for loop in run.loops.values())
     if least < 2 * SEEN_BYTES:
         raise NotMeasured(
             f"a replica's weights are {least / MIB:.1f} MiB, too small to distinguish from noise; use more layers"
@@ -231,7 +230,7 @@ def slept_in_flight(frame: pd.DataFrame, config: ShareConfig) -> Iterator[str]:
     counts = Counter(zip(rows["pipeline"], rows["replica"].astype(int), strict=True))
     for ledger in ledgers(frame, MAIN):
         for (name, replica), slept in Counter(replica_of(row) for row in ledger.of("shrunk")).items():
-            if counts[name, replica] < slept * config.infer_tp:
+            if counts[name, replica] < slept * config.loops[name].infer_tp:
                 yield f"replica {replica} of {name} slept {slept} times and counted {counts[name, replica]} times"
 
 
@@ -274,7 +273,7 @@ def outcomes(frame: pd.DataFrame, phase: str, pipeline: str) -> dict[tuple[str, 
 
 
 def wanted_outcomes(config: ShareConfig, pipeline: str) -> dict[str, int]:
-    loop = pipeline_config(config, pipeline)
+    loop = config.loops[pipeline]
     samples = loop.steps * loop.groups * loop.group
     updates = samples // (loop.batch or loop.groups * loop.group)
     return {"digest": loop.steps + 1, "global_loss": updates, "grad_norm": updates, "tokens_digest": samples}
@@ -283,7 +282,7 @@ def wanted_outcomes(config: ShareConfig, pipeline: str) -> dict[str, int]:
 def same_numbers(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:
     """Does each pipeline compute bit for bit what it computes alone?"""
     run = read(config)
-    compared = [departed(frame, run, name, MAIN) for name in run.pipelines]  # all, so that lacking records come first
+    compared = [departed(frame, run, name, MAIN) for name in run.names]  # all, so that lacking records come first
     for violations, _ in compared:
         yield from violations
     count = sum(number for _, number in compared)
@@ -292,8 +291,8 @@ def same_numbers(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:
 
 def departed(frame: pd.DataFrame, run: ShareConfig, name: str, phase: str) -> tuple[list[str], int]:
     """The outcomes of a pipeline in a phase that differ from those alone, in order, and the number of outcomes compared."""
-    alone, shared = outcomes(frame, f"alone_{name}", name), outcomes(frame, phase, name)
-    for where, recorded_there in ((f"alone_{name}", alone), (phase, shared)):
+    alone, shared = outcomes(frame, ALONE + name, name), outcomes(frame, phase, name)
+    for where, recorded_there in ((ALONE + name, alone), (phase, shared)):
         for metric, number in wanted_outcomes(run, name).items():
             if (count := sum(key[0] == metric for key in recorded_there)) != number:
                 lacking(
@@ -316,9 +315,12 @@ def describe(outcome: tuple[float | None, str] | None) -> str:
 
 
 def stale(config: Mapping[str, Any]) -> str:
-    if config.get("window"):
-        return f"window={config['window']}: the version that generates a sample depends on timing; use window=0"
-    return no_ranks(config)
+    if (why := no_ranks(config)) or "pipelines" not in config:
+        return why
+    windows = [f"{name}.window={loop.window}" for name, loop in read(config).loops.items() if loop.window]
+    if windows:
+        return f"{', '.join(windows)}: the version that generates a sample depends on timing; use window=0"
+    return ""
 
 
 def namespaces_apart(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:
@@ -326,7 +328,7 @@ def namespaces_apart(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violatio
 
     Each draws its own, so none of their weights and samples are equal.
     """
-    drawn = [outcomes(frame, MAIN, name) for name in read(config).pipelines]
+    drawn = [outcomes(frame, MAIN, name) for name in read(config).names]
     count = 0
     for first, second in itertools.combinations(drawn, 2):
         common = [key for key in first if key in second and key[0] in ("digest", "tokens_digest")]
@@ -340,7 +342,7 @@ def namespaces_apart(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violatio
 
 
 def alone_here(config: Mapping[str, Any]) -> str:
-    if not no_ranks(config) and len(read(config).pipelines) < 2:
+    if not no_ranks(config) and len(read(config).names) < 2:
         return "there is only one pipeline"
     return no_ranks(config)
 
@@ -368,7 +370,7 @@ def others_untouched(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violatio
 def groups_moved(frame: pd.DataFrame, run: ShareConfig) -> Iterator[str]:
     rows = frame[frame["metric"] == "groups"]
     after = rows[rows["phase"] == MAIN].groupby("rank")["value"].last()
-    for phase in (f"alone_{name}" for name in run.pipelines):
+    for phase in (ALONE + name for name in run.names):
         before = rows[rows["phase"] == phase].groupby("rank")["value"].last()
         for rank in before.index.intersection(after.index):
             if before[rank] != after[rank]:
@@ -379,7 +381,7 @@ def dead_and_seen(frame: pd.DataFrame, config: ShareConfig) -> Iterator[str]:
     """Devices that a dead pipeline still held, according to observers, after the desk had removed it; and outcomes of the others that
     differ from those alone."""
     dead = {row.who for ledger in ledgers(frame, "rehearse") for row in ledger.of("died") if "replica" not in row.ids}
-    for name in () if config.window else sorted({*config.pipelines} - dead):
+    for name in [name for name, loop in config.loops.items() if not loop.window and name not in dead]:
         yield from departed(frame, config, name, "rehearse")[0]
     for where, ledger in every_ledger(frame, ("rehearse",)):
         for name in {row.who for row in ledger.of("died") if "replica" not in row.ids}:
@@ -397,7 +399,7 @@ def loops_right(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:  
     Every rule of a loop's ledger, for each pipeline, alone and shared, except that a step may wait for all its groups.
     """
     count, asked = 0, set[str]()
-    for where, loop in loops(frame, (MAIN, "alone_a", "alone_b")):
+    for where, loop in loops(frame, (MAIN, *alone_phases(frame))):
         for rule_of_loop in stream.RULES:
             name = rule_of_loop.__name__
             if name != "trains_before_straggler":

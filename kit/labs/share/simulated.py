@@ -13,7 +13,7 @@ from typing import Any
 from kit.errors import KitError
 from kit.labs.lab import Drive
 from kit.labs.share.drive import OfPipeline, member
-from kit.labs.share.lab import DESK, ShareConfig, pipeline_config
+from kit.labs.share.lab import DESK, ShareConfig
 from kit.labs.share.scenarios import SCENARIOS
 from kit.labs.stream.drive import durations, silent, written
 from kit.labs.stream.lab import settings
@@ -54,7 +54,7 @@ def rehearse(drive: Drive) -> None:
 
 
 def finished(done: Simulation, config: ShareConfig) -> None:
-    if left := [name for name in (*config.pipelines, DESK) if name not in done.ended]:
+    if left := [name for name in (*config.names, DESK) if name not in done.ended]:
         raise KitError(f"the run is stuck: {', '.join(left)} did not end")
     if errors := [one for one in done.ended.values() if one.get("why") == "error"]:
         raise KitError(f"a core ended with an error: {errors[0].get('error', 'no reason given')}")
@@ -106,8 +106,8 @@ SCENES = (
 
 def scenes(config: ShareConfig) -> list[Scene]:
     """The scenes that a config allows: all need both pipelines, those that lose a replica also another replica."""
-    spare = config.planner != "static" and config.mapping("a").replicas > 1
-    return [one for one in SCENES if len(config.pipelines) > 1 and (spare or "broken" not in one.devices)]
+    spare = config.planner != "static" and config.loops["a"].replicas > 1
+    return [scene for scene in SCENES if len(config.names) > 1 and (spare or "broken" not in scene.devices)]
 
 
 class Stage(Devices):
@@ -137,20 +137,21 @@ class Stage(Devices):
 def run(config: ShareConfig, scene: Scene = Scene(name="as configured")) -> Simulation:
     clock, systems, cores, first = VirtualClock(), dict[str, System](), dict[str, Any](), list[Row]()
     late = 3 * max(getattr(config, name) for name in OF_THE_DESK) / 1000
-    for name in config.pipelines:
-        one, of = pipeline_config(config, name), config.mapping(name)
-        plan, times = settings(one), durations(one)
-        systems[name] = System(clock, times, replicas=of.replicas, pipeline=name)
+    for name, loop in config.loops.items():
+        plan, times = settings(loop), durations(loop)
+        systems[name] = System(clock, times, replicas=loop.replicas, pipeline=name)
         for replica in systems[name].replicas.values():
             replica.gone = True  # asleep: the desk wakes the first
         cores[name] = member(config, name)
         first += [Row(metric=event, time=0.0, ids={**ids, "pipeline": name}) for event, ids in opening(plan)]
         late += (
-            LATE * one.steps * one.groups * (one.group * one.answer[1] * times.token_s + times.train_s + times.sync_s)
+            LATE
+            * (loop.steps * loop.groups)
+            * (loop.group * loop.answer[1] * times.token_s + times.train_s + times.sync_s)
         )
     cores[DESK] = load_callable(config.scheduler)(replace(config, **scene.limits))
     ports = dict.fromkeys([one for one in ADDRESSES if one != DESK], Ports(systems))
-    meters = {name: Meter() for name in config.pipelines}
+    meters = {name: Meter() for name in config.names}
     logs = Ports({name: Log(meter, silent) for name, meter in meters.items()})
 
     def watched(runner: Runner) -> None:

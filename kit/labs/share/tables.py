@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from kit.labs.share.ledgers import MAIN, Span, over_time, recorded, runs, seats, spans
+from kit.labs.share.lab import ALONE, MAIN
+from kit.labs.share.ledgers import Span, over_time, recorded, runs, seats, spans
 from kit.results import NotMeasured
 from kit.results.ledger import PerFrame
 from kit.results.records import Row, numbers
@@ -19,7 +20,6 @@ from kit.share.books import Books, DeskLedger, cluster_of, replica_of, request_o
 from kit.share.judge import device_requests, flights, is_needy
 from kit.stream.ports import TRAINER, calls
 
-ALONE = "alone_"  # with the pipeline's name
 USES = ("training", "generating", "waiting", "switching", "idle")
 NOBODY = "-"
 

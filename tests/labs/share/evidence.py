@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from kit.labs.share.lab import LAB, ShareConfig, pipeline_config
+from kit.labs.definition import as_settings
+from kit.labs.share.lab import LAB, ShareConfig
 from kit.labs.share.ledgers import devices_of
 from kit.labs.share.simulated import SCENES, run
 from kit.labs.stream.lab import replica_model
@@ -16,11 +17,10 @@ from kit.results import Row, Verdict
 from kit.results.records import NOTEBOOK
 from kit.results.rules import judge
 from kit.results.run import to_frame
+from tests.labs.share.conftest import share
 
 MIB = 2**20
-CONFIG = ShareConfig(
-    layers=200, steps_a=2, steps_b=2, release_groups=True
-)  # large enough for the weights to show in resident memory
+CONFIG = share(layers=200, steps=2, release_groups=True)  # large enough for the weights to show in resident memory
 COUNTS = ("fds", "sockets", "threads", "children", "memfds", "shared_maps", "shm_files", "temp_files")
 OWNERS = [f"{name}.{role}" for name in "ab" for role in ("trainer", "replica 0", "replica 1")]
 Facts = dict[str, Any]
@@ -53,7 +53,7 @@ def records(config: ShareConfig = CONFIG) -> list[Facts]:
             found.add(
                 "shared", "served", None, row.time, rank, text=f"{name} {version}", ids={**ids, "version": version}
             )
-    for name in config.pipelines:
+    for name in config.names:
         for phase in (f"alone_{name}", "shared", *(["rehearse"] if name == "b" else [])):
             for metric, value, text, ids in numbers_of(config, name):
                 found.add(
@@ -89,7 +89,7 @@ def add_devices(found: Found, config: ShareConfig, rows: Any) -> None:
             if event == "freed" and owner.endswith("trainer"):
                 found.add("shared", "groups_asleep", 0.0, when, rank_of(owner), unit="1", ids={"who": owner})
             found.add("shared", "seen_owner", float(bool(seen)), when, text=seen, unit="1", ids={"device": device})
-        size = model_bytes(replica_model(pipeline_config(config, owner[0])), ranks=1)["params"] * bool(seen)
+        size = model_bytes(replica_model(config.loops[owner[0]]), ranks=1)["params"] * bool(seen)
         found.add("shared", "seen_resident", 300.0 * MIB + size, when, unit="B", ids={"who": owner})
 
 
@@ -109,7 +109,7 @@ def lease_events(rows: Any) -> Iterator[tuple[str, float, str]]:
 
 def numbers_of(config: ShareConfig, name: str) -> Iterator[tuple[str, float | None, str, dict[str, int]]]:
     """Yield the numbers that a pipeline computes."""
-    one = pipeline_config(config, name)
+    one = config.loops[name]
     for version in range(one.steps + 1):
         yield "digest", None, f"{name} {version}", {"version": version}
     for step in range(one.steps):
@@ -122,4 +122,4 @@ def numbers_of(config: ShareConfig, name: str) -> Iterator[tuple[str, float | No
 
 def verdict_of(rows: list[Row], config: ShareConfig = CONFIG) -> Verdict:
     frame = to_frame(Row(**{"run": "test", "lab": "share", "cycle": 1, **row}) for row in rows)
-    return judge(frame, dataclasses.asdict(config), LAB.load_rules())
+    return judge(frame, as_settings(config), LAB.load_rules())

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import kit
+from kit.labs.definition import as_settings
 from kit.labs.share import ledgers as recorded
 from kit.labs.share.lab import ShareConfig
 from kit.results import Row, create_run
@@ -16,6 +17,7 @@ from kit.results.records import NOTEBOOK
 from kit.share.books import DeskLedger
 from kit.share.state import Cluster
 from kit.stream.simulated import Durations
+from tests.labs.share.conftest import share
 from tests.share.pair import STRICT, shared
 
 BEGAN = 1.8e9
@@ -86,20 +88,20 @@ def event(name: str, when: float, ids: Mapping[str, Any]) -> Row:
 def clusters(config: ShareConfig) -> dict[str, dict[str, Cluster]]:
     return {
         name: {
-            "trainer": Cluster(config.mapping(name).train),
-            "generation": Cluster(config.mapping(name).infer, config.infer_tp),
+            "trainer": Cluster(loop.on_devices("trainer")),
+            "generation": Cluster(loop.infer, loop.infer_tp),
         }
-        for name in config.pipelines
+        for name, loop in config.loops.items()
     }
 
 
 def simulated(config: ShareConfig, names: Iterable[str], durations: Durations | None, **more: Any) -> list[Row]:
     """Return the simulated ledger of these pipelines under a desk."""
     mine = {name: some for name, some in clusters(config).items() if name in names}
-    batch = config.groups * config.group
+    loop = config.loops["a"]
     stream = replace(
-        STRICT, steps=config.steps_a, groups=config.groups, min_groups=config.groups, group=config.group,
-        train_global_batch_size=batch, places=config.groups, slots=config.groups,
+        STRICT, steps=loop.steps, groups=loop.groups, min_groups=loop.groups, group=loop.group,
+        train_global_batch_size=loop.groups * loop.group, places=loop.groups, slots=loop.groups,
     )  # fmt: skip
     return shared(mine, stream, durations, devices=config.devices, **more).rows
 
@@ -116,14 +118,14 @@ def make(
     **changed: Any,
 ) -> kit.Run:
     """Write a run; `until` is its last phase."""
-    config = ShareConfig(**changed)
-    writer = create_run(folder, "share", dataclasses.asdict(config), {})
+    config = share(**changed)
+    writer = create_run(folder, "share", as_settings(config), {})
     clock = BEGAN
     for cycle, phase in enumerate(["prepare", *phases]):
         about = {"run": writer.id, "lab": "share", "cycle": cycle, "phase": phase}
         began = clock
         if phase != "prepare":
-            names = config.pipelines if phase == "shared" else (phase.removeprefix("alone_"),)
+            names = config.names if phase == "shared" else (phase.removeprefix("alone_"),)
             rows = (ledgers or {}).get(phase)
             if rows is None:
                 rows = simulated(config, names, durations, prepare=prepare)

@@ -12,6 +12,7 @@ import pytest
 
 from kit.labs.share.rules import RULES
 from kit.results.records import NOTEBOOK
+from tests.labs.share.conftest import share
 from tests.labs.share.evidence import CONFIG, MIB, Facts, fact, records, verdict_of
 from tests.labs.simulated import failed, passed, why
 
@@ -261,6 +262,6 @@ def test_a_broken_run_is_judged_as_far_as_it_goes(right: list[Facts]) -> None:
 
 
 def test_a_window_leaves_the_numbers_open(right: list[Facts]) -> None:
-    verdict = verdict_of(right, dataclasses.replace(CONFIG, window=1))
+    verdict = verdict_of(right, share(layers=200, steps=2, release_groups=True, window=1))
     assert passed(verdict, "same_numbers") is None
     assert "use window=0" in why(verdict, "same_numbers")

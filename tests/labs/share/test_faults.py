@@ -6,10 +6,10 @@ import pytest
 
 from kit.labs.definition import Fault
 from kit.labs.share.faults import OF_A_PIPELINE, OF_THE_DESK
-from kit.labs.share.lab import LAB, ShareConfig
+from kit.labs.share.lab import LAB
 from kit.labs.share.simulated import SCENES, run
 from kit.target import replaced
-from tests.labs.share.conftest import simulated
+from tests.labs.share.conftest import share, simulated
 from tests.labs.simulated import failed, passed, why
 
 # Other checks that a bug fails, besides the one it is listed under.
@@ -75,7 +75,9 @@ def test_every_fault_has_a_name_of_its_own_and_a_patch_that_can_be_applied() -> 
         {"planner": "fifo"},
         {"planner": "static"},
         {"window": 1, "admission_ms": 0},
-        {"steps_a": 1, "answer_b": (20, 60), "pace_ms": (5, 20), "train_pace_ms": (0, 50)},
+        {"a.steps": 1, "b.answer": (20, 60), "a.pace_ms": 5, "b.pace_ms": 20, "b.train_pace_ms": 50},
+        {"pipelines": 3, "b.infer_tp": 2},
+        {"pipelines": 6, "devices": 4, "steps": 2, "infer": (0, 1, 2, 3), "f.tp": 2, "f.train": (2, 3)},
     ],
     ids="-".join,
 )
@@ -86,7 +88,7 @@ def test_other_settings_pass_too(config: dict[str, object]) -> None:
 
 def test_scenes_happen() -> None:
     """Each scene ends as it should: a pipeline that dies ends with an error, the others do not."""
-    config = ShareConfig(simulated=True)
+    config = share(simulated=True)
     ends = {}
     for scene in SCENES:
         done = run(config, scene)

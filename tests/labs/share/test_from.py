@@ -11,7 +11,7 @@ import yaml
 from kit.cli import Answer, main
 from kit.errors import BadInput
 from kit.labs.share.foreign import settings_of
-from kit.labs.share.lab import ShareConfig
+from tests.labs.share.conftest import share
 
 # In the format of NeMo-RL pipelines under rlix: the job's settings are overrides, devices are given twice.
 NEMO: dict[str, Any] = {
@@ -58,21 +58,24 @@ def changed(content: dict[str, Any], **changes: Any) -> dict[str, Any]:
 def test_two_files_become_two_pipelines() -> None:
     found, unknown = settings_of({"one": NEMO, "two": ROLL})
     assert found == {
-        "scenario": "B",
+        "pipelines": 2,
         "devices": 2,
-        "train_a": [0],
-        "infer_a": [0, 1],
-        "train_b": [1],
-        "infer_b": [0, 1],
-        "tp": 1,
-        "infer_tp": 1,
+        "a.train": [0],
+        "a.infer": [0, 1],
+        "a.tp": 1,
+        "a.infer_tp": 1,
+        "a.steps": 6,
+        "a.window": 1,
+        "b.train": [1],
+        "b.infer": [0, 1],
+        "b.tp": 1,
+        "b.infer_tp": 1,
+        "b.steps": 3,
+        "b.window": 1,
         "sleep_level": 2,
-        "steps_a": 6,
-        "steps_b": 3,
-        "window": 1,
         "release_groups": True,
     }
-    ShareConfig(**{name: tuple(one) if isinstance(one, list) else one for name, one in found.items()})
+    assert share(**found).names == ("a", "b")
     assert unknown == [
         "one: pipeline_cls",
         "one: policy.generation.vllm_cfg.enforce_eager",
@@ -82,17 +85,17 @@ def test_two_files_become_two_pipelines() -> None:
 
 def test_one_file_is_one_pipeline() -> None:
     found, _ = settings_of({"one": ROLL})
-    assert (found["scenario"], found["train_a"], found["devices"]) == ("A", [1], 2)
-    assert "train_b" not in found
+    assert (found["pipelines"], found["a.train"], found["devices"]) == (1, [1], 2)
+    assert "b.train" not in found
 
 
 def test_a_loop_that_is_not_asynchronous_has_no_window() -> None:
-    assert settings_of({"one": changed(ROLL, async_generation_ratio=0)})[0]["window"] == 0
+    assert settings_of({"one": changed(ROLL, async_generation_ratio=0)})[0]["a.window"] == 0
     overrides = ["grpo.async_grpo.enabled=false"]
-    assert settings_of({"one": changed(NEMO, nemo_config_overrides=overrides)})[0]["window"] == 0
+    assert settings_of({"one": changed(NEMO, nemo_config_overrides=overrides)})[0]["a.window"] == 0
     overrides = ["grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=3"]
-    assert settings_of({"one": changed(NEMO, nemo_config_overrides=overrides)})[0]["window"] == 3
-    assert "window" not in settings_of({"one": changed(NEMO, nemo_config_overrides=None)})[0]
+    assert settings_of({"one": changed(NEMO, nemo_config_overrides=overrides)})[0]["a.window"] == 3
+    assert "a.window" not in settings_of({"one": changed(NEMO, nemo_config_overrides=None)})[0]
 
 
 REFUSED = [
@@ -126,10 +129,10 @@ def test_pipelines_that_cannot_go_together_are_refused() -> None:
     other = changed(
         NEMO, actor_infer={"device_mapping": [0, 1], "strategy_args": {"strategy_config": {"sleep_level": 1}}}
     )
-    with pytest.raises(BadInput, match="two: sleep_level=1, but the other file has sleep_level=2"):
+    with pytest.raises(BadInput, match="two: sleep_level=1, but another file has sleep_level=2"):
         settings_of({"one": changed(NEMO), "two": other})
-    with pytest.raises(BadInput, match="at most 2"):
-        settings_of({"one": NEMO, "two": NEMO, "three": NEMO})
+    with pytest.raises(BadInput, match="at most 26"):
+        settings_of({str(number): NEMO for number in range(27)})
 
 
 def test_a_run_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,8 +148,8 @@ def test_a_run_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     for file, content in zip(files, (NEMO, ROLL), strict=True):
         file.write_text(yaml.safe_dump(content))
     words = [word for file in files for word in ("--from", str(file))]
-    assert main(["run", "share", *words, "--set", "steps_a=2"]) == 0
-    assert (given["train_b"], given["window"], given["steps_a"], given["steps_b"]) == ([1], 1, 2, 3)
+    assert main(["run", "share", *words, "--set", "a.steps=2"]) == 0
+    assert (given["b.train"], given["a.window"], given["a.steps"], given["b.steps"]) == ([1], 1, 2, 3)
     assert f"kit: no setting for {files[0]}: pipeline_cls" in capsys.readouterr().err
     assert main(["run", "smoke", *words]) == 2
     assert "lab 'smoke' does not support --from FILE" in capsys.readouterr().err

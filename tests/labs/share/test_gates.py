@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 import kit
-from kit.labs.share.lab import ShareConfig
-from tests.labs.share.conftest import simulated
+from tests.labs.share.conftest import share, simulated
 from tests.labs.simulated import failed, passed, why
 
 
@@ -21,16 +20,16 @@ def test_a_gate_shows_what_it_is_about(gate: str) -> None:
 
 def test_a_gate_that_shows_nothing_fails() -> None:
     """With a single step, no devices are handed over and no pipeline comes back."""
-    verdict, _ = simulated(gate="3", steps_a=1)
+    verdict, _ = simulated(gate="3", steps=1)
     assert passed(verdict, "gate_shown") is False
     assert why(verdict, "gate_shown").startswith("never happened: a pipeline handed its devices over")
-    assert passed(simulated(gate="1", infer_a=(0,))[0], "gate_shown") is False
+    assert passed(simulated(gate="1", infer=(0,))[0], "gate_shown") is False
 
 
 def test_settings_go_over_a_gate() -> None:
-    assert ShareConfig(gate="2").infer_tp == 2
-    assert ShareConfig(gate="1", window=2).window == 2
-    assert ShareConfig(gate="2.5", size="tiny").layers == 1
+    assert share(gate="2").loops["a"].infer_tp == 2
+    assert share(gate="1", window=2).loops["a"].window == 2
+    assert share(gate="2.5", size="tiny").layers == 1
 
 
 @pytest.mark.slow

@@ -8,13 +8,12 @@ import pytest
 
 import kit
 from kit.errors import BadInput
-from kit.labs.share.lab import ShareConfig
 from kit.labs.share.simulated import run
 from kit.share.member import Desk, Pipeline
-from tests.labs.share.conftest import simulated
+from tests.labs.share.conftest import share, simulated
 from tests.labs.simulated import failed, passed
 
-SMALL = {"steps_a": 2, "steps_b": 2, "groups": 2, "group": 2}
+SMALL = {"steps": 2, "groups": 2, "group": 2}
 
 
 class Right:
@@ -100,8 +99,8 @@ def of(kind: type) -> str:
 
 def test_the_kits_own_asks_for_what_a_member_asks_for() -> None:
     rows = [
-        [(row.event, row.time, row.ids) for row in run(ShareConfig(simulated=True, pipeline=name)).rows]
-        for name in (of(Pipeline), ShareConfig().pipeline)
+        [(row.event, row.time, row.ids) for row in run(share(simulated=True, pipeline=name)).rows]
+        for name in (of(Pipeline), share().pipeline)
     ]
     assert len(rows[0]) > 500
     assert rows[0] == rows[1]
@@ -111,7 +110,7 @@ def test_somebody_elses_hears_each_moment_once_and_in_order() -> None:
     verdict, error = simulated(pipeline=of(Right), gate="5", **SMALL)
     assert (failed(verdict), error) == (set(), "")
     assert passed(verdict, "gate_shown") is True
-    run(ShareConfig(simulated=True, pipeline=of(Right), **SMALL))
+    run(share(simulated=True, pipeline=of(Right), **SMALL))
     first = ["before_training 0", "before_weight_sync 0", "begin_progress", "after_training 0"]
     second = ["before_training 1", "before_weight_sync 1", "after_training 1"]
     assert Right.last.calls == ["begin_progress", "created", *first, *second, "end_progress"]
@@ -138,7 +137,7 @@ def test_a_wrong_one_is_found_out(kind: type, check: str, words: str) -> None:
 
 def test_gate_5_needs_one() -> None:
     with pytest.raises(BadInput, match=r"give it as pipeline=module:attr"):
-        ShareConfig(gate="5")
+        share(gate="5")
 
 
 @pytest.mark.slow

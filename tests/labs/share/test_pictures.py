@@ -137,7 +137,7 @@ def test_many_devices_and_replicas_fit(tmp_path):
     """There are more devices than lanes, and replicas with two devices."""
     every = tuple(range(20))
     run = make(
-        tmp_path, devices=20, train_a=every[:2], infer_a=every, train_b=every[2:4], infer_b=every, infer_tp=2, tp=2,
+        tmp_path, devices=20, infer=every, infer_tp=2, tp=2, **{"a.train": every[:2], "b.train": every[2:4]},
         phases=("shared",),
     )  # fmt: skip
     picture = plot(run)

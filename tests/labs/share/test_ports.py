@@ -11,12 +11,12 @@ import pytest
 
 from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.share.drive import opened
-from kit.labs.share.lab import ShareConfig
 from kit.labs.share.ports import Clock, Live, Ranks
 from kit.loop.messages import Command, Event, Memory
 from kit.loop.runner import Stalled
 from kit.results import Row
 from kit.stream.ports import Meter
+from tests.labs.share.conftest import share
 
 
 class Call:
@@ -37,7 +37,7 @@ class Calls:
     """Stands in for a Drive and for the observer."""
 
     def __init__(self) -> None:
-        self.config = ShareConfig(deadline_s=0.5)
+        self.config = share(deadline_s=0.5)
         self.roles = {"a trainer": (0,), "a replica 0": (1,), "a replica 1": (2,), "b trainer": (3,)}
         self.made: list[Call] = []
         self.for_desk = True
@@ -63,7 +63,7 @@ def test_a_pipelines_meter_begins_with_the_ledger(monkeypatch: pytest.MonkeyPatc
     """On a busy machine, time passes between the first rows and the loop's start."""
     rows, meter = Memory(), Meter()
     monkeypatch.setattr(time, "time", lambda: 10.0)
-    ledger = opened(rows, {"a": meter}, ShareConfig())
+    ledger = opened(rows, {"a": meter}, share())
     ledger.write(Row(metric="begins", time=10.5, ids={"pipeline": "a"}))
     assert rows[0].time == 10.0
     assert meter.take()["total"] == 0.5

@@ -13,7 +13,6 @@ import pytest
 
 import kit
 from kit.labs.share.drive import clusters, controller, scheduler
-from kit.labs.share.lab import PIPELINES, ShareConfig
 from kit.results import Row
 from kit.results.frames import events_of
 from kit.results.rules import settle
@@ -22,19 +21,21 @@ from kit.share.member import Member
 from kit.stream.history import LoopLedger
 from kit.stream.judge import publish_before_use
 from tests.holdings import holdings, wait_for
+from tests.labs.share.conftest import share
 from tests.loop.replaying import replay_rows
 from tests.share.chaos import violations
 
+PIPELINES = ("a", "b")
 CONFIG: dict[str, Any] = {
-    "steps_a": 2,
-    "steps_b": 3,
+    "a.steps": 2,
+    "b.steps": 3,
     "groups": 2,
     "group": 2,
     "layers": 1,
     "warm": 3,
     "lr": 3e-3,
-    "answer_a": (3, 8),
-    "answer_b": (3, 10),
+    "a.answer": (3, 8),
+    "b.answer": (3, 10),
     "decode": 2,
 }
 NUMBERS = ("digest", "tokens_digest", "global_loss", "grad_norm")
@@ -88,7 +89,7 @@ def ledger(run: kit.Run, phase: str) -> list[Row]:
 
 def test_each_computes_what_it_computes_alone(run: kit.Run) -> None:
     for name in PIPELINES:
-        steps = CONFIG[f"steps_{name}"]
+        steps = CONFIG[f"{name}.steps"]
         alone = computed(run, f"alone_{name}", name)
         assert len(alone) == (steps + 1) + steps * 4 + 2 * steps
         assert computed(run, "shared", name) == alone
@@ -142,9 +143,9 @@ def test_the_ledger_has_no_violation(run: kit.Run, phase: str) -> None:
 
 
 def test_a_replay_of_the_ledger_gives_the_same_commands(run: kit.Run) -> None:
-    config = ShareConfig(**CONFIG)
+    config = share(**CONFIG)
     cores: dict[str, Any] = {
-        name: Member(controller(config, name), name, clusters(config, name)) for name in config.pipelines
+        name: Member(controller(config, name), name, clusters(config, name)) for name in config.names
     }
     assert replay_rows({**cores, "desk": scheduler(config)}, ledger(run, "shared")) is None
 
@@ -191,3 +192,15 @@ def test_other_sizes_levels_and_controls_compute_the_same(places: None, more: di
         alone = computed(found, f"alone_{name}", name)
         assert alone
         assert all(computed(found, phase, name) == alone for phase in phases)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # 11 ranks on two cores
+def test_three_pipelines_with_different_tp_compute_what_they_compute_alone(places: None) -> None:
+    more = {"pipelines": 3, "steps": 2, "b.steps": 2, "b.tp": 2, "b.train": (0, 1), "b.infer_tp": 2, "rehearse": False}
+    found = on_ranks(**more)
+    assert {row.check: row.why for row in found.verdict() if row.passed is False} == {}
+    for name in "abc":
+        alone = computed(found, f"alone_{name}", name)
+        assert alone
+        assert computed(found, "shared", name) == alone

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from dataclasses import asdict
@@ -64,7 +63,7 @@ def passed(model: PanelModel, check: str) -> bool | None:
 def test_a_new_panel_has_the_labs_settings_its_plan_and_may_start(name: str) -> None:
     model = PanelModel(find(name))
     config = find(name).config()
-    assert model.values == json.loads(json.dumps({field.name: field.default for field in dataclasses.fields(config)}))
+    assert model.values == json.loads(json.dumps({field.name: field.default for field in model.fields}))
     assert (model.problems, model.state, model.given) == ({}, "idle", {})
     plan, roles = find(name).plan(config), find(name).roles_of(config)
     assert [(row.cycle, row.phase) for row in model.phases] == [(step.cycle, step.phase) for step in plan]
@@ -194,7 +193,9 @@ def test_every_fault_can_be_switched_on(name: str) -> None:
     for fault in model.definition.faults:
         model.set_fault(fault.name)
         assert model.fault == fault.name
-        assert {key: model.values[key] for key in fault.set} == json.loads(json.dumps(dict(fault.set)))
+        for setting, value in json.loads(json.dumps(dict(fault.set))).items():
+            names = [setting] if setting in model.values else [f"{name}.{setting}" for name in model.groups]
+            assert [model.values[name] for name in names] == [value] * len(names)
         assert fault.breaks in model.notice
         if "cpu" in fault.devices:
             assert "start" in model.can, (fault.name, model.problems)

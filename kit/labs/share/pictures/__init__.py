@@ -29,7 +29,7 @@ from kit.draw.plots import (
 )
 from kit.draw.style import LINES, Theme
 from kit.labs.share import tables
-from kit.labs.share.ledgers import MAIN
+from kit.labs.share.lab import MAIN
 from kit.labs.share.pictures.lanes import (
     BETWEEN,
     HATCH,
@@ -47,6 +47,7 @@ from kit.labs.share.pictures.lanes import (
     versions,
 )
 from kit.results import NotMeasured, Verdict
+from kit.results.records import flat
 from kit.results.units import counted, size_unit, time_unit
 
 KEYS = 0.22  # inches of a legend
@@ -84,7 +85,7 @@ def utilisation(scene: Scene) -> None:
     works = table["use"].isin(["training", "generating"])
     table["kind"] = [*zip(table["pipeline"].where(works, ""), table["use"].mask(works, "working"), strict=True)]
     draw_time(axes["time"], loop, table, kinds)
-    paced = any(map(any, (scene.data.config.get(name, ()) for name in ("pace_ms", "train_pace_ms"))))
+    paced = any(value for name, value in flat(scene.data.config).items() if name.endswith("pace_ms"))
     measured = tables.utilisation(scene.data.records, loop.phase, paced=paced).set_index("device")
     draw_total(axes["total"], loop, table, kinds, measured)
 
@@ -286,9 +287,9 @@ def words(data: RunData) -> list[str]:
     config = data.config
     if "devices" not in config:  # another system's ledger
         return []
-    names = ["a"] if config["scenario"] in ("A", "E") else ["a", "b"]
-    trains = ", ".join(f"{name} on {some(config[f'train_{name}'])}" for name in names)
-    steps = " and ".join(str(config[f"steps_{name}"]) for name in names)
+    loops = {name: loop for name, loop in config.items() if isinstance(loop, dict)}
+    trains = ", ".join(f"{name} on {some(loop['train'])}" for name, loop in loops.items())
+    steps = " and ".join(str(loop["steps"]) for loop in loops.values())
     return [
         config["size"], counted(config["devices"], "device"), f"training: {trains}",
         f"planner {config['planner']}", f"{steps} steps",

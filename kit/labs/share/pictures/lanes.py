@@ -14,7 +14,8 @@ from matplotlib.axes import Axes
 from kit.draw.plots import Box, RunData, Scene, grid_across, legend_of, marks_of, paint_boxes
 from kit.draw.style import Theme
 from kit.labs.share import tables
-from kit.labs.share.ledgers import MAIN, spans
+from kit.labs.share.lab import MAIN
+from kit.labs.share.ledgers import spans
 from kit.results import Verdict
 from kit.results.units import time_unit
 from kit.share.books import DeskLedger

@@ -15,7 +15,7 @@ import torch
 from kit import machine
 from kit.errors import KitError
 from kit.labs.rankside import Context
-from kit.labs.share.lab import LOCK, Mapping, pipeline_config
+from kit.labs.share.lab import LOCK, PipelineConfig
 from kit.results.records import Row
 
 
@@ -35,6 +35,11 @@ class Part(Context):
         return f"{self.pipeline}.{self.role}"
 
 
+def loop_of(ctx: Context, pipeline: str) -> PipelineConfig:
+    loop: PipelineConfig = ctx.config.loops[pipeline]
+    return loop
+
+
 def part_of(ctx: Context) -> Part:
     pipeline, _, role = ctx.role.partition(" ")
     mine = {name.partition(" ")[2]: ranks for name, ranks in ctx.roles.items() if name.startswith(f"{pipeline} ")}
@@ -50,7 +55,7 @@ def part_of(ctx: Context) -> Part:
         roles={name: tuple(rank - first for rank in ranks) for name, ranks in mine.items()},
         meeting=f"{ctx.meeting}-{pipeline}",
         device=ctx.device,
-        config=pipeline_config(ctx.config, pipeline),
+        config=loop_of(ctx, pipeline),
         fault=ctx.fault,
         devices=ctx.devices,
     )
@@ -63,9 +68,9 @@ class Lease:
     a core.
     """
 
-    def __init__(self, part: Part, mapping: Mapping) -> None:
+    def __init__(self, part: Part) -> None:
         self.part = part
-        self.device = mapping.devices(part.role)[part.place]
+        self.device = part.config.on_devices(part.role)[part.place]
         self.cores = sorted(os.sched_getaffinity(0))
         self.threads = torch.get_num_threads()
         self._fd = -1

@@ -11,9 +11,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from kit.labs.share.lab import ShareConfig, pipeline_config
+from kit.labs.rankside import Context
+from kit.labs.share.lab import PipelineConfig
+from kit.labs.share.ranks import loop_of
 from kit.labs.share.ranks.roles import Replica, Trainer
-from kit.labs.stream.lab import StreamConfig
 from kit.megatron import groups, serve
 from kit.megatron.serve import Engine
 
@@ -28,8 +29,8 @@ reset, shrink, expand, sync, digests, end = (
 begin, finish, let_groups_go = Trainer.begin, Trainer.finish, Trainer.let_groups_go
 
 
-def draws_as_the_first(config: ShareConfig, pipeline: str) -> StreamConfig:
-    return dataclasses.replace(pipeline_config(config, pipeline), seed=config.seed)
+def draws_as_the_first(ctx: Context, pipeline: str) -> PipelineConfig:
+    return dataclasses.replace(loop_of(ctx, pipeline), seed=ctx.config.seed)
 
 
 # -- a replica that falls asleep too early, too late or not at all ---------------------------------------------------------

@@ -38,7 +38,7 @@ class Trainer(trainer.Trainer):
     def __init__(self, ctx: Context) -> None:
         part = part_of(ctx)
         super().__init__(part)
-        self.lease = Lease(part, ctx.config.mapping(part.pipeline))
+        self.lease = Lease(part)
         self.folder = Path()
         self.alone = False
         self.release_groups: bool = ctx.config.release_groups
@@ -176,7 +176,7 @@ class Replica(replica.Replica):
         super().__init__(part)
         self.number = number_of(part.role)
         self.level = ctx.config.sleep_level
-        self.lease = Lease(part, ctx.config.mapping(part.pipeline))
+        self.lease = Lease(part)
         self.folder = Path()
         self.blank = True
         self.kept: list[torch.Tensor] = []  # weights in host memory, at level 1
