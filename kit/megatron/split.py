@@ -43,7 +43,7 @@ from kit.train.protocol import (
 )
 
 HOOKS = ("grad_sync_func", "no_sync_func", "finalize_model_grads_func")
-Row = dict[str, torch.Tensor]
+Outputs = dict[str, torch.Tensor]
 
 
 class Job(Protocol):
@@ -99,7 +99,7 @@ class MegatronSplit(SplitStep):
             setattr(self.config, name, value)
         self.saved = {}
 
-    def _run(self, pieces: list[Batch]) -> list[Row]:
+    def _run(self, pieces: list[Batch]) -> list[Outputs]:
         if not pieces:
             return []
         self.microbatches += len(pieces)
@@ -117,11 +117,11 @@ class MegatronSplit(SplitStep):
         own: float = tokens if self.loss.level == "tokens" else sequences
         return own / len(pieces)
 
-    def _forward_backward(self, pieces: list[Batch], loss: Loss | Callable[..., Any]) -> list[Row]:
+    def _forward_backward(self, pieces: list[Batch], loss: Loss | Callable[..., Any]) -> list[Outputs]:
         with self.job.chunks[0].no_sync():
             return forward_backward(self.job, pieces, loss)
 
-    def _raw_loss(self, logprobs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, Row]:
+    def _raw_loss(self, logprobs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, Outputs]:
         return self.loss(logprobs, batch, tokens=1.0, sequences=1.0)
 
     def _close(self) -> StepResult:
@@ -233,14 +233,14 @@ class MegatronSync:
 # -- what both do ----------------------------------------------------------------------------------------------------
 
 
-def forward_backward(job: Job, pieces: list[Batch], loss: Callable[..., Any]) -> list[Row]:
+def forward_backward(job: Job, pieces: list[Batch], loss: Callable[..., Any]) -> list[Outputs]:
     """Run Megatron's schedule over these microbatches. `loss` is summed: divisions by the schedule and DDP are undone."""
     undo = len(pieces) * (1 if job.chunks[0].config.calculate_per_token_loss else data_ranks())
 
     def forward(data: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
         batch = {name: value.to(job.device) for name, value in next(data).items()}
 
-        def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, Row]:
+        def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, Outputs]:
             value, table = loss(-losses.float(), batch)
             return value * undo, table
 
@@ -272,7 +272,7 @@ def schedule(job: Job, forward: Callable[..., Any], pieces: list[Batch], **how: 
     )
 
 
-def nothing(logprobs: torch.Tensor, _: Batch) -> tuple[torch.Tensor, Row]:
+def nothing(logprobs: torch.Tensor, _: Batch) -> tuple[torch.Tensor, Outputs]:
     """Return a zero loss that still runs the model."""
     return logprobs.sum() * 0.0, {}
 

@@ -35,46 +35,46 @@ from kit.share.state import (
     GENERATION,
     KINDS,
     Cluster,
-    Fields,
+    DeskFields,
+    DeskSettings,
+    DeskState,
+    DeskTurn,
     Lease,
     Op,
     Pipeline,
     Plan,
     Request,
-    Settings,
-    State,
-    Turn,
 )
 
 
 class Scheduler:
     """The desk: `begin()`, then `step(state, event)` for every event. `planner` overrides the one in the settings."""
 
-    def __init__(self, settings: Settings, *, desk: str = "desk", planner: Planner | None = None) -> None:
+    def __init__(self, settings: DeskSettings, *, desk: str = "desk", planner: Planner | None = None) -> None:
         if planner is None and settings.planner not in PLANNERS:
             raise BadInput(f"planner={settings.planner!r} is neither one of {', '.join(PLANNERS)} nor a module:attr")
         self.settings = settings
         self.desk = desk
         self.planner = planner or PLANNERS[settings.planner]
 
-    def begin(self) -> tuple[State, tuple[Command, ...]]:
+    def begin(self) -> tuple[DeskState, tuple[Command, ...]]:
         settings = self.settings
-        t = Turn(Fields(idle=frozenset(range(settings.devices))), settings, self.desk)
+        t = DeskTurn(DeskFields(idle=frozenset(range(settings.devices))), settings, self.desk)
         t.note("limits", self.desk, **{**asdict(settings), "pipelines": ",".join(settings.pipelines)})
         t.alarm(settings.watchdog_ms, "watchdog")
-        return State(t), tuple(t.commands)
+        return DeskState(t), tuple(t.commands)
 
-    def step(self, state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
-        t = Turn(state, self.settings, self.desk)
+    def step(self, state: DeskState, event: Event) -> tuple[DeskState, tuple[Command, ...]]:
+        t = DeskTurn(state, self.settings, self.desk)
         if event.name not in HANDLERS:
             raise BadInput(f"unknown event {event.name!r}; the desk handles {', '.join(HANDLERS)}")
         if not t.closed:
             HANDLERS[event.name](t, event)
             settle(t, self.planner)
-        return State(t), tuple(t.commands)
+        return DeskState(t), tuple(t.commands)
 
 
-def settle(t: Turn, planner: Planner) -> None:
+def settle(t: DeskTurn, planner: Planner) -> None:
     """Apply the rules until nothing changes: admissions, grants, ends of releases, then a plan if none is in progress."""
     while not t.error:
         admit(t)
@@ -97,7 +97,7 @@ def settle(t: Turn, planner: Planner) -> None:
 # -- a cycle --------------------------------------------------------------------------------------------------------------
 
 
-def start(t: Turn, planner: Planner) -> None:
+def start(t: DeskTurn, planner: Planner) -> None:
     try:
         plan = make_plan(t, planner, t.settings.devices, t.settings.pipelines)
     except Exception as error:  # noqa: BLE001 - any exception of a planner ends the run with the planner's name
@@ -119,14 +119,14 @@ def start(t: Turn, planner: Planner) -> None:
             shrink(t, op.pipeline, replica)
 
 
-def shrink(t: Turn, name: str, replica: int) -> None:
+def shrink(t: DeskTurn, name: str, replica: int) -> None:
     key = name, GENERATION
     t.lease(key, active=t.leases[key].active - {replica})
     t.sleeping |= {(name, replica)}
     t.say("left", name, replica=replica, devices=tuple(sorted(t.pipelines[name].generation.bundles[replica])))
 
 
-def advance(t: Turn) -> None:
+def advance(t: DeskTurn) -> None:
     """Start the grants and all expands after the last shrink, and commit after the last expand."""
     if t.plan is not None and not t.sleeping:
         grants, expands = t.plan.grants, t.plan.expands
@@ -142,7 +142,7 @@ def advance(t: Turn) -> None:
             t.note("commit", t.desk, number=t.cycles, idle=tuple(sorted(t.idle)))
 
 
-def grant(t: Turn, op: Op) -> None:
+def grant(t: DeskTurn, op: Op) -> None:
     """Grant a cluster, unless the pipeline has gone or withdrawn its request since the plan was made."""
     request = t.waits(op.pipeline, op.cluster)
     if request is not None and op.devices <= t.idle:
@@ -151,7 +151,7 @@ def grant(t: Turn, op: Op) -> None:
         answer(t, request)
 
 
-def expand(t: Turn, op: Op, replica: int) -> None:
+def expand(t: DeskTurn, op: Op, replica: int) -> None:
     """Wake a replica, unless the pipeline has gone or no longer wants devices since the plan was made, or the replica is lost."""
     one = t.pipelines.get(op.pipeline)
     wanted = (op.pipeline, GENERATION) in t.leases or t.waits(op.pipeline, GENERATION) is not None
@@ -163,19 +163,19 @@ def expand(t: Turn, op: Op, replica: int) -> None:
     t.commands.append(Command("expand", "devices", op.pipeline, replica=replica, devices=tuple(sorted(bundle))))
 
 
-def grant_generation(t: Turn) -> None:
+def grant_generation(t: DeskTurn) -> None:
     for request in t.requests:
         if request.kind == GENERATION and t.active(request.pipeline):
             answer(t, request)
 
 
-def finish_releases(t: Turn) -> None:
+def finish_releases(t: DeskTurn) -> None:
     for name, one in t.pipelines.items():
         if one.leaving and not t.active(name) and not t.under_way(name):
             release_generation(t, name)
 
 
-def stop(t: Turn) -> None:
+def stop(t: DeskTurn) -> None:
     for name in t.pipelines:
         t.say("error", name, of=t.desk, why=t.error)
     t.requests = ()
@@ -186,14 +186,14 @@ def stop(t: Turn) -> None:
 # -- answers of the devices -----------------------------------------------------------------------------------------------
 
 
-def on_shrunk(t: Turn, event: Event) -> None:
+def on_shrunk(t: DeskTurn, event: Event) -> None:
     one = event.get("who", event.pipeline), event.replica
     if one in t.sleeping:
         t.sleeping -= {one}
         t.idle |= t.pipelines[one[0]].generation.bundles[one[1]]
 
 
-def on_expanded(t: Turn, event: Event) -> None:
+def on_expanded(t: DeskTurn, event: Event) -> None:
     name, replica = one = event.get("who", event.pipeline), event.replica
     if one not in t.waking:
         return
@@ -206,7 +206,7 @@ def on_expanded(t: Turn, event: Event) -> None:
     t.say("joined", name, replica=replica)
 
 
-def on_error(t: Turn, event: Event) -> None:
+def on_error(t: DeskTurn, event: Event) -> None:
     """A replica that cannot wake is lost and its devices are free. If one cannot sleep, it may still hold its devices, so the desk ends."""
     name = event.get("who", event.pipeline)
     if event.of == "expand" and (name, event.replica) in t.waking:
@@ -218,7 +218,7 @@ def on_error(t: Turn, event: Event) -> None:
         t.error = f"the clock failed: {event.why}"
 
 
-def on_died(t: Turn, event: Event) -> None:
+def on_died(t: DeskTurn, event: Event) -> None:
     name, replica = event.get("who", event.pipeline), event.get("replica", -1)
     if name not in t.pipelines:
         return
@@ -228,7 +228,7 @@ def on_died(t: Turn, event: Event) -> None:
         drop(t, name, "died")
 
 
-def lose(t: Turn, name: str, replica: int) -> None:
+def lose(t: DeskTurn, name: str, replica: int) -> None:
     one = t.pipelines[name]
     if replica in one.dead or replica >= len(one.generation.bundles):
         return
@@ -246,7 +246,7 @@ def lose(t: Turn, name: str, replica: int) -> None:
 # -- the clock ------------------------------------------------------------------------------------------------------------
 
 
-def on_alarm(t: Turn, event: Event) -> None:
+def on_alarm(t: DeskTurn, event: Event) -> None:
     what = t.alarms.get(event.number)
     if what is None:
         return
@@ -267,7 +267,7 @@ def on_alarm(t: Turn, event: Event) -> None:
             t.note("admission_limit", what[1], side=what[2])
 
 
-def expire(t: Turn, request: Request) -> None:
+def expire(t: DeskTurn, request: Request) -> None:
     name, kind, cluster = request.pipeline, request.kind, request.cluster
     t.requests = tuple(one for one in t.requests if one != request)
     t.due = True
@@ -276,7 +276,7 @@ def expire(t: Turn, request: Request) -> None:
     t.say("error", name, of="acquire", kind=kind, cluster=cluster, why=why)
 
 
-def watch(t: Turn) -> None:
+def watch(t: DeskTurn) -> None:
     """Repeat the granted request of a pipeline that has no replica, none on the way, and no progress since the last watch."""
     for name, one in t.pipelines.items():
         if (name, GENERATION) in t.leases and one.moved == one.watched and waits_for(t, name):
@@ -289,12 +289,12 @@ def watch(t: Turn) -> None:
 # -- operations of pipelines: each may be repeated; an impossible one is refused with a reason -----------------------------
 
 
-def refuse(t: Turn, event: Event, why: str) -> None:
+def refuse(t: DeskTurn, event: Event, why: str) -> None:
     ids = {name: event[name] for name in ("kind", "cluster") if event.get(name) is not None}
     t.say("error", event.pipeline, of=event.name, why=why, **ids)
 
 
-def known(t: Turn, event: Event) -> Pipeline | None:
+def known(t: DeskTurn, event: Event) -> Pipeline | None:
     """Return the pipeline of a request; refuse a pipeline that is not registered or is leaving."""
     one: Pipeline | None = t.pipelines.get(event.pipeline)
     if one is None or one.closing:
@@ -306,7 +306,7 @@ def known(t: Turn, event: Event) -> Pipeline | None:
 # -- registration and admission -------------------------------------------------------------------------------------------
 
 
-def on_register(t: Turn, event: Event) -> None:
+def on_register(t: DeskTurn, event: Event) -> None:
     """Registering again with the same clusters changes nothing."""
     name, tp = event.pipeline, event.get("tp", 1)
     given = {cluster: numbers(event[cluster]) for cluster in CLUSTERS if event.get(cluster) is not None}
@@ -330,7 +330,7 @@ def on_register(t: Turn, event: Event) -> None:
         t.say("registered", name)
 
 
-def on_admit(t: Turn, event: Event) -> None:
+def on_admit(t: DeskTurn, event: Event) -> None:
     if (one := known(t, event)) is not None:
         if one.admitted:
             t.say("admitted", event.pipeline)
@@ -340,7 +340,7 @@ def on_admit(t: Turn, event: Event) -> None:
                 t.alarm(t.settings.admission_ms, "admission", event.pipeline, "starts")
 
 
-def admit(t: Turn) -> None:
+def admit(t: DeskTurn) -> None:
     """Admit a pipeline after the first hand-over of the previous one, which trains again once the new one is set up.
 
     Both waits have a limit; reaching it is reported.
@@ -357,12 +357,12 @@ def admit(t: Turn) -> None:
             enter(t, request)
 
 
-def may_start(t: Turn, before: Pipeline | None, one: Pipeline) -> bool:
+def may_start(t: DeskTurn, before: Pipeline | None, one: Pipeline) -> bool:
     over = before is None or before.handed_over or before.closing
     return over or "starts" in one.overdue or not t.settings.admission_ms
 
 
-def is_held(t: Turn, request: Request) -> bool:
+def is_held(t: DeskTurn, request: Request) -> bool:
     """Whether a request must wait: after its first hand-over a pipeline trains again only once the next pipeline is set up."""
     one, names = t.pipelines[request.pipeline], list(t.pipelines)
     if request.kind != "training" or not one.handed_over or "trains" in one.overdue or not t.settings.admission_ms:
@@ -374,7 +374,7 @@ def is_held(t: Turn, request: Request) -> bool:
 # -- requests -------------------------------------------------------------------------------------------------------------
 
 
-def on_acquire(t: Turn, event: Event) -> None:
+def on_acquire(t: DeskTurn, event: Event) -> None:
     """Queue a request. A repeated one gets the devices already granted; one of another kind, or a second pending one, is refused."""
     one = known(t, event)
     if one is None:
@@ -417,7 +417,7 @@ def runs_on(kind: str, cluster: str) -> bool:
     return cluster == GENERATION if kind == GENERATION else cluster != GENERATION or kind == "initialisation"
 
 
-def queue(t: Turn, request: Request) -> None:
+def queue(t: DeskTurn, request: Request) -> None:
     t.serial += 1
     request = replace(request, number=t.serial, held=is_held(t, request))
     t.requests += (request,)
@@ -427,7 +427,7 @@ def queue(t: Turn, request: Request) -> None:
         enter(t, request)
 
 
-def enter(t: Turn, request: Request) -> None:
+def enter(t: DeskTurn, request: Request) -> None:
     t.due = True
     if not request.again:
         t.alarm(t.settings.request_ms, "request", request.number)
@@ -435,7 +435,7 @@ def enter(t: Turn, request: Request) -> None:
     t.note("queued", request.pipeline, **ids)
 
 
-def answer(t: Turn, request: Request) -> None:
+def answer(t: DeskTurn, request: Request) -> None:
     name, cluster = request.key
     lease = t.leases[request.key]
     bundles = t.pipelines[name].generation.bundles
@@ -444,7 +444,7 @@ def answer(t: Turn, request: Request) -> None:
     t.say("granted", name, kind=lease.kind, cluster=cluster, devices=tuple(sorted(devices)))
 
 
-def on_release(t: Turn, event: Event) -> None:
+def on_release(t: DeskTurn, event: Event) -> None:
     """Release devices. A request not granted yet is withdrawn; releasing something not held changes nothing."""
     if event.kind == GENERATION and event.pipeline in t.pipelines:
         on_planned_release(t, event)
@@ -452,7 +452,7 @@ def on_release(t: Turn, event: Event) -> None:
         give_back(t, event.pipeline, event.get("cluster", KINDS.get(event.kind, "")), event.kind)
 
 
-def give_back(t: Turn, name: str, cluster: str, kind: str) -> None:
+def give_back(t: DeskTurn, name: str, cluster: str, kind: str) -> None:
     """End a lease and free its devices, or withdraw the request. Leases of generation end elsewhere, after their replicas sleep."""
     key = name, cluster
     lease = t.leases.get(key)
@@ -465,21 +465,21 @@ def give_back(t: Turn, name: str, cluster: str, kind: str) -> None:
             t.change(name, handed_over=True)
 
 
-def withdraw(t: Turn, key: tuple[str, str], kind: str) -> None:
+def withdraw(t: DeskTurn, key: tuple[str, str], kind: str) -> None:
     if any((one.key, one.kind) == (key, kind) for one in t.requests):
         t.requests = tuple(one for one in t.requests if one.key != key)
         t.note("withdrawn", key[0], cluster=key[1])
         t.due = True
 
 
-def on_planned_release(t: Turn, event: Event) -> None:
+def on_planned_release(t: DeskTurn, event: Event) -> None:
     if (one := known(t, event)) is not None:
         withdraw(t, (event.pipeline, GENERATION), GENERATION)
         t.change(event.pipeline, releasing=True, waiters=one.waiters + 1)
         t.due = True
 
 
-def release_generation(t: Turn, name: str) -> None:
+def release_generation(t: DeskTurn, name: str) -> None:
     one = t.pipelines[name]
     for _ in range(one.waiters):
         t.say("released", name, kind=GENERATION)
@@ -492,7 +492,7 @@ def release_generation(t: Turn, name: str) -> None:
         drop(t, name, "unregistered")
 
 
-def on_resize(t: Turn, event: Event) -> None:
+def on_resize(t: DeskTurn, event: Event) -> None:
     one = known(t, event)
     if one is None:
         return
@@ -512,7 +512,7 @@ def on_resize(t: Turn, event: Event) -> None:
 # -- progress -------------------------------------------------------------------------------------------------------------
 
 
-def on_progress(t: Turn, event: Event) -> None:
+def on_progress(t: DeskTurn, event: Event) -> None:
     """Record how much of the awaited step is complete. A repeated report is not progress."""
     one = t.pipelines.get(event.pipeline)
     stream, report = event.get("stream", "training"), (min(event.completed, event.target), event.target)
@@ -520,13 +520,13 @@ def on_progress(t: Turn, event: Event) -> None:
         t.change(event.pipeline, streams=one.streams.put(stream, report), moved=one.moved + 1)
 
 
-def on_progress_end(t: Turn, event: Event) -> None:
+def on_progress_end(t: DeskTurn, event: Event) -> None:
     one, stream = t.pipelines.get(event.pipeline), event.get("stream", "training")
     if one is not None and stream in one.streams:
         t.change(event.pipeline, streams=one.streams.without(stream), moved=one.moved + 1)
 
 
-def waits_for(t: Turn, name: str) -> bool:
+def waits_for(t: DeskTurn, name: str) -> bool:
     """Whether a pipeline has no replica, none on the way and no request for one, unless it reports that it needs none."""
     one = t.pipelines[name]
     idle = not t.active(name) and not t.under_way(name) and t.waits(name, GENERATION) is None
@@ -536,7 +536,7 @@ def waits_for(t: Turn, name: str) -> bool:
 # -- leaving --------------------------------------------------------------------------------------------------------------
 
 
-def on_unregister(t: Turn, event: Event) -> None:
+def on_unregister(t: DeskTurn, event: Event) -> None:
     """Put its replicas to sleep and free its other devices; its waiting requests get an error. Repeated calls change nothing."""
     name = event.pipeline
     if name not in t.pipelines:
@@ -550,7 +550,7 @@ def on_unregister(t: Turn, event: Event) -> None:
         t.due = True
 
 
-def wake_waiters(t: Turn, name: str, how: str) -> None:
+def wake_waiters(t: DeskTurn, name: str, how: str) -> None:
     for one in t.requests:
         if one.pipeline == name:
             t.note("withdrawn", name, cluster=one.cluster)
@@ -559,7 +559,7 @@ def wake_waiters(t: Turn, name: str, how: str) -> None:
     t.requests = tuple(one for one in t.requests if one.pipeline != name)
 
 
-def drop(t: Turn, name: str, how: str) -> None:
+def drop(t: DeskTurn, name: str, how: str) -> None:
     """Remove a pipeline with everything that it held. Operations in progress on it no longer have an effect."""
     wake_waiters(t, name, how)
     one = t.pipelines[name]
@@ -578,7 +578,7 @@ def drop(t: Turn, name: str, how: str) -> None:
     t.due = True
 
 
-HANDLERS: dict[str, Callable[[Turn, Event], None]] = {
+HANDLERS: dict[str, Callable[[DeskTurn, Event], None]] = {
     "register": on_register,
     "admit": on_admit,
     "acquire": on_acquire,

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from kit.share.state import GENERATION, NO_CLUSTER, Fields, Op, Pipeline, Plan, Request
+from kit.share.state import GENERATION, NO_CLUSTER, DeskFields, Op, Pipeline, Plan, Request
 
 
 @dataclass(slots=True)
@@ -215,7 +215,7 @@ PLANNERS: dict[str, Planner] = {"gap-ratio": gap_ratio, "fifo": fifo, "static": 
 # -- a cycle --------------------------------------------------------------------------------------------------------------
 
 
-def make_plan(f: Fields, planner: Planner, devices: int, names: tuple[str, ...] = ()) -> Plan:
+def make_plan(f: DeskFields, planner: Planner, devices: int, names: tuple[str, ...] = ()) -> Plan:
     removes = tuple(sorted((name, GENERATION) for name, one in f.pipelines.items() if one.leaving and f.active(name)))
     supply = Supply(f)
     wanted = sorted((one for one in f.requests if not one.held), key=lambda one: one.precedence)
@@ -241,7 +241,7 @@ def merged(moves: list[tuple[str, int]]) -> tuple[Op, ...]:
 class Supply:
     """The devices that a plan can give to requests other than generation: idle ones and those of the replicas that it shrinks."""
 
-    def __init__(self, f: Fields) -> None:
+    def __init__(self, f: DeskFields) -> None:
         self.f = f
         self.bundles = {name: one.generation.bundles for name, one in f.pipelines.items()}
         self.idle = set(f.idle)
@@ -284,7 +284,7 @@ class Supply:
         return True
 
 
-def share_of(f: Fields, name: str, shrunk: list[tuple[str, int]]) -> Share:
+def share_of(f: DeskFields, name: str, shrunk: list[tuple[str, int]]) -> Share:
     one, request, lease = f.pipelines[name], f.waits(name, GENERATION), f.leases.get((name, GENERATION))
     request = request if request is not None and request.kind == GENERATION else None
     since = -1 if one.leaving else lease.since if lease is not None else -1 if request is None else request.number
@@ -300,7 +300,7 @@ def share_of(f: Fields, name: str, shrunk: list[tuple[str, int]]) -> Share:
     )
 
 
-def is_off_balance(f: Fields) -> bool:
+def is_off_balance(f: DeskFields) -> bool:
     """Whether a pipeline with demand has no replica; or, if none waits, whether the half that has completed least has a share of
     the devices that differs from its share of the demand by more than 10 points.
     """
@@ -327,12 +327,12 @@ def is_off_balance(f: Fields) -> bool:
 # -- validation -----------------------------------------------------------------------------------------------------------
 
 
-def violations(f: Fields, plan: Plan, devices: int) -> list[str]:
+def violations(f: DeskFields, plan: Plan, devices: int) -> list[str]:
     """Return the violated conditions of a plan, tried on a copy before execution: sentences that start with the condition's number."""
     return [*wrong_form(f, plan), *wrong_steps(f, plan, devices)]
 
 
-def wrong_form(f: Fields, plan: Plan) -> Iterator[str]:
+def wrong_form(f: DeskFields, plan: Plan) -> Iterator[str]:
     for name in ("shrinks", "grants", "expands"):
         counts = Counter((op.pipeline, op.cluster) for op in getattr(plan, name))
         for (pipeline, cluster), count in counts.items():
@@ -349,7 +349,7 @@ def wrong_form(f: Fields, plan: Plan) -> Iterator[str]:
             yield f"11: {pipeline}.{cluster} is removed but has no lease"
 
 
-def wrong_steps(f: Fields, plan: Plan, devices: int) -> Iterator[str]:
+def wrong_steps(f: DeskFields, plan: Plan, devices: int) -> Iterator[str]:
     """Execute the plan on a copy of the state and yield the violations."""
     idle, freed = set(f.idle), set[int]()
     active = {name: set(f.active(name)) for name in f.pipelines}
@@ -389,7 +389,7 @@ def wrong_steps(f: Fields, plan: Plan, devices: int) -> Iterator[str]:
     yield from unbalanced("at the end", idle, held, devices)
 
 
-def taken(f: Fields, op: Op, idle: set[int], held: Counter[int]) -> Iterator[str]:
+def taken(f: DeskFields, op: Op, idle: set[int], held: Counter[int]) -> Iterator[str]:
     one: Pipeline | None = f.pipelines.get(op.pipeline)
     mapping = NO_CLUSTER if one is None else one.clusters.get(op.cluster, NO_CLUSTER)
     if outside := sorted(op.devices - {*mapping.devices}):

@@ -27,7 +27,7 @@ CLUSTERS = tuple(dict.fromkeys(KINDS.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class DeskSettings:
     """`pipelines` are the expected ones; the desk ends when the last has left. `planner` is a built-in name or `module:attr`.
 
     Every wait has a limit: a request, a shrink or an expand, each side of the admission (0: all are admitted at once).
@@ -175,7 +175,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Fields:
+class DeskFields:
     idle: frozenset[int] = frozenset()
     pipelines: Map = field(default_factory=Map)  # Pipeline by name, in order of registration
     requests: tuple[Request, ...] = ()  # in order of arrival
@@ -202,17 +202,17 @@ class Fields:
         return next((one for one in self.requests if one.key == (name, cluster)), None)
 
 
-class State(Frozen, Fields):
+class DeskState(Frozen, DeskFields):
     __slots__ = ()
 
 
-class Turn(Fields):
+class DeskTurn(DeskFields):
     """The processing of one event: mutable fields and the commands so far."""
 
     __slots__ = ("commands", "desk", "settings")
 
-    def __init__(self, fields: Fields, settings: Settings, desk: str) -> None:
-        for name in Fields.__dataclass_fields__:
+    def __init__(self, fields: DeskFields, settings: DeskSettings, desk: str) -> None:
+        for name in DeskFields.__dataclass_fields__:
             setattr(self, name, getattr(fields, name))
         self.settings = settings
         self.desk = desk

@@ -36,13 +36,13 @@ from kit.loop.messages import Command, Event, Map
 from kit.results.records import numbers
 from kit.stream import generation
 from kit.stream.generation import (
-    Fields,
     Group,
     Owed,
     Replica,
-    State,
     Step,
-    Turn,
+    StreamFields,
+    StreamState,
+    StreamTurn,
     doom,
     end,
     fail,
@@ -50,7 +50,7 @@ from kit.stream.generation import (
     leave,
     put_back,
 )
-from kit.stream.settings import NO_TARGET, SAMPLERS, Resume, Settings, refusals
+from kit.stream.settings import NO_TARGET, SAMPLERS, Resume, StreamSettings, refusals
 
 
 class Misuse(KitError):  # noqa: N818 - it names what the port did
@@ -60,7 +60,7 @@ class Misuse(KitError):  # noqa: N818 - it names what the port did
 # -- selection ------------------------------------------------------------------------------------------------------------
 
 
-def choose(t: Turn) -> None:
+def choose(t: StreamTurn) -> None:
     """End groups that are too old and take groups from the sampler: none, or at least the minimum and at most what the step needs."""
     if not t.news or not may_choose(t):
         return
@@ -74,19 +74,19 @@ def choose(t: Turn) -> None:
     select(t, t.sampler.selects(t.view()))
 
 
-def may_choose(t: Turn) -> bool:
+def may_choose(t: StreamTurn) -> bool:
     step = t.step
     room = step is None or (len(step.groups) < t.need and not step.aborting)
     return room and not t.held and t.version < t.last and "select" not in t.asked
 
 
-def limits(t: Turn) -> tuple[int, int]:
+def limits(t: StreamTurn) -> tuple[int, int]:
     """Return the fewest and the most groups that a selection may take. The last chunk of a step may be smaller than the minimum."""
     most = t.need - (0 if t.step is None else len(t.step.groups))
     return min(t.settings.min_groups, most), most
 
 
-def drop(t: Turn, old: tuple[int, ...], unfinished: tuple[int, ...]) -> None:
+def drop(t: StreamTurn, old: tuple[int, ...], unfinished: tuple[int, ...]) -> None:
     for number in old:
         end(t, t.buffer[number], "evicted", f"too old for version {t.version}")
         if t.sampler is not None and t.sampler.refills:
@@ -95,7 +95,7 @@ def drop(t: Turn, old: tuple[int, ...], unfinished: tuple[int, ...]) -> None:
         doom(t, t.buffer[number], "aborted", f"unfinished and too old for version {t.version}")
 
 
-def select(t: Turn, candidates: tuple[int, ...]) -> None:
+def select(t: StreamTurn, candidates: tuple[int, ...]) -> None:
     """Move groups from the buffer into the open step, or into a new one. This frees their places."""
     least, most = limits(t)
     if len(candidates) < max(1, least):
@@ -111,12 +111,12 @@ def select(t: Turn, candidates: tuple[int, ...]) -> None:
     t.step = replace(t.step, groups=groups, chunks=(*t.step.chunks, len(groups)))
 
 
-def on_admitted(t: Turn, event: Event) -> None:
+def on_admitted(t: StreamTurn, event: Event) -> None:
     t.asked -= {"admit"}
     t.admitted = (event.target,)
 
 
-def on_chosen(t: Turn, event: Event) -> None:
+def on_chosen(t: StreamTurn, event: Event) -> None:
     """Handle a foreign sampler's answer. Groups that are not complete in the buffer are refused, not trained."""
     t.asked -= {"select"}
     gone, unfinished, chosen = (numbers(event[name]) for name in ("evicted", "aborted", "groups"))
@@ -140,14 +140,14 @@ def on_chosen(t: Turn, event: Event) -> None:
 # -- the trainer ----------------------------------------------------------------------------------------------------------
 
 
-def train(t: Turn) -> None:
+def train(t: StreamTurn) -> None:
     if t.step is not None and not t.step.aborting and not t.step.finishing:
         score(t, t.step)
         feed(t)
         finish(t)
 
 
-def has(t: Turn, kind: str) -> bool:
+def has(t: StreamTurn, kind: str) -> bool:
     """Whether the desk has granted devices for `kind`; if not, request them. A pipeline holds one kind of trainer grant at a time."""
     if kind in t.granted:
         return True
@@ -157,7 +157,7 @@ def has(t: Turn, kind: str) -> bool:
     return False
 
 
-def score(t: Turn, step: Step) -> None:
+def score(t: StreamTurn, step: Step) -> None:
     """Recompute log-probabilities, chunk by chunk, under the grant for training if that is held."""
     which = t.settings.logprobs
     if not which:
@@ -171,7 +171,7 @@ def score(t: Turn, step: Step) -> None:
         t.step = replace(step, scoring=which)
 
 
-def on_scored(t: Turn, step: Step, event: Event) -> None:
+def on_scored(t: StreamTurn, step: Step, event: Event) -> None:
     left = tuple(kind for kind in step.scoring if kind != event.which)
     t.step = replace(step, scoring=left, scored=step.scored if left else step.chunk_end(step.scored))
     if not left and "logprobs" in t.granted:
@@ -179,11 +179,11 @@ def on_scored(t: Turn, step: Step, event: Event) -> None:
         t.do("release", "desk", kind="logprobs")
 
 
-def boundary(t: Turn, step: Step) -> int:
+def boundary(t: StreamTurn, step: Step) -> int:
     return min((step.update + 1) * t.settings.minibatch, t.need)
 
 
-def feed(t: Turn) -> None:
+def feed(t: StreamTurn) -> None:
     """Queue scored groups as microbatches, in order, up to the end of the update. A chunk without a valid token counts as fed but is not
     run."""
     step = t.step
@@ -204,7 +204,7 @@ def feed(t: Turn) -> None:
         t.step = step
 
 
-def finish(t: Turn) -> None:
+def finish(t: StreamTurn) -> None:
     """Order the optimizer step when every microbatch of the update is done.
 
     Previous log-probabilities come from the weights before the step, so with several updates compute all of them before the first finish.
@@ -219,7 +219,7 @@ def finish(t: Turn) -> None:
         t.step = replace(step, finishing=True)
 
 
-def on_finished(t: Turn, step: Step) -> None:
+def on_finished(t: StreamTurn, step: Step) -> None:
     """Clear the rows, as the weights have changed. After the last update of a step, raise the version and hold dispatch."""
     groups = step.groups[step.finished : step.fed]
     for group in groups:
@@ -239,7 +239,7 @@ def on_finished(t: Turn, step: Step) -> None:
     log(t, step, trained, during)
 
 
-def bump(t: Turn, step: Step) -> None:
+def bump(t: StreamTurn, step: Step) -> None:
     t.step = None
     t.shrunk = Map({version: count for version, count in t.shrunk.items() if version > t.version})
     t.version += 1
@@ -249,13 +249,13 @@ def bump(t: Turn, step: Step) -> None:
     hold(t)
 
 
-def end_shrunk_step(t: Turn) -> None:
+def end_shrunk_step(t: StreamTurn) -> None:
     """End a step that shrank to the groups already in the weights: its last finish could not know that it was the last."""
     if t.step is not None and t.step.finished == t.need and not t.step.on_the_trainer:
         bump(t, t.step)
 
 
-def log(t: Turn, step: Step, groups: tuple[Group, ...], during: int) -> None:
+def log(t: StreamTurn, step: Step, groups: tuple[Group, ...], during: int) -> None:
     """Log the counts of an optimizer step under the version after it. The times of the step come from the ledger."""
     oldest = [group.oldest for group in groups if group.length]  # a group without tokens has no lag
     lags = [during - version for version in oldest]
@@ -276,7 +276,7 @@ def log(t: Turn, step: Step, groups: tuple[Group, ...], during: int) -> None:
 # -- answers and failures -------------------------------------------------------------------------------------------------
 
 
-def on_trainer(t: Turn, event: Event) -> None:
+def on_trainer(t: StreamTurn, event: Event) -> None:
     """Handle `done` or `error` of a trainer command. Late answers of a step that was given up change nothing."""
     if event.step >= t.steps:
         raise Misuse(f"the trainer answered {event.of} of step {event.step}; {t.steps} steps were opened")
@@ -299,7 +299,7 @@ def on_trainer(t: Turn, event: Event) -> None:
         t.step = replace(step, unanswered=step.unanswered - 1)
 
 
-def on_cleared(t: Turn, event: Event, failed: bool) -> None:
+def on_cleared(t: StreamTurn, event: Event, failed: bool) -> None:
     """End the trained groups, cleared or not: they are in the weights already."""
     for group in t.clearing.get((event.step, event.update), ()):
         if failed:
@@ -313,7 +313,7 @@ def on_cleared(t: Turn, event: Event, failed: bool) -> None:
         fail(t, f"clear of step {event.step} failed after version {t.version} was reached: {event.why}")
 
 
-def fail_step(t: Turn, why: str) -> None:
+def fail_step(t: StreamTurn, why: str) -> None:
     """Abort a failed step. If none of it is in the weights, try again, at most `step_retries` times in a run; otherwise end the run."""
     assert t.step is not None
     if t.retried < t.settings.step_retries and not t.step.finished and not t.ending:
@@ -324,12 +324,12 @@ def fail_step(t: Turn, why: str) -> None:
     abort(t, t.step)
 
 
-def abort(t: Turn, step: Step) -> None:
+def abort(t: StreamTurn, step: Step) -> None:
     t.do("abort", "trainer", step=step.id)
     t.step = replace(step, aborting=True, finishing=False)
 
 
-def on_aborted(t: Turn, step: Step) -> None:
+def on_aborted(t: StreamTurn, step: Step) -> None:
     """Close the step, even if the abort failed: that error never hides the first one."""
     for kind in ("training", "logprobs"):
         if kind in t.granted:
@@ -343,11 +343,11 @@ def ids(groups: tuple[Group, ...]) -> tuple[int, ...]:
     return tuple(group.id for group in groups)
 
 
-Handler = Callable[[Turn, Event], None]
+Handler = Callable[[StreamTurn, Event], None]
 TRAINERS = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")  # commands to the trainer
 
 
-def resume_from(state: State) -> Resume:
+def resume_from(state: StreamState) -> Resume:
     """Return what a resumed run needs of a state between two steps. Groups in flight or in the buffer are generated again."""
     held = {*state.buffer, *(owed.replaces.id for owed in state.owed if owed.replaces is not None)}
     if state.step is not None:
@@ -364,7 +364,7 @@ class Controller:
     Limits: a sample has one terminal answer (completed, failed or cancelled) for each time it was sent; the trainer answers in order.
     """
 
-    def __init__(self, settings: Settings, *, pipeline: str = "", resume: Resume | None = None) -> None:
+    def __init__(self, settings: StreamSettings, *, pipeline: str = "", resume: Resume | None = None) -> None:
         if refused := refusals(settings):
             raise BadInput("; ".join(refused))
         self.settings = settings
@@ -372,35 +372,37 @@ class Controller:
         self.pipeline = pipeline
         self.resume = resume
 
-    def begin(self) -> tuple[State, tuple[Command, ...]]:
+    def begin(self) -> tuple[StreamState, tuple[Command, ...]]:
         """Request the devices for generation; dispatch starts when the first version is published."""
         settings, start = self.settings, self.resume
-        fields = Fields(last=settings.steps, replicas=Map({number: Replica() for number in range(settings.replicas)}))
+        fields = StreamFields(
+            last=settings.steps, replicas=Map({number: Replica() for number in range(settings.replicas)})
+        )
         if start is not None:
             fields.version, fields.updates, fields.steps = start.version, start.updates, start.steps
             fields.index, fields.accepted = start.version - 1, start.version * settings.groups
             fields.updates_at = Map({start.version: start.updates})
             fields.counts = Map({"reserved": start.next - len(start.open)})
-        t = Turn(fields, settings, self.sampler, self.pipeline)
+        t = StreamTurn(fields, settings, self.sampler, self.pipeline)
         for replica in t.replicas:
             t.note("joined", replica=replica)
         t.note("hold", version=t.version)
         report_progress(t)
         has(t, "generation")
-        return State(t), tuple(t.commands)
+        return StreamState(t), tuple(t.commands)
 
-    def step(self, state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
-        t = Turn(state, self.settings, self.sampler, self.pipeline)
+    def step(self, state: StreamState, event: Event) -> tuple[StreamState, tuple[Command, ...]]:
+        t = StreamTurn(state, self.settings, self.sampler, self.pipeline)
         handler = HANDLERS.get(event.name)
         if handler is None:
             raise BadInput(f"unknown event {event.name!r}; the controller handles {', '.join(HANDLERS)}")
         if not t.closed:
             handler(t, event)
             settle(t)
-        return State(t), tuple(t.commands)
+        return StreamState(t), tuple(t.commands)
 
 
-def settle(t: Turn) -> None:
+def settle(t: StreamTurn) -> None:
     """Run the rules that depend on the state. The order matters: a selection frees places for the dispatch after it."""
     if not t.ending:
         if t.version >= t.last:
@@ -424,11 +426,11 @@ def settle(t: Turn) -> None:
 # -- ends of a run --------------------------------------------------------------------------------------------------------
 
 
-def is_done(t: Turn) -> bool:
+def is_done(t: StreamTurn) -> bool:
     return t.version >= t.last and not t.held
 
 
-def is_stuck(t: Turn) -> bool:
+def is_stuck(t: StreamTurn) -> bool:
     """Whether no prompt is left and nothing is in progress, so that no event can change the state any more."""
     step = t.step
     trainer = step is not None and (step.unanswered or step.scoring or step.finishing or step.aborting)
@@ -436,7 +438,7 @@ def is_stuck(t: Turn) -> bool:
     return t.exhausted and t.prompt < 0 and not busy
 
 
-def end_of_data(t: Turn) -> None:
+def end_of_data(t: StreamTurn) -> None:
     """End the run without an error only if no step is open and the buffer is empty; a partial step is never trained."""
     if t.step is None and not t.buffer:
         t.ending = "exhausted"
@@ -445,7 +447,7 @@ def end_of_data(t: Turn) -> None:
         fail(t, f"the data ended with {taken} of {t.need} groups of a step selected and {len(t.buffer)} in the buffer")
 
 
-def wind_down(t: Turn) -> None:
+def wind_down(t: StreamTurn) -> None:
     """End a run: first the trainer's step, then every group, then the devices. After an error, do not wait for the replicas."""
     step = t.step
     if step is not None and step.finishing:
@@ -463,13 +465,13 @@ def wind_down(t: Turn) -> None:
         close(t)
 
 
-def abort_the_rest(t: Turn, why: str) -> None:
+def abort_the_rest(t: StreamTurn, why: str) -> None:
     for group in list(t.buffer.values()):
         if group.order < 0:
             doom(t, group, "aborted", why)
 
 
-def close(t: Turn) -> None:
+def close(t: StreamTurn) -> None:
     for group in list(t.buffer.values()):
         how, why = group.ends or ("aborted", t.error or "the run is over")
         end(t, group, "failed" if how == "replaced" else how, why)
@@ -488,7 +490,7 @@ def close(t: Turn) -> None:
 # -- other events ---------------------------------------------------------------------------------------------------------
 
 
-def report_progress(t: Turn) -> None:
+def report_progress(t: StreamTurn) -> None:
     """Report to the desk, every 2 %, how much of the awaited step is generated. Prefetched groups count, up to the size of the step."""
     need = t.need
     there = min(need, (0 if t.step is None else len(t.step.groups)) + len(t.buffer) - t.unfinished)
@@ -497,13 +499,13 @@ def report_progress(t: Turn) -> None:
         t.do("progress", "desk", completed=there, target=need)
 
 
-def on_granted(t: Turn, event: Event) -> None:
+def on_granted(t: StreamTurn, event: Event) -> None:
     if event.kind in t.asked:
         t.asked -= {event.kind}
         t.granted |= {event.kind}
 
 
-def on_error(t: Turn, event: Event) -> None:
+def on_error(t: StreamTurn, event: Event) -> None:
     """Handle a failed command. Failures that do not affect correctness are only counted; any other ends the run or the step."""
     of, why = event.of, event.why
     if of in TRAINERS:
@@ -520,12 +522,12 @@ def on_error(t: Turn, event: Event) -> None:
         fail(t, f"{of} failed: {why}")
 
 
-def on_logger_failed(t: Turn, event: Event) -> None:
+def on_logger_failed(t: StreamTurn, event: Event) -> None:
     t.count("logger_failed")
     t.note("logger_error", why=event.get("why", ""))
 
 
-def on_ask(t: Turn, event: Event) -> None:
+def on_ask(t: StreamTurn, event: Event) -> None:
     step = "" if t.step is None else f"step {t.step.id}: {t.step.finished} of {t.need} groups finished"
     t.do(
         "answer",
@@ -543,7 +545,7 @@ def on_ask(t: Turn, event: Event) -> None:
     )
 
 
-def ignore(_: Turn, __: Event) -> None:
+def ignore(_: StreamTurn, __: Event) -> None:
     """Ignore an event that only the ledger needs."""
 
 

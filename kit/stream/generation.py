@@ -19,7 +19,7 @@ from typing import Any
 
 from kit.loop.messages import NOTES, Command, Event, Frozen, Map
 from kit.results.records import Id
-from kit.stream.settings import NO_TARGET, Sampler, Settings, View
+from kit.stream.settings import NO_TARGET, Sampler, StreamSettings, View
 
 WAITING, RUNNING, CANCELLING, DONE = "waiting", "running", "cancelling", "done"
 UNPUBLISHED = -1
@@ -136,7 +136,7 @@ class Owed:
 
 
 @dataclass(slots=True)
-class Fields:
+class StreamFields:
     """Everything that the controller knows. Groups in `buffer` hold the places, `unfinished` ones the slots."""
 
     version: int = 0
@@ -181,19 +181,19 @@ class Fields:
         return sum(replica.load for replica in self.replicas.values())
 
 
-NAMES = tuple(Fields.__dataclass_fields__)
+NAMES = tuple(StreamFields.__dataclass_fields__)
 
 
-class State(Frozen, Fields):
+class StreamState(Frozen, StreamFields):
     """The fields, frozen."""
 
     __slots__ = ()
 
 
-class Turn(Fields):
+class StreamTurn(StreamFields):
     __slots__ = ("commands", "pipeline", "sampler", "settings")
 
-    def __init__(self, fields: Fields, settings: Settings, sampler: Sampler | None, pipeline: str) -> None:
+    def __init__(self, fields: StreamFields, settings: StreamSettings, sampler: Sampler | None, pipeline: str) -> None:
         for name in NAMES:
             setattr(self, name, getattr(fields, name))
         self.settings = settings
@@ -238,14 +238,14 @@ def about(target: int) -> dict[str, Id]:
 # -- how groups leave -----------------------------------------------------------------------------------------------------
 
 
-def fail(t: Turn, why: str) -> None:
+def fail(t: StreamTurn, why: str) -> None:
     """End the run with an error. The first error is kept; later failures never hide it."""
     if not t.error:
         t.error = why
         t.ending = "error"
 
 
-def leave(t: Turn, group: Group) -> None:
+def leave(t: StreamTurn, group: Group) -> None:
     t.buffer = t.buffer.without(group.id)
     t.note("place_back", group=group.id)
     if group.order < 0:
@@ -253,13 +253,13 @@ def leave(t: Turn, group: Group) -> None:
         t.note("slot_back", group=group.id)
 
 
-def discard(t: Turn, group: Group) -> None:
+def discard(t: StreamTurn, group: Group) -> None:
     """Drop the rows of a group that will not be trained. There is no answer to wait for."""
     if any(sample.length for sample in group.samples):
         t.do("discard", "trainer", group=group.id)
 
 
-def end(t: Turn, group: Group, how: str, why: str) -> None:
+def end(t: StreamTurn, group: Group, how: str, why: str) -> None:
     """End a group that is not trained."""
     if group.id in t.buffer:
         leave(t, group)
@@ -269,7 +269,7 @@ def end(t: Turn, group: Group, how: str, why: str) -> None:
     t.count("wasted", group.tokens)
 
 
-def doom(t: Turn, group: Group, how: str, why: str) -> None:
+def doom(t: StreamTurn, group: Group, how: str, why: str) -> None:
     """Cancel the requests of an unfinished group, and end it once none is in flight."""
     if group.ends is not None:
         return
@@ -285,7 +285,7 @@ def doom(t: Turn, group: Group, how: str, why: str) -> None:
     end_if_idle(t, group)
 
 
-def end_if_idle(t: Turn, group: Group) -> None:
+def end_if_idle(t: StreamTurn, group: Group) -> None:
     """End a doomed group once none of its requests is in flight. A group to be replaced ends when another takes its place in the batch."""
     if group.ends is None or group.in_flight:
         return
@@ -298,7 +298,7 @@ def end_if_idle(t: Turn, group: Group) -> None:
         end(t, group, "failed" if how == "replaced" else how, why)
 
 
-def complete(t: Turn, group: Group) -> None:
+def complete(t: StreamTurn, group: Group) -> None:
     """Complete a group: it returns its slot and can be selected, or is filtered out and replaced."""
     group = replace(group, order=t.completed)
     if group.oldest < 0:  # it has no token
@@ -320,7 +320,7 @@ def complete(t: Turn, group: Group) -> None:
             t.owed += (Owed(group.target),)
 
 
-def put_back(t: Turn) -> None:
+def put_back(t: StreamTurn) -> None:
     """Return the groups of a step that was given up to their places, before any new dispatch. A group without a free place ends."""
     assert t.step is not None
     for group in t.step.groups[t.step.finished :]:
@@ -339,7 +339,7 @@ def put_back(t: Turn) -> None:
 # -- dispatch -------------------------------------------------------------------------------------------------------------
 
 
-def dispatch(t: Turn) -> None:
+def dispatch(t: StreamTurn) -> None:
     """Reserve groups while a place and a slot are free and the gate is open, checked in this order for every group."""
     while may_dispatch(t):
         if t.prompt < 0:
@@ -350,20 +350,20 @@ def dispatch(t: Turn) -> None:
         reserve(t)
 
 
-def may_dispatch(t: Turn) -> bool:
+def may_dispatch(t: StreamTurn) -> bool:
     ready = not t.held and not (t.exhausted and t.prompt < 0) and active(t)
     return bool(ready and place_is_free(t) and slot_is_free(t) and (t.owed or gate_is_open(t)))
 
 
-def place_is_free(t: Turn) -> bool:
+def place_is_free(t: StreamTurn) -> bool:
     return len(t.buffer) < t.settings.places
 
 
-def slot_is_free(t: Turn) -> bool:
+def slot_is_free(t: StreamTurn) -> bool:
     return t.unfinished < t.settings.slots
 
 
-def gate_is_open(t: Turn) -> bool:
+def gate_is_open(t: StreamTurn) -> bool:
     if t.sampler is not None:
         return t.sampler.admits(t.view())
     if t.position == 0 and not t.admitted and "admit" not in t.asked:
@@ -372,7 +372,7 @@ def gate_is_open(t: Turn) -> bool:
     return t.position > 0 or bool(t.admitted)
 
 
-def reserve(t: Turn) -> None:
+def reserve(t: StreamTurn) -> None:
     """Make the next prompt a group of a batch that lost one, else of the batch that passed the gate."""
     number, t.prompt = t.prompt, -1
     owed = t.owed[0] if t.owed else None
@@ -394,7 +394,7 @@ def reserve(t: Turn) -> None:
     send(t)
 
 
-def batch_target(t: Turn) -> int:
+def batch_target(t: StreamTurn) -> int:
     """Return the target of the next group. The index rises at the first group of a batch."""
     if t.position == 0:
         t.index += 1
@@ -409,11 +409,11 @@ def batch_target(t: Turn) -> int:
 # -- samples --------------------------------------------------------------------------------------------------------------
 
 
-def active(t: Turn) -> list[int]:
+def active(t: StreamTurn) -> list[int]:
     return [number for number, replica in t.replicas.items() if replica.version == t.version]
 
 
-def send(t: Turn) -> None:
+def send(t: StreamTurn) -> None:
     """Send every waiting sample to a replica that serves its group (prefix cache), else to the one with the fewest requests."""
     there = active(t)
     if t.held or not there:
@@ -431,12 +431,12 @@ def send(t: Turn) -> None:
         t.note("sent", **ids)
 
 
-def load(t: Turn, number: int, change: int) -> None:
+def load(t: StreamTurn, number: int, change: int) -> None:
     replica = t.replicas[number]
     t.replicas = t.replicas.put(number, replace(replica, load=replica.load + change))
 
 
-def cancel_all(t: Turn) -> None:
+def cancel_all(t: StreamTurn) -> None:
     """Cancel every sample in flight; each is sent again later with the same random numbers."""
     for group in list(t.buffer.values()):
         for number, sample in enumerate(group.samples):
@@ -445,7 +445,7 @@ def cancel_all(t: Turn) -> None:
                 t.do("cancel", "replica", group=group.id, sample=number, replica=sample.replica)
 
 
-def answered(t: Turn, event: Event) -> Group | None:
+def answered(t: StreamTurn, event: Event) -> Group | None:
     """Return the group of an answer, or None if the answer is outdated: the sample moved to another replica, or its group is gone."""
     group: Group | None = t.buffer.get(event.group)
     if group is None:
@@ -454,7 +454,7 @@ def answered(t: Turn, event: Event) -> Group | None:
     return group if sample.in_flight and event.get("replica", sample.replica) == sample.replica else None
 
 
-def on_tokens(t: Turn, event: Event) -> None:
+def on_tokens(t: StreamTurn, event: Event) -> None:
     t.count("generated", event.count)
     group = answered(t, event)
     if group is None:
@@ -463,7 +463,7 @@ def on_tokens(t: Turn, event: Event) -> None:
         t.put(group.put(event.sample, tokens=group.samples[event.sample].tokens + event.count))
 
 
-def on_completed(t: Turn, event: Event) -> None:
+def on_completed(t: StreamTurn, event: Event) -> None:
     if (group := answered(t, event)) is None:
         return
     load(t, group.samples[event.sample].replica, -1)
@@ -478,13 +478,13 @@ def on_completed(t: Turn, event: Event) -> None:
         complete(t, group)
 
 
-def on_cancelled(t: Turn, event: Event) -> None:
+def on_cancelled(t: StreamTurn, event: Event) -> None:
     if (group := answered(t, event)) is not None:
         load(t, group.samples[event.sample].replica, -1)
         give_up_attempt(t, group, event.sample)
 
 
-def give_up_attempt(t: Turn, group: Group, number: int) -> None:
+def give_up_attempt(t: StreamTurn, group: Group, number: int) -> None:
     """Handle a sample that is no longer in flight. Its group ends, or it waits for another attempt, which has the same tokens under the
     same versions."""
     if group.ends is not None:
@@ -499,7 +499,7 @@ def give_up_attempt(t: Turn, group: Group, number: int) -> None:
     t.waiting += ((group.id, number),)
 
 
-def on_failed(t: Turn, event: Event) -> None:
+def on_failed(t: StreamTurn, event: Event) -> None:
     """Count a failed request. The setting `on_failed` decides what happens to the group."""
     if (group := answered(t, event)) is None:
         return
@@ -521,7 +521,7 @@ def on_failed(t: Turn, event: Event) -> None:
     doom(t, group, "replaced" if t.settings.on_failed == "replace" else "failed", why)
 
 
-def shrink(t: Turn, group: Group) -> None:
+def shrink(t: StreamTurn, group: Group) -> None:
     """Take one group off the step of the group's batch, else off the next step that is not full. Below the floor the run fails."""
     full = t.step is not None and len(t.step.groups) >= t.need
     version = group.target if group.target != NO_TARGET else t.version + full
@@ -534,13 +534,13 @@ def shrink(t: Turn, group: Group) -> None:
 # -- replicas and syncs ---------------------------------------------------------------------------------------------------
 
 
-def on_joined(t: Turn, event: Event) -> None:
+def on_joined(t: StreamTurn, event: Event) -> None:
     """Add a replica. It serves once the current version is published there."""
     if event.replica not in t.replicas:
         t.replicas = t.replicas.put(event.replica, Replica())
 
 
-def on_died(t: Turn, event: Event) -> None:
+def on_died(t: StreamTurn, event: Event) -> None:
     if event.replica in t.replicas:
         if t.settings.on_dead_replica == "stop":
             fail(t, f"replica {event.replica} died{': ' + event.why if event.get('why') else ''}")
@@ -548,7 +548,7 @@ def on_died(t: Turn, event: Event) -> None:
         on_left(t, event)
 
 
-def on_left(t: Turn, event: Event) -> None:
+def on_left(t: StreamTurn, event: Event) -> None:
     """Remove a replica. Its requests in flight are sent to others, with the same random numbers."""
     if event.replica not in t.replicas:
         return
@@ -559,13 +559,13 @@ def on_left(t: Turn, event: Event) -> None:
                 give_up_attempt(t, t.buffer[group.id], number)
 
 
-def hold(t: Turn) -> None:
+def hold(t: StreamTurn) -> None:
     """Hold dispatch until the current version is published."""
     t.held = t.sync_due = True
     t.note("hold", version=t.version)
 
 
-def sync_if_due(t: Turn) -> None:
+def sync_if_due(t: StreamTurn) -> None:
     """Start the sync of the current version once the requests in flight allow it, or one for replicas that joined. One at a time.
 
     While the trainer finishes an update, its weights are not those of the current version; nor are they between two updates of a step.
@@ -584,7 +584,7 @@ def sync_if_due(t: Turn) -> None:
         start_sync(t, behind)
 
 
-def start_sync(t: Turn, replicas: tuple[int, ...]) -> None:
+def start_sync(t: StreamTurn, replicas: tuple[int, ...]) -> None:
     if not replicas:  # none to publish to: a replica that joins later gets the current version
         resume(t)
         return
@@ -593,12 +593,12 @@ def start_sync(t: Turn, replicas: tuple[int, ...]) -> None:
     t.do("sync", "sync", version=t.version, at_sync=t.settings.at_sync, replicas=tuple(replicas))
 
 
-def on_published(t: Turn, event: Event) -> None:
+def on_published(t: StreamTurn, event: Event) -> None:
     if event.replica in t.replicas:
         t.replicas = t.replicas.put(event.replica, replace(t.replicas[event.replica], version=event.version))
 
 
-def on_synced(t: Turn, event: Event) -> None:
+def on_synced(t: StreamTurn, event: Event) -> None:
     if t.sync is None or event.version != t.sync.version:
         return
     t.sync = None
@@ -606,7 +606,7 @@ def on_synced(t: Turn, event: Event) -> None:
         resume(t)
 
 
-def on_sync_error(t: Turn, why: str) -> None:
+def on_sync_error(t: StreamTurn, why: str) -> None:
     """A sync may fail because one of its replicas died. If the loop may continue without it, sync the others again."""
     if t.sync is None:
         return
@@ -618,7 +618,7 @@ def on_sync_error(t: Turn, why: str) -> None:
         t.sync_due = True
 
 
-def resume(t: Turn) -> None:
+def resume(t: StreamTurn) -> None:
     """The current version is published: release the trainer's devices and continue dispatch."""
     t.held = False
     t.news = True
@@ -631,11 +631,11 @@ def resume(t: Turn) -> None:
 # -- prompts --------------------------------------------------------------------------------------------------------------
 
 
-def on_prompt(t: Turn, event: Event) -> None:
+def on_prompt(t: StreamTurn, event: Event) -> None:
     t.prompt_asked = False
     t.prompt = event.group
 
 
-def on_exhausted(t: Turn, _: Event) -> None:
+def on_exhausted(t: StreamTurn, _: Event) -> None:
     t.prompt_asked = False
     t.exhausted = True

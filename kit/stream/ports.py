@@ -23,7 +23,7 @@ from kit.errors import BadInput, KitError
 from kit.loop.messages import Command, Event, Sink
 from kit.loop.runner import Port
 from kit.results.records import Id, Row
-from kit.stream.settings import NO_TARGET, Resume, Settings, refuse_lacking
+from kit.stream.settings import NO_TARGET, Resume, StreamSettings, refuse_lacking
 
 PARTS = ("training", "logprobs", "sync", "exposed_generation")
 TRAINER = {"begin": "training", "microbatch": "training", "finish": "training", "logprobs": "logprobs"}
@@ -236,7 +236,9 @@ class Buffer:
 class Foreign:
     """The port "sampler". It also watches the ledger (`see`) to keep its buffer and version up to date."""
 
-    def __init__(self, kind: Any, settings: Settings, *, pipeline: str = "", resume: Resume | None = None) -> None:
+    def __init__(
+        self, kind: Any, settings: StreamSettings, *, pipeline: str = "", resume: Resume | None = None
+    ) -> None:
         refuse_lacking(kind, settings.sampler)
         self.buffer = Buffer()
         known = inspect.signature(kind).parameters

@@ -163,7 +163,7 @@ Logprobs = Literal["recomputed", "recorded", "off"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class StreamSettings:
     """`sampler` is the name of a built-in sampler, or `module:Class`, which is called through the port "sampler".
 
     `places` is the most groups in the buffer, unfinished ones included; `slots` the most groups in flight. `train_global_batch_size`
@@ -214,25 +214,25 @@ class Resume:
     open: tuple[int, ...] = ()
 
 
-def opening(settings: Settings, start: Resume | None = None) -> Iterator[tuple[str, dict[str, Id]]]:
+def opening(settings: StreamSettings, start: Resume | None = None) -> Iterator[tuple[str, dict[str, Id]]]:
     values = {name: value if isinstance(value, str) else int(value) for name, value in asdict(settings).items()}
     yield "capacity", {"groups_per_step": values.pop("groups"), **values}
     if start is not None:
         yield "resumed", {"step": start.steps, "version": start.version}
 
 
-def read_settings(ids: Mapping[str, Id]) -> Settings:
+def read_settings(ids: Mapping[str, Id]) -> StreamSettings:
     """Return the settings in a row `capacity`, with defaults for those it lacks."""
     given: dict[str, Any] = {"groups" if name == "groups_per_step" else name: value for name, value in ids.items()}
-    kinds = {name: type(value) for name, value in asdict(Settings()).items()}
-    return Settings(**{name: kind(given[name]) for name, kind in kinds.items() if name in given})
+    kinds = {name: type(value) for name, value in asdict(StreamSettings()).items()}
+    return StreamSettings(**{name: kind(given[name]) for name, kind in kinds.items() if name in given})
 
 
 COUNTS = ("groups", "min_groups", "group", "train_global_batch_size", "places", "slots", "steps", "replicas", "floor")
 LEAST = {**dict.fromkeys(COUNTS, 1), "window": 0, "step_retries": 0}
 
 
-def refusals(settings: Settings) -> tuple[str, ...]:
+def refusals(settings: StreamSettings) -> tuple[str, ...]:
     """Return one sentence for each setting or combination that cannot work."""
     low = (
         f"{name}={getattr(settings, name)} must be at least {least}"
@@ -242,7 +242,7 @@ def refusals(settings: Settings) -> tuple[str, ...]:
     return tuple(low) or tuple(_misfits(settings))
 
 
-def _misfits(settings: Settings) -> Iterator[str]:
+def _misfits(settings: StreamSettings) -> Iterator[str]:
     groups, samples, batch = settings.groups, settings.groups * settings.group, settings.train_global_batch_size
     if batch % settings.group:
         yield f"train_global_batch_size={batch} is not a multiple of group={settings.group}; a group is never split"

@@ -25,7 +25,7 @@ from kit.loop.runner import Core, Port, Runner, Simulated, VirtualClock
 from kit.results.records import Id, Row, numbers
 from kit.stream.core import TRAINERS, Controller
 from kit.stream.ports import Foreign, Log, Meter, Watched, calls, spent, syncs
-from kit.stream.settings import Resume, Settings, opening, read_settings, refusals
+from kit.stream.settings import Resume, StreamSettings, opening, read_settings, refusals
 
 Answers = Iterable[tuple[float, Event]]
 
@@ -255,7 +255,7 @@ class Simulation:
 
 
 def simulate(
-    settings: Settings,
+    settings: StreamSettings,
     durations: Durations | None = None,
     *,
     prompts: int | None = None,

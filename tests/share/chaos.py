@@ -18,7 +18,7 @@ from kit.share.books import DeskLedger
 from kit.share.core import Scheduler
 from kit.share.judge import RULES
 from kit.share.planner import gap_ratio, make_plan
-from kit.share.state import KINDS, Plan, Settings, State
+from kit.share.state import KINDS, DeskSettings, DeskState, Plan
 
 NAMES = ("a", "b", "c", "d")
 GENERATED = (
@@ -53,7 +53,7 @@ class Chaos:
         draw = self.random = random.Random(self.seed)
         self.names = NAMES[: self.pipelines or draw.choice([1, 2, 2, 3, 4])]
         self.devices = draw.choice([1, 2, 2, 4, 6])
-        settings = Settings(
+        settings = DeskSettings(
             devices=self.devices,
             pipelines=self.names,
             admission_ms=draw.choice([0, 60_000]),
@@ -63,7 +63,7 @@ class Chaos:
         self.core = self.core(settings) if self.core else Scheduler(settings)
         self.clusters = {name: self.draw_clusters() for name in self.names}
         self.time = 0.0
-        self.state: State
+        self.state: DeskState
         self.rows.write(Row(metric="begins", time=0.0, ids={"core": "desk"}))
         self.state, commands = self.core.begin()
         self.carry(commands)
@@ -185,7 +185,7 @@ class Chaos:
 RARE = ("register", "admit", "planned_release", "resize", "progress_end", "progress_end", "acquire", "unregister")
 
 
-def check_state(state: State, devices: int) -> None:
+def check_state(state: DeskState, devices: int) -> None:
     """Check that every device is in one place (idle, leased, falling asleep or waking up), and that the state is consistent."""
     held = [*state.idle]
     for (name, cluster), lease in state.leases.items():

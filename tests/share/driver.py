@@ -6,7 +6,7 @@ from typing import Any
 
 from kit.loop.messages import Command, Event
 from kit.share.core import Scheduler
-from kit.share.state import Settings, State
+from kit.share.state import DeskSettings, DeskState
 from tests.share.chaos import check_state
 
 TRAINER_0 = {"trainer": (0,), "generation": (0, 1)}
@@ -17,9 +17,9 @@ class Drive:
     """`waiting` holds the replicas' answers that are not delivered yet; `answer()` delivers the first."""
 
     def __init__(self, devices: int = 2, names: str = "ab", *, planner: Any = None, **settings: Any) -> None:
-        self.settings = Settings(devices=devices, pipelines=tuple(names), **{"admission_ms": 0, **settings})
+        self.settings = DeskSettings(devices=devices, pipelines=tuple(names), **{"admission_ms": 0, **settings})
         self.core = Scheduler(self.settings, planner=planner)
-        self.state: State
+        self.state: DeskState
         self.log: list[Command] = []
         self.waiting: list[Event] = []
         self.slow = False

@@ -11,13 +11,13 @@ from kit.loop.runner import Runner, VirtualClock
 from kit.share.core import Scheduler
 from kit.share.member import Member
 from kit.share.simulated import Devices, Ports, Simulation, simulate
-from kit.share.state import Cluster, Settings
+from kit.share.state import Cluster, DeskSettings
 from kit.stream.core import Controller
-from kit.stream.settings import Settings as Stream
+from kit.stream.settings import StreamSettings
 from kit.stream.simulated import ADDRESSES, Durations, System
 
 # A step begins with all its groups: a pipeline that trains where it generates could not finish a step begun with fewer.
-STRICT = Stream(
+STRICT = StreamSettings(
     steps=3, sampler="strict", window=0, previous="off", groups=4, min_groups=4, group=2, train_global_batch_size=8
 )
 A = {"trainer": Cluster((0,)), "generation": Cluster((0, 1))}
@@ -36,7 +36,7 @@ class Log:
 
 def shared(
     pipelines: Mapping[str, Mapping[str, Cluster]],
-    stream: Stream = STRICT,
+    stream: StreamSettings = STRICT,
     durations: Durations | None = None,
     *,
     devices: int = 2,
@@ -57,7 +57,7 @@ def shared(
             replica.gone = True
         core = Controller(replace(stream, replicas=count), pipeline=name)
         cores[name] = Member(core, name, clusters)
-    found = Settings(devices=devices, pipelines=tuple(pipelines), **settings)
+    found = DeskSettings(devices=devices, pipelines=tuple(pipelines), **settings)
     cores["desk"] = desk(found) if desk else Scheduler(found)
     ports = dict.fromkeys([one for one in ADDRESSES if one != "desk"], Ports(systems))
     return simulate(

@@ -9,7 +9,7 @@ from kit.loop.messages import Command, Event
 from kit.share.core import Scheduler
 from kit.share.member import Member
 from kit.share.planner import Share, View
-from kit.share.state import Cluster, Settings
+from kit.share.state import Cluster, DeskSettings
 from tests.loop.replaying import replay
 from tests.share.driver import TRAINER_0, TRAINER_1, Drive, message, why
 
@@ -625,9 +625,9 @@ def test_settings_that_cannot_work_are_refused() -> None:
         ({"request_ms": 0}, "every wait has a limit"),
     ):
         with pytest.raises(BadInput, match=sentence):
-            Settings(**{"devices": 2, "pipelines": ("a",), **wrong})
+            DeskSettings(**{"devices": 2, "pipelines": ("a",), **wrong})
     with pytest.raises(BadInput, match="neither one of gap-ratio, fifo, static"):
-        Scheduler(Settings(devices=1, pipelines=("a",), planner="best"))
+        Scheduler(DeskSettings(devices=1, pipelines=("a",), planner="best"))
 
 
 def test_the_desk_ends_when_the_last_expected_pipeline_has_left() -> None:

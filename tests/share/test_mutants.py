@@ -28,7 +28,7 @@ MUTANTS = (
     ),
     mutant("planner:make_plan", "if not one.held", "", "requests that are held are planned"),
     mutant(
-        "state:Fields.under_way",
+        "state:DeskFields.under_way",
         "(*self.sleeping, *self.waking)",
         "self.waking",
         "a release ends while replicas fall asleep",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kit.loop.messages import Map
 from kit.share.books import Books, specified
 from kit.share.planner import PLANNERS, Share, View, gap_ratio, make_plan, violations
-from kit.share.state import GENERATION, Cluster, Fields, Lease, Op, Pipeline, Plan, Request
+from kit.share.state import GENERATION, Cluster, DeskFields, Lease, Op, Pipeline, Plan, Request
 
 
 def share(name: str, tp: int, devices: int, active: set[int], *, left: int, target: int = 0, asks: int = -1) -> Share:
@@ -113,10 +113,10 @@ def test_a_static_part_stays_when_others_leave() -> None:
 # -- the same plan twice ----------------------------------------------------------------------------------------------------
 
 
-def drawn(draw: random.Random) -> tuple[Fields, Books]:
+def drawn(draw: random.Random) -> tuple[DeskFields, Books]:
     """Draw a state of the desk between two cycles, and the judge's books of it."""
     devices = draw.choice([2, 4, 4, 8])
-    f = Fields()
+    f = DeskFields()
     books = Books(devices)
     free = list(range(devices))
     for name in "abcd"[: draw.randint(1, 4)]:
@@ -154,7 +154,7 @@ def drawn(draw: random.Random) -> tuple[Fields, Books]:
     return f, books
 
 
-def give(f: Fields, books: Books, name: str, free: list[int], draw: random.Random) -> None:
+def give(f: DeskFields, books: Books, name: str, free: list[int], draw: random.Random) -> None:
     """Lease some of the free devices to training, or to some replicas."""
     trainer, generation = (f.pipelines[name].clusters[one] for one in ("trainer", GENERATION))
     if draw.random() < 0.2 and trainer.all <= {*free}:
@@ -215,9 +215,9 @@ def test_plans_by_hypothesis_many_times(seed: int) -> None:
 # -- names ------------------------------------------------------------------------------------------------------------------
 
 
-def renamed(f: Fields, names: dict[str, str], shift: int) -> Fields:
+def renamed(f: DeskFields, names: dict[str, str], shift: int) -> DeskFields:
     """Return the same state with other names for pipelines and devices, in the same order."""
-    new = Fields(idle=frozenset(one + shift for one in f.idle))
+    new = DeskFields(idle=frozenset(one + shift for one in f.idle))
     for name, one in f.pipelines.items():
         clusters = {
             key: Cluster(tuple(at + shift for at in each.devices), each.tp) for key, each in one.clusters.items()
@@ -270,9 +270,9 @@ def test_an_idle_pipeline_changes_nothing() -> None:
 # -- validation -------------------------------------------------------------------------------------------------------------
 
 
-def state() -> Fields:
+def state() -> DeskFields:
     """a generates on devices 0 and 1 (tp 2), b trains on 2; 3 is idle."""
-    f = Fields(idle=frozenset({3}))
+    f = DeskFields(idle=frozenset({3}))
     two = Pipeline(Map({GENERATION: Cluster((0, 1, 2, 3), 2), "trainer": Cluster((0,))}))
     one = Pipeline(
         Map({GENERATION: Cluster((0, 1, 2, 3)), "trainer": Cluster((2,)), "critic": Cluster((3,))}), dead=frozenset({1})

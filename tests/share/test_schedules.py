@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kit.loop.messages import Event
 from kit.share.core import Scheduler
-from kit.share.state import Settings, State
+from kit.share.state import DeskSettings, DeskState
 from tests.loop.replaying import replay, replay_rows
 from tests.share.chaos import Chaos, check_state, rows_of, violations
 
@@ -96,7 +96,7 @@ class Explorer:
         self.clusters = pipelines
         self.devices = devices
         names = tuple(pipelines)
-        self.core = Scheduler(Settings(devices=devices, pipelines=names, admission_ms=60_000 if admission else 0))
+        self.core = Scheduler(DeskSettings(devices=devices, pipelines=names, admission_ms=60_000 if admission else 0))
         self.deaths = deaths
         self.seen: set[Any] = set()
         self.ends = 0
@@ -114,7 +114,7 @@ class Explorer:
                 self.seen.add(key)
                 todo += self.after(*node)
 
-    def after(self, state: State, where: Any, answers: frozenset[Event], deaths: int) -> list[Any]:
+    def after(self, state: DeskState, where: Any, answers: frozenset[Event], deaths: int) -> list[Any]:
         if state.closed:
             self.ends += 1
             assert not state.error, state.error
@@ -137,7 +137,7 @@ class Explorer:
             return Event("acquire", name, kind=what)
         return Event("unregister" if what == "leave" else what, name, **ids.get(what, {}))
 
-    def take(self, state: State, event: Event, where: Any, answers: frozenset[Event], deaths: int) -> Any:
+    def take(self, state: DeskState, event: Event, where: Any, answers: frozenset[Event], deaths: int) -> Any:
         state, commands = self.core.step(state, event)
         check_state(state, self.devices)
         for one in commands:
@@ -150,7 +150,7 @@ class Explorer:
         return state, where, answers, deaths
 
 
-def shape(state: State) -> Any:
+def shape(state: DeskState) -> Any:
     """A state without counters that only grow; request numbers are replaced by their order."""
     order = {number: at for at, number in enumerate(sorted(one.number for one in state.requests))}
     requests = tuple((one.key, one.kind, order[one.number], one.target, one.held, one.again) for one in state.requests)

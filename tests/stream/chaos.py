@@ -12,8 +12,8 @@ from typing import Any
 
 from kit.loop.messages import Command, Event
 from kit.stream.core import Controller
-from kit.stream.generation import RUNNING, State
-from kit.stream.settings import Settings
+from kit.stream.generation import RUNNING, StreamState
+from kit.stream.settings import StreamSettings
 
 TRAINER = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")
 ENDS = ("cleared", "evicted", "aborted", "failed", "dropped", "replaced")
@@ -145,8 +145,8 @@ class Chaos:
 
 @dataclass
 class Run:
-    settings: Settings
-    states: list[State]
+    settings: StreamSettings
+    states: list[StreamState]
     events: list[Event]
     commands: list[Command]
     ended: Command
@@ -158,7 +158,7 @@ class Run:
 class Play:
     """A run in progress, event by event; every state on the way is checked."""
 
-    def __init__(self, settings: Settings, chaos: Chaos, core: Controller | None = None) -> None:
+    def __init__(self, settings: StreamSettings, chaos: Chaos, core: Controller | None = None) -> None:
         self.chaos = chaos
         self.core = core or Controller(settings)
         self.watch = Watch(settings)
@@ -189,7 +189,7 @@ class Play:
         return done
 
 
-def run(settings: Settings, chaos: Chaos, *, limit: int = 20_000, core: Controller | None = None) -> Run:
+def run(settings: StreamSettings, chaos: Chaos, *, limit: int = 20_000, core: Controller | None = None) -> Run:
     """Run a whole schedule."""
     return Play(settings, chaos, core).finish(limit)
 
@@ -200,7 +200,7 @@ def carry(chaos: Chaos, commands: tuple[Command, ...]) -> None:
             chaos.send(command)
 
 
-def check_state(state: State, settings: Settings) -> None:
+def check_state(state: StreamState, settings: StreamSettings) -> None:
     """Check that redundant parts of the state agree."""
     unfinished = in_flight = 0
     loads: Counter[int] = Counter()
@@ -221,7 +221,7 @@ def check_state(state: State, settings: Settings) -> None:
 class Watch:
     """Checks the rules for the order of commands."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: StreamSettings) -> None:
         self.settings = settings
         self.held = True
         self.version = 0

@@ -6,8 +6,8 @@ from typing import Any
 
 from kit.loop.messages import Command, Event
 from kit.stream.core import Controller
-from kit.stream.generation import State
-from kit.stream.settings import Resume, Settings
+from kit.stream.generation import StreamState
+from kit.stream.settings import Resume, StreamSettings
 
 TRAINER = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")
 
@@ -17,7 +17,7 @@ class Driver:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: StreamSettings,
         *,
         at_once: tuple[str, ...] = (),
         answers: tuple[str, ...] = ("acquire", "next_prompt", "sync"),
@@ -30,7 +30,7 @@ class Driver:
         self.prompts = prompts
         self.log: list[Command] = []
         self.asked: list[Command] = []
-        self.state: State
+        self.state: StreamState
         self.state, commands = self.core.begin()
         self.carry(commands)
 
@@ -114,8 +114,8 @@ class Driver:
 SMALL = {"groups": 2, "group": 2, "train_global_batch_size": 4, "places": 4, "slots": 4, "steps": 2, "replicas": 1}
 
 
-def small(**more: Any) -> Settings:
-    return Settings(**{**SMALL, "previous": "off", "correction": True, **more})
+def small(**more: Any) -> StreamSettings:
+    return StreamSettings(**{**SMALL, "previous": "off", "correction": True, **more})
 
 
 def train_step(driver: Driver) -> None:

@@ -14,11 +14,11 @@ from kit.errors import BadInput
 from kit.loop.messages import Command, Event, Memory, command_row
 from kit.stream.core import Controller
 from kit.stream.history import LoopLedger
-from kit.stream.settings import SAMPLERS, AtSync, Resume, Settings
+from kit.stream.settings import SAMPLERS, AtSync, Resume, StreamSettings
 from kit.stream.simulated import Durations, System, drawn_length, simulate
 from tests.stream.ledgers import finding
 
-PLAIN = Settings(groups=4, places=8, slots=8, train_global_batch_size=16, steps=4, at_sync="abort", min_groups=2)
+PLAIN = StreamSettings(groups=4, places=8, slots=8, train_global_batch_size=16, steps=4, at_sync="abort", min_groups=2)
 RAGGED = Durations(length=drawn_length(4, 40))
 
 Commands = Iterator[Command]
@@ -35,7 +35,7 @@ def backed(rows: Memory) -> str:
     return found.why if found.value else ""
 
 
-def reported(lie: Lie, settings: Settings = PLAIN) -> Memory:
+def reported(lie: Lie, settings: StreamSettings = PLAIN) -> Memory:
     class Lying(Controller):
         def step(self, state: Any, event: Event) -> Any:
             state, commands = super().step(state, event)
@@ -173,7 +173,7 @@ def test_what_a_port_reported_cannot_be_made_up() -> None:
 
 def test_a_loop_that_ends_before_its_last_step_is_found() -> None:
     class Short(Controller):
-        def __init__(self, settings: Settings) -> None:
+        def __init__(self, settings: StreamSettings) -> None:
             super().__init__(replace(settings, steps=2))
 
     found = finding("ends_cleanly", ledger(simulate(PLAIN, RAGGED, core=Short(PLAIN)).rows))

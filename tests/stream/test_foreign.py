@@ -13,7 +13,7 @@ from kit.errors import BadInput
 from kit.loop.messages import Event, Memory
 from kit.stream.core import Controller, resume_from
 from kit.stream.ports import Buffer, Foreign, Slot
-from kit.stream.settings import Settings
+from kit.stream.settings import StreamSettings
 from kit.stream.simulated import Durations, simulate
 from tests.loop.replaying import replay_rows
 from tests.stream.driver import Driver, small, train_step
@@ -90,7 +90,7 @@ class Windowed(InOrder):
         return start_weight_version < max(0, current_train_weight - self.window)
 
 
-SETTINGS = Settings(steps=5, sampler="mine:InOrder", previous="off")
+SETTINGS = StreamSettings(steps=5, sampler="mine:InOrder", previous="off")
 
 
 def trained(rows: Memory) -> list[Any]:

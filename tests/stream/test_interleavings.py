@@ -8,8 +8,8 @@ import pytest
 
 from kit.loop.messages import Command, Event
 from kit.stream.core import Controller
-from kit.stream.generation import State
-from kit.stream.settings import Settings
+from kit.stream.generation import StreamState
+from kit.stream.settings import StreamSettings
 from tests.stream.chaos import ENDS, TRAINER, check_state
 
 Channels = frozenset[tuple[str, tuple[Event, ...]]]
@@ -29,7 +29,7 @@ BATCHES = {"groups": 2, "places": 4, "slots": 4, "train_global_batch_size": 4, "
 class Explorer:
     """Depth-first search over (state of the core, what is under way, failures left)."""
 
-    def __init__(self, settings: Settings, *, failures: int, prompts: int = 6) -> None:
+    def __init__(self, settings: StreamSettings, *, failures: int, prompts: int = 6) -> None:
         self.core = Controller(settings)
         self.settings = settings
         self.prompts = prompts
@@ -61,7 +61,7 @@ class Explorer:
                 for replica in state.replicas:
                     self.todo += self.death(state, dict(channels), replica, failures)
 
-    def death(self, state: State, channels: dict[str, Any], replica: int, failures: int) -> list[Any]:
+    def death(self, state: StreamState, channels: dict[str, Any], replica: int, failures: int) -> list[Any]:
         """Return the nodes after a replica's death: its samples in flight get no answer, a sync continues without it."""
         left = {
             name: tuple(event for event in events if event.get("replica") != replica)
@@ -70,7 +70,9 @@ class Explorer:
         after, commands = self.core.step(state, Event("died", replica=replica))
         return self.after(after, commands, {name: events for name, events in left.items() if events}, failures - 1)
 
-    def after(self, state: State, commands: tuple[Command, ...], channels: dict[str, Any], failures: int) -> list[Any]:
+    def after(
+        self, state: StreamState, commands: tuple[Command, ...], channels: dict[str, Any], failures: int
+    ) -> list[Any]:
         """Return the nodes after some commands: one with all of them carried out, and one for each of them failed."""
         asked = [
             one
@@ -85,7 +87,7 @@ class Explorer:
             nodes.append((state, frozenset(found.items()), failures - (failing is not None)))
         return nodes
 
-    def carry(self, command: Command, channels: dict[str, Any], state: State, *, failed: bool) -> None:
+    def carry(self, command: Command, channels: dict[str, Any], state: StreamState, *, failed: bool) -> None:
         name, ids = command.name, dict(command.ids)
         where = f"{name} {ids}"
         if failed:
@@ -118,7 +120,7 @@ class Explorer:
         elif name == "acquire":
             channels[where] = (Event("granted", kind=command.kind),)
 
-    def check_end(self, state: State) -> None:
+    def check_end(self, state: StreamState) -> None:
         self.ends[state.ending] = self.ends.get(state.ending, 0) + 1
         counts = state.counts
         assert counts.get("reserved", 0) == sum(counts.get(name, 0) for name in ENDS)
@@ -139,7 +141,7 @@ class Explorer:
     ],
 )
 def test_every_order_ends_and_loses_nothing(more: dict[str, Any], failures: int) -> None:
-    explorer = Explorer(Settings(**{**TINY, **more}), failures=failures)
+    explorer = Explorer(StreamSettings(**{**TINY, **more}), failures=failures)
     explorer.run()
     assert explorer.ends["done"]
     assert not failures or explorer.ends["error"]
@@ -165,7 +167,7 @@ def test_every_order_ends_and_loses_nothing(more: dict[str, Any], failures: int)
     ],
 )
 def test_every_order_with_a_failure_anywhere(more: dict[str, Any]) -> None:
-    explorer = Explorer(Settings(**{**TINY, **more}), failures=1)
+    explorer = Explorer(StreamSettings(**{**TINY, **more}), failures=1)
     explorer.run()
     assert explorer.ends["done"]
     assert explorer.ends["error"]

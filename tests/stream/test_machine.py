@@ -16,7 +16,7 @@ from hypothesis import settings as effort
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from kit.stream.core import Controller
-from kit.stream.settings import SAMPLERS, Settings
+from kit.stream.settings import SAMPLERS, StreamSettings
 from tests.loop.replaying import replay
 from tests.stream.chaos import Chaos, Play
 
@@ -25,12 +25,12 @@ PART = 150  # of these in `make test`
 
 
 @st.composite
-def accepted(draw: st.DrawFn) -> Settings:
+def accepted(draw: st.DrawFn) -> StreamSettings:
     """Draw settings that are not refused."""
     group, groups = draw(st.sampled_from([2, 3])), draw(st.sampled_from([1, 2, 4]))
     sampler = draw(st.sampled_from(sorted(SAMPLERS)))
     window = 0 if sampler == "strict" else draw(st.integers(0, 2))
-    return Settings(
+    return StreamSettings(
         groups=groups,
         group=group,
         min_groups=draw(st.integers(1, groups)),
@@ -57,7 +57,7 @@ class Loop(RuleBasedStateMachine):
     play: Play
 
     @initialize(plan=accepted(), seed=st.integers(0, 999), prompts=st.sampled_from([40, 6, 4]), odd=st.booleans())
-    def begin(self, plan: Settings, seed: int, prompts: int, odd: bool) -> None:
+    def begin(self, plan: StreamSettings, seed: int, prompts: int, odd: bool) -> None:
         crash = 0.15 if plan.on_failed != "stop" and odd else 0.0
         self.plan = plan
         self.play = Play(plan, Chaos(seed, prompts, flat=0.3 if plan.filter else 0.1, empty=0.1, crash=crash))
@@ -121,9 +121,9 @@ def test_many_orders_of_answers_lose_no_permit() -> None:
 def test_a_bug_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bug: groups that end do not give their place back."""
     from kit.stream import generation
-    from kit.stream.generation import Group, Turn
+    from kit.stream.generation import Group, StreamTurn
 
-    def forgets(t: Turn, group: Group) -> None:
+    def forgets(t: StreamTurn, group: Group) -> None:
         t.buffer = t.buffer.without(group.id)
         if group.order < 0:
             t.unfinished -= 1

@@ -9,7 +9,7 @@ import pytest
 
 from kit.loop.messages import Command, Event
 from kit.stream.core import Controller
-from kit.stream.settings import SAMPLERS, Settings
+from kit.stream.settings import SAMPLERS, StreamSettings
 from tests.loop.replaying import replay
 from tests.stream.chaos import Chaos, Deadlock, run
 
@@ -26,11 +26,11 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 )
 
 
-def settings(**more: Any) -> Settings:
-    return Settings(**{**SMALL, **more})
+def settings(**more: Any) -> StreamSettings:
+    return StreamSettings(**{**SMALL, **more})
 
 
-def chaos_of(found: Settings, seed: int, fail_at: int | None) -> Chaos:
+def chaos_of(found: StreamSettings, seed: int, fail_at: int | None) -> Chaos:
     churn = 0.03 if found.on_dead_replica == "go-on" else 0.0
     prompts = (40, 40, 6, 4)[seed % 4]
     crash = 0.15 if found.on_failed != "stop" and seed % 2 else 0.0
@@ -64,13 +64,13 @@ def test_ten_thousand_schedules_lose_no_permit() -> None:
         seed += 1
 
 
-def drawn_settings(seed: int) -> Settings:
+def drawn_settings(seed: int) -> StreamSettings:
     """Return drawn settings that are not refused."""
     draw = random.Random(seed)
     group, groups = draw.choice([2, 3]), draw.choice([1, 2, 4])
     sampler = draw.choice(sorted(SAMPLERS))
     window = 0 if sampler == "strict" else draw.choice([0, 1, 2])
-    return Settings(
+    return StreamSettings(
         groups=groups,
         group=group,
         min_groups=draw.randint(1, groups),

@@ -8,12 +8,12 @@ import pytest
 
 from kit.errors import BadInput
 from kit.stream.core import Controller
-from kit.stream.settings import Settings, refusals
+from kit.stream.settings import StreamSettings, refusals
 
 
 def test_the_defaults_work() -> None:
-    assert refusals(Settings()) == ()
-    assert (Settings().minibatch, Settings().logprobs) == (8, ("previous",))
+    assert refusals(StreamSettings()) == ()
+    assert (StreamSettings().minibatch, StreamSettings().logprobs) == (8, ("previous",))
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,12 @@ def test_the_defaults_work() -> None:
     ],
 )
 def test_each_refusal_is_one_sentence(change: dict[str, Any], sentence: str) -> None:
-    assert refusals(Settings(**change)) == (sentence,)
+    assert refusals(StreamSettings(**change)) == (sentence,)
     with pytest.raises(BadInput) as raised:
-        Controller(Settings(**change))
+        Controller(StreamSettings(**change))
     assert str(raised.value) == sentence
 
 
 def test_recorded_log_probabilities_are_enough_without_correction() -> None:
-    assert refusals(Settings(correction=False, previous="recorded")) == ()
-    assert refusals(Settings(correction=False, window=0)) == ()
+    assert refusals(StreamSettings(correction=False, previous="recorded")) == ()
+    assert refusals(StreamSettings(correction=False, window=0)) == ()

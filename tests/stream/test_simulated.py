@@ -16,11 +16,11 @@ from kit.results import Run, create_run
 from kit.stream import what_if
 from kit.stream.core import Controller, resume_from
 from kit.stream.ports import Log, Meter
-from kit.stream.settings import SAMPLERS, Settings
+from kit.stream.settings import SAMPLERS, StreamSettings
 from kit.stream.simulated import ADDRESSES, Durations, System, drawn_length, forecast, measured, simulate
 from tests.loop.replaying import replay_rows
 
-PLAIN = Settings(steps=5, previous="off")
+PLAIN = StreamSettings(steps=5, previous="off")
 EVEN = Durations(token_s=0.01, span=10, length=lambda group, sample: 10, train_s=0.4, finish_s=0.0, sync_s=0.0)
 
 
@@ -75,7 +75,7 @@ def test_a_logger_that_raises_is_reported_and_ends_nothing() -> None:
 
 
 def test_a_thousand_groups_may_be_in_flight() -> None:
-    settings = Settings(
+    settings = StreamSettings(
         groups=250, places=1000, slots=1000, train_global_batch_size=1000, window=3, steps=4, replicas=4, previous="off"
     )
     done = simulate(settings, Durations(token_s=0.0001))

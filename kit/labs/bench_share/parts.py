@@ -15,7 +15,7 @@ from kit.labs.share import tables
 from kit.loop.messages import Event
 from kit.results import with_ids
 from kit.share.core import Scheduler
-from kit.share.state import Plan, Settings, State, Turn
+from kit.share.state import DeskSettings, DeskState, DeskTurn, Plan
 from kit.world.world import Worlds
 
 # B's answers are half as long as A's, so a static half of the devices is too little for A: 1.38 times the bound by arithmetic. Each trains
@@ -162,7 +162,7 @@ class Timed:
 
     def __init__(self, tp: int) -> None:
         names = tuple(f"p{number:02}" for number in range(PIPELINES))
-        self.core = Scheduler(Settings(devices=DEVICES, pipelines=names, admission_ms=0))
+        self.core = Scheduler(DeskSettings(devices=DEVICES, pipelines=names, admission_ms=0))
         self.state, _ = self.core.begin()
         self.seconds: list[float] = []
         every = ",".join(map(str, range(DEVICES)))
@@ -198,11 +198,11 @@ def from_nothing(tp: int) -> float:
     return seconds
 
 
-def changed(state: State, **fields: Any) -> State:
-    turn = Turn(state, Settings(devices=DEVICES, pipelines=("p00",)), "desk")
+def changed(state: DeskState, **fields: Any) -> DeskState:
+    turn = DeskTurn(state, DeskSettings(devices=DEVICES, pipelines=("p00",)), "desk")
     for name, value in fields.items():
         setattr(turn, name, value)
-    return State(turn)
+    return DeskState(turn)
 
 
 def one_bundle(tp: int, rounds: int) -> list[float]:

@@ -12,10 +12,10 @@ from kit.share import core
 from kit.share.core import Scheduler
 from kit.share.member import Joined, Member
 from kit.share.planner import Gaps, Share, Supply, View
-from kit.share.state import GENERATION, PRIORITY, Op, Request, State, Turn
+from kit.share.state import GENERATION, PRIORITY, DeskState, DeskTurn, Op, Request
 from kit.stream import core as stream
 from kit.stream import generation
-from kit.stream.generation import Turn as Loop
+from kit.stream.generation import StreamTurn
 
 advance, drop, expand, grant, lose, shrink = core.advance, core.drop, core.expand, core.grant, core.lose, core.shrink
 desk_step, member_step = Scheduler.step, Member.step
@@ -32,19 +32,19 @@ def gives_twice(supply: Supply, request: Request) -> bool:
     return met
 
 
-def grants_unseen(t: Turn, op: Op) -> None:
+def grants_unseen(t: DeskTurn, op: Op) -> None:
     idle, t.idle = t.idle, t.idle | op.devices
     grant(t, op)
     t.idle = idle - op.devices
 
 
-def advances_at_once(t: Turn) -> None:
+def advances_at_once(t: DeskTurn) -> None:
     sleeping, t.sleeping = t.sleeping, frozenset()
     advance(t)
     t.sleeping = sleeping
 
 
-def drops_without_devices(t: Turn, name: str, how: str) -> None:
+def drops_without_devices(t: DeskTurn, name: str, how: str) -> None:
     t.leases = Map({key: lease for key, lease in t.leases.items() if key[0] != name})
     drop(t, name, how)
 
@@ -78,7 +78,7 @@ def shrinks_for_nothing(supply: Supply, request: Request) -> bool:
     return meets(supply, request)
 
 
-def expands_half_a_replica(t: Turn, op: Op, replica: int) -> None:
+def expands_half_a_replica(t: DeskTurn, op: Op, replica: int) -> None:
     expand(t, op, replica)
     if t.commands and t.commands[-1].name == "expand":
         ordered = t.commands.pop()
@@ -86,13 +86,13 @@ def expands_half_a_replica(t: Turn, op: Op, replica: int) -> None:
         t.commands.append(Command("expand", ordered.to, ordered.pipeline, **{**dict(ordered.ids), "devices": devices}))
 
 
-def forgets_what_it_shrank(t: Turn, name: str, replica: int) -> None:
+def forgets_what_it_shrank(t: DeskTurn, name: str, replica: int) -> None:
     shrink(t, name, replica)
     if not t.active(name):
         t.leases = t.leases.without((name, GENERATION))
 
 
-def loses_and_forgets(t: Turn, name: str, replica: int) -> None:
+def loses_and_forgets(t: DeskTurn, name: str, replica: int) -> None:
     lose(t, name, replica)
     if t.pipelines[name].releasing:
         t.change(name, waiters=0)
@@ -101,7 +101,7 @@ def loses_and_forgets(t: Turn, name: str, replica: int) -> None:
 # -- the desk: what it hears and when it answers --------------------------------------------------------------------------
 
 
-def reports_unclamped(t: Turn, event: Event) -> None:
+def reports_unclamped(t: DeskTurn, event: Event) -> None:
     if (pipeline := t.pipelines.get(event.pipeline)) is not None:
         stream_name = event.get("stream", "training")
         streams = Map({**pipeline.streams, stream_name: (0, event.target)})
@@ -117,11 +117,11 @@ PROGRESS_IS_UNCLAMPED = {**core.HANDLERS, "progress": reports_unclamped}
 DEATHS_ARE_IGNORED = {**core.HANDLERS, "died": ignores}
 
 
-def watches_nobody(t: Turn) -> None:
+def watches_nobody(t: DeskTurn) -> None:
     t.alarm(t.settings.watchdog_ms, "watchdog")
 
 
-def waits_for_all(t: Turn) -> None:
+def waits_for_all(t: DeskTurn) -> None:
     for request in t.requests:
         replicas = t.pipelines[request.pipeline].generation.bundles
         if request.kind == GENERATION and len(t.active(request.pipeline)) == len(replicas):
@@ -136,11 +136,11 @@ def never_holds(*_: object) -> bool:
     return False
 
 
-def waiters_sleep_on(t: Turn, name: str, _: str) -> None:
+def waiters_sleep_on(t: DeskTurn, name: str, _: str) -> None:
     t.requests = tuple(request for request in t.requests if request.pipeline != name)
 
 
-def hears_nothing_meanwhile(desk: Scheduler, state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
+def hears_nothing_meanwhile(desk: Scheduler, state: DeskState, event: Event) -> tuple[DeskState, tuple[Command, ...]]:
     return (state, ()) if state.plan is not None else desk_step(desk, state, event)
 
 
@@ -149,7 +149,7 @@ def hears_nothing_meanwhile(desk: Scheduler, state: State, event: Event) -> tupl
 NOBODY = -1
 
 
-def routes_by_an_old_set(t: Loop, event: Event) -> None:
+def routes_by_an_old_set(t: StreamTurn, event: Event) -> None:
     """Requests are resent using the set of replicas before the shrink, in which the sleeper looks idle. They are cancelled later."""
     before = t.replicas
     on_left(t, event)
@@ -165,18 +165,18 @@ def shrinks_first(member: Member, state: Joined, event: Event) -> tuple[Joined, 
     return state, (*shrinks, *(command for command in commands if command.name != "shrink"))
 
 
-def refuses_when_empty(t: Loop) -> None:
+def refuses_when_empty(t: StreamTurn) -> None:
     if t.waiting and not t.held and not generation.active(t) and t.version == t.last - 1:
         generation.fail(t, "there is no replica to send a request to")
     send(t)
 
 
-def forgets_what_was_in_flight(t: Loop, event: Event) -> None:
+def forgets_what_was_in_flight(t: StreamTurn, event: Event) -> None:
     if event.replica in t.replicas:
         t.replicas = t.replicas.without(event.replica)
 
 
-def counts_too_early(t: Loop, event: Event) -> None:
+def counts_too_early(t: StreamTurn, event: Event) -> None:
     """The requests to cancel are counted before the last one comes, so that one stays with a sleeping replica."""
     in_flight = [
         (group.id, number)

@@ -31,7 +31,7 @@ from kit.share import core
 from kit.share.member import Member, Own
 from kit.share.planner import PLANNERS
 from kit.share.simulated import Ports
-from kit.share.state import Cluster, Settings
+from kit.share.state import Cluster, DeskSettings
 from kit.stream.core import Controller
 from kit.stream.ports import Log, Meter, Watched
 from kit.stream.settings import opening
@@ -200,8 +200,8 @@ def scheduler(config: ShareConfig) -> core.Scheduler:
     return core.Scheduler(desk_settings(config), desk=DESK, planner=planner)
 
 
-def desk_settings(config: ShareConfig) -> Settings:
-    return Settings(
+def desk_settings(config: ShareConfig) -> DeskSettings:
+    return DeskSettings(
         devices=config.devices,
         pipelines=config.names,
         planner=config.planner,

@@ -11,7 +11,7 @@ from kit.results.records import Id
 from kit.share.core import Scheduler
 from kit.share.planner import View
 from kit.share.simulated import Devices, Script, Simulation, simulate
-from kit.share.state import GENERATION, Settings
+from kit.share.state import GENERATION, DeskSettings
 
 Line = tuple[int, str, dict[str, Id]]
 
@@ -30,7 +30,7 @@ class Scenario:
         clock = VirtualClock()
         settings = {"devices": 2, "admission_ms": 0, "request_ms": 3000, "watchdog_ms": 500, **self.settings}
         cores: dict[str, Any] = {name: Script(name, *self.script(name)) for name in self.clusters}
-        cores["desk"] = Scheduler(Settings(pipelines=tuple(self.clusters), **settings), planner=self.planner)
+        cores["desk"] = Scheduler(DeskSettings(pipelines=tuple(self.clusters), **settings), planner=self.planner)
         return simulate(cores, {}, clock, Devices(clock, {}), until_s=self.until_s)
 
     def script(self, name: str) -> Iterator[Line]:

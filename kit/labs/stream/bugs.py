@@ -7,11 +7,11 @@ from typing import Any
 
 from kit.loop.messages import Command, Event
 from kit.stream import core, generation
-from kit.stream.generation import DONE, RUNNING, Group, Owed, State, Step, Turn
+from kit.stream.generation import DONE, RUNNING, Group, Owed, Step, StreamState, StreamTurn
 from kit.stream.settings import SAMPLERS, Resume
 
 # The right code, before a fault replaces it.
-give_up_attempt, complete, hold, do = generation.give_up_attempt, generation.complete, generation.hold, Turn.do
+give_up_attempt, complete, hold, do = generation.give_up_attempt, generation.complete, generation.hold, StreamTurn.do
 bump, finish, log = core.bump, core.finish, core.log
 on_aborted, on_cleared, on_finished = core.on_aborted, core.on_cleared, core.on_finished
 begin, resume_from = core.Controller.begin, core.resume_from
@@ -24,29 +24,29 @@ def left_out(*_: Any) -> None:
 # -- who may start --------------------------------------------------------------------------------------------------------
 
 
-def gate_with(t: Turn, **wrong: Any) -> bool:
+def gate_with(t: StreamTurn, **wrong: Any) -> bool:
     """The gate's answer to a view in which some numbers are wrong."""
     assert t.sampler is not None
     return t.sampler.admits(dataclasses.replace(t.view(), **wrong))
 
 
-def gate_one_batch_late(t: Turn) -> bool:
+def gate_one_batch_late(t: StreamTurn) -> bool:
     return gate_with(t, window=t.settings.window + 1)
 
 
-def gate_of_version_0(t: Turn) -> bool:
+def gate_of_version_0(t: StreamTurn) -> bool:
     return gate_with(t, version=0)
 
 
-def gate_counts_first_tokens(t: Turn) -> bool:
+def gate_counts_first_tokens(t: StreamTurn) -> bool:
     return gate_with(t, running=sum(slot.order < 0 and slot.tokens > 0 for slot in t.buffer.values()))
 
 
-def always_a_place(t: Turn) -> bool:  # noqa: ARG001 - as the right one is called
+def always_a_place(t: StreamTurn) -> bool:  # noqa: ARG001 - as the right one is called
     return True
 
 
-def oldest_makes_room(t: Turn) -> bool:
+def oldest_makes_room(t: StreamTurn) -> bool:
     complete_groups = [group for group in t.buffer.values() if group.order >= 0]
     if len(t.buffer) >= t.settings.places and complete_groups:
         generation.leave(t, complete_groups[0])
@@ -58,7 +58,7 @@ def oldest_makes_room(t: Turn) -> bool:
 LOST_EVERY = 5
 
 
-def loses_every_fifth(t: Turn, group: Group) -> None:
+def loses_every_fifth(t: StreamTurn, group: Group) -> None:
     """The task of every fifth group crashes when it is complete. Another group takes its place; it never ends."""
     if group.id % LOST_EVERY:
         complete(t, group)
@@ -67,7 +67,7 @@ def loses_every_fifth(t: Turn, group: Group) -> None:
         t.owed += (Owed(group.target),)
 
 
-def gives_up_the_last(t: Turn, event: Event) -> None:
+def gives_up_the_last(t: StreamTurn, event: Event) -> None:
     generation.on_completed(t, event)
     group = t.buffer.get(event.group)
     if group is None or group.order >= 0:
@@ -80,16 +80,16 @@ def gives_up_the_last(t: Turn, event: Event) -> None:
         generation.complete(t, group.put(last, status=DONE))
 
 
-def forgets_the_attempt(t: Turn, group: Group, number: int) -> None:
+def forgets_the_attempt(t: StreamTurn, group: Group, number: int) -> None:
     give_up_attempt(t, group.put(number, tokens=0), number)
 
 
-def keeps_the_slot(t: Turn, group: Group) -> None:
+def keeps_the_slot(t: StreamTurn, group: Group) -> None:
     t.buffer = t.buffer.without(group.id)
     t.note("place_back", group=group.id)
 
 
-def requeues(t: Turn) -> None:
+def requeues(t: StreamTurn) -> None:
     hold(t)
     for group in list(t.buffer.values()):
         if group.order < 0 and group.ends is None and t.version < t.last:
@@ -106,32 +106,32 @@ FRESHEST_FIRST = {**SAMPLERS, "ready-first": FRESHEST}
 # -- steps and versions ---------------------------------------------------------------------------------------------------
 
 
-def waits_for_all(t: Turn) -> tuple[int, int]:
+def waits_for_all(t: StreamTurn) -> tuple[int, int]:
     most = t.need - (0 if t.step is None else len(t.step.groups))
     return most, most
 
 
-def update_per_chunk(t: Turn, step: Step) -> int:
+def update_per_chunk(t: StreamTurn, step: Step) -> int:
     return step.chunk_end(step.finished) if step.finished < len(step.groups) else t.need
 
 
-def bumps_twice(t: Turn, step: Step) -> None:
+def bumps_twice(t: StreamTurn, step: Step) -> None:
     bump(t, step)
     t.version += 1
 
 
-def bumps_on_abort(t: Turn, step: Step) -> None:
+def bumps_on_abort(t: StreamTurn, step: Step) -> None:
     on_aborted(t, step)
     t.version += 1
     t.note("bumped", version=t.version, updates=t.updates, step=step.id)
 
 
-def no_abort(t: Turn, step: Step) -> None:
+def no_abort(t: StreamTurn, step: Step) -> None:
     """The step is closed here but stays open on the trainer."""
     on_aborted(t, dataclasses.replace(step, aborting=True, finishing=False))
 
 
-def clears_with_the_finish(t: Turn) -> None:
+def clears_with_the_finish(t: StreamTurn) -> None:
     before = t.step
     finish(t)
     if before is not None and t.step is not None and t.step.finishing and not before.finishing:
@@ -142,49 +142,49 @@ def clears_with_the_finish(t: Turn) -> None:
         t.commands.append(finish_order)
 
 
-def cleared_already(t: Turn, step: Step) -> None:
+def cleared_already(t: StreamTurn, step: Step) -> None:
     on_finished(t, step)
     t.clearing = t.clearing.without((step.id, step.update))
     t.commands = [command for command in t.commands if command.name != "clear"]
 
 
-def bumps_when_cleared(t: Turn, event: Event, failed: bool) -> None:
+def bumps_when_cleared(t: StreamTurn, event: Event, failed: bool) -> None:
     on_cleared(t, event, failed)
     if not failed and t.step is not None and t.step.finished == t.need:
         bump(t, t.step)
 
 
-def skips_every_fifth(t: Turn, name: str, to: str, **ids: Any) -> None:
+def skips_every_fifth(t: StreamTurn, name: str, to: str, **ids: Any) -> None:
     if name == "microbatch":
         ids["groups"] = tuple(group for group in ids["groups"] if group % LOST_EVERY)
     do(t, name, to, **ids)
 
 
-def pretends_the_finish(t: Turn) -> None:
+def pretends_the_finish(t: StreamTurn) -> None:
     finish(t)
     if t.step is not None and t.step.finishing:
         t.commands.pop()
         on_finished(t, t.step)
 
 
-def resumes_with_the_first(t: Turn, event: Event) -> None:
+def resumes_with_the_first(t: StreamTurn, event: Event) -> None:
     generation.on_published(t, event)
     if t.held:
         generation.resume(t)
 
 
-def logs_the_version_before(t: Turn, step: Step, chosen: tuple[Group, ...], during: int) -> None:
+def logs_the_version_before(t: StreamTurn, step: Step, chosen: tuple[Group, ...], during: int) -> None:
     log(t, step, chosen, max(0, during - 1))
 
 
 # -- resume ---------------------------------------------------------------------------------------------------------------
 
 
-def all_prompts_again(state: State) -> Resume:
+def all_prompts_again(state: StreamState) -> Resume:
     return dataclasses.replace(resume_from(state), next=0, open=())
 
 
-def counts_from_zero(controller: core.Controller) -> tuple[State, tuple[Command, ...]]:
+def counts_from_zero(controller: core.Controller) -> tuple[StreamState, tuple[Command, ...]]:
     state, commands = begin(controller)
     object.__setattr__(state, "accepted", 0)
     return state, commands
@@ -204,12 +204,12 @@ def waits_for_the_trainer(ranks: Any, seconds: float) -> None:
         )
 
 
-def never_stuck(t: Turn) -> bool:  # noqa: ARG001 - as above
+def never_stuck(t: StreamTurn) -> bool:  # noqa: ARG001 - as above
     """It never checks whether the data has ended."""
     return False
 
 
-def ends_with_the_logger(t: Turn, event: Event) -> None:
+def ends_with_the_logger(t: StreamTurn, event: Event) -> None:
     generation.fail(t, f"the logger raised: {event.why}")
 
 

@@ -39,7 +39,7 @@ from kit.results.records import Id, Row, numbers
 from kit.stream import core, simulated
 from kit.stream.core import Controller
 from kit.stream.ports import Foreign, Log, Meter, Watched
-from kit.stream.settings import Resume, Settings, opening
+from kit.stream.settings import Resume, StreamSettings, opening
 from kit.stream.simulated import Durations, drawn_length
 from kit.target import load_callable
 from kit.world.calls import Pending
@@ -285,7 +285,7 @@ def lockstep(drive: Drive) -> None:
     run(drive, strict(drive.config, drive.config.steps))
 
 
-def strict(config: StreamConfig, steps: int) -> Settings:
+def strict(config: StreamConfig, steps: int) -> StreamSettings:
     whole = dict.fromkeys(("min_groups", "places", "slots"), config.groups)
     return dataclasses.replace(settings(config), sampler="strict", window=0, steps=steps, **whole)  # type: ignore[arg-type]
 
@@ -335,7 +335,7 @@ def silent(_: dict[str, float], __: int) -> None:
 
 def run(
     drive: Drive,
-    limits: Settings,
+    limits: StreamSettings,
     start: Resume | None = None,
     *,
     logger: Callable[[dict[str, float], int], object] = silent,

@@ -152,7 +152,7 @@ OF_THE_CONTROLLER = exposed_by(
         "marks-untrained",
         "a group left out of its microbatch is marked trained",
         "notes_backed",
-        patch={f"{GENERATION}:Turn.do": f"{BUGS}:skips_every_fifth"},
+        patch={f"{GENERATION}:StreamTurn.do": f"{BUGS}:skips_every_fifth"},
     ),
     Fault(
         "bumps-unfinished",

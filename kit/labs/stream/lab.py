@@ -10,7 +10,7 @@ from kit.errors import BadInput
 from kit.labs.definition import Definition, JobConfig, Option, Role, Step, check_fits, model_of
 from kit.labs.stream.faults import FAULTS, KIT_CORE
 from kit.megatron.config import ModelConfig, check, model_bytes
-from kit.stream.settings import SAMPLERS, Settings, refusals, refuse_lacking
+from kit.stream.settings import SAMPLERS, StreamSettings, refusals, refuse_lacking
 from kit.target import load_callable
 
 DRIVER = "kit.labs.stream.drive"
@@ -175,15 +175,19 @@ def wanted(phases: str) -> tuple[str, ...]:
     return (*PHASES,) if phases == ALL else tuple(phases.replace(" ", "").split(","))
 
 
-def settings(config: StreamConfig) -> Settings:
+def settings(config: StreamConfig) -> StreamSettings:
     same = {
-        field.name: getattr(config, field.name) for field in dataclasses.fields(Settings) if hasattr(config, field.name)
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(StreamSettings)
+        if hasattr(config, field.name)
     }
     sampler = SAMPLERS.get(config.sampler)
     needed = sampler.places(config.groups, config.window) if sampler else 0
     places = config.places or needed or config.groups * (config.window + 1)
     batch = config.batch or config.groups * config.group
-    return Settings(**{**same, "places": places, "slots": config.slots or places, "train_global_batch_size": batch})
+    return StreamSettings(
+        **{**same, "places": places, "slots": config.slots or places, "train_global_batch_size": batch}
+    )
 
 
 def trainer_model(config: StreamConfig) -> ModelConfig:

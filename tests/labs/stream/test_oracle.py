@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from kit.labs.stream.ranks import Row
+from kit.labs.stream.ranks import SampleRow
 from kit.labs.stream.ranks.oracle import Oracle
 from kit.megatron.config import GEOMETRIES
 from kit.train.arithmetic import END
@@ -24,7 +24,7 @@ LONG = (0, 0, 0, 1, 1, 2, 2, 2)
 
 
 @torch.no_grad()
-def sampled(versions: tuple[int, ...], *, temperature: float = 1.0, minimum: int = 2, keeps: bool = True) -> Row:
+def sampled(versions: tuple[int, ...], *, temperature: float = 1.0, minimum: int = 2, keeps: bool = True) -> SampleRow:
     """A sample as a replica records it: float32, one token per forward, the KV cache kept or recomputed when the weights change."""
     prompt, answer = (4, 9, 10, 13), tuple(range(len(versions)))
     tokens, model, recorded = prompt + answer, MODELS[versions[0]], []
@@ -38,7 +38,7 @@ def sampled(versions: tuple[int, ...], *, temperature: float = 1.0, minimum: int
         if place < minimum:
             after[END] = -torch.inf
         recorded.append(float((after / temperature).log_softmax(-1)[answer[place]]))
-    return Row(
+    return SampleRow(
         group=0,
         sample=0,
         attempt=0,

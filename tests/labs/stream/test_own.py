@@ -12,7 +12,7 @@ import kit
 from kit import cli
 from kit.labs.stream.drive import PIPELINE
 from kit.stream.core import Controller
-from kit.stream.settings import Resume, Settings
+from kit.stream.settings import Resume, StreamSettings
 from tests.labs.stream.conftest import simulated
 from tests.stream.test_foreign import Windowed
 
@@ -27,7 +27,7 @@ def test_an_own_sampler_passes_the_ledgers_checks() -> None:
     assert {row.check for row in verdict if row.passed} >= {"every_group_once", "no_sample_too_old", "permits_return"}
 
 
-def own_controller(plan: Settings, start: Resume | None = None) -> Controller:
+def own_controller(plan: StreamSettings, start: Resume | None = None) -> Controller:
     """Stands in for a user's controller; it returns the kit's."""
     return Controller(plan, pipeline=PIPELINE, resume=start)
 

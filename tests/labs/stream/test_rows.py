@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kit.errors import KitError
-from kit.labs.stream.ranks import Inbox, Key, Outbox, Row
+from kit.labs.stream.ranks import Inbox, Key, Outbox, SampleRow
 
 
-def row(group: int, sample: int = 0, attempt: int = 0, replica: str = "replica 0") -> Row:
-    return Row(
+def row(group: int, sample: int = 0, attempt: int = 0, replica: str = "replica 0") -> SampleRow:
+    return SampleRow(
         group=group,
         sample=sample,
         attempt=attempt,

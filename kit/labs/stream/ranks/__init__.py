@@ -42,7 +42,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class SampleRow:
     """One sample: prompt and answer, and for each token of the answer its log-probability and the weight version that generated it."""
 
     group: int
@@ -80,7 +80,7 @@ class Outbox:
     def __init__(self, meeting: str, replica: str, timeout_s: float) -> None:
         self._link = call(address_of(meeting), replica, peer=TRAINER, timeout_s=timeout_s)
 
-    def send(self, row: Row) -> None:
+    def send(self, row: SampleRow) -> None:
         self._link.send({"kind": "row", **dataclasses.asdict(row)})
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class Inbox:
         self.timeout_s = timeout_s
         self._listener = Listener(name=meeting)
         self._changed = threading.Condition()
-        self._rows: dict[Key, Row] = {}
+        self._rows: dict[Key, SampleRow] = {}
         self._links: dict[str, Link] = {}
         self._threads: list[threading.Thread] = []
         self._error: Exception | None = None
@@ -106,13 +106,13 @@ class Inbox:
             self._threads.append(thread)
             thread.start()
 
-    def put(self, row: Row) -> None:
+    def put(self, row: SampleRow) -> None:
         """Store a sample, in place of an earlier one."""
         with self._changed:
             self._rows[row.key] = row
             self._changed.notify_all()
 
-    def take(self, keys: Iterable[Key]) -> list[Row]:
+    def take(self, keys: Iterable[Key]) -> list[SampleRow]:
         """Return these samples in this order. An error names a sample that does not arrive."""
         wanted, end = [*keys], time.monotonic() + self.timeout_s
         with self._changed:
@@ -155,7 +155,7 @@ class Inbox:
             try:
                 while True:
                     message, _ = link.expect("row")
-                    self.put(Row.from_message(message))
+                    self.put(SampleRow.from_message(message))
             except PeerGone:
                 raise
             except Exception as error:  # noqa: BLE001 - raised where the sample is taken

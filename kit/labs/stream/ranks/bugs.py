@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kit.labs.stream.lab import trainer_model
-from kit.labs.stream.ranks import Key, Row, advantages
+from kit.labs.stream.ranks import Key, SampleRow, advantages
 from kit.labs.stream.ranks.oracle import Oracle
 from kit.labs.stream.ranks.replica import Happened, Replica, name_of
 from kit.labs.stream.ranks.trainer import Trainer
@@ -179,7 +179,7 @@ def with_rejected(rewards: Mapping[Key, float], kind: str) -> dict[Key, float]:
     return {key: with_them[key] for key in rewards}
 
 
-def divides_by_previous(trainer: Trainer, rows: Sequence[Row]) -> Batch:
+def divides_by_previous(trainer: Trainer, rows: Sequence[SampleRow]) -> Batch:
     batch = assemble(trainer, rows)
     return {**batch, "generation_logprobs": batch["prev_logprobs"]}
 

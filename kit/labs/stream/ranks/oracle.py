@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from kit.labs.stream.ranks import Row
+from kit.labs.stream.ranks import SampleRow
 from kit.megatron.config import Geometry
 from kit.train.arithmetic import END
 from kit.train.plain import Cache, PlainModel, from_weights
@@ -44,7 +44,7 @@ class Judged:
     treated the KV cache the other way; equal to `error` in the first span.
     """
 
-    row: Row
+    row: SampleRow
     error: list[float]
     nearest: list[float]
     closest: list[int]
@@ -88,7 +88,7 @@ class Oracle:
         self.models = [from_weights(geometry, weights[version], dtype=dtype) for version in self.versions]
 
     @torch.no_grad()
-    def judge(self, row: Row) -> Judged:
+    def judge(self, row: SampleRow) -> Judged:
         recorded = torch.tensor(row.logprobs, dtype=torch.float64)
         table, opposite = self.recompute(row)
         places = torch.tensor([self._place(stamp) for stamp in row.versions])
@@ -105,7 +105,7 @@ class Oracle:
         )
 
     @torch.no_grad()
-    def recompute(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+    def recompute(self, row: SampleRow) -> tuple[torch.Tensor, torch.Tensor]:
         """The answer's log-probabilities: [versions, tokens], each span under each version, after the earlier spans as stamped; and
         [tokens] under the stamps with the other treatment of the KV cache."""
         table = torch.empty(len(self.versions), len(row.answer), dtype=torch.float64)
@@ -138,7 +138,7 @@ class Oracle:
         nearest = torch.stack(errors).min(0).values
         return int(((own >= APART * noise) & (nearest < noise)).sum())
 
-    def _after_prompt_of(self, version: int, row: Row) -> torch.Tensor:
+    def _after_prompt_of(self, version: int, row: SampleRow) -> torch.Tensor:
         """The answer's log-probabilities under its stamps, after a prompt computed by `version`."""
         begin = held = len(row.prompt)
         prompt = self.models[0].empty_cache(1, len(row.tokens))
@@ -158,31 +158,33 @@ class Oracle:
         return torch.cat(chosen)
 
     @torch.no_grad()
-    def plain(self, version: int, row: Row) -> torch.Tensor:
+    def plain(self, version: int, row: SampleRow) -> torch.Tensor:
         """The trainer's log-probabilities for the answer under a version: no temperature, minimum length or cache."""
         logits = self.models[self._place(version)](torch.tensor(row.tokens)[None])[0, len(row.prompt) - 1 : -1]
         chosen: torch.Tensor = logits.double().log_softmax(-1).gather(1, torch.tensor(row.answer)[:, None])[:, 0]
         return chosen
 
     @torch.no_grad()
-    def sampled(self, version: int, row: Row) -> torch.Tensor:
+    def sampled(self, version: int, row: SampleRow) -> torch.Tensor:
         """The answer under one version, as it was sampled (temperature, minimum length), without a cache."""
         logits = self.models[self._place(version)](torch.tensor(row.tokens)[None])[0, len(row.prompt) - 1 : -1]
         return self._chosen(logits, row, Span(version, 0, len(row.answer)))
 
-    def noise(self, weights: Mapping[int, Mapping[str, torch.Tensor]], rows: Sequence[Row]) -> float:
+    def noise(self, weights: Mapping[int, Mapping[str, torch.Tensor]], rows: Sequence[SampleRow]) -> float:
         """The largest difference that float32 arithmetic makes, over these samples and all versions."""
         geometry = self.models[0].geometry
         single = Oracle(geometry, weights, temperature=self.temperature, keeps=self.keeps, dtype=torch.float32)
         pairs = ((single.recompute(row)[0], self.recompute(row)[0]) for row in rows)
         return max((float((rounded - exact).abs().max()) for rounded, exact in pairs), default=0.0)
 
-    def _span(self, model: PlainModel, row: Row, span: Span, cache: list[Cache], fed: tuple[int, int]) -> torch.Tensor:
+    def _span(
+        self, model: PlainModel, row: SampleRow, span: Span, cache: list[Cache], fed: tuple[int, int]
+    ) -> torch.Tensor:
         """Feed these positions; returns the sampling log-probabilities of the span's tokens."""
         ids = torch.tensor(row.tokens[slice(*fed)])[None]
         return self._chosen(model(ids, cache=cache, start=fed[0])[0, span.first - span.end :], row, span)
 
-    def _chosen(self, logits: torch.Tensor, row: Row, span: Span) -> torch.Tensor:
+    def _chosen(self, logits: torch.Tensor, row: SampleRow, span: Span) -> torch.Tensor:
         after = logits.double()
         after[: max(0, row.minimum - span.first), END] = -torch.inf
         chosen = torch.tensor(row.answer[span.first : span.end])[:, None]
@@ -208,7 +210,7 @@ def copied(cache: list[Cache]) -> list[Cache]:
 class Fed(NamedTuple):
     """A sample as it was sent, the version while it was trained, and its row of the batch."""
 
-    row: Row
+    row: SampleRow
     version: int
     batch: Batch
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from kit.labs import rankside
 from kit.labs.rankside import Context
 from kit.labs.stream.lab import replica_model
-from kit.labs.stream.ranks import DIGEST, Key, Outbox, Row, base_weights, rest, rows_of, syncs_of
+from kit.labs.stream.ranks import DIGEST, Key, Outbox, SampleRow, base_weights, rest, rows_of, syncs_of
 from kit.megatron import serve, shards
 from kit.megatron.groups import destroy
 from kit.megatron.serve import Answer, Engine, Request
@@ -132,7 +132,7 @@ class Replica:
         key = of(answer.request.id)
         gained = reward(self.problem(key), [*answer.tokens])
         versions = [span.version for span in answer.spans for _ in range(span.count)]
-        row = Row(
+        row = SampleRow(
             **key._asdict(),
             attempt=self.attempts[key],
             replica=self.name,

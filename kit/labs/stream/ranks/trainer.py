@@ -26,7 +26,7 @@ from kit.labs.stream.ranks import (
     DIGEST,
     Inbox,
     Key,
-    Row,
+    SampleRow,
     advantages,
     base_weights,
     optimizer_settings,
@@ -211,7 +211,7 @@ class Trainer:
         rest(began, self.config.train_pace_ms * len(groups) * self.config.group)
         return {"tokens": tokens}
 
-    def observe(self, rows: Sequence[Row], batch: Batch) -> None:
+    def observe(self, rows: Sequence[SampleRow], batch: Batch) -> None:
         for place, row in enumerate(rows):
             self.fed.append(Fed(row, self.version, {name: value[place] for name, value in batch.items()}))
             digest = hashlib.sha256(repr((row.tokens, row.logprobs)).encode()).hexdigest()
@@ -278,7 +278,7 @@ class Trainer:
         batch: Batch = made[0]
         return batch
 
-    def assemble(self, rows: Sequence[Row]) -> Batch:
+    def assemble(self, rows: Sequence[SampleRow]) -> Batch:
         count, length = len(rows), self.config.length
         ids = torch.full((count, length), PAD)
         numbers = {name: torch.zeros(count, length) for name in ("token_mask", "advantages", "generation_logprobs")}
@@ -358,6 +358,6 @@ class Trainer:
             for metric, number in drifted(differences).items():
                 self.ctx.record(metric, number, lag=lag, position=position, tokens=len(differences))
 
-    def shuffled(self, row: Row) -> Row:
+    def shuffled(self, row: SampleRow) -> SampleRow:
         """A control: the sample with every stamp moved to the next version (the last to the first), so every stamp is wrong."""
         return dataclasses.replace(row, versions=tuple((stamp + 1) % len(self.weights) for stamp in row.versions))
