@@ -121,5 +121,6 @@ def numbers_of(config: ShareConfig, name: str) -> Iterator[tuple[str, float | No
 
 
 def verdict_of(rows: list[Row], config: ShareConfig = CONFIG) -> Verdict:
-    frame = to_frame(Row(**{"run": "test", "lab": "share", "cycle": 1, **row}) for row in rows)
+    cycles = {"prepare": 0, "end": 0}
+    frame = to_frame(Row(run="test", lab="share", cycle=cycles.get(row["phase"], 1), **row) for row in rows)
     return judge(frame, as_settings(config), LAB.load_rules())
