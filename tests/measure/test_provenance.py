@@ -10,16 +10,8 @@ import pytest
 import torch
 
 from kit.measure import provenance
-from kit.measure.recorder import (
-    cuda_state,
-    findings,
-    git_state,
-    gpu_state,
-    installed,
-    megatron_fields,
-    option,
-    settings,
-)
+from kit.measure.facts import findings, installed, known_option, megatron_fields
+from kit.measure.recorder import cuda_state, git_state, gpu_state, settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -148,11 +140,11 @@ def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch):
 
 
 def test_megatrons_options_are_read_from_megatron():
-    found = {one.name: one.what for one in findings()}
+    found = {finding["name"]: finding["what"] for finding in findings()}
     assert found["CPU-offloaded optimizer"] == "Megatron knows optimizer_cpu_offload"
     assert found["precision-aware optimizer"] == "Megatron knows use_precision_aware_optimizer"
     assert found["CUDA graphs"] == "Megatron knows cuda_graph_impl"
     assert megatron_fields("megatron.core.optimizer", "NoSuchConfig") == set()
-    assert option(set(), "anything") is None
+    assert known_option(set(), "anything") is None
     assert installed("torch", "torch") == __import__("importlib.metadata").metadata.version("torch")
     assert installed("no-such-package", "no_such_module") is None

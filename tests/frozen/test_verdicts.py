@@ -1,0 +1,33 @@
+"""Recorded runs of cc87c9c, the last version before labs had one shape, judged again: every check answers as it did then."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+import kit
+from tests.frozen.record import ARCHIVE
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("frozen")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return sorted(folder.iterdir())
+
+
+@pytest.mark.slow
+def test_every_check_answers_as_it_did(runs: list[Path]) -> None:
+    assert runs
+    changed = {}
+    for run in runs:
+        stored = {row["check"]: row["passed"] for row in json.loads((run / "verdict.json").read_text())}
+        now = {row.check: row.passed for row in kit.load(run).verdict()}
+        if now != stored:
+            changed[run.name] = {name: (stored.get(name), now.get(name)) for name in {*stored, *now}}
+            changed[run.name] = {name: pair for name, pair in changed[run.name].items() if pair[0] is not pair[1]}
+    assert changed == {}
