@@ -39,7 +39,7 @@ EVERYBODYS = {"errors", "machine", "nccl", "routing", "target"}  # modules besid
 ONLY_IN = {
     "megatron": {"megatron"},
     "xxhash": {"sync"},
-    "matplotlib": {"draw", "labs"},
+    "matplotlib": {"draw"},
     "ipywidgets": {"view"},
     "IPython": {"view"},
 }
@@ -76,9 +76,9 @@ def room(path: Path) -> str:
     return parts[0] if len(parts) > 1 else FACE
 
 
-def of_pictures(path: Path) -> bool:
-    """Whether a path belongs to a lab's pictures: a module or a folder `pictures`."""
-    return room(path) == "labs" and "pictures" in path.with_suffix("").parts
+def is_charts(path: Path) -> bool:
+    """Whether a path is the module of a lab's charts."""
+    return room(path) == "labs" and path.stem == "charts"
 
 
 def on_ranks(path: Path) -> bool:
@@ -185,8 +185,8 @@ def broken_rules(path: Path) -> Iterator[str]:
             yield f"ranks do not load {sorted(more)}"
     elif here in {"results", "draw", "view", FACE, "labs"} and "torch" in packages:
         yield "the notebook's side never loads torch"
-    if here == "labs" and not of_pictures(path) and ("draw" in rooms_of(names) or "matplotlib" in packages):
-        yield "of a lab only its pictures draw"
+    if here == "labs" and not is_charts(path) and "draw" in rooms_of(names):
+        yield "of a lab only its charts draw"
     named = {name.split(".")[2] for name in names if name.startswith("kit.labs.")} & LABS
     if here in {"draw", "view"} and named:
         yield f"no lab is named here, and {sorted(named)} is"

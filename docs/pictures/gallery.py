@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
 
-from kit.draw.plots import Picture
+from kit.draw.picture import Picture
 from kit.draw.style import THEMES
-from kit.labs.offload.pictures import plot_modes
+from kit.labs.offload.charts import plot_modes
 from kit.view.named import plot
 
 if TYPE_CHECKING:

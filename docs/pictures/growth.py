@@ -1,6 +1,6 @@
 """Time of a sync by bytes and by receivers, from the output of `kit bench sync --json`.
 
-`python -m docs.pictures.growth BENCH.json --out docs/images` draws it for light and dark pages. Error bars span the smallest to the largest
+`python -m docs.pictures.growth BENCH.json --out docs/images` draws it for light and dark pages. Bars span the smallest to the largest
 sample.
 """
 
@@ -11,23 +11,19 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
 import pandas as pd
-from matplotlib.ticker import StrMethodFormatter
 
-from kit.draw.plots import Picture
-from kit.draw.style import LINES, MARKERS, THEMES, theme
+from kit.draw.chart import Plot
+from kit.draw.data import Tables, with_attrs
+from kit.draw.lines import Lines
+from kit.draw.picture import Picture, paint
+from kit.draw.style import THEMES, theme
 from kit.errors import BadInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from matplotlib.axes import Axes
-
-    from kit.draw.style import Theme
-
 IDS = ("megabytes", "receivers", "way")
-MS = 1e3
 
 
 def growth(bench: dict[str, Any]) -> pd.DataFrame:
@@ -44,42 +40,38 @@ def growth(bench: dict[str, Any]) -> pd.DataFrame:
 
 def plot_growth(bench: dict[str, Any], *, theme_name: str = "light") -> Picture:
     """Left: time by bytes, to one receiver. Right: time by receivers, for the same bytes."""
-    table, look = growth(bench), theme(theme_name)
-    with mpl.rc_context(look.rc()):
-        picture = Picture(3.6)
-        left, right = picture.subplots(1, 2)
-        left.set(xscale="log", yscale="log", xlabel="MB to one receiver", ylabel="time [ms]")
-        lines(left, table[table["receivers"] == 1], "megabytes", look)
-        left.set_title("By size of the model")
-        some = table[table["receivers"] > 1]["megabytes"]
-        same = table[table["megabytes"] == (some.iloc[0] if len(some) else table["megabytes"].iloc[0])]
-        lines(right, same, "receivers", look)
-        right.set(xlabel=f"receivers of {same['megabytes'].iloc[0]} MB", ylabel="time [ms]", ylim=(0, None))
-        right.set_title("By receivers, on the same cores")
-    return picture
+    table = growth(bench)
+    several = table[table["receivers"] > 1]["megabytes"]
+    same = table[table["megabytes"] == (several.iloc[0] if len(several) else table["megabytes"].iloc[0])]
+    by_size = lines(table[table["receivers"] == 1], "megabytes")
+    by_receivers = lines(same, "receivers")
+    charts = [
+        Lines(
+            rows=lambda _: by_size,
+            heading="By size of the model",
+            about="MB to one receiver",
+            scale="log",
+            x_log=True,
+            **LOOK,
+        ),
+        Lines(
+            rows=lambda _: by_receivers,
+            heading="By receivers, on the same cores",
+            about=f"receivers of {same['megabytes'].iloc[0]} MB",
+            zero=True,
+            **LOOK,
+        ),
+    ]
+    return paint([[Plot("", charts)]], "kit bench sync", theme(theme_name), Tables())
 
 
-def lines(ax: Axes, table: pd.DataFrame, by: str, look: Theme) -> None:
-    for index, (way, rows) in enumerate(table.groupby("way", sort=False)):
-        ordered = rows.sort_values(by)
-        middle = ordered["median"] * MS
-        spread = [middle - ordered["low"] * MS, ordered["high"] * MS - middle]
-        ax.errorbar(
-            ordered[by],
-            middle,
-            yerr=spread,
-            label=str(way),
-            color=look.colour(index),
-            marker=MARKERS[index],
-            linestyle=LINES[index],
-            markersize=5.5,
-            capsize=3,
-        )
-    places = sorted(table[by].unique())
-    ax.set_xticks(places, [f"{place:g}" for place in places])
-    ax.minorticks_off()
-    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    ax.legend(loc="upper left")
+LOOK: dict[str, Any] = {"label": "time", "unit": "s", "bars": True, "height": 3.6}
+
+
+def lines(table: pd.DataFrame, by: str) -> pd.DataFrame:
+    rows = table.sort_values(by, kind="stable").rename(columns={by: "x", "way": "kind", "median": "value"})
+    kinds = pd.CategoricalDtype(list(table["way"].unique()))
+    return with_attrs(rows.assign(kind=rows["kind"].astype(kinds)), ticks={place: f"{place:g}" for place in rows["x"]})
 
 
 def read(path: Path) -> dict[str, Any]:

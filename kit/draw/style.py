@@ -5,9 +5,10 @@ Colours are Okabe and Ito's, which colour-blind people can tell apart; each also
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal
 
 from kit.errors import BadInput
 from kit.results.verdict import BAD, GOOD, MARKS
@@ -17,6 +18,8 @@ FONT = {"font.family": "DejaVu Sans", "font.size": 9.0, "text.parse_math": False
 MARKERS = ("o", "s", "^", "D", "v", "P")
 LINES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
 HATCHES = ("", "//", "..", "xx")
+COLOURS = 6  # in a theme's series
+OPEN = -1  # a line style that follows from the place among others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,10 @@ class Theme:
 
     def colour(self, index: int) -> str:
         return self.series[index % len(self.series)]
+
+    def of(self, colour: int | str | None) -> str:
+        """A colour by its number in the series or by its name."""
+        return str(getattr(self, colour)) if isinstance(colour, str) else self.colour(colour or 0)
 
     def colours(self) -> list[str]:
         return [self.paper, self.ink, self.faint, self.grid, self.shade, self.good, self.bad, *self.series]
@@ -64,6 +71,64 @@ class Theme:
             "grid.linewidth": 0.8,
             "hatch.color": self.paper,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a part of a chart looks.
+
+    `word` is its name in the legend; empty: the part's own. `colour` is a number in the theme's series or the name of one of the theme's
+    colours; without one it is the part's place among the others, as are hatch and marker.
+    """
+
+    colour: int | str | None = None
+    word: str = ""
+    hatch: str = ""
+    alpha: float = 1.0
+    _: KW_ONLY
+    marker: str | None = None  # "": a line without points
+    line: int | None = OPEN  # number of a line style; None: points without a line
+    size: float = 5.0  # of a marker
+    hollow: bool = False
+    outline: bool = False
+    shape: Literal["box", "tick", "cross", "words"] = "box"  # in lanes; ticks and crosses are moments
+    inside: bool = False  # words are written into the box, not above it
+    listed: bool = True  # in the legend
+
+    def face(self, theme: Theme) -> dict[str, Any]:
+        """As a bar, an area or a box."""
+        edge = (theme.faint, 0.6) if self.outline else (theme.paper, 0.0)
+        look = {"facecolor": theme.of(self.colour), "hatch": self.hatch, "alpha": self.alpha}
+        return {**look, "edgecolor": edge[0], "linewidth": edge[1]}
+
+    def stroke(self, theme: Theme) -> dict[str, Any]:
+        """As a line, a row of points, or both."""
+        colour = theme.of(self.colour)
+        line = "" if self.line is None else LINES[self.line % len(LINES)]
+        look = {
+            "color": colour,
+            "marker": self.marker or "",
+            "linestyle": line,
+            "alpha": self.alpha,
+            "markersize": self.size,
+        }
+        return {**look, "markerfacecolor": "none" if self.hollow else colour}
+
+
+def looks_of(names: Iterable[str], looks: Mapping[str, Look]) -> dict[str, Look]:
+    """The look of each part, complete: what a spec leaves open follows from the part's place among them."""
+    complete = {}
+    colours = itertools.count()  # of those that the spec leaves open
+    for place, name in enumerate(dict.fromkeys(names)):
+        look = looks.get(name, Look())
+        marker = MARKERS[place % len(MARKERS)] if look.marker is None else look.marker
+        line = 0 if look.line == OPEN else look.line
+        if look.colour is None:
+            colour = next(colours)
+            hatch = look.hatch or HATCHES[colour // COLOURS % len(HATCHES)]
+            look, line = replace(look, colour=colour, hatch=hatch), colour if look.line == OPEN else line
+        complete[name] = replace(look, word=look.word or name, marker=marker, line=line)
+    return complete
 
 
 LIGHT = Theme(

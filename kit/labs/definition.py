@@ -344,7 +344,7 @@ class Definition:
 
     `phases` names (`module:attr`) a class that each rank instantiates once with a Context: it has a method for every phase of the
     plan, called with the cycle; a lab without ranks has none. `rules` names a sequence of kit.results.Rule, `presets` sets of their
-    tolerances by name, `pictures` a kit.draw.plots.Pictures with plots and tables. `preload` is imported before ranks start.
+    tolerances by name, `charts` a kit.draw.album.Charts with plots and tables. `preload` is imported before ranks start.
     `first` names the settings that the panel shows first; without it, all.
     `roles` gives the roles of a config's ranks, in one World or several, in rank order; without it all ranks have one role.
     With `isolate`, a World that dies does not end the others.
@@ -362,7 +362,7 @@ class Definition:
     phases: str = ""
     rules: str
     presets: str = ""
-    pictures: str = ""
+    charts: str = ""
     foreign: str = ""
     first: tuple[str, ...] = ()
     tag: str = ""  # "bench" or "box": listed apart

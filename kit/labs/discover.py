@@ -41,7 +41,7 @@ from kit.world.asked import check_ranks
 if TYPE_CHECKING:
     import pandas as pd
 
-    from kit.draw.plots import Pictures
+    from kit.draw.album import Charts
 
 
 class Found(NamedTuple):
@@ -92,9 +92,9 @@ def rules_of(name: str) -> Sequence[Rule]:
     return lab.all_rules() if lab else tuple(targets.load("kit.results.growth:OBSERVED"))
 
 
-def pictures_of(name: str) -> Pictures | None:
+def charts_of(name: str) -> Charts | None:
     lab = discover().labs.get(name)
-    return cast("Pictures", targets.load(lab.pictures)) if lab and lab.pictures else None
+    return cast("Charts", targets.load(lab.charts)) if lab and lab.charts else None
 
 
 # -- a config from user input --------------------------------------------------------------------------------------------

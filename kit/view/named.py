@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pandas as pd
 
+from kit.draw.album import OVERVIEW, Album, Table, WhatIf
+from kit.draw.data import read
 from kit.draw.general import GENERAL
-from kit.draw.plots import OVERVIEW, Album, Picture, Table, WhatIf
+from kit.draw.picture import Picture
 from kit.errors import BadInput, hint
-from kit.labs.discover import pictures_of
+from kit.labs.discover import charts_of
 from kit.results import Run, compare
 from kit.results.comparison import UNITS, compact, informative
 from kit.results.frames import PROGRAMS, export
@@ -22,20 +24,20 @@ from kit.results.verdict import UNITS as VERDICT_UNITS
 
 
 def album(run: Run) -> Album:
-    own = pictures_of(run.lab)
+    own = charts_of(run.lab)
     return Album(run, *([own] if own else []), GENERAL)
 
 
 def tables(run: Run) -> dict[str, Table]:
     """The tables of a run by name: the common ones, then its lab's."""
-    own = pictures_of(run.lab)
+    own = charts_of(run.lab)
     general = {name: table for name, table in GENERAL.tables.items() if run.own or name != "numbers"}
     return {**general, **(own.tables if own else {})}
 
 
 def what_if(lab: str) -> WhatIf | None:
     """A lab's forecast of runs with other settings; most labs have none."""
-    own = pictures_of(lab)
+    own = charts_of(lab)
     return own.what_if if own else None
 
 
@@ -67,7 +69,7 @@ def save_table(runs: Sequence[Run], name: str, path: str | Path) -> Path:
         frames, units = [run.shown_verdict().frame() for run in runs], VERDICT_UNITS
     else:
         made = tables(runs[0])[name]
-        frames, units = [made.make(run) for run in runs], dict(made.units)
+        frames, units = [made.rows(read(run)) for run in runs], dict(made.units)
     if len(runs) > 1:
         frames = [
             frame.assign(run=run.id)[["run", *frame.columns.drop("run", errors="ignore")]]

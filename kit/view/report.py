@@ -20,8 +20,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
 
 import kit
-from kit.draw.general import plot_against
-from kit.draw.plots import Album, Picture
+from kit.draw.album import Album
+from kit.draw.compare import plot_against
+from kit.draw.data import RunData
+from kit.draw.picture import Picture
 from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.labs.discover import rules_of
@@ -109,7 +111,7 @@ def chapter(run: Run, number: int) -> dict[str, Any]:
         "parts": [row for row in rows if row["parts"]],
         "trace": trace_of(run),
         "pictures": pictures(drawn, limits),
-        "tables": chapter_tables(run),
+        "tables": chapter_tables(drawn.data),
         "logs": logs(run) if run.broke else [],
         "config": {name: to_json(value) for name, value in flat(run.config).items()},
         "provenance": to_json(run.provenance, indent=1),
@@ -224,14 +226,14 @@ def cells_of(rows: Sequence[VerdictRow]) -> dict[str, str]:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def chapter_tables(run: Run) -> list[dict[str, Any]]:
+def chapter_tables(data: RunData) -> list[dict[str, Any]]:
     """The run's tables, as far as it has data. A damaged or older config skips a table but never fails the report."""
     made = []
-    for name, table in tables(run).items():
+    for name, table in tables(data.run).items():
         if name == "records":
             continue
         try:
-            frame = table.make(run)
+            frame = table.rows(data)
         except (NotMeasured, KeyError, BadInput):
             continue
         if len(frame):

@@ -19,8 +19,10 @@ from typing import Any
 import ipywidgets as widgets
 import pandas as pd
 
-from kit.draw.general import plot_against
-from kit.draw.plots import OVERVIEW, SHEET, Album, Picture, WhatIf, inline
+from kit.draw.album import OVERVIEW, Album, WhatIf
+from kit.draw.compare import plot_against
+from kit.draw.data import read
+from kit.draw.picture import SHEET, Picture, inline
 from kit.errors import KitError
 from kit.labs.discover import described, in_line, rules_of
 from kit.results import Run, VerdictRow, compare, list_runs, runs_dir, write_trace
@@ -292,7 +294,7 @@ class RecordsTab(Tab):
         table = known[self.choice.value]
         self._say("")
         try:
-            made = table.make(run)
+            made = table.rows(read(run))
             self.grid.show(in_larger_units(made) if self.units.value else made, worst=table.worst, name=table.title)
         except (KitError, KeyError, ValueError, IndexError) as error:  # a partial run may lack data for a table
             self.grid.show(None)

@@ -39,7 +39,7 @@ def test_it_is_drawn(theme_name: str, tmp_path: Path) -> None:
     picture = plot_growth(bench(), theme_name=theme_name)
     left, right = picture.axes
     assert [line.get_text() for line in left.get_legend().get_texts()] == ["memcpy", "shm"]
-    assert list(right.containers[1].lines[0].get_xdata()) == [1, 2]
+    assert [1, 2] in [list(line.get_xdata()) for line in right.lines]
     assert picture.save(tmp_path / "growth.png").stat().st_size > 10_000
 
 

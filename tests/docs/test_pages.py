@@ -57,4 +57,15 @@ def test_the_code_of_contributing_can_be_imported() -> None:
     names: dict[str, Any] = {}
     for line in lines:
         exec(line, names)
-    assert {"LabConfig", "Option", "Step", "Rule", "Measured", "Pictures", "Plot", "Table", "Definition"} <= set(names)
+    assert {
+        "LabConfig",
+        "Option",
+        "Step",
+        "Rule",
+        "Measured",
+        "Charts",
+        "Lines",
+        "Limit",
+        "Table",
+        "Definition",
+    } <= set(names)

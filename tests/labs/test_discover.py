@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import kit
-from kit.draw.plots import Picture
+from kit.draw.picture import Picture
 from kit.errors import BadInput
 from kit.labs.definition import Definition
 from kit.labs.discover import discover, find, rules_of
@@ -82,31 +82,29 @@ def test_every_fault_can_be_caught_by_its_check() -> None:
             assert fault.caught_by in names or fault.exit == 3
 
 
-OWN_PICTURES = """
-import pandas as pd
-from kit.draw.plots import Pictures, Plot, Table
+OWN_CHARTS = """
+from kit.draw.album import Charts, Table
+from kit.draw.lines import Lines
 
-def paint(scene):
-    ax = scene.figure.subplots()
-    ax.plot(scene.data.of("seen")["cycle"], scene.data.of("seen")["value"])
-    ax.set_title("What the stranger saw")
+def sights(data):
+    return data.of("seen").rename(columns={"cycle": "x"})
 
-PICTURES = Pictures(
-    plots={"sights": Plot("Sights by cycle", lambda data: "seen" in data.metrics(), lambda *_: 2.0, paint)},
+CHARTS = Charts(
+    plots={"sights": Lines(rows=sights, title="Sights by cycle", heading="What the stranger saw", height=2.0)},
     overview=(("sights",),),
     words=lambda data: ["from elsewhere"],
-    tables={"sights": Table("Every sight", lambda run: run.frame().query("metric == 'seen'")[["cycle", "value"]], "value")},
+    tables={"sights": Table("Every sight", lambda data: data.of("seen")[["cycle", "value"]], "value")},
 )
 """
 
 
-def test_another_packages_lab_has_its_own_pictures_tables_and_panel(
+def test_another_packages_lab_has_its_own_charts_tables_and_panel(
     own: Definition, tmp_path: Path, fresh: None, runs: Path
 ) -> None:
-    (tmp_path / "own_pictures.py").write_text(OWN_PICTURES)
+    (tmp_path / "own_charts.py").write_text(OWN_CHARTS)
     (tmp_path / "own_shown.py").write_text(
         "import dataclasses, own_lab\n"
-        "LAB = dataclasses.replace(own_lab.LAB, pictures='own_pictures:PICTURES', first=('low', 'high'))\n"
+        "LAB = dataclasses.replace(own_lab.LAB, charts='own_charts:CHARTS', first=('low', 'high'))\n"
     )
     offer(tmp_path, "own = own_shown:LAB")
     writer = create_run(runs, "own", {"ranks": 1, "low": 1}, {})

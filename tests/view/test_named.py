@@ -11,7 +11,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 import kit
-from kit.draw.plots import PLACES, inline
+from kit.draw.picture import PLACES, inline
 from kit.draw.style import DARK, LIGHT, THEMES
 from kit.errors import BadInput
 from kit.labs.bench_view.made_up import made_up
@@ -67,7 +67,7 @@ def test_what_each_shows(run):
     def seen(name):
         return named.plot(run, name)
 
-    assert titles(seen("memory")) == ["Host memory of a rank, 320 MiB at the baseline (median and range of 4 ranks)"]
+    assert titles(seen("memory")) == ["Host memory of a rank, 320.0 MiB at the baseline (median and range of 4 ranks)"]
     assert titles(seen("drift")) == ["Drift of anonymous memory while released"]
     assert "cycle (a point is one sample)" in words(seen("drift"))
     assert titles(seen("times")) == ["Time per phase and rank"]
@@ -80,7 +80,7 @@ def test_what_each_shows(run):
     ]
     timeline = seen("timeline")
     assert {"rank 0", "rank 3", "time since the first phase began [s]"} <= words(timeline)
-    bars = [bar for axes in timeline.axes for drawn in axes.containers for bar in drawn]
+    bars = [path for axes in timeline.axes for drawn in axes.collections for path in drawn.get_paths()]
     assert len(bars) == (run.frame()["metric"] == "seconds").sum()
     assert {"✓", "memory_drift"} <= words(seen("verdict"))
 
@@ -92,7 +92,7 @@ def test_a_tolerance_moves_its_line_and_is_reported(run):
     assert moved.get_suptitle().endswith("finished · limits moved: memory_drift 7.5")
     census = named.plot(run, "census", tolerances={"fds_return": 9})
     by_title = {axes.get_title(loc="left").partition(" (")[0]: flat(axes) for axes in census.axes}
-    assert by_title == {"": [], "Process groups": [1], "Open files": [29], "Sockets": [], "Threads": [20]}
+    assert by_title == {"Process groups": [1], "Open files": [29], "Sockets": [], "Threads": [20]}
     assert "✗ FAIL" in words(named.plot(run, "verdict", tolerances={"fds_return": -1}))
     assert "limits moved: memory_drift 7.5" in named.plot(run, tolerances={"memory_drift": 7.5}).get_suptitle()
     with pytest.raises(BadInput, match="unknown tolerance 'drift'"):

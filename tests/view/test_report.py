@@ -13,7 +13,8 @@ import pytest
 from PIL import Image
 
 import kit
-from kit.draw.general import times_table
+from kit.draw.data import read
+from kit.draw.general import time_of_phases
 from kit.errors import BadInput
 from kit.labs.discover import rules_of
 from kit.results import VerdictRow, trace
@@ -198,7 +199,7 @@ def test_a_run_that_has_only_begun_and_one_of_a_script(make_run, tmp_path):
 
 
 def test_times_are_by_phase_and_rank(make_run):
-    table = table_cells(times_table(make_run(ranks=2)), "times", {"median": "s"}, worst="median")
+    table = table_cells(time_of_phases(read(make_run(ranks=2))), "times", {"median": "s"}, worst="median")
     assert table["head"] == ["phase", "rank", "n", "median", "min", "max"]
     assert [text for text, _ in table["rows"][0]][:4] == ["create", "rank 0", "3", "10 ms"]
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import kit
-from kit.draw.general import records_table
+from kit.draw.data import read
+from kit.draw.general import every_record
 from kit.labs.bench import Bench, Samples, measure, progress
 from kit.labs.bench_view.made_up import RANKS, made_up
 from kit.labs.discover import find
@@ -66,7 +67,7 @@ def moving(bench: Bench, folder: Path) -> Iterator[Samples]:
 
 def filtering(bench: Bench, folder: Path) -> Iterator[Samples]:
     run, grid = load(folder), Grid()
-    grid.show(records_table(run))
+    grid.show(every_record(read(run)))
     title = f"a word more in the filter of a table of {len(run.frame())} rows"
     words = [f'phase == "reload" and rank == {step % RANKS} and value > {step}' for step in range(bench.config.moves)]
     values = [1e3 * seconds_of(partial(setattr, grid.words, "value", text)) for text in words]

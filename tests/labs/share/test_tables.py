@@ -7,6 +7,7 @@ import json
 import pandas as pd
 import pytest
 
+from kit.draw.data import read
 from kit.labs.share import tables
 from kit.results import NotMeasured
 from kit.view import named
@@ -161,6 +162,6 @@ def test_what_is_missing_is_reported(tmp_path):
 def test_its_tables_have_names_and_units(simulated):
     for name in ("leases", "switches", "requests", "pipelines", "loops"):
         table = named.tables(simulated)[name]
-        columns = table.make(simulated).columns
+        columns = table.rows(read(simulated)).columns
         assert set(table.units) <= {*columns}, name
         assert not table.worst or table.worst in columns

@@ -14,7 +14,8 @@ import pandas as pd
 import pytest
 
 import kit
-from kit.draw.plots import WhatIf
+from kit.draw.album import WhatIf
+from kit.draw.chart import Plot
 from kit.errors import BadInput
 from kit.labs.bench_view.made_up import made_up
 from kit.labs.discover import find
@@ -197,14 +198,15 @@ def test_while_ranks_work_drawing_is_held_back_and_caught_up(offload, drawn):
 
 
 def test_a_drawing_that_stumbles_is_one_sentence_and_the_next_one_is_drawn(offload, monkeypatch):
-    def stumble(scene):
+    def stumble(data):
         raise KeyError("idle")
 
     tab = PlotsTab(offload)
     tab.visible = True
     # A fake plot that fails, since no run makes a real one fail.
     plots = tab._album.plots
-    monkeypatch.setitem(plots, "drift", dataclasses.replace(plots["drift"], paint=stumble))
+    (chart,) = plots["drift"].charts
+    monkeypatch.setitem(plots, "drift", Plot("drift", [dataclasses.replace(chart, rows=stumble)]))
     tab.choice.value = "drift"
     assert message(tab) == "drift cannot be drawn for this run: KeyError: &#x27;idle&#x27;"
     tab.choice.value = "times"

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import warnings
 
-import matplotlib as mpl
 import pandas as pd
 import pytest
 
 from kit.draw.style import THEMES
 from kit.labs.share import tables
-from kit.labs.share.pictures import LANE, levels
-from kit.labs.share.pictures.lanes import devices_height, loop_of, stretches, version_lanes
+from kit.labs.share.charts import (
+    MIB,
+    OWNERS,
+    device_lanes,
+    loop_of,
+    memory_over_time,
+    request_lanes,
+    stretches_of,
+    utilisation,
+    version_lanes,
+)
 from kit.view import named
 from kit.view.named import album, plot
 from tests.labs.share.runs import BY_HAND, HIGH, LOW, make
+from tests.seen import axes_of, titles, words
 
 
 @pytest.fixture(autouse=True)
@@ -35,24 +44,6 @@ def by_hand(tmp_path):
     return make(tmp_path, ledgers={"shared": BY_HAND}, phases=("shared",), memory=False)
 
 
-def axes_of(picture, title):
-    return next(axes for axes in picture.axes if axes.get_title(loc="left").startswith(title))
-
-
-def titles(picture):
-    return [axes.get_title(loc="left") for axes in picture.axes if axes.get_title(loc="left")]
-
-
-def words(picture):
-    return {text.get_text().strip() for text in picture.findobj(mpl.text.Text)}
-
-
-def named_parts(axes, name):
-    """Left and right ends of the bars with this name."""
-    drawn = [path.get_extents() for one in axes.collections if one.get_gid() == name for path in one.get_paths()]
-    return [(pytest.approx(box.x0), pytest.approx(box.x1)) for box in drawn]
-
-
 @pytest.mark.parametrize("theme_name", THEMES)
 def test_it_tells_the_story(simulated, theme_name):
     picture = plot(simulated, theme=theme_name)
@@ -60,7 +51,7 @@ def test_it_tells_the_story(simulated, theme_name):
         "share · 6 ranks · tiny · 2 devices · training: a on 0, b on 1 · planner gap-ratio · 3 and 3 steps · finished"
     )
     assert [title.split(" (")[0].split(":")[0] for title in titles(picture)] == [
-        "Phase shared", "Requests", "Utilisation of each device by its owner's work", "In total", "Phase shared",
+        "Phase shared", "Requests", "Utilisation of each device by its owner's work", "Phase shared",
         "Device 0", "Device 1", "Time of each loop over the same work", "Waits for devices",
     ]  # fmt: skip
     assert {"pipeline a", "pipeline b", "device 0", "a trainer", "b generation", "a replica 1", "step 2"} <= words(
@@ -70,53 +61,58 @@ def test_it_tells_the_story(simulated, theme_name):
     assert picture._repr_png_().startswith(b"\x89PNG")
 
 
+def spans(rows, kind, state=""):
+    """Left and right ends of the boxes of a kind and state."""
+    mine = rows[(rows["kind"] == kind) & (rows["state"].fillna("") == state) & (rows["right"] > rows["left"])]
+    return sorted(mine[["left", "right"]].round(6).values.tolist())
+
+
 def test_bars_lie_where_the_owner_did_what_they_say(by_hand):
-    axes = axes_of(plot(by_hand, "devices"), "Phase shared")
-    assert named_parts(axes, "a generating") == [(4, 6)]
-    assert named_parts(axes, "a switching") == [(1, 2), (2, 3), (6, 7)]
-    assert named_parts(axes, "b training") == [(8, 8.5), (8.5, 11)]
-    assert named_parts(axes, "sync") == [(2, 3)]
-    assert ("step 0", 8) in [(text.get_text(), round(text.get_position()[0])) for text in axes.texts]
+    rows = device_lanes(album(by_hand).data)
+    assert spans(rows, "pipeline a", "generating (lower)") == [[4, 6]]
+    assert spans(rows, "pipeline a", "falls asleep, wakes, gets weights") == [[1, 2], [2, 3], [6, 7]]
+    assert spans(rows, "pipeline b", "training") == [[8, 8.5], [8.5, 11]]
+    assert spans(rows, "sync of weights") == [[2, 3]]
+    assert ["step 0|0", 8] in rows[["words", "left"]].values.tolist()
 
 
 def test_requests_wait_until_their_grant(by_hand):
-    axes = axes_of(plot(by_hand, "devices"), "Requests")
-    assert {text.get_text() for text in axes.get_yticklabels()} == {"a generation", "b trainer", "b generation"}
-    assert named_parts(axes, "b waits") == [(0.5, 1), (5.5, 7)]
-    assert sorted(round(float(line.get_xdata()[0]), 3) for line in axes.lines) == [2, 7]
-    assert named_parts(axes, "b has devices") == [(7, 12)]
+    rows = request_lanes(album(by_hand).data)
+    assert set(rows["lane"]) == {"a generation", "b trainer", "b generation"}
+    assert spans(rows, "pipeline b") == [[0.5, 1], [5.5, 7]]
+    assert sorted(rows[rows["kind"] == "grant"]["left"].round(6)) == [2, 7]
+    assert spans(rows, "pipeline b", "lease") == [[7, 12]]
 
 
 def test_a_bin_is_full_where_the_owner_works_all_of_the_time(by_hand):
-    picture = plot(by_hand, "utilisation")
-    axes = axes_of(picture, "Utilisation")
-    drawn = [one for one in axes.collections if one.get_gid() == "b working"]
-    boxes = [path.get_extents() for one in drawn for path in one.get_paths()]
-    assert max(box.height for box in boxes) == pytest.approx(LANE)
-    area = sum(box.width * box.height for box in boxes) / LANE
-    assert area == pytest.approx(3, rel=1e-6)  # seconds of training
-    assert {"36 % at work", "0 % at work"} <= words(picture)
+    rows = utilisation(album(by_hand).data)
+    mine = rows[rows["kind"] == "pipeline b"]
+    heights = mine["high"] - mine["low"]
+    assert heights.max() == pytest.approx(1)
+    assert ((mine["right"] - mine["left"]) * heights).sum() == pytest.approx(3)  # seconds of training
+    assert set(rows["words"].dropna()) == {"36% at work", "0% at work"}
 
 
 def test_versions_are_drawn_where_they_were(by_hand):
     loop = loop_of(album(by_hand).data)
-    found = [
-        (one.pipeline, one.what, one.version, one.left - loop.began, one.right - loop.began) for one in stretches(loop)
+    stretches = [
+        stretch._replace(left=stretch.left - loop.began, right=stretch.right - loop.began)
+        for stretch in stretches_of(loop)
     ]
-    assert ("a", "replica 0", -1, 2, 3) in found
-    assert ("a", "replica 0", 0, 3, 6) in found
-    assert ("b", "trainer", 0, 0, 11) in found
-    assert list(version_lanes(loop, stretches(loop))) == [("a", "trainer"), ("a", "replica 0"), ("b", "trainer")]
+    assert ("a", "replica 0", -1, 2, 3) in stretches
+    assert ("a", "replica 0", 0, 3, 6) in stretches
+    assert ("b", "trainer", 0, 0, 11) in stretches
+    assert list(version_lanes(album(by_hand).data)["lane"].unique()) == ["a trainer", "a replica 0", "b trainer"]
 
 
 def test_memory_is_above_the_least_of_each_rank(simulated):
-    loop = loop_of(album(simulated).data)
-    table = tables.memory(simulated.frame())
-    part = levels(table[table["device"] == 0], loop)
-    assert part.least == 3 * LOW  # the trainer of a, and a replica of each pipeline
-    assert part.budget == HIGH - LOW
-    assert {float(stack.min()) for stack in part.stacks} == {0}
-    assert max(float(sum(at)) for at in zip(*part.stacks, strict=True)) == HIGH - LOW
+    rows = memory_over_time(album(simulated).data)
+    first = rows[rows["panel"].str.startswith("Device 0")]
+    # The trainer of a, and a replica of each pipeline.
+    assert first["panel"].iloc[0].endswith(f"({3 * LOW / MIB:.1f} MiB)")
+    assert first["base"].iloc[0] == pytest.approx((HIGH - LOW) / MIB)
+    assert first.groupby("kind")["value"].min().tolist() == [0, 0]
+    assert first.groupby("x")["value"].sum().max() == pytest.approx((HIGH - LOW) / MIB)
 
 
 def test_a_loop_under_way_is_drawn(by_hand, tmp_path):
@@ -144,7 +140,7 @@ def test_many_devices_and_replicas_fit(tmp_path):
     assert axes_of(picture, "Phase shared: owner").get_title(loc="left").endswith("the first 16 of 20 devices")
     assert axes_of(picture, "Utilisation").get_title(loc="left").endswith("the first 8 of 20 devices")
     assert axes_of(picture, "Device 0").get_title(loc="left").endswith("the first 4 of 20 devices")
-    assert devices_height(loop_of(album(run).data)) < 5
+    assert OWNERS.inches(device_lanes(album(run).data)) < 6
 
 
 def test_an_early_end_is_drawn_as_any_run(tmp_path):

@@ -8,19 +8,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
+from dataclasses import replace
 
-import matplotlib as mpl
 import pandas as pd
 import pytest
 
 import kit
-from kit.draw.style import THEMES, theme
+from kit.draw.data import read
+from kit.draw.style import THEMES
 from kit.labs.sync import rules
+from kit.labs.sync.charts import rates_by_size, sync_events, sync_stages
 from kit.labs.sync.lab import SyncConfig
-from kit.labs.sync.pictures import curves, labels
 from kit.results import NotMeasured, Row, create_run, with_ids
 from kit.view import named
 from kit.view.named import plot
+from tests.seen import axes_of, colours, titles, words
 
 SENDER = {"gather": 0.02, "pack": 0.01, "send": 0.03, "verify": 0.004, "teardown": 0.001, "finalize": 0, "publish": 0}
 RECEIVER = {"receive": 0.03, "keep": 0.002, "apply": 0.01, "verify": 0.005}
@@ -106,31 +108,16 @@ def make_sync(tmp_path):
     return make
 
 
-def axes_of(picture, title):
-    return next(axes for axes in picture.axes if axes.get_title(loc="left").startswith(title))
-
-
-def titles(picture):
-    return [axes.get_title(loc="left").split(" (")[0] for axes in picture.axes if axes.get_title(loc="left")]
-
-
-def words(picture):
-    return {text.get_text().strip() for text in picture.findobj(mpl.text.Text)}
-
-
-def bars(axes):
-    return [bar for drawn in axes.containers for bar in drawn]
-
-
 @pytest.mark.parametrize("theme_name", THEMES)
 def test_it_tells_the_story(make_sync, theme_name):
     picture = plot(make_sync(), theme=theme_name)
     expected = "sync · 5 ranks · tiny, tp 2 · 3 replicas · overlap · transport auto · 3 cycles · finished"
     assert picture.get_suptitle() == expected
-    assert titles(picture) == [
-        "Stages of each sync, n = 1 each", "Expansion of cycle 3, event by event",
-        "Transports by bucket size, 64 MiB to one receiver", "Best medians",
-    ]  # fmt: skip
+    assert [title.split(" (")[0] for title in titles(picture)] == [
+        "Stages of each sync, n = 1 each",
+        "Expansion of cycle 3, event by event",
+        "Transports by bucket size, 64 MiB to one receiver",
+    ]
     assert {
         "gather",
         "undo copy",
@@ -144,42 +131,27 @@ def test_it_tells_the_story(make_sync, theme_name):
     assert picture._repr_png_().startswith(b"\x89PNG")
 
 
-def test_stages_stand_on_one_another_beside_the_time_that_passed(make_sync):
-    axes = axes_of(plot(make_sync(cycles=1)), "Stages of each sync")
-    columns = {}
-    for bar in bars(axes):
-        x = round(bar.get_x() + bar.get_width() / 2, 3)
-        columns.setdefault(x, []).append(bar)
-    refresh, last = list(columns.values())[:2]
-    assert [bar.get_height() for bar in refresh] == pytest.approx([20, 10, 30, 4, 1, 0])
-    assert [bar.get_height() for bar in last] == pytest.approx(
-        [90, 15, 6, 30]
-    )  # of the third receiver, not of the others
-    tops = [round(bar.get_y() + bar.get_height(), 6) for bar in last]
-    assert [bar.get_y() for bar in last[1:]] == pytest.approx(tops[:-1])
-    assert len(columns) == 4
-    assert [line.get_ydata()[0] for line in axes.lines] == pytest.approx([80, 80])
+def test_stages_stand_beside_the_time_that_passed(make_sync):
+    rows = sync_stages(read(make_sync(cycles=1)))
+    assert rows["place"].tolist() == ["refresh\ntook 80 ms"] * 2 + ["expand\ntook 80 ms"] * 2
+    sender, last = rows.iloc[0], rows.iloc[1]
+    assert sender[["gather", "pack", "send", "verify", "teardown"]].tolist() == [0.02, 0.01, 0.03, 0.004, 0.001]
+    # The last receiver is the third, not one of the others.
+    assert last[["receive", "verify", "keep", "apply"]].tolist() == pytest.approx([0.09, 0.015, 0.006, 0.03])
+    assert rows["mark"].tolist() == pytest.approx([0.08] * 4)
 
 
 def test_of_many_cycles_the_last_are_drawn(make_sync):
-    axes = axes_of(plot(make_sync(cycles=9)), "Stages of each sync")
-    assert [label.get_text() for label in axes.get_xticklabels()][::2] == [
-        f"refresh\ncycle {cycle}\ntook 80 ms" for cycle in range(5, 10)
-    ]
+    rows = sync_stages(read(make_sync(cycles=9)))
+    assert rows["section"].unique().tolist() == [f"cycle {cycle}" for cycle in range(5, 10)]
 
 
 def test_events_lie_where_they_happened(make_sync):
-    axes = axes_of(plot(make_sync()), "Expansion of cycle 3")
-    lane = [bar for bar in bars(axes) if abs(bar.get_y() + bar.get_height() / 2 - 1) < 0.1]
-    assert [bar.get_x() for bar in lane] == pytest.approx([7 * index for index in range(-2, 9)])
-    names = [text.get_text() for text in axes.texts if round(text.get_position()[1] + 0.27) == 1]
-    assert ", ".join(names) == "inactive, wake, " + ", ".join(ARRIVED)
-
-
-def test_names_that_would_touch_are_written_as_one():
-    moments = [(0.0, "inactive"), (1.0, "wake"), (2.0, "begin"), (50.0, "end")]
-    assert labels(moments, 1.0) == [(0.0, "inactive, wake, begin"), (50.0, "end")]
-    assert labels(moments, 0.1) == [(x, name) for x, name in moments]
+    rows = sync_events(read(make_sync()))
+    replica = rows[rows["lane"] == "replica 0, rank 2"]
+    boxes, events = replica[replica["kind"] != "event"], replica[replica["kind"] == "event"]
+    assert boxes["left"].tolist() == pytest.approx([0.007 * index for index in range(-2, 9)])
+    assert events["words"].tolist() == ["inactive", "wake", *ARRIVED]
 
 
 def test_without_an_expansion_the_refresh_is_drawn(make_sync):
@@ -189,29 +161,20 @@ def test_without_an_expansion_the_refresh_is_drawn(make_sync):
 
 
 def test_many_receivers_are_reported_by_the_slowest(make_sync):
-    axes = axes_of(
-        plot(make_sync(ranks=10, replicas=4, infer_tp=2)), "Expansion of cycle 3, event by event, 5 of 8 receivers"
-    )
-    assert [label.get_text() for label in axes.get_yticklabels()][:3] == [
-        "sender, rank 0",
-        "replica 0, rank 2",
-        "replica 0, rank 3",
-    ]
+    rows = sync_events(read(make_sync(ranks=10, replicas=4, infer_tp=2)))
+    assert rows.attrs["shown"] == ", 5 of 8 receivers"
+    assert rows["lane"].unique().tolist()[:3] == ["sender, rank 0", "replica 0, rank 2", "replica 0, rank 3"]
 
 
 def test_rates_have_their_ceiling_and_their_best(make_sync):
-    picture = plot(make_sync())
-    axes = axes_of(picture, "Transports by bucket size")
-    lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
-    assert lines["shm"] == pytest.approx([6, 9])
-    assert lines["serialize"] == pytest.approx([1])
-    assert [12, 12] in [pytest.approx(values) for values in lines.values()]
-    axes = axes_of(picture, "Best medians")
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["shm", "broadcast", "serialize"]
-    assert [text.get_text().strip() for text in axes.texts][:2] == [
-        "9 GB/s, 75%, 8 MiB, used here",
-        "1.5 GB/s, 12%, 8 MiB",
-    ]
+    rows = rates_by_size(read(make_sync()))
+    lines = {kind.split(":")[0]: line["value"].tolist() for kind, line in rows.groupby("kind")}
+    assert lines == {"broadcast": [0.5e9, 1.5e9], "serialize": [1e9], "shm": [6e9, 9e9]}
+    assert [mark.value for mark in rows.attrs["marks"]] == [12e9]
+    assert {
+        "shm: best 9 GB/s at 8 MiB, 75% of memcpy, used here",
+        "broadcast: best 1.5 GB/s at 8 MiB, 12% of memcpy",
+    } <= set(rows["kind"])
 
 
 @pytest.mark.parametrize(
@@ -240,13 +203,9 @@ def test_a_run_that_broke_before_a_sync_is_drawn_as_any_run(make_sync):
 
 def test_wrong_digests_and_torn_forwards_are_in_the_colour_of_what_is_wrong(make_sync):
     picture = plot(make_sync(differ=2, torn=1, fault="swapped"))
-    colours = {text.get_text(): text.get_color() for text in picture.findobj(mpl.text.Text)}
     digests = "Digests: 90 tensors hashed on 3 receivers over 3 cycles, 6 differ from the trainer's, first on rank 2 in cycle 2."
-    assert colours[digests] == THEMES["light"].bad
-    assert (
-        colours["Meanwhile: 36 forwards served during refreshes, 9 with weights of mixed versions."]
-        == THEMES["light"].bad
-    )
+    meanwhile = "Meanwhile: 36 forwards served during refreshes, 9 with weights of mixed versions."
+    assert {colours(picture)[sentence] for sentence in (digests, meanwhile)} == {THEMES["light"].bad}
     assert "fault: swapped" in picture.get_suptitle()
 
 
@@ -278,12 +237,8 @@ def test_its_drawings_have_names(make_sync):
     run = make_sync()
     assert {"stages", "events", "rates", "memory", "drift"} - set(named.names(run)) == {"memory", "drift"}
     rates = named.plot(run, "rates")
-    assert titles(rates) == [
-        "Transports by bucket size, 64 MiB to one receiver",
-        "Best medians",
-    ]
+    assert titles(rates) == ["Transports by bucket size, 64 MiB to one receiver"]
     assert {"one memcpy, 12", "bucket size [MiB] (medians)"} <= words(rates)  # older runs have no spread
-    assert titles(named.plot(run, "stages")) == ["Stages of each sync, n = 1 each"]
     assert titles(named.plot(run, "events")) == ["Expansion of cycle 3, event by event"]
     assert "rates" not in named.names(make_sync(rates={}))
 
@@ -296,9 +251,7 @@ def test_rates_have_their_spread_where_it_was_recorded(make_sync):
     rows = with_ids(frame, "transport", "bucket_size").query("transport == 'shm'")
     more = [rows[rows["bucket_size"] == size].assign(metric=metric, value=value) for size, metric, value in spread]
     more = pd.concat(more)[list(frame.columns)]
-    look = theme("light")
-    axes = mpl.figure.Figure().subplots()
-    curves(axes, pd.concat([frame, more], ignore_index=True), look)
-    (spans,) = axes.collections
-    assert [segment[:, 1].tolist() for segment in spans.get_segments()] == [[5, 7], [8, 9.5]]
-    assert axes.get_xlabel() == "bucket size [MiB] (n = 3, median and range)"
+    data = replace(read(run), records=pd.concat([frame, more], ignore_index=True))
+    rows = rates_by_size(data)
+    assert rows[rows["transport"] == "shm"][["low", "high"]].to_numpy().tolist() == [[5e9, 7e9], [8e9, 9.5e9]]
+    assert rows.attrs["n"] == "n = 3, median and range"

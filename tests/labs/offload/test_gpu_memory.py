@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kit.draw.plots import read
-from kit.labs.offload.pictures import bands, places
+from kit.draw.data import read
+from kit.labs.offload.charts import GPU, gpu_memory
 from kit.results import Row, Run, create_run
 
 MIB = 2**20
@@ -51,9 +51,10 @@ def seen(tmp_path):
 
 def at(seen, phase):
     """Return the parts of a phase's bar from the bottom up: sizes in MiB by name and source."""
-    there = places(seen)
-    index = [place.phase for place in there].index(phase)
-    return {f"{band.name} ({band.source})": band.sizes[index] / MIB for band in bands(seen, there) if band.sizes[index]}
+    rows = gpu_memory(seen)
+    row = rows[rows["place"] == phase].iloc[0]
+    sizes = {look.word.format(**rows.attrs): row.get(part, 0.0) / MIB for part, look in GPU.looks.items()}
+    return {name: size for name, size in sizes.items() if size > 0}
 
 
 def test_every_part_of_a_gpu_is_named_with_who_reported_it(seen):

@@ -6,22 +6,32 @@ import dataclasses
 import itertools
 import warnings
 
-import matplotlib as mpl
 import pandas as pd
 import pytest
 
 import kit
-from kit.draw.style import THEMES, theme
+from kit.draw.data import read
+from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.labs.stream import tables
+from kit.labs.stream.charts import (
+    WHAT_IF,
+    buffer_over_time,
+    drift_by_position,
+    every_loop,
+    last_steps,
+    pack,
+    recomputed_tokens,
+    tokens_by_lag,
+)
 from kit.labs.stream.lab import StreamConfig, settings
-from kit.labs.stream.pictures import WHAT_IF, pack
 from kit.labs.stream.tables import drift
 from kit.results import NotMeasured, Row, create_run
 from kit.stream.ports import drifted
 from kit.stream.simulated import Durations, pace, simulate
 from kit.view import named
 from kit.view.named import plot
+from tests.seen import axes_of, boxes, titles, words
 
 BEGAN = 1.8e9
 VERIFIED = {"tokens": 900, "decidable": 850, "wrong_stamps": 0, "samples": 80, "samples_over_syncs": 20}
@@ -169,36 +179,16 @@ BY_HAND = [
 ]  # fmt: skip
 
 
-def axes_of(picture, title):
-    return next(axes for axes in picture.axes if axes.get_title(loc="left").startswith(title))
-
-
-def titles(picture):
-    return [axes.get_title(loc="left") for axes in picture.axes if axes.get_title(loc="left")]
-
-
-def words(picture):
-    return {text.get_text().strip() for text in picture.findobj(mpl.text.Text)}
-
-
-def named_parts(axes, name):
-    """Left and right ends of the bars with this name."""
-    drawn = [path.get_extents() for one in axes.collections if one.get_gid() == name for path in one.get_paths()]
-    return [(box.x0, box.x1) for box in drawn]
-
-
 @pytest.mark.parametrize("theme_name", THEMES)
 def test_it_tells_the_story(make_stream, theme_name):
     picture = plot(make_stream(), theme=theme_name)
     assert picture.get_suptitle() == (
         "stream · 3 ranks · tiny · 2 replicas · in-order, window 1 · at a sync: keep · 5 steps · finished"
     )
-    assert [title.split(" (")[0] for title in titles(picture)][:5] == [
-        "Phase stream: a bar is a sample, its colour the weight version of its tokens", "Groups in the buffer",
-        "Time of each step, and the share of waiting", "Time of each loop over the same groups", titles(picture)[4],
+    assert [title.split(" (")[0].split(" of ")[0] for title in titles(picture)] == [
+        "Phase stream: a bar is a sample, its colour the weight version", "Groups in the buffer",
+        "Time", "Time", "Lag", "How 20 groups ended", "Drift",
     ]  # fmt: skip
-    assert titles(picture)[4].startswith("Lag of ")
-    assert "How 20 groups ended" in titles(picture)
     assert {"trainer", "replica 0", "replica 1", "version 0", "limit, 8 places", "limit: 1 version"} <= words(picture)
     assert (
         "Recomputation: 900 tokens under the weights of every version; 850 of them are decidable, 0 have a wrong version. "
@@ -208,13 +198,15 @@ def test_it_tells_the_story(make_stream, theme_name):
 
 
 def test_bars_lie_where_their_tokens_were_generated(make_stream):
-    axes = axes_of(plot(make_stream(ledgers={"stream": BY_HAND}, steps=2), "versions"), "Phase stream")
-    assert named_parts(axes, "version 0") == [pytest.approx((1, 3)), pytest.approx((1, 3))]
-    assert named_parts(axes, "version 1") == [pytest.approx((5, 7))]
-    assert named_parts(axes, "joints") == [pytest.approx((3, 5))]
-    assert named_parts(axes, "step 1")[0] == pytest.approx((7, 8))
-    (band,) = [patch for patch in axes.patches if patch.get_gid() == "sync"]
-    assert (band.get_x(), band.get_width()) == pytest.approx((4, 1))
+    picture = plot(make_stream(ledgers={"stream": BY_HAND}, steps=2), "versions")
+    axes = axes_of(picture, "Phase stream")
+    assert boxes(axes, "version 0") == [(1, 3), (1, 3)]
+    assert boxes(axes, "1") == [(5, 7)]
+    assert boxes(axes, "joint") == [(3, 5)]
+    assert (7, 8) in boxes(axes, "2")
+    for drawn in (axes, axes_of(picture, "Groups in the buffer")):
+        (band,) = [patch for patch in drawn.patches if patch.get_gid() == "band"]
+        assert (band.get_x(), band.get_width()) == pytest.approx((4, 1))
 
 
 def test_first_tokens_count_from_the_replicas_report_before():
@@ -260,20 +252,14 @@ def test_the_buffer_has_its_groups_and_its_limit(make_stream):
     run = make_stream(ledgers={"stream": BY_HAND}, steps=2)
     table = tables.buffer(tables.ledger(run.frame(), "stream"))
     assert table[["unfinished", "complete"]].values.tolist() == [[1, 0], [0, 1], [1, 1], [1, 0], [0, 0], [0, 0]]
-    axes = axes_of(plot(run, "versions"), "Groups in the buffer")
-    assert [list(line.get_ydata()) for line in axes.lines] == [[2, 2]]
+    assert [mark.value for mark in buffer_over_time(read(run)).attrs["marks"]] == [2]
 
 
 def test_parts_of_a_step_stand_on_one_another(make_stream):
     run = make_stream()
     table = tables.steps(run.frame())
     assert (table[[*tables.PARTS]].sum(axis=1) - table["total"]).abs().max() < 1e-6
-    axes = axes_of(plot(run, "steps"), "Time of each step")
-    tops = {}
-    for bar in [bar for drawn in axes.containers for bar in drawn]:
-        x = round(bar.get_x() + bar.get_width() / 2)
-        tops[x] = max(tops.get(x, 0), bar.get_y() + bar.get_height())
-    assert list(tops.values()) == pytest.approx(list(table["total"]))
+    assert last_steps(read(run))["words"].str.endswith("%").all()
 
 
 def test_loops_are_compared_by_part(make_stream):
@@ -284,8 +270,7 @@ def test_loops_are_compared_by_part(make_stream):
         "plain", ["total", "training", "logprobs", "sync", "exposed_generation"]
     ].tolist() == pytest.approx([3.0, 0.7, 0.1, 0.2, 2.0], abs=1e-5)
     assert table.loc["bound", "total"] == pytest.approx(table.loc["stream", "total"], abs=1e-5)
-    axes = axes_of(plot(run, "steps"), "Time of each loop")
-    assert [label.get_text() for label in axes.get_yticklabels()][-1] == "bound: simulated"
+    assert every_loop(read(run))["place"].iloc[-1] == "bound: simulated"
 
 
 def test_what_was_measured_stands_beside_the_bound(make_stream):
@@ -296,13 +281,6 @@ def test_what_was_measured_stands_beside_the_bound(make_stream):
         tables.loops(run.frame()).set_index("loop").loc["stream", "exposed_generation"]
     )
     assert table.loc["steps_per_second", "bound"] > table.loc["steps_per_second", "measured"]
-    picture = plot(run, "bound")
-    left, right = axes_of(picture, "Measured against bound"), axes_of(picture, "Exposed generation of each step")
-    assert [bar.get_width() for drawn in left.containers for bar in drawn] == pytest.approx(
-        table.loc["steps_per_second", ["measured", "bound"]].tolist()
-    )
-    waits = tables.steps(run.frame(), "bound")["exposed_generation"].tolist()
-    assert [bar.get_height() for bar in right.containers[1]] == pytest.approx(waits)
     with pytest.raises(NotMeasured):
         tables.bound(make_stream().frame())
 
@@ -327,37 +305,33 @@ def test_drift_is_drawn_by_lag_and_position(make_stream):
     run = make_stream()
     table = drift(run.frame(), run.dir)
     assert table[["lag", "position", "tokens"]].values.tolist() == [[lag, at, 2] for lag in (0, 1) for at in range(4)]
-    picture = plot(run, "drift")
-    bars = [bar for drawn in axes_of(picture, "Drift of the policy by lag").containers for bar in drawn]
-    assert [bar.get_height() for bar in bars] == pytest.approx(table.groupby("lag")["KL"].mean().tolist())
-    lines = axes_of(picture, "Trainer's minus recorded").lines
-    assert [list(line.get_ydata()) for line in lines] == [
-        pytest.approx(some.tolist()) for _, some in table.groupby("lag")["mismatch"]
-    ]
+    rows = drift_by_position(read(run))
+    assert [lag.split(":")[0] for lag in rows["kind"].unique()] == ["lag 0", "lag 1"]
+    assert (
+        rows["kind"].iloc[0]
+        == f"lag 0: KL {table['KL'][:4].mean():.2g} per token, ratio {table['ratio'][:4].mean():.4g}"
+    )
+    assert rows["value"].tolist() == table["mismatch"].tolist()
 
 
 def test_tokens_beyond_the_window_are_in_the_colour_of_what_is_wrong(make_stream):
     late = [*BY_HAND]
     late[-4] = row("trained", 8.0, group=0, step=1, update=0, version=3)
-    axes = axes_of(plot(make_stream(ledgers={"stream": late}, steps=2), "groups"), "Lag of 16 trained tokens")
-    bars = [
-        (round(bar.get_x() + bar.get_width() / 2), bar.get_facecolor()) for drawn in axes.containers for bar in drawn
-    ]
-    assert bars == [(2, mpl.colors.to_rgba(THEMES["light"].bad)), (3, mpl.colors.to_rgba(THEMES["light"].bad))]
+    rows = tokens_by_lag(read(make_stream(ledgers={"stream": late}, steps=2)))
+    assert rows[["place", "tone"]].values.tolist() == [[2, "bad"], [3, "bad"]]
+    assert rows.attrs["edge"] == (1.5, "limit: 1 version")
 
 
 def test_a_sampler_without_a_limit_has_no_line(make_stream):
-    axes = axes_of(plot(make_stream(sampler="ready-first"), "groups"), "Lag of ")
-    assert not axes.lines
-    assert not any(text.get_text().startswith("limit") for text in axes.texts)
+    rows = tokens_by_lag(read(make_stream(sampler="ready-first")))
+    assert "edge" not in rows.attrs
+    assert not rows["tone"].any()
 
 
 def test_a_wrong_version_is_in_the_colour_of_what_is_wrong(make_stream):
-    picture = plot(make_stream(verified={**VERIFIED, "wrong_stamps": 3}))
-    colours = {text.get_text(): text.get_color() for text in picture.findobj(mpl.text.Text)}
-    (sentence,) = [text for text in colours if text.startswith("Recomputation")]
-    assert "3 have a wrong version" in sentence
-    assert colours[sentence] == theme("light").bad
+    (row,) = recomputed_tokens(read(make_stream(verified={**VERIFIED, "wrong_stamps": 3}))).to_dict("records")
+    assert "3 have a wrong version" in row["words"]
+    assert row["tone"] == "bad"
 
 
 def test_what_is_missing_is_reported_or_left_out(make_stream):

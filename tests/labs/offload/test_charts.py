@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import warnings
 
-import matplotlib as mpl
 import pytest
 
-from kit.draw.plots import read
+from kit.draw.data import read
 from kit.draw.style import THEMES
 from kit.errors import BadInput
-from kit.labs.offload.pictures import WAYS, numbered, places, plot_modes
+from kit.labs.offload.charts import WAYS, host_memory, numbered, places_of, plot_modes
 from kit.results import Row, Run, Verdict, VerdictRow, create_run
 from kit.view.named import plot
+from tests.seen import axes_of, words
 
 MIB = 2**20
 CYCLE = ("train", "fingerprint", "release", "idle", "reload", "talk", "verify")
@@ -89,14 +89,6 @@ def make_offload(tmp_path):
     return make
 
 
-def axes_of(picture, title):
-    return next(axes for axes in picture.axes if axes.get_title(loc="left").startswith(title))
-
-
-def words(picture):
-    return {text.get_text().strip() for text in picture.findobj(mpl.text.Text)}
-
-
 @pytest.mark.parametrize("theme_name", THEMES)
 def test_it_tells_the_story_and_not_the_bookkeeping(make_offload, theme_name):
     picture = plot(make_offload(), theme=theme_name)
@@ -104,7 +96,6 @@ def test_it_tells_the_story_and_not_the_bookkeeping(make_offload, theme_name):
     shown = words(picture)
     assert {
         "anonymous",
-        "shared, host arena included",
         "job's weights",
         "job's grads",
         "job's optimizer",
@@ -113,7 +104,7 @@ def test_it_tells_the_story_and_not_the_bookkeeping(make_offload, theme_name):
     assert {
         "cycle 1",
         "cycles 2 to 3, median",
-        "first\ncollective",
+        "first collective",
         "its groups",
         "its tensors",
         "limit 200 MiB",
@@ -126,15 +117,14 @@ def test_it_tells_the_story_and_not_the_bookkeeping(make_offload, theme_name):
 
 
 def test_bars_are_the_bytes_above_the_baseline(make_offload):
-    axes = axes_of(plot(make_offload(ranks=1)), "Host memory of a rank, 320 MiB at the baseline")
-    names = [label.get_text() for label in axes.get_xticklabels()]
-    tops = {}
-    for bar in (bar for drawn in axes.containers for bar in drawn):
-        place = round(bar.get_x() + bar.get_width() / 2)
-        tops[place] = max(tops.get(place, 0), bar.get_y() + bar.get_height())
-    assert names[:6] == ["baseline", "build", "train", "release", "idle", "reload"]
-    assert tops[names.index("train")] == pytest.approx(348.1)
-    assert tops[names.index("idle")] == pytest.approx(0.1)
+    rows = host_memory(read(make_offload(ranks=1)))
+    assert rows.attrs["base"] == "320.0 MiB"
+    levels = rows[rows["side"] == "process"].set_index(["section", "place"])["anon_rss"] / MIB
+    assert list(levels["cycle 1"].index) == ["train", "release", "idle", "reload"]
+    assert levels["cycle 1", "train"] == pytest.approx(348.1)
+    assert levels["cycle 1", "idle"] == pytest.approx(0.1)
+    job = rows[(rows["side"] == "job") & (rows["place"] == "idle")]
+    assert job[["words", "tone"]].values.tolist() == [["0", "good"]] * 2
 
 
 def test_only_a_driver_speaks_for_the_gpu(make_offload):
@@ -175,7 +165,7 @@ def test_a_run_that_broke_early_is_drawn_as_any_run(make_offload):
 
 
 def test_places_are_those_that_were_measured(make_offload):
-    assert [place.phase for place in places(read(make_offload(until=(1, "idle"))))] == [
+    assert [place.phase for place in places_of(read(make_offload(until=(1, "idle"))))] == [
         "baseline",
         "build",
         "train",
@@ -196,7 +186,7 @@ def test_modes_side_by_side(make_offload):
         "groups_return_to_baseline",
         "✗  3",
         "✗  17",
-        "1 more pass in every run; 1 not measured in any",
+        "Checks: 1 more pass in every run; 1 not measured in any",
     } <= words(picture)
     assert axes_of(picture, "Time for groups (n = 6 each, median)")
     assert {"exact", "Code"} <= words(plot_modes([runs[0], make_offload(implementation="mine:Code")]))
