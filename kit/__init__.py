@@ -24,7 +24,7 @@ _HOMES = {
 
 def load_ipython_extension(ipython: Any) -> None:
     """Load the magics; IPython calls this for `%load_ext kit`."""
-    from kit.view.magics import load as load_magics
+    from kit.view.magics import load_extension as load_magics
 
     load_magics(ipython)
 

@@ -45,7 +45,7 @@ COMPARED_ROWS = 40  # rows of a comparison on a terminal; `kit export --table co
 WIDTH = 100
 
 
-class Answer(NamedTuple):
+class CommandAnswer(NamedTuple):
     """A command's result: for --json, as text, and the exit status. Progress is printed as it happens."""
 
     data: Any
@@ -63,16 +63,16 @@ def main(argv: list[str] | None = None) -> int:
             python_warnings.catch_warnings(),
         ):
             python_warnings.showwarning = show_warning
-            answer: Answer = args.command(args)
+            answer: CommandAnswer = args.command(args)
     except KitError as error:
         print(f"kit: {error}", file=sys.stderr)
-        answer = Answer({"error": str(error)}, status=2 if isinstance(error, BadInput) else 3)
+        answer = CommandAnswer({"error": str(error)}, status=2 if isinstance(error, BadInput) else 3)
     except KeyboardInterrupt:
         print("kit: interrupted", file=sys.stderr)
-        answer = Answer({"error": "interrupted"}, status=130)
+        answer = CommandAnswer({"error": "interrupted"}, status=130)
     except Exception as error:  # noqa: BLE001 - a bug in the kit: Python's exit status 1 would mean that a check failed
         traceback.print_exc()
-        answer = Answer({"error": repr(error)}, status=3)
+        answer = CommandAnswer({"error": repr(error)}, status=3)
     try:
         if as_json or answer.text:
             print(to_json(answer.data) if as_json else answer.text)
@@ -89,7 +89,7 @@ def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 # -- the words of a command line -----------------------------------------------------------------------------------------
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Report every unknown word as bad input, with a hint."""
 
     def error(self, message: str) -> NoReturn:
@@ -115,7 +115,11 @@ def meant(args: argparse.Namespace, unknown: Sequence[str]) -> str:
     """A suggestion for words that a command does not accept: a setting of the lab or another option."""
     name, equals, value = unknown[0].partition("=")
     key = name.lstrip("-").replace("-", "_")
-    if args.command is run and args.lab in discover().labs and key in known_fields(discover().labs[args.lab].config):
+    if (
+        args.command is run_command
+        and args.lab in discover().labs
+        and key in known_fields(discover().labs[args.lab].config)
+    ):
         plain_value = value if equals else next(iter(unknown[1:]), "VALUE")
         return f"did you mean --set {key}={plain_value}?"
     return hint(name, re.findall(r"(?<!\w)--[\w-]+", args.parser.format_usage()))
@@ -149,10 +153,10 @@ def benches(**_: Any) -> list[str]:
 # -- labs and their runs -------------------------------------------------------------------------------------------------
 
 
-def labs(args: argparse.Namespace) -> Answer:
+def labs(args: argparse.Namespace) -> CommandAnswer:
     if args.lab is None:
         lines = {name: lab.summary for name, lab in tagged(args.tag).items()} | discover().broken
-        return Answer([{"lab": name, "summary": text} for name, text in lines.items()], columns(lines.items()))
+        return CommandAnswer([{"lab": name, "summary": text} for name, text in lines.items()], columns(lines.items()))
     lab = find(args.lab)
     rows = [
         {
@@ -168,10 +172,10 @@ def labs(args: argparse.Namespace) -> Answer:
     text = columns([["setting", "default", "allowed", "description"], *cells])
     if (held := holder(lab.config)) is not None:
         text += f"\n\na.NAME, b.NAME, ...: {held.option.help}; NAME alone sets it for all of them"
-    return Answer({"lab": args.lab, "settings": rows}, text)
+    return CommandAnswer({"lab": args.lab, "settings": rows}, text)
 
 
-def run(args: argparse.Namespace) -> Answer:
+def run_command(args: argparse.Namespace) -> CommandAnswer:
     from kit import public
     from kit.labs.discover import from_text
 
@@ -185,7 +189,7 @@ def run(args: argparse.Namespace) -> Answer:
         raise BadInput(f"--repeat must be at least 1, not {args.repeat}")
     settings: dict[str, Any] = {}
     if args.like:
-        like = load(args.like)
+        like = load_run(args.like)
         if like.lab != args.lab:
             raise BadInput(f"--like {args.like} is a run of lab {like.lab!r}, not {args.lab!r}")
         settings = like.config
@@ -195,17 +199,17 @@ def run(args: argparse.Namespace) -> Answer:
     tolerances = results.load_tolerances(args.tolerances) if args.tolerances else None
     fault = next(iter(args.fault), None)
 
-    def once(config: Mapping[str, Any], out: Path | None) -> Answer:
-        return run_once(args.lab, {**settings, **config}, out, fault=fault, tolerances=tolerances)
+    def once(config: Mapping[str, Any], out: Path | None) -> CommandAnswer:
+        return run_lab(args.lab, {**settings, **config}, out, fault=fault, tolerances=tolerances)
 
     if not swept and args.repeat == 1:
         answer = once({}, args.out)
         folders = [Path(answer.data["run"])]
     else:
-        points = public.points(lab, swept, args.repeat)
+        points = public.sweep_points(lab, swept, args.repeat)
         public.check_points(lab, settings, points, fault)
-        status, folder = public.sweep(args.lab, points, args.out, lambda config, out: reported(once(config, out)))
-        answer = Answer(*index(folder, args.repeat), status)
+        status, folder = public.sweep(args.lab, points, args.out, lambda config, out: report_swept(once(config, out)))
+        answer = CommandAnswer(*index(folder, args.repeat), status)
         folders = public.runs_of(folder)
     if args.junit:
         made = [(run, run.shown_verdict()) for run in map(kit.load, folders)]
@@ -240,18 +244,18 @@ def pairs(option: str, words: Sequence[str]) -> dict[str, str]:
     return sources
 
 
-def run_once(
+def run_lab(
     lab_name: str,
     config: Mapping[str, Any],
     out: Path | None,
     *,
     steps: Callable[[Lab], None] = lambda _: None,
     **options: Any,
-) -> Answer:
+) -> CommandAnswer:
     """`steps` may run phases of the lab before the rest is run."""
-    from kit.public import prepare
+    from kit.public import prepare_lab
 
-    with contextlib.closing(prepare(lab_name, config, out=out, **options)) as lab:
+    with contextlib.closing(prepare_lab(lab_name, config, out=out, **options)) as lab:
         error, status = None, 3
         try:
             steps(lab)
@@ -274,10 +278,10 @@ def run_once(
     rows = verdict.to_json() if verdict is not None else None
     state = "stopped" if status == 130 else "failed" if error else "finished"
     data = {"run": str(lab.dir), "status": state, "error": error, "verdict": rows, "exit": status}
-    return Answer(data, "\n".join(lines), status)
+    return CommandAnswer(data, "\n".join(lines), status)
 
 
-def reported(answer: Answer) -> tuple[int, dict[str, Any]]:
+def report_swept(answer: CommandAnswer) -> tuple[int, dict[str, Any]]:
     print(answer.text.partition("\n")[0], flush=True)
     return answer.status, {name: answer.data[name] for name in ("status", "error", "exit")}
 
@@ -298,7 +302,7 @@ def index(folder: Path, repeat: int) -> tuple[dict[str, Any], str]:
 SPREAD = ("median", "min", "max")
 
 
-def runs(args: argparse.Namespace) -> Answer:
+def runs_command(args: argparse.Namespace) -> CommandAnswer:
     folder = args.dir or results.runs_dir()
     if args.dir and not args.dir.is_dir():
         raise BadInput(f"there is no folder {args.dir}")
@@ -308,7 +312,7 @@ def runs(args: argparse.Namespace) -> Answer:
     config = {name: value_of(text) for name, text in pairs("--set", args.set).items()}
     rows = select(results.list_runs(folder), **asked, config=config)
     such = " like that" if any(value is not None for value in asked.values()) or args.set else ""
-    return Answer(*run_list(rows, f"there is no run{such} in {folder}"))
+    return CommandAnswer(*run_list(rows, f"there is no run{such} in {folder}"))
 
 
 def run_list(rows: list[dict[str, Any]], nothing: str = "") -> tuple[list[dict[str, Any]], str]:
@@ -319,14 +323,14 @@ def run_list(rows: list[dict[str, Any]], nothing: str = "") -> tuple[list[dict[s
     return rows, columns([head, *cells], width=WIDTH) if rows else nothing
 
 
-def label(args: argparse.Namespace) -> Answer:
-    run = load(args.dir)
+def label_command(args: argparse.Namespace) -> CommandAnswer:
+    run = load_run(args.dir)
     run.label = args.text
     words = f"{run.id} is now labelled {run.label!r}" if run.label else f"{run.id} no longer has a label"
-    return Answer({"run": str(run.dir), "label": run.label}, words)
+    return CommandAnswer({"run": str(run.dir), "label": run.label}, words)
 
 
-def check(args: argparse.Namespace) -> Answer:
+def check_command(args: argparse.Namespace) -> CommandAnswer:
     folder = find_run(args.dir)
     run = results.Run(folder, rules=lambda _: find(args.lab).all_rules()) if args.lab else kit.load(folder)
     verdict, stored = run.verdict(), run.stored_verdict()
@@ -334,15 +338,15 @@ def check(args: argparse.Namespace) -> Answer:
     status = 3 if run.broke else results.exit_code(verdict)
     if args.junit:
         print(f"JUnit: {write_junit([(run, verdict)], args.junit)}", file=sys.stderr)
-    data, text = heading(run)
+    data, text = run_heading(run)
     text += f"\n\n{verdict}"
     if moved is not None:
         lines = ["differs from the stored verdict:", *moved] if moved else ["same as the stored verdict"]
         text += "\n\n" + "\n".join(lines)
-    return Answer({**data, "verdict": verdict.to_json(), "changes": moved, "exit": status}, text, status)
+    return CommandAnswer({**data, "verdict": verdict.to_json(), "changes": moved, "exit": status}, text, status)
 
 
-def heading(found: results.Run) -> tuple[dict[str, Any], str]:
+def run_heading(found: results.Run) -> tuple[dict[str, Any], str]:
     names = ("id", "lab", "status", "fault", "label")
     data = {"run": str(found.dir), **{name: getattr(found, name) for name in names}}
     about = {"label": found.label, "memory snapshots": memory_snapshots(found)}
@@ -351,9 +355,9 @@ def heading(found: results.Run) -> tuple[dict[str, Any], str]:
     return {**data, "config": found.config, "notes": found.notes}, "\n".join(lines)
 
 
-def show(args: argparse.Namespace) -> Answer:
-    run = load(args.dir)
-    data, text = heading(run)
+def show(args: argparse.Namespace) -> CommandAnswer:
+    run = load_run(args.dir)
+    data, text = run_heading(run)
     verdict, frame = run.shown_verdict(), run.frame()
     seconds = frame[frame["metric"] == "seconds"].dropna(subset=["value"]).groupby("phase", sort=False)["value"]
     times = seconds.agg(["count", *SPREAD]).reset_index()
@@ -365,10 +369,10 @@ def show(args: argparse.Namespace) -> Answer:
     if len(own):
         units = dict.fromkeys(("first", "last", "min", "max"), ROW)
         text += "\n\nnumbers of the lab, over all ranks:\n" + table_text(own, units)
-    return Answer({**data, "verdict": verdict.to_json(), "times": plain(times), "own": plain(own)}, text)
+    return CommandAnswer({**data, "verdict": verdict.to_json(), "times": plain(times), "own": plain(own)}, text)
 
 
-def compare(args: argparse.Namespace) -> Answer:
+def compare_command(args: argparse.Namespace) -> CommandAnswer:
     runs = load_all(args.dirs)
     base, *compared = runs
     table = results.compare(runs)
@@ -406,10 +410,10 @@ def compare(args: argparse.Namespace) -> Answer:
             lines.append(table_text(compact(rows.head(COMPARED_ROWS)), dict.fromkeys(("base", "value"), ROW)))
         if len(rows) > COMPARED_ROWS:
             lines.append(f"... and {len(rows) - COMPARED_ROWS} smaller changes: kit export DIR DIR --table compare")
-    return Answer(data, "\n".join(lines))
+    return CommandAnswer(data, "\n".join(lines))
 
 
-def load(word: str) -> results.Run:
+def load_run(word: str) -> results.Run:
     return kit.load(find_run(word))
 
 
@@ -423,47 +427,47 @@ def load_all(words: Sequence[str]) -> list[results.Run]:
 # -- files -----------------------------------------------------------------------------------------------------------------
 
 
-def export(args: argparse.Namespace) -> Answer:
+def export_command(args: argparse.Namespace) -> CommandAnswer:
     from kit.view.named import save_table
 
-    return written(lambda: save_table(load_all(args.dirs), args.table, args.to))
+    return write_text_file(lambda: save_table(load_all(args.dirs), args.table, args.to))
 
 
-def trace(args: argparse.Namespace) -> Answer:
-    return written(lambda: results.write_trace(load(args.dir), args.to))
+def trace_command(args: argparse.Namespace) -> CommandAnswer:
+    return write_text_file(lambda: results.write_trace(load_run(args.dir), args.to))
 
 
-def report(args: argparse.Namespace) -> Answer:
+def report(args: argparse.Namespace) -> CommandAnswer:
     from kit.view.report import write_report
 
-    return written(lambda: write_report(load_all(args.dirs), args.to))
+    return write_text_file(lambda: write_report(load_all(args.dirs), args.to))
 
 
-def notebook(args: argparse.Namespace) -> Answer:
+def notebook(args: argparse.Namespace) -> CommandAnswer:
     from kit.view.notebooks import copy_all, on_terminal, run_notebook
 
     if (args.name is None) == (args.copy is None):
         raise BadInput("name a notebook to run, such as 01, or a folder for copies with --copy DIR")
     if args.copy is not None:
         copied = copy_all(args.copy)
-        return Answer({"folder": str(copied)}, str(copied))
+        return CommandAnswer({"folder": str(copied)}, str(copied))
     path = run_notebook(args.name, dict(args.given), args.to, tell=on_terminal if sys.stderr.isatty() else None)
-    return Answer({"file": str(path)}, str(path))
+    return CommandAnswer({"file": str(path)}, str(path))
 
 
-def written(write: Callable[[], Path]) -> Answer:
+def write_text_file(write: Callable[[], Path]) -> CommandAnswer:
     """Write a file and return its path. An unwritable path is bad input, because no run broke."""
     try:
         path = write()
     except KitError as error:
         raise BadInput(str(error)) from error
-    return Answer({"file": str(path)}, str(path))
+    return CommandAnswer({"file": str(path)}, str(path))
 
 
 # -- the machine -----------------------------------------------------------------------------------------------------------
 
 
-def doctor(args: argparse.Namespace) -> Answer:
+def doctor(args: argparse.Namespace) -> CommandAnswer:
     from kit import doctor as room
 
     facts = room.examine()
@@ -476,12 +480,12 @@ def doctor(args: argparse.Namespace) -> Answer:
     elif args.deep:
         preflight = room.Preflight(print)
         (lab, *_) = tagged(room.TAG)
-        answer = run_once(lab, {"device": facts["ranks"]["device"]}, None, steps=preflight.run)
+        answer = run_lab(lab, {"device": facts["ranks"]["device"]}, None, steps=preflight.run)
         facts["deep"], text, status = preflight.report(answer.data), answer.text, answer.status
-    return Answer(facts, text, status)
+    return CommandAnswer(facts, text, status)
 
 
-def faults(args: argparse.Namespace) -> Answer:
+def faults(args: argparse.Namespace) -> CommandAnswer:
     rows = [
         {
             "lab": lab.name,
@@ -496,10 +500,10 @@ def faults(args: argparse.Namespace) -> Answer:
         for fault in lab.faults
     ]
     cells = [[str(row[key]) for key in ("lab", "name", "check", "exit", "breaks")] for row in rows]
-    return Answer(rows, columns([["lab", "fault", "detected by", "exit", "what breaks"], *cells]))
+    return CommandAnswer(rows, columns([["lab", "fault", "detected by", "exit", "what breaks"], *cells]))
 
 
-def bench(args: argparse.Namespace) -> Answer:
+def bench_command(args: argparse.Namespace) -> CommandAnswer:
     names = benches()
     if args.name not in names:
         raise BadInput(f"there is no bench {args.name!r}; {hint(args.name, names)}")
@@ -508,26 +512,26 @@ def bench(args: argparse.Namespace) -> Answer:
 
     lab = find(f"{BENCH}-{args.name}")
     config = {"quick": args.quick, "parts": ",".join(args.part), "device": args.device}
-    answer = run_once(lab.name, config, args.out)
+    answer = run_lab(lab.name, config, args.out)
     data = {**report_rows(kit.load(answer.data["run"]), lab.all_rules()), **answer.data}
     data["exit"] = 0 if answer.status == 1 else answer.status  # a limit that was not met is a result
-    return Answer(data, f"{rows_text(data)}\nthe run is in {data['run']}", data["exit"])
+    return CommandAnswer(data, f"{rows_text(data)}\nthe run is in {data['run']}", data["exit"])
 
 
-def reference(args: argparse.Namespace) -> Answer:
+def reference(args: argparse.Namespace) -> CommandAnswer:
     if args.out is None and not args.plan:
         raise BadInput("name a folder for the reference: --out DIR")
     from kit import reference as room
 
     asked = {"device": args.device, "minutes": args.minutes}
     status = room.plan(args.out, **asked) if args.plan else room.make(args.out, pack=args.pack, **asked)
-    return Answer({"out": str(args.out) if args.out else None, "exit": status}, status=status)
+    return CommandAnswer({"out": str(args.out) if args.out else None, "exit": status}, status=status)
 
 
-def clean(args: argparse.Namespace) -> Answer:
+def clean_command(args: argparse.Namespace) -> CommandAnswer:
     from kit.doctor import clean
 
-    return Answer(clean(dry_run=args.dry_run, yes=args.yes))
+    return CommandAnswer(clean(dry_run=args.dry_run, yes=args.yes))
 
 
 # -- tables on a terminal --------------------------------------------------------------------------------------------------
@@ -545,37 +549,43 @@ def named_values(values: Mapping[str, Any]) -> str:
 # -- the commands and their options --------------------------------------------------------------------------------------
 
 
-class Option(NamedTuple):
+class CommandOption(NamedTuple):
     name: str
     how: dict[str, Any]
     names: Callable[..., Iterable[str]] | None = None
 
 
-def flag(name: str, text: str) -> Option:
-    return Option(name, {"action": "store_true", "help": text})
+def flag(name: str, text: str) -> CommandOption:
+    return CommandOption(name, {"action": "store_true", "help": text})
 
 
-def option(name: str, metavar: Any, text: str, names: Callable[..., Iterable[str]] | None = None, **how: Any) -> Option:
-    return Option(name, {"metavar": metavar, "help": text, **how}, names)
+def command_option(
+    name: str, metavar: Any, text: str, names: Callable[..., Iterable[str]] | None = None, **how: Any
+) -> CommandOption:
+    return CommandOption(name, {"metavar": metavar, "help": text, **how}, names)
 
 
-def file(name: str, metavar: str, text: str, **how: Any) -> Option:
-    return option(name, metavar, text, type=Path, **how)
+def file(name: str, metavar: str, text: str, **how: Any) -> CommandOption:
+    return command_option(name, metavar, text, type=Path, **how)
 
 
-def device(text: str) -> Option:
-    return Option("--device", {"help": text, "choices": ("auto", "cpu", "cuda"), "default": "auto"})
+def device_option(text: str) -> CommandOption:
+    return CommandOption("--device", {"help": text, "choices": ("auto", "cpu", "cuda"), "default": "auto"})
 
 
 MANY: dict[str, Any] = {"action": "append", "default": []}
-LAB = option("lab", "LAB", "the lab (`kit labs` lists them)", lab_names)
-ONE_RUN = option("dir", "DIR", "folder or id of a run; default: the newest run", run_names, nargs="?", default="")
-RUNS = option(
+LAB = command_option("lab", "LAB", "the lab (`kit labs` lists them)", lab_names)
+ONE_RUN = command_option(
+    "dir", "DIR", "folder or id of a run; default: the newest run", run_names, nargs="?", default=""
+)
+RUNS = command_option(
     "dirs", "DIR", "folders or ids of runs, or a sweep's folder; default: the newest run", run_names, nargs="*"
 )
 JSON = flag("--json", "print one JSON object on stdout and nothing else")
 # For each command: its function, help text, examples, options.
-COMMANDS: tuple[tuple[Callable[[argparse.Namespace], Answer], str, tuple[str, ...], tuple[Option, ...]], ...] = (
+COMMANDS: tuple[
+    tuple[Callable[[argparse.Namespace], CommandAnswer], str, tuple[str, ...], tuple[CommandOption, ...]], ...
+] = (
     (
         doctor,
         "show what this box can and cannot do, and why",
@@ -587,12 +597,12 @@ COMMANDS: tuple[tuple[Callable[[argparse.Namespace], Answer], str, tuple[str, ..
         "list the labs, or the settings of one lab",
         ("", "split"),
         (
-            option("lab", "LAB", "list the settings of this lab", lab_names, nargs="?"),
-            option("--tag", "TAG", "list the labs with this tag, such as bench", default=""),
+            command_option("lab", "LAB", "list the settings of this lab", lab_names, nargs="?"),
+            command_option("--tag", "TAG", "list the labs with this tag, such as bench", default=""),
         ),
     ),
     (
-        run,
+        run_command,
         "run a lab from its first phase to its verdict",
         (
             "smoke --set cycles=5 --fault leaked-group",
@@ -603,17 +613,17 @@ COMMANDS: tuple[tuple[Callable[[argparse.Namespace], Answer], str, tuple[str, ..
         ),
         (
             LAB,
-            option(
+            command_option(
                 "--set", "KEY=VALUE", "a setting of the lab (`kit labs LAB`); may be repeated", setting_names, **MANY
             ),
-            option(
+            command_option(
                 "--sweep",
                 "KEY=V1,V2",
                 "run once for each value of a setting, separated by commas; may be repeated",
                 setting_names,
                 **MANY,
             ),
-            option("--repeat", "N", "run everything N times and report the spread", type=int, default=1),
+            command_option("--repeat", "N", "run everything N times and report the spread", type=int, default=1),
             file("--config", "FILE", "settings from a JSON or YAML file; --set overrides them"),
             file(
                 "--from",
@@ -622,8 +632,10 @@ COMMANDS: tuple[tuple[Callable[[argparse.Namespace], Answer], str, tuple[str, ..
                 dest="foreign",
                 **MANY,
             ),
-            option("--like", "DIR", "use the settings of this run; --config and --set override them", run_names),
-            option(
+            command_option(
+                "--like", "DIR", "use the settings of this run; --config and --set override them", run_names
+            ),
+            command_option(
                 "--fault", "NAME", "switch on a known bug (`kit faults` lists them), one per run", fault_names, **MANY
             ),
             file("--tolerances", "FILE", "limits of the checks from a JSON file: {name: number}"),
@@ -632,46 +644,48 @@ COMMANDS: tuple[tuple[Callable[[argparse.Namespace], Answer], str, tuple[str, ..
         ),
     ),
     (
-        runs,
+        runs_command,
         "list the runs, newest first",
         ("", "runs/smoke-sweep-20260101-120000-0a1b", "--lab offload --verdict failed --set tp=2"),
         (
             file("dir", "DIR", "a folder of runs, such as that of a sweep", nargs="?"),
-            option("--lab", "LAB", "only runs of this lab", lab_names),
-            option("--fault", "NAME", 'only runs with this fault; "": only those without one'),
-            option("--status", "WORD", f"only runs that are {', '.join(ENDS)}"),
-            option("--verdict", "WORD", f"only runs whose verdict is {', '.join(ANSWERS)}"),
-            option("--set", "KEY=VALUE", "only runs with this setting; may be repeated", **MANY),
+            command_option("--lab", "LAB", "only runs of this lab", lab_names),
+            command_option("--fault", "NAME", 'only runs with this fault; "": only those without one'),
+            command_option("--status", "WORD", f"only runs that are {', '.join(ENDS)}"),
+            command_option("--verdict", "WORD", f"only runs whose verdict is {', '.join(ANSWERS)}"),
+            command_option("--set", "KEY=VALUE", "only runs with this setting; may be repeated", **MANY),
         ),
     ),
     (
-        label,
+        label_command,
         "give a run a name or a note; an empty text removes it",
         ('smoke-20260101-120000-0a1b "new driver"',),
         (
-            option("dir", "DIR", "folder or id of a run", run_names),
-            option("text", "TEXT", "at most 120 characters"),
+            command_option("dir", "DIR", "folder or id of a run", run_names),
+            command_option("text", "TEXT", "at most 120 characters"),
         ),
     ),
     (
-        check,
+        check_command,
         "judge a run again from its records",
         ("", "runs/mine --lab offload --junit checks.xml"),
         (
             ONE_RUN,
-            option("--lab", "LAB", "judge with this lab's checks, even if another system wrote the records", lab_names),
+            command_option(
+                "--lab", "LAB", "judge with this lab's checks, even if another system wrote the records", lab_names
+            ),
             file("--junit", "FILE", "also write the stored verdict as JUnit XML"),
         ),
     ),
     (show, "show a run: status, verdict, times", ("", "smoke-20260101-120000-0a1b"), (ONE_RUN,)),
     (
-        compare,
+        compare_command,
         "compare runs with the first: changed verdicts, largest changes",
         ("runs/a runs/b",),
-        (option("dirs", "DIR", "folders or ids of runs, or a sweep's folder", run_names, nargs="+"),),
+        (command_option("dirs", "DIR", "folders or ids of runs, or a sweep's folder", run_names, nargs="+"),),
     ),
     (
-        export,
+        export_command,
         "write a table of runs as csv, parquet, md, tex, html or json",
         (
             "--to records.parquet",
@@ -680,7 +694,7 @@ COMMANDS: tuple[tuple[Callable[[argparse.Namespace], Answer], str, tuple[str, ..
         ),
         (
             RUNS,
-            option(
+            command_option(
                 "--table",
                 "NAME",
                 "records (default), verdict, times, memory, compare, or another table of the lab",
@@ -690,7 +704,7 @@ COMMANDS: tuple[tuple[Callable[[argparse.Namespace], Answer], str, tuple[str, ..
         ),
     ),
     (
-        trace,
+        trace_command,
         "write a run as a timeline for Perfetto or chrome://tracing",
         ("--to trace.json",),
         (ONE_RUN, file("--to", "FILE", "output file (JSON)", required=True)),
@@ -706,9 +720,9 @@ COMMANDS: tuple[tuple[Callable[[argparse.Namespace], Answer], str, tuple[str, ..
         "run a notebook without a browser and save it with its outputs",
         ("01 -p cycles 5",),
         (
-            option("name", "NAME", "01, 01_offload_reload, or a path", nargs="?"),
+            command_option("name", "NAME", "01, 01_offload_reload, or a path", nargs="?"),
             file("--copy", "DIR", "copy all notebooks and docs to DIR; run none"),
-            option(
+            command_option(
                 "-p", ("KEY", "VALUE"), "a parameter of the notebook; may be repeated", nargs=2, dest="given", **MANY
             ),
             file("--to", "FILE", "output file, .ipynb or .html; default: in the runs folder"),
@@ -718,17 +732,17 @@ COMMANDS: tuple[tuple[Callable[[argparse.Namespace], Answer], str, tuple[str, ..
         faults,
         "list the known bugs that can be switched on",
         ("", "smoke --json"),
-        (option("lab", "LAB", "list the bugs of this lab only", lab_names, nargs="?"),),
+        (command_option("lab", "LAB", "list the bugs of this lab only", lab_names, nargs="?"),),
     ),
     (
-        bench,
+        bench_command,
         "measure alternative methods side by side",
         ("split --quick", "sync --part gpus"),
         (
-            option("name", "NAME", "the bench (`kit labs --tag bench` lists them)", benches),
+            command_option("name", "NAME", "the bench (`kit labs --tag bench` lists them)", benches),
             flag("--quick", "measure less; takes a minute or two"),
-            option("--part", "PART", "run only this part; X means every X.Y", **MANY),
-            device("auto: the GPU if there is a driver"),
+            command_option("--part", "PART", "run only this part; X means every X.Y", **MANY),
+            device_option("auto: the GPU if there is a driver"),
             file("--out", "DIR", "folder of the run; default: a new one in the runs folder"),
         ),
     ),
@@ -739,13 +753,13 @@ COMMANDS: tuple[tuple[Callable[[argparse.Namespace], Answer], str, tuple[str, ..
         (
             file("--out", "DIR", "folder for the results"),
             flag("--plan", "print what each part took when it was last measured; run none"),
-            device("auto: the device that ranks would use"),
-            option("--minutes", "M", "start no part that would end later; default on a GPU: 8", type=float),
+            device_option("auto: the device that ranks would use"),
+            command_option("--minutes", "M", "start no part that would end later; default on a GPU: 8", type=float),
             file("--pack", "FILE.tgz", "also write one archive of at most 16 MiB"),
         ),
     ),
     (
-        clean,
+        clean_command,
         "list and end leftovers of earlier runs; ends only processes that the kit started",
         ("--dry-run",),
         (flag("--yes", "end them without asking"), flag("--dry-run", "only list them")),
@@ -753,9 +767,9 @@ COMMANDS: tuple[tuple[Callable[[argparse.Namespace], Answer], str, tuple[str, ..
 )
 
 
-def parser() -> Parser:
+def parser() -> CommandParser:
     shape = argparse.RawDescriptionHelpFormatter
-    top = Parser(
+    top = CommandParser(
         prog="kit",
         description="Lifecycle Kit",
         epilog=(__doc__ or "").partition("\n\n")[2],
@@ -766,7 +780,7 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"kit {kit.__version__}")
     commands = top.add_subparsers(metavar="COMMAND ...", required=True, prog="kit")
     for command, text, examples, options in COMMANDS:
-        name = command.__name__
+        name = command.__name__.removesuffix("_command")
         shown = "\n".join(["examples:", *(f"  kit {name} {example}".rstrip() for example in examples)])
         made = commands.add_parser(
             name, help=text, description=text, allow_abbrev=False, epilog=shown, formatter_class=shape

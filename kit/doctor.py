@@ -82,7 +82,7 @@ def examine() -> Found:
         "most_ranks": max(0, min(limit.most for limit in limits)),
         "shm": ask_shm(),
         "runs": runs,
-        "leftovers": [one.to_json() for one in leftovers.find()],
+        "leftovers": [one.to_json() for one in leftovers.find_leftovers()],
         "git": git_state(Path(__file__).resolve().parents[1]),
     }
 
@@ -201,7 +201,7 @@ def line_of(one: Mapping[str, Any]) -> str:
 
 
 def clean(*, dry_run: bool, yes: bool) -> Found:
-    found = leftovers.find()
+    found = leftovers.find_leftovers()
     sure = [one for one in found if one.sure]
     folders = leftovers.dead_folders(one for one in found if not one.sure)
     for one in found:
@@ -218,7 +218,7 @@ def clean(*, dry_run: bool, yes: bool) -> Found:
     if not sure and not folders:
         print("nothing to end or remove")
     elif ends:
-        print(f"ended {len(sure)} processes, removed {len(leftovers.end(sure))} folders")
+        print(f"ended {len(sure)} processes, removed {len(leftovers.end_leftovers(sure))} folders")
     else:
         print("nothing was ended or removed")
     return {**listed, "ended": [one.pid for one in sure] if ends else []}

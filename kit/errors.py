@@ -21,6 +21,7 @@ def hint(name: str, allowed: Iterable[str]) -> str:
 
     names = sorted(set(allowed))
     near = difflib.get_close_matches(str(name), names, n=1)
+    near = near or [longer for longer in names if str(name) in longer.split("_")]
     return (f"did you mean {near[0]!r}? " if near else "") + f"allowed are: {', '.join(names) or 'none'}"
 
 

@@ -88,7 +88,9 @@ class World(room.World):
             shutil.rmtree(self._own, ignore_errors=True)
 
 
-def prepare(name: str, config: Mapping[str, Any], *, out: str | os.PathLike[str] | None = None, **options: Any) -> Lab:
+def prepare_lab(
+    name: str, config: Mapping[str, Any], *, out: str | os.PathLike[str] | None = None, **options: Any
+) -> Lab:
     """Make a lab: check its config and make its folder. Its ranks start with its first step. `options` are passed to Lab."""
     return Lab(
         find(name),
@@ -114,7 +116,7 @@ def lab(
 
     With `world`, the lab uses the ranks of that World and leaves them alive.
     """
-    return prepare(name, config, fault=fault, out=out, tolerances=tolerances, world=world).start()
+    return prepare_lab(name, config, fault=fault, out=out, tolerances=tolerances, world=world).start()
 
 
 def run(
@@ -127,22 +129,22 @@ def run(
     **config: Any,
 ) -> Run:
     """Run a lab from its first phase to its verdict; on the ranks of `world`, if one is given."""
-    with prepare(name, config, fault=fault, out=out, tolerances=tolerances, world=world) as made:
+    with prepare_lab(name, config, fault=fault, out=out, tolerances=tolerances, world=world) as made:
         return made.run()
 
 
 def panel(name: str, *, fault: str | None = None, out: str | os.PathLike[str] | None = None, **config: Any) -> Panel:
     """Return a panel of a lab: its settings, buttons, a strip of phases and ranks, and the run. Its Start button starts the ranks."""
-    from kit.view.panel import make
+    from kit.view.panel import make_panel
 
-    return make(find(name), config, fault=fault, out=out, plotter=plot)
+    return make_panel(find(name), config, fault=fault, out=out, plotter=plot)
 
 
 def panel_of(lab: Lab) -> Panel:
     """Return the panel for `lab.panel()`, in the current state of the lab."""
-    from kit.view.panel import adopt
+    from kit.view.panel import adopt_lab
 
-    return adopt(lab, plotter=plot)
+    return adopt_lab(lab, plotter=plot)
 
 
 def load(path: str | os.PathLike[str]) -> Run:
@@ -171,7 +173,7 @@ def runs(
 
 
 def plot(run: Run, name: str = "overview", **options: Any) -> object:
-    from kit.view.named import plot as draw
+    from kit.view.named import plot_run as draw
 
     return draw(run, name, **options)
 
@@ -191,7 +193,7 @@ class Point(NamedTuple):
         return " ".join([*(f"{name}={json.dumps(value)}" for name, value in self.swept.items()), f"#{self.repeat}"])
 
 
-def points(lab: Definition, sweeps: Mapping[str, str], repeat: int) -> list[Point]:
+def sweep_points(lab: Definition, sweeps: Mapping[str, str], repeat: int) -> list[Point]:
     """Return every combination, then all of them again per repeat, so that a slow drift of the machine affects all equally."""
     texts = [[(name, text) for text in BETWEEN.split(values)] for name, values in sweeps.items()]
     swept = [from_text(lab, dict(pairs)) for pairs in itertools.product(*texts)]

@@ -352,7 +352,7 @@ def of_run(out: Path, part: Part, folder: Path) -> dict[str, Any]:
     """What is kept of a run beside the run itself: the rows of a bench; the verdict, medians and a picture of another lab."""
     from kit.draw.style import THEMES  # here and below: `kit reference --plan` needs no matplotlib
     from kit.public import load
-    from kit.view.named import plot
+    from kit.view.named import plot_run
 
     run = load(folder)
     if not part.lab:
@@ -363,7 +363,7 @@ def of_run(out: Path, part: Part, folder: Path) -> dict[str, Any]:
     if result["medians"]:
         for theme_name in THEMES:
             suffix = "" if theme_name == "light" else f"-{theme_name}"
-            plot(run, theme=theme_name).save(out / f"{part.name}{suffix}.png")
+            plot_run(run, theme=theme_name).save(out / f"{part.name}{suffix}.png")
     return result | ({"seats": [seat_of(run.provenance)]} if "world" in run.provenance else {})
 
 

@@ -281,8 +281,8 @@ def test_import_kit_loads_no_room() -> None:
 
 DRIVEN = (
     "from kit.labs.discover import find\nfrom kit.view.model import PanelModel\n"
-    "from kit.view.model import Controller\n"
-    "model = PanelModel(find('smoke'))\nmodel.set('cycles', 2)\nmodel.move('memory_drift', 1)\nController(model).close()"
+    "from kit.view.model import PanelController\n"
+    "model = PanelModel(find('smoke'))\nmodel.set('cycles', 2)\nmodel.move('memory_drift', 1)\nPanelController(model).close()"
 )
 
 

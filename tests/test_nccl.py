@@ -12,7 +12,7 @@ import torch
 from kit import nccl
 from kit.megatron import groups
 from kit.world import device
-from kit.world.device import choose
+from kit.world.device import choose_device
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def gpus(monkeypatch):
 
 def test_every_rank_gets_a_gpu_of_its_own_where_there_are_enough(gpus):
     gpus(4, (2, 28, 9))
-    seats = [choose("auto", number, 4) for number in range(4)]
+    seats = [choose_device("auto", number, 4) for number in range(4)]
     assert [str(seat.device) for seat in seats] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     assert not any(seat.env for seat in seats)
 
@@ -144,7 +144,7 @@ def test_every_rank_gets_a_gpu_of_its_own_where_there_are_enough(gpus):
 @pytest.mark.parametrize("version", [(2, 28, 9), (2, 30, 0)])
 def test_fewer_gpus_than_ranks_are_shared_and_it_is_reported(gpus, version):
     gpus(2, version)
-    seats = [choose(wanted, number, 4) for number, wanted in enumerate(("auto", "cuda", "auto", "cuda"))]
+    seats = [choose_device(wanted, number, 4) for number, wanted in enumerate(("auto", "cuda", "auto", "cuda"))]
     assert [str(seat.device) for seat in seats] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
     for number, seat in enumerate(seats):
         assert seat.why.startswith("2 CUDA devices for 4 ranks, shared by ")
@@ -154,10 +154,10 @@ def test_fewer_gpus_than_ranks_are_shared_and_it_is_reported(gpus, version):
 
 def test_where_gpus_cannot_be_shared_auto_takes_the_host_and_cuda_is_refused(gpus):
     gpus(1, None)
-    seat = choose("auto", 1, 2)
+    seat = choose_device("auto", 1, 2)
     assert (str(seat.device), seat.why) == ("cpu", "1 CUDA device for 2 ranks; without NCCL each rank needs its own")
     with pytest.raises(RuntimeError, match="cannot be had: 1 CUDA device for 2 ranks; without NCCL"):
-        choose("cuda", 1, 2)
+        choose_device("cuda", 1, 2)
 
 
 def test_it_asks_no_gpu_and_loads_nothing_heavy():

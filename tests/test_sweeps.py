@@ -9,25 +9,25 @@ import pytest
 
 from kit.errors import BadInput
 from kit.labs.discover import find
-from kit.public import Point, check_points, points, read_settings, runs_of, sweep
+from kit.public import Point, check_points, read_settings, runs_of, sweep, sweep_points
 from kit.results import Row, Verdict, VerdictRow, create_run
 
 
 def test_every_combination_and_the_repeats_after_each_other() -> None:
     swept = {"chunks": "1,[2,5]", "level": "tokens,both"}
     lists = [Point({"chunks": [1], "level": "tokens"}, 1), Point({"chunks": [1], "level": "both"}, 1)]
-    found = points(find("split"), swept, 2)
+    found = sweep_points(find("split"), swept, 2)
     assert found[:2] == lists
     assert found[2].swept == {"chunks": [2, 5], "level": "tokens"}
     assert [one.repeat for one in found] == [1] * 4 + [2] * 4
-    assert points(find("smoke"), {}, 2) == [Point({}, 1), Point({}, 2)]
+    assert sweep_points(find("smoke"), {}, 2) == [Point({}, 1), Point({}, 2)]
 
 
 def test_a_run_that_could_not_start_is_refused_before_the_first_does() -> None:
     lab = find("smoke")
-    check_points(lab, {"ranks": 1}, points(lab, {"cycles": "1,2"}, 1), None)
+    check_points(lab, {"ranks": 1}, sweep_points(lab, {"cycles": "1,2"}, 1), None)
     with pytest.raises(BadInput, match="cycles=0 #1: cycles must be a whole number from 1 to 1000, not 0"):
-        check_points(lab, {"ranks": 1}, points(lab, {"cycles": "1,0"}, 1), None)
+        check_points(lab, {"ranks": 1}, sweep_points(lab, {"cycles": "1,0"}, 1), None)
 
 
 def test_the_index_has_every_run_and_the_spread(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_the_index_has_every_run_and_the_spread(tmp_path: Path) -> None:
         return status, {"status": "finished", "error": None, "exit": status}
 
     out = tmp_path / "sweep"
-    status, folder = sweep("smoke", points(find("smoke"), {}, 5), out, run)
+    status, folder = sweep("smoke", sweep_points(find("smoke"), {}, 5), out, run)
     assert (status, folder) == (130, out)  # interrupted in the third run; the other two do not start
     index = json.loads((out / "index.json").read_text())
     assert [(row["dir"], row["repeat"], row["exit"]) for row in index["runs"]] == [
@@ -59,7 +59,7 @@ def test_the_index_has_every_run_and_the_spread(tmp_path: Path) -> None:
     assert runs_of(out) == [out / name for name in ("01", "02", "03")]
     assert runs_of(out / "01") == [out / "01"]
     with pytest.raises(BadInput, match="already holds a sweep"):
-        sweep("smoke", points(find("smoke"), {}, 1), out, run)
+        sweep("smoke", sweep_points(find("smoke"), {}, 1), out, run)
 
 
 def test_settings_from_a_file(tmp_path: Path) -> None:

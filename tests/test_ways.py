@@ -90,16 +90,17 @@ def has_record(value: Any, deep: int = 0) -> bool:
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_setting_enters_no_module_three_times_on_its_way_to_a_rank(tmp_path: Path) -> None:
+def test_a_setting_enters_no_module_five_times_on_its_way_to_a_rank(tmp_path: Path) -> None:
     words = ["run", "smoke", "--set", f"size={SIZE}", "--set", "cycles=1", "--out", str(tmp_path / "run")]
     with entered(has_setting, until="world/channel.py:send") as seen:
         assert main(words) == 0
     assert [seen[0], seen[-1]] == ["cli.py", "world/channel.py"]
-    assert max(Counter(seen).values()) < 3, seen
+    # In the definition of labs: layers are combined, the value is checked, roles are asked, and the config is written as settings.
+    assert max(Counter(seen).values()) < 5, seen
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_record_passes_12_files_at_most_from_its_phase_to_a_plot(tmp_path: Path) -> None:
+def test_a_row_passes_16_files_at_most_from_its_phase_to_a_chart(tmp_path: Path) -> None:
     with kit.lab("smoke", cycles=1, out=tmp_path / "run") as lab:
         with entered(has_record, "return") as measured:
             lab.step()
@@ -107,6 +108,6 @@ def test_a_record_passes_12_files_at_most_from_its_phase_to_a_plot(tmp_path: Pat
         with entered(has_record, "return") as drawn:
             run.plot("times")
     passed = {*UNSEEN, *measured, *drawn} - BESIDE
-    passed = {name for name in passed if not name.endswith("checks.py")}
+    passed = {name for name in passed if not name.endswith(("rules.py", "growth.py"))}
     assert {"world/calls.py", "results/run.py", "draw/general.py"} <= passed
-    assert len(passed) <= 12, sorted(passed)
+    assert len(passed) <= 16, sorted(passed)

@@ -17,7 +17,7 @@ from PIL import Image
 from kit.draw.picture import Picture
 from kit.draw.style import THEMES
 from kit.labs.offload.charts import plot_modes
-from kit.view.named import plot
+from kit.view.named import plot_run
 
 if TYPE_CHECKING:
     from kit.results import Run
@@ -32,7 +32,7 @@ class Shot(NamedTuple):
 
 
 def one(runs: Sequence[Run], theme_name: str) -> Picture:
-    return plot(runs[0], theme=theme_name)
+    return plot_run(runs[0], theme=theme_name)
 
 
 def side_by_side(runs: Sequence[Run], theme_name: str) -> Picture:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -163,9 +164,9 @@ class Plot:
         for ax, (chart, rows) in zip(axes, drawings, strict=True):
             handles, words = chart.paint(ax, rows, scene), {**rows.iloc[0], **rows.attrs}
             for handle in handles:
-                handle.set_label(handle.get_label().format(**words))
+                handle.set_label(fill(handle.get_label(), words))
             for axis in (ax.xaxis, ax.yaxis):
-                axis.set_label_text(axis.get_label_text().format(**words))
+                axis.set_label_text(fill(axis.get_label_text(), words))
             # Panels with the same words have one legend, as wide as all of them.
             shares = [other.share * (other is chart or self.below) for other, _ in drawings]
             part = sum(shares) / sum(other.share for other, _ in drawings)
@@ -175,7 +176,7 @@ class Plot:
             before = legend
         for ax, (chart, rows), lines in zip(axes, drawings, deep, strict=True):
             room = lines if self.below else max(deep)  # titles beside each other are at the same height
-            title = (chart.heading or chart.title or self.title).format(**{**rows.iloc[0], **rows.attrs})
+            title = fill(chart.heading or chart.title or self.title, {**rows.iloc[0], **rows.attrs})
             if title.strip():
                 ax.set_title(title, pad=6 + LEGEND_LINE * room + 2 * (room > 0))
             if self.below and ax is not axes[-1]:
@@ -183,6 +184,15 @@ class Plot:
 
 
 # -- for the kinds ---------------------------------------------------------------------------------------------------
+
+
+def fill(template: str, words: Mapping[Any, Any]) -> str:
+    """The template with its words, as `str.format` would. Braces that name none of them stay: a label may be anybody's text."""
+
+    def word(match: re.Match[str]) -> str:
+        return format(words[match[1]], match[2] or "") if match[1] in words else match[0]
+
+    return re.sub(r"\{(\w+)(?::([^{}]*))?\}", word, template)
 
 
 def draw_legend(ax: Axes, handles: Sequence[Any], width: float) -> int:

@@ -24,7 +24,7 @@ from kit.errors import BadInput
 from kit.labs.definition import Fault, made
 from kit.measure import Metric, PhaseMeter, provenance, pss
 from kit.measure.host import trim
-from kit.measure.phase import History, between_phases, watch
+from kit.measure.phase import History, between_phases, watch_files
 from kit.megatron.config import forced_tf32
 from kit.results.records import Recording, Row
 from kit.target import load, replaced
@@ -47,7 +47,6 @@ class Context(Recording):
     meeting: str
     device: torch.device
     config: Any
-    fault: str | None
     devices: tuple[str, ...] = ()  # of all ranks
 
     def _send(self, row: Row) -> None:
@@ -114,14 +113,13 @@ def begin(
         device=torch.device(devices[rank]),
         devices=tuple(devices),
         config=made(load(config_type), config),
-        fault=bug.name if bug else None,
     )
     for name, flag in routing.FLAGS.items():
         if context.config.routing == "torch" and routing.in_use(name):
             raise BadInput(
                 f"routing=torch, but these ranks go through {name}; make the World without {flag}, or use routing={name}"
             )
-    watch()
+    watch_files()
     about = provenance() if rank == 0 else None
     history = History(Path(snapshots) / f"rank{rank}.pickle") if snapshots else None
     found = Numerics.now()

@@ -4,14 +4,14 @@ Runs on Linux with the standard library alone and imports nothing heavy; torch i
 """
 
 from kit.machine import pss
-from kit.measure.phase import Metric, PhaseMeter, counts
+from kit.measure.phase import Metric, PhaseMeter, resource_counts
 from kit.measure.recorder import Recorder, provenance
 
 __all__ = [
     "Metric",
     "PhaseMeter",
     "Recorder",
-    "counts",
     "provenance",
     "pss",
+    "resource_counts",
 ]

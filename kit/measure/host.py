@@ -64,10 +64,10 @@ def transfer(moves: Sequence[Move], *, fresh: bool, threads: int) -> None:
     ]
     for thread in crew:
         thread.start()
-    join(crew)
+    join_threads(crew)
 
 
-def join(threads: Sequence[threading.Thread]) -> None:
+def join_threads(threads: Sequence[threading.Thread]) -> None:
     """Wait until the threads are gone for the kernel too: Python's join comes back a moment earlier, and a census would
     still count them."""
     for thread in threads:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kit import machine
-from kit.measure.observers.births import registered
+from kit.measure.observers.births import registered_groups
 from kit.results.records import STEP_LINE
 
 
@@ -48,7 +48,7 @@ class DeviceMemory(NamedTuple):
 HOST = {"rss": ["VmRSS"], "anon_rss": ["RssAnon"], "shared_rss": ["RssFile", "RssShmem"], "peak_rss": ["VmHWM"]}
 
 
-def host_memory(status: Mapping[str, int] | None = None) -> dict[str, int]:
+def host_memory_metrics(status: Mapping[str, int] | None = None) -> dict[str, int]:
     """Resident, anonymous and shared bytes, and the peak since the last reset, as far as the kernel reports them."""
     memory_status = machine.status() if status is None else status
     return {
@@ -165,7 +165,7 @@ def now(device: str) -> float:
     return time.perf_counter()
 
 
-def timed(work: Callable[[], object]) -> float:
+def seconds_on_device(work: Callable[[], object]) -> float:
     """Seconds of this work, without what the device had to finish before it and with what the work started there."""
     start = now(current_device())
     work()
@@ -196,7 +196,7 @@ class PhaseMeter:
         device = self._device or current_device()
         synchronize(device)
         began = time.perf_counter()
-        self._before = _levels(device)
+        self._before = _memory_levels(device)
         for meter in _open:
             meter._fold(self._before)
         self.peak_refused = reset_peaks(device)
@@ -215,7 +215,7 @@ class PhaseMeter:
         end = time.perf_counter()
         self.ended = time.time()
         _open.remove(self)
-        after = _levels(device)
+        after = _memory_levels(device)
         self._fold(after)
         levels = {name: self._peaks.get(name, value) for name, value in after.items()}
         if self.peak_refused:
@@ -252,17 +252,21 @@ class Counts(NamedTuple):
     threads: int
 
 
-def counts(status: Mapping[str, int] | None = None) -> Counts:
+def resource_counts(status: Mapping[str, int] | None = None) -> Counts:
     """Costs some 30 us. A communicator that was not destroyed shows here even where no GPU reports its memory."""
     status = machine.status() if status is None else status
-    return Counts(len(registered()), *machine.descriptors(), status["Threads"])
+    return Counts(len(registered_groups()), *machine.descriptors(), status["Threads"])
 
 
-def _levels(device: str) -> dict[str, int]:
+def _memory_levels(device: str) -> dict[str, int]:
     """Take every cheap source once, under the names the records carry. A source that is not here has no key."""
     status = machine.status()
     on_device = device_memory(device)
-    levels = {**host_memory(status), **counts(status)._asdict(), **(on_device._asdict() if on_device else {})}
+    levels = {
+        **host_memory_metrics(status),
+        **resource_counts(status)._asdict(),
+        **(on_device._asdict() if on_device else {}),
+    }
     return {name: value for name, value in levels.items() if value is not None}
 
 
@@ -278,10 +282,10 @@ def log_steps(results: Sequence[Mapping[str, Any]], *, done: int, seconds: float
     for step, result in enumerate(results, start=done - len(results) + 1):
         numbers = [f"{word} {result[name]:.6g}" for name, word in WORDS.items() if name in result]
         of = f" ({what})" if what else ""
-        print(f"{STEP_LINE}{step}{of}: {', '.join([*numbers, _held(device), per_row])}")
+        print(f"{STEP_LINE}{step}{of}: {', '.join([*numbers, _held_bytes(device), per_row])}")
 
 
-def _held(device: str) -> str:
+def _held_bytes(device: str) -> str:
     on_gpu = device.startswith("cuda")
     held = sys.modules["torch"].cuda.memory_allocated(device) if on_gpu else machine.status()["VmRSS"]
     return f"{'allocated' if on_gpu else 'resident'} {held / 2**20:.1f} MiB"
@@ -305,7 +309,7 @@ _found: set[str] = set()
 _places: list[str] = []  # the temporary folders, once somebody watches
 
 
-def watch() -> None:
+def watch_files() -> None:
     """Remember what is in /dev/shm now, and from now on which files this process makes."""
     if not _places:
         _places.extend({f"{tempfile.gettempdir()}/", "/tmp/", "/var/tmp/", f"{SHM}/"})  # noqa: S108 - compared only

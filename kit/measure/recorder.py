@@ -32,7 +32,7 @@ from typing import Any, SupportsFloat, SupportsIndex
 
 from kit import machine, nccl
 from kit.errors import BadInput, KitError
-from kit.measure.phase import Metric, PhaseMeter, between_phases, current_device, watch
+from kit.measure.phase import Metric, PhaseMeter, between_phases, current_device, watch_files
 from kit.results.records import (
     SCHEMA,
     AsId,
@@ -74,8 +74,10 @@ class Recorder:
         sinks: Sequence[Any] = (),
     ) -> None:
         self.dir = Path(dir).resolve()
-        self.rank = _from_environment("RANK", 0) if rank is None else _whole("rank", rank)
-        self.world_size = _from_environment("WORLD_SIZE", 1) if world_size is None else _whole("world_size", world_size)
+        self.rank = _from_environment("RANK", 0) if rank is None else _whole_number("rank", rank)
+        self.world_size = (
+            _from_environment("WORLD_SIZE", 1) if world_size is None else _whole_number("world_size", world_size)
+        )
         if not 0 <= self.rank < self.world_size:
             raise BadInput(f"rank is {self.rank} and world_size {self.world_size}; a rank is from 0 to world_size - 1")
         if wrong := [sink for sink in sinks if not hasattr(sink, "log") and not hasattr(sink, "add_scalar")]:
@@ -126,7 +128,7 @@ class Recorder:
         `kit check DIR` then judges whether any of these grows from cycle to cycle.
         """
         self._must_be_open()
-        key = str(name), _whole("cycle", cycle)
+        key = str(name), _whole_number("cycle", cycle)
         seen: list[Metric] = []
         if observe:
             self._watch()
@@ -243,7 +245,7 @@ class Recorder:
         if self._watching:
             return
         self._watching = True
-        watch()
+        watch_files()
         if self._run is not None:
             self._run["config"]["observed"] = True  # so that `kit check` asks the observers' checks
             with suppress(KitError):
@@ -267,7 +269,7 @@ class Recorder:
             return True
         pid, when = (os.getppid(), "started") if "TORCHELASTIC_RUN_ID" in os.environ else (os.getpid(), "finished")
         began = machine.start_time(pid)
-        return began is not None and _seconds(info.get(when)) < machine.started_at(began) - CLOCK_S
+        return began is not None and _unix_seconds(info.get(when)) < machine.started_at(began) - CLOCK_S
 
     def _write_run(self) -> None:
         rewrite_json(self.dir / "run.json", self._run)
@@ -303,7 +305,7 @@ class Recorder:
         )
         inner = self._inside[-1] if self._inside else (OUTSIDE, 0)
         phase_name = inner[0] if phase is None else str(phase)
-        self._append([row], phase_name, inner[1] if cycle is None else _whole("cycle", cycle))
+        self._append([row], phase_name, inner[1] if cycle is None else _whole_number("cycle", cycle))
 
     def _append(self, rows: Sequence[Row], phase: str, cycle: int) -> None:
         place = {**self._head, "cycle": cycle, "phase": phase, "rank": self.rank}
@@ -348,14 +350,14 @@ def _launch() -> str:
     return " ".join(os.environ[name] for name in LAUNCH if name in os.environ)
 
 
-def _seconds(moment: Any) -> float:
+def _unix_seconds(moment: Any) -> float:
     """A time of run.json in Unix seconds; infinite where there is none."""
     with suppress(ValueError, TypeError):
         return datetime.fromisoformat(moment).timestamp()
     return math.inf
 
 
-def _whole(what: str, value: SupportsIndex) -> int:
+def _whole_number(what: str, value: SupportsIndex) -> int:
     try:
         return operator.index(value)
     except TypeError:
@@ -429,7 +431,7 @@ def provenance() -> dict[str, Any]:
             "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         },
         "cgroup": machine.cgroup_limits(),
-        "settings": settings(os.environ),
+        "settings": recorder_settings(os.environ),
     }
 
 
@@ -462,12 +464,12 @@ def gpu_state() -> dict[str, Any]:
     rows, why = machine.query_gpus(*_GPU_FIELDS.values())
     if why is not None:
         return {"driver": None, "gpus": [], "why": _public(why)}
-    gpus = [dict(zip(_GPU_FIELDS, map(_cell, row), strict=True)) for row in rows]
+    gpus = [dict(zip(_GPU_FIELDS, map(_plain_cell, row), strict=True)) for row in rows]
     drivers = {gpu.pop("driver") for gpu in gpus}
     return {"driver": drivers.pop() if drivers else None, "gpus": gpus, "why": None}
 
 
-def _cell(text: str) -> int | str | None:
+def _plain_cell(text: str) -> int | str | None:
     if text.startswith("["):  # "[N/A]", "[Not Supported]"
         return None
     return int(text) if text.isdigit() else text
@@ -486,7 +488,7 @@ def git_state(root: Path) -> dict[str, Any]:
     return {"commit": commit, "dirty": None if changed is None else bool(changed), "why": why and _public(why)}
 
 
-def settings(environ: os._Environ[str] | dict[str, str]) -> dict[str, str]:
+def recorder_settings(environ: os._Environ[str] | dict[str, str]) -> dict[str, str]:
     """Pick the variables that change how a run behaves; secret names are dropped, secret values and paths hidden."""
     chosen = (name for name in sorted(environ) if name.startswith(_PREFIXES) or name in _NAMES)
     return {name: _public(environ[name]) for name in chosen if not _SECRET_NAME.search(name)}

@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 from kit import nccl
 from kit.errors import BadInput, KitError
-from kit.measure.host import join
+from kit.measure.host import join_threads
 from kit.megatron.handles import (
     Handle,
     c10d,
@@ -259,7 +259,7 @@ def release(*, include_world: bool, timeout_s: float, abort: bool) -> tuple[int,
     threads = [threading.Thread(target=box.clear, name="kit-let-go") for box in boxes]
     for thread in threads:
         thread.start()
-    join(threads)
+    join_threads(threads)
     alive = [name for name, reference in watched if reference() is not None]
     return len(targets) - len(failed), failed, alive
 

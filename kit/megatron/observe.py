@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from kit.measure.observers import births, tensors
 from kit.measure.observers.births import is_group
-from kit.measure.observers.tensors import children
+from kit.measure.observers.tensors import children_of
 
 PATIENCE = dt.timedelta(seconds=10)  # for one collective over a group
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
@@ -98,8 +98,8 @@ def look(made: list[Any], **roots: Any) -> Seen:
                 continue
             keep.append(real)
             reached.setdefault(id(real), name)
-            seen.options[name] = births.facts(real)
-        seen.others = sorted(str(births.facts(group)) for group in made if id(group) not in reached)
+            seen.options[name] = births.group_facts(real)
+        seen.others = sorted(str(births.group_facts(group)) for group in made if id(group) not in reached)
         for path, group in holders(**roots):
             seen.holders[path] = _leads_to(group, reached, keep)
     return seen
@@ -114,8 +114,8 @@ def _leads_to(group: Any, reached: dict[int, str], keep: list[Any]) -> str:
     keep.append(real)
     if id(real) in reached:
         return reached[id(real)]
-    listed = any(one is real or one is group for one in births.registered())
-    about = births.facts(real)["description"]
+    listed = any(one is real or one is group for one in births.registered_groups())
+    about = births.group_facts(real)["description"]
     return f"{about} (outside of Megatron's globals)" if listed else f"{about} (in no table)"
 
 
@@ -144,7 +144,7 @@ def _parts(value: Any) -> Any:
     if isinstance(value, types.FunctionType):
         cells = value.__closure__ or ()
         return [(f"closure{i}", cell.cell_contents) for i, cell in enumerate(cells) if cell != types.CellType()]
-    return children(value)
+    return children_of(value)
 
 
 def talk() -> tuple[dict[str, list[int]], list[str]]:
@@ -269,7 +269,7 @@ def usable(old: list[Old], *, but_gloo: bool) -> list[str]:
                 if not any(one.description in str(each) for each in births.chain(error)):
                     found.append(f"{one.name}: the error does not name it: {first_line(error)}")
                 continue
-            backends = [each["backend"] for each in births.facts(real)["backends"].values()]
+            backends = [each["backend"] for each in births.group_facts(real)["backends"].values()]
             if not but_gloo or any("Gloo" not in name for name in backends):
                 found.append(f"{one.name}: a collective would run over {real.group_desc}")
     return found
@@ -289,7 +289,9 @@ def random_state() -> dict[str, str]:
 
     tracker = random._CUDA_RNG_STATE_TRACKER
     states = tracker.get_states() if tracker is not None and hasattr(tracker, "get_states") else {}
-    tracked = {f"tracker {name}": tensors.digest(one) for name, one in states.items() if isinstance(one, torch.Tensor)}
+    tracked = {
+        f"tracker {name}": tensors.tensor_digest(one) for name, one in states.items() if isinstance(one, torch.Tensor)
+    }
     return {**tensors.generators(), **tracked}
 
 

@@ -29,12 +29,12 @@ import torch
 from kit import machine
 from kit.errors import BadInput, KitError
 from kit.measure.host import Move, huge_pages, map_shared, transfer, trim, unmap, workers
-from kit.measure.observers.tensors import digest
+from kit.measure.observers.tensors import tensor_digest
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-__all__ = ["KINDS", "Arena", "Item", "Mover", "digest", "hashes", "inventory", "memory", "named_tensors", "trim"]
+__all__ = ["KINDS", "Arena", "Item", "Mover", "hashes", "inventory", "memory", "named_tensors", "tensor_digest", "trim"]
 
 KINDS = ("weights", "grads", "optimizer")
 
@@ -108,7 +108,7 @@ def inventory(chunks: list[Any], optimizer: Any, device: torch.device) -> list[I
 
 def hashes(chunks: list[Any], optimizer: Any, kinds: Iterable[str] = KINDS) -> dict[str, str]:
     """SHA-256 of the bytes of every tensor, by "kind/name"."""
-    return {f"{k}/{name}": digest(t) for k, name, t in named_tensors(chunks, optimizer) if k in kinds}
+    return {f"{k}/{name}": tensor_digest(t) for k, name, t in named_tensors(chunks, optimizer) if k in kinds}
 
 
 _ALIGN = 512  # bytes

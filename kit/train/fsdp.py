@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from kit.errors import BadInput, KitError
-from kit.measure.observers.tensors import digest
+from kit.measure.observers.tensors import tensor_digest
 from kit.train.options import Settings
 from kit.train.plain import PlainModel, from_weights, logprobs, next_logprobs
 from kit.train.protocol import (
@@ -266,15 +266,15 @@ def hooks(job: FsdpJob) -> tuple[bool, ...]:
 
 def state(job: FsdpJob) -> dict[str, str]:
     """SHA-256 of this rank's shards of weights and optimizer state, and of its random state; the schedule as it prints."""
-    table = {name: digest(_local(param)) for name, param in job.model.named_parameters()}
+    table = {name: tensor_digest(_local(param)) for name, param in job.model.named_parameters()}
     for name, param in job.model.named_parameters():
         for key, value in job.optimizer.state.get(param, {}).items():
-            table[f"{name}/{key}"] = digest(_local(value))
+            table[f"{name}/{key}"] = tensor_digest(_local(value))
     rates = [(group["lr"], group["weight_decay"]) for group in job.optimizer.param_groups]
     table["scheduler"] = repr((job.scheduler.state_dict(), rates))
-    table["random"] = digest(torch.get_rng_state())
+    table["random"] = tensor_digest(torch.get_rng_state())
     if job.device.type == "cuda":
-        table["random/device"] = digest(torch.cuda.get_rng_state(job.device))
+        table["random/device"] = tensor_digest(torch.cuda.get_rng_state(job.device))
     return table
 
 

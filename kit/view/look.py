@@ -100,18 +100,18 @@ def classed(widget: Any, *names: str) -> Any:
     return widget
 
 
-def box(*children: Any, names: Sequence[str] = ("kit-wrap",)) -> widgets.Box:
+def flex_box(*children: Any, names: Sequence[str] = ("kit-wrap",)) -> widgets.Box:
     """A row that wraps if it is too narrow."""
     return classed(widgets.Box(list(children)), *names)
 
 
-def control(kind: Any, word: str, tip: str, *, width: str = "auto", **options: Any) -> Any:
+def labelled_control(kind: Any, word: str, tip: str, *, width: str = "auto", **options: Any) -> Any:
     """A control with a label; `tip` explains it."""
     return kind(description=word, tooltip=tip, layout={"width": width}, **options)
 
 
 def button(word: str, icon: str, tip: str, act: Callable[[], object], **options: Any) -> widgets.Button:
-    made = control(widgets.Button, word, tip, icon=icon, **options)
+    made = labelled_control(widgets.Button, word, tip, icon=icon, **options)
     made.on_click(lambda _: act())
     return made
 
@@ -120,18 +120,18 @@ def text(value: object) -> str:
     return html.escape(str(value), quote=True)
 
 
-def span(kind: str, value: object) -> str:
+def span_html(kind: str, value: object) -> str:
     """Words in one of the sheet's colours: faint, bad, good or busy."""
     return f'<span class="kit-{kind}">{text(value)}</span>'
 
 
-def folded(summary: str, inside: str) -> str:
+def folded_html(summary: str, inside: str) -> str:
     return f"<details><summary>{text(summary)}</summary><pre>{text(inside)}</pre></details>"
 
 
-def status(words: str, *, bad: bool = False) -> str:
+def status_html(words: str, *, bad: bool = False) -> str:
     """The result of a tab's action, or why it failed; announced by screen readers."""
-    return f'<p role="status">{span("bad" if bad else "faint", words)}</p>' if words else ""
+    return f'<p role="status">{span_html("bad" if bad else "faint", words)}</p>' if words else ""
 
 
 class Tab(ABC):
@@ -144,7 +144,7 @@ class Tab(ABC):
         self.notice = widgets.HTML()
 
     def _say(self, words: str, *, bad: bool = False) -> None:
-        self.notice.value = status(words, bad=bad)
+        self.notice.value = status_html(words, bad=bad)
 
     @property
     def visible(self) -> bool:
@@ -202,10 +202,10 @@ class Strip:
 
     def _draw(self, _: Any = None) -> None:
         model = self.model
-        self.bar.value = bar_html(model.progress, model.phases, model.state)
+        self.bar.value = progress_bar_html(model.progress, model.phases, model.state)
         # The current phase, with some of the phases before it.
-        wide = columns(model.size)
-        first = min(max(0, current(model.phases) - wide // 2), max(0, len(model.phases) - wide))
+        wide = phase_columns(model.size)
+        first = min(max(0, current_phase(model.phases) - wide // 2), max(0, len(model.phases) - wide))
         # Scrolling is fixed only while phases run, so a reader can scroll finished ones.
         held = model.state in {*BUSY, "ready"}
         (self.scroll.add_class if held else self.scroll.remove_class)("kit-follow")
@@ -222,9 +222,9 @@ class Strip:
         verdict = () if model.state in BUSY else model.verdict or ()
         if any(row.passed is not None for row in verdict):
             mark = MARKS[not any(row.passed is False for row in verdict)]
-            answer = span(mark.kind, f"{mark.sign} {headline(verdict)}")
+            answer = span_html(mark.kind, f"{mark.sign} {headline(verdict)}")
             done = model.state == "finished"
-            line = f"<b>{answer}</b> {span('faint', word)}{notice}" if done else f"{state}{notice}; {answer}"
+            line = f"<b>{answer}</b> {span_html('faint', word)}{notice}" if done else f"{state}{notice}; {answer}"
         else:
             line = state + notice + ("" if model.run is None or model.state in BUSY else "; nothing is judged yet")
         self.notice.value = f'<div role="status" aria-live="polite">{line}</div>'
@@ -234,11 +234,11 @@ class Strip:
         self._draw()
 
 
-def columns(ranks: int) -> int:
+def phase_columns(ranks: int) -> int:
     return min(COLUMNS, max(FEWEST, CELLS // max(1, ranks)))
 
 
-def current(phases: Sequence[PhaseState]) -> int:
+def current_phase(phases: Sequence[PhaseState]) -> int:
     """The index of the current phase, else of the next one, else of the last one."""
     for wanted in ("running", "failed", "next"):
         for index, phase in enumerate(phases):
@@ -253,7 +253,7 @@ def grid_html(
     """One row per rank, one column per phase, cycles above. Times are measured, or elapsed for a running phase."""
     if not phases:
         return ""
-    moment, at = time.monotonic(), current(phases)
+    moment, at = time.monotonic(), current_phase(phases)
     cycles = [(cycle, len(list(steps))) for cycle, steps in groupby(phases, key=lambda phase: phase.cycle)]
     above = "".join(
         f'<th class="kit-cycle" scope="colgroup" colspan="{wide}">{f"cycle {cycle}" if cycle else ""}</th>'
@@ -266,7 +266,7 @@ def grid_html(
     culprits = set(failure.ranks) if failure else set()
     rows = []
     for rank in range(size):
-        cells = "".join(_cell(phase, rank, moment) for phase in phases)
+        cells = "".join(phase_cell(phase, rank, moment) for phase in phases)
         mark = ("✗ ", ' class="kit-culprit"') if rank in culprits else ("", "")
         rows.append(
             f'<tr{mark[1]}><th class="kit-rank" scope="row">{mark[0]}{text(rank_name(rank, roles or {}))}</th>{cells}</tr>'
@@ -278,7 +278,7 @@ def grid_html(
     )
 
 
-def _cell(phase: PhaseState, rank: int, now: float) -> str:
+def phase_cell(phase: PhaseState, rank: int, now: float) -> str:
     state = phase.ranks[rank] if rank < len(phase.ranks) else "waiting"
     seconds = phase.seconds[rank] if rank < len(phase.seconds) else None
     if seconds is None and state == "running" and phase.began is not None:
@@ -290,7 +290,7 @@ def _cell(phase: PhaseState, rank: int, now: float) -> str:
     return f'<td class="kit-{state}" title="{title}">{MARK_SIGNS.get(state, "·")}{small}</td>'
 
 
-def bar_html(progress: RunProgress | None, phases: Sequence[PhaseState], state: str) -> str:
+def progress_bar_html(progress: RunProgress | None, phases: Sequence[PhaseState], state: str) -> str:
     if progress is None or not progress.total:
         return ""
     words = progress_words(progress, phases, state)
@@ -306,7 +306,7 @@ def progress_words(progress: RunProgress, phases: Sequence[PhaseState], state: s
     """phase 7 of 22 (train, cycle 2), 12 s, about 20 s left."""
     words = [f"{progress.done} of {progress.total} phases done"]
     if state == "running" and phases:
-        phase = phases[current(phases)]
+        phase = phases[current_phase(phases)]
         name = f"{phase.phase}, cycle {phase.cycle}" if phase.cycle else phase.phase
         words = [f"phase {min(progress.done + 1, progress.total)} of {progress.total} ({name})"]
     if progress.elapsed > 0:
@@ -323,7 +323,7 @@ def failure_html(failure: Failure | None) -> str:
     who = f"{'rank' if len(failure.ranks) == 1 else 'ranks'} {ranks_short(failure.ranks)}" if failure.ranks else ""
     words = " ".join(filter(None, [who, ENDS.get(failure.kind, failure.kind)]))
     place = f" in phase {failure.phase}" if failure.phase else ""
-    details = folded(FOLDS.get(failure.kind, "more"), failure.detail) if failure.detail else ""
+    details = folded_html(FOLDS.get(failure.kind, "more"), failure.detail) if failure.detail else ""
     if failure.kind == "stopped":  # the line above shows it
         return f'<div class="kit-failure">{details}</div>' if details else ""
     head = failure.message.partition("\n")[0]

@@ -38,16 +38,16 @@ OWN = tuple(f"{Path(inspect.getfile(module)).parent}/" for module in (errors, IP
 ACTIONS = ("status", "stacks", "wait", "restart", "stop")
 
 
-class Parser(argparse.ArgumentParser):
+class MagicParser(argparse.ArgumentParser):
     """Raises one sentence instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog}: {message}; usage: {self.usage}")
 
 
-def cell_parser() -> Parser:
+def cell_parser() -> MagicParser:
     usage = "%%ranks [0,2-3] [--timeout SECONDS] [--background]"
-    parser = Parser("%%ranks", usage=usage, add_help=False, allow_abbrev=False)
+    parser = MagicParser("%%ranks", usage=usage, add_help=False, allow_abbrev=False)
     parser.add_argument("ranks", nargs="*")
     parser.add_argument("--timeout", type=float)
     parser.add_argument("--background", action="store_true")
@@ -124,7 +124,7 @@ class RankMagics(Magics):
         except SyntaxError as error:
             raise BadInput("".join(traceback.format_exception_only(error)).strip()) from None
         except KeyboardInterrupt:
-            raise Stopped(AFTER_INTERRUPT[world.state]) from None
+            raise CellStopped(AFTER_INTERRUPT[world.state]) from None
         finally:
             world.observer = before
         return shown_values(dict(zip(chosen, texts, strict=True)))
@@ -145,7 +145,7 @@ class RankMagics(Magics):
                 except KitError as error:
                     failed.append(error)
         except KeyboardInterrupt:
-            raise Stopped(AFTER_INTERRUPT[waiting[-1][0].state]) from None
+            raise CellStopped(AFTER_INTERRUPT[waiting[-1][0].state]) from None
         if failed:
             raise failed[0]
         return shown_values(dict(sorted(shown.items())))
@@ -213,7 +213,7 @@ def shown_values(texts: dict[int, str | None]) -> RankValues | None:
     return RankValues(texts) if any(text is not None for text in texts.values()) else None
 
 
-class Stopped(KeyboardInterrupt):
+class CellStopped(KeyboardInterrupt):
     """An interrupt that ended a `%%ranks` cell; its message is the state of the World."""
 
     def _render_traceback_(self) -> list[str]:
@@ -238,7 +238,7 @@ def asked_at(stack: TracebackType | None) -> str:
     return f"{place}: {frame.line}"
 
 
-def load(ipython: Any) -> None:
+def load_extension(ipython: Any) -> None:
     magics = RankMagics(ipython)
     ipython.register_magics(magics)
     ipython.events.register("post_run_cell", magics.notice)

@@ -49,7 +49,7 @@ from kit.results.records import flat
 from kit.results.rules import asked
 from kit.results.run import Plotter
 from kit.results.verdict import checked_tolerances
-from kit.view.progress import Failure, PhaseState, RunProgress, Watch, failure_of, marks
+from kit.view.progress import CallWatch, Failure, PhaseState, RunProgress, failure_of, marks
 
 COUNTS = 10.0  # least upper end of a slider of counts
 AS_IT_IS = "the lab's own"
@@ -116,7 +116,7 @@ class PanelModel(HasTraits):
         self.presets |= {name: dict(preset) for name, preset in definition.load_presets().items()}
         self.plotter = plotter
         self._live: Path | None = None
-        self._given: dict[str, Any] = flat(plain(config or {}))
+        self._given: dict[str, Any] = flat(plain_value(config or {}))
         find_fault(definition, fault)
         if self._given.keys() - known_fields(definition.config).keys():
             validate(definition, self._given)  # the error names it and the known ones; an old name only warns
@@ -127,7 +127,7 @@ class PanelModel(HasTraits):
         if last := newest_run(runs_dir(), definition.name):
             try:  # a reopened notebook shows its last run
                 self.run = self.open(last)
-                self.notice = f"showing the last run, {described(self.run)}"
+                self.notice = f"showing the last run, {describe_run(self.run)}"
             except KitError as error:
                 self.notice = f"the last run cannot be shown: {error}"
         self.judge()
@@ -148,7 +148,7 @@ class PanelModel(HasTraits):
                     self.set(f"{name}.{field}", value)
                 return
             validate(self.definition, {field: value})  # the error names the known settings
-        (value,) = plain({field: value}).values()
+        (value,) = plain_value({field: value}).values()
         if value == base[field] and type(value) is type(base[field]):
             self._given.pop(field, None)
         else:
@@ -211,7 +211,7 @@ class PanelModel(HasTraits):
             self.revision += 1
             self.judge()
         if run is not None:
-            self.notice = f"showing {described(run)}"
+            self.notice = f"showing {describe_run(run)}"
 
     def follow(self, folder: Path) -> None:
         self._live = folder
@@ -258,7 +258,7 @@ class PanelModel(HasTraits):
         """The values that apply without a choice by the user."""
         fault = find_fault(self.definition, self.fault)
         own = {f.name: None if f.default is dataclasses.MISSING else f.default for f in self.fields}
-        return plain({**own, **self._spread(fault.set if fault else {})})
+        return plain_value({**own, **self._spread(fault.set if fault else {})})
 
     def _spread(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """A setting for all nested configs is one of each."""
@@ -334,7 +334,7 @@ class PanelModel(HasTraits):
 # -- small questions about settings and limits ---------------------------------------------------------------------------
 
 
-def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+def plain_value(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values as JSON: tuples become lists. Other values are kept, so validation refuses them by name."""
     try:
         return dict(json.loads(json.dumps(dict(values))))
@@ -351,7 +351,7 @@ def choices(field: Field) -> Sequence[Any]:
     return (None,) if field.optional else ()
 
 
-def described(run: Run) -> str:
+def describe_run(run: Run) -> str:
     fault = f", fault {run.fault}" if run.fault else ""
     return f"{run.dir.name} ({run.status}{fault})"
 
@@ -366,12 +366,12 @@ def limits_of(
         default = rule.limit_for(config)
         values = default, moved.get(rule.name, default), measured.get(rule.name) or 0.0
         reach = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
-        ends = span(default, reach, rule.unit)
+        ends = slider_span(default, reach, rule.unit)
         limits.append(Limit(rule.name, rule.question, default, rule.unit, rule.better, *ends))
     return tuple(limits)
 
 
-def span(default: float, reach: float, unit: str) -> tuple[float, float]:
+def slider_span(default: float, reach: float, unit: str) -> tuple[float, float]:
     """Round ends of a slider that covers the default and all given values."""
     if unit == "1":
         return 0.0, max(COUNTS, rounded_up(2 * reach))
@@ -399,7 +399,7 @@ CLOSE_S = 10.0
 LOGGER = logging.getLogger(__name__)
 
 
-class Controller:
+class PanelController:
     """`start`, `step`, `run_all`, `stop`, `restart`, `close`, as a panel's buttons. `wait` is for scripts."""
 
     def __init__(self, model: PanelModel, *, lab: Lab | None = None, out: str | os.PathLike[str] | None = None) -> None:
@@ -413,7 +413,7 @@ class Controller:
         self._over = True  # there is no lab, or it has ended and the model knows
         self._stopping = threading.Event()
         self._closed = False
-        self._watch = Watch(self._stopping, self._flush, EVERY_S)
+        self._watch = CallWatch(self._stopping, self._flush, EVERY_S)
         self._thread = threading.Thread(target=self._work, daemon=True, name=f"kit-panel-{model.definition.name}")
         if lab is not None:
             self._adopt(lab)

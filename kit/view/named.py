@@ -45,7 +45,7 @@ def names(run: Run) -> list[str]:
     return album(run).names
 
 
-def plot(
+def plot_run(
     run: Run, name: str = OVERVIEW, *, theme: str = "light", tolerances: Mapping[str, float] | None = None
 ) -> Picture:
     """One plot of a run. `theme` is light or dark; `tolerances` move the drawn limits."""

@@ -60,10 +60,10 @@ def run_notebook(
 
     `given` are texts. `tell` is called with the number and heading of each cell when it starts, and its time when done.
     """
-    path = find(name)
-    notebook = read(path)
-    values = checked(path, notebook, given)
-    target = place(path, to)
+    path = find_notebook(name)
+    notebook = read_notebook(path)
+    values = checked_parameters(path, notebook, given)
+    target = output_place(path, to)
     if values:
         inject(notebook, values)
     try:
@@ -73,7 +73,7 @@ def run_notebook(
     return target
 
 
-def find(name: str) -> Path:
+def find_notebook(name: str) -> Path:
     """A notebook by its path, its name, or the start of its name ("01")."""
     path = Path(name).expanduser()
     if path.suffix == ".ipynb" or len(path.parts) > 1:
@@ -104,7 +104,7 @@ def copy_all(to: Path) -> Path:
     return target
 
 
-def read(path: Path) -> nbformat.NotebookNode:
+def read_notebook(path: Path) -> nbformat.NotebookNode:
     try:
         notebook: nbformat.NotebookNode = nbformat.read(path, as_version=4)
     except (nbformat.reader.NotJSONError, nbformat.ValidationError, KeyError, UnicodeDecodeError, OSError) as error:
@@ -112,7 +112,7 @@ def read(path: Path) -> nbformat.NotebookNode:
     return notebook
 
 
-def place(path: Path, to: Path | None) -> Path:
+def output_place(path: Path, to: Path | None) -> Path:
     """Where to write the notebook with its outputs; by default a new name next to the runs."""
     if to is None:
         folder = runs_dir() / "notebooks"
@@ -136,7 +136,7 @@ def tagged(notebook: nbformat.NotebookNode, tag: str) -> list[int]:
     return [index for index, cell in enumerate(notebook.cells) if tag in cell.metadata.get("tags", [])]
 
 
-def parameters(notebook: nbformat.NotebookNode) -> list[Parameter]:
+def notebook_parameters(notebook: nbformat.NotebookNode) -> list[Parameter]:
     """The assignments of the cell tagged `parameters`. A type comes from an annotation (`int | None`), else from the default."""
     cells_run = []
     for index in tagged(notebook, "parameters")[:1]:
@@ -154,9 +154,9 @@ def parameters(notebook: nbformat.NotebookNode) -> list[Parameter]:
     return cells_run
 
 
-def checked(path: Path, notebook: nbformat.NotebookNode, given: Mapping[str, str]) -> dict[str, Any]:
+def checked_parameters(path: Path, notebook: nbformat.NotebookNode, given: Mapping[str, str]) -> dict[str, Any]:
     """The given values: JSON, else text, converted to the notebook's type."""
-    known = {parameter.name: parameter for parameter in parameters(notebook)}
+    known = {parameter.name: parameter for parameter in notebook_parameters(notebook)}
     values = {}
     for name, text in given.items():
         if name not in known:
@@ -211,9 +211,9 @@ def execute(
     # Cell by cell instead of `execute`, which catches an interrupt and then fails on the kernel that it ended.
     with client.setup_kernel():
         for number, (index, cell) in enumerate(cells, start=1):
-            began, place = time.monotonic(), f"code cell {number} of {len(cells)} ({heading(cell)})"
+            began, place = time.monotonic(), f"code cell {number} of {len(cells)} ({cell_heading(cell)})"
             if tell:
-                tell(f"{number} of {len(cells)}: {heading(cell)} ... ")
+                tell(f"{number} of {len(cells)}: {cell_heading(cell)} ... ")
             try:
                 client.execute_cell(cell, index)
             except CellExecutionError as error:
@@ -231,7 +231,7 @@ def execute(
                     save(notebook, target, path.stem)
 
 
-def heading(cell: nbformat.NotebookNode) -> str:
+def cell_heading(cell: nbformat.NotebookNode) -> str:
     """The cell's first line of code."""
     lines = [line for line in cell.source.splitlines() if line.strip() and not line.startswith("#")]
     return str(lines[0][:70]) if lines else "(empty)"

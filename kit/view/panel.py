@@ -20,7 +20,7 @@ from kit.labs.definition import Definition, Field
 from kit.labs.lab import Lab
 from kit.results.run import Plotter
 from kit.view import look, named
-from kit.view.model import BUSY, Controller, PanelModel
+from kit.view.model import BUSY, PanelController, PanelModel
 from kit.view.tabs import CompareTab, ExportTab, LogsTab, PlotsTab, RecordsTab, VerdictTab, WhatIfTab
 
 # Buttons in order of use: action, label, icon, tooltip.
@@ -42,7 +42,7 @@ TABS = {
 
 
 class Buttons:
-    def __init__(self, model: PanelModel, controller: Controller) -> None:
+    def __init__(self, model: PanelModel, controller: PanelController) -> None:
         self.model = model
         acts = (controller.start, controller.step, controller.run_all, controller.stop, controller.restart)
         self.of = {
@@ -52,7 +52,7 @@ class Buttons:
         for button in self.of.values():
             button.layout.min_width = "88px"
         self.of["run"].button_style = "primary"
-        self.widget = look.box(*self.of.values())
+        self.widget = look.flex_box(*self.of.values())
         model.observe(self._show, ["state", "problems", "phases"])
         self._show()
 
@@ -65,7 +65,7 @@ class Buttons:
 class Panel:
     """Shown as the last line of a cell, or by `panel.widget`. `close` ends its ranks."""
 
-    def __init__(self, model: PanelModel, controller: Controller) -> None:
+    def __init__(self, model: PanelModel, controller: PanelController) -> None:
         self.model, self.controller = model, controller
         definition = model.definition
         head = widgets.HTML(
@@ -103,7 +103,7 @@ class Panel:
         return self.widget._repr_mimebundle_(**options)
 
 
-def make(
+def make_panel(
     definition: Definition,
     config: Mapping[str, Any],
     *,
@@ -114,22 +114,22 @@ def make(
     """A panel of a lab; its ranks start with Start. Panels from an earlier run of the same cell are closed."""
     before = of_this_cell()
     model = PanelModel(definition, config, fault=fault, plotter=plotter)
-    controller = Controller(model, out=out)
+    controller = PanelController(model, out=out)
     before.append(controller)
     return Panel(model, controller)
 
 
-def adopt(lab: Lab, *, plotter: Plotter | None = None) -> Panel:
+def adopt_lab(lab: Lab, *, plotter: Plotter | None = None) -> Panel:
     model = PanelModel(lab.definition, lab.given, fault=lab.fault, tolerances=lab.tolerances, plotter=plotter)
-    return Panel(model, Controller(model, lab=lab))
+    return Panel(model, PanelController(model, lab=lab))
 
 
 # When a cell runs again, its output disappears, and with it the Stop button of its panel.
 # By cell: its last execution request and the controllers of the panels that it made.
-MADE: dict[str, tuple[str, list[Controller]]] = {}
+MADE: dict[str, tuple[str, list[PanelController]]] = {}
 
 
-def of_this_cell() -> list[Controller]:
+def of_this_cell() -> list[PanelController]:
     """The panels made by this run of the cell. Panels from an earlier run of the cell are closed."""
     cell, request = asked_by()
     if not cell:
@@ -166,11 +166,11 @@ class Parameters:
 
     def __init__(self, model: PanelModel) -> None:
         self.model = model
-        self.controls = {field.name: control(field, model.set) for field in model.fields}
+        self.controls = {field.name: setting_control(field, model.set) for field in model.fields}
         first = model.definition.first or tuple(self.controls)
         folded_names = [name for name in self.controls if name not in first and "." not in name]
         faults = [fault.name for fault in model.definition.faults]
-        self.fault = look.control(
+        self.fault = look.labelled_control(
             widgets.Dropdown,
             "fault",
             "a known bug to switch on, to see which check detects it",
@@ -182,7 +182,7 @@ class Parameters:
         self.more = widgets.Accordion([self._grid(folded_names)], titles=(f"More settings ({len(folded_names)})",))
         self.groups = widgets.Accordion()  # of nested configs
         grids = [self._grid(first, self.fault), self.about, *([self.more] if folded_names else []), self.groups]
-        self.form = widgets.VBox([*grids, look.box(self.reset, self.refused)])
+        self.form = widgets.VBox([*grids, look.flex_box(self.reset, self.refused)])
         self.line = look.classed(look.button("", "", "show or hide the settings", self._turn), "kit-line")
         self.widget = widgets.VBox([self.line, self.form, self.problems])
         self.fault.observe(lambda change: model.set_fault(change["new"] or None), "value")
@@ -199,7 +199,7 @@ class Parameters:
             return
         for field in self.model.fields:
             if field.name not in self.controls:
-                self.controls[field.name] = control(field, self.model.set)
+                self.controls[field.name] = setting_control(field, self.model.set)
         self.groups.children = [self._grid([field.name for field in group]) for group in self.model.groups.values()]
         self.groups.titles = titles
 
@@ -217,7 +217,7 @@ class Parameters:
             self._turn()
 
     def _grid(self, names: Sequence[str], *others: Any) -> widgets.Box:
-        return look.box(*(self.controls[name].widget for name in names), *others, names=("kit-fields",))
+        return look.flex_box(*(self.controls[name].widget for name in names), *others, names=("kit-fields",))
 
     def _show(self, _: Any = None) -> None:
         model = self.model
@@ -303,7 +303,7 @@ class Control:
         return [self._made(widgets.Text, continuous_update=False, placeholder=hint)]
 
     def _made(self, kind: Any, **options: Any) -> Any:
-        return look.control(kind, self.label, self.help, style=LABEL, **options)
+        return look.labelled_control(kind, self.label, self.help, style=LABEL, **options)
 
     def _moved(self, change: Any) -> None:
         if not self._taking:
@@ -378,7 +378,7 @@ class Number(Control):
         if not self.field.optional:
             return [exact]
         exact.layout = widgets.Layout(flex="1 1 auto", width="200px")
-        return [exact, look.control(widgets.Checkbox, "not set", f"{self.help}; ticked: null", indent=False)]
+        return [exact, look.labelled_control(widgets.Checkbox, "not set", f"{self.help}; ticked: null", indent=False)]
 
     def read(self, part: Any) -> Any:
         exact, *null = self.parts
@@ -430,7 +430,7 @@ class Named(Control):
         own.layout.display = None if drop.value == OWN else "none"
 
 
-def control(field: Field, change: Callable[[str, Any], None]) -> Control:
+def setting_control(field: Field, change: Callable[[str, Any], None]) -> Control:
     plain = tuple(kind for kind in field.kinds if kind is not type(None))
     kind: type[Control] = Control
     if field.choices:

@@ -84,7 +84,7 @@ def bar_html(fraction: float, text: str) -> str:
     return f'<div class="kit-progress" style="display:flex;gap:.8em;align-items:center">{bar}<span>{words}</span></div>'
 
 
-def watched() -> Line:
+def progress_line() -> Line:
     if "ipykernel" in sys.modules:
         from IPython import get_ipython
 
@@ -97,7 +97,7 @@ class Progress:
     """An observer of a World's calls. The bar is full after `total` calls; with 1 it shows the share of ranks that answered."""
 
     def __init__(self, *, total: int = 1, line: Line | None = None, after_s: float = AFTER_S) -> None:
-        self._line = line or watched()
+        self._line = line or progress_line()
         self._total = max(1, total)
         self._after_s = after_s
         self._began: float | None = None
@@ -197,7 +197,7 @@ class RunProgress(NamedTuple):
     left: float | None = None
 
 
-class Watch:
+class CallWatch:
     """An observer of successive labs. `stop` is checked at every tick; once it is set, the call is interrupted."""
 
     def __init__(self, stop: threading.Event, flush: Callable[[], None], every_s: float) -> None:
@@ -374,17 +374,17 @@ def failure_of(error: BaseException, stacks: dict[int, str], phase: str, done: s
     elif isinstance(error, RankDied):
         kind, ranks = "died", (error.rank,) if error.rank >= 0 else ()
     elif isinstance(error, RankTimeout):
-        kind, ranks, details = "timeout", error.culprits, by_rank(error.stacks)
+        kind, ranks, details = "timeout", error.culprits, stacks_by_rank(error.stacks)
     elif isinstance(error, KeyboardInterrupt):
         # Ranks that ignored the interrupt appear only in the detail, because ranks that waited for a hanging one cannot react either.
-        kind, details = "stopped", joined(by_rank(stacks), message)
+        kind, details = "stopped", joined(stacks_by_rank(stacks), message)
         message = f"stopped{f' in phase {phase!r}' if phase else ''}: {done}"
     elif not isinstance(error, KitError):
         message, details = f"{type(error).__name__}: {message}", "".join(traceback.format_exception(error))
     return Failure(kind, message, ranks, phase_name, joined(details, *getattr(error, "__notes__", ())))
 
 
-def by_rank(stacks: dict[int, str]) -> str:
+def stacks_by_rank(stacks: dict[int, str]) -> str:
     return "\n".join(f"rank {rank}:\n{stack.rstrip()}" for rank, stack in sorted(stacks.items()))
 
 

@@ -50,11 +50,11 @@ def write_report(runs: Sequence[Run], to: str | Path) -> Path:
     if target.suffix.lower() not in SUFFIXES:
         raise BadInput(f"the report's file must end in {' or '.join(SUFFIXES)}, not {target.name!r}")
     make_folder(target.parent)
-    write_text(target, page(runs))
+    write_text(target, report_page(runs))
     return target
 
 
-def page(runs: Sequence[Run]) -> str:
+def report_page(runs: Sequence[Run]) -> str:
     if not runs:
         raise BadInput("a report needs at least one run")
     loader = FileSystemLoader(Path(__file__).parent)
@@ -86,7 +86,7 @@ def comparison(runs: Sequence[Run]) -> dict[str, Any]:
         else {name: list(map(in_words, values)) for name, values in settings(runs).items()},
         "ids": [run.id for run in runs],
         "pictures": {name: data_uri(plot_against(runs, theme_name=name)) for name in THEMES},
-        "table": changes(runs),
+        "table": changed_answers(runs),
     }
 
 
@@ -94,7 +94,7 @@ def chapter(run: Run, number: int) -> dict[str, Any]:
     refuse_links(run)
     verdict = run.shown_verdict()
     words, kind, weight = outcome(run, verdict)
-    limits, drawn, rows = moved(run, verdict), album(run), answers(run, verdict)
+    limits, drawn, rows = moved_limits(run, verdict), album(run), answer_rows(run, verdict)
     return {
         "anchor": f"run-{number}",
         "id": run.id,
@@ -105,7 +105,7 @@ def chapter(run: Run, number: int) -> dict[str, Any]:
         "weight": weight,
         "partial": run.partial,
         "notes": run.notes,
-        "facts": facts(run),
+        "facts": run_facts(run),
         "checks": [row for row in rows if row["kind"] != MARKS[True].kind],
         "passed": [row for row in rows if row["kind"] == MARKS[True].kind],
         "parts": [row for row in rows if row["parts"]],
@@ -151,7 +151,7 @@ def outcome(run: Run, verdict: Verdict) -> tuple[str, str, int]:
     return words, "open" if None in answers or not rows else "good", 3
 
 
-def facts(run: Run) -> dict[str, str]:
+def run_facts(run: Run) -> dict[str, str]:
     info, about = run.info(), run.provenance
     on = about.get("rank0") or about
     world = about.get("world") or on.get("world") or {}
@@ -179,7 +179,7 @@ def when(started: str | None, finished: str | None) -> str:
     return f"{begin.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC{took}" if begin else ""
 
 
-def moved(run: Run, verdict: Verdict) -> dict[str, float]:
+def moved_limits(run: Run, verdict: Verdict) -> dict[str, float]:
     """The tolerances of a stored verdict that differ from the lab's."""
     limits = {row.check: row.limit for row in verdict}
     shown = {rule: limits[rule.name] for rule in rules_of(run.lab) if rule.name in limits}
@@ -194,7 +194,7 @@ def own_limit(rule: Rule, run: Run, shown: float) -> float:
         return shown
 
 
-def answers(run: Run, verdict: Verdict) -> list[dict[str, Any]]:
+def answer_rows(run: Run, verdict: Verdict) -> list[dict[str, Any]]:
     """The checks, worst first, each with its question and its rows in detail.
 
     Checks not measured for the same reason share one row."""
@@ -207,17 +207,17 @@ def answers(run: Run, verdict: Verdict) -> list[dict[str, Any]]:
         parts = [part for part in verdict if alone and part.check.startswith(f"{row.check}/")]
         made.append(
             {
-                **cells_of(group),
+                **answer_cells(group),
                 "question": check.question if check else "",
                 "better": SIGNS[check.better] if check else "",
                 "moved": f"moved from the lab's {amount(own, row.unit)}" if own != row.limit else "",
-                "parts": [cells_of([part]) for part in worst_first(parts)],
+                "parts": [answer_cells([part]) for part in worst_first(parts)],
             }
         )
     return made
 
 
-def cells_of(rows: Sequence[VerdictRow]) -> dict[str, str]:
+def answer_cells(rows: Sequence[VerdictRow]) -> dict[str, str]:
     mark = MARKS[rows[0].passed]
     named = dict(zip(("check", "measured", "limit", "why"), cells(rows), strict=True))
     return {"kind": mark.kind, "mark": str(mark), **named}
@@ -260,7 +260,7 @@ def table_cells(
     return {"title": title, "head": names, "right": right, "rows": rows, "more": note}
 
 
-def changes(runs: Sequence[Run]) -> dict[str, Any]:
+def changed_answers(runs: Sequence[Run]) -> dict[str, Any]:
     """Changes from the first run that exceed the spread, as medians over the cycles."""
     shown = compact(changed(compare(runs)), several=len(runs) > 2)
     return table_cells(shown, "Largest changes", {"base": ROW, "value": ROW}, most=CHANGES)

@@ -63,7 +63,7 @@ NOTHING = "There is no run yet: press Start, then Step or Run all."
 
 
 @dataclass(slots=True)
-class Part:
+class PlotPart:
     """A plot on the page: the drawing and its moved limits."""
 
     html: Any = field(default_factory=lambda: widgets.HTML(layout={"width": "100%"}))
@@ -80,14 +80,14 @@ class PlotsTab(Tab):
         self._album: Album | None = None
         self._read: tuple[Run | None, int] | None = None  # the records of the current drawing
         self._took = self._last = 0.0  # duration and time of the last drawing
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, PlotPart] = {}
         self._chosen: str | None = None  # by the user; else the first plot with data
-        self.choice = look.control(widgets.Dropdown, "Plot", "which plot to draw", width="26em")
+        self.choice = look.labelled_control(widgets.Dropdown, "Plot", "which plot to draw", width="26em")
         keep = "write this plot into the run's folder as ."
         self.png = look.button("Save PNG", "picture-o", f"{keep}png", lambda: self.save("png"))
         self.svg = look.button("Save SVG", "picture-o", f"{keep}svg", lambda: self.save("svg"))
         self.pictures = widgets.VBox(layout={"width": "100%", "min_height": "120px"})
-        controls = look.box(self.choice, self.png, self.svg)
+        controls = look.flex_box(self.choice, self.png, self.svg)
         self.widget = widgets.VBox([look.sheet(SHEET), controls, self.notice, self.pictures])
         model.observe(self._changed, ["run", "revision", "tolerances", "state"])
         self.choice.observe(self._choose, "value")
@@ -116,13 +116,13 @@ class PlotsTab(Tab):
             if self._too_soon():
                 return
             self._album = None if run is None else named.album(run)
-            self._read, self._parts = records, {name: Part(part.html) for name, part in self._parts.items()}
+            self._read, self._parts = records, {name: PlotPart(part.html) for name, part in self._parts.items()}
             self._offer()
         for button in (self.png, self.svg, self.choice):
             button.disabled = self._album is None
         if self._album is None or self._album.data.frame.empty:
             words = NOTHING if self._album is None else "There are no measurements yet."
-            self.pictures.children = [widgets.HTML(f"<p>{look.span('faint', words)}</p>")]
+            self.pictures.children = [widgets.HTML(f"<p>{look.span_html('faint', words)}</p>")]
             return
         every = [name for _, name in self.choice.options if name != OVERVIEW]
         self._draw(self._album, every if self.choice.value == OVERVIEW and every else [self.choice.value])
@@ -138,7 +138,7 @@ class PlotsTab(Tab):
         """Show the plots one below the other; unchanged ones on the page are kept."""
         self._say("")
         for name in names:
-            part = self._parts.setdefault(name, Part())
+            part = self._parts.setdefault(name, PlotPart())
             moved = {key: value for key, value in self.model.tolerances.items() if album.moves_with(name, {key})}
             if part.picture is None or part.limits != moved:
                 part.picture, part.limits = album.draw(name, tolerances=moved, like=part.picture), moved
@@ -175,7 +175,7 @@ class PlotsTab(Tab):
 # -- records ---------------------------------------------------------------------------------------------------------------
 
 
-def select(frame: pd.DataFrame, words: str) -> pd.DataFrame:
+def matching_rows(frame: pd.DataFrame, words: str) -> pd.DataFrame:
     """The rows that a pandas query selects (`rank == 1 and value > 3`); other text is searched in text columns."""
     if not words.strip():
         return frame
@@ -200,15 +200,19 @@ class Grid:
         self._name = name
         example = 'a word, or: metric == "groups" and rank == 1'
         which = "rows with this text, or a pandas query such as value > 3"
-        self.words = look.control(widgets.Text, "Filter", which, placeholder=example, width="32em")
-        self.by = look.control(widgets.Dropdown, "Sort by", "the column to sort by", width="18em")
-        self.descending = look.control(widgets.Checkbox, "largest first", "sort in descending order", indent=False)
+        self.words = look.labelled_control(widgets.Text, "Filter", which, placeholder=example, width="32em")
+        self.by = look.labelled_control(widgets.Dropdown, "Sort by", "the column to sort by", width="18em")
+        self.descending = look.labelled_control(
+            widgets.Checkbox, "largest first", "sort in descending order", indent=False
+        )
         self.count = widgets.HTML()
         self.rows = widgets.HTML(layout={"width": "100%"})
-        self.copy = look.control(widgets.Textarea, "Markdown", "the rows shown, as Markdown to copy", width="100%")
+        self.copy = look.labelled_control(
+            widgets.Textarea, "Markdown", "the rows shown, as Markdown to copy", width="100%"
+        )
         self.copy.layout.height = "8em"
         self.folded = widgets.Accordion([self.copy], titles=("Copy as Markdown",))
-        above = look.box(self.words, self.by, self.descending, self.count)
+        above = look.flex_box(self.words, self.by, self.descending, self.count)
         self.widget = widgets.VBox([look.sheet(GRID_SHEET), above, self.rows, self.folded], layout={"width": "100%"})
         for control in (self.words, self.by, self.descending):
             control.observe(self._draw, "value")
@@ -231,14 +235,14 @@ class Grid:
         self.rows.layout.display = self.folded.layout.display = "none" if self.frame is None else None
         if self.frame is None:
             return
-        matches = select(self.frame, self.words.value)
+        matches = matching_rows(self.frame, self.words.value)
         if self.by.value:
             matches = matches.sort_values(self.by.value, ascending=not self.descending.value, kind="stable")
         self.found = matches
         shown = matches.head(MOST)
         html = shown.to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.6g}")
         self.rows.value = f'<div class="kit-grid" tabindex="0" aria-label="{look.text(self._name)}">{html}</div>'
-        self.count.value = look.status(
+        self.count.value = look.status_html(
             f"{len(matches):,} of {len(self.frame):,} rows" + (f", {MOST} shown" if len(matches) > MOST else "")
         )
         self._copied()
@@ -270,9 +274,9 @@ class RecordsTab(Tab):
         self._shown: object = None
         self.choice = widgets.Dropdown(description="Table", options=["records"], tooltip="which table of the run")
         why = "show bytes as MiB and seconds as ms; otherwise as recorded"
-        self.units = look.control(widgets.Checkbox, "MiB and ms", why, indent=False, value=True)
+        self.units = look.labelled_control(widgets.Checkbox, "MiB and ms", why, indent=False, value=True)
         self.grid = Grid()
-        self.widget = widgets.VBox([look.box(self.choice, self.units), self.notice, self.grid.widget])
+        self.widget = widgets.VBox([look.flex_box(self.choice, self.units), self.notice, self.grid.widget])
         model.observe(self._changed, ["run", "revision"])
         for control in (self.choice, self.units):
             control.observe(self._changed, "value")
@@ -306,7 +310,7 @@ class RecordsTab(Tab):
 # -- comparison ------------------------------------------------------------------------------------------------------------
 
 
-def listed(folder: Path, words: str = "") -> list[tuple[str, str]]:
+def listed_runs(folder: Path, words: str = "") -> list[tuple[str, str]]:
     """The runs whose line has all of these words, newest first, with their folders."""
     runs = []
     for path in list_runs(folder):
@@ -333,14 +337,16 @@ class CompareTab(Tab):
         super().__init__(model)
         which, example = "runs that have all of these words", "lab, fault, verdict, setting, date, label"
         first = model.definition.name
-        self.words = look.control(widgets.Text, "Search", which, width="26em", placeholder=example, value=first)
+        self.words = look.labelled_control(
+            widgets.Text, "Search", which, width="26em", placeholder=example, value=first
+        )
         hint_text = "two runs or more: Ctrl or Shift with a click or with the arrows"
-        self.runs = look.control(widgets.SelectMultiple, "Runs", hint_text, width="100%", rows=8)
+        self.runs = look.labelled_control(widgets.SelectMultiple, "Runs", hint_text, width="100%", rows=8)
         primary = {"button_style": "primary", "disabled": True}
         self.go = look.button("Compare", "exchange", "compare the chosen runs", self.compare, **primary)
         self.picture = widgets.HTML(layout={"width": "100%"})
         self.grid = Grid("largest changes")
-        chosen = [self.words, self.runs, look.box(self.go)]
+        chosen = [self.words, self.runs, look.flex_box(self.go)]
         self.widget = widgets.VBox([look.sheet(SHEET), *chosen, self.notice, self.picture, self.grid.widget])
         self.words.observe(self._changed, "value")
         self.runs.observe(self._chosen, "value")
@@ -351,7 +357,7 @@ class CompareTab(Tab):
     def _changed(self, _: Any = None) -> None:
         if not self._visible:
             return
-        runs = listed(runs_dir(), self.words.value)
+        runs = listed_runs(runs_dir(), self.words.value)
         chosen = set(self.runs.value) or {path for _, path in runs[:2]}  # by default the last two
         if list(self.runs.options) != runs:
             self.runs.options = runs
@@ -392,11 +398,11 @@ class ExportTab(Tab):
 
     def __init__(self, model: PanelModel) -> None:
         super().__init__(model)
-        self.kind = look.control(widgets.Dropdown, "Format", "what kind of file", width="24em", options=KINDS)
-        self.path = look.control(widgets.Text, "File", "where it is written; ~ is your home", width="100%")
+        self.kind = look.labelled_control(widgets.Dropdown, "Format", "what kind of file", width="24em", options=KINDS)
+        self.path = look.labelled_control(widgets.Text, "File", "where it is written; ~ is your home", width="100%")
         self.go = look.button("Export", "download", "write the file", self.export, button_style="primary")
         self.link = widgets.HTML()
-        self.widget = widgets.VBox([self.kind, self.path, look.box(self.go), self.notice, self.link])
+        self.widget = widgets.VBox([self.kind, self.path, look.flex_box(self.go), self.notice, self.link])
         self.kind.observe(self._another, "value")
         model.observe(self._another, "run")
         self._another()
@@ -433,7 +439,7 @@ def linked(path: Path) -> str:
     size, name = path.stat().st_size, look.text(path.name)
     if size > LINKED:
         words = f"{size / 2**20:.0f} MiB is too large for a download link; copy the file from its folder"
-        return look.span("faint", words)
+        return look.span_html("faint", words)
     kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
     data = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
     return f'<a style="text-decoration:underline" download="{name}" href="{data}">Download {name}</a>'
@@ -453,16 +459,16 @@ class WhatIfTab(Tab):
         self._setting = False
         self.controls: dict[str, Any] = {
             **{
-                name: look.control(widgets.Dropdown, name, f"another {name}", width="22em", options=[*options])
+                name: look.labelled_control(widgets.Dropdown, name, f"another {name}", width="22em", options=[*options])
                 for name, options in declared.names.items()
             },
             **{
-                name: look.control(widgets.IntSlider, name, f"another {name}", width="28em", min=low, max=high)
+                name: look.labelled_control(widgets.IntSlider, name, f"another {name}", width="28em", min=low, max=high)
                 for name, (low, high) in declared.numbers.items()
             },
         }
         self.grid = Grid(declared.title)
-        self.widget = widgets.VBox([look.box(*self.controls.values()), self.notice, self.grid.widget])
+        self.widget = widgets.VBox([look.flex_box(*self.controls.values()), self.notice, self.grid.widget])
         model.observe(self._changed, ["run", "revision"])
         for control in self.controls.values():
             control.observe(self._changed, "value")
@@ -513,11 +519,11 @@ class LogsTab(Tab):
     def __init__(self, model: PanelModel) -> None:
         super().__init__(model)
         narrow = {"description_width": "initial"}
-        self.rank = look.control(
+        self.rank = look.labelled_control(
             widgets.Dropdown, "lines of", "which ranks' lines to show", options=[ALL], style=narrow
         )
         self.lines = widgets.HTML()
-        self.widget = widgets.VBox([look.box(self.rank), self.lines])
+        self.widget = widgets.VBox([look.flex_box(self.rank), self.lines])
         self.rank.observe(self._changed, "value")
         model.observe(self._changed, ["log", "failure"])
         model.observe(self._ranks, ["size", "roles"])
@@ -539,9 +545,9 @@ def log_html(log: Sequence[tuple[int, str]], failure: Failure | None, *, rank: i
     """The newest lines at the bottom, where the box is scrolled to."""
     wanted = [(of, line) for of, line in log if rank is None or of == rank]
     shown = wanted[-LAST:]
-    rows = [f"{look.span('faint', f'[{of}]')} {look.text(line)}" for of, line in shown]
+    rows = [f"{look.span_html('faint', f'[{of}]')} {look.text(line)}" for of, line in shown]
     if failure is not None and (rank is None or rank in failure.ranks or not failure.ranks):
-        rows.append(look.span("bad", f"✗ {failure.kind}: {failure.message}"))
+        rows.append(look.span_html("bad", f"✗ {failure.kind}: {failure.message}"))
     if not rows:
         return '<p class="kit-faint">Nothing has been printed yet.</p>'
     count = f"{len(shown)} of {len(wanted)} lines" if len(shown) < len(wanted) else f"{len(wanted)} lines"
@@ -582,17 +588,17 @@ class LimitRow:
                 layout={"width": "212px"},
             )
             self.slider = widgets.IntSlider(readout=False, tooltip=self.exact.tooltip, layout={"width": "120px"})
-            parts.append(look.box(self.exact, self.slider))
+            parts.append(look.flex_box(self.exact, self.slider))
             self.slider.observe(self._moved, "value")
             self.exact.observe(self._moved, "value")
-        self.widget = look.box(*parts, names=("kit-check",))
+        self.widget = look.flex_box(*parts, names=("kit-check",))
         self.aim(limit)
 
     def aim(self, limit: Limit) -> None:
         """Show another run's limit: its default and the ends of its slider."""
         self.limit = limit
         counts = limit.unit == "1" and all(float(end).is_integer() for end in (limit.low, limit.high))
-        self.scale = scale(limit.low, limit.high, whole=counts)
+        self.scale = slider_scale(limit.low, limit.high, whole=counts)
         if self.slider is not None:
             self._taking = True
             self.slider.max = len(self.scale) - 1
@@ -628,15 +634,15 @@ class VerdictTab(Tab):
         self.head = widgets.HTML()
         wide, named = {"description_width": "initial"}, "a named set of limits"
         sets = [("choose...", ""), *zip(model.presets, model.presets, strict=True)]
-        self.preset = look.control(widgets.Dropdown, "tolerances", named, options=sets, style=wide)
+        self.preset = look.labelled_control(widgets.Dropdown, "tolerances", named, options=sets, style=wide)
         file = "a JSON file of tolerances, which kit run --tolerances also reads"
-        self.path = look.control(widgets.Text, "file", file, value=FILE, style=wide)
+        self.path = look.labelled_control(widgets.Text, "file", file, value=FILE, style=wide)
         self.path.layout = widgets.Layout(width="auto", flex="1 1 160px", max_width="360px")
         written = "write the moved tolerances to the file"
         self.save = look.button("Save", "download", written, lambda: self._file(save=True))
         self.load = look.button("Load", "upload", "load the tolerances from the file", lambda: self._file(save=False))
         self.body = widgets.VBox()
-        controls = look.box(self.preset, self.path, self.save, self.load)
+        controls = look.flex_box(self.preset, self.path, self.save, self.load)
         self.widget = widgets.VBox([self.head, controls, self.notice, self.body])
         self.preset.observe(self._preset, "value")
         model.observe(self._show, ["verdict", "tolerances"])
@@ -700,14 +706,14 @@ def head_html(verdict: Any) -> str:
     if verdict is None or not len(verdict):
         return '<p class="kit-faint">Not judged yet: run the lab to its end.</p>'
     mark = MARKS[not any(row.passed is False for row in verdict)]
-    return f"<div role='status' aria-live='polite'>{look.span(mark.kind, f'{mark.sign} {tally(verdict)}')}</div>"
+    return f"<div role='status' aria-live='polite'>{look.span_html(mark.kind, f'{mark.sign} {tally(verdict)}')}</div>"
 
 
 def check_html(limit: Limit, rows: Sequence[VerdictRow], *, moved: bool) -> str:
     """A check's answer; for one with many answers also the worst failed ones."""
     heads = without_parts(rows)
     held = f"limit {SIGNS[limit.better]} {amount(limit.default, limit.unit)}"
-    parts = [look.span("faint", f"{limit.rule}: not judged yet, {held}")] if not rows else []
+    parts = [look.span_html("faint", f"{limit.rule}: not judged yet, {held}")] if not rows else []
     for row in heads:
         below = [part for part in rows if part.check.startswith(f"{row.check}/")]
         failed = [part for part in below if part.passed is False]
@@ -715,8 +721,8 @@ def check_html(limit: Limit, rows: Sequence[VerdictRow], *, moved: bool) -> str:
         parts += [f"&emsp;{row_html(limit, part, moved=False, brief=True)}" for part in failed[:FEW]]
         if below:
             left = len(failed) - FEW
-            parts.append(look.span("faint", f"{len(below)} answers" + (f", {left} more fail" if left > 0 else "")))
-    asked = look.span("faint", limit.question)
+            parts.append(look.span_html("faint", f"{len(below)} answers" + (f", {left} more fail" if left > 0 else "")))
+    asked = look.span_html("faint", limit.question)
     return "".join(f"<div>{part}</div>" for part in [*parts, asked])
 
 
@@ -726,9 +732,9 @@ def row_html(limit: Limit, row: VerdictRow, *, moved: bool, brief: bool = False)
     held = f"{measured} {SIGNS[limit.better]} {amount(row.limit, row.unit)}" if measured else ""
     if row.passed is False:
         held = f"{measured}, limit {SIGNS[limit.better]} {amount(row.limit, row.unit)}"
-    lab = look.span("busy", f" (lab: {amount(limit.default, limit.unit)})") if moved else ""
+    lab = look.span_html("busy", f" (lab: {amount(limit.default, limit.unit)})") if moved else ""
     name = row.check.partition("/")[2] if brief else row.check
-    why = look.span("faint", row.why) if row.why else ""
+    why = look.span_html("faint", row.why) if row.why else ""
     return f'<b class="kit-{mark.kind}">{mark}</b> <b>{look.text(name)}</b> {look.text(held)}{lab} {why}'
 
 
@@ -737,7 +743,7 @@ def row_html(limit: Limit, row: VerdictRow, *, moved: bool, brief: bool = False)
 # back as 9.83e-07. So a slider has only integer places on a scale; the exact number is in the field next to it.
 
 
-def scale(low: float, high: float, *, whole: bool = False) -> list[float]:
+def slider_scale(low: float, high: float, *, whole: bool = False) -> list[float]:
     """The number at each place: powers of ten if the range spans them, every integer if they are few, else even steps."""
     if whole and high - low <= PLACES:
         return [low + place for place in range(round(high - low) + 1)]

@@ -28,11 +28,11 @@ def make_kit_importable() -> None:
 
 if __name__ == "__main__":
     if RANK in sys.modules:
-        sys.modules[RANK].main()
+        sys.modules[RANK].rank_main()
     else:
         if "kit" not in sys.modules:
             sys.path.pop(0)  # run by path: the folder of this file would shadow modules of the same names
             make_kit_importable()
-        from kit.world.agentside import main
+        from kit.world.agentside import agent_main
 
-        main(preload=RANK)
+        agent_main(preload=RANK)

@@ -33,7 +33,7 @@ from typing import Any
 
 from kit import machine
 from kit.world import leftovers
-from kit.world.channel import ChannelClosed, Link, Message, connect
+from kit.world.channel import ChannelClosed, Message, WorldLink, connect
 
 ENTRY = Path(__file__).with_name("agent.py")
 STATUS_S = 1.0  # for another thread to note the status that it has just taken
@@ -44,7 +44,7 @@ class Node:
 
     def __init__(self, address: str, key: bytes, node: int, folder: Path) -> None:
         self.key, self.node, self.folder = key, node, folder
-        self.link: Link = connect(address, key)
+        self.link: WorldLink = connect(address, key)
         self.launched = threading.Event()
         self.order: Message = {}
         self.ranks: dict[int, tuple[int, int]] = {}  # rank -> pid, start time
@@ -104,7 +104,7 @@ class Node:
 
     def on_kill(self) -> None:
         for pid, started in self.ranks.values():
-            leftovers.kill(pid, started, group=True)
+            leftovers.kill_process(pid, started, group=True)
         if not leftovers.end_children() and (value := os.environ.get(machine.MARK)):
             leftovers.end_carriers(value.__eq__, spare=os.getpid())
 
@@ -113,7 +113,7 @@ class Node:
 
     def on_describe(self, rank: int) -> str:
         pid, started = self.ranks[rank]
-        return leftovers.describe(pid, started, self.folder / f"stack{rank}")
+        return leftovers.describe_leftover(pid, started, self.folder / f"stack{rank}")
 
 
 def read_log(logs: Path, rank: int, offset: int, limit: int) -> bytes:
@@ -173,7 +173,7 @@ def plain_logging() -> None:
 NODE: Node
 
 
-def main(*, preload: str) -> None:
+def agent_main(*, preload: str) -> None:
     """`preload`: the module of the ranks, imported once before they are forked."""
     global NODE  # noqa: PLW0603 - the forked ranks find it here
     parser = argparse.ArgumentParser(prog="python -m kit.world.agent", description=__doc__)

@@ -128,11 +128,11 @@ def check_code(do: str, code: str) -> dict[str, Any]:
     """The request. A typo is reported here, before any rank sees it."""
     if not isinstance(code, str):
         raise BadInput(f"code for the ranks is text, not {code!r}; call() runs a function by its name")
-    return {"do": do, "code": code, "cell": _cell(do, code)}
+    return {"do": do, "code": code, "cell": _cell_number(do, code)}
 
 
 @functools.lru_cache(maxsize=256)
-def _cell(do: str, code: str) -> int:
+def _cell_number(do: str, code: str) -> int:
     """The cell's number: the same for the same code, on all ranks."""
     compile(code, "<ranks>", "exec" if do == "run" else do)
     return next(_numbers)
@@ -173,7 +173,7 @@ def writable_folder(logs: str | os.PathLike[str]) -> Path:
 HOMES = ("/opt", "/venv", "/workspace", "~")  # where images and people put environments
 
 
-def has(name: str) -> bool:
+def has_module(name: str) -> bool:
     import importlib.util
 
     try:
@@ -184,7 +184,7 @@ def has(name: str) -> bool:
 
 # What `probe_python` asks another interpreter, which may have no kit.
 PROBE = f"""
-{inspect.getsource(has)}
+{inspect.getsource(has_module)}
 import json, sys
 print(json.dumps([has("torch"), has("megatron.core"), list(sys.version_info[:2])]))
 """
@@ -228,7 +228,7 @@ def candidates() -> list[tuple[str, str]]:
 def probe_python(path: str, where: str) -> Interpreter:
     """What an interpreter has, without importing any of it."""
     if path == sys.executable:
-        return Interpreter(path=path, where=where, torch=has("torch"), megatron=has("megatron.core"))
+        return Interpreter(path=path, where=where, torch=has_module("torch"), megatron=has_module("megatron.core"))
     printed, why = run_python(path, PROBE, timeout_s=30)
     if why:
         return Interpreter(path=path, where=where, problem=no_python(path) or f"does not run: {why}")
@@ -302,7 +302,7 @@ def search_pythons() -> Iterator[Interpreter]:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class NodePart:
     """Where a World stands among several: its ranks' numbers begin at `first`, and all Worlds together have `total` ranks."""
 
     first: int
@@ -310,7 +310,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class WorldPlan:
     ranks: int
     nodes: int
     endpoint: str
@@ -321,7 +321,7 @@ class Plan:
     logs: Path | None
     start_timeout_s: float
     group_timeout_s: float
-    part: Part
+    part: NodePart
     devices: tuple[int, ...] = ()
 
     @property

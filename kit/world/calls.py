@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kit.errors import BadInput, Cancelled, KitError, RankDied, RankError, RankTimeout, ending, signal_name
-from kit.world.channel import ChannelClosed, Malformed, Member, Message, readable
+from kit.world.channel import ChannelClosed, Malformed, Message, WorldMember, readable_message
 from kit.world.crew import Crew
 from kit.world.leftovers import users_part
 
@@ -40,11 +40,11 @@ AGAIN = "; restart() starts fresh ranks"
 
 
 @dataclass(eq=False)
-class Call:
+class WorldCall:
     """A request on its way to ranks of one World. `answers`, in their order, and `gone` fill up until every rank is in one of them."""
 
     crew: Crew
-    members: list[Member]
+    members: list[WorldMember]
     request: Message
     die: Callable[[str, KitError], None]  # ends the World
     answers: dict[int, Message] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Call:
     def __post_init__(self) -> None:
         self.phase = str(self.request["phase"])
 
-    def waiting(self) -> list[Member]:
+    def waiting(self) -> list[WorldMember]:
         return [m for m in self.members if m.rank not in self.answers and m.rank not in self.gone]
 
     def send(self) -> None:
@@ -72,7 +72,7 @@ class Call:
             except ChannelClosed:
                 self.gone.add(member.rank)  # the end of its channel is seen below, or its silence is
 
-    def hear(self, member: Member, message: Message) -> None:
+    def hear(self, member: WorldMember, message: Message) -> None:
         """Take in an answer; one that comes late still frees its rank."""
         if "error" not in message:
             message["value"], message["log"], message["lost"]  # a KeyError refuses what is no answer
@@ -104,7 +104,7 @@ class Call:
         elif not self.waiting():
             self.settle(self._failure())
         elif time.monotonic() > self.look_at:
-            waiting, seen = self.waiting(), looks(self.waiting())
+            waiting, seen = self.waiting(), look_at_members(self.waiting())
             if all(member.rank in seen and seen[member.rank].waiting for member in waiting):
                 self.settle(self._failure())
             self.look_at = time.monotonic() + ABANDONED_S
@@ -135,7 +135,7 @@ class Call:
             if last:
                 self._show_rest(member, output)
 
-    def _show_rest(self, member: Member, output: Callable[[int, str], None]) -> None:
+    def _show_rest(self, member: WorldMember, output: Callable[[int, str], None]) -> None:
         rank, answer = member.rank, self.answers.get(member.rank, {"log": 0, "lost": 0})
         if tail := self.partial.pop(rank, b""):
             output(rank, tail.decode(errors="replace"))
@@ -159,7 +159,11 @@ class Call:
         rank = first.rank if first else min(self.gone)
         member = next(m for m in self.crew.members if m.rank == rank)
         is_member = any(member is candidate for candidate in self.members)
-        while is_member and rank not in self.answers and member.work.fileno() in readable([member.work.fileno()], 0):
+        while (
+            is_member
+            and rank not in self.answers
+            and member.work.fileno() in readable_message([member.work.fileno()], 0)
+        ):
             if not self.crew.hear(member):
                 break  # what it answered before it ended: others' ends may have come first
         phase, answer, status = (
@@ -214,7 +218,7 @@ class Call:
     def timeout(self, seconds: float) -> RankTimeout:
         silent = self.waiting()
         ranks = tuple(member.rank for member in silent)
-        looks_by_rank = looks(self.crew.members)
+        looks_by_rank = look_at_members(self.crew.members)
         stacks = {
             m.rank: looks_by_rank[m.rank].stack if m.rank in looks_by_rank else self.crew.describe(m) for m in silent
         }
@@ -244,10 +248,10 @@ class Look:
     progress: dict[str, int]
 
 
-def looks(members: Sequence[Member]) -> dict[int, Look]:
+def look_at_members(members: Sequence[WorldMember]) -> dict[int, Look]:
     """Ask all at once; ranks that do not answer within a second are not in the result."""
     number = time.monotonic_ns()
-    asked: dict[int, Member] = {}
+    asked: dict[int, WorldMember] = {}
     for member in members:
         with contextlib.suppress(ChannelClosed):  # gone: no look
             member.watch.send({"id": number, "do": "look"})
@@ -255,7 +259,7 @@ def looks(members: Sequence[Member]) -> dict[int, Look]:
     looks_by_rank: dict[int, Look] = {}
     deadline = time.monotonic() + LOOK_S
     while asked and (left := deadline - time.monotonic()) > 0:
-        for fd in readable(asked, left):
+        for fd in readable_message(asked, left):
             try:
                 for message in asked[fd].hear_watch():
                     if message.pop("id") == number:
@@ -314,7 +318,7 @@ class Pending:
 
     def __init__(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[WorldCall],
         lock: threading.RLock,
         observer: Observer,
         timeout_s: float,
@@ -350,7 +354,7 @@ class Pending:
             if not self.settled:
                 waited = self.timeout_s if timeout_s is None else timeout_s
                 raise timeouts([call.timeout(waited) for call in self.calls if not call.settled], waited)
-            if error := failure(self.calls):
+            if error := call_failure(self.calls):
                 raise error
         return [call.answers[member.rank]["value"] for call in self.calls for member in call.members]
 
@@ -363,7 +367,7 @@ class Pending:
         if self.settled:
             return False
         self._cancelled = True
-        stop([self])
+        stop_calls([self])
         return True
 
     def over(self) -> bool:
@@ -441,14 +445,14 @@ def drive(pendings: Sequence[Pending], *, until: float, first: bool = False, ove
             take_turn(pendings, 0.0 if enough else min(TICK_S, max(0.0, ends - now)))
             turned = True
     except KeyboardInterrupt:
-        stop(pendings)
+        stop_calls(pendings)
         raise
 
 
 def take_turn(pendings: Sequence[Pending], seconds: float) -> None:
     """Wait at most this long for something to arrive, and take it in."""
     crews = list({id(call.crew): (pending.lock, call.crew) for pending in pendings for call in pending.calls}.values())
-    ready = readable([fd for _, crew in crews for fd in crew.filenos()], seconds)
+    ready = readable_message([fd for _, crew in crews for fd in crew.filenos()], seconds)
     for lock, crew in crews if ready else ():
         with lock:
             crew.take(ready)
@@ -456,7 +460,7 @@ def take_turn(pendings: Sequence[Pending], seconds: float) -> None:
         pending.advance(tick=not ready)
 
 
-def stop(pendings: Sequence[Pending]) -> None:
+def stop_calls(pendings: Sequence[Pending]) -> None:
     """Interrupt the ranks of these calls. Those that cannot stop end, so that each World is clearly dead or usable."""
     open_ = [call for pending in pendings if not pending.settled for call in pending.calls if not call.settled]
     for call in open_:
@@ -466,7 +470,7 @@ def stop(pendings: Sequence[Pending]) -> None:
     end = time.monotonic() + INTERRUPT_S
     while any(call.waiting() and not call.gone for call in open_) and time.monotonic() < end:
         crews = {id(call.crew): call.crew for call in open_}.values()
-        if readable([fd for crew in crews for fd in crew.filenos()], TICK_S):
+        if readable_message([fd for crew in crews for fd in crew.filenos()], TICK_S):
             for pending in pendings:
                 with pending.lock:
                     for call in pending.calls:
@@ -489,7 +493,7 @@ def stop(pendings: Sequence[Pending]) -> None:
         print(f"World ended: {ranks_word(stuck)} did not stop within {INTERRUPT_S:g} s; restart() starts fresh ranks")
 
 
-def failure(calls: Sequence[Call]) -> BaseException | None:
+def call_failure(calls: Sequence[WorldCall]) -> BaseException | None:
     """The error to raise: of the worst kind the one that came first. What else went wrong is a note on it."""
     failed = sorted(
         (call for call in calls if call.error is not None),

@@ -59,7 +59,7 @@ def proof(key: bytes, who: bytes, first: bytes, second: bytes) -> bytes:
     return hmac.digest(key, who + first + second, "sha256")
 
 
-def readable(fds: Iterable[int], seconds: float) -> set[int]:
+def readable_message(fds: Iterable[int], seconds: float) -> set[int]:
     """Those that have something to read, or have ended; closed ones are passed over. Unlike select(), it takes any number."""
     poll = select.poll()
     for fd in fds:
@@ -68,7 +68,7 @@ def readable(fds: Iterable[int], seconds: float) -> set[int]:
     return {fd for fd, _ in poll.poll(seconds * 1000)}
 
 
-class Link:
+class WorldLink:
     """One authenticated connection. `send` may be called from several threads, receiving from one."""
 
     def __init__(self, sock: socket.socket, session: bytes, *, caller: bool) -> None:
@@ -181,7 +181,7 @@ def read_exactly(sock: socket.socket, size: int) -> bytes:
     return data
 
 
-def connect(address: str, key: bytes) -> Link:
+def connect(address: str, key: bytes) -> WorldLink:
     """Call a listener: a path of a Unix socket, or host:port. Call again if it drops us, as it may while strangers flood it."""
     for _ in range(ATTEMPTS - 1):
         with contextlib.suppress(Dropped, BrokenPipeError, ConnectionResetError):
@@ -189,7 +189,7 @@ def connect(address: str, key: bytes) -> Link:
     return call_once(address, key)
 
 
-def call_once(address: str, key: bytes) -> Link:
+def call_once(address: str, key: bytes) -> WorldLink:
     if "/" in address:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.connect(address)
@@ -205,7 +205,7 @@ def call_once(address: str, key: bytes) -> Link:
         raise
 
 
-def greet(sock: socket.socket, key: bytes) -> Link:
+def greet(sock: socket.socket, key: bytes) -> WorldLink:
     sock.settimeout(HANDSHAKE_S * 6)  # the listener may be busy with others
     theirs = read_exactly(sock, NONCE)
     nonce = secrets.token_bytes(NONCE)
@@ -213,7 +213,7 @@ def greet(sock: socket.socket, key: bytes) -> Link:
     if not hmac.compare_digest(read_exactly(sock, MAC), proof(key, b"listener", theirs, nonce)):
         raise ChannelClosed("the listener does not hold this World's key")
     sock.settimeout(None)
-    return Link(sock, proof(key, b"session", theirs, nonce), caller=True)
+    return WorldLink(sock, proof(key, b"session", theirs, nonce), caller=True)
 
 
 @dataclass
@@ -226,7 +226,7 @@ class Stranger:
     data: bytearray = field(default_factory=bytearray)
 
 
-class Listener:
+class WorldListener:
     """Accepts callers that hold the key; drops everyone else without harm. Open only while a caller is expected."""
 
     def __init__(self, key: bytes, place: Path | str) -> None:
@@ -248,7 +248,7 @@ class Listener:
     def filenos(self) -> list[int]:
         return [self._sock.fileno(), *self._strangers]
 
-    def welcome(self) -> list[Link]:
+    def welcome(self) -> list[WorldLink]:
         """Callers that have proved the key since the last call. Never blocks."""
         self._accept()
         links = []
@@ -261,7 +261,7 @@ class Listener:
                 nonce, theirs = stranger.nonce, bytes(stranger.data[:NONCE])
                 stranger.sock.setblocking(True)
                 stranger.sock.sendall(proof(self._key, b"listener", nonce, theirs))
-                links.append(Link(stranger.sock, proof(self._key, b"session", nonce, theirs), caller=False))
+                links.append(WorldLink(stranger.sock, proof(self._key, b"session", nonce, theirs), caller=False))
             else:
                 stranger.sock.close()
         return links
@@ -324,7 +324,7 @@ def malformed(who: str, error: Exception) -> KitError:
 
 
 @dataclass(slots=True)
-class Member:
+class WorldMember:
     rank: int
     node: int
     pid: int
@@ -332,11 +332,11 @@ class Member:
     device: str
     why: str
     host: str
-    work: Link
-    watch: Link
+    work: WorldLink
+    watch: WorldLink
     seat: int | None
     phase: str = "idle"
-    call: Any = None  # the `kit.world.calls.Call` that it has not answered
+    call: Any = None  # the `kit.world.calls.WorldCall` that it has not answered
     since: float = 0.0
     log: int = 0  # how much of its log was shown
     asked: bool = False  # for news, and has not answered
@@ -372,7 +372,7 @@ class Exit:
 @dataclass(slots=True)
 class AgentEnd:
     node: int
-    link: Link
+    link: WorldLink
     ended: int = -1  # the last generation whose ranks torchrun has seen the end of
     error: str = ""  # torchrun's account of it
     statuses: dict[int, int] = field(default_factory=dict)

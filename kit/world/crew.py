@@ -16,20 +16,20 @@ from kit import machine
 from kit.errors import KitError, RankDied, RankError, ending, signal_name
 from kit.world import leftovers
 from kit.world.agentside import read_log
-from kit.world.asked import CREWS, Plan
+from kit.world.asked import CREWS, WorldPlan
 from kit.world.channel import (
     HELLO,
     MALFORMED,
     AgentEnd,
     ChannelClosed,
     Exit,
-    Link,
-    Listener,
     Malformed,
-    Member,
     Message,
+    WorldLink,
+    WorldListener,
+    WorldMember,
     malformed,
-    readable,
+    readable_message,
 )
 
 AGENT = Path(__file__).with_name("agent.py")
@@ -39,19 +39,19 @@ NOT_INHERITED = {"MPLBACKEND", "PYTHONHOME"}
 NOT_INHERITED |= {"KIT_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
-def fits(hello: Message, **wanted: range | None) -> bool:
+def is_valid_hello(hello: Message, **wanted: range | None) -> bool:
     return all(type(hello[name]) is int and (among is None or hello[name] in among) for name, among in wanted.items())
 
 
 class Crew:
     """Agents and ranks of one World, through however many generations of ranks."""
 
-    def __init__(self, plan: Plan, tick: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, plan: WorldPlan, tick: Callable[[], None] = lambda: None) -> None:
         """`tick` is called often while they start; what it raises ends the start."""
         self.plan = plan
         self.tick = tick
         self.id = secrets.token_hex(3)
-        self.members: list[Member] = []
+        self.members: list[WorldMember] = []
         self.agents: dict[int, AgentEnd] = {}
         self.exits: list[Exit] = []
         self.generation = -1
@@ -62,9 +62,9 @@ class Crew:
         self.logs.mkdir(exist_ok=True)
         self._agent_log = self.logs / f"torchrun{plan.part.first or ''}.log"  # several Worlds share a folder
         self._process: subprocess.Popen[bytes] | None = None
-        self._listener: Listener | None = None
-        self._unnamed: list[Link] = []  # proved the key, but have not sent their names
-        self._joined: dict[int, dict[str, tuple[Link, Message]]] = {}
+        self._listener: WorldListener | None = None
+        self._unnamed: list[WorldLink] = []  # proved the key, but have not sent their names
+        self._joined: dict[int, dict[str, tuple[WorldLink, Message]]] = {}
         self.owner = os.getpid()
         self.inherited = False  # True in a process forked from the notebook: the World is its parent's
         CREWS.add(self)
@@ -82,13 +82,13 @@ class Crew:
             self.close()
             raise
 
-    def _listen(self) -> Listener:
+    def _listen(self) -> WorldListener:
         if self._listener is None:
             host = self.plan.endpoint.rpartition(":")[0].strip("[]")
-            self._listener = Listener(self._key, self.folder / "s" if self.plan.nodes == 1 else host)
+            self._listener = WorldListener(self._key, self.folder / "s" if self.plan.nodes == 1 else host)
         return self._listener
 
-    def _start_agent(self, listener: Listener) -> None:
+    def _start_agent(self, listener: WorldListener) -> None:
         (self.folder / "key").touch(mode=0o600)
         (self.folder / "key").write_text(self._key.hex())
         command = [self.plan.python.path, str(AGENT), "--node", "0", "--connect", listener.address]
@@ -131,7 +131,7 @@ class Crew:
         self._assemble(lambda: sum(len(links) == 2 for links in joined.values()) == self.plan.ranks, "ranks")
         for rank in sorted(joined):
             (watch, _), (work, hello) = joined[rank]["watch"], joined[rank]["work"]
-            member = Member(**{name: hello[name] for name in HELLO}, work=work, watch=watch)
+            member = WorldMember(**{name: hello[name] for name in HELLO}, work=work, watch=watch)
             log = self.logs / f"rank{member.rank}.log"
             member.log = log.stat().st_size if member.node == 0 and log.exists() else 0
             for link in (work, watch):
@@ -185,7 +185,7 @@ class Crew:
         deadline = printed + self.plan.start_timeout_s
         while not complete():
             unnamed = [link.fileno() for link in self._unnamed]
-            ready = readable([*listener.filenos(), *self._agent_fds(), *unnamed], 0.05)
+            ready = readable_message([*listener.filenos(), *self._agent_fds(), *unnamed], 0.05)
             for link in [link for link in self._unnamed if link.fileno() in ready]:
                 self._greet(link)  # without waiting: a caller that stops within its first frame delays no other
             self._unnamed += listener.welcome()
@@ -198,18 +198,18 @@ class Crew:
                 printed = time.monotonic()
                 print(self._missing(what))
 
-    def _greet(self, link: Link) -> None:
+    def _greet(self, link: WorldLink) -> None:
         hello: Message = {}
         try:
             if not (messages := link.arrived()):
                 return
             (hello,) = messages
             if hello["role"] == "agent":
-                if not fits(hello, node=range(self.plan.nodes), pid=None):
+                if not is_valid_hello(hello, node=range(self.plan.nodes), pid=None):
                     raise Malformed(f"{hello}")
                 self.agents[hello["node"]] = AgentEnd(hello["node"], link)
             else:
-                known = fits(hello, rank=self.plan.numbers, node=None, pid=None, started=None)
+                known = is_valid_hello(hello, rank=self.plan.numbers, node=None, pid=None, started=None)
                 if not known or hello["role"] not in {"work", "watch"} or not hello.keys() >= set(HELLO):
                     raise Malformed(f"{hello}")
                 self._joined.setdefault(hello["rank"], {})[hello["role"]] = (link, hello)
@@ -258,7 +258,7 @@ class Crew:
     def take(self, ready: set[int] | None = None) -> None:
         """Take in all that has arrived, without waiting; `ready` are the links that were seen to be readable."""
         if ready is None:
-            ready = readable(self.filenos(), 0)
+            ready = readable_message(self.filenos(), 0)
         if not ready.isdisjoint(self._agent_fds()):
             self.hear_agents()
             gone = {exit_.rank for exit_ in self.exits}
@@ -272,13 +272,13 @@ class Crew:
             if member.call is not None and member.work.fileno() in ready:
                 self.hear(member)
 
-    def hear(self, member: Member) -> bool:
+    def hear(self, member: WorldMember) -> bool:
         """Take in what a rank answered; False once it is gone."""
         try:
             for message in member.work.arrived():
                 call = member.call
                 if call is not None and message["id"] == call.request["id"]:
-                    while member.asked and readable([member.watch.fileno()], 0):
+                    while member.asked and readable_message([member.watch.fileno()], 0):
                         self._hear_watch(member)  # what it reported before it answered
                     member.news += message.pop("news", ())
                     call.hear(member, message)
@@ -290,13 +290,13 @@ class Crew:
             self.refuse(member, error)
         return True
 
-    def refuse(self, member: Member, error: Exception) -> None:
+    def refuse(self, member: WorldMember, error: Exception) -> None:
         """End the World of a rank that sent what no rank of the kit sends."""
         for call in self.calls():
             why = malformed(f"rank {member.rank}", error)
             call.die(str(why), why)
 
-    def _hear_watch(self, member: Member) -> None:
+    def _hear_watch(self, member: WorldMember) -> None:
         try:
             member.hear_watch()
         except ChannelClosed:
@@ -316,7 +316,7 @@ class Crew:
         """Take in what agents sent. An agent that is gone takes its node's ranks along; `torchrun_gone` has the reason."""
         for agent in list(self.agents.values()):
             try:
-                while readable([agent.link.fileno()], 0):
+                while readable_message([agent.link.fileno()], 0):
                     for message in agent.link.arrived():
                         self._note(agent, message)
             except (ChannelClosed, *MALFORMED):
@@ -326,7 +326,7 @@ class Crew:
     def _hear_until(self, done: Callable[[], object], seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while not (over := bool(done())) and time.monotonic() < deadline:
-            readable(self._agent_fds(), 0.02)
+            readable_message(self._agent_fds(), 0.02)
             self.hear_agents()
         return over
 
@@ -381,16 +381,16 @@ class Crew:
 
     # -- logs and states --------------------------------------------------------------------------------------------
 
-    def read_log(self, member: Member, offset: int, limit: int) -> bytes:
+    def read_log(self, member: WorldMember, offset: int, limit: int) -> bytes:
         if member.node == 0:
             return read_log(self.logs, member.rank, offset, limit)
         answer = self.ask(member.node, "log", rank=member.rank, offset=offset, limit=limit)
         return answer.encode("latin-1") if answer else b""
 
-    def describe(self, member: Member) -> str:
+    def describe(self, member: WorldMember) -> str:
         """The stack or state of a rank whose own side thread does not answer."""
         if member.node == 0:
-            return leftovers.describe(member.pid, member.started, self.folder / f"stack{member.rank}")
+            return leftovers.describe_leftover(member.pid, member.started, self.folder / f"stack{member.rank}")
         return self.ask(member.node, "describe", rank=member.rank) or "no stack: its machine's agent does not answer"
 
     # -- ending -----------------------------------------------------------------------------------------------------
@@ -401,7 +401,7 @@ class Crew:
             return
         for member in self.members:
             if member.node == 0:
-                leftovers.kill(member.pid, member.started, group=True)
+                leftovers.kill_process(member.pid, member.started, group=True)
         for link in self._rank_links():
             link.close()
         self._unnamed.clear()
@@ -410,7 +410,7 @@ class Crew:
             with contextlib.suppress(ChannelClosed):
                 agent.link.send({"do": "kill"})
 
-    def _rank_links(self) -> list[Link]:
+    def _rank_links(self) -> list[WorldLink]:
         """Those of ranks, and of callers on their way to be one."""
         joined = [link for links in self._joined.values() for link, _ in links.values()]
         return [*self._unnamed, *joined, *(link for m in self.members for link in (m.work, m.watch))]

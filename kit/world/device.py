@@ -72,7 +72,7 @@ SETTINGS = (
 )
 
 
-def prepare(environ: MutableMapping[str, str], wanted: str, folder: Path) -> None:
+def prepare_device(environ: MutableMapping[str, str], wanted: str, folder: Path) -> None:
     """Put the settings into a rank's environment, before the driver is asked anything. What a person has set stays."""
     if wanted == "cpu" or (torch.version.cuda is None and torch.version.hip is None):
         return
@@ -89,7 +89,7 @@ class Seat(NamedTuple):
     env: Mapping[str, str]
 
 
-def choose(wanted: str, number: int, neighbours: int, devices: Sequence[int] = (), local: int = 0) -> Seat:
+def choose_device(wanted: str, number: int, neighbours: int, devices: Sequence[int] = (), local: int = 0) -> Seat:
     """`wanted` is auto, cpu or cuda; `number` counts the ranks of this machine, of which there are `neighbours`.
 
     Auto takes CUDA where it is usable. Fewer GPUs than ranks are shared, in a way that the NCCL of this process knows.
@@ -99,7 +99,7 @@ def choose(wanted: str, number: int, neighbours: int, devices: Sequence[int] = (
         return Seat(torch.device("cpu"), "asked for", {})
     if torch.version.cuda is None and torch.version.hip is None:
         reason = f"torch {torch.__version__} is a build without CUDA"
-    elif poisoned():
+    elif is_poisoned():
         reason = (
             "a module that was loaded for the ranks started CUDA before they were forked, so that it is dead in them"
         )
@@ -112,10 +112,10 @@ def choose(wanted: str, number: int, neighbours: int, devices: Sequence[int] = (
             gpu = devices[local]
             if gpu >= there:
                 raise RuntimeError(f"devices={list(devices)} names GPU {gpu}, and there are {there}, numbered from 0")
-            if refusal := on_gpu(gpu, number, f"GPU {gpu} was asked for", shared=devices.count(gpu) > 1):
+            if refusal := place_on_gpu(gpu, number, f"GPU {gpu} was asked for", shared=devices.count(gpu) > 1):
                 return refusal
             raise RuntimeError(f"devices={list(devices)} puts several ranks on GPU {gpu}, which needs NCCL")
-        if refusal := on_gpu(number % there, number, counted, shared=there < neighbours):
+        if refusal := place_on_gpu(number % there, number, counted, shared=there < neighbours):
             return refusal
         reason = f"{counted}; without NCCL each rank needs its own"
     if wanted == "cuda":
@@ -123,7 +123,7 @@ def choose(wanted: str, number: int, neighbours: int, devices: Sequence[int] = (
     return Seat(torch.device("cpu"), reason, {})
 
 
-def on_gpu(gpu: int, number: int, why: str, *, shared: bool) -> Seat | None:
+def place_on_gpu(gpu: int, number: int, why: str, *, shared: bool) -> Seat | None:
     """This rank on this GPU; None where several ranks are to share it and there is no NCCL."""
     if not shared:
         return Seat(torch.device("cuda", gpu), why, {})
@@ -153,7 +153,7 @@ def restore() -> None:
         setattr(_C, COUNT, _plain)
 
 
-def poisoned() -> bool:
+def is_poisoned() -> bool:
     """Whether CUDA was started in this process's parent before the fork."""
     return bool(torch.cuda._is_in_bad_fork())
 

@@ -57,14 +57,14 @@ def is_dead(value: str) -> bool:
     return "/" not in world and machine.is_gone(owner)
 
 
-def find() -> list[Leftover]:
+def find_leftovers() -> list[Leftover]:
     leftovers = []
     for pid in machine.pids():
         with contextlib.suppress(OSError):  # it ended, or is another user's
             value, fields = machine.marked(pid), machine.stat_fields(pid)
             if pid == os.getpid() or value is None or fields is None or fields[0] in "ZX" or not is_dead(value):
                 continue
-            file = place() / value / SESSION
+            file = leftover_place() / value / SESSION
             sure = file.is_file() and file.read_text() == fields[3]
             started = int(fields[19])
             leftovers.append(
@@ -79,15 +79,15 @@ def dead_folders(found: Iterable[Leftover]) -> list[Path]:
     return [path for path in base().iterdir() if is_dead(path.name) and path.name not in used]
 
 
-def end(found: Sequence[Leftover]) -> list[Path]:
+def end_leftovers(found: Sequence[Leftover]) -> list[Path]:
     """End leftover processes, those that surely are, and remove dead Worlds' folders; what was removed."""
     ended = [leftover for leftover in found if leftover.sure]
     for leftover in ended:
-        kill(leftover.pid, leftover.started)
+        kill_process(leftover.pid, leftover.started)
     deadline = time.monotonic() + 5
     while any(machine.alive(leftover.pid, leftover.started) for leftover in ended) and time.monotonic() < deadline:
         time.sleep(0.01)
-    removed = dead_folders(find())
+    removed = dead_folders(find_leftovers())
     for folder in removed:
         shutil.rmtree(folder, ignore_errors=True)
     return removed
@@ -111,7 +111,7 @@ def forget_shared(pids: Iterable[int]) -> None:
                 file.unlink()
 
 
-def place() -> Path:
+def leftover_place() -> Path:
     root = Path(tempfile.gettempdir())
     if len(str(root)) > 50:  # a Unix socket's path ends at 107 bytes
         root = Path("/tmp")  # noqa: S108 - owner and mode of our folder in it are checked
@@ -120,7 +120,7 @@ def place() -> Path:
 
 def base() -> Path:
     """The owner-only folder under which Worlds keep their folders."""
-    folder = place()
+    folder = leftover_place()
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     info = folder.lstat()
@@ -154,7 +154,7 @@ STATES = {
 ENTERED = re.compile(r'kit/world/rankside\.py", line \d+ in (answer|run_cell)$', re.MULTILINE)
 
 
-def kill(pid: int, started: int, *, group: bool = False) -> bool:
+def kill_process(pid: int, started: int, *, group: bool = False) -> bool:
     """SIGKILL the process (with its group), but only if it is still the one that started then."""
     if machine.start_time(pid) != started:
         return False
@@ -241,7 +241,7 @@ def end_children() -> bool:
     return True
 
 
-def describe(pid: int, started: int, stack_file: Path, wait_s: float = 0.5) -> str:
+def describe_leftover(pid: int, started: int, stack_file: Path, wait_s: float = 0.5) -> str:
     """Why a rank does not answer: its Python stack if the interpreter can still write one, else its state and the reason."""
     fields = machine.stat_fields(pid)
     if fields is None or int(fields[19]) != started or fields[0] in "ZX":

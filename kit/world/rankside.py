@@ -39,8 +39,8 @@ from kit import routing, target
 from kit.errors import BadInput, KitError
 from kit.machine import start_time
 from kit.world import agentside, leftovers
-from kit.world.channel import ChannelClosed, Link, Message, connect, reporting, take_reports
-from kit.world.device import choose, prepare, restore
+from kit.world.channel import ChannelClosed, Message, WorldLink, connect, reporting, take_reports
+from kit.world.device import choose_device, prepare_device, restore
 
 KEPT = 2_000  # cells whose source tracebacks can show
 SHOWN = 10_000  # characters of a shown value: a notebook cell, not a dump
@@ -67,8 +67,8 @@ class Rank:
         self.all_here = threading.Event()
         self.main = threading.main_thread()
         devices = order["devices"]
-        prepare(os.environ, order["device"], node.folder)
-        self.device, self.why, needed = choose(
+        prepare_device(os.environ, order["device"], node.folder)
+        self.device, self.why, needed = choose_device(
             order["device"], order["first"] + local_rank, order["neighbours"], tuple(devices), local_rank
         )
         self.seat = devices[local_rank] if devices else self.device.index
@@ -124,18 +124,18 @@ class Rank:
             device_id=self.device if cuda else None,
         )
 
-    def serve(self, work: Link) -> None:
+    def serve(self, work: WorldLink) -> None:
         while True:
             request = work.recv()
             self.phase, self.call = request["phase"], request["id"]
             try:
                 self.busy = True  # from here on an interrupt raises
                 stopped = self.interrupted == self.call  # before it began
-                reply = failure(KeyboardInterrupt()) if stopped else answer(self.names, request)
+                reply = rank_failure(KeyboardInterrupt()) if stopped else answer_call(self.names, request)
                 self.busy = False
             except KeyboardInterrupt as error:  # before the code began, or after it ended
                 self.busy = False
-                reply = failure(error)
+                reply = rank_failure(error)
             reply["id"] = request["id"]
             reply["log"], reply["lost"] = LOG.flushed()
             with reporting:
@@ -144,11 +144,11 @@ class Rank:
                 work.send(reply)
             except (TypeError, ValueError, RecursionError) as error:  # not JSON, too big for the channel, or too deep
                 refused = TypeError(f"the value cannot be sent: {error}; it must be numbers, text, lists or dicts")
-                work.send({**reply, **failure(refused), "value": None})
+                work.send({**reply, **rank_failure(refused), "value": None})
             if reply.get("exiting"):
-                end()
+                end_rank()
 
-    def watch(self, link: Link) -> None:
+    def watch(self, link: WorldLink) -> None:
         try:
             while True:
                 message = link.recv()
@@ -164,7 +164,7 @@ class Rank:
                 else:
                     link.send({"id": message["id"], **self.look()})
         except ChannelClosed:
-            end()
+            end_rank()
 
     def look(self) -> Message:
         frame = sys._current_frames().get(self.main.ident or 0)  # the documented way to another thread's frame
@@ -195,7 +195,7 @@ def on_interrupt(_signal: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
 
-def end() -> None:
+def end_rank() -> None:
     """End with all this rank started. By signal: torchrun takes a status of 0 for a rank that has yet to hand in its result."""
     os.killpg(0, signal.SIGKILL)
 
@@ -248,7 +248,7 @@ class LogStream(io.RawIOBase):
 # -- one request: code, an expression or a function becomes a value or a failure ------------------------------------------
 
 
-def answer(names: dict[str, Any], request: Message) -> Message:
+def answer_call(names: dict[str, Any], request: Message) -> Message:
     """The value, or what was raised; `sys.exit` is reported here and carried out by the caller."""
     try:
         if request["do"] == "run":
@@ -259,9 +259,9 @@ def answer(names: dict[str, Any], request: Message) -> Message:
             return {"value": eval(expression, names)}  # noqa: S307 - running a person's code is the purpose
         return {"value": target.load_callable(request["target"])(**request["with"])}
     except SystemExit as error:
-        return {**failure(error), "exiting": True}
+        return {**rank_failure(error), "exiting": True}
     except BaseException as error:  # noqa: BLE001 - every failure of the person's code is an answer
-        return failure(error)
+        return rank_failure(error)
 
 
 def run_cell(names: dict[str, Any], code: str, cell: int) -> str | None:
@@ -291,7 +291,7 @@ def compiled(code: str, mode: str, cell: int) -> tuple[CodeType | None, CodeType
     return compile(tree, name, "exec"), None
 
 
-def failure(error: BaseException) -> Message:
+def rank_failure(error: BaseException) -> Message:
     """An exception as JSON, with the kit's own frames left out of the traceback."""
     shown = error.__traceback__
     while shown is not None and shown.tb_frame.f_code.co_filename.startswith(OWN):
@@ -335,7 +335,7 @@ WAITING_MODULES = (
 WAITING_CALL = re.compile(
     r"\.(wait|barrier|monitored_barrier|all_?reduce\w*|all_?gather\w*|reduce_scatter\w*|broadcast|send|recv)\($"
 )
-ENTRIES = {answer.__code__, run_cell.__code__}  # what they call is the user's code
+ENTRIES = {answer_call.__code__, run_cell.__code__}  # what they call is the user's code
 
 
 def stack_of(frame: FrameType | None) -> str:
@@ -379,7 +379,7 @@ RANK: Rank
 LOG: LogStream
 
 
-def main() -> None:
+def rank_main() -> None:
     global RANK, LOG  # noqa: PLW0603 - one rank is one process
     node = agentside.NODE
     agent = os.getppid()
@@ -407,7 +407,7 @@ def main() -> None:
         RANK.all_here.wait()
         RANK.join()
     except Exception as error:  # noqa: BLE001 - any reason not to start is reported
-        work.send({**RANK.hello("work"), "failed": failure(error)})
+        work.send({**RANK.hello("work"), "failed": rank_failure(error)})
         traceback.print_exc()
         os._exit(1)
     work.send(RANK.hello("work"))
@@ -415,7 +415,7 @@ def main() -> None:
     try:
         RANK.serve(work)
     except ChannelClosed:
-        end()
+        end_rank()
     except Exception:
         traceback.print_exc()  # the rank's last words, which the notebook reads from its log
         raise

@@ -22,9 +22,9 @@ from typing import Any, Self
 from kit.errors import BadInput, KitError
 from kit.machine import has_gpu_driver
 from kit.world import asked
-from kit.world.asked import Part, Plan
-from kit.world.calls import Call, Observer, Pending, looks, ranks_word
-from kit.world.channel import Member
+from kit.world.asked import NodePart, WorldPlan
+from kit.world.calls import Observer, Pending, WorldCall, look_at_members, ranks_word
+from kit.world.channel import WorldMember
 from kit.world.crew import Crew
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -45,7 +45,7 @@ class Printer:
         sys.stdout.write("".join(f"[{rank}] {line}\n" for line in text.split("\n")))
 
 
-class Ranks(abc.ABC):
+class RankCalls(abc.ABC):
     """Live ranks that can be called: those of one World, or of several."""
 
     observer: Observer
@@ -111,7 +111,7 @@ class Ranks(abc.ABC):
             return Pending(calls, self._lock, observer or self.observer, seconds, on_news)
 
     @abc.abstractmethod
-    def _calls(self, what: dict[str, Any], phase: str, ranks: Sequence[int] | None) -> list[Call]:
+    def _calls(self, what: dict[str, Any], phase: str, ranks: Sequence[int] | None) -> list[WorldCall]:
         """A call for each World concerned, none of them sent; an error where a rank cannot take one now."""
 
     @abc.abstractmethod
@@ -124,7 +124,7 @@ class Ranks(abc.ABC):
         self.close()
 
 
-class World(Ranks):
+class World(RankCalls):
     """`ranks` processes under torchrun, joined in one process group. They run what they are asked until the World is closed."""
 
     def __init__(
@@ -142,7 +142,7 @@ class World(Ranks):
         start_timeout_s: float | None = None,
         observer: Observer | None = None,
         devices: Sequence[int] = (),
-        part: Part | None = None,
+        part: NodePart | None = None,
     ) -> None:
         """`devices` places each rank on a GPU by its number; several ranks, and several Worlds, may share one.
 
@@ -164,7 +164,7 @@ class World(Ranks):
         self._closed = False
         self._next = 0
         self._crew = Crew(
-            Plan(
+            WorldPlan(
                 ranks=ranks,
                 nodes=nodes,
                 endpoint=endpoint,
@@ -176,7 +176,7 @@ class World(Ranks):
                 start_timeout_s=start_timeout_s or (START_TIMEOUT_S if nodes == 1 else 3600.0),
                 # Ranks give up on a collective after the notebook did, so that the notebook's diagnosis comes first.
                 group_timeout_s=max(1800.0, 2 * timeout_s),
-                part=part or Part(0, ranks),
+                part=part or NodePart(0, ranks),
                 devices=asked.check_devices(devices, ranks),
             ),
             tick=lambda: self.observer.tick(()),  # nobody has answered while ranks start
@@ -241,7 +241,7 @@ class World(Ranks):
 
     def stacks(self) -> dict[int, str]:
         """The Python stack of each rank, or its state and the reason why there is no stack."""
-        crew, seen = self._crew, looks(self._crew.members)
+        crew, seen = self._crew, look_at_members(self._crew.members)
         return {m.rank: seen[m.rank].stack or "idle" if m.rank in seen else crew.describe(m) for m in crew.members}
 
     def status(self) -> list[dict[str, Any]]:
@@ -298,14 +298,14 @@ class World(Ranks):
 
     # -- how -------------------------------------------------------------------------------------------------------
 
-    def _calls(self, what: dict[str, Any], phase: str, ranks: Sequence[int] | None) -> list[Call]:
+    def _calls(self, what: dict[str, Any], phase: str, ranks: Sequence[int] | None) -> list[WorldCall]:
         return [self.prepare(what, phase, self.ready(ranks))]
 
-    def prepare(self, what: dict[str, Any], phase: str, members: list[Member]) -> Call:
+    def prepare(self, what: dict[str, Any], phase: str, members: list[WorldMember]) -> WorldCall:
         self._next += 1
-        return Call(self._crew, members, {**what, "id": self._next, "phase": phase}, self.die)
+        return WorldCall(self._crew, members, {**what, "id": self._next, "phase": phase}, self.die)
 
-    def ready(self, ranks: Sequence[int] | None) -> list[Member]:
+    def ready(self, ranks: Sequence[int] | None) -> list[WorldMember]:
         """The ranks, if they can take a call now; an error that says why not."""
         self._check_open()
         chosen = asked.check_chosen(ranks, self.numbers)
@@ -361,7 +361,7 @@ class World(Ranks):
         return f"<b>World of {self._count}, {self.state}</b>{why}<table><tr>{head}</tr>{body}</table>"
 
 
-class Worlds(Ranks):
+class Worlds(RankCalls):
     """Live ranks in as many Worlds as there are sizes; the part of World's interface that a lab needs."""
 
     def __init__(
@@ -399,7 +399,7 @@ class Worlds(Ranks):
                     timeout_s=timeout_s,
                     observer=self.observer,
                     devices=devices[number] if devices else (),
-                    part=Part(first, sum(sizes)),
+                    part=NodePart(first, sum(sizes)),
                     **options,
                 )
                 made._lock = self._lock  # ranks of several Worlds are called together
@@ -412,7 +412,7 @@ class Worlds(Ranks):
             self.close()
             raise
 
-    def _calls(self, what: dict[str, Any], phase: str, ranks: Sequence[int] | None) -> list[Call]:
+    def _calls(self, what: dict[str, Any], phase: str, ranks: Sequence[int] | None) -> list[WorldCall]:
         chosen = asked.check_chosen(ranks, range(self.ranks))
         parts = [
             (world, own_numbers) for world in self.worlds if (own_numbers := [n for n in chosen if n in world.numbers])

@@ -98,7 +98,7 @@ def test_sigkill_of_kernel_and_torchrun_at_once(kernel: Kernel) -> None:
     os.kill(kernel.pid, signal.SIGKILL)
     # The ranks may end first: a killed kernel exists until all its memory is freed.
     assert wait_for(lambda: not machine.alive(kernel.pid, started) and holdings(kernel.pid)["processes"] == [])
-    leftovers.end(leftovers.find())  # no process was left to remove the folder
+    leftovers.end_leftovers(leftovers.find_leftovers())  # no process was left to remove the folder
     assert holdings(kernel.pid)["folders"] == []
 
 

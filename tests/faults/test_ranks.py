@@ -51,7 +51,7 @@ def world_stack(world: World) -> str:
     """Rank 0's stack, written by its interpreter on the kit's signal, so that it does not use the call's links."""
 
     member = world._crew.members[0]
-    return leftovers.describe(member.pid, member.started, world._crew.folder / "stack0")
+    return leftovers.describe_leftover(member.pid, member.started, world._crew.folder / "stack0")
 
 
 def test_sigkill_of_a_rank(world: World) -> None:

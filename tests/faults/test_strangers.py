@@ -18,7 +18,7 @@ import pytest
 from kit.errors import KitError, RankDied
 from kit.world import World
 from kit.world.asked import CREWS
-from kit.world.channel import HEADER, LIMIT, MAC, NONCE, PENDING, ChannelClosed, Link, Listener, connect
+from kit.world.channel import HEADER, LIMIT, MAC, NONCE, PENDING, ChannelClosed, WorldLink, WorldListener, connect
 from kit.world.crew import Crew
 from kit.world.world import Printer
 
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.timeout(20)
 KEY = b"k" * 32
 
 
-def admitted(listener: Listener, seconds: float = 5.0) -> list[Link]:
-    links: list[Link] = []
+def admitted(listener: WorldListener, seconds: float = 5.0) -> list[WorldLink]:
+    links: list[WorldLink] = []
     deadline = time.monotonic() + seconds
     while not links and time.monotonic() < deadline:
         select.select(listener.filenos(), [], [], 0.05)
@@ -35,8 +35,8 @@ def admitted(listener: Listener, seconds: float = 5.0) -> list[Link]:
     return links
 
 
-def meet(listener: Listener, key: bytes = KEY) -> tuple[Link, Link]:
-    made: list[Link] = []
+def meet(listener: WorldListener, key: bytes = KEY) -> tuple[WorldLink, WorldLink]:
+    made: list[WorldLink] = []
     thread = threading.Thread(target=lambda: made.append(connect(listener.address, key)))
     thread.start()
     (link,) = admitted(listener)
@@ -46,12 +46,12 @@ def meet(listener: Listener, key: bytes = KEY) -> tuple[Link, Link]:
 
 @pytest.fixture(params=["unix", "tcp"])
 def listener(request: pytest.FixtureRequest, tmp_path: Path):
-    made = Listener(KEY, tmp_path / "s") if request.param == "unix" else Listener(KEY, "127.0.0.1")
+    made = WorldListener(KEY, tmp_path / "s") if request.param == "unix" else WorldListener(KEY, "127.0.0.1")
     yield made
     made.close()
 
 
-def dial(listener: Listener) -> socket.socket:
+def dial(listener: WorldListener) -> socket.socket:
     if "/" in listener.address:
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(listener.address)
@@ -60,7 +60,7 @@ def dial(listener: Listener) -> socket.socket:
     return socket.create_connection((host, int(port)))
 
 
-def test_the_right_key_is_admitted_and_json_goes_both_ways(listener: Listener) -> None:
+def test_the_right_key_is_admitted_and_json_goes_both_ways(listener: WorldListener) -> None:
     here, there = meet(listener)
     there.send({"a": [1, None, "ü"]})
     assert here.recv() == {"a": [1, None, "ü"]}
@@ -75,7 +75,7 @@ def test_the_right_key_is_admitted_and_json_goes_both_ways(listener: Listener) -
 @pytest.mark.parametrize(
     "words", [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(NONCE + MAC), os.urandom(10_000), b"\0" * (NONCE + MAC)]
 )
-def test_garbage_is_dropped_and_the_real_caller_still_gets_in(listener: Listener, words: bytes) -> None:
+def test_garbage_is_dropped_and_the_real_caller_still_gets_in(listener: WorldListener, words: bytes) -> None:
     stranger = dial(listener)
     stranger.sendall(words)
     here, there = meet(listener)
@@ -86,7 +86,7 @@ def test_garbage_is_dropped_and_the_real_caller_still_gets_in(listener: Listener
     there.close()
 
 
-def test_a_wrong_key_is_refused_at_both_ends(listener: Listener) -> None:
+def test_a_wrong_key_is_refused_at_both_ends(listener: WorldListener) -> None:
     failed: list[Exception] = []
 
     def call() -> None:
@@ -102,7 +102,7 @@ def test_a_wrong_key_is_refused_at_both_ends(listener: Listener) -> None:
     assert failed
 
 
-def test_a_flood_of_silent_callers_is_bounded(listener: Listener) -> None:
+def test_a_flood_of_silent_callers_is_bounded(listener: WorldListener) -> None:
     strangers = []
     for _ in range(PENDING * 3):
         strangers.append(dial(listener))
@@ -134,9 +134,9 @@ def test_a_listener_that_does_not_hold_the_key_is_refused() -> None:
     server.close()
 
 
-def pair() -> tuple[Link, Link, socket.socket, socket.socket]:
+def pair() -> tuple[WorldLink, WorldLink, socket.socket, socket.socket]:
     a, b = socket.socketpair()
-    return Link(a, KEY, caller=True), Link(b, KEY, caller=False), a, b
+    return WorldLink(a, KEY, caller=True), WorldLink(b, KEY, caller=False), a, b
 
 
 def test_forged_replayed_and_reflected_frames_end_the_channel() -> None:
@@ -207,7 +207,7 @@ def test_a_flood_of_the_start_socket_does_not_end_the_start(tmp_path: Path) -> N
     assert started
 
 
-def speak(frame: Callable[[Link], object], held: list[Link]) -> Callable[[Crew], None]:
+def speak(frame: Callable[[WorldLink], object], held: list[WorldLink]) -> Callable[[Crew], None]:
     """Connect as a process that holds the key of the starting World."""
 
     def act(crew: Crew) -> None:
@@ -223,12 +223,12 @@ def speak(frame: Callable[[Link], object], held: list[Link]) -> Callable[[Crew],
     return act
 
 
-def half(link: Link) -> None:
+def half(link: WorldLink) -> None:
     link._sock.sendall(HEADER.pack(100) + b"\0" * MAC + b"{")
 
 
 def test_half_a_frame_and_then_silence_meets_the_deadline(tmp_path: Path, nothing_left: None) -> None:
-    held: list[Link] = []
+    held: list[WorldLink] = []
     with pytest.raises(KitError, match=r"have joined; missing: 0 after 3 s"):
         World(
             1,
@@ -277,7 +277,7 @@ HELLO = {
 def test_a_malformed_greeting_is_refused_with_its_rank(
     tmp_path: Path, nothing_left: None, message: Any, who: str
 ) -> None:
-    held: list[Link] = []
+    held: list[WorldLink] = []
     with pytest.raises(KitError, match=rf"^{who} sent a malformed message"):
         World(2, device="cpu", logs=tmp_path, observer=AtStart(speak(lambda link: link.send(message), held)))
     held[0].close()

@@ -19,7 +19,7 @@ from kit.labs.definition import Definition
 from kit.labs.discover import discover, find, rules_of
 from kit.results import Row, create_run
 from kit.view import named
-from kit.view.report import page
+from kit.view.report import report_page
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_another_packages_lab_has_its_own_charts_tables_and_panel(
         assert isinstance(picture, Picture)
         assert picture.axes[0].get_title(loc="left") == "What the stranger saw"
         assert picture.get_suptitle() == "own · 1 rank · from elsewhere · finished"
-    assert "Every sight" in page([run])
+    assert "Every sight" in report_page([run])
     panel = kit.panel("own")
     first = panel.parameters.form.children[0].children
     assert [control.description for control in first] == ["low", "high", "fault"]

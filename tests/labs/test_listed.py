@@ -15,7 +15,7 @@ from kit.errors import BadInput
 from kit.labs.discover import find
 from kit.results import Verdict, VerdictRow, create_run
 from kit.results.comparison import labelled
-from kit.view.tabs import listed
+from kit.view.tabs import listed_runs
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_run_has_a_name_of_a_persons_own(make: Callable[..., str], capsys: pyt
     run, other = kit.load(row["dir"]), kit.load(kit.runs(cycles=5)["dir"][0])
     assert row["label"] == run.label == "the new driver"
     assert labelled([run, other]) == {first: "the new driver, cycles=4", second: f"{second}, cycles=5"}
-    assert [line.split(" · ")[0] for line, _ in listed(run.dir.parent, "driver passed")] == ["the new driver"]
+    assert [line.split(" · ")[0] for line, _ in listed_runs(run.dir.parent, "driver passed")] == ["the new driver"]
     main(["show", first])
     assert "label: the new driver" in capsys.readouterr().out
     main(["label", first, ""])

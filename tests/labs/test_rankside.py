@@ -144,5 +144,5 @@ def test_a_record_says_what_it_is_about(calls: Calls) -> None:
     assert not {"text", "start"} & set(error)
     assert (digest["value"], digest["text"], digest["start"]) == (None, "ab", 1.0)
     assert digest["time"] > digest["start"]
-    with pytest.raises(BadInput, match=r"the id step=1\.5 is neither text nor a whole number"):
+    with pytest.raises(BadInput, match=r"the id step=1\.5 is neither text, a whole number nor a list of whole numbers"):
         context.record("error", 0.5, step=1.5)  # type: ignore[arg-type]

@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 from kit.machine import pss
-from kit.measure.phase import host_memory, reset_peaks
+from kit.measure.phase import host_memory_metrics, reset_peaks
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 
 
 def test_levels_agree_with_each_other():
-    memory = host_memory()
+    memory = host_memory_metrics()
     assert memory["rss"] > MIB
     assert memory["peak_rss"] >= memory["anon_rss"]
     assert abs(memory["rss"] - memory["anon_rss"] - memory["shared_rss"]) < MIB
@@ -21,20 +21,20 @@ def test_levels_agree_with_each_other():
 
 
 def test_anonymous_memory_follows_an_allocation():
-    before = host_memory()["anon_rss"]
+    before = host_memory_metrics()["anon_rss"]
     held = b"x" * (64 * MIB)
-    assert host_memory()["anon_rss"] - before > 60 * MIB
+    assert host_memory_metrics()["anon_rss"] - before > 60 * MIB
     del held
-    assert host_memory()["anon_rss"] - before < 32 * MIB
+    assert host_memory_metrics()["anon_rss"] - before < 32 * MIB
 
 
 def test_peak_remembers_until_reset():
     assert reset_peaks() is None
-    before = host_memory()["peak_rss"]
+    before = host_memory_metrics()["peak_rss"]
     b"x" * (64 * MIB)
-    assert host_memory()["peak_rss"] - before > 60 * MIB
+    assert host_memory_metrics()["peak_rss"] - before > 60 * MIB
     assert reset_peaks() is None
-    assert host_memory()["peak_rss"] - before < 32 * MIB
+    assert host_memory_metrics()["peak_rss"] - before < 32 * MIB
 
 
 def test_a_refused_reset_says_why_and_gives_no_peak():

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from kit.measure import phase
 from kit.measure.observers import births, tensors
 from kit.measure.observers.births import Births
-from kit.measure.observers.tensors import State, differences, live_bytes
+from kit.measure.observers.tensors import TensorState, live_bytes, tensor_differences
 
 
 @pytest.fixture
@@ -102,8 +102,8 @@ def test_what_a_collective_reaches(world: None) -> None:
     value = torch.ones(1)
     dist.all_reduce(value, group=group)
     assert value.item() == 1
-    assert births.facts(group)["description"] == "mine"
-    assert births.facts(group)["backends"]["cpu"]["timeout_s"] == 420.0
+    assert births.group_facts(group)["description"] == "mine"
+    assert births.group_facts(group)["backends"]["cpu"]["timeout_s"] == 420.0
     dist.destroy_process_group(group)
 
 
@@ -129,9 +129,9 @@ def test_what_stands_for_a_group(world: None) -> None:
 
 @pytest.fixture
 def watched() -> Iterator[None]:
-    phase.watch()
+    phase.watch_files()
     yield
-    phase.watch()
+    phase.watch_files()
 
 
 def more(before: dict[str, int]) -> dict[str, int]:
@@ -281,8 +281,8 @@ class Job:
         self.net(torch.randn(4, 8)).sum().backward()
         self.optimizer.step()
 
-    def state(self) -> State:
-        return State(chunks=[self.net], optimizer=self.optimizer, job={"flat": self.flat})
+    def state(self) -> TensorState:
+        return TensorState(chunks=[self.net], optimizer=self.optimizer, job={"flat": self.flat})
 
 
 def bytes_by_kind(job: Job) -> Counter[str]:
@@ -310,14 +310,14 @@ def test_a_state_is_all_of_it_by_kind() -> None:
 def test_what_is_not_as_it_was_is_named() -> None:
     job = Job()
     before = job.state().prints()
-    assert differences(before, job.state().prints()) == []
+    assert tensor_differences(before, job.state().prints()) == []
     job.net[0].weight.data[3, 4] += 0.5
-    (one,) = differences(before, job.state().prints())
+    (one,) = tensor_differences(before, job.state().prints())
     assert (one.name, one.kind, one.what) == ("chunks.0.0.weight", "weights", "other numbers")
     assert one.largest == pytest.approx(0.5)
     job.net[0].weight.data[3, 4] -= 0.5
     job.optimizer.state[job.net[0].weight]["exp_avg"] = torch.zeros(8, 8, dtype=torch.float64)
-    assert [str(one) for one in differences(before, job.state().prints()) if one.kind == "optimizer"] == [
+    assert [str(one) for one in tensor_differences(before, job.state().prints()) if one.kind == "optimizer"] == [
         "optimizer optimizer.state.0.exp_avg: type torch.float32 became torch.float64"
     ]
 
@@ -327,7 +327,7 @@ def test_a_view_that_is_no_view_any_more_is_seen_though_its_numbers_are_right() 
     before = job.state().prints()
     weight: Any = job.net[0].weight
     weight.main_grad = weight.main_grad.clone()
-    assert [one.what for one in differences(before, job.state().prints()) if one.name.endswith("main_grad")] == [
+    assert [one.what for one in tensor_differences(before, job.state().prints()) if one.name.endswith("main_grad")] == [
         "was a part of job.flat and lies in other memory now"
     ]
 
@@ -338,15 +338,17 @@ def test_gradients_that_may_be_dropped() -> None:
     for param in job.net.parameters():
         param.grad = None
     dropped = job.state().prints()
-    assert {one.kind for one in differences(before, dropped)} == {"grads"}
-    assert differences(before, dropped, zeroed=True) == []
+    assert {one.kind for one in tensor_differences(before, dropped)} == {"grads"}
+    assert tensor_differences(before, dropped, zeroed=True) == []
     for param in job.net.parameters():
         param.grad = torch.zeros_like(param)
-    assert differences(before, job.state().prints(), zeroed=True) == []
+    assert tensor_differences(before, job.state().prints(), zeroed=True) == []
     job.net[0].bias.grad = torch.full((8,), 1e-9)
-    assert [one.name for one in differences(before, job.state().prints(), zeroed=True)] == ["chunks.0.0.bias.grad"]
+    assert [one.name for one in tensor_differences(before, job.state().prints(), zeroed=True)] == [
+        "chunks.0.0.bias.grad"
+    ]
     job.net[0].bias.data += 1
-    assert len(differences(before, job.state().prints(), zeroed=True)) == 2
+    assert len(tensor_differences(before, job.state().prints(), zeroed=True)) == 2
 
 
 def test_tensors_that_somebody_keeps() -> None:

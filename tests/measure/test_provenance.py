@@ -11,7 +11,7 @@ import torch
 
 from kit.measure import provenance
 from kit.measure.facts import findings, installed, known_option, megatron_fields
-from kit.measure.recorder import cuda_state, git_state, gpu_state, settings
+from kit.measure.recorder import cuda_state, git_state, gpu_state, recorder_settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,7 +61,7 @@ def test_a_torch_without_cuda_is_named_as_the_reason():
     ],
 )
 def test_values_lose_paths_and_secrets_only(value, shown):
-    assert settings({"NCCL_X": value}) == {"NCCL_X": shown}
+    assert recorder_settings({"NCCL_X": value}) == {"NCCL_X": shown}
 
 
 def test_only_the_settings_that_matter_and_no_secret_names():
@@ -81,7 +81,7 @@ def test_only_the_settings_that_matter_and_no_secret_names():
     others = dict.fromkeys(
         ["HOME", "USER", "KIT_TOKEN", "NCCL_API_KEY", "TORCH_SECRET_X", "KIT_password", "HF_HOME"], "1"
     )
-    assert settings(given | others) == given
+    assert recorder_settings(given | others) == given
 
 
 def git(folder, *arguments):

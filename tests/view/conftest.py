@@ -18,7 +18,7 @@ def world(tmp_path_factory):
 def shell():
     """A real shell with the magics, one per test file because IPython keeps global state."""
     shell = InteractiveShell.instance()
-    magics.load(shell)
+    magics.load_extension(shell)
     yield shell
     InteractiveShell.clear_instance()
 

@@ -54,7 +54,7 @@ def test_the_names_are_those_that_the_run_has_something_for(run, make_run):
 @pytest.mark.parametrize("theme_name", THEMES)
 @pytest.mark.parametrize("name", ["memory", "drift", "times", "census", "timeline", "verdict"])
 def test_each_is_drawn_alone_with_its_origin(run, name, theme_name):
-    picture = named.plot(run, name, theme=theme_name)
+    picture = named.plot_run(run, name, theme=theme_name)
     assert picture.get_suptitle().startswith("offload · 4 ranks · tiny, tp 2 · mode exact")
     assert to_hex(picture.get_facecolor()) == THEMES[theme_name].paper
     assert picture._repr_png_().startswith(b"\x89PNG")
@@ -65,7 +65,7 @@ def test_each_is_drawn_alone_with_its_origin(run, name, theme_name):
 
 def test_what_each_shows(run):
     def seen(name):
-        return named.plot(run, name)
+        return named.plot_run(run, name)
 
     assert titles(seen("memory")) == ["Host memory of a rank, 320.0 MiB at the baseline (median and range of 4 ranks)"]
     assert titles(seen("drift")) == ["Drift of anonymous memory while released"]
@@ -86,17 +86,17 @@ def test_what_each_shows(run):
 
 
 def test_a_tolerance_moves_its_line_and_is_reported(run):
-    plain, moved = (named.plot(run, "drift", tolerances=limits) for limits in (None, {"memory_drift": 7.5}))
+    plain, moved = (named.plot_run(run, "drift", tolerances=limits) for limits in (None, {"memory_drift": 7.5}))
     assert (flat(plain.axes[0]), flat(moved.axes[0])) == ([200], [7.5])
     assert "limit 7.5 MiB" in words(moved)
     assert moved.get_suptitle().endswith("finished · limits moved: memory_drift 7.5")
-    census = named.plot(run, "census", tolerances={"fds_return": 9})
+    census = named.plot_run(run, "census", tolerances={"fds_return": 9})
     by_title = {axes.get_title(loc="left").partition(" (")[0]: flat(axes) for axes in census.axes}
     assert by_title == {"Process groups": [1], "Open files": [29], "Sockets": [], "Threads": [20]}
-    assert "✗ FAIL" in words(named.plot(run, "verdict", tolerances={"fds_return": -1}))
-    assert "limits moved: memory_drift 7.5" in named.plot(run, tolerances={"memory_drift": 7.5}).get_suptitle()
+    assert "✗ FAIL" in words(named.plot_run(run, "verdict", tolerances={"fds_return": -1}))
+    assert "limits moved: memory_drift 7.5" in named.plot_run(run, tolerances={"memory_drift": 7.5}).get_suptitle()
     with pytest.raises(BadInput, match="unknown tolerance 'drift'"):
-        named.plot(run, "drift", tolerances={"drift": 1})
+        named.plot_run(run, "drift", tolerances={"drift": 1})
 
 
 def test_a_plot_changes_with_the_limits_that_are_in_it_alone(run):
@@ -130,7 +130,7 @@ def test_names_and_options_that_are_wrong_are_reported(run, make_run):
     with pytest.raises(BadInput, match="light, dark, not 'pink'"):
         run.plot("drift", theme="pink")
     with pytest.raises(BadInput, match="has no plot 'drift'"):
-        named.plot(make_run(cycles=1), "drift")
+        named.plot_run(make_run(cycles=1), "drift")
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
@@ -141,7 +141,7 @@ def test_each_is_saved(run, tmp_path, suffix):
 
 
 def test_in_a_page_a_picture_takes_the_colours_of_its_theme(run):
-    page = inline(named.plot(run, "drift"), 'Drift "of" <it>')
+    page = inline(named.plot_run(run, "drift"), 'Drift "of" <it>')
     assert 'aria-label="Drift &quot;of&quot; &lt;it&gt;"' in page
     assert f"stroke: var({PLACES[LIGHT.series[0]]})" in page
     assert not set(re.findall("#[0-9a-f]{6}", page)) & set(PLACES)
@@ -150,7 +150,7 @@ def test_in_a_page_a_picture_takes_the_colours_of_its_theme(run):
     used = set(re.findall(r"url\(#(\w+)\)", page))
     assert used
     assert all(f'id="{name}"' in page for name in used)
-    again = inline(named.plot(run, "drift"), "Drift")
+    again = inline(named.plot_run(run, "drift"), "Drift")
     assert not used & set(re.findall(r'id="(p\w{10})"', again))  # two pictures on a page share no ids
 
 
@@ -161,5 +161,5 @@ def test_both_themes_have_the_same_colours_in_the_same_places():
 
 def test_drift_of_any_run_is_after_its_last_phase(make_run):
     run = make_run(phases=("make", "use"))
-    assert titles(named.plot(run, "drift")) == ["Drift of anonymous memory after use"]
-    assert flat(named.plot(run, "drift").axes[0]) == []
+    assert titles(named.plot_run(run, "drift")) == ["Drift of anonymous memory after use"]
+    assert flat(named.plot_run(run, "drift").axes[0]) == []

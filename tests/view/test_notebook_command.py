@@ -156,23 +156,30 @@ def test_a_notebook_without_parameters_takes_none(tiny, tmp_path):
     notebook = nbformat.read(tiny, as_version=4)
     del notebook.cells[1]
     with pytest.raises(BadInput, match="has no parameter 'ranks'; allowed are: none"):
-        notebooks.checked(tiny, notebook, {"ranks": "2"})
+        notebooks.checked_parameters(tiny, notebook, {"ranks": "2"})
 
 
 def test_the_kits_notebooks_are_found_by_how_they_begin():
-    assert notebooks.find("01") == notebooks.find("01_offload_reload") == ROOT / "notebooks" / "01_offload_reload.ipynb"
+    assert (
+        notebooks.find_notebook("01")
+        == notebooks.find_notebook("01_offload_reload")
+        == ROOT / "notebooks" / "01_offload_reload.ipynb"
+    )
     with pytest.raises(BadInput, match=r"'0' does not name one notebook; .*01_offload_reload, .*, or a path"):
-        notebooks.find("0")
+        notebooks.find_notebook("0")
     with pytest.raises(BadInput, match=r"there is no notebook nowhere/x\.ipynb"):
-        notebooks.find("nowhere/x.ipynb")
+        notebooks.find_notebook("nowhere/x.ipynb")
 
 
 def test_every_parameter_of_the_kits_notebooks_is_understood():
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        found = notebooks.parameters(notebooks.read(path))
+        found = notebooks.notebook_parameters(notebooks.read_notebook(path))
         assert "device" in [parameter.name for parameter in found]
         assert all(parameter.kind is not Any for parameter in found), path
-    known = {parameter.name: parameter for parameter in notebooks.parameters(notebooks.read(notebooks.find("01")))}
+    known = {
+        parameter.name: parameter
+        for parameter in notebooks.notebook_parameters(notebooks.read_notebook(notebooks.find_notebook("01")))
+    }
     assert known["layers"].kind == (int | None)  # None selects the layers of the size
 
 
@@ -188,7 +195,7 @@ def test_places_that_cannot_be(tiny, tmp_path, monkeypatch):
     with pytest.raises(BadInput, match=r"torn\.ipynb cannot be read as a notebook"):
         notebooks.run_notebook(str(tmp_path / "torn.ipynb"), {})
     monkeypatch.setenv("KIT_RUNS", str(tmp_path / "runs"))
-    place = notebooks.place(tiny, None)
+    place = notebooks.output_place(tiny, None)
     assert place.parent == tmp_path / "runs" / "notebooks"
     assert re.fullmatch(r"tiny-\d{8}-\d{6}-[0-9a-f]{4}\.ipynb", place.name)
 
@@ -196,4 +203,4 @@ def test_places_that_cannot_be(tiny, tmp_path, monkeypatch):
 def test_an_installation_without_notebooks_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(notebooks, "shipped", lambda name: tmp_path / name)
     with pytest.raises(BadInput, match="'01' does not name one notebook; allowed are: none, or a path"):
-        notebooks.find("01")
+        notebooks.find_notebook("01")

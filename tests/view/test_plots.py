@@ -14,7 +14,7 @@ from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.measure import Recorder
 from kit.results import Run, Verdict, VerdictRow
-from kit.view.named import plot
+from kit.view.named import plot_run
 
 
 def titles(picture):
@@ -35,7 +35,7 @@ def strict():
 
 @pytest.mark.parametrize("theme_name", THEMES)
 def test_a_run_shows_time_memory_census_and_timeline(make_run, theme_name):
-    picture = plot(make_run(), theme=theme_name)
+    picture = plot_run(make_run(), theme=theme_name)
     assert [title for title in titles(picture) if title] == [
         "Time per phase and rank (n = 3 each, median and range)",
         "Host memory of the ranks (median and range of 2 ranks)",
@@ -50,23 +50,23 @@ def test_a_run_shows_time_memory_census_and_timeline(make_run, theme_name):
 
 
 def test_one_sample_says_so(make_run):
-    picture = plot(make_run(cycles=1))
+    picture = plot_run(make_run(cycles=1))
     assert titles(picture)[0] == "Time per phase and rank (n = 1 each)"
 
 
 def test_a_gpu_has_a_drawing_of_its_own(make_run):
     device = [("allocated", 3e10, "B"), ("allocated_before", 3e10, "B"), ("driver_used", 4e10, "B")]
-    picture = plot(make_run(more=device))
+    picture = plot_run(make_run(more=device))
     assert "GPU memory (median and range of 2 ranks)" in titles(picture)
     assert "whole GPU, 37.3 GiB" in words(picture)
-    shared = plot(make_run(more=[*device, ("gpu", 0, "1")]))
+    shared = plot_run(make_run(more=[*device, ("gpu", 0, "1")]))
     assert "GPU memory, each GPU shared by ranks (median and range of 2 ranks)" in titles(shared)
 
 
 @pytest.mark.slow
 def test_many_ranks_phases_and_cycles_fit(make_run):
     phases = [f"a-long-name-{index}" for index in range(9)]
-    picture = plot(make_run(ranks=16, cycles=12, phases=phases))
+    picture = plot_run(make_run(ranks=16, cycles=12, phases=phases))
     assert titles(picture)[0] == "Time per phase, all ranks (n = 192 each, median and range)"
     picture._repr_png_()
 
@@ -77,7 +77,7 @@ def test_limits_are_drawn_above_the_start(make_run):
     Verdict([row, VerdictRow("fds_return", 9, 4, "1", False, "rank 1: 20 at the baseline, 29 after")]).write(
         run.dir / "verdict.json"
     )
-    picture = plot(Run(run.dir))
+    picture = plot_run(Run(run.dir))
     groups = next(axes for axes in picture.axes if axes.get_title(loc="left").startswith("Process groups"))
     assert groups.get_title(loc="left") == "Process groups: start 1"
     assert "limit +2" in {text.get_text() for text in groups.texts}
@@ -91,8 +91,8 @@ def test_levels_start_after_a_baseline(make_run):
 
 
 def test_a_partial_run_and_one_without_records(make_run):
-    assert "running" in plot(make_run(finish=False)).get_suptitle()
-    assert any("no phase has been measured" in word for word in words(plot(make_run(cycles=0))))
+    assert "running" in plot_run(make_run(finish=False)).get_suptitle()
+    assert any("no phase has been measured" in word for word in words(plot_run(make_run(cycles=0))))
 
 
 def test_a_run_of_ones_own(tmp_path):
@@ -105,34 +105,34 @@ def test_a_run_of_ones_own(tmp_path):
         recorder.record("anything", 3.0)
         with pytest.raises(ZeroDivisionError), recorder.phase("broken"):
             1 / 0  # noqa: B018
-    picture = plot(Run(tmp_path / "mine"))
+    picture = plot_run(Run(tmp_path / "mine"))
     assert picture.get_suptitle() == "own mine · 1 rank · 2 cycles · finished"
     assert {"Timeline of ranks", "raised"} <= words(picture)
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
 def test_saving(make_run, tmp_path, suffix):
-    path = plot(make_run()).save(tmp_path / "new" / f"picture{suffix}")
+    path = plot_run(make_run()).save(tmp_path / "new" / f"picture{suffix}")
     assert path.stat().st_size > 5_000
 
 
 def test_the_same_run_makes_the_same_svg(make_run, tmp_path):
     run = make_run()
-    first, second = (plot(run).save(tmp_path / f"{name}.svg").read_bytes() for name in "ab")
+    first, second = (plot_run(run).save(tmp_path / f"{name}.svg").read_bytes() for name in "ab")
     assert first == second
 
 
 def test_wrong_names_are_reported(make_run, tmp_path):
     run = make_run()
     with pytest.raises(BadInput, match="light, dark, not 'pink'"):
-        plot(run, theme="pink")
+        plot_run(run, theme="pink")
     with pytest.raises(BadInput, match=r"\.png, \.svg, \.pdf, not 'picture\.docx'"):
-        plot(run).save(tmp_path / "picture.docx")
+        plot_run(run).save(tmp_path / "picture.docx")
 
 
 def test_settings_of_the_notebook_are_left_alone(make_run):
     before = dict(mpl.rcParams)
-    assert isinstance(plot(make_run()), Picture)
+    assert isinstance(plot_run(make_run()), Picture)
     assert dict(mpl.rcParams) == before
 
 

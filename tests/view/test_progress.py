@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from kit.results.records import STEP_LINE
-from kit.view.progress import Line, Progress, bar_html, ranks_short, watched
+from kit.view.progress import Line, Progress, bar_html, progress_line, ranks_short
 
 
 class Notes:
@@ -83,7 +83,7 @@ def test_a_bar_over_several_calls_fills_once():
 
 
 def test_nobody_watches_a_test():
-    assert type(watched()) is Line
+    assert type(progress_line()) is Line
 
 
 def test_output_is_marked_in_whole_lines(capsys):

@@ -22,7 +22,7 @@ from kit.results.comparison import differing
 from kit.results.records import to_json
 from kit.results.units import ROW
 from kit.results.verdict import Verdict
-from kit.view.report import CHANGES, MOST, changes, page, table_cells, tail, write_report
+from kit.view.report import CHANGES, MOST, changed_answers, report_page, table_cells, tail, write_report
 
 
 @pytest.fixture
@@ -56,14 +56,14 @@ class Reader(HTMLParser):
 def test_a_run_that_a_person_named_has_its_name_at_its_head(make_run):
     run = make_run()
     run.label = "before the upgrade"
-    text = page([run])
+    text = report_page([run])
     assert ">before the upgrade</h2>" in text
     assert run.id in Reader(text).words()
 
 
 def test_everything_is_inside_the_page(make_run):
     run = make_run()
-    text = page([run])
+    text = report_page([run])
     read = Reader(text)
     assert all(load.startswith(("data:image/png;base64,", "#")) for load in read.loads)
     assert sum(load.startswith("data:") for load in read.loads) == 2  # light and dark
@@ -89,17 +89,17 @@ def test_everything_is_inside_the_page(make_run):
 @pytest.mark.slow
 def test_memory_snapshots_are_named_with_how_to_open_them_or_why_there_are_none(make_run):
     run = make_run()
-    assert "memory snapshots" not in Reader(page([run])).words()
+    assert "memory snapshots" not in Reader(report_page([run])).words()
     path = run.dir / "run.json"
     info = json.loads(path.read_text())
     info["config"]["memory_snapshot"] = True
     info["provenance"] = {"world": {"device": "cpu"}}
     path.write_text(json.dumps(info))
-    assert "memory snapshots none: the ranks worked on the CPU" in Reader(page([kit.load(run.dir)])).words()
+    assert "memory snapshots none: the ranks worked on the CPU" in Reader(report_page([kit.load(run.dir)])).words()
     for rank in (10, 2):
         (run.dir / "memory").mkdir(exist_ok=True)
         (run.dir / "memory" / f"rank{rank}.pickle").write_bytes(b"")
-    words = Reader(page([kit.load(run.dir)])).words()
+    words = Reader(report_page([kit.load(run.dir)])).words()
     assert "memory/rank2.pickle, memory/rank10.pickle; drop one on https://pytorch.org/memory_viz" in words
 
 
@@ -111,7 +111,7 @@ def test_the_worst_comes_first(make_run):
         VerdictRow("groups_return_to_baseline", 3.0, 2.0, "1", False, "rank 1 keeps <three>"),
     ]
     Verdict(rows).write(run.dir / "verdict.json")
-    words = Reader(page([run])).words()
+    words = Reader(report_page([run])).words()
     assert "1 failed, 1 passed, 1 not measured" in words
     places = [words.index(row.check) for row in rows]
     assert places == sorted(places, reverse=True)
@@ -136,7 +136,7 @@ def test_runs_are_reported_worst_first_and_compared(make_run, tmp_path):
         .replace('"value":20', '"value":40')
     )
     (slow.dir / "records.jsonl").write_text(lines)
-    words = Reader(page([good, slow, broken])).words()
+    words = Reader(report_page([good, slow, broken])).words()
     first = words[: words.index("Largest changes")]
     assert first.index(broken.id) < first.index(good.id)
     assert "the run broke" in first
@@ -147,10 +147,10 @@ def test_runs_are_reported_worst_first_and_compared(make_run, tmp_path):
     assert "RankDied: rank 1 <gone> see dmesg" in words
     assert "last words" in words
     assert "Settings that differ" not in words  # their settings are equal
-    assert words.count(good.id) == Reader(page([good, slow, broken, good])).words().count(
+    assert words.count(good.id) == Reader(report_page([good, slow, broken, good])).words().count(
         good.id
     )  # given twice, shown once
-    table = changes([good, slow, broken])
+    table = changed_answers([good, slow, broken])
     assert [text for text, _ in table["rows"][0]][:4] == [slow.id, "create", "fds", "0"]
     assert table["rows"][0][6] == ("2", 2.0)
     assert len(table["rows"]) <= CHANGES
@@ -161,7 +161,7 @@ def test_what_passed_is_folded_and_what_was_not_measured_for_one_reason_is_one_r
     null = [VerdictRow(name, None, 0.0, "1", None, "not measured: no GPU") for name in ("fds_return", "threads_return")]
     bad = VerdictRow("groups_return_to_baseline", 3.0, 0.0, "1", False, "rank 1 keeps three")
     Verdict([VerdictRow("memory_drift", 1.0, 50.0, "MiB", True, "fine"), *null, bad]).write(run.dir / "verdict.json")
-    text = page([run])
+    text = report_page([run])
     above, passed = text.split("<summary>1 check passed</summary>")
     assert "rank 1 keeps three" in above
     assert "not measured: no GPU (fds_return, threads_return)" in above
@@ -173,7 +173,7 @@ def test_the_runs_stand_worst_first_and_the_index_says_what_differs(make_run):
     good, bad = make_run(), make_run(cycles=4, fault="leaked-group")
     Verdict([VerdictRow("fds_return", 0.0, 0.0, "1", True, "")]).write(good.dir / "verdict.json")
     Verdict([VerdictRow("fds_return", 3.0, 0.0, "1", False, "")]).write(bad.dir / "verdict.json")
-    text = page([good, bad])
+    text = report_page([good, bad])
     assert text.index(f">{bad.id}</h2>") < text.index(f">{good.id}</h2>")
     (first, second) = differing([good, bad])
     assert f'data-label="differs in">{second}<' in text
@@ -183,19 +183,19 @@ def test_the_runs_stand_worst_first_and_the_index_says_what_differs(make_run):
 
 def test_the_timeline_is_on_the_page_for_perfetto(make_run):
     run = make_run()
-    (packed,) = re.findall(r'data-trace="([^"]+)"', page([run]))
+    (packed,) = re.findall(r'data-trace="([^"]+)"', report_page([run]))
     assert json.loads(gzip.decompress(base64.b64decode(packed))) == json.loads(to_json(trace(run)))
-    assert "data-trace=" not in page([make_run(cycles=0, finish=False)])  # nothing was timed
+    assert "data-trace=" not in report_page([make_run(cycles=0, finish=False)])  # nothing was timed
 
 
 def test_a_run_that_has_only_begun_and_one_of_a_script(make_run, tmp_path):
     empty = make_run(cycles=0, finish=False)
-    words = Reader(page([empty])).words()
+    words = Reader(report_page([empty])).words()
     assert "running" in words
     assert "the run has not finished" in words
     info = json.loads((empty.dir / "run.json").read_text())
     (empty.dir / "run.json").write_text(json.dumps({**info, "lab": "mine", "status": "finished"}))
-    assert "no checks" in Reader(page([empty])).words()
+    assert "no checks" in Reader(report_page([empty])).words()
 
 
 def test_times_are_by_phase_and_rank(make_run):
@@ -229,7 +229,7 @@ def test_bad_places_and_no_runs(make_run, tmp_path):
     with pytest.raises(BadInput, match="cannot make the folder /dev/null/nowhere: Not a directory"):
         write_report([run], "/dev/null/nowhere/report.html")
     with pytest.raises(BadInput, match="at least one run"):
-        page([])
+        report_page([])
     written = write_report([run], tmp_path / "report.html")
     assert re.match("<!DOCTYPE html>", written.read_text())
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

@@ -74,7 +74,7 @@ def test_an_old_python_says_so(tmp_path: Path) -> None:
 def test_the_first_with_both_is_taken_before_an_earlier_one_with_torch_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asked, "has", lambda name: name == "torch")
+    monkeypatch.setattr(asked, "has_module", lambda name: name == "torch")
     both = script(tmp_path / "env" / "bin" / "python", "echo '[true, true, [3, 12]]'")
     monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / "env"))
     assert asked.find_python().path == str(both)
@@ -93,7 +93,7 @@ def test_environments_of_the_box_are_found_where_people_put_them(
 
 def test_nothing_found_lists_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asked, "candidates", lambda: [(sys.executable, "this interpreter")])
-    monkeypatch.setattr(asked, "has", lambda name: False)
+    monkeypatch.setattr(asked, "has_module", lambda name: False)
     with pytest.raises(BadInput, match="has no torch"):
         asked.find_python()
 

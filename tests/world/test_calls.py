@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kit.errors import RankDied
-from kit.world.calls import Call, Pending
+from kit.world.calls import Pending, WorldCall
 from kit.world.channel import ChannelClosed
 from kit.world.crew import Crew, Exit
 
@@ -40,7 +40,7 @@ def test_who_looks_on_is_asked_though_there_is_always_something_to_hear() -> Non
         crew: Any = SimpleNamespace(members=[member], filenos=lambda: [link.fileno()], take=lambda *_: None)
         crew.read_log = lambda *_: b""
         member.log, member.since, member.phase = 0, 0.0, "idle"
-        call = Call(crew, [member], {"id": 1, "phase": "train"}, die=lambda *_: None)
+        call = WorldCall(crew, [member], {"id": 1, "phase": "train"}, die=lambda *_: None)
         pending = Pending([call], threading.RLock(), Onlooker(), 60.0)
         with pytest.raises(KeyboardInterrupt):
             pending.result()
@@ -76,7 +76,7 @@ def test_of_ranks_that_exit_at_once_the_first_is_heard_before_it_is_judged() -> 
         )
         crew.hear = lambda member: Crew.hear(crew, member)
         ended: list[str] = []
-        call = Call(crew, members, {"id": 1, "phase": "release"}, die=lambda why, _: ended.append(why))
+        call = WorldCall(crew, members, {"id": 1, "phase": "release"}, die=lambda why, _: ended.append(why))
         for member in members:
             member.call = call
         call.answers[0], call.gone = {"exiting": True, "exitcode": 5}, {0}

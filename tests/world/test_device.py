@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kit.world import World, device, rankside
-from kit.world.device import SETTINGS, Seat, choose, prepare
+from kit.world.device import SETTINGS, Seat, choose_device, prepare_device
 
 WHOLE = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -46,7 +46,7 @@ def with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("wanted", ["auto", "cuda"])
 def test_all_of_it_where_a_gpu_may_be_used(with_cuda: None, wanted: str) -> None:
     environ = {"PATH": "/bin"}
-    prepare(environ, wanted, FOLDER)
+    prepare_device(environ, wanted, FOLDER)
     assert environ == {"PATH": "/bin", **made()}
     assert environ["TORCH_FR_DUMP_TEMP_FILE"] == "/run/a-world/nccl_trace_rank_"
     assert all(one.why for one in SETTINGS)
@@ -62,16 +62,16 @@ def test_the_docs_list_it() -> None:
 def test_nothing_for_ranks_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     environ: dict[str, str] = {}
     monkeypatch.setattr(torch.version, "cuda", None)
-    prepare(environ, "auto", FOLDER)
+    prepare_device(environ, "auto", FOLDER)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    prepare(environ, "cpu", FOLDER)
+    prepare_device(environ, "cpu", FOLDER)
     assert environ == {}
 
 
 @pytest.mark.parametrize("name", [*WHOLE, *OLD])
 def test_what_a_person_has_set_stays_under_its_old_name_too(with_cuda: None, name: str) -> None:
     environ = {name: "a person's"}
-    prepare(environ, "cuda", FOLDER)
+    prepare_device(environ, "cuda", FOLDER)
     replaced = OLD.get(name, name)
     assert environ == {**{key: value for key, value in made().items() if key != replaced}, name: "a person's"}
 
@@ -90,7 +90,7 @@ def test_a_rank_has_it_before_it_looks_for_its_gpu(
         seen.update(os.environ)
         return Seat(torch.device("cuda", 0), "stand-in", {"NCCL_HOSTID": "host"})
 
-    monkeypatch.setattr(rankside, "choose", choose)
+    monkeypatch.setattr(rankside, "choose_device", choose)
     order = {"device": "cuda", "first": 0, "neighbours": 1, "devices": []}
     node: Any = SimpleNamespace(order=order, folder=tmp_path)
     rankside.Rank(node)
@@ -138,11 +138,11 @@ def test_for_ranks_on_the_host_nobody_is_asked(asked: Path) -> None:
 def test_a_driver_that_was_started_too_early_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    seat = choose("auto", 0, 2)
+    seat = choose_device("auto", 0, 2)
     assert str(seat.device) == "cpu"
     assert "started CUDA before they were forked" in seat.why
     with pytest.raises(RuntimeError, match="device='cuda' cannot be had: a module that was loaded for the ranks"):
-        choose("cuda", 0, 2)
+        choose_device("cuda", 0, 2)
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")

@@ -42,7 +42,7 @@ def end(*processes: subprocess.Popen[bytes]) -> None:
 
 
 def listed() -> dict[int, bool]:
-    return {one.pid: one.sure for one in leftovers.find()}
+    return {one.pid: one.sure for one in leftovers.find_leftovers()}
 
 
 def test_what_runs_in_the_session_of_a_dead_world_is_ended_and_what_inherited_its_mark_is_listed(
@@ -70,7 +70,7 @@ def test_what_runs_in_the_session_of_a_dead_world_is_ended_and_what_inherited_it
         assert [process.poll() for process in (shell, alive, plain)] == [None] * 3
         assert (leftovers.base() / dead).exists()  # a process with its mark still runs
         end(shell)
-        assert (leftovers.base() / dead) in leftovers.end(leftovers.find())
+        assert (leftovers.base() / dead) in leftovers.end_leftovers(leftovers.find_leftovers())
     finally:
         end(left, shell, alive, plain)
 
@@ -85,7 +85,7 @@ def test_a_bad_mark_or_a_stray_file_breaks_nothing(value: str) -> None:
     try:
         assert marked.pid not in listed()
         assert stray not in leftovers.dead_folders([])
-        leftovers.end([])
+        leftovers.end_leftovers([])
         assert stray.exists()
         assert marked.poll() is None
     finally:
@@ -94,9 +94,9 @@ def test_a_bad_mark_or_a_stray_file_breaks_nothing(value: str) -> None:
 
 
 def test_a_folder_that_is_not_ours_does_not_break_the_list(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(leftovers, "place", lambda: tmp_path / "file")
+    monkeypatch.setattr(leftovers, "leftover_place", lambda: tmp_path / "file")
     (tmp_path / "file").touch()
-    leftovers.find()
+    leftovers.find_leftovers()
     with pytest.raises(BadInput, match="only you can enter"):
         leftovers.dead_folders([])
 
@@ -134,7 +134,7 @@ def test_a_live_world_of_another_pid_namespace_is_left_alone() -> None:
         assert len(seen) == 1
         assert seen[0] not in listed()
         assert leftovers.base() / mark not in leftovers.dead_folders([])
-        leftovers.end(leftovers.find())
+        leftovers.end_leftovers(leftovers.find_leftovers())
         assert machine.stat_fields(seen[0])
     finally:
         inside.communicate()

@@ -84,7 +84,7 @@ class Births:
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
     def __enter__(self) -> Births:
-        self._before = [weakref.ref(group) for group in registered()]
+        self._before = [weakref.ref(group) for group in registered_groups()]
         for kind in _classes():
             self._hook(kind)
         return self
@@ -97,7 +97,7 @@ class Births:
         """Add groups of torch's tables that no constructor made, and forget those that are gone."""
         self.made = [reference for reference in self.made if reference() is not None]
         known = {id(reference()) for reference in (*self.made, *self._before)}
-        self.made += [weakref.ref(group) for group in registered() if is_real(group) and id(group) not in known]
+        self.made += [weakref.ref(group) for group in registered_groups() if is_real(group) and id(group) not in known]
 
     def alive(self) -> list[Any]:
         """torch's own groups made here that are still there."""
@@ -115,7 +115,7 @@ class Births:
         self._undo.append(functools.partial(setattr, kind, "__init__", plain))
 
 
-def registered() -> list[Any]:
+def registered_groups() -> list[Any]:
     """Every group in torch's tables, in the order of registration."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     return [] if c10d is None else list(c10d._world.pg_map)
@@ -187,7 +187,7 @@ def taken_name() -> str:
     return name if name in {str(group_name) for group_name in tables.pg_names.values()} else ""
 
 
-def facts(group: Any) -> dict[str, Any]:
+def group_facts(group: Any) -> dict[str, Any]:
     """What a group was made with, as torch reports it: description, backends, timeout, options by device."""
     backends = {}
     for device in sorted(group._device_types, key=str):

@@ -53,13 +53,13 @@ def walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if not isinstance(value, torch.Tensor) and is_group(value):
             continue
         yield path, value
-        below = [(f"{path}.{key}", child) for key, child in children(value)]
+        below = [(f"{path}.{key}", child) for key, child in children_of(value)]
         own = sum(map(len, _named(value))) if isinstance(value, torch.nn.Module) else 0
         todo.extendleft(reversed(below[:own]))  # a parameter is called what its module calls it, however long that is
         todo.extend(below[own:])
 
 
-def children(value: Any) -> Iterable[tuple[Any, Any]]:
+def children_of(value: Any) -> Iterable[tuple[Any, Any]]:
     """What an object refers to, by attribute or place."""
     if isinstance(value, torch.Tensor):
         return _of_tensor(value)
@@ -89,7 +89,7 @@ def _of_tensor(value: torch.Tensor) -> list[tuple[str, Any]]:
     return [("grad", gradient), *vars(value).items()]
 
 
-class State:
+class TensorState:
     """The state at the moment this is made. It keeps tensors alive: do not keep it across a release; keep `prints()`."""
 
     def __init__(self, **roots: Any) -> None:
@@ -165,7 +165,9 @@ class Difference:
         return f"{self.kind} {self.name}: {self.what}{far}"
 
 
-def differences(before: Mapping[str, Print], after: Mapping[str, Print], *, zeroed: bool = False) -> list[Difference]:
+def tensor_differences(
+    before: Mapping[str, Print], after: Mapping[str, Print], *, zeroed: bool = False
+) -> list[Difference]:
     """What changed, by name. `zeroed`: gradients, and nothing else, may be gone or come back as zeros."""
     changed = []
     for name in [*before, *(name for name in after if name not in before)]:
@@ -194,7 +196,7 @@ def _difference(old: Print | None, new: Print | None) -> tuple[str, float | None
 
 
 def _zero(one: Print) -> bool:
-    return one.digest == digest(torch.zeros(one.shape, dtype=getattr(torch, one.dtype.removeprefix("torch."))))
+    return one.digest == tensor_digest(torch.zeros(one.shape, dtype=getattr(torch, one.dtype.removeprefix("torch."))))
 
 
 def _kinds(values: list[Any]) -> dict[int, str]:
@@ -205,7 +207,7 @@ def _kinds(values: list[Any]) -> dict[int, str]:
     params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
     every = [tensor for tensor in (*weights, *params) if tensor is not None]
     grads = [tensor for param in every for name, tensor in _of_tensor(param) if name in GRADIENTS]
-    state = [tensor for optimizer in optimizers for of in optimizer.state.values() for tensor in _tensors(of)]
+    state = [tensor for optimizer in optimizers for of in optimizer.state.values() for tensor in _tensors_in(of)]
     kinds: dict[int, str] = {}
     for kind, tensors in (("weights", weights), ("grads", grads), ("optimizer", [*params, *state])):
         for tensor in tensors:
@@ -214,12 +216,12 @@ def _kinds(values: list[Any]) -> dict[int, str]:
     return kinds
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from _tensors_in(item)
 
 
 def _has_parts(tensor: torch.Tensor, spans: Mapping[int, list[tuple[int, int, str]]]) -> bool:
@@ -246,10 +248,12 @@ def _print(tensor: torch.Tensor, kind: str, part_of: str, at: int) -> Print:
     flat = tensor.detach().reshape(-1)
     step = -(-flat.numel() // SAMPLE)
     sample = flat[::step].to("cpu", copy=True)
-    return Print(kind, tuple(tensor.shape), str(tensor.dtype), str(tensor.device), part_of, at, digest(tensor), sample)
+    return Print(
+        kind, tuple(tensor.shape), str(tensor.dtype), str(tensor.device), part_of, at, tensor_digest(tensor), sample
+    )
 
 
-def digest(tensor: torch.Tensor) -> str:
+def tensor_digest(tensor: torch.Tensor) -> str:
     """SHA-256 of a tensor's bytes in the order of its elements."""
     flat = tensor.detach().cpu().contiguous()
     # Not through numpy(): that marks the storage as never to be resized again.
@@ -272,13 +276,13 @@ def live_bytes() -> int:
 
 def generators() -> dict[str, str]:
     """A digest of each random generator: Python's, numpy's, torch's, and each CUDA device's. Nothing is drawn."""
-    state = {"python": _digest_of(random.getstate()), "torch": digest(torch.default_generator.get_state())}
+    state = {"python": _digest_of(random.getstate()), "torch": tensor_digest(torch.default_generator.get_state())}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = _digest_of(numpy.random.get_state(legacy=False))
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for number, generator in enumerate(torch.cuda.default_generators):
-            state[f"cuda:{number}"] = digest(generator.get_state())
+            state[f"cuda:{number}"] = tensor_digest(generator.get_state())
     return state
 
 

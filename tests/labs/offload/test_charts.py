@@ -11,7 +11,7 @@ from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.labs.offload.charts import WAYS, host_memory, numbered, places_of, plot_modes
 from kit.results import Row, Run, Verdict, VerdictRow, create_run
-from kit.view.named import plot
+from kit.view.named import plot_run
 from tests.seen import axes_of, words
 
 MIB = 2**20
@@ -91,7 +91,7 @@ def make_offload(tmp_path):
 
 @pytest.mark.parametrize("theme_name", THEMES)
 def test_it_tells_the_story_and_not_the_bookkeeping(make_offload, theme_name):
-    picture = plot(make_offload(), theme=theme_name)
+    picture = plot_run(make_offload(), theme=theme_name)
     assert picture.get_suptitle() == "offload · 2 ranks · tiny, tp 2 · mode exact · 3 cycles · finished"
     shown = words(picture)
     assert {
@@ -128,7 +128,7 @@ def test_bars_are_the_bytes_above_the_baseline(make_offload):
 
 
 def test_only_a_driver_speaks_for_the_gpu(make_offload):
-    picture = plot(make_offload(cuda=True))
+    picture = plot_run(make_offload(cuda=True))
     assert axes_of(picture, "GPU memory by use (median of 2 ranks)")
     assert {"weights (the job)", "slack (allocator)"} <= words(picture)
     assert axes_of(picture, "Drift of GPU memory while released")
@@ -136,7 +136,7 @@ def test_only_a_driver_speaks_for_the_gpu(make_offload):
 
 
 def test_what_leaks_is_seen_to_rise(make_offload):
-    picture = plot(make_offload(leak=3, fault="leak-gloo"))
+    picture = plot_run(make_offload(leak=3, fault="leak-gloo"))
     axes = axes_of(picture, "Process groups (without a job 1)")
     assert [4, 7, 10] in [line.get_ydata().tolist() for line in axes.lines if len(line.get_ydata()) == 3]
     assert {"✗ FAIL", "3, limit 0", "rank 0 has more", "- not measured", "the ranks had no CUDA device"} <= words(
@@ -146,22 +146,22 @@ def test_what_leaks_is_seen_to_rise(make_offload):
 
 
 def test_many_ranks_are_one_cloud_and_one_cycle_is_one_sample(make_offload):
-    assert axes_of(plot(make_offload(ranks=16)), "Time per phase, all ranks")
-    shown = words(plot(make_offload(cycles=1)))
+    assert axes_of(plot_run(make_offload(ranks=16)), "Time per phase, all ranks")
+    shown = words(plot_run(make_offload(cycles=1)))
     assert "cycle 1, n = 1" in shown
 
 
 def test_code_that_tells_nothing_of_its_parts(make_offload):
     parts = ("weights_bytes", "grads_bytes", "optimizer_bytes", "groups_seconds", "tensors_seconds")
-    picture = plot(make_offload(without=parts, implementation="mine.code:Mine"))
+    picture = plot_run(make_offload(without=parts, implementation="mine.code:Mine"))
     assert "its groups" not in words(picture)
     assert "mine.code:Mine" in picture.get_suptitle()
 
 
 def test_a_run_that_broke_early_is_drawn_as_any_run(make_offload):
-    picture = plot(make_offload(until=(1, "fingerprint")))
+    picture = plot_run(make_offload(until=(1, "fingerprint")))
     assert axes_of(picture, "Timeline of ranks")
-    assert axes_of(plot(make_offload(until=(1, "idle"))), "Host memory of a rank")
+    assert axes_of(plot_run(make_offload(until=(1, "idle"))), "Host memory of a rank")
 
 
 def test_places_are_those_that_were_measured(make_offload):

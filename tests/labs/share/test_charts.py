@@ -21,7 +21,7 @@ from kit.labs.share.charts import (
     version_lanes,
 )
 from kit.view import named
-from kit.view.named import album, plot
+from kit.view.named import album, plot_run
 from tests.labs.share.runs import BY_HAND, HIGH, LOW, make
 from tests.seen import axes_of, titles, words
 
@@ -46,7 +46,7 @@ def by_hand(tmp_path):
 
 @pytest.mark.parametrize("theme_name", THEMES)
 def test_it_tells_the_story(simulated, theme_name):
-    picture = plot(simulated, theme=theme_name)
+    picture = plot_run(simulated, theme=theme_name)
     assert picture.get_suptitle() == (
         "share · 6 ranks · tiny · 2 devices · training: a on 0, b on 1 · planner gap-ratio · 3 and 3 steps · finished"
     )
@@ -136,7 +136,7 @@ def test_many_devices_and_replicas_fit(tmp_path):
         tmp_path, devices=20, infer=every, infer_tp=2, tp=2, **{"a.train": every[:2], "b.train": every[2:4]},
         phases=("shared",),
     )  # fmt: skip
-    picture = plot(run)
+    picture = plot_run(run)
     assert axes_of(picture, "Phase shared: owner").get_title(loc="left").endswith("the first 16 of 20 devices")
     assert axes_of(picture, "Utilisation").get_title(loc="left").endswith("the first 8 of 20 devices")
     assert axes_of(picture, "Device 0").get_title(loc="left").endswith("the first 4 of 20 devices")
@@ -147,10 +147,10 @@ def test_an_early_end_is_drawn_as_any_run(tmp_path):
     nothing = make(tmp_path / "nothing", until="prepare")
     assert not {"devices", "utilisation", "versions", "loops"} & set(named.names(nothing))
     early = make(tmp_path / "early", until="alone_a")
-    assert axes_of(plot(early), "Phase alone_a: owner of each device")
+    assert axes_of(plot_run(early), "Phase alone_a: owner of each device")
 
 
 def test_its_plots_have_names(simulated):
     assert set(named.names(simulated)) >= {"devices", "utilisation", "versions", "device-memory", "loops"}
     for name in named.names(simulated):
-        named.plot(simulated, name)
+        named.plot_run(simulated, name)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kit.cli import Answer, main
+from kit.cli import CommandAnswer, main
 from kit.errors import BadInput
 from kit.labs.share.foreign import settings_of
 from tests.labs.share.conftest import share
@@ -139,11 +139,11 @@ def test_a_run_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     """`--set` overrides the settings of a file, and keys without a setting are printed."""
     given: dict[str, Any] = {}
 
-    def run_once(_: str, config: dict[str, Any], __: Path | None, **___: Any) -> Answer:
+    def run_once(_: str, config: dict[str, Any], __: Path | None, **___: Any) -> CommandAnswer:
         given.update(config)
-        return Answer({"run": str(tmp_path)})
+        return CommandAnswer({"run": str(tmp_path)})
 
-    monkeypatch.setattr("kit.cli.run_once", run_once)
+    monkeypatch.setattr("kit.cli.run_lab", run_once)
     files = [tmp_path / "one.yaml", tmp_path / "two.yaml"]
     for file, content in zip(files, (NEMO, ROLL), strict=True):
         file.write_text(yaml.safe_dump(content))

@@ -16,7 +16,7 @@ from kit.labs.split.lab import SplitConfig, cases_of
 from kit.results import Row, Verdict, VerdictRow, create_run
 from kit.results.verdict import without_parts
 from kit.view import named
-from kit.view.named import album, plot
+from kit.view.named import album, plot_run
 from tests.seen import axes_of, words
 
 METRICS = {"loss": 0.5, "probs_ratio": 1.0, "probs_ratio_max": 1.2, "num_valid_samples": 40.0}
@@ -101,7 +101,7 @@ def make_split(tmp_path):
 
 @pytest.mark.parametrize("theme_name", THEMES)
 def test_it_tells_the_story(make_split, theme_name):
-    picture = plot(make_split(), theme=theme_name)
+    picture = plot_run(make_split(), theme=theme_name)
     assert picture.get_suptitle() == "split · 2 ranks · megatron tiny · grpo · chunks 1, 5 · 2 steps · finished"
     assert {"tokens, plain", "sequences, 1 chunk", "sequences, 5 chunks", "begin", "microbatch", "finish"} <= words(
         picture
@@ -143,7 +143,7 @@ def test_many_ranks_are_reported_by_one(make_split):
 
 def test_an_older_run_without_times_of_calls_is_drawn(make_split):
     assert set(step_calls(read(make_split(calls=False)))["kind"]) == {"took"}
-    assert axes_of(plot(make_split(calls=False)), "Step 2")
+    assert axes_of(plot_run(make_split(calls=False)), "Step 2")
 
 
 @pytest.mark.parametrize(("gradient", "chunk"), [(2e-7, 0.0), (0.0, 3e-7), (math.inf, 0.0)])
@@ -175,7 +175,7 @@ def test_metrics_show_zero_and_what_one_scalar_would_do(make_split):
 def test_a_wrong_metric_is_seen(make_split):
     run = make_split(level="tokens", off={"probs_ratio": 3.0}, fault="one-scalar-metrics")
     assert cells(run, "probs_ratio")["value"].tolist()[:2] == pytest.approx([2, 2])
-    picture = plot(run)
+    picture = plot_run(run)
     assert "fault: one-scalar-metrics" in picture.get_suptitle()
     assert {"✗ 2", "above the limit of 1e-06"} <= words(picture)
 
@@ -192,27 +192,27 @@ def test_rows_of_a_check_are_one_line():
 
 def test_a_run_of_an_older_kit_is_drawn_as_any_run(make_split):
     run = make_split(old=True)
-    assert axes_of(plot(run), "Timeline of ranks")
+    assert axes_of(plot_run(run), "Timeline of ranks")
     for name in named.names(run):
         run.plot(name)
     assert [row.check for row in run.verdict().failed] == []
 
 
 def test_a_run_that_broke_is_drawn_as_any_run(make_split):
-    assert axes_of(plot(make_split(until=(2, "split"))), "Timeline of ranks")
+    assert axes_of(plot_run(make_split(until=(2, "split"))), "Timeline of ranks")
 
 
 def test_a_persons_own_code_is_named(make_split):
-    assert " · mine:Step · " in plot(make_split(implementation="mine:Step")).get_suptitle()
+    assert " · mine:Step · " in plot_run(make_split(implementation="mine:Step")).get_suptitle()
 
 
 def test_its_drawings_have_names(make_split):
     run = make_split(level="both")
     assert {"metrics", "gradients", "calls"} <= set(named.names(run))
-    metrics = named.plot(run, "metrics")
+    metrics = named.plot_run(run, "metrics")
     assert {"tokens,\n1 chunk", "sequences,\none scalar", "above the limit of 1e-06"} <= words(metrics)
-    moved = named.plot(run, "gradients", tolerances={"grad_parity": 1e-3})
+    moved = named.plot_run(run, "gradients", tolerances={"grad_parity": 1e-3})
     assert "limit 0.001, step 1" in words(moved)
     assert {"||dg|| / ||g||", "chunks per step (a point is one step, n = 1)"} <= words(moved)
-    assert "time since the step began, one sample [ms]" in words(named.plot(run, "calls"))
+    assert "time since the step began, one sample [ms]" in words(named.plot_run(run, "calls"))
     assert "metrics" not in named.names(make_split(until=(1, "split")))

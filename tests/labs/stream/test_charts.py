@@ -30,7 +30,7 @@ from kit.results import NotMeasured, Row, create_run
 from kit.stream.ports import drifted
 from kit.stream.simulated import Durations, pace, simulate
 from kit.view import named
-from kit.view.named import plot
+from kit.view.named import plot_run
 from tests.seen import axes_of, boxes, titles, words
 
 BEGAN = 1.8e9
@@ -181,7 +181,7 @@ BY_HAND = [
 
 @pytest.mark.parametrize("theme_name", THEMES)
 def test_it_tells_the_story(make_stream, theme_name):
-    picture = plot(make_stream(), theme=theme_name)
+    picture = plot_run(make_stream(), theme=theme_name)
     assert picture.get_suptitle() == (
         "stream · 3 ranks · tiny · 2 replicas · in-order, window 1 · at a sync: keep · 5 steps · finished"
     )
@@ -198,7 +198,7 @@ def test_it_tells_the_story(make_stream, theme_name):
 
 
 def test_bars_lie_where_their_tokens_were_generated(make_stream):
-    picture = plot(make_stream(ledgers={"stream": BY_HAND}, steps=2), "versions")
+    picture = plot_run(make_stream(ledgers={"stream": BY_HAND}, steps=2), "versions")
     axes = axes_of(picture, "Phase stream")
     assert boxes(axes, "version 0") == [(1, 3), (1, 3)]
     assert boxes(axes, "1") == [(5, 7)]
@@ -335,12 +335,12 @@ def test_a_wrong_version_is_in_the_colour_of_what_is_wrong(make_stream):
 
 
 def test_what_is_missing_is_reported_or_left_out(make_stream):
-    half = plot(make_stream(until="stream"))
+    half = plot_run(make_stream(until="stream"))
     assert "Recomputation: the run ended before this phase." in words(half)
     early = make_stream(until="lockstep")
-    assert axes_of(plot(early), "Phase lockstep: a bar is a sample")
+    assert axes_of(plot_run(early), "Phase lockstep: a bar is a sample")
     nothing = make_stream(until="plain")
-    assert axes_of(plot(nothing), "Timeline of ranks")
+    assert axes_of(plot_run(nothing), "Timeline of ranks")
     assert not {"versions", "steps", "groups"} & set(named.names(nothing))
     for table in (tables.steps, tables.replicas, tables.lags, tables.ends):
         with pytest.raises(NotMeasured):
@@ -364,7 +364,7 @@ def test_many_replicas_and_steps_fit(make_stream):
     run = make_stream(
         ranks=11, replicas=10, steps=20, sampler="windowed", places=16, on_dead_replica="go-on", prepare=prepare
     )
-    picture = plot(run)
+    picture = plot_run(run)
     assert axes_of(picture, "Phase stream").get_title(loc="left").endswith("the first 8 of 10 replicas")
     assert {"version 0, 6 ... 18", "given up"} <= words(picture)
     table = tables.ends(run.frame())
@@ -376,4 +376,4 @@ def test_its_plots_and_tables_have_names(make_stream):
     assert set(named.names(run)) >= {"versions", "steps", "groups", "recomputed"}
     assert set(named.tables(run)) >= {"steps", "replicas", "loops", "lags", "ends"}
     for name in named.names(run):
-        named.plot(run, name)
+        named.plot_run(run, name)

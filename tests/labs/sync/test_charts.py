@@ -21,7 +21,7 @@ from kit.labs.sync.charts import rates_by_size, sync_events, sync_stages
 from kit.labs.sync.lab import SyncConfig
 from kit.results import NotMeasured, Row, create_run, with_ids
 from kit.view import named
-from kit.view.named import plot
+from kit.view.named import plot_run
 from tests.seen import axes_of, colours, titles, words
 
 SENDER = {"gather": 0.02, "pack": 0.01, "send": 0.03, "verify": 0.004, "teardown": 0.001, "finalize": 0, "publish": 0}
@@ -110,7 +110,7 @@ def make_sync(tmp_path):
 
 @pytest.mark.parametrize("theme_name", THEMES)
 def test_it_tells_the_story(make_sync, theme_name):
-    picture = plot(make_sync(), theme=theme_name)
+    picture = plot_run(make_sync(), theme=theme_name)
     expected = "sync · 5 ranks · tiny, tp 2 · 3 replicas · overlap · transport auto · 3 cycles · finished"
     assert picture.get_suptitle() == expected
     assert [title.split(" (")[0] for title in titles(picture)] == [
@@ -155,7 +155,7 @@ def test_events_lie_where_they_happened(make_sync):
 
 
 def test_without_an_expansion_the_refresh_is_drawn(make_sync):
-    picture = plot(make_sync(placement="apart"))
+    picture = plot_run(make_sync(placement="apart"))
     assert axes_of(picture, "Refresh of cycle 3, event by event")
     assert "inactive" not in " ".join(words(picture))
 
@@ -187,22 +187,22 @@ def test_rates_have_their_ceiling_and_their_best(make_sync):
     ],
 )
 def test_what_is_missing_is_reported(make_sync, changed, sentence):
-    picture = plot(make_sync(**changed))
+    picture = plot_run(make_sync(**changed))
     assert sentence in words(picture)
     assert not any(title.startswith("Medians at") for title in titles(picture))
     assert axes_of(picture, "Stages of each sync")
 
 
 def test_a_run_without_events_has_no_timeline(make_sync):
-    assert titles(plot(make_sync(events=False)))[1].startswith("Transports")
+    assert titles(plot_run(make_sync(events=False)))[1].startswith("Transports")
 
 
 def test_a_run_that_broke_before_a_sync_is_drawn_as_any_run(make_sync):
-    assert axes_of(plot(make_sync(until=(1, "train"))), "Timeline of ranks")
+    assert axes_of(plot_run(make_sync(until=(1, "train"))), "Timeline of ranks")
 
 
 def test_wrong_digests_and_torn_forwards_are_in_the_colour_of_what_is_wrong(make_sync):
-    picture = plot(make_sync(differ=2, torn=1, fault="swapped"))
+    picture = plot_run(make_sync(differ=2, torn=1, fault="swapped"))
     digests = "Digests: 90 tensors hashed on 3 receivers over 3 cycles, 6 differ from the trainer's, first on rank 2 in cycle 2."
     meanwhile = "Meanwhile: 36 forwards served during refreshes, 9 with weights of mixed versions."
     assert {colours(picture)[sentence] for sentence in (digests, meanwhile)} == {THEMES["light"].bad}
@@ -211,7 +211,7 @@ def test_wrong_digests_and_torn_forwards_are_in_the_colour_of_what_is_wrong(make
 
 def test_a_run_of_an_older_kit_is_drawn_without_what_it_named_otherwise(make_sync):
     run = make_sync(old=True)
-    drawn = titles(plot(run))
+    drawn = titles(plot_run(run))
     assert drawn
     assert not any(title.startswith(("Expansion", "Transports")) for title in drawn)
     assert not {"events", "rates"} & set(named.names(run))
@@ -236,10 +236,10 @@ def test_tables_of_a_run(make_sync):
 def test_its_drawings_have_names(make_sync):
     run = make_sync()
     assert {"stages", "events", "rates", "memory", "drift"} - set(named.names(run)) == {"memory", "drift"}
-    rates = named.plot(run, "rates")
+    rates = named.plot_run(run, "rates")
     assert titles(rates) == ["Transports by bucket size, 64 MiB to one receiver"]
     assert {"one memcpy, 12", "bucket size [MiB] (medians)"} <= words(rates)  # older runs have no spread
-    assert titles(named.plot(run, "events")) == ["Expansion of cycle 3, event by event"]
+    assert titles(named.plot_run(run, "events")) == ["Expansion of cycle 3, event by event"]
     assert "rates" not in named.names(make_sync(rates={}))
 
 

@@ -129,7 +129,6 @@ def test_the_trainer_knows_which_replicas_are_on_its_own_gpu(gpu: str, devices: 
         meeting="here",
         device=torch.device(devices[0]),
         config=None,
-        fault=None,
         devices=devices,
     )
     trainer: Any = SimpleNamespace(ctx=ctx, where=Place("box", "here 0", gpu))

@@ -81,7 +81,7 @@ def thirds(data: Batch) -> list[Batch]:
 
 def state(job: Any) -> dict[str, str]:
     named = tensors.hashes(job.chunks, job.optimizer, ("weights", "optimizer"))
-    random = tensors.digest(random_states()[0])
+    random = tensors.tensor_digest(random_states()[0])
     return {**named, "scheduler": repr(job.scheduler.state_dict()), "random": random}
 
 

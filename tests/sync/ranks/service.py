@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from kit.errors import KitError
-from kit.measure import counts
+from kit.measure import resource_counts
 from kit.sync.buckets import Cut, Whole, lay_out, specs_of
 from kit.sync.cache import Cache
 from kit.sync.hashes import digest
@@ -144,7 +144,7 @@ def at_once(*acts: Callable[[], Any]) -> list[Any]:
 
 def held() -> dict[str, int]:
     gc.collect()
-    return {**counts()._asdict(), "segments": len(memory_files())}
+    return {**resource_counts()._asdict(), "segments": len(memory_files())}
 
 
 @contextlib.contextmanager

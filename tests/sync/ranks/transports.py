@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from kit.errors import KitError
-from kit.measure import counts
+from kit.measure import resource_counts
 from kit.sync.buckets import ALIGN
 from kit.sync.cache import Segment
 from kit.sync.link import Listener, call
@@ -115,7 +115,7 @@ def listen() -> dict[str, Any]:
 
 def held() -> dict[str, int]:
     gc.collect()
-    return {**counts()._asdict(), "segments": len(memory_files())}
+    return {**resource_counts()._asdict(), "segments": len(memory_files())}
 
 
 def sync(

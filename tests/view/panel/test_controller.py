@@ -21,8 +21,8 @@ from kit.labs.definition import Definition, Role, Step
 from kit.labs.discover import find
 from kit.labs.lab import Lab, Stepped
 from kit.results import read_verdict
-from kit.view.model import Controller, PanelModel
-from kit.view.progress import Failure, Watch
+from kit.view.model import PanelController, PanelModel
+from kit.view.progress import CallWatch, Failure
 from tests.holdings import holdings, wait_for
 
 SOURCE = """
@@ -93,17 +93,17 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Definition]
     del sys.modules["panelled_lab"]
 
 
-Make = Callable[..., tuple[PanelModel, Controller]]
+Make = Callable[..., tuple[PanelModel, PanelController]]
 
 
 @pytest.fixture
 def made(own: Definition, nothing_left: None) -> Iterator[Make]:
     """Make models and controllers of this test lab or of another; close them at the end."""
-    controllers: list[Controller] = []
+    controllers: list[PanelController] = []
 
-    def make(definition: Definition = own, **config: object) -> tuple[PanelModel, Controller]:
+    def make(definition: Definition = own, **config: object) -> tuple[PanelModel, PanelController]:
         model = PanelModel(definition, config)
-        controllers.append(Controller(model))
+        controllers.append(PanelController(model))
         return model, controllers[-1]
 
     yield make
@@ -309,7 +309,7 @@ def test_a_lab_is_taken_over_as_it_stands(own: Definition, nothing_left: None) -
     with Lab(own, {"ranks": 2}, tolerances={"cycles_seen": 1}) as lab:
         lab.step()
         model = PanelModel(own, lab.given, tolerances=lab.tolerances)
-        controller = Controller(model, lab=lab)
+        controller = PanelController(model, lab=lab)
         assert (model.state, model.run.dir) == ("ready", lab.dir)
         assert [row.status for row in model.phases] == ["done", "next", "to do", "to do"]
         assert all(value is not None for value in model.phases[0].seconds)
@@ -328,7 +328,7 @@ def test_what_is_done_by_hand_meanwhile_is_seen_with_the_next_button(own: Defini
     with Lab(own, {}) as lab:
         lab.step()
         model = PanelModel(own, lab.given)
-        controller = Controller(model, lab=lab)
+        controller = PanelController(model, lab=lab)
         lab.step()
         controller.step()
         controller.wait()
@@ -344,7 +344,7 @@ def test_what_is_done_by_hand_meanwhile_is_seen_with_the_next_button(own: Defini
 def test_a_lab_that_has_not_started_is_started_and_not_replaced(own: Definition, nothing_left: None) -> None:
     with Lab(own, {}) as lab:
         model = PanelModel(own, lab.given)
-        controller = Controller(model, lab=lab)
+        controller = PanelController(model, lab=lab)
         assert (model.state, model.can) == ("idle", {"start", "step", "run"})
         controller.step()
         controller.wait()
@@ -360,7 +360,7 @@ def test_lab_panel_needs_a_room_that_makes_panels(own: Definition) -> None:
 @pytest.mark.slow
 def test_runs_of_a_panel_with_a_folder_lie_side_by_side(own: Definition, tmp_path: Path, nothing_left: None) -> None:
     model = PanelModel(own)
-    controller = Controller(model, out=tmp_path / "mine")
+    controller = PanelController(model, out=tmp_path / "mine")
     for name in ("mine", "mine-2"):
         controller.restart() if model.state == "ready" else controller.start()
         controller.wait()
@@ -377,7 +377,7 @@ def test_in_a_kernel_the_model_changes_in_the_loops_thread_and_the_loop_stays_fr
     async def cell() -> None:
         model = PanelModel(own, {"do": "sleep"})
         model.observe(lambda _: threads.add(threading.get_ident()))
-        controller = Controller(model)
+        controller = PanelController(model)
         controller.step()
         controller.wait()  # blocks the event loop, but the model is still updated
         assert model.state == "ready"
@@ -417,7 +417,7 @@ def test_what_ranks_print_is_in_the_log_and_a_view_that_fails_stops_nothing(
 
 def test_ticks_that_come_fast_are_reported_seldom(own: Definition) -> None:
     reported: list[None] = []
-    watch = Watch(threading.Event(), lambda: reported.append(None), every_s=3600)
+    watch = CallWatch(threading.Event(), lambda: reported.append(None), every_s=3600)
     with Lab(own, {}) as lab:
         watch.take(lab)
         for _ in range(100):
@@ -447,7 +447,7 @@ def test_time_left_is_known_from_the_same_phases_of_earlier_cycles(made: Make) -
 
 def test_ranks_without_work_in_a_phase_are_neither_running_nor_done(own: Definition) -> None:
     plan = [Step(0, "first", ("one",)), Step(1, "second")]
-    watch = Watch(threading.Event(), lambda: None, every_s=3600)
+    watch = CallWatch(threading.Event(), lambda: None, every_s=3600)
     with Lab(dataclasses.replace(own, roles=halves, plan=lambda _: plan), {"ranks": 3}) as lab:
         watch.take(lab)
         assert [phase.ranks for phase in watch.seen()[0]] == [("waiting", "absent", "absent"), ("waiting",) * 3]
@@ -461,7 +461,7 @@ def test_ranks_without_work_in_a_phase_are_neither_running_nor_done(own: Definit
 
 
 def test_who_is_to_blame_is_marked_and_nobody_else(own: Definition) -> None:
-    watch = Watch(threading.Event(), lambda: None, every_s=3600)
+    watch = CallWatch(threading.Event(), lambda: None, every_s=3600)
     with Lab(own, {"ranks": 3}) as lab:
         watch.take(lab)
         watch.started("first", [0, 1, 2])
@@ -475,8 +475,8 @@ def test_who_is_to_blame_is_marked_and_nobody_else(own: Definition) -> None:
 def test_a_kernel_that_is_killed_leaves_no_ranks(own: Definition, tmp_path: Path) -> None:
     code = (
         "import os, panelled_lab\n"
-        "from kit.view.model import Controller, PanelModel\n"
-        "model = PanelModel(panelled_lab.LAB, {'do': 'hard'})\ncontroller = Controller(model)\ncontroller.run_all()\n"
+        "from kit.view.model import PanelController, PanelModel\n"
+        "model = PanelModel(panelled_lab.LAB, {'do': 'hard'})\ncontroller = PanelController(model)\ncontroller.run_all()\n"
         "while not any(row.phase == 'second' and row.status == 'running' for row in model.phases): pass\n"
         "print(os.getpid(), len(controller._lab.world.pids), flush=True)\nos.kill(os.getpid(), 9)"
     )

@@ -14,7 +14,7 @@ from kit.errors import BadInput
 from kit.labs.definition import working
 from kit.labs.discover import find, find_fault, tagged
 from kit.results import Row, create_run, load_tolerances
-from kit.view.model import AS_IT_IS, PanelModel, choices, limits_of, rounded_up, span
+from kit.view.model import AS_IT_IS, PanelModel, choices, limits_of, rounded_up, slider_span
 from kit.view.progress import marks
 from kit.view.tabs import VerdictTab
 
@@ -307,11 +307,11 @@ def test_every_tolerance_has_a_limit_whose_slider_holds_its_default(name: str) -
 
 
 def test_ranges() -> None:
-    assert span(0, 3, "1") == (0, 10)
-    assert span(0, 700, "1") == (0, 2000)
-    assert span(1e-6, 1e-6, "ratio") == (pytest.approx(1e-9), 1.0)  # powers of ten
-    assert span(0.9, 1.0, "ratio") == (0, 2)
-    assert span(200, 20, "MiB") == (0, 1000)
+    assert slider_span(0, 3, "1") == (0, 10)
+    assert slider_span(0, 700, "1") == (0, 2000)
+    assert slider_span(1e-6, 1e-6, "ratio") == (pytest.approx(1e-9), 1.0)  # powers of ten
+    assert slider_span(0.9, 1.0, "ratio") == (0, 2)
+    assert slider_span(200, 20, "MiB") == (0, 1000)
     assert [rounded_up(value) for value in (0, 1, 1.1, 30, 0.002)] == [0, 1, 2, 50, 0.002]
     assert limits_of((), {}, None, {}) == ()
 

@@ -22,7 +22,7 @@ from kit.labs.discover import find
 from kit.results import NotMeasured, Run
 from kit.view import tabs
 from kit.view.model import PanelModel
-from kit.view.panel import make
+from kit.view.panel import make_panel
 from kit.view.tabs import (
     KINDS,
     CompareTab,
@@ -32,8 +32,8 @@ from kit.view.tabs import (
     RecordsTab,
     WhatIfTab,
     in_larger_units,
-    listed,
-    select,
+    listed_runs,
+    matching_rows,
 )
 from tests.results.conftest import read_back
 
@@ -266,7 +266,7 @@ FRAME = pd.DataFrame(
     ],
 )
 def test_a_query_or_a_word_selects_rows(words, found):
-    assert select(FRAME, words).index.tolist() == found
+    assert matching_rows(FRAME, words).index.tolist() == found
 
 
 def test_a_table_is_escaped_sorted_and_copied_as_markdown():
@@ -353,15 +353,15 @@ def test_tables_of_a_lab_that_the_run_has_nothing_for_say_so(finished, folder, t
 
 
 def test_runs_are_listed_newest_first_and_found_by_words(finished, folder):
-    lines = [line for line, _ in listed(folder, "smoke")]
+    lines = [line for line, _ in listed_runs(folder, "smoke")]
     assert [line.rpartition(" · ")[2] for line in lines] == ["leaking", "plain"]
     assert "fault leaked-group" in lines[0]
-    assert [path for _, path in listed(folder, "smoke leaked")] == [str(folder / "leaking")]
-    assert listed(folder, "nothing of it") == []
+    assert [path for _, path in listed_runs(folder, "smoke leaked")] == [str(folder / "leaking")]
+    assert listed_runs(folder, "nothing of it") == []
     broken = folder / "broken"
     broken.mkdir()
     (broken / "run.json").write_text("{")
-    assert len(listed(folder, "broken")) == 0
+    assert len(listed_runs(folder, "broken")) == 0
 
 
 def test_two_runs_are_compared(smoke, folder):
@@ -511,6 +511,6 @@ def test_what_cannot_be_forecast_is_reported(model, forecasts):
 
 def test_only_a_lab_that_declares_it_has_the_tab(model):
     for lab, has in (("stream", True), ("smoke", False)):
-        panel = make(find(lab), {})
+        panel = make_panel(find(lab), {})
         assert ("What if" in panel.tab.titles) == has
         panel.close()

@@ -357,7 +357,7 @@ def test_the_bar_says_in_words_how_far_it_is():
     words = look.progress_words(RunProgress(6, 22, 12.3, 20.4), phases, "running")
     assert words == "phase 7 of 22 (make, cycle 1), 12 s, about 20 s left"
     assert look.progress_words(RunProgress(6, 22, 12.3, None), phases, "running").endswith("12 s")
-    bar = look.bar_html(RunProgress(11, 22, 12.3, None), phases, "ready")
+    bar = look.progress_bar_html(RunProgress(11, 22, 12.3, None), phases, "ready")
     for part in (
         'role="progressbar"',
         'aria-valuenow="11"',
@@ -383,7 +383,7 @@ def test_of_many_ranks_fewer_phases_are_sent_at_once():
     for ranks in (2, 8, 64):
         model.size = ranks
         model.phases = tuple(phase._replace(ranks=("done",) * ranks, seconds=(1.5,) * ranks) for phase in model.phases)
-        assert shown.grid.value.count("<td") == ranks * look.columns(ranks)
+        assert shown.grid.value.count("<td") == ranks * look.phase_columns(ranks)
         assert len(shown.grid.value) < 100_000
 
 
@@ -429,21 +429,21 @@ def test_logs_by_rank_the_last_lines_and_the_error():
 
 def test_a_slider_has_whole_places_that_a_browser_cannot_round():
     for found in (
-        tabs.scale(0, 10, whole=True),
-        tabs.scale(1e-9, 1.0),
-        tabs.scale(0, 200.0),
-        tabs.scale(0, 5000, whole=True),
-        tabs.scale(1e-6, 2.0),
-        tabs.scale(0, 0),
+        tabs.slider_scale(0, 10, whole=True),
+        tabs.slider_scale(1e-9, 1.0),
+        tabs.slider_scale(0, 200.0),
+        tabs.slider_scale(0, 5000, whole=True),
+        tabs.slider_scale(1e-6, 2.0),
+        tabs.slider_scale(0, 0),
     ):
         assert found == sorted(set(found))
         for place in range(0, len(found), 7):
             assert tabs.nearest(found, found[place]) == place
         assert tabs.nearest(found, found[-1] + 1e9) == len(found) - 1
         assert tabs.nearest(found, found[0] - 1e9) == 0
-    assert [tabs.scale(1e-9, 1.0)[place] for place in (0, 60, 61, 120, -1)] == [1e-9, 1e-6, 1.12e-6, 1e-3, 1.0]
-    assert (tabs.scale(0, 10, whole=True), tabs.scale(0, 0)) == ([*range(11)], [0])
-    assert tabs.scale(0, 200.0)[-2:] == [199.5, 200]
+    assert [tabs.slider_scale(1e-9, 1.0)[place] for place in (0, 60, 61, 120, -1)] == [1e-9, 1e-6, 1.12e-6, 1e-3, 1.0]
+    assert (tabs.slider_scale(0, 10, whole=True), tabs.slider_scale(0, 0)) == ([*range(11)], [0])
+    assert tabs.slider_scale(0, 200.0)[-2:] == [199.5, 200]
     for row in tabs.VerdictTab(PanelModel(find("split"))).rows.values():
         assert isinstance(row.slider, widgets.IntSlider)
 
@@ -506,9 +506,9 @@ def test_the_worst_come_first(finished):
 def test_every_limit_has_one_row_and_its_slider_holds_the_default(lab):
     model = PanelModel(find(lab))
     tab = tabs.VerdictTab(model)
-    asked = [check for check in model.rules if check.asked(model.values)]
-    assert len(tab.body.children) == len({check.tolerance for check in asked})
-    assert {row.limit.rule for row in tab.rows.values()} == {check.name for check in asked}
+    asked = [rule.name for rule in model.rules if rule.asked(model.values)]
+    assert len(tab.body.children) == len(asked)
+    assert {row.limit.rule for row in tab.rows.values()} == {*asked}
     for row in tab.rows.values():
         if row.limit.better == "==":
             assert row.slider is None
@@ -572,7 +572,7 @@ def answer(check, measured, *, passed):
 def verdict_limit():
     from kit.view.model import Limit
 
-    return Limit("parity_rel", ("parity",), "Are they equal?", 1.0, "ratio", "<=", 0.0, 2.0)
+    return Limit("parity", "Are they equal?", 1.0, "ratio", "<=", 0.0, 2.0)
 
 
 # -- the whole panel -------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 
 from kit.errors import BadInput, KitError
 from kit.measure import host
-from kit.measure.phase import device_memory, host_memory, timed
+from kit.measure.phase import device_memory, host_memory_metrics, seconds_on_device
 from kit.megatron import groups, model
 from kit.megatron.config import ModelConfig
 from kit.megatron.tensors import Item, Mover, offload_natively, reload_natively
@@ -63,12 +63,12 @@ def _tensors(job: model.Training, cycles: int) -> dict[str, Any]:
     for cycle in range(cycles + 1):
         if cycle and cuda:
             refused = plain_copies()
-        full = host_memory().get("anon_rss", 0)
+        full = host_memory_metrics().get("anon_rss", 0)
         which = "steady" if cycle else "first"
         if cycle:
             sample(copy_out=_warm(mover, out=True))
         sample(**{f"{which}_out": mover.release()["seconds"]})
-        resident.append((full, host_memory().get("anon_rss", 0)))
+        resident.append((full, host_memory_metrics().get("anon_rss", 0)))
         if cycle and not cuda:
             # Each of these leaves pages behind that the next one gets: the mover and what it is judged by both follow one.
             for name in ("pieces", "populate"):
@@ -93,7 +93,7 @@ def _warm(mover: Mover, *, out: bool) -> float:
     total = sum(item.size for item in items)
     if mover.device.type == "cpu":
         half = min(_BLOCK, total // 2)
-        return timed(lambda: host.libc.memcpy(arena.address(0), arena.address(half), half)) * total / half
+        return seconds_on_device(lambda: host.libc.memcpy(arena.address(0), arena.address(half), half)) * total / half
     places = [arena.reserve(item.size) for item in items]
     arena.clear()
     pairs = [(arena.view(place, item.size), flat(item)) for place, item in zip(places, items, strict=True)]
@@ -102,7 +102,7 @@ def _warm(mover: Mover, *, out: bool) -> float:
         for pinned, tensor in pairs:  # the places hold what the tensors hold: the way back changes nothing
             (pinned if out else tensor).copy_(tensor if out else pinned, non_blocking=True)
 
-    return timed(copy)
+    return seconds_on_device(copy)
 
 
 def _into_new(source: int, size: int, *, pieces: bool) -> float:
@@ -120,7 +120,7 @@ def _into_new(source: int, size: int, *, pieces: bool) -> float:
             host.populate(target, size)
             host.libc.memcpy(target, source, size)
 
-    taken = timed(work)
+    taken = seconds_on_device(work)
     host.libc.munmap(target, size)
     return taken
 
@@ -138,11 +138,13 @@ def one_by_one(items: Sequence[Item], block: torch.Tensor | None = None) -> tupl
     flats = [flat(item) for item in items]
     if block is None:
         kept: list[torch.Tensor] = []
-        out = timed(lambda: kept.extend(tensor.cpu() if tensor.is_cuda else tensor.clone() for tensor in flats))
+        out = seconds_on_device(
+            lambda: kept.extend(tensor.cpu() if tensor.is_cuda else tensor.clone() for tensor in flats)
+        )
     else:
         kept = list(block.split([tensor.numel() for tensor in flats]))  # type: ignore[no-untyped-call]
-        out = timed(lambda: [place.copy_(tensor) for tensor, place in zip(flats, kept, strict=True)])
-    back = timed(lambda: [tensor.copy_(place) for tensor, place in zip(flats, kept, strict=True)])
+        out = seconds_on_device(lambda: [place.copy_(tensor) for tensor, place in zip(flats, kept, strict=True)])
+    back = seconds_on_device(lambda: [tensor.copy_(place) for tensor, place in zip(flats, kept, strict=True)])
     kept.clear()
     if block is None:
         host.trim()
@@ -177,9 +179,9 @@ def saver_cycles(saver: Any, job: model.Training, cycles: int) -> dict[str, Any]
     left = []
     for _ in range(cycles):
         full = _used(job)
-        times["out"].append(timed(lambda: saver.pause(TAG)))
+        times["out"].append(seconds_on_device(lambda: saver.pause(TAG)))
         left.append(full - _used(job))
-        times["back"].append(timed(lambda: saver.resume(TAG)))
+        times["back"].append(seconds_on_device(lambda: saver.resume(TAG)))
     if job.hashes() != before:
         raise KitError(f"{SAVER} brought other bytes back than it took")
     return {"times": times, "left": min(left)}

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from kit.errors import BadInput
-from kit.measure import counts
+from kit.measure import resource_counts
 from kit.measure.turns import seconds_of
 from kit.megatron import groups, model
 from kit.megatron.config import ModelConfig
@@ -102,4 +102,8 @@ def levels() -> dict[str, int]:
     """What this process holds once all ranks have come here, by source: counts, and bytes. NCCL's own statistics are there while it has
     communicators."""
     dist.barrier()
-    return {**counts()._asdict(), **memory(), **{f"comm_{name}": size for name, size in groups.communicators().items()}}
+    return {
+        **resource_counts()._asdict(),
+        **memory(),
+        **{f"comm_{name}": size for name, size in groups.communicators().items()},
+    }

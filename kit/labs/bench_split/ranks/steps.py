@@ -14,7 +14,7 @@ from torch.nn import functional
 from kit.errors import KitError
 from kit.labs.split.lab import RECIPES, Recipe, SplitConfig, model_config
 from kit.labs.split.ranks.backends import chunks_of
-from kit.measure.phase import device_memory, host_memory, reset_peaks, timed
+from kit.measure.phase import device_memory, host_memory_metrics, reset_peaks, seconds_on_device
 from kit.measure.turns import turn_by_turn
 from kit.megatron import groups, model, split
 from kit.train import fsdp
@@ -106,7 +106,7 @@ def turns(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, l
 
     def once(name: str, _: int) -> float:
         dist.barrier()
-        return timed(works[name])
+        return seconds_on_device(works[name])
 
     return turn_by_turn(list(works), rounds, once)
 
@@ -154,7 +154,7 @@ def peak(*, job: dict[str, Any], chunks: int | None, steps: int) -> int:
         work()
     stepper.apart("alone")
     on_device = device_memory(str(stepper.device))
-    most = on_device.peak_allocated if on_device else host_memory().get("peak_rss")
+    most = on_device.peak_allocated if on_device else host_memory_metrics().get("peak_rss")
     groups.destroy()
     if most is None:
         raise KitError("this kernel does not report a process's peak memory (VmHWM)")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from kit.errors import KitError
 from kit.labs.bench_sync.lab import BACK, FILES, HOST, OUT, PEER, WITHIN, place_for
 from kit.measure import host
-from kit.measure.phase import timed
+from kit.measure.phase import seconds_on_device
 from kit.measure.turns import seconds_of, turn_by_turn
 from kit.megatron.config import GEOMETRIES
 from kit.sync.buckets import Bound, Layout, automatic, lay_out, live, specs_of, views
@@ -378,4 +378,4 @@ def measured(*, size: int, rounds: int, device: str) -> dict[str, list[float]]:
     works = {HOST: memcpy(size)}
     if where.type == "cuda":
         works |= on_gpu(where, size)
-    return turn_by_turn(list(works), rounds, lambda name, _: timed(works[name]))
+    return turn_by_turn(list(works), rounds, lambda name, _: seconds_on_device(works[name]))

@@ -25,12 +25,12 @@ from torch.multiprocessing import reductions
 
 from kit import machine, nccl
 from kit.labs.rankside import Context
-from kit.measure import counts
+from kit.measure import resource_counts
 from kit.measure.facts import code_in_words, gpu_code, imported
 from kit.measure.host import map_shared, populate, trim, unmap
-from kit.measure.observers.births import facts
-from kit.measure.observers.tensors import digest
-from kit.measure.phase import current_device, device_memory, host_memory, synchronize, timed
+from kit.measure.observers.births import group_facts
+from kit.measure.observers.tensors import tensor_digest
+from kit.measure.phase import current_device, device_memory, host_memory_metrics, seconds_on_device, synchronize
 
 MIB, GIB = 2**20, 2**30
 SHARED = 64 * MIB  # memory that one rank opens of another
@@ -88,7 +88,7 @@ class Probes:
             right = sums_are_exact(place)
             self.meet()
             value = torch.ones(1, device=place)
-            seconds = timed(lambda value=value: [dist.all_reduce(value) for _ in range(repeats)])  # type: ignore[misc]
+            seconds = seconds_on_device(lambda value=value: [dist.all_reduce(value) for _ in range(repeats)])  # type: ignore[misc]
             self.record(f"{name}_seconds", seconds / repeats, "s")
             self.record(f"{name}_wrong", not (sums_are_exact(place) and right))
 
@@ -102,10 +102,12 @@ class Probes:
             made: list[Any] = []
             right: list[bool] = []
             self.meet()
-            make = timed(lambda: made.extend(dist.new_group(list(everyone), backend=backend) for _ in range(SEVERAL)))  # noqa: B023
-            use = timed(lambda: right.extend(sums_are_exact(place, group) for group in made))  # noqa: B023
+            make = seconds_on_device(
+                lambda: made.extend(dist.new_group(list(everyone), backend=backend) for _ in range(SEVERAL))  # noqa: B023
+            )
+            use = seconds_on_device(lambda: right.extend(sums_are_exact(place, group) for group in made))  # noqa: B023
             self.meet()
-            destroy = timed(lambda: [dist.destroy_process_group(group) for group in made])  # noqa: B023
+            destroy = seconds_on_device(lambda: [dist.destroy_process_group(group) for group in made])  # noqa: B023
             self.record(f"{backend}_wrong", right.count(False))
             on_host, on_device = backend == "gloo", place.type == where.type
             for name in (*(["group_host"] if on_host else []), *(["group"] if on_device else [])):
@@ -136,7 +138,7 @@ class Probes:
         before = in_use()
         self.meet()
         try:
-            self.record("suspend_seconds", timed(backend.suspend), "s")
+            self.record("suspend_seconds", seconds_on_device(backend.suspend), "s")
         except RuntimeError as error:
             self.record("suspend_wrong", 1, text=first_line(error))
             return
@@ -144,7 +146,7 @@ class Probes:
         freed = before - in_use()
         stats.append(dict(backend.memory_stats()))
         self.meet()
-        self.record("resume_seconds", timed(backend.resume), "s")
+        self.record("resume_seconds", seconds_on_device(backend.resume), "s")
         right = sums_are_exact(where, group) and right
         self.record("suspend_wrong", not right, text="the sum is correct again" if right else "the sum is wrong")
         self.record(
@@ -167,7 +169,7 @@ class Probes:
             os.ftruncate(fd, size)
             address = map_shared(fd, size)
             undo.callback(unmap, address, size)
-            self.record_rate("populated", size, timed(lambda: populate(address, size)))
+            self.record_rate("populated", size, seconds_on_device(lambda: populate(address, size)))
             mapped = torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)
             if on_gpu:
                 self.copies(address, mapped, f"memlock {limit}")
@@ -235,9 +237,11 @@ class Probes:
         kept = flat.clone()  # on the same device, because another probe measures copies to the host
         let_go()
         full = in_use()
-        self.record("shrink_seconds", timed(lambda: self.change_size(flat, 0)) + timed(let_go), "s")
+        self.record(
+            "shrink_seconds", seconds_on_device(lambda: self.change_size(flat, 0)) + seconds_on_device(let_go), "s"
+        )
         empty = in_use()
-        self.record("grow_seconds", timed(lambda: self.change_size(flat, size)), "s")
+        self.record("grow_seconds", seconds_on_device(lambda: self.change_size(flat, size)), "s")
         flat.copy_(kept)
         self.record("given_back", (full - empty) / size, text=f"{mib(full - empty)} of {mib(size)}")
         self.record("taken_again", (in_use() - empty) / size, text=f"{mib(in_use() - empty)} of {mib(size)}")
@@ -441,8 +445,8 @@ class Probes:
             self.record("group_destroy_seconds", (time.perf_counter() - start) / SEVERAL, "s", turn=turn)
             self.record_level("without", turn, levels["without"])
             again: list[str] = []
-            reload = timed(lambda: groups.reload(stats["snapshot"], timeout_s=5.0))  # noqa: B023
-            use = timed(lambda: again.extend(bits_of(group) for group in made))  # noqa: B023
+            reload = seconds_on_device(lambda: groups.reload(stats["snapshot"], timeout_s=5.0))  # noqa: B023
+            use = seconds_on_device(lambda: again.extend(bits_of(group) for group in made))  # noqa: B023
             self.record("group_reload_seconds", (reload + use) / SEVERAL, "s", turn=turn)
             self.record_level("with", turn, levels["with"])
             self.record("objects_alive", len(stats["alive"]), turn=turn)
@@ -459,7 +463,7 @@ class Probes:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.meet()
-        levels = counts()._asdict()
+        levels = resource_counts()._asdict()
         if torch.cuda.is_available():
             levels["driver"] = in_use()
         self.meet()
@@ -486,7 +490,7 @@ class Probes:
         from kit.megatron.config import ModelConfig
 
         plain = ModelConfig(layers=2, **layout)
-        self.record("layout_seconds", timed(lambda: model.initialise(plain)), "s")
+        self.record("layout_seconds", seconds_on_device(lambda: model.initialise(plain)), "s")
         for dtype in ("float32", "bfloat16"):
             first, second = (self.job(ModelConfig(layers=2, dtype=dtype, **layout)) for _ in range(2))
             names = sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
@@ -503,7 +507,7 @@ class Probes:
         finish()
         built = time.perf_counter() - start
         steps = job.step(1)
-        second = timed(lambda: steps.extend(job.step(1)))
+        second = seconds_on_device(lambda: steps.extend(job.step(1)))
         numbers = {f"step {i} {name}": float(value) for i, step in enumerate(steps) for name, value in step.items()}
         bits = {**{name: value.hex() for name, value in numbers.items()}, **job.hashes()}
         job.mover.close()
@@ -551,7 +555,7 @@ def sums_are_exact(where: torch.device, group: Any = None) -> bool:
 
 
 def fastest_copy(target: torch.Tensor, source: torch.Tensor) -> float:
-    return min(timed(lambda: target.copy_(source, non_blocking=True)) for _ in range(2))
+    return min(seconds_on_device(lambda: target.copy_(source, non_blocking=True)) for _ in range(2))
 
 
 def refused_because() -> str:
@@ -589,7 +593,7 @@ def in_use() -> int:
     """Bytes of the GPU in use, as reported by the driver; without a GPU this process's anonymous memory."""
     finish()
     seen = device_memory(current_device())
-    return seen.driver_used if seen else host_memory().get("anon_rss", 0)
+    return seen.driver_used if seen else host_memory_metrics().get("anon_rss", 0)
 
 
 @contextlib.contextmanager
@@ -655,12 +659,12 @@ def bits_of(group: Any) -> str:
     generator = torch.Generator().manual_seed(dist.get_rank() + 1)
     value = torch.randn(4096, generator=generator).to(device())
     dist.all_reduce(value, group=group)
-    return digest(value)
+    return tensor_digest(value)
 
 
 def options_of(group: Any) -> dict[str, Any]:
     """The options of the group's backend, read from torch and not from the snapshot."""
-    seen = facts(group)
+    seen = group_facts(group)
     return {**seen["backends"][device().type], "description": seen["description"]}
 
 

@@ -23,7 +23,7 @@ from kit.labs.offload.ranks.releaser import around, make_releaser, reported
 from kit.labs.offload.ranks.watch import JobWatch, any_rank
 from kit.labs.rankside import Context, digest
 from kit.measure.observers.births import Births, Names, replaced_names, take_names
-from kit.measure.observers.tensors import KINDS, Resident, State, children, differences, live_bytes
+from kit.measure.observers.tensors import KINDS, Resident, TensorState, children_of, live_bytes, tensor_differences
 from kit.measure.phase import log_steps
 from kit.megatron import groups, observe, ownership, standin, tensors
 from kit.target import load
@@ -181,7 +181,7 @@ class Offload:
 
         if self.config.hashes:
             after = self._state().prints()
-            different = differences(self.watch.prints, after, zeroed=self.config.dropped_grads)
+            different = tensor_differences(self.watch.prints, after, zeroed=self.config.dropped_grads)
             self.ctx.record("tensors_hashed", len(after))
             self._count("tensors_changed", different)
             for tensor in different[:NAMED]:
@@ -272,11 +272,11 @@ class Offload:
 
     def _roots(self) -> dict[str, Any]:
         """Where the walk begins: chunks and optimizer, for short names, then whatever else the job keeps."""
-        own = {name: value for name, value in children(self.job) if not isinstance(value, tensors.Mover)}
+        own = {name: value for name, value in children_of(self.job) if not isinstance(value, tensors.Mover)}
         return {"chunks": self.job.chunks, "optimizer": self.job.optimizer, "job": own}
 
-    def _state(self) -> State:
-        return State(**self._roots())
+    def _state(self) -> TensorState:
+        return TensorState(**self._roots())
 
     def _hashes(self) -> dict[str, str]:
         """Return a digest of every tensor of the state except scratch memory, by kind and name."""

@@ -56,7 +56,6 @@ def part_of(ctx: Context) -> Part:
         meeting=f"{ctx.meeting}-{pipeline}",
         device=ctx.device,
         config=loop_of(ctx, pipeline),
-        fault=ctx.fault,
         devices=ctx.devices,
     )
 

@@ -24,7 +24,7 @@ from kit.labs.share.lab import number_of
 from kit.labs.share.ranks import Lease, part_of
 from kit.labs.stream.ranks import DIGEST, replica, trainer
 from kit.measure.host import trim
-from kit.measure.observers.births import registered
+from kit.measure.observers.births import registered_groups
 from kit.megatron import groups, shards
 from kit.megatron.serve import Engine
 from kit.sync import hashes
@@ -109,7 +109,7 @@ class Trainer(trainer.Trainer):
         except groups.DestroyFailed as error:
             self.released = error.stats["snapshot"]
             raise
-        self.ctx.record("groups_asleep", len(registered()) - 1, who=self.lease.part.owner)
+        self.ctx.record("groups_asleep", len(registered_groups()) - 1, who=self.lease.part.owner)
 
     def bring_groups_back(self) -> None:
         if self.released:

@@ -310,7 +310,7 @@ class Trainer:
         if self.first:
             if self.config.runs("verify"):
                 self.weights[version] = full
-            digests = {name: tensors.digest(tensor) for name, tensor in full.items()}
+            digests = {name: tensors.tensor_digest(tensor) for name, tensor in full.items()}
             self.ctx.record("digest", None, text=rankside.digest(digests), version=version)
 
     # -- the recomputation ----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from kit.labs import rankside
 from kit.labs.sync.lab import replica_model, roles
 from kit.labs.sync.ranks.side import Side, fill, logits_error, raised
 from kit.labs.sync.ranks.watch import Forwards, SeenWeights, SyncWatch, judge, sha256
-from kit.measure.observers.tensors import State
+from kit.measure.observers.tensors import TensorState
 from kit.megatron import model, serve, shards, standin
 from kit.sync import transports
 from kit.sync.buckets import Cut, Destination
@@ -177,7 +177,7 @@ class SyncReplica(Side):
         """Lose the route and sleep, which makes room for the trainer."""
         self.receiver.routed = False
         self.replica.sleep()
-        resident = State(chunks=self.replica.chunks).resident(self.ctx.device.type)
+        resident = TensorState(chunks=self.replica.chunks).resident(self.ctx.device.type)
         kept = [item for item in resident if item.kind == "weights"]
         self.ctx.record("asleep_tensors", len(kept), text="; ".join(map(str, kept[:3])))
 
