@@ -82,7 +82,7 @@ def examine() -> Found:
         "most_ranks": max(0, min(limit.most for limit in limits)),
         "shm": ask_shm(),
         "runs": runs,
-        "leftovers": [one.to_json() for one in leftovers.find_leftovers()],
+        "leftovers": [leftover.to_json() for leftover in leftovers.find_leftovers()],
         "git": git_state(Path(__file__).resolve().parents[1]),
     }
 
@@ -96,13 +96,13 @@ def ask_interpreters(problems: list[str]) -> tuple[list[Found], Found | None]:
         problems.append(str(error))
     rows = [
         {
-            "path": one.path,
-            "where": one.where,
-            "verdict": one.verdict(),
-            "fit": one.torch and one.megatron,
-            "chosen": one.path == chosen,
+            "path": interpreter.path,
+            "where": interpreter.where,
+            "verdict": interpreter.verdict(),
+            "fit": interpreter.torch and interpreter.megatron,
+            "chosen": interpreter.path == chosen,
         }
-        for one in asked.search_pythons()
+        for interpreter in asked.search_pythons()
     ]
     return rows, ask_ranks_python(chosen, problems) if chosen else None
 
@@ -113,17 +113,17 @@ def ask_ranks_python(path: str, problems: list[str]) -> Found:
     if why:
         problems.append(f"the ranks' Python {path} fails: {why}; try to import torch with it")
         return {"path": path, "why": why}
-    found: Found = {"path": path, **json.loads(printed)}
-    problems += [f"{path} cannot import {name}: {why}" for name in ("torch", "numpy") if (why := found[f"{name}_why"])]
-    problems += without_code(found.get("code", []))
-    return found
+    facts: Found = {"path": path, **json.loads(printed)}
+    problems += [f"{path} cannot import {name}: {why}" for name in ("torch", "numpy") if (why := facts[f"{name}_why"])]
+    problems += without_code(facts.get("code", []))
+    return facts
 
 
 def without_code(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return [
-        f"torch has no code for this box's GPU ({one['gpu']}), only for {' '.join(one['built_for'])}; install a matching build"
-        for one in rows
-        if not one["torch"]
+        f"torch has no code for this box's GPU ({row['gpu']}), only for {' '.join(row['built_for'])}; install a matching build"
+        for row in rows
+        if not row["torch"]
     ]
 
 
@@ -159,10 +159,16 @@ def describe(found: Found) -> str:
 def rows(found: Found) -> list[tuple[str, str]]:
     ranks, limits, shm, runs, git = found["ranks"], found["cgroup"], found["shm"], found["runs"], found["git"]
     table = [("python", f"{found['python']['version']}  {found['python']['path']}")]
-    for one in found["interpreters"]:
-        mark = "->" if one["chosen"] else "  "
-        use = f"; to use it: export KIT_PYTHON={one['path']}" if one["fit"] and not one["chosen"] else ""
-        table.append(("ranks use", f"{mark} {one['path']} ({one['where']}): {one['verdict']}{use}"))
+    for interpreter in found["interpreters"]:
+        mark = "->" if interpreter["chosen"] else "  "
+        use = (
+            f"; to use it: export KIT_PYTHON={interpreter['path']}"
+            if interpreter["fit"] and not interpreter["chosen"]
+            else ""
+        )
+        table.append(
+            ("ranks use", f"{mark} {interpreter['path']} ({interpreter['where']}): {interpreter['verdict']}{use}")
+        )
     if ranks is not None and "python" in ranks:
         without = f"no megatron.core, so only labs without it: {ranks['megatron.core_why']}"
         table += [
@@ -201,14 +207,14 @@ def line_of(one: Mapping[str, Any]) -> str:
 
 
 def clean(*, dry_run: bool, yes: bool) -> Found:
-    found = leftovers.find_leftovers()
-    sure = [one for one in found if one.sure]
-    folders = leftovers.dead_folders(one for one in found if not one.sure)
-    for one in found:
-        print(line_of(one.to_json()))
+    remaining = leftovers.find_leftovers()
+    sure = [leftover for leftover in remaining if leftover.sure]
+    folders = leftovers.dead_folders(leftover for leftover in remaining if not leftover.sure)
+    for leftover in remaining:
+        print(line_of(leftover.to_json()))
     for folder in folders:
         print(f"folder {folder}")
-    listed = {"found": [one.to_json() for one in found], "folders": [str(folder) for folder in folders]}
+    listed = {"found": [leftover.to_json() for leftover in remaining], "folders": [str(folder) for folder in folders]}
     asked = f"End {len(sure)} processes and remove {len(folders)} folders?"
     ends = bool(sure or folders) and not dry_run
     if ends and not yes:
@@ -221,14 +227,15 @@ def clean(*, dry_run: bool, yes: bool) -> Found:
         print(f"ended {len(sure)} processes, removed {len(leftovers.end_leftovers(sure))} folders")
     else:
         print("nothing was ended or removed")
-    return {**listed, "ended": [one.pid for one in sure] if ends else []}
+    return {**listed, "ended": [leftover.pid for leftover in sure] if ends else []}
 
 
 def gpus(gpu: Found) -> list[str]:
     driver = f", driver {gpu['driver']}" if gpu["driver"] else ""
     return [
-        f"{one['name']}, {one['memory_free_mib']} of {one['memory_mib']} MiB free, PCIe {one['pcie_gen_max']} x{one['pcie_width']}{driver}"
-        for one in gpu["gpus"]
+        f"{device['name']}, {device['memory_free_mib']} of {device['memory_mib']} MiB free, "
+        f"PCIe {device['pcie_gen_max']} x{device['pcie_width']}{driver}"
+        for device in gpu["gpus"]
     ]
 
 
@@ -254,7 +261,11 @@ def communication(ranks: Found) -> list[tuple[str, str]]:
         *table,
         ("torchcomms", f"{requested}; {able}{effect}" + (f": {comms['why']}" if comms["why"] else "")),
         ("nccl2", "this torch has the backend" if ranks["nccl2"] else "this torch has no such backend"),
-        *(("found", f"{one['name']} ({one['what']}): {one['means']}") for one in ranks["findings"] if one["what"]),
+        *(
+            ("found", f"{finding['name']} ({finding['what']}): {finding['means']}")
+            for finding in ranks["findings"]
+            if finding["what"]
+        ),
     ]
 
 

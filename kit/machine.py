@@ -60,8 +60,8 @@ def owner() -> str:
 
 def is_gone(owner: str) -> bool:
     """Whether the process with this name has certainly ended. False for another machine, boot or namespace, which cannot be checked."""
-    place, _, rest = owner.partition(":")
-    pid, _, started = rest.partition(":")
+    place, _, tail = owner.partition(":")
+    pid, _, started = tail.partition(":")
     known = place == namespace() and pid.isdecimal() and started.isdecimal()
     return known and not alive(int(pid), int(started))
 
@@ -96,14 +96,14 @@ def marked(pid: int | str) -> str | None:
 
 def children() -> list[int] | None:
     """Return this process's children, including zombies and adopted orphans; None if the kernel does not list them."""
-    found: list[int] = []
+    pids: list[int] = []
     try:
         for task in os.listdir("/proc/self/task"):  # noqa: PTH208 - as above
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-                found += map(int, Path(f"/proc/self/task/{task}/children").read_bytes().split())
+                pids += map(int, Path(f"/proc/self/task/{task}/children").read_bytes().split())
     except OSError:
         return None
-    return found
+    return pids
 
 
 def pin(cores: Iterable[int]) -> None:
@@ -127,13 +127,13 @@ def resident(pid: int) -> int | None:
 
 def file_locks() -> dict[int, set[int]]:
     """Return which processes hold a whole-file lock (flock), by the file's inode. Empty if the kernel does not say."""
-    found: dict[int, set[int]] = {}
+    children_of: dict[int, set[int]] = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
             fields = line.split()
             if fields[1] == "FLOCK":  # a process that waits for a lock has an arrow in this field
-                found.setdefault(int(fields[5].rpartition(":")[2]), set()).add(int(fields[4]))
-    return found
+                children_of.setdefault(int(fields[5].rpartition(":")[2]), set()).add(int(fields[4]))
+    return children_of
 
 
 def has_thread(native_id: int | None) -> bool:
@@ -193,14 +193,14 @@ def status() -> dict[str, int]:
 
     The file is opened each time: a descriptor kept across a fork would show the parent.
     """
-    found = {}
+    fields = {}
     with open("/proc/self/status", "rb", buffering=0) as file:  # noqa: PTH123 - half the cost of Path.read_bytes
         for line in file.read().splitlines():
-            name, _, rest = line.partition(b":")
+            name, _, value = line.partition(b":")
             if name in _WANTED:
-                number, *unit = rest.split()
-                found[name.decode()] = int(number) * (1024 if unit else 1)
-    return found
+                number, *unit = value.split()
+                fields[name.decode()] = int(number) * (1024 if unit else 1)
+    return fields
 
 
 def reset_peak() -> str | None:
@@ -243,13 +243,13 @@ def open_files() -> Iterator[tuple[str, os.stat_result]]:
 
 def shm_names(prefixes: tuple[str, ...] = ("",)) -> set[str]:
     """Return this user's files in /dev/shm with names that begin with one of the prefixes."""
-    found = set()
+    numbers = set()
     with contextlib.suppress(OSError), os.scandir(SHM) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
                 if entry.name.startswith(prefixes) and entry.stat(follow_symlinks=False).st_uid == os.getuid():
-                    found.add(entry.name)
-    return found
+                    numbers.add(entry.name)
+    return numbers
 
 
 def shm_in_use(names: set[str], by: Iterable[int]) -> set[str]:
@@ -344,8 +344,8 @@ def free_memory(proc: Path = Path("/proc/self"), meminfo: Path = Path("/proc/mem
     version, levels = _levels("memory", proc)
 
     def dropped_if_needed(file: Path) -> int:
-        found = dict(line.split() for line in file.read_text().splitlines()) if file.exists() else {}
-        return int(found.get("inactive_file" if version == 2 else "total_inactive_file", 0))
+        events = dict(line.split() for line in file.read_text().splitlines()) if file.exists() else {}
+        return int(events.get("inactive_file" if version == 2 else "total_inactive_file", 0))
 
     left = [most - used + dropped_if_needed(folder / "memory.stat") for folder, most, used in levels]
     return max(0, min([int(fields["MemAvailable"].split()[0]) * 1024, *left]))
@@ -416,10 +416,10 @@ def has_gpu_driver() -> bool:
 
 def query_gpus(*fields: str, timeout_s: float = 20) -> tuple[list[list[str]], str | None]:
     """Return a row of texts per GPU (`nvidia-smi --help-query-gpu` lists the fields), or no rows and the reason."""
-    found, why = output(
+    printed, why = output(
         "nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", timeout_s=timeout_s
     )
-    return [[cell.strip() for cell in line.split(",")] for line in (found or "").splitlines()], why
+    return [[cell.strip() for cell in line.split(",")] for line in (printed or "").splitlines()], why
 
 
 def runs_on_gpu(built_for: Sequence[str], capability: tuple[int, int]) -> bool:
@@ -428,15 +428,15 @@ def runs_on_gpu(built_for: Sequence[str], capability: tuple[int, int]) -> bool:
     Binary code runs on later GPUs of its generation, and PTX is compiled for every later one (CUDA C++ Programming Guide, "Binary
     Compatibility" and "PTX Compatibility"). Code for "sm_90a" runs on that architecture only; a suffix "f" means its family.
     """
-    here = 10 * capability[0] + capability[1]
+    code = 10 * capability[0] + capability[1]
 
     def fits(architecture: str) -> bool:
         kind, _, digits = architecture.partition("_")
         number = int(digits.rstrip("af") or 0)
         if digits.endswith("a"):
-            return number == here
+            return number == code
         later = kind == "compute" and not digits.endswith("f")
-        return number <= here and (later or number // 10 == capability[0])
+        return number <= code and (later or number // 10 == capability[0])
 
     return any(map(fits, built_for))
 
@@ -466,9 +466,9 @@ class GpuProcess(ctypes.Structure):
 def nvml() -> Any:
     """Return NVML, initialised; None without a driver, or with one that is too old."""
     try:
-        found = ctypes.CDLL(NVML)
-        found.nvmlDeviceGetComputeRunningProcesses_v3  # noqa: B018 - whether it is there
-        return found if found.nvmlInit_v2() == NVML_FINE else None
+        library = ctypes.CDLL(NVML)
+        library.nvmlDeviceGetComputeRunningProcesses_v3  # noqa: B018 - whether it is there
+        return library if library.nvmlInit_v2() == NVML_FINE else None
     except (OSError, AttributeError):
         return None
 
@@ -485,9 +485,11 @@ def gpu_process_bytes(library: Any, bus: str, pid: int, *, at_least: int = 0) ->
     listed = (GpuProcess * count.value)()
     if library.nvmlDeviceGetComputeRunningProcesses_v3(gpu, ctypes.byref(count), listed) != NVML_FINE:
         return None
-    mine = [one.used for one in listed[: count.value] if one.pid == pid and one.used != NVML_UNKNOWN]
-    used = sum(mine)  # a partitioned GPU (MIG) lists a process once per partition
-    return used if mine and used >= at_least else None
+    used_by_pid = [
+        process.used for process in listed[: count.value] if process.pid == pid and process.used != NVML_UNKNOWN
+    ]
+    used = sum(used_by_pid)  # a partitioned GPU (MIG) lists a process once per partition
+    return used if used_by_pid and used >= at_least else None
 
 
 class GpuBusy(ctypes.Structure):
@@ -498,7 +500,7 @@ class GpuBusy(ctypes.Structure):
 
 def busy_gpus() -> list[int]:
     """Return per GPU the percent of the last second or so during which a kernel ran. Empty if NVML is missing or does not say."""
-    library, count, found = nvml(), ctypes.c_uint(0), []
+    library, count, handles = nvml(), ctypes.c_uint(0), []
     if library is None or library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != NVML_FINE:
         return []
     for number in range(count.value):
@@ -506,5 +508,5 @@ def busy_gpus() -> list[int]:
         failed = library.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(gpu)) != NVML_FINE
         if failed or library.nvmlDeviceGetUtilizationRates(gpu, ctypes.byref(rates)) != NVML_FINE:
             return []
-        found.append(int(rates.gpu))
-    return found
+        handles.append(int(rates.gpu))
+    return handles

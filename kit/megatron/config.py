@@ -108,7 +108,7 @@ def check(config: ModelConfig, ranks: int) -> None:
         if getattr(config, name) < 1:
             raise BadInput(f"{name}={getattr(config, name)} is not allowed: it must be at least 1")
     g = config.geometry
-    for what, total, name, parts in (
+    for dimension, total, name, parts in (
         ("heads", g.heads, "tp", config.tp),
         ("key-value heads", g.kv_heads, "tp", config.tp),
         ("rows of the feed-forward layer", g.ffn, "tp", config.tp),
@@ -121,7 +121,7 @@ def check(config: ModelConfig, ranks: int) -> None:
     ):
         if total % parts:
             size = f" (size {config.size!r})" if isinstance(config.size, str) else ""
-            raise BadInput(f"{name}={parts} does not divide {total} {what} of this job{size}")
+            raise BadInput(f"{name}={parts} does not divide {total} {dimension} of this job{size}")
     if config.vpp and config.pp == 1:
         raise BadInput(f"vpp={config.vpp} needs a pipeline: set pp=2 or more")
     if config.vpp and config.microbatches % config.pp:
@@ -194,9 +194,9 @@ def read_geometry(folder: str | Path) -> Geometry:
     if not isinstance(config, dict):
         raise BadInput(f"{path} is damaged: it is not a JSON object")
     for key, wanted in (MUST | MAY).items():
-        found = config.get(key, None if key in MUST else wanted)
-        if found != wanted:
-            raise BadInput(f"{path} has {key} {json.dumps(found)}: the kit supports only {json.dumps(wanted)}")
+        value = config.get(key, None if key in MUST else wanted)
+        if value != wanted:
+            raise BadInput(f"{path} has {key} {json.dumps(value)}: the kit supports only {json.dumps(wanted)}")
     sizes = {name: _size(path, config, key) for name, key in SIZES.items()}
     _attention(path, config, sizes)
     return Geometry(
@@ -208,8 +208,8 @@ def read_geometry(folder: str | Path) -> Geometry:
 
 
 def _attention(path: Path, config: dict[str, Any], sizes: dict[str, int]) -> None:
-    head, rest = divmod(sizes["hidden"], sizes["heads"])
-    if rest or head % 2 or config.get("head_dim") not in (None, head):
+    head, remainder = divmod(sizes["hidden"], sizes["heads"])
+    if remainder or head % 2 or config.get("head_dim") not in (None, head):
         raise BadInput(
             f"{path} has hidden_size {sizes['hidden']}, num_attention_heads {sizes['heads']} and head_dim"
             f" {json.dumps(config.get('head_dim'))}: a head must be an even hidden_size / num_attention_heads wide"
@@ -231,12 +231,12 @@ def _rope_base(path: Path, config: dict[str, Any]) -> int:
     rope = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
     plain = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1}
-    for key, found in (("rope_parameters", rope), ("rope_scaling", scaling)):
-        if not isinstance(found, dict) or {
-            name for name, value in found.items() if name != "rope_theta" and plain.get(name) != value
+    for key, section in (("rope_parameters", rope), ("rope_scaling", scaling)):
+        if not isinstance(section, dict) or {
+            name for name, value in section.items() if name != "rope_theta" and plain.get(name) != value
         }:
-            raise BadInput(f"{path} has {key} {json.dumps(found)}: the kit supports only plain rotary positions")
-    bases = {_positive(path, each, "rope_theta") for each in (config, rope, scaling) if "rope_theta" in each}
+            raise BadInput(f"{path} has {key} {json.dumps(section)}: the kit supports only plain rotary positions")
+    bases = {_positive(path, source, "rope_theta") for source in (config, rope, scaling) if "rope_theta" in source}
     if len(bases) != 1 or not next(iter(bases)).is_integer():
         raise BadInput(f"{path} has rope_theta {sorted(bases)}: it must have one, a whole number")
     return int(bases.pop())

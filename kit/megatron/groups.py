@@ -128,7 +128,7 @@ def _manual() -> tuple[int, list[tuple[str, str]]]:
     failed: list[tuple[str, str]] = []
     for name in names:
         for group in groups_in(getattr(module, name)):
-            if "_GLOO" in name or any(group is each for each in seen):
+            if "_GLOO" in name or any(group is known for known in seen):
                 continue
             seen.append(group)
             try:
@@ -198,9 +198,9 @@ class DestroyFailed(KitError):  # noqa: N818 - reads as what happened
 
 def meet(what: str, rank: int, size: int, timeout_s: float) -> None:
     """Wait at the store until every rank has come; name those that did not within the deadline."""
-    here = _rounds[what] = _rounds.get(what, 0) + 1
-    state.store.set(f"kit/{what}/{here}/{rank}", "1")
-    everyone = [f"kit/{what}/{here}/{r}" for r in range(size)]
+    number = _rounds[what] = _rounds.get(what, 0) + 1
+    state.store.set(f"kit/{what}/{number}/{rank}", "1")
+    everyone = [f"kit/{what}/{number}/{r}" for r in range(size)]
     try:
         state.store.wait(everyone, dt.timedelta(seconds=timeout_s))
     except dist.DistStoreError as error:
@@ -211,8 +211,8 @@ def meet(what: str, rank: int, size: int, timeout_s: float) -> None:
         raise KitError(
             f"{what}: ranks {missing} did not arrive within {timeout_s:g} s; the other ranks are waiting"
         ) from error
-    if here > 1:
-        state.store.delete_key(f"kit/{what}/{here - 1}/{rank}")
+    if number > 1:
+        state.store.delete_key(f"kit/{what}/{number - 1}/{rank}")
 
 
 def release(*, include_world: bool, timeout_s: float, abort: bool) -> tuple[int, list[tuple[str, str]], list[str]]:
@@ -334,7 +334,7 @@ def _make(plain: dict[str, Any], store: Any, default: Any, rank: int) -> Handle:
             device_id=torch.device(plain["bound_device"]) if plain["bound_device"] else None,
             group_desc=plain["description"],
         )
-    c10d._world.pg_group_ranks[inner] = {each: place for place, each in enumerate(ranks)}
+    c10d._world.pg_group_ranks[inner] = {rank: place for place, rank in enumerate(ranks)}
     return _fill(plain, inner)
 
 
@@ -347,8 +347,8 @@ def _fill(plain: dict[str, Any], inner: Any) -> Handle:
 
 def registered_left() -> list[str]:
     """Groups of Megatron's that are still registered, and any that its globals still hold."""
-    found = [*groups_in(megatron_globals()), *(megatron_groups() if dist.is_initialized() else [])]
-    return [repr(group) for group in {id(group): group for group in found}.values()]
+    groups_found = [*groups_in(megatron_globals()), *(megatron_groups() if dist.is_initialized() else [])]
+    return [repr(group) for group in {id(group): group for group in groups_found}.values()]
 
 
 STATS = ("suspend", "persist", "total")  # bytes; NCCL also reports whether it is suspended now
@@ -441,18 +441,18 @@ def communicators() -> dict[str, int]:
     """What NCCL says that this process's communicators take, summed over every registered group; empty where it says nothing:
     without NCCL, or with one or a torch that keeps no such statistics."""
     suspended = {id(handle): inner for handle, inner in asleep}
-    found: list[dict[str, int]] = []
+    statistics: list[dict[str, int]] = []
     for group in registered():
         inner = suspended.get(id(group), group)
         if "nccl" in str(c10d._world.pg_backend_config.get(group, "")):
             try:
-                found.append(picked(inner._get_backend(torch.device("cuda")).memory_stats()))
+                statistics.append(picked(inner._get_backend(torch.device("cuda")).memory_stats()))
             except AttributeError:
                 return {}  # a torch that cannot ask
             except RuntimeError as error:
                 if UNUSED not in str(error):
                     return {}  # a sum that lacks one of them would look complete
-    return {name: sum(one.get(name, 0) for one in found) for name in STATS} if found else {}
+    return {name: sum(row.get(name, 0) for row in statistics) for name in STATS} if statistics else {}
 
 
 def on_gpu(handle: Any) -> Any:

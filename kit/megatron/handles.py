@@ -113,8 +113,8 @@ def rekey(old: Any, new: Any) -> None:
             table.clear()
             table.update(same_order)
     for tagged in c10d._world.tags_to_pg.values():
-        for index, each in enumerate(tagged):
-            if each is old:
+        for index, handle in enumerate(tagged):
+            if handle is old:
                 tagged[index] = new
     if c10d._world.default_pg is old:
         c10d._world.default_pg = new

@@ -109,7 +109,7 @@ def _batches(config: ModelConfig, step: int, device: torch.device) -> Iterator[d
 def _mean_loss(losses: list[dict[str, torch.Tensor]], device: torch.device) -> float:
     total = torch.zeros(1, dtype=torch.float64, device=device)
     if parallel_state().is_pipeline_last_stage():
-        total += torch.stack([each["loss"] for each in losses]).double().mean()
+        total += torch.stack([microbatch["loss"] for microbatch in losses]).double().mean()
         dist.all_reduce(total, group=parallel_state().get_data_parallel_group(with_context_parallel=True))
         total /= parallel_state().get_data_parallel_world_size(with_context_parallel=True)
     if parallel_state().get_pipeline_model_parallel_world_size() > 1:

@@ -47,22 +47,22 @@ def globals_now() -> dict[str, Any]:
 def standing() -> dict[str, Any]:
     """What stands for a group in Megatron's globals, by name and place, in the order of the module; WORLD is no part of it."""
     default = dist.group.WORLD
-    found = {}
+    groups = {}
     for name, value in globals_now().items():
-        found.update({path: one for path, one in _groups_in(name, value) if one is not default})
-    return found
+        groups.update({path: group for path, group in _groups_in(name, value) if group is not default})
+    return groups
 
 
 def _groups_in(path: str, value: Any) -> list[tuple[str, Any]]:
     if not isinstance(value, _LEAVES) and is_group(value):
         return [(path, value)]
     if isinstance(value, dict):
-        items = [(str(key), one) for key, one in value.items()]
+        items = [(str(key), item) for key, item in value.items()]
     elif isinstance(value, list | tuple):
-        items = [(str(number), one) for number, one in enumerate(value)]
+        items = [(str(number), item) for number, item in enumerate(value)]
     else:
         return []
-    return [found for key, one in items for found in _groups_in(f"{path}[{key}]", one)]
+    return [nested for key, item in items for nested in _groups_in(f"{path}[{key}]", item)]
 
 
 @dataclass(slots=True)
@@ -114,14 +114,14 @@ def _leads_to(group: Any, reached: dict[int, str], keep: list[Any]) -> str:
     keep.append(real)
     if id(real) in reached:
         return reached[id(real)]
-    listed = any(one is real or one is group for one in births.registered_groups())
+    listed = any(listed_group is real or listed_group is group for listed_group in births.registered_groups())
     about = births.group_facts(real)["description"]
     return f"{about} (outside of Megatron's globals)" if listed else f"{about} (in no table)"
 
 
 def holders(**roots: Any) -> list[tuple[str, Any]]:
     """Every place that the roots lead to and that holds what stands for a group."""
-    found = []
+    violations = []
     todo = deque(roots.items())  # breadth first: the shortest way is the name
     seen: set[int] = set()
     while todo:
@@ -129,11 +129,11 @@ def holders(**roots: Any) -> list[tuple[str, Any]]:
         if isinstance(value, _LEAVES):
             continue
         if is_group(value):
-            found.append((path, value))
+            violations.append((path, value))
         elif id(value) not in seen:
             seen.add(id(value))
             todo += [(f"{path}.{key}", child) for key, child in _parts(value)]
-    return sorted(found, key=lambda one: one[0])
+    return sorted(violations, key=lambda one: one[0])
 
 
 def _parts(value: Any) -> Any:
@@ -168,10 +168,10 @@ def talk() -> tuple[dict[str, list[int]], list[str]]:
 
 
 def _gather(group: Any) -> list[int]:
-    mine = torch.tensor([dist.get_rank()], dtype=torch.int64, device=_device(group))
-    out = [torch.full_like(mine, -1) for _ in range(dist.get_world_size(group))]
-    _wait(dist.all_gather(out, mine, group=group, async_op=True))
-    return [int(one.item()) for one in out]
+    own_rank = torch.tensor([dist.get_rank()], dtype=torch.int64, device=_device(group))
+    out = [torch.full_like(own_rank, -1) for _ in range(dist.get_world_size(group))]
+    _wait(dist.all_gather(out, own_rank, group=group, async_op=True))
+    return [int(rank.item()) for rank in out]
 
 
 def _sum(group: Any) -> float:
@@ -186,15 +186,15 @@ def _wait(work: Any) -> None:
 
 
 def _device(group: Any) -> str:
-    devices = {str(torch.device(one).type) for one in group._device_types}
+    devices = {str(torch.device(device).type) for device in group._device_types}
     return "cuda" if "cuda" in devices and torch.cuda.is_available() else "cpu"
 
 
 def moved(before: Seen, after: Seen) -> list[str]:
     """Names that stand for other ranks, or for the same in another order, and plain globals of another value."""
     names = before.ranks | after.ranks
-    found = [f"{name}: ranks {one}" for name, one in _became(before.ranks, after.ranks)]
-    return found + [f"{name}: {one}" for name, one in _became(before.plain, after.plain) if name not in names]
+    changes = [f"{name}: ranks {change}" for name, change in _became(before.ranks, after.ranks)]
+    return changes + [f"{name}: {change}" for name, change in _became(before.plain, after.plain) if name not in names]
 
 
 def _became(old: Mapping[str, object], new: Mapping[str, object]) -> Iterator[tuple[str, str]]:
@@ -211,7 +211,7 @@ def changed(before: Seen, after: Seen) -> list[str]:
         if name in after.options and after.options[name] != old
     ]
     lost = Counter(before.others) - Counter(after.others)
-    return named + [f"a group that no name leads to came back otherwise: {one}" for one in lost.elements()]
+    return named + [f"a group that no name leads to came back otherwise: {change}" for change in lost.elements()]
 
 
 def _apart(old: dict[str, Any], new: dict[str, Any], within: str = "") -> Iterator[str]:
@@ -245,34 +245,34 @@ class Old:
 
 def remember() -> list[Old]:
     """What stands for Megatron's groups now, to be tried while they are released."""
-    found: list[Old] = []
+    old_groups: list[Old] = []
     with births.doors():
         for name, group in standing().items():
-            if all(group is not one.group() for one in found):
-                found.append(Old(name, str(births.reach(group).group_desc), weakref.ref(group)))
-    return found
+            if all(group is not old.group() for old in old_groups):
+                old_groups.append(Old(name, str(births.reach(group).group_desc), weakref.ref(group)))
+    return old_groups
 
 
 def usable(old: list[Old], *, but_gloo: bool) -> list[str]:
     """Old groups over which a collective would still run, or that raise an error which does not name them. Nothing is sent.
     `but_gloo`: leave out groups without NCCL, which stay in use where NCCL's are suspended."""
-    found = []
+    alive = []
     with births.doors():
-        for one in old:
-            group = one.group()
+        for old_group in old:
+            group = old_group.group()
             if group is None:
                 continue  # nobody can use what is gone
             try:
                 real = births.reach(group)
             except Exception as error:  # noqa: BLE001 - whatever it raises, the question is whether the group is named
                 # By its description: its name is a bare number, which any message may hold.
-                if not any(one.description in str(each) for each in births.chain(error)):
-                    found.append(f"{one.name}: the error does not name it: {first_line(error)}")
+                if not any(old_group.description in str(link) for link in births.chain(error)):
+                    alive.append(f"{old_group.name}: the error does not name it: {first_line(error)}")
                 continue
-            backends = [each["backend"] for each in births.group_facts(real)["backends"].values()]
+            backends = [backend["backend"] for backend in births.group_facts(real)["backends"].values()]
             if not but_gloo or any("Gloo" not in name for name in backends):
-                found.append(f"{one.name}: a collective would run over {real.group_desc}")
-    return found
+                alive.append(f"{old_group.name}: a collective would run over {real.group_desc}")
+    return alive
 
 
 def initialised() -> bool:
@@ -290,7 +290,9 @@ def random_state() -> dict[str, str]:
     tracker = random._CUDA_RNG_STATE_TRACKER
     states = tracker.get_states() if tracker is not None and hasattr(tracker, "get_states") else {}
     tracked = {
-        f"tracker {name}": tensors.tensor_digest(one) for name, one in states.items() if isinstance(one, torch.Tensor)
+        f"tracker {name}": tensors.tensor_digest(tensor)
+        for name, tensor in states.items()
+        if isinstance(tensor, torch.Tensor)
     }
     return {**tensors.generators(), **tracked}
 

@@ -65,13 +65,13 @@ class Replica:
         """Give the weights' memory back; parameters and their names stay."""
         if self.asleep:
             raise KitError("this replica is asleep already")
-        found: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
         for name, param in self.chunks[0].named_parameters():
             storage = param.untyped_storage()
             if not storage.resizable():
                 raise KitError(f"the storage of {name} cannot be resized, so it cannot be released")
-            found[storage._cdata] = (storage, storage.nbytes())
-        self._away = [*found.values()]
+            storages[storage._cdata] = (storage, storage.nbytes())
+        self._away = [*storages.values()]
         for storage, _ in self._away:
             storage.resize_(0)
         if self.device.type == "cuda":
@@ -117,19 +117,19 @@ def logits(job: model.Training, tokens: torch.Tensor) -> torch.Tensor | None:
         forward_only=True,
         collect_non_loss_data=True,
     )
-    found = _last(outputs[0]) if parallel_state().is_pipeline_last_stage() else None
+    logits = _last(outputs[0]) if parallel_state().is_pipeline_last_stage() else None
     stages = parallel_state().get_pipeline_model_parallel_group()
     if 0 not in dist.get_process_group_ranks(stages):
         return None  # another replica, or another tensor rank
     if dist.get_world_size(stages) == 1:
-        return found
-    if found is not None:
-        dist.send(found, group=stages, group_dst=0)
+        return logits
+    if logits is not None:
+        dist.send(logits, group=stages, group_dst=0)
     elif dist.get_rank() == 0:
         shape = (tokens.shape[0], job.config.geometry.vocab)
-        found = torch.empty(shape, dtype=torch.float32, device=job.device)
-        dist.recv(found, group=stages, group_src=dist.get_world_size(stages) - 1)
-        return found
+        logits = torch.empty(shape, dtype=torch.float32, device=job.device)
+        dist.recv(logits, group=stages, group_src=dist.get_world_size(stages) - 1)
+        return logits
     return None
 
 
@@ -140,9 +140,9 @@ def _positions(tokens: torch.Tensor) -> torch.Tensor:
 def _last(output: torch.Tensor) -> torch.Tensor:
     """The last position's logits from all tensor ranks, each of which has some columns."""
     group = parallel_state().get_tensor_model_parallel_group()
-    mine = output[:, -1].float().contiguous()
-    columns = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(columns, mine, group=group)
+    last_logits = output[:, -1].float().contiguous()
+    columns = [torch.empty_like(last_logits) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(columns, last_logits, group=group)
     return torch.cat(columns, dim=-1)
 
 
@@ -275,7 +275,7 @@ class Prefix:
 
     @property
     def size(self) -> int:
-        return self.logits.nbytes + sum(each.nbytes for pair in self.layers.values() for each in pair)
+        return self.logits.nbytes + sum(tensor.nbytes for pair in self.layers.values() for tensor in pair)
 
 
 class PrefixCache:
@@ -290,10 +290,10 @@ class PrefixCache:
         return len(self._kept)
 
     def get(self, version: int, tokens: tuple[int, ...]) -> Prefix | None:
-        found = self._kept.get((version, tokens))
-        if found is not None:
+        prefix = self._kept.get((version, tokens))
+        if prefix is not None:
             self._kept.move_to_end((version, tokens))
-        return found
+        return prefix
 
     def put(self, version: int, tokens: tuple[int, ...], prefix: Prefix) -> None:
         if prefix.size > self.limit:
@@ -348,7 +348,7 @@ class Engine:
             raise KitError("this replica is asleep: wake it and fill its weights before it decodes")
         done = []
         for _ in range(n):
-            for flight in [each for name, each in self._flights.items() if ids is None or name in ids]:
+            for flight in [candidate for name, candidate in self._flights.items() if ids is None or name in ids]:
                 self._sample(flight)
                 if ended := flight.ended:
                     done.append(self._leave(flight.request.id, ended))
@@ -412,7 +412,7 @@ class Engine:
         prefix = self.prefixes.get(self.version, request.prompt)
         if prefix is not None:
             for layer, pair in prefix.layers.items():
-                layers[layer] = tuple(_lengthened(each, context.max_sequence_length) for each in pair)  # type: ignore[assignment]
+                layers[layer] = tuple(_lengthened(tensor, context.max_sequence_length) for tensor in pair)  # type: ignore[assignment]
             context.increment_sequence_len_offset(length)
             context.enable_decode_mode()
             return context, prefix.logits

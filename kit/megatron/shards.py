@@ -101,13 +101,13 @@ def destinations(chunks: Sequence[Any]) -> dict[str, list[Destination]]:
     Full tensors are applied one by one in any order: `into.copy_(take(full))`. What is taken is a view of the full tensor, in the
     shape of `into`; a full tensor of another shape is refused. Views outlive a storage that is resized away and back.
     """
-    found: dict[str, list[Destination]] = {}
+    destinations: dict[str, list[Destination]] = {}
     for chunk in chunks:
         for part in parts(chunk):
             for (name, shape), into in zip(_shapes(part), views(part.how, part.param.data, part.place), strict=True):
                 take = functools.partial(_taken, part, name, shape, into.shape)
-                found.setdefault(name, []).append((into, take))
-    return found
+                destinations.setdefault(name, []).append((into, take))
+    return destinations
 
 
 def check_full(chunks: Sequence[Any], full: Mapping[str, torch.Tensor]) -> None:
@@ -122,11 +122,11 @@ def check_full(chunks: Sequence[Any], full: Mapping[str, torch.Tensor]) -> None:
     }
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (set(wanted), missing, misshaped, set(full)))
-    known, missing, misshaped, given = (set[str]().union(*each) for each in zip(*gathered, strict=True))
+    known, missing, misshaped, names_given = (set[str]().union(*names) for names in zip(*gathered, strict=True))
     complaints = [
         f"missing: {_some(missing)}" if missing else "",
         f"wrong shape: {_some(misshaped)}" if misshaped else "",
-        f"unknown to this model: {_some(given - known)}" if given - known else "",
+        f"unknown to this model: {_some(names_given - known)}" if names_given - known else "",
     ]
     if any(complaints):
         raise BadInput(f"these tensors do not fill the model: {'; '.join(filter(None, complaints))}")
@@ -167,10 +167,12 @@ def full_tensors(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     own = [part for chunk in chunks for part in parts(chunk)]
     rank = dist.get_rank()
     gathered: list[Any] = [None] * dist.get_world_size()
-    mine = [(dist.get_process_group_ranks(part.group), part.param.dtype, dict(_shapes(part))) for part in own]
-    dist.all_gather_object(gathered, mine)
+    own_parts = [(dist.get_process_group_ranks(part.group), part.param.dtype, dict(_shapes(part))) for part in own]
+    dist.all_gather_object(gathered, own_parts)
     seen: set[str] = set()
-    for home, index in ((home, index) for home, each in enumerate(gathered) for index in range(len(each))):
+    for home, index in (
+        (home, index) for home, parts_of_rank in enumerate(gathered) for index in range(len(parts_of_rank))
+    ):
         ranks, dtype, shapes = gathered[home][index]
         if shapes.keys() <= seen:
             continue  # another replica's, or the last stage's copy of the tied embedding
@@ -220,15 +222,15 @@ def made_of(name: str, *, first_layer: int = 0, first_expert: int = 0) -> tuple[
     """How a Megatron parameter is made, and of which full tensors. Its rank's layers and experts start at these numbers."""
     if name in MODEL:
         return MODEL[name]
-    found = IN_LAYER.fullmatch(name)
-    table = EXPERT if found and found[2] else LAYER
-    if not found or found[3] not in table:
+    match = IN_LAYER.fullmatch(name)
+    table = EXPERT if match and match[2] else LAYER
+    if not match or match[3] not in table:
         raise BadInput(f"{name} is not a parameter of a supported model")
-    how, full = table[found[3]]
-    owner = f"model.layers.{first_layer + int(found[1])}."
-    if found[2]:
-        owner += f"mlp.experts.{first_expert + int(found[2])}."
-    return how, tuple(owner + each for each in full)
+    how, full = table[match[3]]
+    owner = f"model.layers.{first_layer + int(match[1])}."
+    if match[2]:
+        owner += f"mlp.experts.{first_expert + int(match[2])}."
+    return how, tuple(owner + suffix for suffix in full)
 
 
 def views(how: str, shard: torch.Tensor, place: Place) -> Sequence[torch.Tensor]:
@@ -254,7 +256,7 @@ def join(how: str, shards: Sequence[torch.Tensor], place: Place) -> list[torch.T
     if how == GATE_UP:
         return [_cat(half) for half in zip(*(views(how, shard, place) for shard in shards), strict=True)]
     joined = views(how, _cat(shards, dim=1 if how == COLUMNS else 0), place)
-    return [each.flatten(0, 1) for each in joined] if how == QKV else [*joined]
+    return [tensor.flatten(0, 1) for tensor in joined] if how == QKV else [*joined]
 
 
 def bare(chunk: Any) -> Any:
@@ -264,14 +266,14 @@ def bare(chunk: Any) -> Any:
 
 
 def _shapes(part: Part) -> Iterator[tuple[str, Shape]]:
-    place, (rows, *rest) = part.place, part.param.shape
+    place, (rows, *more_dims) = part.place, part.param.shape
     if part.how == COLUMNS:
-        rest[0] *= place.size
+        more_dims[0] *= place.size
     elif part.how != WHOLE:
         rows *= place.size
     shares = {QKV: (place.queries, 1, 1), GATE_UP: (1, 1)}.get(part.how, (1,))
     for name, share in zip(part.full, shares, strict=True):
-        yield name, (rows * share // sum(shares), *rest)
+        yield name, (rows * share // sum(shares), *more_dims)
 
 
 def _taken(part: Part, name: str, shape: Shape, into: Shape, full: torch.Tensor) -> torch.Tensor:
@@ -286,8 +288,8 @@ def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
 
 def _some(names: Iterable[str]) -> str:
     ordered = sorted(names)
-    more = f" and {len(ordered) - NAMED} more" if len(ordered) > NAMED else ""
-    return ", ".join(ordered[:NAMED]) + more
+    omitted = f" and {len(ordered) - NAMED} more" if len(ordered) > NAMED else ""
+    return ", ".join(ordered[:NAMED]) + omitted
 
 
 def _gathered(shard: torch.Tensor, part: Part) -> list[torch.Tensor]:
@@ -352,8 +354,8 @@ class Folder(Mapping[str, torch.Tensor]):
         return str(self.files[self.home[name]].get_slice(name).get_dtype())
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        found: torch.Tensor = self.files[self.home[name]].get_tensor(name)
-        return found
+        tensor: torch.Tensor = self.files[self.home[name]].get_tensor(name)
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.home)
@@ -523,8 +525,8 @@ def _together(work: Callable[[], Made]) -> Made:
         error = KitError(str(failed))
     errors: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
-    for rank, each in enumerate(errors):
-        if each is not None:
-            where = f"rank {rank}: " if len({str(other) for other in errors}) > 1 else ""
-            raise type(each)(f"{where}{each}")
+    for rank, rank_error in enumerate(errors):
+        if rank_error is not None:
+            where = f"rank {rank}: " if len({str(another) for another in errors}) > 1 else ""
+            raise type(rank_error)(f"{where}{rank_error}")
     return made[0]

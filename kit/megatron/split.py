@@ -285,8 +285,8 @@ def update(job: Job, gbs: int, sequences: float, tokens: float, table: dict[str,
     updated = finite_gradients(job) and math.isfinite(table["loss"])
     norm = math.nan
     if updated:
-        ok, found, _ = job.optimizer.step()
-        updated, norm = bool(ok), float(found) if found is not None else math.nan
+        ok, grad_norm, _ = job.optimizer.step()
+        updated, norm = bool(ok), float(grad_norm) if grad_norm is not None else math.nan
     else:
         zero_gradients(job)
     if updated:
@@ -364,18 +364,18 @@ def set_random_states(states: tuple[Any, ...]) -> None:
 
 
 def share(batch: Batch) -> Batch:
-    each = rows(batch) // data_ranks()
-    mine = dist.get_rank(data_group())
-    return cut(batch, mine * each, (mine + 1) * each)
+    rows_of_rank = rows(batch) // data_ranks()
+    data_rank = dist.get_rank(data_group())
+    return cut(batch, data_rank * rows_of_rank, (data_rank + 1) * rows_of_rank)
 
 
 @torch.no_grad()
 def logprobs(job: Job, batch: Batch, mbs: int) -> torch.Tensor:
     """[rows, length] float32 on every rank's host; 0.0 in column 0. Collective; rows must fill whole microbatches on each data rank."""
     pieces = list(cuts(share(batch), mbs))
-    found = torch.cat([_forward(job, piece) for piece in pieces]) if pieces else None
+    logprobs = torch.cat([_forward(job, piece) for piece in pieces]) if pieces else None
     tables: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(tables, (dist.get_rank(data_group()), found) if last_stage() else None)
+    dist.all_gather_object(tables, (dist.get_rank(data_group()), logprobs) if last_stage() else None)
     by_share: dict[int, torch.Tensor] = dict(filter(None, tables))
     whole = torch.cat([by_share[place] for place in sorted(by_share)])
     return torch.nn.functional.pad(whole, (1, 0))
@@ -399,7 +399,7 @@ def reduced(chunk: Any) -> Callable[[Any], torch.Tensor]:
     """Return a lookup of each parameter's whole reduced gradient, as copies. Collective over data ranks."""
     if not chunk.ddp_config.use_distributed_optimizer:
         return lambda param: param.main_grad.detach()
-    found: dict[Any, torch.Tensor] = {}
+    before_step: dict[Any, torch.Tensor] = {}
     for group in bucket_groups(chunk):
         ranks = group.intra_distributed_optimizer_instance_group
         for bucket in group.buckets:
@@ -407,8 +407,8 @@ def reduced(chunk: Any) -> Callable[[Any], torch.Tensor]:
             shards = list(whole.chunk(dist.get_world_size(ranks)))
             dist.all_gather(shards, shards[dist.get_rank(ranks)].clone(), group=ranks)
             for param, (start, end) in bucket.param_to_index.items():
-                found[param] = whole[start:end].view(param.shape)
-    return lambda param: found[param]
+                before_step[param] = whole[start:end].view(param.shape)
+    return lambda param: before_step[param]
 
 
 def bucket_groups(chunk: Any) -> list[Any]:
@@ -431,7 +431,7 @@ def counted(chunk: Any) -> Iterator[dict[str, int]]:
         def call(*args: Any, **kwargs: Any) -> Any:
             tensor: Any = args[place] if len(args) > place else kwargs.get(keyword)
             among_data = between_stages is None or all(
-                each is not between_stages for each in (*args, kwargs.get("group"))
+                group is not between_stages for group in (*args, kwargs.get("group"))
             )
             if among_data and isinstance(tensor, torch.Tensor):
                 for name, bucket in zip(seen, buckets, strict=True):

@@ -69,7 +69,7 @@ class _Event:
 def _replacements() -> list[tuple[Any, str, Any]]:
     from megatron.core.tensor_parallel import random
 
-    one = _Stream()
+    stream = _Stream()
 
     def give(value: Any) -> Any:
         # A function of its own for every name: torch's compiler refuses to load where two names share one.
@@ -81,8 +81,8 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (cuda, "set_device", give(None)),
         (cuda, "synchronize", give(None)),
         (cuda, "empty_cache", give(None)),
-        (cuda, "current_stream", give(one)),
-        (cuda, "default_stream", give(one)),
+        (cuda, "current_stream", give(stream)),
+        (cuda, "default_stream", give(stream)),
         (cuda, "stream", lambda _: contextlib.nullcontext()),
         (cuda, "Stream", _Stream),
         (cuda, "Event", _Event),

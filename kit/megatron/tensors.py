@@ -83,15 +83,15 @@ def _grads(name: str, param: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
     for attribute in ("main_grad", "grad"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the distributed optimizer sets gradients of views, which torch finds odd
-            found = getattr(param, attribute, None)
-        if found is not None:
-            yield "grads", f"{name}.{attribute}", found
+            value = getattr(param, attribute, None)
+        if value is not None:
+            yield "grads", f"{name}.{attribute}", value
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is not None:
-        return [inner for each in chained for inner in inner_optimizers(each)]
+        return [inner for optimizer in chained for inner in inner_optimizers(optimizer)]
     inner = getattr(optimizer, "optimizer", optimizer)  # a plain torch optimizer is its own inner one
     return [] if inner is None else [inner]
 
@@ -299,12 +299,12 @@ class Mover:
         if self.device.type == "cpu":
             moves = []
             for item, offset, _ in self._waiting:
-                here, there = item.storage.data_ptr(), self.arena.address(offset)
-                moves.append(Move(there, here, item.size) if out else Move(here, there, item.size))
+                device_address, there = item.storage.data_ptr(), self.arena.address(offset)
+                moves.append(Move(there, device_address, item.size) if out else Move(device_address, there, item.size))
             transfer(moves, fresh=fresh, threads=workers())
         else:
             pairs = ((_bytes(item), self.arena.view(offset, item.size)) for item, offset, _ in self._waiting)
-            copy_on_streams(((there, here) for here, there in pairs) if out else pairs, self.device)
+            copy_on_streams(((there, on_device) for on_device, there in pairs) if out else pairs, self.device)
 
     def close(self) -> None:
         self.restore()

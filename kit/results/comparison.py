@@ -47,8 +47,10 @@ def compare(runs: Sequence[Run]) -> pd.DataFrame:
 
     if len(runs) < 2:
         raise BadInput(f"a comparison needs two runs or more, not {len(runs)}")
-    base, *others = [_medians(run) for run in runs]
-    table = pd.concat([_against(base, other, runs[0].id, run.id) for other, run in zip(others, runs[1:], strict=True)])
+    base, *compared = [_medians(run) for run in runs]
+    table = pd.concat(
+        [_against(base, values, runs[0].id, run.id) for values, run in zip(compared, runs[1:], strict=True)]
+    )
     weight = [_change(*pair) for pair in zip(table["base"], table["value"], strict=True)]
     order = table.assign(_weight=weight, _single=table["found_in"] != "both")
     order = order.sort_values(["_single", "_weight", *KEYS], ascending=[True, False, *[True] * len(KEYS)])
@@ -58,8 +60,8 @@ def compare(runs: Sequence[Run]) -> pd.DataFrame:
 def settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
     configs: list[Mapping[str, Any]] = [{**flat(run.config), "fault": run.fault, "lab": run.lab} for run in runs]
     names = dict.fromkeys(name for config in configs for name in config)
-    found = {name: [config.get(name) for config in configs] for name in names}
-    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+    values_by_name = {name: [config.get(name) for config in configs] for name in names}
+    return {name: values for name, values in values_by_name.items() if any(value != values[0] for value in values)}
 
 
 def sizes(apart: Mapping[str, Sequence[Any]]) -> list[str]:
@@ -82,10 +84,10 @@ def differing(runs: Sequence[Run]) -> list[str]:
     """What sets each run apart from the others of its lab, in words: the settings that differ, a few of them, and its fault."""
 
     def apart(run: Run) -> str:
-        found = settings([run, *(other for other in runs if other.lab == run.lab)])
-        words = [f"{name}={in_words(values[0])}" for name, values in found.items() if name != "fault"]
-        more = [f"{len(words) - NAMED} more settings"] if len(words) > NAMED else []
-        return ", ".join([*words[:NAMED], *more, *([f"fault {run.fault}"] if run.fault else [])])
+        differing = settings([run, *(candidate for candidate in runs if candidate.lab == run.lab)])
+        words = [f"{name}={in_words(values[0])}" for name, values in differing.items() if name != "fault"]
+        omitted = [f"{len(words) - NAMED} more settings"] if len(words) > NAMED else []
+        return ", ".join([*words[:NAMED], *omitted, *([f"fault {run.fault}"] if run.fault else [])])
 
     return [apart(run) for run in runs]
 
@@ -93,7 +95,7 @@ def differing(runs: Sequence[Run]) -> list[str]:
 def labelled(runs: Sequence[Run]) -> dict[str, str]:
     """Each run's label or id with what sets it apart: what legends, headings and lists call it."""
     words = zip(runs, differing(runs), strict=True)
-    return {run.id: ", ".join(filter(None, [run.label or run.id, what])) for run, what in words}
+    return {run.id: ", ".join(filter(None, [run.label or run.id, text])) for run, text in words}
 
 
 def in_words(value: Any) -> str:
@@ -102,10 +104,10 @@ def in_words(value: Any) -> str:
 
 def answers_changed(base: Run, run: Run) -> list[tuple[str, VerdictRow | None, VerdictRow | None]]:
     """The checks with another answer in `run`: their name and both rows, failures first; None where a run does not ask one."""
-    one, other = ({row.check: row for row in without_parts(each.shown_verdict())} for each in (base, run))
-    found = [(name, one.get(name), other.get(name)) for name in {**one, **other}]
-    found = [(name, was, now) for name, was, now in found if not (was and now and was.passed is now.passed)]
-    return sorted(found, key=lambda row: row[2] is None or row[2].passed is not False)
+    before, after = ({row.check: row for row in without_parts(of_run.shown_verdict())} for of_run in (base, run))
+    pairs = [(name, before.get(name), after.get(name)) for name in {**before, **after}]
+    pairs = [(name, was, now) for name, was, now in pairs if not (was and now and was.passed is now.passed)]
+    return sorted(pairs, key=lambda row: row[2] is None or row[2].passed is not False)
 
 
 def informative(table: pd.DataFrame) -> pd.DataFrame:
@@ -134,9 +136,9 @@ def changed(table: pd.DataFrame) -> pd.DataFrame:
 
 def outcomes(base: Run, run: Run) -> tuple[int, int]:
     """How many outcomes the two runs have, and how many of them differ. NaN always differs."""
-    one, other = (_outcomes(each) for each in (base, run))
-    keys = {*one, *other}
-    return len(keys), sum(_differ(one.get(key), other.get(key)) for key in keys)
+    before, after = (_outcomes(of_run) for of_run in (base, run))
+    keys = {*before, *after}
+    return len(keys), sum(_differ(before.get(key), after.get(key)) for key in keys)
 
 
 def _outcomes(run: Run) -> dict[tuple[object, ...], tuple[str, float]]:
@@ -144,9 +146,9 @@ def _outcomes(run: Run) -> dict[tuple[object, ...], tuple[str, float]]:
     named = with_ids(frame, "name")
     known = frame["metric"].isin(OUTCOMES)
     known[named.index[named["name"].isin(OUTCOMES)]] = True
-    found = frame[known]
-    keys = zip(*(found[name] for name in ("cycle", "phase", "rank", "metric", "ids")), strict=True)
-    return dict(zip(keys, zip(found["text"], found["value"].tolist(), strict=True), strict=True))
+    known_rows = frame[known]
+    keys = zip(*(known_rows[name] for name in ("cycle", "phase", "rank", "metric", "ids")), strict=True)
+    return dict(zip(keys, zip(known_rows["text"], known_rows["value"].tolist(), strict=True), strict=True))
 
 
 def _differ(one: tuple[str, float] | None, other: tuple[str, float] | None) -> bool:
@@ -204,10 +206,10 @@ class Recorded:
         """A row for each measurement; where several did the same, a row for what was measured and a column for each of them."""
         who = [*dict.fromkeys(row["who"] for row in self.rows)]
         by = {(row["what"], row["who"]): row for row in self.rows}
-        what = [*dict.fromkeys(row["what"] for row in self.rows)]
-        if len(what) * len(who) > 1.5 * len(self.rows) or len(who) == 1:
+        subjects = [*dict.fromkeys(row["what"] for row in self.rows)]
+        if len(subjects) * len(who) > 1.5 * len(self.rows) or len(who) == 1:
             return HEAD, list(map(_cells, self.rows))
-        cells = [[one, *(_median(by.get((one, each))) for each in who)] for one in what]
+        cells = [[subject, *(_median(by.get((subject, way))) for way in who)] for subject in subjects]
         return ("what, median", *who), cells
 
 
@@ -215,7 +217,7 @@ class Shown(list[Recorded]):
     """A table per machine, under the machine's name, apart from the reader's own numbers."""
 
     def __repr__(self) -> str:
-        tables = ((one.head, *one.table) for one in self)
+        tables = ((shown_table.head, *shown_table.table) for shown_table in self)
         return "\n\n".join("\n".join([about, columns([[*head], *rows])]) for about, head, rows in tables)
 
     def _repr_html_(self) -> str:
@@ -226,7 +228,7 @@ class Shown(list[Recorded]):
                 right=range(1 + (head is HEAD), len(head)),
                 caption=f"<i>{html.escape(about)}</i>",
             )
-            for about, head, rows in ((one.head, *one.table) for one in self)
+            for about, head, rows in ((shown_table.head, *shown_table.table) for shown_table in self)
         )
 
 
@@ -234,23 +236,23 @@ def recorded(bench: str, containing: str = "", *, folder: Path = FOLDER) -> Show
     """What each machine recorded of a bench, such as "bench-sync": the rows whose name contains a text.
 
     A bench may have a file for each of its parts, such as "bench-sync.model"; their rows come together."""
-    found = Shown()
+    shown = Shown()
     for home in sorted({path.parent for path in folder.glob("*/*.json")}):
         files = [path for name in (f"{bench}.json", f"{bench}.*.json") for path in sorted(home.glob(name))]
         parts = [read_json(path) for path in files]
         rows = [row for part in parts for row in part.get("rows") or () if containing in row["what"]]
         if rows:
-            found.append(Recorded(home.name, next(filter(None, (part.get("provenance") for part in parts))), rows))
-    if not found:
+            shown.append(Recorded(home.name, next(filter(None, (part.get("provenance") for part in parts))), rows))
+    if not shown:
         there = sorted({path.stem.partition(".")[0] for path in folder.glob("*/bench-*.json")})
-        what = f"{bench!r} with a row that contains {containing!r}" if containing else repr(bench)
-        raise BadInput(f"no reference in {folder} has {what}; it has {', '.join(there) or 'none'}")
-    return found
+        wanted = f"{bench!r} with a row that contains {containing!r}" if containing else repr(bench)
+        raise BadInput(f"no reference in {folder} has {wanted}; it has {', '.join(there) or 'none'}")
+    return shown
 
 
 def machine(provenance: Mapping[str, Any]) -> str:
     cpu, gpu, git = (provenance.get(name) or {} for name in ("cpu", "gpu", "git"))
-    gpus = ", ".join(str(one.get("name")) for one in gpu.get("gpus") or ())
+    gpus = ", ".join(str(device.get("name")) for device in gpu.get("gpus") or ())
     versions = {"Python": provenance.get("python"), **(provenance.get("versions") or {}), "kit": provenance.get("kit")}
     commit = git.get("commit")
     parts = [

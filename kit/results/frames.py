@@ -278,15 +278,15 @@ def _for_people(kind: str, texts: pd.DataFrame, provenance: Mapping[str, Any], t
             escape=True,
             longtable=len(texts) > SCREEN,
             column_format="".join(
-                "r" if one else "l" if widest <= WORDS else r"p{0.4\linewidth}"
-                for one, widest in zip(right, widths, strict=True)
+                "r" if is_number else "l" if widest <= WORDS else r"p{0.4\linewidth}"
+                for is_number, widest in zip(right, widths, strict=True)
             ),
             caption=re.sub(r"([_&%#$])", r"\\\1", title),
             label=f"tab:{re.sub(r'[^a-zA-Z0-9:.-]+', '-', stem)}",
         )
         return "\n".join([f"{table}% Provenance:", *(f"% {line}" for line in about.splitlines())]) + "\n"
     shown = texts.head(SCREEN).replace(r"([\\|`*_<>\[\]])", r"\\\1", regex=True)
-    sides = ["right" if one else "left" for one in right]
+    sides = ["right" if is_number else "left" for is_number in right]
     table = shown.to_markdown(index=False, disable_numparse=True, colalign=sides)
     left = f"\n{len(texts) - SCREEN} more rows; csv, html and tex have all of them.\n" if len(texts) > SCREEN else ""
     comment = about.replace("--", "-\\u002d")  # as JSON has it too: nothing inside a comment may end it

@@ -83,8 +83,8 @@ def worst(rows: pd.DataFrame, base: str = "") -> Measured:
 def compared(metric: str, before: tuple[float, str], now: tuple[float, str], where: str, unit: str = "") -> str:
     """Two levels of a metric, each with the place after which it was measured, and their difference."""
     (old, base), (new, place) = before, now
-    was, is_now, more = (round(float(number), 3) for number in (old, new, new - old))
-    return f"{metric}: {was:.9g}{unit} after {base}, {is_now:.9g}{unit} after {place} ({more:+.9g}{unit}; {where})"
+    was, is_now, increase = (round(float(number), 3) for number in (old, new, new - old))
+    return f"{metric}: {was:.9g}{unit} after {base}, {is_now:.9g}{unit} after {place} ({increase:+.9g}{unit}; {where})"
 
 
 def largest(*metrics: str, after: str, base: str = "", until: str = "") -> Measure:
@@ -224,8 +224,8 @@ def slopes(phase: str, control: str = "") -> Measure:
         if not answers:
             raise Missing(f"no memory was recorded in phase {phase}")
         top = max(answers, key=lambda answer: answer.value or 0.0)
-        rest = ", ".join(f"{answer.of} {answer.value:+.3f}" for answer in answers if answer is not top)
-        return Measured(top.value, f"{top.why}; others: {rest}" if rest else top.why)
+        remaining = ", ".join(f"{answer.of} {answer.value:+.3f}" for answer in answers if answer is not top)
+        return Measured(top.value, f"{top.why}; others: {remaining}" if remaining else top.why)
 
     return measure
 
@@ -266,10 +266,10 @@ def nothing_piles_up(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
     phases = rows.groupby("cycle")["phase"].last()
     rows = rows[rows["phase"] == rows["cycle"].map(phases)]
     table = rows.pivot_table(index="cycle", columns=["metric", "rank"], values="value", aggfunc="last")
-    last, many = table.index[-1], len(table) > SETTLED + 1
-    now = table.iloc[-2:].min() if many else table.iloc[-1]
+    last, is_long = table.index[-1], len(table) > SETTLED + 1
+    now = table.iloc[-2:].min() if is_long else table.iloc[-1]
     levels = now.rename("value").to_frame().assign(before=table.iloc[SETTLED - 1]).dropna().reset_index()
-    place = f"cycles {table.index[-2]} and {last}" if many else f"cycle {last}"
+    place = f"cycles {table.index[-2]} and {last}" if is_long else f"cycle {last}"
     return worst(levels.assign(phase=place, cycle=last), base=f"cycle {table.index[SETTLED - 1]}")
 
 
@@ -345,8 +345,8 @@ def routing_effective(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measure
     rank = (routed / made).idxmin()
     why = f"{routed[rank]:.0f} of {made[rank]:.0f} groups on rank {rank} go through {config['routing']}"
     lost = by_rank("routing_options_lost").max()
-    more = f"; {lost:.0f} options were dropped, see run.json" if lost else ""
-    return Measured(float(routed[rank] / made[rank]), why + more)
+    dropped = f"; {lost:.0f} options were dropped, see run.json" if lost else ""
+    return Measured(float(routed[rank] / made[rank]), why + dropped)
 
 
 PILES_UP = rule(nothing_piles_up, cannot=needs_cycles(SETTLED + 1))

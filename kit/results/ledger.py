@@ -55,8 +55,8 @@ class Ledger:
 
 def numbered(rows: Iterable[Row | Mapping[str, Any]], drop: str) -> Iterator[Row]:
     began: float | None = None
-    for at, given in enumerate(rows):
-        row = given if isinstance(given, Row) else event_row(at, given)
+    for at, row_given in enumerate(rows):
+        row = row_given if isinstance(row_given, Row) else event_row(at, row_given)
         began = row.time if began is None else began
         ids = {name: value for name, value in row.ids.items() if name != drop} if drop in row.ids else row.ids
         yield replace(row, at=at, since=row.time - began, ids=ids)

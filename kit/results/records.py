@@ -337,8 +337,8 @@ def _parse(lines: Sequence[str]) -> tuple[Columns, list[int]]:
         if len(lines) == 1:
             return {name: [] for name in COLUMNS}, [0]
     middle = len(lines) // 2
-    (first, lost), (second, more) = _parse(lines[:middle]), _parse(lines[middle:])
-    return {name: first[name] + second[name] for name in COLUMNS}, lost + [middle + index for index in more]
+    (first, lost), (second, more_lost) = _parse(lines[:middle]), _parse(lines[middle:])
+    return {name: first[name] + second[name] for name in COLUMNS}, lost + [middle + index for index in more_lost]
 
 
 def note(name: str, lines: list[int]) -> str:

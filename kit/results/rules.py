@@ -118,8 +118,8 @@ def settle(found: Finding | Violations) -> Finding:
             if not violations:
                 raise
             break
-    more = f"; {len(violations) - 1} more" if len(violations) > 1 else ""
-    return Measured(float(len(violations)), violations[0] + more)
+    omitted = f"; {len(violations) - 1} more" if len(violations) > 1 else ""
+    return Measured(float(len(violations)), violations[0] + omitted)
 
 
 Answer = tuple[Rule, Finding]  # a rule, and what it found in the rows of one run
@@ -172,7 +172,7 @@ def hold(answers: Sequence[Answer], config: Mapping[str, Any], moved: Mapping[st
         if isinstance(measured, Measured):
             rows.append(_row(rule, measured, limit))
         else:
-            parts = [_row(rule, one, limit) for one in measured]
+            parts = [_row(rule, part, limit) for part in measured]
             rows += [_worst_of(rule, parts, limit), *parts]
     return Verdict(rows)
 
@@ -200,30 +200,30 @@ _LACKS: ContextVar[list[str]] = ContextVar("lacks")  # of the check that is bein
 def _ask(rule: Rule, frame: pd.DataFrame, config: Mapping[str, Any], suspect: str, *, whole: bool) -> Finding:
     lacks: list[str] = []
     _LACKS.set(lacks)
-    found: Finding
+    finding: Finding
     try:
         if reason := rule.unanswerable(config):
             return Measured(None, reason)
-        found = settle(rule.measure(frame, _Config(config))) or _lacking("there was nothing to ask about", suspect)
+        finding = settle(rule.measure(frame, _Config(config))) or _lacking("there was nothing to ask about", suspect)
     except Missing as missing:
-        found = _lacking(str(missing), suspect)
+        finding = _lacking(str(missing), suspect)
     except NotMeasured as missing:
-        found = Measured(None, str(missing))
+        finding = Measured(None, str(missing))
     except Unjudged as kept:
-        found = Measured(None, str(kept), failed=True)
+        finding = Measured(None, str(kept), failed=True)
     except Exception as error:  # noqa: BLE001 - checks may be anybody's, records too, and one must not hide the answers of the others
         raised = f"{type(error).__name__}: {error}"
         if whole and not lacks:
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"at {last.filename.rpartition('/')[2]}:{last.lineno}"
             return Measured(None, f"the check raised {raised} {where}", failed=True)
-        found = Measured(None, f"the records of this run lack what the check needs ({raised})")
+        finding = Measured(None, f"the records of this run lack what the check needs ({raised})")
     if not lacks:
-        return found
+        return finding
     why = "; ".join(dict.fromkeys(lacks))
-    if isinstance(found, Measured):
-        return replace(found, lacking=why, suspect=suspect)
-    return [replace(one, lacking=why, suspect=suspect) for one in found]
+    if isinstance(finding, Measured):
+        return replace(finding, lacking=why, suspect=suspect)
+    return [replace(part, lacking=why, suspect=suspect) for part in finding]
 
 
 def _lacking(what: str, suspect: str) -> Measured:

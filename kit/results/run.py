@@ -163,8 +163,8 @@ class Run:
     def label(self) -> str:
         """A person's name for the run, or a note on it; set it with `run.label = "..."`. Empty without one."""
         path = self.dir / LABEL
-        found = read_json(path) if path.is_file() else ""
-        return " ".join(found.split()) if isinstance(found, str) else ""
+        text = read_json(path) if path.is_file() else ""
+        return " ".join(text.split()) if isinstance(text, str) else ""
 
     @label.setter
     def label(self, text: str) -> None:
@@ -214,10 +214,10 @@ class Run:
         done = self._complete or (self.status == "finished" and info.get("kit") == kit_version())
         whole = done and "schema" in info
         if self._answers is None or self._answers[0] is not frame or self._answers[1] != (config, whole):
-            given = frame.copy()
-            given.attrs["folder"] = str(self.dir)  # for checks of other files that a system wrote beside its records
+            copied = frame.copy()
+            copied.attrs["folder"] = str(self.dir)  # for checks of other files that a system wrote beside its records
             suspect = suspect_in(config, self.fault) if whole else ""
-            self._answers = frame, (config, whole), measure(given, config, rules, suspect, whole=whole)
+            self._answers = frame, (config, whole), measure(copied, config, rules, suspect, whole=whole)
         return self._answers[2]
 
     def shown_verdict(self) -> Verdict:
@@ -260,9 +260,9 @@ def memory_snapshots(run: Run) -> str:
     """PyTorch's memory snapshots of a run, or why there are none; empty where none were asked for."""
     if not run.config.get("memory_snapshot"):
         return ""
-    found = sorted(run.dir.glob(f"{SNAPSHOTS}/rank*.pickle"), key=lambda path: (len(path.name), path.name))
-    if found:
-        return f"{', '.join(f'{SNAPSHOTS}/{path.name}' for path in found)}; {VIEWER}"
+    snapshots = sorted(run.dir.glob(f"{SNAPSHOTS}/rank*.pickle"), key=lambda path: (len(path.name), path.name))
+    if snapshots:
+        return f"{', '.join(f'{SNAPSHOTS}/{path.name}' for path in snapshots)}; {VIEWER}"
     if (run.provenance.get("world") or {}).get("device") == "cpu":
         return "none: the ranks worked on the CPU, and PyTorch keeps a history of its CUDA allocator only"
     return "none: no rank wrote one; the reason, if any, is in its log"
@@ -273,8 +273,8 @@ def list_runs(folder: str | Path) -> list[Path]:
     root = Path(folder).expanduser()
     sweeps = [path.parent for path in root.glob(f"*/{INDEX}")]
     files = [path for folder in (root, *sweeps) for path in folder.glob("*/run.json")]
-    found = [(path.stat().st_mtime_ns, path.parent) for path in files]
-    return [parent for _, parent in sorted(found, reverse=True)]
+    dated = [(path.stat().st_mtime_ns, path.parent) for path in files]
+    return [parent for _, parent in sorted(dated, reverse=True)]
 
 
 def find_run(word: str | Path = "") -> Path:
@@ -374,9 +374,9 @@ class File:
         self.lines += data.count(b"\n")
         self.size += len(data)
         self.last = (self.last + data)[-KNOWN_BY:]
-        more = frame_of(columns)
-        if len(more):
-            self.frame = pd.concat([self.frame, more], ignore_index=True) if len(self.frame) else more
+        added = frame_of(columns)
+        if len(added):
+            self.frame = pd.concat([self.frame, added], ignore_index=True) if len(self.frame) else added
         return self.frame
 
 
@@ -540,11 +540,11 @@ def began(row: Row) -> float:
 def _of_phase(rows: Sequence[Row], zero: float) -> Iterator[Timed]:
     timed = [row for row in rows if row.metric == "seconds"]
     for phase in timed:
-        rest = [row for row in rows if row.metric != "seconds" and (len(timed) == 1 or row.time == phase.time)]
-        args = {"cycle": phase.cycle, **{_label(row): row.value for row in rest if not row.ids}}
+        metrics = [row for row in rows if row.metric != "seconds" and (len(timed) == 1 or row.time == phase.time)]
+        args = {"cycle": phase.cycle, **{_label(row): row.value for row in metrics if not row.ids}}
         length = round((phase.value or 0.0) * 1e6, 3)
         yield _event(phase, "X", began(phase), zero, name=phase.phase, dur=length, args=args)
-        values = {row.metric: row.value for row in rest}
+        values = {row.metric: row.value for row in metrics}
         for metric in COUNTERS:
             for name, moment in ((f"{metric}_before", began(phase)), (metric, phase.time)):
                 if name in values:

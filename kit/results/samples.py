@@ -30,15 +30,15 @@ def medians(metric: str, *, worst: bool = False) -> Measure:
     def measure(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured | list[Measured]:
         rows = with_ids(select(frame, metric=metric), "what")
         answers = []
-        for what, samples in rows.groupby("what", sort=False):
+        for subject, samples in rows.groupby("what", sort=False):
             values, notes = samples["value"].dropna(), samples["text"].iloc[-1]
             if values.empty:
-                answers.append(Measured(None, notes, of=str(what)))
+                answers.append(Measured(None, notes, of=str(subject)))
                 continue
             low, high = (amount(number, samples["unit"].iloc[0]) for number in (values.min(), values.max()))
             spread = f"{'largest' if worst else 'median'} of {counted(len(values), 'sample')}, {low} to {high}"
             value = float(values.max() if worst else values.median())
-            answers.append(Measured(value, f"{spread}; {notes}" if notes else spread, of=str(what)))
+            answers.append(Measured(value, f"{spread}; {notes}" if notes else spread, of=str(subject)))
         return answers
 
     return measure
@@ -56,14 +56,14 @@ def sample_rows(frame: pd.DataFrame, rules: Sequence[Rule], config: Mapping[str,
     ceilings = samples[samples["metric"].str.endswith(CEILING)].groupby(["what", "who"])["value"].median()
     rows = []
     samples = samples[~samples["metric"].str.endswith(CEILING)]
-    for (metric, what, who), group in samples.groupby(["metric", "what", "who"], sort=False):
+    for (metric, subject, who), group in samples.groupby(["metric", "what", "who"], sort=False):
         values, rule = group["value"].dropna(), limits.get(str(metric))
         limit = rule.limit_for(config) if rule else None
         median = None if values.empty else float(values.median())
         ids = read_ids(group["ids"].iloc[-1])
         rows.append(
             {
-                "what": what,
+                "what": subject,
                 "who": who,
                 "unit": group["unit"].iloc[0],
                 "median": median,
@@ -71,7 +71,7 @@ def sample_rows(frame: pd.DataFrame, rules: Sequence[Rule], config: Mapping[str,
                 "high": None if values.empty else float(values.max()),
                 "n": len(values),
                 "limit": limit,
-                "ceiling": ceilings.get((what, who)),
+                "ceiling": ceilings.get((subject, who)),
                 "note": group["text"].iloc[-1],
                 "ids": {name: value for name, value in ids.items() if name not in {"what", "who"}},
                 "met": None if rule is None or median is None or limit is None else rule.holds(median, limit),

@@ -74,7 +74,7 @@ def cells(rows: Sequence[VerdictRow]) -> tuple[str, str, str, str]:
     """The check, what was measured, the limit and why, of a row or of several that were not measured for one reason."""
     row = rows[0]
     if len(rows) > 1:
-        names = ", ".join(one.check for one in rows)
+        names = ", ".join(row.check for row in rows)
         return f"{len(rows)} checks", "-", "", f"{row.why} ({names})"
     measured, limit = amount(row.measured, row.unit), amount(row.limit, row.unit)
     if measured == limit and row.measured != row.limit:  # what lies just beside its limit needs more digits
@@ -95,8 +95,8 @@ def headline(rows: Iterable[VerdictRow]) -> str:
     if not asked:
         return "nothing is judged yet"
     if failed:
-        more = f" and {len(failed) - HEADS} more" if len(failed) > HEADS else ""
-        return f"{len(failed)} of {asked} checks {'fails' if len(failed) == 1 else 'fail'}: {', '.join(failed[:HEADS])}{more}"
+        omitted = f" and {len(failed) - HEADS} more" if len(failed) > HEADS else ""
+        return f"{len(failed)} of {asked} checks {'fails' if len(failed) == 1 else 'fail'}: {', '.join(failed[:HEADS])}{omitted}"
     left = f"; {len(heads) - asked} could not be measured" if len(heads) > asked else ""
     return f"{f'all {asked} checks pass' if asked > 1 else 'the one check passes'}{left}"
 

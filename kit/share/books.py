@@ -149,17 +149,17 @@ class Books:
 
     def owners(self) -> dict[int, list[str]]:
         """Return the owners of each device: a replica from its wake order until it sleeps, a cluster from its grant to its release."""
-        found: dict[int, list[str]] = {device: [] for device in range(self.devices)}
+        uses: dict[int, list[str]] = {device: [] for device in range(self.devices)}
         for name, replica in self.sleeping | self.waking | self.awake():
             for device in self.bundle(name, replica):
-                found.setdefault(device, []).append(f"replica {replica} of {name}")
+                uses.setdefault(device, []).append(f"replica {replica} of {name}")
         for name, cluster in self.held:
             for device in self.clusters[name][cluster]:
-                found.setdefault(device, []).append(f"{cluster} of {name}")
-        return found
+                uses.setdefault(device, []).append(f"{cluster} of {name}")
+        return uses
 
     def awake(self) -> set[tuple[str, int]]:
-        return {(name, one) for name, some in self.active.items() for one in some}
+        return {(name, replica) for name, replicas in self.active.items() for replica in replicas}
 
     def idle(self) -> set[int]:
         return {device for device, owners in self.owners().items() if not owners}
@@ -188,7 +188,9 @@ class Books:
             case "admission_limit":
                 self.over.add((row.who, row["side"]))
             case "resize":
-                add, remove = ({(row.who, one) for one in numbers(row.get(way, ()))} for way in ("add", "remove"))
+                add, remove = (
+                    {(row.who, replica) for replica in numbers(row.get(way, ()))} for way in ("add", "remove")
+                )
                 self.out = (self.out | remove) - add
             case "progress":
                 report = (int(row["completed"]), int(row["target"]))
@@ -268,8 +270,8 @@ class Books:
         for by_cluster in (self.waiting, self.held):
             for key in [key for key in by_cluster if key[0] == name]:
                 del by_cluster[key]
-        for some in (self.sleeping, self.waking):
-            some -= {one for one in some if one[0] == name}
+        for replicas in (self.sleeping, self.waking):
+            replicas -= {replica for replica in replicas if replica[0] == name}
         self.generating.discard(name)
 
 
@@ -284,7 +286,7 @@ def specified(books: Books) -> tuple[set[tuple[str, int]], list[tuple[str, str]]
 
 def before_sharing(books: Books) -> tuple[Books, set[tuple[str, int]], list[tuple[str, str]], set[int]]:
     """Plan all but the sharing; return a copy of the books after it, the shrinks, the grants except generation, and the idle devices."""
-    books = replace(books, active={name: {*some} for name, some in books.active.items()})
+    books = replace(books, active={name: {*replicas} for name, replicas in books.active.items()})
     idle, shrinks, grants = books.idle(), set[tuple[str, int]](), list[tuple[str, str]]()
 
     def shrink(name: str, replica: int) -> None:
@@ -300,7 +302,7 @@ def before_sharing(books: Books) -> tuple[Books, set[tuple[str, int]], list[tupl
         if waits[0] == "generation":
             continue
         wanted = set(books.clusters[name][cluster])
-        victims = [one for one in books.awake() if books.bundle(*one) & (wanted - idle)]
+        victims = [replica for replica in books.awake() if books.bundle(*replica) & (wanted - idle)]
         covered = idle.union(*(books.bundle(*victim) for victim in victims))
         if not wanted <= covered or (wanted & kept and not any(who == name for who, _ in books.held)):
             kept |= wanted
@@ -346,24 +348,24 @@ def share_out(books: Books, idle: set[int], shrinks: set[tuple[str, int]]) -> se
             if replica in books.active[name] or lost or bundle & busy:
                 continue
             donors = [
-                (who, other)
+                (who, donor)
                 for who in known
-                for other in sorted(books.active[who])
-                if (who, other) not in touched and gap(who) < 0 and books.bundle(who, other) & (bundle - idle)
+                for donor in sorted(books.active[who])
+                if (who, donor) not in touched and gap(who) < 0 and books.bundle(who, donor) & (bundle - idle)
             ]
-            counts = {who: sum(other[0] == who for other in donors) for who, _ in donors}
+            counts = {who: sum(donor[0] == who for donor in donors) for who, _ in donors}
             spare = all(len(books.active[who]) - count >= bundles.get(who, 0) for who, count in counts.items())
             if spare and bundle <= idle.union(*(books.bundle(*donor) for donor in donors)):
                 percents = sorted(Fraction(left[who], target[who] or asks[who]) for who, _ in donors)
-                options.append((bool(donors), [-one for one in percents], replica, donors))
+                options.append((bool(donors), [-percent for percent in percents], replica, donors))
         if not options:
             return False
         _, _, replica, donors = min(options, key=lambda option: option[:3])
-        for who, other in donors:
-            books.active[who].discard(other)
-            shrinks.add((who, other))
-            touched.add((who, other))
-            idle.update(books.bundle(who, other))
+        for who, pipeline in donors:
+            books.active[who].discard(pipeline)
+            shrinks.add((who, pipeline))
+            touched.add((who, pipeline))
+            idle.update(books.bundle(who, pipeline))
         idle.difference_update(books.bundle(name, replica))
         books.active[name].add(replica)
         touched.add((name, replica))

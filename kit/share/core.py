@@ -111,7 +111,7 @@ def start(t: DeskTurn, planner: Planner) -> None:
     t.cycles += 1
     t.plan = plan
     ops = {name: " ".join(map(str, getattr(plan, name))) for name in ("shrinks", "grants", "expands")}
-    demand = " ".join(f"{name}:{one.remaining}" for name, one in t.pipelines.items() if one.streams)
+    demand = " ".join(f"{name}:{pipeline.remaining}" for name, pipeline in t.pipelines.items() if pipeline.streams)
     t.note("plan", t.desk, number=t.cycles, idle=tuple(sorted(t.idle)), demand=demand, **ops)
     t.alarm(t.settings.operation_ms, "cycle", t.cycles)
     for op in plan.shrinks:
@@ -138,7 +138,7 @@ def advance(t: DeskTurn) -> None:
                 expand(t, op, replica)
         if not t.waking:
             t.plan = None
-            t.due |= any(not one.held for one in t.requests)
+            t.due |= any(not request.held for request in t.requests)
             t.note("commit", t.desk, number=t.cycles, idle=tuple(sorted(t.idle)))
 
 
@@ -153,11 +153,11 @@ def grant(t: DeskTurn, op: Op) -> None:
 
 def expand(t: DeskTurn, op: Op, replica: int) -> None:
     """Wake a replica, unless the pipeline has gone or no longer wants devices since the plan was made, or the replica is lost."""
-    one = t.pipelines.get(op.pipeline)
+    pipeline = t.pipelines.get(op.pipeline)
     wanted = (op.pipeline, GENERATION) in t.leases or t.waits(op.pipeline, GENERATION) is not None
-    if one is None or one.leaving or not wanted or replica in one.out | one.dead:
+    if pipeline is None or pipeline.leaving or not wanted or replica in pipeline.out | pipeline.dead:
         return
-    bundle = one.generation.bundles[replica]
+    bundle = pipeline.generation.bundles[replica]
     t.idle -= bundle
     t.waking |= {(op.pipeline, replica)}
     t.commands.append(Command("expand", "devices", op.pipeline, replica=replica, devices=tuple(sorted(bundle))))
@@ -170,8 +170,8 @@ def grant_generation(t: DeskTurn) -> None:
 
 
 def finish_releases(t: DeskTurn) -> None:
-    for name, one in t.pipelines.items():
-        if one.leaving and not t.active(name) and not t.under_way(name):
+    for name, pipeline in t.pipelines.items():
+        if pipeline.leaving and not t.active(name) and not t.under_way(name):
             release_generation(t, name)
 
 
@@ -187,17 +187,17 @@ def stop(t: DeskTurn) -> None:
 
 
 def on_shrunk(t: DeskTurn, event: Event) -> None:
-    one = event.get("who", event.pipeline), event.replica
-    if one in t.sleeping:
-        t.sleeping -= {one}
-        t.idle |= t.pipelines[one[0]].generation.bundles[one[1]]
+    replica = event.get("who", event.pipeline), event.replica
+    if replica in t.sleeping:
+        t.sleeping -= {replica}
+        t.idle |= t.pipelines[replica[0]].generation.bundles[replica[1]]
 
 
 def on_expanded(t: DeskTurn, event: Event) -> None:
-    name, replica = one = event.get("who", event.pipeline), event.replica
-    if one not in t.waking:
+    name, replica = replica_key = event.get("who", event.pipeline), event.replica
+    if replica_key not in t.waking:
         return
-    t.waking -= {one}
+    t.waking -= {replica_key}
     key = name, GENERATION
     if key not in t.leases:
         request = t.waits(*key)
@@ -229,13 +229,13 @@ def on_died(t: DeskTurn, event: Event) -> None:
 
 
 def lose(t: DeskTurn, name: str, replica: int) -> None:
-    one = t.pipelines[name]
-    if replica in one.dead or replica >= len(one.generation.bundles):
+    pipeline = t.pipelines[name]
+    if replica in pipeline.dead or replica >= len(pipeline.generation.bundles):
         return
-    t.change(name, dead=one.dead | {replica})
+    t.change(name, dead=pipeline.dead | {replica})
     held = (name, replica)
     if replica in t.active(name) or held in t.sleeping | t.waking:
-        t.idle |= one.generation.bundles[replica]
+        t.idle |= pipeline.generation.bundles[replica]
         t.sleeping -= {held}
         t.waking -= {held}
         if replica in t.active(name):
@@ -247,29 +247,29 @@ def lose(t: DeskTurn, name: str, replica: int) -> None:
 
 
 def on_alarm(t: DeskTurn, event: Event) -> None:
-    what = t.alarms.get(event.number)
-    if what is None:
+    alarm = t.alarms.get(event.number)
+    if alarm is None:
         return
     t.alarms = t.alarms.without(event.number)
-    if what[0] == "watchdog":
+    if alarm[0] == "watchdog":
         watch(t)
-    elif what[0] == "cycle" and t.plan is not None and what[1] == t.cycles:
+    elif alarm[0] == "cycle" and t.plan is not None and alarm[1] == t.cycles:
         slow = " and ".join(f"replica {replica} of {name}" for name, replica in sorted(t.sleeping or t.waking))
         order = "a shrink" if t.sleeping else "an expand"
         t.error = f"{slow} did not answer {order} within {t.settings.operation_ms} ms"
-    elif what[0] == "request":
-        for request in [one for one in t.requests if one.number == what[1]]:
+    elif alarm[0] == "request":
+        for request in [request_due for request_due in t.requests if request_due.number == alarm[1]]:
             expire(t, request)
-    elif what[0] == "admission" and what[1] in t.pipelines:
-        one = t.pipelines[what[1]]
-        if what[2] == "trains" or not one.admitted:
-            t.change(what[1], overdue=one.overdue | {what[2]})
-            t.note("admission_limit", what[1], side=what[2])
+    elif alarm[0] == "admission" and alarm[1] in t.pipelines:
+        pipeline = t.pipelines[alarm[1]]
+        if alarm[2] == "trains" or not pipeline.admitted:
+            t.change(alarm[1], overdue=pipeline.overdue | {alarm[2]})
+            t.note("admission_limit", alarm[1], side=alarm[2])
 
 
 def expire(t: DeskTurn, request: Request) -> None:
     name, kind, cluster = request.pipeline, request.kind, request.cluster
-    t.requests = tuple(one for one in t.requests if one != request)
+    t.requests = tuple(waiting for waiting in t.requests if waiting != request)
     t.due = True
     t.note("expired", name, cluster=cluster, kind=kind, number=request.number)
     why = f"{kind} of {name} was not granted within {t.settings.request_ms} ms"
@@ -278,11 +278,11 @@ def expire(t: DeskTurn, request: Request) -> None:
 
 def watch(t: DeskTurn) -> None:
     """Repeat the granted request of a pipeline that has no replica, none on the way, and no progress since the last watch."""
-    for name, one in t.pipelines.items():
-        if (name, GENERATION) in t.leases and one.moved == one.watched and waits_for(t, name):
+    for name, pipeline in t.pipelines.items():
+        if (name, GENERATION) in t.leases and pipeline.moved == pipeline.watched and waits_for(t, name):
             t.note("asked_again", name)
-            queue(t, Request(name, GENERATION, GENERATION, 0, one.estimate, again=True))
-        t.change(name, watched=one.moved)
+            queue(t, Request(name, GENERATION, GENERATION, 0, pipeline.estimate, again=True))
+        t.change(name, watched=pipeline.moved)
     t.alarm(t.settings.watchdog_ms, "watchdog")
 
 
@@ -296,11 +296,11 @@ def refuse(t: DeskTurn, event: Event, why: str) -> None:
 
 def known(t: DeskTurn, event: Event) -> Pipeline | None:
     """Return the pipeline of a request; refuse a pipeline that is not registered or is leaving."""
-    one: Pipeline | None = t.pipelines.get(event.pipeline)
-    if one is None or one.closing:
+    pipeline: Pipeline | None = t.pipelines.get(event.pipeline)
+    if pipeline is None or pipeline.closing:
         refuse(t, event, f"the pipeline {event.pipeline} is not registered")
         return None
-    return one
+    return pipeline
 
 
 # -- registration and admission -------------------------------------------------------------------------------------------
@@ -309,32 +309,36 @@ def known(t: DeskTurn, event: Event) -> Pipeline | None:
 def on_register(t: DeskTurn, event: Event) -> None:
     """Registering again with the same clusters changes nothing."""
     name, tp = event.pipeline, event.get("tp", 1)
-    given = {cluster: numbers(event[cluster]) for cluster in CLUSTERS if event.get(cluster) is not None}
-    clusters = Map({cluster: Cluster(some, tp if cluster == GENERATION else 1) for cluster, some in given.items()})
+    listed = {cluster: numbers(event[cluster]) for cluster in CLUSTERS if event.get(cluster) is not None}
+    clusters = Map(
+        {cluster: Cluster(devices, tp if cluster == GENERATION else 1) for cluster, devices in listed.items()}
+    )
     there = t.pipelines.get(name)
-    generation = given.get(GENERATION, ())
+    generation = listed.get(GENERATION, ())
     if name not in t.settings.pipelines:
         refuse(t, event, f"unexpected pipeline {name}; expected: {', '.join(t.settings.pipelines)}")
     elif name in t.left or (there is not None and (there.closing or there.clusters != clusters)):
         refuse(t, event, f"{name} was already registered")
-    elif odd := sorted({*generation, *(one for some in given.values() for one in some)} - {*range(t.settings.devices)}):
+    elif odd := sorted(
+        {*generation, *(device for devices in listed.values() for device in devices)} - {*range(t.settings.devices)}
+    ):
         refuse(t, event, f"{name} names the devices {odd}, but there are only {t.settings.devices}")
-    elif any(len({*some}) < len(some) for some in given.values()):
+    elif any(len({*devices}) < len(devices) for devices in listed.values()):
         refuse(t, event, f"{name} names a device twice in one cluster")
     elif tp < 1 or len(generation) % tp:
         refuse(t, event, f"tp={tp} does not divide {name}'s number of generation devices, {len(generation)}")
     else:
         if there is None:
             t.pipelines = t.pipelines.put(name, Pipeline(clusters))
-            t.note("clusters", name, tp=tp, **given)
+            t.note("clusters", name, tp=tp, **listed)
         t.say("registered", name)
 
 
 def on_admit(t: DeskTurn, event: Event) -> None:
-    if (one := known(t, event)) is not None:
-        if one.admitted:
+    if (pipeline := known(t, event)) is not None:
+        if pipeline.admitted:
             t.say("admitted", event.pipeline)
-        elif not one.asked:
+        elif not pipeline.asked:
             t.change(event.pipeline, asked=True)
             if t.settings.admission_ms:
                 t.alarm(t.settings.admission_ms, "admission", event.pipeline, "starts")
@@ -346,14 +350,16 @@ def admit(t: DeskTurn) -> None:
     Both waits have a limit; reaching it is reported.
     """
     before = None
-    for name, one in t.pipelines.items():
-        if one.asked and not one.admitted and may_start(t, before, one):
+    for name, pipeline in t.pipelines.items():
+        if pipeline.asked and not pipeline.admitted and may_start(t, before, pipeline):
             t.change(name, admitted=True)
             t.say("admitted", name)
         before = t.pipelines[name]
     for request in t.requests:
         if request.held and not is_held(t, request):
-            t.requests = tuple(replace(each, held=False) if each == request else each for each in t.requests)
+            t.requests = tuple(
+                replace(waiting, held=False) if waiting == request else waiting for waiting in t.requests
+            )
             enter(t, request)
 
 
@@ -364,8 +370,13 @@ def may_start(t: DeskTurn, before: Pipeline | None, one: Pipeline) -> bool:
 
 def is_held(t: DeskTurn, request: Request) -> bool:
     """Whether a request must wait: after its first hand-over a pipeline trains again only once the next pipeline is set up."""
-    one, names = t.pipelines[request.pipeline], list(t.pipelines)
-    if request.kind != "training" or not one.handed_over or "trains" in one.overdue or not t.settings.admission_ms:
+    pipeline, names = t.pipelines[request.pipeline], list(t.pipelines)
+    if (
+        request.kind != "training"
+        or not pipeline.handed_over
+        or "trains" in pipeline.overdue
+        or not t.settings.admission_ms
+    ):
         return False
     after = names[names.index(request.pipeline) + 1 :][:1]
     return any(not t.pipelines[name].set_up and not t.pipelines[name].closing for name in after)
@@ -376,20 +387,20 @@ def is_held(t: DeskTurn, request: Request) -> bool:
 
 def on_acquire(t: DeskTurn, event: Event) -> None:
     """Queue a request. A repeated one gets the devices already granted; one of another kind, or a second pending one, is refused."""
-    one = known(t, event)
-    if one is None:
+    pipeline = known(t, event)
+    if pipeline is None:
         return
     kind, name = event.kind, event.pipeline
     cluster = event.get("cluster", KINDS.get(kind, ""))
-    given = event.get("release", "")
+    released = event.get("release", "")
     lease, waits = t.leases.get((name, cluster)), t.waits(name, cluster)
-    lease = None if lease is not None and lease.kind == given else lease
-    waits = None if waits is not None and waits.kind == given else waits
-    if not one.admitted:
+    lease = None if lease is not None and lease.kind == released else lease
+    waits = None if waits is not None and waits.kind == released else waits
+    if not pipeline.admitted:
         refuse(t, event, f"{name} has not been admitted")
-    elif kind not in KINDS or cluster not in one.clusters or not runs_on(kind, cluster):
+    elif kind not in KINDS or cluster not in pipeline.clusters or not runs_on(kind, cluster):
         refuse(t, event, f"{name} cannot request {kind or 'nothing'} on {cluster or 'no cluster'}")
-    elif given == GENERATION:
+    elif released == GENERATION:
         refuse(
             t, event, f"{name} cannot release generation and request in one operation; its replicas must sleep first"
         )
@@ -397,18 +408,18 @@ def on_acquire(t: DeskTurn, event: Event) -> None:
         refuse(t, event, f"{name} already waits for {cluster}")
     elif lease is not None and lease.kind != kind:
         refuse(t, event, f"{name} holds {cluster} for {lease.kind} and cannot request it for {kind}")
-    elif one.releasing and cluster == GENERATION:
+    elif pipeline.releasing and cluster == GENERATION:
         refuse(t, event, f"{name} is releasing its generation; request again once it is released")
     else:
-        for where in (cluster, KINDS.get(given, "")):
-            give_back(t, name, where, given)
+        for where in (cluster, KINDS.get(released, "")):
+            give_back(t, name, where, released)
         if lease is not None and (lease.devices or lease.active):
             answer(t, Request(name, cluster, kind, lease.since))
             return
-        target = event.get("target", one.progress[1]) if kind == GENERATION else 0
+        target = event.get("target", pipeline.progress[1]) if kind == GENERATION else 0
         if kind == GENERATION:
             t.change(name, set_up=True, estimate=target)
-        t.requests = tuple(each for each in t.requests if each != waits)
+        t.requests = tuple(waiting for waiting in t.requests if waiting != waits)
         queue(t, Request(name, cluster, kind, 0, target))
 
 
@@ -439,8 +450,8 @@ def answer(t: DeskTurn, request: Request) -> None:
     name, cluster = request.key
     lease = t.leases[request.key]
     bundles = t.pipelines[name].generation.bundles
-    devices = lease.devices.union(*(bundles[one] for one in lease.active))
-    t.requests = tuple(one for one in t.requests if one.key != request.key)
+    devices = lease.devices.union(*(bundles[replica] for replica in lease.active))
+    t.requests = tuple(waiting for waiting in t.requests if waiting.key != request.key)
     t.say("granted", name, kind=lease.kind, cluster=cluster, devices=tuple(sorted(devices)))
 
 
@@ -466,47 +477,47 @@ def give_back(t: DeskTurn, name: str, cluster: str, kind: str) -> None:
 
 
 def withdraw(t: DeskTurn, key: tuple[str, str], kind: str) -> None:
-    if any((one.key, one.kind) == (key, kind) for one in t.requests):
-        t.requests = tuple(one for one in t.requests if one.key != key)
+    if any((waiting.key, waiting.kind) == (key, kind) for waiting in t.requests):
+        t.requests = tuple(waiting for waiting in t.requests if waiting.key != key)
         t.note("withdrawn", key[0], cluster=key[1])
         t.due = True
 
 
 def on_planned_release(t: DeskTurn, event: Event) -> None:
-    if (one := known(t, event)) is not None:
+    if (pipeline := known(t, event)) is not None:
         withdraw(t, (event.pipeline, GENERATION), GENERATION)
-        t.change(event.pipeline, releasing=True, waiters=one.waiters + 1)
+        t.change(event.pipeline, releasing=True, waiters=pipeline.waiters + 1)
         t.due = True
 
 
 def release_generation(t: DeskTurn, name: str) -> None:
-    one = t.pipelines[name]
-    for _ in range(one.waiters):
+    pipeline = t.pipelines[name]
+    for _ in range(pipeline.waiters):
         t.say("released", name, kind=GENERATION)
     lease = t.leases.get((name, GENERATION))
     if lease is not None and lease.kind == GENERATION:
         t.leases = t.leases.without((name, GENERATION))
     t.change(name, releasing=False, waiters=0)
     t.due = True
-    if one.closing:
+    if pipeline.closing:
         drop(t, name, "unregistered")
 
 
 def on_resize(t: DeskTurn, event: Event) -> None:
-    one = known(t, event)
-    if one is None:
+    pipeline = known(t, event)
+    if pipeline is None:
         return
     add, remove = (frozenset(numbers(event.get(name, ()))) for name in ("add", "remove"))
     if bool(add) == bool(remove):
         refuse(t, event, "a resize needs exactly one of add and remove")
-    elif odd := sorted(replica for replica in add | remove if replica >= len(one.generation.bundles)):
+    elif odd := sorted(replica for replica in add | remove if replica >= len(pipeline.generation.bundles)):
         refuse(t, event, f"{event.pipeline} has no replica {odd[0]}")
-    elif gone := sorted((add | remove) & one.dead):
+    elif gone := sorted((add | remove) & pipeline.dead):
         refuse(t, event, f"replica {gone[0]} of {event.pipeline} died")
     else:
-        t.change(event.pipeline, out=(one.out | remove) - add)
+        t.change(event.pipeline, out=(pipeline.out | remove) - add)
         t.due = True
-        t.say("resized", event.pipeline, out=tuple(sorted((one.out | remove) - add)))
+        t.say("resized", event.pipeline, out=tuple(sorted((pipeline.out | remove) - add)))
 
 
 # -- progress -------------------------------------------------------------------------------------------------------------
@@ -514,23 +525,23 @@ def on_resize(t: DeskTurn, event: Event) -> None:
 
 def on_progress(t: DeskTurn, event: Event) -> None:
     """Record how much of the awaited step is complete. A repeated report is not progress."""
-    one = t.pipelines.get(event.pipeline)
+    pipeline = t.pipelines.get(event.pipeline)
     stream, report = event.get("stream", "training"), (min(event.completed, event.target), event.target)
-    if one is not None and one.streams.get(stream) != report:
-        t.change(event.pipeline, streams=one.streams.put(stream, report), moved=one.moved + 1)
+    if pipeline is not None and pipeline.streams.get(stream) != report:
+        t.change(event.pipeline, streams=pipeline.streams.put(stream, report), moved=pipeline.moved + 1)
 
 
 def on_progress_end(t: DeskTurn, event: Event) -> None:
-    one, stream = t.pipelines.get(event.pipeline), event.get("stream", "training")
-    if one is not None and stream in one.streams:
-        t.change(event.pipeline, streams=one.streams.without(stream), moved=one.moved + 1)
+    pipeline, stream = t.pipelines.get(event.pipeline), event.get("stream", "training")
+    if pipeline is not None and stream in pipeline.streams:
+        t.change(event.pipeline, streams=pipeline.streams.without(stream), moved=pipeline.moved + 1)
 
 
 def waits_for(t: DeskTurn, name: str) -> bool:
     """Whether a pipeline has no replica, none on the way and no request for one, unless it reports that it needs none."""
-    one = t.pipelines[name]
+    pipeline = t.pipelines[name]
     idle = not t.active(name) and not t.under_way(name) and t.waits(name, GENERATION) is None
-    return idle and not one.leaving and (not one.streams or one.remaining > 0)
+    return idle and not pipeline.leaving and (not pipeline.streams or pipeline.remaining > 0)
 
 
 # -- leaving --------------------------------------------------------------------------------------------------------------
@@ -551,22 +562,22 @@ def on_unregister(t: DeskTurn, event: Event) -> None:
 
 
 def wake_waiters(t: DeskTurn, name: str, how: str) -> None:
-    for one in t.requests:
-        if one.pipeline == name:
-            t.note("withdrawn", name, cluster=one.cluster)
-            if not one.again:
-                t.say("error", name, of="acquire", kind=one.kind, cluster=one.cluster, why=f"{name} {how}")
-    t.requests = tuple(one for one in t.requests if one.pipeline != name)
+    for request in t.requests:
+        if request.pipeline == name:
+            t.note("withdrawn", name, cluster=request.cluster)
+            if not request.again:
+                t.say("error", name, of="acquire", kind=request.kind, cluster=request.cluster, why=f"{name} {how}")
+    t.requests = tuple(request for request in t.requests if request.pipeline != name)
 
 
 def drop(t: DeskTurn, name: str, how: str) -> None:
     """Remove a pipeline with everything that it held. Operations in progress on it no longer have an effect."""
     wake_waiters(t, name, how)
-    one = t.pipelines[name]
-    for _ in range(one.waiters):
+    pipeline = t.pipelines[name]
+    for _ in range(pipeline.waiters):
         t.say("released", name, kind=GENERATION)
     moving = [replica for who, replica in t.sleeping | t.waking if who == name]
-    t.idle = t.idle.union(*(one.generation.bundles[replica] for replica in [*t.active(name), *moving]))
+    t.idle = t.idle.union(*(pipeline.generation.bundles[replica] for replica in [*t.active(name), *moving]))
     t.idle = t.idle.union(*(lease.devices for key, lease in t.leases.items() if key[0] == name))
     t.leases = Map({key: lease for key, lease in t.leases.items() if key[0] != name})
     t.sleeping = frozenset(pair for pair in t.sleeping if pair[0] != name)

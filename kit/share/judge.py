@@ -71,8 +71,10 @@ def one_owner(ledger: DeskLedger) -> Violations:
             count += 1
             owners = books.owners()
             for device in numbers(row["devices"]):
-                if others := [one for one in owners.get(device, []) if one != f"{cluster_of(row)} of {row.who}"]:
-                    yield f"{row}: device {device} belongs to {others[0]}"
+                if strangers := [
+                    owner for owner in owners.get(device, []) if owner != f"{cluster_of(row)} of {row.who}"
+                ]:
+                    yield f"{row}: device {device} belongs to {strangers[0]}"
         elif row.event == "taken":
             if seen.get(row["device"], row.who) != row.who:
                 yield f"{row}: device {row['device']} is still held by {seen[row['device']]}"
@@ -131,23 +133,25 @@ def device_requests(ledger: DeskLedger) -> Iterator[tuple[Row, Row | None]]:
     end come last."""
     asked: dict[tuple[str, str], Row] = {}
     for row in ledger.rows:
-        mine = [key for key in asked if key[0] == row.who]
+        own_keys = [key for key in asked if key[0] == row.who]
         if row.event == "acquire" and row.at not in ledger.refused:
-            given = row.get("release", "")
-            ended = [key for key in mine if key[1] == RUNS_ON.get(given, given) and asked[key]["kind"] == given]
+            released = row.get("release", "")
+            ended = [
+                key for key in own_keys if key[1] == RUNS_ON.get(released, released) and asked[key]["kind"] == released
+            ]
         elif row.event == "gone" or (row.event == "error" and row.get("of") == ledger.desk):
-            ended = mine
+            ended = own_keys
         elif row.event in ("granted", "release", "planned_release") or (
             row.event == "error" and row.get("of", "acquire") == "acquire"
         ):
             kind = row.get("kind", "generation")
-            ended = [key for key in mine if key[1] == cluster_of(row) and asked[key]["kind"] == kind]
+            ended = [key for key in own_keys if key[1] == cluster_of(row) and asked[key]["kind"] == kind]
         else:
             continue
         yield from ((asked.pop(key), row) for key in ended)
         if row.event == "acquire" and row.at not in ledger.refused:
             asked[row.who, cluster_of(row)] = row
-    yield from ((one, None) for one in asked.values())
+    yield from ((wait, None) for wait in asked.values())
 
 
 def flights(ledger: DeskLedger) -> Iterator[tuple[Row, dict[Request, Row]]]:
@@ -162,7 +166,9 @@ def flights(ledger: DeskLedger) -> Iterator[tuple[Row, dict[Request, Row]]]:
         elif row.event in ("left", "shrink", "died", "gone"):
             gone = (row.who, row["replica"]) if "replica" in row.ids else None  # None: the whole pipeline
             flying = {
-                one: sent for one, sent in flying.items() if sent.who != row.who or gone not in (None, replica_of(sent))
+                request: sent
+                for request, sent in flying.items()
+                if sent.who != row.who or gone not in (None, replica_of(sent))
             }
 
 
@@ -173,11 +179,13 @@ def stranded_requests(ledger: DeskLedger) -> Iterator[str]:
             stranded.pop(request_of(row), None)
         elif row.event in ("cleared", "aborted", "evicted", "dropped", "failed", "replaced") and "group" in row.ids:
             if row.event != "failed" or "sample" not in row.ids:
-                stranded = {one: pair for one, pair in stranded.items() if one[:2] != request_of(row)[:2]}
+                stranded = {request: pair for request, pair in stranded.items() if request[:2] != request_of(row)[:2]}
         elif row.event in ("left", "shrink"):  # requests sent between the two are stranded too
-            stranded |= {one: (sent, row) for one, sent in flying.items() if replica_of(sent) == replica_of(row)}
+            stranded |= {
+                request: (sent, row) for request, sent in flying.items() if replica_of(sent) == replica_of(row)
+            }
         elif row.event == "died" and "replica" not in row.ids:
-            stranded = {one: pair for one, pair in stranded.items() if one[0] != row.who}
+            stranded = {request: pair for request, pair in stranded.items() if request[0] != row.who}
     ended = {row.who for row in ledger.of("ended")}
     limit = ledger.limit("request_ms", 60_000) / 1000
     yield from (
@@ -192,16 +200,16 @@ def routed_to_awake(ledger: DeskLedger) -> Violations:
     sent = need(ledger, "sent")
     awake, published = set[tuple[str, Any]](), set[tuple[str, Any]]()
     for row in ledger.rows:
-        one = row.who, row.get("replica")
+        replica = row.who, row.get("replica")
         if row.event == "joined":
-            awake.add(one)
+            awake.add(replica)
         elif row.event in ("shrink", "shrunk", "died"):
-            awake.discard(one)
-            published.discard(one)
+            awake.discard(replica)
+            published.discard(replica)
         elif row.event == "published":
-            published.add(one)
-        elif row.event == "sent" and one not in awake & published:
-            yield f"{row}: the replica {'has no weights' if one in awake else 'is asleep'}"
+            published.add(replica)
+        elif row.event == "sent" and replica not in awake & published:
+            yield f"{row}: the replica {'has no weights' if replica in awake else 'is asleep'}"
     return f"{len(sent)} requests"
 
 
@@ -214,8 +222,8 @@ def priority_kept(ledger: DeskLedger) -> Violations:
             could = before_sharing(books)[2]
             for key in could:
                 if key not in granted:
-                    what = f"{books.waiting[key][0]} of {key[0]}"
-                    yield f"{row}: {what} waits although its devices are available; granted: {sorted(granted)}"
+                    about = f"{books.waiting[key][0]} of {key[0]}"
+                    yield f"{row}: {about} waits although its devices are available; granted: {sorted(granted)}"
             for name, cluster in sorted(granted - {*could}):
                 yield f"{row}: {name}.{cluster} is granted out of turn or without all its devices"
     for row, books in ledger.turns():
@@ -241,11 +249,11 @@ def no_starvation(ledger: DeskLedger) -> Violations:
             for (name, cluster), (kind, number, _, begun) in books.waiting.items()
         ]
         waits += [(f"{name} has demand and no replica", 0, begun) for name, begun in since.items()]
-        for what, number, begun in waits:
+        for about, number, begun in waits:
             longest = max(longest, row.time - begun)
-            if row.time - begun > limit * 1.001 and (what, number, begun) not in reported:
-                reported.add((what, number, begun))
-                yield f"{row}: {what} since {row.time - begun:.3f} s (limit {limit:g} s)"
+            if row.time - begun > limit * 1.001 and (about, number, begun) not in reported:
+                reported.add((about, number, begun))
+                yield f"{row}: {about} since {row.time - begun:.3f} s (limit {limit:g} s)"
     return f"longest wait {longest:.3f} s, limit {limit:g} s"
 
 
@@ -262,12 +270,12 @@ def is_needy(books: Books, name: str) -> bool:
 
 def ops(row: Row, which: str) -> list[tuple[str, str, tuple[int, ...]]]:
     """The operations of a plan: "a.generation:0,1 b.trainer:3"."""
-    found = []
+    violations = []
     for text in str(row.get(which, "")).split():
-        where, _, some = text.rpartition(":")
+        where, _, devices_text = text.rpartition(":")
         name, _, cluster = where.rpartition(".")
-        found.append((name, cluster, numbers(some)))
-    return found
+        violations.append((name, cluster, numbers(devices_text)))
+    return violations
 
 
 def plan_valid(ledger: DeskLedger) -> Violations:
@@ -286,7 +294,7 @@ def plan_valid(ledger: DeskLedger) -> Violations:
 
 
 def impossible(row: Row, books: Books) -> Iterator[str]:
-    free, freed, given = books.idle(), set[int](), set[int]()
+    free, freed, free_granted = books.idle(), set[int](), set[int]()
     for which in ("shrinks", "grants", "expands"):
         keys = [(name, cluster) for name, cluster, _ in ops(row, which)]
         yield from (
@@ -301,7 +309,7 @@ def impossible(row: Row, books: Books) -> Iterator[str]:
                 yield f"replica {replica} of {name} frees devices a second time"
             freed |= books.bundle(name, replica)
     free |= freed
-    wanted = [(f"{name}.{cluster}", set(some)) for name, cluster, some in ops(row, "grants")]
+    wanted = [(f"{name}.{cluster}", set(devices)) for name, cluster, devices in ops(row, "grants")]
     for name, _, replicas in ops(row, "expands"):
         for replica in replicas:
             if replica in books.active.get(name, ()) or (name, replica) in books.dead | books.out:
@@ -310,10 +318,10 @@ def impossible(row: Row, books: Books) -> Iterator[str]:
                 yield f"replica {replica} of {name} expands but {name} has only {len(books.replicas(name))} replicas"
             else:
                 wanted.append((f"replica {replica} of {name}", {*books.bundle(name, replica)}))
-    for what, devices in wanted:
-        if lack := sorted((devices - free) | (devices & given)):
-            yield f"{what} gets the devices {lack}, which are not free"
-        given |= devices
+    for about, devices in wanted:
+        if lack := sorted((devices - free) | (devices & free_granted)):
+            yield f"{about} gets the devices {lack}, which are not free"
+        free_granted |= devices
 
 
 def plan_as_specified(ledger: DeskLedger) -> Violations:
@@ -324,12 +332,12 @@ def plan_as_specified(ledger: DeskLedger) -> Violations:
     for row, books in ledger.replay():
         if row.event == "plan":
             shrinks, _, expands = map(sorted, specified(books))
-            found = [
-                sorted({(name, one) for name, _, some in ops(row, which) for one in some})
+            differing = [
+                sorted({(name, device) for name, _, devices in ops(row, which) for device in devices})
                 for which in ("shrinks", "expands")
             ]
-            if found != [shrinks, expands]:
-                yield f"{row} shrinks {found[0]} and expands {found[1]}; specified: {shrinks} and {expands}"
+            if differing != [shrinks, expands]:
+                yield f"{row} shrinks {differing[0]} and expands {differing[1]}; specified: {shrinks} and {expands}"
     return f"{len(plans)} plans"
 
 
@@ -468,7 +476,7 @@ def still_counted(ledger: DeskLedger) -> Iterator[str]:
     kept: dict[str, list[Request]] = {}
     for row, flying in flights(ledger):
         if row.event in ("release", "planned_release") and cluster_of(row) == "generation":
-            kept[row.who] = [one for one in flying if one[0] == row.who]
+            kept[row.who] = [request for request in flying if request[0] == row.who]
         elif row.event == "ended" and row.get("why") != "error" and (left := kept.get(row.who)):
             yield f"{row}: {len(left)} requests are still counted, the first for group {left[0][1]} sample {left[0][2]}"
 
@@ -499,17 +507,17 @@ def version_after_wake(ledger: DeskLedger) -> Violations:
             if row["version"] != (due := ordered.get(replica_of(row), current[row.who])):
                 yield f"{row} has version {row['version']}; version {due} was ordered"
         elif row.event in ("started", "tokens") and "replica" in row.ids:
-            version, one = row.get("version"), replica_of(row)
-            began += row.event == "started" and one in later
-            if one in woken:
-                yield f"{row}: the replica has received no weights since it woke up (row {woken[one].at})"
-            elif version != serves.get(one, version):
-                yield f"{row} has version {version}; the replica serves version {serves[one]}"
+            version, woken_replica = row.get("version"), replica_of(row)
+            began += row.event == "started" and woken_replica in later
+            if woken_replica in woken:
+                yield f"{row}: the replica has received no weights since it woke up (row {woken[woken_replica].at})"
+            elif version != serves.get(woken_replica, version):
+                yield f"{row} has version {version}; the replica serves version {serves[woken_replica]}"
         elif row.event in ("left", "died", "shrunk") and "replica" in row.ids:
-            yield from bare([woken.pop(one) for one in {replica_of(row)} & {*woken}], row.time, limit)
+            yield from bare([woken.pop(replica) for replica in {replica_of(row)} & {*woken}], row.time, limit)
             serves.pop(replica_of(row), None)
         elif row.event in ("ended", "died", "unregistered"):
-            yield from bare([woken.pop(one) for one in [*woken] if one[0] == row.who], row.time, limit)
+            yield from bare([woken.pop(replica) for replica in [*woken] if replica[0] == row.who], row.time, limit)
     yield from bare(woken.values(), ledger.rows[-1].time, limit)
     return f"{count} wake-ups; {counted(began, 'request')} began on replicas that woke after version 0"
 
@@ -553,7 +561,9 @@ def dead_pipeline_leaves(ledger: DeskLedger) -> Violations:
     for row, books in ledger.replay():
         name = row.who
         if row.event == "died" and "replica" not in row.ids and name in books.clusters and name not in deaths:
-            owned = {at for at, some in books.owners().items() if any(one.endswith(f" of {name}") for one in some)}
+            owned = {
+                at for at, owners in books.owners().items() if any(owner.endswith(f" of {name}") for owner in owners)
+            }
             deaths[name] = row, owned
         elif row.event == "gone" and name in deaths and name not in left:
             died, owned = deaths[name]

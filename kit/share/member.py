@@ -72,22 +72,28 @@ class Member:
     def start(self) -> tuple[Joined, tuple[Command, ...]]:
         core, commands = self.core.begin()
         for replica in range(len(self.clusters[GENERATION].bundles)):
-            core, more = self.core.step(core, Event("left", self.name, replica=replica))
-            commands += more
+            core, last_commands = self.core.step(core, Event("left", self.name, replica=replica))
+            commands += last_commands
         return self.adapted(self.first, core, commands)
 
     def ask(self, name: str, **ids: Id) -> Command:
         return Command(name, self.desk, self.name, **ids)
 
     def adapted(self, state: Joined, core: Any, commands: tuple[Command, ...]) -> tuple[Joined, tuple[Command, ...]]:
-        ended = next((one for one in commands if one.name == "ended" and one.to == "runner"), None)
-        released = [one for one in commands if one.name == "release" and one.to == self.desk and one.kind != GENERATION]
-        asked = [one for one in commands if one.name == "acquire" and one.to == self.desk]
+        ended = next((command for command in commands if command.name == "ended" and command.to == "runner"), None)
+        released = [
+            command
+            for command in commands
+            if command.name == "release" and command.to == self.desk and command.kind != GENERATION
+        ]
+        asked = [command for command in commands if command.name == "acquire" and command.to == self.desk]
         if released and asked:
-            both = self.ask("acquire", **dict(asked[0].ids), release=released[0].kind)
-            commands = tuple(both if one == asked[0] else one for one in commands if one != released[0])
+            combined = self.ask("acquire", **dict(asked[0].ids), release=released[0].kind)
+            commands = tuple(
+                combined if command == asked[0] else command for command in commands if command != released[0]
+            )
         if ended is not None and not state.alone:
-            commands = (*(one for one in commands if one != ended), *self.leave(state))
+            commands = (*(command for command in commands if command != ended), *self.leave(state))
         return replace(state, core=core, ended=ended or state.ended), commands
 
     def leave(self, _: Joined) -> tuple[Command, ...]:
@@ -171,24 +177,27 @@ class Own(Member):
         self.own = make(self.side)
 
     def adapted(self, state: Any, core: Any, commands: tuple[Command, ...]) -> tuple[Joined, tuple[Command, ...]]:
-        found: list[Command] = []
+        collected: list[Command] = []
         waiting = [*commands]
         while waiting:
-            one = waiting.pop(0)
+            command = waiting.pop(0)
             try:
-                state, asked = (state, (one,)) if state.failed else self.hooked(state, core, one)
+                state, asked = (state, (command,)) if state.failed else self.hooked(state, core, command)
             except WrongCallError as error:
-                state, asked = replace(state, failed=True), (one,)
-                core, more = self.core.step(core, Event("error", self.name, of="pipeline", why=str(error)))
-                waiting += more
-            found += asked
+                state, asked = replace(state, failed=True), (command,)
+                core, last_commands = self.core.step(core, Event("error", self.name, of="pipeline", why=str(error)))
+                waiting += last_commands
+            collected += asked
         try:
-            return super().adapted(state, core, tuple(found))
+            return super().adapted(state, core, tuple(collected))
         except WrongCallError as error:  # its last call, at the loop's end
             wrong = Command("ended", "runner", self.name, why="error", error=str(error))
-            right = [(one.to, one.name) == ("runner", "ended") and one.get("why") != "error" for one in found]
-            found = [wrong if ends else one for ends, one in zip(right, found, strict=True)]
-            return super().adapted(replace(state, failed=True), core, tuple(found))
+            right = [
+                (command.to, command.name) == ("runner", "ended") and command.get("why") != "error"
+                for command in collected
+            ]
+            collected = [wrong if ends else checked for ends, checked in zip(right, collected, strict=True)]
+            return super().adapted(replace(state, failed=True), core, tuple(collected))
 
     def hooked(self, state: Hooked, core: Any, one: Command) -> tuple[Hooked, tuple[Command, ...]]:
         version, step = core.version, state.step
@@ -208,15 +217,15 @@ class Own(Member):
 
     def call(self, name: str, *args: int) -> tuple[Command, ...]:
         """Make a call of the user's code and return its requests to the desk. `after_training` must return `args[1]`, the version."""
-        given = args[:1] if name == "after_training" else args
-        words = f"{name}({', '.join(map(str, given))}) of the pipeline's own code"
+        used = args[:1] if name == "after_training" else args
+        words = f"{name}({', '.join(map(str, used))}) of the pipeline's own code"
         self.side.asked = []
         try:
-            found = getattr(self.own, name)(*given)
+            answer = getattr(self.own, name)(*used)
         except Exception as error:
             raise WrongCallError(f"{words} raised {type(error).__name__}: {error}") from error
-        if name == "after_training" and found != args[1]:
-            raise WrongCallError(f"{words} returned version {found}; it must return the loop's version {args[1]}")
+        if name == "after_training" and answer != args[1]:
+            raise WrongCallError(f"{words} returned version {answer}; it must return the loop's version {args[1]}")
         return tuple(self.side.asked)
 
     def leave(self, state: Any) -> tuple[Command, ...]:

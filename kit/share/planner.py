@@ -34,7 +34,11 @@ class Share:
 
     @property
     def free(self) -> Iterator[int]:
-        return (one for one in range(len(self.bundles)) if one not in self.active and one not in self.touched)
+        return (
+            replica
+            for replica in range(len(self.bundles))
+            if replica not in self.active and replica not in self.touched
+        )
 
     @property
     def remaining(self) -> int:
@@ -141,7 +145,7 @@ def gap_ratio(view: View) -> None:
         if gaps.lacks(share):
             heapq.heappush(waiting, (gaps.order(share), name))
         if any(
-            not view.shares[who].bundles[one] <= share.bundles[replica] for who, one in donors
+            not view.shares[who].bundles[donor] <= share.bundles[replica] for who, donor in donors
         ):  # devices are left over
             starts.clear()
 
@@ -159,26 +163,26 @@ def idle_replica(view: View, share: Share, starts: Counter[str]) -> int:
 def from_donors(view: View, gaps: Gaps, share: Share) -> tuple[int, tuple[tuple[str, int], ...]]:
     """Return a replica, or -1, and the donors' replicas that must sleep for it. Donors with the largest part of work left come first, then
     the lowest replica. A donor keeps the bundles of its share."""
-    spare = {one.name: left for one in gaps.eligible if (left := len(one.active) - gaps.bundles[one.name]) > 0}
+    spare = {gap.name: left for gap in gaps.eligible if (left := len(gap.active) - gaps.bundles[gap.name]) > 0}
     if not spare:
         return -1, ()
     owners = {
-        device: (name, one)
+        device: (name, replica)
         for name in spare
-        for one in view.shares[name].active
-        for device in view.shares[name].bundles[one]
+        for replica in view.shares[name].active
+        for device in view.shares[name].bundles[replica]
     }
-    found = []
+    shares = []
     for replica in share.free:
         missing = share.bundles[replica] - view.idle
         if not missing <= owners.keys():
             continue
         donors = sorted({owners[device] for device in missing})
-        given = Counter(name for name, _ in donors)
-        if all(given[name] <= spare[name] for name in given):
+        donated = Counter(name for name, _ in donors)
+        if all(donated[name] <= spare[name] for name in donated):
             percents = sorted(view.shares[name].percent for name, _ in donors)
-            found.append(([-percent for percent in percents], replica, tuple(donors)))
-    _, replica, chosen = min(found, default=((), -1, ()))
+            shares.append(([-percent for percent in percents], replica, tuple(donors)))
+    _, replica, chosen = min(shares, default=((), -1, ()))
     return replica, chosen
 
 
@@ -216,18 +220,20 @@ PLANNERS: dict[str, Planner] = {"gap-ratio": gap_ratio, "fifo": fifo, "static": 
 
 
 def make_plan(f: DeskFields, planner: Planner, devices: int, names: tuple[str, ...] = ()) -> Plan:
-    removes = tuple(sorted((name, GENERATION) for name, one in f.pipelines.items() if one.leaving and f.active(name)))
+    removes = tuple(
+        sorted((name, GENERATION) for name, pipeline in f.pipelines.items() if pipeline.leaving and f.active(name))
+    )
     supply = Supply(f)
-    wanted = sorted((one for one in f.requests if not one.held), key=lambda one: one.precedence)
+    wanted = sorted((request for request in f.requests if not request.held), key=lambda one: one.precedence)
     grants = tuple(
-        Op(one.pipeline, one.cluster, (), supply.needs(one))
-        for one in wanted
-        if one.kind != GENERATION and supply.meets(one)
+        Op(request.pipeline, request.cluster, (), supply.needs(request))
+        for request in wanted
+        if request.kind != GENERATION and supply.meets(request)
     )
     view = View((share_of(f, name, supply.shrunk) for name in f.pipelines), supply.idle, devices, names)
     planner(view)
     expands = tuple(
-        replace(op, devices=frozenset().union(*(supply.bundles[op.pipeline][one] for one in op.replicas)))
+        replace(op, devices=frozenset().union(*(supply.bundles[op.pipeline][replica] for replica in op.replicas)))
         for op in merged(view.expanded)
     )
     return Plan(merged([*supply.shrunk, *view.shrunk]), grants, expands, removes)
@@ -235,7 +241,7 @@ def make_plan(f: DeskFields, planner: Planner, devices: int, names: tuple[str, .
 
 def merged(moves: list[tuple[str, int]]) -> tuple[Op, ...]:
     names = sorted({name for name, _ in moves})
-    return tuple(Op(name, GENERATION, tuple(one for who, one in moves if who == name)) for name in names)
+    return tuple(Op(name, GENERATION, tuple(replica for who, replica in moves if who == name)) for name in names)
 
 
 class Supply:
@@ -243,19 +249,19 @@ class Supply:
 
     def __init__(self, f: DeskFields) -> None:
         self.f = f
-        self.bundles = {name: one.generation.bundles for name, one in f.pipelines.items()}
+        self.bundles = {name: pipeline.generation.bundles for name, pipeline in f.pipelines.items()}
         self.idle = set(f.idle)
         self.kept: set[int] = set()
         self.owners = {
-            device: (name, one)
+            device: (name, replica)
             for name, bundles in self.bundles.items()
-            for one in f.active(name)
-            for device in bundles[one]
+            for replica in f.active(name)
+            for device in bundles[replica]
         }
         self.shrunk: list[tuple[str, int]] = []
-        for name, one in f.pipelines.items():
+        for name, pipeline in f.pipelines.items():
             for replica in sorted(f.active(name)):
-                if one.leaving or replica in one.out:  # a planned release, or a resize
+                if pipeline.leaving or replica in pipeline.out:  # a planned release, or a resize
                     self.shrink(name, replica)
 
     def shrink(self, name: str, replica: int) -> None:
@@ -285,18 +291,26 @@ class Supply:
 
 
 def share_of(f: DeskFields, name: str, shrunk: list[tuple[str, int]]) -> Share:
-    one, request, lease = f.pipelines[name], f.waits(name, GENERATION), f.leases.get((name, GENERATION))
+    pipeline, request, lease = f.pipelines[name], f.waits(name, GENERATION), f.leases.get((name, GENERATION))
     request = request if request is not None and request.kind == GENERATION else None
-    since = -1 if one.leaving else lease.since if lease is not None else -1 if request is None else request.number
-    done, target = one.progress
+    since = -1 if pipeline.leaving else lease.since if lease is not None else -1 if request is None else request.number
+    done, target = pipeline.progress
     touched = {replica for who, replica in shrunk if who == name}
     active = f.active(name) - touched
-    lost = one.out | one.dead
+    lost = pipeline.out | pipeline.dead
     if since < 0 or (lease is not None and lease.kind != GENERATION):  # no replica may start
-        lost = frozenset(range(len(one.generation.bundles))) - active
+        lost = frozenset(range(len(pipeline.generation.bundles))) - active
     asks = -1 if request is None else request.target
     return Share(
-        name, one.generation.tp, one.generation.bundles, set(active), touched | lost, done, target, asks, since
+        name,
+        pipeline.generation.tp,
+        pipeline.generation.bundles,
+        set(active),
+        touched | lost,
+        done,
+        target,
+        asks,
+        since,
     )
 
 
@@ -304,8 +318,8 @@ def is_off_balance(f: DeskFields) -> bool:
     """Whether a pipeline with demand has no replica; or, if none waits, whether the half that has completed least has a share of
     the devices that differs from its share of the demand by more than 10 points.
     """
-    waits = [one for one in f.requests if not one.held]
-    if any(one.kind == GENERATION for one in waits):
+    waits = [request for request in f.requests if not request.held]
+    if any(request.kind == GENERATION for request in waits):
         return True
     rows = []
     for (name, cluster), lease in f.leases.items():
@@ -341,9 +355,9 @@ def wrong_form(f: DeskFields, plan: Plan) -> Iterator[str]:
     for op in (*plan.shrinks, *plan.expands):
         if op.cluster != GENERATION:
             yield f"2: {op} moves replicas of a cluster that is not for generation"
-    given = {(op.pipeline, op.cluster) for op in (*plan.grants, *plan.expands)}
+    granted = {(op.pipeline, op.cluster) for op in (*plan.grants, *plan.expands)}
     for pipeline, cluster in plan.removes:
-        if (pipeline, cluster) in given:
+        if (pipeline, cluster) in granted:
             yield f"3: {pipeline}.{cluster} is both given devices and removed"
         if (pipeline, cluster) not in f.leases:
             yield f"11: {pipeline}.{cluster} is removed but has no lease"
@@ -353,7 +367,7 @@ def wrong_steps(f: DeskFields, plan: Plan, devices: int) -> Iterator[str]:
     """Execute the plan on a copy of the state and yield the violations."""
     idle, freed = set(f.idle), set[int]()
     active = {name: set(f.active(name)) for name in f.pipelines}
-    bundles = {name: one.generation.bundles for name, one in f.pipelines.items()}
+    bundles = {name: pipeline.generation.bundles for name, pipeline in f.pipelines.items()}
     held = Counter(device for lease in f.leases.values() for device in lease.devices)
     held.update(device for name in active for replica in active[name] for device in bundles[name][replica])
     yield from unbalanced("before", idle, held, devices)
@@ -390,8 +404,8 @@ def wrong_steps(f: DeskFields, plan: Plan, devices: int) -> Iterator[str]:
 
 
 def taken(f: DeskFields, op: Op, idle: set[int], held: Counter[int]) -> Iterator[str]:
-    one: Pipeline | None = f.pipelines.get(op.pipeline)
-    mapping = NO_CLUSTER if one is None else one.clusters.get(op.cluster, NO_CLUSTER)
+    pipeline: Pipeline | None = f.pipelines.get(op.pipeline)
+    mapping = NO_CLUSTER if pipeline is None else pipeline.clusters.get(op.cluster, NO_CLUSTER)
     if outside := sorted(op.devices - {*mapping.devices}):
         yield f"6: {op} takes the devices {outside}, which are outside its mapping"
     if missing := sorted(op.devices - idle):
@@ -401,8 +415,8 @@ def taken(f: DeskFields, op: Op, idle: set[int], held: Counter[int]) -> Iterator
 
 
 def unbalanced(when: str, idle: set[int], held: Counter[int], devices: int) -> Iterator[str]:
-    if both := sorted(device for device in idle if held[device] > 0):
-        yield f"4: {when}, the devices {both} are idle and allocated"
+    if held_twice := sorted(device for device in idle if held[device] > 0):
+        yield f"4: {when}, the devices {held_twice} are idle and allocated"
     if twice := sorted(device for device in held if held[device] > 1):
         yield f"10: {when}, the devices {twice} are allocated twice"
     if odd := sorted((idle | {device for device in held if held[device] > 0}) ^ {*range(devices)}):

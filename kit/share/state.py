@@ -196,10 +196,10 @@ class DeskFields:
         return lease.active if lease is not None and lease.kind == GENERATION else frozenset()
 
     def under_way(self, name: str) -> bool:
-        return any(one[0] == name for one in (*self.sleeping, *self.waking))
+        return any(replica[0] == name for replica in (*self.sleeping, *self.waking))
 
     def waits(self, name: str, cluster: str) -> Request | None:
-        return next((one for one in self.requests if one.key == (name, cluster)), None)
+        return next((request for request in self.requests if request.key == (name, cluster)), None)
 
 
 class DeskState(Frozen, DeskFields):

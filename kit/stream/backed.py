@@ -120,7 +120,7 @@ def _trained(ledger: LoopLedger) -> Iterator[str]:
             yield f"{row}: the trainer executed no update with the group"
         elif row.event == "bumped" and row["step"] not in finished:
             yield f"{row}: the trainer executed no finish of the step"
-    for group, row in (one for groups in unnoted.values() for one in groups.items()):
+    for group, row in (pair for groups in unnoted.values() for pair in groups.items()):
         yield f"{row}: group {group} is in the weights but has no note `trained`"
 
 
@@ -139,8 +139,10 @@ def _selected(ledger: LoopLedger) -> Iterator[str]:
             for group in {*numbers(row["groups"])} - chosen[row["step"]]:
                 yield f"{row}: group {group} was not selected for the step"
         elif row.event == "bumped":
-            trained = {one["group"] for one in ledger.by_event["trained"] if one["step"] == step}
-            left = {one for one in chosen[row["step"]] - trained if not ledger.ends(one)}
+            trained = {
+                row_trained["group"] for row_trained in ledger.by_event["trained"] if row_trained["step"] == step
+            }
+            left = {group for group in chosen[row["step"]] - trained if not ledger.ends(group)}
             yield from (f"{row}: group {group} was selected but not trained" for group in sorted(left, key=str))
         current = None if row.event in ("abort", "bumped") and current == step else current
 
@@ -150,8 +152,8 @@ def _cleared(ledger: LoopLedger) -> Iterator[str]:
     trained = {(row["step"], row["group"]) for row in ledger.by_event["trained"]}
     for row in ledger.rows:
         if row.event == "done" and row.get("of") == "clear":
-            mine = ((row["step"], group) for group in numbers(row["groups"]))
-            carried |= {key: row for key in mine if key in trained}
+            pairs = ((row["step"], group) for group in numbers(row["groups"]))
+            carried |= {key: row for key in pairs if key in trained}
         elif row.event == "cleared" and carried.pop((row["step"], row["group"]), None) is None:
             yield f"{row}: the trainer cleared no rows of this group"
     for (_, group), row in carried.items():
@@ -165,7 +167,10 @@ def _gone(ledger: LoopLedger) -> Iterator[str]:
     for group, samples in ledger.samples.items():
         for end in ledger.ends(group)[:1]:
             done = [
-                row for one in samples.values() for row in one.completed if row.at < end.at and row.number("length", 1)
+                row
+                for sample in samples.values()
+                for row in sample.completed
+                if row.at < end.at and row.number("length", 1)
             ]
             if end.event != "cleared" and done and group not in dropped:
                 yield f"{end}: {counted(len(done), 'complete sample')} of the group left on the trainer"
@@ -173,7 +178,9 @@ def _gone(ledger: LoopLedger) -> Iterator[str]:
 
 def _filtered(ledger: LoopLedger) -> Iterator[str]:
     for row in ledger.by_event["filtered"]:
-        rewards = {one.completed[-1].get("reward") for one in ledger.samples[row["group"]].values() if one.completed}
+        rewards = {
+            sample.completed[-1].get("reward") for sample in ledger.samples[row["group"]].values() if sample.completed
+        }
         if len(rewards) > 1:
             yield f"{row}: filtered although its rewards vary ({', '.join(sorted(map(str, rewards)))})"
 
@@ -212,7 +219,7 @@ def _counts(ledger: LoopLedger, first: Row) -> Iterator[tuple[Row, dict[str, flo
         totals["total_generated"] += row.number("count", 0) if row.event == "tokens" else 0
         totals["total_trained"] += ledger.tokens([row["group"]]) if row.at in in_weights else 0
         if row.event in ("ready", "place") and any(
-            one.event == "ready" for one in ledger.life[row["group"]] if one.at <= row.at
+            event.event == "ready" for event in ledger.life[row["group"]] if event.at <= row.at
         ):
             ready.add(row["group"])  # `place`: the group is back after its step was aborted
         elif row.event == "selected" or ends_group(row):
@@ -254,16 +261,16 @@ SECONDS = ("s_training", "s_logprobs", "s_sync", "s_exposed_generation")
 def _of_update(ledger: LoopLedger, metrics: Row) -> dict[str, float]:
     """Return the numbers of the update of a `metrics` row, counted from the rows before it."""
     same = [name for name in ("step", "update") if name in metrics.ids]
-    mine = [
+    own_rows = [
         row
         for row in ledger.by_event["trained"]
         if row.at < metrics.at and all(row.get(name) == metrics[name] for name in same)
     ]
-    with_tokens = [row for row in mine if not ledger.is_empty(row["group"])]
+    with_tokens = [row for row in own_rows if not ledger.is_empty(row["group"])]
     lags = [
         ledger.version_during(row) - min(ages) for row in with_tokens if (ages := ledger.oldest(row["group"]).values())
     ]
     if not same or not lags or len(lags) < len(with_tokens):
         return {}
-    tokens = ledger.tokens({row["group"] for row in mine})
-    return {"groups": len(mine), "tokens": tokens, "lag_max": max(lags), "lag_mean": sum(lags) / len(lags)}
+    tokens = ledger.tokens({row["group"] for row in own_rows})
+    return {"groups": len(own_rows), "tokens": tokens, "lag_max": max(lags), "lag_mean": sum(lags) / len(lags)}

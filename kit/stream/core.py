@@ -354,8 +354,10 @@ def resume_from(state: StreamState) -> Resume:
         raise BadInput(f"step {state.step.id} is open; a run can only be resumed between two steps")
     if state.prompt >= 0:
         held.add(state.prompt)
-    given = int(state.counts.get("reserved", 0)) + (state.prompt >= 0)
-    return Resume(version=state.version, updates=state.updates, steps=state.steps, next=given, open=tuple(sorted(held)))
+    reserved = int(state.counts.get("reserved", 0)) + (state.prompt >= 0)
+    return Resume(
+        version=state.version, updates=state.updates, steps=state.steps, next=reserved, open=tuple(sorted(held))
+    )
 
 
 class Controller:

@@ -130,9 +130,9 @@ class LoopLedger(Ledger):
         return None if self.setting(name) is None else self.by_event["capacity"][0].number(name)
 
     def size(self, name: str) -> int:
-        if (found := self.limit(name)) is None:
+        if (size := self.limit(name)) is None:
             raise Missing(f"the ledger has no `capacity` event with `{name}`")
-        return found
+        return size
 
     # -- versions ---------------------------------------------------------------------------------------------------------
 
@@ -148,13 +148,15 @@ class LoopLedger(Ledger):
     def oldest(self, group: Id) -> dict[Id, int]:
         """For each sample with tokens, its oldest version according to its spans and to `completed`."""
         rows = {
-            name: [*one.spans, *one.completed[-1:]] for name, one in self.samples[group].items() if not one.is_empty
+            name: [*sample.spans, *sample.completed[-1:]]
+            for name, sample in self.samples[group].items()
+            if not sample.is_empty
         }
-        return {name: min(row.number("version") for row in some) for name, some in rows.items() if some}
+        return {name: min(row.number("version") for row in spans) for name, spans in rows.items() if spans}
 
     def is_empty(self, group: Id) -> bool:
         samples = self.samples[group].values()
-        return bool(samples) and all(one.is_empty for one in samples)
+        return bool(samples) and all(sample.is_empty for sample in samples)
 
     # -- groups and samples -----------------------------------------------------------------------------------------------
 
@@ -225,8 +227,8 @@ REACTION = 0.005  # seconds that a controller may take to react
 
 
 def by(rows: Iterable[Row], name: str) -> dict[Id, list[Row]]:
-    found: defaultdict[Id, list[Row]] = defaultdict(list)
+    groups: defaultdict[Id, list[Row]] = defaultdict(list)
     for row in rows:
         if name in row.ids:
-            found[row[name]].append(row)
-    return found
+            groups[row[name]].append(row)
+    return groups

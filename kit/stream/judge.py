@@ -72,7 +72,7 @@ def _batch_sizes(ledger: LoopLedger) -> Iterator[str]:
         if ends_group(row) and row["group"] not in filtered
     }
     batch, group, wanted = (ledger.limit(name) for name in ("train_global_batch_size", "group", "groups_per_step"))
-    largest = max((max(one.values(), default=0) for one in sizes), default=0)
+    largest = max((max(counts.values(), default=0) for counts in sizes), default=0)
     most = batch // group if batch and group else largest
     excused = 0
     for step, trained in zip(whole, sizes, strict=True):
@@ -99,12 +99,14 @@ def one_clear_per_finish(ledger: LoopLedger) -> Violations:
     for step in ledger.steps:
         for row in step.of("trained"):
             done = step.finished.get(row.number("update", 0), [])
-            mine = of_group.get(row["group"], [])
-            if mine and (not done or mine[0].at < done[0].at):
-                yield f"{mine[0]}: cleared before its update was finished ({f'row {done[0].at}' if done else 'never finished'})"
-            elif len(mine) > 1:
-                yield f"{mine[1]}: the group was already cleared in row {mine[0].at}"
-            elif done and not mine and ledger.ended and not any(one.get("step") == step.id for one in failed):
+            cleared_rows = of_group.get(row["group"], [])
+            if cleared_rows and (not done or cleared_rows[0].at < done[0].at):
+                yield f"{cleared_rows[0]}: cleared before its update was finished ({f'row {done[0].at}' if done else 'never finished'})"
+            elif len(cleared_rows) > 1:
+                yield f"{cleared_rows[1]}: the group was already cleared in row {cleared_rows[0].at}"
+            elif (
+                done and not cleared_rows and ledger.ended and not any(error.get("step") == step.id for error in failed)
+            ):
                 yield f"{row}: trained but never cleared"
         calls, wanted = sum(row.get("step") == step.id for row in clears), sum(map(len, step.finished.values()))
         if clears and (calls > wanted or (calls < wanted and ledger.ended)):
@@ -178,8 +180,10 @@ def abort_on_failure(ledger: LoopLedger) -> Violations:
             continue
         for row in step.of("selected", "trained"):
             life = ledger.life[row["group"]]
-            over = [one for one in life if ends_group(one) and row.at < one.at <= step.abort.at]
-            back = any(one.event in ("place", "selected") or ends_group(one) for one in life if one.at > step.abort.at)
+            over = [end_row for end_row in life if ends_group(end_row) and row.at < end_row.at <= step.abort.at]
+            back = any(
+                later.event in ("place", "selected") or ends_group(later) for later in life if later.at > step.abort.at
+            )
             if row["group"] in gone:
                 continue
             if over and over[0].event == "cleared":
@@ -221,7 +225,7 @@ def version_monotone(ledger: LoopLedger) -> Violations:
         if row.number("version") != ledger.version_at(row) + 1:
             yield f"{row}: the version jumps from {ledger.version_at(row)} to {row['version']}"
         if "updates" in row.ids and finishes:
-            done = sum(one.at < row.at for one in finishes)
+            done = sum(finish.at < row.at for finish in finishes)
             base = row.number("updates") - done if ledger.resumed and not number else base
             if row.number("updates") != base + done:
                 yield f"{row} states {row['updates']} updates; {base + done} were finished"
@@ -336,8 +340,8 @@ def stamps_per_token(ledger: LoopLedger) -> Violations:
         if why := next(_stamps(sample), "") or _old_stamp(sample, published) or (one_version and _spans(sample)):
             yield f"group {group} sample {name}: {why}"
     for row in ledger.by_event["ready"]:
-        spans = [one for sample in ledger.samples[row["group"]].values() for one in sample.spans if one.at < row.at]
-        oldest = min((one.number("version") for one in spans), default=None)
+        spans = [span for sample in ledger.samples[row["group"]].values() for span in sample.spans if span.at < row.at]
+        oldest = min((span.number("version") for span in spans), default=None)
         if oldest is not None and "version" in row.ids and row.number("version") != oldest:
             yield f"{row} states version {row['version']}; the oldest token has version {oldest}"
     return f"{counted(judged, 'sample')}, {spanning} with tokens of several versions"
@@ -348,8 +352,8 @@ def _stamps(sample: Sample) -> Iterator[str]:
     for row in sample.spans:
         first, length = row.number("first"), row.number("count")
         if first != reached or length < 1:
-            what = "stamped twice" if first < reached else "not stamped" if first > reached else "in an empty span"
-            yield f"token {min(first, reached)} is {what} (row {row.at}: {counted(length, 'token')} starting at {first})"
+            stamp = "stamped twice" if first < reached else "not stamped" if first > reached else "in an empty span"
+            yield f"token {min(first, reached)} is {stamp} (row {row.at}: {counted(length, 'token')} starting at {first})"
         if row.number("version") < version:
             yield f"the version falls from {version} to {row['version']} at token {first} (row {row.at})"
         reached, version = reached + length, row.number("version")
@@ -444,12 +448,12 @@ def groups_whole(ledger: LoopLedger) -> Violations:
     ledger.need("completed", "group", "sample")
     for row in [*trained, *ledger.by_event["ready"]]:
         samples = ledger.samples[row["group"]].items()
-        there = [name for name, one in samples if any(done.at < row.at for done in one.completed)]
+        there = [name for name, sample in samples if any(done.at < row.at for done in sample.completed)]
         if len(there) != size:
             yield f"{row}: {len(there)} of {size} samples were complete ({', '.join(map(str, there)) or 'none'})"
-        for name, one in samples:
-            if one.repeated:
-                yield f"{row}: sample {name} was completed {len(one.completed)} times"
+        for name, sample in samples:
+            if sample.repeated:
+                yield f"{row}: sample {name} was completed {len(sample.completed)} times"
     return f"{counted(len(trained), 'group')} trained, each with {counted(size, 'sample')}"
 
 
@@ -458,7 +462,7 @@ def samples_differ(ledger: LoopLedger) -> Violations:
     ledger.need("completed", "group", "sample", "digest")
     judged = 0
     for group, samples in ledger.samples.items():
-        last = [one.completed[-1] for one in samples.values() if one.completed]
+        last = [sample.completed[-1] for sample in samples.values() if sample.completed]
         if len(last) > 1 and min(row.number("length", FEWEST) for row in last) >= FEWEST:
             judged += 1
             if len({row["digest"] for row in last}) == 1:
@@ -540,8 +544,10 @@ def _occupied(ledger: LoopLedger, name: str, limit: int) -> Violations:
     holding: set[Id] = set()
     leave, most = set[int](), 0
     for rows in ledger.life.values():
-        mine = [row for row in rows if row.event in (permit, f"{permit}_back", leaving, "selected") or ends_group(row)]
-        for row, after in zip(mine, [*mine[1:], None], strict=True):
+        own_rows = [
+            row for row in rows if row.event in (permit, f"{permit}_back", leaving, "selected") or ends_group(row)
+        ]
+        for row, after in zip(own_rows, [*own_rows[1:], None], strict=True):
             soon = row.event == f"{permit}_back" and after is not None and after.event == leaving
             leave |= {row.at} if row.event != permit and not soon else set()
     for row in ledger.rows:
@@ -632,7 +638,7 @@ def ends_cleanly(ledger: LoopLedger) -> Violations:
     for row in _unanswered(ledger) if why != "error" and ledger.by_event["cancelled"] else ():
         yield f"{row}: the loop ended before the request was answered"
     for row in ledger.by_event["aborted"] if why == "exhausted" else ():
-        if row.time == end.time and any(one.event == "ready" for one in ledger.life[row["group"]]):
+        if row.time == end.time and any(event.event == "ready" for event in ledger.life[row["group"]]):
             yield f"{row}: a complete group was left over, so the loop should have ended with an error"
     return f"{why} in row {end.at}"
 
@@ -644,13 +650,19 @@ def dead_rollout_named(ledger: LoopLedger) -> Violations:
             yield f"{row}: the row does not name the replica"
             continue
         for group, name, sample in _asked(ledger, row["replica"], row):
-            over = any(end.at > row.at for end in ledger.ends(group)) or any(one.at > row.at for one in sample.sent)
+            over = any(end.at > row.at for end in ledger.ends(group)) or any(
+                request.at > row.at for request in sample.sent
+            )
             if ledger.ended and not over:
                 yield f"{row}: its sample {name} of group {group} was not resent, and the group has no end"
-        back = [one.at for one in ledger.by_event["joined"] if one.get("replica") == row["replica"] and one.at > row.at]
-        for one in ledger.by_event["sent"]:
-            if one.get("replica") == row["replica"] and row.at < one.at < min(back, default=len(ledger.rows)):
-                yield f"{one}: the replica died in row {row.at}"
+        back = [
+            joined.at
+            for joined in ledger.by_event["joined"]
+            if joined.get("replica") == row["replica"] and joined.at > row.at
+        ]
+        for request in ledger.by_event["sent"]:
+            if request.get("replica") == row["replica"] and row.at < request.at < min(back, default=len(ledger.rows)):
+                yield f"{request}: the replica died in row {row.at}"
     if not died:
         waiting = _unanswered(ledger)
         reason = ledger.by_event["error"] or ledger.by_event["failed"] or (ledger.ended and ledger.ended.get("error"))
@@ -663,8 +675,8 @@ def dead_rollout_named(ledger: LoopLedger) -> Violations:
 def _unanswered(ledger: LoopLedger) -> list[Row]:
     """Return requests without an answer on replicas that neither left nor died."""
     gone = {row.get("replica") for name in ("died", "left") for row in ledger.by_event[name]}
-    samples = (one for some in ledger.samples.values() for one in some.values() if one.waiting)
-    return [one.sent[-1] for one in samples if one.sent[-1].get("replica") not in gone]
+    samples = (sample for by_name in ledger.samples.values() for sample in by_name.values() if sample.waiting)
+    return [sample.sent[-1] for sample in samples if sample.sent[-1].get("replica") not in gone]
 
 
 def _asked(ledger: LoopLedger, replica: Id, died: Row) -> Iterator[tuple[Id, Id, Sample]]:
@@ -706,28 +718,28 @@ def resume_equals(whole: LoopLedger, resumed: LoopLedger) -> Violations:
         if too_old.value:
             yield too_old.why
     strict = resumed.setting("sampler") == "strict" or resumed.limit("window") == 0
-    mine, theirs = (_by_version(one) if strict else {} for one in (resumed, whole))
-    both = sorted(mine.keys() & theirs.keys())
-    for version in both:
-        for group in sorted(mine[version].keys() | theirs[version].keys(), key=str):
-            pair = mine[version].get(group), theirs[version].get(group)
+    resumed_rows, theirs = (_by_version(ledger) if strict else {} for ledger in (resumed, whole))
+    shared = sorted(resumed_rows.keys() & theirs.keys())
+    for version in shared:
+        for group in sorted(resumed_rows[version].keys() | theirs[version].keys(), key=str):
+            pair = resumed_rows[version].get(group), theirs[version].get(group)
             if pair[0] != pair[1]:
                 yield f"version {version} trains group {group} with {pair[0]} after the resume and with {pair[1]} without it"
-    return f"resumed at version {at} after {counted(len(done), 'group')}; {counted(len(both), 'step')} the same as without a stop"
+    return f"resumed at version {at} after {counted(len(done), 'group')}; {counted(len(shared), 'step')} the same as without a stop"
 
 
 def _by_version(ledger: LoopLedger) -> Mapping[int, dict[Id, str]]:
     """Return the lengths, rewards and digests of the samples, by version and trained group."""
-    found: defaultdict[int, dict[Id, str]] = defaultdict(dict)
+    versions: defaultdict[int, dict[Id, str]] = defaultdict(dict)
     for row in ledger.trained():
         samples = sorted(ledger.samples[row["group"]].items(), key=lambda one: str(one[0]))
-        last = [(name, one.completed[-1]) for name, one in samples if one.completed]
+        last = [(name, sample.completed[-1]) for name, sample in samples if sample.completed]
         parts = (
             f"sample {name}: " + " ".join(str(done.get(id_, "")) for id_ in ("length", "reward", "digest"))
             for name, done in last
         )
-        found[ledger.version_during(row)][row["group"]] = "; ".join(parts)
-    return found
+        versions[ledger.version_during(row)][row["group"]] = "; ".join(parts)
+    return versions
 
 
 RULES = (

@@ -223,9 +223,9 @@ def opening(settings: StreamSettings, start: Resume | None = None) -> Iterator[t
 
 def read_settings(ids: Mapping[str, Id]) -> StreamSettings:
     """Return the settings in a row `capacity`, with defaults for those it lacks."""
-    given: dict[str, Any] = {"groups" if name == "groups_per_step" else name: value for name, value in ids.items()}
+    settings: dict[str, Any] = {"groups" if name == "groups_per_step" else name: value for name, value in ids.items()}
     kinds = {name: type(value) for name, value in asdict(StreamSettings()).items()}
-    return StreamSettings(**{name: kind(given[name]) for name, kind in kinds.items() if name in given})
+    return StreamSettings(**{name: kind(settings[name]) for name, kind in kinds.items() if name in settings})
 
 
 COUNTS = ("groups", "min_groups", "group", "train_global_batch_size", "places", "slots", "steps", "replicas", "floor")

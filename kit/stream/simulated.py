@@ -90,13 +90,13 @@ class Replica:
     def turn(self) -> None:
         if self.gone:
             return
-        given = self.system.durations
+        durations = self.system.durations
         self.busy = bool(self.orders or self.requests)
         if self.orders:
             self.system.clock.after(self.orders.pop(0)() or 0.0, self.turn)
         elif self.requests:
-            tokens = {key: min(given.span, request.length - request.done) for key, request in self.requests.items()}
-            seconds = sum(tokens.values()) * given.token_s / min(len(tokens), given.batch)
+            tokens = {key: min(durations.span, request.length - request.done) for key, request in self.requests.items()}
+            seconds = sum(tokens.values()) * durations.token_s / min(len(tokens), durations.batch)
             self.system.clock.after(seconds, lambda: self.decoded(tokens))
 
     def decoded(self, tokens: Mapping[tuple[int, int], int]) -> None:
@@ -275,9 +275,9 @@ def simulate(
     """
     clock, meter, rows = VirtualClock(), Meter(), Memory() if rows is None else rows
     rows += [Row(metric=name, time=0.0, ids=ids) for name, ids in opening(settings, resume)]
-    given: dict[str, Any] = {} if resume is None else {"first": resume.next, "again": resume.open}
+    options: dict[str, Any] = {} if resume is None else {"first": resume.next, "again": resume.open}
     about: dict[str, Any] = {"replicas": settings.replicas, "pipeline": pipeline, "prompts": prompts}
-    system = System(clock, durations or Durations(), **about, **given, **failures)
+    system = System(clock, durations or Durations(), **about, **options, **failures)
     prepare(system)
     logged: list[dict[str, float]] = []
     log = Log(meter, logger or (lambda values, version: logged.append({"version": version, **values})))

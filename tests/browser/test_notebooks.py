@@ -99,8 +99,8 @@ def test_a_weight_sync_is_shown(page, server, artefacts):
     shown = {
         "run": cell_with(page, "run.plot()").locator(".jp-OutputArea img"),
         "fault": cell_with(page, "broken.plot()").locator(".jp-OutputArea img"),
-        "stages": cell_with(page, "checks.syncs(").locator(".jp-OutputArea table"),
-        "transports": cell_with(page, "checks.transports(").locator(".jp-OutputArea table"),
+        "stages": cell_with(page, "rules.syncs(").locator(".jp-OutputArea table"),
+        "transports": cell_with(page, "rules.transports(").locator(".jp-OutputArea table"),
         "faults": cell_with(page, "LAB.faults").locator(".jp-OutputArea table"),
         "own": mine,
     }
@@ -127,8 +127,8 @@ def test_a_split_step_is_shown(page, server, artefacts):
     shown = {
         "run": cell_with(page, "run.plot()").locator(".jp-OutputArea img"),
         "fault": cell_with(page, "broken.plot()").locator(".jp-OutputArea img"),
-        "metrics": cell_with(page, "checks.metrics(").locator(".jp-OutputArea table"),
-        "tensors": cell_with(page, "checks.tensors(").locator(".jp-OutputArea table"),
+        "metrics": cell_with(page, "rules.metrics(").locator(".jp-OutputArea table"),
+        "tensors": cell_with(page, "rules.tensors(").locator(".jp-OutputArea table"),
         "faults": cell_with(page, "LAB.faults").locator(".jp-OutputArea table"),
         "own": mine,
     }
