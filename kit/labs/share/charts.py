@@ -18,7 +18,7 @@ from kit.draw.lanes import Lanes
 from kit.draw.levels import Levels
 from kit.draw.lines import Lines
 from kit.draw.style import Look
-from kit.labs.share import tables
+from kit.labs.share import rules, tables
 from kit.labs.share.ledgers import spans
 from kit.results import NotMeasured
 from kit.results.records import flat
@@ -298,9 +298,9 @@ def heading(data: RunData) -> list[str]:
     config = data.config
     if "devices" not in config:  # another system's ledger
         return []
-    loops = {name: loop for name, loop in config.items() if isinstance(loop, dict)}
-    trains = ", ".join(f"{name} on {device_numbers(loop['train'])}" for name, loop in loops.items())
-    steps = " and ".join(str(loop["steps"]) for loop in loops.values())
+    loops = rules.read(config).loops  # whichever way the settings of a pipeline are written
+    trains = ", ".join(f"{name} on {device_numbers(loop.train)}" for name, loop in loops.items() if loop.train)
+    steps = " and ".join(str(loop.steps) for loop in loops.values())
     return [
         config["size"], counted(config["devices"], "device"), f"training: {trains}",
         f"planner {config['planner']}", f"{steps} steps",
