@@ -41,8 +41,8 @@ with contextlib.redirect_stdout(sys.stderr):
         import torch
         from kit import nccl, routing
         from kit.measure.recorder import cuda_state
-        from kit.world.device import choose
-        device, why, _ = choose("auto", 0, 1)
+        from kit.world.device import choose_device
+        device, why, _ = choose_device("auto", 0, 1)
         count = torch.cuda.device_count()
         facts.update(cuda_state(), device=device.type, device_why=why, gpus=count)
         facts["torch"] = torch.__version__

@@ -295,7 +295,7 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 def test_a_malformed_answer_is_refused_with_its_rank(tmp_path: Path, nothing_left: None, lie: str) -> None:
     find = (
-        "import gc, sys, time\nfrom kit.world.channel import Link\nrank_side = sys.modules['kit.world.rankside']\n"
+        "import gc, sys, time\nfrom kit.world.channel import WorldLink as Link\nrank_side = sys.modules['kit.world.rankside']\n"
         "work = sys._getframe()\nwhile 'work' not in work.f_locals or work.f_code.co_name != 'serve': work = work.f_back\n"
         "work = work.f_locals['work']\n"
     )
