@@ -186,7 +186,7 @@ def has_module(name: str) -> bool:
 PROBE = f"""
 {inspect.getsource(has_module)}
 import json, sys
-print(json.dumps([has("torch"), has("megatron.core"), list(sys.version_info[:2])]))
+print(json.dumps([has_module("torch"), has_module("megatron.core"), list(sys.version_info[:2])]))
 """
 
 
