@@ -71,18 +71,25 @@ class Session:
     context: Context
     phases: Any
     history: History | None
-    found: Numerics
+    numerics: Numerics  # as this rank had them before
     fault: Fault | None
-    whole: contextlib.ExitStack  # for as long as the lab runs
-    phase: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # for a driven step
+    whole: contextlib.ExitStack  # undone when the lab ends
+    phase: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # undone when a driven step ends
     meter: PhaseMeter | None = None
 
-    def broken(self, phase: str = "") -> contextlib.AbstractContextManager[None]:
-        """The bug that is switched on, in its place for a phase, or with "" for the whole lab."""
-        return replaced(self.fault.patch_in(phase, "ranks") if self.fault else {})
+    def restore(self) -> None:
+        """This rank as it was before the lab: the next one on it gets the right code and its own numerics."""
+        self.phase.close()
+        self.whole.close()
+        self.numerics.restore()
 
 
 _session: Session | None = None
+
+
+def broken(fault: Fault | None, phase: str = "") -> contextlib.AbstractContextManager[None]:
+    """The bug that is switched on, in its place for a phase, or with "" for the whole lab."""
+    return replaced(fault.patch_in(phase, "ranks") if fault else {})
 
 
 def begin(
@@ -99,6 +106,9 @@ def begin(
     """Make the phases object of this rank's role. Returns this rank's proportional memory, and on rank 0 its provenance. With a folder
     for `snapshots` it keeps a history of its CUDA memory."""
     global _session  # noqa: PLW0603 - one rank is one process and serves one lab
+    if _session is not None:  # of a lab that broke off, and was never ended here
+        _session.restore()
+        _session = None
     rank = int(os.environ["KIT_RANK"])
     bug = None if fault is None else Fault(**fault)
     mine = next(role for role in roles if rank in role["ranks"])
@@ -122,15 +132,23 @@ def begin(
     watch_files()
     about = provenance() if rank == 0 else None
     history = History(Path(snapshots) / f"rank{rank}.pickle") if snapshots else None
-    found = Numerics.now()
+    numerics = Numerics.now()
     if context.device.type == "cuda" and getattr(context.config, "dtype", "") == "float32":
         if why := forced_tf32():
             raise BadInput(why)
         full_float32()
-    whole = contextlib.ExitStack()
-    whole.enter_context(replaced(bug.patch_in("", "ranks") if bug else {}))
-    phases = load(mine["phases"])(context)
-    _session = Session(context=context, phases=phases, history=history, found=found, fault=bug, whole=whole)
+    # Loaded while all code is right: a module that is first imported with a bug in place would keep what it took from there.
+    phases = load(mine["phases"])
+    with contextlib.ExitStack() as whole:
+        whole.enter_context(broken(bug))
+        _session = Session(
+            context=context,
+            phases=phases(context),
+            history=history,
+            numerics=numerics,
+            fault=bug,
+            whole=whole.pop_all(),
+        )
     if history is not None:
         history.start()
     return {"provenance": about, "pss": pss(), **routed(context.config)}
@@ -142,7 +160,7 @@ def step(*, cycle: int, name: str) -> None:
     meter = PhaseMeter(str(session.context.device))
     failed = [Metric("failed", 1, "1")]
     try:
-        with session.broken(name), meter:
+        with broken(session.fault, name), meter:
             getattr(session.phases, name)(cycle)
         failed = []
     except BaseException:
@@ -155,7 +173,7 @@ def step(*, cycle: int, name: str) -> None:
 def open_step(*, name: str) -> None:
     """Begin a driven step, which is measured on this rank until `close_step`."""
     session = _running()
-    session.phase.enter_context(session.broken(name))
+    session.phase.enter_context(broken(session.fault, name))
     session.meter = PhaseMeter(str(session.context.device))
     session.meter.__enter__()
 
@@ -202,8 +220,7 @@ def snapshot() -> None:
 def end() -> dict[str, Any]:
     global _session  # noqa: PLW0603 - as above
     snapshot()
-    _running().found.restore()
-    _running().whole.close()
+    _running().restore()
     answer = {"pss": pss(), **routed(_running().context.config)}
     _session = None
     gc.collect()  # ranks may continue with another lab, which must fit next to what this one leaves

@@ -103,10 +103,11 @@ def settle(found: Measured | Violations) -> Measured: ...
 @overload
 def settle(found: Finding | Violations) -> Finding: ...
 def settle(found: Finding | Violations) -> Finding:
-    """The number of violations and the first of them; without any, the summary. An exception counts only before the first violation."""
+    """The number of violations and the first of them; without any, the summary. What stops a rule after its first violation is said."""
     if not isinstance(found, Generator):
         return found
     violations: list[str] = []
+    stopped = ""
     while True:
         try:
             violations.append(next(found))
@@ -114,12 +115,13 @@ def settle(found: Finding | Violations) -> Finding:
             if not violations:
                 return Measured(0.0, str(end.value))
             break
-        except Exception:
+        except Exception as error:
             if not violations:
                 raise
+            stopped = f"; the rule went no further: {error or type(error).__name__}"
             break
     omitted = f"; {len(violations) - 1} more" if len(violations) > 1 else ""
-    return Measured(float(len(violations)), violations[0] + omitted)
+    return Measured(float(len(violations)), violations[0] + omitted + stopped)
 
 
 Answer = tuple[Rule, Finding]  # a rule, and what it found in the rows of one run

@@ -152,3 +152,14 @@ def test_what_is_missing_is_not_judged() -> None:
     one = {row.check: row for row in judge(to_frame(silent), {**config, "cycles": 1}, checks)}
     assert one["every_group_communicates"].passed is False
     assert "could not be judged: a rank used fewer than 2 groups" in one["every_group_communicates"].why
+
+
+def test_a_bug_is_that_of_its_own_lab_even_after_one_that_broke_off(runs: Path, nothing_left: None) -> None:
+    """The ranks of a given World live on with what an earlier lab left in them."""
+    with kit.World(ranks=2) as world:
+        for fault, returned in (("leaked-group", False), (None, True)):
+            broken_off = kit.lab("smoke", fault="leaked-group", cycles=3, world=world)
+            broken_off.step()
+            broken_off.close()
+            run = kit.run("smoke", fault=fault, cycles=3, world=world)
+            assert outcome(run)["groups_return_to_baseline"] is returned

@@ -397,3 +397,13 @@ def test_a_rule_that_yields_counts_violations():
     assert (asked.name, asked.question) == ("order_kept", "Is the order kept?")
     rows = [judge(to_frame([]), {"wrong": wrong}, [asked])[0] for wrong in ([], [4], [4, 7])]
     assert [(row.measured, row.why) for row in rows] == [(0, "3 rows in order"), (1, "row 4"), (2, "row 4; 1 more")]
+
+
+def test_what_stops_a_rule_after_its_first_violation_is_said():
+    def order_kept(frame, config):
+        """Is the order kept?"""
+        yield "row 4"
+        raise KeyError("row 5 has no step")
+
+    row = judge(to_frame([]), {}, [rule(order_kept)])[0]
+    assert (row.passed, row.why) == (False, "row 4; the rule went no further: 'row 5 has no step'")

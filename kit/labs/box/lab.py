@@ -13,6 +13,8 @@ from kit.errors import hint
 from kit.labs.box.faults import FAULTS
 from kit.labs.definition import Definition, LabConfig, Option, Role, Step
 
+DEADLINE_S = 3.0  # of a wait for a peer that never comes
+
 
 class Probe(NamedTuple):
     """A phase of the plan: on these roles (none: on all ranks), or driven from the notebook side."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kit.labs.box.lab import chosen
+from kit.labs.box.lab import DEADLINE_S, chosen
 from kit.labs.lab import BROKE
 from kit.nccl import SHARED_GPU
-from kit.results import Measured, NotMeasured, Rule, incomplete, rule, select
+from kit.results import Measured, NotMeasured, Rule, Unjudged, incomplete, rule, select
 from kit.results.frames import sharing, with_ids
 
 if TYPE_CHECKING:
@@ -21,8 +21,20 @@ if TYPE_CHECKING:
     Measure = Callable[[pd.DataFrame, Mapping[str, Any]], Measured]
 
 MIB = 2**20
-DEADLINE_S = 3.0  # as in ranks/probes.py
 LATE_S = 2.0  # how much later an error may come
+# What probes record on a GPU only. Anything else that a probe which ran did not record fails its rule.
+NEED_A_GPU = {
+    ("seats", "dead_context"),
+    ("seats", "no_code"),
+    ("seats", "watchdog"),
+    ("seats", "exclusive"),
+    ("all_reduce", "unconnected"),
+    ("groups", "nccl_wrong"),
+    ("host_memory", "register_error"),
+    *(("host_memory", f"{kind}_{way}") for kind in ("pinned", "pageable") for way in ("to_device", "to_host")),
+    ("rebuild", "driver_off"),
+}
+GPU_PROBES = {"suspend", "resize_expandable", "driver_memory", "ipc", "ipc_expandable"}
 
 
 def rows_of_probe(frame: pd.DataFrame, config: Mapping[str, Any], probe: str, metric: str) -> pd.DataFrame:
@@ -37,8 +49,10 @@ def rows_of_probe(frame: pd.DataFrame, config: Mapping[str, Any], probe: str, me
         refused = rows[rows["metric"].isin(["megatron_missing", "suspend_refused", "refused"])]
         if len(refused):
             raise NotMeasured(refused["text"].iloc[0])
-        if len(rows) and not broke and not (frame["metric"] == "driver_used").any():
+        if not (frame["metric"] == "driver_used").any() and (probe in GPU_PROBES or (probe, metric) in NEED_A_GPU):
             raise NotMeasured("needs a GPU, but these ranks run on the CPU")
+        if (rows["metric"] == "seconds").any() and not broke:
+            raise Unjudged(f"{probe} ended without a record of {metric}")
     return select(rows, metric=metric)
 
 

@@ -298,3 +298,12 @@ def test_no_number_is_given_for_what_is_not_finite() -> None:
     judged = verdict({("host_memory", "registered_to_device"): rows(float("nan"), ranks=FIRST)})
     assert judged["host_memory_to_device"].passed is False
     assert verdict({("seats", "kernel_error"): float("nan")})["seats_kernel"].passed is False
+
+
+def test_a_probe_that_ended_without_its_record_fails_also_where_there_is_no_gpu() -> None:
+    """What only a GPU has is null there; what every machine has is not."""
+    gone = {fact: None for fact in WELL if fact != ("groups", "seconds")}
+    answers = verdict({**gone, ("groups", "seconds"): 0.1})
+    assert answers["groups_nccl"].passed is None
+    assert answers["groups_gloo"].passed is False
+    assert "groups ended without a record of gloo_wrong" in answers["groups_gloo"].why

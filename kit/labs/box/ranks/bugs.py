@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from kit import machine
+from kit.labs.box.lab import DEADLINE_S
 from kit.labs.box.ranks import probes
-from kit.labs.box.ranks.probes import DEADLINE_S, Probes
+from kit.labs.box.ranks.probes import Probes
 from kit.megatron import groups, model
 
 exact, weigh = probes.sums_are_exact, probes.weighted_sum

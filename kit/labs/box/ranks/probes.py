@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.multiprocessing import reductions
 
 from kit import machine, nccl
+from kit.labs.box.lab import DEADLINE_S
 from kit.labs.rankside import Context
 from kit.measure import resource_counts
 from kit.measure.facts import code_in_words, gpu_code, imported
@@ -36,7 +37,6 @@ MIB, GIB = 2**20, 2**30
 SHARED = 64 * MIB  # memory that one rank opens of another
 PIECE = 64 * MIB  # what is hashed in one go
 SEVERAL = 10  # groups
-DEADLINE_S = 3.0  # of a wait for an absent peer
 NVIDIA_SMI_S = 3.0
 NOT_EXPANDABLE = "the allocator took no expandable segment"
 WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
