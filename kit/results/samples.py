@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kit.results.comparison import Recorded, machine
 from kit.results.frames import read_ids, with_ids
 from kit.results.records import NOTEBOOK
-from kit.results.rules import Measure, Measured, Rule, select
+from kit.results.rules import Measure, Measured, Rule, measure, select
 from kit.results.units import amount, columns, counted
 
 if TYPE_CHECKING:
@@ -51,22 +51,28 @@ def median_rule(name: str, question: str, limit: float, unit: str = "x", *, wors
 
 def sample_rows(frame: pd.DataFrame, rules: Sequence[Rule], config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A row for each thing that was measured, in the order of the bench."""
-    limits = {rule.name: rule for rule in rules}
+    by_name = {rule.name: rule for rule in rules}
+    # What the rules themselves judge: a row is met exactly if its check passes.
+    judged = {
+        (rule.name, answer.of): answer.value
+        for rule, finding in measure(frame, config, rules)
+        for answer in ([finding] if isinstance(finding, Measured) else finding)
+    }
     samples = with_ids(frame, "what", "who")
     ceilings = samples[samples["metric"].str.endswith(CEILING)].groupby(["what", "who"])["value"].median()
     rows = []
     samples = samples[~samples["metric"].str.endswith(CEILING)]
     for (metric, subject, who), group in samples.groupby(["metric", "what", "who"], sort=False):
-        values, rule = group["value"].dropna(), limits.get(str(metric))
+        values, rule = group["value"].dropna(), by_name.get(str(metric))
+        value = judged.get((str(metric), str(subject)))
         limit = rule.limit_for(config) if rule else None
-        median = None if values.empty else float(values.median())
         ids = read_ids(group["ids"].iloc[-1])
         rows.append(
             {
                 "what": subject,
                 "who": who,
                 "unit": group["unit"].iloc[0],
-                "median": median,
+                "median": None if values.empty else float(values.median()),
                 "low": None if values.empty else float(values.min()),
                 "high": None if values.empty else float(values.max()),
                 "n": len(values),
@@ -74,7 +80,7 @@ def sample_rows(frame: pd.DataFrame, rules: Sequence[Rule], config: Mapping[str,
                 "ceiling": ceilings.get((subject, who)),
                 "note": group["text"].iloc[-1],
                 "ids": {name: value for name, value in ids.items() if name not in {"what", "who"}},
-                "met": None if rule is None or median is None or limit is None else rule.holds(median, limit),
+                "met": None if rule is None or value is None or limit is None else rule.holds(value, limit),
             }
         )
     return rows

@@ -45,6 +45,14 @@ def test_a_row_is_the_spread_of_its_samples_and_its_rule_judges_the_median() -> 
     ]
 
 
+def test_one_wrong_count_among_many_right_ones_is_not_met() -> None:
+    rule = median_rule("differ", "Are they equal?", 0.0, "1", worst=True)
+    frame = frame_of([Samples(what="it", values=[0.0, 0.0, 1.0], metric="differ", unit="1")])
+    (row,) = sample_rows(frame, [rule], {})
+    assert (row["median"], row["met"]) == (0.0, False)
+    assert judge(frame, {}, [rule])[0].passed is False
+
+
 def test_ratios_are_taken_turn_by_turn() -> None:
     assert list(ratios("fast", "it", [2.0, 30.0], [1.0, 10.0]).values) == [2.0, 3.0]
 
