@@ -207,7 +207,7 @@ def test_what_ranks_load_of_a_lab_lies_under_ranks() -> None:
         own = [target for target in targets if target.startswith(f"kit.labs.{name}.")]
         assert own
         assert all(target.startswith(f"kit.labs.{name}.ranks.") for target in own), own
-    notebook = {f"kit.labs.{name}" for name in ("lab", "discover", "smoke.rules", "split.parity")}
+    notebook = {f"kit.labs.{name}" for name in ("lab", "discover", "smoke.rules", "split.rules")}
     assert not notebook & modules(labs_on_ranks()).keys()
     assert {"kit.labs.split.lab", "kit.labs.definition"} <= modules(labs_on_ranks()).keys()
 

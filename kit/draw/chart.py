@@ -105,7 +105,13 @@ class Chart(abc.ABC):
 
     def marks(self, rows: pd.DataFrame, verdict: Verdict) -> list[Mark]:
         """Limits of rules and the rows' own marks. A limit that no rule of the run has is not drawn."""
-        base = float(next((rows[name].iloc[0] for name in ("base", "start") if name in rows), 0.0))
+        # A run's own rows have a column `start` too, which is empty unless they are spans.
+        starts = [
+            rows[name].iloc[0]
+            for name in ("base", "start")
+            if name in rows and not (name == "start" and rows[name].isna().all())
+        ]
+        base = float(next(iter(starts), 0.0))
         panel, marks = str(column(rows, "panel").iloc[0]), list(rows.attrs.get("marks", ()))
         for limit in self.limits:
             row = next((row for row in verdict if row.check == limit.rule), None)

@@ -108,6 +108,11 @@ def test_a_limit_is_above_the_level_that_it_starts_from_and_what_is_beyond_is_ma
     assert wrong == [[4, 5]]
 
 
+def test_a_runs_own_rows_keep_their_limit_although_they_have_an_empty_column_of_starts():
+    rows = given([{"x": x, "value": x, "start": math.nan} for x in range(3)])
+    assert flat(drawn(Lines(rows=rows, limits=(Limit("rule"),)), ("rule", 1)).axes[0]) == [1]
+
+
 def test_only_the_panel_that_a_limit_is_for_has_it():
     rows = given([{"panel": panel, "x": 1, "value": 1.0} for panel in ("fds: start 1", "groups: start 1")])
     picture = drawn(Lines(rows=rows, limits=(Limit("rule", panel="groups"),)), ("rule", 4))

@@ -26,6 +26,8 @@ SHOWN_ELSEWHERE = {
     "own_split",
     "own_transport",
     "own_wrapper",
+    "parcel_charts",
+    "parcel_lab",
     "ray_actors",
     "tiny_lab",
     "weight_files",
