@@ -56,6 +56,8 @@ def each_rank(frame: pd.DataFrame, config: Mapping[str, Any], phase: str, metric
 def worst(rows: pd.DataFrame, base: str = "") -> Measured:
     """The largest value, or the largest increase over the column `before`, which was measured after `base`. The worst row of each metric
     says why: "groups: 1 after baseline, 5 after count (+4; rank 0, cycle 4)"."""
+    # Ranks write their rows when they are ready. Of equal values the first cycle and the lowest rank is named, in every run the same.
+    rows = rows.sort_values(["cycle", "rank"], kind="stable")
     over = rows["value"] - rows["before"] if base else rows["value"]
     value = float(over.to_numpy().max())  # NaN if any is: pandas' own maximum passes over it
     if math.isnan(value):
