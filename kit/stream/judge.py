@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from statistics import median
 
 from kit.results.records import Id, Row
 from kit.results.rules import Missing, NotMeasured, Violations, settle
@@ -119,23 +120,37 @@ def one_clear_per_finish(ledger: LoopLedger) -> Violations:
 
 
 def trains_before_straggler(ledger: LoopLedger) -> Violations:
-    """Does a step begin while its last groups are still being generated?"""
+    """Does a step begin while its last groups are still being generated, where `min_groups` lets it?"""
     ledger.need("trained", "group", "step")
-    ledger.need("completed", "group", "sample")
-    least, free, judged = ledger.limit("min_groups") or 1, 0, 0
+    least, whole = ledger.limit("min_groups"), ledger.limit("groups_per_step")
+    if least is None:
+        raise NotMeasured("the ledger has no `capacity` event with `min_groups`, so no step has to begin early")
+    if whole is not None and least >= whole:
+        raise NotMeasured(f"min_groups={least} lets no step begin before all its groups are complete")
+    free, judged = 0, 0
+    reaction = max(REACTION, _step_seconds(ledger) / 10)
     for step in ledger.steps:
         start = next(iter(step.of("selected") or step.of("begin", "microbatch")), None)
         rows = _completions(ledger, step)
         if start is not None and step.finished and len(rows) > least:
             could, last = ledger.rows[max(free, rows[least - 1].at)], rows[-1]
-            if last.time > could.time + REACTION and last.at > could.at:
+            if last.time > could.time + reaction and last.at > could.at:
                 judged += 1
                 if start.at > last.at:
-                    yield f"step {step.id} began in row {start.at}, after its last group ({last}); possible at {could.since:.3f} s"
+                    yield (
+                        f"step {step.id} began in row {start.at}, after its last group ({last}); possible at {could.since:.3f} s "
+                        f"with min_groups={least}"
+                    )
         free = _free_after(ledger, step)
     if not judged:
         raise NotMeasured("no step had a straggler")
     return f"{counted(judged, 'step')} began before the last group was complete"
+
+
+def _step_seconds(ledger: LoopLedger) -> float:
+    """The median time of a step. A controller's time to react is judged relative to it, as a busy machine slows both."""
+    times = [ledger.rows[_free_after(ledger, step)].time - step.rows[0].time for step in ledger.steps if step.finished]
+    return median(times) if times else 0.0
 
 
 def _completions(ledger: LoopLedger, step: Step) -> list[Row]:

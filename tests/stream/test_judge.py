@@ -518,6 +518,28 @@ def test_a_place_that_comes_back_early_frees_nothing() -> None:
     assert not violations(timed([*rows[:4], rows[-1], *rows[4:-1]]))
 
 
+@pytest.mark.parametrize(
+    ("least", "why"), [(4, "lets no step begin before"), (None, "no `capacity` event with `min_groups`")]
+)
+def test_a_controller_that_promises_no_early_step_may_wait_for_whole_batches(least: int | None, why: str) -> None:
+    """Synchronous, one step off, or batch by batch: the same ledger that is wrong with min_groups=1."""
+    rows = System(fault="waits-for-all", groups=4, slow=(7,)).run()
+    assert isinstance(outcome("trains_before_straggler", rows), Measured)
+    rows[some(rows, "capacity")].update(min_groups=least, groups_per_step=4)
+    if least is None:
+        del rows[some(rows, "capacity")]["min_groups"]
+    unjudged = outcome("trains_before_straggler", rows)
+    assert isinstance(unjudged, NotMeasured)
+    assert why in str(unjudged)
+
+
+@pytest.mark.parametrize(("pace", "wrong"), [(1, True), (400, False)])
+def test_a_wait_counts_relative_to_the_time_of_a_step(pace: int, wrong: bool) -> None:
+    """On a busy machine a right controller reacts later, too: a wait of far less than a step is none."""
+    rows = System(fault="waits-for-all", groups=4, slow=(3,), steps=1, pace=pace).run()
+    assert isinstance(outcome("trains_before_straggler", rows), Measured) == wrong
+
+
 def test_every_check_has_a_wrong_ledger() -> None:
     assert {check for _, _, check, _ in FAULTS} | {check for check, *_ in EDITS} == set(RULES_BY_NAME) - OF_RUNNERS
 
