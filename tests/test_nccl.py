@@ -152,6 +152,15 @@ def test_fewer_gpus_than_ranks_are_shared_and_it_is_reported(gpus, version):
         assert seat.env == nccl.sharing(version, number).env
 
 
+def test_if_any_gpu_of_a_placement_repeats_every_rank_gets_the_environment_for_sharing(gpus):
+    """NCCL must see one kind of host: a rank alone on its GPU talks to ranks that share theirs."""
+    gpus(2, (2, 28, 9))
+    seats = [choose_device("cuda", number, 3, (0, 0, 1), number) for number in range(3)]
+    assert [str(seat.device) for seat in seats] == ["cuda:0", "cuda:0", "cuda:1"]
+    assert [seat.env for seat in seats] == [nccl.sharing((2, 28, 9), number).env for number in range(3)]
+    assert not any(choose_device("cuda", number, 2, (0, 1), number).env for number in range(2))
+
+
 def test_where_gpus_cannot_be_shared_auto_takes_the_host_and_cuda_is_refused(gpus):
     gpus(1, None)
     seat = choose_device("auto", 1, 2)

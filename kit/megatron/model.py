@@ -197,6 +197,8 @@ def network(config: ModelConfig, device: torch.device, stage: int = 0) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
     g, dtype = config.geometry, DTYPES[config.dtype]
     experts: dict[str, Any] = {}
@@ -241,11 +243,17 @@ def network(config: ModelConfig, device: torch.device, stage: int = 0) -> Any:
     )
     torch.manual_seed(config.seed + stage)
     virtual: dict[str, Any] = {"ignore_virtual": False, "vp_stage": stage} if config.vpp else {}
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.experts or None, moe_grouped_gemm=False, normalization="RMSNorm"
+    )
+    # Given a layer alone, Megatron takes Apex's or Transformer Engine's final norm where one is installed, and Apex's knows no RMSNorm.
+    block = TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(transformer_config, vp_stage=virtual.get("vp_stage")),
+        layer_norm=WrappedTorchNorm,
+    )
     model: Any = GPTModel(
         config=transformer_config,
-        transformer_layer_spec=get_gpt_layer_local_spec(
-            num_experts=config.experts or None, moe_grouped_gemm=False, normalization="RMSNorm"
-        ),
+        transformer_layer_spec=block,
         vocab_size=g.vocab,
         max_sequence_length=g.seq,
         pre_process=parallel_state().is_pipeline_first_stage(**virtual),

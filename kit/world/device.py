@@ -44,6 +44,16 @@ SETTINGS = (
         "WORLD's heartbeat monitor would write a trace and then end every rank: the watchdog's dump signal goes over the store",
     ),
     Setting(
+        "TORCH_NCCL_ENABLE_MONITORING",
+        "0",
+        "the monitor would end a rank whose watchdog is busy for eight minutes, such as one that a debugger holds",
+    ),
+    Setting(
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+        "0",
+        "the watchdog would rethrow a CUDA error of the rank and end it by SIGABRT, before the rank can report it",
+    ),
+    Setting(
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
         "1",
         "the watchdog sleeps four times this with its lock held, 60 s by default: the group could not be given back before",
@@ -58,6 +68,11 @@ SETTINGS = (
         "NCCL_RAS_ENABLE",
         "0",
         "NCCL's RAS has a thread and sockets of its own that come and go: the counts of threads and sockets would not be exact",
+    ),
+    Setting(
+        "NCCL_ALGO",
+        "^NVLS",
+        "in deterministic mode torch sets this when a group is made, after NCCL has read it for WORLD: groups would differ in their algorithm",
     ),
     Setting(
         "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -110,13 +125,15 @@ def choose_device(wanted: str, number: int, neighbours: int, devices: Sequence[i
         counted = f"{there} CUDA device{'s' * (there > 1)} for {neighbours} rank{'s' * (neighbours > 1)}"
         if devices:
             gpu = devices[local]
+            # All ranks of a World get the same environment: a communicator between ranks that share and ranks that do not must agree.
+            repeated = len({*devices}) < len(devices)
             if gpu >= there:
                 raise RuntimeError(f"devices={list(devices)} names GPU {gpu}, and there are {there}, numbered from 0")
-            if refusal := place_on_gpu(gpu, number, f"GPU {gpu} was asked for", shared=devices.count(gpu) > 1):
-                return refusal
-            raise RuntimeError(f"devices={list(devices)} puts several ranks on GPU {gpu}, which needs NCCL")
-        if refusal := place_on_gpu(number % there, number, counted, shared=there < neighbours):
-            return refusal
+            if seat := place_on_gpu(gpu, number, f"GPU {gpu} of devices={list(devices)}", shared=repeated):
+                return seat
+            raise RuntimeError(f"devices={list(devices)} puts several ranks on one GPU, which needs NCCL")
+        if seat := place_on_gpu(number % there, number, counted, shared=there < neighbours):
+            return seat
         reason = f"{counted}; without NCCL each rank needs its own"
     if wanted == "cuda":
         raise RuntimeError(f"device='cuda' cannot be had: {reason}")

@@ -21,9 +21,12 @@ from kit.world.device import SETTINGS, Seat, choose_device, prepare_device
 WHOLE = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
     "TORCH_FR_DUMP_TEMP_FILE": "{folder}/nccl_trace_rank_",
     "NCCL_RAS_ENABLE": "0",
+    "NCCL_ALGO": "^NVLS",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
