@@ -72,7 +72,7 @@ SETTINGS = (
     Setting(
         "NCCL_ALGO",
         "^NVLS",
-        "in deterministic mode torch sets this when a group is made, after NCCL has read it for WORLD: groups would differ in their algorithm",
+        "in deterministic mode torch sets this with the first group, after NCCL has read it for WORLD: later groups would differ",
     ),
     Setting(
         "CUDA_DEVICE_MAX_CONNECTIONS",
