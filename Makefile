@@ -46,7 +46,9 @@ test-faults: env ## run every variant of foreign code, faults and layouts; `make
 	$(IN_VENV) python -m pytest --every -m slow tests/examples tests/faults tests/labs tests/bench/test_runs.py tests/test_cli.py
 
 mutants: env ## put bugs into the kit's code one by one, and list those that are caught in docs/mutants.md
+	$(IN_VENV) python -m pip install -q -c constraints.txt -e '.[mutants]'
 	$(IN_VENV) python -m tests.mutants.run --page docs/mutants.md
+	$(IN_VENV) python -m tests.mutants.mechanical
 
 peers: env ## measure other tools that keep ranks alive beside the kit, into data/reference/BOX
 	$(IN_VENV) python -m tests.peers.measure --out data/reference/$(BOX)

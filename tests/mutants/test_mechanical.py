@@ -1,0 +1,89 @@
+"""The draw of mutants by a library: which places it takes, what it leaves out, and the page."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.mutants import mechanical
+from tests.mutants.mechanical import (
+    EQUIVALENT,
+    ROOMS,
+    Outcome,
+    Room,
+    drawn,
+    files_of,
+    places,
+    shared_out,
+    unread_lines,
+    write,
+)
+
+SOURCE = """
+from __future__ import annotations
+
+def add(first: int | None, second: int = 1) -> int | None:
+    total: int | str = first + second
+    return total
+"""
+
+
+def outcome(room: str, state: str, number: int) -> Outcome:
+    return Outcome(
+        id=f"{room}-{number}", room=room, file="kit/a.py", line=number, operator="AddNot", change="a -> b", state=state
+    )
+
+
+def test_annotations_are_no_places() -> None:
+    unread = unread_lines(SOURCE)
+    signs = [node for node in ast.walk(ast.parse(SOURCE)) if isinstance(node, ast.BinOp)]
+    outside = [
+        ast.unparse(node)
+        for node in signs
+        if not any(start <= (node.lineno, node.col_offset) < end for start, end in unread)
+    ]
+    assert outside == ["first + second"]
+
+
+def test_every_room_has_files_and_a_share_by_its_statements() -> None:
+    assert all(files_of(room) for room in ROOMS)
+    shares = shared_out(300)
+    assert set(shares) == {"offload", "split", "sync", "stream", "share"}
+    assert abs(sum(shares.values()) - 300) <= len(ROOMS)
+    assert shares["sync"] == max(shares.values())
+
+
+def test_at_most_one_in_ten_is_called_equivalent() -> None:
+    assert len(EQUIVALENT) <= mechanical.COUNT / 10
+    assert all(len(why) > 20 for why in EQUIVALENT.values()), "an argument for each"
+
+
+def test_the_page_counts_what_the_lab_sees_alone_and_what_the_tests_add(tmp_path: Path) -> None:
+    page = tmp_path / "mutants.md"
+    page.write_text("# Mutants\n\nwords\n\n## By check\n\nrows\n")
+    states = ("check", "broke", "tests", "survived")
+    for _ in range(2):  # the second time in place of the first
+        write(page, [outcome("share", state, number) for number, state in enumerate(states)], "abc")
+    text = page.read_text()
+    assert text.startswith("# Mutants\n\nwords\n\n## Drawn by a library\n")
+    assert text.endswith("\n## By check\n\nrows\n")
+    assert text.count("| share | 4 | 1 | 1 | 2 (50%) | 3 (75%) | 1 | 0 |") == 1
+    assert "share-3" in text
+    assert "share-0" not in text
+
+
+def test_the_commit_chooses_the_places_and_each_place_gets_one_mutant() -> None:
+    pytest.importorskip("cosmic_ray", reason="cosmic-ray is not installed: pip install -e .[mutants]")
+    room = Room("small", ("kit/share/state.py",), (), ())
+    chosen = drawn(room, 5, "a commit")
+    assert chosen == drawn(room, 5, "a commit")
+    assert chosen != drawn(room, 5, "another commit")
+    where = {place: (place.file, *position) for position, place in places(room)}
+    assert len({where[place] for place in chosen}) == 5
+    for place in chosen:
+        source = (mechanical.ROOT / place.file).read_text()
+        changed = mechanical.mutate(source, mechanical.operators()[place.operator], place.occurrence)
+        lines = list(zip(source.splitlines(), changed.splitlines(), strict=True))
+        assert [number for number, (old, new) in enumerate(lines, 1) if old != new] == [place.line]
