@@ -54,6 +54,8 @@ class CommandAnswer(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> int:
+    if argv is None and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as on ranks and with `python -m kit`: a person's module comes first
     words = sys.argv[1:] if argv is None else argv
     as_json = "--json" in words
     try:

@@ -427,6 +427,16 @@ def test_a_run_that_breaks(cli: Cli, tmp_path: Path) -> None:
     cli("export", message["run"], "--to", tmp_path / "partial.csv")
 
 
+def test_the_script_finds_code_of_this_side_in_the_working_folder(cli: Cli) -> None:
+    """`python -m kit` always did; the folder of the script `kit` is another one."""
+    (cli.folder / "own_planner.py").write_text("")
+    words = ["run", "share", "--set", "simulated=true", "--set", "planner=own_planner:nothing_of_this_name"]
+    script = Path(sys.executable).with_name("kit")
+    done = subprocess.run([script, *words], cwd=cli.folder, env=cli.env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "has no attribute 'nothing_of_this_name'" in done.stderr
+
+
 def start_slow(cli: Cli) -> tuple[subprocess.Popen[str], Path, list[int]]:
     """Start a run whose ranks sleep in a phase; return it, its folder and its processes."""
     (cli.folder / "mine.py").write_text(SLOW)
