@@ -225,8 +225,23 @@ def drawn(room: Room, count: int, seed: str) -> list[Place]:
     by_place: dict[tuple[str, int, int], list[Place]] = {}
     for (line, column), place in places(room):
         by_place.setdefault((place.file, line, column), []).append(place)
-    first = sorted(by_place, key=lambda where: order(*where))[:count]
-    return [min(by_place[where], key=lambda place: order(place.operator, place.occurrence)) for where in first]
+    chosen: list[Place] = []
+    for where in sorted(by_place, key=lambda where: order(*where)):
+        if len(chosen) == count:
+            break
+        ways = sorted(by_place[where], key=lambda place: order(place.operator, place.occurrence))
+        chosen += [place for place in ways if changes_the_program(place)][:1]
+    return chosen
+
+
+def changes_the_program(place: Place) -> bool:
+    """Whether the mutated text is Python, and another program: a library also makes `{a: 1, -more}`."""
+    source = (ROOT / place.file).read_text()
+    try:
+        mutated = ast.parse(mutate(source, operators()[place.operator], place.occurrence))
+    except SyntaxError:
+        return False
+    return ast.dump(mutated) != ast.dump(ast.parse(source))
 
 
 def shared_out(count: int) -> dict[str, int]:
