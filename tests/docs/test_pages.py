@@ -69,3 +69,10 @@ def test_the_code_of_contributing_can_be_imported() -> None:
         "Table",
         "Definition",
     } <= set(names)
+
+
+def test_the_paths_of_contributing_lead_through_files_of_the_kit() -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Three paths")[2].partition("\n## ")[0]
+    files = re.findall(r"`([\w/]+\.py)`", section.partition("|---|")[2])
+    assert len(files) > 25
+    assert [file for file in files if not (ROOT / "kit" / file).exists()] == []
