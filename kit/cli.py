@@ -1,9 +1,10 @@
 # PYTHON_ARGCOMPLETE_OK
 """`kit ...`. Each command imports only what it needs, when it runs: `kit --help` loads no torch and no pandas.
 
-Exit status: 0 no check failed; 1 a check failed; 2 bad input; 3 the run broke (a rank raised, died or timed out);
-130 interrupted, and the ranks are ended. `check` ends with 3 if the run broke, otherwise by its verdict. `runs`, `show`,
-`compare`, `export`, `trace`, `report` and `notebook` end with 0 if they succeed; `notebook` ends with 3 if a cell fails.
+Exit status: 0 no check failed; 1 a check failed (with --strict: or was not measured); 2 bad input; 3 the run broke (a
+rank raised, died or timed out); 130 interrupted, and the ranks are ended. `check` ends with 3 if the run broke, otherwise
+by its verdict. `runs`, `show`, `compare`, `export`, `trace`, `report` and `notebook` end with 0 if they succeed; `notebook`
+ends with 3 if a cell fails.
 
 DIR is the folder or the id of a run (`kit runs` lists them). A command with one DIR uses the newest run by default.
 A command with several also accepts the folder of a sweep, which stands for its runs.
@@ -31,7 +32,9 @@ from kit.labs.definition import NAMES, Definition, fields, holder, known_fields,
 from kit.labs.discover import ANSWERS, ENDS, described, discover, find, select, tagged
 from kit.results.comparison import answers_changed, changed, compact, in_words, labelled, settings, warnings
 from kit.results.frames import plain, readable, summary_of
+from kit.results.growth import TOO_FEW_CYCLES
 from kit.results.records import flat, read_json, to_json
+from kit.results.rules import suspect_in
 from kit.results.run import INDEX, find_run, memory_snapshots, write_junit
 from kit.results.units import ROW, columns
 from kit.results.verdict import MARKS
@@ -202,7 +205,7 @@ def run_command(args: argparse.Namespace) -> CommandAnswer:
     fault = next(iter(args.fault), None)
 
     def once(config: Mapping[str, Any], out: Path | None) -> CommandAnswer:
-        return run_lab(args.lab, {**settings, **config}, out, fault=fault, tolerances=tolerances)
+        return run_lab(args.lab, {**settings, **config}, out, strict=args.strict, fault=fault, tolerances=tolerances)
 
     if not swept and args.repeat == 1:
         answer = once({}, args.out)
@@ -251,6 +254,7 @@ def run_lab(
     config: Mapping[str, Any],
     out: Path | None,
     *,
+    strict: bool = False,
     steps: Callable[[Lab], None] = lambda _: None,
     **options: Any,
 ) -> CommandAnswer:
@@ -262,7 +266,7 @@ def run_lab(
         try:
             steps(lab)
             lab.run()
-            status = results.exit_code(results.read_verdict(lab.dir / "verdict.json"))
+            status = results.exit_code(results.read_verdict(lab.dir / "verdict.json"), strict=strict)
         except BadInput:  # only the ranks could detect it; nothing was measured
             raise
         except KitError as broke:
@@ -277,10 +281,25 @@ def run_lab(
     lines.append(f"the run is in {lab.dir}")
     if snapshots := memory_snapshots(made):
         lines.append(f"memory snapshots: {snapshots}")
+    lines += unmeasured(made, verdict, strict=strict)
     rows = verdict.to_json() if verdict is not None else None
     state = "stopped" if status == 130 else "failed" if error else "finished"
     data = {"run": str(lab.dir), "status": state, "error": error, "verdict": rows, "exit": status}
     return CommandAnswer(data, "\n".join(lines), status)
+
+
+def unmeasured(run: results.Run, verdict: results.Verdict | None, *, strict: bool) -> list[str]:
+    """What a reader of the last line must know: leak checks that never looked at own code, and with `strict` every null check."""
+    nulls = [row for row in verdict or () if row.passed is None]
+    too_few = re.compile(TOO_FEW_CYCLES.format(r"\d+"))
+    short = [row for row in nulls if too_few.search(row.why)]
+    own = suspect_in(run.config, None)
+    if strict and nulls:
+        return [f"not measured, which --strict counts as failed: {', '.join(row.check for row in nulls)}"]
+    if short and own:
+        words = ", ".join(f"{row.check} ({row.why.removeprefix('not measured: ')})" for row in short)
+        return [f"too few cycles to see leaks and drift of {own}: {words}"]
+    return []
 
 
 def report_swept(answer: CommandAnswer) -> tuple[int, dict[str, Any]]:
@@ -337,7 +356,7 @@ def check_command(args: argparse.Namespace) -> CommandAnswer:
     run = results.Run(folder, rules=lambda _: find(args.lab).all_rules()) if args.lab else kit.load(folder)
     verdict, stored = run.verdict(), run.stored_verdict()
     moved = verdict.changes(stored) if stored is not None and not args.lab else None
-    status = 3 if run.broke else results.exit_code(verdict)
+    status = 3 if run.broke else results.exit_code(verdict, strict=args.strict)
     if args.junit:
         print(f"JUnit: {write_junit([(run, verdict)], args.junit)}", file=sys.stderr)
     data, text = run_heading(run)
@@ -345,6 +364,7 @@ def check_command(args: argparse.Namespace) -> CommandAnswer:
     if moved is not None:
         lines = ["differs from the stored verdict:", *moved] if moved else ["same as the stored verdict"]
         text += "\n\n" + "\n".join(lines)
+    text = "\n".join([text, *unmeasured(run, verdict, strict=args.strict)])
     return CommandAnswer({**data, "verdict": verdict.to_json(), "changes": moved, "exit": status}, text, status)
 
 
@@ -584,6 +604,7 @@ RUNS = command_option(
     "dirs", "DIR", "folders or ids of runs, or a sweep's folder; default: the newest run", run_names, nargs="*"
 )
 JSON = flag("--json", "print one JSON object on stdout and nothing else")
+STRICT = flag("--strict", "count a check that was not measured as a failed one: exit status 1")
 # For each command: its function, help text, examples, options.
 COMMANDS: tuple[
     tuple[Callable[[argparse.Namespace], CommandAnswer], str, tuple[str, ...], tuple[CommandOption, ...]], ...
@@ -643,6 +664,7 @@ COMMANDS: tuple[
             file("--tolerances", "FILE", "limits of the checks from a JSON file: {name: number}"),
             file("--out", "DIR", "folder of the run or sweep; default: a new one in the runs folder"),
             file("--junit", "FILE", "also write the verdict as JUnit XML, for CI"),
+            STRICT,
         ),
     ),
     (
@@ -677,6 +699,7 @@ COMMANDS: tuple[
                 "--lab", "LAB", "judge with this lab's checks, even if another system wrote the records", lab_names
             ),
             file("--junit", "FILE", "also write the stored verdict as JUnit XML"),
+            STRICT,
         ),
     ),
     (show, "show a run: status, verdict, times", ("", "smoke-20260101-120000-0a1b"), (ONE_RUN,)),

@@ -395,6 +395,28 @@ def test_a_comparison_leads_with_verdicts_and_reads_runs_without_records(
 
 
 @pytest.mark.slow
+def test_own_code_in_few_cycles_is_said_and_strict_fails_on_it(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SLOW + "\n\nclass Right(Plain): ...\n")
+    said = (
+        "too few cycles to see leaks and drift of implementation=mine:Right: memory_slope (needs at least 4 cycles), "
+    )
+    run = ("run", "smoke", "--set", "implementation=mine:Right", "--set")
+    out, _ = cli(*run, "cycles=2")
+    assert out.splitlines()[-1].startswith(said)
+    out, _ = cli("check")
+    assert out.splitlines()[-1].startswith(said)
+    counted = "not measured, which --strict counts as failed: memory_slope, nothing_piles_up"
+    out, _ = cli("check", "--strict", status=1)
+    assert out.splitlines()[-1] == counted
+    out, _ = cli(*run, "cycles=2", "--strict", status=1)
+    assert out.splitlines()[-1] == counted
+    out, _ = cli(*run, "cycles=6", "--strict")
+    assert out.splitlines()[-1].startswith("the run is in ")
+    out, _ = cli("run", "smoke", "--set", "cycles=2")  # the kit's own code has its tests
+    assert out.splitlines()[-1].startswith("the run is in ")
+
+
+@pytest.mark.slow
 def test_comparing_runs_of_different_labs_says_so(cli: Cli, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("one", "two")]
     for number, folder in enumerate(folders, start=1):

@@ -21,6 +21,7 @@ came after `watch()` and no process outside of the job uses it; a file that C++ 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -201,6 +202,7 @@ class PhaseMeter:
             meter._fold(self._before)
         self.peak_refused = reset_peaks(device)
         _open.append(self)
+        self._looked = 0.0
         self._start = time.perf_counter()
         self._overhead = self._start - began
         return self
@@ -221,11 +223,11 @@ class PhaseMeter:
         if self.peak_refused:
             levels.pop("peak_rss", None)
         levels |= {f"{name}_before": value for name, value in self._before.items() if name not in _PEAKS}
-        self.metrics = [Metric("seconds", end - self._start, "s")]
+        self.metrics = [Metric("seconds", end - self._start - self._looked, "s")]
         for name, value in levels.items():
             counted = name.removesuffix("_before") in Counts._fields
             self.metrics.append(Metric(name, value, "1" if counted else "B"))
-        self.metrics.append(Metric("overhead_seconds", self._overhead + time.perf_counter() - end, "s"))
+        self.metrics.append(Metric("overhead_seconds", self._overhead + self._looked + time.perf_counter() - end, "s"))
         if failure is not None and error is None:
             raise failure
         self.device_error = failure
@@ -233,6 +235,17 @@ class PhaseMeter:
     def _fold(self, seen: dict[str, int]) -> None:
         for name in _PEAKS:
             self._peaks[name] = max(self._peaks[name], seen.get(name, 0))
+
+
+@contextlib.contextmanager
+def looking() -> Iterator[None]:
+    """A look that cannot wait until the phase ends: its time is overhead. It must not wait for the device, whose work is the phase's."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        for meter in _open:
+            meter._looked += time.perf_counter() - began
 
 
 def between_phases(device: str) -> list[Metric]:

@@ -30,12 +30,13 @@ SLOPE_CYCLES = 4
 RISING = 6  # from this many cycles on, a single cycle cannot tilt the line through all
 LEAST_S = 0.1  # a phase that takes less than this longer is steady
 SETTLED = 2  # cycles after which all one-time allocations exist
+TOO_FEW_CYCLES = "needs at least {} cycles"
 STATE_SHARE = 0.01  # share of the job's state that a cycle may add without counting as growth
 
 
 def needs_cycles(least: int) -> Callable[[Mapping[str, Any]], str]:
     """Why a config has too few cycles for an answer; a lab without cycles always has enough."""
-    return lambda config: "" if config.get("cycles", least) >= least else f"needs at least {least} cycles"
+    return lambda config: "" if config.get("cycles", least) >= least else TOO_FEW_CYCLES.format(least)
 
 
 one_cycle, few_cycles = needs_cycles(2), needs_cycles(SLOPE_CYCLES)
@@ -264,7 +265,7 @@ def nothing_piles_up(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
     if rows.empty:
         raise Missing("no file descriptors, threads or files were counted")
     if rows["cycle"].nunique() <= SETTLED:
-        raise NotMeasured(f"needs at least {SETTLED + 1} cycles")
+        raise NotMeasured(TOO_FEW_CYCLES.format(SETTLED + 1))
     phases = rows.groupby("cycle")["phase"].last()
     rows = rows[rows["phase"] == rows["cycle"].map(phases)]
     table = rows.pivot_table(index="cycle", columns=["metric", "rank"], values="value", aggfunc="last")

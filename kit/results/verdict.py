@@ -202,8 +202,10 @@ def _text(value: object) -> str:
     return value
 
 
-def exit_code(verdict: Verdict) -> int:
-    return 0 if verdict.passed else 1
+def exit_code(verdict: Verdict, *, strict: bool = False) -> int:
+    """0 if no check failed. `strict`: a check that was not measured counts as a failed one."""
+    unmeasured = [row for row in verdict if row.passed is None]
+    return 1 if not verdict.passed or (strict and unmeasured) else 0
 
 
 # -- tolerances: the limits that a person moves ----------------------------------------------------------------------------

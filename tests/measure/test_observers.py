@@ -322,6 +322,40 @@ def test_what_is_not_as_it_was_is_named() -> None:
     ]
 
 
+def test_the_numbers_of_an_optimizer_belong_to_the_state() -> None:
+    job = Job()
+    before = job.state().prints()
+    group = job.optimizer.param_groups[0]
+    group["lr"], group["betas"] = group["lr"] / 2, (0.9, 0.99)
+    group["amsgrad"] = True
+    assert [str(difference) for difference in tensor_differences(before, job.state().prints())] == [
+        "optimizer optimizer.param_groups.0.lr: other numbers, largest difference 0.0005",
+        "optimizer optimizer.param_groups.0.betas: other numbers",
+        "optimizer optimizer.param_groups.0.amsgrad: other numbers",
+    ]
+    group["weight_decay"] = int(group["weight_decay"]) + 1e-2  # equal numbers of another type are equal
+    group["eps"] = float(group["eps"])
+    assert len(tensor_differences(before, job.state().prints())) == 3
+
+
+def test_bytes_that_come_after_a_moment_are_late() -> None:
+    job = Job()
+    before = job.state().prints()
+    assert tensors.late(before, job.state().samples()) == []
+    weight = job.net[0].weight.data
+    there = weight.clone()
+    weight.zero_()
+    arrived = job.state().samples()
+    weight.copy_(there)
+    assert tensor_differences(before, job.state().prints()) == []
+    assert tensors.late(before, arrived) == ["chunks.0.0.weight"]
+    weight.untyped_storage().resize_(0)  # a moment without memory is no crash
+    arrived = job.state().samples()
+    weight.untyped_storage().resize_(there.nbytes)
+    weight.copy_(there)
+    assert tensors.late(before, arrived) == ["chunks.0.0.weight"]
+
+
 def test_a_view_that_is_no_view_any_more_is_seen_though_its_numbers_are_right() -> None:
     job = Job()
     before = job.state().prints()

@@ -158,6 +158,7 @@ def test_an_unknown_tolerance_is_bad_input_that_lists_the_known():
 def test_passed_failed_and_exit_code():
     good, bad, unknown = check(1.0), check(99.0, name="bad"), check(None)
     assert exit_code(judge(to_frame([]), {}, [good, unknown])) == 0
+    assert exit_code(judge(to_frame([]), {}, [good, unknown]), strict=True) == 1
     verdict = judge(to_frame([]), {}, [good, bad, unknown])
     assert not verdict.passed
     assert [row.check for row in verdict.failed] == ["bad"]

@@ -96,6 +96,20 @@ FAULTS = (
         patch={RESTORE: f"{BUGS}:flips_a_bit"},
     ),
     Fault(
+        "lands-late",
+        "the reload returns 0.3 s before the bytes of its largest tensor are there",
+        "tensors_restored",
+        needs=KITS,
+        patch={RESTORE: f"{BUGS}:returns_before_the_last_bytes"},
+    ),
+    Fault(
+        "rate-halved",
+        "the optimizer has half its learning rate after the reload",
+        "tensors_restored",
+        needs=WHOLE,
+        patch={RESTORE: f"{BUGS}:halves_the_learning_rate"},
+    ),
+    Fault(
         "lost-optimizer-state",
         "Adam's first moments are zeros after the reload",
         "training_continues_bitwise",

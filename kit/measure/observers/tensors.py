@@ -1,8 +1,9 @@
 """The training state, found by walking objects: modules, their parameters and buffers, gradients, and what optimizers keep.
 
 The code that moves tensors is not asked. The walk follows attributes, items and the attributes of parameters (`main_grad`), through the
-tree of modules first and else breadth first, so that a tensor gets its module's name or its shortest path. `State` counts the bytes of
-each kind, takes a digest of every tensor, and notes which tensors share memory. A tensor that is neither parameter, buffer, gradient nor
+tree of modules first and else breadth first, so that a tensor gets its module's name or its shortest path. `TensorState` counts the bytes
+of each kind, takes a digest of every tensor and of the plain values in an optimizer's groups and states (learning rate, weight decay, step
+count), and notes which tensors share memory. A tensor that is neither parameter, buffer, gradient nor
 optimizer state has the kind "other": scratch. Limits: a tensor that only C++ or a closure refers to is not found; above `SAMPLE` elements
 the largest difference is that of a sample.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import hashlib
+import itertools
 import random
 import sys
 import types
@@ -95,6 +97,7 @@ class TensorState:
     def __init__(self, **roots: Any) -> None:
         tensors = list(walk(roots))
         self._kinds = _kinds([value for _, value in tensors])
+        self._settings = dict(itertools.chain.from_iterable(itertools.starmap(_settings_of, tensors)))
         self.tensors = [
             Tensor(path, self._kinds.get(_storage(value), "other"), value)
             for path, value in tensors
@@ -117,7 +120,9 @@ class TensorState:
         for name, _, tensor in filled:
             start = _start(tensor)
             spans.setdefault(_storage(tensor), []).append((start, start + _extent(tensor), name))
-        whole = {place: max(of, key=lambda one: (one[1] - one[0], -len(one[2]), one[2])) for place, of in spans.items()}
+        whole = {
+            place: max(of, key=lambda span: (span[1] - span[0], -len(span[2]), span[2])) for place, of in spans.items()
+        }
         params = [resident.tensor for resident in self.tensors if isinstance(resident.tensor, torch.nn.Parameter)]
         grads = [tensor for param in params for name, tensor in _of_tensor(param) if name in GRADIENTS]
         named = {id(tensor) for tensor in (*params, *grads)}  # they get a digest although others lie within them
@@ -126,7 +131,12 @@ class TensorState:
             base, _, container = whole[_storage(tensor)]
             if kind == "optimizer" or id(tensor) in named or not _has_parts(tensor, spans):
                 prints[name] = _print(tensor, kind, container, _start(tensor) - base)
-        return prints
+        return prints | {name: _print_of_value(value) for name, value in self._settings.items()}
+
+    def samples(self) -> Samples:
+        """A few values of every tensor, as they are at this moment; nothing waits for the device."""
+        filled = [resident for resident in self.tensors if resident.tensor.numel() and _has_memory(resident.tensor)]
+        return {name: _sample(tensor).clone() for name, _, tensor in filled}
 
 
 class Resident(NamedTuple):
@@ -149,6 +159,15 @@ class Print(NamedTuple):
     at: int
     digest: str
     sample: torch.Tensor
+
+
+Samples = dict[str, torch.Tensor]
+
+
+def late(before: Mapping[str, Print], arrived: Samples) -> list[str]:
+    """The names of the tensors that had no memory, or other values than before."""
+    values = {name: print_.sample for name, print_ in before.items() if print_.device}
+    return [name for name in values if name not in arrived or _other(values[name], arrived[name])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +210,13 @@ def _difference(old: Print | None, new: Print | None) -> tuple[str, float | None
         return f"was a part of {old.part_of} and lies in other memory now", None
     if old.digest != new.digest:
         apart = (old.sample.double() - new.sample.double()).abs().nan_to_num(nan=float("inf"))
-        return "other numbers", float(apart.max())
+        return "other numbers", float(apart.max()) if len(apart) else None
     return "", None
 
 
-def _zero(one: Print) -> bool:
-    return one.digest == tensor_digest(torch.zeros(one.shape, dtype=getattr(torch, one.dtype.removeprefix("torch."))))
+def _zero(print_: Print) -> bool:
+    dtype = getattr(torch, print_.dtype.removeprefix("torch."))
+    return print_.digest == tensor_digest(torch.zeros(print_.shape, dtype=dtype))
 
 
 def _kinds(values: list[Any]) -> dict[int, str]:
@@ -245,12 +265,46 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def _print(tensor: torch.Tensor, kind: str, part_of: str, at: int) -> Print:
-    flat = tensor.detach().reshape(-1)
-    step = -(-flat.numel() // SAMPLE)
-    sample = flat[::step].to("cpu", copy=True)
+    sample = _sample(tensor).to("cpu", copy=True)
     return Print(
         kind, tuple(tensor.shape), str(tensor.dtype), str(tensor.device), part_of, at, tensor_digest(tensor), sample
     )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() >= _start(tensor) + _extent(tensor)
+
+
+def _other(sample: torch.Tensor, arrived: torch.Tensor) -> bool:
+    return sample.dtype != arrived.dtype or tensor_digest(sample) != tensor_digest(arrived)
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: -(-flat.numel() // SAMPLE)]
+
+
+def _settings_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The plain values of an optimizer by name: those of its groups, and of its state beside tensors."""
+    if not isinstance(value, torch.optim.Optimizer):
+        return
+    for kind, tables in (("param_groups", value.param_groups), ("state", value.state.values())):
+        for place, table in enumerate(tables):
+            yield from ((f"{path}.{kind}.{place}.{key}", item) for key, item in table.items() if _is_plain(item))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _print_of_value(value: Any) -> Print:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    kind = "number" if is_number else type(value).__name__  # 1 is 1.0
+    shown = repr(float(value) if is_number else value)
+    sample = torch.tensor([float(value)] if is_number else [], dtype=torch.float64)
+    return Print("optimizer", (), kind, "", "", 0, hashlib.sha256(shown.encode()).hexdigest(), sample)
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

@@ -27,6 +27,15 @@ class Whole:
     def restore(self, state):
         return self.kit.restore(state)
 
+class Moves:
+    """The calls of the documented mover, and nothing else."""
+    def __init__(self, ctx):
+        self.mover = ctx.mover
+    def release(self):
+        self.mover.release()
+    def restore(self, state):
+        self.mover.restore()
+
 class Nothing:
     def __init__(self, ctx): ...
     def release(self): ...

@@ -42,6 +42,9 @@ ALSO = {
         "handles_alive",
     },
     "alias-broken": {"tensors_restored"},
+    "rate-halved": {"training_continues_bitwise"},
+    # How far the lab has come when the bytes are there depends on the machine.
+    "lands-late": {"training_continues_bitwise", "threads_return"},
     "bit-flip": {"training_continues_bitwise"},
     "reseeded": {"training_continues_bitwise"},
     "lost-optimizer-state": {"tensors_restored"},

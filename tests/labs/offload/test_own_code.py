@@ -20,6 +20,13 @@ def test_release_and_restore(offload: Offload) -> None:
 
 
 @pytest.mark.slow
+def test_the_documented_mover_alone_leaves_no_descriptor(offload: Offload) -> None:
+    verdict = offload(implementation="mine:Moves", groups=False, cycles=2).verdict()
+    assert failed(verdict) == set()
+    assert why(verdict, "tensors_restored").startswith("tensors_changed: 0 after verify")
+
+
+@pytest.mark.slow
 def test_a_wrapper_around_every_group(offload: Offload) -> None:
     run = offload(implementation="own_wrapper:Wrapping", cycles=2)
     assert failed(run.verdict()) == set()

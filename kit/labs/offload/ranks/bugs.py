@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from kit.labs.offload.ranks.job import JobContext
 from kit.labs.offload.ranks.phases import Offload
 from kit.labs.offload.ranks.releaser import KitReleaser, State
-from kit.megatron import groups, ownership
+from kit.megatron import groups, ownership, tensors
 from kit.megatron.groups import DestroyFailed
 from kit.megatron.handles import Handle, c10d, groups_in, megatron_groups, parallel_state
 from kit.target import replaced
@@ -29,6 +30,7 @@ as_found, new_process_group = ownership.as_found, c10d._new_process_group_helper
 
 LEAK_BYTES = 16 * 2**20
 SLOW_S = 1.5
+LATE_S = 0.3
 LOSSY = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -148,6 +150,29 @@ def flips_a_bit(releaser: KitReleaser) -> State:
     if on_last_rank(releaser):
         weight = next(releaser.ctx.chunks[0].module.parameters())
         weight.data.view(-1)[:1].view(torch.uint8)[0] ^= 1
+    return stats
+
+
+def returns_before_the_last_bytes(releaser: KitReleaser) -> State:
+    """As a copy on a stream or thread that nobody waits for."""
+    stats = restore_tensors(releaser)
+    storage = max(releaser.ctx.mover.items(), key=lambda item: item.size).storage
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    still_to_come = whole.clone()
+    whole.zero_()
+
+    def arrive() -> None:
+        whole.copy_(still_to_come)
+
+    threading.Timer(LATE_S, arrive).start()
+    return stats
+
+
+def halves_the_learning_rate(releaser: KitReleaser) -> State:
+    stats = restore_tensors(releaser)
+    for optimizer in tensors.inner_optimizers(releaser.ctx.optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] /= 2
     return stats
 
 

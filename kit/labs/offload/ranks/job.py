@@ -43,6 +43,8 @@ def build(ctx: Context) -> Trainable:
 
 
 def context_for(ctx: Context, job: Trainable, around: Any) -> JobContext:
+    mover = getattr(job, "mover", None) or tensors.Mover(job.chunks, job.optimizer, ctx.device)
+    mover.arena.open()  # now, so that its file does not count as growth after the first release, whoever moves tensors with it
     return JobContext(
         rank=ctx.rank,
         world_size=ctx.world_size,
@@ -52,6 +54,6 @@ def context_for(ctx: Context, job: Trainable, around: Any) -> JobContext:
         optimizer=job.optimizer,
         scheduler=getattr(job, "scheduler", None),
         groups=groups.snapshot().get("groups", []),
-        mover=getattr(job, "mover", None) or tensors.Mover(job.chunks, job.optimizer, ctx.device),
+        mover=mover,
         around=around,
     )

@@ -24,7 +24,7 @@ from kit.labs.offload.ranks.watch import JobWatch, any_rank
 from kit.labs.rankside import Context, digest
 from kit.measure.observers.births import Births, Names, replaced_names, take_names
 from kit.measure.observers.tensors import KINDS, Resident, TensorState, children_of, live_bytes, tensor_differences
-from kit.measure.phase import log_steps
+from kit.measure.phase import log_steps, looking
 from kit.megatron import groups, observe, ownership, standin, tensors
 from kit.target import load
 
@@ -159,7 +159,11 @@ class Offload:
         self._ask_bystander()
 
     def reload(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        self._record(reported(self.releaser.restore(self.released)))
+        stats = self.releaser.restore(self.released)
+        if self.config.hashes:
+            with looking():  # at once: copies that are still under way would end during the phases that follow
+                self.watch.arrived = self._state().samples()
+        self._record(reported(stats))
         self.released = None
 
     def talk(self, cycle: int) -> None:  # noqa: ARG002 - as above
@@ -184,11 +188,14 @@ class Offload:
             different = tensor_differences(self.watch.prints, after, zeroed=self.config.dropped_grads)
             self.ctx.record("tensors_hashed", len(after))
             self._count("tensors_changed", different)
+            self._count(
+                "tensors_late", self.watch.late({tensor.name for tensor in different}, self.config.dropped_grads)
+            )
             for tensor in different[:NAMED]:
                 self.ctx.record(
                     "tensor_differs", tensor.largest, text=tensor.what, tensor=tensor.name, kind=tensor.kind
                 )
-        self.watch.prints = {}
+        self.watch.prints, self.watch.arrived = {}, {}
 
         if not self.broken and (wrong := [*moved, *options, *stale]):
             print(f"groups, options and handles that differ: {len(wrong)}, first: {wrong[0]}")

@@ -25,7 +25,6 @@ State = dict[str, Any]
 class KitReleaser:
     def __init__(self, ctx: JobContext) -> None:
         self.ctx = ctx
-        ctx.mover.arena.open()  # now, so that its file does not count as growth after the first release
 
     def release(self) -> State:
         return {"tensors": self.release_tensors(), "groups": self.destroy() if self.ctx.config.groups else {}}

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kit.measure.observers import births
+from kit.measure.observers import births, tensors
 from kit.measure.observers.births import Births
-from kit.measure.observers.tensors import Print
+from kit.measure.observers.tensors import Print, Samples
 from kit.megatron import observe
 
 
@@ -23,6 +23,7 @@ class JobWatch:
         self.standing = False
         self.mute = False  # a Megatron group did not answer: further training would wait for it
         self.prints: dict[str, Print] = {}
+        self.arrived: Samples = {}  # values of every tensor at the moment at which the reload returned
         self.random: dict[str, str] = {}
         self._ranks: dict[str, list[int]] = {}
         self._answered: dict[str, list[int]] = {}
@@ -42,6 +43,11 @@ class JobWatch:
         self.old = observe.remember()
         self._world = weakref.ref(births.world())
         self.random = observe.random_state()
+
+    def late(self, changed: set[str], dropped_grads: bool) -> list[str]:
+        """What is as before the release now, and was not when the reload returned."""
+        names = [name for name in tensors.late(self.prints, self.arrived) if name not in changed]
+        return [name for name in names if not (dropped_grads and self.prints[name].kind == "grads")]
 
     def alive(self) -> list[str]:
         """The groups created since the job began that something still holds."""
