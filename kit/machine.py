@@ -442,13 +442,33 @@ def runs_on_gpu(built_for: Sequence[str], capability: tuple[int, int]) -> bool:
 
 
 def free_gpu_bytes() -> Sequence[int]:
-    """Return the free memory of each GPU, read every few seconds at most; empty without a driver."""
-    return _free_gpu_bytes(int(time.monotonic() / FRESH_S))
+    """Return the free memory of each GPU that ranks will see, read every few seconds at most; empty without a driver."""
+    return _free_gpu_bytes(int(time.monotonic() / FRESH_S), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 @functools.lru_cache(maxsize=1)
-def _free_gpu_bytes(when: int) -> Sequence[int]:  # noqa: ARG001 - a new time is a new question
-    return [int(mib) << 20 for (mib,) in query_gpus("memory.free")[0] if mib.isdigit()]
+def _free_gpu_bytes(when: int, visible: str | None) -> Sequence[int]:  # noqa: ARG001 - a new time is a new question
+    gpus = [(uuid, int(mib) << 20) for uuid, mib in query_gpus("uuid", "memory.free")[0] if mib.isdigit()]
+    return [gpus[place][1] for place in visible_gpus([uuid for uuid, _ in gpus], visible)]
+
+
+def visible_gpus(uuids: Sequence[str], visible: str | None) -> Sequence[int]:
+    """Return the places of the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; all where it is not set.
+
+    CUDA reads numbers and (the beginnings of) UUIDs up to the first name that it does not know (CUDA C++ Programming Guide, "CUDA
+    Environment Variables"). Parts of a GPU (MIG) have no memory of their own in the driver's list, so there is no answer for them.
+    """
+    if visible is None:
+        return range(len(uuids))
+    places: list[int] = []
+    for name in visible.split(","):
+        word = name.strip()
+        known = [place for place, uuid in enumerate(uuids) if word.startswith("GPU-") and uuid.startswith(word)]
+        place = int(word) if word.isdigit() else known[0] if len(known) == 1 else len(uuids)
+        if place >= len(uuids) or place in places:
+            break
+        places.append(place)
+    return places
 
 
 class GpuProcess(ctypes.Structure):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kit import machine
+from kit.labs.share.lab import roles
 from kit.machine import NVML_FINE, NVML_TOO_SMALL, NVML_UNKNOWN, gpu_process_bytes
+from tests.labs.share.conftest import share
 
 MIB = 2**20
 BUS = "00000000:19:00.0"
@@ -117,3 +121,40 @@ WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 def test_code_runs_on_later_gpus_of_its_generation_and_ptx_on_all_later_ones(capability, built_for, fits):
     """`assumed`: from the CUDA C++ Programming Guide, "Binary Compatibility" and "PTX Compatibility"."""
     assert machine.runs_on_gpu(built_for, capability) is fits
+
+
+UUIDS = ("GPU-aa11", "GPU-ab22", "GPU-bb33")
+
+
+@pytest.mark.parametrize(
+    ("visible", "places"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("1", [1]),
+        ("2,0", [2, 0]),
+        (" 1 , 2", [1, 2]),
+        ("GPU-bb,GPU-aa11", [2, 0]),
+        ("GPU-a", []),  # the beginning of two
+        ("0,7,1", [0]),  # CUDA stops at the first name that it does not know
+        ("-1,0", []),
+        ("MIG-cc44", []),
+    ],
+)
+def test_the_gpus_that_ranks_will_see(visible: str | None, places: list[int]) -> None:
+    assert [*machine.visible_gpus(UUIDS, visible)] == places
+
+
+def test_gpus_that_are_hidden_from_ranks_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lab share places pipelines on the GPUs that it counts; one that ranks cannot see would be refused by them."""
+    lines = "\\n".join(f"{uuid}, {1000 * (number + 1)}" for number, uuid in enumerate(UUIDS))
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\nprintf '{lines}\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [free >> 20 for free in machine.free_gpu_bytes()] == [2000]
+    assert {device for role in roles(share()) for device in role.devices} == {0}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert [free >> 20 for free in machine.free_gpu_bytes()] == [1000, 2000, 3000]
+    assert {device for role in roles(share()) for device in role.devices} == {0, 1}  # of two devices

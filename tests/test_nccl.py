@@ -161,6 +161,16 @@ def test_if_any_gpu_of_a_placement_repeats_every_rank_gets_the_environment_for_s
     assert not any(choose_device("cuda", number, 2, (0, 1), number).env for number in range(2))
 
 
+@pytest.mark.parametrize(("visible", "words"), [(None, "there are 1"), ("1", "CUDA_VISIBLE_DEVICES=1 leaves 1")])
+def test_a_gpu_that_is_not_there_is_named_with_what_hides_it(gpus, monkeypatch, visible, words):
+    gpus(1, (2, 28, 9))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(RuntimeError, match=rf"devices=\[1\] names GPU 1, and {words}, numbered from 0"):
+        choose_device("cuda", 0, 1, (1,), 0)
+
+
 def test_where_gpus_cannot_be_shared_auto_takes_the_host_and_cuda_is_refused(gpus):
     gpus(1, None)
     seat = choose_device("auto", 1, 2)

@@ -128,7 +128,9 @@ def choose_device(wanted: str, number: int, neighbours: int, devices: Sequence[i
             # All ranks of a World get the same environment: a communicator between ranks that share and ranks that do not must agree.
             repeated = len({*devices}) < len(devices)
             if gpu >= there:
-                raise RuntimeError(f"devices={list(devices)} names GPU {gpu}, and there are {there}, numbered from 0")
+                hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+                left = "there are" if hidden is None else f"CUDA_VISIBLE_DEVICES={hidden} leaves"
+                raise RuntimeError(f"devices={list(devices)} names GPU {gpu}, and {left} {there}, numbered from 0")
             if seat := place_on_gpu(gpu, number, f"GPU {gpu} of devices={list(devices)}", shared=repeated):
                 return seat
             raise RuntimeError(f"devices={list(devices)} puts several ranks on one GPU, which needs NCCL")
