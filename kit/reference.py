@@ -4,7 +4,7 @@ Each part is a process of its own, as a person would start it, and a run of its 
 files exist does not run again, so an interrupted reference resumes. A part that reached its time limit with records counts as run. The
 reference needs no Jupyter and no network.
 
-    runs/NAME                     the run, with every record
+    runs/NAME                     the run, with every row
     NAME.json, NAME.txt           of a bench: rows and their provenance; the same as text
     NAME.json, NAME.png, -dark    of a lab: verdict, medians by phase and metric, provenance; its picture
     README.md                     what ran, what failed, missed limits, seconds

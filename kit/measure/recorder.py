@@ -122,7 +122,7 @@ class Recorder:
 
     @contextmanager
     def phase(self, name: str, *, cycle: int = 0, observe: bool = False) -> Iterator[PhaseMeter]:
-        """Measure the block and append its records when it ends. A block that raises is recorded too, with `failed` 1.
+        """Measure the block and append its rows when it ends. A block that raises is recorded too, with `failed` 1.
 
         With `observe` the labs' observers also record, before and after: shared memory, memfds, files, child processes, memory by kind.
         `kit check DIR` then judges whether any of these grows from cycle to cycle.
@@ -161,7 +161,7 @@ class Recorder:
         """Append a number. Its phase and cycle are those of the enclosing block, unless you pass them.
 
         `ids` say what it is about (`tensor="embedding"`, `group=17`), `text` is a short text beside the value. With
-        `start`, in Unix seconds, the record is a span that ends now.
+        `start`, in Unix seconds, the row is a span that ends now.
         """
         self._one(metric, value, unit, ids, phase=phase, cycle=cycle, text=text, start=start)
 
@@ -176,7 +176,7 @@ class Recorder:
         start: float | None = None,
         **ids: AsId,
     ) -> None:
-        """Append an event: a record with a time and ids, without a value. With `start` it is a span until now."""
+        """Append an event: a row with a time and ids, without a value. With `start` it is a span until now."""
         self._one(name, None, "", ids, phase=phase, cycle=cycle, text=text, start=start)
 
     @contextmanager

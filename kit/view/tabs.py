@@ -1,6 +1,6 @@
 """The tabs of a panel: plots, verdict, records, output of the ranks, comparison of runs, export, and a forecast.
 
-The verdict lists the worst results first, each with a slider for its limit. Moving a slider judges the stored records again. Checks that
+The verdict lists the worst results first, each with a slider for its limit. Moving a slider judges the stored rows again. Checks that
 share a tolerance share its slider. Rows keep their order while a limit moves, so they do not jump; the next run sorts them.
 """
 

@@ -1,4 +1,4 @@
-"""The commits of CONTRIBUTING, applied to a copy of the kit: a check is one line, a fault is one entry and one function."""
+"""The commits of CONTRIBUTING, applied to a copy of the kit: a rule is one line, a fault is one entry and one function."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def verdict(checkout: Path, *words: str) -> dict[str, bool | None]:
     return {row["check"]: row["passed"] for row in json.loads(done.stdout)["verdict"]}
 
 
-def test_a_new_check_judges_recorded_runs(checkout: Path) -> None:
+def test_a_new_rule_judges_recorded_runs(checkout: Path) -> None:
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(checkout, [name for name in archive if name.name.startswith("smoke-")], filter="data")
     assert verdict(checkout, "check", "smoke-default")["sockets_return"] is True
@@ -45,6 +45,6 @@ def test_a_new_check_judges_recorded_runs(checkout: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_new_fault_is_caught_by_its_check_alone(checkout: Path, nothing_left: None) -> None:
+def test_a_new_fault_is_caught_by_its_rule_alone(checkout: Path, nothing_left: None) -> None:
     judged = verdict(checkout, "run", "smoke", "--fault", "open-file", "--set", "cycles=2")
     assert [check for check, passed in judged.items() if passed is False] == ["fds_return"]
