@@ -336,26 +336,46 @@ def drift(frame: pd.DataFrame, folder: Path) -> pd.DataFrame:
 
 def dumped(path: Path) -> pd.DataFrame:
     """The same from a dump: one line of JSON per token. Incomplete or contradictory lines raise `Unjudged`."""
+    cells: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    for row in tokens_in(path):
+        cells[row["step_version"] - row["version"], row["position"]].append(difference(row))
+    rows = [
+        {"lag": lag, "position": position, "tokens": len(differences), **drifted(differences)}
+        for (lag, position), differences in sorted(cells.items())
+    ]
+    return pd.DataFrame(rows).rename(columns=COLUMNS)
+
+
+def fresh_by_version(folder: Path) -> pd.DataFrame:
+    """By version: the drift of a dump's tokens that are trained at the version which generated them."""
+    cells: defaultdict[int, list[float]] = defaultdict(list)
+    for row in tokens_in(folder / FILE) if (folder / FILE).is_file() else ():
+        if row["version"] == row["step_version"]:
+            cells[row["version"]].append(difference(row))
+    rows = [
+        {"version": version, "tokens": len(differences), **drifted(differences)}
+        for version, differences in sorted(cells.items())
+    ]
+    return pd.DataFrame(rows).rename(columns=COLUMNS)
+
+
+def difference(row: dict[str, Any]) -> float:
+    return float(row["logprob_trainer"] - row["logprob_engine"])
+
+
+def tokens_in(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise NotMeasured(f"there is no {path.name} beside the records")
-    cells: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    seen: set[tuple[int, ...]] = set()
+    rows: dict[tuple[int, ...], dict[str, Any]] = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         row = checked(line, f"{path.name}, line {number}")
         key = tuple(row[name] for name in ("group", "sample", "position", "step_version"))
-        if key in seen:
+        if key in rows:
             raise Unjudged(f"{path.name}, line {number}: this token of group {key[0]}, sample {key[1]} occurs twice")
-        seen.add(key)
-        cells[row["step_version"] - row["version"], row["position"]].append(
-            row["logprob_trainer"] - row["logprob_engine"]
-        )
-    if not cells:
+        rows[key] = row
+    if not rows:
         raise Missing(f"{path.name} is empty")
-    rows = [
-        {"lag": lag, "position": position, "tokens": len(some), **drifted(some)}
-        for (lag, position), some in sorted(cells.items())
-    ]
-    return pd.DataFrame(rows).rename(columns=COLUMNS)
+    return [*rows.values()]
 
 
 def checked(line: str, where: str) -> dict[str, Any]:

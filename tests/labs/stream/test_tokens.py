@@ -45,7 +45,7 @@ def test_a_dump_is_judged_by_lag_and_position(tmp_path: Path) -> None:
     row = judged(tmp_path / "run", right())
     assert row.passed is True
     assert row.measured == pytest.approx(0.001)
-    assert "over 64 tokens, largest at position 4: 0.001; lag 1: 0.5" in row.why
+    assert "over 64 tokens, largest in version 2: 0.001, largest at position 4: 0.001; lag 1: 0.5" in row.why
     table = tables.dumped(tmp_path / "run" / "tokens.jsonl")
     assert table[["lag", "position", "tokens"]].values.tolist() == [
         *([0, position, 16] for position in range(4, 8)),
@@ -62,6 +62,24 @@ def test_a_mismatch_at_one_position_fails(tmp_path: Path) -> None:
     row = judged(tmp_path / "run", lines)
     assert row.passed is False
     assert "largest at position 7: 0.1" in row.why
+
+
+@pytest.mark.parametrize(("drift", "right_one"), [(0.1, False), (0.001, True)])
+def test_a_version_that_differs_is_not_hidden_by_version_0(tmp_path: Path, drift: float, right_one: bool) -> None:
+    """Nine tenths of the tokens are of version 0, which no sync has touched."""
+    lines: list[Token] = []
+    for step_version, groups in ((0, 90), (1, 10)):
+        for group in range(groups):
+            lines += [
+                {
+                    **row, "group": 100 * step_version + group, "version": step_version, "step_version": step_version,
+                    "logprob_trainer": -1.0 - drift * step_version,
+                }
+                for row in right()[:8]
+            ]  # fmt: skip
+    row = judged(tmp_path / "run", lines)
+    assert row.passed is right_one
+    assert f"largest in version 1: {drift}" in row.why
 
 
 @pytest.mark.parametrize(
