@@ -15,6 +15,7 @@ from kit.results.records import Id, Row
 from kit.results.rules import Missing, NotMeasured, Violations, settle
 from kit.results.units import counted
 from kit.stream import backed
+from kit.stream.given_up import eviction_justified
 from kit.stream.history import ENDS, NO_AGE_LIMIT, REACTION, LoopLedger, Sample, Step, by, ends_group
 
 FEWEST = 8  # equal samples with at least this many tokens are no coincidence
@@ -58,19 +59,15 @@ def _update_order(step: Step) -> Iterator[str]:
 
 
 def _batch_sizes(ledger: LoopLedger) -> Iterator[str]:
-    """Every update trains a whole batch; a step may only lack groups that failed."""
+    """Every update trains a whole batch; a step may only lack groups without a token, and with on_failed=shrink those that failed."""
     whole = [
         step
         for step in ledger.steps
         if step.bumped or (step.finished and not step.abort and ledger.ended and not ledger.error)
     ]
     sizes = [Counter(row.number("update", 0) for row in step.of("trained")) for step in whole]
-    filtered = {row["group"] for row in ledger.by_event["filtered"]}
     lost = {
-        row["group"]: row.at
-        for name in ("failed", "dropped")
-        for row in ledger.by_event[name]
-        if ends_group(row) and row["group"] not in filtered
+        row["group"]: row.at for name in ("failed", "dropped") for row in ledger.by_event[name] if _excuses(ledger, row)
     }
     batch, group, wanted = (ledger.limit(name) for name in ("train_global_batch_size", "group", "groups_per_step"))
     largest = max((max(counts.values(), default=0) for counts in sizes), default=0)
@@ -84,10 +81,23 @@ def _batch_sizes(ledger: LoopLedger) -> Iterator[str]:
                 yield f"step {step.id} update {update} trained {counted(trained[update], 'group')}; an optimizer step trains {most}"
         total = sum(trained.values())
         short = 0 if wanted is None else wanted - total
+        empty = sum(ledger.is_empty(row["group"]) for row in step.of("selected"))
         excuses = sum(at < step.rows[-1].at for at in lost.values()) - excused
         if short < 0 or short > excuses:
             yield f"step {step.id} trained {counted(total, 'group')} (row {step.rows[-1].at}); a step has {wanted}, {excuses} failed"
+        elif short > 0 and ledger.setting("on_failed") == "shrink" and total + empty < (ledger.limit("floor") or 1):
+            yield f"step {step.id} trained {counted(total, 'group')} (row {step.rows[-1].at}), fewer than floor={ledger.limit('floor')}"
         excused += max(short, 0)
+
+
+def _excuses(ledger: LoopLedger, end: Row) -> bool:
+    """Whether a step may lack a group because of this end. A ledger without `on_failed` may shrink its steps."""
+    on_failed = ledger.setting("on_failed")
+    if not ends_group(end) or any(row.event == "filtered" for row in ledger.life[end["group"]]):
+        return False
+    if on_failed is None:
+        return True
+    return ledger.is_empty(end["group"]) if end.event == "dropped" else on_failed == "shrink"
 
 
 def one_clear_per_finish(ledger: LoopLedger) -> Violations:
@@ -762,5 +772,5 @@ RULES = (
     every_group_once, trained_once, groups_whole, samples_differ, order_fair,
     tokens_conserved, one_step_per_batch, one_clear_per_finish, trains_before_straggler,
     abort_on_failure, capacity_kept, permits_return, ends_cleanly,
-    dead_rollout_named, backed.metrics_true, backed.notes_backed,
+    dead_rollout_named, eviction_justified, backed.metrics_true, backed.notes_backed,
 )  # fmt: skip

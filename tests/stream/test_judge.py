@@ -354,8 +354,51 @@ def without(event: str) -> Edit:
     return lambda rows: rows.__setitem__(slice(None), [row for row in rows if row["event"] != event])
 
 
+def ends_early(event: str, place: int = 3, **settings: Any) -> Edit:
+    """Return an edit that ends a group, which is not trained any more, well before the end of the loop."""
+
+    def edit(rows: list[Row]) -> None:
+        rows[some(rows, "capacity")].update(settings)
+        at = some(rows, "ready", place)
+        group = rows[at]["group"]
+        rows[:] = [row for number, row in enumerate(rows) if number <= at or row.get("group") != group]
+        rows.insert(at + 1, {"event": event, "group": group, "why": "too slow", "time": rows[at]["time"]})
+
+    return edit
+
+
 BREAKS, DIES = {"breaks": 1}, {"dies": (6, 1), "replicas": 3}
 EDITS: list[tuple[str, Edit, str, dict[str, Any]]] = [
+    (
+        "eviction_justified",
+        ends_early("evicted"),
+        r"started at version \d, for version \d; at version \d .* not too old",
+        {},
+    ),
+    ("eviction_justified", ends_early("evicted"), r"started at version 0; .* not too old", {"sampler": "windowed"}),
+    ("eviction_justified", ends_early("evicted"), r"the sampler capacity gives up no group", {"sampler": "capacity"}),
+    ("eviction_justified", ends_early("aborted"), r"in-order gives up no unfinished group", {}),
+    ("eviction_justified", ends_early("dropped", on_failed="shrink"), r"neither filtered nor without a token", {}),
+    ("eviction_justified", ends_early("failed"), r"none of its requests failed", {}),
+    ("eviction_justified", drop("failed"), r"`replaced` of group 1 .* none of its requests failed", {"fails": (1,)}),
+    (
+        "eviction_justified",
+        change("capacity", on_failed="stop"),
+        r"`replaced` of group 1 .* continues although on_failed=stop",
+        {"fails": (1,)},
+    ),
+    (
+        "one_step_per_batch",
+        change("capacity", on_failed="replace"),
+        r"step 1 trained 1 group .* a step has 2, 0 failed",
+        {"fails": (2,), "on_failed": "shrink"},
+    ),
+    (
+        "one_step_per_batch",
+        change("capacity", on_failed="shrink", floor=2),
+        r"step 1 trained 1 group .* fewer than floor=2",
+        {"fails": (2,), "on_failed": "shrink"},
+    ),
     ("no_sample_too_old", change("tokens", 60, version=-3), r"has a token of version -3", {}),
     (
         "no_sample_too_old",
@@ -540,6 +583,15 @@ def test_a_wait_counts_relative_to_the_time_of_a_step(pace: int, wrong: bool) ->
     assert isinstance(outcome("trains_before_straggler", rows), Measured) == wrong
 
 
+@pytest.mark.parametrize(("sampler", "on_failed"), list(product(SAMPLERS, ["replace", "shrink"])))
+def test_groups_that_failed_or_grew_too_old_may_be_given_up(sampler: str, on_failed: str) -> None:
+    """The right twin of a controller that drops slow groups: the same ends, each with its reason, under the settings that allow it."""
+    rows = System(sampler=sampler, fails=(2, 5), on_failed=on_failed, groups=3, window=1, slow=(1, 4), pace=2).run()
+    rows[some(rows, "capacity")].update(on_failed=on_failed, floor=1)
+    judged = {name: outcome(name, rows) for name in ("eviction_justified", "one_step_per_batch")}
+    assert {name: found.why for name, found in judged.items() if isinstance(found, Measured) and found.value} == {}
+
+
 def test_every_check_has_a_wrong_ledger() -> None:
     assert {check for _, _, check, _ in FAULTS} | {check for check, *_ in EDITS} == set(RULES_BY_NAME) - OF_RUNNERS
 
@@ -584,6 +636,7 @@ LACKING = {
     "permits_return": ("ended", "`ended`"),
     "ends_cleanly": ("ended", "`ended`"),
     "metrics_true": ("metrics", "`metrics`"),
+    "eviction_justified": ("reserved", "`reserved`"),
 }
 
 
@@ -866,7 +919,7 @@ def test_the_ledger_of_the_example_passes(tmp_path: Path) -> None:
 def test_the_page_lists_every_check_and_event() -> None:
     page = (ROOT / "docs" / "ledger.md").read_text()
     rooms = ROOT / "kit" / "stream"
-    source = "".join((rooms / f"{name}.py").read_text() for name in ("history", "judge", "backed"))
+    source = "".join((rooms / f"{name}.py").read_text() for name in ("history", "judge", "backed", "given_up"))
     assert {name for name in [*RULES_BY_NAME, "resume_equals"] if f"`{name}`" not in page} == set()
     table = page.partition("| event | ids | when |")[2].partition("## What is judged")[0].strip().splitlines()[1:]
     events = [name for line in table for name in re.findall(r"`(\w+)`", line.split("|")[1])]
@@ -884,4 +937,5 @@ def test_the_judge_needs_the_standard_library_only() -> None:
     assert not {name.split(".")[0] for name in seen} & {"pandas", "numpy", "torch", "pydantic", "matplotlib"}
     rooms = {name.split(".")[1] for name in seen if name.startswith("kit.")}
     assert rooms <= {"errors", "results", "stream"}
-    assert {name.split(".")[2] for name in seen if name.startswith("kit.stream.")} == {"backed", "history", "judge"}
+    judges = {name.split(".")[2] for name in seen if name.startswith("kit.stream.")}
+    assert judges == {"backed", "given_up", "history", "judge"}

@@ -12,7 +12,7 @@ from kit.stream.settings import SAMPLERS, Resume
 
 # The right code, before a fault replaces it.
 give_up_attempt, complete, hold, do = generation.give_up_attempt, generation.complete, generation.hold, StreamTurn.do
-bump, finish, log = core.bump, core.finish, core.log
+bump, choose, finish, log = core.bump, core.choose, core.finish, core.log
 on_aborted, on_cleared, on_finished = core.on_aborted, core.on_cleared, core.on_finished
 begin, resume_from = core.Controller.begin, core.resume_from
 
@@ -96,6 +96,34 @@ def requeues(t: StreamTurn) -> None:
             generation.doom(t, group, "aborted", f"unfinished at version {t.version}")
             t.owed += (Owed(group.target),)
 
+
+def drops_stragglers(t: StreamTurn) -> None:
+    """The last group of a step is dropped once all the others were taken; the step is trained without it."""
+    choose(t)
+    if t.step is None or t.step.aborting or len(t.step.groups) != t.need - 1:
+        return
+    for group in list(t.buffer.values()):
+        if group.order < 0 and group.ends is None and group.target == t.version:
+            generation.doom(t, group, "dropped", "too slow")
+            t.shrunk = t.shrunk.plus(t.version)
+            t.news = True
+
+
+LONG = 24  # tokens of a sample after which its group is replaced
+
+
+def replaces_long_groups(t: StreamTurn, event: Event) -> None:
+    generation.on_tokens(t, event)
+    group = t.buffer.get(event.group)
+    if group is not None and group.samples[event.sample].tokens > LONG:
+        generation.doom(t, group, "replaced", "too long")
+
+
+TOO_EARLY = dataclasses.replace(
+    SAMPLERS["windowed"],
+    evicts=lambda view: tuple(slot.id for slot in view.ready() if slot.version < view.version - view.window + 1),
+)
+EVICTS_TOO_EARLY = {**SAMPLERS, "windowed": TOO_EARLY}
 
 FRESHEST = dataclasses.replace(
     SAMPLERS["ready-first"],
@@ -214,6 +242,7 @@ def ends_with_the_logger(t: StreamTurn, event: Event) -> None:
 
 
 # The controller's table of rules by event, with one of them wrong.
+HANDLERS_REPLACE_LONG_GROUPS = {**core.HANDLERS, "tokens": replaces_long_groups}
 HANDLERS_GIVE_UP_THE_LAST = {**core.HANDLERS, "completed": gives_up_the_last}
 HANDLERS_RESUME_WITH_THE_FIRST = {**core.HANDLERS, "published": resumes_with_the_first}
 HANDLERS_END_WITH_THE_LOGGER = {**core.HANDLERS, "logger_failed": ends_with_the_logger}

@@ -79,6 +79,26 @@ OF_THE_CONTROLLER = exposed_by(
         patch={f"{CORE}:hold": f"{BUGS}:requeues"},
     ),
     Fault(
+        "drops-stragglers",
+        "the last group of every step is dropped instead of awaited",
+        "eviction_justified",
+        patch={f"{CORE}:choose": f"{BUGS}:drops_stragglers"},
+    ),
+    Fault(
+        "replaces-long-groups",
+        "a group with a long answer is replaced although none of its requests failed",
+        "eviction_justified",
+        set={"answer": (4, 32)},
+        patch={f"{CORE}:HANDLERS": f"{BUGS}:HANDLERS_REPLACE_LONG_GROUPS"},
+    ),
+    Fault(
+        "evicts-too-early",
+        "complete groups are evicted one version before they leave the window",
+        "eviction_justified",
+        set={"sampler": "windowed", "window": 1, "places": 16, "train_pace_ms": 100},
+        patch={f"{CORE}:SAMPLERS": f"{BUGS}:EVICTS_TOO_EARLY"},
+    ),
+    Fault(
         "freshest-first-starves",
         "the youngest complete groups are trained first",
         "order_fair",

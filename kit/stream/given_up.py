@@ -1,0 +1,103 @@
+"""The rule of groups that are given up: each ends for a reason that its settings allow and that other rows show.
+
+A controller could otherwise drop every slow group, or evict fresh ones, and pass the other rules: such a group has its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+
+from kit.results.records import Id, Row
+from kit.results.rules import NotMeasured, Violations
+from kit.results.units import counted
+from kit.stream.history import LoopLedger, ends_group
+
+BEGINS = ("reserved", "selected", "begin")  # rows of a loop that continues
+BY_TARGET = ("strict", "in-order")  # samplers that drop groups of an earlier batch
+BY_START = ("weight-fifo", "windowed")  # those that drop groups that started before the window
+ABORTING = ("windowed",)  # those that end unfinished groups
+KEEPING = ("ready-first", "capacity")  # those that drop none
+
+
+def eviction_justified(ledger: LoopLedger) -> Violations:
+    """Is every group that is given up too old, failed, or empty, as the settings allow?"""
+    ledger.need("reserved", "group", "version")
+    given_up = [row for rows in ledger.life.values() for row in rows if ends_group(row) and row.event != "cleared"]
+    evidence = _failures(ledger)
+    undone = _undone(ledger)
+    last = max(row.at for name in BEGINS for row in ledger.by_event[name])
+    before = [row for row in given_up if row.at < last]  # at its end a loop gives up whatever is left
+    if before and ledger.setting("sampler") is None and ledger.setting("on_failed") is None:
+        raise NotMeasured(
+            "the ledger has no `capacity` event with `sampler` or `on_failed`, so any end may be intended"
+        )
+    for row in before:
+        failures = [failure for failure in evidence.get(row["group"], ()) if failure.at < row.at]
+        if row.event in ("evicted", "aborted"):
+            why = "" if undone.get(row["group"], row.at) < row.at else _not_too_old(ledger, row)
+        elif row.event == "dropped":
+            why = _not_dropped(ledger, row)
+        else:
+            why = _not_failed(ledger, row, failures)
+        if why:
+            yield f"{row}: {why}"
+    return f"{counted(len(before), 'group')} given up before the end of the loop, each for a reason"
+
+
+def _failures(ledger: LoopLedger) -> Mapping[Id, Sequence[Row]]:
+    """For each group, the rows that show that one of its requests failed."""
+    rows: dict[Id, list[Row]] = {}
+    for row in chain(ledger.by_event["failed"], ledger.by_event["error"]):
+        if "sample" in row.ids and "group" in row.ids:
+            rows.setdefault(row["group"], []).append(row)
+    return rows
+
+
+def _undone(ledger: LoopLedger) -> Mapping[Id, int]:
+    """For each group of a step that was aborted, or that could not be cleared, the row that undid it."""
+    undone: dict[Id, int] = {}
+    for step in ledger.steps:
+        failed = [row.at for row in ledger.by_event["error"] if row.get("of") == "clear" and row.get("step") == step.id]
+        for at in [*failed, *([] if step.abort is None else [step.abort.at])]:
+            undone |= {row["group"]: min(at, undone.get(row["group"], at)) for row in step.of("selected", "trained")}
+    return undone
+
+
+def _not_too_old(ledger: LoopLedger, end: Row) -> str:
+    """Why a group that ends as too old is not; empty if it is. An own sampler may go by the start of a group or by its target."""
+    sampler, window = ledger.setting("sampler"), ledger.limit("window")
+    if sampler is None or window is None:
+        return ""
+    if sampler in KEEPING:
+        return f"the sampler {sampler} gives up no group"
+    if end.event == "aborted" and sampler not in ABORTING and ":" not in str(sampler):
+        return f"the sampler {sampler} gives up no unfinished group"
+    begun = next(row for row in ledger.life[end["group"]] if row.event == "reserved")
+    now, start, target = ledger.version_at(end), begun.number("version"), begun.number("target", -1)
+    late = target >= 0 and target < now
+    old = start < now - window
+    if (late and sampler not in BY_START) or (old and (sampler not in BY_TARGET or target < 0)):
+        return ""
+    intended = f", for version {target}" if target >= 0 else ""
+    return f"the group started at version {start}{intended}; at version {now} with window {window} it is not too old"
+
+
+def _not_dropped(ledger: LoopLedger, end: Row) -> str:
+    filtered = any(row.event == "filtered" for row in ledger.life[end["group"]])
+    if filtered or ledger.is_empty(end["group"]) or ledger.setting("on_failed") is None:
+        return ""
+    return "the group was neither filtered nor without a token"
+
+
+def _not_failed(ledger: LoopLedger, end: Row, failures: Iterable[Row]) -> str:
+    """Why a group may not end as `failed` or `replaced`; empty if it may."""
+    on_failed = ledger.setting("on_failed")
+    filtered = any(row.event == "filtered" for row in ledger.life[end["group"]])
+    if not [*failures] and not filtered:
+        return "none of its requests failed"
+    if on_failed == "stop":
+        return "the loop continues although on_failed=stop"
+    if end.event == "failed" and on_failed == "replace":
+        return "the group was not replaced although on_failed=replace"
+    return ""
