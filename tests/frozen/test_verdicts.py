@@ -11,6 +11,14 @@ import pytest
 import kit
 from tests.frozen.record import ARCHIVE
 
+# Checks that came later, and the recorded runs that each of them fails, with the reason. It passes, or is null, in all others.
+LATER = {
+    "eviction_justified": {
+        "stream-discard-and-requeue": "the fault gives up unfinished groups, which the sampler in-order never does",
+        "stream-double-bump": "the ledger shows one version where the controller counts two, so groups are evicted too early",
+    },
+}
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
@@ -27,6 +35,10 @@ def test_every_check_answers_as_it_did(runs: list[Path]) -> None:
     for run in runs:
         stored = {row["check"]: row["passed"] for row in json.loads((run / "verdict.json").read_text())}
         now = {row.check: row.passed for row in kit.load(run).verdict()}
+        later = {name: now.pop(name) for name in LATER.keys() - stored.keys() if name in now}
+        assert {name for name, passed in later.items() if passed is False} == {
+            name for name, failing in LATER.items() if run.name in failing
+        }
         if now != stored:
             changed[run.name] = {name: (stored.get(name), now.get(name)) for name in {*stored, *now}}
             changed[run.name] = {name: pair for name, pair in changed[run.name].items() if pair[0] is not pair[1]}
