@@ -198,6 +198,8 @@ def stranded_requests(ledger: DeskLedger) -> Iterator[str]:
 def routed_to_awake(ledger: DeskLedger) -> Violations:
     """Are requests sent only to replicas that are awake and have the current weights?"""
     sent = need(ledger, "sent")
+    need(ledger, "joined")
+    need(ledger, "published", "hold")
     awake, published = set[tuple[str, Any]](), set[tuple[str, Any]]()
     for row in ledger.rows:
         replica = row.who, row.get("replica")
@@ -324,11 +326,17 @@ def impossible(row: Row, books: Books) -> Iterator[str]:
         free_granted |= devices
 
 
+def planner_of(ledger: DeskLedger) -> str:
+    if "planner" not in ledger.limits:
+        raise Missing("the ledger has no `limits` event with `planner`")
+    return str(ledger.limits["planner"])
+
+
 def plan_as_specified(ledger: DeskLedger) -> Violations:
     """Does an independent planner make the same plans?"""
     plans = need(ledger, "plan")
-    if ledger.limits.get("planner", "gap-ratio") != "gap-ratio":
-        raise NotMeasured(f"only the planner gap-ratio is specified; this run used {ledger.limits['planner']}")
+    if (planner := planner_of(ledger)) != "gap-ratio":
+        raise NotMeasured(f"only the planner gap-ratio is specified; this run used {planner}")
     for row, books in ledger.replay():
         if row.event == "plan":
             shrinks, _, expands = map(sorted, specified(books))
@@ -344,8 +352,8 @@ def plan_as_specified(ledger: DeskLedger) -> Violations:
 def fair_share(ledger: DeskLedger) -> Violations:
     """Are devices moved whenever shares are more than 10 points off and a move helps?"""
     need(ledger, "plan")
-    if ledger.limits.get("planner", "gap-ratio") != "gap-ratio":
-        raise NotMeasured(f"the planner {ledger.limits['planner']} does not share by demand")
+    if (planner := planner_of(ledger)) != "gap-ratio":
+        raise NotMeasured(f"the planner {planner} does not share by demand")
     count = 0
     for row, books in ledger.turns():
         if books.plan is None and off_balance(books):
@@ -361,6 +369,7 @@ def fair_share(ledger: DeskLedger) -> Violations:
 
 def planned_release_once(ledger: DeskLedger) -> Violations:
     """Is every planned release answered once, with one shrink per replica?"""
+    need(ledger, "clusters")
     open_: defaultdict[str, list[Row]] = defaultdict(list)
     count = 0
     for row, books in ledger.replay():
@@ -530,10 +539,13 @@ def bare(woken: Iterable[Row], now: float, limit: float) -> Iterator[str]:
 def no_deadlock(ledger: DeskLedger) -> Violations:
     """Do the desk and all pipelines end on their own, the live ones without an error?"""
     begun = {str(row["core"]): row for row in ledger.rows if row.event == "begins" and "core" in row.ids}
-    ends = {row.who for row in ledger.of("ended", *(() if begun else ("gone", "unregistered")))}
-    begun = begun or {row.who: row for row in ledger.of("clusters")}
-    if not begun:
-        raise Missing("the ledger has no `begins` or `clusters` event")
+    if begun:
+        ends = {row.who for row in ledger.of("ended")}
+    else:  # another system's ledger
+        begun = {row.who: row for row in ledger.of("clusters")}
+        if not begun:
+            raise Missing("the ledger has no `begins` or `clusters` event")
+        ends = {row.who for row in need(ledger, "ended", "gone", "unregistered")}
     yield from (f"{name} never ended; the last row is {ledger.rows[-1]}" for name in begun if name not in ends)
     yield from harmed(ledger)
     return f"{', '.join(sorted(begun))} ended"

@@ -112,6 +112,7 @@ class LoopLedger(Ledger):
                     self.samples[row["group"]].setdefault(row["sample"], Sample())
             if row.event in ("sent", "tokens", *ANSWERS) and row.get("sample") in self.samples[row.get("group", "")]:
                 self.samples[row["group"]][row["sample"]].take(row)
+        self.foreign = not any("core" in row.ids for row in self.rows)
         self.ended = next(iter(self.by_event["ended"]), None)
         self.error = self.ended is not None and self.ended.get("why") == "error"
         self.resumed = next(iter(self.by_event["resumed"]), None)
@@ -119,6 +120,10 @@ class LoopLedger(Ledger):
         self.steps = self._steps()
         self._step_of = {row.at: step for step in self.steps for row in step.rows}
         self._bumps = [row.at for row in self.by_event["bumped"]]
+
+    def leaves_out(self, event: str, *ids: str) -> bool:
+        """Whether another system never writes this event with these ids. In a run of the kit the ports' rows show what there must be."""
+        return self.foreign and not any(row.ids.keys() >= {*ids} for row in self.by_event[event])
 
     # -- settings ---------------------------------------------------------------------------------------------------------
 

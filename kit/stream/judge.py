@@ -32,7 +32,7 @@ def one_step_per_batch(ledger: LoopLedger) -> Violations:
         first, last = after.of("begin")[0], before.abort or next(reversed(before.of("finish")), None)
         if last is None or last.at > first.at:
             yield f"{first}: step {before.id} has neither finish nor abort yet"
-    if ledger.by_event["trained"]:
+    if ledger.by_event["trained"] and not ledger.leaves_out("trained", "step"):
         yield from _batch_sizes(ledger)
     return f"{counted(len(ledger.finishes()), 'optimizer step')} in {counted(len(ledger.steps), 'step')}"
 
@@ -192,6 +192,8 @@ def abort_on_failure(ledger: LoopLedger) -> Violations:
     """Is every failed step aborted, with the version unchanged and all its groups accounted for?"""
     ledger.need("begin", "step")
     broken = [step for step in ledger.steps if step.abort or step.errors or (step.is_open and ledger.ended)]
+    if ledger.leaves_out("finish", "step") and not any(step.abort or step.errors for step in broken):
+        ledger.need("finish", "step")  # without it every step looks open
     if not broken:
         raise NotMeasured("no step failed")
     for step in broken:
@@ -254,7 +256,8 @@ def version_monotone(ledger: LoopLedger) -> Violations:
             base = row.number("updates") - done if ledger.resumed and not number else base
             if row.number("updates") != base + done:
                 yield f"{row} states {row['updates']} updates; {base + done} were finished"
-    for step in ledger.steps if finishes or ledger.by_event["abort"] else ():
+    of_steps = (finishes or ledger.by_event["abort"]) and not ledger.leaves_out("bumped", "step")
+    for step in ledger.steps if of_steps else ():
         yield from _rises_once(ledger, step)
     for row in ledger.rows:
         if "version" in row.ids and (row.event in CURRENT or ends_group(row)):
@@ -416,11 +419,13 @@ def every_group_once(ledger: LoopLedger) -> Violations:
     """Does every group that began end exactly once: cleared after it was trained, or by another named end?"""
     if not any(ends_group(row) for name in ENDS for row in ledger.by_event[name]):
         raise Missing(f"the ledger has no event that ends a group ({', '.join(ENDS)})")
+    if ledger.by_event["trained"] and ledger.leaves_out("cleared", "group"):
+        ledger.need("cleared", "group")  # without it trained groups have no end
     left, how = 0, Counter[str]()
     for group, rows in ledger.life.items():
         ends = ledger.ends(group)
         how.update(row.event for row in ends)
-        yield from _life(rows, ends)
+        yield from _life(rows, ends, trains=not ledger.leaves_out("trained", "group"))
         if not ends and {row.event for row in rows} & BEGINNINGS:
             left += 1
             if ledger.ended:
@@ -438,7 +443,7 @@ def every_group_once(ledger: LoopLedger) -> Violations:
 BEGINNINGS = {"reserved", "sent", "tokens", "completed", "ready"}
 
 
-def _life(rows: Sequence[Row], ends: Sequence[Row]) -> Iterator[str]:
+def _life(rows: Sequence[Row], ends: Sequence[Row], *, trains: bool) -> Iterator[str]:
     starts = [row for row in rows if row.event == "reserved"]
     names = {row.event for row in rows}
     if len(starts) > 1:
@@ -451,7 +456,7 @@ def _life(rows: Sequence[Row], ends: Sequence[Row]) -> Iterator[str]:
         return
     if not names & BEGINNINGS:
         yield f"{ends[0]}: the group never began"
-    elif ends[0].event == "cleared" and not any(row.event == "trained" and row.at < ends[0].at for row in rows):
+    elif trains and ends[0].event == "cleared" and not any(row.event == "trained" and row.at < ends[0].at for row in rows):
         yield f"{ends[0]}: the group was not trained before"
     elif after := [row for row in rows if row.at > ends[0].at and row.event in ("sent", "selected", "trained")]:
         yield f"{after[0]}: the group had already ended: {ends[0]}"
@@ -524,9 +529,11 @@ def tokens_conserved(ledger: LoopLedger) -> Violations:
             yield f"group {group} sample {name} has length {length}, but {counted(sample.tokens, 'token')} were generated for it"
     if not ledger.ended:
         raise Missing("the ledger has no `ended` event, so tokens may be in flight")
+    no_ends = ledger.leaves_out("cleared", "group")
+    over = {row["group"] for row in ledger.by_event["trained"]} if no_ends else set()
     for group, rows in ledger.life.items():
         tokens = sum(row.number("count") for row in rows if row.event == "tokens")
-        if tokens and not ledger.ends(group):
+        if tokens and group not in over and not ledger.ends(group):
             yield f"{counted(tokens, 'token')} of group {group} are neither trained nor wasted, because the group has no end"
     trained = ledger.tokens({row["group"] for row in ledger.trained()})
     stated = {"generated": generated, "trained": trained, "wasted": generated - trained}
@@ -657,8 +664,9 @@ def ends_cleanly(ledger: LoopLedger) -> Violations:
     steps = ledger.limit("steps")
     if why == "done" and ledger.by_event["bumped"] and steps not in (None, ledger.version_at(end)):
         yield f"{end}: done at version {ledger.version_at(end)}, but the loop has {steps} steps"
-    for step in ledger.steps if why != "error" else ():
-        if step.abort is None and step.bumped is None and (ledger.by_event["bumped"] or not step.finished):
+    rises = ledger.by_event["bumped"] and not ledger.leaves_out("bumped", "step")
+    for step in ledger.steps if why != "error" and not ledger.leaves_out("finish", "step") else ():
+        if step.abort is None and step.bumped is None and (rises or not step.finished):
             yield f"step {step.id} is unfinished although the loop ended without an error; its last row is {step.rows[-1]}"
     for row in _unanswered(ledger) if why != "error" and ledger.by_event["cancelled"] else ():
         yield f"{row}: the loop ended before the request was answered"

@@ -1,0 +1,117 @@
+"""The page of ledgers has every row that a judge reads, and a ledger written from the page alone is judged right."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kit.labs.share.ledgers import settled
+from kit.results.ledger import Ledger
+from kit.results.records import Unjudged
+from kit.results.rules import NotMeasured, Violations
+from kit.share import judge as share
+from kit.share.books import DeskLedger
+from kit.stream import judge as stream
+from kit.stream.history import LoopLedger
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "ledger.md").read_text()
+JUDGES = ("stream/history", "stream/judge", "stream/backed", "share/books", "share/judge")
+COMPANIONS = ({"expand", "expanded", "joined", "left", "shrink", "shrunk"},)  # lines of the page that belong together
+
+
+def texts(*nodes: ast.AST) -> Iterator[str]:
+    for node in nodes:
+        for part in ast.walk(node):
+            if isinstance(part, ast.Constant) and isinstance(part.value, str) and re.fullmatch("[a-z]\\w+", part.value):
+                yield part.value
+
+
+def is_event(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "event"
+
+
+def events_read(source: str, *, of_desk: bool) -> Iterator[str]:
+    """Names of events in a judge's source: compared with `row.event`, or looked up in a ledger. In the desk's judge all arguments of
+    `need` are events, in the loop's judge only the first."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare) and is_event(node.left):
+            yield from texts(*node.comparators)
+        elif isinstance(node, ast.Match) and is_event(node.subject):
+            yield from texts(*(part for case in node.cases for part in ast.walk(case.pattern)))
+        elif isinstance(node, ast.Subscript) and getattr(node.value, "attr", "") == "by_event":
+            yield from texts(node.slice)
+        elif isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name == "of" or (name == "need" and of_desk):
+                yield from texts(*node.args)
+            elif name == "need":
+                yield from texts(*node.args[:1])
+
+
+def lines_of(section: str) -> list[set[str]]:
+    """The events of each line of a section's table."""
+    table = PAGE.partition(f"## {section}")[2].partition("\n## ")[0].splitlines()
+    return [set(re.findall(r"`(\w+)`", line.split("|")[1])) for line in table if line.startswith("| `")]
+
+
+def failed(rules: Sequence[Callable[..., Violations]], ledger: Ledger) -> dict[str, str]:
+    """The rules that do not pass. A rule that lacks an event is no failure."""
+    wrong = {}
+    for rule in rules:
+        try:
+            measured = settled(rule, ledger)
+        except Unjudged as error:
+            wrong[rule.__name__] = str(error)
+        except NotMeasured:
+            continue
+        else:
+            if measured.value:
+                wrong[rule.__name__] = measured.why
+    return wrong
+
+
+def without(rows: Sequence[dict[str, Any]], events: set[str]) -> list[dict[str, Any]]:
+    return [row for row in rows if row["event"] not in events]
+
+
+def test_every_row_that_a_judge_reads_is_on_the_page() -> None:
+    read = set[str]()
+    for name in JUDGES:
+        read |= set(events_read((ROOT / "kit" / f"{name}.py").read_text(), of_desk=name.startswith("share")))
+    assert len(read) > 50
+    notes = set(re.findall(r"`(\w+)`", PAGE.partition("## Notes and what backs them")[2].partition("\n## ")[0]))
+    assert sorted(read - notes.union(*lines_of("Events"), *lines_of("The ledger of a desk"))) == []
+
+
+def test_a_loops_ledger_may_leave_out_any_event(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, ROOT / "docs" / "examples" / "ledger.py", tmp_path / "run"], check=True, cwd=ROOT)
+    recorded = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()]
+    rows = [{"event": row["metric"], "time": row["time"], **row["ids"]} for row in recorded if row["value"] is None]
+    for events in [set[str](), *({row["event"]} for row in rows)]:
+        assert failed(stream.RULES, LoopLedger(without(rows, events))) == {}, f"without {events}"
+
+
+def test_a_desks_ledger_may_leave_out_any_line() -> None:
+    rows: list[dict[str, Any]] = []
+
+    class Recorder:
+        def event(self, name: str, **ids: Any) -> None:
+            rows.append({"event": name, "time": float(len(rows)), **ids})
+
+    (snippet,) = re.findall(
+        r"```python\n(.*?)```", PAGE.partition("## The ledger of a desk")[2].partition("\n## ")[0], re.DOTALL
+    )
+    exec(snippet, {"rec": Recorder()})
+    for events in [set[str](), *lines_of("The ledger of a desk"), *COMPANIONS]:
+        if any(events < together for together in COMPANIONS):
+            continue
+        assert failed(share.RULES, DeskLedger(without(rows, events))) == {}, f"without {events}"
+    wrong = [row for row in rows if row["event"] != "released"]
+    assert [*failed(share.RULES, DeskLedger(wrong))] == ["planned_release_once"]
