@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 import subprocess
@@ -18,6 +19,7 @@ from kit.results.rules import NotMeasured, Violations
 from kit.share import judge as share
 from kit.share.books import DeskLedger
 from kit.stream import judge as stream
+from kit.stream.core import resume_from
 from kit.stream.history import LoopLedger
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,3 +117,17 @@ def test_a_desks_ledger_may_leave_out_any_line() -> None:
         assert failed(share.RULES, DeskLedger(without(rows, events))) == {}, f"without {events}"
     wrong = [row for row in rows if row["event"] != "released"]
     assert [*failed(share.RULES, DeskLedger(wrong))] == ["planned_release_once"]
+
+
+def test_the_page_of_own_code_has_what_a_resume_reads_of_a_state() -> None:
+    page = (ROOT / "docs" / "own-code.md").read_text().partition("### Your own controller")[2].partition("\n## ")[0]
+    read = set(re.findall(r"state\.(\w+)", inspect.getsource(resume_from)))
+    assert len(read) > 5
+    assert (
+        sorted(
+            name
+            for name in read
+            if f"`{name}`" not in page and f"`{name}[" not in page and f"`state.{name}`" not in page
+        )
+        == []
+    )
