@@ -24,7 +24,7 @@ from kit.stream.history import LoopLedger
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "ledger.md").read_text()
-JUDGES = ("stream/history", "stream/judge", "stream/backed", "share/books", "share/judge")
+JUDGES = ("stream/history", "stream/judge", "stream/given_up", "stream/backed", "share/books", "share/judge")
 COMPANIONS = ({"expand", "expanded", "joined", "left", "shrink", "shrunk"},)  # lines of the page that belong together
 
 
