@@ -456,7 +456,11 @@ def _life(rows: Sequence[Row], ends: Sequence[Row], *, trains: bool) -> Iterator
         return
     if not names & BEGINNINGS:
         yield f"{ends[0]}: the group never began"
-    elif trains and ends[0].event == "cleared" and not any(row.event == "trained" and row.at < ends[0].at for row in rows):
+    elif (
+        trains
+        and ends[0].event == "cleared"
+        and not any(row.event == "trained" and row.at < ends[0].at for row in rows)
+    ):
         yield f"{ends[0]}: the group was not trained before"
     elif after := [row for row in rows if row.at > ends[0].at and row.event in ("sent", "selected", "trained")]:
         yield f"{after[0]}: the group had already ended: {ends[0]}"
