@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from kit.errors import BadInput, KitError
 from kit.loop.messages import Command, Event, Map
@@ -347,8 +348,31 @@ Handler = Callable[[StreamTurn, Event], None]
 TRAINERS = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")  # commands to the trainer
 
 
-def resume_from(state: StreamState) -> Resume:
-    """Return what a resumed run needs of a state between two steps. Groups in flight or in the buffer are generated again."""
+RESUMED = (
+    "version",
+    "updates",
+    "steps",
+    "step",
+    "buffer",
+    "owed",
+    "prompt",
+    "counts",
+)  # what a resume reads of a state
+
+
+def resume_from(state: Any) -> Resume:
+    """Return what a resumed run needs of a state between two steps. Groups in flight or in the buffer are generated again.
+
+    The state of an own core may have a method `resume` instead, which returns it.
+    """
+    if callable(own := getattr(state, "resume", None)):
+        start = own()
+        if not isinstance(start, Resume):
+            raise BadInput(
+                f"resume() of the controller's state returned {start!r}; it must return a kit.stream.settings.Resume"
+            )
+        return start
+    refuse_state(state, RESUMED)
     held = {*state.buffer, *(owed.replaces.id for owed in state.owed if owed.replaces is not None)}
     if state.step is not None:
         raise BadInput(f"step {state.step.id} is open; a run can only be resumed between two steps")
@@ -358,6 +382,14 @@ def resume_from(state: StreamState) -> Resume:
     return Resume(
         version=state.version, updates=state.updates, steps=state.steps, next=reserved, open=tuple(sorted(held))
     )
+
+
+def refuse_state(state: Any, names: tuple[str, ...]) -> None:
+    if lacking := [name for name in names if not hasattr(state, name)]:
+        raise BadInput(
+            f"the controller's state ({type(state).__name__}) has no {', '.join(lacking)}, so its loop cannot be stopped and resumed; "
+            "give it version, step, and a method resume() that returns a kit.stream.settings.Resume, or leave out the phase resume"
+        )
 
 
 class Controller:

@@ -149,7 +149,7 @@ def trains_before_straggler(ledger: LoopLedger) -> Violations:
                 if start.at > last.at:
                     yield (
                         f"step {step.id} began in row {start.at}, after its last group ({last}); possible at {could.since:.3f} s "
-                        f"with min_groups={least}"
+                        f"with min_groups={least}; set min_groups={whole or len(rows)} if it is to wait for whole batches"
                     )
         free = _free_after(ledger, step)
     if not judged:
@@ -606,6 +606,8 @@ def _occupied(ledger: LoopLedger, name: str, limit: int) -> Violations:
 def admitted(ledger: LoopLedger) -> Violations:
     """Check the gate: at most (window + version + 1) batches since version 0, and no batch beyond version + window."""
     sampler, window, batch = ledger.setting("sampler"), ledger.limit("window"), ledger.limit("groups_per_step")
+    if ":" in str(sampler) and window is not None:
+        return (yield from _own_targets(ledger, window))
     if sampler not in GATED or window is None or batch is None or not ledger.by_event["bumped"]:
         return ""
     heirs = {row.get("by") for row in ledger.by_event["replaced"]}  # groups that replace another in its batch
@@ -621,6 +623,18 @@ def admitted(ledger: LoopLedger) -> Violations:
             elif sampler in TARGETED and not now <= row.number("target", now) <= now + ahead:
                 yield f"{row}: started for version {row['target']} at version {now}; the window allows {now} to {now + ahead}"
     return f"{counted(started, 'group')} started in time"
+
+
+def _own_targets(ledger: LoopLedger, window: int) -> Violations:
+    """Check the targets of an own sampler: none beyond the window, and none of a step before the version at which the run began."""
+    rows = [row for row in ledger.by_event["reserved"] if row.number("target", -1) >= 0]
+    for row in rows:
+        target, now = row.number("target"), ledger.version_at(row)
+        if target < ledger.start:
+            yield f"{row}: started for version {target}; the run began at version {ledger.start}"
+        elif target > now + window:
+            yield f"{row}: started for version {target} at version {now}; the window allows {now} to {now + window}"
+    return f"{counted(len(rows), 'group')} started for a version inside the window" if rows else ""
 
 
 def permits_return(ledger: LoopLedger) -> Violations:
@@ -744,7 +758,10 @@ def resume_equals(whole: LoopLedger, resumed: LoopLedger) -> Violations:
             yield f"{row}: trained before the stop, in row {done[row['group']].at} of the run before"
     for group in sorted(begun - done.keys() - resumed.life.keys(), key=str):
         if not any(row.at <= cut or row.event != "cleared" for row in whole.ends(group)):
-            yield f"group {group} was in flight when the run stopped and is lost; its last row is {whole.life[group][-1]}"
+            before_stop = [row for row in whole.life[group] if row.at <= cut]
+            waited = any(row.event == "ready" for row in before_stop)
+            where = "waited in the buffer" if waited else "was in flight"
+            yield f"group {group} {where} when the run stopped and is lost; its last row before the stop is {before_stop[-1]}"
     numbers = sorted(group for group in {*begun, *resumed.life} if isinstance(group, int))
     for before, after in pairwise(numbers):
         if after > before + 1:

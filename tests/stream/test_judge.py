@@ -850,7 +850,11 @@ def resumed_wrongly(kind: str, sampler: str = "in-order", **more: Any) -> Measur
     ("kind", "settings", "why"),
     [
         ("replays", {}, r"of group 0, .* trained before the stop, in row \d+"),
-        ("loses", {}, r"group 7 was in flight when the run stopped and is lost"),
+        (
+            "loses",
+            {},
+            r"group 7 was in flight when the run stopped and is lost; its last row before the stop is `\w+` of group 7",
+        ),
         ("skips", {}, r"group \d+ is in neither run, unlike groups \d+ and \d+"),
         ("other version", {}, r"resumed at version 9; the run before went from 0 to 5"),
         ("other tokens", {"sampler": "strict"}, r"version 3 trains group 6 with .* after the resume and .* without"),
@@ -867,6 +871,22 @@ def test_a_wrong_resume_does_not(kind: str, settings: dict[str, Any], why: str) 
     found = resumed_wrongly(kind, **settings)
     assert found.value
     assert re.search(why, found.why), found.why
+
+
+def test_a_lost_group_that_had_waited_in_the_buffer_is_named_as_such() -> None:
+    """What happened to it after the stop, in the run that continues, is not quoted."""
+    rows, (version, step, updates, left, after), _ = stopped(System(sampler="windowed", steps=5, more_places=3), 3)
+    cut = next(row for row in rows if row["event"] == "bumped" and row["version"] == 3)
+    rows = rows[: rows.index(cut) + 1]
+    waiting = [row["group"] for row in rows if row["event"] == "ready" and row["group"] in left]
+    assert waiting
+    left = [group for group in left if group != waiting[0]]
+    resumed = System(sampler="windowed", steps=2, resume=(version, step, updates, left, after)).run()
+    lost = "\n".join(resume_equals(LoopLedger(rows), LoopLedger(resumed)))
+    assert (
+        f"group {waiting[0]} waited in the buffer when the run stopped and is lost; its last row before the stop is"
+        in lost
+    )
 
 
 def test_totals_may_go_on_after_a_resume() -> None:

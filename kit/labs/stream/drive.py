@@ -506,8 +506,8 @@ class Stopped(Exception):  # noqa: N818 - not an error
 class Stopping:
     """A controller that stops after a step once it has reached a version; `state` is its state then."""
 
-    def __init__(self, core: Core[Any], until: int | None) -> None:
-        self.core, self.until = core, until
+    def __init__(self, machine: Core[Any], until: int | None) -> None:
+        self.core, self.until = machine, until
         self.state: Any = None
 
     def begin(self) -> tuple[Any, tuple[Command, ...]]:
@@ -515,8 +515,10 @@ class Stopping:
 
     def step(self, state: Any, event: Event) -> tuple[Any, tuple[Command, ...]]:
         self.state, commands = self.core.step(state, event)
-        if self.until is not None and self.state.version >= self.until and self.state.step is None:
-            raise Stopped
+        if self.until is not None:
+            core.refuse_state(self.state, ("version", "step"))
+            if self.state.version >= self.until and self.state.step is None:
+                raise Stopped
         return self.state, commands
 
 

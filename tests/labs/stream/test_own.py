@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kit
 from kit import cli
 from kit.labs.stream.drive import PIPELINE
-from kit.stream.core import Controller
+from kit.loop.messages import Event
+from kit.stream.core import Controller, resume_from
 from kit.stream.settings import Resume, StreamSettings
+from tests.labs.simulated import failed, passed, why
 from tests.labs.stream.conftest import simulated
-from tests.stream.test_foreign import Windowed
+from tests.stream.test_foreign import InOrder, Windowed
 
 ROOT = Path(__file__).parents[3]
 OWN = f"{Windowed.__module__}:{Windowed.__qualname__}"
@@ -36,6 +40,86 @@ def test_an_own_controller_is_judged_by_the_ledgers_checks() -> None:
     verdict, error = simulated(implementation=f"{__name__}:own_controller")
     assert error == ""
     assert [row.check for row in verdict if row.passed is False] == []
+
+
+class StartsFromZero(InOrder):
+    """A sampler that ignores where a resumed run begins."""
+
+    def set_dispatch_index(self, resume_from_step: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("sampler", "is_right"), [(InOrder, True), (StartsFromZero, False)])
+def test_an_own_sampler_that_ignores_its_resume_cursor_fails(sampler: type[InOrder], is_right: bool) -> None:
+    own = f"{sampler.__module__}:{sampler.__qualname__}"
+    verdict, error = simulated(sampler=own, places=16, steps=6)
+    assert error == ""
+    assert passed(verdict, "resume_equals") is is_right
+    assert failed(verdict) == (set() if is_right else {"resume_equals"})
+    assert is_right or "started for version 0; the run began at version 3" in why(verdict, "resume_equals")
+
+
+class WholeBatches(Controller):
+    """Synchronous: a step begins when all its groups are complete."""
+
+    def __init__(self, plan: StreamSettings, start: Resume | None = None) -> None:
+        super().__init__(dataclasses.replace(plan, min_groups=plan.groups), pipeline=PIPELINE, resume=start)
+
+
+@pytest.mark.parametrize(("sampler", "window"), [("strict", 0), ("in-order", 1), ("windowed", 1)])
+def test_a_synchronous_controller_passes_where_the_config_has_whole_batches(sampler: str, window: int) -> None:
+    own = {"implementation": f"{__name__}:WholeBatches", "sampler": sampler, "window": window}
+    verdict, error = simulated(**own, min_groups=4)
+    assert (error, failed(verdict)) == ("", set())
+    assert passed(verdict, "trains_before_straggler") is None
+    verdict, _ = simulated(**own)
+    assert failed(verdict) <= {"trains_before_straggler"}
+    assert "min_groups=4 if it is to wait for whole batches" in why(verdict, "trains_before_straggler")
+
+
+class OwnState:
+    """A state of another shape than the kit's; `inner` is the kit's."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.version, self.step = inner.version, inner.step
+
+
+class Resumable(OwnState):
+    def resume(self) -> Resume:
+        return resume_from(self.inner)
+
+
+class OwnCore(Controller):
+    state: type[OwnState] = OwnState
+
+    def __init__(self, plan: StreamSettings, start: Resume | None = None) -> None:
+        super().__init__(plan, pipeline=PIPELINE, resume=start)
+
+    def begin(self) -> Any:
+        state, commands = super().begin()
+        return self.state(state), commands
+
+    def step(self, state: Any, event: Event) -> Any:
+        inner, commands = super().step(state.inner, event)
+        return self.state(inner), commands
+
+
+class ResumableCore(OwnCore):
+    state = Resumable
+
+
+def test_a_state_of_another_shape_resumes_by_its_own_method() -> None:
+    verdict, error = simulated(implementation=f"{__name__}:ResumableCore")
+    assert (error, failed(verdict)) == ("", set())
+    assert passed(verdict, "resume_equals") is True
+
+
+def test_a_state_that_cannot_be_resumed_is_refused_with_what_it_lacks() -> None:
+    verdict, error = simulated(implementation=f"{__name__}:OwnCore")
+    assert "state (OwnState) has no updates, steps, buffer, owed, prompt, counts" in error
+    assert "a method resume()" in error
+    assert failed(verdict) == set()
 
 
 @pytest.mark.slow
