@@ -19,6 +19,11 @@ LATER = {
     },
 }
 
+# Answers that were wrong then, by run and check, with today's answer and the reason.
+MENDED = {
+    ("stream-waits-at-the-end", "logger_is_harmless"): (None, "a loop that hangs shows nothing of its logger"),
+}
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
@@ -34,6 +39,7 @@ def test_every_check_answers_as_it_did(runs: list[Path]) -> None:
     changed = {}
     for run in runs:
         stored = {row["check"]: row["passed"] for row in json.loads((run / "verdict.json").read_text())}
+        stored |= {check: answer for (name, check), (answer, _) in MENDED.items() if name == run.name}
         now = {row.check: row.passed for row in kit.load(run).verdict()}
         later = {name: now.pop(name) for name in LATER.keys() - stored.keys() if name in now}
         assert {name for name, passed in later.items() if passed is False} == {

@@ -200,8 +200,12 @@ def logger_is_harmless(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measur
     """Does training continue when the logger raises?"""
     rows = needed(frame, "stream" if config["simulated"] else "rehearse", "no phase with a broken logger was recorded")
     failed = len(rows.by_event["logger_failed"])
-    error = "no end was recorded" if rows.ended is None else str(rows.ended.get("error", ""))
-    harmed = rows.ended is None or "logger" in error
+    if rows.ended is None:
+        raise NotMeasured("the loop did not end, so what the logger did to it is unknown; see no_deadlock")
+    error = str(rows.ended.get("error", ""))
+    if error and not failed:
+        raise NotMeasured(f"the loop ended before anything was logged: {error}")
+    harmed = "logger" in error
     why = f"the logger raised {failed} times; {error if harmed else 'the loop continued'}"
     return Measured(float(not failed) + float(harmed), why)
 
