@@ -29,6 +29,14 @@ PARTS = ("training", "logprobs", "sync", "exposed_generation")
 TRAINER = {"begin": "training", "microbatch": "training", "finish": "training", "logprobs": "logprobs"}
 
 
+def replica_role(number: int) -> str:
+    return f"replica {number}"
+
+
+def replica_number(role: str) -> int:
+    return int(role.rpartition(" ")[2])
+
+
 class Meter:
     """`see` each row, then `take` the seconds since the last `take`."""
 

@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from kit.errors import BadInput
 from kit.loop.messages import Command, Event, Memory
@@ -59,6 +59,31 @@ class Durations:
         if command.name in PER_GROUP:
             return (self.train_s if command.name == "microbatch" else self.logprobs_s) * len(numbers(command.groups))
         return {"begin": self.begin_s, "finish": self.finish_s, "clear": self.clear_s}.get(command.name, 0.0)
+
+
+class Paced(Protocol):
+    """A config with the pace of its ranks, and the lengths of its answers."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def answer(self) -> tuple[int, ...]: ...
+    @property
+    def decode(self) -> int: ...
+    @property
+    def pace_ms(self) -> float: ...
+    @property
+    def train_pace_ms(self) -> float: ...
+
+
+def durations(config: Paced) -> Durations:
+    """Durations of tokens and samples at the config's pace; without a pace, training takes about as long as generation."""
+    paces = {"token_s": config.pace_ms / 1000, "train_s": config.train_pace_ms * config.group / 1000}
+    own_paces: dict[str, Any] = {name: seconds for name, seconds in paces.items() if seconds}
+    low, high = config.answer
+    return Durations(length=drawn_length(low, high, config.seed), span=config.decode, **own_paces)
 
 
 @dataclass(slots=True)

@@ -21,8 +21,6 @@ from kit.labs.lab import Drive
 from kit.labs.share.lab import ALONE, DESK, PIPELINE, TRAINER, ShareConfig
 from kit.labs.share.observer import Observer
 from kit.labs.share.ports import Clock, Devices, Live, Ranks, every, started
-from kit.labs.stream import drive as stream
-from kit.labs.stream.drive import name_of
 from kit.labs.stream.lab import settings
 from kit.loop.messages import Command, Event, Sink
 from kit.loop.runner import Core, Port, RealClock, Runner
@@ -33,7 +31,8 @@ from kit.share.planner import PLANNERS
 from kit.share.simulated import Ports
 from kit.share.state import Cluster, DeskSettings
 from kit.stream.core import Controller
-from kit.stream.ports import Log, Meter, Watched
+from kit.stream.live import OpenDesk, Prompts, RunLedger, silent
+from kit.stream.ports import Log, Meter, Watched, replica_role
 from kit.stream.settings import opening
 from kit.target import load_callable
 
@@ -100,13 +99,14 @@ def own_part(config: ShareConfig, pipeline: str) -> tuple[int, tuple[int, ...]]:
 
 def without_desk(drive: Drive, replicas: Mapping[str, Collection[int]]) -> None:
     """These pipelines at once, each with these replicas, without a desk between them."""
-    roles = [f"{name} {role}" for name, numbers in replicas.items() for role in (TRAINER, *map(name_of, numbers))]
+    roles = [f"{name} {role}" for name, numbers in replicas.items() for role in (TRAINER, *map(replica_role, numbers))]
     with begun(drive, roles, alone=True) as observer:
         parts = {
-            name: Ranks(drive, name, map(name_of, numbers), observer=observer) for name, numbers in replicas.items()
+            name: Ranks(drive, name, map(replica_role, numbers), observer=observer)
+            for name, numbers in replicas.items()
         }
         cores = {name: Without(controller(drive.config, name), name, numbers) for name, numbers in replicas.items()}
-        run(drive, cores, parts, {"desk": stream.Desk()}, observer)
+        run(drive, cores, parts, {"desk": OpenDesk()}, observer)
 
 
 def shared(drive: Drive, kinds: Mapping[str, type[Ranks]] | None = None, **changes: Any) -> None:
@@ -144,11 +144,11 @@ def run(
     meters = {name: Meter() for name in parts}
     ports: dict[str, Port] = {
         **dict.fromkeys(("trainer", "replica", "sync"), Ports(parts)),
-        "data": Ports({name: stream.Data() for name in parts}),
-        "log": Ports({name: Log(meters[name], stream.silent) for name in parts}),
+        "data": Ports({name: Prompts() for name in parts}),
+        "log": Ports({name: Log(meters[name], silent) for name in parts}),
         **more,
     }
-    ledger = opened(Written(drive, observer), meters, drive.config)
+    ledger = opened(ObservedLedger(drive, observer), meters, drive.config)
     began = time.time()
     runner = Runner(
         cores,
@@ -229,7 +229,9 @@ class Without:
         return self.core.step(state, event)
 
 
-class Written(stream.Written):
+class ObservedLedger(RunLedger):
+    """Also writes the rows of the observer."""
+
     def __init__(self, drive: Drive, observer: Observer) -> None:
         super().__init__(drive)
         self.observer = observer

@@ -11,6 +11,7 @@ from kit.labs.share.faults import FAULTS
 from kit.labs.stream.lab import StreamConfig, replica_model, replica_names, trainer_model
 from kit.machine import free_gpu_bytes
 from kit.megatron.config import model_bytes
+from kit.stream.ports import replica_number
 
 DRIVER = "kit.labs.share.drive"
 TRAINER = "trainer"
@@ -81,7 +82,7 @@ class PipelineConfig(StreamConfig):
 
     def on_devices(self, role: str) -> tuple[int, ...]:
         assert self.train is not None
-        return self.train if role == TRAINER else self.bundle(number_of(role))
+        return self.train if role == TRAINER else self.bundle(replica_number(role))
 
     def bundle(self, replica: int) -> tuple[int, ...]:
         return self.infer[replica * self.infer_tp : (replica + 1) * self.infer_tp]
@@ -228,10 +229,6 @@ class ShareConfig(JobConfig):
 def with_defaults(loop: PipelineConfig, values: dict[str, Any]) -> PipelineConfig:
     usual = {setting.name: setting.default for setting in fields(PipelineConfig)}
     return replace(loop, **{name: value for name, value in values.items() if getattr(loop, name) == usual[name]})
-
-
-def number_of(role: str) -> int:
-    return int(role.rpartition(" ")[2])
 
 
 def role_names(loop: PipelineConfig) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The ports of the lab `share` on live ranks: for each pipeline those of the lab `stream`, plus devices and alarms. Notebook side.
+"""The ports of the lab `share` on live ranks: for each pipeline those of its loop, plus devices and alarms. Notebook side.
 
 A replica sleeps and wakes between two of its calls. Once its shrink is ordered, it gets no requests and its answers are ignored.
 """
@@ -14,35 +14,36 @@ from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.lab import Drive
 from kit.labs.share.lab import DESK, TRAINER
 from kit.labs.share.observer import EVERY_S, Observer
-from kit.labs.stream import drive as ports
-from kit.labs.stream.drive import name_of, number_of
 from kit.loop.messages import Command, Event
 from kit.loop.runner import Stalled
 from kit.results.records import Id
+from kit.stream.live import STUCK_S, LiveRanks
+from kit.stream.ports import replica_number, replica_role
 from kit.world.calls import Pending
 
 OF_REQUESTS = ("started", "tokens", "completed", "failed", "cancelled")
 MOVES = ("begin", "finish", "abort")  # calls with which the trainer enters and leaves its devices
 
 
-class Part(Drive):
-    """A drive for the ports of one pipeline: its config, and its roles under their names in the lab `stream`."""
+class PipelineCalls:
+    """Calls to the ranks of one pipeline: its config, and its roles under the names that its loop knows."""
 
     def __init__(self, drive: Drive, pipeline: str) -> None:
         start = f"{pipeline} "
         self.config = drive.config.loops[pipeline]
         self.roles = {name.removeprefix(start): ranks for name, ranks in drive.roles.items() if name.startswith(start)}
-        self.submit = drive.submit  # type: ignore[method-assign] # the drive must know every call
+        self.submit = drive.submit  # the drive must know every call
+        self.wait = drive.wait
 
 
-class Ranks(ports.Ranks):
+class Ranks(LiveRanks):
     """All ranks of one pipeline. `orders` has the replicas that are awake, `awake` those awake at the start."""
 
     def __init__(self, drive: Drive, pipeline: str, awake: Iterable[str] = (), *, observer: Observer) -> None:
-        part = Part(drive, pipeline)
+        calls = PipelineCalls(drive, pipeline)
+        super().__init__(calls, awake, pipeline=pipeline)
         self.drive_of_run = drive
-        super().__init__(part, awake, pipeline=pipeline)
-        self.moves: dict[str, list[Command]] = {name: [] for name in part.roles if name != TRAINER}  # by replica
+        self.moves: dict[str, list[Command]] = {name: [] for name in calls.roles if name != TRAINER}  # by replica
         self.observer = observer
         self.ended_by: KitError | None = None  # the death of its trainer
         self.gone = False  # true once none of its ranks is on a device
@@ -50,7 +51,7 @@ class Ranks(ports.Ranks):
 
     def move(self, command: Command) -> None:
         """A shrink or an expand; it begins when the replica has no other call. A dead replica answers nothing."""
-        name = name_of(command.replica)
+        name = replica_role(command.replica)
         if name not in self.moves:
             return
         if command.name == "shrink" and name in self.orders:
@@ -62,13 +63,15 @@ class Ranks(ports.Ranks):
         """The new events, without a replica's answers after its shrink was ordered. Events of the observer come before the trainer's
         reports that it entered or left its devices."""
         leaving = {
-            number_of(name) for name, commands in self.moves.items() if any(one.name == "shrink" for one in commands)
+            replica_number(name)
+            for name, commands in self.moves.items()
+            if any(one.name == "shrink" for one in commands)
         }
         arrived = [event for event in super().take() if event.name not in OF_REQUESTS or event.replica not in leaving]
         if self.ended_by is not None:
             arrived += self._refuse(self.ended_by)
-        off = [one for one in self.late if not self.observer.holds(f"{self.pipeline}.{one[0]}")]
-        self.late = [one for one in self.late if one not in off]
+        off = [report for report in self.late if not self.observer.holds(f"{self.pipeline}.{report[0]}")]
+        self.late = [report for report in self.late if report not in off]
         arrived += [event for _, events in off for event in (*self.observer.look(), *events)]
         if any(event.get("of") in MOVES for event in arrived):
             arrived = [*self.observer.look(), *arrived]
@@ -128,14 +131,14 @@ class Ranks(ports.Ranks):
             return []
         happened = super()._lost(name, error)
         self.moves.pop(name, None)
-        self.late.append((name, [Event("died", DESK, who=self.pipeline, replica=number_of(name))]))
+        self.late.append((name, [Event("died", DESK, who=self.pipeline, replica=replica_number(name))]))
         return happened if isinstance(error, RankDied) else [*happened, *self._vacate(name)]
 
     def _vacate(self, name: str) -> list[Event]:
         """Make a live replica leave its device, whatever it does; nothing waits for it. The desk is informed if it fails."""
 
         def stays(error: KitError) -> list[Event]:
-            ids: dict[str, Id] = {"who": self.pipeline, "replica": number_of(name)}
+            ids: dict[str, Id] = {"who": self.pipeline, "replica": replica_number(name)}
             return [Event("error", DESK, of="shrink", why=str(error).partition("\n")[0], **ids)]
 
         def ended(pending: Pending) -> list[Event]:
@@ -171,9 +174,9 @@ class Ranks(ports.Ranks):
         self.queue.clear()
         self.syncs.clear()
         return [
-            Event("error", self.pipeline, **{**dict(one.ids), "of": one.name, "why": why})
-            for one in asked
-            if one.name != "discard"
+            Event("error", self.pipeline, **{**dict(command.ids), "of": command.name, "why": why})
+            for command in asked
+            if command.name != "discard"
         ]
 
 
@@ -199,7 +202,7 @@ class Live:
         else:
             if time.monotonic() - self.heard > self.drive.config.deadline_s:
                 raise Stalled("every core waits for an answer, but no call is in flight", ())
-            time.sleep(min(seconds, ports.STUCK_S / 10))
+            time.sleep(min(seconds, STUCK_S / 10))
 
 
 class Devices:
@@ -237,8 +240,8 @@ class Clock:
 def started(drive: Drive, names: Sequence[str], folder: str, *, alone: bool) -> None:
     """Reset the ranks of these roles to version 0, with no other rank on a device. Ranks that share a device do so in turn."""
     every(drive, "vacate", [*drive.roles])
-    for some in [names] if alone else [[name] for name in names]:
-        every(drive, "reset", some, folder=folder, alone=alone)
+    for turn in [names] if alone else [[name] for name in names]:
+        every(drive, "reset", turn, folder=folder, alone=alone)
 
 
 def every(drive: Drive, method: str, names: Sequence[str], **args: Any) -> None:

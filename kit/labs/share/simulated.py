@@ -15,15 +15,15 @@ from kit.labs.lab import Drive
 from kit.labs.share.drive import OfPipeline, member
 from kit.labs.share.lab import DESK, ShareConfig
 from kit.labs.share.scenarios import SCENARIOS
-from kit.labs.stream.drive import durations, silent, written
 from kit.labs.stream.lab import settings
 from kit.loop.messages import Event
 from kit.loop.runner import Runner, VirtualClock
 from kit.results import Row
 from kit.share.simulated import Devices, Ports, Simulation, simulate
+from kit.stream.live import silent, written
 from kit.stream.ports import Log, Meter, Watched
 from kit.stream.settings import opening
-from kit.stream.simulated import ADDRESSES, System
+from kit.stream.simulated import ADDRESSES, System, durations
 from kit.target import load_callable
 
 OF_THE_DESK = ("request_ms", "operation_ms", "admission_ms", "watchdog_ms")  # settings

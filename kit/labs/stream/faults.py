@@ -325,7 +325,7 @@ OF_RANKS = exposed_by(
         set={"train_pace_ms": 400},
         where="notebook",
         during=("stream",),
-        patch={"kit.labs.stream.drive:Ranks.wait": f"{BUGS}:waits_for_the_trainer"},
+        patch={"kit.stream.live:LiveRanks.wait": f"{BUGS}:waits_for_the_trainer"},
     ),
     Fault(
         "rollout-dies",

@@ -10,6 +10,7 @@ from kit.errors import BadInput
 from kit.labs.definition import Definition, JobConfig, Option, Role, Step, check_fits, model_of
 from kit.labs.stream.faults import FAULTS, KIT_CORE
 from kit.megatron.config import ModelConfig, check, model_bytes
+from kit.stream.ports import replica_role
 from kit.stream.settings import SAMPLERS, StreamSettings, refusals, refuse_lacking
 from kit.target import load_callable
 
@@ -199,7 +200,7 @@ def replica_model(config: StreamConfig) -> ModelConfig:
 
 
 def replica_names(config: StreamConfig) -> list[str]:
-    return [f"replica {number}" for number in range(config.replicas)]
+    return [replica_role(number) for number in range(config.replicas)]
 
 
 def roles(config: StreamConfig) -> tuple[Role, ...]:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kit.errors import Cancelled, KitError, RankDied
-from kit.labs.stream.drive import Ranks
 from kit.loop.messages import Command
+from kit.stream.live import LiveRanks
 
 
 class Call:
@@ -50,7 +50,7 @@ class Calls:
 
 def test_orders_that_follow_from_the_same_answers_go_into_one_call() -> None:
     calls = Calls()
-    ranks = Ranks(calls, ["replica 0"], pipeline="a")  # type: ignore[arg-type]
+    ranks = LiveRanks(calls, ["replica 0"], pipeline="a")  # type: ignore[arg-type]
     port = ranks
 
     def generate(group: int) -> None:
@@ -74,7 +74,7 @@ def test_a_trainer_that_waits_for_a_dead_replica_is_interrupted_once(trainer: tu
     """With several trainer ranks, one waits in a collective, where nothing can interrupt it."""
     calls = Calls()
     calls.roles = {"trainer": trainer, "replica 0": (2,), "replica 1": (3,)}
-    ranks = Ranks(calls, ["replica 0", "replica 1"], pipeline="a")  # type: ignore[arg-type]
+    ranks = LiveRanks(calls, ["replica 0", "replica 1"], pipeline="a")  # type: ignore[arg-type]
     ranks.send(Command("sync", "sync", "a", version=1, at_sync="keep", replicas="0,1"))
     ranks.wait(0.0)
     calls.made[1].answer = RankDied("rank 3 was killed", rank=3, phase="stream", signal="SIGKILL")

@@ -15,9 +15,10 @@ import pytest
 import kit
 from kit.cli import main
 from kit.labs.stream import drive
-from kit.labs.stream.drive import Ranks, name_of
 from kit.labs.stream.rules import LOOPS, ledger, recomputed_as_sampled
 from kit.loop.messages import Command, Event
+from kit.stream.live import LiveRanks
+from kit.stream.ports import replica_role
 from kit.stream.settings import opening
 from tests.labs.parts import logged_steps
 from tests.labs.simulated import failed
@@ -87,13 +88,13 @@ class Early(drive.Losing):
     """The replica is killed before it joins a sync that has been ordered: the trainer waits for its call."""
 
     def take(self) -> list[Event]:
-        arrived = Ranks.take(self)
+        arrived = LiveRanks.take(self)
         if any(event.name == "died" for event in arrived):
             self.drive.record("named_seconds", time.time() - self.killed_at, "s")
         return arrived
 
     def _sync(self, command: Command) -> None:
-        (rank,) = self.drive.roles[name_of(self.drive.config.replicas - 1)]
+        (rank,) = self.drive.roles[replica_role(self.drive.config.replicas - 1)]
         if command.version and not self.killed_at:
             self.drive.lost |= {rank}
             self.killed_at = time.time()

@@ -20,13 +20,13 @@ import torch
 from kit.errors import KitError
 from kit.labs import rankside
 from kit.labs.rankside import Context
-from kit.labs.share.lab import number_of
 from kit.labs.share.ranks import Lease, part_of
 from kit.labs.stream.ranks import DIGEST, replica, trainer
 from kit.measure.host import trim
 from kit.measure.observers.births import registered_groups
 from kit.megatron import groups, shards
 from kit.megatron.serve import Engine
+from kit.stream.ports import replica_number
 from kit.sync import hashes
 from kit.sync.cache import BASE
 from kit.sync.sender import Target
@@ -174,7 +174,7 @@ class Replica(replica.Replica):
     def __init__(self, ctx: Context) -> None:
         part = part_of(ctx)
         super().__init__(part)
-        self.number = number_of(part.role)
+        self.number = replica_number(part.role)
         self.level = ctx.config.sleep_level
         self.lease = Lease(part)
         self.folder = Path()
