@@ -26,10 +26,11 @@ MAY_IMPORT = {
     "train": {"measure"},
     "sync": {"measure"},
     "megatron": {"measure", "train"},
+    "actors": {"measure", "megatron", "sync", "train"},
     "loop": {"results"},
     "stream": {"loop", "results"},
     "share": {"loop", "results"},
-    "labs": {"world", "results", "measure", "megatron", "train", "sync", "draw", "loop", "stream", "share"},
+    "labs": {"world", "results", "measure", "megatron", "actors", "train", "sync", "draw", "loop", "stream", "share"},
     "draw": {"results"},
     "view": {"labs", "draw", "results", FACE},
     "bench": {*ROOMS, FACE},  # labs that measure the kit itself, each with its rank side under `ranks`
@@ -45,7 +46,7 @@ ONLY_IN = {
 }
 # Modules that ranks import by name; in a lab's own folder these are all under `ranks`.
 LABS_ON_RANKS = {KIT / "labs" / "rankside.py", KIT / "labs" / "bystander.py"}
-RANK_ROOMS = {"measure", "megatron", "train", "sync"}
+RANK_ROOMS = {"measure", "megatron", "actors", "train", "sync"}
 # A config's `fits` compares it with the machine: plain standard-library arithmetic, harmless where ranks load it.
 # Ranks also use the schema and the writer of records.
 BOTH_SIDES = (

@@ -256,7 +256,7 @@ OF_RANKS = exposed_by(
         "drained_before_sleep",
         set={"b.answer": (40, 60), "b.pace_ms": 20},  # B decodes for as long as A needs a device
         patch={
-            "kit.labs.share.ranks.roles:Replica.shrink": "kit.labs.share.ranks.bugs:sleeps_busy",
+            "kit.labs.share.ranks.roles:Replica.abort_requests": "kit.labs.share.ranks.bugs:aborts_nothing",
         },
     ),
     Fault(
@@ -265,9 +265,7 @@ OF_RANKS = exposed_by(
         "memory_down_asleep",
         set=SEEN,
         patch={
-            "kit.labs.share.ranks.roles:Replica.reset": "kit.labs.share.ranks.bugs:resets_to_resident",
-            "kit.labs.share.ranks.roles:Replica.shrink": "kit.labs.share.ranks.bugs:keeps_its_weights",
-            "kit.labs.share.ranks.roles:Replica.expand": "kit.labs.share.ranks.bugs:wakes_resident",
+            "kit.labs.share.ranks.roles:Replica.give_memory": "kit.labs.share.ranks.bugs:keeps_its_memory",
         },
     ),
     Fault(
@@ -276,9 +274,8 @@ OF_RANKS = exposed_by(
         "peak_fits",
         set=SEEN,
         patch={
-            "kit.labs.share.ranks.roles:Replica.reset": "kit.labs.share.ranks.bugs:resets_after_the_late_sleep",
-            "kit.labs.share.ranks.roles:Replica.shrink": "kit.labs.share.ranks.bugs:sleeps_late",
-            "kit.labs.share.ranks.roles:Replica.expand": "kit.labs.share.ranks.bugs:wakes_after_the_late_sleep",
+            "kit.labs.share.ranks.roles:Replica.give_memory": "kit.labs.share.ranks.bugs:sleeps_late",
+            "kit.labs.share.ranks.roles:Replica.take_memory": "kit.labs.share.ranks.bugs:wakes_after_the_late_sleep",
             "kit.labs.share.ranks.roles:Replica.end": "kit.labs.share.ranks.bugs:ends_after_the_late_sleep",
         },
     ),
@@ -298,7 +295,7 @@ OF_RANKS = exposed_by(
         "groups_down_asleep",
         set={"release_groups": True, "rehearse": False},
         patch={
-            "kit.labs.share.ranks.roles:Trainer.let_groups_go": "kit.labs.share.ranks.bugs:keeps_groups",
+            "kit.megatron.groups:destroy": "kit.labs.share.ranks.bugs:destroys_nothing",
         },
     ),
     Fault(
@@ -307,7 +304,7 @@ OF_RANKS = exposed_by(
         "weights_after_wake",
         patch={
             "kit.labs.share.ranks.roles:Replica.sync": "kit.labs.share.ranks.bugs:assumes_the_base",
-            "kit.labs.share.ranks.roles:Replica.digests": "kit.labs.share.ranks.bugs:changes_the_base",
+            "kit.actors.replica:ReplicaActor.digests": "kit.labs.share.ranks.bugs:changes_the_base",
         },
     ),
     Fault(
@@ -315,7 +312,8 @@ OF_RANKS = exposed_by(
         "the cache is built from memory after the weights were offloaded",
         "weights_after_wake",
         patch={
-            "kit.labs.share.ranks.roles:Trainer.finish": "kit.labs.share.ranks.bugs:builds_late",
+            "kit.labs.share.ranks.roles:Trainer.finish": "kit.labs.share.ranks.bugs:copies_before_the_update",
+            "kit.labs.share.ranks.roles:Trainer.fill_cache": "kit.labs.share.ranks.bugs:builds_late",
         },
     ),
     Fault(

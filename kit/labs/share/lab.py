@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from kit.errors import BadInput
 from kit.labs.definition import EVERY, NAMES, Definition, JobConfig, Option, Role, Step, check_fits
 from kit.labs.share.faults import FAULTS
-from kit.labs.stream.lab import StreamConfig, replica_model, replica_names, trainer_model
+from kit.labs.stream.lab import StreamConfig
 from kit.machine import free_gpu_bytes
 from kit.megatron.config import model_bytes
 from kit.stream.ports import replica_number
@@ -233,13 +233,13 @@ def with_defaults(loop: PipelineConfig, values: dict[str, Any]) -> PipelineConfi
 
 def role_names(loop: PipelineConfig) -> dict[str, int]:
     """The roles of one pipeline in rank order, and the number of ranks of each. Names are those of the lab `stream`."""
-    return {TRAINER: len(loop.on_devices(TRAINER))} | dict.fromkeys(replica_names(loop), loop.infer_tp)
+    return {TRAINER: len(loop.on_devices(TRAINER))} | dict.fromkeys(loop.replica_names, loop.infer_tp)
 
 
 def roles(config: ShareConfig) -> tuple[Role, ...]:
     """Every trainer and every replica is a separate World. In a simulated run all ranks are idle."""
     if config.simulated:
-        return (Role(name="idle", ranks=tuple(range(config.ranks)), phases="kit.labs.stream.ranks:Idle"),)
+        return (Role(name="idle", ranks=tuple(range(config.ranks)), phases="kit.actors.common:Idle"),)
     every: list[Role] = []
     first = 0
     # With fewer GPUs than devices, several devices are the same one.
@@ -284,9 +284,9 @@ def fits(config: ShareConfig) -> None:
     if config.simulated:
         return
     loops = config.loops.values()
-    jobs = max(model_bytes(trainer_model(loop), ranks=loop.trainer_ranks)["total"] for loop in loops)
+    jobs = max(model_bytes(loop.trainer_model, ranks=loop.trainer_ranks)["total"] for loop in loops)
     # The base, and two copies in the cache.
-    held = max(3 * model_bytes(replica_model(loop), ranks=1)["params"] * loop.infer_tp for loop in loops)
+    held = max(3 * model_bytes(loop.replica_model, ranks=1)["params"] * loop.infer_tp for loop in loops)
     check_fits(config, job=jobs, host=jobs + held, kept="for offloaded state, the base weights and the cache")
 
 

@@ -28,7 +28,6 @@ from kit.labs.share.ledgers import (
     spans,
     watched,
 )
-from kit.labs.stream.lab import replica_model
 from kit.megatron.config import model_bytes
 from kit.results import Measured, Missing, NotMeasured, Rule, Unjudged
 from kit.results.frames import read_ids
@@ -159,7 +158,7 @@ def readings(levels: Mapping[str, Levels]) -> set[tuple[float, float]]:
 
 def weights_seen(run: ShareConfig) -> float:
     """The bytes of a replica's weights; raises if they are too few to see in resident memory."""
-    least = min(model_bytes(replica_model(loop), ranks=1)["params"] for loop in run.loops.values())
+    least = min(model_bytes(loop.replica_model, ranks=1)["params"] for loop in run.loops.values())
     if least < 2 * SEEN_BYTES:
         raise NotMeasured(
             f"a replica's weights are {least / MIB:.1f} MiB, too small to distinguish from noise; use more layers"

@@ -22,7 +22,7 @@ from typing import Any
 
 from kit.errors import KitError
 from kit.labs.lab import Drive
-from kit.labs.stream.lab import StreamConfig, replica_names, settings
+from kit.labs.stream.lab import StreamConfig, settings
 from kit.loop.messages import Command, Event, Memory
 from kit.loop.runner import Core, Port, RealClock, Runner
 from kit.results import Run
@@ -238,7 +238,7 @@ def started(drive: Drive, ranks: type[LiveRanks] = LiveRanks) -> LiveRanks:
     drive.wait(pendings, first=False)
     for pending in pendings:
         pending.result()
-    return ranks(drive, replica_names(drive.config), pipeline=PIPELINE)
+    return ranks(drive, drive.config.replica_names, pipeline=PIPELINE)
 
 
 def controller(plan: Any, start: Resume | None = None) -> Core[Any]:

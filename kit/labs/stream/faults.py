@@ -212,7 +212,7 @@ ACROSS = {"slots": 4, "answer": (14, 20), "decode": 2, "pace_ms": 40}
 
 ENGINE, PREFIXES = "kit.megatron.serve:Engine", "kit.megatron.serve:PrefixCache"
 REPLICA, TRAINER = "kit.labs.stream.ranks.replica:Replica", "kit.labs.stream.ranks.trainer:Trainer"
-ADVANTAGES = "kit.labs.stream.ranks.trainer:advantages"
+ADVANTAGES = "kit.actors.trainer:advantages"
 RANK_BUGS = "kit.labs.stream.ranks.bugs"
 
 # Bugs of ranks, and one of a port; runs on live ranks show them.

@@ -144,8 +144,8 @@ class StreamConfig(JobConfig):
                 f"ranks={self.ranks} with {self.replicas} replicas of infer_tp={self.infer_tp} leaves {max(self.trainer_ranks, 0)} ranks "
                 "for the trainer; give it at least one"
             )
-        check(trainer_model(self), self.trainer_ranks)
-        check(replica_model(self), self.infer_tp)
+        check(self.trainer_model, self.trainer_ranks)
+        check(self.replica_model, self.infer_tp)
         data_ranks = self.trainer_ranks // (self.tp * self.pp)
         if self.group % (data_ranks * self.micro_batch):
             raise BadInput(
@@ -167,6 +167,23 @@ class StreamConfig(JobConfig):
         return LONGEST_PROMPT + self.answer[1]
 
     @property
+    def update_samples(self) -> int:
+        """Samples of one optimizer step."""
+        return self.batch or self.groups * self.group
+
+    @property
+    def trainer_model(self) -> ModelConfig:
+        return model_of(self, seq=self.length, microbatches=max(1, self.pp))
+
+    @property
+    def replica_model(self) -> ModelConfig:
+        return model_of(self, seq=self.length, tp=self.infer_tp, pp=1)
+
+    @property
+    def replica_names(self) -> list[str]:
+        return [replica_role(number) for number in range(self.replicas)]
+
+    @property
     def loss_options(self) -> dict[str, Any]:
         cut = {"importance": "tokens", "truncation": "tis", "band_high": 2.0} if self.correction else {}
         return {**cut, **({"kl": 0.05} if self.reference == "recomputed" else {})}
@@ -185,28 +202,15 @@ def settings(config: StreamConfig) -> StreamSettings:
     sampler = SAMPLERS.get(config.sampler)
     needed = sampler.places(config.groups, config.window) if sampler else 0
     places = config.places or needed or config.groups * (config.window + 1)
-    batch = config.batch or config.groups * config.group
     return StreamSettings(
-        **{**same, "places": places, "slots": config.slots or places, "train_global_batch_size": batch}
+        **{**same, "places": places, "slots": config.slots or places, "train_global_batch_size": config.update_samples}
     )
-
-
-def trainer_model(config: StreamConfig) -> ModelConfig:
-    return model_of(config, seq=config.length, microbatches=max(1, config.pp))
-
-
-def replica_model(config: StreamConfig) -> ModelConfig:
-    return model_of(config, seq=config.length, tp=config.infer_tp, pp=1)
-
-
-def replica_names(config: StreamConfig) -> list[str]:
-    return [replica_role(number) for number in range(config.replicas)]
 
 
 def roles(config: StreamConfig) -> tuple[Role, ...]:
     """The trainer in World 0, each replica in the next one. In a simulated run all ranks are idle."""
     if config.simulated:
-        return (Role(name="idle", ranks=tuple(range(config.ranks)), phases="kit.labs.stream.ranks:Idle"),)
+        return (Role(name="idle", ranks=tuple(range(config.ranks)), phases="kit.actors.common:Idle"),)
     first, size = config.trainer_ranks, config.infer_tp
     replicas = [
         Role(
@@ -215,7 +219,7 @@ def roles(config: StreamConfig) -> tuple[Role, ...]:
             world=number + 1,
             phases="kit.labs.stream.ranks.replica:Replica",
         )
-        for number, name in enumerate(replica_names(config))
+        for number, name in enumerate(config.replica_names)
     ]
     return (Role(name="trainer", ranks=tuple(range(first))), *replicas)
 
@@ -239,9 +243,9 @@ def fits(config: StreamConfig) -> None:
         refuse_lacking(load_callable(config.sampler), config.sampler)
     if config.simulated:
         return
-    trainer = trainer_model(config)
+    trainer = config.trainer_model
     job = max(model_bytes(trainer, ranks=config.trainer_ranks, stage=stage)["total"] for stage in range(config.pp))
-    whole = model_bytes(replica_model(config), ranks=1)["params"] * config.infer_tp
+    whole = model_bytes(config.replica_model, ranks=1)["params"] * config.infer_tp
     versions = whole * (config.steps + 1) * config.runs("verify")
     check_fits(config, job=job, host=versions // config.ranks, kept="for the weights of every version")
 

@@ -11,7 +11,6 @@ from kit.labs.definition import as_settings
 from kit.labs.share.lab import LAB, ShareConfig
 from kit.labs.share.ledgers import devices_of
 from kit.labs.share.simulated import SCENES, run
-from kit.labs.stream.lab import replica_model
 from kit.megatron.config import model_bytes
 from kit.results import Row, Verdict
 from kit.results.records import NOTEBOOK
@@ -89,7 +88,7 @@ def add_devices(found: Found, config: ShareConfig, rows: Any) -> None:
             if event == "freed" and owner.endswith("trainer"):
                 found.add("shared", "groups_asleep", 0.0, when, rank_of(owner), unit="1", ids={"who": owner})
             found.add("shared", "seen_owner", float(bool(seen)), when, text=seen, unit="1", ids={"device": device})
-        size = model_bytes(replica_model(config.loops[owner[0]]), ranks=1)["params"] * bool(seen)
+        size = model_bytes(config.loops[owner[0]].replica_model, ranks=1)["params"] * bool(seen)
         found.add("shared", "seen_resident", 300.0 * MIB + size, when, unit="B", ids={"who": owner})
 
 

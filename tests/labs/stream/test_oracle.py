@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from kit.labs.stream.ranks import SampleRow
+from kit.actors.samples import SampleRow
 from kit.labs.stream.ranks.oracle import Oracle
 from kit.megatron.config import GEOMETRIES
 from kit.train.arithmetic import END

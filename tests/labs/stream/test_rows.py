@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from kit.actors.samples import Inbox, Key, Outbox, SampleRow
 from kit.errors import KitError
-from kit.labs.stream.ranks import Inbox, Key, Outbox, SampleRow
 
 
 def row(group: int, sample: int = 0, attempt: int = 0, replica: str = "replica 0") -> SampleRow:

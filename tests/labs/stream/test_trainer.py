@@ -7,25 +7,23 @@ from typing import Any
 
 import torch
 
-from kit.labs.stream.ranks import Key
-from kit.labs.stream.ranks.trainer import Trainer
+from kit.actors.samples import Key
+from kit.actors.trainer import TrainerActor
 from kit.stream.backed import TO
 
 
-class Counting(Trainer):
+class Counting(TrainerActor):
     """Counts the collectives of a sync."""
 
     def __init__(self, *, first: bool) -> None:
         self.first = first
         self.version = 0
-        self.weights = {}
         self.calls: list[str] = []
         self.sender: Any = types.SimpleNamespace(sync=self.send)
         self.ctx: Any = types.SimpleNamespace(roles={})
 
     def keep(self, version: int) -> None:
         self.version = version
-        self.weights |= {version: {}} if self.first else {}
         self.calls.append("keep")
 
     def gather(self) -> dict[Any, Any]:
@@ -46,7 +44,7 @@ def test_a_version_that_is_sent_again_is_the_same_collectives_on_every_rank() ->
 
 
 def test_every_command_to_the_trainer_is_a_call_of_its_ranks() -> None:
-    assert [name for name, port in TO.items() if port == "trainer" and not hasattr(Trainer, name)] == []
+    assert [name for name, port in TO.items() if port == "trainer" and not hasattr(TrainerActor, name)] == []
 
 
 def test_samples_of_a_group_that_is_not_trained_are_dropped() -> None:

@@ -20,9 +20,9 @@ from kit.results.records import Row
 
 
 @dataclass(kw_only=True, slots=True)
-class Part(Context):
-    """A context with the ranks, roles and config of a single pipeline, as the lab `stream` expects them. Its records have the id
-    `pipeline`. `place` is this rank's number in its role."""
+class PipelineContext(Context):
+    """A context with the ranks, roles and config of a single pipeline, as the actors of a loop expect them. Its records have the
+    id `pipeline`. `place` is this rank's number in its role."""
 
     pipeline: str
     place: int
@@ -40,11 +40,11 @@ def loop_of(ctx: Context, pipeline: str) -> PipelineConfig:
     return loop
 
 
-def part_of(ctx: Context) -> Part:
+def context_of(ctx: Context) -> PipelineContext:
     pipeline, _, role = ctx.role.partition(" ")
     mine = {name.partition(" ")[2]: ranks for name, ranks in ctx.roles.items() if name.startswith(f"{pipeline} ")}
     first = min(rank for ranks in mine.values() for rank in ranks)
-    return Part(
+    return PipelineContext(
         pipeline=pipeline,
         place=ctx.roles[ctx.role].index(ctx.rank),
         rank=ctx.rank - first,
@@ -67,9 +67,9 @@ class Lease:
     a core.
     """
 
-    def __init__(self, part: Part) -> None:
-        self.part = part
-        self.device = part.config.on_devices(part.role)[part.place]
+    def __init__(self, ctx: PipelineContext) -> None:
+        self.ctx = ctx
+        self.device = ctx.config.on_devices(ctx.role)[ctx.place]
         self.cores = sorted(os.sched_getaffinity(0))
         self.threads = torch.get_num_threads()
         self._fd = -1
@@ -81,16 +81,16 @@ class Lease:
     def take(self, folder: Path, *, together: bool = False) -> None:
         """Raises at once if another rank holds the device, with the name of that rank."""
         if self.held:
-            raise KitError(f"{self.part.owner} already holds device {self.device}")
+            raise KitError(f"{self.ctx.owner} already holds device {self.device}")
         fd = os.open(folder / LOCK.format(self.device), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if together else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(fd, 200, 0).decode(errors="replace") or "an unnamed process"
             os.close(fd)
-            raise KitError(f"{self.part.owner} cannot take device {self.device}: {holder} holds it") from None
+            raise KitError(f"{self.ctx.owner} cannot take device {self.device}: {holder} holds it") from None
         os.ftruncate(fd, 0)
-        os.pwrite(fd, self.part.owner.encode(), 0)
+        os.pwrite(fd, self.ctx.owner.encode(), 0)
         self._fd = fd
         self._pin([self.cores[self.device % len(self.cores)]], threads=1)
         self._note("taken")
@@ -103,21 +103,21 @@ class Lease:
             self._fd = -1
 
     def _pin(self, cores: list[int], *, threads: int) -> None:
-        if self.part.device.type == "cpu":
+        if self.ctx.device.type == "cpu":
             torch.set_num_threads(threads)
             with contextlib.suppress(PermissionError):  # an observer sees what a container does not allow
                 machine.pin(cores)
 
     def _note(self, event: str) -> None:
-        self.part.record("lease", None, text=self.part.owner, device=self.device, event=event)
+        self.ctx.record("lease", None, text=self.ctx.owner, device=self.device, event=event)
 
     def note_resident(self, state: str) -> None:
         """Record this rank's state: `awake` or `held` with a device, `asleep` without."""
-        self.part.record("resident", machine.status()["VmRSS"], "B", who=self.part.owner, state=state)
+        self.ctx.record("resident", machine.status()["VmRSS"], "B", who=self.ctx.owner, state=state)
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:
         """A part of a hand-over as a record with its span."""
         began = time.time()
         yield
-        self.part.record("handing_over", time.time() - began, "s", start=began, what=what, who=self.part.owner)
+        self.ctx.record("handing_over", time.time() - began, "s", start=began, what=what, who=self.ctx.owner)

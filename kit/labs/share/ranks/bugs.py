@@ -6,27 +6,20 @@ import dataclasses
 import threading
 from collections.abc import Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from kit.actors.replica import ReplicaActor
+from kit.actors.trainer import Weights
 from kit.labs.rankside import Context
 from kit.labs.share.lab import PipelineConfig
 from kit.labs.share.ranks import loop_of
 from kit.labs.share.ranks.roles import Replica, Trainer
-from kit.megatron import groups, serve
-from kit.megatron.serve import Engine
 
-reset, shrink, expand, sync, digests, end = (
-    Replica.reset,
-    Replica.shrink,
-    Replica.expand,
-    Replica.sync,
-    Replica.digests,
-    Replica.end,
-)
-begin, finish, let_groups_go = Trainer.begin, Trainer.finish, Trainer.let_groups_go
+take_memory, expand, sync, end = Replica.take_memory, Replica.expand, Replica.sync, Replica.end
+begin, finish = Trainer.begin, Trainer.finish
+digests = ReplicaActor.digests
 
 
 def draws_as_the_first(ctx: Context, pipeline: str) -> PipelineConfig:
@@ -36,28 +29,12 @@ def draws_as_the_first(ctx: Context, pipeline: str) -> PipelineConfig:
 # -- a replica that falls asleep too early, too late or not at all ---------------------------------------------------------
 
 
-def sleeps_busy(replica: Replica) -> dict[str, Any]:
-    with patch.object(Engine, "cancel"):
-        return shrink(replica)
+def aborts_nothing(replica: Replica) -> int:
+    return len(replica.actor.engine.in_flight)
 
 
-def resets_to_resident(replica: Replica, folder: str, alone: bool) -> None:
-    if not replica.replica.asleep:
-        replica.replica.sleep()
-    reset(replica, folder, alone)
-
-
-def keeps_its_weights(replica: Replica) -> dict[str, Any]:
-    with patch.object(serve.Replica, "sleep"):
-        return shrink(replica)
-
-
-def wakes_resident(replica: Replica) -> None:
-    if replica.replica.asleep:
-        expand(replica)
-        return
-    with patch.object(serve.Replica, "wake"):
-        expand(replica)
+def keeps_its_memory(replica: Replica) -> None:
+    """A replica that sleeps keeps its weights."""
 
 
 LATE_S = 0.3
@@ -69,22 +46,14 @@ def settle() -> None:
         timers.pop().join()
 
 
-def resets_after_the_late_sleep(replica: Replica, folder: str, alone: bool) -> None:
-    settle()
-    reset(replica, folder, alone)
-
-
-def sleeps_late(replica: Replica) -> dict[str, Any]:
-    with patch.object(serve.Replica, "sleep"):
-        answer = shrink(replica)
-    timers.append(threading.Timer(LATE_S, replica.replica.sleep))
+def sleeps_late(replica: Replica) -> None:
+    timers.append(threading.Timer(LATE_S, replica.actor.sleep))
     timers[-1].start()
-    return answer
 
 
 def wakes_after_the_late_sleep(replica: Replica) -> None:
     settle()
-    expand(replica)
+    take_memory(replica)
 
 
 def ends_after_the_late_sleep(replica: Replica, cycle: int) -> None:
@@ -99,36 +68,40 @@ def stamps_the_version_before(replica: Replica, version: int, at_sync: str, repl
     woke = replica.blank
     answer = sync(replica, version, at_sync, replicas)
     if woke and version:
-        replica.engine.version = version - 1
+        replica.actor.engine.version = version - 1
     return answer
 
 
-assuming: set[int] = set()  # replicas that woke for version 0, until their weights have been changed
+assuming: set[int] = set()  # actors that woke for version 0, until their weights have been changed
 
 
 def assumes_the_base(replica: Replica, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:
     if replica.blank and not version:
-        assuming.add(id(replica))
+        assuming.add(id(replica.actor))
     return sync(replica, version, at_sync, replicas)
 
 
-def changes_the_base(replica: Replica, algorithm: str) -> dict[str, str]:
-    table = digests(replica, algorithm)
-    if id(replica) in assuming:
-        assuming.discard(id(replica))
+def changes_the_base(actor: ReplicaActor, algorithm: str) -> dict[str, str]:
+    table = digests(actor, algorithm)
+    if id(actor) in assuming:
+        assuming.discard(id(actor))
         with torch.no_grad():
-            next(replica.replica.chunks[0].parameters()).add_(0.01)
+            next(actor.replica.chunks[0].parameters()).add_(0.01)
     return table
 
 
-def builds_late(trainer: Trainer, step: int, update: int) -> None:
-    before = {key: tensor.detach().clone() for key, tensor in trainer.gather().items()}
-    if not trainer.first:
-        finish(trainer, step, update)
-        return
-    build = trainer.sender.build
-    with patch.object(trainer.sender, "build", lambda version, _: build(version, before)):
-        finish(trainer, step, update)
+before: dict[Trainer, Weights] = {}  # the weights of trainers when their step ended, before the update
+
+
+def copies_before_the_update(trainer: Trainer, step: int, update: int) -> None:
+    before[trainer] = {key: tensor.detach().clone() for key, tensor in trainer.actor.gather().items()}
+    finish(trainer, step, update)
+
+
+def builds_late(trainer: Trainer) -> None:
+    weights = before.pop(trainer)
+    if trainer.actor.first:
+        trainer.actor.sender.build(trainer.actor.version, weights)
 
 
 # -- process groups -------------------------------------------------------------------------------------------------------
@@ -138,12 +111,12 @@ SIGN = "woke-{}"  # a file beside the devices' locks, by pipeline
 
 def shows_that_it_woke(replica: Replica) -> None:
     expand(replica)
-    (replica.folder / SIGN.format(replica.lease.part.pipeline)).touch()
+    (replica.folder / SIGN.format(replica.ctx.pipeline)).touch()
 
 
 def rebuilds_a_group(trainer: Trainer, step: int, update: int) -> None:
     begin(trainer, step, update)
-    if any(trainer.folder.glob(SIGN.format("[!" + trainer.lease.part.pipeline + "]"))):
+    if any(trainer.folder.glob(SIGN.format("[!" + trainer.ctx.pipeline + "]"))):
         dist.new_group([*range(dist.get_world_size())], backend="gloo")
 
 
@@ -152,6 +125,5 @@ def leaks_a_group(replica: Replica) -> None:
     dist.new_group([*range(dist.get_world_size())], backend="gloo")
 
 
-def keeps_groups(trainer: Trainer) -> None:
-    with patch.object(groups, "destroy", return_value={"snapshot": {}}):
-        let_groups_go(trainer)
+def destroys_nothing(**_: Any) -> dict[str, Any]:
+    return {"snapshot": {}}

@@ -1,4 +1,4 @@
-"""The ranks of a pipeline in the lab `share`: those of the lab `stream`, which enter and leave their devices between two calls.
+"""The ranks of a pipeline in the lab `share`: each has an actor of a loop and a lease, and enters and leaves its device between two calls.
 
 A trainer is on its devices only from `begin` to `finish` of a step. `finish` copies the new weights from the device to the bucket cache,
 then offloads everything to host memory and frees the device. A sync sends from the cache, without a device. With `release_groups` the
@@ -17,11 +17,13 @@ from typing import Any, Literal
 
 import torch
 
+from kit.actors.common import DIGEST
+from kit.actors.replica import Happened, ReplicaActor
+from kit.actors.trainer import TrainerActor, Weights
 from kit.errors import KitError
 from kit.labs import rankside
 from kit.labs.rankside import Context
-from kit.labs.share.ranks import Lease, part_of
-from kit.labs.stream.ranks import DIGEST, replica, trainer
+from kit.labs.share.ranks import Lease, context_of
 from kit.measure.host import trim
 from kit.measure.observers.births import registered_groups
 from kit.megatron import groups, shards
@@ -32,49 +34,42 @@ from kit.sync.cache import BASE
 from kit.sync.sender import Target
 
 
-class Trainer(trainer.Trainer):
-    """`alone`: the pipeline has its devices to itself, and its trainer stays on them."""
+class Trainer:
+    """A trainer with a lease. `alone`: the pipeline has its devices to itself, and its trainer stays on them."""
 
     def __init__(self, ctx: Context) -> None:
-        part = part_of(ctx)
-        super().__init__(part)
-        self.lease = Lease(part)
+        self.ctx = context_of(ctx)
+        self.actor = TrainerActor(self.ctx, on_version=self.note_version)
+        self.lease = Lease(self.ctx)
         self.folder = Path()
         self.alone = False
         self.release_groups: bool = ctx.config.release_groups
         self.released: dict[str, Any] = {}  # descriptions of the process groups while they are destroyed
-        self.host: dict[Any, torch.Tensor] = {}  # version 0, for comparison with base weights
+        self.host: dict[tuple[str, int], torch.Tensor] = {}  # version 0, for comparison with base weights
 
     def prepare(self, cycle: int) -> None:
-        super().prepare(cycle)
+        self.actor.prepare(cycle)
         self.let_groups_go()
         self.lease.note_resident("asleep")
 
-    def reset(self, folder: str, alone: bool) -> None:  # type: ignore[override]
+    def reset(self, folder: str, alone: bool) -> None:
         self.folder, self.alone = Path(folder), alone
         self.lease.take(self.folder, together=alone)
         self.bring_groups_back()
-        super().reset()
-        self.job.mover.release()  # at least once, so its host memory does not count as growth later
-        self.job.mover.restore()
+        self.actor.reset()
+        self.actor.job.mover.release()  # at least once, so its host memory does not count as growth later
+        self.actor.job.mover.restore()
         if not alone:
             self.leave()
 
-    def settle(self) -> None:
-        """Also frees the host memory of the last loop's copies."""
-        super().settle()
-        if hasattr(self, "job"):
-            self.job.mover.close()
-
     def vacate(self) -> None:
         if self.lease.held:
-            self.step.abort()
-            self.open = None
+            self.actor.give_up()
             self.leave_anyway()
 
     def end(self, cycle: int) -> None:
         self.vacate()
-        super().end(cycle)
+        self.actor.end(cycle)
 
     # -- the device -----------------------------------------------------------------------------------------------------
 
@@ -83,13 +78,14 @@ class Trainer(trainer.Trainer):
             self.lease.take(self.folder)
             with self.lease.timed("onload"):
                 self.bring_groups_back()
-                self.job.mover.restore()
+                self.actor.job.mover.restore()
             self.lease.note_resident("held")
 
     def leave(self) -> None:
+        mover = self.actor.job.mover
         with self.lease.timed("offload"):
-            if not self.job.mover.away:  # else a move failed
-                self.job.mover.release()
+            if not mover.away:  # else a move failed
+                mover.release()
             self.let_groups_go()
         self.lease.note_resident("asleep")
         self.lease.free()
@@ -105,93 +101,107 @@ class Trainer(trainer.Trainer):
         if not self.release_groups or self.released:
             return
         try:
-            self.released = groups.destroy(timeout_s=self.config.deadline_s)["snapshot"]
+            self.released = groups.destroy(timeout_s=self.ctx.config.deadline_s)["snapshot"]
         except groups.DestroyFailed as error:
             self.released = error.stats["snapshot"]
             raise
-        self.ctx.record("groups_asleep", len(registered_groups()) - 1, who=self.lease.part.owner)
+        self.ctx.record("groups_asleep", len(registered_groups()) - 1, who=self.ctx.owner)
 
     def bring_groups_back(self) -> None:
         if self.released:
-            groups.reload(self.released, timeout_s=self.config.deadline_s)
+            groups.reload(self.released, timeout_s=self.ctx.config.deadline_s)
             self.released = {}
 
     # -- the step -------------------------------------------------------------------------------------------------------
 
     def begin(self, step: int, update: int) -> None:
         self.enter()
-        super().begin(step, update)
+        self.actor.begin(step, update)
+
+    def logprobs(self, step: int, groups: Sequence[int], which: str) -> None:
+        self.actor.logprobs(step, groups, which)
+
+    def microbatch(self, step: int, update: int, groups: Sequence[int]) -> dict[str, Any]:
+        return self.actor.microbatch(step, update, groups)
 
     def finish(self, step: int, update: int) -> None:
-        super().finish(step, update)
-        self.keep(self.version + 1)
+        self.actor.finish(step, update)
+        self.actor.keep(self.actor.version + 1)
         with self.lease.timed("build"):
-            weights = self.gather()
-            if self.first:
-                self.sender.build(self.version, weights)
+            self.fill_cache()
         if not self.alone:
             self.leave()
 
     def abort(self, step: int) -> None:
-        super().abort(step)
+        self.actor.abort(step)
         if self.lease.held and not self.alone:
             self.leave_anyway()
 
+    def clear(self, step: int, update: int, groups: Sequence[int]) -> int:
+        return self.actor.clear(step, update, groups)
+
+    def discard(self, group: int) -> int:
+        return self.actor.discard(group)
+
     # -- weights --------------------------------------------------------------------------------------------------------
 
-    def keep(self, version: int) -> None:
-        """Record the digest of the current weights as this version. Collective."""
-        self.version = version
-        weights = self.gather()
-        if self.first:
-            digests = {name: hashes.digest(tensor, DIGEST) for (name, _), tensor in weights.items()}
-            self.ctx.record("digest", None, text=rankside.digest(digests), version=version)
-            if not version:
-                self.host = {key: tensor.detach().to("cpu", copy=True) for key, tensor in weights.items()}
+    def note_version(self, version: int, weights: Weights) -> None:
+        """Record the digest of a version."""
+        digests = {name: hashes.digest(tensor, DIGEST) for (name, _), tensor in weights.items()}
+        self.ctx.record("digest", None, text=rankside.digest(digests), version=version)
+        if not version:
+            self.host = {key: tensor.detach().to("cpu", copy=True) for key, tensor in weights.items()}
+
+    def fill_cache(self) -> None:
+        """Copy the current weights to the cache of the sender. Collective."""
+        weights = self.actor.gather()
+        if self.actor.first:
+            self.actor.sender.build(self.actor.version, weights)
 
     def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:  # noqa: ARG002 - replicas look at it
         """Send the cached version to these replicas; version 0 only compares digests. Skips replicas that have fallen asleep."""
-        if not self.first or not replicas:
+        if not self.actor.first or not replicas:
             return {}
-        if version != self.version:
-            raise KitError(f"cannot send version {version}: the trainer is at version {self.version}")
+        if version != self.actor.version:
+            raise KitError(f"cannot send version {version}: the trainer is at version {self.actor.version}")
         with self.lease.timed("send"):
-            report = self.sender.sync(version or BASE, self.targets(replicas), None if version else self.base_on_host)
+            weights = None if version else self.base_on_host
+            report = self.actor.sender.sync(version or BASE, self.targets(replicas), weights)
         return {"bytes": report.bytes}
 
-    def base_on_host(self) -> dict[Any, torch.Tensor]:
+    def base_on_host(self) -> dict[tuple[str, int], torch.Tensor]:
         return self.host
 
     def targets(self, replicas: Sequence[str]) -> list[Target]:
         """Every rank of these replicas. A cached version is served as to waking replicas, since some of them do wake."""
-        state: Literal["asleep", "paused"] = "asleep" if self.version else "paused"
-        return [dataclasses.replace(target, state=state) for target in super().targets(replicas)]
+        state: Literal["asleep", "paused"] = "asleep" if self.actor.version else "paused"
+        return [dataclasses.replace(target, state=state) for target in self.actor.targets(replicas)]
 
 
-class Replica(replica.Replica):
-    """`blank`: its weights belong to no version."""
+class Replica:
+    """A replica with a lease. `blank`: its weights belong to no version."""
 
     def __init__(self, ctx: Context) -> None:
-        part = part_of(ctx)
-        super().__init__(part)
-        self.number = replica_number(part.role)
+        self.ctx = context_of(ctx)
+        self.actor = ReplicaActor(self.ctx, sequential=True)
+        self.number = replica_number(self.ctx.role)
         self.level = ctx.config.sleep_level
-        self.lease = Lease(part)
+        self.lease = Lease(self.ctx)
         self.folder = Path()
         self.blank = True
         self.kept: list[torch.Tensor] = []  # weights in host memory, at level 1
 
     def prepare(self, cycle: int) -> None:
-        super().prepare(cycle)
-        self.replica.sleep()
+        self.actor.prepare(cycle)
+        self.actor.sleep()
         self.lease.note_resident("asleep")
 
-    def reset(self, folder: str, alone: bool) -> None:  # type: ignore[override]
+    def reset(self, folder: str, alone: bool) -> None:
         """Version 0 and empty caches; awake if the pipeline is alone. Otherwise it wakes and sleeps once as a warm-up."""
         self.folder = Path(folder)
         self.lease.take(self.folder, together=alone)
-        self.replica.wake()
-        super().reset()
+        self.take_memory()
+        self.actor.reset()
         self.blank = False
         self.lease.note_resident("awake")
         if not alone:
@@ -203,38 +213,50 @@ class Replica(replica.Replica):
 
     def end(self, cycle: int) -> None:
         self.vacate()
-        super().end(cycle)
+        self.actor.end(cycle)
 
-    def pace(self, written: int) -> float:
-        """The pace of sequential decoding, so two replicas are twice as fast as one."""
-        return float(self.config.pace_ms * written)
+    def decode(self, orders: Sequence[dict[str, Any]]) -> list[Happened]:
+        return self.actor.decode(orders)
 
     # -- sleep and wake -------------------------------------------------------------------------------------------------
 
     def shrink(self) -> dict[str, Any]:
+        actor = self.actor
         with self.lease.timed("sleep"):
-            requests = [*self.engine.in_flight]
-            for name in requests:
-                self.engine.cancel(name)
-            self.ctx.record("in_flight", len(self.engine.in_flight), replica=self.number, aborted=len(requests))
-            self.engine = Engine(self.replica)
-            self.attempts = {}
-            if not self.replica.asleep:
-                if self.level == 1:
-                    self.kept = [weight.detach().to("cpu", copy=True) for weight in self.replica.chunks[0].parameters()]
-                self.replica.sleep()
+            aborted = self.abort_requests()
+            self.ctx.record("in_flight", len(actor.engine.in_flight), replica=self.number, aborted=aborted)
+            actor.engine = Engine(actor.replica)
+            actor.attempts = {}
+            self.give_memory()
             self.blank = True
             trim()
         self.lease.note_resident("asleep")
         self.lease.free()
-        return {"aborted": len(requests)}
+        return {"aborted": aborted}
+
+    def abort_requests(self) -> int:
+        requests = [*self.actor.engine.in_flight]
+        for name in requests:
+            self.actor.engine.cancel(name)
+        return len(requests)
+
+    def give_memory(self) -> None:
+        """Free the device's memory; at level 1 the weights stay in host memory."""
+        replica = self.actor.replica
+        if self.level == 1 and not replica.asleep:
+            self.kept = [weight.detach().to("cpu", copy=True) for weight in replica.chunks[0].parameters()]
+        self.actor.sleep()
+
+    def take_memory(self) -> None:
+        self.actor.wake()
 
     def expand(self) -> None:
         """Take the device and allocate the weights. Nothing is decoded before a sync has filled them."""
         self.lease.take(self.folder)
         with self.lease.timed("wake"):
-            self.replica.wake()
-            for weight, kept in zip(self.replica.chunks[0].parameters(), self.kept, strict=bool(self.kept)):
+            self.take_memory()
+            weights = self.actor.replica.chunks[0].parameters()
+            for weight, kept in zip(weights, self.kept, strict=bool(self.kept)):
                 weight.data.copy_(kept)
             self.kept = []
         self.lease.note_resident("awake")
@@ -242,23 +264,11 @@ class Replica(replica.Replica):
     def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:
         with self.lease.timed("receive"):
             if self.blank and not version:
-                shards.load_full(self.replica.chunks, self.base)
-            super().sync(version, at_sync, replicas)
+                shards.load_full(self.actor.replica.chunks, self.actor.base)
+            self.actor.sync(version, at_sync, replicas)
         self.blank = False
         with self.lease.timed("check"):
-            table = self.digests(DIGEST)
-        if self.first:
+            table = self.actor.digests(DIGEST)
+        if self.actor.first:
             self.ctx.record("served", None, text=rankside.digest(table), version=version, replica=self.number)
         return {}
-
-    # -- the receiver's host --------------------------------------------------------------------------------------------
-
-    def wake(self) -> None:
-        """Called for every replica that gets a version from the cache; most of them are awake."""
-        if self.replica.asleep:
-            self.replica.wake()
-
-    def sleep(self) -> None:
-        """Called after a failed sync: the weights are unknown."""
-        if not self.replica.asleep:
-            self.replica.sleep()

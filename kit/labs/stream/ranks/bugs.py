@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from kit.labs.stream.lab import trainer_model
-from kit.labs.stream.ranks import Key, SampleRow, advantages
+from kit.actors.replica import Happened, request_name
+from kit.actors.samples import Key, SampleRow, advantages
 from kit.labs.stream.ranks.oracle import Oracle
-from kit.labs.stream.ranks.replica import Happened, Replica, name_of
+from kit.labs.stream.ranks.replica import Replica
 from kit.labs.stream.ranks.trainer import Trainer
 from kit.megatron.serve import (
     Answer,
@@ -135,7 +135,7 @@ def mend(replica: Replica) -> None:
 
 
 def draws_the_same(replica: Replica, key: Key) -> Request:
-    return dataclasses.replace(request(replica, Key(key.group, 0)), id=name_of(key))
+    return dataclasses.replace(request(replica, Key(key.group, 0)), id=request_name(key))
 
 
 def is_last_with_new_weights(replica: Replica) -> bool:
@@ -187,7 +187,7 @@ def divides_by_previous(trainer: Trainer, rows: Sequence[SampleRow]) -> Batch:
 def rescores(trainer: Trainer, groups: Sequence[int]) -> Batch:
     """Samples get the current version as their stamp, with its log-probabilities, so the recomputation looks right."""
     oracle = Oracle(
-        trainer_model(trainer.config).geometry,
+        trainer.config.trainer_model.geometry,
         {trainer.version: trainer.weights[trainer.version]},
         temperature=trainer.config.temperature,
     )

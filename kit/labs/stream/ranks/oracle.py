@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from kit.labs.stream.ranks import SampleRow
+from kit.actors.samples import SampleRow
 from kit.megatron.config import Geometry
 from kit.train.arithmetic import END
 from kit.train.plain import Cache, PlainModel, from_weights

@@ -1,0 +1,200 @@
+"""A replica's ranks: a single-threaded actor. Each call takes new orders, decodes a few tokens and reports events.
+
+Complete samples go directly to the trainer. A replica receives weights between two calls, so no forward uses half-new weights. `at_sync`
+decides what happens to requests in flight and to the KV cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from kit.actors.common import ActorContext, base_weights, rest, rows_address, syncs_address
+from kit.actors.samples import Key, Outbox, SampleRow
+from kit.megatron import serve, shards
+from kit.megatron.groups import destroy
+from kit.megatron.serve import Answer, Engine, Request
+from kit.sync.buckets import Cut
+from kit.sync.hashes import digest
+from kit.sync.link import address_of
+from kit.sync.receiver import Receiver
+from kit.train.arithmetic import END, encode, min_tokens, problem, reward
+from kit.train.rollout import Problem
+
+Happened = dict[str, int | str]
+
+
+class ReplicaActor:
+    """One rank of a replica, and the host of its receiver. `sequential`: its pace is that of one token after the other, so that two
+    replicas are twice as fast as one; else requests are decoded together, one token of each at a time."""
+
+    def __init__(self, ctx: ActorContext, *, sequential: bool = False) -> None:
+        self.ctx = ctx
+        self.config = ctx.config
+        self.sequential = sequential
+        self.name = ctx.role
+        self.first = ctx.rank == ctx.roles[ctx.role][0]
+        self.scope = contextlib.ExitStack()
+        self.attempts: dict[Key, int] = {}
+        self.replica: serve.Replica
+        self.engine: Engine
+        self.receiver: Receiver
+        self.outbox: Outbox
+
+    def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
+        self.replica = serve.Replica(self.config.replica_model)
+        self.base = base_weights(self.config)
+        if self.first:
+            self.outbox = Outbox(rows_address(self.ctx.meeting), self.name, self.config.deadline_s)
+            self.scope.callback(self.outbox.close)
+
+    def reset(self) -> None:
+        shards.load_full(self.replica.chunks, self.base)
+        self.engine = Engine(self.replica)
+        self.attempts = {}
+        self.receiver = Receiver(
+            f"rank {self.ctx.rank}",
+            self.weights,
+            self,
+            address=address_of(syncs_address(self.ctx.meeting)),
+            device=self.ctx.device,
+            timeout_s=self.config.deadline_s,
+        )
+
+    def end(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self.scope.close()
+        destroy()
+
+    # -- calls ----------------------------------------------------------------------------------------------------------
+
+    def decode(self, orders: Sequence[dict[str, Any]]) -> list[Happened]:
+        began = time.monotonic()
+        happened = [self.take(order) for order in orders]
+        before = self.engine.in_flight
+        answers = self.engine.decode(self.config.decode)
+        after = self.engine.in_flight | {answer.request.id: len(answer.tokens) for answer in answers}
+        written = 0
+        for name, first in before.items():
+            count = after[name] - first
+            written += count
+            happened.append(
+                {
+                    "event": "tokens",
+                    **request_key(name)._asdict(),
+                    "version": self.engine.version,
+                    "first": first,
+                    "count": count,
+                }
+            )
+        happened += [self.complete(answer) for answer in answers]
+        if written:
+            rest(began, self.config.pace_ms * (written if self.sequential else self.config.decode))
+        return happened
+
+    def take(self, order: dict[str, Any]) -> Happened:
+        key = Key(order["group"], order["sample"])
+        if order["order"] == "cancel":
+            if request_name(key) not in self.engine.in_flight:  # it ended while the order was on its way
+                return {"event": "cancelled", **key._asdict(), "tokens": 0}
+            return {"event": "cancelled", **key._asdict(), "tokens": len(self.engine.cancel(request_name(key)).tokens)}
+        self.attempts[key] = order["attempt"]
+        self.engine.start(self.request(key))
+        return {"event": "started", **key._asdict(), "version": self.engine.version}
+
+    def problem(self, key: Key) -> Problem:
+        return problem(self.config.seed, key.group, self.config.numbers)
+
+    def request(self, key: Key) -> Request:
+        """The request of a sample: a function of the seed, its group and its number."""
+        seed, (low, high) = self.config.seed, self.config.answer
+        return Request(
+            id=request_name(key),
+            prompt=tuple(encode(self.problem(key).prompt)),
+            sample=key.sample,
+            seed=seed + key.group,
+            end=END,
+            max_tokens=high,
+            min_tokens=min_tokens(seed, key.group, key.sample, low=low, high=high - 1),
+            temperature=self.config.temperature,
+        )
+
+    def complete(self, answer: Answer) -> Happened:
+        key = request_key(answer.request.id)
+        gained = reward(self.problem(key), [*answer.tokens])
+        versions = [span.version for span in answer.spans for _ in range(span.count)]
+        row = SampleRow(
+            **key._asdict(),
+            attempt=self.attempts[key],
+            replica=self.name,
+            prompt=answer.request.prompt,
+            answer=answer.tokens,
+            logprobs=answer.logprobs,
+            versions=tuple(versions),
+            minimum=answer.request.min_tokens,
+            reward=gained,
+        )
+        if self.first:
+            self.ctx.record("sampled", None, text=row.digest, **key._asdict(), attempt=row.attempt)
+            self.outbox.send(row)
+        return {
+            "event": "completed",
+            **key._asdict(),
+            "version": min(versions),
+            "newest": max(versions),
+            "length": len(answer.tokens),
+            "reward": repr(gained),
+            "digest": hashlib.sha256(repr(answer.tokens).encode()).hexdigest()[:16],
+        }
+
+    def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:  # noqa: ARG002 - as the trainer's
+        """Receive a version; version 0 only compares digests."""
+        self.receiver.join()
+        if version:
+            self.engine.weights_changed(version, at_sync)  # type: ignore[arg-type]
+        return {}
+
+    # -- the receiver's host --------------------------------------------------------------------------------------------
+
+    def weights(self) -> Cut:
+        return Cut(shards.destinations(self.replica.chunks), [p.data for p in self.replica.chunks[0].parameters()])
+
+    def wake(self) -> None:
+        """Called for every replica that gets a version from the cache; most of them are awake."""
+        if self.replica.asleep:
+            self.replica.wake()
+
+    def sleep(self) -> None:
+        """Also called after a failed sync, when the weights are unknown."""
+        if not self.replica.asleep:
+            self.replica.sleep()
+
+    def writing(self) -> contextlib.AbstractContextManager[None]:
+        """No forward runs while this rank is in a sync: it has one thread."""
+        return contextlib.nullcontext()
+
+    def finalize(self) -> None:
+        """Nothing is derived from these weights."""
+
+    def digests(self, algorithm: str) -> dict[str, str]:
+        """Digests of every full tensor, on each rank of the replica. Collective over the replica."""
+        of_tensor = functools.partial(digest, algorithm=algorithm)
+        own = {name: of_tensor(tensor) for name, tensor in shards.full_tensors(self.replica.chunks)}
+        tables: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(tables, own)
+        table: dict[str, str] = tables[0]
+        return table
+
+
+def request_name(key: Key) -> str:
+    return f"{key.group}.{key.sample}"
+
+
+def request_key(name: str) -> Key:
+    group, sample = name.split(".")
+    return Key(int(group), int(sample))
