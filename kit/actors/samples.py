@@ -59,8 +59,8 @@ class SampleRow:
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Self:
-        given = ((field.name, message[field.name]) for field in dataclasses.fields(cls))
-        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given}
+        fields = ((field.name, message[field.name]) for field in dataclasses.fields(cls))
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields}
         return cls(**values)
 
 

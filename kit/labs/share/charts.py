@@ -24,6 +24,7 @@ from kit.results import NotMeasured
 from kit.results.records import flat
 from kit.results.units import amount, counted, size
 from kit.share.books import DeskLedger
+from kit.stream.ports import replica_number
 
 DEVICES, USED, FILLED = 16, 8, 4  # at most as many devices have lanes, lanes of utilisation, and a chart of memory
 REPLICAS = 8  # at most as many replicas of a pipeline have lanes of versions
@@ -120,7 +121,7 @@ def step_begins(loop: Loop) -> Iterator[tuple[int, str, int, float]]:
     calls = list(tables.training(loop.book))
     seen: set[tuple[int, str, int]] = set()
     for span in spans(loop.book):
-        for call in calls if span.what == "trainer" else ():
+        for call in calls if span.role == "trainer" else ():
             if call.pipeline == span.pipeline and span.left <= call.left < span.right:
                 for key in {(device, call.pipeline, call.step) for device in span.devices} - seen:
                     seen.add(key)
@@ -144,7 +145,7 @@ def request_lanes(data: RunData) -> pd.DataFrame:
         if wait.end == "granted" and wait.kind not in ("suspended", "admission"):
             boxes.append({**box, "kind": "grant", "left": wait.right})
     for span in spans(loop.book):
-        cluster = "generation" if span.what.startswith("replica") else span.what
+        cluster = "generation" if span.role.startswith("replica") else span.role
         if (span.pipeline, cluster) in keys:
             lane = {
                 "lane": f"{span.pipeline} {cluster}",
@@ -183,8 +184,8 @@ def utilisation(data: RunData) -> pd.DataFrame:
                 box = {"left": edges[place], "right": edges[place + 1], "low": reached[place], "high": lower[place]}
                 boxes.append({**lane, "kind": kind, **box})
         at_work = mine[mine["kind"].isin(kinds[:-2])]["seconds"].sum() / total
-        how, used = str(measured["by"][device]), float(measured["used"][device])
-        words = f"{at_work:.0%} at work" + ("" if how == "work" else f", {used:.0%} {BY[how]}")
+        source, used = str(measured["by"][device]), float(measured["used"][device])
+        words = f"{at_work:.0%} at work" + ("" if source == "work" else f", {used:.0%} {BY[source]}")
         boxes.append({**lane, "kind": "used", "left": loop.ended, "right": loop.ended, "words": words})
     return lanes(loop, boxes, bin=amount(total / BINS, "s"), **loop.attrs(USED))
 
@@ -194,7 +195,7 @@ def utilisation(data: RunData) -> pd.DataFrame:
 
 class Stretch(NamedTuple):
     pipeline: str
-    what: str
+    role: str
     version: int  # -1: it has no weights yet
     left: float
     right: float
@@ -204,10 +205,10 @@ def stretches_of(loop: Loop) -> list[Stretch]:
     """Where each version was: on a trainer from the step that made it, on a replica from its publication until the replica leaves."""
     stretches: list[Stretch] = []
 
-    def add(name: str, what: str, changes: Sequence[tuple[float, int]], ended: float) -> None:
+    def add(name: str, role: str, changes: Sequence[tuple[float, int]], ended: float) -> None:
         ends = [*(when for when, _ in changes[1:]), ended]
         for (left, version), right in zip(changes, ends, strict=True):
-            stretches.append(Stretch(name, what, version, left, right))
+            stretches.append(Stretch(name, role, version, left, right))
 
     for name in loop.names:
         made = [(row.time, int(row["version"])) for row in loop.book.of("bumped") if row.who == name]
@@ -215,8 +216,8 @@ def stretches_of(loop: Loop) -> list[Stretch]:
     published = tables.weights(loop.book)
     for span in spans(loop.book):
         if span.state == "awake":
-            mine = [change for change in published[span.pipeline, span.what] if span.left <= change[0] <= span.right]
-            add(span.pipeline, span.what, [(span.left, -1), *mine], span.right)
+            mine = [change for change in published[span.pipeline, span.role] if span.left <= change[0] <= span.right]
+            add(span.pipeline, span.role, [(span.left, -1), *mine], span.right)
     return stretches
 
 
@@ -225,12 +226,12 @@ def version_lanes(data: RunData) -> pd.DataFrame:
     stretches = stretches_of(loop)
     boxes: list[dict[str, Any]] = []
     for name in loop.names:
-        replicas = {stretch.what for stretch in stretches if stretch.pipeline == name and stretch.what != "trainer"}
-        shown = sorted(replicas, key=lambda what: int(what.split()[-1]))[:REPLICAS]
-        for what in ("trainer", *shown):
-            lane = {"lane": f"{name} {what}", "kind": kind_of(name), "gap": 0.15 if what == "trainer" else 0.07}
+        replicas = {stretch.role for stretch in stretches if stretch.pipeline == name and stretch.role != "trainer"}
+        shown = sorted(replicas, key=replica_number)[:REPLICAS]
+        for role in ("trainer", *shown):
+            lane = {"lane": f"{name} {role}", "kind": kind_of(name), "gap": 0.15 if role == "trainer" else 0.07}
             for stretch in stretches:
-                if (stretch.pipeline, stretch.what) == (name, what):
+                if (stretch.pipeline, stretch.role) == (name, role):
                     state = (
                         "awake, without weights" if stretch.version < 0 else "odd" if stretch.version % 2 else "even"
                     )

@@ -216,13 +216,13 @@ class Without:
     def __init__(self, core: Controller, name: str, replicas: Collection[int]) -> None:
         self.core = core
         self.name = name
-        self.gone = [one for one in range(core.settings.replicas) if one not in replicas]
+        self.gone = [replica for replica in range(core.settings.replicas) if replica not in replicas]
 
     def begin(self) -> tuple[Any, tuple[Command, ...]]:
         state, commands = self.core.begin()
         for replica in self.gone:
-            state, more = self.core.step(state, Event("left", self.name, replica=replica))
-            commands += more
+            state, last_commands = self.core.step(state, Event("left", self.name, replica=replica))
+            commands += last_commands
         return state, commands
 
     def step(self, state: Any, event: Event) -> tuple[Any, tuple[Command, ...]]:

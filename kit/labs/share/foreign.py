@@ -76,35 +76,35 @@ def settings_of(files: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any],
     """Settings from a file for each pipeline, and the keys without a setting, each with its file."""
     if len(files) > len(NAMES):
         raise BadInput(f"{len(files)} files are too many; give at most {len(NAMES)}, one per pipeline")
-    found: dict[str, Any] = {"pipelines": len(files)}
+    common: dict[str, Any] = {"pipelines": len(files)}
     unknown = []
     for pipeline, (name, content) in zip(NAMES, files.items(), strict=False):
         try:
-            given = flat(content)
-            settings = pipeline_settings(given, pipeline)
+            keys = flat(content)
+            settings = pipeline_settings(keys, pipeline)
         except BadInput as error:
             raise BadInput(f"{name}: {error}") from None
         for key, value in settings.items():
             if key == "devices":
-                value = max(value, found.get(key, 0))  # noqa: PLW2901 - the largest of all
-            elif key in found and found[key] != value:
+                value = max(value, common.get(key, 0))  # noqa: PLW2901 - the largest of all
+            elif key in common and common[key] != value:
                 raise BadInput(
-                    f"{name}: {key}={value}, but another file has {key}={found[key]}; all must have the same value"
+                    f"{name}: {key}={value}, but another file has {key}={common[key]}; all must have the same value"
                 )
-            found[key] = value
-        unknown += [f"{name}: {key}" for key in sorted({*given} - known(given))]
-    return found, unknown
+            common[key] = value
+        unknown += [f"{name}: {key}" for key in sorted({*keys} - known(keys))]
+    return common, unknown
 
 
 def flat(content: Mapping[str, Any]) -> dict[str, Any]:
     """Every value under its dotted key, with overrides applied and references within the file resolved."""
-    found = dict(leaves(content))
-    for text in found.pop("nemo_config_overrides", None) or ():
+    values = dict(leaves(content))
+    for text in values.pop("nemo_config_overrides", None) or ():
         key, equals, value = str(text).lstrip("+").partition("=")
         if not equals:
             raise BadInput(f"nemo_config_overrides has {text!r}; an override is KEY=VALUE")
-        found[key] = yaml.safe_load(value)
-    return {key: resolved(value, found) for key, value in found.items()}
+        values[key] = yaml.safe_load(value)
+    return {key: resolved(value, values) for key, value in values.items()}
 
 
 def leaves(content: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -115,13 +115,13 @@ def leaves(content: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
             yield f"{before}{key}", value
 
 
-def resolved(value: Any, found: Mapping[str, Any]) -> Any:
+def resolved(value: Any, values: Mapping[str, Any]) -> Any:
     match = REFERENCE.fullmatch(value) if isinstance(value, str) else None
-    return found.get(match[1], value) if match else value
+    return values.get(match[1], value) if match else value
 
 
 def known(given: Mapping[str, Any]) -> set[str]:
-    places = {place for some in PLACES.values() for place in some}
+    places = {place for places_of_setting in PLACES.values() for place in places_of_setting}
     offloads = {"offload_nccl", *(f"{cluster}.offload_nccl" for cluster in CLUSTERS)}
     return places | offloads | {key for key in given if REWARDS.fullmatch(key)}
 
@@ -129,25 +129,25 @@ def known(given: Mapping[str, Any]) -> set[str]:
 def pipeline_settings(given: Mapping[str, Any], pipeline: str) -> dict[str, Any]:
     refuse_clusters(given)
     values = dict(allowed_values(given))
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for cluster in ("train", "infer"):
         devices = [mapping(given[place], place) for place in PLACES[cluster] if place in given]
         if not devices:
             raise BadInput(f"{' or '.join(PLACES[cluster])} is missing; name the devices")
         if devices[0] != devices[-1]:
             raise BadInput(f"{' and '.join(PLACES[cluster])} differ: {devices[0]} and {devices[-1]}")
-        found[f"{pipeline}.{cluster}"] = devices[0]
-    most = max(one for devices in found.values() for one in devices) + 1
-    found |= {f"{pipeline}.{name}": values[name] for name in ("tp", "infer_tp", "steps") if name in values}
+        settings[f"{pipeline}.{cluster}"] = devices[0]
+    most = max(device for devices in settings.values() for device in devices) + 1
+    settings |= {f"{pipeline}.{name}": values[name] for name in ("tp", "infer_tp", "steps") if name in values}
     if "sleep_level" in values:
-        found["sleep_level"] = values["sleep_level"]
+        settings["sleep_level"] = values["sleep_level"]
     # The window of an asynchronous loop: versions between generation and training.
     if "ratio" in values:
-        found[f"{pipeline}.window"] = -int(-values["ratio"] // 1)
+        settings[f"{pipeline}.window"] = -int(-values["ratio"] // 1)
     elif "async" in values:
-        found[f"{pipeline}.window"] = values.get("age", 1) if values["async"] else 0
+        settings[f"{pipeline}.window"] = values.get("age", 1) if values["async"] else 0
     # `offload_nccl`, absent or true: another value was refused.
-    return found | {"release_groups": True, "devices": max(most, values.get("devices", 0))}
+    return settings | {"release_groups": True, "devices": max(most, values.get("devices", 0))}
 
 
 def allowed_values(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -179,11 +179,11 @@ def mapping(value: Any, place: str) -> list[int]:
     if isinstance(value, str):
         match = RANGE.fullmatch(value.strip())
         if match:
-            return [*range(*(int(one) for one in match.groups() if one is not None))]
+            return [*range(*(int(bound) for bound in match.groups() if bound is not None))]
         try:
             value = yaml.safe_load(value)
         except yaml.YAMLError:
             value = None
-    if not isinstance(value, Sequence) or isinstance(value, str) or not all(type(one) is int for one in value):
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all(type(device) is int for device in value):
         raise BadInput(f"{place}={value!r} must be a list of devices, such as [0, 1]")
     return [*value]

@@ -94,15 +94,15 @@ def check_devices(name: str, loop: PipelineConfig, train: tuple[int, ...], count
         ("train", train, loop.tp, "tp"),
         ("infer", loop.infer, loop.infer_tp, "infer_tp"),
     ):
-        given = f"{name}.{setting}={list(devices)}"
+        words = f"{name}.{setting}={list(devices)}"
         if not devices:
-            raise BadInput(f"{given} names no device; name at least {name}.{per}={size}")
+            raise BadInput(f"{words} names no device; name at least {name}.{per}={size}")
         if outside := [device for device in devices if not 0 <= device < count]:
-            raise BadInput(f"{given} names device {outside[0]}; devices={count} are 0 to {count - 1}")
+            raise BadInput(f"{words} names device {outside[0]}; devices={count} are 0 to {count - 1}")
         if len(set(devices)) < len(devices):
-            raise BadInput(f"{given} names a device twice; name each once")
+            raise BadInput(f"{words} names a device twice; name each once")
         if len(devices) % size:
-            raise BadInput(f"{name}.{per}={size} does not divide the number of devices of {given}")
+            raise BadInput(f"{name}.{per}={size} does not divide the number of devices of {words}")
     if {*train} & {*loop.infer} and {*train} - {*loop.infer}:
         raise BadInput(
             f"{name}.train={sorted(train)} and {name}.infer={sorted(loop.infer)} share only some of the trainer's devices; its "
@@ -191,33 +191,33 @@ class ShareConfig(JobConfig):
     def _default(self, values: dict[str, Any]) -> None:
         """The scenario's and gate's values for settings that still have their defaults."""
         of_a_pipeline = {name: value for name, value in values.items() if name in OF_A_PIPELINE}
-        given = {EVERY: PipelineConfig(), **self.loops}
-        object.__setattr__(self, "loops", {name: with_defaults(loop, of_a_pipeline) for name, loop in given.items()})
+        loops = {EVERY: PipelineConfig(), **self.loops}
+        object.__setattr__(self, "loops", {name: with_defaults(loop, of_a_pipeline) for name, loop in loops.items()})
         for setting in fields(self):
             if setting.name in values and getattr(self, setting.name) == setting.default:
                 object.__setattr__(self, setting.name, values[setting.name])
 
     def _loop(self, name: str) -> PipelineConfig:
         """The settings of a pipeline, complete: its own, those in common, and what follows from both."""
-        given, at = self.loops.get(name) or self.loops.get(EVERY) or PipelineConfig(), NAMES.index(name)
-        train = given.train
+        loop, at = self.loops.get(name) or self.loops.get(EVERY) or PipelineConfig(), NAMES.index(name)
+        train = loop.train
         if train is None:  # each on other devices than the one before it
             larger = self.scenario in ("E", "F")
             train = ((0, 1), (2, 3))[at % 2] if larger else (at % 2,)
-        check_devices(name, given, train, self.devices)
+        check_devices(name, loop, train, self.devices)
         common = {setting.name: getattr(self, setting.name) for setting in fields(JobConfig)}
         follows = {
-            "ranks": len(train) + len(given.infer),
-            "replicas": len(given.infer) // given.infer_tp,
+            "ranks": len(train) + len(loop.infer),
+            "replicas": len(loop.infer) // loop.infer_tp,
             "seed": self.seed + at * SEED_APART,
             "deadline_s": self.deadline_s,
-            "min_groups": given.groups,
-            "sampler": "in-order" if given.window else "strict",
+            "min_groups": loop.groups,
+            "sampler": "in-order" if loop.window else "strict",
             "previous": "recorded",
             "phases": "stream",
         }
         try:
-            return replace(given, train=train, **{**common, **follows})
+            return replace(loop, train=train, **{**common, **follows})
         except BadInput as error:
             raise BadInput(f"pipeline {name}: {error}") from None
 

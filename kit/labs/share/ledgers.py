@@ -35,23 +35,23 @@ Value = TypeVar("Value")
 
 def parts(rows: Iterable[Row]) -> Iterator[list[Row]]:
     """The rows of each run of a phase. A new run begins with the settings of its pipelines, or when a core begins a second time."""
-    found: list[Row] = []
+    part: list[Row] = []
     begun: set[str] = set()
     for row in rows:
         core = str(row.get("core", "")) if row.event == "begins" else ""
         if core in begun or (row.event == "capacity" and begun):
-            yield found
-            found, begun = [], set()
+            yield part
+            part, begun = [], set()
         begun |= {core} if core else set()
-        found.append(row)
-    if found:
-        yield found
+        part.append(row)
+    if part:
+        yield part
 
 
 def read_parts(frame: pd.DataFrame, phase: str) -> list[list[Row]]:
     """The runs of a phase. In a run of another lab, all events are one run of the phase `shared`."""
-    found = events(frame, phase, lab="share", main=MAIN)
-    return [*parts(rows_of(found[found["text"].fillna("") == ""]))]  # rows of observers have a text
+    happened = events(frame, phase, lab="share", main=MAIN)
+    return [*parts(rows_of(happened[happened["text"].fillna("") == ""]))]  # rows of observers have a text
 
 
 def read_ledgers(frame: pd.DataFrame, phase: str) -> list[DeskLedger]:
@@ -72,9 +72,9 @@ def every_ledger(frame: pd.DataFrame, phases: Iterable[str] = ()) -> Iterator[tu
     """Every ledger with its origin, of these phases or of all; that of the phase `shared` first."""
     every = (MAIN, "scripted", *alone_phases(frame), "serial", "static", "rehearse")
     for phase in phases or every:
-        found = ledgers(frame, phase)
-        for number, one in enumerate(found, 1):
-            yield phase if len(found) == 1 else f"{phase} {number}", one
+        books = ledgers(frame, phase)
+        for number, book in enumerate(books, 1):
+            yield phase if len(books) == 1 else f"{phase} {number}", book
 
 
 def loops(frame: pd.DataFrame, phases: Iterable[str]) -> Iterator[tuple[str, LoopLedger]]:
@@ -93,21 +93,21 @@ def of_ledgers(rule: Callable[[DeskLedger], Violations]) -> Measure:
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
         answers: list[Measured] = []
         lacking: list[NotMeasured] = []
-        for where, one in every_ledger(frame):
+        for origin, book in every_ledger(frame):
             try:
-                answer = settled(rule, one)
+                answer = settled(rule, book)
             except NotMeasured as error:
                 if not answers and not lacking and isinstance(error, Missing):
                     raise
                 lacking.append(error)
                 continue
-            answers.append(Measured(answer.value, f"{where}: {answer.why}"))
+            answers.append(Measured(answer.value, f"{origin}: {answer.why}"))
             if answer.value:
                 return answers[-1]
         if not answers:
             raise [*lacking, Missing("no phase recorded a ledger of a desk")][0]
-        more = f"; no violation in {counted(len(answers) - 1, 'other ledger')}" if len(answers) > 1 else ""
-        return Measured(0.0, answers[0].why + more)
+        beside = f"; no violation in {counted(len(answers) - 1, 'other ledger')}" if len(answers) > 1 else ""
+        return Measured(0.0, answers[0].why + beside)
 
     return measure
 
@@ -133,11 +133,11 @@ def over_time(
     when = None
     for row, state in replay:
         when = row.time if when is None else when
-        found = look(state)
-        for key in [key for key, (value, _) in open_.items() if found.get(key) != value]:
+        seen = look(state)
+        for key in [key for key, (value, _) in open_.items() if seen.get(key) != value]:
             value, left = open_.pop(key)
             yield key, value, left, when
-        for key, value in found.items():
+        for key, value in seen.items():
             open_.setdefault(key, (value, when))
         when = row.time
     yield from ((key, value, left, when) for key, (value, left) in open_.items() if when is not None)
@@ -147,7 +147,7 @@ class Span(NamedTuple):
     """The holders of devices: replicas that are waking, awake or sleeping (falling asleep), and other clusters with a lease."""
 
     pipeline: str
-    what: str
+    role: str
     devices: tuple[int, ...]
     state: str
     left: float
@@ -160,23 +160,23 @@ def spans(book: DeskLedger) -> list[Span]:
 
 def in_use(books: Books) -> dict[tuple[str, str], tuple[tuple[int, ...], str]]:
     states = {"sleeping": books.sleeping, "waking": books.waking, "awake": books.awake()}
-    found = {
-        (name, f"replica {one}"): (tuple(sorted(books.bundle(name, one))), state)
+    by_replica = {
+        (name, f"replica {number}"): (tuple(sorted(books.bundle(name, number))), state)
         for state, replicas in states.items()
-        for name, one in replicas
+        for name, number in replicas
     }
-    return found | {(name, cluster): (books.clusters[name][cluster], "held") for name, cluster in books.held}
+    return by_replica | {(name, cluster): (books.clusters[name][cluster], "held") for name, cluster in books.held}
 
 
 def seats(book: DeskLedger) -> dict[str, tuple[int, ...]]:
     """The devices of each role, by its pipeline and name ("a.replica 0"), and of each rank of it ("a.replica 0#1")."""
-    found: dict[str, tuple[int, ...]] = {}
+    seated: dict[str, tuple[int, ...]] = {}
     for row in book.of("clusters"):
-        found[f"{row.who}.trainer"] = numbers(row.get("trainer", ()))
+        seated[f"{row.who}.trainer"] = numbers(row.get("trainer", ()))
         devices, tp = numbers(row.get("generation", ())), int(row.get("tp", 1))
-        found |= {f"{row.who}.replica {at // tp}": devices[at : at + tp] for at in range(0, len(devices), tp)}
-    ranks = {f"{role}#{place}": (one,) for role, devices in found.items() for place, one in enumerate(devices)}
-    return found | ranks
+        seated |= {f"{row.who}.replica {at // tp}": devices[at : at + tp] for at in range(0, len(devices), tp)}
+    ranks = {f"{role}#{place}": (device,) for role, devices in seated.items() for place, device in enumerate(devices)}
+    return seated | ranks
 
 
 # -- ranks and observers --------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class Held(NamedTuple):
 def leases(frame: pd.DataFrame, phase: str) -> tuple[list[Held], list[str]]:
     """Leases as recorded by ranks, and a sentence for each time a rank took a device that another one held."""
     open_: dict[int, tuple[str, float]] = {}
-    found, wrong = list[Held](), list[str]()
+    held, wrong = list[Held](), list[str]()
     for row in recorded(frame, phase, "lease", "device", "event").to_dict("records"):
         device, owner, when = int(row["device"]), str(row["text"]), float(row["time"])
         if row["event"] == "taken":
@@ -212,9 +212,9 @@ def leases(frame: pd.DataFrame, phase: str) -> tuple[list[Held], list[str]]:
                 )
             open_[device] = owner, when
         elif device in open_ and open_[device][0] == owner:
-            found.append(Held(device, owner, open_.pop(device)[1], when))
-    found += [Held(device, owner, since, float("inf")) for device, (owner, since) in open_.items()]
-    return found, wrong
+            held.append(Held(device, owner, open_.pop(device)[1], when))
+    held += [Held(device, owner, since, float("inf")) for device, (owner, since) in open_.items()]
+    return held, wrong
 
 
 class Sight(NamedTuple):
@@ -227,12 +227,12 @@ class Sight(NamedTuple):
 
 def sights(frame: pd.DataFrame, phase: str) -> dict[int, list[Sight]]:
     rows = recorded(frame, phase, "seen_owner", "device")
-    found: dict[int, list[Sight]] = {}
-    for device, some in rows.groupby("device"):
-        owners = [tuple(OWNERS.findall(text)) for text in some["text"]]
-        times = [*some["time"], float("inf")]
-        found[int(str(device))] = [Sight(*one) for one in zip(owners, times, times[1:], strict=False)]
-    return found
+    by_device: dict[int, list[Sight]] = {}
+    for device, looks in rows.groupby("device"):
+        owners = [tuple(OWNERS.findall(text)) for text in looks["text"]]
+        times = [*looks["time"], float("inf")]
+        by_device[int(str(device))] = [Sight(*sight) for sight in zip(owners, times, times[1:], strict=False)]
+    return by_device
 
 
 @dataclass(slots=True)
@@ -260,8 +260,8 @@ def residents(frame: pd.DataFrame, phase: str) -> dict[str, Levels]:
     rows = recorded(frame, phase, "seen_resident", "who")
     rows = rows.assign(start=rows["start"].fillna(rows["time"]))  # older runs have no start
     return {
-        str(who): Levels(*(some[name].tolist() for name in ("start", "time", "value")))
-        for who, some in rows.groupby("who", sort=False)
+        str(who): Levels(*(readings[name].tolist() for name in ("start", "time", "value")))
+        for who, readings in rows.groupby("who", sort=False)
     }
 
 

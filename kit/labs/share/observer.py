@@ -100,76 +100,74 @@ class Observer:
 
     def _see(self) -> None:
         with self._lock:
-            now = time.time()
-            if now - self._saw > BETWEEN_LOOKS_S:  # a busy machine; what happened meanwhile went unseen
-                self._rows.append(Row(metric="seen_gap", value=now - self._saw, unit="s", time=now, start=self._saw))
+            at = time.time()
+            if at - self._saw > BETWEEN_LOOKS_S:  # a busy machine; what happened meanwhile went unseen
+                self._rows.append(Row(metric="seen_gap", value=at - self._saw, unit="s", time=at, start=self._saw))
             if not self.blind:
-                self._see_owners(now)
+                self._see_owners(at)
             self._see_memory()
             for pid, name in self.names.items():
-                self._see_cores(pid, name, now)
-            self._saw = now
-            if self._gpus and now >= self._next_gpus:
-                self._next_gpus = now + GPUS_EVERY_S
+                self._see_cores(pid, name, at)
+            self._saw = at
+            if self._gpus and at >= self._next_gpus:
+                self._next_gpus = at + GPUS_EVERY_S
                 for number, share in enumerate(machine.busy_gpus()):
-                    self._rows.append(Row(metric="gpu_busy", value=share, unit="%", time=now, ids={"gpu": number}))
+                    self._rows.append(Row(metric="gpu_busy", value=share, unit="%", time=at, ids={"gpu": number}))
 
-    def _see_owners(self, now: float) -> None:
+    def _see_owners(self, at: float) -> None:
         self.samples += 1
         locks = machine.file_locks()
-        found: dict[int, tuple[str, ...]] = {}
+        seen: dict[int, tuple[str, ...]] = {}
         for inode, device in self.inodes.items():
             pids = locks.get(inode, ())
             owners = tuple(sorted(self.names.get(pid, f"pid {pid}").partition("#")[0] for pid in pids))
-            found[device] = owners
+            seen[device] = owners
             if owners != self._owners.get(device, ()):
-                self._end_ownership(device, now)
-                self._since[device] = now
+                self._end_ownership(device, at)
+                self._since[device] = at
                 self._cpu[device] = {pid: machine.cpu_seconds(pid) or 0.0 for pid in pids}
                 text, ids = " ".join(owners), {"device": device}
-                self._rows.append(Row(metric="seen_owner", value=len(owners), unit="1", time=now, text=text, ids=ids))
+                self._rows.append(Row(metric="seen_owner", value=len(owners), unit="1", time=at, text=text, ids=ids))
         # Freed devices come first, because a device may change owners between two samples.
-        changes = (("freed", self._owners, found), ("taken", found, self._owners)) if self.for_desk else ()
+        changes = (("freed", self._owners, seen), ("taken", seen, self._owners)) if self.for_desk else ()
         self._events += [
             Event(name, DESK, who=owner.partition(".")[0], device=device, owner=owner)
-            for name, at, others in changes
-            for device, owners in at.items()
-            for owner in sorted({*owners} - {*others.get(device, ())})
+            for name, before, after in changes
+            for device, owners in before.items()
+            for owner in sorted({*owners} - {*after.get(device, ())})
         ]
-        self.shared_samples += any(len(owners) > 1 for owners in found.values())
-        self._owners = found
+        self.shared_samples += any(len(owners) > 1 for owners in seen.values())
+        self._owners = seen
 
-    def _end_ownership(self, device: int, now: float) -> None:
+    def _end_ownership(self, device: int, at: float) -> None:
         """A span for the timeline: the owner of a device until now and the processor time that it used, in kernel ticks."""
         if owners := self._owners.get(device):
             since = self._since[device]
             used = sum((machine.cpu_seconds(pid) or before) - before for pid, before in self._cpu[device].items())
             ids: dict[str, Id] = {"track": f"device {device}", "device": device, "cpu_s": f"{used:.3f}"}
             text = " ".join(owners)
-            self._rows.append(
-                Row(metric="owned", value=now - since, unit="s", time=now, text=text, start=since, ids=ids)
-            )
+            self._rows.append(Row(metric="owned", value=at - since, unit="s", time=at, text=text, start=since, ids=ids))
 
     def _see_memory(self) -> None:
         """A reading is somewhere between the start of its row and its time: ranks may go on between the two."""
         start = time.time()
         sizes = {name: machine.resident(pid) for pid, name in self.names.items()}
-        now = time.time()
+        ended = time.time()
         for name, size in sizes.items():
             if size is not None and abs(size - self._bytes.get(name, -STEP)) >= STEP:
                 self._bytes[name] = size
                 self._rows.append(
-                    Row(metric="seen_resident", value=size, unit="B", time=now, start=start, ids={"who": name})
+                    Row(metric="seen_resident", value=size, unit="B", time=ended, start=start, ids={"who": name})
                 )
 
-    def _see_cores(self, pid: int, name: str, now: float) -> None:
+    def _see_cores(self, pid: int, name: str, at: float) -> None:
         try:
             cores = shown(tuple(sorted(os.sched_getaffinity(pid))))
         except ProcessLookupError:
             return
         if cores != self._cores.get(name):
             self._cores[name] = cores
-            self._rows.append(Row(metric="seen_cores", time=now, text=cores, ids={"who": name}))
+            self._rows.append(Row(metric="seen_cores", time=at, text=cores, ids={"who": name}))
 
 
 def sees_locks(folder: Path) -> bool:

@@ -40,10 +40,10 @@ _ledgers = PerFrame(lambda frame, phase: DeskLedger([row for part in runs(frame,
 
 
 def ledger(frame: pd.DataFrame, phase: str = MAIN) -> DeskLedger:
-    found = _ledgers(frame, phase)
-    if not found.rows:
+    book = _ledgers(frame, phase)
+    if not book.rows:
         raise NotMeasured(f"the phase {phase} has no ledger")
-    return found
+    return book
 
 
 def pipelines(book: DeskLedger) -> list[str]:
@@ -62,7 +62,7 @@ class Work(NamedTuple):
     """A replica with requests, or a call of the trainer for its `step`."""
 
     pipeline: str
-    what: str
+    role: str
     part: str  # generating, training or logprobs
     left: float
     right: float
@@ -72,8 +72,8 @@ class Work(NamedTuple):
 def work(book: DeskLedger) -> list[Work]:
     """A replica works while it has open requests. When it leaves, they go elsewhere."""
     busy = over_time(flights(book), lambda flying: {replica_of(sent): True for sent in flying.values()})
-    found = [Work(name, f"replica {one}", "generating", left, right) for (name, one), _, left, right in busy]
-    return [*found, *training(book)]
+    generating = [Work(name, f"replica {number}", "generating", left, right) for (name, number), _, left, right in busy]
+    return [*generating, *training(book)]
 
 
 def training(book: DeskLedger) -> Iterator[Work]:
@@ -84,10 +84,10 @@ def training(book: DeskLedger) -> Iterator[Work]:
 
 
 def weights(book: DeskLedger) -> dict[tuple[str, str], list[tuple[float, int]]]:
-    found: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
+    published: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
     for row in book.of("published"):
-        found[row.who, f"replica {row['replica']}"].append((row.time, int(row["version"])))
-    return found
+        published[row.who, f"replica {row['replica']}"].append((row.time, int(row["version"])))
+    return published
 
 
 def syncs(book: DeskLedger) -> Iterator[tuple[tuple[int, ...], float, float]]:
@@ -108,21 +108,21 @@ def uses(book: DeskLedger) -> pd.DataFrame:
     `switching`: a replica falls asleep, wakes or waits for its first weights; `waiting`: the owner has no work.
     """
     began, ended = ends(book)
-    mine = sorted(spans(book), key=lambda one: one.left)
+    leased = sorted(spans(book), key=lambda span: span.left)
     by: dict[tuple[str, str], list[Work]] = defaultdict(list)
-    for one in sorted(work(book), key=lambda one: one.left):
-        by[one.pipeline, one.what].append(one)
+    for call in sorted(work(book), key=lambda call: call.left):
+        by[call.pipeline, call.role].append(call)
     published = weights(book)
-    found: list[tuple[int, str, str, str, float, float]] = []
+    used: list[tuple[int, str, str, str, float, float]] = []
     for device in range(book.limit("devices", 0)):
         reached = began
-        for span in [one for one in mine if device in one.devices]:
-            found.append((device, NOBODY, "", "idle", reached, span.left))
-            parts = of_span(span, by[span.pipeline, span.what], published[span.pipeline, span.what])
-            found += [(device, span.pipeline, span.what, *part) for part in parts]
+        for span in [span for span in leased if device in span.devices]:
+            used.append((device, NOBODY, "", "idle", reached, span.left))
+            parts = of_span(span, by[span.pipeline, span.role], published[span.pipeline, span.role])
+            used += [(device, span.pipeline, span.role, *part) for part in parts]
             reached = max(reached, span.right)
-        found.append((device, NOBODY, "", "idle", reached, ended))
-    table = pd.DataFrame(found, columns=["device", "pipeline", "what", "use", "left", "right"])
+        used.append((device, NOBODY, "", "idle", reached, ended))
+    table = pd.DataFrame(used, columns=["device", "pipeline", "what", "use", "left", "right"])
     table = table[table["right"] > table["left"]].reset_index(drop=True)
     return table.assign(seconds=table["right"] - table["left"])
 
@@ -237,8 +237,8 @@ def switch(book: DeskLedger, plan: Row, *rows: Row, hashed: Sequence[tuple[str, 
 def loads(book: DeskLedger, woken: Iterable[Row]) -> Iterator[float]:
     """When each of these replicas had its weights, without those that left earlier."""
     later = book.of("published", "left")
-    for one in woken:
-        first = next((row for row in later if row.at > one.at and replica_of(row) == replica_of(one)), None)
+    for wake in woken:
+        first = next((row for row in later if row.at > wake.at and replica_of(row) == replica_of(wake)), None)
         if first is not None and first.event == "published":
             yield first.time
 
@@ -254,11 +254,11 @@ def hashing(frame: pd.DataFrame, phase: str) -> list[tuple[str, float, float]]:
 
 def covered(spans: Iterable[Sequence[float]], since: float, until: float) -> float:
     """The seconds of an interval covered by these spans, which may overlap."""
-    found, last = 0.0, since
+    seconds, last = 0.0, since
     for start, end in sorted((start, end) for start, end in spans):
-        found += max(0.0, min(end, until) - max(start, last))
+        seconds += max(0.0, min(end, until) - max(start, last))
         last = max(last, min(end, until))
-    return found
+    return seconds
 
 
 # -- requests --------------------------------------------------------------------------------------------------------------
@@ -284,24 +284,24 @@ ENDS = {"granted": "granted", "error": "refused", "gone": "gone"}  # else it was
 
 def waits(book: DeskLedger) -> list[Wait]:
     last = book.rows[-1].time
-    found = []
+    waited = []
     expired = book.of("expired")
-    for one, row in device_requests(book):
-        end = "open" if row is None else ENDS.get(row.event, "withdrawn")
-        late = [
-            each for each in expired if (each.who, cluster_of(each)) == (one.who, cluster_of(one)) and each.at > one.at
-        ]
-        if row is not None and end == "refused" and any(each.at < row.at for each in late):
+    for request, answer in device_requests(book):
+        cluster = cluster_of(request)
+        end = "open" if answer is None else ENDS.get(answer.event, "withdrawn")
+        late = [row for row in expired if (row.who, cluster_of(row)) == (request.who, cluster) and row.at > request.at]
+        if answer is not None and end == "refused" and any(row.at < answer.at for row in late):
             end = "expired"
-        found.append(Wait(one.who, cluster_of(one), str(one["kind"]), one.time, last if row is None else row.time, end))
+        right = last if answer is None else answer.time
+        waited.append(Wait(request.who, cluster, str(request["kind"]), request.time, right, end))
     admitted = {row.who: row.time for row in book.of("admitted")}
     for row in book.of("admit"):
         end = "granted" if row.who in admitted else "open"
-        found.append(Wait(row.who, "generation", "admission", row.time, admitted.get(row.who, last), end))
+        waited.append(Wait(row.who, "generation", "admission", row.time, admitted.get(row.who, last), end))
     for name, _, left, right in over_time(book.replay(), suspended):
-        found.append(Wait(name, "generation", "suspended", left, right, "granted" if right < last else "open"))
-    kept = [one for one in found if one.right > one.left or one.kind not in ("admission", "suspended")]
-    return sorted(kept, key=lambda one: one.left)
+        waited.append(Wait(name, "generation", "suspended", left, right, "granted" if right < last else "open"))
+    kept = [wait for wait in waited if wait.right > wait.left or wait.kind not in ("admission", "suspended")]
+    return sorted(kept, key=lambda wait: wait.left)
 
 
 def suspended(books: Books) -> dict[str, bool]:
@@ -315,10 +315,10 @@ def requests(frame: pd.DataFrame, phase: str = MAIN) -> pd.DataFrame:
 
     The kind `suspended` counts the times when all replicas of a pipeline with demand slept, `admission` the wait until it may begin.
     """
-    found = pd.DataFrame(waits(ledger(frame, phase)))
-    if found.empty:
+    table = pd.DataFrame(waits(ledger(frame, phase)))
+    if table.empty:
         raise NotMeasured(f"the phase {phase} has no requests to a desk")
-    found = found.assign(seconds=found["right"] - found["left"], granted=found["end"] == "granted")
+    table = table.assign(seconds=table["right"] - table["left"], granted=table["end"] == "granted")
     columns = {
         "requests": ("seconds", "size"),
         "granted": ("granted", "sum"),
@@ -326,7 +326,7 @@ def requests(frame: pd.DataFrame, phase: str = MAIN) -> pd.DataFrame:
         "longest wait": ("seconds", "max"),
         "waited": ("seconds", "sum"),
     }
-    return found.groupby(["pipeline", "kind"], sort=False).agg(**columns).reset_index()
+    return table.groupby(["pipeline", "kind"], sort=False).agg(**columns).reset_index()
 
 
 # -- pipelines and loops ---------------------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ def progress(frame: pd.DataFrame, phase: str = MAIN) -> pd.DataFrame:
     table = uses(book)
     total = (ended - began) * book.limit("devices", 0)
     waited = waits(book)
-    found = []
+    lines = []
     for name in pipelines(book):
         mine = table[table["pipeline"] == name].groupby("use")["seconds"].sum()
         rows = [row for row in book.rows if row.who == name]
@@ -350,7 +350,7 @@ def progress(frame: pd.DataFrame, phase: str = MAIN) -> pd.DataFrame:
         own = loop_seconds(frame, ALONE + name)
         sent = [request_of(row) for row in rows if row.event == "sent"]
         held = float(mine.sum())
-        found.append(
+        lines.append(
             {
                 "pipeline": name,
                 "version": max((int(row["version"]) for row in rows if row.event == "bumped"), default=0),
@@ -363,12 +363,12 @@ def progress(frame: pd.DataFrame, phase: str = MAIN) -> pd.DataFrame:
                 "share": held / total if total else 0.0,
                 "working": mine.get("training", 0.0) + mine.get("generating", 0.0),
                 "switching": mine.get("switching", 0.0),
-                "waited": sum(one.right - one.left for one in waited if one.pipeline == name),
+                "waited": sum(wait.right - wait.left for wait in waited if wait.pipeline == name),
             }
         )
-    if not found:
+    if not lines:
         raise NotMeasured(f"no pipeline registered in the phase {phase}")
-    return pd.DataFrame(found).astype({"alone": float, "slow-down": float})
+    return pd.DataFrame(lines).astype({"alone": float, "slow-down": float})
 
 
 def loop_seconds(frame: pd.DataFrame, phase: str) -> float | None:
@@ -387,9 +387,9 @@ def loop_seconds(frame: pd.DataFrame, phase: str) -> float | None:
 def needed(book: DeskLedger, clusters: Mapping[str, Mapping[str, Sequence[int]]], tp: Mapping[str, int]) -> float:
     """Device-seconds of work in a loop: trainer calls and replicas with requests, times the devices of each."""
     return sum(
-        (one.right - one.left)
-        * (tp[one.pipeline] if one.part == "generating" else len(clusters[one.pipeline]["trainer"]))
-        for one in work(book)
+        (call.right - call.left)
+        * (tp[call.pipeline] if call.part == "generating" else len(clusters[call.pipeline]["trainer"]))
+        for call in work(book)
     )
 
 
@@ -430,7 +430,7 @@ def arithmetic(frame: pd.DataFrame) -> Arithmetic:
 
 def loops(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per loop over the same work: its time, whether that is measured or arithmetic, and the ratio to the bound."""
-    found: list[tuple[str, float | None, str]] = [("shared", loop_seconds(frame, MAIN), "measured")]
+    lines: list[tuple[str, float | None, str]] = [("shared", loop_seconds(frame, MAIN), "measured")]
     least = float("nan")
     try:
         by = arithmetic(frame)
@@ -438,15 +438,15 @@ def loops(frame: pd.DataFrame) -> pd.DataFrame:
         by = None
     if by is not None:
         least = by.bound
-        found.append(("bound", by.bound, "arithmetic"))
-        found += [(f"{name} alone", seconds, "measured") for name, seconds in by.alone.items()]
+        lines.append(("bound", by.bound, "arithmetic"))
+        lines += [(f"{name} alone", seconds, "measured") for name, seconds in by.alone.items()]
     for loop in ("serial", "static"):
         seconds = loop_seconds(frame, loop)
         if seconds is not None:
-            found.append((loop, seconds, "measured"))
+            lines.append((loop, seconds, "measured"))
         elif by is not None and len(by.alone) > 1:
-            found.append((loop, getattr(by, loop), "arithmetic"))
-    ended = [one for one in found if one[1] is not None]
+            lines.append((loop, getattr(by, loop), "arithmetic"))
+    ended = [line for line in lines if line[1] is not None]
     if not ended:
         raise NotMeasured("no loop ended")
     result = pd.DataFrame(ended, columns=["loop", "seconds", "known by"])
@@ -460,11 +460,11 @@ def memory(frame: pd.DataFrame, phase: str = MAIN) -> pd.DataFrame:
     """Resident bytes of ranks as seen by observers: device, pipeline, who, time, bytes."""
     place = seats(ledger(frame, phase))
     rows = recorded(frame, phase, "seen_resident", "who")
-    found = [
+    readings = [
         (device, who.partition(".")[0], who, when, size)
         for who, when, size in zip(rows["who"], rows["time"], rows["value"], strict=True)
         for device in place.get(who, ())
     ]
-    if not found:
+    if not readings:
         raise NotMeasured(f"no resident bytes were recorded in the phase {phase}")
-    return pd.DataFrame(found, columns=["device", "pipeline", "who", "time", "bytes"])
+    return pd.DataFrame(readings, columns=["device", "pipeline", "who", "time", "bytes"])

@@ -153,9 +153,9 @@ def resident(config: ShareConfig, rows: Iterable[Row], began: float) -> list[dic
     found = [(began, who, LOW) for who in recorded.seats(book) if "#" not in who]
     for span in recorded.spans(book):
         if span.state in ("waking", "held"):
-            found.append((span.left, f"{span.pipeline}.{span.what}", HIGH))
+            found.append((span.left, f"{span.pipeline}.{span.role}", HIGH))
         if span.state in ("sleeping", "held"):
-            found.append((span.right, f"{span.pipeline}.{span.what}", LOW))
+            found.append((span.right, f"{span.pipeline}.{span.role}", LOW))
     return [
         {"rank": NOTEBOOK, "metric": "seen_resident", "value": size, "unit": "B", "time": when, "ids": {"who": who}}
         for when, who, size in sorted(found, key=lambda one: (one[0], one[2]))  # at equal times, releases come first
