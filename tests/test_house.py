@@ -191,6 +191,11 @@ def broken_rules(path: Path) -> Iterator[str]:
     named = {name.split(".")[2] for name in names if name.startswith("kit.labs.")} & LABS
     if here in {"draw", "view"} and named:
         yield f"no lab is named here, and {sorted(named)} is"
+    if here == "labs":
+        own = path.relative_to(KIT).parts[1]
+        of_others = {name for name in names for lab in LABS - {own} if name.startswith(f"kit.labs.{lab}.")}
+        if inside := {name for name in of_others if name.split(".")[3] != "lab"}:
+            yield f"a lab may hold another's config; anything else that two labs need lies below them, not {sorted(inside)}"
 
 
 def test_imports() -> None:
@@ -227,6 +232,18 @@ def test_a_rank_file_that_loads_the_notebooks_side_is_seen(monkeypatch: pytest.M
         assert list(broken_rules(smoke / "rules.py")) != []
     finally:
         labs_on_ranks.cache_clear()
+
+
+def test_a_lab_that_uses_the_inside_of_another_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    drive, plain = KIT / "labs" / "share" / "drive.py", imports
+
+    def changed(path: Path, *, typing: bool = False) -> set[str]:
+        wrong = {"kit.labs.stream.drive.started"} if path == drive else set()
+        return plain(path, typing=typing) | wrong
+
+    assert list(broken_rules(drive)) == []
+    monkeypatch.setattr(sys.modules[__name__], "imports", changed)
+    assert any("kit.labs.stream.drive.started" in sentence for sentence in broken_rules(drive))
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
