@@ -368,13 +368,13 @@ def check_command(args: argparse.Namespace) -> CommandAnswer:
     return CommandAnswer({**data, "verdict": verdict.to_json(), "changes": moved, "exit": status}, text, status)
 
 
-def run_heading(found: results.Run) -> tuple[dict[str, Any], str]:
+def run_heading(run: results.Run) -> tuple[dict[str, Any], str]:
     names = ("id", "lab", "status", "fault", "label")
-    data = {"run": str(found.dir), **{name: getattr(found, name) for name in names}}
-    about = {"label": found.label, "memory snapshots": memory_snapshots(found)}
-    lines = [repr(found), *(f"{name}: {text}" for name, text in about.items() if text)]
-    lines += [f"note: {note}" for note in found.notes]
-    return {**data, "config": found.config, "notes": found.notes}, "\n".join(lines)
+    data = {"run": str(run.dir), **{name: getattr(run, name) for name in names}}
+    about = {"label": run.label, "memory snapshots": memory_snapshots(run)}
+    lines = [repr(run), *(f"{name}: {text}" for name, text in about.items() if text)]
+    lines += [f"note: {note}" for note in run.notes]
+    return {**data, "config": run.config, "notes": run.notes}, "\n".join(lines)
 
 
 def show(args: argparse.Namespace) -> CommandAnswer:

@@ -133,7 +133,7 @@ def holders(**roots: Any) -> list[tuple[str, Any]]:
         elif id(value) not in seen:
             seen.add(id(value))
             todo += [(f"{path}.{key}", child) for key, child in _parts(value)]
-    return sorted(violations, key=lambda one: one[0])
+    return sorted(violations, key=lambda violation: violation[0])
 
 
 def _parts(value: Any) -> Any:

@@ -311,11 +311,15 @@ def zero_gradients(job: Job) -> None:
 
 
 def hooks(job: Job) -> tuple[Any, ...]:
-    """The hooks that a step replaces while it is open."""
+    """The hooks that a step replaces while it is open, and which modules are in training mode."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     config = job.chunks[0].config
-    return *(getattr(config, name) for name in HOOKS), MoEAuxLossAutoScaler.set_loss_scale
+    return *(getattr(config, name) for name in HOOKS), MoEAuxLossAutoScaler.set_loss_scale, modes(job.chunks)
+
+
+def modes(chunks: list[Any]) -> tuple[bool, ...]:
+    return tuple(module.training for chunk in chunks for module in chunk.modules())
 
 
 def data_group() -> Any:

@@ -276,18 +276,29 @@ class Mover:
             raise
         for item in items:
             item.storage.resize_(0)
+        self._give_back()
+        return self._stats(items, before, time.perf_counter() - start)
+
+    def _give_back(self) -> None:
+        """Give freed blocks back to the host or the driver."""
         if self.device.type == "cpu":
             trim()
         else:
             torch.cuda.empty_cache()
-        return self._stats(items, before, time.perf_counter() - start)
 
     def restore(self) -> dict[str, Any]:
-        """Bring everything back to where every view finds it. Nothing away: nothing is done."""
+        """Bring everything back to where every view finds it. Nothing away: nothing is done. After an error everything is away as before,
+        and may be brought back later."""
         before, start = memory(), time.perf_counter()
-        for item, _, _ in self._waiting:
-            item.storage.resize_(item.size)
-        self._copy(out=False, fresh=True)
+        try:
+            for item, _, _ in self._waiting:
+                _allocate(item)
+            self._copy(out=False, fresh=True)
+        except BaseException:
+            for item, _, _ in self._waiting:
+                item.storage.resize_(0)
+            self._give_back()
+            raise
         moved = sum(item.storage.data_ptr() != old for item, _, old in self._waiting)
         items = [item for item, _, _ in self._waiting]
         self._waiting = []
@@ -320,6 +331,13 @@ class Mover:
             "memory_after": memory(),
             "addresses": {f"{item.kind}/{item.name}": item.storage.data_ptr() for item in items},
         }
+
+
+def _allocate(item: Item) -> None:
+    try:
+        item.storage.resize_(item.size)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        raise KitError(f"{item.kind} {item.name} could not be brought back ({item.size} B): {error}") from error
 
 
 def _bytes(item: Item) -> torch.Tensor:

@@ -260,8 +260,10 @@ def counted(job: FsdpJob) -> Iterator[dict[str, int]]:
 
 
 def hooks(job: FsdpJob) -> tuple[bool, ...]:
-    """Whether a backward pass reduces gradients, of each sharded module: what steps switch, and put back."""
-    return tuple(bool(group.reduce_grads) for state in sharded(job.model) for group in param_groups(state))
+    """Whether a backward pass reduces gradients, of each sharded module, and which modules are in training mode: what steps switch, and
+    put back."""
+    reduces = (bool(group.reduce_grads) for state in sharded(job.model) for group in param_groups(state))
+    return *reduces, *(module.training for module in job.model.modules())
 
 
 def state(job: FsdpJob) -> dict[str, str]:

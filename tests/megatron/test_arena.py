@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kit.errors import KitError
 from kit.megatron import tensors
 from kit.megatron.tensors import Arena, Mover, copy_on_streams, pieces
 
@@ -171,3 +172,30 @@ def test_large_copies_are_cut_and_small_ones_are_not():
     for to, what in cut[:3]:
         to.copy_(what)
     assert torch.equal(target, source)
+
+
+def test_a_restore_that_fails_names_the_tensor_leaves_all_away_and_may_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    net(torch.ones(2, 8)).sum().backward()
+    mover = Mover([net], torch.optim.AdamW(net.parameters()), torch.device("cpu"))
+    before = tensors.hashes([net], mover.optimizer)
+    mover.release()
+    resize, calls = torch.UntypedStorage.resize_, [0]
+
+    def refuses_the_third(storage: torch.UntypedStorage, size: int) -> object:
+        calls[0] += bool(size)
+        if calls[0] == 3 and size:
+            raise torch.OutOfMemoryError("no memory, on purpose")
+        return resize(storage, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "resize_", refuses_the_third, raising=False)
+        with pytest.raises(KitError, match=r"(weights|grads) chunk0\S+ could not be brought back .*on purpose"):
+            mover.restore()
+    assert mover.items() == []
+    assert mover.away == ("weights", "grads")
+    mover.restore()
+    assert tensors.hashes([net], mover.optimizer) == before
+    mover.close()

@@ -269,7 +269,7 @@ MUTANTS = (
     Mutant(
         "offload:heavy",
         TENSORS,
-        "Mover.release",
+        "Mover._give_back",
         old='        if self.device.type == "cpu":\n            trim()\n',
         new='        if self.device.type == "cpu":\n            pass\n',
         check="memory_drift",

@@ -81,6 +81,12 @@ OF_THE_STEP = exposed_by(
         patch={f"{STEP}._step_metrics": f"{BUGS}:counts_every_replica"},
     ),
     Fault(
+        "count-shifted",
+        "valid tokens are counted one column too early: the first column for the last",
+        "replicas_counted_once",
+        patch={"kit.train.protocol:counts": f"{BUGS}:counts_one_column_early"},
+    ),
+    Fault(
         "abort-keeps-grads",
         "abort leaves gradients in the buffers",
         "abort_is_clean",
@@ -141,6 +147,36 @@ OF_THE_STEP = exposed_by(
         "params_parity",
         set={"steps": 5},
         patch={f"{STEP}._update": f"{BUGS}:schedules_by_steps"},
+    ),
+    Fault(
+        "wrong-clip",
+        "gradients are clipped to a norm that is half of the configured one",
+        "update",
+        patch={f"{STEP}._update": f"{BUGS}:clips_to_half"},
+    ),
+    Fault(
+        "twice-divided",
+        "gradients are divided twice by the number of data-parallel ranks",
+        "grad_parity",
+        patch={f"{STEP}._normalise": f"{BUGS}:divides_by_the_ranks_again"},
+    ),
+    Fault(
+        "keeps-graphs",
+        "every microbatch keeps its loss, and with it the graph of its backward pass",
+        "nothing_stays",
+        patch={f"{STEP}._raw_loss": f"{BUGS}:keeps_every_loss"},
+    ),
+    Fault(
+        "hook-per-step",
+        "every step leaves one more hook on the model",
+        "nothing_stays",
+        patch={f"{STEP}._open": f"{BUGS}:adds_a_hook"},
+    ),
+    Fault(
+        "left-in-eval",
+        "abort leaves the model in evaluation mode",
+        "hooks_restored",
+        patch={f"{STEP}._give_up": f"{BUGS}:gives_up_in_eval"},
     ),
     Fault(
         "nan-applied",

@@ -29,6 +29,7 @@ FLOOR = 1e-2
 # The same threshold if the rows of a microbatch depend on the number of chunks: log-probabilities are rounded differently, and a loss
 # near zero is a small difference of large terms.
 REGROUPED = 1.0
+ALIKE = 1e-6  # below this gradients are the same, and no factor is worth a word
 FIELDS = ("grad_norm", "lr", "wd", "updated", "global_valid_seqs", "global_valid_toks")
 NOT_METRICS = (*FIELDS, "global_loss")
 COUNTS = {"num_valid_samples": "sequences", "num_unmasked_tokens": "tokens"}
@@ -53,6 +54,9 @@ PROMISES = {
     "state_unseen": "kinds of state that a step did not change",
     "wrong_versions": "wrong versions",
     "groups_kept": "groups left behind",
+    "bytes_kept": "bytes that each step adds",
+    "graphs_kept": "tensors with a graph that each step adds",
+    "hooks_kept": "hooks that each step adds",
     "nonfinite_updated": "updates with non-finite values",
     "nonfinite_changed": "tensors changed by a non-finite step",
     "nonfinite_ticks_off": "wrong versions after a non-finite step",
@@ -211,6 +215,9 @@ def grad_parity(frame: pd.DataFrame, config: Config) -> Measured:
     row, tensor = worst(table[table["step"] == 1]), worst(tensors(frame, config), "gradient_error")
     why = f"||dg||/||g|| over the model in step 1, worst: {case_of(config, row)}"
     why += f"; worst tensor: {tensor['tensor']}, {tensor['gradient_error']:.3g}, element {tensor['gradient_index']:.0f}"
+    common = frame[(frame["metric"] == "gradient_factor") & (frame["cycle"] == row["cycle"])]["value"]
+    if row["value"] > ALIKE and len(common):
+        why += f"; all gradients are {common.iloc[0]:.6g} times those of the plain step"
     return Measured(row["value"], why + beside(row["value"]))
 
 
@@ -357,15 +364,15 @@ def promised(
         total += float(broken["value"].sum()) if name in names else 0.0
         if not broken.empty:
             places = [*filter(None, map(place_of, broken["ids"], broken["text"]))]
-            more = [f"and {len(places) - PLACES} more"] if places[PLACES:] else []
-            listed = f" ({'; '.join(places[:PLACES] + more)})" if places else ""
+            omitted = [f"and {len(places) - PLACES} more"] if places[PLACES:] else []
+            listed = f" ({'; '.join(places[:PLACES] + omitted)})" if places else ""
             reasons.append(f"{PROMISES[name]}: {broken['value'].sum():g}{listed}")
     return Measured(total, ", ".join(reasons) if total else "; ".join([right, *reasons]))
 
 
 def hooks_restored(frame: pd.DataFrame, _: Config) -> Measured:
-    """Are the job's hooks restored after finish, abort and errors?"""
-    right = "all hooks are restored after finish, abort and errors"
+    """Are the job's hooks, and training mode, restored after finish, abort and errors?"""
+    right = "all hooks and the training mode of every module are restored after finish, abort and errors"
     return promised(frame, "hooks_lost", right=right, phases=("sync", "split", "rehearse"))
 
 
@@ -400,6 +407,17 @@ def groups_return_to_baseline(frame: pd.DataFrame, _: Config) -> Measured:
     """Does a step leave no process group behind?"""
     right = "no new group remains after two rounds of one finished and one aborted step"
     return promised(frame, "groups_kept", right=right)
+
+
+def nothing_stays(frame: pd.DataFrame, _: Config) -> Measured:
+    """Does a step leave no tensor, graph or hook behind?
+
+    In each of two rounds of a finished and an aborted step, after a first one."""
+    ended = frame[frame["metric"] == "rehearsal_raised"]
+    if len(ended) and not ended["ids"].astype(str).str.contains("memory_of_steps").any():
+        raise NotMeasured("the kit that made these records did not look for it")
+    right = "no tensor, graph or hook is added by another finished and aborted step"
+    return promised(frame, "bytes_kept", "graphs_kept", "hooks_kept", right=right)
 
 
 def nonfinite_skipped(frame: pd.DataFrame, _: Config) -> Measured:
@@ -566,6 +584,7 @@ RULES = (
     rule(version_ticks),
     rule(misuse_raises),
     rule(groups_return_to_baseline),
+    rule(nothing_stays),
     rule(nonfinite_skipped),
     rule(replicas_counted_once),
     rule(oracle, **by_dtype(1e-5, coarse=0.05), cannot=no_oracle),

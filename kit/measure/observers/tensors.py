@@ -202,7 +202,7 @@ def tensor_differences(
 
 def _difference(old: Print | None, new: Print | None) -> tuple[str, float | None]:
     if old is None or new is None:
-        return ("did not exist before" if old is None else "is gone"), None
+        return ("did not exist before" if old is None else "is gone, or became part of another tensor"), None
     for attribute, field in (("shape", "shape"), ("type", "dtype"), ("device", "device")):
         if (was := getattr(old, field)) != (current := getattr(new, field)):
             return f"{attribute} {was} became {current}", None
@@ -320,12 +320,19 @@ _NOTHING = Print("other", (), "", "", "", 0, "", torch.empty(0))
 
 def live_bytes() -> int:
     """Bytes of every tensor that Python refers to anywhere, on any device, each storage once. It walks all objects: some 30 ms."""
-    sizes: dict[int, int] = {}
+    storages = (tensor.untyped_storage() for tensor in live_tensors())
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def live_graphs() -> int:
+    """The number of tensors with a graph behind them, which keeps what its backward pass would need."""
+    return sum(tensor.grad_fn is not None for tensor in live_tensors())
+
+
+def live_tensors() -> Iterator[torch.Tensor]:
     for value in gc.get_objects():
         if issubclass(type(value), torch.Tensor) and type(value) in {torch.Tensor, torch.nn.Parameter}:
-            storage = value.untyped_storage()
-            sizes[storage._cdata] = storage.nbytes()
-    return sum(sizes.values())
+            yield value
 
 
 def generators() -> dict[str, str]:

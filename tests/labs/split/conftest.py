@@ -126,6 +126,24 @@ class OwnUpdate(Kit):
             self.job.optimizer.step = inside
 
 
+class ClipsItself(Kit):
+    """Right: clips by torch before it calls the optimizer, whose own clipping is off."""
+    factor = 1.0
+    def _update(self, *args):
+        self.job.optimizer.config.clip_grad = 0.0
+        for param in self.job.chunks[0].parameters():
+            param.grad = param.main_grad
+        norm = torch.nn.utils.clip_grad_norm_(self.job.chunks[0].parameters(), 0.1 * self.factor)
+        result = super()._update(*args)
+        for param in self.job.chunks[0].parameters():
+            param.grad = None
+        return {**result, "grad_norm": float(norm)}
+
+
+class ClipsToHalf(ClipsItself):
+    factor = 0.5
+
+
 class LateVersion(Kit):
     """The result has it right; the object itself does not."""
     @property

@@ -262,3 +262,12 @@ def test_a_balance_by_hand() -> None:
     wanted = 3 * sum(share * chance for share, chance in zip(choices, chances, strict=True))
     assert module.balance(hidden, weight, 2) == pytest.approx(wanted, rel=1e-12)
     assert module.balance(hidden, torch.zeros(3, 4), 3) == pytest.approx(1.0, rel=1e-12)  # perfectly balanced
+
+
+def test_gradients_that_differ_by_a_factor_alone_have_it() -> None:
+    exact = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([[3.0]])}
+    assert module.common_factor({name: 2 * value for name, value in exact.items()}, exact, 1e-5) == 2
+    assert module.common_factor({name: -value / 8 for name, value in exact.items()}, exact, 1e-5) == -0.125
+    assert module.common_factor({**exact, "b": 2 * exact["b"]}, exact, 1e-5) is None
+    assert module.common_factor({"a": exact["a"]}, exact, 1e-5) is None
+    assert module.common_factor(exact, {name: value * 0 for name, value in exact.items()}, 1e-5) is None

@@ -82,6 +82,13 @@ def test_a_rehearsal_that_breaks_off_fails_what_it_was_to_judge(split: Split) ->
 
 
 @pytest.mark.slow
+def test_a_step_that_clips_by_torch_is_judged_by_its_gradients_before_that(split: Split) -> None:
+    assert failed(split(implementation="mine:ClipsItself", **ONE, dtype="float32").verdict()) == set()
+    verdict = split(implementation="mine:ClipsToHalf", **ONE, dtype="float32").verdict()
+    assert {"update"} <= failed(verdict) <= {"update", "params_parity"}  # and not grad_parity: the gradients are right
+
+
+@pytest.mark.slow
 def test_an_error_instead_of_a_skipped_update_is_right_too(split: Split) -> None:
     assert failed(split(implementation="mine:RaisesOnNaN", **ONE).verdict()) == set()
 

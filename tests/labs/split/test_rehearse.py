@@ -27,6 +27,9 @@ class Job:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.table = torch.nn.Parameter(torch.sin(torch.arange(float(WORDS * WORDS))).view(WORDS, WORDS))
+        net = torch.nn.Module()
+        net.table = self.table
+        self.chunks = [net]
 
 
 class Step(SplitStep):
@@ -165,6 +168,38 @@ class MakesOne(Step):
         return super().finish()
 
 
+class KeepsGraphs(Step):
+    """Keeps a small tensor of every step, and with it a graph."""
+
+    def finish(self) -> StepResult:
+        vars(self.job).setdefault("values", []).append(self.job.table[:1, :1] * 2)
+        return super().finish()
+
+
+class KeepsBytes(Step):
+    def abort(self) -> None:
+        super().abort()
+        vars(self.job).setdefault("rows", []).append(torch.zeros(2 * rehearse.KEPT_BYTES))
+
+
+class HooksEveryTime(Step):
+    def _open(self) -> None:
+        super()._open()
+        self.job.chunks[0].register_forward_hook(lambda *_: None)
+
+
+class KeepsSomethingOnce(Step):
+    """Right: a cache, a hook and a graph that its first step makes, and a number of every step."""
+
+    def _open(self) -> None:
+        super()._open()
+        job = vars(self.job)
+        if "cache" not in job:
+            job["cache"] = (torch.zeros(2 * rehearse.KEPT_BYTES), self.job.table[:1, :1] * 2)
+            self.job.chunks[0].register_forward_hook(lambda *_: None)
+        job.setdefault("history", []).append(torch.zeros(1))
+
+
 GROUPS: list[Any] = []
 
 
@@ -217,3 +252,20 @@ def test_rows_of_one_leave_no_remainder() -> None:
 @pytest.mark.parametrize(("step", "kept"), [(Step, 0), (MakesOne, 0), (Keeps, 1), (KeepsOfAborts, 1)])
 def test_groups_of_steps_are_counted(step: Any, kept: int) -> None:
     assert found(step, rehearse.groups_of_steps) == [kept]
+
+
+@pytest.mark.parametrize(
+    ("step", "kept"),
+    [
+        (Step, ()),
+        (KeepsSomethingOnce, ()),
+        (KeepsGraphs, ("graphs_kept",)),
+        (KeepsBytes, ("bytes_kept",)),
+        (HooksEveryTime, ("hooks_kept",)),
+    ],
+)
+def test_what_steps_leave_behind_is_named(step: Any, kept: tuple[str, ...]) -> None:
+    made = scene(step)
+    rehearse.memory_of_steps(made, batch())
+    assert [metric for metric, value, _, _ in made.found] == ["bytes_kept", "graphs_kept", "hooks_kept"]
+    assert tuple(metric for metric, value, _, _ in made.found if value) == kept

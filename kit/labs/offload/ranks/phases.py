@@ -103,9 +103,9 @@ class Offload:
     def build(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self._enter()
         self.watch = JobWatch(self.scope.enter_context(Births()))
-        given = self.scope.enter_context(around(self.ctx))
+        yielded = self.scope.enter_context(around(self.ctx))
         self.make_job()
-        self.job_context = context_for(self.ctx, self.job, given)
+        self.job_context = context_for(self.ctx, self.job, yielded)
         self.releaser = make_releaser(self.job_context)
         wrong = self.watch.first_talk()  # over NCCL a communicator is there only after its first collective
         assert not wrong, wrong
@@ -300,5 +300,5 @@ class Offload:
 
 
 def shown(findings: Sequence[Any]) -> str:
-    more = f"; and {len(findings) - SHOWN} more" if len(findings) > SHOWN else ""
-    return "; ".join(map(str, findings[:SHOWN])) + more
+    omitted = f"; and {len(findings) - SHOWN} more" if len(findings) > SHOWN else ""
+    return "; ".join(map(str, findings[:SHOWN])) + omitted

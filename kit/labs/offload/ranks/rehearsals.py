@@ -135,8 +135,8 @@ def silence_of(group: Any) -> list[str]:
 
 
 def changes_since(before: dict[str, Any]) -> list[str]:
-    now = ownership.describe()
-    return [f"{key}: {before[key]!r} became {now[key]!r}" for key in before if before[key] != now[key]]
+    after = ownership.describe()
+    return [f"{key}: {before[key]!r} became {after[key]!r}" for key in before if before[key] != after[key]]
 
 
 @contextlib.contextmanager

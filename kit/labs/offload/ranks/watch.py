@@ -77,9 +77,9 @@ class JobWatch:
 
     def after_reload(self, **roots: Any) -> tuple[list[str], list[str], list[str]]:
         """Return names that stand for other ranks than before the release, changed options, and stale handles."""
-        now = observe.look(self._whole(), **roots)
-        now.ranks = self._answered
-        return observe.moved(self._seen, now), observe.changed(self._seen, now), observe.stale(self._seen, now)
+        after = observe.look(self._whole(), **roots)
+        after.ranks = self._answered
+        return observe.moved(self._seen, after), observe.changed(self._seen, after), observe.stale(self._seen, after)
 
 
 def any_rank(value: bool) -> bool:

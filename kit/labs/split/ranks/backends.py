@@ -266,20 +266,21 @@ def rollouts(config: SplitConfig, device: torch.device) -> tuple[Tensors, Batch]
 
 
 def edges(batch: Batch) -> Batch:
-    """Mark the first and last column as trained on in one row of four. Nothing predicts the first one, so it must not count. In the
-    next row the first token of the answer has an advantage of exactly 0, which is neither positive nor negative."""
+    """Of four rows, the first has its first column marked as trained on, and the last two their last column. Nothing predicts the first
+    column, so it must not count; a count that is shifted by one column counts it and misses the last ones, and as these are more, the
+    errors cannot cancel. In the second row the first token of the answer has an advantage of exactly 0, neither positive nor negative."""
     made = {name: value.clone() for name, value in batch.items()}
-    fourth = slice(0, None, 4)
-    made["token_mask"][fourth, [0, -1]] = 1.0
-    made["advantages"][fourth, -1] = made["advantages"][fourth].sum(1) / made["token_mask"][fourth, 1:-1].sum(1).clamp(
-        min=1
-    )
-    next_masks = made["token_mask"][1::4]
-    made["advantages"][1::4].scatter_(1, next_masks[:, 1:].argmax(1, keepdim=True) + 1, 0.0)
-    ended = made["input_lengths"][fourth] < made["token_mask"].shape[1]
+    made["token_mask"][0::4, 0] = 1.0
+    second = made["token_mask"][1::4]
+    made["advantages"][1::4].scatter_(1, second[:, 1:].argmax(1, keepdim=True) + 1, 0.0)
+    ends = torch.arange(rows(batch)) % 4 >= 2
+    inside = made["token_mask"][ends, 1:-1].sum(1).clamp(min=1)
+    made["token_mask"][ends, -1] = 1.0
+    made["advantages"][ends, -1] = made["advantages"][ends].sum(1) / inside
+    ended = made["input_lengths"][ends] < made["token_mask"].shape[1]
     for place, name in enumerate(("prev_logprobs", "generation_logprobs", "reference_logprobs")):
-        made[name][fourth, -1] = torch.where(ended, -5.0 - 0.1 * place, made[name][fourth, -1])
-    made["input_lengths"][fourth] = made["token_mask"].shape[1]
+        made[name][ends, -1] = torch.where(ended, -5.0 - 0.1 * place, made[name][ends, -1])
+    made["input_lengths"][ends] = made["token_mask"].shape[1]
     return made
 
 

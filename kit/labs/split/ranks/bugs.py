@@ -26,6 +26,7 @@ hook, restore, give_up, pieces_of = (
 )
 metrics, step_metrics = MegatronSplit._metrics, MegatronSplit._step_metrics
 normalise, reduce, update = MegatronSplit._normalise, MegatronSplit._reduce, MegatronSplit._update
+raw_loss, open_step = MegatronSplit._raw_loss, MegatronSplit._open
 valid, weight, assemble = protocol.valid, ClippedPolicyGradient._weight, backends.assemble
 
 
@@ -141,6 +142,34 @@ def schedules_by_steps(step: MegatronSplit, sequences: float, tokens: float, tab
     return split.update(step.job, 1, sequences, tokens, table)
 
 
+def clips_to_half(step: MegatronSplit, sequences: float, tokens: float, table: dict[str, float]) -> StepResult:
+    config = step.job.optimizer.config
+    limit, config.clip_grad = config.clip_grad, config.clip_grad / 2
+    result = update(step, sequences, tokens, table)
+    config.clip_grad = limit
+    return result
+
+
+def divides_by_the_ranks_again(step: MegatronSplit, own: float) -> None:
+    normalise(step, own * 2)
+
+
+def keeps_every_loss(step: MegatronSplit, logprobs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, split.Outputs]:
+    value, seen = raw_loss(step, logprobs, batch)
+    vars(step).setdefault("losses", []).append(value)
+    return value, seen
+
+
+def adds_a_hook(step: MegatronSplit) -> None:
+    step.job.chunks[0].register_forward_hook(left_out)
+    open_step(step)
+
+
+def gives_up_in_eval(step: MegatronSplit) -> None:
+    give_up(step)
+    step.job.chunks[0].eval()
+
+
 def applies_nan(step: MegatronSplit, sequences: float, tokens: float, table: dict[str, float]) -> StepResult:
     with replaced({"kit.megatron.split:finite_gradients": f"{__name__}:always_finite"}):
         return update(step, sequences, tokens, table)
@@ -163,6 +192,12 @@ def abort_keeps_gradients(step: MegatronSplit) -> None:
 def abort_keeps_random(step: MegatronSplit) -> None:
     step.random = ()
     give_up(step)
+
+
+def counts_one_column_early(batch: Batch) -> torch.Tensor:
+    sequences = batch["sample_mask"].double().sum()
+    tokens = (batch["token_mask"][:, :-1] * batch["sample_mask"][:, None]).double().sum()
+    return torch.stack([sequences, tokens])
 
 
 # -- the step on FSDP2 ---------------------------------------------------------------------------------------------------

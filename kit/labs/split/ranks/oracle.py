@@ -449,6 +449,19 @@ def overall(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> flo
     return share(apart**0.5, whole**0.5)
 
 
+def common_factor(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], allowed: float) -> float | None:
+    """The number of which `a` is that many times `b`, over all tensors, or None where there is no such number but 0."""
+    if set(a) != set(b):
+        return None
+    along = math.fsum(float((a[name].double() * b[name].double()).sum()) for name in b)
+    whole = math.fsum(float(b[name].double().square().sum()) for name in b)
+    factor = along / whole if whole else 0.0
+    if not factor or not math.isfinite(factor):
+        return None
+    scaled = {name: value.double() * factor for name, value in b.items()}
+    return factor if overall(a, scaled) <= allowed else None
+
+
 def share(apart: float, whole: float) -> float:
     """apart / whole; infinite if a number is not finite, or if only `whole` is 0."""
     if not (math.isfinite(apart) and math.isfinite(whole)):

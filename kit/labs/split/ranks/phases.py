@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils import clip_grad
 
 from kit.errors import BadInput
 from kit.labs.rankside import Context
@@ -27,6 +30,13 @@ from kit.train.plain import from_weights, logprobs
 from kit.train.protocol import Batch, Loss, SplitContext, StepResult, cut, cuts, make_split
 
 NUMBERS = ("global_loss", "grad_norm", "lr", "wd", "global_valid_seqs", "global_valid_toks", "updated")
+
+
+SAME_DIRECTION = {"float32": 1e-5, "bfloat16": 1e-2}  # the error beyond a factor at which gradients have one
+CLIPS = (
+    "_clip_grads_with_norm_",
+    "clip_grads_with_norm_",
+)  # in torch.nn.utils.clip_grad; clip_grad_norm_ calls the first
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,6 +62,7 @@ class Observed:
         self.seconds: list[tuple[str, float]] = []
         self.rates: list[float] = []  # learning rates of this step's updates, and their gradients on rank 0
         self.gradients: list[Tensors] = []
+        self.before_clipping: Tensors | None = None  # where a step clips by torch before it calls the optimizer
         self.update = job.optimizer.step
         job.optimizer.step = self.look
 
@@ -59,6 +70,7 @@ class Observed:
         self.timed = timed
         self.rates.clear()
         self.gradients.clear()
+        self.before_clipping = None
 
     def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         if not self.timed:
@@ -72,11 +84,34 @@ class Observed:
         """The optimizer's step, after a look at the learning rate and the gradients that it gets."""
         started = now(self.device) if self.waits and self.timed else time.perf_counter()
         self.rates.append(max(float(group["lr"]) for group in self.job.optimizer.param_groups))
-        gradients = self.backend.gradients(self.job)
-        if dist.get_rank() == 0:
-            self.gradients.append({name: value.clone() for name, value in gradients.items()})
+        self.gradients.append(self.read())
         self.looked += time.perf_counter() - started
         return self.update(*args, **kwargs)
+
+    def read(self) -> Tensors:
+        """Copies of the gradients as they are, on rank 0; every rank calls it."""
+        gradients = self.backend.gradients(self.job)
+        return {} if dist.get_rank() else {name: value.clone() for name, value in gradients.items()}
+
+    @contextlib.contextmanager
+    def watching_clips(self) -> Iterator[None]:
+        """Read gradients before torch clips them, whoever asks it to: afterwards a wrong norm looks like wrong gradients."""
+
+        def door(clip: Callable[..., Any]) -> Callable[..., Any]:
+            def clipped(*args: Any, **kwargs: Any) -> Any:
+                if self.before_clipping is None and not self.gradients:  # else the optimizer itself clips
+                    started = time.perf_counter()
+                    self.before_clipping = self.read()
+                    self.looked += time.perf_counter() - started
+                return clip(*args, **kwargs)
+
+            return clipped
+
+        with contextlib.ExitStack() as doors:
+            for name in CLIPS:
+                if clip := getattr(clip_grad, name, None):
+                    doors.enter_context(mock.patch.object(clip_grad, name, door(clip)))
+            yield
 
 
 class Split:
@@ -169,6 +204,8 @@ class Split:
             distances = oracle.by_tensor(a, b)
             self.record("gradient_error", oracle.overall(a, b), step=step)
             same = sum(distance.error == 0 for distance in distances.values())
+            if step == 1 and (factor := oracle.common_factor(a, b, SAME_DIRECTION[self.config.dtype])) is not None:
+                self.record("gradient_factor", factor)
             self.record("gradients_same", same / max(len(distances), 1), step=step)
             sure |= {name: mask & sure.get(name, mask) for name, mask in oracle.certain(b).items()}
             for name, distance in distances.items() if step == 1 else ():
@@ -240,13 +277,13 @@ class Split:
         trained, config = Trained(), self.config
         title = f"plain step, level {case.level}" if plain else f"level {case.level}, chunks {case.chunks}"
         observed = Observed(backend, job, str(self.device), waits=plain)
-        loss, before = self._loss(case.level), backend.hooks(job)
-        start = {name: value.clone() for name, value in backend.parameters(job).items()}
+        loss, start = self._loss(case.level), {name: value.clone() for name, value in backend.parameters(job).items()}
         step: Any = backend.sync(job) if plain else self._make(job)
+        before = backend.hooks(job)
         hooks_lost = wrong_versions = 0
         rate_off = 0.0
         reductions: list[int] = []
-        with backend.counted(job) as counter:
+        with backend.counted(job) as counter, contextlib.nullcontext() if plain else observed.watching_clips():
             for number, batch in enumerate(self.batches, start=1):
                 counter.update(dict.fromkeys(counter, 0))
                 observed.begin_step(timed=number == len(self.batches))
@@ -260,7 +297,9 @@ class Split:
                 log_steps([dict(result)], done=number, seconds=took, device=observed.device, what=title)
                 reductions += counter.values()
                 gradients = observed.gradients[-1] if observed.gradients else {}
-                if config.model == KIT_MODEL:  # how your own model clips is unknown
+                if observed.before_clipping is not None:
+                    gradients = observed.before_clipping
+                elif config.model == KIT_MODEL:  # how your own model clips is unknown
                     gradients = oracle.unclipped(self.settings, gradients, float(result["grad_norm"]))
                 trained.results.append(result)
                 trained.gradients.append(gradients)
@@ -351,8 +390,8 @@ def balance_of_step(job: Any, batch: Batch, micro_batch: int) -> float:
     data-parallel ranks, on the initial weights. Every rank calls it with its own rows."""
     balances: list[float] = []
 
-    def look(router: Any, given: Any) -> None:
-        balances.append(oracle.balance(given[0].detach(), router.weight.detach(), router.topk))
+    def look(router: Any, inputs: Any) -> None:
+        balances.append(oracle.balance(inputs[0].detach(), router.weight.detach(), router.topk))
 
     modules = [module for chunk in job.chunks for name, module in chunk.named_modules() if name.endswith("mlp.router")]
     hooks = [module.register_forward_pre_hook(look) for module in modules]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import math
+import operator
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -22,6 +24,7 @@ from kit.labs.split.lab import SplitConfig
 from kit.labs.split.ranks.backends import WrappedLoss
 from kit.labs.split.ranks.oracle import true_counts
 from kit.measure.observers.births import Births
+from kit.measure.observers.tensors import live_bytes, live_graphs
 from kit.megatron import observe, split
 from kit.train.protocol import Batch, Loss, Misuse, StepResult, valid
 
@@ -128,7 +131,17 @@ class DrawingLoss(WrappedLoss):
 
 def rehearse_all(made: Scene) -> Scene:
     """Every rehearsal, each on its own job; returns the scene with all that was found. An unexpected error ends only its rehearsal."""
-    for rehearsal in (misuse, remainder, many_calls, nothing_valid, aborted, raised, not_finite, groups_of_steps):
+    for rehearsal in (
+        misuse,
+        remainder,
+        many_calls,
+        nothing_valid,
+        aborted,
+        raised,
+        not_finite,
+        groups_of_steps,
+        memory_of_steps,
+    ):
         scene = made.fresh()
         before = scene.backend.state(scene.job)
         scene.whole(scene.batches[0])  # from here on the optimizer has state
@@ -218,14 +231,14 @@ def not_finite(scene: Scene, batch: Batch) -> None:
         added["gradient of one rank"] = math.nan
     if scene.config.backend == "megatron":
         added["infinite gradient"] = math.inf
-    for kind, more in added.items():
+    for kind, addend in added.items():
         hook = None
-        if more and dist.get_rank() == 0:
+        if addend and dist.get_rank() == 0:
             *_, last = scene.job.chunks[0].parameters()  # the first may be an embedding that stages share
-            hook = last.register_hook(lambda slope, more=more: slope + more)
+            hook = last.register_hook(lambda slope, addend=addend: slope + addend)
         before, version = scene.backend.state(scene.job), scene.step.version
         updated, ticks = False, 0
-        scene.begin(scene.loss if more else poisoned(scene.loss, kind))
+        scene.begin(scene.loss if addend else poisoned(scene.loss, kind))
         scene.feed(batch)
         try:
             updated, ticks = bool(scene.step.finish()["updated"]), 1
@@ -282,17 +295,20 @@ def remainder(scene: Scene, batch: Batch) -> None:
     if size == 1 or scene.config.pp > 1:
         return
     longest = valid(batch).sum(1).argsort()[1 - size :]
-    more = {name: value[longest] for name, value in batch.items()}
-    more |= {"advantages": torch.ones_like(more["advantages"]), "generation_logprobs": more["prev_logprobs"]}
-    changed = {**more, "input_ids": more["input_ids"].roll(1, dims=1)}
-    given = [{name: torch.cat([batch[name], end[name]]) for name in batch} for end in (more, changed)]
+    last_rows = {name: value[longest] for name, value in batch.items()}
+    last_rows |= {
+        "advantages": torch.ones_like(last_rows["advantages"]),
+        "generation_logprobs": last_rows["prev_logprobs"],
+    }
+    changed = {**last_rows, "input_ids": last_rows["input_ids"].roll(1, dims=1)}
+    batches = [{name: torch.cat([batch[name], end[name]]) for name in batch} for end in (last_rows, changed)]
     try:
-        (result, state), (_, state_of_others) = (take_step(scene.fresh(), rows) for rows in given)
+        (result, state), (_, state_of_others) = (take_step(scene.fresh(), rows) for rows in batches)
     except Exception as error:  # noqa: BLE001 - your own step may raise anything
         scene.note_rows("", f"refused with {described(error)}")
         return
-    wrong = miscounted(result, torch.tensor(true_counts(given[0]), device=scene.job.device))
-    if state == state_of_others and bool(valid(more).any()):
+    wrong = miscounted(result, torch.tensor(true_counts(batches[0]), device=scene.job.device))
+    if state == state_of_others and bool(valid(last_rows).any()):
         wrong = wrong or "all rows were counted, but the tokens of the last rows do not change the weights"
     scene.note_rows(wrong)
 
@@ -360,3 +376,44 @@ def groups_of_steps(scene: Scene, batch: Batch) -> None:
     first, second = levels[1], levels[2] - levels[1]
     text = f"{first} new groups after one round, {levels[2]} after two" if first > 0 else ""
     scene.note("groups_kept", max(0, min(first, second)), text)
+
+
+KEPT_BYTES = 4096  # that each step may leave: a trainer's own history of numbers
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Kept(NamedTuple):
+    """What a job holds between two steps: bytes of tensors, tensors with a graph behind them, hooks of modules and parameters."""
+
+    bytes: int
+    graphs: int
+    hooks: int
+
+
+def kept_by(job: Any) -> Kept:
+    gc.collect()
+    modules = [module for chunk in job.chunks for module in chunk.modules()]
+    hooks = sum(len(getattr(module, name)) for module in modules for name in HOOKS)
+    hooks += sum(len(param._post_accumulate_grad_hooks or ()) for chunk in job.chunks for param in chunk.parameters())
+    hooks += sum(len(param._backward_hooks or ()) for chunk in job.chunks for param in chunk.parameters())
+    return Kept(live_bytes(), live_graphs(), hooks)
+
+
+def memory_of_steps(scene: Scene, batch: Batch) -> None:
+    """What each of two rounds of a finished and an aborted step leaves behind, after a first one that may make what stays."""
+    levels = []
+    for _ in range(3):
+        scene.whole(batch)
+        scene.begin()
+        scene.feed(batch)
+        scene.step.abort()
+        levels.append(kept_by(scene.job))
+    steps = [Kept(*map(operator.sub, after, before)) for before, after in itertools.pairwise(levels)]
+    for name, least in (("bytes", KEPT_BYTES), ("graphs", 0), ("hooks", 0)):
+        grown = min(getattr(step, name) for step in steps)
+        text = (
+            f"{getattr(levels[0], name)} after one round, {getattr(levels[2], name)} after three"
+            if grown > least
+            else ""
+        )
+        scene.note(f"{name}_kept", max(0, grown - least), text)
