@@ -5,6 +5,7 @@ A rule raises `Missing` (null), which names the event, if the ledger lacks an ev
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -83,18 +84,41 @@ def one_owner(ledger: DeskLedger) -> Violations:
             del seen[row["device"]]
         elif row.event in ("died", "gone"):
             seen = {device: name for device, name in seen.items() if name != row.who}
+    yield from released_early(ledger)
     return f"devices were assigned {count} times; number of devices: {ledger.limit('devices', 0)}"
+
+
+def released_early(ledger: DeskLedger) -> Iterator[str]:
+    """Yield a violation per release of the trainer's devices while the trainer is in a call, so still on them."""
+    calls: dict[str, Row] = {}  # the last call of each pipeline's trainer, until its answer
+    for row in ledger.rows:
+        if row.get("to") == "trainer" and row.event in ("begin", "microbatch", "finish", "logprobs"):
+            calls[row.who] = row
+        elif row.event in ("abort", "died", "gone", "ended"):  # the step is given up, perhaps because the trainer died
+            calls.pop(row.who, None)
+        elif row.who in calls:
+            call = calls[row.who]
+            kind = row.get("release", row.get("kind") if row.event == "release" else None)
+            if row.event in ("done", "error") and row.get("of") == call.event:
+                del calls[row.who]
+            elif RUNS_ON.get(kind) == "trainer":
+                yield f"{row}: {kind} is released, but the trainer of {row.who} has not answered {call}"
 
 
 def shrink_before_expand(ledger: DeskLedger) -> Violations:
     """Do all shrinks of a cycle end before its first expand and its first grant?"""
     count = 0
+    first: Row | None = None  # expand or grant of the cycle
     need(ledger, "plan")
     for row, books in ledger.replay():
-        if gives_devices(row, books):
-            count += 1
+        if row.event == "plan":
+            first = None
+        elif gives_devices(row, books):
+            count, first = count + 1, first or row
             for name, replica in sorted(books.sleeping)[:1]:
                 yield f"{row}: replica {replica} of {name} is not asleep yet"
+        elif row.event == "left" and first is not None:  # even if it frees other devices
+            yield f"{row}: ordered to sleep after {first}, the first {first.event} of the cycle"
     return f"{count} expands and grants"
 
 
@@ -117,13 +141,15 @@ def devices_conserved(ledger: DeskLedger) -> Violations:
 
 
 def no_request_lost(ledger: DeskLedger) -> Violations:
-    """Does every request end, including those on replicas that fell asleep?"""
+    """Does every request end, also on replicas that fell asleep, and is it answered once?"""
     count, has_ended = len(need(ledger, "acquire")), bool(ledger.of("ended"))
+    patience = (ledger.limit("request_ms", 60_000) + ledger.limit("admission_ms", 0)) / 1000
     for asked, end in device_requests(ledger):
         if end is not None and end.event == "gone":
             yield f"{asked} has no answer although the pipeline is gone (row {end.at})"
-        elif end is None and has_ended:
+        elif end is None and (has_ended or ledger.rows[-1].time - asked.time > patience):
             yield f"{asked} has no answer"
+    yield from answered_twice(ledger)
     yield from stranded_requests(ledger)
     return f"{count} requests"
 
@@ -150,8 +176,16 @@ def device_requests(ledger: DeskLedger) -> Iterator[tuple[Row, Row | None]]:
             continue
         yield from ((asked.pop(key), row) for key in ended)
         if row.event == "acquire" and row.at not in ledger.refused:
-            asked[row.who, cluster_of(row)] = row
+            asked.setdefault((row.who, cluster_of(row)), row)
     yield from ((wait, None) for wait in asked.values())
+
+
+def answered_twice(ledger: DeskLedger) -> Iterator[str]:
+    """Yield a violation per grant for which no request waits: neither the pipeline's nor one that the desk repeated."""
+    answers = {end.at for _, end in device_requests(ledger) if end is not None}
+    for row, books in ledger.replay():
+        if row.event == "granted" and row.at not in answers and (row.who, cluster_of(row)) not in books.waiting:
+            yield f"{row}: no request waits for it"
 
 
 def flights(ledger: DeskLedger) -> Iterator[tuple[Row, dict[Request, Row]]]:
@@ -236,27 +270,62 @@ def priority_kept(ledger: DeskLedger) -> Violations:
 
 
 def no_starvation(ledger: DeskLedger) -> Violations:
-    """Is every request for devices served within its deadline?"""
+    """Is every request for devices served within its deadline, counted from the request?"""
     limit = ledger.limit("request_ms", 0) / 1000
     if not limit:
         raise Missing("the ledger has no `limits` event with `request_ms`")
-    longest, since = 0.0, dict[str, float]()
-    reported: set[tuple[str, int, float]] = set()
-    for row, books in ledger.replay():
+    longest, reported = 0.0, set[tuple[str, float]]()
+    for row, waits in waits_so_far(ledger):
         if row.event == "expired":
             yield f"{row}: the request waited for {limit:g} s"
-        since = {name: since.get(name, row.time) for name in books.clusters if is_needy(books, name)}
-        waits = [
-            (f"{kind} of {name} waits for {cluster}", number, begun)
-            for (name, cluster), (kind, number, _, begun) in books.waiting.items()
-        ]
-        waits += [(f"{name} has demand and no replica", 0, begun) for name, begun in since.items()]
-        for about, number, begun in waits:
+        for about, begun in waits:
             longest = max(longest, row.time - begun)
-            if row.time - begun > limit * 1.001 and (about, number, begun) not in reported:
-                reported.add((about, number, begun))
+            if row.time - begun > limit * 1.001 and (about, begun) not in reported:
+                reported.add((about, begun))
                 yield f"{row}: {about} since {row.time - begun:.3f} s (limit {limit:g} s)"
     return f"longest wait {longest:.3f} s, limit {limit:g} s"
+
+
+def waits_so_far(ledger: DeskLedger) -> Iterator[tuple[Row, list[tuple[str, float]]]]:
+    """Yield each row with what waits at its time, and since when.
+
+    A request waits from its `acquire`, whatever the desk notes about it; only the admission of the next pipeline may hold it back before.
+    """
+    ends = {asked.at: -1 if end is None else end.at for asked, end in device_requests(ledger)}
+    asked: dict[tuple[str, str], tuple[Row, float]] = {}
+    needy: dict[str, float] = {}
+    for row, books in ledger.replay():
+        needy = {name: needy.get(name, row.time) for name in books.clusters if is_needy(books, name)}
+        asked = {
+            key: (request, row.time if is_held_back(ledger, books, request, row.time) else begun)
+            for key, (request, begun) in asked.items()
+        }
+        repeated = {  # by the desk itself, for a pipeline that lost all its replicas
+            key: (kind, begun) for key, (kind, _, _, begun) in books.waiting.items() if key not in asked
+        }
+        requests = repeated | {key: (request["kind"], begun) for key, (request, begun) in asked.items()}
+        waits = [
+            (f"{kind} of {name} waits for {cluster}", begun) for (name, cluster), (kind, begun) in requests.items()
+        ]
+        yield row, waits + [(f"{name} has demand and no replica", begun) for name, begun in needy.items()]
+        asked = {key: wait for key, wait in asked.items() if ends[wait[0].at] != row.at}
+        if row.at in ends:
+            asked[row.who, cluster_of(row)] = row, row.time
+
+
+def is_held_back(ledger: DeskLedger, books: Books, request: Row, time: float) -> bool:
+    """Whether a request to train must wait until the next pipeline is set up, which the desk may await for `admission_ms`."""
+    longest = ledger.limit("admission_ms", 0) / 1000 * 1.001
+    return time - request.time <= longest and request["kind"] == "training" and bool(not_set_up(books, request.who))
+
+
+def not_set_up(books: Books, name: str) -> list[str]:
+    """The pipeline that must be set up before this one trains again after its first hand-over, if it is not."""
+    names = list(books.clusters)
+    if name not in books.handed_over or name not in names or (name, "trains") in books.over:
+        return []
+    after = names[names.index(name) + 1 :][:1]
+    return [following for following in after if following not in books.set_up | books.closing]
 
 
 def is_needy(books: Books, name: str) -> bool:
@@ -413,10 +482,9 @@ def admission(ledger: DeskLedger) -> Violations:
             before = names[at - 1]
             if before not in books.handed_over | books.closing and (row.who, "starts") not in books.over:
                 yield f"{row}: {before} has not handed over and the limit is not reached"
-        elif row.event == "queued" and staggered and row["kind"] == "training" and row.who in books.handed_over:
-            for after in names[at + 1 :][:1]:
-                if after not in books.set_up | books.closing and (row.who, "trains") not in books.over:
-                    yield f"{row}: {after} is not set up and the limit is not reached"
+        elif row.event == "queued" and staggered and row["kind"] == "training":
+            for after in not_set_up(books, row.who):
+                yield f"{row}: {after} is not set up and the limit is not reached"
     return f"{len(rows)} pipelines"
 
 
@@ -560,9 +628,26 @@ def harmed(ledger: DeskLedger) -> Iterator[str]:
 
 
 def dead(ledger: DeskLedger) -> set[str]:
-    """Pipelines that died, and those that the desk's failure stopped."""
+    """Pipelines that died, and those stopped by a desk that devices or the clock had let down."""
     gone = {row.who for row in ledger.of("died") if "replica" not in row.ids}
-    return gone | {row.who for row in ledger.of("error") if row.get("of") == ledger.desk}
+    return gone | {row.who for row in ledger.of("error") if row.get("of") == ledger.desk and let_down(ledger, row)}
+
+
+def let_down(ledger: DeskLedger, end: Row) -> bool:
+    """Whether the desk had a reason to end with an error: an order that failed, or had no answer for `operation_ms`.
+
+    Its own words are no reason: a planner that raises ends the desk with a sentence too.
+    """
+    patience = ledger.limit("operation_ms", 60_000) / 1000 * 0.999
+    ordered: dict[tuple[str, int], Row] = {}
+    for row in itertools.takewhile(lambda row: row.at < end.at, ledger.rows):
+        if row.event == "error" and row.get("of") in ("shrink", "after"):
+            return True
+        if row.event in ("left", "expand"):
+            ordered[replica_of(row)] = row
+        elif row.event in ("shrunk", "expanded", "died", "error") and "replica" in row.ids:
+            ordered.pop(replica_of(row), None)
+    return any(end.time - row.time >= patience for row in ordered.values())
 
 
 def dead_pipeline_leaves(ledger: DeskLedger) -> Violations:

@@ -11,14 +11,15 @@ from kit.loop.messages import Command, Event, Map
 from kit.share import core
 from kit.share.core import Scheduler
 from kit.share.member import Joined, Member
-from kit.share.planner import Gaps, Share, Supply, View
-from kit.share.state import GENERATION, PRIORITY, DeskState, DeskTurn, Op, Request
+from kit.share.planner import Gaps, Planner, Share, Supply, View, make_plan
+from kit.share.state import GENERATION, PRIORITY, DeskState, DeskTurn, Op, Plan, Request
 from kit.stream import core as stream
 from kit.stream import generation
 from kit.stream.generation import StreamTurn
 
-advance, drop, expand, grant, lose, shrink = core.advance, core.drop, core.expand, core.grant, core.lose, core.shrink
-desk_step, member_step = Scheduler.step, Member.step
+advance, answer, drop, expand, grant = core.advance, core.answer, core.drop, core.expand, core.grant
+lose, queue, shrink = core.lose, core.queue, core.shrink
+desk_step, member_step, adapted = Scheduler.step, Member.step, Member.adapted
 meets, measure_gaps = Supply.meets, Gaps.__init__
 on_left, send = generation.on_left, generation.send
 
@@ -90,6 +91,33 @@ def forgets_what_it_shrank(t: DeskTurn, name: str, replica: int) -> None:
     shrink(t, name, replica)
     if not t.active(name):
         t.leases = t.leases.without((name, GENERATION))
+
+
+def queues_no_gang(t: DeskTurn, request: Request) -> None:
+    cluster = t.pipelines[request.pipeline].clusters[request.cluster]
+    if request.kind == GENERATION or len(cluster.devices) == 1:
+        queue(t, request)
+
+
+def answers_twice(t: DeskTurn, request: Request) -> None:
+    answer(t, request)
+    answer(t, request)
+
+
+def advances_and_shrinks(t: DeskTurn) -> None:
+    """After the orders to wake, also puts a replica to sleep that has none of their devices."""
+    plan = None if t.sleeping else t.plan
+    advance(t)
+    for name in {op.pipeline for op in plan.expands} if plan is not None else ():
+        if len(t.active(name)) > 1:
+            shrink(t, name, min(t.active(name)))
+
+
+def plans_only_without_loss(t: DeskTurn, planner: Planner, devices: int, names: tuple[str, ...]) -> Plan:
+    lost = [replica for pipeline in t.pipelines.values() for replica in pipeline.dead]
+    if lost:
+        raise IndexError("list index out of range")
+    return make_plan(t, planner, devices, names)
 
 
 def loses_and_forgets(t: DeskTurn, name: str, replica: int) -> None:
@@ -194,6 +222,15 @@ def counts_too_early(t: StreamTurn, event: Event) -> None:
 OLD_SET_ROUTES = {**stream.HANDLERS, "left": routes_by_an_old_set}
 IN_FLIGHT_IS_FORGOTTEN = {**stream.HANDLERS, "left": forgets_what_was_in_flight}
 COUNTED_TOO_EARLY = {**stream.HANDLERS, "left": counts_too_early}
+
+
+def releases_at_once(
+    member: Member, state: Joined, after: object, commands: tuple[Command, ...]
+) -> tuple[Joined, tuple[Command, ...]]:
+    state, commands = adapted(member, state, after, commands)
+    if any(command.name == "finish" and command.to == "trainer" for command in commands):
+        commands += (member.ask("release", kind="training"),)
+    return state, commands
 
 
 def asks_before_it_is_there(member: Member, state: Joined, event: Event) -> tuple[Joined, tuple[Command, ...]]:

@@ -131,6 +131,15 @@ STUCK = Scenario(
 )
 
 
+# The gang of b, two devices of three, leaves a one replica.
+GANG = replace(
+    PAIR,
+    lines={"a": generates(5), "b": trains(200, 5000)},
+    clusters={"a": {"generation": (0, 1, 2)}, "b": {"trainer": (1, 2)}},
+    settings={"devices": 3},
+)
+
+
 def takes_all(view: View) -> None:
     """A planner whose plans are not feasible; the desk refuses them."""
     for share in view.shares.values():
@@ -147,6 +156,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "shift": SHIFT,
     "wide": WIDE,
     "stuck": STUCK,
+    "gang": GANG,
     "release": RELEASE,
     "streams": STREAMS,
     "preempted": PREEMPTED,

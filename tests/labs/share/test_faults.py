@@ -35,6 +35,7 @@ ALSO = {
     "raises-when-empty": {"no_deadlock"},
     "abort-never-signals": {"no_deadlock"},
     "count-outside-lock": {"no_deadlock"},
+    "releases-while-training": {"loops_right"},
     "request-before-shell": {"loops_right", "no_deadlock"},
 }
 
