@@ -15,7 +15,7 @@ from tests.labs.simulated import failed, passed, why
 # Other checks that a bug fails, besides the one it is listed under.
 ALSO = {
     "double-allocation": {"devices_conserved", "plan_as_specified", "plan_valid", "priority_kept"},
-    "expand-first": {"devices_conserved", "one_owner", "priority_kept"},
+    "expand-first": {"devices_conserved", "no_deadlock", "one_owner", "priority_kept"},
     "lost-device": {"dead_pipeline_leaves", "fair_share", "no_deadlock", "no_starvation"},
     "no-floor": {"fair_share", "plan_as_specified"},
     "no-validation": {"devices_conserved", "one_owner", "plan_as_specified"},
