@@ -69,6 +69,7 @@ ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("verify", "async"), (lambda value: isinstance(value, bool), "must be true or false")),
 }
 CLUSTERS = ("actor_train", "actor_infer", "reference", "critic")  # with `device_mapping` and `offload_nccl`
+ADAPTERS = re.compile(r"(^|\.)adapters(\.|$)")
 REWARDS = re.compile(r"(rewards?(\.\w+)?)\.device_mapping")
 
 
@@ -127,7 +128,7 @@ def known(given: Mapping[str, Any]) -> set[str]:
 
 
 def pipeline_settings(given: Mapping[str, Any], pipeline: str) -> dict[str, Any]:
-    refuse_clusters(given)
+    refuse_what_is_missing(given)
     values = dict(allowed_values(given))
     settings: dict[str, Any] = {}
     for cluster in ("train", "infer"):
@@ -160,7 +161,7 @@ def allowed_values(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, given[place]
 
 
-def refuse_clusters(given: Mapping[str, Any]) -> None:
+def refuse_what_is_missing(given: Mapping[str, Any]) -> None:
     for cluster in CLUSTERS:
         off = given.get(f"{cluster}.offload_nccl", given.get("offload_nccl", True))
         if off is False and mapping(given.get(f"{cluster}.device_mapping"), cluster):
@@ -168,6 +169,14 @@ def refuse_clusters(given: Mapping[str, Any]) -> None:
                 f"{cluster}.offload_nccl=false: a cluster on shared devices must release its communicators; use true"
             )
     for key, value in given.items():
+        if ADAPTERS.search(key) and value:
+            raise BadInput(
+                f"{key}: pipelines with adapters are not part of this lab, which trains and syncs all weights; remove the adapters"
+            )
+        if key == "actor_train.strategy_args.strategy_name" and str(value).startswith("deepspeed"):
+            raise BadInput(
+                f"{key}={value}: DeepSpeed is not part of this lab, which trains with Megatron; use megatron_train"
+            )
         if REWARDS.fullmatch(key) and mapping(value, key):
             raise BadInput(f"{key}={value}: rewards are computed on the host; remove the devices of the reward cluster")
 

@@ -55,6 +55,12 @@ def changed(content: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {**content, **changes}
 
 
+def trained_by(*, model_args: dict[str, Any] | None = None, **strategy: Any) -> dict[str, Any]:
+    trainer = ROLL["actor_train"]
+    strategy = {**trainer["strategy_args"], **strategy}
+    return changed(ROLL, actor_train={**trainer, "model_args": model_args, "strategy_args": strategy})
+
+
 def test_two_files_become_two_pipelines() -> None:
     found, unknown = settings_of({"one": NEMO, "two": ROLL})
     assert found == {
@@ -115,7 +121,14 @@ REFUSED = [
     (changed(ROLL, model_update_transport="pigeon"), "must be one of cpu_serialize"),
     (changed(ROLL, verify_model_after_sync="yes"), "must be true or false"),
     (changed(ROLL, async_generation_ratio=-1), "must be a number of at least 0"),
+    (trained_by(model_args={"adapters": {"math": {"lora_rank": 8}}}), "adapters.math.lora_rank: pipelines with adapters"),
+    (trained_by(strategy_name="deepspeed_train"), "strategy_name=deepspeed_train: DeepSpeed is not part of this lab"),
 ]  # fmt: skip
+
+
+def test_neither_megatron_by_name_nor_an_empty_list_of_adapters_is_refused() -> None:
+    for content in (trained_by(strategy_name="megatron_train"), trained_by(model_args={"adapters": {}})):
+        assert settings_of({"one": content})[0] == settings_of({"one": ROLL})[0]
 
 
 @pytest.mark.parametrize(("content", "sentence"), REFUSED, ids=[sentence for _, sentence in REFUSED])
