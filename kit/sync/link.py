@@ -123,13 +123,14 @@ class Link:
         """Whether a message or the end of the connection can be received."""
         return bool(ready([self], 0.0))
 
-    def last_words(self, awaited: str, within_s: float = math.inf) -> PeerFailed | None:
-        """Return why the other end left or cannot continue, if it sent a reason. The link cannot be used afterwards. `within_s` limits the
-        search if the other end may still be connected and send more."""
+    def last_words(self, awaited: str, within_s: float = math.inf, patience_s: float = 0.0) -> PeerFailed | None:
+        """Return why the other end left or cannot continue, if it sent a reason, or sends one within `patience_s`. Only `send` works on the
+        link afterwards. `within_s` limits the search if the other end may still be connected and send more."""
         self.wait_at_most(BRIEF_S)  # the next bytes may be raw ones, which are no message
-        end = time.monotonic() + within_s
+        start = time.monotonic()
+        end, patient = start + within_s, start + patience_s
         with contextlib.suppress(KitError, ValueError):
-            while self.waits() and time.monotonic() < end:
+            while ready([self], patient - time.monotonic()) and time.monotonic() < end:
                 message = self.message(awaited)
                 if isinstance(message, dict) and message.get("kind") == FAILED:
                     return PeerFailed(self.peer, awaited, message)

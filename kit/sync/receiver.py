@@ -28,6 +28,7 @@ from kit.sync.transports import Transport, TransportContext, make, received
 
 SENDER = "the sender"
 STREAMS = ("stream", "expand")  # paths in which weights change bucket by bucket
+CONSEQUENCE_S = 1.0  # longer than the sender's GRACE_S: whoever fails because of another receiver hears of it before it reports itself
 PATIENCE = 2  # a receiver waits this many times `timeout_s`
 
 
@@ -41,6 +42,10 @@ class Host(Protocol):
     def writing(self) -> contextlib.AbstractContextManager[None]: ...
     def finalize(self) -> None: ...
     def digests(self, algorithm: str) -> dict[str, str]: ...
+
+
+class TransportFailed(KitError):  # noqa: N818 - it is what happened
+    """This end of a transport raised an error that is not the kit's."""
 
 
 class WrongBytes(KitError):  # noqa: N818 - it is what was found
@@ -86,14 +91,11 @@ class Receiver:
                 except Exception as worse:  # noqa: BLE001 - the first error is the one to raise
                     self.routed = False
                     error.add_note(f"the undo failed too, and this receiver has no route any more: {worse}")
-                # If the sender has given up, the transport raises its own error, and the sender's reason is on the link.
-                known, words = isinstance(error, KitError), None
-                if not known or isinstance(error, PeerGone):
-                    words = link.last_words("the sender's next step", math.inf if known else BRIEF_S)
+                words = sync.reason_of_the_sender(error)
                 with contextlib.suppress(KitError):
                     link.send(failure_message(error))
                 if words is not None:
-                    raise words from (None if known else error)
+                    raise words from (None if isinstance(error, PeerGone) else error)
                 raise
             finally:
                 sync.close()
@@ -106,7 +108,7 @@ class Call:
     def __init__(self, receiver: Receiver, link: Link) -> None:
         self.receiver = receiver
         self.link = link
-        self.path, self.version = "", BASE
+        self.path, self.version, self.kind = "", BASE, ""
         self.began = 0.0  # by the sender's clock
         self.log = Log()
         self.transport: Transport | None = None
@@ -138,6 +140,25 @@ class Call:
             if kind == "end":
                 return
 
+    def reason_of_the_sender(self, error: BaseException) -> PeerFailed | None:
+        """If the sender or another receiver has failed, a transport raises an error of its own, and the reason is on the link, or soon."""
+        patience_s = CONSEQUENCE_S if isinstance(error, TransportFailed) else 0.0
+        if isinstance(error, KitError) and not isinstance(error, PeerGone | TransportFailed):
+            return None
+        within_s = math.inf if isinstance(error, PeerGone) else BRIEF_S + patience_s
+        return self.link.last_words("the sender's next step", within_s, patience_s)
+
+    @contextlib.contextmanager
+    def at_the_transport(self) -> Iterator[None]:
+        """Name the transport in an error that is not the kit's."""
+        try:
+            yield
+        except KitError:
+            raise
+        except Exception as error:
+            end = f"{self.receiver.name}'s end of the transport {self.kind}"
+            raise TransportFailed(f"{end} raised {type(error).__name__}: {error}") from error
+
     def begin(self, message: dict[str, Any]) -> None:
         if message["path"] == "base":
             self.log.event("begin")
@@ -166,7 +187,8 @@ class Call:
         self.digests = Digests(self.layout, message["version"], algorithm=message["verify"], share=message["share"])
         self.link.send({"kind": "ready"})
         self.log.event("ready")
-        with self.log.stage("receive"):
+        self.kind = message["transport"]
+        with self.log.stage("receive"), self.at_the_transport():
             self.transport = self.receiver.make(message["transport"], self.context(message))
         if message["path"] in STREAMS:
             self.stream(self.transport)
@@ -183,14 +205,16 @@ class Call:
                 self.apply_bucket(index, buffer)
             if self.digests is not None and (self.slots or buffer.data_ptr() == into.data_ptr()):
                 self.digests.wait(index)  # a later bucket overwrites this place
-            transport.done(index)
+            with self.at_the_transport():
+                transport.done(index)
 
     def store(self, transport: Transport) -> None:
         place = landing(transport, self.receiver.device, sum(self.layout.sizes))
         for index, _, buffer in self.receive(transport, place, reuse=False):
             self.look(index, buffer)
             self.stored.append(buffer)
-            transport.done(index)
+            with self.at_the_transport():
+                transport.done(index)
 
     # -- commands after all buckets have arrived -------------------------------------------------------------------------
 
@@ -265,7 +289,7 @@ class Call:
         memory = torch.empty(total, dtype=torch.uint8, device=device)
         for index, (place, size) in enumerate(zip(places, sizes, strict=True)):
             into = memory[place : place + size]
-            with self.log.stage("receive"):
+            with self.log.stage("receive"), self.at_the_transport():
                 buffer = received(transport, index, into)
             yield index, into, buffer
 
@@ -288,7 +312,8 @@ class Call:
         transport, self.transport = self.transport, None
         self.stored = []
         if transport is not None:
-            transport.close()
+            with self.at_the_transport():
+                transport.close()
 
     def undo(self) -> None:
         """Restore weights, version and route if they changed; sleep again after a wake. This rank gets no route if other ranks of the

@@ -497,14 +497,17 @@ class Sending:
 
     @contextlib.contextmanager
     def blaming(self) -> Iterator[None]:
-        """A transport may raise its own error because a receiver failed: if the links report a failure soon, blame that receiver."""
+        """A transport may raise its own error because a receiver failed: blame that receiver if the transport has read its reason, or if
+        the links report a failure soon."""
         try:
             yield
         except Exception as error:
             if isinstance(error, BadInput) or getattr(error, "peer", None) is not None:
                 raise
             what = f"the sender's end of the transport {' or '.join(self.sharing)}"
-            raise self.culprit() or KitError(f"{what} raised {type(error).__name__}: {error}") from error
+            raise (
+                reason_behind(error) or self.culprit() or KitError(f"{what} raised {type(error).__name__}: {error}")
+            ) from error
 
     def culprit(self) -> KitError | None:
         """Return the failure that the links report; a receiver that is gone comes first, because others may fail as a consequence."""
@@ -538,6 +541,16 @@ class Sending:
                 self.close()
         finally:
             self.cache.discard(self.report.version)
+
+
+def reason_behind(error: BaseException) -> PeerFailed | None:
+    """A receiver's reason that led to this error: a new error, since the error is its cause."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, PeerFailed) and link.message.get("kind") == FAILED:
+            return PeerFailed(link.peer, "bytes", link.message)
+        link = link.__cause__ or link.__context__
+    return None
 
 
 def named(weights: Gathered) -> Mapping[Key, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from kit.errors import KitError
 from kit.sync.link import Listener, PeerFailed
+from kit.sync.receiver import TransportFailed
 from kit.sync.sender import Sender, SyncFailed
 from kit.sync.transports import make
 from tests.sync.ranks.service import Host, at_once, receiver_of, sender_of, target, tensors
@@ -81,8 +83,9 @@ def test_a_receiver_whose_transport_raises_is_named(scene: Scene, kind: str) -> 
     scene.receivers["r2"].make = own(receive=second)
     error, (first, second) = scene.fails()
     assert error.peer == "r2"
-    assert f"r2 failed: OSError: {WORDS}" in str(error)
-    assert isinstance(second, OSError)
+    assert f"r2 failed: r2's end of the transport {kind} raised OSError: {WORDS}" in str(error)
+    assert isinstance(second, TransportFailed)
+    assert isinstance(second.__cause__, OSError)
     assert "the sender gave up: r2 failed" in str(first)
 
 
@@ -121,7 +124,50 @@ def test_a_receiver_whose_transport_raises_because_the_sender_gave_up_tells_the_
     for receiver in scene.receivers.values():
         receiver.make = own(receive=late)
     _, others = scene.fails()
-    for each in others:
-        assert isinstance(each, PeerFailed)
-        assert WORDS in str(each)
-        assert isinstance(each.__cause__, OSError)
+    for error in others:
+        assert isinstance(error, PeerFailed)
+        assert WORDS in str(error)
+        assert isinstance(error.__cause__, TransportFailed)
+
+
+def test_a_reason_that_the_transport_has_read_is_not_lost_while_the_receiver_still_closes(scene: Scene) -> None:
+    ended = threading.Event()
+
+    def late(_: Any, plain: Callable[..., Any]) -> None:
+        ended.wait(10)
+        plain()
+
+    sync = scene.sender.sync
+
+    def ends(*args: Any) -> Any:
+        try:
+            return sync(*args)
+        finally:
+            ended.set()
+
+    scene.sender.sync = ends  # type: ignore[method-assign]
+    scene.receivers["r2"].make = own(receive=raises, close=late)
+    scene.sender.make = own(send=swallows, flush=swallows)
+    error, _ = scene.fails()
+    assert error.peer == "r2"
+
+
+def test_a_receiver_whose_transport_breaks_because_of_another_is_not_blamed(scene: Scene) -> None:
+    """As in a process group: whoever leaves breaks it for all. r1 is asked before r2."""
+    left = threading.Event()
+
+    def leaves(_: Any, plain: Callable[..., Any]) -> None:
+        plain()
+        left.set()
+
+    def breaks(*_: Any) -> None:
+        left.wait(10)
+        raise RuntimeError("connection closed by peer")
+
+    scene.sender.transport = "shm"
+    scene.receivers["r2"].make = own(receive=raises, close=leaves)
+    scene.receivers["r1"].make = own(done=breaks)
+    scene.sender.make = own(flush=breaks)
+    error, (first, _) = scene.fails()
+    assert error.peer == "r2"
+    assert "the sender gave up: r2 failed" in str(first)

@@ -481,7 +481,7 @@ def test_a_transport_of_ones_own_needs_no_base_class_and_its_mistakes_are_named(
         "Short": r"r2 failed: receive returned torch\.uint8 of \[\d+\] for bucket 0 instead of torch\.uint8 of \[4096\]",
         "Nothing": r"r2 failed: receive returned NoneType for bucket 0 instead of torch\.uint8 of",
         "Half": r"Half: the object it returned lacks flush, receive, done",
-        "Pouring": r"r2 failed: ValueError: my own mistake",
+        "Pouring": r"r2 failed: r2's end of the transport .*Pouring raised ValueError: my own mistake",
     }.items():
         scene.sender.transport = f"{__name__}:{own}"
         error, _ = scene.fails(2, "serving", "r2")

@@ -12,11 +12,14 @@ from kit.labs.sync import rules
 from tests.holdings import nothing_added
 
 ROOT = Path(__file__).resolve().parents[3]
-SMALL = {"cycles": 2, "layers": 2, "sweep": False, "replicas": 2, "tp": 1}
+SMALL = {"ranks": 3, "cycles": 2, "layers": 2, "sweep": False, "replicas": 2, "tp": 1}
 OWN = '''
 import os
 import mmap
+from datetime import timedelta
 import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore, distributed_c10d as c10d
 from kit.sync.transports import Transport
 from own_transport import Files
 
@@ -49,6 +52,45 @@ class OneBuffer(Transport):
         self.buffer = None
 
 
+class Group:
+    """A process group for each sync, over a store of its own, as NeMo-RL and slime make it: no base class, no acknowledgements. A rank that
+    leaves breaks the group for all others."""
+    def __init__(self, ctx):
+        self.buckets = len(ctx.sizes)
+        wait = timedelta(seconds=ctx.timeout_s)
+        if ctx.role == "sender":
+            self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)
+            place, size, port = 0, 1 + len(ctx.links), self.store.port
+            for number, link in enumerate(ctx.links.values(), start=1):
+                link.send({"kind": "meet", "port": port, "size": size, "place": number})
+        else:
+            message, _ = ctx.sender.expect("meet")
+            place, size, port = message["place"], message["size"], message["port"]
+            self.store = TCPStore("127.0.0.1", port, is_master=False, timeout=wait)
+        store, name = PrefixStore("weights", self.store), f"weights-{port}"
+        self.group, _ = c10d._new_process_group_helper(size, place, [], "gloo", store, name, timeout=wait)
+        c10d._world.pg_group_ranks[self.group] = {rank: rank for rank in range(size)}
+
+    def send(self, index, buffer):
+        dist.broadcast(buffer, group=self.group, group_src=0)
+
+    def receive(self, index, into):
+        self.send(index, into)
+        return into
+
+    def flush(self):
+        dist.barrier(group=self.group)
+
+    def done(self, index):
+        if index == self.buckets - 1:
+            self.flush()
+
+    def close(self):
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+        self.group = self.store = None
+
+
 class Raises(Files):
     def receive(self, index, into):
         if index == 1:
@@ -71,7 +113,7 @@ def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def run(transport: str, **config: object) -> kit.Run:
-    return kit.run("sync", ranks=3, device="cpu", transport=transport, **{**SMALL, **config})
+    return kit.run("sync", device="cpu", transport=transport, **{**SMALL, **config})
 
 
 @pytest.mark.slow
@@ -88,6 +130,15 @@ def test_a_buffer_that_is_used_again_is_found_out_where_buckets_are_stored() -> 
     assert "bit_exact" in {row.check for row in finished.verdict().failed}
     wrong = rules.digests(finished.frame()).groupby("rank")["differ"].min() > 0
     assert wrong.to_dict() == {1: False, 2: True}  # a waking replica applies at once, a serving one stores
+
+
+@pytest.mark.slow
+def test_a_process_group_for_each_sync_passes() -> None:
+    """Two receivers serve, so the failure of one breaks the group for the other as well."""
+    two = {"placement": "apart", "ranks": 4, "tp": 2}
+    finished = run("mine:Group", **two)
+    assert not finished.verdict().failed
+    assert "failure_is_clean" in {row.check for row in finished.verdict() if row.passed}
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from kit.labs.sync.ranks.watch import WAITS, SeenTransport, judge, sha256
 from kit.measure.phase import temp_files
 from kit.sync.buckets import Destination
 from kit.sync.cache import BASE
+from kit.sync.link import ready
 from kit.sync.receiver import Call
 from kit.sync.sender import SyncFailed, Target
 from kit.target import replaced
@@ -329,10 +330,17 @@ def raises_at_the_second_bucket(transport: SeenTransport, index: int, buffer: to
 
 
 def raises_in_flush(transport: SeenTransport) -> None:
-    """The transport's own error, in place of what the links report."""
-    with contextlib.suppress(KitError):
+    """The transport's own error, once the receiver has failed. A transport may have read the receiver's reason; one that does not listen
+    has left it on the link."""
+    reason: Exception | None = None
+    try:
         flush(transport)
-    raise OSError("rehearsed error of the sender's transport")
+    except Exception as error:  # noqa: BLE001 - a transport may raise anything
+        reason = error
+    links = [*transport.links.values()]
+    for link in ready(links, links[0].timeout_s) if reason is None else ():
+        reason = reason or link.last_words("the receiver's failure", patience_s=link.timeout_s)
+    raise OSError("rehearsed error of the sender's transport") from reason
 
 
 def flips_a_packed_bit(transport: SeenTransport, index: int, buffer: torch.Tensor) -> None:

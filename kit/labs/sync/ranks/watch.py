@@ -23,6 +23,7 @@ import torch
 
 from kit.labs.rankside import Context
 from kit.measure.phase import Place, shared_at
+from kit.sync.link import Link
 from kit.sync.receiver import Call, Receiver
 from kit.sync.serving import Serving
 
@@ -174,7 +175,7 @@ class SyncWatch:
         """For `Receiver.make` and `Sender.make`."""
 
         def seen(kind: Any, ctx: Any, **named: Any) -> Any:
-            transport = SeenTransport(make(kind, ctx, **named), self, buckets=len(ctx.sizes))
+            transport = SeenTransport(make(kind, ctx, **named), self, buckets=len(ctx.sizes), links=ctx.links)
             self.point("open")
             return transport
 
@@ -252,10 +253,13 @@ def judge(forwards: Forwards, known: Mapping[int, str], old: int, new: int) -> J
 
 
 class SeenTransport:
-    def __init__(self, transport: Any, watch: SyncWatch, buckets: int = 0) -> None:
+    def __init__(
+        self, transport: Any, watch: SyncWatch, buckets: int = 0, links: Mapping[str, Link] | None = None
+    ) -> None:
         self._transport = transport
         self._watch = watch
         self.buckets = buckets
+        self.links = dict(links or {})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
