@@ -289,7 +289,21 @@ def bit_exact(frame: pd.DataFrame, config: Config) -> Measured:
     transit = f"in transit {verified:.0f} of {sent:.0f} tensors were verified ({config['verify']})"
     answer = worst(differ)
     looked_at = f"SHA-256 of {hashed.min():.0f} tensors, {len(differ)} comparisons"
-    return dataclasses.replace(answer, why=f"{answer.why}; {looked_at}; {transit}")
+    reasons = [answer.why, healing(differ[differ["phase"] == "verify"]), looked_at, transit]
+    return dataclasses.replace(answer, why="; ".join(filter(None, reasons)))
+
+
+def healing(differ: pd.DataFrame) -> str:
+    """Whether a replica that differed after a cycle had the trainer's tensors after a later one. The next version may hide a lost one."""
+    wrong = differ[differ["value"] > 0]
+    if wrong.empty:
+        return ""
+    last_wrong, last = (rows.groupby("rank")["cycle"].max() for rows in (wrong, differ))
+    healed = sorted(rank for rank, cycle in last_wrong.items() if cycle < last[rank])
+    if not healed:
+        return "the replicas that differ do so up to the last cycle"
+    where = ", ".join(f"rank {rank} from cycle {last_wrong[rank] + 1} on" for rank in healed[:3])
+    return f"later syncs brought the right bytes: {where}"
 
 
 def equal_layouts(config: Config) -> bool:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
+import pandas as pd
 import pytest
 
 import kit
 from kit.labs.definition import Fault
 from kit.labs.sync.faults import FAULTS
+from kit.labs.sync.rules import healing
 from kit.results import newest_run, runs_dir
-from tests.labs.sync.conftest import failed, unanswered
+from tests.labs.sync.conftest import failed, unanswered, why
 
 Sync = Callable[..., kit.Run]
 CONFIGS = {repr(fault.set): fault for fault in FAULTS}  # faults with equal configs share one run without a fault
@@ -42,6 +45,24 @@ DRAWN = [pytest.mark.slow, pytest.mark.drawn(8, of="faults")]
 def test_a_fault_fails_its_check_and_hardly_another(sync: Sync, name: str) -> None:
     broken = failed(sync(fault=name, **HERE[name].set).verdict())
     assert {HERE[name].caught_by} <= broken <= {HERE[name].caught_by} | ALSO.get(name, set())
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(1, of="places of wrong bytes")
+@pytest.mark.parametrize("name", ["stale-bucket", "permuted-rows"])
+def test_wrong_bytes_are_named_by_tensor_and_bucket(sync: Sync, name: str) -> None:
+    reason = why(sync(fault=name, **HERE[name].set).verdict(), "bit_exact")
+    assert re.search(r"tensors_differ: \d+ after verify \(rank \d, cycle \d\): [\w.]+ \(buckets? 0", reason)
+    assert ("have the bytes of the version before" in reason) == (name == "stale-bucket")
+    assert "the replicas that differ do so up to the last cycle" in reason
+
+
+def test_a_replica_that_heals_is_told_from_one_that_stays_wrong() -> None:
+    rows = [(rank, cycle, float(rank == 1 and cycle == 1)) for rank in (1, 2) for cycle in (1, 2, 3)]
+    frame = pd.DataFrame(rows, columns=["rank", "cycle", "value"])
+    assert healing(frame) == "later syncs brought the right bytes: rank 1 from cycle 2 on"
+    assert healing(frame.assign(value=1.0)) == "the replicas that differ do so up to the last cycle"
+    assert healing(frame.assign(value=0.0)) == ""
 
 
 @pytest.mark.slow

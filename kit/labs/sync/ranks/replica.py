@@ -24,6 +24,8 @@ from kit.sync.link import call
 from kit.sync.receiver import SENDER, Call, Receiver
 from kit.sync.serving import Serving
 
+FIRST = 3  # tensors that a comparison names
+
 
 class SyncReplica(Side):
     """One rank of a replica, and the host of its receiver."""
@@ -36,6 +38,7 @@ class SyncReplica(Side):
         self.fails = ctx.rank == alike[-1]  # in rehearsed syncs: the last of the receivers
         self.of_last_replica = ctx.rank in alike[-self.config.infer_tp :]
         self.truth: dict[str, str] = {}  # the trainer's digests of the version that this replica must have
+        self.before: dict[str, str] = {}  # those of the version before
         self.own: dict[str, str] = {}  # the digests of this replica's weights when they were last hashed
 
     def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
@@ -104,7 +107,7 @@ class SyncReplica(Side):
             truth, _ = link.expect("truth")
             wanted = torch.empty(truth["shape"], dtype=torch.float32)
             link.receive_bytes(transports.memory(wanted.view(-1).view(torch.uint8)))
-            self.truth = truth["digests"]
+            self.before, self.truth = self.truth, truth["digests"]
             self.compare_weights()
             logits = self.forwards.at_rest().cpu()
             link.send({"kind": "judged"})
@@ -117,12 +120,27 @@ class SyncReplica(Side):
         """Record how many tensors differ from the trainer's; return how many changed since the last call. Collective over a replica."""
         before, self.own = self.own, self.hashes(sha256)
         own = self.own
-        if differing := sorted(name for name in {*own, *self.truth} if own.get(name) != self.truth.get(name)):
-            print(f"tensors that differ from the trainer's: {len(differing)}, first: {differing[0]}")
+        differing = sorted(name for name in {*own, *self.truth} if own.get(name) != self.truth.get(name))
+        places = self.describe(differing) if differing else None
+        if differing:
+            print(f"tensors that differ from the trainer's: {len(differing)}: {places}")
         self.ctx.record("tensors_hashed", len(own), scene=scene)
         self.ctx.record("digest", None, text=rankside.digest(own), scene=scene)
-        self.ctx.record("tensors_differ", len(differing), scene=scene)
+        self.ctx.record("tensors_differ", len(differing), text=places, scene=scene)
         return sum(own.get(name) != before.get(name) for name in {*own, *before})
+
+    def describe(self, differing: Sequence[str]) -> str:
+        """The first of these tensors, each with its buckets, and how many have the bytes of the version before."""
+        buckets: dict[str, list[int]] = {}
+        layout = self.receiver.layout[1]
+        for index, pieces in enumerate(layout.buckets if layout is not None else ()):
+            for piece in pieces:
+                buckets.setdefault(layout.specs[piece.spec].name, []).append(index)  # type: ignore[union-attr]
+        names = sorted(differing, key=lambda name: (buckets.get(name, [0])[0], name))
+        first = ", ".join(f"{name} ({spell_buckets(buckets.get(name, []))})" for name in names[:FIRST])
+        more = f" and {len(names) - FIRST} more" if len(names) > FIRST else ""
+        stale = sum(name in self.before and self.own.get(name) == self.before[name] for name in names)
+        return f"{first}{more}" + (f"; {stale} of them have the bytes of the version before" if stale else "")
 
     def shrink(self, cycle: int) -> None:  # noqa: ARG002 - as above
         if self.sleeper:
@@ -222,3 +240,9 @@ class SyncReplica(Side):
     def record_state(self) -> None:
         self.ctx.record("version", self.receiver.version)
         self.ctx.record("routed", int(self.receiver.routed))
+
+
+def spell_buckets(numbers: Sequence[int]) -> str:
+    if not numbers:
+        return "in no bucket"
+    return f"bucket {numbers[0]}" if len(numbers) == 1 else f"buckets {numbers[0]} to {numbers[-1]}"
