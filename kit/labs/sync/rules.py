@@ -287,22 +287,24 @@ def bit_exact(frame: pd.DataFrame, config: Config) -> Measured:
     sent = select(moved, metric="tensors_sent")["value"].max()
     verified = select(moved, metric="tensors_verified")["value"].min()
     transit = f"in transit {verified:.0f} of {sent:.0f} tensors were verified ({config['verify']})"
-    answer = worst(differ)
+    answer, after_syncs = worst(differ), worst(differ[differ["phase"] == "verify"])
+    seen = after_syncs.why if after_syncs.value else answer.why  # a rehearsal comes after all of them
     looked_at = f"SHA-256 of {hashed.min():.0f} tensors, {len(differ)} comparisons"
-    reasons = [answer.why, healing(differ[differ["phase"] == "verify"]), looked_at, transit]
+    reasons = [seen, healing(differ[differ["phase"] == "verify"]), looked_at, transit]
     return dataclasses.replace(answer, why="; ".join(filter(None, reasons)))
 
 
 def healing(differ: pd.DataFrame) -> str:
     """Whether a replica that differed after a cycle had the trainer's tensors after a later one. The next version may hide a lost one."""
-    wrong = differ[differ["value"] > 0]
-    if wrong.empty:
+    last = int(differ["cycle"].max())
+    wrong = differ[differ["value"] > 0].sort_values("cycle")
+    last_wrong = {int(rank): int(cycle) for rank, cycle in zip(wrong["rank"], wrong["cycle"], strict=True)}
+    if not last_wrong:
         return ""
-    last_wrong, last = (rows.groupby("rank")["cycle"].max() for rows in (wrong, differ))
-    healed = sorted(rank for rank, cycle in last_wrong.items() if cycle < last[rank])
+    healed = {rank: cycle for rank, cycle in sorted(last_wrong.items()) if cycle < last}
     if not healed:
         return "the replicas that differ do so up to the last cycle"
-    where = ", ".join(f"rank {rank} from cycle {last_wrong[rank] + 1} on" for rank in healed[:3])
+    where = ", ".join(f"rank {rank} from cycle {cycle + 1} on" for rank, cycle in [*healed.items()][:3])
     return f"later syncs brought the right bytes: {where}"
 
 

@@ -38,7 +38,7 @@ class SyncReplica(Side):
         self.fails = ctx.rank == alike[-1]  # in rehearsed syncs: the last of the receivers
         self.of_last_replica = ctx.rank in alike[-self.config.infer_tp :]
         self.truth: dict[str, str] = {}  # the trainer's digests of the version that this replica must have
-        self.before: dict[str, str] = {}  # those of the version before
+        self.before: dict[int, str] = {}  # how each bucket of the version before began
         self.own: dict[str, str] = {}  # the digests of this replica's weights when they were last hashed
 
     def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
@@ -107,8 +107,9 @@ class SyncReplica(Side):
             truth, _ = link.expect("truth")
             wanted = torch.empty(truth["shape"], dtype=torch.float32)
             link.receive_bytes(transports.memory(wanted.view(-1).view(torch.uint8)))
-            self.before, self.truth = self.truth, truth["digests"]
+            self.truth = truth["digests"]
             self.compare_weights()
+            self.before, self.watch.beginnings = self.watch.beginnings, {}
             logits = self.forwards.at_rest().cpu()
             link.send({"kind": "judged"})
         self.ctx.record("logits_error", logits_error(logits, wanted))
@@ -121,7 +122,7 @@ class SyncReplica(Side):
         before, self.own = self.own, self.hashes(sha256)
         own = self.own
         differing = sorted(name for name in {*own, *self.truth} if own.get(name) != self.truth.get(name))
-        places = self.describe(differing) if differing else None
+        places = self.describe(differing) if differing else ""
         if differing:
             print(f"tensors that differ from the trainer's: {len(differing)}: {places}")
         self.ctx.record("tensors_hashed", len(own), scene=scene)
@@ -130,7 +131,7 @@ class SyncReplica(Side):
         return sum(own.get(name) != before.get(name) for name in {*own, *before})
 
     def describe(self, differing: Sequence[str]) -> str:
-        """The first of these tensors, each with its buckets, and how many have the bytes of the version before."""
+        """The first of these tensors, each with its buckets, and buckets that repeat bytes."""
         buckets: dict[str, list[int]] = {}
         layout = self.receiver.layout[1]
         for index, pieces in enumerate(layout.buckets if layout is not None else ()):
@@ -139,8 +140,15 @@ class SyncReplica(Side):
         names = sorted(differing, key=lambda name: (buckets.get(name, [0])[0], name))
         first = ", ".join(f"{name} ({spell_buckets(buckets.get(name, []))})" for name in names[:FIRST])
         more = f" and {len(names) - FIRST} more" if len(names) > FIRST else ""
-        stale = sum(name in self.before and self.own.get(name) == self.before[name] for name in names)
-        return f"{first}{more}" + (f"; {stale} of them have the bytes of the version before" if stale else "")
+        begins = self.watch.beginnings
+        doubtful = sorted({index for name in names for index in buckets.get(name, ()) if index in begins})
+        stale = [index for index in doubtful if begins[index] == self.before.get(index)]
+        repeated = [index for index in doubtful if begins[index] == begins.get(index - 1)]
+        notes = [
+            f"bytes of the version before in {spell_buckets(stale)}" if stale else "",
+            f"bytes of the bucket before in {spell_buckets(repeated)}" if repeated else "",
+        ]
+        return "; ".join(filter(None, [first + more, *notes]))
 
     def shrink(self, cycle: int) -> None:  # noqa: ARG002 - as above
         if self.sleeper:
@@ -245,4 +253,4 @@ class SyncReplica(Side):
 def spell_buckets(numbers: Sequence[int]) -> str:
     if not numbers:
         return "in no bucket"
-    return f"bucket {numbers[0]}" if len(numbers) == 1 else f"buckets {numbers[0]} to {numbers[-1]}"
+    return f"bucket{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers[:FIRST]))}" + ", ..." * (len(numbers) > FIRST)

@@ -30,6 +30,7 @@ from kit.sync.serving import Serving
 QUIET_S = 0.015  # if no forward is inside and none begins for this long, forwards wait
 SETTLED_S = 2.0  # after a sync a forward has this long to begin: nothing may hold it back any more
 LINGER_S = 0.02  # a forward stays inside this long when a writer arrives, to detect a writer that does not wait
+BEGINNING = 2**16  # bytes of each bucket that are compared with those of other buckets
 WAITS, STUCK = "waits", "stuck"
 STEPS = ("verify", "apply", "teardown", "finalize", "publish", "activate", "end")
 
@@ -153,6 +154,9 @@ class SyncWatch:
     points: list[Point] = field(default_factory=list)
     homes: set[Place] = field(default_factory=set)  # shared memory from which buckets were sent
     known: dict[int, str] = field(default_factory=dict)
+    beginnings: dict[int, str] = field(
+        default_factory=dict
+    )  # SHA-256 of the first bytes of each bucket that was last written
     path: str = "base"
     recorded: Counter[str] = field(default_factory=Counter)  # number of recorded syncs by path
 
@@ -299,4 +303,5 @@ class SeenWeights:
 
     def apply(self, index: int, buffer: torch.Tensor) -> None:
         self._watch.point("write", index)
+        self._watch.beginnings[index] = hashlib.sha256(buffer[:BEGINNING].cpu().contiguous().numpy().data).hexdigest()
         self._applier.apply(index, buffer)
