@@ -29,9 +29,17 @@ import kit
 from kit import results, target
 from kit.errors import BadInput, KitError, hint
 from kit.labs.definition import NAMES, Definition, fields, holder, known_fields, nested_fields
-from kit.labs.discover import ANSWERS, ENDS, described, discover, find, select, tagged
-from kit.results.comparison import answers_changed, changed, compact, in_words, labelled, settings, warnings
-from kit.results.frames import plain, readable, summary_of
+from kit.labs.discover import ANSWERS, ENDS, describe_folder, discover, find, select_runs, tagged
+from kit.results.comparison import (
+    answers_changed,
+    changed_rows,
+    compact,
+    in_words,
+    labelled,
+    settings_of_runs,
+    warnings,
+)
+from kit.results.frames import json_rows, readable, summary_of
 from kit.results.growth import TOO_FEW_CYCLES
 from kit.results.records import flat, read_json, to_json
 from kit.results.rules import suspect_in
@@ -62,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     as_json = "--json" in words
     try:
-        args = parse(words)
+        args = parse_words(words)
         with (
             contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(),
             python_warnings.catch_warnings(),
@@ -104,7 +112,7 @@ class CommandParser(argparse.ArgumentParser):
         raise BadInput(f"{message} (see `{self.prog} --help`)")
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
+def parse_words(words: Sequence[str]) -> argparse.Namespace:
     top = parser()
     if "_ARGCOMPLETE" in os.environ:
         import argcomplete
@@ -311,7 +319,7 @@ def index(folder: Path, repeat: int) -> tuple[dict[str, Any], str]:
     import pandas as pd
 
     data = read_json(folder / INDEX)
-    lines = [run_list([described(folder / row["dir"]) for row in data["runs"]])[1]]
+    lines = [run_list([describe_folder(folder / row["dir"]) for row in data["runs"]])[1]]
     if repeat > 1:
         rows = [{**row, "set": named_values(row["set"])} for row in data["spread"]]
         heads = {"set": "settings", "what": "over the repeats", "count": "n"}
@@ -331,7 +339,7 @@ def runs_command(args: argparse.Namespace) -> CommandAnswer:
 
     asked = {name: getattr(args, name) for name in ("lab", "fault", "status", "verdict")}
     config = {name: value_of(text) for name, text in pairs("--set", args.set).items()}
-    rows = select(results.list_runs(folder), **asked, config=config)
+    rows = select_runs(results.list_runs(folder), **asked, config=config)
     such = " like that" if any(value is not None for value in asked.values()) or args.set else ""
     return CommandAnswer(*run_list(rows, f"there is no run{such} in {folder}"))
 
@@ -391,14 +399,14 @@ def show(args: argparse.Namespace) -> CommandAnswer:
     if len(own):
         units = dict.fromkeys(("first", "last", "min", "max"), ROW)
         text += "\n\nnumbers of the lab, over all ranks:\n" + table_text(own, units)
-    return CommandAnswer({**data, "verdict": verdict.to_json(), "times": plain(times), "own": plain(own)}, text)
+    return CommandAnswer({**data, "verdict": verdict.to_json(), "times": json_rows(times), "own": json_rows(own)}, text)
 
 
 def compare_command(args: argparse.Namespace) -> CommandAnswer:
     runs = load_all(args.dirs)
     base, *compared = runs
     table = results.compare(runs)
-    apart = settings(runs)
+    apart = settings_of_runs(runs)
     alike = "lab" not in apart
     names = labelled(runs)
     lines = [f"compared with {names[base.id]}"]
@@ -408,7 +416,7 @@ def compare_command(args: argparse.Namespace) -> CommandAnswer:
     lines += [f"warning: {text}" for text in warned]
     lines += [f"{name}: {' / '.join(map(in_words, values))}" for name, values in apart.items() if alike]
     data: dict[str, Any] = {"base": base.id, "settings": apart, "warnings": warned, "runs": []}
-    moved = changed(table)
+    moved = changed_rows(table)
     for run in compared:
         answers = answers_changed(base, run)
         words = [[MARKS[row.passed].word if row else "not present" for row in rows] for _, *rows in answers]
@@ -417,7 +425,7 @@ def compare_command(args: argparse.Namespace) -> CommandAnswer:
         rows = moved[moved["run"] == run.id]
         count, differ = results.outcomes(base, run) if alike else (0, 0)
         data["runs"].append(
-            {"run": run.id, "verdicts": verdicts, "outcomes": count, "differ": differ, "changed": plain(rows)}
+            {"run": run.id, "verdicts": verdicts, "outcomes": count, "differ": differ, "changed": json_rows(rows)}
         )
         lines.append(f"\n{names[run.id]}\n{f'{len(verdicts)} checks' if verdicts else 'no check'} changed")
         if verdicts:
@@ -496,7 +504,7 @@ def doctor(args: argparse.Namespace) -> CommandAnswer:
     status = 1 if facts["problems"] else 0
     text = ""
     if not args.json:
-        print(room.describe(facts), flush=True)
+        print(room.describe_box(facts), flush=True)
     if args.deep and status:
         print("kit: the probes need ranks, but ranks cannot run here", file=sys.stderr)
     elif args.deep:
@@ -529,12 +537,12 @@ def bench_command(args: argparse.Namespace) -> CommandAnswer:
     names = benches()
     if args.name not in names:
         raise BadInput(f"there is no bench {args.name!r}; {hint(args.name, names)}")
-    from kit.results.samples import reported, rows_text
+    from kit.results.samples import reported_rows, rows_text
 
     lab = find(f"{BENCH}-{args.name}")
     config = {"quick": args.quick, "parts": ",".join(args.part), "device": args.device}
     answer = run_lab(lab.name, config, args.out)
-    data = {**reported(kit.load(answer.data["run"]), lab.all_rules()), **answer.data}
+    data = {**reported_rows(kit.load(answer.data["run"]), lab.all_rules()), **answer.data}
     if answer.status < 2:  # a limit that was not met is a result; a bench that measured nothing has none
         data["exit"] = int(not any(row["n"] for row in data["rows"]))
     return CommandAnswer(data, f"{rows_text(data)}\nthe run is in {data['run']}", data["exit"])
@@ -546,7 +554,7 @@ def reference(args: argparse.Namespace) -> CommandAnswer:
     from kit import reference as room
 
     asked = {"device": args.device, "minutes": args.minutes}
-    status = room.plan(args.out, **asked) if args.plan else room.make(args.out, pack=args.pack, **asked)
+    status = room.print_plan(args.out, **asked) if args.plan else room.make_reference(args.out, pack=args.pack, **asked)
     return CommandAnswer({"out": str(args.out) if args.out else None, "exit": status}, status=status)
 
 

@@ -33,7 +33,7 @@ import contextlib, importlib.util, json, runpy, sys
 if importlib.util.find_spec("kit") is None:
     runpy.run_path(sys.argv[1])["make_kit_importable"]()
 with contextlib.redirect_stdout(sys.stderr):
-    from kit.measure.facts import findings, gpu_code, imported
+    from kit.measure.facts import stack_findings, gpu_code, imported
     facts = {"python": sys.version.partition(" ")[0]}
     for module, package in (("torch", "torch"), ("numpy", "numpy"), ("megatron.core", "megatron-core")):
         facts[module], facts[module + "_why"] = imported(module, package)
@@ -47,12 +47,12 @@ with contextlib.redirect_stdout(sys.stderr):
         facts.update(cuda_state(), device=device.type, device_why=why, gpus=count)
         facts["torch"] = torch.__version__
         running = nccl.running()
-        shared = nccl.sharing(running, 0)
+        shared = nccl.sharing_env(running, 0)
         facts["suspend_why"] = nccl.no_suspend(running, torch.__version__, gpus=count) or None
         facts["shared_gpus"] = shared and shared.words
         pairs = [(a, b) for a in range(count) for b in range(count) if a < b]
         facts["no_peer_access"] = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
-        facts["findings"] = findings() if torch.version.cuda else []  # elsewhere none of it runs
+        facts["findings"] = stack_findings() if torch.version.cuda else []  # elsewhere none of it runs
         facts["torchcomms"] = routing.probe()
         facts["nccl2"] = not routing.missing(routing.NCCL2)
         facts["code"] = gpu_code() if torch.version.cuda else []
@@ -147,8 +147,8 @@ def ask_runs(problems: list[str]) -> Found:
     return {"path": str(folder), "writable": why is None, "free": free, "why": why}
 
 
-def describe(found: Found) -> str:
-    lines = [f"{name:<12}{text}" for name, text in rows(found)]
+def describe_box(found: Found) -> str:
+    lines = [f"{name:<12}{text}" for name, text in box_rows(found)]
     if found["problems"]:
         lines += ["", "Problems that prevent labs from running:", *(f"- {problem}" for problem in found["problems"])]
     else:
@@ -156,7 +156,7 @@ def describe(found: Found) -> str:
     return "\n".join(lines)
 
 
-def rows(found: Found) -> list[tuple[str, str]]:
+def box_rows(found: Found) -> list[tuple[str, str]]:
     ranks, limits, shm, runs, git = found["ranks"], found["cgroup"], found["shm"], found["runs"], found["git"]
     table = [("python", f"{found['python']['version']}  {found['python']['path']}")]
     for interpreter in found["interpreters"]:
@@ -186,7 +186,7 @@ def rows(found: Found) -> list[tuple[str, str]]:
     state = {True: "with changes", False: "clean", None: "unknown state"}[git["dirty"]]
     return [
         *table,
-        *(("gpus", text) for text in gpus(found["gpu"]) or [f"none: {found['gpu']['why']}"]),
+        *(("gpus", text) for text in gpu_lines(found["gpu"]) or [f"none: {found['gpu']['why']}"]),
         ("cores", f"{found['cores']['usable']} usable of {found['cores']['machine']}"),
         ("memory", f"{size(found['memory']['free'])} free of {size(found['memory']['machine'])}"),
         ("cgroup", caps if limits["version"] else "none"),
@@ -230,7 +230,7 @@ def clean(*, dry_run: bool, yes: bool) -> Found:
     return {**listed, "ended": [leftover.pid for leftover in sure] if ends else []}
 
 
-def gpus(gpu: Found) -> list[str]:
+def gpu_lines(gpu: Found) -> list[str]:
     driver = f", driver {gpu['driver']}" if gpu["driver"] else ""
     return [
         f"{device['name']}, {device['memory_free_mib']} of {device['memory_mib']} MiB free, "
@@ -334,11 +334,11 @@ class Preflight:
             "device": self.lab.world.device if self.lab.started else self.lab.config.device,
             "seconds": round(sum(self.seconds.values()), 1),
             "probes": [self.probe(name, verdict) for name in self.names],
-            "times": times(Run(self.lab.dir)),
+            "times": operation_times(Run(self.lab.dir)),
         }
 
 
-def times(run: Run) -> dict[str, Any]:
+def operation_times(run: Run) -> dict[str, Any]:
     """Seconds of one of each operation that a preflight measured, on the slowest rank and the fastest of several; and of which box."""
     frame, about = run.frame(), run.provenance
     rows = own_numbers(frame)

@@ -292,7 +292,7 @@ _FILES = {
 }
 
 
-class Limit(NamedTuple):
+class MemoryLimit(NamedTuple):
     """A limit, and the current use at the limiting level. `maximum` None: no limit. `version` None: no control group."""
 
     maximum: int | None
@@ -300,26 +300,26 @@ class Limit(NamedTuple):
     version: int | None
 
 
-def cgroup_limit(controller: str, proc: Path = Path("/proc/self")) -> Limit:
+def cgroup_limit(controller: str, proc: Path = Path("/proc/self")) -> MemoryLimit:
     """Return the limit on "memory" (bytes) or "pids" (processes and threads) with the least room left."""
     version, levels = _levels(controller, proc)
     if not levels:
-        return Limit(None, None, version)
+        return MemoryLimit(None, None, version)
     _, maximum, used = min(levels, key=lambda level: level[1] - level[2])
-    return Limit(maximum, used, version)
+    return MemoryLimit(maximum, used, version)
 
 
-def user_limit() -> Limit:
+def user_limit() -> MemoryLimit:
     """Return the limit on this user's processes and threads (`ulimit -u`) and their number; root has no such limit."""
     most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if most == resource.RLIM_INFINITY or os.geteuid() == 0:
-        return Limit(None, None, None)
+        return MemoryLimit(None, None, None)
     used = 0
     for pid in pids():
         with contextlib.suppress(OSError):
             if os.stat(f"/proc/{pid}").st_uid == os.getuid():  # noqa: PTH116 - as above
                 used += len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208 - as above
-    return Limit(most, used, None)
+    return MemoryLimit(most, used, None)
 
 
 def cgroup_limits(proc: Path = Path("/proc/self")) -> dict[str, int | None]:

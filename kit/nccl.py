@@ -35,7 +35,7 @@ def running() -> Version | None:
             return None
     except (OSError, AttributeError):
         return inside_torch()
-    return decoded(number.value)
+    return decode_version(number.value)
 
 
 def inside_torch() -> Version | None:
@@ -47,14 +47,14 @@ def inside_torch() -> Version | None:
     return major, minor, patch
 
 
-def decoded(number: int) -> Version:
+def decode_version(number: int) -> Version:
     """Decode NCCL's version number: 22907 is 2.29.7; before 2.9 the minor version had one digit (2804 is 2.8.4)."""
     if number < 10_000:
         return number // 1000, number // 100 % 10, number % 100
     return number // 10_000, number // 100 % 100, number % 100
 
 
-def written(version: Version | None) -> str | None:
+def version_text(version: Version | None) -> str | None:
     return None if version is None else ".".join(map(str, version))
 
 
@@ -65,8 +65,8 @@ def no_suspend(nccl: Version | None, torch: str, *, gpus: int | None = None) -> 
     if nccl is None:
         return "there is no NCCL: this torch is built without CUDA"
     if nccl < SUSPENDS:
-        return f"NCCL {written(nccl)} cannot suspend communicators: {written(SUSPENDS)} or newer is needed"
-    if release(torch) < SUSPENDS_TORCH:
+        return f"NCCL {version_text(nccl)} cannot suspend communicators: {version_text(SUSPENDS)} or newer is needed"
+    if torch_release(torch) < SUSPENDS_TORCH:
         return f"torch {torch} does not show how communicators are suspended: 2.12 or newer is needed"
     return ""
 
@@ -81,13 +81,16 @@ def no_code(nccl: Version | None, cuda: str, capability: tuple[int, int]) -> str
     here = f"sm_{capability[0]}{capability[1]}"
     since = COMPILED_SINCE.get(capability[0])
     if since is not None and nccl < since:
-        return f"NCCL {written(nccl)} has no kernels for {here}, only what the driver can compile; {written(since)} and newer have"
+        return (
+            f"NCCL {version_text(nccl)} has no kernels for {here}, only what the driver can compile; "
+            f"{version_text(since)} and newer have"
+        )
     if int(cuda.partition(".")[0]) >= 13 and capability < OLDEST_WITH_CUDA_13:
-        return f"NCCL {written(nccl)} for CUDA {cuda} has no kernels for {here}: use a build for CUDA 12"
+        return f"NCCL {version_text(nccl)} for CUDA {cuda} has no kernels for {here}: use a build for CUDA 12"
     return ""
 
 
-def release(version: str) -> tuple[int, int]:
+def torch_release(version: str) -> tuple[int, int]:
     """Return the major and minor version: (2, 13) for 2.13.0+cu130."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
@@ -113,7 +116,7 @@ class Sharing(NamedTuple):
     words: str  # shown to people
 
 
-def sharing(nccl: Version | None, number: int) -> Sharing | None:
+def sharing_env(nccl: Version | None, number: int) -> Sharing | None:
     """Return the environment with which rank `number` can share a GPU; None if there is no NCCL.
 
     NCCL 2.30 and newer have a flag for it. Older versions refuse two ranks that see the same GPU on the same host, so each rank
@@ -124,7 +127,9 @@ def sharing(nccl: Version | None, number: int) -> Sharing | None:
         return None
     if nccl >= SHARES_GPUS:
         env = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": MOST_CTAS, "NCCL_NVLS_ENABLE": "0"}
-        return Sharing(env, f"by the multi-rank flag of NCCL {written(nccl)}")
+        return Sharing(env, f"by the multi-rank flag of NCCL {version_text(nccl)}")
     env = {"NCCL_HOSTID": f"{os.uname().nodename}-kit-{number}", "NCCL_NET": "Socket", "NCCL_MAX_CTAS": MOST_CTAS}
     env["NCCL_MNNVL_ENABLE"] = "0"
-    return Sharing(env, f"by ranks that call themselves hosts of their own: NCCL {written(nccl)} has no flag for it")
+    return Sharing(
+        env, f"by ranks that call themselves hosts of their own: NCCL {version_text(nccl)} has no flag for it"
+    )

@@ -22,19 +22,19 @@ from kit.labs.definition import Definition
 from kit.labs.discover import complaints, find, find_fault, from_text, rules_of
 from kit.labs.lab import Lab
 from kit.results import Run, runs_dir
-from kit.results.frames import plain
+from kit.results.frames import json_rows
 from kit.results.records import read_json, write_json
 from kit.results.run import INDEX, find_run, list_runs, unique
 from kit.results.verdict import without_parts
 from kit.view.progress import Progress
-from kit.world.calls import Observer, Pending, wait
+from kit.world.calls import Pending, WorldObserver, wait
 from kit.world.world import Worlds
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from kit.view.panel import Panel
-    from kit.world.calls import Observer
+    from kit.world.calls import WorldObserver
     from kit.world.world import Worlds
 
 __all__ = ["Pending", "Run", "World", "lab", "load", "panel", "run", "runs", "wait"]
@@ -56,7 +56,7 @@ class World(room.World):
         endpoint: str = "",
         logs: str | os.PathLike[str] | None = None,
         start_timeout_s: float | None = None,
-        observer: Observer | None = None,
+        observer: WorldObserver | None = None,
         devices: Sequence[int] = (),
     ) -> None:
         self._own = None if logs is not None else runs_dir() / "worlds" / unique()
@@ -185,7 +185,7 @@ INTERRUPTED = 130
 Ended = tuple[int, dict[str, Any]]  # the exit status of a run, and its JSON
 
 
-class Point(NamedTuple):
+class SweepPoint(NamedTuple):
     swept: dict[str, Any]
     repeat: int
 
@@ -193,14 +193,14 @@ class Point(NamedTuple):
         return " ".join([*(f"{name}={json.dumps(value)}" for name, value in self.swept.items()), f"#{self.repeat}"])
 
 
-def sweep_points(lab: Definition, sweeps: Mapping[str, str], repeat: int) -> list[Point]:
+def sweep_points(lab: Definition, sweeps: Mapping[str, str], repeat: int) -> list[SweepPoint]:
     """Return every combination, then all of them again per repeat, so that a slow drift of the machine affects all equally."""
     texts = [[(name, text) for text in BETWEEN.split(values)] for name, values in sweeps.items()]
     swept = [from_text(lab, dict(pairs)) for pairs in itertools.product(*texts)]
-    return [Point(settings, number) for number in range(1, repeat + 1) for settings in swept]
+    return [SweepPoint(settings, number) for number in range(1, repeat + 1) for settings in swept]
 
 
-def check_points(lab: Definition, given: Mapping[str, Any], found: Sequence[Point], fault: str | None) -> None:
+def check_points(lab: Definition, given: Mapping[str, Any], found: Sequence[SweepPoint], fault: str | None) -> None:
     """Refuse a sweep that has a run which could not start, before the first run starts."""
     for point in found:
         wrong = complaints(lab, {**given, **point.swept}, find_fault(lab, fault))
@@ -209,7 +209,7 @@ def check_points(lab: Definition, given: Mapping[str, Any], found: Sequence[Poin
 
 
 def sweep(
-    lab: str, found: Sequence[Point], out: Path | None, run: Callable[[dict[str, Any], Path], Ended]
+    lab: str, found: Sequence[SweepPoint], out: Path | None, run: Callable[[dict[str, Any], Path], Ended]
 ) -> tuple[int, Path]:
     """Run every point; return the worst exit status and the folder. An interrupt ends the sweep, and the index has the runs so far."""
     folder = (out or runs_dir() / f"{lab}-sweep-{unique()}").expanduser().absolute()
@@ -243,7 +243,7 @@ def spread(folder: Path, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, An
         spread_rows += [(json.dumps(row["set"]), *number) for number in numbers]
     table = pd.DataFrame(spread_rows, columns=["set", "what", "unit", "value"])
     grouped = table.groupby(["set", "what", "unit"], sort=False)["value"].agg(["median", "min", "max", "count"])
-    return [{**row, "set": json.loads(row["set"])} for row in plain(grouped.reset_index())]
+    return [{**row, "set": json.loads(row["set"])} for row in json_rows(grouped.reset_index())]
 
 
 def runs_of(folder: Path) -> list[Path]:

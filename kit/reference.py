@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 from kit import doctor
 from kit.errors import BadInput
-from kit.labs.discover import find, spelled
+from kit.labs.discover import find, setting_text
 from kit.machine import free_memory, has_gpu_driver
 from kit.results.comparison import FOLDER, machine
 from kit.results.frames import labels
 from kit.results.records import make_folder, read_json, replacing, write_json, write_text
-from kit.results.samples import reported, rows_text, seat_of, seated
+from kit.results.samples import reported_rows, rows_text, seat_of, seated
 
 if TYPE_CHECKING:
     from kit.results import Run
@@ -60,7 +60,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # in addition to each lab's own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class ReferencePart:
     """One command with its files; `needs` is what NCCL must have ("suspend")."""
 
     name: str
@@ -74,39 +74,39 @@ class Part:
         return self.command[1] if self.command[0] == "run" else ""
 
 
-def lab(name: str, called: str = "", *, needs: str = "", **settings: Any) -> Part:
-    return Part(name=f"lab-{called or name}", command=("run", name), settings=settings, needs=needs)
+def lab_part(name: str, called: str = "", *, needs: str = "", **settings: Any) -> ReferencePart:
+    return ReferencePart(name=f"lab-{called or name}", command=("run", name), settings=settings, needs=needs)
 
 
-def bench(name: str, *words: str, called: str = "", quick: bool = False, device: str = "") -> Part:
+def bench(name: str, *words: str, called: str = "", quick: bool = False, device: str = "") -> ReferencePart:
     """Some parts of a bench, or all of it."""
     command = ["bench", name, *(["--quick"] if quick else []), *(["--device", device] if device else [])]
     command += [option for word in words for option in ("--part", word)]
     label = "".join(f".{text}" for text in [called or "-".join(words)] if text)
-    return Part(name=f"bench-{name}{label}", command=tuple(command))
+    return ReferencePart(name=f"bench-{name}{label}", command=tuple(command))
 
 
-def on_cpu() -> tuple[Part, ...]:
+def on_cpu() -> tuple[ReferencePart, ...]:
     """With as many bytes as are needed to see a difference in memory."""
     small: dict[str, Any] = {"size": "125m", "layers": 1, "seq": 16, "steps": 1, "microbatches": 1}
     return (
-        lab("smoke", cycles=5),
+        lab_part("smoke", cycles=5),
         *(
-            lab("offload", f"offload-{mode}", mode=mode, cycles=5, **small)
+            lab_part("offload", f"offload-{mode}", mode=mode, cycles=5, **small)
             for mode in ("exact", "abort", "manual", "official")
         ),
-        lab("offload", "offload-leaks", ranks=4, tp=2, steps=1, cycles=20),
-        *(lab("offload", f"offload-{name}", steps=1, cycles=2, **layout) for name, layout in LAYOUTS.items()),
-        lab("split", microbatches=10),
-        *(lab("split", f"split-{name}", steps=2, reduce="mean", **layout) for name, layout in LAYOUTS.items()),
-        lab("split", "split-fsdp2", backend="fsdp2", steps=2),
-        lab("sync", cycles=3),
-        lab("stream"),
+        lab_part("offload", "offload-leaks", ranks=4, tp=2, steps=1, cycles=20),
+        *(lab_part("offload", f"offload-{name}", steps=1, cycles=2, **layout) for name, layout in LAYOUTS.items()),
+        lab_part("split", microbatches=10),
+        *(lab_part("split", f"split-{name}", steps=2, reduce="mean", **layout) for name, layout in LAYOUTS.items()),
+        lab_part("split", "split-fsdp2", backend="fsdp2", steps=2),
+        lab_part("sync", cycles=3),
+        lab_part("stream"),
         bench("stream", "lockstep"),
         bench("stream", "stamps"),
         bench("stream", "paced"),
         bench("stream", "learns"),
-        lab("share"),
+        lab_part("share"),
         bench("share", "together", "scheduler", called="together"),
         bench("share", "makespan"),
         bench("share", "switch"),
@@ -125,31 +125,31 @@ def on_cpu() -> tuple[Part, ...]:
     )
 
 
-def on_gpus() -> tuple[Part, ...]:
+def gpu_parts() -> tuple[ReferencePart, ...]:
     """The most telling first, since there may be time for some only. Each asks for the GPU by name: one that cannot have it fails."""
     gpu = {"device": "cuda"}
     large: dict[str, Any] = {"size": "qwen2.5-0.5b", "layers": 2, "dtype": "bfloat16", "seq": 512, "steps": 1}
     large |= {"microbatches": 1, **gpu}
     fewer: dict[str, Any] = {"steps": 2, "chunks": [1, 2], "microbatches": 4, "level": "tokens", **gpu}
     return (
-        lab("offload", "offload-exact", mode="exact", cycles=2, **large),
-        lab("offload", "offload-suspend", needs="suspend", mode="suspend", cycles=2, **large),
-        *(lab("offload", f"offload-{mode}", mode=mode, cycles=2, **large) for mode in ("manual", "abort")),
+        lab_part("offload", "offload-exact", mode="exact", cycles=2, **large),
+        lab_part("offload", "offload-suspend", needs="suspend", mode="suspend", cycles=2, **large),
+        *(lab_part("offload", f"offload-{mode}", mode=mode, cycles=2, **large) for mode in ("manual", "abort")),
         bench("release", "groups.own", called="own", quick=True, **gpu),
-        lab("split", "split-bfloat16", dtype="bfloat16", **fewer),
+        lab_part("split", "split-bfloat16", dtype="bfloat16", **fewer),
         bench("split", "steps.megatron", quick=True, **gpu),
         *(bench("sync", f"gpus.{way}", called=f"gpus-{way}", quick=True, **gpu) for way in ("ipc", "shm", "broadcast")),
-        lab("sync", cycles=1, **gpu),
+        lab_part("sync", cycles=1, **gpu),
         bench("offload", "tensors.125m", called="125m", quick=True, **gpu),
-        lab("smoke", cycles=3, **gpu),
-        lab("stream", steps=2, **gpu),
-        lab("share", scenario="A", steps=2, rehearse=False, **gpu),
+        lab_part("smoke", cycles=3, **gpu),
+        lab_part("stream", steps=2, **gpu),
+        lab_part("share", scenario="A", steps=2, rehearse=False, **gpu),
         bench("world", "step", "restart", called="steps", quick=True),
         bench("routing", quick=True, **gpu),
     )
 
 
-def able(parts: Sequence[Part], answer: Mapping[str, Any]) -> tuple[list[Part], dict[str, str]]:
+def able(parts: Sequence[ReferencePart], answer: Mapping[str, Any]) -> tuple[list[ReferencePart], dict[str, str]]:
     """What this box can run, and why it cannot run the rest, both as doctor found."""
     why = answer["ranks"].get("suspend_why") or ""
     out = {part.name: why for part in parts if part.needs == "suspend" and why}
@@ -159,10 +159,10 @@ def able(parts: Sequence[Part], answer: Mapping[str, Any]) -> tuple[list[Part], 
 # -- the whole of it --------------------------------------------------------------------------------------------------
 
 
-def make(
+def make_reference(
     out: Path,
     *,
-    parts: Sequence[Part] | None = None,
+    parts: Sequence[ReferencePart] | None = None,
     device: str = "auto",
     minutes: float | None = None,
     pack: Path | None = None,
@@ -181,7 +181,7 @@ def make(
         minutes = GPU_MINUTES
     say(plan_text(out, parts, device, minutes))
 
-    def keep(parts: Sequence[Part] = parts) -> list[str]:
+    def keep(parts: Sequence[ReferencePart] = parts) -> list[str]:
         """Write the page, and the archive if one is wanted; returns the files that do not fit into it."""
         write_page(out, parts, missing)
         return pack_into(out, pack) if pack is not None else []
@@ -189,7 +189,7 @@ def make(
     try:
         for number, part in enumerate(parts, start=1):
             place = f"{number} of {len(parts)}, {part.name}"
-            if settled(out, part):
+            if part_settled(out, part):
                 say(f"{place}: there already")
                 continue
             last, _ = last_time(out, part, device)
@@ -211,21 +211,21 @@ def make(
     return 3 if not all(map(is_settled, done)) else int(any(result["exit"] == 1 for result in done))
 
 
-def results_of(out: Path, parts: Sequence[Part]) -> list[dict[str, Any]]:
+def results_of(out: Path, parts: Sequence[ReferencePart]) -> list[dict[str, Any]]:
     """Of the parts that ran; a file without an exit status was not written by `kit reference`."""
     there = [path for part in parts if (path := out / f"{part.name}.json").exists()]
     return [result for result in map(read_json, there) if "exit" in result]
 
 
-def plan(out: Path | None, *, device: str = "auto", minutes: float | None = None) -> int:
+def print_plan(out: Path | None, *, device: str = "auto", minutes: float | None = None) -> int:
     """Print what would run, and what each part took when it was last measured. Asks nothing of this box and runs nothing."""
     cuda = device == "cuda" or (device == "auto" and has_gpu_driver())
-    parts = on_gpus() if cuda else on_cpu()
+    parts = gpu_parts() if cuda else on_cpu()
     print(plan_text(out, parts, "cuda" if cuda else "cpu", minutes or (GPU_MINUTES if cuda else None)))
     return 0
 
 
-def last_time(out: Path | None, part: Part, device: str) -> tuple[float | None, str]:
+def last_time(out: Path | None, part: ReferencePart, device: str) -> tuple[float | None, str]:
     """What a part took when it was last measured on such a device, and where: in this folder, else on a machine that comes with the
     kit."""
     homes = [*([out] if out is not None else []), *sorted(FOLDER.iterdir())]
@@ -243,7 +243,7 @@ def limit_of(last: float | None) -> float:
     return NEVER_S if last is None else max(LEAST_S, SLACK * last)
 
 
-def plan_text(out: Path | None, parts: Sequence[Part], device: str, minutes: float | None) -> str:
+def plan_text(out: Path | None, parts: Sequence[ReferencePart], device: str, minutes: float | None) -> str:
     """A line per part with what was last measured and its time limit."""
     width = max((len(part.name) for part in parts), default=0)
     times = [last_time(out, part, device) for part in parts]
@@ -255,7 +255,7 @@ def plan_text(out: Path | None, parts: Sequence[Part], device: str, minutes: flo
     return "\n".join([*lines, f"{len(known)} of {len(parts)} parts were measured: {sum(known) / 60:.1f} min"])
 
 
-def sizes_here(out: Path, device: str) -> tuple[str, Sequence[Part], dict[str, str]]:
+def sizes_here(out: Path, device: str) -> tuple[str, Sequence[ReferencePart], dict[str, str]]:
     """The device, its parts, and why some of them cannot run here; doctor's answer is kept."""
     answer = doctor.examine()
     if answer["problems"]:
@@ -266,21 +266,21 @@ def sizes_here(out: Path, device: str) -> tuple[str, Sequence[Part], dict[str, s
         raise BadInput(f"device=cuda cannot be had: {answer['ranks'].get('device_why')}")
     if "cpu" in {device, usable}:
         return "cpu", on_cpu(), {}
-    return "cuda", *able(on_gpus(), answer)
+    return "cuda", *able(gpu_parts(), answer)
 
 
 # -- one part, and its files ------------------------------------------------------------------------------------------
 
 
-def perform(out: Path, part: Part, limit_s: float, last_s: float | None = None) -> dict[str, Any]:
+def perform(out: Path, part: ReferencePart, limit_s: float, last_s: float | None = None) -> dict[str, Any]:
     """Run a part and write its files, the one by which it is known last. What broke is kept as such, and run again next time."""
     free, began = free_memory(), time.monotonic()
     run = out / "runs" / part.name
     shutil.rmtree(run, ignore_errors=True)
-    pairs = [word for name, value in part.settings.items() for word in ("--set", f"{name}={spelled(value)}")]
+    pairs = [word for name, value in part.settings.items() for word in ("--set", f"{name}={setting_text(value)}")]
     stopped: KeyboardInterrupt | None = None
     try:
-        status, complaint, late = finish([*KIT, *part.command, *pairs, "--out", str(run)], limit_s)
+        status, complaint, late = finish_part([*KIT, *part.command, *pairs, "--out", str(run)], limit_s)
     except KeyboardInterrupt as error:  # what was measured so far is kept; the part is run again next time
         stopped, (status, complaint, late) = error, (INTERRUPTED, "", False)
     result: dict[str, Any] = {
@@ -297,14 +297,14 @@ def perform(out: Path, part: Part, limit_s: float, last_s: float | None = None) 
     }
     if (run / "run.json").exists():  # also of one that was ended: what it had measured
         result |= of_run(out, part, run)
-    result["state"] = state(result)
+    result["state"] = part_state(result)
     write_json(out / f"{part.name}.json", result)
     if stopped is not None:
         raise stopped
     return result
 
 
-def state(result: Mapping[str, Any]) -> str:
+def part_state(result: Mapping[str, Any]) -> str:
     count = next((len(result[name]) for name in MEASURED if result.get(name)), 0)
     if result["timed_out"]:
         return f"timed out with {count} rows" if count else "timed out without a row"
@@ -320,12 +320,12 @@ def is_settled(result: Mapping[str, Any]) -> bool:
     return result.get("exit") in {0, 1, 2}
 
 
-def settled(out: Path, part: Part) -> bool:
+def part_settled(out: Path, part: ReferencePart) -> bool:
     path = out / f"{part.name}.json"
     return path.exists() and is_settled(read_json(path))
 
 
-def finish(command: Sequence[str], limit_s: float) -> tuple[int, str, bool]:
+def finish_part(command: Sequence[str], limit_s: float) -> tuple[int, str, bool]:
     """Status, its last complaint where it did not end well, and whether its limit ended it: first as a person would
     interrupt it, which leaves it time to write what it has."""
     pipe = subprocess.PIPE
@@ -348,7 +348,7 @@ def finish(command: Sequence[str], limit_s: float) -> tuple[int, str, bool]:
     return process.returncode, (errors.strip().splitlines() or [""])[0] if wrong else "", False
 
 
-def of_run(out: Path, part: Part, folder: Path) -> dict[str, Any]:
+def of_run(out: Path, part: ReferencePart, folder: Path) -> dict[str, Any]:
     """What is kept of a run beside the run itself: the rows of a bench; the verdict, medians and a picture of another lab."""
     from kit.draw.style import THEMES  # here and below: `kit reference --plan` needs no matplotlib
     from kit.public import load
@@ -356,10 +356,14 @@ def of_run(out: Path, part: Part, folder: Path) -> dict[str, Any]:
 
     run = load(folder)
     if not part.lab:
-        data = reported(run, find(run.lab).all_rules())
+        data = reported_rows(run, find(run.lab).all_rules())
         write_text(out / f"{part.name}.txt", rows_text(data) + "\n")
         return data
-    result: dict[str, Any] = {"verdict": run.verdict().to_json(), "medians": medians(run), "provenance": run.provenance}
+    result: dict[str, Any] = {
+        "verdict": run.verdict().to_json(),
+        "medians": phase_medians(run),
+        "provenance": run.provenance,
+    }
     if result["medians"]:
         for theme_name in THEMES:
             suffix = "" if theme_name == "light" else f"-{theme_name}"
@@ -367,7 +371,7 @@ def of_run(out: Path, part: Part, folder: Path) -> dict[str, Any]:
     return result | ({"seats": [seat_of(run.provenance)]} if "world" in run.provenance else {})
 
 
-def medians(run: Run) -> list[dict[str, Any]]:
+def phase_medians(run: Run) -> list[dict[str, Any]]:
     """Of every phase and metric that has numbers, over ranks and cycles: the median, its ends, and of how many."""
     frame = run.frame().dropna(subset="value")
     grouped = frame.assign(metric=labels(frame)).groupby(["phase", "metric", "unit"], sort=False)["value"]
@@ -410,7 +414,7 @@ def in_order(folder: Path) -> Iterator[Path]:
 # -- the page ---------------------------------------------------------------------------------
 
 
-def write_page(out: Path, parts: Sequence[Part], missing: Mapping[str, str]) -> None:
+def write_page(out: Path, parts: Sequence[ReferencePart], missing: Mapping[str, str]) -> None:
     """The folder in a page, from its files."""
     result = results_of(out, parts)
     provenance = next((part["provenance"] for part in result if part.get("provenance")), None)

@@ -80,7 +80,7 @@ def import_torchcomms() -> None:
     import_module("torchcomms.hooks").FlightRecorderHook  # noqa: B018
 
 
-def in_use(name: str) -> bool:
+def is_routing(name: str) -> bool:
     """Whether the groups of this process are made through a backend. Imports nothing of it."""
     if name == NCCL2:
         return splits.plain is not None
@@ -93,11 +93,11 @@ def world_backend() -> str:
     return OVER_NCCL2 if requested(NCCL2) else "cpu:gloo,cuda:nccl"
 
 
-def describe(name: str) -> dict[str, Any]:
+def routing_status(name: str) -> dict[str, Any]:
     """Requested, importable, and in effect for WORLD; how many groups there are, how many of them are routed, which options were lost."""
     lacks = missing(name)
     if name == TORCHCOMMS:
-        world, effective = c10d()._world.default_pg, in_use(TORCHCOMMS)
+        world, effective = c10d()._world.default_pg, is_routing(TORCHCOMMS)
         kinds = {type(backend).__name__ for backend in backends(world)} if world is not None else set()
         groups, routed, lost = state.groups, state.routed, sorted(state.lost)
         unused = "torch could route and did not"
@@ -134,9 +134,9 @@ def probe() -> dict[str, Any]:
     from torch._C._distributed_c10d import HashStore
 
     try:
-        install()
+        install_routes()
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        described = describe(TORCHCOMMS)
+        described = routing_status(TORCHCOMMS)
         dist.destroy_process_group()
     except Exception as error:  # noqa: BLE001 - what it raises is the answer
         return {**about, "effective": False, "why": f"a group cannot be made ({type(error).__name__}: {error})"}
@@ -148,7 +148,7 @@ def c10d() -> Any:
     return import_module("torch.distributed.distributed_c10d")
 
 
-def install() -> None:
+def install_routes() -> None:
     """Change torch's functions for the requested backends; without a flag nothing is touched. Repeating it changes nothing."""
     if requested(TORCHCOMMS) and not state.installed and hasattr(c10d(), "new_comm"):
         install_torchcomms()
@@ -427,11 +427,11 @@ def group_by_split(module: Any, given: dict[str, Any]) -> Any:
     else:
         (partition,) = partitions([call])
     if not partition.made:
-        partition.made.append(split(module, partition, given, backend))
+        partition.made.append(split_groups(module, partition, given, backend))
     return partition.made[0] if mine else module.GroupMember.NON_GROUP_MEMBER
 
 
-def split(module: Any, partition: Partition, given: dict[str, Any], backend: str) -> Any:
+def split_groups(module: Any, partition: Partition, given: dict[str, Any], backend: str) -> Any:
     """All groups of a partition. What was asked for without a backend has WORLD's, for the host as well."""
     return module.split_group(
         split_ranks=[list(ranks) for ranks in partition.groups],

@@ -16,7 +16,7 @@ import pytest
 
 import kit
 from kit import machine
-from kit.cli import main, parse, parser
+from kit.cli import main, parse_words, parser
 from kit.labs.discover import discover, tagged
 from kit.results import Row, Verdict, VerdictRow, create_run
 from kit.world import leftovers
@@ -105,7 +105,7 @@ def test_every_command_has_json_examples_that_parse_and_help_for_all(name: str) 
     examples = re.findall(r"^  kit (.*)$", made.epilog, re.MULTILINE)
     assert examples
     for example in examples:
-        assert parse(shlex.split(example)).parser.prog == f"kit {name}"
+        assert parse_words(shlex.split(example)).parser.prog == f"kit {name}"
 
 
 @pytest.mark.parametrize(

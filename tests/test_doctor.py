@@ -91,7 +91,7 @@ def test_other_environments_with_megatron_are_listed_with_the_line_to_use(monkey
     monkeypatch.setattr(
         doctor, "ask_interpreters", lambda _: ([{**both, "chosen": is_it} for is_it in (True, False)], None)
     )
-    lines = doctor.describe(doctor.examine()).splitlines()
+    lines = doctor.describe_box(doctor.examine()).splitlines()
     message = "/opt/x/bin/python (found under /opt): has both"
     assert f"ranks use   -> {message}" in lines
     assert f"ranks use      {message}; to use it: export KIT_PYTHON=/opt/x/bin/python" in lines
@@ -99,7 +99,7 @@ def test_other_environments_with_megatron_are_listed_with_the_line_to_use(monkey
 
 def test_a_gpu_in_a_line():
     gpu = {"name": "H200", "memory_mib": 143771, "memory_free_mib": 140000, "pcie_gen_max": 5, "pcie_width": 16}
-    message = doctor.gpus({"driver": "580.95", "gpus": [gpu]})
+    message = doctor.gpu_lines({"driver": "580.95", "gpus": [gpu]})
     assert message == ["H200, 140000 of 143771 MiB free, PCIe 5 x16, driver 580.95"]
 
 

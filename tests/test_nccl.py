@@ -20,14 +20,14 @@ from kit.world.device import choose_device
     [(22907, (2, 29, 7)), (22809, (2, 28, 9)), (23004, (2, 30, 4)), (21000, (2, 10, 0)), (2804, (2, 8, 4))],
 )
 def test_nccls_own_numbers_are_read(number, version):
-    assert nccl.decoded(number) == version
-    assert nccl.written(version) == ".".join(map(str, version))
+    assert nccl.decode_version(number) == version
+    assert nccl.version_text(version) == ".".join(map(str, version))
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch brings NCCL")
 def test_a_torch_without_cuda_has_none():
     assert nccl.running() is None
-    assert nccl.written(None) is None
+    assert nccl.version_text(None) is None
 
 
 def test_a_library_that_is_loaded_is_asked_itself(tmp_path, monkeypatch):
@@ -111,14 +111,14 @@ def test_nccl_has_kernels_for_the_gpu_or_the_version_that_has_is_named(version, 
 
 
 def test_gpus_are_shared_by_the_flag_where_there_is_one():
-    flagged, hosts = nccl.sharing((2, 30, 0), 1), nccl.sharing((2, 29, 7), 1)
+    flagged, hosts = nccl.sharing_env((2, 30, 0), 1), nccl.sharing_env((2, 29, 7), 1)
     assert flagged.env["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
     assert "NCCL_HOSTID" not in flagged.env
-    assert hosts.env["NCCL_HOSTID"] != nccl.sharing((2, 29, 7), 2).env["NCCL_HOSTID"]
+    assert hosts.env["NCCL_HOSTID"] != nccl.sharing_env((2, 29, 7), 2).env["NCCL_HOSTID"]
     assert "NCCL_MULTI_RANK_GPU_ENABLE" not in hosts.env
     assert hosts.env["NCCL_MNNVL_ENABLE"] == "0"
     assert int(flagged.env["NCCL_MAX_CTAS"]) == int(hosts.env["NCCL_MAX_CTAS"]) <= 8
-    assert nccl.sharing(None, 0) is None
+    assert nccl.sharing_env(None, 0) is None
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_fewer_gpus_than_ranks_are_shared_and_it_is_reported(gpus, version):
     for number, seat in enumerate(seats):
         assert seat.why.startswith("2 CUDA devices for 4 ranks, shared by ")
         assert seat.why.endswith("; communication times: shared GPU, not a product number")
-        assert seat.env == nccl.sharing(version, number).env
+        assert seat.env == nccl.sharing_env(version, number).env
 
 
 def test_if_any_gpu_of_a_placement_repeats_every_rank_gets_the_environment_for_sharing(gpus):
@@ -157,7 +157,7 @@ def test_if_any_gpu_of_a_placement_repeats_every_rank_gets_the_environment_for_s
     gpus(2, (2, 28, 9))
     seats = [choose_device("cuda", number, 3, (0, 0, 1), number) for number in range(3)]
     assert [str(seat.device) for seat in seats] == ["cuda:0", "cuda:0", "cuda:1"]
-    assert [seat.env for seat in seats] == [nccl.sharing((2, 28, 9), number).env for number in range(3)]
+    assert [seat.env for seat in seats] == [nccl.sharing_env((2, 28, 9), number).env for number in range(3)]
     assert not any(choose_device("cuda", number, 2, (0, 1), number).env for number in range(2))
 
 
@@ -180,7 +180,7 @@ def test_where_gpus_cannot_be_shared_auto_takes_the_host_and_cuda_is_refused(gpu
 
 
 def test_it_asks_no_gpu_and_loads_nothing_heavy():
-    code = "import sys; from kit import nccl; print(nccl.sharing((2, 28, 9), 0) is None, 'torch' in sys.modules)"
+    code = "import sys; from kit import nccl; print(nccl.sharing_env((2, 28, 9), 0) is None, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 

@@ -134,7 +134,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Splits]]:
         return splits
 
     monkeypatch.setenv(FLAGS[NCCL2], "1")
-    routing.install()
+    routing.install_routes()
     assert dist.new_group is c10d.new_group is not plain
     yield become
     if dist.is_initialized():
@@ -234,7 +234,7 @@ def test_a_partition_has_one_setting_and_every_rank_once() -> None:
 def test_without_the_flag_nothing_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FLAGS[NCCL2], raising=False)
     before = c10d.new_group
-    routing.install()
+    routing.install_routes()
     assert c10d.new_group is before
 
 
@@ -252,9 +252,9 @@ def test_what_is_in_effect_is_reported_by_the_types_of_backends(monkeypatch: pyt
 
     groups = [Group("ProcessGroupNCCL2"), Group("ProcessGroupNCCL"), Group("")]
     monkeypatch.setattr(c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(groups), default_pg=groups[0]))
-    reported = routing.describe(NCCL2)
+    reported = routing.routing_status(NCCL2)
     assert (reported["effective"], reported["groups"], reported["groups_effective"]) == (True, 2, 1)
     monkeypatch.setattr(c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(groups), default_pg=groups[1]))
-    reported = routing.describe(NCCL2)
+    reported = routing.routing_status(NCCL2)
     assert reported["effective"] is False
     assert reported["reason"] == "AttributeError: module 'torch.distributed' has no attribute 'ProcessGroupNCCL2'"

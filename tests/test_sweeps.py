@@ -9,18 +9,18 @@ import pytest
 
 from kit.errors import BadInput
 from kit.labs.discover import find
-from kit.public import Point, check_points, read_settings, runs_of, sweep, sweep_points
+from kit.public import SweepPoint, check_points, read_settings, runs_of, sweep, sweep_points
 from kit.results import Row, Verdict, VerdictRow, create_run
 
 
 def test_every_combination_and_the_repeats_after_each_other() -> None:
     swept = {"chunks": "1,[2,5]", "level": "tokens,both"}
-    lists = [Point({"chunks": [1], "level": "tokens"}, 1), Point({"chunks": [1], "level": "both"}, 1)]
+    lists = [SweepPoint({"chunks": [1], "level": "tokens"}, 1), SweepPoint({"chunks": [1], "level": "both"}, 1)]
     found = sweep_points(find("split"), swept, 2)
     assert found[:2] == lists
     assert found[2].swept == {"chunks": [2, 5], "level": "tokens"}
     assert [one.repeat for one in found] == [1] * 4 + [2] * 4
-    assert sweep_points(find("smoke"), {}, 2) == [Point({}, 1), Point({}, 2)]
+    assert sweep_points(find("smoke"), {}, 2) == [SweepPoint({}, 1), SweepPoint({}, 2)]
 
 
 def test_a_run_that_could_not_start_is_refused_before_the_first_does() -> None:

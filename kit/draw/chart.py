@@ -30,7 +30,7 @@ HANDLE = 0.44  # inches of a mark in a legend with the space around it
 LEGEND_LINE = 12.8  # points
 
 
-class Scene(NamedTuple):
+class ChartScene(NamedTuple):
     """What charts are drawn from: a run's data (or several runs'), its verdict, the theme, and the figure or the part of one."""
 
     data: Any
@@ -93,7 +93,7 @@ class Chart(abc.ABC):
     def inches(self, rows: pd.DataFrame) -> float:  # noqa: ARG002 - of some kinds it depends on the rows
         return self.height
 
-    def paint(self, ax: Axes, rows: pd.DataFrame, scene: Scene) -> list[Any]:
+    def paint(self, ax: Axes, rows: pd.DataFrame, scene: ChartScene) -> list[Any]:
         parts = [name for name in self.looks if name in rows]
         columns = [*parts, *(name for name in ("value", "low", "high", "mark") if name in rows)]
         marks = self.marks(rows, scene.verdict)
@@ -155,7 +155,7 @@ class Plot:
         inches = [chart.inches(rows) for chart, rows in self.drawings(data, verdict)]
         return sum(inches) - INNER * (len(inches) - 1) if self.below else max(inches)
 
-    def paint(self, scene: Scene) -> None:
+    def paint(self, scene: ChartScene) -> None:
         drawings = self.drawings(scene.data, scene.verdict)
         if self.below:
             inches = [max(chart.inches(rows) - FRAME, 0.3) for chart, rows in drawings]
@@ -170,9 +170,9 @@ class Plot:
         for ax, (chart, rows) in zip(axes, drawings, strict=True):
             handles, words = chart.paint(ax, rows, scene), {**rows.iloc[0], **rows.attrs}
             for handle in handles:
-                handle.set_label(fill(handle.get_label(), words))
+                handle.set_label(filled_template(handle.get_label(), words))
             for axis in (ax.xaxis, ax.yaxis):
-                axis.set_label_text(fill(axis.get_label_text(), words))
+                axis.set_label_text(filled_template(axis.get_label_text(), words))
             # Panels with the same words have one legend, as wide as all of them.
             shares = [other.share * (other is chart or self.below) for other, _ in drawings]
             part = sum(shares) / sum(other.share for other, _ in drawings)
@@ -182,7 +182,7 @@ class Plot:
             before = legend
         for ax, (chart, rows), lines in zip(axes, drawings, deep, strict=True):
             room = lines if self.below else max(deep)  # titles beside each other are at the same height
-            title = fill(chart.heading or chart.title or self.title, {**rows.iloc[0], **rows.attrs})
+            title = filled_template(chart.heading or chart.title or self.title, {**rows.iloc[0], **rows.attrs})
             if title.strip():
                 ax.set_title(title, pad=6 + LEGEND_LINE * room + 2 * (room > 0))
             if self.below and ax is not axes[-1]:
@@ -192,7 +192,7 @@ class Plot:
 # -- for the kinds ---------------------------------------------------------------------------------------------------
 
 
-def fill(template: str, words: Mapping[Any, Any]) -> str:
+def filled_template(template: str, words: Mapping[Any, Any]) -> str:
     """The template with its words, as `str.format` would. Braces that name none of them stay: a label may be anybody's text."""
 
     def word(match: re.Match[str]) -> str:

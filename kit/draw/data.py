@@ -124,7 +124,7 @@ def with_attrs(rows: pd.DataFrame, **attrs: Any) -> pd.DataFrame:
     return rows
 
 
-def apart(table: pd.DataFrame, owner: str) -> pd.DataFrame:
+def lines_apart(table: pd.DataFrame, owner: str) -> pd.DataFrame:
     """A table with a column for each rank (or GPU) as rows of lines: one for each, or of many their median and range."""
     table = table.rename_axis(index="x")
     if len(table.columns) > SEPARATE:

@@ -10,7 +10,7 @@ import pandas as pd
 
 from kit.draw.album import Charts, Table
 from kit.draw.chart import Limit, Plot
-from kit.draw.data import RunData, apart, with_attrs
+from kit.draw.data import RunData, lines_apart, with_attrs
 from kit.draw.lanes import Lanes
 from kit.draw.lines import Lines
 from kit.draw.matrix import Matrix
@@ -20,7 +20,7 @@ from kit.results import NotMeasured, Verdict
 from kit.results.frames import own_numbers, summary_of, without_empty
 from kit.results.records import rank_name
 from kit.results.units import ROW, size
-from kit.results.verdict import MARKS, cells, folded, without_parts
+from kit.results.verdict import MARKS, cells, folded_rows, without_parts
 
 MIB = 2**20
 SOURCES = {
@@ -79,7 +79,7 @@ def memory_drift(data: RunData, *, phase: str = "", when: str = "") -> pd.DataFr
         raise NotMeasured("no phase of several cycles has records of memory")
     last = phase or max((str(name) for name in cycles.index if cycles[name] == cycles.max()), key=data.phases.index)
     table, control = data.memory_levels(last), data.memory_levels("control")
-    rows = apart((table - table.iloc[0]) / MIB, data.memory.owner)
+    rows = lines_apart((table - table.iloc[0]) / MIB, data.memory.owner)
     control = control[control.index.isin(table.index)]
     if not control.empty:
         change = ((control - control.iloc[0]) / MIB).median(axis=1)
@@ -122,7 +122,7 @@ def own_lines(data: RunData) -> pd.DataFrame:
         rows = rows.assign(at=rows["cycle"] if is_once else rows.groupby("rank").cumcount())
         unit = rows["unit"].iloc[0]
         name = f"{metric} [{unit}]" if unit not in ("", "1") else metric
-        lines = apart(rows.pivot_table(index="at", columns="rank", values="value"), "rank")
+        lines = lines_apart(rows.pivot_table(index="at", columns="rank", values="value"), "rank")
         parts.append(lines.assign(panel=name, axis="cycle" if is_once else "record"))
     if not parts:
         raise NotMeasured("the job recorded no numbers of its own")
@@ -171,7 +171,7 @@ def phases_of_ranks(data: RunData) -> pd.DataFrame:
 
 def verdict_cells(verdict: Verdict) -> pd.DataFrame:
     """Checks that failed and those not measured first, with the reason; of those that passed the names, in columns."""
-    groups = folded(without_parts(verdict))
+    groups = folded_rows(without_parts(verdict))
     lines: list[tuple[int, float, str, str]] = []
     others = [group for group in groups if not group[0].passed]
     for line, group in enumerate(others):

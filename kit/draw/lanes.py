@@ -142,13 +142,13 @@ def write_words(ax: Axes, table: pd.DataFrame, left: float, ended: float) -> flo
     right = ended
     for _ in range(3):  # the last words need room, which makes all others narrower
         letter = SMALL * (right - left) / axes_width(ax)
-        written = [joined(lane, right, letter) for lane in lanes]
+        written = [merged_labels(lane, right, letter) for lane in lanes]
         reach = [x + wide(words) * letter for x, words in (lane[-1] for lane in written)]
         reach += [x + (len(words) + 2) * letter for x, words in zip(after["right"], after["words"], strict=True)]
         right = max([ended, *reach])
     for lane, words in zip(lanes, written, strict=True):
         for x, text in words:
-            ax.text(x, lane["top"].iloc[0] - 0.02, folded(text), fontsize=7.5, va="bottom", linespacing=1.0)
+            ax.text(x, lane["top"].iloc[0] - 0.02, folded_label(text), fontsize=7.5, va="bottom", linespacing=1.0)
     for row in inside.to_dict("records"):
         room, middle = row["right"] - row["left"], (row["left"] + row["right"]) / 2
         if len(text := fitting(row["words"], room, letter)) * letter < room:
@@ -159,7 +159,7 @@ def write_words(ax: Axes, table: pd.DataFrame, left: float, ended: float) -> flo
     return float(right)
 
 
-def joined(lane: pd.DataFrame, right: float, letter: float) -> list[tuple[float, str]]:
+def merged_labels(lane: pd.DataFrame, right: float, letter: float) -> list[tuple[float, str]]:
     """Where the words above a lane are written: each at its place, but those that would run into the ones before are joined to them."""
     written: list[tuple[float, str]] = []
     rooms = zip(lane["left"], lane["words"], [*lane["left"].iloc[1:], right], strict=True)
@@ -178,12 +178,12 @@ def fitting(words: str, room: float, letter: float) -> str:
     return next((text for text in alternatives if (len(text) + 1) * letter <= room), alternatives[-1])
 
 
-def folded(words: str) -> str:
+def folded_label(words: str) -> str:
     return textwrap.fill(words, max(LONG, len(words) // 2 + 9))
 
 
 def wide(words: str) -> int:
-    return max(map(len, folded(words).split("\n")))
+    return max(map(len, folded_label(words).split("\n")))
 
 
 def mark_of(look: Look, theme: Theme) -> Any:

@@ -54,7 +54,7 @@ class Levels(Chart):
         names = parts_of(table["kind"]) if "kind" in table else columns
         looks = looks_of(names, self.looks)
         table = table.assign(section=column(table, "section"), side=column(table, "side"), tone=column(table, "tone"))
-        places = places_of(list(table[["section", "place"]].itertuples(index=False, name=None)))
+        places = bar_places(list(table[["section", "place"]].itertuples(index=False, name=None)))
         sides = list(table["side"].unique())
         width = BAR / len(sides)
         at = [places[key] for key in zip(table["section"], table["place"], strict=True)]
@@ -148,7 +148,7 @@ def are_numbers(names: Iterable[Any]) -> bool:
     return all(isinstance(name, int | np.integer) for name in names)
 
 
-def places_of(keys: Sequence[Place]) -> dict[Place, float]:
+def bar_places(keys: Sequence[Place]) -> dict[Place, float]:
     """Where each place of a section is: whole numbers where they say, others one after the other with a gap between sections."""
     keys = list(dict.fromkeys(keys))
     if are_numbers(name for _, name in keys):

@@ -16,7 +16,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from kit.draw.chart import Plot, Scene
+from kit.draw.chart import ChartScene, Plot
 from kit.draw.style import DARK, LIGHT, SVG, Theme
 from kit.errors import BadInput
 from kit.results import Verdict
@@ -81,15 +81,15 @@ def paint(
     with mpl.rc_context(theme.rc()):
         heights = [max(plot.height(data, verdict) for plot in row) for row in rows]
         picture = Picture(sum(heights) + 0.35 + 0.2 * heading.count("\n"))
-        for figures, row in zip(split(picture, len(rows), height_ratios=heights), rows, strict=True):
-            for figure, plot in zip(split(figures, 1, len(row)), row, strict=True):
-                plot.paint(Scene(data, verdict, theme, figure))
+        for figures, row in zip(split_figure(picture, len(rows), height_ratios=heights), rows, strict=True):
+            for figure, plot in zip(split_figure(figures, 1, len(row)), row, strict=True):
+                plot.paint(ChartScene(data, verdict, theme, figure))
         is_one = len(rows) == len(rows[0]) == 1
         picture.suptitle(heading, x=0.01, ha="left", fontsize=9 if is_one else 11.5, color=theme.ink)
     return picture
 
 
-def split(figure: Any, rows: int, columns: int = 1, **options: Any) -> list[Any]:
+def split_figure(figure: Any, rows: int, columns: int = 1, **options: Any) -> list[Any]:
     return [figure] if rows * columns == 1 else list(figure.subfigures(rows, columns, **options))
 
 

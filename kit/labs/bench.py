@@ -51,10 +51,10 @@ def ratios(metric: str, title: str, above: Sequence[float], below: Sequence[floa
 
 
 def unmeasured(title: str, why: KitError | str, **about: Any) -> Samples:
-    return Samples(what=title, note=f"not measured: {first_line(why)}", **about)
+    return Samples(what=title, note=f"not measured: {without_details(why)}", **about)
 
 
-def first_line(text: object) -> str:
+def without_details(text: object) -> str:
     return str(text).partition("\n")[0]
 
 
@@ -133,10 +133,10 @@ class Bench:
 Part = Callable[[Bench], Iterable[Samples]]
 
 
-def measure(drive: Drive, part: Part) -> None:
+def run_part(drive: Drive, part: Part) -> None:
     """Run one part: what it measured is recorded as it comes; if it breaks, the reason."""
     bench = Bench(drive)
-    progress(drive.phase)
+    show_progress(drive.phase)
     try:
         for samples in part(bench):
             bench.keep(samples)
@@ -144,7 +144,7 @@ def measure(drive: Drive, part: Part) -> None:
         bench.keep(unmeasured(drive.phase, error))
 
 
-def progress(text: str) -> None:
+def show_progress(text: str) -> None:
     """Print the current measurement, on a terminal only."""
     if sys.stderr.isatty():
         print(f"... {text}", file=sys.stderr)

@@ -55,7 +55,7 @@ class Bystander:
             self._process.communicate()
 
 
-def look(block: torch.Tensor, right: torch.Tensor) -> dict[str, int]:
+def bystander_memory(block: torch.Tensor, right: torch.Tensor) -> dict[str, int]:
     """Its bytes from the driver (0 if unknown) and from its own allocator, and the number of changed bytes in its block."""
     from kit.measure.phase import device_memory
 
@@ -72,7 +72,7 @@ def stand_by(device: str) -> None:
     block = torch.arange(BLOCK, dtype=torch.int32, device=device)
     right = torch.arange(BLOCK, dtype=torch.int32)
     for _ in sys.stdin:
-        print(json.dumps(look(block, right)), flush=True)
+        print(json.dumps(bystander_memory(block, right)), flush=True)
 
 
 if __name__ == "__main__":

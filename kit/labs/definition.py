@@ -111,7 +111,7 @@ class BenchConfig(LabConfig):
                 object.__setattr__(self, field.name, self.QUICK[field.name])
 
 
-def parts_of(config: BenchConfig, parts: Sequence[str], driver: str) -> list[Step]:
+def driven_parts(config: BenchConfig, parts: Sequence[str], driver: str) -> list[Step]:
     """A driven step for each part that the config asks for, in the order of the bench."""
     words = [word.strip() for word in config.parts.split(",") if word.strip()]
     for word in words:
@@ -295,7 +295,7 @@ def working(step: Step, roles: Sequence[Role]) -> list[int]:
     return sorted(rank for role in roles if not step.roles or role.name in step.roles for rank in role.ranks)
 
 
-def role_names(roles: Sequence[Role]) -> dict[int, str]:
+def roles_by_rank(roles: Sequence[Role]) -> dict[int, str]:
     return {rank: role.name for role in roles if role.name for rank in role.ranks}
 
 

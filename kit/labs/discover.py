@@ -116,7 +116,7 @@ def configure(
     by a setting is looked up as on the ranks, with the Python and the environment of `world`."""
     config = validate(lab, fault.set if fault else {}, given)
     refuse_unused(config, given)
-    if refused := next(refusals(lab, config, fault), None):
+    if refused := next(refused_here(lab, config, fault), None):
         raise BadInput(refused[1])
     ranks_python = world.python if world else asked.find_python(config.python or None).path
     if "megatron.core" in lab.preload and not asked.probe_python(ranks_python, "").megatron:
@@ -134,7 +134,7 @@ def configure(
     return config
 
 
-def refusals(lab: Definition, config: LabConfig, fault: Fault | None) -> Iterator[tuple[str, str]]:
+def refused_here(lab: Definition, config: LabConfig, fault: Fault | None) -> Iterator[tuple[str, str]]:
     """What this machine or the fault does not allow: the field ("" for no single one) and a sentence."""
     driver, on_cuda = has_gpu_driver(), runs_on_gpus(config.device)
     if config.device == "cuda" and not driver:
@@ -166,15 +166,15 @@ def undetectable(lab: Definition, config: LabConfig, fault: Fault) -> Iterator[t
     found = {name: getattr(config, name) for name in fault.needs}
     wrong = {name: value for name, value in found.items() if value not in fault.needs[name]}
     for name, value in wrong.items():
-        words = " or ".join(map(spelled, fault.needs[name]))
-        yield name, f"fault {fault.name!r} cannot be detected with {name}={spelled(value)}; use {name}={words}"
+        words = " or ".join(map(setting_text, fault.needs[name]))
+        yield name, f"fault {fault.name!r} cannot be detected with {name}={setting_text(value)}; use {name}={words}"
     rule = next((rule for rule in lab.all_rules() if rule.name == fault.caught_by), None)
     if rule is not None and not wrong and (reason := rule.unanswerable(as_settings(config))):
         why = f"{rule.name} is not measured ({reason})"
         yield "", f"fault {fault.name!r} cannot be detected with these settings: {why}"
 
 
-def settled(values: Mapping[str, Any]) -> dict[str, Any]:
+def with_dtype(values: Mapping[str, Any]) -> dict[str, Any]:
     """Resolve `dtype=auto`, so a run's config states the dtype that it used."""
     if values.get("dtype") != "auto":
         return dict(values)
@@ -205,7 +205,7 @@ def complaints(lab: Definition, given: Mapping[str, Any], fault: Fault | None) -
     if isinstance(found, dict):
         return found
     wrong: dict[str, str] = {}
-    for name, why in refusals(lab, found, fault):
+    for name, why in refused_here(lab, found, fault):
         wrong.setdefault(name, why)
     return wrong
 
@@ -226,7 +226,7 @@ def _read(lab: Definition, *layers: Mapping[str, Any]) -> LabConfig | dict[str, 
     layers = tuple(_current(lab, known, layer) for layer in layers)
     if "dtype" in known:
         together = {"dtype": known["dtype"].default, **{name: layer[name] for layer in layers for name in layer}}
-        layers = (*layers, {"dtype": settled(together)["dtype"]})
+        layers = (*layers, {"dtype": with_dtype(together)["dtype"]})
     settings = combined(lab.config, *layers)
     try:
         # Strict, so "3" is not a number; via JSON, so a list may fill a tuple.
@@ -240,7 +240,7 @@ def _read(lab: Definition, *layers: Mapping[str, Any]) -> LabConfig | dict[str, 
                 place = [".".join(filter(None, place[1:3]))]
             name = place[0] if place else ""
             if name.partition(".")[2] not in wrong or name in given:  # else it was said of the setting for all
-                wrong.setdefault(name, _sentence(row, name, known, given))
+                wrong.setdefault(name, _field_sentence(row, name, known, given))
         return wrong
     return config
 
@@ -267,7 +267,7 @@ def _current(lab: Definition, known: Mapping[str, Field], layer: Mapping[str, An
             alike = [one for one in known if one[1:2] != "." or one[0] == name[0]]  # not each name of a nested config
             raise BadInput(f"lab {lab.name!r} has no setting {name!r}; {hint(name, alike)}")
         elif [*current] != [name]:
-            words = " ".join(f"{new}={spelled(one)}" for new, one in current.items())
+            words = " ".join(f"{new}={setting_text(one)}" for new, one in current.items())
             warnings.warn(f"setting {name} of lab {lab.name!r} is now {words}", old.Renamed, stacklevel=2)
     values = old.current_settings(lab.name, flat_layer)
     for name, value in values.items():
@@ -343,7 +343,7 @@ def check_target(name: str, target: str, python: str = "", env: Mapping[str, str
         )
 
 
-def _sentence(row: Any, name: str, known: Mapping[str, Field], values: Mapping[str, Any]) -> str:
+def _field_sentence(row: Any, name: str, known: Mapping[str, Field], values: Mapping[str, Any]) -> str:
     if name not in known:  # raised by the config itself: a rule among fields
         return str(row["ctx"]["error"]) if "ctx" in row else str(row["msg"])
     if row["type"] == "missing":
@@ -359,7 +359,7 @@ def value_of(text: str) -> Any:
         return text
 
 
-def spelled(value: Any) -> str:
+def setting_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -371,7 +371,7 @@ ANSWERS = ("failed", "passed", "not judged")
 ENDS = (*STATUSES, "interrupted", "damaged")
 
 
-def described(path: Path) -> dict[str, Any]:
+def describe_folder(path: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"run": str(path), "label": "", "lab": "", "set": {}, "fault": None, "answer": "not judged"}
     try:
         found = Run(path)
@@ -394,10 +394,10 @@ def defaults(lab_name: str) -> Mapping[str, Any]:
     values = {field.name: field.default for field in fields(lab.config)}
     if holder(lab.config) is not None:  # its nested configs follow from the others
         values = {**flat(as_settings(validate(lab, {}))), **values}
-    return {name: plain(value) for name, value in settled(values).items()}
+    return {name: json_value(value) for name, value in with_dtype(values).items()}
 
 
-def select(
+def select_runs(
     folders: Iterable[Path],
     *,
     lab: str | None = None,
@@ -411,13 +411,13 @@ def select(
         if value is not None and value not in allowed:
             raise BadInput(f"there is no {name} {value!r}; {hint(value, allowed)}")
     wanted = {"lab": lab, "fault": fault, "status": status, "answer": verdict}
-    rows = [described(path) for path in folders]
+    rows = [describe_folder(path) for path in folders]
     if config:
         own = {row["run"]: flat(Run(Path(row["run"])).config) for row in rows if row["status"] != "damaged"}
         known = sorted({name for settings in own.values() for name in settings})
         if known and (unknown := [name for name in config if name not in known]):
             raise BadInput(f"no run has a setting {unknown[0]!r}; {hint(unknown[0], known)}")
-        values = {name: plain(value) for name, value in config.items()}
+        values = {name: json_value(value) for name, value in config.items()}
         rows = [row for row in rows if values.items() <= own.get(row["run"], {}).items()]
     return [row for row in rows if all(one is None or one == (row[name] or "") for name, one in wanted.items())]
 
@@ -427,7 +427,7 @@ def table(folder: Path, **asked: Any) -> pd.DataFrame:
 
     rows = [
         {**row, "run": row["id"], "fault": row["fault"] or "", "set": in_line(row["set"]), "dir": row["run"]}
-        for row in select(list_runs(folder), **asked)
+        for row in select_runs(list_runs(folder), **asked)
         if row["status"] != "damaged"
     ]
     return pd.DataFrame(rows, columns=list(COLUMNS))
@@ -437,5 +437,5 @@ def in_line(config: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={in_words(value)}" for name, value in config.items())
 
 
-def plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value

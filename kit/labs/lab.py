@@ -19,20 +19,20 @@ from typing import Any, NamedTuple, Self
 
 from kit import routing
 from kit.errors import BadInput, KitError, RankDied, RankError
-from kit.labs.definition import Definition, LabConfig, Role, Step, as_settings, role_names, working
+from kit.labs.definition import Definition, LabConfig, Role, Step, as_settings, roles_by_rank, working
 from kit.labs.discover import configure, find_fault, refuse_device
 from kit.measure.recorder import provenance
 from kit.results import Row, Run, create_run, runs_dir
 from kit.results.frames import GPU
-from kit.results.growth import gpus
+from kit.results.growth import gpu_of_rank
 from kit.results.records import NOTEBOOK, Recording, label, rank_name, write_text
-from kit.results.rules import asked
+from kit.results.rules import applicable
 from kit.results.run import SNAPSHOTS, Plotter
 from kit.results.units import amount, columns, table_html
 from kit.results.verdict import Verdict, checked_tolerances
 from kit.target import load_callable, replaced
 from kit.world import World
-from kit.world.calls import Observer, Pending, wait
+from kit.world.calls import Pending, WorldObserver, wait
 from kit.world.world import Printer, Worlds
 
 RANKSIDE = "kit.labs.rankside"
@@ -56,7 +56,7 @@ class PhaseRow(NamedTuple):
 class Quiet(Printer):
     """An observer of one call of a driven step: it shows output and may stop the step, but does not change the step's progress."""
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: WorldObserver) -> None:
         self._observer = observer
 
     def output(self, rank: int, text: str) -> None:
@@ -142,7 +142,7 @@ class Drive(Recording):
 class NoRanks(Worlds):
     """The Worlds of a lab without ranks, whose drivers start those that they need."""
 
-    def __init__(self, observer: Observer | None) -> None:
+    def __init__(self, observer: WorldObserver | None) -> None:
         self.names, self.worlds, self.isolate = (), [], False
         self._observer = observer or Printer()
 
@@ -214,7 +214,7 @@ class Lab:
         fault: str | None = None,
         out: Path | None = None,
         tolerances: Mapping[str, float] | None = None,
-        observe: Callable[[int], Observer] | None = None,
+        observe: Callable[[int], WorldObserver] | None = None,
         plotter: Plotter | None = None,
         panel: Callable[[Lab], object] | None = None,
         world: World | Worlds | None = None,
@@ -232,12 +232,12 @@ class Lab:
         self.bug = find_fault(definition, fault)
         self.config = configure(definition, config, self.bug, world=one)
         self.roles = definition.roles_of(self.config)
-        self._sizes = sizes(self.roles)
+        self._sizes = ranks_by_role(self.roles)
         if world is not None:
             check_given(world, self.config, self._sizes, isolate=definition.isolate)
         self._given = world
         self._settings = as_settings(self.config)
-        self._rules = asked(definition.all_rules(), self._settings)
+        self._rules = applicable(definition.all_rules(), self._settings)
         self.tolerances = checked_tolerances(tolerances or {}, [rule.name for rule in self._rules])
         self.steps: Sequence[Step] = definition.plan(self.config)
         known = {role.name for role in self.roles}
@@ -249,7 +249,7 @@ class Lab:
         self.error = ""  # the failure that ended it, in one line
         self.judged: Run | None = None  # the run, once it has its verdict
         self.observe = observe
-        self._observer: Observer | None = None
+        self._observer: WorldObserver | None = None
         self._about = provenance()
         self._writer = create_run(runs_dir(), self.name, self._settings, self._about, out=out, fault=fault)
         self.dir = self._writer.dir
@@ -295,7 +295,7 @@ class Lab:
             self._step()
         try:
             if left := self._left(range(self.config.ranks)):
-                reports = self.world.call(f"{RANKSIDE}:end", ranks=left, timeout_s=self._own_limit)
+                reports = self.world.call(f"{RANKSIDE}:end_session", ranks=left, timeout_s=self._own_limit)
                 answers = dict(zip(left, reports, strict=True))
                 self._append_answers("pss", answers, ROUTING_AFTER)
             self._refuse_broken()
@@ -414,7 +414,7 @@ class Lab:
 
     def _call(self, step: Step, write: Write) -> None:
         self.world.submit(
-            f"{RANKSIDE}:step",
+            f"{RANKSIDE}:run_phase",
             args={"cycle": step.cycle, "name": step.phase},
             ranks=self._left(working(step, self.roles)),
             timeout_s=self.config.timeout_s,
@@ -480,7 +480,7 @@ class Lab:
             about["roles"] = {role.name: list(role.ranks) for role in self.roles}
         self._about |= {"rank0": answers[0]["provenance"], "world": about}
         self._writer.set_provenance(self._about)
-        self._append_once(GPU, gpus(seats), "1")
+        self._append_once(GPU, gpu_of_rank(seats), "1")
         self._append_answers("pss_before", answers, ROUTING_BEFORE)
 
     def _tell(self, about: Mapping[str, Any]) -> None:
@@ -522,7 +522,7 @@ class Lab:
             raise KitError("this run is already judged; make a new lab")
 
     def _append(self, cycle: int, phase: str, found: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Row]:
-        names = role_names(self.roles)
+        names = roles_by_rank(self.roles)
         rows = [
             Row.placed(
                 facts,
@@ -546,7 +546,9 @@ class Lab:
             known = {rank: answer["routing"] for rank, answer in answers.items()}
             self._writer.set_provenance({**self._about, "routing": next(iter(known.values()))})
             for name in names:
-                self._append_once(f"routing_{name}", {rank: _number(one[name]) for rank, one in known.items()}, "1")
+                self._append_once(
+                    f"routing_{name}", {rank: _whole_or_text(one[name]) for rank, one in known.items()}, "1"
+                )
         rows = {rank: answer["pss"] for rank, answer in answers.items() if answer["pss"] is not None}
         self._append_once(metric, rows, "B")
 
@@ -563,7 +565,7 @@ class Lab:
         name = "stopped" if isinstance(error, KeyboardInterrupt) else type(error).__name__
         words = f"{name}: {error}" if str(error) else name
         self.error = words.partition("\n")[0]
-        call = f"{RANKSIDE}:snapshot"
+        call = f"{RANKSIDE}:memory_history"
         keep: tuple[Callable[[], object], ...] = (
             lambda: self._snapshots and self.world.call(call, ranks=self._idle(range(self.config.ranks)), timeout_s=60),
             lambda: write_text(self.dir / "logs" / "error.txt", words + "\n"),
@@ -582,7 +584,7 @@ class Lab:
         return [row["rank"] for row in self.world.status() if row["state"] == "idle" and row["rank"] in wanted]
 
 
-def sizes(roles: Sequence[Role]) -> tuple[int, ...]:
+def ranks_by_role(roles: Sequence[Role]) -> tuple[int, ...]:
     count = 1 + max(role.world for role in roles)
     return tuple(sum(len(role.ranks) for role in roles if role.world == number) for number in range(count))
 
@@ -623,5 +625,5 @@ def routing_env(config: LabConfig) -> dict[str, str]:
     return {routing.FLAGS[name]: str(int(on)) for name, on in wanted.items() if on or routing.requested(name)}
 
 
-def _number(value: Any) -> float | str:
+def _whole_or_text(value: Any) -> float | str:
     return value if isinstance(value, str) else float(len(value) if isinstance(value, list) else value)

@@ -60,7 +60,7 @@ class Context(Recording):
         return load(target)(self)
 
 
-def publish(row: Row) -> None:
+def publish_row(row: Row) -> None:
     channel.publish(row.facts())
 
 
@@ -125,7 +125,7 @@ def begin(
         config=made(load(config_type), config),
     )
     for name, flag in routing.FLAGS.items():
-        if context.config.routing == "torch" and routing.in_use(name):
+        if context.config.routing == "torch" and routing.is_routing(name):
             raise BadInput(
                 f"routing=torch, but these ranks go through {name}; make the World without {flag}, or use routing={name}"
             )
@@ -151,10 +151,10 @@ def begin(
         )
     if history is not None:
         history.start()
-    return {"provenance": about, "pss": pss(), **routed(context.config)}
+    return {"provenance": about, "pss": pss(), **routing_record(context.config)}
 
 
-def step(*, cycle: int, name: str) -> None:
+def run_phase(*, cycle: int, name: str) -> None:
     """Run one phase, measure it, and publish the measurements, even if it raises."""
     session = _running()
     meter = PhaseMeter(str(session.context.device))
@@ -164,7 +164,7 @@ def step(*, cycle: int, name: str) -> None:
             getattr(session.phases, name)(cycle)
         failed = []
     except BaseException:
-        snapshot()  # now, because answering the error frees the memory of the exception
+        memory_history()  # now, because answering the error frees the memory of the exception
         raise
     finally:
         publish_all(meter, *failed)
@@ -184,11 +184,11 @@ def act(*, method: str, args: dict[str, Any]) -> Any:
     try:
         return getattr(_running().phases, method)(**args)
     except Exception:  # not an interrupt, which is unrelated to this call
-        publish(Row(metric="failed", value=1.0, unit="1", time=time.time(), ids={"call": method}))
+        publish_row(Row(metric="failed", value=1.0, unit="1", time=time.time(), ids={"call": method}))
         raise
     finally:
         ended = time.time()
-        publish(Row(metric="call", value=ended - began, unit="s", time=ended, start=began, ids={"call": method}))
+        publish_row(Row(metric="call", value=ended - began, unit="s", time=ended, start=began, ids={"call": method}))
 
 
 def close_step() -> None:
@@ -203,12 +203,12 @@ def close_step() -> None:
 def publish_all(meter: PhaseMeter, *more: Metric) -> None:
     """The measurements of a phase, then those after it, which may fail."""
     for metric in (*meter.metrics, *more):
-        publish(Row(**metric._asdict(), time=meter.ended))
+        publish_row(Row(**metric._asdict(), time=meter.ended))
     for metric in between_phases(str(_running().context.device)):
-        publish(Row(**metric._asdict(), time=time.time()))
+        publish_row(Row(**metric._asdict(), time=time.time()))
 
 
-def snapshot() -> None:
+def memory_history() -> None:
     """Write this rank's history of CUDA memory, if it keeps one, and stop recording it."""
     session = _running()
     if session.history is not None:
@@ -217,21 +217,21 @@ def snapshot() -> None:
         session.history = None
 
 
-def end() -> dict[str, Any]:
+def end_session() -> dict[str, Any]:
     global _session  # noqa: PLW0603 - as above
-    snapshot()
+    memory_history()
     _running().restore()
-    answer = {"pss": pss(), **routed(_running().context.config)}
+    answer = {"pss": pss(), **routing_record(_running().context.config)}
     _session = None
     gc.collect()  # ranks may continue with another lab, which must fit next to what this one leaves
     trim()
     return answer
 
 
-def routed(config: Any) -> dict[str, Any]:
+def routing_record(config: Any) -> dict[str, Any]:
     if config.routing == "torch":
         return {}
-    return {"routing": routing.describe(config.routing)}
+    return {"routing": routing.routing_status(config.routing)}
 
 
 def _running() -> Session:

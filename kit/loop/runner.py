@@ -42,7 +42,7 @@ class Port(Protocol):
         return ()
 
 
-class Clock(Protocol):
+class RunnerClock(Protocol):
     """`wait` returns when something may have arrived or the seconds are over; False if nothing can ever arrive."""
 
     def now(self) -> float: ...
@@ -69,7 +69,7 @@ class Runner:
         cores: Mapping[str, Core[Any]],
         ports: Mapping[str, Port],
         *,
-        clock: Clock,
+        clock: RunnerClock,
         ledger: Sink | None = None,
         deadline_s: float = 60.0,
     ) -> None:
@@ -118,7 +118,9 @@ class Runner:
             try:
                 arrived = list(port.take())
             except Exception as error:  # noqa: BLE001 - any exception of a port becomes an event for the cores
-                arrived = [Event("error", core, of="port", port=name, why=_sentence(error)) for core in self.cores]
+                arrived = [
+                    Event("error", core, of="port", port=name, why=_error_sentence(error)) for core in self.cores
+                ]
             for event in arrived:
                 self.post(event)
 
@@ -164,7 +166,7 @@ class Runner:
             try:
                 answers = list(self.ports[command.to].send(command))
             except Exception as error:  # noqa: BLE001 - any exception of a port becomes an event for the core
-                ids = {**dict(command.ids), "of": command.name, "why": _sentence(error)}
+                ids = {**dict(command.ids), "of": command.name, "why": _error_sentence(error)}
                 self.inbox.append((name, Event("error", command.pipeline, **ids)))
             else:
                 for event in answers:
@@ -180,7 +182,7 @@ class Runner:
         raise BadInput(f"the event {event.name} belongs to the pipeline {event.pipeline!r}, which has no core")
 
 
-def _sentence(error: BaseException) -> str:
+def _error_sentence(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 

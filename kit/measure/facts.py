@@ -49,7 +49,7 @@ def code_in_words(code: Mapping[str, Any]) -> str:
     return f"{code['gpu']}: torch {has} (built for {' '.join(code['built_for'])}); {kernels}"
 
 
-def findings() -> list[dict[str, str | None]]:
+def stack_findings() -> list[dict[str, str | None]]:
     """Transformer Engine, Megatron's optimizer and graph options, and libraries that move memory by themselves: which of them exist here
     (`what`), and what that means for a release."""
     optimizer = megatron_fields("megatron.core.optimizer", "OptimizerConfig")

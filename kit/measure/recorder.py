@@ -40,7 +40,7 @@ from kit.results.records import (
     RowsLost,
     RowWriter,
     checked_ids,
-    loads,
+    load_json,
     read_json,
     rewrite_json,
     utc,
@@ -74,9 +74,9 @@ class Recorder:
         sinks: Sequence[Any] = (),
     ) -> None:
         self.dir = Path(dir).resolve()
-        self.rank = _from_environment("RANK", 0) if rank is None else _whole_number("rank", rank)
+        self.rank = _from_environment("RANK", 0) if rank is None else _checked_number("rank", rank)
         self.world_size = (
-            _from_environment("WORLD_SIZE", 1) if world_size is None else _whole_number("world_size", world_size)
+            _from_environment("WORLD_SIZE", 1) if world_size is None else _checked_number("world_size", world_size)
         )
         if not 0 <= self.rank < self.world_size:
             raise BadInput(f"rank is {self.rank} and world_size {self.world_size}; a rank is from 0 to world_size - 1")
@@ -128,7 +128,7 @@ class Recorder:
         `kit check DIR` then judges whether any of these grows from cycle to cycle.
         """
         self._must_be_open()
-        key = str(name), _whole_number("cycle", cycle)
+        key = str(name), _checked_number("cycle", cycle)
         seen: list[Metric] = []
         if observe:
             self._watch()
@@ -305,7 +305,7 @@ class Recorder:
         )
         inner = self._inside[-1] if self._inside else (OUTSIDE, 0)
         phase_name = inner[0] if phase is None else str(phase)
-        self._append([row], phase_name, inner[1] if cycle is None else _whole_number("cycle", cycle))
+        self._append([row], phase_name, inner[1] if cycle is None else _checked_number("cycle", cycle))
 
     def _append(self, rows: Sequence[Row], phase: str, cycle: int) -> None:
         place = {**self._head, "cycle": cycle, "phase": phase, "rank": self.rank}
@@ -339,7 +339,7 @@ class Recorder:
 
 def _json_values(config: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        loads(json.dumps(dict(config)))
+        load_json(json.dumps(dict(config)))
     except (TypeError, ValueError, RecursionError) as error:
         raise BadInput(f"config must be JSON values only: {error}") from error
     return dict(config)
@@ -357,7 +357,7 @@ def _unix_seconds(moment: Any) -> float:
     return math.inf
 
 
-def _whole_number(what: str, value: SupportsIndex) -> int:
+def _checked_number(what: str, value: SupportsIndex) -> int:
     try:
         return operator.index(value)
     except TypeError:
@@ -456,7 +456,7 @@ def cuda_state() -> dict[str, Any]:
         return {"cuda": None, "nccl": None, "why": "this torch is built without CUDA"}
     if not torch.distributed.is_nccl_available():
         return {"cuda": torch.version.cuda, "nccl": None, "why": "this torch is built without NCCL"}
-    return {"cuda": torch.version.cuda, "nccl": nccl.written(nccl.running()), "why": None}
+    return {"cuda": torch.version.cuda, "nccl": nccl.version_text(nccl.running()), "why": None}
 
 
 def gpu_state() -> dict[str, Any]:

@@ -57,14 +57,14 @@ def compare(runs: Sequence[Run]) -> pd.DataFrame:
     return order[COLUMNS].reset_index(drop=True)
 
 
-def settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
+def settings_of_runs(runs: Sequence[Run]) -> dict[str, list[Any]]:
     configs: list[Mapping[str, Any]] = [{**flat(run.config), "fault": run.fault, "lab": run.lab} for run in runs]
     names = dict.fromkeys(name for config in configs for name in config)
     values_by_name = {name: [config.get(name) for config in configs] for name in names}
     return {name: values for name, values in values_by_name.items() if any(value != values[0] for value in values)}
 
 
-def sizes(apart: Mapping[str, Sequence[Any]]) -> list[str]:
+def size_settings(apart: Mapping[str, Sequence[Any]]) -> list[str]:
     """The settings among those that differ which make runs different in size: whole numbers, and those that name a size."""
     whole = {name for name, values in apart.items() if any(type(value) is int for value in values)}
     sized = (whole - {"cycles", "seed"}) | {"size", "dtype", "device"}
@@ -72,19 +72,19 @@ def sizes(apart: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 def warnings(runs: Sequence[Run]) -> list[str]:
-    apart = settings(runs)
+    apart = settings_of_runs(runs)
     if "lab" in apart:
         return [f"these are runs of different labs: {', '.join(dict.fromkeys(map(str, apart['lab'])))}"]
-    if not (names := ", ".join(sizes(apart))):
+    if not (names := ", ".join(size_settings(apart))):
         return []
     return [f"these runs differ in size ({names}): their times and memory cannot be compared"]
 
 
-def differing(runs: Sequence[Run]) -> list[str]:
+def run_differences(runs: Sequence[Run]) -> list[str]:
     """What sets each run apart from the others of its lab, in words: the settings that differ, a few of them, and its fault."""
 
     def apart(run: Run) -> str:
-        differing = settings([run, *(candidate for candidate in runs if candidate.lab == run.lab)])
+        differing = settings_of_runs([run, *(candidate for candidate in runs if candidate.lab == run.lab)])
         words = [f"{name}={in_words(values[0])}" for name, values in differing.items() if name != "fault"]
         omitted = [f"{len(words) - NAMED} more settings"] if len(words) > NAMED else []
         return ", ".join([*words[:NAMED], *omitted, *([f"fault {run.fault}"] if run.fault else [])])
@@ -94,7 +94,7 @@ def differing(runs: Sequence[Run]) -> list[str]:
 
 def labelled(runs: Sequence[Run]) -> dict[str, str]:
     """Each run's label or id with what sets it apart: what legends, headings and lists call it."""
-    words = zip(runs, differing(runs), strict=True)
+    words = zip(runs, run_differences(runs), strict=True)
     return {run.id: ", ".join(filter(None, [run.label or run.id, text])) for run, text in words}
 
 
@@ -122,7 +122,7 @@ def compact(table: pd.DataFrame, *, several: bool = False) -> pd.DataFrame:
     ]
 
 
-def changed(table: pd.DataFrame) -> pd.DataFrame:
+def changed_rows(table: pd.DataFrame) -> pd.DataFrame:
     """The rows of a comparison that changed by more than the spread, each metric at the rank where it changed most."""
     table = informative(table)
     share = [

@@ -210,7 +210,7 @@ def export(
         with replacing(target) as temporary:
             pq.write_table(written, temporary)
     elif kind in {".csv", ".json"}:
-        text = _guarded(frame).to_csv(index=False, lineterminator="\n") if kind == ".csv" else to_json(plain(frame))
+        text = _guarded(frame).to_csv(index=False, lineterminator="\n") if kind == ".csv" else to_json(json_rows(frame))
         write_text(target, text)
         write_json(target.with_name(f"{target.name}.provenance.json"), provenance)
     else:
@@ -219,7 +219,7 @@ def export(
     return target
 
 
-def plain(frame: pd.DataFrame) -> list[dict[str, Any]]:
+def json_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
     rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
     return [{str(key): item for key, item in row.items()} for row in rows]
 

@@ -135,7 +135,7 @@ def worst_of(*measures: Measure) -> Measure:
 # -- memory --------------------------------------------------------------------------------------------------------------
 
 
-def gpus(ranks: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+def gpu_of_rank(ranks: Iterable[Mapping[str, Any]]) -> dict[int, int]:
     """The GPU of each rank, numbered over the run, from the status of its World; empty on the CPU."""
     seats = {row["rank"]: (row["host"], row["device"]) for row in ranks if row["device"].startswith("cuda")}
     numbers = {seat: number for number, seat in enumerate(dict.fromkeys(seats.values()))}

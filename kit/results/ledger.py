@@ -26,7 +26,7 @@ class Ledger:
     """`rows` are rows, or mappings with `event`, `time` and ids. An id in `drop` is left out: all rows share it."""
 
     def __init__(self, rows: Iterable[Row | Mapping[str, Any]], *, drop: str = "") -> None:
-        self.index(list(numbered(rows, drop)))
+        self.index(list(numbered_rows(rows, drop)))
 
     def index(self, rows: list[Row]) -> None:
         self.rows = rows
@@ -53,16 +53,16 @@ class Ledger:
         return rows
 
 
-def numbered(rows: Iterable[Row | Mapping[str, Any]], drop: str) -> Iterator[Row]:
+def numbered_rows(rows: Iterable[Row | Mapping[str, Any]], drop: str) -> Iterator[Row]:
     began: float | None = None
     for at, row_given in enumerate(rows):
-        row = row_given if isinstance(row_given, Row) else event_row(at, row_given)
+        row = row_given if isinstance(row_given, Row) else ledger_row(at, row_given)
         began = row.time if began is None else began
         ids = {name: value for name, value in row.ids.items() if name != drop} if drop in row.ids else row.ids
         yield replace(row, at=at, since=row.time - began, ids=ids)
 
 
-def event_row(at: int, given: Mapping[str, Any]) -> Row:
+def ledger_row(at: int, given: Mapping[str, Any]) -> Row:
     try:
         name, when = str(given["event"]), float(given["time"])
     except (KeyError, TypeError, ValueError) as error:

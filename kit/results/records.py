@@ -322,7 +322,7 @@ def read_bytes(path: Path, start: int = 0) -> bytes:
         raise BadInput(f"cannot read {path}: {error.strerror}") from error
 
 
-def parse(data: bytes) -> tuple[Columns, list[int]]:
+def parse_lines(data: bytes) -> tuple[Columns, list[int]]:
     """Columns of the readable lines, and the positions of the unreadable ones. Empty lines are ignored."""
     # A line torn inside a character must not make the others unreadable, hence "replace".
     return _parse(data.decode(errors="replace").removesuffix("\n").split("\n"))
@@ -341,7 +341,7 @@ def _parse(lines: Sequence[str]) -> tuple[Columns, list[int]]:
     return {name: first[name] + second[name] for name in COLUMNS}, lost + [middle + index for index in more_lost]
 
 
-def note(name: str, lines: list[int]) -> str:
+def unreadable_note(name: str, lines: list[int]) -> str:
     if len(lines) == 1:
         return f"{name}: 1 unreadable line was dropped (line {lines[0]})"
     shown = ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > 5 else "")
@@ -456,18 +456,18 @@ def _ids(column: list[Any]) -> list[Any]:
 ROOM = f"{' ' * 512}\n"
 
 
-def spelled(value: Any) -> Any:
+def spelled_number(value: Any) -> Any:
     if isinstance(value, float):
         return spell(value)
     if isinstance(value, Mapping):
-        return {key: spelled(item) for key, item in value.items()}
+        return {key: spelled_number(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [spelled(item) for item in value]
+        return [spelled_number(item) for item in value]
     return value
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    return json.dumps(spelled(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    return json.dumps(spelled_number(value), ensure_ascii=False, allow_nan=False, indent=indent)
 
 
 def make_folder(folder: Path) -> None:
@@ -519,7 +519,7 @@ def rewrite_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """The file's JSON; a file that is missing or damaged is a `BadInput` that names it."""
     try:
-        return loads(path.read_text(encoding="utf-8"))
+        return load_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadInput(f"there is no file {path}") from None
     except OSError as error:
@@ -530,12 +530,12 @@ def read_json(path: Path) -> Any:
         raise BadInput(f"{path} is damaged: it is not valid JSON ({error})") from error
 
 
-def loads(text: str) -> Any:
+def load_json(text: str) -> Any:
     """JSON in which every number fits into a float; its texts come without what a terminal would obey."""
-    return without_escapes(json.loads(text, parse_float=finite, parse_int=_whole), text)
+    return without_escapes(json.loads(text, parse_float=finite, parse_int=_whole_digits), text)
 
 
-def _whole(digits: str) -> int:
+def _whole_digits(digits: str) -> int:
     finite(digits)
     return int(digits)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from kit.errors import KitError
 from kit.results.records import Unjudged
-from kit.results.verdict import Verdict, VerdictRow, checked_tolerances, number
+from kit.results.verdict import Verdict, VerdictRow, checked_tolerances, number_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -140,10 +140,10 @@ def judge(
     `suspect` is what may have kept records of a complete run away ("fault 'x' is on"): a check that lacks records then fails.
     """
     moved = checked_tolerances(tolerances or {}, allowed=[rule.name for rule in rules])
-    return hold(measure(frame, config, rules, suspect), config, moved)
+    return hold_limits(measure_checks(frame, config, rules, suspect), config, moved)
 
 
-def measure(
+def measure_checks(
     frame: pd.DataFrame, config: Mapping[str, Any], rules: Sequence[Rule], suspect: str = "", *, whole: bool = True
 ) -> list[Answer]:
     """What each check found in the records. Limits play no part, so that they may move without measuring again.
@@ -153,7 +153,7 @@ def measure(
     return [(rule, _ask(rule, frame, config, suspect, whole=whole)) for rule in rules]
 
 
-def asked(rules: Sequence[Rule], config: Mapping[str, Any]) -> list[Rule]:
+def applicable(rules: Sequence[Rule], config: Mapping[str, Any]) -> list[Rule]:
     return [rule for rule in rules if rule.asked(config)]
 
 
@@ -163,7 +163,7 @@ def suspect_in(config: Mapping[str, Any], fault: str | None) -> str:
     return " and ".join([*([f"fault {fault!r}"] if fault else []), *own])
 
 
-def hold(answers: Sequence[Answer], config: Mapping[str, Any], moved: Mapping[str, float]) -> Verdict:
+def hold_limits(answers: Sequence[Answer], config: Mapping[str, Any], moved: Mapping[str, float]) -> Verdict:
     """Compare what was found with the limits; `moved` has the limits that a person moved, by keyword."""
     rows: list[VerdictRow] = []
     for rule, measured in answers:
@@ -250,7 +250,9 @@ def _row(rule: Rule, measured: Measured, limit: float) -> VerdictRow:
         if math.isnan(there):
             measured = _lacking(measured.lacking, measured.suspect)
         elif rule.holds(there, limit):
-            measured = _lacking(f"{measured.lacking}; those that are there hold ({number(there)})", measured.suspect)
+            measured = _lacking(
+                f"{measured.lacking}; those that are there hold ({number_text(there)})", measured.suspect
+            )
     if measured.failed:
         value, passed, why = None, False, f"could not be judged: {measured.why}"
     elif measured.value is None:

@@ -34,18 +34,18 @@ from kit.results.records import (
     Row,
     RowWriter,
     make_folder,
-    note,
-    parse,
+    parse_lines,
     rank_name,
     read_bytes,
     read_json,
     rewrite_json,
     to_json,
+    unreadable_note,
     utc,
     write_json,
     write_text,
 )
-from kit.results.rules import Answer, Rule, asked, hold, measure, suspect_in
+from kit.results.rules import Answer, Rule, applicable, hold_limits, measure_checks, suspect_in
 from kit.results.units import ROW
 from kit.results.verdict import Verdict, checked_tolerances, read_verdict, tally
 from kit.target import kit_version
@@ -193,9 +193,9 @@ class Run:
         A run that broke is judged as far as its records go: what they do not reach is not measured.
         """
         rules = self._rules(self.lab) if self._rules else ()
-        if questions := asked(rules, self.config):
+        if questions := applicable(rules, self.config):
             moved = checked_tolerances(tolerances, allowed=[rule.name for rule in rules])
-            return hold(self._measured(questions), self.config, moved)
+            return hold_limits(self._measured(questions), self.config, moved)
         if tolerances:
             raise BadInput(
                 f"lab {self.lab!r} has no checks here, so it takes no tolerances (got {', '.join(tolerances)})"
@@ -217,7 +217,7 @@ class Run:
             copied = frame.copy()
             copied.attrs["folder"] = str(self.dir)  # for checks of other files that a system wrote beside its records
             suspect = suspect_in(config, self.fault) if whole else ""
-            self._answers = frame, (config, whole), measure(copied, config, rules, suspect, whole=whole)
+            self._answers = frame, (config, whole), measure_checks(copied, config, rules, suspect, whole=whole)
         return self._answers[2]
 
     def shown_verdict(self) -> Verdict:
@@ -250,7 +250,7 @@ class Run:
         if self._loaded is None or self._loaded[0] != stamp:
             self._files = {path.name: self._files.get(path.name) or File(path) for path in paths}
             frames = [file.read() for file in self._files.values()] or [to_frame([])]
-            notes = [note(name, file.dropped) for name, file in self._files.items() if file.dropped]
+            notes = [unreadable_note(name, file.dropped) for name, file in self._files.items() if file.dropped]
             frame = frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
             self._loaded = stamp, frame, notes if paths else [MISSING]
         return self._loaded[1:]
@@ -369,7 +369,7 @@ class File:
             self._start()  # it ended within a line, or was written anew
             data = read_bytes(self.path)
         data = data.removeprefix(self.last)
-        columns, dropped = parse(data)
+        columns, dropped = parse_lines(data)
         self.dropped += [self.lines + index + 1 for index in dropped]
         self.lines += data.count(b"\n")
         self.size += len(data)

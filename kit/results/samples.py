@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kit.results.comparison import Recorded, machine
 from kit.results.frames import read_ids, with_ids
 from kit.results.records import NOTEBOOK
-from kit.results.rules import Measure, Measured, Rule, measure, select
+from kit.results.rules import Measure, Measured, Rule, measure_checks, select
 from kit.results.units import amount, columns, counted
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def sample_rows(frame: pd.DataFrame, rules: Sequence[Rule], config: Mapping[str,
     # What the rules themselves judge: a row is met exactly if its check passes.
     judged = {
         (rule.name, answer.of): answer.value
-        for rule, finding in measure(frame, config, rules)
+        for rule, finding in measure_checks(frame, config, rules)
         for answer in ([finding] if isinstance(finding, Measured) else finding)
     }
     samples = with_ids(frame, "what", "who")
@@ -86,7 +86,7 @@ def sample_rows(frame: pd.DataFrame, rules: Sequence[Rule], config: Mapping[str,
     return rows
 
 
-def reported(run: Run, rules: Sequence[Rule]) -> dict[str, Any]:
+def reported_rows(run: Run, rules: Sequence[Rule]) -> dict[str, Any]:
     """The rows of a bench's run, complete or not, with where they are from."""
     frame, provenance = run.frame(), run.provenance
     parts = frame[(frame["metric"] == "seconds") & (frame["rank"] == NOTEBOOK)]

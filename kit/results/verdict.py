@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kit.errors import BadInput, hint
 from kit.results.old import Renamed, current_tolerances
-from kit.results.records import WORDS, make_folder, read_json, spelled, write_json
+from kit.results.records import WORDS, make_folder, read_json, spelled_number, write_json
 from kit.results.units import ROW, amount, columns, table_html, unit_word
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GOOD, BAD, FAINT = "#00704f", "#b33a00", "#57606a"  # on a light page
 
 
-class Mark(NamedTuple):
+class VerdictMark(NamedTuple):
     sign: str
     word: str
     kind: str  # bad, open, good
@@ -36,10 +36,10 @@ class Mark(NamedTuple):
 
 
 # By `passed`, worst first.
-MARKS: dict[bool | None, Mark] = {
-    False: Mark("✗", "FAIL", "bad", f"var(--jp-error-color1, {BAD})"),
-    None: Mark("-", "not measured", "open", f"var(--jp-ui-font-color2, {FAINT})"),
-    True: Mark("✓", "pass", "good", f"var(--jp-success-color1, {GOOD})"),
+MARKS: dict[bool | None, VerdictMark] = {
+    False: VerdictMark("✗", "FAIL", "bad", f"var(--jp-error-color1, {BAD})"),
+    None: VerdictMark("-", "not measured", "open", f"var(--jp-ui-font-color2, {FAINT})"),
+    True: VerdictMark("✓", "pass", "good", f"var(--jp-success-color1, {GOOD})"),
 }
 HEADS = 3  # failed checks that a sentence names
 SIGNS = {"<=": "≤", ">=": "≥", "==": "="}
@@ -61,7 +61,7 @@ def worst_first(rows: Iterable[VerdictRow]) -> list[VerdictRow]:
     return sorted(rows, key=lambda row: list(MARKS).index(row.passed))
 
 
-def folded(rows: Iterable[VerdictRow]) -> list[list[VerdictRow]]:
+def folded_rows(rows: Iterable[VerdictRow]) -> list[list[VerdictRow]]:
     """The rows as people read them, worst first: what was not measured for one reason is together; parts that passed are left out."""
     groups: dict[str, list[VerdictRow]] = {}
     for row in worst_first(rows):
@@ -120,7 +120,7 @@ class Verdict(tuple[VerdictRow, ...]):
         return tuple(row for row in self if row.passed is False)
 
     def to_json(self) -> list[dict[str, Any]]:
-        return [spelled(asdict(row)) for row in self]
+        return [spelled_number(asdict(row)) for row in self]
 
     def write(self, path: Path) -> None:
         write_json(path, self.to_json())
@@ -138,12 +138,12 @@ class Verdict(tuple[VerdictRow, ...]):
 
     def __repr__(self) -> str:
         words = {answer: "-" if answer is None else mark.word for answer, mark in MARKS.items()}
-        table = [_HEAD, *((words[group[0].passed], *cells(group)) for group in folded(self))]
+        table = [_HEAD, *((words[group[0].passed], *cells(group)) for group in folded_rows(self))]
         return "\n".join([self.summary(), *([columns(table, right=(2, 3))] if self else [])])
 
     def _repr_html_(self) -> str:
         rows = []
-        for group in folded(self):
+        for group in folded_rows(self):
             mark = MARKS[group[0].passed]
             rows.append([f'<b style="color:{mark.css};white-space:nowrap">{mark}</b>', *map(html.escape, cells(group))])
         return table_html(_HEAD, rows, right=(2, 3), caption=self.summary())
@@ -173,7 +173,7 @@ def _in_short(row: VerdictRow) -> str:
     return f"{MARKS[row.passed].word}{measured}, limit {row.limit!r} {row.unit}".rstrip()
 
 
-def number(value: float) -> str:
+def number_text(value: float) -> str:
     """Whole numbers with all their digits, others with six."""
     return str(int(value)) if value.is_integer() and abs(value) < 1e15 else f"{value:.6g}"
 

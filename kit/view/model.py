@@ -38,15 +38,15 @@ from kit.labs.definition import (
     holder,
     known_fields,
     nested_fields,
-    role_names,
+    roles_by_rank,
     working,
 )
-from kit.labs.discover import complaints, find_fault, settled, validate
+from kit.labs.discover import complaints, find_fault, validate, with_dtype
 from kit.labs.lab import Lab
 from kit.results import Rule, Run, Verdict, load_tolerances, newest_run, runs_dir, save_tolerances
 from kit.results.old import current_settings
 from kit.results.records import flat
-from kit.results.rules import asked
+from kit.results.rules import applicable
 from kit.results.run import Plotter
 from kit.results.verdict import checked_tolerances
 from kit.view.progress import CallWatch, Failure, PhaseState, RunProgress, failure_of, marks
@@ -65,7 +65,7 @@ BUSY = {"starting", "running", "stopping"}
 FRESH = {"start", "restart"}  # these start new ranks, as do step and run if none are alive
 
 
-class Limit(NamedTuple):
+class PanelLimit(NamedTuple):
     """A rule's limit. Its slider goes from `low` to `high`, logarithmically if low is above 0."""
 
     rule: str
@@ -241,7 +241,7 @@ class PanelModel(HasTraits):
             except Exception as error:  # noqa: BLE001 - a check may fail on a partial run; the panel must survive
                 self.notice = f"{run.dir.name} cannot be judged: {type(error).__name__}: {error}"
         self.verdict = verdict
-        config = settled(self.values) if run is None else {**self.values, **run.config}
+        config = with_dtype(self.values) if run is None else {**self.values, **run.config}
         self.limits = limits_of(self.rules, config, verdict, self.tolerances)
 
     @property
@@ -315,7 +315,7 @@ class PanelModel(HasTraits):
             return
         config = validate(self.definition, values)
         roles = self.definition.roles_of(config)
-        self.size, self.roles = config.ranks, role_names(roles)
+        self.size, self.roles = config.ranks, roles_by_rank(roles)
         steps = self.definition.plan(config)
         nothing: tuple[None, ...] = (None,) * config.ranks
         self.phases = tuple(
@@ -358,16 +358,16 @@ def describe_run(run: Run) -> str:
 
 def limits_of(
     rules: Sequence[Rule], config: Mapping[str, Any], verdict: Verdict | None, moved: Mapping[str, float]
-) -> tuple[Limit, ...]:
+) -> tuple[PanelLimit, ...]:
     """The limits in the order of the rules. Sliders cover the measured values, so every verdict can be flipped."""
     measured = {row.check.partition("/")[0]: row.measured for row in verdict or ()}
     limits = []
-    for rule in asked(rules, config):
+    for rule in applicable(rules, config):
         default = rule.limit_for(config)
         values = default, moved.get(rule.name, default), measured.get(rule.name) or 0.0
         reach = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
         ends = slider_span(default, reach, rule.unit)
-        limits.append(Limit(rule.name, rule.question, default, rule.unit, rule.better, *ends))
+        limits.append(PanelLimit(rule.name, rule.question, default, rule.unit, rule.better, *ends))
     return tuple(limits)
 
 
@@ -626,7 +626,7 @@ class PanelController:
 
     def _flush(self) -> None:
         phases, progress, log = self._watch.seen()
-        roles = {} if self._lab is None else role_names(self._lab.roles)
+        roles = {} if self._lab is None else roles_by_rank(self._lab.roles)
         grew, self._watch.grew = self._watch.grew, False
 
         def change() -> None:

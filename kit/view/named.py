@@ -35,7 +35,7 @@ def tables(run: Run) -> dict[str, Table]:
     return {**general, **(own.tables if own else {})}
 
 
-def what_if(lab: str) -> WhatIf | None:
+def lab_forecast(lab: str) -> WhatIf | None:
     """A lab's forecast of runs with other settings; most labs have none."""
     own = charts_of(lab)
     return own.what_if if own else None

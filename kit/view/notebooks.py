@@ -132,14 +132,14 @@ def output_place(path: Path, to: Path | None) -> Path:
 # -- parameters -----------------------------------------------------------------------------------------------------
 
 
-def tagged(notebook: nbformat.NotebookNode, tag: str) -> list[int]:
+def tagged_cells(notebook: nbformat.NotebookNode, tag: str) -> list[int]:
     return [index for index, cell in enumerate(notebook.cells) if tag in cell.metadata.get("tags", [])]
 
 
 def notebook_parameters(notebook: nbformat.NotebookNode) -> list[Parameter]:
     """The assignments of the cell tagged `parameters`. A type comes from an annotation (`int | None`), else from the default."""
     cells_run = []
-    for index in tagged(notebook, "parameters")[:1]:
+    for index in tagged_cells(notebook, "parameters")[:1]:
         for node in ast.parse(notebook.cells[index].source).body:
             match node:
                 case ast.AnnAssign(target=ast.Name(id=name), annotation=hint, value=ast.expr()):
@@ -177,9 +177,9 @@ def inject(notebook: nbformat.NotebookNode, values: Mapping[str, Any]) -> None:
     """Insert a cell after the parameters, replacing one from an earlier run."""
     cell = new_code_cell("\n".join(["# Parameters", *(f"{name} = {value!r}" for name, value in values.items())]))
     cell.metadata["tags"] = [GIVEN]
-    for index in reversed(tagged(notebook, GIVEN)):
+    for index in reversed(tagged_cells(notebook, GIVEN)):
         del notebook.cells[index]
-    notebook.cells.insert(tagged(notebook, "parameters")[0] + 1, cell)
+    notebook.cells.insert(tagged_cells(notebook, "parameters")[0] + 1, cell)
 
 
 # -- running and keeping --------------------------------------------------------------------------------------------

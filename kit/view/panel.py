@@ -79,7 +79,7 @@ class Panel:
         self.tabs: dict[str, Any] = {
             title: verdict if kind is VerdictTab else kind(model) for title, kind in TABS.items()
         }
-        if (declared := named.what_if(definition.name)) is not None:
+        if (declared := named.lab_forecast(definition.name)) is not None:
             self.tabs[declared.title] = WhatIfTab(model, declared)
         self.tab = widgets.Tab([tab.widget for tab in self.tabs.values()], titles=tuple(self.tabs), selected_index=0)
         self.tab.observe(lambda _: self._look(), "selected_index")

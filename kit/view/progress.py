@@ -377,16 +377,16 @@ def failure_of(error: BaseException, stacks: dict[int, str], phase: str, done: s
         kind, ranks, details = "timeout", error.culprits, stacks_by_rank(error.stacks)
     elif isinstance(error, KeyboardInterrupt):
         # Ranks that ignored the interrupt appear only in the detail, because ranks that waited for a hanging one cannot react either.
-        kind, details = "stopped", joined(stacks_by_rank(stacks), message)
+        kind, details = "stopped", joined_words(stacks_by_rank(stacks), message)
         message = f"stopped{f' in phase {phase!r}' if phase else ''}: {done}"
     elif not isinstance(error, KitError):
         message, details = f"{type(error).__name__}: {message}", "".join(traceback.format_exception(error))
-    return Failure(kind, message, ranks, phase_name, joined(details, *getattr(error, "__notes__", ())))
+    return Failure(kind, message, ranks, phase_name, joined_words(details, *getattr(error, "__notes__", ())))
 
 
 def stacks_by_rank(stacks: dict[int, str]) -> str:
     return "\n".join(f"rank {rank}:\n{stack.rstrip()}" for rank, stack in sorted(stacks.items()))
 
 
-def joined(*parts: str) -> str:
+def joined_words(*parts: str) -> str:
     return "\n".join(part.rstrip() for part in parts if part)

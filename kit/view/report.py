@@ -28,12 +28,12 @@ from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.labs.discover import rules_of
 from kit.results import NotMeasured, Rule, Run, Verdict, VerdictRow, compare, trace
-from kit.results.comparison import changed, compact, differing, in_words, machine, settings, warnings
+from kit.results.comparison import changed_rows, compact, in_words, machine, run_differences, settings_of_runs, warnings
 from kit.results.frames import readable
 from kit.results.records import ESCAPES, PATTERN, flat, make_folder, to_json, write_text
 from kit.results.run import memory_snapshots
 from kit.results.units import ROW, amount
-from kit.results.verdict import MARKS, SIGNS, cells, folded, tally, without_parts, worst_first
+from kit.results.verdict import MARKS, SIGNS, cells, folded_rows, tally, without_parts, worst_first
 from kit.view.named import album, tables
 
 SUFFIXES = (".html", ".htm")
@@ -64,7 +64,7 @@ def report_page(runs: Sequence[Run]) -> str:
     runs = list({run.dir: run for run in runs}.values())  # drop duplicates
     chapters = [
         {**chapter(run, number), "differs": differs}
-        for number, (run, differs) in enumerate(zip(runs, differing(runs), strict=True), start=1)
+        for number, (run, differs) in enumerate(zip(runs, run_differences(runs), strict=True), start=1)
     ]
     return environment.get_template("report.html").render(
         title=f"Lifecycle Kit: {', '.join(dict.fromkeys(run.lab for run in runs))}",
@@ -83,7 +83,7 @@ def comparison(runs: Sequence[Run]) -> dict[str, Any]:
         "warnings": warnings(runs),
         "settings": {}
         if len(labs) > 1
-        else {name: list(map(in_words, values)) for name, values in settings(runs).items()},
+        else {name: list(map(in_words, values)) for name, values in settings_of_runs(runs).items()},
         "ids": [run.id for run in runs],
         "pictures": {name: data_uri(plot_against(runs, theme_name=name)) for name in THEMES},
         "table": changed_answers(runs),
@@ -200,7 +200,7 @@ def answer_rows(run: Run, verdict: Verdict) -> list[dict[str, Any]]:
     Checks not measured for the same reason share one row."""
     asked = {check.name: check for check in rules_of(run.lab)}
     made: list[dict[str, Any]] = []
-    for group in folded(without_parts(verdict)):
+    for group in folded_rows(without_parts(verdict)):
         row, alone = group[0], len(group) == 1
         check = asked.get(row.check) if alone else None
         own = own_limit(check, run, row.limit) if check else row.limit
@@ -262,7 +262,7 @@ def table_cells(
 
 def changed_answers(runs: Sequence[Run]) -> dict[str, Any]:
     """Changes from the first run that exceed the spread, as medians over the cycles."""
-    shown = compact(changed(compare(runs)), several=len(runs) > 2)
+    shown = compact(changed_rows(compare(runs)), several=len(runs) > 2)
     return table_cells(shown, "Largest changes", {"base": ROW, "value": ROW}, most=CHANGES)
 
 

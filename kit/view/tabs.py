@@ -24,15 +24,15 @@ from kit.draw.compare import plot_against
 from kit.draw.data import read
 from kit.draw.picture import SHEET, Picture, inline
 from kit.errors import KitError
-from kit.labs.discover import described, in_line, rules_of
+from kit.labs.discover import describe_folder, in_line, rules_of
 from kit.results import Run, VerdictRow, compare, list_runs, runs_dir, write_trace
-from kit.results.comparison import compact, settings, warnings
+from kit.results.comparison import compact, settings_of_runs, warnings
 from kit.results.records import rank_name
 from kit.results.units import amount
 from kit.results.verdict import MARKS, SIGNS, tally, without_parts
 from kit.view import look, named
 from kit.view.look import Tab
-from kit.view.model import Limit, PanelModel
+from kit.view.model import PanelLimit, PanelModel
 from kit.view.progress import Failure
 
 LAST = 500  # printed lines to show; thousands of lines make a page slow
@@ -315,7 +315,7 @@ def listed_runs(folder: Path, words: str = "") -> list[tuple[str, str]]:
     runs = []
     for path in list_runs(folder):
         with contextlib.suppress(KitError, OSError):  # damaged, or removed in the meantime
-            row = described(path)
+            row = describe_folder(path)
             if row["status"] == "damaged":
                 continue
             when = str(row["started"] or "")[:19].replace("T", " ")
@@ -382,7 +382,7 @@ class CompareTab(Tab):
         self.picture.value = inline(picture, f"Largest changes from {runs[0].id}")
         self.grid.show(compact(table), name="largest changes")
         self.grid.widget.layout.display = None
-        differ = "; ".join(f"{name}: {' / '.join(map(str, values))}" for name, values in settings(runs).items())
+        differ = "; ".join(f"{name}: {' / '.join(map(str, values))}" for name, values in settings_of_runs(runs).items())
         alone = int((table["found_in"] != "both").sum())
         only = f" {alone} rows exist in only one run; they are last." if alone else ""
         warned = "".join(f" Warning: {why}." for why in warnings(runs))
@@ -569,7 +569,7 @@ FILE = "tolerances.json"
 class LimitRow:
     """One rule, with its slider and its field for the exact number."""
 
-    def __init__(self, model: PanelModel, limit: Limit) -> None:
+    def __init__(self, model: PanelModel, limit: PanelLimit) -> None:
         self.model, self.limit = model, limit
         self._taking = False
         self.html = widgets.HTML()
@@ -594,7 +594,7 @@ class LimitRow:
         self.widget = look.flex_box(*parts, names=("kit-check",))
         self.aim(limit)
 
-    def aim(self, limit: Limit) -> None:
+    def aim(self, limit: PanelLimit) -> None:
         """Show another run's limit: its default and the ends of its slider."""
         self.limit = limit
         counts = limit.unit == "1" and all(float(end).is_integer() for end in (limit.low, limit.high))
@@ -687,7 +687,7 @@ class VerdictTab(Tab):
             self.body.children = children
         self._show()
 
-    def _answers(self, limit: Limit) -> list[VerdictRow]:
+    def _answers(self, limit: PanelLimit) -> list[VerdictRow]:
         verdict = self.model.verdict or ()
         return [row for row in verdict if row.check.partition("/")[0] == limit.rule]
 
@@ -709,7 +709,7 @@ def head_html(verdict: Any) -> str:
     return f"<div role='status' aria-live='polite'>{look.span_html(mark.kind, f'{mark.sign} {tally(verdict)}')}</div>"
 
 
-def check_html(limit: Limit, rows: Sequence[VerdictRow], *, moved: bool) -> str:
+def check_html(limit: PanelLimit, rows: Sequence[VerdictRow], *, moved: bool) -> str:
     """A check's answer; for one with many answers also the worst failed ones."""
     heads = without_parts(rows)
     held = f"limit {SIGNS[limit.better]} {amount(limit.default, limit.unit)}"
@@ -726,7 +726,7 @@ def check_html(limit: Limit, rows: Sequence[VerdictRow], *, moved: bool) -> str:
     return "".join(f"<div>{part}</div>" for part in [*parts, asked])
 
 
-def row_html(limit: Limit, row: VerdictRow, *, moved: bool, brief: bool = False) -> str:
+def row_html(limit: PanelLimit, row: VerdictRow, *, moved: bool, brief: bool = False) -> str:
     mark = MARKS[row.passed]
     measured = "" if row.measured is None else amount(row.measured, row.unit)
     held = f"{measured} {SIGNS[limit.better]} {amount(row.limit, row.unit)}" if measured else ""

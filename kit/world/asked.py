@@ -109,7 +109,7 @@ def check_call(target: str, args: Mapping[str, Any] | None, keywords: Mapping[st
     return target.partition(":")[2], {"do": "call", "target": target, "with": arguments}
 
 
-def check_devices(devices: Sequence[int], ranks: int) -> tuple[int, ...]:
+def check_gpu_numbers(devices: Sequence[int], ranks: int) -> tuple[int, ...]:
     """A GPU number per rank; none leaves the choice to the ranks."""
     numbers: tuple[Any, ...] = tuple(devices) if isinstance(devices, Iterable) else (devices,)
     if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):

@@ -239,7 +239,7 @@ class WorldCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class RankLook:
     """What a rank's side thread sees of its main thread. `progress` counts the collectives it entered, by group."""
 
     phase: str
@@ -248,7 +248,7 @@ class Look:
     progress: dict[str, int]
 
 
-def look_at_members(members: Sequence[WorldMember]) -> dict[int, Look]:
+def look_at_members(members: Sequence[WorldMember]) -> dict[int, RankLook]:
     """Ask all at once; ranks that do not answer within a second are not in the result."""
     number = time.monotonic_ns()
     asked: dict[int, WorldMember] = {}
@@ -256,20 +256,20 @@ def look_at_members(members: Sequence[WorldMember]) -> dict[int, Look]:
         with contextlib.suppress(ChannelClosed):  # gone: no look
             member.watch.send({"id": number, "do": "look"})
             asked[member.watch.fileno()] = member
-    looks_by_rank: dict[int, Look] = {}
+    looks_by_rank: dict[int, RankLook] = {}
     deadline = time.monotonic() + LOOK_S
     while asked and (left := deadline - time.monotonic()) > 0:
         for fd in readable_message(asked, left):
             try:
                 for message in asked[fd].hear_watch():
                     if message.pop("id") == number:
-                        looks_by_rank[asked.pop(fd).rank] = Look(**message)
+                        looks_by_rank[asked.pop(fd).rank] = RankLook(**message)
             except (ChannelClosed, Malformed):
                 del asked[fd]
     return looks_by_rank
 
 
-def blame(silent: Sequence[int], found: dict[int, Look], everyone: Sequence[int]) -> tuple[tuple[int, ...], str]:
+def blame(silent: Sequence[int], found: dict[int, RankLook], everyone: Sequence[int]) -> tuple[tuple[int, ...], str]:
     """The culprits among the silent ranks, and a sentence on why.
 
     A rank waits for others when its stack is inside a collective, or when it has entered more collectives of some group than another
@@ -304,7 +304,7 @@ def ranks_word(ranks: Sequence[int]) -> str:
 # -- waiting for calls ---------------------------------------------------------------------------------------------------
 
 
-class Observer(Protocol):
+class WorldObserver(Protocol):
     """Called while ranks work, in the thread that waits; what it raises ends the wait."""
 
     def started(self, phase: str, ranks: Sequence[int]) -> None: ...
@@ -320,7 +320,7 @@ class Pending:
         self,
         calls: Sequence[WorldCall],
         lock: threading.RLock,
-        observer: Observer,
+        observer: WorldObserver,
         timeout_s: float,
         on_news: Callable[[int, list[Any]], None] | None = None,
     ) -> None:

@@ -146,7 +146,7 @@ def place_on_gpu(gpu: int, number: int, why: str, *, shared: bool) -> Seat | Non
     """This rank on this GPU; None where several ranks are to share it and there is no NCCL."""
     if not shared:
         return Seat(torch.device("cuda", gpu), why, {})
-    if (sharing := nccl.sharing(nccl.running(), number)) is None:
+    if (sharing := nccl.sharing_env(nccl.running(), number)) is None:
         return None
     why = f"{why}, shared {sharing.words}; communication times: {nccl.SHARED_GPU}"
     return Seat(torch.device("cuda", gpu), why, sharing.env)

@@ -58,7 +58,7 @@ class Rank:
             int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         )
         self.order = order = node.order
-        self.number = number_of(order)
+        self.number = call_number(order)
         os.environ["KIT_RANK"] = str(self.number)  # for a lab on this rank
         self.phase = "start"
         self.busy = False
@@ -114,7 +114,7 @@ class Rank:
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.set_device(self.device)
-        routing.install()
+        routing.install_routes()
         dist.init_process_group(
             routing.world_backend() if cuda else "gloo",
             store=PrefixStore(f"kit/{self.order['generation']}", store),
@@ -176,7 +176,7 @@ class Rank:
         }
 
 
-def number_of(order: Message) -> int:
+def call_number(order: Message) -> int:
     return int(order["first"]) + int(os.environ["RANK"])
 
 
@@ -390,7 +390,7 @@ def rank_main() -> None:
     node.link.close()  # the fork's copy; the agent's end must be its own
     tempfile.tempdir = None  # the agent's is the World's own folder
     restore()
-    LOG = LogStream.install(node.order["logs"], number_of(node.order))
+    LOG = LogStream.install(node.order["logs"], call_number(node.order))
     RANK = Rank(node)
     signal.signal(signal.SIGINT, on_interrupt)
     stacks = (node.folder / f"stack{RANK.number}").open("a")

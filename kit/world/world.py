@@ -23,7 +23,7 @@ from kit.errors import BadInput, KitError
 from kit.machine import has_gpu_driver
 from kit.world import asked
 from kit.world.asked import NodePart, WorldPlan
-from kit.world.calls import Observer, Pending, WorldCall, look_at_members, ranks_word
+from kit.world.calls import Pending, WorldCall, WorldObserver, look_at_members, ranks_word
 from kit.world.channel import WorldMember
 from kit.world.crew import Crew
 
@@ -48,7 +48,7 @@ class Printer:
 class RankCalls(abc.ABC):
     """Live ranks that can be called: those of one World, or of several."""
 
-    observer: Observer
+    observer: WorldObserver
     timeout_s: float
     _lock: threading.RLock  # held while what arrived is taken in, never while waiting for it
     _turn: threading.RLock
@@ -78,7 +78,7 @@ class RankCalls(abc.ABC):
         ranks: Sequence[int] | None = None,
         timeout_s: float | None = None,
         phase: str | None = None,
-        observer: Observer | None = None,
+        observer: WorldObserver | None = None,
         on_news: Callable[[int, list[Any]], None] | None = None,
     ) -> Pending:
         """Like `call`, but return a Pending at once, which has the result later. A rank runs one call at a time.
@@ -101,7 +101,7 @@ class RankCalls(abc.ABC):
         ranks: Sequence[int] | None,
         timeout_s: float | None,
         *,
-        observer: Observer | None = None,
+        observer: WorldObserver | None = None,
         on_news: Callable[[int, list[Any]], None] | None = None,
     ) -> Pending:
         seconds = self.timeout_s if timeout_s is None else timeout_s
@@ -140,7 +140,7 @@ class World(RankCalls):
         endpoint: str = "",
         logs: str | os.PathLike[str] | None = None,
         start_timeout_s: float | None = None,
-        observer: Observer | None = None,
+        observer: WorldObserver | None = None,
         devices: Sequence[int] = (),
         part: NodePart | None = None,
     ) -> None:
@@ -156,7 +156,7 @@ class World(RankCalls):
             raise BadInput("device='cuda' needs a GPU driver, and this machine has none; use device='cpu' or 'auto'")
         self.timeout_s = timeout_s
         self._count = f"{ranks} rank{'s' if ranks > 1 else ''}"
-        self.observer: Observer = observer or Printer()
+        self.observer: WorldObserver = observer or Printer()
         self._lock = threading.RLock()
         self._turn = threading.RLock()
         self.on_death: Callable[[str, KitError | None], None] = lambda *_: None
@@ -177,7 +177,7 @@ class World(RankCalls):
                 # Ranks give up on a collective after the notebook did, so that the notebook's diagnosis comes first.
                 group_timeout_s=max(1800.0, 2 * timeout_s),
                 part=part or NodePart(0, ranks),
-                devices=asked.check_devices(devices, ranks),
+                devices=asked.check_gpu_numbers(devices, ranks),
             ),
             tick=lambda: self.observer.tick(()),  # nobody has answered while ranks start
         )
@@ -372,7 +372,7 @@ class Worlds(RankCalls):
         isolate: bool = False,
         devices: Sequence[Sequence[int]] = (),
         timeout_s: float = TIMEOUT_S,
-        observer: Observer | None = None,
+        observer: WorldObserver | None = None,
         **options: Any,
     ) -> None:
         """`devices` has a list of GPU numbers for each World; `options` are World's."""
@@ -384,12 +384,12 @@ class Worlds(RankCalls):
         if devices and len(devices) != len(sizes):
             raise BadInput(f"devices has {len(devices)} lists for {len(sizes)} Worlds; give one list per World")
         for size, places in zip(sizes, devices, strict=False):
-            asked.check_devices(places, size)
+            asked.check_gpu_numbers(places, size)
         self.names = tuple(names) or tuple(f"World {n}" for n in range(len(sizes)))
         self.isolate = isolate
         self.timeout_s = timeout_s
         self.worlds: list[World] = []
-        self._observer: Observer = observer or Printer()
+        self._observer: WorldObserver = observer or Printer()
         self._lock = threading.RLock()
         self._turn = threading.RLock()
         try:
@@ -437,11 +437,11 @@ class Worlds(RankCalls):
         return [row for world in self.worlds for row in world.status()]
 
     @property
-    def observer(self) -> Observer:
+    def observer(self) -> WorldObserver:
         return self._observer
 
     @observer.setter
-    def observer(self, observer: Observer) -> None:
+    def observer(self, observer: WorldObserver) -> None:
         self._observer = observer
         for world in self.worlds:
             world.observer = observer

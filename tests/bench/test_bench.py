@@ -11,8 +11,8 @@ import pytest
 
 from kit.errors import BadInput, KitError
 from kit.labs import bench as room
-from kit.labs.bench import Bench, Samples, measure, ratios
-from kit.labs.definition import BenchConfig, parts_of
+from kit.labs.bench import Bench, Samples, ratios, run_part
+from kit.labs.definition import BenchConfig, driven_parts
 from kit.nccl import SHARED_GPU
 from kit.results.rules import judge
 from kit.results.samples import median_rule, sample_rows
@@ -70,7 +70,7 @@ def test_a_part_that_breaks_is_a_row_with_the_reason(tmp_path: Path) -> None:
         raise KitError("rank 1 died\nand more")
 
     drive: Any = Kept(tmp_path)
-    measure(drive, breaks)
+    run_part(drive, breaks)
     rows = sample_rows(drive.frame(), [], {})
     assert [(row["what"], row["median"], row["note"]) for row in rows] == [
         ("before", 1.0, ""),
@@ -87,7 +87,7 @@ def test_samples_are_recorded_before_the_next_one_is_measured(tmp_path: Path) ->
             counts.append(len(drive.rows))
             yield Samples(what=f"row {number}", values=[1.0])
 
-    measure(drive, part)
+    run_part(drive, part)
     assert counts == [0, 1, 2]
 
 
@@ -95,7 +95,7 @@ def test_parts_are_chosen_by_name_or_by_what_they_have_in_common() -> None:
     parts = ("steps.a", "steps.b", "stepson", "grid.2")
 
     def chosen(words: str) -> list[str]:
-        return [step.phase for step in parts_of(BenchConfig(parts=words), parts, "m:f")]
+        return [step.phase for step in driven_parts(BenchConfig(parts=words), parts, "m:f")]
 
     assert chosen("") == list(parts)
     assert chosen("steps") == ["steps.a", "steps.b"]

@@ -15,7 +15,7 @@ MIB = 2**20
 
 
 def test_the_host_has_one_ceiling():
-    seen = sync.measured(size=MIB, rounds=3, device="cpu")
+    seen = sync.ceiling_copies(size=MIB, rounds=3, device="cpu")
     assert {name: len(taken) for name, taken in seen.items()} == {"memcpy": 3}
     assert all(taken > 0 for taken in seen["memcpy"])
 
@@ -23,7 +23,7 @@ def test_the_host_has_one_ceiling():
 def test_a_copy_is_a_copy(monkeypatch):
     copied = []
     monkeypatch.setattr(sync.host.libc, "memcpy", lambda target, source, size: copied.append((target, source, size)))
-    sync.memcpy(MIB)()
+    sync.host_copy(MIB)()
     ((target, source, size),) = copied
     assert target != source
     assert size == MIB
@@ -49,7 +49,7 @@ def test_turns_are_dealt_evenly(count):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_copies_within_itself_and_to_pinned_memory():
-    works = sync.on_gpu(torch.device("cuda", 0), MIB)
+    works = sync.gpu_copies(torch.device("cuda", 0), MIB)
     assert {sync.WITHIN, sync.OUT, sync.BACK} <= set(works)
-    seen = sync.measured(size=256 * MIB, rounds=3, device="cuda:0")
+    seen = sync.ceiling_copies(size=256 * MIB, rounds=3, device="cuda:0")
     assert min(seen[sync.OUT]) > min(seen[sync.WITHIN])

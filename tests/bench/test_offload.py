@@ -18,7 +18,7 @@ def test_a_ratio_is_taken_cycle_by_cycle():
 
 def test_a_model_that_does_not_fit_is_a_row_that_says_so(monkeypatch):
     monkeypatch.setattr("kit.labs.definition.free_memory", lambda: 2**30)
-    (samples,) = offload.tensors(SimpleNamespace(device="cpu"), "qwen2.5-0.5b")
+    (samples,) = offload.offload_tensors(SimpleNamespace(device="cpu"), "qwen2.5-0.5b")
     assert not samples.values
     assert "does not fit" in samples.note
 

@@ -25,20 +25,20 @@ from kit.reference import (
     LEAST_S,
     LEFT_OUT,
     NEVER_S,
-    Part,
+    ReferencePart,
     able,
     bench,
+    gpu_parts,
     is_settled,
-    lab,
+    lab_part,
     last_time,
-    make,
+    make_reference,
     on_cpu,
-    on_gpus,
     pack_into,
+    part_settled,
     perform,
-    plan,
     plan_text,
-    settled,
+    print_plan,
     short_of,
     sizes_here,
     write_page,
@@ -47,7 +47,7 @@ from kit.results import Row, create_run
 from kit.results.records import read_json, write_json
 from tests.bench.recorded import Kept
 
-SMALL = (lab("smoke", cycles=2), lab("smoke", "refused", cycles=0))
+SMALL = (lab_part("smoke", cycles=2), lab_part("smoke", "refused", cycles=0))
 
 
 def record(out: Path, *samples: Samples) -> None:
@@ -83,7 +83,7 @@ def record(out: Path, *samples: Samples) -> None:
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], int]:
     out = tmp_path_factory.mktemp("reference") / "box"
     message: list[str] = []
-    return out, message, make(out, parts=SMALL, device="cpu", say=message.append)
+    return out, message, make_reference(out, parts=SMALL, device="cpu", say=message.append)
 
 
 @pytest.mark.slow
@@ -132,8 +132,8 @@ def test_it_goes_on_where_it_was(made) -> None:
     out, _, _ = made
     before = (out / "lab-smoke.json").stat().st_mtime_ns
     message: list[str] = []
-    again = (SMALL[0], lab("smoke", "another", cycles=1))
-    assert make(out, parts=again, device="cpu", say=message.append) == 0
+    again = (SMALL[0], lab_part("smoke", "another", cycles=1))
+    assert make_reference(out, parts=again, device="cpu", say=message.append) == 0
     assert message[1] == "1 of 2, lab-smoke: there already"
     assert (out / "lab-smoke.json").stat().st_mtime_ns == before
     assert read_json(out / "lab-another.json")["state"] == "no check failed"
@@ -148,7 +148,7 @@ def test_a_part_that_timed_out_with_rows_is_settled(
 ) -> None:
     """A real process is ended by its limit. A stand-in takes the bench's place: it writes rows, then waits."""
     part = bench("sync", "digests")
-    plain = reference.finish
+    plain = reference.finish_part
 
     def finish(command: list[str], limit_s: float) -> Any:
         record(
@@ -156,20 +156,20 @@ def test_a_part_that_timed_out_with_rows_is_settled(
         )
         return plain([sys.executable, "-c", "import time; time.sleep(600)"], 0.1)
 
-    monkeypatch.setattr(reference, "finish", finish)
+    monkeypatch.setattr(reference, "finish_part", finish)
     reported = perform(tmp_path, part, 0.1)
     state = f"timed out with {rows} rows" if rows else "timed out without a row"
     assert (reported["state"], reported["timed_out"]) == (state, True)
     assert reported["complaint"] == "it took more than 0.1 s and was ended"
     assert [row["what"] for row in reported.get("rows", ())] == [f"row {index}" for index in range(rows)]
-    assert settled(tmp_path, part) is is_through
+    assert part_settled(tmp_path, part) is is_through
 
 
 def test_a_bench_that_measured_nothing_is_seen_on_the_page() -> None:
     rows = [{"median": 1.0}, {"median": None}]
-    assert reference.state({"timed_out": False, "exit": 0, "rows": rows}) == "measured 1 of 2 rows"
-    assert reference.state({"timed_out": False, "exit": 3, "rows": rows}) == "broke"
-    assert reference.state({"timed_out": False, "exit": 0, "verdict": []}) == "no check failed"
+    assert reference.part_state({"timed_out": False, "exit": 0, "rows": rows}) == "measured 1 of 2 rows"
+    assert reference.part_state({"timed_out": False, "exit": 3, "rows": rows}) == "broke"
+    assert reference.part_state({"timed_out": False, "exit": 0, "verdict": []}) == "no check failed"
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_limits_follow_the_last_time_and_end_with_the_whole(tmp_path: Path, monk
     """Parts and clock are fake: each part takes two minutes, and was broken last time, after so many seconds."""
     clock, limits = [0.0], {}
 
-    def takes(out: Path, part: Part, limit_s: float, last_s: float | None) -> dict[str, Any]:
+    def takes(out: Path, part: ReferencePart, limit_s: float, last_s: float | None) -> dict[str, Any]:
         limits[part.name] = limit_s
         clock[0] += 120
         reported = {"part": part.name, "exit": 0, "state": "well", "seconds": 120, "last": last_s}
@@ -203,26 +203,26 @@ def test_limits_follow_the_last_time_and_end_with_the_whole(tmp_path: Path, monk
 
     monkeypatch.setattr(reference, "perform", takes)
     monkeypatch.setattr(reference.time, "monotonic", lambda: clock[0])
-    parts = [Part(name=name, command=("bench", name)) for name in ("first", "second", "long", "short")]
+    parts = [ReferencePart(name=name, command=("bench", name)) for name in ("first", "second", "long", "short")]
     for name, seconds in (("first", 25), ("second", 100), ("long", 70), ("short", 15)):
         broken = {"part": name, "exit": 3, "state": "broke", "seconds": seconds, "command": "kit", "complaint": ""}
         write_json(tmp_path / f"{name}.json", broken)
     message: list[str] = []
     pack = tmp_path.with_suffix(".tgz")
-    make(tmp_path, parts=parts, device="cpu", minutes=5, pack=pack, say=message.append)
+    make_reference(tmp_path, parts=parts, device="cpu", minutes=5, pack=pack, say=message.append)
     assert limits == {"first": 100, "second": 180, "short": LEAST_S}
     assert message[5] == "3 of 4, long: 60 s were left of 5 min: run `kit reference` again"
     with tarfile.open(pack) as tar:
         assert f"{tmp_path.name}/short.json" in tar.getnames()
     clock[0] = 0.0
-    assert make(tmp_path, parts=parts, device="cpu", minutes=5, say=message.append) == 0
+    assert make_reference(tmp_path, parts=parts, device="cpu", minutes=5, say=message.append) == 0
     assert read_json(tmp_path / "long.json")["state"] == "well"
 
 
 @pytest.mark.slow
 def test_a_lab_past_its_limit_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real run of many cycles. Its limit expires once 20 records exist, however fast this machine is."""
-    part, limit_s = lab("smoke", "late", cycles=1000), 7.5
+    part, limit_s = lab_part("smoke", "late", cycles=1000), 7.5
     records = tmp_path / "runs" / part.name / "records.jsonl"
 
     class Process(subprocess.Popen):
@@ -238,7 +238,7 @@ def test_a_lab_past_its_limit_keeps_what_it_measured(tmp_path: Path, monkeypatch
     reported = perform(tmp_path, part, limit_s)
     assert reported["state"] == f"timed out with {len(reported['medians'])} rows"
     assert reported["verdict"]
-    assert settled(tmp_path, part)
+    assert part_settled(tmp_path, part)
 
 
 # -- what a part leaves ----------------------------------------------------------------------------------------------------
@@ -252,12 +252,12 @@ def test_rows_that_a_bench_wrote_are_kept_however_it_ended(tmp_path: Path, monke
         record(Path(command[command.index("--out") + 1]), slow)
         return 3, "died", False
 
-    monkeypatch.setattr(reference, "finish", broke)
+    monkeypatch.setattr(reference, "finish_part", broke)
     perform(tmp_path, bench("sync"), 1.0)
     kept = read_json(tmp_path / "bench-sync.json")
     assert ([row["what"] for row in kept["rows"]], kept["exit"], kept["state"]) == (["slow"], 3, "broke")
     assert (tmp_path / "bench-sync.txt").read_text().startswith("what")
-    assert not settled(tmp_path, bench("sync"))
+    assert not part_settled(tmp_path, bench("sync"))
     write_page(tmp_path, [bench("sync")], {})
     (line,) = [one for one in (tmp_path / "README.md").read_text().splitlines() if one.startswith("| bench-sync")]
     assert line.endswith("| 2 ranks on cuda:0 (asked for) | slow |")
@@ -270,25 +270,25 @@ def test_an_interrupted_reference_keeps_what_the_part_had_measured(
         record(Path(command[command.index("--out") + 1]), Samples(what="early", values=[2.0]))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(reference, "finish", interrupted)
+    monkeypatch.setattr(reference, "finish_part", interrupted)
     part = bench("sync", "digests")
     with pytest.raises(KeyboardInterrupt):
-        make(tmp_path, parts=[part], device="cpu", say=lambda _: None)
+        make_reference(tmp_path, parts=[part], device="cpu", say=lambda _: None)
     kept = read_json(tmp_path / "bench-sync.digests.json")
     assert ([row["what"] for row in kept["rows"]], kept["state"]) == (["early"], "interrupted")
     assert "| interrupted |" in (tmp_path / "README.md").read_text()
-    assert not settled(tmp_path, part)
+    assert not part_settled(tmp_path, part)
 
 
 def test_rows_of_an_earlier_try_are_not_taken_for_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record(tmp_path / "runs" / "bench-sync", Samples(what="old", values=[1.0]))
-    monkeypatch.setattr(reference, "finish", lambda *_: (3, "died", False))
+    monkeypatch.setattr(reference, "finish_part", lambda *_: (3, "died", False))
     assert "rows" not in perform(tmp_path, bench("sync"), 1.0)
 
 
 def test_what_was_recorded_by_hand_is_recorded_anew(tmp_path) -> None:
     (tmp_path / "bench-sync.json").write_text(json.dumps({"bench": "sync", "rows": []}))
-    assert not settled(tmp_path, bench("sync"))
+    assert not part_settled(tmp_path, bench("sync"))
     write_page(tmp_path, [bench("sync")], {})
     assert "Not there yet: bench-sync." in (tmp_path / "README.md").read_text()
 
@@ -330,18 +330,18 @@ def noise(seed: int, size: int) -> bytes:
 def test_a_folder_that_is_a_file_is_refused(tmp_path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(BadInput, match=r"cannot make the folder .*taken: File exists"):
-        make(tmp_path / "taken", parts=())
+        make_reference(tmp_path / "taken", parts=())
     with pytest.raises(BadInput, match=r"cannot make the folder .*below: Not a directory"):
-        make(tmp_path / "taken" / "below", parts=())
+        make_reference(tmp_path / "taken" / "below", parts=())
     with pytest.raises(BadInput, match=r"cannot make the folder .*: File exists"):
-        make(tmp_path / "box", parts=(), device="cpu", pack=tmp_path / "taken" / "box.tgz")
+        make_reference(tmp_path / "box", parts=(), device="cpu", pack=tmp_path / "taken" / "box.tgz")
 
 
-@pytest.mark.parametrize("parts", [on_cpu(), on_gpus()], ids=["cpu", "gpus"])
+@pytest.mark.parametrize("parts", [on_cpu(), gpu_parts()], ids=["cpu", "gpus"])
 def test_every_lab_and_bench_has_its_part_with_settings_that_are_there(parts) -> None:
     """`view` needs Jupyter's environment, and `stream` and `share` measure waits, not GPU times."""
     assert {part.lab for part in parts if part.lab} == set(tagged())
-    wanted = set(benches()) - {"view"} - ({"stream", "share"} if parts == on_gpus() else set())
+    wanted = set(benches()) - {"view"} - ({"stream", "share"} if parts == gpu_parts() else set())
     assert {part.command[1] for part in parts if not part.lab} == wanted
     assert len({part.name for part in parts}) == len(parts)
     for part in parts:
@@ -360,7 +360,7 @@ def test_sizes_are_those_of_the_box(tmp_path, monkeypatch, here, asked, device) 
     """Doctor's result is fake, so no GPU is needed."""
     found = {"problems": [], "ranks": {"device": here, "suspend_why": None}}
     monkeypatch.setattr(reference.doctor, "examine", lambda: found)
-    parts = on_cpu() if device == "cpu" else list(on_gpus())
+    parts = on_cpu() if device == "cpu" else list(gpu_parts())
     assert sizes_here(tmp_path, asked) == (device, parts, {})
     assert read_json(tmp_path / "doctor.json")["ranks"]["device"] == here
 
@@ -380,41 +380,41 @@ def test_a_box_where_labs_cannot_run_is_refused(tmp_path, monkeypatch) -> None:
 
 def test_a_plan_asks_nothing_of_this_box(capsys, monkeypatch) -> None:
     monkeypatch.setattr(reference.doctor, "examine", lambda: pytest.fail("this box was asked"))
-    assert plan(None, device="cuda") == 0
+    assert print_plan(None, device="cuda") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"no part starts that may not end within {GPU_MINUTES:g} min"
-    assert [line.split()[0] for line in lines[1:-1]] == [part.name for part in on_gpus()]
+    assert [line.split()[0] for line in lines[1:-1]] == [part.name for part in gpu_parts()]
     assert all("never measured" in line for line in lines[1:-1])
 
 
 def test_what_was_last_measured_is_read_from_this_folder_and_then_from_the_kits(tmp_path: Path) -> None:
-    smoke = lab("smoke", cycles=5)
+    smoke = lab_part("smoke", cycles=5)
     assert last_time(None, smoke, "cpu") == (4.8, "cpu-2core")
     assert last_time(None, smoke, "cuda") == (None, "")
     write_json(tmp_path / "lab-smoke.json", {"seconds": 9.0, "seats": [{"devices": ["cpu"]}]})
     assert last_time(tmp_path, smoke, "cpu") == (9.0, tmp_path.name)
-    lines = plan_text(tmp_path, [smoke, lab("smoke", "new")], "cpu", None).splitlines()
+    lines = plan_text(tmp_path, [smoke, lab_part("smoke", "new")], "cpu", None).splitlines()
     assert lines[0] == f"lab-smoke  9.0 s on {tmp_path.name}, limit {LEAST_S:g} s"
     assert lines[1] == f"lab-new    never measured, limit {NEVER_S:g} s"
 
 
 def test_what_nccl_lacks_is_left_out_and_the_most_telling_comes_first() -> None:
-    parts, missing = able(on_gpus(), {"ranks": {"suspend_why": "NCCL 2.28.9 cannot suspend communicators"}})
+    parts, missing = able(gpu_parts(), {"ranks": {"suspend_why": "NCCL 2.28.9 cannot suspend communicators"}})
     assert missing == {"lab-offload-suspend": "NCCL 2.28.9 cannot suspend communicators"}
     order = [part.name for part in parts]
     wanted = ["lab-offload-exact", "bench-release.own", "lab-split-bfloat16", "bench-sync.gpus-shm", "lab-smoke"]
     assert sorted(wanted, key=order.index) == wanted
-    assert able(on_gpus(), {"ranks": {"suspend_why": None}}) == (list(on_gpus()), {})
+    assert able(gpu_parts(), {"ranks": {"suspend_why": None}}) == (list(gpu_parts()), {})
 
 
 def test_what_claims_a_gpu_asks_for_it() -> None:
-    for part in on_gpus():
+    for part in gpu_parts():
         asked = part.settings.get("device") == "cuda" or "cuda" in part.command
         assert asked or part.command[1] == "world", part  # the world bench runs its ranks on the CPU
 
 
 def test_names_are_those_of_files() -> None:
-    assert (lab("offload", "offload-exact").name, bench("sync").name) == ("lab-offload-exact", "bench-sync")
+    assert (lab_part("offload", "offload-exact").name, bench("sync").name) == ("lab-offload-exact", "bench-sync")
 
 
 @pytest.mark.parametrize("name", benches())

@@ -38,10 +38,10 @@ def test_one_turn_that_differs_is_enough(
 ) -> None:
     turns = iter(seen)
     monkeypatch.setattr(routing, "routed_run", lambda *_: MadeUp(routed=routed))
-    monkeypatch.setattr(routing, "seconds_in", lambda *_: 1.0)
+    monkeypatch.setattr(routing, "phase_seconds", lambda *_: 1.0)
     monkeypatch.setattr(routing, "outcomes", lambda *_: next(turns))
     bench: Any = types.SimpleNamespace(config=types.SimpleNamespace(turns=3))
-    frame = frame_of(routing.routed(bench))
+    frame = frame_of(routing.compare_routed(bench))
     rows = {row["what"]: row for row in sample_rows(frame, RULES, {})}
     answer = RULES[0].measure(frame, {})[0]  # type: ignore[index]
     assert (answer.value, rows[NUMBERS]["n"], rows[NUMBERS]["note"]) == reported

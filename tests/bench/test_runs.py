@@ -9,7 +9,7 @@ import pytest
 
 import kit
 from kit.labs.discover import find, tagged
-from kit.results.samples import reported, rows_text
+from kit.results.samples import reported_rows, rows_text
 
 QWEN: dict[str, Any] = {"model": "tiny", "small": 9, "large": 1, "shapes": "model,small", "rounds": 2, "slow_rounds": 1}
 SIZES: dict[str, dict[str, Any]] = {
@@ -70,7 +70,7 @@ SILENT = ("not installed", "needs a GPU", "no GPU driver", "mode=suspend", "no l
 def test_a_small_run_has_every_row(name: str, tmp_path: Path) -> None:
     lab = find(f"bench-{name}")
     run = kit.run(lab.name, out=tmp_path / "run", device="cpu", **SIZES[name])
-    data = reported(run, lab.all_rules())
+    data = reported_rows(run, lab.all_rules())
     assert (data["bench"], data["ended"]) == (name, "finished")
     assert data["provenance"]["python"]
     assert list(data["parts"]) == [step.phase for step in lab.plan(lab.config(device="cpu", **SIZES[name]))]

@@ -25,19 +25,21 @@ def test_sizes_are_those_of_the_weights(shape: Shape) -> None:
 
 
 def test_noise_differs_from_tensor_to_tensor() -> None:
-    made = onranks.weights({"count": 3, "size": 4096}, filled=True)
+    made = onranks.populated_tensors({"count": 3, "size": 4096}, filled=True)
     first, second, third = made.values()
     assert first.numel() == 2048
     assert not torch.equal(first, second)
     assert not torch.equal(second, third)
-    assert not any(tensor.any() for tensor in onranks.weights({"count": 3, "size": 4096}, filled=False).values())
+    assert not any(
+        tensor.any() for tensor in onranks.populated_tensors({"count": 3, "size": 4096}, filled=False).values()
+    )
 
 
 def test_ways_are_reported_in_words() -> None:
-    assert parts.called("broadcast@16") == "broadcast, buckets of 16 MiB"
-    assert parts.called("shm+cache") == "shm, by way of the cache"
-    assert parts.called("shm+sha256") == "shm, verified by sha256"
-    assert parts.called("file:dcp") == "dcp"
+    assert parts.way_title("broadcast@16") == "broadcast, buckets of 16 MiB"
+    assert parts.way_title("shm+cache") == "shm, by way of the cache"
+    assert parts.way_title("shm+sha256") == "shm, verified by sha256"
+    assert parts.way_title("file:dcp") == "dcp"
 
 
 def reported(**seconds: list[float]) -> dict[str, Any]:
@@ -61,9 +63,9 @@ def test_ratios_are_taken_turn_by_turn_against_the_best(monkeypatch: pytest.Monk
         "per-tensor": [8.0, 8.0],
         "broadcast@4": [10.0, 10.0],
     }
-    monkeypatch.setattr(parts, "rates", lambda *_, **__: made)
+    monkeypatch.setattr(parts, "ask_rates", lambda *_, **__: made)
     bench: Any = SimpleNamespace(config=SimpleNamespace(buckets_mib=[4]))
-    rows = {row.what.partition(": ")[2]: row for row in parts.transports(bench, SHAPES["small"])}
+    rows = {row.what.partition(": ")[2]: row for row in parts.compare_transports(bench, SHAPES["small"])}
     over = rows["shm, time over memcpy's"]
     assert (list(over.values), over.metric) == ([2.0, 1.0], "small_shm_over_memcpy")
     group = rows["shm over the best by a group, time"]
@@ -84,7 +86,7 @@ def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(parts, "free_memory", lambda: 2**30)
     bench: Any = None
     with pytest.raises(BadInput, match=r"64 x 4 MiB needs 1\.8 GiB here, but only 1\.0 GiB are free"):
-        parts.rates(bench, SHAPES["large"], ["shm"], receivers=2)
+        parts.ask_rates(bench, SHAPES["large"], ["shm"], receivers=2)
 
 
 def test_files_lie_in_memory_where_there_is_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -60,6 +60,6 @@ def test_gpus_that_do_not_reach_each_other_go_through_the_host():
 
 
 def test_without_a_gpu_a_row_gives_the_reason():
-    (samples,) = sync.on_gpus(SimpleNamespace(device="cpu"), "ipc")
+    (samples,) = sync.gpu_transport(SimpleNamespace(device="cpu"), "ipc")
     assert (samples.what, len(samples.values)) == ("on GPUs: ipc", 0)
     assert samples.note == "not measured: the CPU was requested, or this machine has no GPU driver"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kit.cli import pairs, parse
+from kit.cli import pairs, parse_words
 from kit.labs.discover import find, find_fault, from_text, validate
 from tests.examples.cases import CASES
 
@@ -54,7 +54,7 @@ def test_a_command_of_the_page_shows_what_its_row_says(bug: Bug) -> None:
         assert bug.left_out, "a bug without a command needs the reason"
         return
     assert bug.words[:2] == ["kit", "run"]
-    args = parse(bug.words[1:])
+    args = parse_words(bug.words[1:])
     lab = find(args.lab)
     settings = from_text(lab, pairs("--set", args.set))
     validate(lab, settings)

@@ -11,7 +11,7 @@ import pytest
 from docs.pictures.growth import growth, plot_growth, read, together
 from kit.errors import BadInput
 from kit.labs.bench import Samples
-from kit.labs.bench_sync.parts import times
+from kit.labs.bench_sync.parts import transfer_times
 from kit.results.samples import sample_rows
 from tests.bench.recorded import frame_of
 
@@ -22,7 +22,7 @@ def bench() -> dict[str, Any]:
         seconds = {way: [slow * megabytes / 1e4 * receivers] * 3 for way, slow in (("memcpy", 1.0), ("shm", 1.4))}
         what = f"growth: {megabytes} MB, {receivers} receiver{'s' * (receivers > 1)}"
         reported = {"seconds": seconds, "bytes": megabytes * 10**6}
-        rows += times(what, reported, ["memcpy", "shm"], megabytes=megabytes, receivers=receivers)
+        rows += transfer_times(what, reported, ["memcpy", "shm"], megabytes=megabytes, receivers=receivers)
     rows.append(Samples(what="something else", values=[1.0]))
     return {"bench": "sync", "rows": sample_rows(frame_of(rows), [], {})}
 

@@ -11,7 +11,7 @@ from kit.draw.data import cycles_of, stretches
 from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.results import Row, Run, compare, create_run
-from kit.results.comparison import labelled, settings
+from kit.results.comparison import labelled, settings_of_runs
 from tests.seen import words
 
 
@@ -110,7 +110,7 @@ def test_the_table_that_is_known_is_taken(make):
 
 def test_settings_that_differ_are_reported(make):
     runs = [make(BASE, tp=2), make(BASE, tp=2, mode="manual", fault="leak-gloo")]
-    assert settings(runs) == {"mode": ["exact", "manual"], "fault": [None, "leak-gloo"]}
+    assert settings_of_runs(runs) == {"mode": ["exact", "manual"], "fault": [None, "leak-gloo"]}
 
 
 def test_each_run_is_labelled_by_what_differs_and_a_difference_in_size_warns(make):

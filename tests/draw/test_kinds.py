@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 from kit.draw.chart import Limit, Mark, Plot
-from kit.draw.data import Tables, apart, with_attrs
-from kit.draw.lanes import Lanes, joined
+from kit.draw.data import Tables, lines_apart, with_attrs
+from kit.draw.lanes import Lanes, merged_labels
 from kit.draw.levels import Levels
 from kit.draw.lines import Lines
 from kit.draw.matrix import Matrix
@@ -161,7 +161,7 @@ def test_points_of_phases_have_their_colours():
 
 @pytest.mark.parametrize(("ranks", "kinds"), [(2, ["rank 0", "rank 1"]), (9, ["median and range of 9 ranks"])])
 def test_many_ranks_are_one_line_with_a_band(ranks, kinds):
-    rows = apart(pd.DataFrame({rank: [rank, rank + 1] for rank in range(ranks)}, index=[1, 2]), "rank")
+    rows = lines_apart(pd.DataFrame({rank: [rank, rank + 1] for rank in range(ranks)}, index=[1, 2]), "rank")
     assert rows["kind"].unique().tolist() == kinds
     assert set(rows["x"]) == {1, 2}
     if ranks == 9:
@@ -290,13 +290,13 @@ def test_lanes_share_the_room_that_there_is():
 
 def test_names_that_would_touch_are_written_as_one():
     lane = pd.DataFrame({"left": [0.0, 1.0, 2.0, 50.0], "words": ["inactive", "wake", "begin", "end"]})
-    assert joined(lane, 60.0, 1.0) == [(0.0, "inactive, wake, begin"), (50.0, "end")]
-    assert joined(lane, 60.0, 0.1) == list(zip(lane["left"], lane["words"], strict=True))
+    assert merged_labels(lane, 60.0, 1.0) == [(0.0, "inactive, wake, begin"), (50.0, "end")]
+    assert merged_labels(lane, 60.0, 0.1) == list(zip(lane["left"], lane["words"], strict=True))
 
 
 def test_of_alternatives_the_first_that_fits_is_written():
     lane = pd.DataFrame({"left": [0.0, 20.0], "words": ["step 1, version 2|step 1|1"] * 2})
-    assert joined(lane, 30.0, 1.0) == [(0.0, "step 1, version 2"), (20.0, "step 1")]
+    assert merged_labels(lane, 30.0, 1.0) == [(0.0, "step 1, version 2"), (20.0, "step 1")]
 
 
 def test_the_last_words_have_room():

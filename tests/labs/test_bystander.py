@@ -55,5 +55,5 @@ def test_its_bytes_are_the_drivers_where_the_driver_lists_it(
     held = DeviceMemory(allocated=16, reserved=2**21, peak_allocated=16, driver_used=2**30, process_used=listed)
     monkeypatch.setattr(phase, "device_memory", lambda _: held)
     block = torch.arange(4, dtype=torch.int32)
-    assert bystander.look(block, block.clone()) == {"driver": driver, "bytes": 2**21, "damaged": 0}
-    assert bystander.look(block, block + 1)["damaged"] == 16
+    assert bystander.bystander_memory(block, block.clone()) == {"driver": driver, "bytes": 2**21, "damaged": 0}
+    assert bystander.bystander_memory(block, block + 1)["damaged"] == 16

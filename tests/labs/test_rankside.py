@@ -63,12 +63,12 @@ def test_float32_is_computed_as_float32_on_a_gpu_and_the_callers_choice_comes_ba
     try:
         begin(config, device)
         assert torch.get_float32_matmul_precision() == within
-        rankside.end()
+        rankside.end_session()
         assert torch.get_float32_matmul_precision() == "high"
         monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
         if device == "cpu":
             begin(config, device)
-            rankside.end()
+            rankside.end_session()
         else:
             with pytest.raises(BadInput, match="NVIDIA_TF32_OVERRIDE=1 makes float32 products TF32"):
                 begin(config, device)
@@ -78,9 +78,9 @@ def test_float32_is_computed_as_float32_on_a_gpu_and_the_callers_choice_comes_ba
 
 def test_a_history_is_kept_until_the_end_and_written_then(calls: Calls, tmp_path: Path) -> None:
     begin(snapshots=str(tmp_path / "memory"))
-    rankside.step(cycle=1, name="fine")
+    rankside.run_phase(cycle=1, name="fine")
     assert not (tmp_path / "memory").exists()
-    rankside.end()
+    rankside.end_session()
     assert [path.name for path in (tmp_path / "memory").iterdir()] == ["rank0.pickle"]
     assert [call.get("enabled", "all") for call in calls] == ["all", None]
 
@@ -88,10 +88,10 @@ def test_a_history_is_kept_until_the_end_and_written_then(calls: Calls, tmp_path
 def test_it_is_written_when_a_phase_raises(calls: Calls, tmp_path: Path) -> None:
     begin(snapshots=str(tmp_path))
     with pytest.raises(ValueError, match="broken in cycle 2"):
-        rankside.step(cycle=2, name="broken")
+        rankside.run_phase(cycle=2, name="broken")
     at_once = (tmp_path / "rank0.pickle").stat().st_ino
     assert calls[-1] == {"enabled": None}
-    rankside.snapshot()  # as the notebook side asks of every rank that still answers
+    rankside.memory_history()  # as the notebook side asks of every rank that still answers
     assert (tmp_path / "rank0.pickle").stat().st_ino == at_once  # the phase's snapshot is not overwritten
     assert len(calls) == 2
 
@@ -105,16 +105,16 @@ def test_an_error_is_not_hidden_by_a_snapshot_that_fails(
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", refuse)
     begin(snapshots=str(tmp_path))
     with pytest.raises(ValueError, match="broken in cycle 2"):
-        rankside.step(cycle=2, name="broken")
+        rankside.run_phase(cycle=2, name="broken")
     assert not list(tmp_path.iterdir())
 
 
 def test_without_it_nothing_is_asked_of_torch(calls: Calls, tmp_path: Path) -> None:
     begin()
-    rankside.step(cycle=1, name="fine")
+    rankside.run_phase(cycle=1, name="fine")
     with pytest.raises(ValueError, match="broken"):
-        rankside.step(cycle=2, name="broken")
-    rankside.end()
+        rankside.run_phase(cycle=2, name="broken")
+    rankside.end_session()
     assert calls == []
     assert not list(tmp_path.iterdir())
 
@@ -129,7 +129,7 @@ def test_what_a_phase_measured_is_published_whatever_comes_after_it(
     begin()
     channel.take_reports()
     with pytest.raises(OSError, match="no descriptor"):
-        rankside.step(cycle=1, name="fine")
+        rankside.run_phase(cycle=1, name="fine")
     assert "seconds" in {json.loads(row)["metric"] for row in channel.take_reports()}
 
 

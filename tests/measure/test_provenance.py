@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kit.measure import provenance
-from kit.measure.facts import findings, installed, known_option, megatron_fields
+from kit.measure.facts import installed, known_option, megatron_fields, stack_findings
 from kit.measure.recorder import cuda_state, git_state, gpu_state, recorder_settings
 
 ROOT = Path(__file__).parents[2]
@@ -140,7 +140,7 @@ def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch):
 
 
 def test_megatrons_options_are_read_from_megatron():
-    found = {finding["name"]: finding["what"] for finding in findings()}
+    found = {finding["name"]: finding["what"] for finding in stack_findings()}
     assert found["CPU-offloaded optimizer"] == "Megatron knows optimizer_cpu_offload"
     assert found["precision-aware optimizer"] == "Megatron knows use_precision_aware_optimizer"
     assert found["CUDA graphs"] == "Megatron knows cuda_graph_impl"

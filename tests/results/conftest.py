@@ -11,7 +11,7 @@ import pytest
 
 from kit.results import Row, create_run
 from kit.results.frames import METADATA
-from kit.results.records import COLUMNS, PATTERN, note, parse
+from kit.results.records import COLUMNS, PATTERN, parse_lines, unreadable_note
 from kit.results.run import File
 
 
@@ -26,12 +26,12 @@ class Loaded(NamedTuple):
 def read_records(folder):
     records, torn, notes = [], 0, []
     for path in sorted(folder.glob(PATTERN)):
-        columns, dropped = parse(path.read_bytes())
+        columns, dropped = parse_lines(path.read_bytes())
         records += [Row(**dict(zip(COLUMNS, row, strict=True))) for row in zip(*columns.values(), strict=True)]
         torn += len(dropped)
         file = File(path)
         file.read()
-        notes += [note(path.name, file.dropped)] if file.dropped else []
+        notes += [unreadable_note(path.name, file.dropped)] if file.dropped else []
     return Loaded(records, torn, notes)
 
 

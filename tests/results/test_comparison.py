@@ -6,7 +6,7 @@ import pytest
 
 from kit.errors import BadInput
 from kit.results import Run, VerdictRow, compare, outcomes
-from kit.results.comparison import answers_changed, changed, compact, sizes
+from kit.results.comparison import answers_changed, changed_rows, compact, size_settings
 from kit.results.verdict import Verdict
 
 
@@ -120,11 +120,11 @@ def test_only_what_changed_by_more_than_the_spread_is_reported(make_run, record)
         "single": [1.2],
     }
     two = run("two", **other, groups_before=[2.0], overhead_seconds=[9.0, 9.0])
-    found = changed(compare([one, two]))
+    found = changed_rows(compare([one, two]))
     assert found["metric"].tolist() == ["leak", "seconds", "groups"]  # once per metric, not once per rank
     assert compact(found)["ratio"].tolist() == [3.0, 1.952, 1.5]
-    assert changed(compare([one, one])).empty
-    assert changed(compare([Run(make_run([], "a")), one])).empty
+    assert changed_rows(compare([one, one])).empty
+    assert changed_rows(compare([Run(make_run([], "a")), one])).empty
 
 
 def test_changed_answers_come_with_the_failures_first(make_run):
@@ -143,4 +143,4 @@ def test_changed_answers_come_with_the_failures_first(make_run):
 
 def test_settings_that_make_runs_different_in_size():
     apart = {"ranks": [2, 4], "layers": [None, 2], "cycles": [1, 2], "hashes": [True, False], "size": ["a", "b"]}
-    assert sizes({**apart, "timeout_s": [1.0, 2.0], "mode": ["a", "b"]}) == ["ranks", "layers", "size"]
+    assert size_settings({**apart, "timeout_s": [1.0, 2.0], "mode": ["a", "b"]}) == ["ranks", "layers", "size"]

@@ -24,7 +24,7 @@ from kit.results import (
     select,
     to_frame,
 )
-from kit.results.rules import hold, measure, suspect_in
+from kit.results.rules import hold_limits, measure_checks, suspect_in
 from kit.results.verdict import cells, headline
 
 
@@ -334,7 +334,7 @@ def test_a_check_that_raises_fails_by_name_and_leaves_the_others_their_answers()
     assert (broken.passed, broken.measured) == (False, None)
     assert re.search(r"the check raised KeyError: 'bucket' at test_verdict.py:\d+$", broken.why)
     assert fine.passed
-    half = hold(measure(to_frame([]), {}, checks, whole=False), {}, {})
+    half = hold_limits(measure_checks(to_frame([]), {}, checks, whole=False), {}, {})
     assert [row.passed for row in half] == [None, True]
 
 
@@ -360,10 +360,10 @@ def test_lacking_records_can_fail_a_check_and_cannot_pass_it():
         return [Measured(config["worst"], "as counted", of="rank 0"), Measured(None, "not counted", of="rank 1")]
 
     check = Rule("few", "?", counts)
-    fine = hold(measure(to_frame([]), {"worst": 0}, [check], whole=False), {}, {})
+    fine = hold_limits(measure_checks(to_frame([]), {"worst": 0}, [check], whole=False), {}, {})
     assert [row.passed for row in fine] == [None, None, None]
     assert fine[1].why == "not measured: 3 of 4 counts; those that are there hold (0)"
-    leak = hold(measure(to_frame([]), {"worst": 2}, [check], whole=False), {}, {})
+    leak = hold_limits(measure_checks(to_frame([]), {"worst": 2}, [check], whole=False), {}, {})
     assert [(row.passed, row.measured) for row in leak] == [(False, 2), (False, 2), (None, None)]
     assert [row.passed for row in judge(to_frame([]), {"worst": 0}, [check], suspect="fault 'x'")] == [False] * 3
 

@@ -18,7 +18,7 @@ from kit.draw.general import time_of_phases
 from kit.errors import BadInput
 from kit.labs.discover import rules_of
 from kit.results import VerdictRow, trace
-from kit.results.comparison import differing
+from kit.results.comparison import run_differences
 from kit.results.records import to_json
 from kit.results.units import ROW
 from kit.results.verdict import Verdict
@@ -175,7 +175,7 @@ def test_the_runs_stand_worst_first_and_the_index_says_what_differs(make_run):
     Verdict([VerdictRow("fds_return", 3.0, 0.0, "1", False, "")]).write(bad.dir / "verdict.json")
     text = report_page([good, bad])
     assert text.index(f">{bad.id}</h2>") < text.index(f">{good.id}</h2>")
-    (first, second) = differing([good, bad])
+    (first, second) = run_differences([good, bad])
     assert f'data-label="differs in">{second}<' in text
     assert second.endswith("fault leaked-group")
     assert first != second

@@ -71,20 +71,20 @@ def test_options_go_as_hints_and_what_is_lost_is_reported(world: World) -> None:
     assert (made["backend"], made["device"]) == ("nccl", "cuda")
     hints = {name: value for name, value in made["hints"].items() if name != "persistent_store"}
     assert hints == {"is_high_priority_stream": "true", "cga_cluster_size": "2", "netName": "Socket"}
-    assert world.call("kit.routing:describe", name=TORCHCOMMS)[0]["options_lost"] == ["config.of_tomorrow"]
+    assert world.call("kit.routing:routing_status", name=TORCHCOMMS)[0]["options_lost"] == ["config.of_tomorrow"]
     world.run("from kit import routing\nknown = routing.settings(made)")  # what a rebuilt group needs
     assert world.eval("[known.config.cga_cluster_size, known._timeout.total_seconds() > 600]") == [[2, True]] * 3
 
 
 def test_groups_tell_whether_they_are_routed(world: World) -> None:
-    before = world.call("kit.routing:describe", name=TORCHCOMMS)
+    before = world.call("kit.routing:routing_status", name=TORCHCOMMS)
     reported = [(one["requested"], one["importable"], one["effective"], one["why"]) for one in before]
     assert reported == [(True, True, True, None)] * 3
     assert all(one["groups_effective"] == one["groups"] for one in before)
     world.run("part = dist.new_group([0, 1])")
     world.run("torch.distributed.config.use_torchcomms = False\npast = dist.new_group([1, 2])")
     world.run("torch.distributed.config.use_torchcomms = True")
-    after = world.call("kit.routing:describe", name=TORCHCOMMS)
+    after = world.call("kit.routing:routing_status", name=TORCHCOMMS)
     more = [
         [now[name] - was[name] for name in ("groups", "groups_effective")]
         for was, now in zip(before, after, strict=True)

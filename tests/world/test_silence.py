@@ -8,14 +8,14 @@ from types import FrameType
 
 import pytest
 
-from kit.world.calls import Look, blame
+from kit.world.calls import RankLook, blame
 from kit.world.channel import Exit
 from kit.world.leftovers import users_part
 from kit.world.rankside import in_collective
 
 
-def look(*, waiting: bool = False, **progress: int) -> Look:
-    return Look(phase="run", stack="", waiting=waiting, progress=progress)
+def look(*, waiting: bool = False, **progress: int) -> RankLook:
+    return RankLook(phase="run", stack="", waiting=waiting, progress=progress)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def look(*, waiting: bool = False, **progress: int) -> Look:
         pytest.param([0, 1], {0: look(waiting=True), 1: look(waiting=True)}, (), id="different collectives"),
     ],
 )
-def test_blame(silent: list[int], found: dict[int, Look], culprits: tuple[int, ...]) -> None:
+def test_blame(silent: list[int], found: dict[int, RankLook], culprits: tuple[int, ...]) -> None:
     assert blame(silent, found, sorted({*silent, *found}))[0] == culprits
 
 

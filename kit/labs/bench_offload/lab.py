@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from kit.labs.definition import BenchConfig, Definition, Option, Step, parts_of
+from kit.labs.definition import BenchConfig, Definition, Option, Step, driven_parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +23,7 @@ class BenchOffloadConfig(BenchConfig):
 
 def plan(config: BenchOffloadConfig) -> list[Step]:
     parts = [f"{way}.{model}" for way in ("tensors", "saver") for model in config.models.split(",")]
-    return parts_of(config, parts, "kit.labs.bench_offload.parts:measured")
+    return driven_parts(config, parts, "kit.labs.bench_offload.parts:measure_offload")
 
 
 LAB = Definition(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kit.errors import BadInput, KitError
-from kit.labs.bench import KIT, Bench, Samples, measure, progress, ratios, unmeasured
+from kit.labs.bench import KIT, Bench, Samples, ratios, run_part, show_progress, unmeasured
 from kit.labs.discover import find
 from kit.labs.lab import Drive
 
@@ -17,7 +17,7 @@ NATIVE = "Megatron's own"
 Trial = dict[str, Any]  # a rank's answer
 
 
-def tensors(bench: Bench, model: str) -> Iterator[Samples]:
+def offload_tensors(bench: Bench, model: str) -> Iterator[Samples]:
     """One rank with no other at work, because copies of several ranks share the memory bandwidth, as do memcpy's."""
     lab = find("offload")
     assert lab.fits is not None
@@ -26,7 +26,7 @@ def tensors(bench: Bench, model: str) -> Iterator[Samples]:
     except BadInput as error:
         yield unmeasured(f"{model}: tensors", error)
         return
-    for trial in trials(bench, "tensors", model):
+    for trial in trials(bench, "out_and_back", model):
         yield from on_cuda(model, trial) if bench.device == "cuda" else on_host(model, trial)
 
 
@@ -51,25 +51,25 @@ def saver(bench: Bench, model: str) -> Iterator[Samples]:
 def trials(bench: Bench, function: str, model: str) -> Iterator[Trial]:
     with bench.world(1, preload=("megatron.core",), timeout_s=600) as world:
         for trial in range(bench.config.trials):
-            progress(f"{function}, {model}, {trial + 1} of {bench.config.trials}")
+            show_progress(f"{function}, {model}, {trial + 1} of {bench.config.trials}")
             if trial:
                 world.restart()
             yield from world.call(f"{MOVES}:{function}", size=model, cycles=bench.config.cycles)
 
 
-def described(model: str, trial: Trial) -> str:
+def trial_title(model: str, trial: Trial) -> str:
     return f"{model}, {trial['tensors']} tensors, {trial['bytes'] / GIB:.2f} GiB"
 
 
-def times(model: str, trial: Trial, rows: list[tuple[str, str, str, str]]) -> Iterator[Samples]:
+def offload_times(model: str, trial: Trial, rows: list[tuple[str, str, str, str]]) -> Iterator[Samples]:
     """Seconds of each way: what, the name of its samples, who, and a note."""
     for title, name, who, note in rows:
         values = trial["times"].get(name, [])
-        yield Samples(what=f"{described(model, trial)}: {title}", values=values, who=who, note=note)
+        yield Samples(what=f"{trial_title(model, trial)}: {title}", values=values, who=who, note=note)
 
 
 def over(model: str, trial: Trial, metric: str, title: str, *ways: str) -> Samples:
-    return ratios(metric, f"{described(model, trial)}: {title}", *(trial["times"][way] for way in ways))
+    return ratios(metric, f"{trial_title(model, trial)}: {title}", *(trial["times"][way] for way in ways))
 
 
 def common(trial: Trial, one_by_one: str) -> list[tuple[str, str, str, str]]:
@@ -95,12 +95,12 @@ def on_host(model: str, trial: Trial) -> Iterator[Samples]:
         ("back", "copy_back", "memcpy", "warm: all pages are populated"),
         *common(trial, "a copy of every tensor"),
     ]
-    yield from times(model, trial, rows)
+    yield from offload_times(model, trial, rows)
     yield over(model, trial, "out_over_memcpy", "out, time over memcpy's", "steady_out", "copy_out")
     title = "back, time over populate-then-copy's"
     yield over(model, trial, "back_over_populate", title, "steady_back", "populate")
     left = [100 * (1 - (full - empty) / trial["bytes"]) for full, empty in trial["resident"]]
-    title = f"{described(model, trial)}: of it still in anonymous memory when out"
+    title = f"{trial_title(model, trial)}: of it still in anonymous memory when out"
     yield Samples(what=title, values=left, metric="left_resident", unit="%")
 
 
@@ -116,11 +116,11 @@ def on_cuda(model: str, trial: Trial) -> Iterator[Samples]:
         ("back", "pageable_back", "pageable copy", ""),
         *common(trial, ".cpu() of every tensor"),
     ]
-    yield from times(model, trial, rows)
+    yield from offload_times(model, trial, rows)
     yield over(model, trial, "out_over_pinned", "out, time over a pinned copy's", "steady_out", "copy_out")
     yield over(model, trial, "back_over_pinned", "back, time over a pinned copy's", "steady_back", "copy_back")
 
 
-def measured(drive: Drive) -> None:
+def measure_offload(drive: Drive) -> None:
     way, _, model = drive.phase.partition(".")
-    measure(drive, lambda bench: (tensors if way == "tensors" else saver)(bench, model))
+    run_part(drive, lambda bench: (offload_tensors if way == "tensors" else saver)(bench, model))

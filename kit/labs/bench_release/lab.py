@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from kit.labs.definition import BenchConfig, Definition, Option, Step, parts_of
+from kit.labs.definition import BenchConfig, Definition, Option, Step, driven_parts
 
 RANKS = 2  # of the parts by number of groups
 
@@ -34,7 +34,7 @@ def plan(config: BenchReleaseConfig) -> list[Step]:
         *(f"groups.{count or 'own'}" for count in config.groups),
         *(f"ranks.{count}" for count in config.more_ranks),
     ]
-    return parts_of(config, parts, "kit.labs.bench_release.parts:measured")
+    return driven_parts(config, parts, "kit.labs.bench_release.parts:measure_release")
 
 
 LAB = Definition(

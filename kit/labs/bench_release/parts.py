@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kit.errors import KitError
-from kit.labs.bench import Bench, Samples, measure, progress, unmeasured
+from kit.labs.bench import Bench, Samples, run_part, show_progress, unmeasured
 from kit.labs.bench_release.lab import RANKS
 from kit.labs.lab import Drive
 
@@ -52,7 +52,7 @@ def ways_compared(bench: Bench, ranks: int, total: int, *, most_a_gpu: int = 0) 
             for way in ways:
                 if way in broken:
                     continue
-                progress(f"{title}, {way}, {trial + 1} of {bench.config.trials}")
+                show_progress(f"{title}, {way}, {trial + 1} of {bench.config.trials}")
                 world.restart()
                 asked: Seen = {"mode": way.partition(",")[0], "by_store": way == LIKE_EXACT, "total": total}
                 try:
@@ -79,7 +79,7 @@ def of_trial(ranks: int, way: str, answers: Sequence[Seen]) -> Iterator[Samples]
         if not any(source in rank["left"] for rank in answers):
             continue
         scale = MIB if unit == "MiB" else 1
-        freed = [min(cycle["freed"].get(source, 0) for cycle in turn) / scale for turn in turns(answers)]
+        freed = [min(cycle["freed"].get(source, 0) for cycle in turn) / scale for turn in answers_by_cycle(answers)]
         left = [max(rank["left"].get(source, 0) for rank in answers) / scale]
         for name, values in ((f"freed {word}", freed), (f"left {word}", left)):
             about = {"who": way, "unit": unit, "ids": {**ids, "of": name}}
@@ -107,17 +107,19 @@ def exact_over_common(ranks: int, answers_of: dict[str, list[Seen]]) -> Samples:
 def milliseconds(answers: Sequence[Seen], part: str) -> list[float]:
     """One sample per cycle: the ranks meet after each part, so each part takes as long as its slowest rank."""
     parts = TIMES if part == ROUND else (part,)
-    return [1e3 * sum(max(cycle["seconds"][name] for cycle in turn) for name in parts) for turn in turns(answers)]
+    return [
+        1e3 * sum(max(cycle["seconds"][name] for cycle in turn) for name in parts) for turn in answers_by_cycle(answers)
+    ]
 
 
-def turns(answers: Sequence[Seen]) -> list[tuple[Seen, ...]]:
+def answers_by_cycle(answers: Sequence[Seen]) -> list[tuple[Seen, ...]]:
     """For each cycle, the answers of all ranks."""
     return list(zip(*(rank["cycles"] for rank in answers), strict=True))
 
 
-def measured(drive: Drive) -> None:
+def measure_release(drive: Drive) -> None:
     kind, _, count = drive.phase.partition(".")
     if kind == "ranks":
-        measure(drive, lambda bench: ways_compared(bench, int(count), 0, most_a_gpu=RANKS))
+        run_part(drive, lambda bench: ways_compared(bench, int(count), 0, most_a_gpu=RANKS))
     else:
-        measure(drive, lambda bench: ways_compared(bench, RANKS, 0 if count == "own" else int(count)))
+        run_part(drive, lambda bench: ways_compared(bench, RANKS, 0 if count == "own" else int(count)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from kit.labs.definition import BenchConfig, Definition, Option, Step, parts_of
+from kit.labs.definition import BenchConfig, Definition, Option, Step, driven_parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +22,7 @@ class BenchRoutingConfig(BenchConfig):
 
 
 def plan(config: BenchRoutingConfig) -> list[Step]:
-    return parts_of(config, ("offload",), "kit.labs.bench_routing.parts:measured")
+    return driven_parts(config, ("offload",), "kit.labs.bench_routing.parts:measure_routing")
 
 
 LAB = Definition(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from kit.labs.definition import BenchConfig, Definition, Option, Step, parts_of
+from kit.labs.definition import BenchConfig, Definition, Option, Step, driven_parts
 
 PARTS = ("together", "makespan", "switch", "scheduler")
 
@@ -27,7 +27,7 @@ class BenchShareConfig(BenchConfig):
 
 
 def plan(config: BenchShareConfig) -> list[Step]:
-    return parts_of(config, PARTS, "kit.labs.bench_share.parts:measured")
+    return driven_parts(config, PARTS, "kit.labs.bench_share.parts:measure_share")
 
 
 LAB = Definition(

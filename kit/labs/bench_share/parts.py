@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from kit.labs.bench import Bench, Part, Samples, measure, progress
+from kit.labs.bench import Bench, Part, Samples, run_part, show_progress
 from kit.labs.lab import Drive
 from kit.labs.share import tables
 from kit.loop.messages import Event
@@ -35,7 +35,7 @@ LARGE |= {"answer": (4, 4), "decode": 1, "deadline_s": 120.0, "rehearse": False}
 PIPELINES, DEVICES = 32, 512  # for the part scheduler
 
 
-def together(bench: Bench) -> Iterator[Samples]:
+def compare_together(bench: Bench) -> Iterator[Samples]:
     """Outcomes of both pipelines together compared with each alone, and the observers' samples of the devices."""
     steps = bench.config.steps
     run = bench.lab("share", "together", steps=steps, rehearse=False)
@@ -87,7 +87,7 @@ def makespan(bench: Bench) -> Iterator[Samples]:
             yield over(words, float(loops["seconds"][loop]))
 
 
-def switch(bench: Bench) -> Iterator[Samples]:
+def time_switches(bench: Bench) -> Iterator[Samples]:
     """A switch, from the plan until the weights have arrived, compared with the medians of its parts when one pipeline has all devices. All
     times come from the ledger and exclude the seconds in which ranks hash weights for a check."""
     runs = bench.config.runs
@@ -117,7 +117,7 @@ def switch(bench: Bench) -> Iterator[Samples]:
 
 def several(bench: Bench, worlds: Worlds, name: str, **config: Any) -> Iterator[pd.DataFrame]:
     for turn in range(bench.config.runs):
-        progress(f"{name}, run {turn + 1} of {bench.config.runs}")
+        show_progress(f"{name}, run {turn + 1} of {bench.config.runs}")
         yield bench.lab("share", f"{name}-{turn}", world=worlds, **{**LARGE, **config, "seed": 1234 + turn}).frame()
 
 
@@ -145,10 +145,10 @@ def switched(frame: pd.DataFrame) -> dict[str, list[float]]:
 # -- the scheduler alone -----------------------------------------------------------------------------------------------------
 
 
-def scheduler(bench: Bench) -> Iterator[Samples]:
+def time_scheduler(bench: Bench) -> Iterator[Samples]:
     """The scheduler's own time on this machine, with 32 pipelines and 512 devices; nothing else runs."""
     for tp in (1, 8):
-        progress(f"the scheduler, tp={tp}")
+        show_progress(f"the scheduler, tp={tp}")
         about: dict[str, Any] = {"unit": "ms", "ids": {"tp": tp, "pipelines": PIPELINES, "devices": DEVICES}}
         about["note"] = f"{PIPELINES} pipelines, {DEVICES} devices, replicas of {tp}; simulated"
         moved = [1e3 * seconds for seconds in one_bundle(tp, bench.config.rounds)]
@@ -188,9 +188,9 @@ def from_nothing(tp: int) -> float:
     timed = Timed(tp)
     state = timed.state
     for name in timed.names:  # requests arrive while no plan may be made
-        busy = changed(state, plan=Plan(), sleeping=frozenset({("p00", 0)}))
+        busy = with_fields(state, plan=Plan(), sleeping=frozenset({("p00", 0)}))
         state, _ = timed.core.step(busy, Event("acquire", name, kind="generation"))
-    free = changed(state, plan=None, sleeping=frozenset(), due=True)
+    free = with_fields(state, plan=None, sleeping=frozenset(), due=True)
     begun = time.perf_counter()
     _, commands = timed.core.step(free, Event("progress", "p00", completed=1, target=100))
     seconds = time.perf_counter() - begun
@@ -198,7 +198,7 @@ def from_nothing(tp: int) -> float:
     return seconds
 
 
-def changed(state: DeskState, **fields: Any) -> DeskState:
+def with_fields(state: DeskState, **fields: Any) -> DeskState:
     turn = DeskTurn(state, DeskSettings(devices=DEVICES, pipelines=("p00",)), "desk")
     for name, value in fields.items():
         setattr(turn, name, value)
@@ -218,8 +218,13 @@ def one_bundle(tp: int, rounds: int) -> list[float]:
     return timed.seconds
 
 
-PARTS: dict[str, Part] = {"together": together, "makespan": makespan, "switch": switch, "scheduler": scheduler}
+PARTS: dict[str, Part] = {
+    "together": compare_together,
+    "makespan": makespan,
+    "switch": time_switches,
+    "scheduler": time_scheduler,
+}
 
 
-def measured(drive: Drive) -> None:
-    measure(drive, PARTS[drive.phase])
+def measure_share(drive: Drive) -> None:
+    run_part(drive, PARTS[drive.phase])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from kit.labs.definition import BenchConfig, Definition, Option, Step, parts_of
+from kit.labs.definition import BenchConfig, Definition, Option, Step, driven_parts
 
 PARTS = (
     *("steps.megatron", "steps.pipeline", "steps.fsdp2", "steps.experts"),
@@ -52,7 +52,7 @@ class BenchSplitConfig(BenchConfig):
 
 
 def plan(config: BenchSplitConfig) -> list[Step]:
-    return parts_of(config, PARTS, "kit.labs.bench_split.parts:measured")
+    return driven_parts(config, PARTS, "kit.labs.bench_split.parts:measure_split")
 
 
 LAB = Definition(

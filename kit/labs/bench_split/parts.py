@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from kit.labs.bench import Bench, Part, Samples, measure, progress, ratios
+from kit.labs.bench import Bench, Part, Samples, ratios, run_part, show_progress
 from kit.labs.lab import Drive
 from kit.labs.split.lab import SplitConfig, model_config
 
@@ -53,7 +53,7 @@ def job_of(bench: Bench, *, pipeline: bool = False) -> SplitJob:
     )
 
 
-def called(chunks: int) -> str:
+def chunks_title(chunks: int) -> str:
     return "every microbatch its own call" if chunks == 0 else f"{chunks} call{'s' * (chunks > 1)}"
 
 
@@ -64,11 +64,11 @@ def slowest(answers: Sequence[dict[str, Any]]) -> Seconds:
     return {way: [max(turn) for turn in turns] for way, turns in of_way.items()}
 
 
-def asked(
+def ask_ranks(
     bench: Bench, title: str, function: str, job: SplitJob, layout: Config, **arguments: Any
 ) -> tuple[Seconds, dict[str, Any]]:
     """Seconds of each way on the slowest rank, and the first rank's whole answer. Fresh processes, because a job leaves its groups."""
-    progress(title)
+    show_progress(title)
     settings = {**asdict(job), "ranks": RANKS, **layout}
     with bench.world(RANKS, **WORLD) as world:
         answers = world.call(f"{STEPS}:{function}", job=settings, rounds=bench.config.rounds, **arguments)
@@ -84,14 +84,14 @@ def plain_rows(title: str, seconds: Seconds, apart: float) -> Iterator[Samples]:
     yield ratios("plain_over_plain", f"{title}: plain over plain, the empty control", seconds["plain again"], plain)
 
 
-def times(bench: Bench, backend: str) -> Iterator[Samples]:
+def data_rank_times(bench: Bench, backend: str) -> Iterator[Samples]:
     """On data ranks only."""
     job = job_of(bench)
     title = f"{backend} dp{RANKS}, {job.describe()}"
-    seconds, first = asked(bench, title, "steps", job, {"backend": backend}, chunks=[1, 5])
+    seconds, first = ask_ranks(bench, title, "way_seconds", job, {"backend": backend}, chunks=[1, 5])
     yield from plain_rows(title, seconds, first["apart"])
     for count, rule in ((1, "whole_over_plain"), (5, "five_over_plain")):
-        yield ratios(rule, f"{title}: {called(count)} over plain", seconds[str(count)], seconds["plain"])
+        yield ratios(rule, f"{title}: {chunks_title(count)} over plain", seconds[str(count)], seconds["plain"])
 
 
 def bubbles(bench: Bench) -> Iterator[Samples]:
@@ -99,7 +99,7 @@ def bubbles(bench: Bench) -> Iterator[Samples]:
     job = job_of(bench, pipeline=True)
     title = f"megatron pp{RANKS}, {job.describe()}"
     cuts = [1, 2, *([5] if job.microbatches > 5 else []), 0]
-    seconds, answer = asked(bench, title, "steps", job, {"pp": RANKS}, chunks=cuts)
+    seconds, answer = ask_ranks(bench, title, "way_seconds", job, {"pp": RANKS}, chunks=cuts)
     first = share_of_first_stage(job)
     yield from plain_rows(title, seconds, answer["apart"])
     for count in cuts:
@@ -110,7 +110,7 @@ def bubbles(bench: Bench) -> Iterator[Samples]:
             "the step also includes reduction and update, which have no bubbles"
         )
         about: Config = {"ceiling": alike, "note": note}
-        words = f"{title}: {called(count)} over plain"
+        words = f"{title}: {chunks_title(count)} over plain"
         yield ratios("pipelined_over_plain", words, seconds[str(count)], seconds["plain"], **about)
 
 
@@ -130,11 +130,11 @@ def share_of_first_stage(job: SplitJob) -> float:
     return half / (2 * half + g.hidden * g.vocab)
 
 
-def experts(bench: Bench) -> Iterator[Samples]:
+def expert_passes(bench: Bench) -> Iterator[Samples]:
     """The cost of an extra pass for the experts' loss, if the counts of rows require it."""
     job = job_of(bench)
     title = f"megatron ep{RANKS}, 4 experts, {job.describe()}"
-    seconds, answer = asked(bench, title, "experts", job, {"ep": RANKS, "experts": 4, "reduce": "mean"})
+    seconds, answer = ask_ranks(bench, title, "experts", job, {"ep": RANKS, "experts": 4, "reduce": "mean"})
     note = "{corrected} forward passes of a microbatch against {uncorrected}".format(**answer["passes"])
     yield from plain_rows(title, seconds, answer["apart"])
     words = f"{title}: uncorrected over plain"
@@ -143,7 +143,7 @@ def experts(bench: Bench) -> Iterator[Samples]:
     yield ratios("corrected_over_uncorrected", words, seconds["corrected"], seconds["uncorrected"], note=note)
 
 
-def memory(bench: Bench, backend: str) -> Iterator[Samples]:
+def step_peaks(bench: Bench, backend: str) -> Iterator[Samples]:
     """Peaks in fresh processes, each with one way of stepping; trials are pairs; the larger rank counts."""
     job, trials = job_of(bench), bench.config.trials
     title = f"{backend} dp{RANKS}, {job.describe()}: peak"
@@ -153,7 +153,7 @@ def memory(bench: Bench, backend: str) -> Iterator[Samples]:
         for trial in range(trials):
             bytes_of = {}
             for name, chunks in ways.items():
-                progress(f"{title}, {name}, {trial + 1} of {trials}")
+                show_progress(f"{title}, {name}, {trial + 1} of {trials}")
                 bytes_of[name] = [float(max(world.call(f"{STEPS}:peak", **asked, chunks=chunks)))]
                 world.restart()
             yield from peaks(title, bytes_of)
@@ -165,10 +165,10 @@ def peaks(title: str, bytes_of: dict[str, list[float]]) -> Iterator[Samples]:
     yield Samples(what=title, values=[size / MIB for size in plain], metric="peak", **about)
     yield ratios("plain_over_plain", f"{title}, plain over plain, the empty control", bytes_of["plain again"], plain)
     for count in (1, 5):
-        yield ratios("peak_over_plain", f"{title}, {called(count)} over plain", bytes_of[str(count)], plain)
+        yield ratios("peak_over_plain", f"{title}, {chunks_title(count)} over plain", bytes_of[str(count)], plain)
 
 
-def losses(bench: Bench) -> Iterator[Samples]:
+def loss_times(bench: Bench) -> Iterator[Samples]:
     """Every recipe: with metrics over bare; on the host, on one thread."""
     config = bench.config
     title = f"loss at {[config.loss_rows, config.loss_length]}, forward and backward"
@@ -183,15 +183,15 @@ def losses(bench: Bench) -> Iterator[Samples]:
 
 
 PARTS: dict[str, Part] = {
-    "steps.megatron": partial(times, backend="megatron"),
+    "steps.megatron": partial(data_rank_times, backend="megatron"),
     "steps.pipeline": bubbles,
-    "steps.fsdp2": partial(times, backend="fsdp2"),
-    "steps.experts": experts,
-    "losses": losses,
-    "memory.megatron": partial(memory, backend="megatron"),
-    "memory.fsdp2": partial(memory, backend="fsdp2"),
+    "steps.fsdp2": partial(data_rank_times, backend="fsdp2"),
+    "steps.experts": expert_passes,
+    "losses": loss_times,
+    "memory.megatron": partial(step_peaks, backend="megatron"),
+    "memory.fsdp2": partial(step_peaks, backend="fsdp2"),
 }
 
 
-def measured(drive: Drive) -> None:
-    measure(drive, PARTS[drive.phase])
+def measure_split(drive: Drive) -> None:
+    run_part(drive, PARTS[drive.phase])

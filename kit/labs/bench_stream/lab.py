@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from kit.labs.definition import BenchConfig, Definition, Option, Step, parts_of
+from kit.labs.definition import BenchConfig, Definition, Option, Step, driven_parts
 
 PARTS = ("lockstep", "stamps", "paced", "learns")
 
@@ -26,7 +26,7 @@ class BenchStreamConfig(BenchConfig):
 
 
 def plan(config: BenchStreamConfig) -> list[Step]:
-    return parts_of(config, PARTS, "kit.labs.bench_stream.parts:measured")
+    return driven_parts(config, PARTS, "kit.labs.bench_stream.parts:measure_stream")
 
 
 LAB = Definition(

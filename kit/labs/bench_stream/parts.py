@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain, product
 from typing import Any
 
-from kit.labs.bench import Bench, Part, Samples, measure, progress
+from kit.labs.bench import Bench, Part, Samples, run_part, show_progress
 from kit.labs.lab import Drive
 from kit.labs.stream import tables
 from kit.labs.stream.rules import ledger, verified
@@ -37,7 +37,7 @@ def ratio(metric: str, title: str, value: float, note: str, **about: Any) -> Sam
     return Samples(what=title, values=[value], metric=metric, unit="ratio", note=note, **about)
 
 
-def lockstep(bench: Bench) -> Iterator[Samples]:
+def compare_lockstep(bench: Bench) -> Iterator[Samples]:
     run = bench.lab("stream", "lockstep", **RANKS, steps=bench.config.steps, phases="plain,lockstep")
     answer = next(row for row in run.verdict() if row.check == "equals_plain")
     title = "outcomes of the loop with staleness 0 that differ from the plain loop"
@@ -51,7 +51,7 @@ def stamps(bench: Bench) -> Iterator[Samples]:
     turn, decidable = 0, bench.config.decidable
     with bench.worlds((1, 1, 1)) as worlds:
         while total["decidable"] < decidable:
-            progress(f"stamps, run {turn + 1}: {total['decidable']:.0f} of {decidable} decidable tokens")
+            show_progress(f"stamps, run {turn + 1}: {total['decidable']:.0f} of {decidable} decidable tokens")
             config = {**STAMPED, "steps": bench.config.steps, "seed": 1234 + turn}
             counts = verified(bench.lab("stream", f"stamps-{turn}", world=worlds, **config).frame())
             total = {name: total.get(name, 0.0) + value for name, value in counts.items()}
@@ -97,7 +97,7 @@ def learns(bench: Bench) -> Iterator[Samples]:
             for more in (ON_POLICY, *STALE):
                 window, correction = more["window"], more.get("correction", True)
                 about = f"seed {seed}, staleness {window}{'' if correction else ', no correction'}"
-                progress(f"learning, {about}")
+                show_progress(f"learning, {about}")
                 config = {**LEARNS, **more, "seed": seed, "steps": bench.config.learning_steps}
                 out = about.replace(", ", "-").replace(" ", "")
                 rows = ledger(bench.lab("stream", out, world=worlds, **config).frame(), "stream")
@@ -160,8 +160,8 @@ class Curve:
         )
 
 
-PARTS: dict[str, Part] = {"lockstep": lockstep, "stamps": stamps, "paced": paced, "learns": learns}
+PARTS: dict[str, Part] = {"lockstep": compare_lockstep, "stamps": stamps, "paced": paced, "learns": learns}
 
 
-def measured(drive: Drive) -> None:
-    measure(drive, PARTS[drive.phase])
+def measure_stream(drive: Drive) -> None:
+    run_part(drive, PARTS[drive.phase])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from kit.labs.definition import BenchConfig, Definition, Option, Step, parts_of
+from kit.labs.definition import BenchConfig, Definition, Option, Step, driven_parts
 from kit.machine import has_gpu_driver
 from kit.megatron.config import ModelConfig, model_bytes
 
@@ -90,7 +90,9 @@ def plan(config: BenchSyncConfig) -> list[Step]:
     on_host = [f"{shape}.{kind}" for shape in config.shapes.split(",") for kind in kinds]
     on_host += ["digests", "growth.bytes", "growth.receivers"]
     cuda = config.device == "cuda" or (config.device == "auto" and has_gpu_driver())
-    return parts_of(config, on_gpus + on_host if cuda else on_host + on_gpus, "kit.labs.bench_sync.parts:measured")
+    return driven_parts(
+        config, on_gpus + on_host if cuda else on_host + on_gpus, "kit.labs.bench_sync.parts:measure_sync"
+    )
 
 
 LAB = Definition(

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from kit.errors import BadInput
-from kit.labs.bench import KIT, Bench, Part, Samples, measure, progress, ratios, unmeasured
+from kit.labs.bench import KIT, Bench, Part, Samples, ratios, run_part, show_progress, unmeasured
 from kit.labs.bench_sync.lab import (
     BACK,
     GPUS,
@@ -53,7 +53,7 @@ BLOCK = 2**28
 ROUNDS = 7
 
 
-def rates(bench: Bench, shape: Shape, ways: Sequence[str], *, receivers: int, rounds: int = 0) -> dict[str, Any]:
+def ask_rates(bench: Bench, shape: Shape, ways: Sequence[str], *, receivers: int, rounds: int = 0) -> dict[str, Any]:
     """The sender's samples of every way, and the number of bytes. A sender, the receivers, and one uninvolved rank, on the CPU."""
     needed, free = (COPIES + receivers) * shape.size(), free_memory()
     if needed > free:
@@ -65,15 +65,15 @@ def rates(bench: Bench, shape: Shape, ways: Sequence[str], *, receivers: int, ro
     return answer
 
 
-def times(title: str, answer: dict[str, Any], names: Sequence[str], **ids: int) -> Iterator[Samples]:
+def transfer_times(title: str, answer: dict[str, Any], names: Sequence[str], **ids: int) -> Iterator[Samples]:
     """Seconds of each way, with its rate."""
     for name in names:
-        values, way = answer["seconds"][name], called(name)
+        values, way = answer["seconds"][name], way_title(name)
         note = f"{answer['bytes'] / statistics.median(values) / GB:.2f} GB/s"
         yield Samples(what=f"{title}: {way}", values=values, who=who(name), note=note, ids={**ids, "way": way})
 
 
-def called(name: str) -> str:
+def way_title(name: str) -> str:
     rest, _, mib = name.partition("@")
     kind, *extras = rest.removeprefix("file:").split("+")
     if name == "copies":
@@ -87,13 +87,13 @@ def who(name: str) -> str:
     return {"memcpy": "memcpy", "copies": "memcpy", **PACKAGES}.get(name, KIT)
 
 
-def transports(bench: Bench, shape: Shape) -> Iterator[Samples]:
+def compare_transports(bench: Bench, shape: Shape) -> Iterator[Samples]:
     """Every transport to one receiver; shared memory compared with one copy and with groups, and automatic with fixed bucket sizes."""
     fixed = [f"broadcast@{mib:g}" for mib in bench.config.buckets_mib]
     ways = ["memcpy", "copies", *OVER_MEMCPY, "serialize", *GROUPS, *fixed]
-    answer = rates(bench, shape, ways, receivers=1)
+    answer = ask_rates(bench, shape, ways, receivers=1)
     seconds, title = answer["seconds"], f"{shape.name}, 1 receiver"
-    yield from times(title, answer, ways)
+    yield from transfer_times(title, answer, ways)
     yield over_memcpy(title, seconds, "copies")
     for name in OVER_MEMCPY:
         rule = ("shm_over_memcpy" if shape.large else "small_shm_over_memcpy") if name == "shm" else ""
@@ -103,38 +103,38 @@ def transports(bench: Bench, shape: Shape) -> Iterator[Samples]:
         for names in ([*GROUPS, *fixed], ["per-tensor", *fixed])
     )
     best = f"{title}: shm over the best by a group, time"
-    yield ratios("shm_over_group", best, seconds["shm"], seconds[group], note=f"that is {called(group)}")
+    yield ratios("shm_over_group", best, seconds["shm"], seconds[group], note=f"that is {way_title(group)}")
     automatic = f"{title}: broadcast over the best of per-tensor and fixed sizes, time"
-    note = f"that is {called(fastest)}; automatic buckets are of {answer['automatic'] / MIB:.3g} MiB"
+    note = f"that is {way_title(fastest)}; automatic buckets are of {answer['automatic'] / MIB:.3g} MiB"
     yield ratios("automatic_over_fixed", automatic, seconds["broadcast"], seconds[fastest], note=note)
 
 
 def over_memcpy(title: str, seconds: Seconds, name: str, rule: str = "") -> Samples:
-    words = f"{title}: {called(name)}, time over memcpy's"
+    words = f"{title}: {way_title(name)}, time over memcpy's"
     samples = ratios(rule or "over_memcpy", words, seconds[name], seconds["memcpy"], who=who(name))
     return replace(samples, note=f"{1 / samples.median:.2f} of its speed")
 
 
 def two_receivers(bench: Bench, shape: Shape) -> Iterator[Samples]:
     ways = ["memcpy", "shm", "broadcast", "serialize"]
-    answer = rates(bench, shape, ways, receivers=2)
+    answer = ask_rates(bench, shape, ways, receivers=2)
     title = f"{shape.name}, 2 receivers"
-    yield from times(title, answer, ways)
+    yield from transfer_times(title, answer, ways)
     for name in ways[1:]:
         yield over_memcpy(title, answer["seconds"], name)
 
 
-def verified(bench: Bench, shape: Shape) -> Iterator[Samples]:
+def cost_of_digests(bench: Bench, shape: Shape) -> Iterator[Samples]:
     """The cost of digests of every tensor on both ends, computed during the transfer."""
     with bench.world(1, device="cpu", **WORLD) as world:
-        there = set(world.call(f"{WAYS}:hashing", size=4096, count=1, rounds=1)[0])
+        there = set(world.call(f"{WAYS}:hash_seconds", size=4096, count=1, rounds=1)[0])
     algorithms = bench.config.verify.split(",")
     ways = ["shm", *(f"shm+{name}" for name in algorithms if name in there)]
-    answer = rates(bench, shape, ways, receivers=1)
+    answer = ask_rates(bench, shape, ways, receivers=1)
     title, seconds = f"{shape.name}, 1 receiver", answer["seconds"]
-    yield from times(title, answer, ways[1:])
+    yield from transfer_times(title, answer, ways[1:])
     for name in ways[1:]:
-        words = f"{title}: {called(name)}, time over unverified"
+        words = f"{title}: {way_title(name)}, time over unverified"
         yield ratios("over_unverified", words, seconds[name], seconds["shm"])
     for name in algorithms:
         if name not in there:
@@ -144,39 +144,39 @@ def verified(bench: Bench, shape: Shape) -> Iterator[Samples]:
 def through_files(bench: Bench, shape: Shape) -> Iterator[Samples]:
     """Compared with a common alternative: files in memory."""
     there = [name for name, package in PACKAGES.items() if find_spec(package)]
-    answer = rates(bench, shape, ["shm", *there], receivers=1, rounds=bench.config.slow_rounds)
+    answer = ask_rates(bench, shape, ["shm", *there], receivers=1, rounds=bench.config.slow_rounds)
     title, seconds, where = f"{shape.name}, 1 receiver, files", answer["seconds"], place_for(shape.size())
     place = f"in {where}" if where else "in the temporary folder, because memory has too little room"
-    yield from times(title, answer, there)
+    yield from transfer_times(title, answer, there)
     for name in PACKAGES:
         if name in there:
-            words = f"{title}: {called(name)} over shm, time"
+            words = f"{title}: {way_title(name)} over shm, time"
             yield ratios("files_over_shm", words, seconds[name], seconds["shm"], who=who(name), note=place)
         else:
-            yield Samples(what=f"{title}: {called(name)}", who=who(name), note=NOT_HERE)
+            yield Samples(what=f"{title}: {way_title(name)}", who=who(name), note=NOT_HERE)
 
 
-def digests(bench: Bench) -> Iterator[Samples]:
+def digest_rates(bench: Bench) -> Iterator[Samples]:
     """Seconds for 10^9 bytes on one core, in tensors of 4 MiB and of 32 KiB."""
     with bench.world(1, device="cpu", **WORLD) as world:
         for name, size in (("4 MiB", 4 * MIB), ("32 KiB", 32 * 2**10)):
             asked = {"size": size, "count": max(1, bench.config.hash_mib * MIB // size), "rounds": bench.config.rounds}
-            title, seconds = f"digests of 1 GB in tensors of {name}", world.call(f"{WAYS}:hashing", **asked)[0]
+            title, seconds = f"digests of 1 GB in tensors of {name}", world.call(f"{WAYS}:hash_seconds", **asked)[0]
             for algorithm, values in seconds.items():
                 yield Samples(what=f"{title}: {algorithm}", values=values)
             if "xxh3" not in seconds:
                 yield Samples(what=f"{title}: xxh3", note=NOT_HERE)
 
 
-def growth(bench: Bench, megabytes: Sequence[int], receivers: Sequence[int]) -> Iterator[Samples]:
+def growing_weights(bench: Bench, megabytes: Sequence[int], receivers: Sequence[int]) -> Iterator[Samples]:
     """Larger weights to one receiver, or the same weights to more receivers."""
     for size, count in itertools.product(megabytes, receivers):
         shape = Shape(name=f"{size} MB in tensors of 1 MB", count=size, bytes=10**6)
         title = f"growth: {size} MB, {count} receiver{'s' * (count > 1)}"
-        progress(title)
+        show_progress(title)
         ways = ["memcpy", "shm", "broadcast"]
-        answer = rates(bench, shape, ways, receivers=count)
-        yield from times(title, answer, ways, megabytes=size, receivers=count)
+        answer = ask_rates(bench, shape, ways, receivers=count)
+        yield from transfer_times(title, answer, ways, megabytes=size, receivers=count)
 
 
 # -- on CUDA: the lab's syncs by each transport, beside plain copies -------------------------------------------------------
@@ -186,7 +186,7 @@ def growth(bench: Bench, megabytes: Sequence[int], receivers: Sequence[int]) -> 
 # GPU, NCCL may refuse; the row then gives the reason. Not tested on a GPU yet; the tests run the same code on the CPU.
 
 
-def on_gpus(bench: Bench, name: str) -> Iterator[Samples]:
+def gpu_transport(bench: Bench, name: str) -> Iterator[Samples]:
     """One transport. Without a GPU a row gives the reason."""
     if bench.device == "cpu":
         why = "the CPU was requested, or this machine has no GPU driver"
@@ -201,7 +201,7 @@ def by_transport(bench: Bench, name: str) -> Iterator[Samples]:
     with bench.world(RANKS[name], env=env, preload=("megatron.core",), timeout_s=600) as world:
         seats = [seat["device"] for seat in world.status()]
         copies: dict[str, Any] = {"size": BLOCK, "rounds": ROUNDS, "device": seats[0]}
-        (plain,) = world.call(f"{WAYS}:measured", ranks=[0], timeout_s=600, **copies)
+        (plain,) = world.call(f"{WAYS}:ceiling_copies", ranks=[0], timeout_s=600, **copies)
         settings: dict[str, Any] = {"tp": 1, "replicas": 1, "infer_tp": 1, "placement": "apart", "refresh": "paused"}
         settings |= {"transport": name, "verify": "none", "sweep": False, "ranks": RANKS[name]}
         settings |= {"size": bench.config.model, "cycles": bench.config.rounds + 1}
@@ -248,20 +248,20 @@ def ceiling_of(name: str, plain: Seconds, *, same: bool) -> list[str]:
 
 
 KINDS: dict[str, Callable[..., Iterator[Samples]]] = {
-    "transports": transports,
+    "transports": compare_transports,
     "receivers": two_receivers,
-    "verified": verified,
+    "verified": cost_of_digests,
     "files": through_files,
 }
 
 
-def measured(drive: Drive) -> None:
+def measure_sync(drive: Drive) -> None:
     config: BenchSyncConfig = drive.config
     parts: dict[str, Part] = {
-        "digests": digests,
-        "growth.bytes": partial(growth, megabytes=config.growth_mb, receivers=[1]),
-        "growth.receivers": partial(growth, megabytes=[config.receivers_mb], receivers=config.receivers),
-        **{f"gpus.{name}": partial(on_gpus, name=name) for name in GPUS},
+        "digests": digest_rates,
+        "growth.bytes": partial(growing_weights, megabytes=config.growth_mb, receivers=[1]),
+        "growth.receivers": partial(growing_weights, megabytes=[config.receivers_mb], receivers=config.receivers),
+        **{f"gpus.{name}": partial(gpu_transport, name=name) for name in GPUS},
     }
     shape, _, kind = drive.phase.partition(".")
-    measure(drive, parts.get(drive.phase) or partial(KINDS[kind], shape=shape_of(config, shape)))
+    run_part(drive, parts.get(drive.phase) or partial(KINDS[kind], shape=shape_of(config, shape)))

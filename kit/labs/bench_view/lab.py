@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from kit.labs.definition import BenchConfig, Definition, Option, Step, parts_of
+from kit.labs.definition import BenchConfig, Definition, Option, Step, driven_parts
 
 PARTS = ("opening", "panels", "moving", "filtering")
 
@@ -27,7 +27,7 @@ class BenchViewConfig(BenchConfig):
 
 
 def plan(config: BenchViewConfig) -> list[Step]:
-    return parts_of(config, PARTS, "kit.labs.bench_view.parts:measured")
+    return driven_parts(config, PARTS, "kit.labs.bench_view.parts:measure_view")
 
 
 LAB = Definition(

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import kit
 from kit.draw.data import read
 from kit.draw.general import every_record
-from kit.labs.bench import Bench, Samples, measure, progress
+from kit.labs.bench import Bench, Samples, run_part, show_progress
 from kit.labs.bench_view.made_up import RANKS, made_up
 from kit.labs.discover import find
 from kit.labs.lab import Drive
@@ -25,7 +25,7 @@ PLOTS = {"drift": "memory_drift", "census": "fds_return", "verdict": "memory_dri
 MADE_UP = "made-up records in the shape of the offload lab's"
 
 
-def opening(bench: Bench, folder: Path) -> Iterator[Samples]:
+def open_runs(bench: Bench, folder: Path) -> Iterator[Samples]:
     """From the folder to the table and to the verdict, without caches."""
     count = len(load(folder).frame())
     for name, work in (("table", lambda: load(folder).frame()), ("verdict", lambda: load(folder).verdict())):
@@ -74,17 +74,17 @@ def filtering(bench: Bench, folder: Path) -> Iterator[Samples]:
     yield Samples(what=title, values=values, unit="ms", note=MADE_UP)
 
 
-PARTS = {"opening": opening, "panels": panels, "moving": moving, "filtering": filtering}
+PARTS = {"opening": open_runs, "panels": panels, "moving": moving, "filtering": filtering}
 
 
-def measured(drive: Drive) -> None:
+def measure_view(drive: Drive) -> None:
     """Run a part with a run of that size, which is also the newest."""
     size = drive.config.many if drive.phase in {"opening", "filtering"} else drive.config.records
     runs = drive.folder / "runs"
     runs.mkdir(exist_ok=True)
     folder = runs / f"{size}-records"
     if not folder.exists():
-        progress(f"{size} records")
+        show_progress(f"{size} records")
         made_up(runs, size).rename(folder)
     with patch.dict(os.environ, {"KIT_RUNS": str(runs)}):  # where a panel looks for the newest run
-        measure(drive, partial(PARTS[drive.phase], folder=folder))
+        run_part(drive, partial(PARTS[drive.phase], folder=folder))

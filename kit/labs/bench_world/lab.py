@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from kit.labs.definition import BenchConfig, Definition, Option, Step, parts_of
+from kit.labs.definition import BenchConfig, Definition, Option, Step, driven_parts
 
 PARTS = ("start", "megatron", "step", "death", "restart", "calls", "notebook", "help")
 
@@ -42,7 +42,7 @@ class BenchWorldConfig(BenchConfig):
 
 
 def plan(config: BenchWorldConfig) -> list[Step]:
-    return parts_of(config, PARTS, "kit.labs.bench_world.parts:measured")
+    return driven_parts(config, PARTS, "kit.labs.bench_world.parts:measure_world")
 
 
 LAB = Definition(

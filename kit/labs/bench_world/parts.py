@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kit import machine
 from kit.errors import KitError, RankDied
-from kit.labs.bench import Bench, Part, Samples, first_line, measure, progress, ratios, unmeasured
+from kit.labs.bench import Bench, Part, Samples, ratios, run_part, show_progress, unmeasured, without_details
 from kit.labs.lab import Drive
 from kit.measure.turns import seconds_of
 from kit.world import World, asked, leftovers
@@ -32,7 +32,7 @@ SETTLE_S = 0.1  # delay before the kill, so rank 0 is inside the collective
 GONE_S = 10.0
 WIDE = 8  # ranks for the row on calls in flight
 FLYING = 100
-EMPTY = f"{FUNCTIONS}:number"
+EMPTY = f"{FUNCTIONS}:rank_number"
 HOLDER = (
     "import sys\nfrom kit.world import World\nworld = World(2, device='cpu', logs=sys.argv[1])\n"
     f"world.call('{FUNCTIONS}:first_all_reduce')\nprint('ready', flush=True)\nsys.stdin.read()"
@@ -40,7 +40,7 @@ HOLDER = (
 ROOT = Path(__file__).resolve().parents[3]
 
 
-class Listener(Printer):
+class OutputListener(Printer):
     """A World's observer that only records that there was output."""
 
     def __init__(self) -> None:
@@ -51,11 +51,11 @@ class Listener(Printer):
 
 
 def world_of_two(bench: Bench, **options: object) -> World:
-    return bench.world(2, device="cpu", observer=Listener(), **options)
+    return bench.world(2, device="cpu", observer=OutputListener(), **options)
 
 
 def repeated(title: str, number: int, once: Callable[[], float]) -> list[float]:
-    progress(f"{title}, {number} times")
+    show_progress(f"{title}, {number} times")
     return [once() for _ in range(number)]
 
 
@@ -67,7 +67,7 @@ def all_reduce(world: World) -> None:
 
 def start_once(logs: Path, preload: Sequence[str] = ()) -> float:
     began = time.perf_counter()
-    with World(2, device="cpu", logs=logs, observer=Listener(), preload=preload) as world:
+    with World(2, device="cpu", logs=logs, observer=OutputListener(), preload=preload) as world:
         all_reduce(world)
         took = time.perf_counter() - began
         missing = [name for name in preload if not all(world.eval(f"{name!r} in __import__('sys').modules"))]
@@ -76,7 +76,7 @@ def start_once(logs: Path, preload: Sequence[str] = ()) -> float:
     return took
 
 
-def start(bench: Bench) -> Iterator[Samples]:
+def start_worlds(bench: Bench) -> Iterator[Samples]:
     values = repeated(STARTED, bench.config.starts, lambda: start_once(bench.logs))
     yield Samples(what=STARTED, values=values, metric="started")
 
@@ -95,14 +95,14 @@ def start_with_megatron(bench: Bench) -> Iterator[Samples]:
     import_once = partial(seconds_of, partial(run_once, [python.path, "-c", "import megatron.core"]))
     import_once()  # loads the files into the page cache
     for number in range(bench.config.megatron):
-        progress(f"{title}, {number + 1} of {bench.config.megatron}")
+        show_progress(f"{title}, {number + 1} of {bench.config.megatron}")
         started, imported = start_once(bench.logs, ["megatron.core"]), import_once()
         note = f"the import takes {imported:.2f} s"
         yield Samples(what=title, values=[started], metric="started_with_megatron")
         yield ratios("start_over_import", against, [started], [imported], note=note)
 
 
-def step(bench: Bench) -> Iterator[Samples]:
+def step_costs(bench: Bench) -> Iterator[Samples]:
     steps, phases = bench.config.steps, bench.config.phases
     with world_of_two(bench) as world:
 
@@ -139,7 +139,7 @@ def in_flight(bench: Bench) -> Iterator[Samples]:
             flying = [pending for pending in flying if pending not in done]
             free += [rank for pending in done for rank in pending.result()]
 
-    with bench.world(WIDE, device="cpu", observer=Listener()) as world:
+    with bench.world(WIDE, device="cpu", observer=OutputListener()) as world:
         for rank in range(WIDE):
             world.call(EMPTY, ranks=[rank])
         for _ in range(bench.config.flights):
@@ -149,7 +149,7 @@ def in_flight(bench: Bench) -> Iterator[Samples]:
 
 def death_once(world: World, words: list[str]) -> float:
     """SIGKILL rank 1 while rank 0 waits in a collective; seconds until the exception that names it, and its first line."""
-    listener = Listener()
+    listener = OutputListener()
     world.observer = listener
     killed: list[float] = []
     victim = world.pids[1]
@@ -168,7 +168,7 @@ def death_once(world: World, words: list[str]) -> float:
         took = time.perf_counter() - killed[0]
         if (error.rank, error.signal, error.phase) != (1, "SIGKILL", "collective"):
             raise
-        words[:] = [f"{type(error).__name__}: {first_line(error)}"]
+        words[:] = [f"{type(error).__name__}: {without_details(error)}"]
     finally:
         killer.join()
     world.restart()
@@ -194,7 +194,7 @@ def restart(bench: Bench) -> Iterator[Samples]:
             yield Samples(what=title, values=[seconds], metric="restarted")
 
 
-def notebook(bench: Bench) -> Iterator[Samples]:
+def notebook_start(bench: Bench) -> Iterator[Samples]:
     values = repeated(VANISHED, bench.config.kernels, lambda: kernel_death_once(bench.logs))
     yield Samples(what=VANISHED, values=values, metric="vanished")
 
@@ -252,16 +252,16 @@ def seconds_until_gone(fits: Callable[[str], bool], known: list[int], since: flo
 
 
 PARTS: dict[str, Part] = {
-    "start": start,
+    "start": start_worlds,
     "megatron": start_with_megatron,
-    "step": step,
+    "step": step_costs,
     "death": death,
     "restart": restart,
     "calls": in_flight,
-    "notebook": notebook,
+    "notebook": notebook_start,
     "help": ask_for_help,
 }
 
 
-def measured(drive: Drive) -> None:
-    measure(drive, PARTS[drive.phase])
+def measure_world(drive: Drive) -> None:
+    run_part(drive, PARTS[drive.phase])

@@ -56,7 +56,7 @@ def rows_of_probe(frame: pd.DataFrame, config: Mapping[str, Any], probe: str, me
     return select(rows, metric=metric)
 
 
-def worst_of(probe: str, metric: str, fine: str = "", *, scale: float = 1.0, least: bool = False) -> Measure:
+def worst_reading(probe: str, metric: str, fine: str = "", *, scale: float = 1.0, least: bool = False) -> Measure:
     """The largest value over ranks (with `least` the smallest) and its text; `fine` explains a value that passes."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
@@ -87,7 +87,7 @@ def shared_gpu(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """The same sums as on the device, where ranks share one."""
     if sharing(frame) < 2:
         raise NotMeasured("no GPU is shared here")
-    return worst_of("all_reduce", "all_reduce_wrong", SHARED_GPU)(frame, config)
+    return worst_reading("all_reduce", "all_reduce_wrong", SHARED_GPU)(frame, config)
 
 
 def registered_rate(direction: str) -> Measure:
@@ -146,7 +146,7 @@ def ipc_words(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     refused = frame[(frame["phase"] == "ipc") & (frame["metric"] == "refused")]
     if len(refused):
         return Measured(float("inf"), refused["text"].iloc[0])
-    return worst_of("ipc", "wrong_words", "every word in both directions")(frame, config)
+    return worst_reading("ipc", "wrong_words", "every word in both directions")(frame, config)
 
 
 def wait_ends_in_time(frame: pd.DataFrame, config: Mapping[str, Any]) -> Generator[str, None, str]:
@@ -171,51 +171,57 @@ def off_baseline(frame: pd.DataFrame, config: Mapping[str, Any]) -> list[Measure
 
 RULES = (
     rule(every_probe_ends),
-    Rule("seats_device", "Is every rank on the device that was asked for?", worst_of("seats", "elsewhere")),
+    Rule("seats_device", "Is every rank on the device that was asked for?", worst_reading("seats", "elsewhere")),
     Rule(
         "seats_kernel",
         "Does a kernel on every rank's device return the right sum?",
-        worst_of("seats", "kernel_error", "a sum on the device, compared with the exact one"),
+        worst_reading("seats", "kernel_error", "a sum on the device, compared with the exact one"),
     ),
     Rule(
         "seats_context",
         "Was CUDA started only after the ranks were forked?",
-        worst_of("seats", "dead_context", "CUDA was not started before the fork"),
+        worst_reading("seats", "dead_context", "CUDA was not started before the fork"),
     ),
-    Rule("seats_architecture", "Does torch have code for every rank's GPU?", worst_of("seats", "no_code")),
-    Rule("seats_watchdog", "Is NCCL's watchdog kept from ending a rank that survives?", worst_of("seats", "watchdog")),
-    Rule("seats_compute_mode", "Does the GPU's compute mode let ranks share it?", worst_of("seats", "exclusive")),
+    Rule("seats_architecture", "Does torch have code for every rank's GPU?", worst_reading("seats", "no_code")),
+    Rule(
+        "seats_watchdog",
+        "Is NCCL's watchdog kept from ending a rank that survives?",
+        worst_reading("seats", "watchdog"),
+    ),
+    Rule("seats_compute_mode", "Does the GPU's compute mode let ranks share it?", worst_reading("seats", "exclusive")),
     Rule(
         "all_reduce_connected",
         "Does WORLD have its communicator before its first collective?",
-        worst_of("all_reduce", "unconnected", "WORLD was connected"),
+        worst_reading("all_reduce", "unconnected", "WORLD was connected"),
     ),
     Rule(
         "all_reduce_device",
         "Are sums over WORLD exact on the ranks' device?",
-        worst_of("all_reduce", "all_reduce_wrong", "all sums are exact"),
+        worst_reading("all_reduce", "all_reduce_wrong", "all sums are exact"),
     ),
     Rule(
         "all_reduce_host",
         "Are sums over WORLD exact on the host?",
-        worst_of("all_reduce", "all_reduce_host_wrong", "all sums are exact"),
+        worst_reading("all_reduce", "all_reduce_host_wrong", "all sums are exact"),
     ),
     Rule("all_reduce_shared_gpu", "Do ranks that share a GPU communicate?", shared_gpu),
     Rule(
         "groups_nccl",
         "Does every new NCCL group return exact sums?",
-        worst_of("groups", "nccl_wrong", "all sums are exact"),
+        worst_reading("groups", "nccl_wrong", "all sums are exact"),
     ),
     Rule(
         "groups_gloo",
         "Does every new gloo group return exact sums?",
-        worst_of("groups", "gloo_wrong", "all sums are exact"),
+        worst_reading("groups", "gloo_wrong", "all sums are exact"),
     ),
-    Rule("suspend_resumes", "Does a communicator work after it was suspended?", worst_of("suspend", "suspend_wrong")),
+    Rule(
+        "suspend_resumes", "Does a communicator work after it was suspended?", worst_reading("suspend", "suspend_wrong")
+    ),
     Rule(
         "suspend_frees",
         "Does suspending a communicator free GPU memory?",
-        worst_of("suspend", "suspend_freed", scale=MIB, least=True),
+        worst_reading("suspend", "suspend_freed", scale=MIB, least=True),
         limit=0.1,
         unit="MiB",
         better=">=",
@@ -223,12 +229,12 @@ RULES = (
     Rule(
         "host_memory_registers",
         "Does CUDA register shared host memory?",
-        worst_of("host_memory", "register_error", "cudaHostRegister accepts it"),
+        worst_reading("host_memory", "register_error", "cudaHostRegister accepts it"),
     ),
     Rule(
         "host_memory_bytes",
         "Do copies from and to shared host memory keep every byte?",
-        worst_of("host_memory", "wrong_bytes", "the same bytes in both directions"),
+        worst_reading("host_memory", "wrong_bytes", "the same bytes in both directions"),
     ),
     Rule(
         "host_memory_to_device",
@@ -253,7 +259,7 @@ RULES = (
             Rule(
                 f"{probe}_gives_back",
                 f"Does {words} that is resized to nothing give its memory back?",
-                worst_of(probe, "given_back", least=True),
+                worst_reading(probe, "given_back", least=True),
                 limit=0.9,
                 unit="ratio",
                 better=">=",
@@ -261,7 +267,7 @@ RULES = (
             Rule(
                 f"{probe}_takes_again",
                 f"Does {words} take its memory again when it is resized back?",
-                worst_of(probe, "taken_again", least=True),
+                worst_reading(probe, "taken_again", least=True),
                 limit=0.9,
                 unit="ratio",
                 better=">=",
@@ -269,7 +275,7 @@ RULES = (
             Rule(
                 f"{probe}_views",
                 f"Do all views of {words} have their bits again?",
-                worst_of(
+                worst_reading(
                     probe, "views_changed", "weighted sums of the buffer and of three views of it, before and after"
                 ),
             ),
@@ -288,45 +294,45 @@ RULES = (
     Rule(
         "ipc_freed",
         "Is shared GPU memory freed when its reader and then its owner release it?",
-        worst_of("ipc", "still_allocated", "nothing is allocated", scale=MIB),
+        worst_reading("ipc", "still_allocated", "nothing is allocated", scale=MIB),
         unit="MiB",
     ),
     Rule(
         "ipc_expandable_bytes",
         "Do all words arrive and come back from expandable segments?",
-        worst_of("ipc_expandable", "wrong_words", "every word in both directions"),
+        worst_reading("ipc_expandable", "wrong_words", "every word in both directions"),
     ),
     Rule(
         "ipc_expandable_freed",
         "Is shared memory of expandable segments freed when it is released?",
-        worst_of("ipc_expandable", "still_allocated", "nothing is allocated", scale=MIB),
+        worst_reading("ipc_expandable", "still_allocated", "nothing is allocated", scale=MIB),
         unit="MiB",
     ),
     Rule(
         "absent_peer_named",
         "Is the rank named that enters a collective late?",
-        worst_of("absent_peer", "late_rank_missed"),
+        worst_reading("absent_peer", "late_rank_missed"),
     ),
     Rule(
         "absent_peer_group",
         "Does a group with a deadline return exact sums while all ranks are there?",
-        worst_of("absent_peer", "group_wrong", "all sums are exact"),
+        worst_reading("absent_peer", "group_wrong", "all sums are exact"),
     ),
     Rule("absent_peer_deadline", "Does a wait for an absent peer raise by its deadline?", wait_ends_in_time),
     Rule(
         "absent_peer_survivors",
         "Do survivors use WORLD again, on the host and on their device?",
-        worst_of("absent_peer", "world_wrong", "all sums are exact"),
+        worst_reading("absent_peer", "world_wrong", "all sums are exact"),
     ),
     Rule(
         "killed_rank_noticed",
         "Is a rank that was killed named as dead?",
-        worst_of("killed_rank", "death_missed"),
+        worst_reading("killed_rank", "death_missed"),
     ),
     Rule(
         "killed_rank_leaves_nothing",
         "Is /dev/shm as before once a rank was killed?",
-        worst_of("killed_rank", "names_left", "no name is left"),
+        worst_reading("killed_rank", "names_left", "no name is left"),
     ),
     Rule(
         "rebuild_counts",
@@ -336,30 +342,30 @@ RULES = (
     Rule(
         "rebuild_driver",
         "Is driver memory at its baseline after groups were destroyed and rebuilt?",
-        worst_of("rebuild", "driver_off", scale=MIB),
+        worst_reading("rebuild", "driver_off", scale=MIB),
         limit=16,  # for two ranks on one GPU: the driver allocates in 2 MiB pages
         unit="MiB",
     ),
     Rule(
         "rebuild_objects",
         "Are all group objects gone after an exact destroy?",
-        worst_of("rebuild", "objects_alive", "no group object is alive"),
+        worst_reading("rebuild", "objects_alive", "no group object is alive"),
     ),
     Rule(
         "rebuild_options",
         "Do rebuilt groups have the options that they had?",
-        worst_of("rebuild", "options_changed", "no option changed"),
+        worst_reading("rebuild", "options_changed", "no option changed"),
     ),
     Rule(
         "rebuild_bits",
         "Do sums over rebuilt groups have the bits that they had?",
-        worst_of("rebuild", "bits_changed", "an all-reduce over every group, before and after"),
+        worst_reading("rebuild", "bits_changed", "an all-reduce over every group, before and after"),
     ),
     *(
         Rule(
             f"job_{layout}_bits",
             f"Do two equal jobs with {layout}=2 end in equal losses, gradient norms and tensors?",
-            worst_of(f"job_{layout}", "values_changed"),
+            worst_reading(f"job_{layout}", "values_changed"),
         )
         for layout in ("tp", "pp")
     ),
@@ -367,7 +373,7 @@ RULES = (
         Rule(
             f"job_{kind}_finite",
             f"Are losses and gradient norms of a job with {words} finite?",
-            worst_of(f"job_{kind}", "not_finite", "all are finite"),
+            worst_reading(f"job_{kind}", "not_finite", "all are finite"),
         )
         for kind, words in (("tp", "tp=2"), ("pp", "pp=2"), ("experts", "experts"))
     ),

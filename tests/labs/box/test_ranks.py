@@ -86,7 +86,7 @@ def test_a_refused_registration_is_not_copied_from_nor_taken_back(cudart: Any, l
 @pytest.mark.parametrize("stays", [False, True])
 def test_a_resized_buffer_is_seen_to_leave_or_to_stay(monkeypatch: pytest.MonkeyPatch, lab: Any, stays: bool) -> None:
     if stays:  # an allocator that does not free memory
-        monkeypatch.setattr(probes, "in_use", lambda: 0)
+        monkeypatch.setattr(probes, "bytes_in_use", lambda: 0)
     lab.resize(1)
     assert lab.ctx.values["views_changed"] == 0
     assert (lab.ctx.values["given_back"] >= 0.9) is not stays
@@ -195,7 +195,7 @@ def test_a_communicator_goes_to_sleep_and_comes_back(monkeypatch: pytest.MonkeyP
     group = types.SimpleNamespace(_get_backend=lambda where: backend)
     monkeypatch.setattr(probes, "device", lambda: ON_GPU)
     monkeypatch.setattr(nccl, "no_suspend", lambda *_: "")
-    monkeypatch.setattr(probes, "in_use", lambda: 100 - 40 * len(backend.calls))
+    monkeypatch.setattr(probes, "bytes_in_use", lambda: 100 - 40 * len(backend.calls))
     monkeypatch.setattr(probes, "sums_are_exact", lambda *_: True)
     monkeypatch.setattr(dist, "new_group", lambda ranks, backend: group)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)

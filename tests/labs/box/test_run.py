@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import kit
-from kit.doctor import times
+from kit.doctor import operation_times
 from kit.errors import BadInput, KitError
 from kit.labs.box.faults import FAULTS
 from kit.labs.box.lab import PROBES, BoxConfig
@@ -91,7 +91,7 @@ def test_a_slow_start_of_ranks_does_not_count_in_a_probes_limit(
         run = lab.run()
     assert run.status == "finished"
     assert run.verdict().passed, run.verdict()
-    assert times(run)["start"] >= seconds
+    assert operation_times(run)["start"] >= seconds
 
 
 def test_probes_are_named() -> None:

@@ -11,7 +11,7 @@ import pytest
 from kit.labs.discover import find
 from kit.labs.offload.lab import OffloadConfig
 from kit.results import Row, VerdictRow, judge, to_frame
-from kit.results.growth import gpus
+from kit.results.growth import gpu_of_rank
 
 MIB = 2**20
 CONFIG = asdict(OffloadConfig(ranks=1, tp=1, cycles=10, size="125m", dtype="float32"))
@@ -267,8 +267,8 @@ def test_a_gpu_of_its_own_is_a_rank_s() -> None:
 def test_which_ranks_share_a_gpu() -> None:
     seats = [("a", "cuda:0"), ("a", "cuda:1"), ("a", "cuda:0"), ("b", "cuda:0")]
     rows = [{"rank": rank, "host": host, "device": device} for rank, (host, device) in enumerate(seats)]
-    assert gpus(rows) == {0: 0, 1: 1, 2: 0, 3: 2}
-    assert gpus([{"rank": 0, "host": "a", "device": "cpu"}]) == {}
+    assert gpu_of_rank(rows) == {0: 0, 1: 1, 2: 0, 3: 2}
+    assert gpu_of_rank([{"rank": 0, "host": "a", "device": "cpu"}]) == {}
 
 
 @pytest.mark.parametrize("metric", ["fds", "threads"])

@@ -570,9 +570,9 @@ def answer(check, measured, *, passed):
 
 
 def verdict_limit():
-    from kit.view.model import Limit
+    from kit.view.model import PanelLimit
 
-    return Limit("parity", "Are they equal?", 1.0, "ratio", "<=", 0.0, 2.0)
+    return PanelLimit("parity", "Are they equal?", 1.0, "ratio", "<=", 0.0, 2.0)
 
 
 # -- the whole panel -------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ _BLOCK = 2**30
 SAVER, TAG = "torch_memory_saver", "kit-bench"
 
 
-def tensors(*, size: str, cycles: int) -> dict[str, Any]:
+def out_and_back(*, size: str, cycles: int) -> dict[str, Any]:
     """Everything a job has, out and back `cycles` times; beside each move the plain copies that it is measured by."""
     job = model.build(ModelConfig(size=size, seq=16, microbatches=1))
     job.step(1)
@@ -96,7 +96,7 @@ def _warm(mover: Mover, *, out: bool) -> float:
         return seconds_on_device(lambda: host.libc.memcpy(arena.address(0), arena.address(half), half)) * total / half
     places = [arena.reserve(item.size) for item in items]
     arena.clear()
-    pairs = [(arena.view(place, item.size), flat(item)) for place, item in zip(places, items, strict=True)]
+    pairs = [(arena.view(place, item.size), flat_view(item)) for place, item in zip(places, items, strict=True)]
 
     def copy() -> None:
         for pinned, tensor in pairs:  # the places hold what the tensors hold: the way back changes nothing
@@ -128,14 +128,14 @@ def _into_new(source: int, size: int, *, pieces: bool) -> float:
 # -- what a job's own code would do, one tensor at a time: copies alone, which give nothing back -------------------------------
 
 
-def flat(item: Item) -> torch.Tensor:
+def flat_view(item: Item) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=item.storage.device).set_(item.storage)
 
 
 def one_by_one(items: Sequence[Item], block: torch.Tensor | None = None) -> tuple[float, float]:
     """Seconds out and back of what one line of code does: each tensor into memory that is new, with `.cpu()` on CUDA, and back to where it
     was. With a block of host memory each goes to its place in that instead."""
-    flats = [flat(item) for item in items]
+    flats = [flat_view(item) for item in items]
     if block is None:
         kept: list[torch.Tensor] = []
         out = seconds_on_device(

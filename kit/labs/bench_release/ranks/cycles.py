@@ -73,14 +73,14 @@ def cycle(mode: str, more: int, *, by_store: bool) -> dict[str, Any]:
             if mode not in (*groups.EXACT, *groups.KEEPING):
                 make_extra(more)  # these two rebuild what Megatron makes; the caller makes the others again
 
-    seconds = {"release": together(lambda: snapshot.append(groups.destroy(mode)["snapshot"]))}
+    seconds = {"release": timed_together(lambda: snapshot.append(groups.destroy(mode)["snapshot"]))}
     gc.collect()
     released = levels()  # once all have released: a GPU may be shared
-    seconds |= {"back": together(back), "first collective": together(every_group_talks)}
+    seconds |= {"back": timed_together(back), "first collective": timed_together(every_group_talks)}
     return {"seconds": seconds, "freed": {name: before[name] - released.get(name, 0) for name in before}}
 
 
-def together(work: Callable[[], object]) -> float:
+def timed_together(work: Callable[[], object]) -> float:
     """Seconds of this rank's own work; all ranks begin it together."""
     dist.barrier()
     return seconds_of(work)

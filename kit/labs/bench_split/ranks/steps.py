@@ -111,7 +111,7 @@ def turns(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, l
     return turn_by_turn(list(works), rounds, once)
 
 
-def steps(*, job: dict[str, Any], chunks: list[int], rounds: int) -> dict[str, Any]:
+def way_seconds(*, job: dict[str, Any], chunks: list[int], rounds: int) -> dict[str, Any]:
     """The plain step, the same once more, and the step cut in so many calls."""
     stepper = Stepper(SplitConfig(chunks=tuple(chunks), **job))
     data = stepper.data()

@@ -51,7 +51,7 @@ def shapes_of(wanted: dict[str, Any]) -> list[tuple[int, ...]]:
     return [(wanted["size"] // 2,)] * wanted["count"]
 
 
-def weights(wanted: dict[str, Any], *, filled: bool) -> dict[tuple[str, int], torch.Tensor]:
+def populated_tensors(wanted: dict[str, Any], *, filled: bool) -> dict[tuple[str, int], torch.Tensor]:
     """Tensors with memory of their own and all pages populated: noise, or zeros."""
     noise = torch.randint(0, 256, (NOISE + PAGE,), dtype=torch.uint8)
     made: dict[tuple[str, int], torch.Tensor] = {}
@@ -78,7 +78,7 @@ class Ways:
         self.rank = dist.get_rank()
         self.part = tuple(range(receivers + 1))
         self.taking = self.rank in self.part
-        self.tensors = weights(wanted, filled=self.rank == 0) if self.taking else {}
+        self.tensors = populated_tensors(wanted, filled=self.rank == 0) if self.taking else {}
         self.total = sum(tensor.nbytes for tensor in self.tensors.values())
         self.links = self.meet(meeting)
         self.opened: list[Transport | Digests] = []
@@ -306,11 +306,11 @@ def one_turn(end: Ways, name: str, work: Callable[[], None], *, first: bool) -> 
     return taken
 
 
-def hashing(*, size: int, count: int, rounds: int) -> dict[str, list[float]]:
+def hash_seconds(*, size: int, count: int, rounds: int) -> dict[str, list[float]]:
     """Seconds per 10^9 bytes of every algorithm, on the first rank."""
     if dist.get_rank():
         return {}
-    tensors = weights({"size": size, "count": count}, filled=True).values()
+    tensors = populated_tensors({"size": size, "count": count}, filled=True).values()
     scale = 1e9 / sum(tensor.nbytes for tensor in tensors)
 
     def taken(algorithm: str, _: int) -> float:
@@ -343,7 +343,7 @@ def bring(files: Any, tensors: Tensors, links: Mapping[str, Link], *, sends: boo
 # -- plain copies, which are the best that GPUs and the links between them can do -----------------------------------------
 
 
-def memcpy(size: int) -> Work:
+def host_copy(size: int) -> Work:
     """One copy between two places of host memory that both have pages: of zeros the kernel would keep one page for all."""
     source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
     return lambda: copy(target, source)
@@ -354,7 +354,7 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     host.libc.memcpy(target.data_ptr(), source.data_ptr(), source.nbytes)
 
 
-def on_gpu(device: torch.device, size: int) -> dict[str, Work]:
+def gpu_copies(device: torch.device, size: int) -> dict[str, Work]:
     """By name, each to be awaited by synchronising the device; `size` bytes a block, of which there are two and one a peer."""
     source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -371,11 +371,11 @@ def on_gpu(device: torch.device, size: int) -> dict[str, Work]:
     return works
 
 
-def measured(*, size: int, rounds: int, device: str) -> dict[str, list[float]]:
+def ceiling_copies(*, size: int, rounds: int, device: str) -> dict[str, list[float]]:
     """Seconds for `size` bytes of each plain copy that this machine can do, turn by turn, each until the GPU is done; a copy to
     another GPU is this one's work."""
     where = torch.device(device)
-    works = {HOST: memcpy(size)}
+    works = {HOST: host_copy(size)}
     if where.type == "cuda":
-        works |= on_gpu(where, size)
+        works |= gpu_copies(where, size)
     return turn_by_turn(list(works), rounds, lambda name, _: seconds_on_device(works[name]))

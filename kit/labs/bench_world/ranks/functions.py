@@ -41,6 +41,6 @@ def meter_cost(*, n: int, seconds: float) -> list[float]:
     return costs
 
 
-def number() -> int:
+def rank_number() -> int:
     """Nothing but this rank's number."""
     return int(os.environ["KIT_RANK"])

@@ -132,18 +132,18 @@ class Probes:
             AttributeError,
             RuntimeError,
         ) as error:  # a torch built for an older NCCL, or NCCL's memory manager is off
-            self.record("suspend_refused", 1, text=f"NCCL's memory statistics: {first_line(error)}")
+            self.record("suspend_refused", 1, text=f"NCCL's memory statistics: {error_line(error)}")
             return
         self.meet()
-        before = in_use()
+        before = bytes_in_use()
         self.meet()
         try:
             self.record("suspend_seconds", seconds_on_device(backend.suspend), "s")
         except RuntimeError as error:
-            self.record("suspend_wrong", 1, text=first_line(error))
+            self.record("suspend_wrong", 1, text=error_line(error))
             return
         self.meet()
-        freed = before - in_use()
+        freed = before - bytes_in_use()
         stats.append(dict(backend.memory_stats()))
         self.meet()
         self.record("resume_seconds", seconds_on_device(backend.resume), "s")
@@ -186,7 +186,7 @@ class Probes:
         size = mapped.numel()
         on_gpu = torch.zeros(size, dtype=torch.uint8, device=device())
         mapped.fill_(3)
-        finish()
+        wait_for_gpu()
         start = time.perf_counter()
         status = int(cudart.cudaHostRegister(address, size, 0))
         self.record("register_seconds", time.perf_counter() - start, "s")
@@ -200,7 +200,7 @@ class Probes:
                 to_host = fastest_copy(mapped, on_gpu)
                 right = arrived and bool((mapped[::512] == 5).all())  # one of 512 bytes: the host is slow
             finally:
-                finish()
+                wait_for_gpu()
                 cudart.cudaHostUnregister(address)
             self.record("host_to_device_seconds", to_device, "s")
             self.record("device_to_host_seconds", to_host, "s")
@@ -225,7 +225,7 @@ class Probes:
         if expandable and not in_expandable_segment(flat):
             self.record("refused", 1, text=NOT_EXPANDABLE)
             return
-        for number, piece in enumerate(pieces(flat)):
+        for number, piece in enumerate(piece_views(flat)):
             piece.view(torch.int64).copy_(torch.arange(piece.numel() // 8, device=flat.device) * (2 * number + 3))
         half = size // 2 // 8 * 8
         views = [
@@ -236,15 +236,17 @@ class Probes:
         before = [weighted_sum(view) for view in (flat, *views)]
         kept = flat.clone()  # on the same device, because another probe measures copies to the host
         let_go()
-        full = in_use()
+        full = bytes_in_use()
         self.record(
             "shrink_seconds", seconds_on_device(lambda: self.change_size(flat, 0)) + seconds_on_device(let_go), "s"
         )
-        empty = in_use()
+        empty = bytes_in_use()
         self.record("grow_seconds", seconds_on_device(lambda: self.change_size(flat, size)), "s")
         flat.copy_(kept)
         self.record("given_back", (full - empty) / size, text=f"{mib(full - empty)} of {mib(size)}")
-        self.record("taken_again", (in_use() - empty) / size, text=f"{mib(in_use() - empty)} of {mib(size)}")
+        self.record(
+            "taken_again", (bytes_in_use() - empty) / size, text=f"{mib(bytes_in_use() - empty)} of {mib(size)}"
+        )
         moved = [view.untyped_storage().data_ptr() != flat.data_ptr() for view in views]
         after = [weighted_sum(view) for view in (flat, *views)]
         self.record("views_changed", sum(map(int.__ne__, before, after)) + sum(moved))
@@ -263,7 +265,7 @@ class Probes:
         if where.type == "cpu":
             return
         block = torch.ones(256 * MIB, dtype=torch.uint8, device=where)
-        finish()
+        wait_for_gpu()
         self.meet()
         seen = device_memory(str(where))
         self.meet()  # all ranks must read while all have their block
@@ -307,7 +309,7 @@ class Probes:
         note: dict[str, Any] = {}
         if self.ctx.rank == 0:
             self.held = pattern
-            finish()
+            wait_for_gpu()
             if expandable and not in_expandable_segment(pattern):
                 note["error"] = NOT_EXPANDABLE
             else:
@@ -315,7 +317,7 @@ class Probes:
                     _, arguments = reductions.reduce_tensor(pattern)  # type: ignore[no-untyped-call]
                     note["handle"] = base64.b64encode(pickle.dumps(arguments)).decode()
                 except RuntimeError as error:
-                    note["error"] = first_line(error)
+                    note["error"] = error_line(error)
         note = self.tell(note, source=0)
         if self.ctx.rank == reader and "handle" in note:
             try:
@@ -326,7 +328,7 @@ class Probes:
                 torch.cuda.synchronize(value.device)  # its owner's GPU, which may not be this rank's
                 self.held = value
             except RuntimeError as error:
-                note = {"error": first_line(error)}
+                note = {"error": error_line(error)}
         note = self.tell(note, source=reader)
         if self.ctx.rank == 0 and "error" in note:
             # Expandable segments are shared by a descriptor of the other process: containers deny the permission (ptrace).
@@ -334,7 +336,7 @@ class Probes:
             yama = "no Yama" if scope is None else f"ptrace_scope {scope}"
             self.record("refused", 1, text=f"{note['error']}; {yama}")
         elif self.ctx.rank == 0:
-            finish()
+            wait_for_gpu()
             unseen = int(pattern[0].item()) != -1
             text = "the owner does not see the reader's word" if unseen else ""
             self.record("wrong_words", note["wrong_words"] + unseen, text=text)
@@ -359,7 +361,7 @@ class Probes:
             time.sleep(seconds)
         value = torch.ones(1, device=device())
         dist.all_reduce(value)
-        finish()
+        wait_for_gpu()
 
     def prepare_to_wait(self) -> None:
         """A group of all ranks that works, with a deadline."""
@@ -369,7 +371,7 @@ class Probes:
             timeout=dt.timedelta(seconds=DEADLINE_S),
         )
         self.record("group_wrong", not sums_are_exact(device(), self.group))
-        finish()
+        wait_for_gpu()
         self.meet()
 
     def wait_in_vain(self) -> None:
@@ -441,7 +443,7 @@ class Probes:
             self.meet()
             start = time.perf_counter()
             stats = groups.destroy("exact", timeout_s=5.0)
-            finish()
+            wait_for_gpu()
             self.record("group_destroy_seconds", (time.perf_counter() - start) / SEVERAL, "s", turn=turn)
             self.record_level("without", turn, levels["without"])
             again: list[str] = []
@@ -459,13 +461,13 @@ class Probes:
     def level(self) -> dict[str, int]:
         """What this process holds once all ranks have reached this point."""
         gc.collect()
-        finish()
+        wait_for_gpu()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.meet()
         levels = resource_counts()._asdict()
         if torch.cuda.is_available():
-            levels["driver"] = in_use()
+            levels["driver"] = bytes_in_use()
         self.meet()
         return levels
 
@@ -504,7 +506,7 @@ class Probes:
 
         start = time.perf_counter()
         job = model.assemble(config, device())
-        finish()
+        wait_for_gpu()
         built = time.perf_counter() - start
         steps = job.step(1)
         second = seconds_on_device(lambda: steps.extend(job.step(1)))
@@ -541,7 +543,7 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def finish() -> None:
+def wait_for_gpu() -> None:
     """Wait until the GPU has finished all work."""
     synchronize(current_device())
 
@@ -570,13 +572,13 @@ def refused_because() -> str:
 def weighted_sum(view: torch.Tensor) -> int:
     """A sum weighted by position, so moved bytes show; in pieces, because each product needs memory."""
     total = 0
-    for number, piece in enumerate(pieces(view.reshape(-1).view(torch.uint8)), 1):
+    for number, piece in enumerate(piece_views(view.reshape(-1).view(torch.uint8)), 1):
         words = piece.view(torch.int64)
         total += number * int((words * (torch.arange(1, words.numel() + 1, device=words.device) * 2 + 1)).sum())
     return total
 
 
-def pieces(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+def piece_views(flat: torch.Tensor) -> Iterator[torch.Tensor]:
     for start in range(0, flat.numel(), PIECE):
         yield flat[start : start + PIECE]
 
@@ -589,9 +591,9 @@ def let_go() -> None:
         trim()
 
 
-def in_use() -> int:
+def bytes_in_use() -> int:
     """Bytes of the GPU in use, as reported by the driver; without a GPU this process's anonymous memory."""
-    finish()
+    wait_for_gpu()
     seen = device_memory(current_device())
     return seen.driver_used if seen else host_memory_metrics().get("anon_rss", 0)
 
@@ -624,7 +626,7 @@ def mib(size: float) -> str:
     return f"{size / MIB:.1f} MiB"
 
 
-def first_line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
