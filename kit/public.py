@@ -81,6 +81,8 @@ class World(room.World):
 
     def close(self) -> None:
         super().close()
+        if self._crew.inherited:
+            return  # a forked process ends; the World and its logs belong to its parent
         self._tidy("rank*.log")  # torchrun's log alone is not worth keeping: it may only show how it ended the ranks
 
     def _tidy(self, worth_keeping: str) -> None:

@@ -95,6 +95,28 @@ def test_logs_that_were_asked_for_stay(runs: Path, tmp_path: Path, nothing_left:
     assert not runs.exists()
 
 
+def test_a_process_forked_from_a_world_leaves_its_logs_when_it_ends(runs: Path, nothing_left: None) -> None:
+    with kit.World(1) as world:
+        if (child := os.fork()) == 0:
+            try:
+                world.close()  # what the end of a process calls
+            finally:
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert (world.logs / "rank0.log").exists()
+        world.restart()
+        world.run("print('still here')")
+    assert (world.logs / "rank0.log").read_text() == "still here\n"
+
+
+def test_logs_are_for_their_owner_only(runs: Path, tmp_path: Path, nothing_left: None) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    with kit.World(1, logs=tmp_path / "open") as world:
+        world.run("print('secret')")
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "open").iterdir()}
+    assert modes["torchrun.log"] == 0o600
+
+
 def test_a_world_that_cannot_start_leaves_nothing(runs: Path, nothing_left: None) -> None:
     with pytest.raises(kit.BadInput):
         kit.World(0)

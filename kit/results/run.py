@@ -427,7 +427,7 @@ def create_run(
     while folder is None:
         identity = f"{lab}-{unique()}"
         folder = _make_folder(Path(runs_dir) / identity if out is None else Path(out), exist_ok=out is not None)
-    if (folder / "run.json").exists() or any(folder.glob(PATTERN)):
+    if (folder / "run.json").exists() or any(folder.glob(PATTERN)) or not _claim(folder):
         raise BadInput(f"{folder} already holds a run; choose another folder")
     info = {
         "run": identity,
@@ -462,6 +462,17 @@ def runs_dir() -> Path:
     if (checkout / "pyproject.toml").is_file():
         return checkout / "runs"
     return Path.home() / ".local" / "share" / "lifecycle-kit" / "runs"
+
+
+def _claim(folder: Path) -> bool:
+    """Make the file of records; False if another run made it in the meantime: of several that begin in one folder, one gets it."""
+    try:
+        (folder / "records.jsonl").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise BadInput(f"cannot write a run to {folder}: {error}") from error
+    return True
 
 
 def _make_folder(folder: Path, *, exist_ok: bool) -> Path | None:

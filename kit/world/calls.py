@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kit.errors import BadInput, Cancelled, KitError, RankDied, RankError, RankTimeout, ending, signal_name
-from kit.world.channel import ChannelClosed, Malformed, Message, WorldMember, readable_message
+from kit.world.channel import ChannelClosed, Malformed, Message, TooLargeError, WorldMember, encoded, readable_message
 from kit.world.crew import Crew
 from kit.world.leftovers import users_part
 
@@ -59,6 +59,10 @@ class WorldCall:
 
     def __post_init__(self) -> None:
         self.phase = str(self.request["phase"])
+        try:
+            self._payload = encoded(self.request)
+        except TooLargeError as error:
+            raise BadInput(f"{error}; pass large arguments in a file or in shared memory") from None
 
     def waiting(self) -> list[WorldMember]:
         return [m for m in self.members if m.rank not in self.answers and m.rank not in self.gone]
@@ -68,7 +72,7 @@ class WorldCall:
         for member in self.members:
             member.phase, member.call, member.since = self.phase, self, now
             try:
-                member.work.send(self.request)
+                member.work.send_encoded(self._payload)
             except ChannelClosed:
                 self.gone.add(member.rank)  # the end of its channel is seen below, or its silence is
 

@@ -68,6 +68,19 @@ def readable_message(fds: Iterable[int], seconds: float) -> set[int]:
     return {fd for fd, _ in poll.poll(seconds * 1000)}
 
 
+class TooLargeError(ValueError):
+    """A message beyond the channel's limit. Nothing of it was sent."""
+
+
+def encoded(message: Message) -> bytes:
+    payload = json.dumps(message, separators=(",", ":")).encode()
+    if len(payload) > LIMIT:
+        raise TooLargeError(
+            f"{len(payload) / 2**20:.0f} MiB of JSON do not fit the channel (limit {LIMIT // 2**20} MiB)"
+        )
+    return payload
+
+
 class WorldLink:
     """One authenticated connection. `send` may be called from several threads, receiving from one."""
 
@@ -82,11 +95,9 @@ class WorldLink:
         return self._sock.fileno()
 
     def send(self, message: Message) -> None:
-        payload = json.dumps(message, separators=(",", ":")).encode()
-        if len(payload) > LIMIT:
-            raise ValueError(
-                f"{len(payload) / 2**20:.0f} MiB of JSON do not fit the channel (limit {LIMIT // 2**20} MiB)"
-            )
+        self.send_encoded(encoded(message))
+
+    def send_encoded(self, payload: bytes) -> None:
         with self._lock:
             mac = hmac.digest(self._out, self._sent.to_bytes(8, "big") + payload, "sha256")
             self._sent += 1

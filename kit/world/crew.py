@@ -93,7 +93,7 @@ class Crew:
         (self.folder / "key").write_text(self._key.hex())
         command = [self.plan.python.path, str(AGENT), "--node", "0", "--connect", listener.address]
         command += ["--folder", str(self.folder)]
-        with self._agent_log.open("ab") as log:
+        with open(self._agent_log, "ab", opener=owner_only) as log:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -442,6 +442,10 @@ class Crew:
             time.sleep(0.002)
         leftovers.end_carriers(leftovers.mark(self.id).__eq__)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def owner_only(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def forget_all() -> None:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -60,6 +62,22 @@ def test_out_is_the_folder_itself_and_never_taken_twice(tmp_path):
     assert create_run(tmp_path, "smoke", {}, {}, out=out).dir == out
     with pytest.raises(BadInput, match="already holds a run"):
         create_run(tmp_path, "smoke", {}, {}, out=out)
+
+
+def test_of_several_runs_that_begin_in_one_folder_one_gets_it(tmp_path):
+    for attempt in range(40):
+        out, start = tmp_path / str(attempt), threading.Barrier(2)
+
+        def begin(out=out, start=start):
+            start.wait()
+            try:
+                return str(create_run(tmp_path, "smoke", {}, {}, out=out).dir)
+            except BadInput as error:
+                return str(error)
+
+        with ThreadPoolExecutor(2) as pool:
+            answers = [future.result() for future in [pool.submit(begin) for _ in range(2)]]
+        assert sorted(answers) == [str(out), f"{out} already holds a run; choose another folder"]
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path):

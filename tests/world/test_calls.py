@@ -34,7 +34,7 @@ def test_who_looks_on_is_asked_though_there_is_always_something_to_hear() -> Non
         other.send(b"never read")
         # A fake crew whose agent always has something to read.
         member: Any = SimpleNamespace(
-            rank=0, call=None, work=SimpleNamespace(send=lambda _: None), asked=False, news=[]
+            rank=0, call=None, work=SimpleNamespace(send_encoded=lambda _: None), asked=False, news=[]
         )
         member.watch = SimpleNamespace(send=lambda _: None)
         crew: Any = SimpleNamespace(members=[member], filenos=lambda: [link.fileno()], take=lambda *_: None)

@@ -14,7 +14,7 @@ import pytest
 
 import kit
 from kit.errors import BadInput, Cancelled, KitError, RankDied, RankError, RankTimeout
-from kit.world import World
+from kit.world import World, channel
 from kit.world.world import Worlds
 from tests.holdings import wait_for
 
@@ -56,6 +56,20 @@ def test_a_call_in_flight_has_its_result_later(world: World, tmp_path: Path) -> 
     assert pending.done()
     assert pending.result() == [0, 1]
     assert world.state == "idle"
+
+
+def test_a_request_too_large_for_the_channel_is_refused_before_it_is_sent(
+    world: World, alone: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "LIMIT", 2**20)
+    for ranks, numbers in ((world, [0, 1]), (alone, [0, 1, 2])):
+        with pytest.raises(BadInput, match=r"^2 MiB of JSON .* \(limit 1 MiB\); pass large arguments in a file"):
+            ranks.call(f"{FLIGHT}:wait_for", gate="x" * 2**21)
+        assert ranks.state == "idle"
+        assert ranks.call(f"{FLIGHT}:number") == numbers
+    with pytest.raises(BadInput, match="limit 1 MiB"):
+        world.run(f"text = {'x' * 2**21!r}")
+    assert world.eval("rank") == [0, 1]
 
 
 def test_calls_on_disjoint_ranks_run_at_the_same_time(world: World, tmp_path: Path) -> None:
