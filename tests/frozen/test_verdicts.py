@@ -43,6 +43,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # a minute of judging on a quiet machine
 def test_every_check_answers_as_it_did(runs: list[Path]) -> None:
     assert runs
     changed = {}

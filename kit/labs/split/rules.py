@@ -122,7 +122,7 @@ def metrics(frame: pd.DataFrame, config: Config) -> pd.DataFrame:
         for unit in ("normalizer", "level")
     )
     extreme = table["metric"].str.endswith(("_min", "_max"))
-    table["one_scalar"] = table["sync"].where(extreme, table["sync"] * right / scalar)
+    table["one_scalar"] = table["sync"].where(extreme, table["sync"] * (right / scalar))
     table["one_scalar_error"] = error(table["one_scalar"], table["sync"])
     keys = ["level", "chunks", "step", "metric"]
     columns = [*keys, "normalizer", "sync", "split", "one_scalar", "error", "one_scalar_error"]
