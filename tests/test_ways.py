@@ -92,7 +92,7 @@ def has_record(value: Any, deep: int = 0) -> bool:
 @pytest.mark.usefixtures("nothing_left")
 def test_a_setting_enters_no_module_five_times_on_its_way_to_a_rank(tmp_path: Path) -> None:
     words = ["run", "smoke", "--set", f"size={SIZE}", "--set", "cycles=1", "--out", str(tmp_path / "run")]
-    with entered(has_setting, until="world/channel.py:send") as seen:
+    with entered(has_setting, until="world/channel.py:encoded") as seen:
         assert main(words) == 0
     assert [seen[0], seen[-1]] == ["cli.py", "world/channel.py"]
     # In the definition of labs: layers are combined, the value is checked, roles are asked, and the config is written as settings.

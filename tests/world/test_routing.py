@@ -93,7 +93,7 @@ def test_groups_tell_whether_they_are_routed(world: World) -> None:
 
 
 def test_a_second_install_changes_nothing(world: World) -> None:
-    world.run("from kit import routing\nimport torchcomms\nfirst = routing.c10d().new_comm\nrouting.install()")
+    world.run("from kit import routing\nimport torchcomms\nfirst = routing.c10d().new_comm\nrouting.install_routes()")
     assert world.eval("[routing.c10d().new_comm is first, first is torchcomms.new_comm]") == [[True, False]] * 3
 
 

@@ -236,7 +236,7 @@ def test_a_moved_limit_judges_at_once_and_measures_nothing_anew(runs: Path, monk
     model = PanelModel(find("smoke"))
     seen: list[str] = []
     model.observe(lambda change: seen.append(change["name"]), ["verdict", "tolerances", "limits"])
-    monkeypatch.setattr("kit.results.run.measure", lambda *_: pytest.fail("nothing is measured twice"))
+    monkeypatch.setattr("kit.results.run.measure_checks", lambda *_: pytest.fail("nothing is measured twice"))
     assert passed(model, "memory_drift") is True
     model.move("memory_drift", 10)
     assert passed(model, "memory_drift") is False
@@ -322,7 +322,7 @@ def test_a_check_that_stumbles_is_reported_and_the_panel_stays(runs: Path, monke
     def stumble(*_: object, **__: object) -> None:
         raise ZeroDivisionError("of this test")
 
-    monkeypatch.setattr("kit.results.run.measure", stumble)
+    monkeypatch.setattr("kit.results.run.measure_checks", stumble)
     model = PanelModel(find("smoke"))
     assert model.notice == f"{folder.name} cannot be judged: ZeroDivisionError: of this test"
     assert model.verdict is None
