@@ -1,0 +1,50 @@
+"""The seconds of a loop, from rows written by hand: every second belongs to one activity, and replicas are idle without a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kit.results.records import Row
+from kit.stream.ports import spent
+
+ROWS: list[tuple[float, str, dict[str, Any]]] = [
+    (0.0, "joined", {"replica": 0}),
+    (0.0, "joined", {"replica": 1}),
+    (1.0, "sent", {"group": 0, "sample": 0, "replica": 0}),  # both were idle for 1 s
+    (3.0, "sent", {"group": 0, "sample": 1, "replica": 1}),  # one of two for 2 s
+    (4.0, "completed", {"group": 0, "sample": 0, "replica": 0, "core": "a"}),  # none for 1 s
+    (6.0, "begin", {"step": 0, "to": "trainer"}),  # one of two for 2 s
+    (7.0, "done", {"of": "begin", "step": 0, "core": "a"}),  # training: 1 s
+    (7.0, "cancelled", {"group": 0, "sample": 1, "replica": 1, "core": "a"}),
+    (9.0, "sync_begin", {"version": 1}),  # both for 2 s
+    (10.0, "synced", {"version": 1, "core": "a"}),  # sync: 1 s, both idle
+    (10.0, "died", {"replica": 1}),
+    (13.0, "ended", {"why": "steps"}),  # the only one left for 3 s
+]
+
+
+def rows() -> list[Row]:
+    return [Row(metric=event, time=time, ids=ids) for time, event, ids in ROWS]
+
+
+def test_every_second_belongs_to_one_activity() -> None:
+    seconds = spent(rows())
+    assert {name: seconds[name] for name in ("training", "logprobs", "sync", "exposed_generation", "total")} == {
+        "training": 1.0,
+        "logprobs": 0.0,
+        "sync": 1.0,
+        "exposed_generation": 11.0,
+        "total": 13.0,
+    }
+
+
+def test_idle_seconds_are_the_mean_of_the_replicas_that_are_there() -> None:
+    assert spent(rows())["replicas_idle"] == pytest.approx(1 + 2 / 2 + 0 + 2 / 2 + 1 / 2 + 2 + 1 + 3)
+
+
+def test_a_request_that_is_sent_again_leaves_its_first_replica() -> None:
+    again = [*rows()[:3], Row(metric="sent", time=2.0, ids={"group": 0, "sample": 0, "replica": 1})]
+    again += [Row(metric="ended", time=4.0, ids={})]
+    assert spent(again)["replicas_idle"] == pytest.approx(1 + 1 / 2 + 2 / 2)
