@@ -28,7 +28,7 @@ ALSO = {
     "hooks-lost-on-error": set(),
     "moe-aux-unscaled": GRADIENTS,
     "replicas-counted-n-times": NUMBERS,
-    "mask-not-shifted": {"extreme_gaps", "masked_places"},
+    "mask-not-shifted": {"extreme_gaps", "masked_places", "replicas_counted_once"},
     "dummy-bins-counted": GRADIENTS | NUMBERS | {"chunk_invariance"},
     "abort-keeps-grads": set(),
     "release-mid-step": GRADIENTS,
