@@ -295,7 +295,7 @@ class Lab:
             self._step()
         try:
             if left := self._left(range(self.config.ranks)):
-                reports = self.world.call(f"{RANKSIDE}:end_session", ranks=left, timeout_s=self._own_limit)
+                reports = self.world.call(f"{RANKSIDE}:end", ranks=left, timeout_s=self._own_limit)
                 answers = dict(zip(left, reports, strict=True))
                 self._append_answers("pss", answers, ROUTING_AFTER)
             self._refuse_broken()

@@ -217,7 +217,7 @@ def memory_history() -> None:
         session.history = None
 
 
-def end_session() -> dict[str, Any]:
+def end() -> dict[str, Any]:
     global _session  # noqa: PLW0603 - as above
     memory_history()
     _running().restore()

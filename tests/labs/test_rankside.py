@@ -63,12 +63,12 @@ def test_float32_is_computed_as_float32_on_a_gpu_and_the_callers_choice_comes_ba
     try:
         begin(config, device)
         assert torch.get_float32_matmul_precision() == within
-        rankside.end_session()
+        rankside.end()
         assert torch.get_float32_matmul_precision() == "high"
         monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
         if device == "cpu":
             begin(config, device)
-            rankside.end_session()
+            rankside.end()
         else:
             with pytest.raises(BadInput, match="NVIDIA_TF32_OVERRIDE=1 makes float32 products TF32"):
                 begin(config, device)
@@ -80,7 +80,7 @@ def test_a_history_is_kept_until_the_end_and_written_then(calls: Calls, tmp_path
     begin(snapshots=str(tmp_path / "memory"))
     rankside.run_phase(cycle=1, name="fine")
     assert not (tmp_path / "memory").exists()
-    rankside.end_session()
+    rankside.end()
     assert [path.name for path in (tmp_path / "memory").iterdir()] == ["rank0.pickle"]
     assert [call.get("enabled", "all") for call in calls] == ["all", None]
 
@@ -114,7 +114,7 @@ def test_without_it_nothing_is_asked_of_torch(calls: Calls, tmp_path: Path) -> N
     rankside.run_phase(cycle=1, name="fine")
     with pytest.raises(ValueError, match="broken"):
         rankside.run_phase(cycle=2, name="broken")
-    rankside.end_session()
+    rankside.end()
     assert calls == []
     assert not list(tmp_path.iterdir())
 
