@@ -132,6 +132,7 @@ def one_clear_per_finish(ledger: LoopLedger) -> Violations:
 def trains_before_straggler(ledger: LoopLedger) -> Violations:
     """Does a step begin while its last groups are still being generated, where `min_groups` lets it?"""
     ledger.need("trained", "group", "step")
+    ledger.need("completed", "group", "sample")
     least, whole = ledger.limit("min_groups"), ledger.limit("groups_per_step")
     if least is None:
         raise NotMeasured("the ledger has no `capacity` event with `min_groups`, so no step has to begin early")

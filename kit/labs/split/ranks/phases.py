@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from kit.measure.phase import log_steps, now
 from kit.megatron import groups, model
 from kit.megatron import split as megatron_split
 from kit.megatron.split import clear_aux
+from kit.target import replaced
 from kit.train import rollout
 from kit.train.plain import from_weights, logprobs
 from kit.train.protocol import Batch, Loss, SplitContext, StepResult, cut, cuts, make_split
@@ -107,10 +107,8 @@ class Observed:
 
             return clipped
 
-        with contextlib.ExitStack() as doors:
-            for name in CLIPS:
-                if clip := getattr(clip_grad, name, None):
-                    doors.enter_context(mock.patch.object(clip_grad, name, door(clip)))
+        known = [name for name in CLIPS if hasattr(clip_grad, name)]
+        with replaced({f"torch.nn.utils.clip_grad:{name}": door(getattr(clip_grad, name)) for name in known}):
             yield
 
 
