@@ -193,6 +193,33 @@ class Swallows(Kit):
             pass
 
 
+class Stores(Kit):
+    """Right: stores its rows and computes in finish, where an error in the loss comes up."""
+    def begin(self, loss, gbs, mbs):
+        super().begin(loss, gbs, mbs)
+        self.rows = []
+    def microbatch(self, data):
+        self._need("open", "microbatch")
+        self.rows.append(data)
+    def finish(self):
+        self._need("open", "finish")
+        self.compute()
+        return super().finish()
+    def compute(self):
+        for data in self.rows:
+            super().microbatch(data)
+        self.rows = []
+
+
+class StoresAndSwallows(Stores):
+    """Leaves out rows of which the loss raises."""
+    def compute(self):
+        try:
+            super().compute()
+        except RuntimeError:
+            self.failed = ""
+
+
 class AppliesNaN(Kit):
     """What is not a number is trained on like the rest."""
     def _update(self, *args):

@@ -51,6 +51,7 @@ WRONG = {
     "AbortLosesHooks": {"hooks_restored"},
     "KeepsRandom": {"abort_is_clean"},
     "Swallows": {"misuse_raises"},
+    "StoresAndSwallows": {"misuse_raises"},
     "AppliesNaN": {"nonfinite_skipped"},
     "OtherWords": {"misuse_raises"},
     "BreaksAfterAbort": {"abort_is_clean", "misuse_raises"},
@@ -91,6 +92,13 @@ def test_a_step_that_clips_by_torch_is_judged_by_its_gradients_before_that(split
 @pytest.mark.slow
 def test_an_error_instead_of_a_skipped_update_is_right_too(split: Split) -> None:
     assert failed(split(implementation="mine:RaisesOnNaN", **ONE).verdict()) == set()
+
+
+@pytest.mark.slow
+def test_a_step_may_store_rows_and_compute_in_finish(split: Split) -> None:
+    verdict = split(implementation="mine:Stores", **ONE).verdict()
+    assert failed(verdict) == set()
+    assert why(verdict, "misuse_raises").startswith("begin, microbatch and finish raise in the wrong state")
 
 
 @pytest.mark.slow

@@ -118,6 +118,7 @@ class DrawingLoss(WrappedLoss):
     It raises once it is armed."""
 
     armed = False
+    raised = False
 
     def __call__(self, logprobs: torch.Tensor, batch: Batch, **counts: float) -> Any:
         torch.rand(1)
@@ -125,6 +126,7 @@ class DrawingLoss(WrappedLoss):
         observe.draw_from_tracker(logprobs.device)
         value = super().__call__(logprobs, batch, **counts)
         if self.armed:
+            self.raised = True
             raise RehearsedError("a loss that raises, on purpose")
         return value
 
@@ -189,8 +191,12 @@ def raised(scene: Scene, batch: Batch) -> None:
     before, version = scene.backend.state(scene.job), scene.step.version
     for call, breaks in (("microbatch", broken_microbatch), ("finish", broken_finish)):
         after = f"error in {call}"
-        scene.note("error_swallowed", int(breaks(scene, batch) is None), after=after)
+        swallowed = breaks(scene, batch) is None
+        scene.note("error_swallowed", int(swallowed), after=after)
         scene.note_hooks(after)
+        if swallowed:  # the step has been finished, or is open: what it refuses now says nothing
+            scene.step.abort()
+            continue
         scene.note_refused(f"microbatch after an {after}", lambda: scene.feed(batch), "open")
         scene.note_refused(f"finish after an {after}", scene.step.finish, "open")
         scene.step.abort()
@@ -200,15 +206,16 @@ def raised(scene: Scene, batch: Batch) -> None:
 
 def broken_microbatch(scene: Scene, batch: Batch) -> Exception | None:
     """With Megatron the second call raises, so that there is something that a wrong step could finish. With FSDP2, which keeps a piece
-    back, ranks would not raise at the same piece: the first call does."""
+    back, ranks would not raise at the same piece: the first call does. A step that stores rows for finish raises there."""
     loss = DrawingLoss(scene.loss)
     scene.begin(loss)
     if scene.config.backend == "megatron":
         scene.feed(batch)
-    if scene.config.pp > 1:  # an error inside the schedule would leave other stages waiting, so all ranks get no rows
-        return raised_by(lambda: scene.step.microbatch({}))
     loss.armed = True
-    return raised_by(lambda: scene.feed(batch))
+    # An error inside the schedule would leave other pipeline stages waiting, so all ranks get no rows.
+    last = {} if scene.config.pp > 1 else batch
+    error = raised_by(lambda: scene.feed(last))
+    return error if error or loss.raised else raised_by(scene.step.finish)
 
 
 def broken_finish(scene: Scene, batch: Batch) -> Exception | None:
