@@ -40,7 +40,6 @@ from kit.results.comparison import (
     warnings,
 )
 from kit.results.frames import json_rows, readable, summary_of
-from kit.results.growth import TOO_FEW_CYCLES
 from kit.results.records import flat, read_json, to_json
 from kit.results.rules import suspect_in
 from kit.results.run import INDEX, find_run, memory_snapshots, write_junit
@@ -299,12 +298,11 @@ def run_lab(
 def unmeasured(run: results.Run, verdict: results.Verdict | None, *, strict: bool) -> list[str]:
     """What a reader of the last line must know: leak checks that never looked at own code, and with `strict` every null check."""
     nulls = [row for row in verdict or () if row.passed is None]
-    too_few = re.compile(TOO_FEW_CYCLES.format(r"\d+"))
-    short = [row for row in nulls if too_few.search(row.why)]
-    own = suspect_in(run.config, None)
     if strict and nulls:
         return [f"not measured, which --strict counts as failed: {', '.join(row.check for row in nulls)}"]
-    if short and own:
+    own = suspect_in(run.config, None)
+    needed = run.cycles_needed() if nulls and own else {}
+    if short := [row for row in nulls if row.check in needed]:
         words = ", ".join(f"{row.check} ({row.why.removeprefix('not measured: ')})" for row in short)
         return [f"too few cycles to see leaks and drift of {own}: {words}"]
     return []

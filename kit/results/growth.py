@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.nccl import SHARED_GPU
 from kit.results.frames import Source, sharing, source
-from kit.results.rules import Measured, Missing, NotMeasured, Rule, incomplete, rule, select
+from kit.results.rules import Measured, Missing, NotMeasured, Rule, TooFewCycles, incomplete, null, rule, select
 from kit.results.units import counted
 
 if TYPE_CHECKING:
@@ -26,20 +26,12 @@ COUNTS = ("fds", "sockets", "threads", "children", "memfds", "shared_maps", "shm
 PILED = ("groups", *COUNTS)
 WEIGHED = ("anon_rss", "file_rss", "shm_rss", "tensor_bytes", "pinned_bytes")
 WARM_UP = 1  # first cycles excluded from a slope
-SLOPE_CYCLES = 4
+DRIFT_CYCLES = 2  # a first and a last one
+SLOPE_CYCLES = 4  # the warm-up, and three points for a line
 RISING = 6  # from this many cycles on, a single cycle cannot tilt the line through all
 LEAST_S = 0.1  # a phase that takes less than this longer is steady
 SETTLED = 2  # cycles after which all one-time allocations exist
-TOO_FEW_CYCLES = "needs at least {} cycles"
 STATE_SHARE = 0.01  # share of the job's state that a cycle may add without counting as growth
-
-
-def needs_cycles(least: int) -> Callable[[Mapping[str, Any]], str]:
-    """Why a config has too few cycles for an answer; a lab without cycles always has enough."""
-    return lambda config: "" if config.get("cycles", least) >= least else TOO_FEW_CYCLES.format(least)
-
-
-one_cycle, few_cycles = needs_cycles(2), needs_cycles(SLOPE_CYCLES)
 
 
 # -- counts --------------------------------------------------------------------------------------------------------------
@@ -265,7 +257,7 @@ def nothing_piles_up(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
     if rows.empty:
         raise Missing("no file descriptors, threads or files were counted")
     if rows["cycle"].nunique() <= SETTLED:
-        raise NotMeasured(TOO_FEW_CYCLES.format(SETTLED + 1))
+        raise TooFewCycles(SETTLED + 1)
     phases = rows.groupby("cycle")["phase"].last()
     rows = rows[rows["phase"] == rows["cycle"].map(phases)]
     table = rows.pivot_table(index="cycle", columns=["metric", "rank"], values="value", aggfunc="last")
@@ -320,7 +312,7 @@ def each_observed(ask: Callable[[str], Measure]) -> Callable[[pd.DataFrame, Mapp
             try:
                 answers.append(replace(ask(phase)(frame[frame["phase"] == phase], config), of=phase))
             except NotMeasured as missing:
-                answers.append(Measured(None, str(missing), of=phase))
+                answers.append(null(missing, of=phase))
         return answers
 
     return measure
@@ -352,7 +344,7 @@ def routing_effective(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measure
     return Measured(float(routed[rank] / made[rank]), why + dropped)
 
 
-PILES_UP = rule(nothing_piles_up, cannot=needs_cycles(SETTLED + 1))
+PILES_UP = rule(nothing_piles_up, cycles=SETTLED + 1)
 # Rules for any job, without a lab.
 OBSERVED = (
     replace(PILES_UP, measure=each_observed(lambda _: nothing_piles_up), when=observed),

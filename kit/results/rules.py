@@ -29,9 +29,17 @@ if TYPE_CHECKING:
 class NotMeasured(KitError):  # noqa: N818 - a check raises it for `judge`; people do not see it as an error
     """The machine or the config cannot have what a check asks for: a null row, which never fails a run."""
 
+    cycles = 0  # how many cycles an answer needs, where too few are the reason
+
 
 class Missing(NotMeasured):
     """Records that a check needs are missing: a null row, or a failed one if the run has a suspect."""
+
+
+class TooFewCycles(NotMeasured):
+    def __init__(self, needed: int) -> None:
+        super().__init__(f"needs at least {needed} cycles")
+        self.cycles = needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,7 @@ class Measured:
     lacking: str = ""  # records that are not there: what is there can fail the row, and cannot pass it
     suspect: str = ""  # what may have kept them away
     failed: bool = False  # without a number, and failed all the same
+    cycles: int = 0  # without a number, because an answer needs this many cycles
 
 
 Finding = Measured | Sequence[Measured]
@@ -59,7 +68,8 @@ class Rule:
     A `measure` that yields counts violations. One with several answers gives one row each, named `rule/of`, below a row of the rule
     itself that shows the worst. A limit that depends on the run (a coarser dtype) is a function of its config.
     A rule with `when` is asked only of runs with a config that function accepts. `cannot` returns why a config cannot have an answer,
-    or an empty text: the row is then null, and a fault that this rule should catch is refused before any rank starts.
+    or an empty text, and `cycles` is how many cycles an answer needs, in a lab that has cycles. Without an answer the row is null, and a
+    fault that this rule should catch is refused before any rank starts.
     """
 
     name: str
@@ -71,12 +81,16 @@ class Rule:
     better: Literal["<=", ">=", "=="] = "<="
     when: Callable[[Mapping[str, Any]], bool] | None = None
     cannot: Callable[[Mapping[str, Any]], str] | None = None
+    cycles: int = 0
 
-    def unanswerable(self, config: Mapping[str, Any]) -> str:
-        """Why this config cannot have an answer; empty where it can."""
+    def unanswerable(self, config: Mapping[str, Any]) -> NotMeasured | None:
+        """Why this config cannot have an answer; None where it can."""
         if not self.asked(config):
-            return "this config does not ask it"
-        return self.cannot(_Config(config)) if self.cannot else ""
+            return NotMeasured("this config does not ask it")
+        if config.get("cycles", self.cycles) < self.cycles:
+            return TooFewCycles(self.cycles)
+        why = self.cannot(_Config(config)) if self.cannot else ""
+        return NotMeasured(why) if why else None
 
     def asked(self, config: Mapping[str, Any]) -> bool:
         """A config without what `when` looks at (another lab's, or an older kit's) does not ask the check."""
@@ -191,6 +205,10 @@ def select(frame: pd.DataFrame, **wanted: object) -> pd.DataFrame:
     return frame
 
 
+def null(why: NotMeasured, of: str = "") -> Measured:
+    return Measured(None, str(why), of, cycles=why.cycles)
+
+
 def incomplete(what: str) -> None:
     """Called by a check that lacks records and continues with the others: these can fail it, and cannot pass it."""
     _LACKS.get().append(what)
@@ -205,12 +223,12 @@ def _ask(rule: Rule, frame: pd.DataFrame, config: Mapping[str, Any], suspect: st
     finding: Finding
     try:
         if reason := rule.unanswerable(config):
-            return Measured(None, reason)
+            return null(reason)
         finding = settle(rule.measure(frame, _Config(config))) or _lacking("there was nothing to ask about", suspect)
     except Missing as missing:
         finding = _lacking(str(missing), suspect)
     except NotMeasured as missing:
-        finding = Measured(None, str(missing))
+        finding = null(missing)
     except Unjudged as kept:
         finding = Measured(None, str(kept), failed=True)
     except Exception as error:  # noqa: BLE001 - checks may be anybody's, records too, and one must not hide the answers of the others

@@ -45,7 +45,7 @@ from kit.results.records import (
     write_json,
     write_text,
 )
-from kit.results.rules import Answer, Rule, applicable, hold_limits, measure_checks, suspect_in
+from kit.results.rules import Answer, Measured, Rule, applicable, hold_limits, measure_checks, suspect_in
 from kit.results.units import ROW
 from kit.results.verdict import Verdict, checked_tolerances, read_verdict, tally
 from kit.target import kit_version
@@ -192,10 +192,9 @@ class Run:
 
         A run that broke is judged as far as its records go: what they do not reach is not measured.
         """
-        rules = self._rules(self.lab) if self._rules else ()
-        if questions := applicable(rules, self.config):
-            moved = checked_tolerances(tolerances, allowed=[rule.name for rule in rules])
-            return hold_limits(self._measured(questions), self.config, moved)
+        if answers := self._measured():
+            moved = checked_tolerances(tolerances, allowed=[rule.name for rule in self._lab_rules()])
+            return hold_limits(answers, self.config, moved)
         if tolerances:
             raise BadInput(
                 f"lab {self.lab!r} has no checks here, so it takes no tolerances (got {', '.join(tolerances)})"
@@ -206,8 +205,23 @@ class Run:
         path = self.dir / "verdict.json"
         return read_verdict(path) if path.is_file() else None
 
-    def _measured(self, rules: Sequence[Rule]) -> list[Answer]:
+    def cycles_needed(self) -> dict[str, int]:
+        """The checks that are not measured because the run had too few cycles, and how many cycles each needs."""
+        return {
+            f"{rule.name}/{part.of}" if part.of else rule.name: part.cycles
+            for rule, finding in self._measured()
+            for part in ([finding] if isinstance(finding, Measured) else finding)
+            if part.cycles
+        }
+
+    def _lab_rules(self) -> Sequence[Rule]:
+        return self._rules(self.lab) if self._rules else ()
+
+    def _measured(self) -> list[Answer]:
         """What the checks found, cached until the records grow: limits move far more often than records arrive."""
+        rules = applicable(self._lab_rules(), self.config)
+        if not rules:
+            return []
         frame, info, config = self._load()[0], self.info(), self.config
         # No record will follow, and this kit's labs wrote them: if a check lacks records, something kept them away.
         # Older kits, which wrote no schema, coded texts and ids in the names of metrics.

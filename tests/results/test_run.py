@@ -12,6 +12,7 @@ from kit import machine
 from kit.errors import BadInput
 from kit.results import (
     Measured,
+    NotMeasured,
     RowWriter,
     Rule,
     Run,
@@ -27,6 +28,7 @@ from kit.results import (
     run as run_module,
 )
 from kit.results.records import read_bytes
+from kit.results.rules import TooFewCycles, null
 from kit.results.run import INDEX, find_run
 
 
@@ -54,6 +56,26 @@ def test_a_finished_run_says_what_it_is(folder):
     assert run.dir == folder
     assert "smoke" in repr(run)
     assert "finished" in repr(run)
+
+
+def test_too_few_cycles_are_known_by_their_kind_and_not_by_their_words(folder):
+    def alike(frame, config):
+        raise NotMeasured("needs at least 9 cycles")
+
+    def in_parts(frame, config):
+        return [null(TooFewCycles(3), of="idle"), null(NotMeasured("no GPU"), of="train")]
+
+    rules = [
+        Rule("enough", "?", drift, limit=10.0, cycles=2),
+        Rule("few", "?", drift, limit=10.0, cycles=4),
+        Rule("alike", "?", alike),
+        Rule("in_parts", "?", in_parts),
+    ]
+    run = Run(folder, rules=lambda _: rules)
+    assert run.cycles_needed() == {"few": 4, "in_parts/idle": 3}
+    whys = {row.check: row.why for row in run.verdict()}
+    assert whys["few"] == "not measured: needs at least 4 cycles"
+    assert Run(folder).cycles_needed() == {}
 
 
 def test_the_frame_follows_the_file_and_is_the_callers_own(folder, record):

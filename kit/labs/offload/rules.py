@@ -14,14 +14,14 @@ from kit.results import Measured, Missing, NotMeasured, Rule, Unjudged, rule, se
 from kit.results.frames import Source, source
 from kit.results.growth import (
     COUNTS,
+    DRIFT_CYCLES,
     MIB,
+    SLOPE_CYCLES,
     by_owner,
     each_rank,
-    few_cycles,
     growth,
     largest,
     need_cuda,
-    one_cycle,
     others_untouched,
     slope_limit,
     slopes,
@@ -389,7 +389,7 @@ RULES = (
         growth("idle"),
         limit=200,
         unit="MiB",
-        cannot=one_cycle,
+        cycles=DRIFT_CYCLES,
     ),
     Rule(
         "memory_slope",
@@ -397,7 +397,7 @@ RULES = (
         slopes("idle", control="control"),
         limit=slope_limit(state_bytes),
         unit="MiB/cycle",
-        cannot=few_cycles,
+        cycles=SLOPE_CYCLES,
     ),
     rule(reload_peak, limit=1.1, unit="ratio", cannot=unseen),
     rule(residual, limit=500, unit="MiB", cannot=kept_by_choice),
@@ -423,7 +423,7 @@ RULES = (
         steady("release", "reload"),
         limit=3,
         unit="ratio",
-        cannot=few_cycles,
+        cycles=SLOPE_CYCLES,
     ),
     Rule(
         "others_untouched",

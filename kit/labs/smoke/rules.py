@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kit.results import Measured, Rule, Unjudged, rule, select
-from kit.results.growth import each_rank, few_cycles, growth, largest, one_cycle, slopes, worst, worst_of
+from kit.results.growth import DRIFT_CYCLES, SLOPE_CYCLES, each_rank, growth, largest, slopes, worst, worst_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,7 +50,7 @@ RULES = (
         growth("count", "anon_rss"),
         limit=50,
         unit="MiB",
-        cannot=one_cycle,
+        cycles=DRIFT_CYCLES,
     ),
     Rule(
         "memory_slope",
@@ -58,7 +58,7 @@ RULES = (
         slopes("count", control="control"),
         limit=1,
         unit="MiB/cycle",
-        cannot=few_cycles,
+        cycles=SLOPE_CYCLES,
     ),
     Rule(
         "names_restored",

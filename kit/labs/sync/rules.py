@@ -21,7 +21,7 @@ import pandas as pd
 from kit.labs.sync.lab import SyncConfig, roles
 from kit.results import Measured, Missing, NotMeasured, Rule, incomplete, rule, select, with_ids
 from kit.results.frames import read_ids
-from kit.results.growth import compared, growth, one_cycle, others_untouched, worst
+from kit.results.growth import DRIFT_CYCLES, compared, growth, others_untouched, worst
 from kit.results.units import counted
 
 Config = Mapping[str, Any]
@@ -506,7 +506,7 @@ RULES = (
         growth("verify"),
         limit=200,
         unit="MiB",
-        cannot=one_cycle,
+        cycles=DRIFT_CYCLES,
     ),
     rule(cache_bounded, limit=2),
     rule(sleepers_release),
