@@ -35,7 +35,7 @@ from kit.sync.link import Listener
 from kit.sync.sender import Sender, Target
 from kit.train.arithmetic import PAD
 from kit.train.losses import ClippedPolicyGradient
-from kit.train.protocol import Batch, Split, SplitContext, make_split, valid
+from kit.train.protocol import Batch, Loss, Split, SplitContext, make_split, valid
 
 
 class Open(NamedTuple):
@@ -164,9 +164,11 @@ class TrainerActor:
                 f"begin of step {step}, update {update}: step {self.open.step}, update {self.open.update} is open"
             )
         self.began = time.perf_counter()
-        loss = ClippedPolicyGradient(**self.config.loss_options)
-        self.step.begin(loss, self.config.update_samples, self.config.micro_batch)
+        self.step.begin(self.loss(), self.config.update_samples, self.config.micro_batch)
         self.open = Open(step, update)
+
+    def loss(self) -> Loss:
+        return ClippedPolicyGradient(**self.config.loss_options)
 
     def microbatch(self, step: int, update: int, groups: Sequence[int]) -> dict[str, Any]:
         """Train on these groups. Does nothing without a valid token."""

@@ -312,6 +312,12 @@ OF_RANKS = exposed_by(
         patch={f"{TRAINER}.assemble": f"{RANK_BUGS}:divides_by_previous"},
     ),
     Fault(
+        "masks-last-sample",
+        "the last sample of every group is masked, so that a group of 4 trains 3",
+        "every_sample_trained",
+        patch={f"{TRAINER}.assemble": f"{RANK_BUGS}:masks_the_last"},
+    ),
+    Fault(
         "rescores-samples",
         "the trainer puts its own version and log-probabilities into the samples that it trains on",
         "recomputed_as_sampled",

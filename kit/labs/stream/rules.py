@@ -306,6 +306,48 @@ def is_weight_right(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
     return recomputed(frame, "recorded_error", "log-probabilities: largest difference over {samples:.0f} samples")
 
 
+def every_sample_trained(frame: pd.DataFrame, _: Mapping[str, Any]) -> Violations:
+    """Did every sample of a trained group enter the gradient of its update exactly once?
+
+    Compares the `trained` rows of each loop's ledger with the gradients that flowed back into the samples on the trainer.
+    """
+    if not (frame["metric"] == "learning").any():
+        raise NotMeasured("no update recorded which samples its gradients came from")
+    judged, groups, why = 0, 0, "no update was finished"
+    for phase in (*LOOPS, "rehearse"):
+        if (rows := ledger(frame, phase)) is None or not (trained := rows.trained()):
+            continue
+        groups += len(trained)
+        learned, updates = learned_in(frame, phase)
+        for row in trained:
+            update = row["step"], row.number("update", 0)
+            if update not in updates:
+                incomplete(f"{phase}: the trainer recorded no gradients of step {update[0]} update {update[1]}")
+            elif not updates[update]:
+                yield f"{phase}: {row}: step {update[0]} update {update[1]} never differentiated the loss that begin gave it"
+            for sample in rows.samples[row["group"]]:
+                times = learned.get((*update, row["group"], sample))
+                judged += times is not None
+                if times not in (None, 1) and updates.get(update):
+                    yield f"{phase}: {row}: sample {sample} entered the gradient {times} times"
+    if not judged:
+        raise NotMeasured(why if not groups else "no sample had an advantage, so no gradient was due")
+    return f"{counted(judged, 'sample')} of {counted(groups, 'trained group')} entered the gradient once; the others have none by right"
+
+
+def learned_in(frame: pd.DataFrame, phase: str) -> tuple[Mapping[tuple[Any, ...], int], Mapping[tuple[Any, ...], int]]:
+    """How often each sample entered the gradient, by step, update, group and sample; and how many rows did, by step and update."""
+    rows = frame[frame["phase"] == phase]
+    learned, updates = (
+        [(read_ids(ids), value) for ids, value in zip(found["ids"], found["value"], strict=True)]
+        for found in (rows[rows["metric"] == metric] for metric in ("learned", "learning"))
+    )
+    return (
+        {(ids["step"], ids["update"], ids["group"], ids["sample"]): int(value) for ids, value in learned},
+        {(ids["step"], ids["update"]): int(ids["passes"]) for ids, _ in updates},
+    )
+
+
 def verified(frame: pd.DataFrame) -> dict[str, float]:
     rows = select(frame, phase="verify", metric="tokens")
     if not rows["value"].iloc[-1]:
@@ -405,6 +447,7 @@ RULES: tuple[Rule, ...] = (
     rule(advantage_by_group, limit=1e-6, when=ran("verify")),
     rule(on_policy_ratio_one, limit=1e-5, when=ran("verify")),
     rule(is_weight_right, when=ran("verify")),
+    rule(every_sample_trained, when=ran()),
     rule(
         resume_equals,
         when=resumes,

@@ -179,6 +179,12 @@ def with_rejected(rewards: Mapping[Key, float], kind: str) -> dict[Key, float]:
     return {key: with_them[key] for key in rewards}
 
 
+def masks_the_last(trainer: Trainer, rows: Sequence[SampleRow]) -> Batch:
+    batch = assemble(trainer, rows)
+    batch["sample_mask"][trainer.config.group - 1 :: trainer.config.group] = 0.0
+    return batch
+
+
 def divides_by_previous(trainer: Trainer, rows: Sequence[SampleRow]) -> Batch:
     batch = assemble(trainer, rows)
     return {**batch, "generation_logprobs": batch["prev_logprobs"]}

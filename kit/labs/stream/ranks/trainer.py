@@ -17,11 +17,12 @@ from kit.actors.samples import SampleRow
 from kit.actors.trainer import TrainerActor, Weights
 from kit.labs import rankside
 from kit.labs.rankside import Context
+from kit.labs.stream.ranks.learned import WatchedLoss, times_learned
 from kit.labs.stream.ranks.oracle import Fed, Oracle, advantage_errors, drift, previous_error, recorded_error
 from kit.megatron import tensors
 from kit.stream.ports import drifted
 from kit.sync import hashes
-from kit.train.protocol import Batch
+from kit.train.protocol import Batch, Loss
 
 EXACT = 1e-5  # how much a log-probability may differ from that of its version
 NOISY = 16  # samples used to measure the noise of arithmetic
@@ -37,9 +38,10 @@ class Trainer(TrainerActor):
         self.failing = False
         self.weights: dict[int, dict[str, torch.Tensor]] = {}  # of every version, on rank 0, for the recomputation
         self.fed: list[Fed] = []  # every sample that was trained in this loop, on rank 0
+        self.of_update = 0  # where those of the open update begin
 
     def reset(self) -> None:
-        self.weights, self.fed = {}, []
+        self.weights, self.fed, self.of_update = {}, [], 0
         super().reset()
 
     def note_version(self, version: int, weights: Weights) -> None:
@@ -53,6 +55,21 @@ class Trainer(TrainerActor):
     def note_samples(self, rows: Sequence[SampleRow], batch: Batch) -> None:
         for place, row in enumerate(rows):
             self.fed.append(Fed(row, self.version, {name: value[place] for name, value in batch.items()}))
+
+    def loss(self) -> Loss:
+        self.watched = WatchedLoss(super().loss())
+        self.of_update = len(self.fed)
+        return self.watched
+
+    def finish(self, step: int, update: int) -> None:
+        """Finish the update, and record which samples moved the weights."""
+        super().finish(step, update)
+        flowed = self.watched.gathered()
+        if self.first:
+            times = times_learned(self.watched.loss, self.fed[self.of_update :], flowed)
+            self.ctx.record("learning", len(times), step=step, update=update, passes=len(flowed))
+            for key, number in times.items():
+                self.ctx.record("learned", number, step=step, update=update, **key._asdict())
 
     def save(self) -> None:
         weights = {name: value.detach().clone() for name, value in self.job.named_parameters()}
