@@ -250,6 +250,12 @@ OF_RANKS = exposed_by(
         patch={f"{ENGINE}._sample": f"{RANK_BUGS}:records_untempered"},
     ),
     Fault(
+        "one-draw-per-sample",
+        "one random number chooses the tokens at all positions of a sample",
+        "draws_independent",
+        patch={f"{ENGINE}._sample": f"{RANK_BUGS}:draws_once"},
+    ),
+    Fault(
         "prefix-cache-survives",
         "cached prompts have no version and survive a sync",
         "no_stale_prefix",

@@ -15,7 +15,7 @@ import pandas as pd
 
 from kit.labs.stream import tables
 from kit.labs.stream.lab import ALL, wanted
-from kit.results.frames import read_ids, rows_of
+from kit.results.frames import read_ids, rows_of, with_ids
 from kit.results.ledger import PerFrame, events
 from kit.results.rules import (
     Measure,
@@ -279,6 +279,25 @@ def behaviour_logprob(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
     return recomputed(frame, "logprob_error", why)
 
 
+def draws_independent(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
+    """Was every token drawn with its own uniform random number, as far as the sampled tokens show?
+
+    Measures log10 of the evidence against it. Right sampling exceeds a limit of 6 in at most one of a million runs.
+    """
+    numbers = verified(frame)
+    if "evidence" not in numbers:
+        raise NotMeasured("this run did not recompute the distributions that tokens were drawn from")
+    table = with_ids(frame[(frame["phase"] == "verify") & (frame["metric"] == "evidence_for")], "suspicion")
+    rows = table.to_dict("records")
+    worst = max(rows, key=lambda row: float(row["value"]))
+    value, most = numbers["evidence"], float(worst["value"])
+    return Measured(
+        value,
+        f"the {numbers['tokens']:.0f} tokens are 10^{most:.1f} times as likely with {worst['suspicion']} as with independent uniform "
+        f"numbers, the strongest of {len(rows)} suspicions (mean: 10^{value:.1f}; right sampling reaches 10^6 in one of 10^6 runs)",
+    )
+
+
 def no_stale_prefix(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
     """Was every prompt computed with the weights that its tokens are stamped with?"""
     why = "{value:.0f} of {tokens:.0f} tokens depend on a prompt that an older version computed"
@@ -344,7 +363,7 @@ def learned_in(frame: pd.DataFrame, phase: str) -> tuple[Mapping[tuple[Any, ...]
     )
     return (
         {(ids["step"], ids["update"], ids["group"], ids["sample"]): int(value) for ids, value in learned},
-        {(ids["step"], ids["update"]): int(ids["passes"]) for ids, _ in updates},
+        {(ids["step"], ids["update"]): int(str(ids["passes"])) for ids, _ in updates},
     )
 
 
@@ -441,6 +460,7 @@ RULES: tuple[Rule, ...] = (
     rule(recomputed_as_sampled, when=ran("verify")),
     rule(stamps_true, when=ran("verify")),
     rule(behaviour_logprob, limit=1e-5, when=ran("verify")),
+    rule(draws_independent, limit=6.0, when=ran("verify")),
     rule(kv_policy_kept, when=ran("verify")),
     rule(no_stale_prefix, when=ran("verify")),
     rule(no_torn_generation, when=ran("verify")),

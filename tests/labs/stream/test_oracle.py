@@ -66,6 +66,17 @@ def test_right_stamps_are_confirmed_and_shuffled_ones_are_found(keeps: bool) -> 
     assert {3, 7} <= {*oracle.judge(wrong).wrong_stamps(noise)} <= {3, 4, 5, 6, 7}
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_distributions_are_those_that_the_tokens_were_drawn_from(keeps: bool) -> None:
+    row = sampled(LONG, keeps=keeps, temperature=1.3)
+    probabilities = Oracle(TINY, WEIGHTS, keeps=keeps, temperature=1.3).distributions(row)
+    assert probabilities.shape == (len(LONG), TINY.vocab)
+    assert torch.allclose(probabilities.sum(1), torch.ones(len(LONG), dtype=torch.float64))
+    chosen = probabilities.gather(1, torch.tensor(row.answer)[:, None])[:, 0].log()
+    assert float((chosen - torch.tensor(row.logprobs)).abs().max()) < LIMIT
+    assert [float(value) == 0 for value in probabilities[:, END]] == [True, True, *[False] * (len(LONG) - 2)]
+
+
 def test_a_cache_that_was_kept_where_it_must_not_be_shows() -> None:
     judged = Oracle(TINY, WEIGHTS, keeps=False).judge(sampled(LONG, keeps=True))
     assert max(judged.error[:3]) < LIMIT

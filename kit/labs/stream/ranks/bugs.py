@@ -63,6 +63,13 @@ def records_untempered(engine: Engine, flight: Flight) -> None:
     flight.write(token, float(recorded[token]), engine.version)
 
 
+def draws_once(engine: Engine, flight: Flight) -> None:
+    asked, written = flight.request, len(flight.tokens)
+    after = distribution(engine._feed(flight), asked, written)
+    token = pick(after, uniform(asked.seed, asked.prompt, asked.sample))
+    flight.write(token, float(after[token]), engine.version)
+
+
 def gets_any_version(cache: PrefixCache, version: int, tokens: tuple[int, ...]) -> Prefix | None:  # noqa: ARG001 - the bug ignores it
     return get_prefix(cache, 0, tokens)
 

@@ -53,7 +53,8 @@ class WatchedLoss:
                 for ids, length in zip(batch["input_ids"], batch["input_lengths"], strict=True)
             ]
             values = logprobs.detach().cpu()
-            logprobs.register_hook(lambda gradient: self.note(rows, values, gradient.detach().cpu()))
+            hooked: Any = logprobs
+            hooked.register_hook(lambda gradient: self.note(rows, values, gradient.detach().cpu()))
         return self.loss(logprobs, batch, tokens=tokens, sequences=sequences)
 
     def note(self, rows: Sequence[Tokens], logprobs: torch.Tensor, gradient: torch.Tensor) -> None:

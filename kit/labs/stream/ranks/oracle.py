@@ -158,6 +158,19 @@ class Oracle:
         return torch.cat(chosen)
 
     @torch.no_grad()
+    def distributions(self, row: SampleRow) -> torch.Tensor:
+        """The probabilities that each token was sampled from, [tokens, vocabulary], under the stamps and the config's KV cache."""
+        held, cache = 0, self.models[0].empty_cache(1, len(row.tokens))
+        probabilities = []
+        for span in spans(row.versions):
+            begin, end = held if self.keeps else 0, len(row.prompt) + span.end - 1
+            ids = torch.tensor(row.tokens[begin:end])[None]
+            logits = self.models[self._place(span.version)](ids, cache=cache, start=begin)[0]
+            probabilities.append(self._after(logits[span.first - span.end :], row, span).exp())
+            held = end
+        return torch.cat(probabilities)
+
+    @torch.no_grad()
     def plain(self, version: int, row: SampleRow) -> torch.Tensor:
         """The trainer's log-probabilities for the answer under a version: no temperature, minimum length or cache."""
         logits = self.models[self._place(version)](torch.tensor(row.tokens)[None])[0, len(row.prompt) - 1 : -1]
@@ -185,11 +198,14 @@ class Oracle:
         return self._chosen(model(ids, cache=cache, start=fed[0])[0, span.first - span.end :], row, span)
 
     def _chosen(self, logits: torch.Tensor, row: SampleRow, span: Span) -> torch.Tensor:
+        chosen = torch.tensor(row.answer[span.first : span.end])[:, None]
+        return self._after(logits, row, span).gather(1, chosen)[:, 0]
+
+    def _after(self, logits: torch.Tensor, row: SampleRow, span: Span) -> torch.Tensor:
+        """The log-probabilities of all tokens at the places of a span, as they are sampled."""
         after = logits.double()
         after[: max(0, row.minimum - span.first), END] = -torch.inf
-        chosen = torch.tensor(row.answer[span.first : span.end])[:, None]
-        logprobs: torch.Tensor = (after / self.temperature).log_softmax(-1).gather(1, chosen)[:, 0]
-        return logprobs
+        return (after / self.temperature).log_softmax(-1)
 
     def _place(self, version: int) -> int:
         return self.versions.index(version) if version in self.versions else 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from kit.actors.samples import SampleRow
 from kit.actors.trainer import TrainerActor, Weights
 from kit.labs import rankside
 from kit.labs.rankside import Context
+from kit.labs.stream.ranks.draws import Drawn, combined, evidence
 from kit.labs.stream.ranks.learned import WatchedLoss, times_learned
 from kit.labs.stream.ranks.oracle import Fed, Oracle, advantage_errors, drift, previous_error, recorded_error
 from kit.megatron import tensors
@@ -138,9 +140,19 @@ class Trainer(TrainerActor):
             "recorded_error": max((recorded_error(fed) for fed in self.fed), default=0.0),
         }.items():
             self.ctx.record(metric, number)
+        self.note_draws(oracle, rows)
         for (lag, position), differences in drift(oracle, self.fed).items():
             for metric, number in drifted(differences).items():
                 self.ctx.record(metric, number, lag=lag, position=position, tokens=len(differences))
+
+    def note_draws(self, oracle: Oracle, rows: Sequence[SampleRow]) -> None:
+        drawn: defaultdict[int, list[Drawn]] = defaultdict(list)
+        for row in rows:
+            drawn[row.group].append(Drawn(oracle.distributions(row), row.answer))
+        logs = evidence(drawn)
+        self.ctx.record("evidence", combined(logs.values()))
+        for suspicion, value in logs.items():
+            self.ctx.record("evidence_for", value, suspicion=suspicion)
 
     def shuffled(self, row: SampleRow) -> SampleRow:
         """A control: the sample with every stamp moved to the next version (the last to the first), so every stamp is wrong."""
