@@ -1,12 +1,13 @@
-"""The rule of groups that are given up: each ends for a reason that its settings allow and that other rows show.
+"""The rules of work that is given up: each group and each attempt ends for a reason that the settings allow and that other rows show.
 
-A controller could otherwise drop every slow group, or evict fresh ones, and pass the other rules: such a group has its end.
+A controller could otherwise drop every slow group, evict fresh ones, or generate samples twice, and pass the other rules: such a group has
+its end, and such tokens are counted as wasted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 
 from kit.results.records import Id, Row
 from kit.results.rules import NotMeasured, Violations
@@ -26,23 +27,94 @@ def eviction_justified(ledger: LoopLedger) -> Violations:
     given_up = [row for rows in ledger.life.values() for row in rows if ends_group(row) and row.event != "cleared"]
     evidence = _failures(ledger)
     undone = _undone(ledger)
+    chosen = _chosen(ledger)
+    evicts_by = next((row.get("evicts_by") for row in (*ledger.by_event["capacity"], *ledger.by_event["chosen"])), None)
     last = max(row.at for name in BEGINS for row in ledger.by_event[name])
     before = [row for row in given_up if row.at < last]  # at its end a loop gives up whatever is left
     if before and ledger.setting("sampler") is None and ledger.setting("on_failed") is None:
         raise NotMeasured(
             "the ledger has no `capacity` event with `sampler` or `on_failed`, so any end may be intended"
         )
+    judged = 0
     for row in before:
         failures = [failure for failure in evidence.get(row["group"], ()) if failure.at < row.at]
+        judged += 1
         if row.event in ("evicted", "aborted"):
-            why = "" if undone.get(row["group"], row.at) < row.at else _not_too_old(ledger, row)
+            why = (
+                ""
+                if undone.get(row["group"], row.at) < row.at
+                else _not_chosen(row, chosen) or _not_too_old(ledger, row)
+            )
+            if why and evicts_by and not _not_chosen(row, chosen):
+                judged, why = judged - 1, ""  # the sampler says that it goes by something else
         elif row.event == "dropped":
             why = _not_dropped(ledger, row)
         else:
             why = _not_failed(ledger, row, failures)
         if why:
             yield f"{row}: {why}"
+    if judged < len(before):
+        raise NotMeasured(
+            f"{counted(len(before) - judged, 'group')} evicted that were not too old; the sampler states evicts_by={evicts_by!r}, which "
+            "no row of the ledger shows"
+        )
     return f"{counted(len(before), 'group')} given up before the end of the loop, each for a reason"
+
+
+def _chosen(ledger: LoopLedger) -> Mapping[Id, int] | None:
+    """For each group that an own sampler gave up, the row of its answer; None if the ledger has no answers of a sampler."""
+    answers = ledger.by_event["chosen"]
+    groups = ((group, row.at) for row in answers for name in ("evicted", "aborted") for group in row.numbers(name))
+    return dict(reversed([*groups])) if answers else None
+
+
+def _not_chosen(end: Row, chosen: Mapping[Id, int] | None) -> str:
+    if chosen is None or chosen.get(end["group"], end.at) < end.at:
+        return ""
+    return "the sampler did not give up this group"
+
+
+def no_needless_waste(ledger: LoopLedger) -> Violations:
+    """Is every sample generated once, unless a sync, a failure or a lost replica made another attempt necessary?"""
+    ledger.need("sent", "group", "sample", "replica")
+    ledger.need("tokens", "group", "sample", "count")
+    at_sync, repeated, lost = ledger.setting("at_sync"), 0, 0
+    moves = [row.at for name in ("bumped", "hold", "sync_begin", "sync", "synced") for row in ledger.by_event[name]]
+    gone = {name: ledger.by_event[name] for name in ("died", "left")}
+    evidence = _failures(ledger)
+    for group, samples in ledger.samples.items():
+        for name, sample in samples.items():
+            for before, again in pairwise(sample.sent):
+                repeated += 1
+                between = range(before.at, again.at)
+                lost += (tokens := _tokens_between(ledger, before, again))
+                failed = any(row.at in between and row["sample"] == name for row in evidence.get(group, ()))
+                left = any(
+                    row.at in between and row.get("replica") == before["replica"]
+                    for rows in gone.values()
+                    for row in rows
+                )
+                synced = at_sync in (None, "abort") and any(at in between for at in moves)
+                if tokens and not (failed or left or synced):
+                    yield (
+                        f"{again}: {counted(tokens, 'token')} of the attempt in row {before.at} lost; its request did not fail, its "
+                        f"replica did not leave, and no sync ended it (at_sync={at_sync or 'not stated'})"
+                    )
+    generated = sum(row.number("count") for row in ledger.by_event["tokens"])
+    given_up = generated - lost - ledger.tokens({row["group"] for row in ledger.trained()})
+    return (
+        f"{counted(generated, 'token')} generated: {lost} lost in {counted(repeated, 'attempt')} that had to be repeated, "
+        f"{given_up} in groups that were not trained"
+    )
+
+
+def _tokens_between(ledger: LoopLedger, before: Row, again: Row) -> int:
+    rows = ledger.life[before["group"]]
+    return sum(
+        row.number("count")
+        for row in rows
+        if row.event == "tokens" and before.at < row.at < again.at and row.get("sample") == before["sample"]
+    )
 
 
 def _failures(ledger: LoopLedger) -> Mapping[Id, Sequence[Row]]:

@@ -15,8 +15,9 @@ from kit.results.records import Id, Row
 from kit.results.rules import Missing, NotMeasured, Violations, settle
 from kit.results.units import counted
 from kit.stream import backed
-from kit.stream.given_up import eviction_justified
-from kit.stream.history import ENDS, NO_AGE_LIMIT, REACTION, LoopLedger, Sample, Step, by, ends_group
+from kit.stream.given_up import eviction_justified, no_needless_waste
+from kit.stream.history import ENDS, NO_AGE_LIMIT, REACTION, STEP, LoopLedger, Sample, Step, by, ends_group
+from kit.stream.requests import attempts_distinct, requests_spread
 
 FEWEST = 8  # equal samples with at least this many tokens are no coincidence
 
@@ -197,6 +198,7 @@ def abort_on_failure(ledger: LoopLedger) -> Violations:
         ledger.need("finish", "step")  # without it every step looks open
     if not broken:
         raise NotMeasured("no step failed")
+    yield from _retried_too_often(ledger)
     for step in broken:
         error, gone = next(iter(step.errors), None), {row["group"] for row in step.trained}
         for row in step.of("begin", "microbatch", "finish", "bumped"):
@@ -219,6 +221,16 @@ def abort_on_failure(ledger: LoopLedger) -> Violations:
             elif not over and not back and ledger.ended:
                 yield f"{row}: the group neither ended nor became trainable again after the abort (row {step.abort.at})"
     return f"{counted(len(broken), 'step')} failed and aborted"
+
+
+def _retried_too_often(ledger: LoopLedger) -> Iterator[str]:
+    retries, aborts = ledger.limit("step_retries"), [step.abort.at for step in ledger.steps if step.abort]
+    if retries is None or len(aborts) <= retries:
+        return
+    for row in ledger.rows[aborts[retries] :]:
+        if row.event in STEP:
+            yield f"{row}: the loop trains on after {counted(retries + 1, 'failed step')}; step_retries={retries}"
+            return
 
 
 def no_sample_too_old(ledger: LoopLedger) -> Violations:
@@ -802,5 +814,6 @@ RULES = (
     every_group_once, trained_once, groups_whole, samples_differ, order_fair,
     tokens_conserved, one_step_per_batch, one_clear_per_finish, trains_before_straggler,
     abort_on_failure, capacity_kept, permits_return, ends_cleanly,
-    dead_rollout_named, eviction_justified, backed.metrics_true, backed.notes_backed,
+    dead_rollout_named, eviction_justified, no_needless_waste,
+    attempts_distinct, requests_spread, backed.metrics_true, backed.notes_backed,
 )  # fmt: skip

@@ -254,6 +254,8 @@ class Foreign:
         needed = self.sampler.required_buffer_capacity(settings.groups)
         if needed is not None and settings.places < needed:
             raise BadInput(f"places={settings.places} is too few: the sampler {settings.sampler} needs {needed}")
+        reason = getattr(self.sampler, "evicts_by", "")  # what else than age, as the sampler's author states it
+        self.declared: dict[str, Id] = {"evicts_by": str(reason)} if reason else {}
         self.pipeline = pipeline
         self.version = 0 if resume is None else resume.version
         self.sampler.set_dispatch_index(self.version)
@@ -312,6 +314,7 @@ class Foreign:
             groups=() if meta is None else tuple(meta.groups),
             evicted=tuple(evicted),
             aborted=tuple(aborted),
+            **self.declared,
         )
 
     def _at_once(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
