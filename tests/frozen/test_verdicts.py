@@ -17,6 +17,9 @@ LATER = {
         "stream-discard-and-requeue": "the fault gives up unfinished groups, which the sampler in-order never does",
         "stream-double-bump": "the ledger shows one version where the controller counts two, so groups are evicted too early",
     },
+    "no_needless_waste": {},
+    "attempts_distinct": {},
+    "requests_spread": {},
     # null in all of them: nobody looked
     "nothing_stays": {},
     "every_sample_trained": {},

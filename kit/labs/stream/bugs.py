@@ -12,7 +12,8 @@ from kit.stream.settings import SAMPLERS, Resume
 
 # The right code, before a fault replaces it.
 give_up_attempt, complete, hold, do = generation.give_up_attempt, generation.complete, generation.hold, StreamTurn.do
-bump, choose, finish, log = core.bump, core.choose, core.finish, core.log
+active = generation.active
+bump, choose, finish, log, fail_step = core.bump, core.choose, core.finish, core.log, core.fail_step
 on_aborted, on_cleared, on_finished = core.on_aborted, core.on_cleared, core.on_finished
 begin, resume_from = core.Controller.begin, core.resume_from
 
@@ -84,6 +85,23 @@ def forgets_the_attempt(t: StreamTurn, group: Group, number: int) -> None:
     give_up_attempt(t, group.put(number, tokens=0), number)
 
 
+def restarts_in_flight(t: StreamTurn) -> None:
+    """A sync starts every request in flight again, whatever `at_sync` says."""
+    hold(t)
+    generation.cancel_all(t)
+
+
+def repeats_the_attempt(t: StreamTurn, group: Group, number: int) -> None:
+    """A sample is sent again under the number of the attempt that was given up."""
+    give_up_attempt(t, group.put(number, attempt=group.samples[number].attempt - 1), number)
+
+
+def only_the_busiest(t: StreamTurn) -> list[int]:
+    """Requests go to the replica with the most requests in flight."""
+    serving = active(t)
+    return [max(serving, key=lambda replica: t.replicas[replica].load)] if serving else []
+
+
 def keeps_the_slot(t: StreamTurn, group: Group) -> None:
     t.buffer = t.buffer.without(group.id)
     t.note("place_back", group=group.id)
@@ -152,6 +170,13 @@ def bumps_on_abort(t: StreamTurn, step: Step) -> None:
     on_aborted(t, step)
     t.version += 1
     t.note("bumped", version=t.version, updates=t.updates, step=step.id)
+
+
+def retries_once_more(t: StreamTurn, why: str) -> None:
+    """Off by one: the first retry is not counted."""
+    first = not t.retried and not t.counts.get("retried", 0)
+    fail_step(t, why)
+    t.retried -= first
 
 
 def no_abort(t: StreamTurn, step: Step) -> None:

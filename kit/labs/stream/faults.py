@@ -65,6 +65,26 @@ OF_THE_CONTROLLER = exposed_by(
         patch={f"{GENERATION}:give_up_attempt": f"{BUGS}:forgets_the_attempt"},
     ),
     Fault(
+        "restarts-at-sync",
+        "a sync starts requests in flight again although at_sync=keep",
+        "no_needless_waste",
+        patch={f"{CORE}:hold": f"{BUGS}:restarts_in_flight"},
+    ),
+    Fault(
+        "attempt-not-counted",
+        "a sample is sent again under the same attempt number",
+        "attempts_distinct",
+        set={"at_sync": "abort"},
+        patch={f"{GENERATION}:give_up_attempt": f"{BUGS}:repeats_the_attempt"},
+    ),
+    Fault(
+        "busiest-replica",
+        "all requests go to the replica with the most requests in flight",
+        "requests_spread",
+        set={"steps": 20, "replicas": 3},
+        patch={f"{GENERATION}:active": f"{BUGS}:only_the_busiest"},
+    ),
+    Fault(
         "slot-leak",
         "an unfinished group that ends does not give its slot back",
         "permits_return",
@@ -134,6 +154,13 @@ OF_THE_CONTROLLER = exposed_by(
         "a failed step is not aborted on the trainer",
         "abort_on_failure",
         patch={f"{CORE}:abort": f"{BUGS}:no_abort"},
+    ),
+    Fault(
+        "one-retry-too-many",
+        "the first failed step does not count as retried",
+        "abort_on_failure",
+        scene={"fails": {"microbatch": 1, "finish": 2}},
+        patch={f"{CORE}:fail_step": f"{BUGS}:retries_once_more"},
     ),
     Fault(
         "cleared-before-finish",
