@@ -28,7 +28,8 @@ def eviction_justified(ledger: LoopLedger) -> Violations:
     evidence = _failures(ledger)
     undone = _undone(ledger)
     chosen = _chosen(ledger)
-    evicts_by = next((row.get("evicts_by") for row in (*ledger.by_event["capacity"], *ledger.by_event["chosen"])), None)
+    stating = (row for name in ("capacity", "chosen") for row in ledger.by_event[name] if "evicts_by" in row.ids)
+    evicts_by = next((row["evicts_by"] for row in stating), None)
     last = max(row.at for name in BEGINS for row in ledger.by_event[name])
     before = [row for row in given_up if row.at < last]  # at its end a loop gives up whatever is left
     if before and ledger.setting("sampler") is None and ledger.setting("on_failed") is None:

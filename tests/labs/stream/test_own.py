@@ -59,6 +59,51 @@ def test_an_own_sampler_that_ignores_its_resume_cursor_fails(sampler: type[InOrd
     assert is_right or "started for version 0; the run began at version 3" in why(verdict, "resume_equals")
 
 
+class ByPriority(Windowed):
+    """Gives up every fifth group, however young it is: such groups have the lowest priority here."""
+
+    async def evict(self, *, current_train_weight: int) -> int:
+        there = zip(self.buffer.meta_list, self.buffer.ready_list, strict=True)
+        low = [place for place, (meta, ready) in enumerate(there) if ready and meta.groups[0] % 5 == 4]
+        gone = await self.buffer.remove(low, remove_in_dp=True) if low else 0
+        return gone + await super().evict(current_train_weight=current_train_weight)
+
+
+class SaysSo(ByPriority):
+    evicts_by = "priority"
+
+
+@pytest.mark.parametrize(("sampler", "answer"), [(ByPriority, False), (SaysSo, None)])
+def test_a_sampler_that_evicts_by_something_else_than_age_says_so(sampler: type[Windowed], answer: bool | None) -> None:
+    own = f"{sampler.__module__}:{sampler.__qualname__}"
+    verdict, error = simulated(sampler=own, places=16)
+    assert error == ""
+    assert passed(verdict, "eviction_justified") is answer
+    assert failed(verdict) == ({"eviction_justified"} if answer is False else set())
+    assert answer is False or "states evicts_by='priority'" in why(verdict, "eviction_justified")
+
+
+def evicts_too(plan: StreamSettings, start: Resume | None = None) -> Controller:
+    """A controller that gives up a group of its own choice, beside those of its sampler."""
+    return EvictsToo(plan, pipeline=PIPELINE, resume=start)
+
+
+class EvictsToo(Controller):
+    def step(self, state: Any, event: Event) -> Any:
+        if event.name == "chosen" and not event.evicted:
+            ready = [group for group, slot in state.buffer.items() if slot.order >= 0 and group % 5 == 4]
+            kept = [group for group in ready if str(group) not in str(event.groups)]
+            event = Event(event.name, event.pipeline, **{**dict(event.ids), "evicted": tuple(kept[:1])})
+        return super().step(state, event)
+
+
+def test_a_group_that_the_sampler_did_not_give_up_is_named() -> None:
+    own = f"{SaysSo.__module__}:{SaysSo.__qualname__}"
+    verdict, _ = simulated(sampler=own, places=16, implementation=f"{__name__}:evicts_too", steps=8)
+    assert passed(verdict, "eviction_justified") is False
+    assert "the sampler did not give up this group" in why(verdict, "eviction_justified")
+
+
 class WholeBatches(Controller):
     """Synchronous: a step begins when all its groups are complete."""
 
