@@ -232,13 +232,16 @@ TOTALS = [f"total_{name}" for name in ("reserved", *ENDS, "generated", "trained"
 def _seconds(ledger: LoopLedger) -> Iterator[tuple[Row, dict[str, float]]]:
     """Yield each `logged` row with the seconds that it should state: how the time between two `metrics` rows was spent.
 
-    The trainer's oldest unanswered command counts first, else a sync, else waiting for generation.
+    The trainer's oldest unanswered command counts first, else a sync, else waiting for generation. Beside it, the mean over replicas of
+    the time without a request.
     """
     logged = {(row.get("step"), row.get("update")): row for row in ledger.by_event["logged"]}
     spent: dict[str, float] = dict.fromkeys(SECONDS, 0.0)
     asked: list[str] = []
+    idle, without_request = 0.0, _share_idle(ledger)
     syncing, last = False, ledger.rows[0].time
     for row in ledger.rows:
+        idle += (row.time - last) * next(without_request)
         doing = f"s_{DOING[asked[0]]}" if asked else "s_sync" if syncing else "s_exposed_generation"
         spent[doing] += row.time - last
         last, of = row.time, str(row.get("of"))
@@ -250,8 +253,31 @@ def _seconds(ledger: LoopLedger) -> Iterator[tuple[Row, dict[str, float]]]:
             syncing = row.event == "sync_begin"
         elif row.event == "metrics":
             if log := logged.get((row.get("step"), row.get("update"))):
-                yield log, {**spent, "s_total": sum(spent.values())}
-            spent = dict.fromkeys(SECONDS, 0.0)
+                yield log, {**spent, "s_total": sum(spent.values()), "s_replicas_idle": idle}
+            spent, idle = dict.fromkeys(SECONDS, 0.0), 0.0
+
+
+def _share_idle(ledger: LoopLedger) -> Iterator[float]:
+    """For each row, the share of the replicas that had no request until then."""
+    open_: dict[tuple[Id, Id], Id] = {}
+    replicas: set[Id] = set()
+    for row in ledger.rows:
+        busy = {*open_.values()} & replicas
+        yield 1 - len(busy) / len(replicas) if replicas else 0.0
+        key, replica = (row.get("group", ""), row.get("sample", "")), row.get("replica")
+        if row.event == "joined" and replica is not None:
+            replicas.add(replica)
+        elif row.event in ("left", "died") and replica is not None:
+            replicas.discard(replica)
+            open_ = {request: place for request, place in open_.items() if place != replica}
+        elif row.event == "sent" and replica is not None:
+            open_[key] = replica
+        elif (
+            "sample" in row.ids
+            and row.event in ("completed", "failed", "cancelled")
+            and open_.get(key) == row.get("replica", open_.get(key))
+        ):
+            open_.pop(key, None)
 
 
 DOING = {"begin": "training", "microbatch": "training", "finish": "training", "logprobs": "logprobs"}

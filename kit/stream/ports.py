@@ -70,8 +70,11 @@ class Meter:
         elif name in ("died", "left"):
             self._where.pop(row.number("replica"), None)
         elif name in ("sent", "completed", "failed", "cancelled") and "sample" in ids:
-            for requests in self._where.values():
-                requests.discard((ids["group"], ids["sample"]))
+            for replica, requests in self._where.items():
+                if (
+                    name == "sent" or ids.get("replica", replica) == replica
+                ):  # not a late answer of a replica that it has left
+                    requests.discard((ids["group"], ids["sample"]))
             if name == "sent" and row.number("replica") in self._where:
                 self._where[row.number("replica")].add((ids["group"], ids["sample"]))
 

@@ -8,11 +8,12 @@ from typing import Any
 from kit.loop.messages import Command, Event
 from kit.stream import core, generation
 from kit.stream.generation import DONE, RUNNING, Group, Owed, Step, StreamState, StreamTurn
+from kit.stream.ports import Meter
 from kit.stream.settings import SAMPLERS, Resume
 
 # The right code, before a fault replaces it.
 give_up_attempt, complete, hold, do = generation.give_up_attempt, generation.complete, generation.hold, StreamTurn.do
-active = generation.active
+active, take = generation.active, Meter.take
 bump, choose, finish, log, fail_step = core.bump, core.choose, core.finish, core.log, core.fail_step
 on_aborted, on_cleared, on_finished = core.on_aborted, core.on_cleared, core.on_finished
 begin, resume_from = core.Controller.begin, core.resume_from
@@ -241,6 +242,18 @@ def counts_from_zero(controller: core.Controller) -> tuple[StreamState, tuple[Co
     state, commands = begin(controller)
     object.__setattr__(state, "accepted", 0)
     return state, commands
+
+
+# -- seconds --------------------------------------------------------------------------------------------------------------
+
+
+def counts_syncs_as_waiting(meter: Meter) -> dict[str, float]:
+    seconds = take(meter)
+    return {**seconds, "sync": 0.0, "exposed_generation": seconds["exposed_generation"] + seconds["sync"]}
+
+
+def counts_no_idle_replica(meter: Meter) -> dict[str, float]:
+    return {**take(meter), "replicas_idle": 0.0}
 
 
 # -- ports and ends -------------------------------------------------------------------------------------------------------

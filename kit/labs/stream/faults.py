@@ -189,6 +189,18 @@ OF_THE_CONTROLLER = exposed_by(
         patch={f"{CORE}:log": f"{BUGS}:logs_the_version_before"},
     ),
     Fault(
+        "sync-counted-as-waiting",
+        "the logged seconds of a sync count as waiting for samples",
+        "metrics_true",
+        patch={"kit.stream.ports:Meter.take": f"{BUGS}:counts_syncs_as_waiting"},
+    ),
+    Fault(
+        "no-idle-replicas",
+        "the logged idle seconds of replicas are always 0",
+        "metrics_true",
+        patch={"kit.stream.ports:Meter.take": f"{BUGS}:counts_no_idle_replica"},
+    ),
+    Fault(
         "logger-raises",
         "the run ends when the logger raises",
         "logger_is_harmless",
