@@ -65,5 +65,5 @@ def _choices(ledger: LoopLedger) -> Iterator[tuple[Row, float]]:
             if not joins and len(loads) > 1 and max(loads) > min(loads) and replica in serves:
                 yield row, min(1.0, (load[replica] - min(loads)) / (max(loads) - min(loads)))
             where[row["group"], row["sample"]] = replica
-        elif row.event in ANSWERS and key in where and where[key] == row.get("replica", where[key]):  # type: ignore[index]
-            del where[key]  # type: ignore[arg-type]
+        elif row.event in ANSWERS and key in where and where[key] == row.get("replica", where[key]):
+            del where[key]
