@@ -19,6 +19,7 @@ from kit.stream.given_up import eviction_justified, no_needless_waste
 from kit.stream.history import ENDS, NO_AGE_LIMIT, REACTION, STEP, LoopLedger, Sample, Step, by, ends_group
 from kit.stream.requests import attempts_distinct, requests_spread
 
+MISSED = 2  # versions that a replica may miss after it joined: a sync may be under way, and the next may have begun
 FEWEST = 8  # equal samples with at least this many tokens are no coincidence
 
 
@@ -336,9 +337,25 @@ def publish_before_use(ledger: LoopLedger) -> Violations:
                 yield f"{row}: version {version} is used before it was published on replica {row['replica']}"
     if held:
         yield from _still_held(ledger, held)
+    yield from _left_behind(ledger)
     if not used:
         raise Missing("no `tokens`, `started` or `completed` event has a `replica` and a `version`")
     return f"{counted(len(published), 'publication')}, {counted(used, 'use')}"
+
+
+def _left_behind(ledger: LoopLedger) -> Iterator[str]:
+    """Yield a violation for a replica that gets no version although the others got several after it joined."""
+    published = by(ledger.by_event["published"], "replica")
+    for joined in ledger.by_event["joined"]:
+        replica = joined.get("replica", "")
+        gone = [row.at for name in ("left", "died") for row in ledger.by_event[name] if row.get("replica") == replica]
+        until = min((at for at in gone if at > joined.at), default=len(ledger.rows))
+        if any(joined.at < row.at < until for row in published.get(replica, ())):
+            continue
+        rows = [row for name, others in published.items() if name != replica for row in others]
+        missed = {row.number("version") for row in rows if joined.at < row.at < until}
+        if len(missed) > MISSED:
+            yield f"{joined}: no version was published on this replica, while the others got {len(missed)}"
 
 
 def _still_held(ledger: LoopLedger, held: Row) -> Iterator[str]:

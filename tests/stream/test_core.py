@@ -740,6 +740,14 @@ def test_progress_counts_what_is_there_of_the_awaited_step() -> None:
     assert reports == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
 
 
+def test_progress_of_a_large_step_is_reported_every_two_percent() -> None:
+    driver = Driver(small(groups=200, train_global_batch_size=400, places=400, slots=200, min_groups=200))
+    driver.finish_group(*range(200))
+    reports = [one.completed for one in driver.did("progress") if one.target == 200]
+    assert reports[:4] == [0, 4, 8, 12]
+    assert len(reports) <= 51
+
+
 def test_a_question_is_answered_at_once() -> None:
     driver = Driver(small())
     answer = driver.event("ask", of="status", question=7)[0]
@@ -764,6 +772,21 @@ def test_a_resumed_run_goes_on_with_the_batch_of_its_version() -> None:
     driver.finish_group(2, 3)
     with pytest.raises(BadInput, match="step 1 is open"):
         resume_from(driver.state)
+
+
+def test_a_prompt_at_hand_when_the_run_stops_is_given_again() -> None:
+    """It was asked for before the step ended and came after dispatch was held, so it never became a group."""
+    driver = Driver(small(min_groups=2, steps=4, places=8, slots=8, window=2), answers=("acquire",))
+    driver.answer(driver.wants("sync")[0])
+    for number in range(4):
+        driver.answer(driver.wants("next_prompt")[0])
+        assert driver.state.prompt == -1, number
+    driver.finish_group(0, 1)
+    train_step(driver)
+    driver.answer(driver.wants("next_prompt")[0])
+    assert (driver.state.prompt, driver.state.step, driver.state.held) == (4, None, True)
+    resume = resume_from(driver.state)
+    assert (resume.open, resume.next) == ((2, 3, 4), 5)
 
 
 # -- the state ------------------------------------------------------------------------------------------------------------

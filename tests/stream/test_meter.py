@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 from kit.results.records import Row
-from kit.stream.ports import spent
+from kit.stream.ports import drifted, spent
 
 ROWS: list[tuple[float, str, dict[str, Any]]] = [
     (0.0, "joined", {"replica": 0}),
@@ -48,3 +49,21 @@ def test_a_request_that_is_sent_again_leaves_its_first_replica() -> None:
     again = [*rows()[:3], Row(metric="sent", time=2.0, ids={"group": 0, "sample": 0, "replica": 1})]
     again += [Row(metric="ended", time=4.0, ids={})]
     assert spent(again)["replicas_idle"] == pytest.approx(1 + 1 / 2 + 2 / 2)
+
+
+def test_a_late_answer_of_a_replica_that_the_request_has_left_changes_nothing() -> None:
+    late = [*rows()[:3], Row(metric="sent", time=1.0, ids={"group": 0, "sample": 0, "replica": 1})]
+    late += [
+        Row(metric="completed", time=2.0, ids={"group": 0, "sample": 0, "replica": 0, "core": "a"}),
+        Row(metric="ended", time=5.0, ids={}),
+    ]
+    assert spent(late)["replicas_idle"] == pytest.approx(1 + 1 / 2 + 3 / 2)
+
+
+def test_the_drift_of_tokens_by_hand() -> None:
+    found = drifted([0.0, math.log(2), -math.log(2)])
+    assert found["drift_mean"] == pytest.approx(0.0)
+    assert found["drift_mismatch"] == pytest.approx(2 / 3 * math.log(2))
+    assert found["drift_ratio"] == pytest.approx((1 + 2 + 0.5) / 3)
+    assert found["drift_kl"] == pytest.approx((0 + (2 - 1 - math.log(2)) + (0.5 - 1 + math.log(2))) / 3)
+    assert all(math.isfinite(value) for value in drifted([5000.0]).values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,15 @@ import pytest
 from kit.errors import BadInput
 from kit.loop.messages import Command, Event, Memory
 from kit.loop.runner import Runner, Stalled, VirtualClock
-from kit.results import Run, create_run
-from kit.stream import what_if
+from kit.results import NotMeasured, Run, create_run
+from kit.results.rules import settle
+from kit.stream import core, generation, judge, what_if
 from kit.stream.core import Controller, resume_from
+from kit.stream.history import LoopLedger
 from kit.stream.ports import Log, Meter
 from kit.stream.settings import SAMPLERS, StreamSettings
 from kit.stream.simulated import ADDRESSES, Durations, System, drawn_length, forecast, measured, simulate
+from kit.stream.waiting import waits_for
 from tests.loop.replaying import replay_rows
 
 PLAIN = StreamSettings(steps=5, previous="off")
@@ -103,6 +107,55 @@ def test_a_dead_replica_stops_the_run_or_it_goes_on_without_it() -> None:
     first = next(row for row in went_on.rows if row.event == "sent" and row.ids["replica"] == 7)
     published = next(row for row in went_on.rows if row.event == "published" and row.ids["replica"] == 7)
     assert published.time <= first.time
+
+
+def resized(system: System) -> None:
+    """Two replicas are added, and one of the first is removed."""
+    system.schedule("joined", 7, 2.0)
+    system.schedule("joined", 8, 2.5)
+    system.schedule("left", 0, 4.0)
+
+
+def wrong(rows: Memory) -> dict[str, str]:
+    ledger = LoopLedger(rows)
+    answers = {}
+    for rule in judge.RULES:
+        with contextlib.suppress(NotMeasured):
+            answers[rule.__name__] = settle(rule(ledger))
+    return {name: answer.why for name, answer in answers.items() if answer.value}
+
+
+@pytest.mark.parametrize("at_sync", ["keep", "abort", "drain"])
+def test_a_resize_adds_and_removes_replicas(at_sync: Any) -> None:
+    done = simulate(replace(PLAIN, steps=12, at_sync=at_sync), prepare=resized)
+    assert (done.ended.why, wrong(done.rows)) == ("done", {})
+    requests = Counter(row.ids["replica"] for row in done.rows if row.event == "sent" and row.time > 5.0)
+    assert requests.keys() == {1, 7, 8}
+    assert min(requests.values()) > 0
+
+
+def test_a_replica_that_is_added_and_never_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(core.HANDLERS, "joined", core.ignore)
+    done = simulate(replace(PLAIN, steps=12), prepare=resized)
+    assert done.ended.why == "done"
+    assert "`joined` of replica 7" in (why := wrong(done.rows)["publish_before_use"]), why
+    assert "no version was published on this replica, while the others got" in why
+
+
+def test_requests_of_a_replica_that_was_removed_are_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "give_up_attempt", lambda *_: None)
+    rows = Memory()
+    with pytest.raises(Stalled):
+        simulate(replace(PLAIN, steps=12), prepare=resized, rows=rows)
+    assert "on replica 0 unanswered" in waits_for(LoopLedger(rows))
+
+
+def test_nothing_starts_once_the_last_version_is_published() -> None:
+    """With more steps than Python keeps small numbers for."""
+    settings = replace(PLAIN, sampler="windowed", steps=260, groups=1, min_groups=1, group=2, train_global_batch_size=2)
+    rows = simulate(replace(settings, places=2, slots=2), Durations(length=lambda *_: 1, span=1)).rows
+    last = next(place for place, row in enumerate(rows) if row.event == "bumped" and row.ids["version"] == 260)
+    assert not [row for row in rows[last:] if row.event in ("reserved", "next_prompt")]
 
 
 def test_a_replica_may_join_at_any_moment_of_an_update() -> None:

@@ -32,6 +32,7 @@ from kit.results.rules import (
 from kit.results.units import counted
 from kit.stream import judge
 from kit.stream.history import LoopLedger
+from kit.stream.waiting import waits_for
 
 ByLedger = Callable[[LoopLedger], Measured | Violations]
 Outcomes = Mapping[tuple[str, str], tuple[float | None, str]]
@@ -230,7 +231,8 @@ def no_deadlock(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
     if not begun:
         raise Missing("no phase recorded a ledger")
     stuck = [phase for phase, rows in begun.items() if rows.ended is None]
-    why = f"no end: {', '.join(stuck)}" if stuck else f"all {len(begun)} loops ended on their own"
+    waiting = "; ".join(f"{phase} waits: {waits_for(begun[phase])}" for phase in stuck)
+    why = f"no end: {', '.join(stuck)}; {waiting}" if stuck else f"all {len(begun)} loops ended on their own"
     return Measured(float(len(stuck)), why)
 
 
