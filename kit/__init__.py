@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kit.errors import BadInput, Cancelled, KitError, RankDied, RankError, RankTimeout
+    from kit.exploration import explore
     from kit.public import Pending, Run, World, lab, load, panel, run, runs, wait
 
     __version__: str
 
 __all__ = ["BadInput", "Cancelled", "KitError", "RankDied", "RankError", "RankTimeout", "load_ipython_extension"]
-__all__ += ["Pending", "Run", "World", "__version__", "lab", "load", "panel", "run", "runs", "wait"]
+__all__ += ["Pending", "Run", "World", "__version__", "explore", "lab", "load", "panel", "run", "runs", "wait"]
 
 _HOMES = {
     **dict.fromkeys(("BadInput", "Cancelled", "KitError", "RankDied", "RankError", "RankTimeout"), "kit.errors"),
+    "explore": "kit.exploration",
     **dict.fromkeys(("Pending", "Run", "World", "lab", "load", "panel", "run", "runs", "wait"), "kit.public"),
 }
 

@@ -22,6 +22,7 @@ import sys
 import traceback
 import warnings as python_warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -546,6 +547,52 @@ def bench_command(args: argparse.Namespace) -> CommandAnswer:
     return CommandAnswer(data, f"{rows_text(data)}\nthe run is in {data['run']}", data["exit"])
 
 
+def explore_command(args: argparse.Namespace) -> CommandAnswer:
+    from kit.exploration import explore, replay
+    from kit.labs.discover import from_text
+    from kit.view.progress import told_on_terminal
+
+    settings = from_text(find(args.lab), pairs("--set", args.set))
+    if args.replay is not None:
+        failure = replay(args.lab, args.replay, fault=args.fault, out=args.out, **settings)
+        text = f"{failure.rule}: {failure.why}" if failure.rule else "no rule failed"
+        data = {"findings": failure.findings, "events": failure.events, "run": str(failure.dir)}
+        return CommandAnswer(data, f"{text}\nthe run is in {failure.dir}", int(bool(failure.rule)))
+    if args.power:
+        return power_of(args)
+    options = {"first": args.first, "every": args.every, "jobs": args.jobs, "fault": args.fault, "out": args.out}
+    with told_on_terminal("worlds") as tell:
+        done = explore(args.lab, args.seeds, tell=tell, **options, **settings)
+    status = 0 if done.passed else 1
+    return CommandAnswer({**done.to_json(), "exit": status}, repr(done), status)
+
+
+def power_of(args: argparse.Namespace) -> CommandAnswer:
+    """How many known bugs the worlds of a lab show: the command fails if it is less than 95 % of those that they could."""
+    from kit.exploration import power
+
+    rows = []
+    for row in power(args.lab, args.seeds, jobs=args.jobs):
+        rows.append(row)
+        seen = f"seed {row.seed}: {', '.join(row.failed)}" if row.seed is not None else row.beyond or "not found"
+        print(f"{row.fault}  {seen}", file=sys.stderr, flush=True)
+    possible = [row for row in rows if not row.beyond]
+    found = [row for row in possible if row.seed is not None]
+    share = len(found) / len(possible)
+    text = f"{len(found)} of {len(possible)} known bugs found within {args.seeds} seeds ({share:.0%})"
+    text += (
+        f"; no world can show {', '.join(row.fault for row in rows if row.beyond)}" if len(possible) < len(rows) else ""
+    )
+    data = {
+        "lab": args.lab,
+        "seeds": args.seeds,
+        "found": len(found),
+        "of": len(possible),
+        "rows": [asdict(row) for row in rows],
+    }
+    return CommandAnswer(data, text, int(share < 0.95))
+
+
 def reference(args: argparse.Namespace) -> CommandAnswer:
     if args.out is None and not args.plan:
         raise BadInput("name a folder for the reference: --out DIR")
@@ -775,6 +822,25 @@ COMMANDS: tuple[
             command_option("--part", "PART", "run only this part; X means every X.Y", **MANY),
             device_option("auto: the GPU if there is a driver"),
             file("--out", "DIR", "folder of the run; default: a new one in the runs folder"),
+        ),
+    ),
+    (
+        explore_command,
+        "run a lab's cores, or your own, in random worlds on a virtual clock; make the first failure small",
+        ("share --seeds 5000 --set planner=mine:Planner", "share --fault late-shrink"),
+        (
+            LAB,
+            command_option("--seeds", "N", "number of worlds (default 1000)", type=int, default=1000),
+            command_option("--first", "SEED", "seed of the first world", type=int, default=0),
+            command_option(
+                "--set", "KEY=VALUE", "your own code as module:attr; may be repeated", setting_names, **MANY
+            ),
+            command_option("--fault", "NAME", "switch on a known bug of a core", fault_names),
+            flag("--every", "do not end at the first failure"),
+            flag("--power", "switch on every known bug of the lab's cores in turn, and say which seed shows it"),
+            command_option("--replay", "WORLD", "run the world of this line again"),
+            command_option("--jobs", "N", "processes; default: one for each core of this machine", type=int),
+            file("--out", "DIR", "folder of the failure's run; default: a new one in the runs folder"),
         ),
     ),
     (

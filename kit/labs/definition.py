@@ -352,6 +352,7 @@ class Definition:
     `tag` lists a lab apart from the others: "bench" for one that measures ways side by side, "box" for one about the machine.
     `foreign` names (`module:attr`) a function that converts files of other systems: called with their contents by name, it returns the
     settings and the keys without a setting.
+    `worlds` names a kit.loop.explore.Worlds: random worlds in which `kit explore` runs the lab's cores.
     `fits` is called on the notebook side and raises BadInput, with the arithmetic, if a config does not fit on this machine.
     """
 
@@ -364,6 +365,7 @@ class Definition:
     presets: str = ""
     charts: str = ""
     foreign: str = ""
+    worlds: str = ""
     first: tuple[str, ...] = ()
     tag: str = ""  # "bench" or "box": listed apart
     roles: Callable[[Any], Sequence[Role]] | None = None

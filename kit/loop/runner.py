@@ -25,6 +25,7 @@ Answer = Callable[[Command], Iterable[tuple[float, Event]]]
 S = TypeVar("S")
 ITSELF = "runner"
 BEGINS = "begins"  # the row before a core's first commands
+A_SECOND = 100_000  # events of all cores in one second of their clock: a core that makes more makes them for ever
 
 
 class Core(Protocol[S]):
@@ -57,6 +58,10 @@ class Stalled(KitError):  # noqa: N818 - reads as what happened
         self.cores = cores
 
 
+class Restless(KitError):  # noqa: N818 - reads as what happened
+    """The cores made events from events and their clock hardly moved."""
+
+
 class Runner:
     """`Runner({"a": core}, {"trainer": port, ...}).run()` returns how each core ended: its `ended` command.
 
@@ -72,6 +77,7 @@ class Runner:
         clock: RunnerClock,
         ledger: Sink | None = None,
         deadline_s: float = 60.0,
+        a_second: int = A_SECOND,
     ) -> None:
         if not cores:
             raise BadInput("a runner needs at least one core")
@@ -86,6 +92,8 @@ class Runner:
         self.clock = clock
         self.ledger = Memory() if ledger is None else ledger
         self.deadline_s = deadline_s
+        self.a_second = a_second
+        self.second = (0, 0)  # of the clock, and the events in it so far
         self.states: dict[str, Any] = {}
         self.ended: dict[str, Command] = {}
         self.own = array("d")
@@ -143,6 +151,7 @@ class Runner:
         """Pass one event to its core. The ledger has the event before its commands run."""
         began = time.perf_counter()
         now = self.clock.now()
+        self._count(name, event, int(now))
         if event is None:
             self.ledger.write(Row(metric=BEGINS, time=now, ids={"core": name}))
             self.states[name], commands = self.cores[name].begin()
@@ -155,6 +164,15 @@ class Runner:
         for command in commands:
             if command.to != NOTES:
                 self._carry(name, command)
+
+    def _count(self, name: str, event: Event | None, second: int) -> None:
+        before, count = self.second
+        self.second = second, count + 1 if second == before else 1
+        if self.second[1] > self.a_second:
+            last = "its start" if event is None else f"the event {event.name}"
+            raise Restless(
+                f"more than {self.a_second} events within a second of the cores' clock; the last is {last} for {name}"
+            )
 
     def _carry(self, name: str, command: Command) -> None:
         if command.to == ITSELF:

@@ -47,6 +47,17 @@ ANSWERS = [
     "unregistered",
 ]  # from the desk
 
+# The rows that change the books, by what they change.
+OF_MEMBERSHIP = frozenset(
+    {"admitted", "admission_limit", "resize", "progress", "progress_end", "unregister", "gone", "died"}
+)
+OF_REQUESTS = frozenset(
+    {"acquire", "queued", "granted", "expired", "withdrawn", "release", "planned_release", "released"}
+)
+MOVES = frozenset({"left", "shrunk", "expand", "expanded"})
+OF_REPLICAS = MOVES | {"error", "died"}
+CHANGES = OF_MEMBERSHIP | OF_REQUESTS | OF_REPLICAS
+
 Request = tuple[str, Any, Any]  # to a replica: pipeline, group, sample
 
 
@@ -175,10 +186,12 @@ class Books:
             self.clusters[row.who] = {name: numbers(row[name]) for name in CLUSTERS if name in row.ids}
             self.tp[row.who] = int(row.get("tp", 1))
             self.active[row.who] = set()
-        elif row.who in self.clusters:
-            self._take_membership(row)
-            self._take_request(row)
-            if "replica" in row.ids or row.event in ("left", "shrunk", "expand", "expanded"):
+        elif row.event in CHANGES and row.who in self.clusters:  # few of all rows are
+            if row.event in OF_MEMBERSHIP:
+                self._take_membership(row)
+            if row.event in OF_REQUESTS:
+                self._take_request(row)
+            if row.event in OF_REPLICAS and ("replica" in row.ids or row.event in MOVES):
                 self._take_replica(row, replica_of(row))
 
     def _take_membership(self, row: Row) -> None:

@@ -221,8 +221,9 @@ def on_error(t: DeskTurn, event: Event) -> None:
 def on_died(t: DeskTurn, event: Event) -> None:
     name, replica = event.get("who", event.pipeline), event.get("replica", -1)
     if name not in t.pipelines:
-        return
-    if replica >= 0:
+        if replica < 0 and name in t.settings.pipelines:  # it died before it registered; nobody waits for it any more
+            t.left |= {name}
+    elif replica >= 0:
         lose(t, name, replica)
     else:
         drop(t, name, "died")

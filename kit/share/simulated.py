@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from kit.loop.messages import Command, Event, Memory
-from kit.loop.runner import Core, Port, Runner, Simulated, Stalled, VirtualClock
+from kit.loop.runner import A_SECOND, Core, Port, Runner, Simulated, Stalled, VirtualClock
 from kit.results.records import Id, numbers
 
 Answers = Iterable[tuple[float, Event]]
@@ -122,9 +122,13 @@ def simulate(
     devices: Devices,
     *,
     until_s: float = 1e6,
+    a_second: int = A_SECOND,
+    rows: Memory | None = None,
     prepare: Callable[[Runner], None] = lambda _: None,
 ) -> Simulation:
     """Run pipelines and their desk for at most `until_s`; `ended` lacks those that have not ended.
+
+    `rows` is the ledger to write; it is kept even if the run breaks.
 
     `prepare` may schedule external events: `clock.after(3.0, lambda: runner.post(Event("died", "desk", who="a")))`.
     """
@@ -132,10 +136,9 @@ def simulate(
     def stop() -> None:
         raise Stalled(f"not ended after {until_s:g} s", ())
 
-    rows = Memory()
-    runner = Runner(
-        cores, {**ports, "devices": devices, "clock": devices}, clock=clock, ledger=rows, deadline_s=until_s
-    )
+    rows = Memory() if rows is None else rows
+    every = {**ports, "devices": devices, "clock": devices}
+    runner = Runner(cores, every, clock=clock, ledger=rows, deadline_s=until_s, a_second=a_second)
     clock.after(until_s, stop)
     prepare(runner)
     with contextlib.suppress(Stalled):

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from kit.errors import BadInput
 from kit.loop.messages import Command, Event, Memory
-from kit.loop.runner import Core, Port, Runner, Simulated, VirtualClock
+from kit.loop.runner import A_SECOND, Core, Port, Runner, Simulated, VirtualClock
 from kit.results.records import Id, Row, numbers
 from kit.stream.core import TRAINERS, Controller
 from kit.stream.ports import Foreign, Log, Meter, Watched, calls, spent, syncs
@@ -291,6 +291,7 @@ def simulate(
     logger: Callable[[dict[str, float], int], object] | None = None,
     rows: Memory | None = None,
     pipeline: str = "",
+    a_second: int = A_SECOND,
     **failures: Any,
 ) -> Simulation:
     """Run a controller against the simulated system. `failures` are `fail_at` and `fails` of the system.
@@ -319,6 +320,7 @@ def simulate(
             clock=clock,
             ledger=ledger,
             deadline_s=1e6,
+            a_second=a_second,
         )
         return Simulation(rows, runner.run()[pipeline], logged, runner)
 

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kit.errors import KitError, RankDied, RankError, RankTimeout
@@ -390,3 +390,24 @@ def stacks_by_rank(stacks: dict[int, str]) -> str:
 
 def joined_words(*parts: str) -> str:
     return "\n".join(part.rstrip() for part in parts if part)
+
+
+@contextlib.contextmanager
+def told_on_terminal(things: str) -> Iterator[Callable[[int, int, int], None]]:
+    """A bar for work that counts: what it yields is called with how many are done, of how many, and how many failed."""
+    line, began, drew = progress_line(), time.monotonic(), 0.0
+
+    def tell(done: int, total: int, failed: int) -> None:
+        nonlocal drew
+        now = time.monotonic()
+        if now - began > AFTER_S and (now - drew > EVERY_S or done == total):
+            drew = now
+            line.draw(
+                done / total,
+                f"{done} of {total} {things}, {done / (now - began):.0f}/s{f', {failed} failed' if failed else ''}",
+            )
+
+    try:
+        yield tell
+    finally:
+        line.clear()

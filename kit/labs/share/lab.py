@@ -303,6 +303,7 @@ LAB = Definition(
     presets="kit.labs.share.rules:PRESETS",
     charts="kit.labs.share.charts:CHARTS",
     foreign="kit.labs.share.foreign:settings_of",
+    worlds="kit.labs.share.worlds:ShareWorlds",
     first=("pipelines", "scenario", "devices", "planner", "controls"),
     faults=FAULTS,
     preload=("megatron.core",),

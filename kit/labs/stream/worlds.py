@@ -1,0 +1,300 @@
+"""Random worlds for the lab `stream`: a controller, the kit's or the user's own, with simulated replicas, trainer, data and sync.
+
+A world has settings of the loop, a pace of everything, lengths of answers with or without a long tail, and what goes wrong. The lab's own
+rules judge its ledger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from kit.labs.stream.drive import PIPELINE, Stopped, Stopping
+from kit.labs.stream.lab import StreamConfig
+from kit.loop.explore import A_SECOND, Findings, World
+from kit.loop.messages import Memory
+from kit.loop.runner import Stalled
+from kit.results.records import Unjudged
+from kit.results.rules import NotMeasured, Violations, settle
+from kit.stream import core
+from kit.stream.history import LoopLedger
+from kit.stream.judge import RULES, resume_equals
+from kit.stream.settings import SAMPLERS, Resume, StreamSettings
+from kit.stream.simulated import Durations, System, simulate
+from kit.target import load_callable
+
+HAPPENS = ("died", "left", "joined")
+FAILS = ("begin", "microbatch", "finish", "clear")
+NEW = 100  # the number of the first replica that joins
+BOUNDS = {"groups": 1, "group": 2, "steps": 1, "replicas": 1, "window": 0}  # the least of each
+
+
+class StreamWorlds:
+    """`settings` are those of the lab that name own code."""
+
+    own = ("implementation", "sampler")
+    phase = "stream"
+    rooms = ("kit.stream.core", "kit.stream.generation", "kit.stream.settings")
+    beyond: ClassVar[Mapping[str, str]] = {
+        "blocks-the-loop": "a controller that blocks takes wall time, of which a virtual clock has none"
+    }
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+
+    def draw(self, rng: random.Random) -> World:
+        sampler = self.settings.get("sampler") or rng.choice([*SAMPLERS])
+        window = 0 if sampler == "strict" else rng.choice([0, 1, 1, 2, 3])
+        groups = rng.choice([1, 2, 2, 3, 4, 6])
+        places = groups * (window + 1) + rng.choice([0, 0, 1, groups])
+        steps, replicas = rng.choice([1, 2, 3, 4, 6]), rng.choice([1, 2, 2, 3, 4])
+        retries = rng.choice([0, 0, 1, 2])
+        happens = draw_happens(rng, replicas)
+        stops = steps > 1 and not happens and rng.random() < 0.3
+        return {
+            "sampler": sampler,
+            "window": window,
+            "groups": groups,
+            "group": rng.choice([2, 2, 3, 4]),
+            "updates": rng.choice([count for count in (1, 1, 2, 3) if groups % count == 0]),
+            "min_groups": rng.randint(1, groups),
+            "places": places,
+            "slots": rng.choice([places, rng.randint(1, places)]),
+            "steps": steps,
+            "replicas": replicas,
+            "at_sync": rng.choice(["keep", "recompute", "abort", "drain"]),
+            "filter": rng.random() < 0.1,
+            "retries": retries,
+            "lengths": [rng.randint(1, 4), rng.choice([4, 8, 40])],
+            "tail": rng.random() < 0.3,
+            "lengths_seed": rng.randrange(1000),
+            "flat": rng.choice([0.0, 0.0, 0.3]),
+            "token_ms": rng.choice([1, 10, 40]),
+            "span": rng.choice([1, 4, 8]),
+            "train_ms": rng.choice([0, 1, 50, 400]),
+            "sync_ms": rng.choice([0, 5, 100]),
+            "prompts": None if stops else rng.choice([None, None, None, rng.randint(0, groups * (steps + 1))]),
+            "fails": {rng.choice(FAILS): rng.randrange(steps)} if retries and not stops and rng.random() < 0.5 else {},
+            "logger": rng.choice(["works", "works", "raises"]),
+            "resume": rng.randint(1, steps - 1) if stops else 0,  # after this version also stopped and resumed; 0: not
+            "happens": happens,
+        }
+
+    def sizes(self, world: World) -> dict[str, int]:
+        return {name: world[name] for name in ("steps", "groups", "group", "replicas")} | {
+            "happens": len(world["happens"]) + len(world["fails"])
+        }
+
+    # -- a run ----------------------------------------------------------------------------------------------------------------
+
+    def run(self, world: World, rows: Memory) -> None:
+        self.loop(world, rows)
+        if world["resume"]:
+            state = self.loop(world, Memory(), until=world["resume"])
+            resumed = Memory()
+            try:
+                self.loop(world, resumed, start=core.resume_from(state))
+            finally:
+                rows += [replace(row, phase="resume") for row in resumed]
+
+    def loop(self, world: World, rows: Memory, *, until: int | None = None, start: Resume | None = None) -> Any:
+        """Run the controller to its end or up to a version; returns its last state."""
+        plan = loop_settings(world)
+        make = load_callable(self.settings.get("implementation") or StreamConfig().implementation)
+        machine = Stopping(make(plan, *([] if start is None else [start])), until)
+
+        def happen(system: System) -> None:
+            for milliseconds, event, replica in world["happens"]:
+                system.schedule(event, replica, milliseconds / 1000)
+
+        with contextlib.suppress(Stopped, Stalled):  # a ledger without an end says that it stalled
+            simulate(
+                plan,
+                pace_of(world),
+                prompts=world["prompts"],
+                core=machine,
+                resume=start,
+                sampler=load_callable(plan.sampler) if ":" in plan.sampler else None,
+                prepare=happen,
+                logger=raising if world["logger"] == "raises" else None,
+                rows=rows,
+                pipeline=PIPELINE,
+                fails=world["fails"],
+                a_second=A_SECOND,
+            )
+        return machine.state
+
+    def judge(self, rows: Memory) -> Findings:
+        """The rules of the lab that fail, with the reason."""
+        whole, resumed = (
+            LoopLedger([row for row in rows if (row.phase == "resume") is again]) for again in (False, True)
+        )
+        findings = broken_rules(whole)
+        if resumed.rows:
+            findings = {**broken_rules(resumed), **findings}
+            findings |= asked("resume_equals", lambda: resume_equals(whole, resumed))
+        return findings
+
+    def config(self, world: World) -> StreamConfig:
+        """What of the world the lab's config has; the rest is in the world."""
+        names = ("window", "groups", "group", "min_groups", "places", "slots", "steps", "replicas", "at_sync", "filter")
+        low, high = world["lengths"]
+        return StreamConfig(
+            simulated=True,
+            ranks=1,
+            **{name: world[name] for name in names},
+            **{"sampler": world["sampler"], **self.settings},
+            batch=world["groups"] * world["group"] // world["updates"],
+            answer=(low, max(low, high)),
+            on_dead_replica="go-on",
+            pace_ms=float(world["token_ms"]),
+        )
+
+    # -- smaller worlds ---------------------------------------------------------------------------------------------------------
+
+    def smaller(self, world: World) -> Iterator[World]:
+        for at in range(len(world["happens"])):
+            yield {**world, "happens": world["happens"][:at] + world["happens"][at + 1 :]}
+        if world["fails"]:
+            yield {**world, "fails": {}}
+        if world["resume"]:
+            yield {**world, "resume": 0}
+        for name, least in BOUNDS.items():
+            for value in sorted({least, (world[name] + least) // 2, world[name] - 1}):
+                if least <= value < world[name] and not (name == "window" and world["sampler"] == "strict"):
+                    yield fitting({**world, name: value})
+        low, _ = world["lengths"]
+        plain = {
+            "tail": False,
+            "filter": False,
+            "flat": 0.0,
+            "retries": 0,
+            "logger": "works",
+            "prompts": None,
+            "updates": 1,
+            "min_groups": 1,
+            "lengths": [low, low],
+            "span": 1,
+            "train_ms": 1,
+            "sync_ms": 1,
+            "token_ms": 1,
+        }
+        for name, value in plain.items():
+            if world[name] != value and not (name == "retries" and world["fails"]):
+                yield {**world, name: value}
+
+
+def broken_rules(ledger: LoopLedger) -> Findings:
+    findings = asked("no_deadlock", lambda: ends_well(ledger))
+    for rule in RULES:
+        findings |= asked(rule.__name__, lambda rule=rule: rule(ledger))  # type: ignore[misc]
+    return findings
+
+
+def asked(name: str, violations: Callable[[], Violations]) -> Findings:
+    try:
+        measured = settle(violations())
+    except NotMeasured:
+        return {}
+    except (Unjudged, KeyError, ValueError, IndexError) as error:
+        return {name: f"{type(error).__name__}: {error}"}
+    return {name: measured.why} if measured.value else {}
+
+
+def ends_well(ledger: LoopLedger) -> Violations:
+    """Does the controller end on its own, without an error?
+
+    Of what happens in a world, only the data's end and rows that cannot be cleared are reasons for one.
+    """
+    ends = ledger.by_event["ended"]
+    excused = ledger.by_event["exhausted"] or [row for row in ledger.by_event["error"] if row.get("of") == "clear"]
+    if not ends:
+        yield f"the controller never ended; the last row is {ledger.rows[-1]}"
+    for row in ends:
+        if row.get("why") == "error" and not excused:
+            yield f"{row}: ended with an error: {row.get('error', '')}"
+    return "the controller ended"
+
+
+def draw_happens(rng: random.Random, replicas: int) -> list[list[Any]]:
+    """Replicas that die, leave or join, each once; replica 0 stays."""
+    spare = [*range(1, replicas)]
+    happens: list[list[Any]] = []
+    for number in range(rng.choice([0, 0, 0, 1, 1, 2])):
+        event = rng.choice(HAPPENS)
+        if event != "joined" and not spare:
+            continue
+        replica = NEW + number if event == "joined" else spare.pop(rng.randrange(len(spare)))
+        happens.append([rng.randint(0, 2000), event, replica])
+    return happens
+
+
+def loop_settings(world: Mapping[str, Any]) -> StreamSettings:
+    return StreamSettings(
+        **{
+            name: world[name]
+            for name in (
+                "sampler",
+                "window",
+                "groups",
+                "group",
+                "min_groups",
+                "places",
+                "slots",
+                "steps",
+                "replicas",
+                "at_sync",
+                "filter",
+            )
+        },
+        train_global_batch_size=world["groups"] * world["group"] // world["updates"],
+        step_retries=world["retries"],
+        on_dead_replica="go-on",
+    )
+
+
+def fitting(world: World) -> World:
+    """The world with the settings that follow from others within what they allow."""
+    groups = world["groups"]
+    updates = world["updates"] if groups % world["updates"] == 0 else 1
+    places = groups * (world["window"] + 1)
+    return {
+        **world,
+        "updates": updates,
+        "min_groups": min(world["min_groups"], groups),
+        "places": places,
+        "slots": min(world["slots"], places),
+        "resume": min(world["resume"], world["steps"] - 1),
+        "fails": {name: min(step, world["steps"] - 1) for name, step in world["fails"].items()},
+        "happens": [one for one in world["happens"] if one[1] == "joined" or one[2] < world["replicas"]],
+    }
+
+
+def pace_of(world: Mapping[str, Any]) -> Durations:
+    low, high = world["lengths"]
+    high = max(low, high)
+    about = f"{world['lengths_seed']}"
+
+    def length(group: int, sample: int) -> int:
+        drawn = random.Random(f"{about} {group} {sample}")  # noqa: S311 - a draw that can be repeated
+        return min(high, round(low * drawn.paretovariate(1.1))) if world["tail"] else drawn.randint(low, high)
+
+    def reward(group: int, sample: int) -> str:
+        flat = random.Random(f"{about} {group}").random() < world["flat"]  # noqa: S311
+        return "0.0" if flat else str(sample % 2)
+
+    return Durations(
+        token_s=world["token_ms"] / 1000,
+        span=world["span"],
+        train_s=world["train_ms"] / 1000,
+        sync_s=world["sync_ms"] / 1000,
+        length=length,
+        reward=reward,
+    )
+
+
+def raising(_: dict[str, float], __: int) -> None:
+    raise RuntimeError("a logger that raises, on purpose")

@@ -1,0 +1,179 @@
+"""Exploration: a core in thousands of random worlds on the virtual clock, and the first failure made small. Knows no lab.
+
+A lab brings its `Worlds`: how a world is drawn from a seed, run and judged, and which smaller worlds to try in its place. A world is plain
+JSON, so one line replays it. All of a world follows from its seed: neither the order of the seeds nor their number matters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, ClassVar, Protocol
+
+from kit.loop.messages import Memory
+
+World = dict[str, Any]
+Findings = dict[str, str]  # why each rule failed
+
+WALL_S = 5.0  # a world takes milliseconds; a core that has not returned by then never will
+SHRINK_S = 60.0
+A_SECOND = 5_000  # events in one virtual second; a world has hundreds in all
+# Findings that are no rule of a lab.
+NEVER_RETURNED = "never_returned"
+RAISED = "raised"
+
+
+class Worlds(Protocol):
+    """Made with the settings that name own code, which `own` lists. `phase`: the lab's phase to whose rows a ledger belongs.
+
+    `rooms`: the modules whose bugs worlds should show; `beyond`: faults in them that no world can show, each with its reason.
+    """
+
+    own: ClassVar[tuple[str, ...]]
+    phase: ClassVar[str]
+    rooms: ClassVar[tuple[str, ...]]
+    beyond: ClassVar[Mapping[str, str]]
+
+    def draw(self, rng: random.Random) -> World: ...
+    def run(self, world: World, rows: Memory) -> None:
+        """Run the world to its end, and write its ledger. What own code raises goes on to the caller."""
+
+    def judge(self, rows: Memory) -> Findings: ...
+    def smaller(self, world: World) -> Iterable[World]:
+        """Yield worlds with one thing less, the largest steps first."""
+
+    def sizes(self, world: World) -> dict[str, int]: ...
+    def config(self, world: World) -> Any:
+        """Return the lab's config of this world, which own code gets."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Played:
+    """A world after its run: its ledger, and what is wrong with it."""
+
+    rows: Memory
+    findings: Findings
+    wall_s: float
+
+    @property
+    def rule(self) -> str:
+        """The finding that a shrink follows: the core broke, else the first rule that failed. Empty if nothing is wrong."""
+        broke = [name for name in (RAISED, NEVER_RETURNED) if name in self.findings]
+        return next(iter([*broke, *self.findings]), "")
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What came of a seed. `seconds` are virtual, `wall_s` real."""
+
+    seed: int
+    sizes: dict[str, int] = field(default_factory=dict)
+    events: int = 0
+    seconds: float = 0.0
+    wall_s: float = 0.0
+    findings: Findings = field(default_factory=dict)
+
+
+class NeverReturnedError(BaseException):
+    """No `Exception`: a core that catches those must not go on."""
+
+
+def world_of(worlds: Worlds, seed: int) -> World:
+    return worlds.draw(random.Random(seed))  # noqa: S311 - a draw that can be repeated
+
+
+def outcome_of(worlds: Worlds, seed: int, wall_s: float = WALL_S) -> Outcome:
+    world = world_of(worlds, seed)
+    played = play(worlds, world, wall_s)
+    return Outcome(
+        seed=seed,
+        sizes=worlds.sizes(world),
+        events=len(played.rows),
+        seconds=played.rows[-1].time if played.rows else 0.0,
+        wall_s=played.wall_s,
+        findings=played.findings,
+    )
+
+
+def play(worlds: Worlds, world: World, wall_s: float = WALL_S) -> Played:
+    """Run a world and judge it. A core that raises or does not return is a finding, and its rows up to there are kept."""
+    rows, findings, began = Memory(), Findings(), time.perf_counter()
+    try:
+        with within(wall_s):
+            worlds.run(world, rows)
+    except NeverReturnedError:
+        findings = {NEVER_RETURNED: f"the world did not end within {wall_s:g} s; {last_words(rows)}"}
+    except Exception as error:  # noqa: BLE001 - whatever own code raises is what was found
+        findings = {RAISED: f"{type(error).__name__}: {error}; {last_words(rows)}"}
+    return Played(rows=rows, findings=findings or worlds.judge(rows), wall_s=time.perf_counter() - began)
+
+
+def last_words(rows: Memory) -> str:
+    if not rows:
+        return "there is no row"
+    whose = f" of {rows[-1].who}" if rows[-1].who else ""
+    return f"the last of {len(rows)} rows is `{rows[-1].event}`{whose} at {rows[-1].time:.3f} s"
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raise in this block after so many seconds of wall time. In the main thread only; elsewhere there is no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(_: int, __: FrameType | None) -> None:
+        raise NeverReturnedError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@dataclass(slots=True)
+class Shrunk:
+    """The smallest world that was found with the same failure, and how many were tried."""
+
+    world: World
+    played: Played
+    tried: int = 0
+
+
+def shrink(worlds: Worlds, world: World, *, wall_s: float = WALL_S, limit_s: float = SHRINK_S) -> Shrunk:
+    """Take the first smaller world in which the same rule fails, again and again, until there is none or the time is over."""
+    until = time.monotonic() + limit_s
+    smallest = Shrunk(world, play(worlds, world, wall_s))
+    rule = smallest.played.rule
+    wall_s = min(wall_s, 1.0) if rule == NEVER_RETURNED else wall_s  # each try takes as long
+    tried, shrinks = 0, bool(rule)
+    while shrinks:
+        shrinks = False
+        for candidate in worlds.smaller(smallest.world):
+            if time.monotonic() > until:
+                break
+            tried += 1
+            played = play(worlds, candidate, wall_s)
+            if rule in played.findings:
+                smallest, shrinks = Shrunk(candidate, played), True
+                break
+    smallest.tried = tried
+    return smallest
+
+
+def rates(outcomes: Iterable[Outcome]) -> Mapping[str, int]:
+    """How many worlds each finding was made in."""
+    counts: dict[str, int] = {}
+    for outcome in outcomes:
+        for rule in outcome.findings:
+            counts[rule] = counts.get(rule, 0) + 1
+    return counts

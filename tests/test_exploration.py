@@ -1,0 +1,136 @@
+"""`kit explore`: right cores pass, each wrong one is found, made small and replayed; every planted bug of a core is found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+import kit
+from kit.errors import BadInput
+from kit.exploration import ExplorationError, power, replay
+from kit.labs.share.worlds import ShareWorlds
+from kit.labs.stream.worlds import StreamWorlds
+from kit.loop.explore import Worlds, play, world_of
+
+WRONG = "tests.loop.wrong_cores"
+SEEDS = 30
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KIT_RUNS", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("lab", "settings"),
+    [
+        ("share", {}),
+        ("share", {"planner": "fifo"}),
+        ("share", {"planner": f"{WRONG}:first_come"}),
+        ("stream", {}),
+        ("stream", {"sampler": "windowed"}),
+    ],
+    ids=str,
+)
+def test_right_cores_pass(lab: str, settings: dict[str, str]) -> None:
+    done = kit.explore(lab, seeds=SEEDS, **settings)
+    assert done.passed, done
+    assert len(done.outcomes) == SEEDS
+    done.raise_for_failures()
+    frame = done.frame()
+    assert frame["seed"].tolist() == list(range(SEEDS))
+    assert frame["events"].min() > 0
+
+
+@pytest.mark.parametrize(
+    ("lab", "settings", "rule"),
+    [
+        ("share", {"planner": f"{WRONG}:ignores_tp"}, "no_deadlock"),
+        ("share", {"planner": f"{WRONG}:wakes_the_dead"}, "no_deadlock"),
+        ("share", {"scheduler": f"{WRONG}:grants_twice"}, "no_request_lost"),
+        ("share", {"scheduler": f"{WRONG}:forgets_requests"}, "no_request_lost"),
+        ("share", {"scheduler": f"{WRONG}:never_rests"}, "raised"),
+        ("stream", {"implementation": f"{WRONG}:drops_the_last"}, "every_group_once"),
+    ],
+    ids=lambda value: next(iter(value.values())).partition(":")[2] if isinstance(value, dict) else None,
+)
+def test_a_wrong_core_is_found_made_small_and_replayed(lab: str, settings: dict[str, str], rule: str) -> None:
+    done = kit.explore(lab, seeds=SEEDS, wall_s=2.0, **settings)
+    failure = done.failure
+    assert failure is not None, done
+    assert rule in failure.findings, failure.findings
+    assert failure.sizes.get("pipelines", 1) <= 3
+    assert failure.rule in str(done)
+    assert failure.line in str(done)
+    with pytest.raises(ExplorationError, match=failure.rule):
+        done.raise_for_failures()
+    again = replay(lab, json.dumps(failure.world), **settings)
+    assert again.rule == failure.rule
+    assert again.events == failure.events
+    run = kit.load(failure.dir)
+    assert run.lab == lab
+    if rule != "raised":
+        failed = [row.check for row in run.verdict() if row.passed is False]
+        assert rule in failed
+
+
+def test_a_core_that_never_returns_and_one_that_ends_its_process_are_named() -> None:
+    done = kit.explore("share", seeds=4, wall_s=0.3, planner=f"{WRONG}:never_returns", every=True)
+    assert {rule for outcome in done.outcomes for rule in outcome.findings} == {"never_returned"}
+    done = kit.explore("share", seeds=2, jobs=1, scheduler=f"{WRONG}:exits", every=True)
+    assert [[*outcome.findings] for outcome in done.outcomes] == [["never_returned"]] * 2
+    assert done.failure is None  # no process survives the world, so only its seed is known
+    assert "the first is seed 0" in str(done)
+
+
+def test_the_command_prints_a_line_that_replays_the_failure(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "kit", "explore", "share", "--set", f"planner={WRONG}:wakes_the_dead", "--json"]
+    found = subprocess.run([*words, "--seeds", str(SEEDS)], capture_output=True, text=True, check=False)
+    assert found.returncode == 1, found.stderr
+    answer = json.loads(found.stdout)
+    line = answer["failure"]["line"]
+    again = subprocess.run(
+        f"{sys.executable} -m {line}", shell=True, capture_output=True, text=True, check=False, cwd=Path.cwd()
+    )
+    assert again.returncode == 1, again.stderr
+    assert answer["failure"]["why"] in again.stdout
+    assert [*tmp_path.glob("share-*")]
+
+
+def test_bad_input_is_one_sentence() -> None:
+    with pytest.raises(BadInput, match="lab 'smoke' has no random worlds; explore share or stream"):
+        kit.explore("smoke")
+    with pytest.raises(BadInput, match="devices is drawn for each world; explore share takes only scheduler, planner"):
+        kit.explore("share", devices=3)
+    with pytest.raises(BadInput, match="seeds=0 must be at least 1"):
+        kit.explore("share", seeds=0)
+    with pytest.raises(BadInput, match="--replay takes a world as JSON"):
+        replay("share", "[")
+    with pytest.raises(BadInput, match="this is no world of lab 'share': KeyError: 'pipelines'"):
+        replay("share", "{}")
+
+
+@pytest.mark.parametrize("worlds", [ShareWorlds(), StreamWorlds()], ids=["share", "stream"])
+def test_smaller_worlds_can_be_run(worlds: Worlds) -> None:
+    """Every step of a shrink is a world of its own that right code passes."""
+    for seed in range(3):
+        for candidate in islice(worlds.smaller(world_of(worlds, seed)), 30):
+            assert json.loads(json.dumps(candidate)) == candidate
+            assert play(worlds, candidate).findings == {}, candidate
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("lab", ["share", "stream"])
+def test_known_bugs_of_cores_are_found(lab: str) -> None:
+    rows = [*power(lab, seeds=1000)]
+    possible = [row for row in rows if not row.beyond]
+    assert len(possible) > 20
+    assert len(rows) - len(possible) <= len(rows) // 4
+    missed = [row.fault for row in possible if row.seed is None]
+    assert len(missed) <= len(possible) // 20, missed
