@@ -364,7 +364,7 @@ def draw_fates(rng: random.Random, world: World) -> None:
     at = rng.randrange(len(world["pipelines"]))
     pipeline = world["pipelines"][at]
     spare = range(1, len(pipeline["infer"]) // pipeline["tp"])
-    when = rng.randint(1, max(1, serial_ms(world)))
+    when = rng.randint(1, 1 + serial_ms(world) // rng.choice([1, 2, 4, 8]))  # pipelines at the same time end earlier
     if spare and rng.random() < 0.2:
         world["broken"].append([at, rng.choice(spare)])
     for _ in range(rng.choice([1, 2, 2])):
@@ -373,7 +373,7 @@ def draw_fates(rng: random.Random, world: World) -> None:
             world["happens"].append([when, fate, at, -1])
         elif spare:
             world["happens"].append([when, fate, at, rng.choice(spare)])
-        when += rng.randint(1, 2 * world["sleep_ms"])
+        when += rng.randint(1, 1 + world["sleep_ms"])  # while replicas still fall asleep
 
 
 def draw_milliseconds(rng: random.Random, *, heavy: bool) -> int:
