@@ -143,6 +143,11 @@ class Replica:
         self.turn()
 
     def generate(self, command: Command) -> None:
+        if self.system.fails.get("generate") == command.group:
+            del self.system.fails["generate"]
+            ids = {"group": command.group, "sample": command.sample, "replica": self.number}
+            self.system.say("failed", **ids, why=REHEARSED)
+            return
         length = self.system.durations.length(command.group, command.sample)
         self.requests[command.group, command.sample] = Request(command.group, command.sample, length)
 
@@ -166,7 +171,7 @@ class Replica:
 class System(Simulated):
     """Every port of one pipeline. `prompts` None: the data never ends. A resumed run gets the groups `again`, then those from `first`.
 
-    `fails` maps a command to the step at which the trainer answers it with an error, once.
+    `fails` maps a command to the step at which the trainer answers it with an error, once; `generate` to a group of which a request fails.
     """
 
     def __init__(

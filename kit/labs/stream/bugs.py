@@ -82,6 +82,17 @@ def gives_up_the_last(t: StreamTurn, event: Event) -> None:
         generation.complete(t, group.put(last, status=DONE))
 
 
+def counts_the_failed(t: StreamTurn, event: Event) -> None:
+    """A sample that failed counts as complete, without tokens."""
+    group = generation.answered(t, event)
+    if group is not None:
+        generation.load(t, group.samples[event.sample].replica, -1)
+        group = group.put(event.sample, status=DONE, reward="0")
+        t.put(group)
+        if all(sample.status == DONE for sample in group.samples):
+            generation.complete(t, group)
+
+
 def forgets_the_attempt(t: StreamTurn, group: Group, number: int) -> None:
     give_up_attempt(t, group.put(number, tokens=0), number)
 
@@ -283,4 +294,5 @@ def ends_with_the_logger(t: StreamTurn, event: Event) -> None:
 HANDLERS_REPLACE_LONG_GROUPS = {**core.HANDLERS, "tokens": replaces_long_groups}
 HANDLERS_GIVE_UP_THE_LAST = {**core.HANDLERS, "completed": gives_up_the_last}
 HANDLERS_RESUME_WITH_THE_FIRST = {**core.HANDLERS, "published": resumes_with_the_first}
+HANDLERS_COUNT_THE_FAILED = {**core.HANDLERS, "failed": counts_the_failed}
 HANDLERS_END_WITH_THE_LOGGER = {**core.HANDLERS, "logger_failed": ends_with_the_logger}

@@ -270,7 +270,7 @@ def simulated_stream(drive: Drive) -> None:
 def simulated_resume(drive: Drive) -> None:
     """The loop of the phase `stream`, stopped half-way and continued by new ranks and a new controller."""
     with written(drive) as rows:
-        state = run_simulated(drive.config, Memory(), until=drive.config.steps // 2)
+        state = run_simulated(drive.config, Memory(), until=drive.config.steps // 2, **drive.scene)
         run_simulated(drive.config, rows, start=core.resume_from(state))
 
 

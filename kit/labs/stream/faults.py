@@ -58,6 +58,14 @@ OF_THE_CONTROLLER = exposed_by(
         patch={f"{CORE}:HANDLERS": f"{BUGS}:HANDLERS_GIVE_UP_THE_LAST"},
     ),
     Fault(
+        "failed-sample-counts",
+        "a sample whose request failed counts as complete",
+        "groups_whole",
+        set={"on_failed": "replace"},
+        scene={"fails": {"generate": 3}},
+        patch={f"{CORE}:HANDLERS": f"{BUGS}:HANDLERS_COUNT_THE_FAILED"},
+    ),
+    Fault(
         "uncounted-partial",
         "tokens of samples that were given up are not counted as wasted",
         "tokens_conserved",
