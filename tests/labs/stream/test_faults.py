@@ -16,7 +16,8 @@ from kit.results import Verdict, newest_run, runs_dir
 from tests.labs.simulated import failed, passed, run, why
 from tests.labs.stream.conftest import simulated
 
-OF_TOKENS = {"stamps_true", "behaviour_logprob", "kv_policy_kept", "no_torn_generation"}
+# With wrong stamps or another temperature, the recomputed distributions are not those that tokens were drawn from.
+OF_TOKENS = {"stamps_true", "behaviour_logprob", "kv_policy_kept", "no_torn_generation", "draws_independent"}
 # Other checks that a bug fails, besides the one it is listed under.
 ALSO = {
     "off-by-one-window": {"capacity_kept", "resume_equals"},
@@ -46,6 +47,7 @@ ALSO = {
     "stamp-after-reply": {*OF_TOKENS, "no_stale_prefix", "stamps_per_token", "metrics_true"},
     "stamp-at-publish": {*OF_TOKENS, "resume_equals", "no_stale_prefix", "no_sample_too_old", "stamps_per_token"},
     "one-stamp-per-group": {*OF_TOKENS, "no_stale_prefix", "no_sample_too_old", "metrics_true"},
+    "rng-reset": {"draws_independent"},
     "temperature-mismatch": OF_TOKENS,
     "prefix-cache-survives": OF_TOKENS,
     "keeps-kv-silently": OF_TOKENS,
