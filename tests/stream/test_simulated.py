@@ -134,6 +134,15 @@ def test_a_resize_adds_and_removes_replicas(at_sync: Any) -> None:
     assert min(requests.values()) > 0
 
 
+@pytest.mark.parametrize("command", ["begin", "microbatch", "finish", "logprobs"])
+def test_a_call_that_fails_at_any_step_is_aborted_and_retried(command: str) -> None:
+    settings = replace(PLAIN, previous="recomputed", step_retries=1)
+    for step in range(settings.steps):
+        done = simulate(settings, fails={command: step})
+        assert (done.ended.why, wrong(done.rows)) == ("done", {}), step
+        assert [row.ids["step"] for row in done.rows if row.event == "abort"] == [step]
+
+
 def test_a_replica_that_is_added_and_never_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(core.HANDLERS, "joined", core.ignore)
     done = simulate(replace(PLAIN, steps=12), prepare=resized)

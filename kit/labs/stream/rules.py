@@ -292,12 +292,22 @@ def draws_independent(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
     table = with_ids(frame[(frame["phase"] == "verify") & (frame["metric"] == "evidence_for")], "suspicion")
     rows = table.to_dict("records")
     worst = max(rows, key=lambda row: float(row["value"]))
-    value, most = numbers["evidence"], float(worst["value"])
+    loop = needed(frame, "stream")
+    begun, trained = len({row["group"] for row in loop.by_event["sent"]}), len({row["group"] for row in loop.trained()})
+    choice = ways(begun, trained)
+    value, most = numbers["evidence"] - choice, float(worst["value"])
+    left_out = f" and by 10^{choice:.1f} for the choice of {trained} of {begun} groups" if choice else ""
     return Measured(
         value,
         f"the {numbers['tokens']:.0f} tokens are 10^{most:.1f} times as likely with {worst['suspicion']} as with independent uniform "
-        f"numbers, the strongest of {len(rows)} suspicions (mean: 10^{value:.1f}; right sampling reaches 10^6 in one of 10^6 runs)",
+        f"numbers, the strongest of {len(rows)} suspicions (divided by their number{left_out}: 10^{value:.1f}; right sampling reaches "
+        "10^6 in one of 10^6 runs)",
     )
+
+
+def ways(begun: int, trained: int) -> float:
+    """log10 of the number of ways to choose the groups that are trained: which of them are dropped may depend on their answers."""
+    return math.log10(math.comb(begun, min(begun, trained)))
 
 
 def no_stale_prefix(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:

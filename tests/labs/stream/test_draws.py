@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from kit.labs.stream.ranks.draws import Drawn, combined, evidence
+from kit.labs.stream.rules import ways
 
 VOCABULARY, GROUPS, SAMPLES = 17, 3, 4
 Draw = Callable[[random.Random, int, int, int], float]  # of group, sample and position
@@ -87,3 +89,10 @@ def test_the_mean_evidence_of_right_sampling_is_one() -> None:
     ]
     assert 0.8 < sum(10**value for value in logs) / runs < 1.2
     assert max(combined(evidence(samples(independent, seed)).values()) for seed in range(40)) < 3
+
+
+def test_the_choice_of_trained_groups_lowers_the_evidence() -> None:
+    assert ways(20, 20) == ways(0, 0) == 0.0
+    assert ways(24, 20) == pytest.approx(math.log10(10626))
+    assert ways(3, 5) == 0.0  # a ledger that lacks requests
+    assert ways(4000, 2000) > 1000

@@ -4,8 +4,8 @@ A token's probability is the width of its interval of the cumulative distributio
 *suspicion* is another law of these numbers, such as one number for all positions of a sample. Its evidence is the probability of the
 sampled tokens under that law, divided by their probability under independent uniform numbers. Under right sampling the expectation of
 each evidence is 1, and so is that of their mean; by Markov's inequality the mean exceeds 10^k in at most one of 10^k runs, for any k.
-This holds exactly, whatever the model, the lengths and the order of the vocabulary. Limit: a sampler of groups that drops some of them by
-their answers moves the expectation a little.
+This holds exactly, whatever the model, the lengths and the order of the vocabulary, for groups that are chosen before they are sampled.
+Which groups are trained may depend on their answers (slow ones are dropped), so the rule divides by the number of ways to choose them.
 """
 
 from __future__ import annotations
