@@ -168,3 +168,12 @@ def test_what_is_due_at_once_happens_in_the_order_of_its_scheduling() -> None:
     assert (seen, clock.now()) == (["a", "b", "c"], 1.0)
     with pytest.raises(ValueError, match="must be finite and at least 0"):
         clock.after(float("nan"), lambda: None)
+
+
+def test_a_wait_for_a_moment_that_has_passed_takes_no_time() -> None:
+    """A negative number would be an error, or a wait without end."""
+    waited: list[float] = []
+    clock = RealClock(waited.append)
+    assert clock.wait(-3.0)
+    assert clock.wait(0.5)
+    assert waited == [0.0, 0.5]

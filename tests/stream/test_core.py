@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, dataclass
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from kit.errors import BadInput
 from kit.loop.messages import Event
 from kit.stream.core import Controller, Misuse, resume_from
+from kit.stream.settings import Resume
 from tests.stream.driver import Driver, small, train_step
 
 # -- dispatch -------------------------------------------------------------------------------------------------------------
@@ -772,6 +773,23 @@ def test_a_resumed_run_goes_on_with_the_batch_of_its_version() -> None:
     driver.finish_group(2, 3)
     with pytest.raises(BadInput, match="step 1 is open"):
         resume_from(driver.state)
+
+
+def test_a_state_of_an_own_core_may_say_where_to_resume() -> None:
+    start = Resume(version=2, updates=4, steps=3, next=9, open=(7, 8))
+
+    @dataclass
+    class Own:
+        answer: Any
+
+        def resume(self) -> Any:
+            return self.answer
+
+    assert resume_from(Own(start)) is start
+    with pytest.raises(
+        BadInput, match=r"resume\(\) of the controller's state returned \{'version': 2\}; it must return a .*Resume"
+    ):
+        resume_from(Own({"version": 2}))
 
 
 def test_a_prompt_at_hand_when_the_run_stops_is_given_again() -> None:

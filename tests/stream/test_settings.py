@@ -8,12 +8,18 @@ import pytest
 
 from kit.errors import BadInput
 from kit.stream.core import Controller
-from kit.stream.settings import StreamSettings, refusals
+from kit.stream.settings import SAMPLERS, StreamSettings, refusals
 
 
 def test_the_defaults_work() -> None:
     assert refusals(StreamSettings()) == ()
     assert (StreamSettings().minibatch, StreamSettings().logprobs) == (8, ("previous",))
+    assert StreamSettings().slots == StreamSettings().places  # every group in the buffer may be in flight
+
+
+def test_only_a_sampler_whose_gate_counts_exactly_replaces_what_is_too_old() -> None:
+    """A group of a step that shrank comes too late; another one in its place would belong to no step."""
+    assert {name for name, sampler in SAMPLERS.items() if sampler.refills} == {"weight-fifo"}
 
 
 @pytest.mark.parametrize(
