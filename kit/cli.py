@@ -31,15 +31,7 @@ from kit import results, target
 from kit.errors import BadInput, KitError, hint
 from kit.labs.definition import NAMES, Definition, fields, holder, known_fields, nested_fields
 from kit.labs.discover import ANSWERS, ENDS, describe_folder, discover, find, select_runs, tagged
-from kit.results.comparison import (
-    answers_changed,
-    changed_rows,
-    compact,
-    in_words,
-    labelled,
-    settings_of_runs,
-    warnings,
-)
+from kit.results.comparison import Comparison, answers_changed, compact, in_words, labelled
 from kit.results.frames import json_rows, readable, summary_of
 from kit.results.records import flat, read_json, to_json
 from kit.results.rules import suspect_in
@@ -404,25 +396,21 @@ def show(args: argparse.Namespace) -> CommandAnswer:
 def compare_command(args: argparse.Namespace) -> CommandAnswer:
     runs = load_all(args.dirs)
     base, *compared = runs
-    table = results.compare(runs)
-    apart = settings_of_runs(runs)
-    alike = "lab" not in apart
+    comparison = Comparison(runs)
     names = labelled(runs)
     lines = [f"compared with {names[base.id]}"]
-    warned = warnings(runs)
-    warned += [f"{run.id}: {note}" for run in runs for note in run.notes]
-    warned += [f"{run.id}: there are no records" for run in runs if run.frame().empty]
+    warned = [*comparison.warnings, *comparison.notes]
     lines += [f"warning: {text}" for text in warned]
-    lines += [f"{name}: {' / '.join(map(in_words, values))}" for name, values in apart.items() if alike]
-    data: dict[str, Any] = {"base": base.id, "settings": apart, "warnings": warned, "runs": []}
-    moved = changed_rows(table)
+    lines += [f"{name}: {' / '.join(values)}" for name, values in comparison.settings_in_words.items()]
+    data: dict[str, Any] = {"base": base.id, "settings": comparison.settings, "warnings": warned, "runs": []}
+    moved = comparison.changed
     for run in compared:
         answers = answers_changed(base, run)
         words = [[MARKS[row.passed].word if row else "not present" for row in rows] for _, *rows in answers]
         verdicts = [{"check": name, "base": was, "run": now_shown, "why": rows[1].why if rows[1] else ""}
                     for (name, *rows), (was, now_shown) in zip(answers, words, strict=True)]  # fmt: skip
         rows = moved[moved["run"] == run.id]
-        count, differ = results.outcomes(base, run) if alike else (0, 0)
+        count, differ = results.outcomes(base, run) if comparison.same_lab else (0, 0)
         data["runs"].append(
             {"run": run.id, "verdicts": verdicts, "outcomes": count, "differ": differ, "changed": json_rows(rows)}
         )

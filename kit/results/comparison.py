@@ -57,6 +57,40 @@ def compare(runs: Sequence[Run]) -> pd.DataFrame:
     return order[COLUMNS].reset_index(drop=True)
 
 
+class Comparison:
+    """Runs and the first of them, as the command line, the panel and a report show it: computed once, said in one way."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = runs
+        self.table = compare(runs)
+        self.settings = settings_of_runs(runs)
+        self.warnings = warnings(runs)
+
+    @property
+    def same_lab(self) -> bool:
+        return "lab" not in self.settings
+
+    @property
+    def settings_in_words(self) -> dict[str, list[str]]:
+        """The settings that differ, with their values in the order of the runs; none where the labs differ, since all would."""
+        return {name: list(map(in_words, values)) for name, values in self.settings.items() if self.same_lab}
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the numbers should know of single runs."""
+        said = [f"{run.id}: {note}" for run in self.runs for note in run.notes]
+        return said + [f"{run.id}: there are no records" for run in self.runs if run.frame().empty]
+
+    @property
+    def changed(self) -> pd.DataFrame:
+        return changed_rows(self.table)
+
+    @property
+    def alone(self) -> int:
+        """The number of rows that only one of the two runs has; they come last."""
+        return int((self.table["found_in"] != "both").sum())
+
+
 def settings_of_runs(runs: Sequence[Run]) -> dict[str, list[Any]]:
     configs: list[Mapping[str, Any]] = [{**flat(run.config), "fault": run.fault, "lab": run.lab} for run in runs]
     names = dict.fromkeys(name for config in configs for name in config)

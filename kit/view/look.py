@@ -14,16 +14,20 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import ipywidgets as widgets
 
 from kit.draw import style
+from kit.errors import KitError
 from kit.results.records import rank_name
 from kit.results.units import duration
 from kit.results.verdict import MARKS, headline
 from kit.view.model import BUSY, PanelModel
 from kit.view.progress import Failure, PhaseState, RunProgress, ranks_short
+
+Result = TypeVar("Result")
 
 GOOD, BAD, ACTIVE, FAINT = (style.CSS[kind] for kind in ("good", "bad", "busy", "open"))
 LINE = "var(--jp-border-color2, #d0d7de)"
@@ -146,6 +150,20 @@ class Tab(ABC):
     def _say(self, words: str, *, bad: bool = False) -> None:
         self.notice.value = status_html(words, bad=bad)
 
+    def _attempt(self, act: Callable[[], Result]) -> Result | None:
+        """What a user's action returns; None if it failed, and the notice says why."""
+        try:
+            return act()
+        except (KitError, OSError) as error:
+            self._say(str(error), bad=True)
+            return None
+
+    def _written(self, write: Callable[[], Path]) -> Path | None:
+        path = self._attempt(write)
+        if path is not None:
+            self._say(f"written: {path}")
+        return path
+
     @property
     def visible(self) -> bool:
         return self._visible
@@ -219,9 +237,9 @@ class Strip:
         sign, kind, word = STATES.get(model.state, ("·", "faint", model.state))
         state = f'<b class="kit-{kind}">{sign} {text(word)}</b>'
         notice = "" if not model.notice else f" {text(model.notice.removeprefix(word).strip(': '))}"
-        verdict = () if model.state in BUSY else model.verdict or ()
-        if any(row.passed is not None for row in verdict):
-            mark = MARKS[not any(row.passed is False for row in verdict)]
+        verdict = None if model.state in BUSY else model.verdict
+        if verdict and any(row.passed is not None for row in verdict):
+            mark = MARKS[verdict.passed]
             answer = span_html(mark.kind, f"{mark.sign} {headline(verdict)}")
             done = model.state == "finished"
             line = f"<b>{answer}</b> {span_html('faint', word)}{notice}" if done else f"{state}{notice}; {answer}"

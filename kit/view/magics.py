@@ -32,7 +32,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from kit import errors
 from kit.errors import BadInput, KitError
 from kit.public import Pending, World, wait
-from kit.view.progress import Progress, ranks_short
+from kit.view.progress import Progress, ranks_short, stacks_by_rank
 
 OWN = tuple(f"{Path(inspect.getfile(module)).parent}/" for module in (errors, IPython))
 ACTIONS = ("status", "stacks", "wait", "restart", "stop")
@@ -173,7 +173,7 @@ class RankMagics(Magics):
             print(f"the World of {world.ranks} ranks is closed")
             return None
         if action == "stacks":
-            print("\n".join(f"rank {rank}:\n{stack.rstrip()}" for rank, stack in world.stacks().items()))
+            print(stacks_by_rank(world.stacks()))
             return None
         if action == "restart":
             world.restart()

@@ -21,7 +21,7 @@ from kit.labs.lab import Lab
 from kit.results.run import Plotter
 from kit.view import look, named
 from kit.view.model import BUSY, PanelController, PanelModel
-from kit.view.tabs import CompareTab, ExportTab, LogsTab, PlotsTab, RecordsTab, VerdictTab, WhatIfTab
+from kit.view.tabs import CompareTab, LogsTab, PlotsTab, TablesTab, VerdictTab, WhatIfTab
 
 # Buttons in order of use: action, label, icon, tooltip.
 BUTTONS = {
@@ -34,10 +34,9 @@ BUTTONS = {
 TABS = {
     "Plots": PlotsTab,
     "Verdict": VerdictTab,
-    "Records": RecordsTab,
+    "Tables": TablesTab,
     "Logs": LogsTab,
     "Compare": CompareTab,
-    "Export": ExportTab,
 }
 
 

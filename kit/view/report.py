@@ -27,8 +27,8 @@ from kit.draw.picture import Picture
 from kit.draw.style import THEMES
 from kit.errors import BadInput
 from kit.labs.discover import rules_of
-from kit.results import NotMeasured, Rule, Run, Verdict, VerdictRow, compare, trace
-from kit.results.comparison import changed_rows, compact, in_words, machine, run_differences, settings_of_runs, warnings
+from kit.results import NotMeasured, Rule, Run, Verdict, VerdictRow, trace
+from kit.results.comparison import Comparison, compact, machine, run_differences
 from kit.results.frames import readable
 from kit.results.records import ESCAPES, PATTERN, flat, make_folder, to_json, write_text
 from kit.results.run import memory_snapshots
@@ -78,15 +78,13 @@ def report_page(runs: Sequence[Run]) -> str:
 
 def comparison(runs: Sequence[Run]) -> dict[str, Any]:
     """The largest changes as a picture and a table, and the settings that differ."""
-    labs = {run.lab for run in runs}
+    compared = Comparison(runs)
     return {
-        "warnings": warnings(runs),
-        "settings": {}
-        if len(labs) > 1
-        else {name: list(map(in_words, values)) for name, values in settings_of_runs(runs).items()},
+        "warnings": compared.warnings,
+        "settings": compared.settings_in_words,
         "ids": [run.id for run in runs],
-        "pictures": {name: data_uri(plot_against(runs, theme_name=name)) for name in THEMES},
-        "table": changed_answers(runs),
+        "pictures": {name: data_uri(plot_against(runs, theme_name=name, table=compared.table)) for name in THEMES},
+        "table": changed_answers(compared),
     }
 
 
@@ -260,9 +258,9 @@ def table_cells(
     return {"title": title, "head": names, "right": right, "rows": rows, "more": note}
 
 
-def changed_answers(runs: Sequence[Run]) -> dict[str, Any]:
+def changed_answers(compared: Comparison) -> dict[str, Any]:
     """Changes from the first run that exceed the spread, as medians over the cycles."""
-    shown = compact(changed_rows(compare(runs)), several=len(runs) > 2)
+    shown = compact(compared.changed, several=len(compared.runs) > 2)
     return table_cells(shown, "Largest changes", {"base": ROW, "value": ROW}, most=CHANGES)
 
 

@@ -1,4 +1,4 @@
-"""The tabs of a panel: plots, verdict, records, output of the ranks, comparison of runs, export, and a forecast.
+"""The tabs of a panel: plots, verdict, tables with their export, output of the ranks, comparison of runs, and a forecast.
 
 The verdict lists the worst results first, each with a slider for its limit. Moving a slider judges the stored rows again. Checks that
 share a tolerance share its slider. Rows keep their order while a limit moves, so they do not jump; the next run sorts them.
@@ -25,8 +25,8 @@ from kit.draw.data import read
 from kit.draw.picture import SHEET, Picture, inline
 from kit.errors import KitError
 from kit.labs.discover import describe_folder, in_line, rules_of
-from kit.results import Run, VerdictRow, compare, list_runs, runs_dir, write_trace
-from kit.results.comparison import compact, settings_of_runs, warnings
+from kit.results import Run, VerdictRow, list_runs, runs_dir, write_trace
+from kit.results.comparison import Comparison, compact
 from kit.results.records import rank_name
 from kit.results.units import amount
 from kit.results.verdict import MARKS, SIGNS, tally, without_parts
@@ -45,6 +45,8 @@ GRID_SHEET = """
 .kit-grid td, .kit-grid th { padding:1px 10px; white-space:nowrap; max-width:36em; overflow:hidden; text-overflow:ellipsis; }
 """
 MANY = 300  # listed runs; searching finds older ones
+RECORDS = "records"  # the table of every record
+TRACE = ".trace.json"
 KINDS = {
     "CSV, provenance beside it": ".csv",
     "Parquet": ".parquet",
@@ -52,7 +54,7 @@ KINDS = {
     "LaTeX": ".tex",
     "HTML": ".html",
     "JSON": ".json",
-    "Trace for Perfetto": ".trace.json",
+    "Trace for Perfetto": TRACE,
 }
 LINKED = 4 * 2**20  # bytes; larger files get no download link
 NO_RUN = "There is no run yet."
@@ -161,18 +163,12 @@ class PlotsTab(Tab):
     def save(self, kind: str) -> Path | None:
         if self._album is None or self.choice.value is None:
             return None
-        name = f"{self.choice.value}.{kind}"
-        try:
-            picture = self._album.draw(self.choice.value, tolerances=self.model.tolerances)
-            path = picture.save(self._album.data.run.dir / name)
-        except (KitError, OSError) as error:
-            self._say(f"{name} could not be written: {error}", bad=True)
-            return None
-        self._say(f"written: {path}")
-        return path
+        album, name = self._album, self.choice.value
+        path = album.data.run.dir / f"{name}.{kind}"
+        return self._written(lambda: album.draw(name, tolerances=self.model.tolerances).save(path))
 
 
-# -- records ---------------------------------------------------------------------------------------------------------------
+# -- tables ---------------------------------------------------------------------------------------------------------------
 
 
 def matching_rows(frame: pd.DataFrame, words: str) -> pd.DataFrame:
@@ -266,30 +262,38 @@ def in_larger_units(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.assign(value=frame["value"] * [by for _, by in scales], unit=[word for word, _ in scales])
 
 
-class RecordsTab(Tab):
-    """The records of the run and the tables that its lab makes of them. Read when visible."""
+class TablesTab(Tab):
+    """The records of the run and the tables that its lab makes of them, read when visible; and their export to a file."""
 
     def __init__(self, model: PanelModel) -> None:
         super().__init__(model)
         self._shown: object = None
-        self.choice = widgets.Dropdown(description="Table", options=["records"], tooltip="which table of the run")
+        self.choice = look.labelled_control(widgets.Dropdown, "Table", "which table of the run", options=[RECORDS])
         why = "show bytes as MiB and seconds as ms; otherwise as recorded"
         self.units = look.labelled_control(widgets.Checkbox, "MiB and ms", why, indent=False, value=True)
+        self.kind = look.labelled_control(widgets.Dropdown, "Format", "what kind of file", width="24em", options=KINDS)
+        self.path = look.labelled_control(widgets.Text, "File", "where it is written; ~ is your home")
+        self.path.layout = widgets.Layout(width="auto", flex="1 1 320px")
+        whole = "write the whole table, or the run's trace, to the file"
+        self.go = look.button("Export", "download", whole, self.export, button_style="primary")
+        self.link = widgets.HTML()
         self.grid = Grid()
-        self.widget = widgets.VBox([look.flex_box(self.choice, self.units), self.notice, self.grid.widget])
+        controls = look.flex_box(self.choice, self.units, self.kind, self.path, self.go, self.link)
+        self.widget = widgets.VBox([controls, self.notice, self.grid.widget])
         model.observe(self._changed, ["run", "revision"])
         for control in (self.choice, self.units):
             control.observe(self._changed, "value")
+        for control in (self.choice, self.kind):
+            control.observe(self._name_file, "value")
+        model.observe(self._name_file, "run")
+        self._name_file()
 
     def _changed(self, _: Any = None) -> None:
         run = self.model.run
-        if not self._visible:
-            return
-        if run is None:
-            self._say(NO_RUN)
+        if not self._visible or run is None:
             return
         known = named.tables(run)
-        names = ["records", *(name for name in known if name != "records")]
+        names = [RECORDS, *(name for name in known if name != RECORDS)]
         if list(self.choice.options) != names:
             self.choice.options = names
         wanted = (run, self.model.revision, self.choice.value, self.units.value)
@@ -305,6 +309,44 @@ class RecordsTab(Tab):
             lacking = f"this run lacks data for the table {self.choice.value}: {type(error).__name__}: "
             self._say(f"{'' if isinstance(error, KitError) else lacking}{error}")
         self._shown = wanted
+
+    def _name_file(self, _: Any = None) -> None:
+        run, kind, table = self.model.run, self.kind.value, self.choice.value
+        self.go.disabled = run is None
+        self.link.value = ""
+        if run is None:
+            self._say(NO_RUN)
+            self.path.value = ""
+            return
+        of_table = "" if kind == TRACE or table == RECORDS else f"-{table}"
+        self.path.value = str(run.dir / f"{run.dir.name}{of_table}{kind}")
+
+    def export(self) -> Path | None:
+        """Write the whole table, as recorded and without the filter; a trace is one of the run."""
+        run, kind, table = self.model.run, self.kind.value, self.choice.value
+        self.link.value = ""
+        if run is None:
+            return None
+        target = Path(self.path.value.strip()).expanduser()
+        path = self._written(
+            lambda: write_trace(run, target) if kind == TRACE else named.save_table([run], table, target)
+        )
+        if path is not None:
+            if kind == ".csv":
+                self._say(f"written: {path}; provenance: {path.name}.provenance.json in the same folder")
+            self.link.value = linked(path)
+        return path
+
+
+def linked(path: Path) -> str:
+    """A download link that contains the file, for a browser on another machine; none for a large file."""
+    size, name = path.stat().st_size, look.text(path.name)
+    if size > LINKED:
+        words = f"{size / 2**20:.0f} MiB is too large for a download link; copy the file from its folder"
+        return look.span_html("faint", words)
+    kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
+    data = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+    return f'<a style="text-decoration:underline" download="{name}" href="{data}">Download {name}</a>'
 
 
 # -- comparison ------------------------------------------------------------------------------------------------------------
@@ -372,77 +414,26 @@ class CompareTab(Tab):
 
     def compare(self) -> pd.DataFrame | None:
         """Compare the chosen runs with the oldest of them; returns the table, or None if that failed."""
-        try:
-            runs = [Run(Path(folder), rules=rules_of) for folder in reversed(self.runs.value)]
-            table = compare(runs)
-            picture = plot_against(runs, table=table)
-        except KitError as error:
-            self._say(str(error), bad=True)
+        compared = self._attempt(self._compare)
+        if compared is None:
             return None
-        self.picture.value = inline(picture, f"Largest changes from {runs[0].id}")
-        self.grid.show(compact(table), name="largest changes")
+        settings = compared.settings_in_words
+        differ = "; ".join(f"{name}: {' / '.join(values)}" for name, values in settings.items())
+        words = [f"Settings that differ: {differ}."] if differ else []
+        words += ["The settings are the same."] if not compared.settings else []
+        words += [f"Warning: {why}." for why in (*compared.warnings, *compared.notes)]
+        words += [f"{compared.alone} rows exist in only one run; they are last."] if compared.alone else []
+        self._say(" ".join(words))
+        return compared.table
+
+    def _compare(self) -> Comparison:
+        """Compare the chosen runs and show what changed."""
+        compared = Comparison([Run(Path(folder), rules=rules_of) for folder in reversed(self.runs.value)])
+        picture = plot_against(compared.runs, table=compared.table)
+        self.picture.value = inline(picture, f"Largest changes from {compared.runs[0].id}")
+        self.grid.show(compact(compared.table), name="largest changes")
         self.grid.widget.layout.display = None
-        differ = "; ".join(f"{name}: {' / '.join(map(str, values))}" for name, values in settings_of_runs(runs).items())
-        alone = int((table["found_in"] != "both").sum())
-        only = f" {alone} rows exist in only one run; they are last." if alone else ""
-        warned = "".join(f" Warning: {why}." for why in warnings(runs))
-        self._say((f"Settings that differ: {differ}." if differ else "The settings are the same.") + warned + only)
-        return table
-
-
-# -- export ----------------------------------------------------------------------------------------------------------------
-
-
-class ExportTab(Tab):
-    """Writes the run's table or trace into the run's folder or to a given path; small files can also be downloaded."""
-
-    def __init__(self, model: PanelModel) -> None:
-        super().__init__(model)
-        self.kind = look.labelled_control(widgets.Dropdown, "Format", "what kind of file", width="24em", options=KINDS)
-        self.path = look.labelled_control(widgets.Text, "File", "where it is written; ~ is your home", width="100%")
-        self.go = look.button("Export", "download", "write the file", self.export, button_style="primary")
-        self.link = widgets.HTML()
-        self.widget = widgets.VBox([self.kind, self.path, look.flex_box(self.go), self.notice, self.link])
-        self.kind.observe(self._another, "value")
-        model.observe(self._another, "run")
-        self._another()
-
-    def _another(self, _: Any = None) -> None:
-        run = self.model.run
-        self.go.disabled = run is None
-        self._say(NO_RUN if run is None else "")
-        self.path.value = "" if run is None else str(run.dir / f"{run.dir.name}{self.kind.value}")
-        self.link.value = ""
-
-    def export(self) -> Path | None:
-        run, kind = self.model.run, self.kind.value
-        self.link.value = ""
-        if run is None:
-            return None
-        target = Path(self.path.value.strip()).expanduser()
-        try:
-            path = write_trace(run, target) if kind == ".trace.json" else run.save(target)
-        except (KitError, OSError) as error:
-            self._say(str(error), bad=True)
-            return None
-        beside = f"; provenance: {path.name}.provenance.json in the same folder" if kind == ".csv" else ""
-        self._say(f"written: {path}{beside}")
-        self.link.value = linked(path)
-        return path
-
-    def _changed(self, _: Any = None) -> None:
-        """Always up to date, since nothing here is slow."""
-
-
-def linked(path: Path) -> str:
-    """A download link that contains the file, for a browser on another machine; none for a large file."""
-    size, name = path.stat().st_size, look.text(path.name)
-    if size > LINKED:
-        words = f"{size / 2**20:.0f} MiB is too large for a download link; copy the file from its folder"
-        return look.span_html("faint", words)
-    kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
-    data = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
-    return f'<a style="text-decoration:underline" download="{name}" href="{data}">Download {name}</a>'
+        return compared
 
 
 # -- what the run would have been with other settings: a lab's forecast as a table that follows its controls -----------
@@ -478,12 +469,7 @@ class WhatIfTab(Tab):
         if not self._visible or self._setting:
             return
         self._say("")
-        try:
-            table = self._table()
-        except KitError as error:
-            self._say(str(error), bad=True)
-            table = None
-        self.grid.show(table, name=self._declared.title)
+        self.grid.show(self._attempt(self._table), name=self._declared.title)
 
     def _table(self) -> pd.DataFrame | None:
         run = self.model.run
@@ -661,14 +647,16 @@ class VerdictTab(Tab):
 
     def _file(self, *, save: bool) -> None:
         path = self.path.value.strip() or FILE
-        try:
-            if save:
-                self._say(f"saved {len(self.model.tolerances)} tolerances to {self.model.save_tolerances(path)}")
-            else:
-                self.model.load_tolerances(path)
-                self._say(f"loaded {len(self.model.tolerances)} tolerances from {path}")
-        except (KitError, OSError) as error:
-            self._say(str(error), bad=True)
+        words = self._attempt(lambda: self._save_limits(path) if save else self._load_limits(path))
+        if words is not None:
+            self._say(words)
+
+    def _save_limits(self, path: str) -> str:
+        return f"saved {len(self.model.tolerances)} tolerances to {self.model.save_tolerances(path)}"
+
+    def _load_limits(self, path: str) -> str:
+        self.model.load_tolerances(path)
+        return f"loaded {len(self.model.tolerances)} tolerances from {path}"
 
     def _order(self, _: Any = None) -> None:
         """The worst first. Limits and slider ends depend on the run and stay fixed until it changes."""
@@ -705,7 +693,7 @@ class VerdictTab(Tab):
 def head_html(verdict: Any) -> str:
     if verdict is None or not len(verdict):
         return '<p class="kit-faint">Not judged yet: run the lab to its end.</p>'
-    mark = MARKS[not any(row.passed is False for row in verdict)]
+    mark = MARKS[verdict.passed]
     return f"<div role='status' aria-live='polite'>{look.span_html(mark.kind, f'{mark.sign} {tally(verdict)}')}</div>"
 
 

@@ -187,7 +187,7 @@ def test_a_lab_is_stepped_a_fault_is_seen_and_a_limit_flips_the_verdict(page, se
     assert "(lab: 0)" in leak.inner_text()
     snap(page, artefacts, "flipped", leak)
 
-    tab(panel, "Export")
+    tab(panel, "Tables")
     press(panel, "Export")
     done = panel.locator("p[role=status]", has_text="written: ")
     done.wait_for(timeout=30_000)
@@ -203,7 +203,7 @@ def test_a_lab_is_stepped_a_fault_is_seen_and_a_limit_flips_the_verdict(page, se
         panel.locator("a[download]").click()
     assert Path(download.value.path()).read_bytes() == written.read_bytes()
     snap(page, artefacts, "export", done)
-    for name, part in (("Records", "table"), ("Compare", "select"), ("Logs", "p, pre"), ("Plots", "svg, img")):
+    for name, part in (("Tables", "table"), ("Compare", "select"), ("Logs", "p, pre"), ("Plots", "svg, img")):
         tab(panel, name)
         contents(panel).locator(part).first.wait_for(timeout=30_000)
         idle(page)

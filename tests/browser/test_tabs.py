@@ -23,7 +23,7 @@ def test_pictures_tables_comparison_and_files(page, server, artefacts):
     assert page.evaluate(PAPER) == LIGHT
     snap(page, artefacts, "tabs-plots", contents(panel))
 
-    tab(panel, "Records")
+    tab(panel, "Tables")
     write(panel, "Filter", 'phase == "reload" and metric == "seconds"')
     grid = contents(panel).locator(".kit-grid")
     contents(panel).locator("[role=status]", has_text="rows").filter(has_text=" of ").wait_for()
@@ -36,7 +36,7 @@ def test_pictures_tables_comparison_and_files(page, server, artefacts):
     text = copied.input_value()
     assert text.startswith("|   cycle | phase   |")
     assert text.count("reload") == grid.locator("tbody tr").count()
-    snap(page, artefacts, "tabs-records", grid)
+    snap(page, artefacts, "tabs-tables", grid)
 
     tab(panel, "Compare")
     lines = contents(panel).locator("select[multiple]")
@@ -46,7 +46,7 @@ def test_pictures_tables_comparison_and_files(page, server, artefacts):
     contents(panel).locator("text=Settings that differ: cycles").wait_for()
     snap(page, artefacts, "tabs-compare", contents(panel))
 
-    tab(panel, "Export")
+    tab(panel, "Tables")
     choose(panel, "Format", "CSV, provenance beside it")
     press(contents(panel), "Export")
     with page.expect_download() as waiting:
@@ -69,6 +69,6 @@ def test_pictures_tables_comparison_and_files(page, server, artefacts):
     idle(page)
     snap(page, artefacts, "tabs-compare-dark", contents(panel))
     page.set_viewport_size({"width": 480, "height": 900})
-    tab(panel, "Records")
-    snap(page, artefacts, "tabs-records-narrow", contents(panel))
+    tab(panel, "Tables")
+    snap(page, artefacts, "tabs-tables-narrow", contents(panel))
     clean(page)

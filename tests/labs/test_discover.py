@@ -130,10 +130,10 @@ def test_another_packages_lab_has_its_own_charts_tables_and_panel(
     panel = kit.panel("own")
     first = panel.parameters.form.children[0].children
     assert [control.description for control in first] == ["low", "high", "fault"]
-    panel.tab.selected_index = list(panel.tabs).index("Records")
-    records = panel.tabs["Records"]
-    records.choice.value = "sights"
-    assert records.grid.found["value"].tolist() == [6, 3]
+    panel.tab.selected_index = list(panel.tabs).index("Tables")
+    tables = panel.tabs["Tables"]
+    tables.choice.value = "sights"
+    assert tables.grid.found["value"].tolist() == [6, 3]
 
 
 def test_a_copy_of_a_lab_under_another_name_is_one_folder(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from kit.draw.general import time_of_phases
 from kit.errors import BadInput
 from kit.labs.discover import rules_of
 from kit.results import VerdictRow, trace
-from kit.results.comparison import run_differences
+from kit.results.comparison import Comparison, run_differences
 from kit.results.records import to_json
 from kit.results.units import ROW
 from kit.results.verdict import Verdict
@@ -150,7 +150,7 @@ def test_runs_are_reported_worst_first_and_compared(make_run, tmp_path):
     assert words.count(good.id) == Reader(report_page([good, slow, broken, good])).words().count(
         good.id
     )  # given twice, shown once
-    table = changed_answers([good, slow, broken])
+    table = changed_answers(Comparison([good, slow, broken]))
     assert [text for text, _ in table["rows"][0]][:4] == [slow.id, "create", "fds", "0"]
     assert table["rows"][0][6] == ("2", 2.0)
     assert len(table["rows"]) <= CHANGES

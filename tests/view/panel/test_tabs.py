@@ -1,4 +1,4 @@
-"""The tabs for plots, records, comparison and export without a browser, on real and made-up runs."""
+"""The tabs for plots, tables with their export, and comparison without a browser, on real and made-up runs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ from kit.view.panel import make_panel
 from kit.view.tabs import (
     KINDS,
     CompareTab,
-    ExportTab,
     Grid,
     PlotsTab,
-    RecordsTab,
+    TablesTab,
     WhatIfTab,
     in_larger_units,
     listed_runs,
@@ -233,10 +232,10 @@ def test_without_a_run_a_person_is_reported_what_to_do(tmp_path, monkeypatch):
     tab.visible = True
     assert "press Start" in page(tab)
     assert tab.png.disabled
-    export, records = ExportTab(model), RecordsTab(model)
-    records.visible = True
-    assert export.go.disabled
-    assert "no run yet" in message(export) + message(records)
+    tables = TablesTab(model)
+    tables.visible = True
+    assert tables.go.disabled
+    assert "no run yet" in message(tables)
 
 
 # -- records ---------------------------------------------------------------------------------------------------------------
@@ -297,7 +296,7 @@ def test_a_long_table_shows_its_first_rows_and_a_filter_finds_the_others():
 
 
 def test_bytes_and_seconds_are_shown_in_larger_units_or_as_recorded(smoke):
-    tab = RecordsTab(smoke)
+    tab = TablesTab(smoke)
     tab.visible = True
     frame = smoke.run.frame()
     seconds = frame[frame["unit"] == "s"]["value"].sum()
@@ -314,7 +313,7 @@ def test_bytes_and_seconds_are_shown_in_larger_units_or_as_recorded(smoke):
 
 
 def test_records_are_a_table_and_follow_the_run(smoke, folder):
-    tab = RecordsTab(smoke)
+    tab = TablesTab(smoke)
     assert tab.grid.frame is None
     tab.visible = True
     frame = smoke.run.frame()
@@ -339,7 +338,7 @@ def test_tables_of_a_lab_that_the_run_has_nothing_for_say_so(finished, folder, t
     (copy / "run.json").write_text(json.dumps({**info, "lab": "sync"}))
     (copy / "records.jsonl").write_bytes((run.dir / "records.jsonl").read_bytes())
     model.show(kit.load(copy))
-    tab = RecordsTab(model)
+    tab = TablesTab(model)
     tab.visible = True
     assert set(tab.choice.options) == {"records", "times", "memory", "syncs", "stages", "transports", "digests"}
     tab.choice.value = "digests"
@@ -373,7 +372,7 @@ def test_two_runs_are_compared(smoke, folder):
         str(folder / "plain"),
     ]  # the last two, unless a person selected others
     tab.go.click()
-    assert "fault: None / leaked-group" in message(tab)  # compared with the older run
+    assert "fault: null / leaked-group" in message(tab)  # compared with the older run
     assert "<svg" in tab.picture.value
     assert "Largest changes from" in tab.picture.value
     assert list(tab.grid.frame.columns) == ["phase", "metric", "rank", "base", "value", "ratio", "n", "unit"]
@@ -397,7 +396,7 @@ def test_one_run_is_not_compared_and_words_that_find_nothing_are_reported(smoke,
 
 @pytest.mark.parametrize("kind", KINDS.values())
 def test_every_kind_is_written_with_its_origin_and_can_be_taken_from_the_page(smoke, tmp_path, kind):
-    tab = ExportTab(smoke)
+    tab = TablesTab(smoke)
     tab.kind.value = kind
     assert tab.path.value == str(smoke.run.dir / f"leaking{kind}")
     tab.path.value = str(tmp_path / f"leaking{kind}")
@@ -424,7 +423,7 @@ def test_every_kind_is_written_with_its_origin_and_can_be_taken_from_the_page(sm
     ],
 )
 def test_what_cannot_be_written_is_one_sentence(smoke, tmp_path, path, sentence):
-    tab = ExportTab(smoke)
+    tab = TablesTab(smoke)
     tab.path.value = str(tmp_path / path)
     tab.go.click()
     assert sentence in message(tab).replace("&#x27;", "'")
@@ -433,10 +432,29 @@ def test_what_cannot_be_written_is_one_sentence(smoke, tmp_path, path, sentence)
 
 
 def test_another_run_is_exported_under_its_own_name(smoke, folder):
-    tab = ExportTab(smoke)
+    tab = TablesTab(smoke)
     tab.kind.value = ".md"
     smoke.show(kit.load(folder / "plain"))
     assert tab.path.value == str(folder / "plain" / "plain.md")
+
+
+def test_the_table_on_the_page_is_the_one_that_is_exported(smoke, tmp_path):
+    tab = TablesTab(smoke)
+    tab.visible = True
+    tab.choice.value = "times"
+    assert tab.path.value == str(smoke.run.dir / "leaking-times.csv")
+    tab.grid.words.value = "nothing of it"  # a filter is for the page
+    tab.path.value = str(tmp_path / "times.csv")
+    tab.go.click()
+    written = pd.read_csv(tmp_path / "times.csv")
+    times = tab.grid.frame
+    assert list(written.columns) == list(times.columns)
+    assert len(written) == len(times) > 0
+    tab.kind.value = ".trace.json"  # a trace is one of the run
+    assert tab.path.value == str(smoke.run.dir / "leaking.trace.json")
+    tab.choice.value = "records"
+    tab.kind.value = ".md"
+    assert tab.path.value == str(smoke.run.dir / "leaking.md")
 
 
 # -- a lab's forecasts: controls, table, and runs that cannot be forecast ----------------------------------------------
