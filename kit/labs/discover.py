@@ -198,16 +198,27 @@ def check_nccl2(python: str) -> None:
         )
 
 
+class ConfigReading(NamedTuple):
+    """The config, None where a value is not allowed; and what `configure` would refuse: a sentence per field, under "" for a rule about
+    several."""
+
+    config: LabConfig | None
+    problems: dict[str, str]
+
+
+def read_config(lab: Definition, given: Mapping[str, Any], fault: Fault | None) -> ConfigReading:
+    """Fast enough to call on every keystroke, because code named by a setting (`module:attr`) is not looked up."""
+    config = _read(lab, fault.set if fault else {}, given)
+    if isinstance(config, dict):
+        return ConfigReading(None, config)
+    problems: dict[str, str] = {}
+    for name, why in refused_here(lab, config, fault):
+        problems.setdefault(name, why)
+    return ConfigReading(config, problems)
+
+
 def complaints(lab: Definition, given: Mapping[str, Any], fault: Fault | None) -> dict[str, str]:
-    """What `configure` would refuse: a sentence per field, under "" for a rule about several. Fast enough to call on every keystroke,
-    because code named by a setting (`module:attr`) is not looked up."""
-    found = _read(lab, fault.set if fault else {}, given)
-    if isinstance(found, dict):
-        return found
-    wrong: dict[str, str] = {}
-    for name, why in refused_here(lab, found, fault):
-        wrong.setdefault(name, why)
-    return wrong
+    return read_config(lab, given, fault).problems
 
 
 def validate(lab: Definition, *layers: Mapping[str, Any]) -> LabConfig:
@@ -223,7 +234,7 @@ def _read(lab: Definition, *layers: Mapping[str, Any]) -> LabConfig | dict[str, 
     import pydantic
 
     known, adapter, held = _known(cast("Hashable", lab.config))
-    layers = tuple(_current(lab, known, layer) for layer in layers)
+    layers = tuple(current_names(lab, layer) for layer in layers)
     if "dtype" in known:
         together = {"dtype": known["dtype"].default, **{name: layer[name] for layer in layers for name in layer}}
         layers = (*layers, {"dtype": with_dtype(together)["dtype"]})
@@ -255,8 +266,9 @@ def refuse_unused(config: LabConfig, given: Mapping[str, Any]) -> None:
             raise BadInput(f"{path} is a setting of {name!r}, but this config has only {', '.join(names)}")
 
 
-def _current(lab: Definition, known: Mapping[str, Field], layer: Mapping[str, Any]) -> dict[str, Any]:
+def current_names(lab: Definition, layer: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that a person gave: flat, known, with their current names, and plain values."""
+    known = _known(cast("Hashable", lab.config))[0]
     gone, flat_layer = old.SETTINGS.get(lab.name, {}), flat(layer)
     for name, value in flat_layer.items():
         current = old.current_setting(lab.name, name, value)
@@ -294,9 +306,8 @@ def from_text(lab: Definition, pairs: Mapping[str, str]) -> dict[str, Any]:
     """Values from the command line: text if the field is text, else JSON, else the text itself, which validation refuses. A list needs no
     brackets."""
     known = known_fields(lab.config)
-    return {
-        name: _value_of(text, known.get(old.RENAMED.get(lab.name, {}).get(name, name))) for name, text in pairs.items()
-    }
+    fields_of = {name: known.get(next(iter(old.current_setting(lab.name, name, pairs[name])))) for name in pairs}
+    return {name: _value_of(text, fields_of[name]) for name, text in pairs.items()}
 
 
 def _value_of(text: str, field: Field | None) -> Any:

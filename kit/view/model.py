@@ -34,6 +34,8 @@ from kit.errors import BadInput, KitError
 from kit.labs.definition import (
     Definition,
     Field,
+    LabConfig,
+    as_settings,
     fields,
     holder,
     known_fields,
@@ -41,10 +43,9 @@ from kit.labs.definition import (
     roles_by_rank,
     working,
 )
-from kit.labs.discover import complaints, find_fault, validate, with_dtype
+from kit.labs.discover import ConfigReading, current_names, find_fault, read_config, validate
 from kit.labs.lab import Lab
 from kit.results import Rule, Run, Verdict, load_tolerances, newest_run, runs_dir, save_tolerances
-from kit.results.old import current_settings
 from kit.results.records import flat
 from kit.results.rules import applicable
 from kit.results.run import Plotter
@@ -116,11 +117,11 @@ class PanelModel(HasTraits):
         self.presets |= {name: dict(preset) for name, preset in definition.load_presets().items()}
         self.plotter = plotter
         self._live: Path | None = None
+        self._config: LabConfig | None = None  # of the last settings that were all allowed
         self._given: dict[str, Any] = flat(plain_value(config or {}))
         find_fault(definition, fault)
         if self._given.keys() - known_fields(definition.config).keys():
-            validate(definition, self._given)  # the error names it and the known ones; an old name only warns
-            self._given = current_settings(definition.name, self._given)
+            self._given = current_names(definition, self._given)  # an old name only warns
         self.fault = fault
         self.tolerances = checked_tolerances(tolerances or {}, [rule.name for rule in self.rules])
         self._settle()
@@ -241,7 +242,8 @@ class PanelModel(HasTraits):
             except Exception as error:  # noqa: BLE001 - a check may fail on a partial run; the panel must survive
                 self.notice = f"{run.dir.name} cannot be judged: {type(error).__name__}: {error}"
         self.verdict = verdict
-        config = with_dtype(self.values) if run is None else {**self.values, **run.config}
+        settings = self.values if self._config is None else as_settings(self._config)
+        config = settings if run is None else {**settings, **run.config}
         self.limits = limits_of(self.rules, config, verdict, self.tolerances)
 
     @property
@@ -289,11 +291,14 @@ class PanelModel(HasTraits):
     def _settle(self) -> None:
         self._group()
         values = {**self._base(), **self._given}
-        problems = self._complaints(values)
+        config, problems = self._read(values)
+        self._config = config or self._config
         refused: dict[str, dict[Any, str]] = {}
         for field in self.fields:
             for choice in choices(field):
-                complaints = self._complaints({**values, field.name: choice}) if choice != values[field.name] else {}
+                if choice == values[field.name]:
+                    continue
+                complaints = self._read({**values, field.name: choice}).problems
                 new = [sentence for sentence in complaints.values() if sentence not in problems.values()]
                 if new:  # the fault's own settings
                     refused.setdefault(field.name, {})[choice] = new[0]
@@ -301,19 +306,16 @@ class PanelModel(HasTraits):
             self.values = values
             self.problems = problems
             self.refused = refused
-            if self.state == "idle":
-                self._plan(values)
+            if self.state == "idle" and config is not None and not problems:
+                self._plan(config)
 
-    def _complaints(self, values: Mapping[str, Any]) -> dict[str, str]:
+    def _read(self, values: Mapping[str, Any]) -> ConfigReading:
         missing = {f.name for f in self.fields if f.default is dataclasses.MISSING and values[f.name] is None}
         kept = {name: value for name, value in values.items() if name not in missing}
-        return complaints(self.definition, kept, find_fault(self.definition, self.fault))
+        return read_config(self.definition, kept, find_fault(self.definition, self.fault))
 
-    def _plan(self, values: Mapping[str, Any]) -> None:
+    def _plan(self, config: LabConfig) -> None:
         """The plan of the ranks. It does not change while a setting is invalid."""
-        if self.problems:
-            return
-        config = validate(self.definition, values)
         roles = self.definition.roles_of(config)
         self.size, self.roles = config.ranks, roles_by_rank(roles)
         steps = self.definition.plan(config)
