@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,7 +71,9 @@ class Failure:
 
     @property
     def run(self) -> Run:
-        return Run(self.dir, rules=rules_of)
+        from kit.public import load as load_run
+
+        return load_run(self.dir)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -442,7 +444,8 @@ def kept(
         runs_dir(), definition.name, answer["config"], about, out=out, fault=None if bug is None else bug.name
     )
     place = {"run": writer.id, "lab": definition.name, "rank": NOTEBOOK}
-    writer.append([Row.placed(facts, phase=phase, **place) for phase, facts in answer["rows"]])
+    rows = [Row.placed(facts, phase=phase, **place) for phase, facts in answer["rows"]]
+    writer.append([*rows, *lengths(rows)])
     rule, findings = answer["rule"], answer["findings"]
     broke = rule if rule and rule not in {known.name for known in definition.all_rules()} else ""
     writer.finish(f"{broke}: {findings[broke]}" if broke else None)
@@ -459,6 +462,13 @@ def kept(
         dir=writer.dir,
         tried=answer["tried"],
     )
+
+
+def lengths(rows: Sequence[Row]) -> Iterator[Row]:
+    """The virtual seconds of each phase, as a lab records them: tables and plots list phases by them."""
+    ends = {row.phase: row for row in rows}
+    for end in ends.values():
+        yield dataclasses.replace(end, metric="seconds", value=end.time, unit="s", ids={}, text="")
 
 
 # -- in a worker --------------------------------------------------------------------------------------------------------------

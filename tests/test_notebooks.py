@@ -200,6 +200,16 @@ def time_sharing(notebook: nbformat.NotebookNode, runs: Path) -> None:
     assert len(list(runs.glob("share-*/switches.csv"))) == len(list(runs.glob("share-*/table.parquet"))) == 1
 
 
+def exploring(notebook: nbformat.NotebookNode, runs: Path) -> None:
+    assert "0 failed" in (shown := text(notebook, "planner")), shown
+    assert "made small in" in text(notebook, "explore")
+    assert "which is not active" in text(notebook, "why")
+    assert "image/png" in outputs(notebook, "picture")[-1]["data"]
+    assert "200 worlds" in (shown := text(notebook, "mend"))
+    assert "no rule failed" in shown
+    assert len(list(runs.glob("share-*/verdict.json"))) == 2
+
+
 def recorded(notebook: nbformat.NotebookNode) -> None:
     """Check that the notebook shows other machines' numbers under their names."""
     assert re.search(r"recorded on [\w-]+, not here: ", outputs(notebook, "recorded")[-1]["data"]["text/html"])
@@ -212,6 +222,7 @@ PROMISES = {
     "03_split_training": split_training,
     "04_streaming": streaming,
     "05_time_sharing": time_sharing,
+    "06_explore": exploring,
 }
 
 

@@ -438,14 +438,15 @@ def smaller_pipelines(pipeline: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if len(train) > 1 or train != infer[:1]:
         yield {"infer": infer[:tp], "train": infer[:1]}
     outside = not {*train} & {*infer}
-    for count in sorted({tp, len(infer) // tp // 2 * tp, len(infer) - tp}):
-        kept = infer[:count]
-        if 0 < count < len(infer) and (outside or {*train} <= {*kept}):
-            yield {"infer": kept}
+    fewer = [infer[:count] for count in sorted({tp, len(infer) // tp // 2 * tp}) if 0 < count < len(infer)]
+    fewer += [infer[:at] + infer[at + tp :] for at in range(0, len(infer), tp) if len(infer) > tp]
+    yield from ({"infer": kept} for kept in fewer if outside or {*train} <= {*kept})
     if len(train) > 1:
         yield {"train": train[:1]}
     if tp > 1:
         yield {"tp": 1}
+    if infer != sorted(infer):
+        yield {"infer": sorted(infer)}
     plain = {
         **dict.fromkeys(("start_ms", "initialisation_ms", "logprobs_ms"), 0),
         **dict.fromkeys(("validates", "waits"), False),
