@@ -27,6 +27,9 @@ from kit.share.books import (
     specified,
 )
 
+ON_PURPOSE = "wrong on purpose"  # in `limits`: a planner whose plans a right desk refuses
+LOST = ("evicted", "aborted", "dropped", "failed", "replaced", "filtered")  # ends of groups that are not trained
+
 
 def need(ledger: DeskLedger, *events: str) -> list[Row]:
     rows = ledger.of(*events)
@@ -433,6 +436,34 @@ def fair_share(ledger: DeskLedger) -> Violations:
     return f"{count} times shares were unbalanced but no move would help"
 
 
+def idle_while_needed(ledger: DeskLedger) -> Iterator[tuple[float, Row, list[int], list[str]]]:
+    """Yield periods between two plans in which pipelines had work: seconds, the row that ends it, the idle devices that their sleeping
+    replicas fit on, and the pipelines of these replicas.
+    """
+    before: Row | None = None
+    for row, books in ledger.replay():
+        lasts = before is not None and row.time > before.time and books.plan is None
+        working = [name for name in books.clusters if has_work(books, name)] if lasts else []
+        if before is not None and working:
+            idle = books.idle()
+            fits = [(name, bundle) for name in working for bundle in sleeping_bundles(books, name) if bundle <= idle]
+            devices = sorted(set[int]().union(*(bundle for _, bundle in fits)))
+            yield row.time - before.time, row, devices, sorted({name for name, _ in fits})
+        before = row
+
+
+def has_work(books: Books, name: str) -> bool:
+    """Whether a pipeline may generate and its reports leave work."""
+    done, target = books.progress(name)
+    wants = name in books.generating or (name, "generation") in books.waiting
+    return wants and target > done and name not in books.leaving and (name, "generation") not in books.held
+
+
+def sleeping_bundles(books: Books, name: str) -> list[frozenset[int]]:
+    away = books.awake() | books.sleeping | books.waking | books.dead | books.out
+    return [books.bundle(name, replica) for replica in books.replicas(name) if (name, replica) not in away]
+
+
 # -- operations -------------------------------------------------------------------------------------------------------------
 
 
@@ -503,6 +534,43 @@ def progress_ended(ledger: DeskLedger) -> Violations:
         elif row.event == "unregister" and books.streams.get(row.who) and row.at not in ledger.refused:
             yield f"{row}: its progress of {', '.join(books.streams[row.who])} has not ended"
     return f"{len(plans)} plans"
+
+
+def progress_true(ledger: DeskLedger) -> Violations:
+    """Does every pipeline report the groups that its loop has and needs, no more?
+
+    A group is there from `ready` until it is trained or ends; a step needs `groups_per_step`, or fewer if groups were lost.
+    """
+    need(ledger, "capacity")
+    need(ledger, "ready")
+    size = {row.who: row.number("groups_per_step") for row in ledger.of("capacity") if "groups_per_step" in row.ids}
+    there: defaultdict[str, set[Any]] = defaultdict(set)
+    trained: defaultdict[str, set[Any]] = defaultdict(set)
+    most: defaultdict[str, int] = defaultdict(int)  # of this step: a report may be on its way when groups end
+    lost: set[str] = set()
+    count = 0
+    for row in ledger.rows:
+        name, group = row.who, row.get("group")
+        if row.event == "ready":
+            there[name].add(group)
+            most[name] = max(most[name], len(there[name]))
+        elif row.event == "trained":
+            trained[name].add(group)
+        elif row.event == "bumped":
+            there[name] -= trained[name]
+            most[name] = len(there[name])
+        elif row.event in LOST and group is not None and "sample" not in row.ids:
+            there[name].discard(group)
+            lost.add(name)
+        elif row.event == "progress" and row.get("stream", "training") == "training" and name in size:
+            count += 1
+            if row["target"] > size[name] or (row["target"] < size[name] and name not in lost):
+                yield f"{row} reports that a step needs {row['target']} groups; it needs {size[name]}"
+            elif row["completed"] > most[name]:
+                yield f"{row} reports {row['completed']} complete groups; there are {most[name]}"
+    if not count:
+        raise Missing("no pipeline with a `capacity` event has a `progress` event")
+    return f"{counted(count, 'report')} of {', '.join(sorted(size))}"
 
 
 # -- requests, replicas and versions across sleep and wake: the pipelines' rows beside the desk's ------------------------------
@@ -638,6 +706,8 @@ def let_down(ledger: DeskLedger, end: Row) -> bool:
 
     Its own words are no reason: a planner that raises ends the desk with a sentence too.
     """
+    if ledger.limits.get("planner") == ON_PURPOSE:
+        return True
     patience = ledger.limit("operation_ms", 60_000) / 1000 * 0.999
     ordered: dict[tuple[str, int], Row] = {}
     for row in itertools.takewhile(lambda row: row.at < end.at, ledger.rows):
@@ -691,6 +761,7 @@ RULES = (
     planned_release_once,
     admission,
     progress_ended,
+    progress_true,
     drained_before_sleep,
     empty_set_suspends,
     version_after_wake,

@@ -71,7 +71,10 @@ class Devices(Simulated):
 
 
 class Script:
-    """A scripted pipeline: at each time (ms) one operation with its ids; `ended` ends it. Replicas sleep when ordered to."""
+    """A scripted pipeline: at each time (ms) one operation with its ids; `ended` ends it. Replicas sleep when ordered to.
+
+    Like any pipeline it ends with an error if the desk does.
+    """
 
     def __init__(self, name: str, *lines: tuple[int, str, dict[str, Id]], desk: str = "desk") -> None:
         self.name = name
@@ -86,6 +89,8 @@ class Script:
     def step(self, state: int, event: Event) -> tuple[int, tuple[Command, ...]]:
         if event.name == "left":
             return state, (Command("shrink", "devices", self.name, replica=event.replica, devices=event.devices),)
+        if event.name == "error" and event.get("of") == self.desk:
+            return state, (Command("ended", "runner", self.name, why="error", error=event.why),)
         if event.name != "alarm":
             return state, ()
         _, name, ids = self.lines[event.number]

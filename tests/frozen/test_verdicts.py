@@ -24,6 +24,12 @@ LATER = {
     "nothing_stays": {},
     "every_sample_trained": {},
     "draws_independent": {},
+    "devices_used": {
+        "share-dead-coordinator": "the dead pipeline keeps its devices, and the other one cannot use idle ones",
+        "share-one-shot-generation": "a pipeline with work is never given the idle devices",
+        "share-request-before-shell": "the replica that woke too early sleeps while its devices are idle",
+    },
+    "progress_true": {},
 }
 
 # Answers that were wrong then, by run and check, with today's answer and the reason.

@@ -168,7 +168,7 @@ def test_what_a_ledger_lacks_is_named() -> None:
 
 BY_PIPELINES = {  # checks with faults of pipelines, in the lab `share`
     "routed_to_awake", "drained_before_sleep", "empty_set_suspends", "version_after_wake", "no_deadlock",
-    "dead_pipeline_leaves",
+    "dead_pipeline_leaves", "progress_true",
 }  # fmt: skip
 
 

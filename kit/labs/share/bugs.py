@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kit.loop.messages import Command, Event, Map
+from kit.results.records import Id
 from kit.share import core
 from kit.share.core import Scheduler
 from kit.share.member import Joined, Member
-from kit.share.planner import Gaps, Planner, Share, Supply, View, make_plan
+from kit.share.planner import PLANNERS, Gaps, Planner, Share, Supply, View, gap_ratio, make_plan
 from kit.share.state import GENERATION, PRIORITY, DeskState, DeskTurn, Op, Plan, Request
 from kit.stream import core as stream
 from kit.stream import generation
@@ -21,7 +22,7 @@ advance, answer, drop, expand, grant = core.advance, core.answer, core.drop, cor
 lose, queue, shrink = core.lose, core.queue, core.shrink
 desk_step, member_step, adapted = Scheduler.step, Member.step, Member.adapted
 meets, measure_gaps = Supply.meets, Gaps.__init__
-on_left, send = generation.on_left, generation.send
+on_left, send, report_progress = generation.on_left, generation.send, stream.report_progress
 
 # -- the desk: who gets which devices -------------------------------------------------------------------------------------
 
@@ -63,6 +64,24 @@ def gaps_without_tp(gaps: Gaps, view: View) -> None:
     shares = [view.shares[share.name] for share in gaps.known]
     gaps.eligible = [share for share in shares if share.name in gaps.bundles]
     gaps.known = shares
+
+
+def looks_at_first_devices(view: View) -> None:
+    for share in view.shares.values():
+        for replica in [*share.free] if share.since >= 0 else ():
+            if min(share.bundles[replica]) in view.idle:
+                view.expand(share.name, replica)
+
+
+def keeps_half(view: View) -> None:
+    kept = view.idle & {*range(view.devices // 2, view.devices)}
+    view.idle -= kept
+    gap_ratio(view)
+    view.idle |= kept
+
+
+LOOKS_AT_FIRST_DEVICES = {**PLANNERS, "gap-ratio": looks_at_first_devices}
+KEEPS_HALF = {**PLANNERS, "gap-ratio": keeps_half}
 
 
 def finds_no_violation(*_: object) -> list[str]:
@@ -140,8 +159,14 @@ def ignores(*_: object) -> None:
     """An event or a rule without effect."""
 
 
+def drops_every_third_alarm(t: DeskTurn, event: Event) -> None:
+    if event.number % 3:
+        core.on_alarm(t, event)
+
+
 PROGRESS_NEVER_ENDS = {**core.HANDLERS, "progress_end": ignores}
 PROGRESS_IS_UNCLAMPED = {**core.HANDLERS, "progress": reports_unclamped}
+EVERY_THIRD_ALARM_IS_DROPPED = {**core.HANDLERS, "alarm": drops_every_third_alarm}
 DEATHS_ARE_IGNORED = {**core.HANDLERS, "died": ignores}
 
 
@@ -222,6 +247,25 @@ def counts_too_early(t: StreamTurn, event: Event) -> None:
 OLD_SET_ROUTES = {**stream.HANDLERS, "left": routes_by_an_old_set}
 IN_FLIGHT_IS_FORGOTTEN = {**stream.HANDLERS, "left": forgets_what_was_in_flight}
 COUNTED_TOO_EARLY = {**stream.HANDLERS, "left": counts_too_early}
+
+
+def reports_fifty_times(t: StreamTurn) -> None:
+    before = len(t.commands)
+    report_progress(t)
+    t.commands[before:] = [
+        replace_ids(report, completed=50 * report.completed, target=50 * report.target)
+        for report in t.commands[before:]
+    ]
+
+
+def reports_all_complete(t: StreamTurn) -> None:
+    before = len(t.commands)
+    report_progress(t)
+    t.commands[before:] = [replace_ids(report, completed=report.target) for report in t.commands[before:]]
+
+
+def replace_ids(command: Command, **ids: Id) -> Command:
+    return Command(command.name, command.to, command.pipeline, **{**dict(command.ids), **ids})
 
 
 def releases_at_once(

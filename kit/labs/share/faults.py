@@ -85,6 +85,22 @@ OF_THE_DESK = exposed_by(
         where="notebook",
     ),
     Fault(
+        "planner-ignores-bundles",
+        "the planner looks only at the first device of a replica",
+        "no_deadlock",
+        scene={"scenario": "whole bundles"},
+        patch={"kit.share.core:PLANNERS": "kit.labs.share.bugs:LOOKS_AT_FIRST_DEVICES"},
+        where="notebook",
+    ),
+    Fault(
+        "half-idle",
+        "the planner never gives away half of the devices",
+        "devices_used",
+        set={"devices": 4, "infer": (0, 1, 2, 3)},
+        patch={"kit.share.core:PLANNERS": "kit.labs.share.bugs:KEEPS_HALF"},
+        where="notebook",
+    ),
+    Fault(
         "shrinks-for-nothing",
         "a request that cannot be met puts replicas to sleep",
         "plan_as_specified",
@@ -139,6 +155,13 @@ OF_THE_DESK = exposed_by(
         "no_starvation",
         scene={"scenario": "unreported"},
         patch={"kit.share.core:watch": "kit.labs.share.bugs:watches_nobody"},
+        where="notebook",
+    ),
+    Fault(
+        "drops-alarms",
+        "the desk ignores every third alarm, so that some limits never apply",
+        "no_starvation",
+        patch={"kit.share.core:HANDLERS": "kit.labs.share.bugs:EVERY_THIRD_ALARM_IS_DROPPED"},
         where="notebook",
     ),
     Fault(
@@ -262,6 +285,20 @@ OF_A_PIPELINE = exposed_by(
         "the trainer's devices are released while the trainer finishes its step",
         "one_owner",
         patch={"kit.share.member:Member.adapted": "kit.labs.share.bugs:releases_at_once"},
+        where="notebook",
+    ),
+    Fault(
+        "over-reports",
+        "a pipeline reports fifty times its demand",
+        "progress_true",
+        patch={"kit.stream.core:report_progress": "kit.labs.share.bugs:reports_fifty_times"},
+        where="notebook",
+    ),
+    Fault(
+        "complete-at-once",
+        "a pipeline reports a step complete when it begins",
+        "progress_true",
+        patch={"kit.stream.core:report_progress": "kit.labs.share.bugs:reports_all_complete"},
         where="notebook",
     ),
     Fault(

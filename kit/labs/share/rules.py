@@ -256,6 +256,33 @@ def weights_after_wake(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violat
     return f"all tensors of a replica matched the trainer's version {len(rows)} times"
 
 
+def devices_used(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+    """Are devices in use while a pipeline has work for them?
+
+    The share of device time, between plans and while any pipeline has work, in which devices were idle although a sleeping replica of a
+    pipeline with work fits on them.
+    """
+    shares: list[tuple[float, str]] = []
+    for where, ledger in every_ledger(frame):
+        if ledger.limits.get("planner") != "static":
+            shares += idle_share(where, ledger)
+    if not shares:
+        raise Missing("no ledger of a planner that shares devices has a pipeline with work")
+    return Measured(*max(shares))
+
+
+def idle_share(where: str, ledger: DeskLedger) -> Iterator[tuple[float, str]]:
+    spells = [*judge.idle_while_needed(ledger)]
+    whole = ledger.limit("devices", 0) * math.fsum(seconds for seconds, *_ in spells)
+    if not whole:
+        return
+    idle = math.fsum(seconds * len(devices) for seconds, _, devices, _ in spells)
+    longest = max(spells, key=lambda spell: spell[0] * len(spell[2]))
+    seconds, row, devices, names = longest
+    most = f"; most at once: devices {devices} for {seconds:.3f} s until {row}, which {' and '.join(names)} could use"
+    yield idle / whole, f"{where}: idle for {idle:.3f} of {whole:.3f} s of device time" + (most if devices else "")
+
+
 # -- the same numbers -----------------------------------------------------------------------------------------------------------
 
 
@@ -511,6 +538,7 @@ RULES: tuple[Rule, ...] = (
     rule(namespaces_apart, cannot=alone_here),
     rule(nothing_left, cannot=no_ranks),
     rule(loops_right),
+    rule(devices_used, limit=0.4),
     *(
         Rule(
             by_ledger.__name__,

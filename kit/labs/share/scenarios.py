@@ -1,4 +1,7 @@
-"""Small runs of the desk with scripted pipelines on simulated devices. Each exposes some bugs of the desk, and passes without them."""
+"""Small runs of the desk with scripted pipelines on simulated devices. Each exposes some bugs of the desk, and passes without them.
+
+Your own planner or desk runs only in those that hold for every planner. The others depend on how gap-ratio shares.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kit.labs.share.lab import SCHEDULER, PipelineConfig, ShareConfig
 from kit.loop.runner import VirtualClock
-from kit.results.records import Id
+from kit.results.records import Id, numbers
 from kit.share.core import Scheduler
-from kit.share.planner import View
+from kit.share.judge import ON_PURPOSE
+from kit.share.planner import PLANNERS, View
 from kit.share.simulated import Devices, Script, Simulation, simulate
 from kit.share.state import GENERATION, DeskSettings
+from kit.target import load_callable
 
 Line = tuple[int, str, dict[str, Id]]
 
@@ -24,14 +30,31 @@ class Scenario:
     clusters: Mapping[str, dict[str, Id]]
     settings: Mapping[str, Any] = field(default_factory=dict)
     planner: Callable[[View], object] | None = None
+    any_planner: bool = False  # every right planner passes, however it shares
     until_s: float = 10.0
 
-    def run(self) -> Simulation:
+    def run(self, config: ShareConfig | None = None) -> Simulation:
         clock = VirtualClock()
         settings = {"devices": 2, "admission_ms": 0, "request_ms": 3000, "watchdog_ms": 500, **self.settings}
         cores: dict[str, Any] = {name: Script(name, *self.script(name)) for name in self.clusters}
-        cores["desk"] = Scheduler(DeskSettings(pipelines=tuple(self.clusters), **settings), planner=self.planner)
+        if config is not None and is_own(config):
+            cores["desk"] = load_callable(config.scheduler)(self.with_own(config, settings))
+        else:
+            cores["desk"] = Scheduler(DeskSettings(pipelines=tuple(self.clusters), **settings), planner=self.planner)
         return simulate(cores, {}, clock, Devices(clock, {}), until_s=self.until_s)
+
+    def with_own(self, config: ShareConfig, settings: dict[str, Any]) -> ShareConfig:
+        """The scenario's pipelines, devices and limits, with the planner and the desk of a run."""
+        loops = {
+            name: PipelineConfig(
+                train=numbers(ids["trainer"]),
+                infer=numbers(ids.get("generation", ids["trainer"])),
+                infer_tp=int(str(ids.get("tp", 1))),
+            )
+            for name, ids in self.clusters.items()
+        }
+        usual = {"scenario": "B", "gate": "", "ranks": 0, "simulated": True, "pipelines": len(loops)}
+        return replace(config, loops=loops, **{**usual, **settings})
 
     def script(self, name: str) -> Iterator[Line]:
         yield 0, "register", self.clusters[name]
@@ -41,6 +64,14 @@ class Scenario:
         yield leaves, "progress_end", {}
         yield leaves, "unregister", {}
         yield leaves + 900, "ended", {}
+
+
+def for_config(config: ShareConfig) -> list[str]:
+    return [name for name, scenario in SCENARIOS.items() if scenario.any_planner or not is_own(config)]
+
+
+def is_own(config: ShareConfig) -> bool:
+    return config.scheduler != SCHEDULER or config.planner not in PLANNERS
 
 
 def generates(at: int, target: int = 10) -> tuple[Line, ...]:
@@ -66,7 +97,11 @@ PAIR = Scenario(
     lines={"a": (*generates(5), *trains(200, 600)), "b": (*generates(50), *trains(250, 700))},
     clusters={"a": {"trainer": (0,), "generation": (0, 1)}, "b": {"trainer": (1,), "generation": (0, 1)}},
 )
-DEATH = replace(PAIR, lines={**PAIR.lines, "a": (*generates(5), *trains(200, 900), (400, "died", {"who": "a"}))})
+DEATH = replace(
+    PAIR,
+    lines={**PAIR.lines, "a": (*generates(5), *trains(200, 900), (400, "died", {"who": "a"}))},
+    any_planner=True,
+)
 SMALL_DEMAND = replace(
     PAIR,
     lines={"a": generates(5, 1000), "b": generates(50, 1)},
@@ -91,6 +126,7 @@ RELEASE = replace(
         "a": (*generates(5), (300, "planned_release", {}), (305, "died", {"who": "a", "replica": 1})),
         "b": (*generates(1000), (1500, "planned_release", {}), (1501, "planned_release", {})),
     },
+    any_planner=True,
 )
 STREAMS = replace(
     PAIR,
@@ -135,8 +171,21 @@ STUCK = Scenario(
 GANG = replace(
     PAIR,
     lines={"a": generates(5), "b": trains(200, 5000)},
-    clusters={"a": {"generation": (0, 1, 2)}, "b": {"trainer": (1, 2)}},
+    clusters={"a": {"trainer": (0,), "generation": (0, 1, 2)}, "b": {"trainer": (1, 2)}},
     settings={"devices": 3},
+    any_planner=True,
+)
+
+
+# While b trains on device 1, a's first replica has only one of its two devices.
+BUNDLES = Scenario(
+    lines={"a": generates(300), "b": trains(200, 1500)},
+    clusters={
+        "a": {"trainer": (0, 1), "generation": (0, 1, 2, 3), "tp": 2},
+        "b": {"trainer": (1,), "generation": (2, 3), "tp": 2},
+    },
+    settings={"devices": 4},
+    any_planner=True,
 )
 
 
@@ -152,11 +201,12 @@ SCENARIOS: Mapping[str, Scenario] = {
     "pair": PAIR,
     "death": DEATH,
     "small demand": SMALL_DEMAND,
-    "infeasible plans": replace(PAIR, planner=takes_all),
+    "infeasible plans": replace(PAIR, planner=takes_all, settings={"planner": ON_PURPOSE}),
     "shift": SHIFT,
     "wide": WIDE,
     "stuck": STUCK,
     "gang": GANG,
+    "whole bundles": BUNDLES,
     "release": RELEASE,
     "streams": STREAMS,
     "preempted": PREEMPTED,

@@ -14,7 +14,7 @@ from kit.errors import KitError
 from kit.labs.lab import Drive
 from kit.labs.share.drive import OfPipeline, member
 from kit.labs.share.lab import DESK, ShareConfig
-from kit.labs.share.scenarios import SCENARIOS
+from kit.labs.share.scenarios import SCENARIOS, for_config
 from kit.labs.stream.lab import settings
 from kit.loop.messages import Event
 from kit.loop.runner import Runner, VirtualClock
@@ -42,9 +42,9 @@ def shared(drive: Drive) -> None:
 
 def scripted(drive: Drive) -> None:
     with written(drive) as rows:
-        names = [drive.scene["scenario"]] if "scenario" in drive.scene else [*SCENARIOS]
+        names = [drive.scene["scenario"]] if "scenario" in drive.scene else for_config(drive.config)
         for name in names:
-            rows.extend(SCENARIOS[name].run().rows)
+            rows.extend(SCENARIOS[name].run(drive.config).rows)
 
 
 def rehearse(drive: Drive) -> None:

@@ -16,13 +16,17 @@ from tests.labs.simulated import failed, passed, why
 ALSO = {
     "double-allocation": {"devices_conserved", "plan_as_specified", "plan_valid", "priority_kept"},
     "expand-first": {"devices_conserved", "no_deadlock", "one_owner", "priority_kept"},
-    "lost-device": {"dead_pipeline_leaves", "fair_share", "no_deadlock", "no_starvation"},
+    "lost-device": {"devices_used", "dead_pipeline_leaves", "fair_share", "no_deadlock", "no_starvation"},
     "no-floor": {"fair_share", "plan_as_specified"},
     "no-validation": {"devices_conserved", "one_owner", "plan_as_specified"},
-    "one-shot-generation": {"fair_share", "no_deadlock", "no_request_lost", "plan_as_specified"},
+    "one-shot-generation": {"devices_used", "fair_share", "no_deadlock", "no_request_lost", "plan_as_specified"},
+    "planner-ignores-bundles": {"fair_share", "plan_as_specified"},
+    "half-idle": {"fair_share", "no_deadlock", "no_starvation", "plan_as_specified"},
+    "drops-alarms": {"no_deadlock", "planned_release_once"},
     "waits-for-all": {"no_deadlock"},
     "dead-coordinator": {
         "devices_conserved",
+        "devices_used",
         "fair_share",
         "no_request_lost",
         "no_starvation",
@@ -36,7 +40,7 @@ ALSO = {
     "abort-never-signals": {"no_deadlock"},
     "count-outside-lock": {"no_deadlock"},
     "releases-while-training": {"loops_right"},
-    "request-before-shell": {"loops_right", "no_deadlock"},
+    "request-before-shell": {"devices_used", "loops_right", "no_deadlock"},
 }
 
 

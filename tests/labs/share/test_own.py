@@ -1,4 +1,4 @@
-"""User code for a pipeline's side of the desk: right code behaves like the kit's, and the errors of wrong code are reported."""
+"""User code for planners, desks, and a pipeline's side of the desk: right code passes, and the errors of wrong code are reported."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ import pytest
 
 import kit
 from kit.errors import BadInput
+from kit.labs.share.drive import desk_settings
+from kit.labs.share.lab import ShareConfig
 from kit.labs.share.simulated import run
+from kit.loop.messages import Command, Event
+from kit.share.core import Scheduler
 from kit.share.member import Desk, Pipeline
+from kit.share.planner import View
+from kit.share.state import DeskState
 from tests.labs.share.conftest import share, simulated
-from tests.labs.simulated import failed, passed
+from tests.labs.simulated import failed, passed, why
 
 SMALL = {"steps": 2, "groups": 2, "group": 2}
 
@@ -93,8 +99,69 @@ class KeepsProgress(Pipeline):
         pass
 
 
-def of(kind: type) -> str:
-    return f"{__name__}:{kind.__name__}"
+class OverReports(Pipeline):
+    def begin_progress(self, completed: int, target: int) -> None:
+        super().begin_progress(completed, 50 * target)
+
+
+class CompleteAtOnce(Pipeline):
+    def begin_progress(self, completed: int, target: int) -> None:
+        super().begin_progress(target, target)
+
+
+def takes_turns(view: View) -> None:
+    """A right planner: who has least gets the next replica; who has two more than another gives one up."""
+    waits = [member for member in view.shares.values() if member.since >= 0]
+    while waits:
+        poorest = min(waits, key=lambda member: (len(member.active), member.name))
+        fits = [replica for replica in poorest.free if poorest.bundles[replica] <= view.idle]
+        if fits:
+            view.expand(poorest.name, fits[0])
+        else:
+            waits.remove(poorest)
+    for member in view.shares.values():
+        for other in view.shares.values():
+            fits = [replica for replica in member.free if member.since >= 0 and not member.active]
+            spare = [replica for replica in sorted(other.active) if len(other.active) > 1]
+            pairs = [
+                (mine, theirs) for mine in fits for theirs in spare if member.bundles[mine] <= other.bundles[theirs]
+            ]
+            if pairs and pairs[0][1] not in other.touched:
+                view.shrink(other.name, pairs[0][1])
+                view.expand(member.name, pairs[0][0])
+
+
+def keeps_half(view: View) -> None:
+    kept = view.idle & {*range(view.devices // 2, view.devices)}
+    view.idle -= kept
+    takes_turns(view)
+    view.idle |= kept
+
+
+def looks_at_first_devices(view: View) -> None:
+    for member in view.shares.values():
+        for replica in [*member.free] if member.since >= 0 else ():
+            if min(member.bundles[replica]) in view.idle:
+                view.expand(member.name, replica)
+
+
+def own_desk(config: ShareConfig) -> Scheduler:
+    return Scheduler(desk_settings(config), planner=takes_turns)
+
+
+class DropsAlarms(Scheduler):
+    def step(self, state: DeskState, event: Event) -> tuple[DeskState, tuple[Command, ...]]:
+        if event.name == "alarm" and event.number % 3 == 0:
+            return state, ()
+        return super().step(state, event)
+
+
+def drops_alarms(config: ShareConfig) -> Scheduler:
+    return DropsAlarms(desk_settings(config), planner=takes_turns)
+
+
+def of(kind: object) -> str:
+    return f"{__name__}:{getattr(kind, '__name__', '')}"
 
 
 def test_the_kits_own_asks_for_what_a_member_asks_for() -> None:
@@ -127,12 +194,46 @@ def test_somebody_elses_hears_each_moment_once_and_in_order() -> None:
         (FailsAtTheEnd, "no_deadlock", "end_progress() of the pipeline's own code raised ValueError: no desk"),
         (FailsTwice, "no_deadlock", "after_training(0) of the pipeline's own code returned version 0"),  # the first error
         (KeepsProgress, "progress_ended", ""),
+        (OverReports, "progress_true", ""),
+        (CompleteAtOnce, "progress_true", ""),
     ],
 )  # fmt: skip
 def test_a_wrong_one_is_found_out(kind: type, check: str, words: str) -> None:
     verdict, error = simulated(pipeline=of(kind), **SMALL)
     assert check in failed(verdict)
     assert words in error
+
+
+FOUR = {"devices": 4, "infer": (0, 1, 2, 3)}
+
+
+OWN: list[dict[str, object]] = [
+    {"planner": of(takes_turns), "scenario": "F"},
+    {"planner": of(takes_turns), "pipelines": 3, "b.infer_tp": 2, **SMALL},
+    {"planner": of(takes_turns), "scheduler": of(own_desk), **FOUR, **SMALL},
+]
+
+
+@pytest.mark.parametrize("own", OWN, ids=lambda own: "-".join(own))
+def test_an_own_planner_or_desk_that_is_right_passes(own: dict[str, object]) -> None:
+    verdict, error = simulated(**own)
+    assert (failed(verdict), error) == (set(), "")
+    assert [passed(verdict, check) for check in ("plan_as_specified", "fair_share")] == [None, None]
+    assert passed(verdict, "devices_used") is True
+
+
+@pytest.mark.parametrize(
+    ("own", "check", "words"),
+    [
+        ({"planner": of(keeps_half), **FOUR}, "devices_used", "most at once: devices [2, 3] for 0."),
+        ({"planner": of(looks_at_first_devices)}, "no_deadlock", "a.generation:0,1 takes the devices [1], which are not idle"),
+        ({"scheduler": of(drops_alarms), "planner": of(takes_turns)}, "no_starvation", "the request waited for 60 s"),
+    ],
+)  # fmt: skip
+def test_an_own_planner_or_desk_that_is_wrong_is_found_out(own: dict[str, object], check: str, words: str) -> None:
+    verdict, _ = simulated(**own)
+    assert check in failed(verdict)
+    assert words in why(verdict, check)
 
 
 def test_gate_5_needs_one() -> None:
