@@ -332,7 +332,10 @@ def share_out(books: Books, idle: set[int], shrinks: set[tuple[str, int]]) -> se
     touched, expands = {*shrinks}, set[tuple[str, int]]()
     asks = {name: waits[2] for (name, cluster), waits in books.waiting.items() if waits[0] == "generation" == cluster}
     target = {name: books.progress(name)[1] for name in books.clusters}
-    left = {name: max(target[name] - books.progress(name)[0], 0) + asks.get(name, 0) for name in target}
+    left = {
+        name: max(target[name] - books.progress(name)[0], 0) if target[name] else 2 * asks.get(name, 0)
+        for name in target
+    }
     known = [name for name in target if target[name] > 0 or asks.get(name, 0) > 0]
     eligible = [
         name
@@ -386,9 +389,8 @@ def share_out(books: Books, idle: set[int], shrinks: set[tuple[str, int]]) -> se
         return True
 
     while True:
-        acceptors = [name for name in eligible if len(books.active[name]) < bundles[name]]
-        relative = {name: gap(name) / share[name] if share[name] else Fraction(-(10**9)) for name in acceptors}
-        acceptors.sort(key=lambda name: (-relative[name], -gap(name), name))
+        acceptors = [name for name in eligible if gap(name) > 0 and len(books.active[name]) < bundles[name]]
+        acceptors.sort(key=lambda name: (-gap(name) / share[name], -gap(name), name))
         if not any(activate(name) for name in acceptors):
             return expands
 

@@ -525,11 +525,12 @@ def on_resize(t: DeskTurn, event: Event) -> None:
 
 
 def on_progress(t: DeskTurn, event: Event) -> None:
-    """Record how much of the awaited step is complete. A repeated report is not progress."""
+    """Record how much of the awaited step is complete. A repeated report is not progress. New work may need idle devices."""
     pipeline = t.pipelines.get(event.pipeline)
     stream, report = event.get("stream", "training"), (min(event.completed, event.target), event.target)
     if pipeline is not None and pipeline.streams.get(stream) != report:
         t.change(event.pipeline, streams=pipeline.streams.put(stream, report), moved=pipeline.moved + 1)
+        t.due |= pipeline.remaining == 0 < t.pipelines[event.pipeline].remaining
 
 
 def on_progress_end(t: DeskTurn, event: Event) -> None:

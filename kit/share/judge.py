@@ -542,7 +542,8 @@ def progress_true(ledger: DeskLedger) -> Violations:
     A group is there from `ready` until it is trained or ends; a step needs `groups_per_step`, or fewer if groups were lost.
     """
     need(ledger, "capacity")
-    need(ledger, "ready")
+    if ledger.of("trained"):
+        need(ledger, "ready")
     size = {row.who: row.number("groups_per_step") for row in ledger.of("capacity") if "groups_per_step" in row.ids}
     there: defaultdict[str, set[Any]] = defaultdict(set)
     trained: defaultdict[str, set[Any]] = defaultdict(set)

@@ -42,7 +42,8 @@ class Share:
 
     @property
     def remaining(self) -> int:
-        return max(self.target - min(self.completed, self.target), 0) + max(self.asks, 0)
+        """What its reports leave; without a report, twice the estimate of its request, so that a new pipeline starts with enough."""
+        return max(self.target - self.completed, 0) if self.target else 2 * max(self.asks, 0)
 
     @property
     def is_known(self) -> bool:
@@ -116,11 +117,12 @@ class Gaps:
         return share.remaining * share.tp * self.budget - len(share.active) * share.tp * self.weight
 
     def lacks(self, share: Share) -> bool:
-        return len(share.active) < self.bundles[share.name]
+        """Without demand a pipeline may keep a replica, and gets none."""
+        return share.remaining > 0 and len(share.active) < self.bundles[share.name]
 
     def order(self, share: Share) -> tuple[float, int, str]:
-        """Sort key: largest relative gap (gap / share), then largest gap, then name. Pipelines without demand come last."""
-        relative = len(share.active) / share.remaining if share.remaining else float("inf")  # 1 - relative gap, scaled
+        """Sort key: largest relative gap (gap / share), then largest gap, then name."""
+        relative = len(share.active) / share.remaining  # 1 - relative gap, scaled
         return relative, -self.gap(share), share.name
 
 

@@ -174,6 +174,16 @@ def test_initialisation_may_take_the_generations_devices_as_a_whole() -> None:
     assert d.active("b")
 
 
+def test_new_work_after_a_complete_step_gets_idle_devices() -> None:
+    d = Drive().join("a", target=10, **TRAINER_0).join("b", trainer=(0,))
+    d.do("progress", "a", completed=10, target=10)
+    d.do("acquire", "b", kind="training")
+    d.do("release", "b", kind="training")
+    assert d.active("a") == [1]  # nothing is left to do, so nothing wakes
+    d.do("progress", "a", completed=0, target=10)
+    assert d.active("a") == [0, 1]
+
+
 # -- cycles -----------------------------------------------------------------------------------------------------------------
 
 
@@ -184,7 +194,7 @@ def test_all_shrinks_end_before_the_first_expand_and_the_grants() -> None:
         .join("b", trainer=(0,), generation=(0, 1, 2, 3))
     )
     d.slow = True
-    d.do("progress", "b", completed=0, target=10)
+    d.do("progress", "b", completed=0, target=20)
     reported = d.do("acquire", "b", kind="generation")
     assert message(reported, "left", "expand") == [("left", "a")] * 3  # remaining work 10 to 20: one and three of four
     assert message(d.do("acquire", "b", kind="training"), "queued", "plan") == [

@@ -33,7 +33,9 @@ MUTANTS = (
         "self.waking",
         "a release ends while replicas fall asleep",
     ),
-    mutant("planner:Share.remaining", " + max(self.asks, 0)", "", "a pending request adds no demand"),
+    mutant("planner:Share.remaining", "2 * max(self.asks, 0)", "max(self.asks, 0)", "an estimate counts once"),
+    mutant("planner:Share.remaining", "if self.target else", "+", "an estimate counts beside the report of progress"),
+    mutant("planner:Gaps.lacks", "share.remaining > 0 and ", "", "devices go to pipelines without demand"),
     mutant("planner:Share.is_known", " or self.asks > 0", "", "an estimate does not count"),
     mutant("planner:Share.is_eligible", "self.since >= 0 or ", "", "who has no replica never gets one"),
     mutant("planner:View.shrink", "share.touched.add(replica)", "pass", "a replica is shrunk and woken in one cycle"),
@@ -202,6 +204,7 @@ MUTANTS = (
     mutant("core:on_resize", "t.due = True", "pass", "a resize makes no plan"),
     mutant("core:on_progress", "min(event.completed, event.target)", "event.completed", "reports are not clamped"),
     mutant("core:on_progress", "pipeline.streams.get(stream) != report", "True", "a heartbeat is progress"),
+    mutant("core:on_progress", "t.due |= ", "_ = ", "new work makes no plan"),
     mutant("core:on_progress_end", "pipeline.streams.without(stream)", "pipeline.streams", "a stream never ends"),
     mutant("core:waits_for", "not t.active(name) and ", "", "the watchdog asks for who generates"),
     mutant(

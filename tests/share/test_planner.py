@@ -54,10 +54,21 @@ def test_half_a_bundle_is_rounded_up(left: tuple[int, int], bundles: tuple[int, 
     assert (len(a.active), len(b.active)) == bundles
 
 
-def test_every_eligible_pipeline_may_have_one_bundle_even_without_demand() -> None:
+def test_a_pipeline_without_demand_gets_no_replica_and_keeps_its_last() -> None:
     a, b = share("a", 1, 4, set(), left=0, target=10), share("b", 1, 2, set(), left=1000)
     moves(a, b, idle={0, 1, 2, 3}, devices=4)
-    assert (a.active, b.active) == ({2}, {0, 1})
+    assert (a.active, b.active) == (set(), {0, 1})
+    a, b = share("a", 1, 4, {0, 1, 2, 3}, left=0, target=10), share("b", 1, 4, set(), left=1000)
+    moves(a, b, idle=set(), devices=4)
+    assert (a.active, b.active) == ({3}, {0, 1, 2})
+    a, b = share("a", 1, 4, set(), left=0, target=10), share("b", 1, 4, set(), left=0, target=7)
+    assert moves(a, b, idle={0, 1, 2, 3}, devices=4) == ([], [])
+
+
+def test_a_little_demand_is_worth_a_bundle() -> None:
+    a, b = share("a", 1, 4, set(), left=1, target=10), share("b", 1, 4, set(), left=1000)
+    moves(a, b, idle={0, 1, 2, 3}, devices=4)
+    assert (len(a.active), len(b.active)) == (1, 3)
 
 
 def test_donors_give_down_to_their_share_and_never_their_last() -> None:
@@ -89,8 +100,18 @@ def test_what_is_left_of_a_large_donor_is_used() -> None:
 def test_pipelines_without_progress_and_estimate_are_not_considered() -> None:
     a, b = share("a", 1, 4, {0, 1, 2, 3}, left=0), share("b", 1, 4, set(), left=10)
     assert moves(a, b, idle=set(), devices=4) == ([], [])
-    b.asks = 10
-    assert b.remaining == 20
+
+
+def test_an_estimate_counts_twice_until_there_is_progress() -> None:
+    """As upstream: a new pipeline starts with enough, and a request beside reports adds nothing."""
+    a = share("a", 1, 4, set(), left=0)
+    assert not a.is_known
+    a.asks = 10
+    assert (a.is_known, a.remaining, a.percent) == (True, 20, 2.0)
+    a.target = 8
+    assert (a.remaining, a.percent) == (8, 1.0)
+    a.completed = 9
+    assert a.remaining == 0
 
 
 def test_fifo_gives_all_to_the_first_and_static_cuts_in_equal_parts() -> None:
@@ -191,6 +212,26 @@ def test_the_second_planner_makes_the_same_plans() -> None:
     plans = [check_drawn(seed) for seed in range(300)]
     for what in ("shrinks", "grants", "expands"):
         assert sum(bool(getattr(plan, what)) for plan in plans) > 60, what
+
+
+def demand(f: DeskFields, name: str) -> int:
+    """What a pipeline's reports leave; without reports, what its request names."""
+    reports = f.pipelines[name].streams.values()
+    asked = [request.target for request in f.requests if request.key == (name, GENERATION)]
+    return sum(max(target - completed, 0) for completed, target in reports) if reports else sum(asked)
+
+
+def test_devices_never_go_to_a_pipeline_without_demand() -> None:
+    given = refused = 0
+    for seed in range(5000):
+        f, books = drawn(random.Random(seed))
+        plan = make_plan(f, gap_ratio, books.devices)
+        for op in plan.expands:
+            given += 1
+            assert demand(f, op.pipeline) > 0, f"seed {seed}: {op}"
+        refused += any(not demand(f, name) and f.waits(name, GENERATION) for name in f.pipelines)
+    assert given > 1000
+    assert refused > 200
 
 
 @pytest.mark.slow

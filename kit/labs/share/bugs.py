@@ -21,7 +21,7 @@ from kit.stream.generation import StreamTurn
 advance, answer, drop, expand, grant = core.advance, core.answer, core.drop, core.expand, core.grant
 lose, queue, shrink = core.lose, core.queue, core.shrink
 desk_step, member_step, adapted = Scheduler.step, Member.step, Member.adapted
-meets, measure_gaps = Supply.meets, Gaps.__init__
+meets, measure_gaps, order = Supply.meets, Gaps.__init__, Gaps.order
 on_left, send, report_progress = generation.on_left, generation.send, stream.report_progress
 
 # -- the desk: who gets which devices -------------------------------------------------------------------------------------
@@ -64,6 +64,17 @@ def gaps_without_tp(gaps: Gaps, view: View) -> None:
     shares = [view.shares[share.name] for share in gaps.known]
     gaps.eligible = [share for share in shares if share.name in gaps.bundles]
     gaps.known = shares
+
+
+def lacks_without_demand(gaps: Gaps, share: Share) -> bool:
+    return len(share.active) < gaps.bundles[share.name]
+
+
+def order_without_demand(gaps: Gaps, share: Share) -> tuple[float, int, str]:
+    return order(gaps, share) if share.remaining else (float("inf"), 0, share.name)
+
+
+remaining_beside_progress = property(lambda share: max(share.target - share.completed, 0) + max(share.asks, 0))
 
 
 def looks_at_first_devices(view: View) -> None:
@@ -155,6 +166,12 @@ def reports_unclamped(t: DeskTurn, event: Event) -> None:
         t.change(event.pipeline, streams=streams, moved=pipeline.moved + 1)
 
 
+def makes_no_plan(t: DeskTurn, event: Event) -> None:
+    due = t.due
+    core.on_progress(t, event)
+    t.due = due
+
+
 def ignores(*_: object) -> None:
     """An event or a rule without effect."""
 
@@ -165,6 +182,7 @@ def drops_every_third_alarm(t: DeskTurn, event: Event) -> None:
 
 
 PROGRESS_NEVER_ENDS = {**core.HANDLERS, "progress_end": ignores}
+REPORTS_MAKE_NO_PLAN = {**core.HANDLERS, "progress": makes_no_plan}
 PROGRESS_IS_UNCLAMPED = {**core.HANDLERS, "progress": reports_unclamped}
 EVERY_THIRD_ALARM_IS_DROPPED = {**core.HANDLERS, "alarm": drops_every_third_alarm}
 DEATHS_ARE_IGNORED = {**core.HANDLERS, "died": ignores}

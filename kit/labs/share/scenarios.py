@@ -189,6 +189,36 @@ BUNDLES = Scenario(
 )
 
 
+# b trains on both devices of a. Afterwards a needs none of them, until it reports the next step.
+COMPLETE = replace(
+    PAIR,
+    lines={
+        "a": (
+            *generates(5),
+            (300, "progress", {"completed": 10, "target": 10}),
+            (2500, "progress", {"completed": 0, "target": 10}),
+        ),
+        "b": trains(400, 600),
+    },
+    clusters={"a": {"trainer": (0,), "generation": (0, 1)}, "b": {"trainer": (0, 1)}},
+    any_planner=True,
+)
+
+
+# a keeps one replica and wakes the other when it reports the next step.
+NEXT_STEP = replace(COMPLETE, clusters={"a": {"trainer": (0,), "generation": (0, 1)}, "b": {"trainer": (0,)}})
+# b's request names 30, which its report of 10 replaces; c has only its estimate.
+ESTIMATES = Scenario(
+    lines={
+        "a": generates(5),
+        "b": ((10, "progress", {"completed": 0, "target": 10}), (10, "acquire", {"kind": GENERATION, "target": 30})),
+        "c": ((500, "acquire", {"kind": GENERATION, "target": 10}),),
+    },
+    clusters=dict.fromkeys("abc", WIDE_CLUSTER),
+    settings={"devices": 8},
+)
+
+
 def takes_all(view: View) -> None:
     """A planner whose plans are not feasible; the desk refuses them."""
     for share in view.shares.values():
@@ -207,6 +237,9 @@ SCENARIOS: Mapping[str, Scenario] = {
     "stuck": STUCK,
     "gang": GANG,
     "whole bundles": BUNDLES,
+    "complete": COMPLETE,
+    "next step": NEXT_STEP,
+    "estimates": ESTIMATES,
     "release": RELEASE,
     "streams": STREAMS,
     "preempted": PREEMPTED,

@@ -214,7 +214,7 @@ OWN: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("own", OWN, ids=lambda own: "-".join(own))
+@pytest.mark.parametrize("own", OWN, ids="-".join)
 def test_an_own_planner_or_desk_that_is_right_passes(own: dict[str, object]) -> None:
     verdict, error = simulated(**own)
     assert (failed(verdict), error) == (set(), "")
