@@ -137,7 +137,30 @@ def devices_conserved(ledger: DeskLedger) -> Violations:
             if stated != counted:
                 yield f"{last} states the idle devices {sorted(stated)}; according to the leases they are {sorted(counted)}"
         last = row
+    yield from idle_too_early(ledger)
     return f"idle devices match at {len(rows)} counts"
+
+
+def idle_too_early(ledger: DeskLedger) -> Iterator[str]:
+    """Yield a violation per device that the desk states idle although an observer saw its owner on it, or a replica on it is awake or
+    falls asleep while its pipeline leaves."""
+    seen: dict[int, str] = {}  # by observers: the owner of a device
+    died: set[str] = set()  # whose ranks have left their devices
+    for row, books in ledger.replay():
+        if row.event == "taken":
+            seen[row["device"]] = row.who
+        elif row.event == "freed" and seen.get(row["device"]) == row.who:
+            del seen[row["device"]]
+        elif row.event == "died":
+            died |= {row.who} if "replica" not in row.ids else set()
+            seen = {device: name for device, name in seen.items() if name != row.who}
+        elif row.event in ("plan", "commit", "gone") and "idle" in row.ids:
+            idle = set(numbers(row["idle"]))
+            yield from (f"{row} states device {at} idle; {seen[at]} was seen on it" for at in sorted(idle & {*seen}))
+            leaves = row.event == "gone" and row.who in books.clusters and row.who not in died
+            for name, replica in sorted(books.awake() | books.sleeping) if leaves else ():
+                if name == row.who and books.bundle(name, replica) & idle:
+                    yield f"{row} states the devices of replica {replica} of {name} idle; it has not fallen asleep"
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------------
@@ -468,7 +491,7 @@ def sleeping_bundles(books: Books, name: str) -> list[frozenset[int]]:
 
 
 def planned_release_once(ledger: DeskLedger) -> Violations:
-    """Is every planned release answered once, with one shrink per replica?"""
+    """Is every planned release answered once, after every replica has fallen asleep?"""
     need(ledger, "clusters")
     open_: defaultdict[str, list[Row]] = defaultdict(list)
     count = 0
@@ -488,6 +511,8 @@ def planned_release_once(ledger: DeskLedger) -> Violations:
             open_[row.who] = open_[row.who][1:]
             if books.active.get(row.who):
                 yield f"{row}: replicas {sorted(books.active[row.who])} are still active"
+            for _, replica in sorted(pair for pair in books.sleeping if pair[0] == row.who):
+                yield f"{row}: replica {replica} has not fallen asleep yet (no `shrunk`)"
         elif row.event == "left" and row["replica"] not in books.active.get(row.who, ()):
             yield f"{row}: the replica is not active"
         elif row.event == "error" and row.get("of") == ledger.desk:

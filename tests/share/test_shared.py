@@ -186,6 +186,16 @@ def test_a_fault_is_seen_by_the_check_that_it_names(fault: Fault) -> None:
     assert fault.caught_by in violations(rows_of(wrong.rows))
 
 
+def test_devices_that_a_sleeper_has_not_left_are_not_idle() -> None:
+    """Seen in the desk's orders alone, and by what observers saw of the devices."""
+    fault = next(fault for fault in SCRIPTED if fault.name == "released-while-falling-asleep")
+    with replaced(fault.patch):
+        rows = rows_of(SCENARIOS[fault.scene["scenario"]].run().rows)
+    assert "was seen on it" in violations(rows)["devices_conserved"]
+    unseen = [row for row in rows if row["event"] not in ("taken", "freed")]
+    assert "has not fallen asleep" in violations(unseen)["devices_conserved"]
+
+
 def test_requests_to_a_replica_that_sleeps_are_seen() -> None:
     rows = rows_of(shared(BOTH).rows)
     asleep: set[int] = set()

@@ -150,6 +150,12 @@ def plans_only_without_loss(t: DeskTurn, planner: Planner, devices: int, names: 
     return make_plan(t, planner, devices, names)
 
 
+def finishes_before_sleep(t: DeskTurn) -> None:
+    for name, pipeline in t.pipelines.items():
+        if pipeline.leaving and not t.active(name):
+            core.release_generation(t, name)
+
+
 def loses_and_forgets(t: DeskTurn, name: str, replica: int) -> None:
     lose(t, name, replica)
     if t.pipelines[name].releasing:

@@ -152,6 +152,14 @@ OF_THE_DESK = exposed_by(
         where="notebook",
     ),
     Fault(
+        "released-while-falling-asleep",
+        "a planned release is answered while replicas fall asleep",
+        "planned_release_once",
+        scene={"scenario": "release"},
+        patch={"kit.share.core:finish_releases": "kit.labs.share.bugs:finishes_before_sleep"},
+        where="notebook",
+    ),
+    Fault(
         "progress-not-ended",
         "a finished progress stream is still counted",
         "progress_ended",
