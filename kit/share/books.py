@@ -23,6 +23,7 @@ RUNS_ON = {
     "logprobs": "trainer",
     "values": "critic",
 }
+TRAINER_CALLS = ("begin", "microbatch", "finish", "logprobs")
 CLUSTERS = ("trainer", "critic", "reference", "generation")
 OPERATIONS = [
     "register",

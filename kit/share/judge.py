@@ -16,6 +16,7 @@ from kit.results.rules import Missing, NotMeasured, Violations
 from kit.results.units import counted
 from kit.share.books import (
     RUNS_ON,
+    TRAINER_CALLS,
     Books,
     DeskLedger,
     Request,
@@ -23,9 +24,9 @@ from kit.share.books import (
     cluster_of,
     off_balance,
     replica_of,
-    request_of,
     specified,
 )
+from kit.share.stuck import circle, device_requests, flights, stranded, waits_of
 
 ON_PURPOSE = "wrong on purpose"  # in `limits`: a planner whose plans a right desk refuses
 LOST = ("evicted", "aborted", "dropped", "failed", "replaced", "filtered")  # ends of groups that are not trained
@@ -95,7 +96,7 @@ def released_early(ledger: DeskLedger) -> Iterator[str]:
     """Yield a violation per release of the trainer's devices while the trainer is in a call, so still on them."""
     calls: dict[str, Row] = {}  # the last call of each pipeline's trainer, until its answer
     for row in ledger.rows:
-        if row.get("to") == "trainer" and row.event in ("begin", "microbatch", "finish", "logprobs"):
+        if row.get("to") == "trainer" and row.event in TRAINER_CALLS:
             calls[row.who] = row
         elif row.event in ("abort", "died", "gone", "ended"):  # the step is given up, perhaps because the trainer died
             calls.pop(row.who, None)
@@ -180,32 +181,6 @@ def no_request_lost(ledger: DeskLedger) -> Violations:
     return f"{count} requests"
 
 
-def device_requests(ledger: DeskLedger) -> Iterator[tuple[Row, Row | None]]:
-    """Yield each request for devices and the row that ends it: its answer, its release, or the end of its pipeline. Requests without an
-    end come last."""
-    asked: dict[tuple[str, str], Row] = {}
-    for row in ledger.rows:
-        own_keys = [key for key in asked if key[0] == row.who]
-        if row.event == "acquire" and row.at not in ledger.refused:
-            released = row.get("release", "")
-            ended = [
-                key for key in own_keys if key[1] == RUNS_ON.get(released, released) and asked[key]["kind"] == released
-            ]
-        elif row.event == "gone" or (row.event == "error" and row.get("of") == ledger.desk):
-            ended = own_keys
-        elif row.event in ("granted", "release", "planned_release") or (
-            row.event == "error" and row.get("of", "acquire") == "acquire"
-        ):
-            kind = row.get("kind", "generation")
-            ended = [key for key in own_keys if key[1] == cluster_of(row) and asked[key]["kind"] == kind]
-        else:
-            continue
-        yield from ((asked.pop(key), row) for key in ended)
-        if row.event == "acquire" and row.at not in ledger.refused:
-            asked.setdefault((row.who, cluster_of(row)), row)
-    yield from ((wait, None) for wait in asked.values())
-
-
 def answered_twice(ledger: DeskLedger) -> Iterator[str]:
     """Yield a violation per grant for which no request waits: neither the pipeline's nor one that the desk repeated."""
     answers = {end.at for _, end in device_requests(ledger) if end is not None}
@@ -214,43 +189,12 @@ def answered_twice(ledger: DeskLedger) -> Iterator[str]:
             yield f"{row}: no request waits for it"
 
 
-def flights(ledger: DeskLedger) -> Iterator[tuple[Row, dict[Request, Row]]]:
-    """Yield each row and the requests to replicas in flight before it, each with the row that sent it."""
-    flying: dict[Request, Row] = {}
-    for row in ledger.rows:
-        yield row, flying
-        if row.event == "sent":
-            flying[request_of(row)] = row
-        elif row.event in ("completed", "cancelled", "failed") and "sample" in row.ids:
-            flying.pop(request_of(row), None)
-        elif row.event in ("left", "shrink", "died", "gone"):
-            gone = (row.who, row["replica"]) if "replica" in row.ids else None  # None: the whole pipeline
-            flying = {
-                request: sent
-                for request, sent in flying.items()
-                if sent.who != row.who or gone not in (None, replica_of(sent))
-            }
-
-
 def stranded_requests(ledger: DeskLedger) -> Iterator[str]:
-    stranded: dict[Request, tuple[Row, Row]] = {}
-    for row, flying in flights(ledger):
-        if row.event == "sent":
-            stranded.pop(request_of(row), None)
-        elif row.event in ("cleared", "aborted", "evicted", "dropped", "failed", "replaced") and "group" in row.ids:
-            if row.event != "failed" or "sample" not in row.ids:
-                stranded = {request: pair for request, pair in stranded.items() if request[:2] != request_of(row)[:2]}
-        elif row.event in ("left", "shrink"):  # requests sent between the two are stranded too
-            stranded |= {
-                request: (sent, row) for request, sent in flying.items() if replica_of(sent) == replica_of(row)
-            }
-        elif row.event == "died" and "replica" not in row.ids:
-            stranded = {request: pair for request, pair in stranded.items() if request[0] != row.who}
     ended = {row.who for row in ledger.of("ended")}
     limit = ledger.limit("request_ms", 60_000) / 1000
     yield from (
         f"{sent} was never sent again after its replica left (row {left.at})"
-        for key, (sent, left) in stranded.items()
+        for key, (sent, left) in stranded(ledger).items()
         if key[0] in ended or ledger.rows[-1].time - left.time > limit
     )
 
@@ -708,9 +652,28 @@ def no_deadlock(ledger: DeskLedger) -> Violations:
         if not begun:
             raise Missing("the ledger has no `begins` or `clusters` event")
         ends = {row.who for row in need(ledger, "ended", "gone", "unregistered")}
-    yield from (f"{name} never ended; the last row is {ledger.rows[-1]}" for name in begun if name not in ends)
+    yield from held_and_waited(ledger)
+    yield from (f"{name} never ended; {waits_of(ledger, name)}" for name in begun if name not in ends)
     yield from harmed(ledger)
     return f"{', '.join(sorted(begun))} ended"
+
+
+def held_and_waited(ledger: DeskLedger) -> Iterator[str]:
+    """Yield a violation per circle of pipelines that hold devices and wait for those of the next one, until a request expires or for
+    ever."""
+    ends = {asked.at: end for asked, end in device_requests(ledger)}
+    open_: dict[tuple[str, str], Row] = {}
+    reported: set[frozenset[str]] = set()
+    last = len(ledger.rows) - 1
+    for number, (row, books) in enumerate(ledger.replay()):
+        if row.event == "expired" or number == last:
+            names, words = circle(books, open_.values())
+            if names and names not in reported:
+                reported.add(names)
+                yield f"{row}: deadlock: {words}"
+        open_ = {key: asked for key, asked in open_.items() if (end := ends[asked.at]) is None or end.at != row.at}
+        if row.at in ends:
+            open_[row.who, cluster_of(row)] = row
 
 
 def harmed(ledger: DeskLedger) -> Iterator[str]:

@@ -20,6 +20,7 @@ from kit.share.books import DeskLedger
 from kit.share.judge import RULES, pipeline_rows, plan_valid
 from kit.share.simulated import Simulation
 from kit.share.state import Cluster
+from kit.share.stuck import waits_of
 from kit.stream import judge as stream_judge
 from kit.stream.history import LoopLedger
 from kit.stream.settings import opening
@@ -194,6 +195,28 @@ def test_devices_that_a_sleeper_has_not_left_are_not_idle() -> None:
     assert "was seen on it" in violations(rows)["devices_conserved"]
     unseen = [row for row in rows if row["event"] not in ("taken", "freed")]
     assert "has not fallen asleep" in violations(unseen)["devices_conserved"]
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        (("granted", {"pipeline": "b", "kind": "training"}), "it waits for device 1 since "),
+        (("published", {"pipeline": "b"}), "has no answer of replica 0"),
+        (("done", {"pipeline": "b", "of": "microbatch"}), "b trainer has not answered `microbatch` (row "),
+        (("shrunk", {"who": "b"}), "replica 0 of b was ordered to fall asleep and has not answered"),
+        (("expanded", {"who": "b"}), "replica 0 of b was ordered to wake and has not answered"),
+        (
+            ("completed", {"pipeline": "b"}),
+            "requests to replica 0 without an answer, the first is `sent` of b, group 0",
+        ),
+    ],
+    ids=lambda lost: lost[0] if isinstance(lost, tuple) else "",
+)
+def test_a_ledger_that_stops_names_what_has_no_answer(lost: tuple[str, dict[str, Any]], words: str) -> None:
+    rows = rows_of(shared(BOTH).rows)
+    event, ids = lost
+    at = next(at for at, row in enumerate(rows) if row["event"] == event and ids.items() <= row.items())
+    assert words in waits_of(DeskLedger(rows[:at]), "b")
 
 
 def test_requests_to_a_replica_that_sleeps_are_seen() -> None:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kit.labs.share.lab import ShareConfig
+from kit.labs.share.scenarios import SCENARIOS, Scenario, trains
 from kit.loop.messages import Command, Event, Map
 from kit.results.records import Id
 from kit.share import core
 from kit.share.core import Scheduler
 from kit.share.member import Joined, Member
 from kit.share.planner import PLANNERS, Gaps, Planner, Share, Supply, View, gap_ratio, make_plan
+from kit.share.simulated import Simulation
 from kit.share.state import GENERATION, PRIORITY, DeskState, DeskTurn, Op, Plan, Request
 from kit.stream import core as stream
 from kit.stream import generation
@@ -20,6 +23,7 @@ from kit.stream.generation import StreamTurn
 
 advance, answer, drop, expand, grant = core.advance, core.answer, core.drop, core.expand, core.grant
 lose, queue, shrink = core.lose, core.queue, core.shrink
+run_scenario = Scenario.run
 desk_step, member_step, adapted = Scheduler.step, Member.step, Member.adapted
 meets, measure_gaps, order = Supply.meets, Gaps.__init__, Gaps.order
 on_left, send, report_progress = generation.on_left, generation.send, stream.report_progress
@@ -219,6 +223,21 @@ def waiters_sleep_on(t: DeskTurn, name: str, _: str) -> None:
 
 def hears_nothing_meanwhile(desk: Scheduler, state: DeskState, event: Event) -> tuple[DeskState, tuple[Command, ...]]:
     return (state, ()) if state.plan is not None else desk_step(desk, state, event)
+
+
+# The pipelines of the scenario "gangs" without a gang: each takes a device, and requests the other one while it holds it.
+ONE_BY_ONE = replace(
+    SCENARIOS["gangs"],
+    lines={
+        "a": (*trains(200, 5000), *trains(300, 5000, "critic")),
+        "b": (*trains(210, 5000), *trains(310, 5000, "critic")),
+    },
+    clusters={"a": {"trainer": (0,), "critic": (1,)}, "b": {"trainer": (1,), "critic": (0,)}},
+)
+
+
+def runs_one_by_one(_: Scenario, config: ShareConfig | None = None) -> Simulation:
+    return run_scenario(ONE_BY_ONE, config)
 
 
 # -- pipelines ------------------------------------------------------------------------------------------------------------

@@ -224,6 +224,14 @@ OF_THE_DESK = exposed_by(
         where="notebook",
     ),
     Fault(
+        "takes-one-by-one",
+        "two pipelines each take one device and then wait for the other's",
+        "no_deadlock",
+        scene={"scenario": "gangs"},
+        patch={"kit.labs.share.scenarios:Scenario.run": "kit.labs.share.bugs:runs_one_by_one"},
+        where="notebook",
+    ),
+    Fault(
         "unnoted-gang",
         "a request for several devices is never queued",
         "no_starvation",

@@ -6,12 +6,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kit.labs.definition import made
-from kit.labs.share.lab import ALONE, BETWEEN_LOOKS_S, MAIN, TRAINER, ShareConfig
+from kit.labs.share.lab import ALONE, BETWEEN_LOOKS_S, MAIN, TRAINER, ShareConfig, role_names
 from kit.labs.share.ledgers import (
     Levels,
     alone_phases,
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MIB = 2**20
+RANK = re.compile(r"\brank (\d+)")
 OUTCOMES = ("digest", "global_loss", "grad_norm", "tokens_digest")
 SEEN_BYTES = 8 * MIB  # a change of resident memory above noise
 
@@ -201,7 +204,7 @@ def keeps_groups(config: Mapping[str, Any]) -> str:
     return no_ranks(config)
 
 
-def groups_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:  # noqa: ARG001 - rules are called alike
+def groups_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:
     """Are a trainer's process groups gone while it is off its devices?
 
     The groups in torch's table, without the World's, each time a trainer rank left its device.
@@ -212,7 +215,7 @@ def groups_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violat
     counts = Counter(rows["rank"])
     for rank, count in departures.items():
         if counts[rank] < count:
-            yield f"rank {rank} left its device {count} times and counted its process groups {counts[rank]} times"
+            yield f"{name_rank(read(config), rank)} left its device {count} times and counted its process groups {counts[rank]} times"
     for row in rows[rows["value"] > 0].to_dict("records"):
         yield f"{row['who']} (rank {row['rank']}) kept {row['value']:.0f} process groups off its devices"
     return f"{len(rows)} times a trainer rank kept only the World's process group"
@@ -393,6 +396,15 @@ def others_untouched(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violatio
     return f"{counted(count, 'reading')} of sleeping ranks while a replica of the other pipeline fell asleep or woke"
 
 
+def name_rank(config: ShareConfig, rank: int) -> str:
+    """The pipeline and role of a rank, such as "b trainer (rank 3)"."""
+    counts = [
+        (f"{name} {role}", count) for name, loop in config.loops.items() for role, count in role_names(loop).items()
+    ]
+    names = [role for role, count in counts for _ in range(count)]
+    return f"{names[rank]} (rank {rank})" if 0 <= rank < len(names) else f"rank {rank}"
+
+
 def groups_moved(frame: pd.DataFrame, run: ShareConfig) -> Iterator[str]:
     rows = frame[frame["metric"] == "groups"]
     after = rows[rows["phase"] == MAIN].groupby("rank")["value"].last()
@@ -400,7 +412,7 @@ def groups_moved(frame: pd.DataFrame, run: ShareConfig) -> Iterator[str]:
         before = rows[rows["phase"] == phase].groupby("rank")["value"].last()
         for rank in before.index.intersection(after.index):
             if before[rank] != after[rank]:
-                yield f"rank {rank} has {after[rank]:g} process groups after the phase shared, {before[rank]:g} after {phase}"
+                yield f"{name_rank(run, rank)} has {after[rank]:g} process groups after the phase shared, {before[rank]:g} after {phase}"
 
 
 def dead_and_seen(frame: pd.DataFrame, config: ShareConfig) -> Iterator[str]:
@@ -518,7 +530,8 @@ def nothing_left(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     settled = frame[kept & (frame["phase"] == MAIN)].assign(phase="prepare")
     counts = pd.concat([frame[~kept | (frame["phase"] != "prepare")], settled])
     ended = frame[frame["phase"] == "end"]["rank"].nunique()  # a rehearsal may have killed the others
-    return largest(*COUNTS, after="end", base="prepare")(counts, {**config, "ranks": ended})
+    most = largest(*COUNTS, after="end", base="prepare")(counts, {**config, "ranks": ended})
+    return replace(most, why=RANK.sub(lambda rank: name_rank(read(config), int(rank[1])), most.why))
 
 
 BY_RANKS_TOO = {

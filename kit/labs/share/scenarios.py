@@ -207,6 +207,11 @@ COMPLETE = replace(
 
 # a keeps one replica and wakes the other when it reports the next step.
 NEXT_STEP = replace(COMPLETE, clusters={"a": {"trainer": (0,), "generation": (0, 1)}, "b": {"trainer": (0,)}})
+# Two gangs over the same devices: one after the other.
+GANGS = Scenario(
+    lines={"a": trains(200, 1000, "critic"), "b": trains(210, 1800, "critic")},
+    clusters={"a": {"trainer": (0,), "critic": (0, 1)}, "b": {"trainer": (1,), "critic": (1, 0)}},
+)
 # b's request names 30, which its report of 10 replaces; c has only its estimate.
 ESTIMATES = Scenario(
     lines={
@@ -239,6 +244,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "whole bundles": BUNDLES,
     "complete": COMPLETE,
     "next step": NEXT_STEP,
+    "gangs": GANGS,
     "estimates": ESTIMATES,
     "release": RELEASE,
     "streams": STREAMS,

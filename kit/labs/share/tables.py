@@ -17,7 +17,8 @@ from kit.results import NotMeasured
 from kit.results.ledger import PerFrame
 from kit.results.records import Row, numbers
 from kit.share.books import Books, DeskLedger, cluster_of, replica_of, request_of
-from kit.share.judge import device_requests, flights, is_needy
+from kit.share.judge import is_needy
+from kit.share.stuck import device_requests, flights
 from kit.stream.ports import TRAINER, calls
 
 USES = ("training", "generating", "waiting", "switching", "idle")

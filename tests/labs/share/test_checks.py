@@ -218,6 +218,20 @@ def test_every_check_of_ranks_has_a_wrong_row() -> None:
     assert {rule.name for rule in RULES} >= {check for check, _, _ in WRONG}
 
 
+@pytest.mark.parametrize(
+    ("check", "change", "words"),
+    [
+        ("others_untouched", edit("groups", {"value": 6.0}, rank=4), "b replica 0 (rank 4) has 6 process groups after the phase shared"),
+        ("groups_down_asleep", drop("groups_asleep", only=0, who="b.trainer"), "b trainer (rank 3) left its device"),
+        ("nothing_left", edit("fds", {"value": 6.0}, phase="end", rank=3), "b trainer (rank 3)"),
+    ],
+)  # fmt: skip
+def test_ranks_are_called_by_pipeline_and_role(right: list[Facts], check: str, change: Change, words: str) -> None:
+    rows = copy.deepcopy(right)
+    change(rows)
+    assert words in why(verdict_of(rows), check)
+
+
 def test_the_first_number_that_departs_is_named(right: list[Facts]) -> None:
     rows = copy.deepcopy(right)
     for phase, step in (("shared", 1), ("shared", 0)):

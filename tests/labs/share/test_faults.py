@@ -26,6 +26,7 @@ ALSO = {
     "complete-at-once": {"no_deadlock", "no_starvation"},
     "drops-alarms": {"no_deadlock", "planned_release_once"},
     "waits-for-all": {"no_deadlock"},
+    "takes-one-by-one": {"no_starvation"},
     "dead-coordinator": {
         "devices_conserved",
         "devices_used",
@@ -54,6 +55,19 @@ def test_a_rule_with_a_bug_fails_its_check_and_hardly_another(fault: Fault) -> N
     verdict, error = simulated(fault.name, **fault.set)
     assert {fault.caught_by} <= failed(verdict) <= {fault.caught_by} | ALSO.get(fault.name, set())
     assert bool(error) == (fault.exit == 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("takes-one-by-one", "deadlock: a waits for device 1, which b holds (trainer); b waits for device 0, which a holds (trainer)"),
+        ("lock-held-across-call", "a never ended; it waits for device 0 and 1 since 0.000 s (generation, row 31): nobody holds it"),
+        ("abort-never-signals", "b never ended; 8 requests never sent again after the replica left (row 561)"),
+        ("one-shot-generation", "it has no replica awake and 2 of 4 groups left"),
+    ],
+)  # fmt: skip
+def test_a_deadlock_names_what_is_unanswered_and_who_holds_it(name: str, words: str) -> None:
+    assert words in why(simulated(name)[0], "no_deadlock")
 
 
 def test_without_a_bug_every_check_of_a_ledger_passes() -> None:
