@@ -94,11 +94,15 @@ class DeskLedger(Ledger):
             once.append(row)
         self.index(once)
         asked = {self.turn[row.at]: row for row in self.rows if row.event in OPERATIONS}
+        expired = {
+            (row.who, self.turn[row.at]) for row in self.by_event["expired"]
+        }  # the error ends an earlier request
         self.refused = {  # operations that the same turn answers with an error
             operation.at
             for row in self.by_event["error"]
             if (operation := asked.get(self.turn[row.at]))
             and (operation.who, operation.event) == (row.who, row.get("of"))
+            and (row.who, self.turn[row.at]) not in expired
         }
 
     def limit(self, name: str, default: int) -> int:
