@@ -132,6 +132,9 @@ def waits_of(ledger: DeskLedger, name: str) -> str:
     if name == ledger.desk and not waits:
         stays = [pipeline for pipeline in books.clusters if pipeline not in books.closing]
         waits = [f"it waits for {listed(stays)} to leave"] if stays else []
+        waits += [
+            f"it has not answered `unregister` of {pipeline}" for pipeline in books.clusters if pipeline not in stays
+        ]
     rows = [row for row in ledger.rows if name in (row.get("core"), row.who)]
     return "; ".join(waits) or f"its last row is {rows[-1] if rows else ledger.rows[-1]}"
 

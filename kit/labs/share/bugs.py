@@ -14,9 +14,9 @@ from kit.results.records import Id
 from kit.share import core
 from kit.share.core import Scheduler
 from kit.share.member import Joined, Member
-from kit.share.planner import PLANNERS, Gaps, Planner, Share, Supply, View, gap_ratio, make_plan
+from kit.share.planner import PLANNERS, Gaps, Planner, Share, Supply, View, gap_ratio, make_plan, share_of
 from kit.share.simulated import Simulation
-from kit.share.state import GENERATION, PRIORITY, DeskState, DeskTurn, Op, Plan, Request
+from kit.share.state import GENERATION, PRIORITY, DeskFields, DeskState, DeskTurn, Op, Plan, Request
 from kit.stream import core as stream
 from kit.stream import generation
 from kit.stream.generation import StreamTurn
@@ -36,6 +36,17 @@ def gives_twice(supply: Supply, request: Request) -> bool:
     met = meets(supply, request)
     supply.idle |= idle
     return met
+
+
+def keeps_nothing(supply: Supply, request: Request) -> bool:
+    supply.kept.clear()
+    return meets(supply, request)
+
+
+def share_of_removed(f: DeskFields, name: str, shrunk: list[tuple[str, int]]) -> Share:
+    share = share_of(f, name, shrunk)
+    share.touched -= f.pipelines[name].out
+    return share
 
 
 def grants_unseen(t: DeskTurn, op: Op) -> None:
@@ -158,6 +169,12 @@ def finishes_before_sleep(t: DeskTurn) -> None:
     for name, pipeline in t.pipelines.items():
         if pipeline.leaving and not t.active(name):
             core.release_generation(t, name)
+
+
+def loses_and_waits(t: DeskTurn, name: str, replica: int) -> None:
+    sleeping = t.sleeping & {(name, replica)}
+    lose(t, name, replica)
+    t.sleeping |= sleeping
 
 
 def loses_and_forgets(t: DeskTurn, name: str, replica: int) -> None:

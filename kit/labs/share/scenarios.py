@@ -31,6 +31,7 @@ class Scenario:
     settings: Mapping[str, Any] = field(default_factory=dict)
     planner: Callable[[View], object] | None = None
     any_planner: bool = False  # every right planner passes, however it shares
+    devices: Mapping[str, Any] = field(default_factory=dict)  # options of the simulated devices
     until_s: float = 10.0
 
     def run(self, config: ShareConfig | None = None) -> Simulation:
@@ -41,7 +42,7 @@ class Scenario:
             cores["desk"] = load_callable(config.scheduler)(self.with_own(config, settings))
         else:
             cores["desk"] = Scheduler(DeskSettings(pipelines=tuple(self.clusters), **settings), planner=self.planner)
-        return simulate(cores, {}, clock, Devices(clock, {}), until_s=self.until_s)
+        return simulate(cores, {}, clock, Devices(clock, {}, **self.devices), until_s=self.until_s)
 
     def with_own(self, config: ShareConfig, settings: dict[str, Any]) -> ShareConfig:
         """The scenario's pipelines, devices and limits, with the planner and the desk of a run."""
@@ -212,6 +213,52 @@ GANGS = Scenario(
     lines={"a": trains(200, 1000, "critic"), "b": trains(210, 1800, "critic")},
     clusters={"a": {"trainer": (0,), "critic": (0, 1)}, "b": {"trainer": (1,), "critic": (1, 0)}},
 )
+# b's wide request waits for a. Meanwhile a, which holds a device, may have another one; c, which only generates, may not.
+RIVALS = Scenario(
+    lines={
+        "a": (*trains(100, 1000), *trains(250, 900, "critic")),
+        "b": trains(200, 1500),
+        "c": (*generates(5), *trains(300, 2000)),
+    },
+    clusters={
+        "a": {"trainer": (0,), "critic": (1,)},
+        "b": {"trainer": (0, 1)},
+        "c": {"trainer": (1,), "generation": (2,)},
+    },
+    settings={"devices": 3},
+)
+# While replica 0 is removed, b's hand-over leads to new plans; then it is allowed again.
+RESIZED = Scenario(
+    lines={
+        "a": (
+            *generates(5),
+            (300, "resize", {"remove": (0,)}),
+            (900, "resize", {"add": (0,)}),
+            (1200, "planned_release", {}),
+        ),
+        "b": (*trains(400, 600), *trains(1205, 1400)),
+    },
+    clusters={"a": {"generation": (0, 1, 2)}, "b": {"trainer": (1,)}},
+    settings={"devices": 3},
+)
+# Replica 1 of a is ordered to sleep for b and dies before it answers.
+LOST = replace(
+    PAIR,
+    lines={
+        "a": (*generates(5), (205, "died", {"who": "a", "replica": 1})),
+        "b": (*trains(200, 600), *trains(700, 900)),
+    },
+    clusters={"a": {"generation": (0, 1)}, "b": {"trainer": (1,)}},
+    devices={"hangs": (("shrink", "a", 1),)},
+)
+# As before, but the replica says that it cannot leave its devices: the desk must end, because nobody may have them.
+STAYS = replace(
+    LOST,
+    lines={
+        **LOST.lines,
+        "a": (*generates(5), (205, "error", {"of": "shrink", "who": "a", "replica": 1, "why": "busy"})),
+    },
+)
 # b's request names 30, which its report of 10 replaces; c has only its estimate.
 ESTIMATES = Scenario(
     lines={
@@ -245,6 +292,10 @@ SCENARIOS: Mapping[str, Scenario] = {
     "complete": COMPLETE,
     "next step": NEXT_STEP,
     "gangs": GANGS,
+    "rivals": RIVALS,
+    "resized": RESIZED,
+    "lost while falling asleep": LOST,
+    "cannot sleep": STAYS,
     "estimates": ESTIMATES,
     "release": RELEASE,
     "streams": STREAMS,

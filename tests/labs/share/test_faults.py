@@ -63,6 +63,7 @@ def test_a_rule_with_a_bug_fails_its_check_and_hardly_another(fault: Fault) -> N
         ("takes-one-by-one", "deadlock: a waits for device 1, which b holds (trainer); b waits for device 0, which a holds (trainer)"),
         ("lock-held-across-call", "a never ended; it waits for device 0 and 1 since 0.000 s (generation, row 31): nobody holds it"),
         ("abort-never-signals", "b never ended; 8 requests never sent again after the replica left (row 561)"),
+        ("waits-for-the-dead", "desk never ended; it has not answered `unregister` of a"),
         ("one-shot-generation", "it has no replica awake and 2 of 4 groups left"),
     ],
 )  # fmt: skip
