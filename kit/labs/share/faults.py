@@ -234,7 +234,7 @@ OF_THE_DESK = exposed_by(
     Fault(
         "waits-for-the-dead",
         "the desk waits for the sleep of a replica that died",
-        "no_deadlock",
+        "no_starvation",
         scene={"scenario": "lost while falling asleep"},
         patch={"kit.share.core:lose": "kit.labs.share.bugs:loses_and_waits"},
         where="notebook",

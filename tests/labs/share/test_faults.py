@@ -26,6 +26,7 @@ ALSO = {
     "complete-at-once": {"no_deadlock", "no_starvation"},
     "drops-alarms": {"no_deadlock", "planned_release_once"},
     "waits-for-all": {"no_deadlock"},
+    "waits-for-the-dead": {"no_deadlock"},
     "takes-one-by-one": {"no_starvation"},
     "dead-coordinator": {
         "devices_conserved",
