@@ -246,7 +246,7 @@ LOST = replace(
     PAIR,
     lines={
         "a": (*generates(5), (205, "died", {"who": "a", "replica": 1})),
-        "b": (*trains(200, 600), *trains(700, 900)),
+        "b": trains(200, 4000),
     },
     clusters={"a": {"generation": (0, 1)}, "b": {"trainer": (1,)}},
     devices={"hangs": (("shrink", "a", 1),)},
