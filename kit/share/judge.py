@@ -42,19 +42,27 @@ def need(ledger: DeskLedger, *events: str) -> list[Row]:
 def pipeline_rows(rows: Iterable[Row], name: str) -> list[Row]:
     """The rows of one pipeline's core, for the checks of `stream`.
 
-    A combined release and request is split into two rows. The core begins when the pipeline is admitted.
+    A combined release and request is split into two rows. The core begins when the pipeline is admitted, with all replicas. Its member
+    takes them back at once, because they sleep until the desk wakes them: these rows `joined` have the id `asleep`.
     """
     own: list[Row] = []
-    inside = False
+    inside = admitted = False
     for row in rows:
         inside = row["core"] == name if "core" in row.ids else inside
         if inside and "release" in row.ids:
             own.append(replace(row, metric="release", ids={**row.ids, "kind": row["release"]}))
         if inside and row.event == "admitted":
-            own = [Row(metric="begins", time=row.time, ids={"core": name})]
+            own, admitted = [Row(metric="begins", time=row.time, ids={"core": name})], True
+        elif inside and admitted and row.event == "joined" and is_note(row):
+            own.append(replace(row, ids={**row.ids, "asleep": 1}))
         elif inside and row.get("to") != name:
             own.append(row)
     return own
+
+
+def is_note(row: Row) -> bool:
+    """Whether a core of the kit wrote a row about itself: neither an event that it received nor a command."""
+    return not {"core", "to"} & row.ids.keys()
 
 
 # -- devices ----------------------------------------------------------------------------------------------------------------

@@ -344,9 +344,12 @@ def publish_before_use(ledger: LoopLedger) -> Violations:
 
 
 def _left_behind(ledger: LoopLedger) -> Iterator[str]:
-    """Yield a violation for a replica that gets no version although the others got several after it joined."""
+    """Yield a violation for a replica that gets no version although the others got several after it joined.
+
+    A replica that sleeps until a desk wakes it (`asleep`) needs none.
+    """
     published = by(ledger.by_event["published"], "replica")
-    for joined in ledger.by_event["joined"]:
+    for joined in [row for row in ledger.by_event["joined"] if "asleep" not in row.ids]:
         replica = joined.get("replica", "")
         gone = [row.at for name in ("left", "died") for row in ledger.by_event[name] if row.get("replica") == replica]
         until = min((at for at in gone if at > joined.at), default=len(ledger.rows))
