@@ -30,6 +30,7 @@ TOO_SHORT = {
     "trains_before_straggler",
     "kv_policy_kept",
     "no_torn_generation",
+    "requests_spread",
 }
 
 
