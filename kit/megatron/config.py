@@ -63,6 +63,7 @@ class ModelConfig:
     etp: int | None = None
     experts: int = 0
     aux_loss: float = 0.0  # coefficient of the load-balancing loss of experts
+    router_bias: bool = False  # routers balance experts by a bias that each step moves, and not by a loss
     order: str = "tp-cp-ep-dp-pp"
     gloo_groups: bool = True
     distributed_optimizer: bool = False

@@ -207,6 +207,8 @@ def network(config: ModelConfig, device: torch.device, stage: int = 0) -> Any:
         experts = {"num_moe_experts": config.experts, "moe_router_topk": 2, "moe_token_dispatcher_type": "allgather"}
         experts["moe_router_load_balancing_type"] = "aux_loss" if config.aux_loss else "none"
         experts["moe_aux_loss_coeff"] = config.aux_loss
+        if config.router_bias:
+            experts |= {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
     transformer_config = TransformerConfig(
         num_layers=g.layers,
         hidden_size=g.hidden,

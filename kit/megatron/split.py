@@ -69,6 +69,7 @@ class MegatronSplit(SplitStep):
         self.config = job.chunks[0].config
         self.saved: dict[str, Any] = {}
         self.random: tuple[Any, ...] = ()
+        self.router: list[KeptBuffer] = []
         self.fed: list[Fed] = []
         self.microbatches = 0
         if len(job.chunks) > 1:
@@ -83,6 +84,7 @@ class MegatronSplit(SplitStep):
     def _open(self) -> None:
         self.fed, self.microbatches = [], 0
         self.random = random_states()
+        self.router = router_state(self.job.chunks)
         clear_aux()
         zero_gradients(self.job)
         self._hook()
@@ -183,7 +185,10 @@ class MegatronSplit(SplitStep):
         (self.saved["finalize_model_grads_func"] or finalize_model_grads)(self.job.chunks)
 
     def _update(self, sequences: float, tokens: float, table: dict[str, float]) -> StepResult:
-        return update(self.job, self.gbs, sequences, tokens, table)
+        result = update(self.job, self.gbs, sequences, tokens, table)
+        if not result["updated"]:
+            restore_buffers(self.router)
+        return result
 
     def _give_up(self) -> None:
         for group in bucket_groups(self.job.chunks[0]):
@@ -193,6 +198,7 @@ class MegatronSplit(SplitStep):
         self._restore()
         zero_gradients(self.job)
         clear_aux()
+        restore_buffers(self.router)
         self.fed = []
         if self.random:
             set_random_states(self.random)
@@ -343,6 +349,33 @@ def from_last_stage(table: dict[str, float], names: list[str], device: torch.dev
     last = stages.get_pipeline_model_parallel_last_rank()
     dist.broadcast(values, last, group=stages.get_pipeline_model_parallel_group())
     return dict(zip(names, values.tolist(), strict=True))
+
+
+# -- the bias of routers ---------------------------------------------------------------------------------------------
+
+
+class KeptBuffer(NamedTuple):
+    """A buffer, and its values at some moment."""
+
+    live: torch.Tensor
+    values: torch.Tensor
+
+
+def router_buffers(chunks: list[Any]) -> dict[str, torch.Tensor]:
+    """The biases of routers that balance experts without a loss, and the tokens that each expert has got since the last update."""
+    modules = [(name, module) for chunk in chunks for name, module in chunk.named_modules()]
+    routers = [(name, module) for name, module in modules if getattr(module, "expert_bias", None) is not None]
+    kinds = ("expert_bias", "local_tokens_per_expert")
+    return {f"{name}.{kind}": getattr(module, kind) for name, module in routers for kind in kinds}
+
+
+def router_state(chunks: list[Any]) -> list[KeptBuffer]:
+    return [KeptBuffer(buffer, buffer.clone()) for buffer in router_buffers(chunks).values()]
+
+
+def restore_buffers(state: list[KeptBuffer]) -> None:
+    for buffer, values in state:
+        buffer.copy_(values)
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------

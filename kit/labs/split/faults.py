@@ -155,6 +155,27 @@ OF_THE_STEP = exposed_by(
         patch={f"{STEP}._update": f"{BUGS}:clips_to_half"},
     ),
     Fault(
+        "scales-up",
+        "gradients with a norm below the limit of clipping are scaled up to it",
+        "update",
+        needs={"distributed_optimizer": (False,), "tp": (1,), "pp": (1,), "experts": (0,)},
+        patch={f"{STEP}._update": f"{BUGS}:scales_up_to_the_limit"},
+    ),
+    Fault(
+        "lost-on-interrupt",
+        "an interrupt in the step, which is no Exception, leaves the job's hooks replaced",
+        "hooks_restored",
+        needs={"pp": (1,)},
+        patch={"kit.train.protocol:SplitStep._guarded": f"{BUGS}:restores_only_after_errors"},
+    ),
+    Fault(
+        "routers-left",
+        "a split step does not move the biases that balance the experts",
+        "routers_match",
+        set={**EXPERTS, "router_bias": True},
+        patch={f"{STEP}._reduce": f"{BUGS}:leaves_the_routers"},
+    ),
+    Fault(
         "twice-divided",
         "gradients are divided twice by the number of data-parallel ranks",
         "grad_parity",

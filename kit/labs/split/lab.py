@@ -71,6 +71,9 @@ class SplitConfig(JobConfig):
     ep: Annotated[int, Option("expert parallel size", low=1, high=64)] = 1
     experts: Annotated[int, Option("experts per layer; 0: a dense model", low=0, high=256)] = 0
     aux_loss: Annotated[float, Option("coefficient of the load-balancing loss", low=0, high=10)] = 0.01
+    router_bias: Annotated[
+        bool, Option("experts are balanced by a bias of their routers that each step moves, in place of a loss")
+    ] = False
     distributed_optimizer: Annotated[bool, Option("shard optimizer state over data-parallel ranks")] = False
     overlap_grad_reduce: Annotated[bool, Option("reduce gradients during the backward pass in plain steps")] = False
     reduce: Annotated[
@@ -165,6 +168,10 @@ class SplitConfig(JobConfig):
             f"ep={self.ep} needs a model with experts: set experts to a multiple of {self.ep}",
         )
         refuse_if(
+            self.router_bias and self.experts < 3,
+            "router_bias=true needs a model with 3 or more experts: a token goes to 2 of them",
+        )
+        refuse_if(
             self.experts and self.reduce != "mean",
             "experts need reduce=mean: Megatron scales their load-balancing loss for a mean over data-parallel ranks",
         )
@@ -219,6 +226,10 @@ class SplitConfig(JobConfig):
         return not self.experts and self.model == KIT_MODEL
 
     @property
+    def balancing_loss(self) -> bool:
+        return bool(self.experts and self.aux_loss and not self.router_bias)
+
+    @property
     def set_options(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in LOSS_OPTIONS}
         return {name: value for name, value in values.items() if value not in (None, "recipe")}
@@ -234,7 +245,7 @@ def loss_settings(config: SplitConfig) -> dict[str, Any]:
 
 
 def model_config(config: SplitConfig) -> ModelConfig:
-    aux_loss = config.aux_loss if config.experts else 0.0
+    aux_loss = config.aux_loss if config.balancing_loss else 0.0
     return model_of(config, aux_loss=aux_loss, sum_gradients=config.reduce == "sum", seq=config.length)
 
 

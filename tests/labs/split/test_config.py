@@ -27,6 +27,7 @@ EXPERTS = {"experts": 4, "reduce": "mean"}
         ({"pp": 3, "ranks": 3}, "pp=3 does not divide 4 layers"),
         ({"ep": 2}, "ep=2 needs a model with experts: set experts to a multiple of 2"),
         ({"ep": 2, **EXPERTS, "experts": 3}, "ep=2 does not divide 3 experts"),
+        ({"router_bias": True}, "router_bias=true needs a model with 3 or more experts"),
         ({"experts": 4}, "experts need reduce=mean"),
         ({**EXPERTS, "tp": 2}, "Megatron asks for tp=1"),
         ({"backend": "fsdp2", "tp": 2}, "backend=fsdp2 supports data parallelism only: leave out tp, pp and experts"),

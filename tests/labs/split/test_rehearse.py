@@ -182,6 +182,18 @@ class KeepsBytes(Step):
         vars(self.job).setdefault("rows", []).append(torch.zeros(2 * rehearse.KEPT_BYTES))
 
 
+class KeepsUntilAborted(Step):
+    """Keeps a graph of every finished step, until one is aborted."""
+
+    def finish(self) -> StepResult:
+        vars(self.job).setdefault("values", []).append(self.job.table[:1, :1] * 2)
+        return super().finish()
+
+    def abort(self) -> None:
+        super().abort()
+        vars(self.job).pop("values", None)
+
+
 class HooksEveryTime(Step):
     def _open(self) -> None:
         super()._open()
@@ -259,13 +271,14 @@ def test_groups_of_steps_are_counted(step: Any, kept: int) -> None:
     [
         (Step, ()),
         (KeepsSomethingOnce, ()),
-        (KeepsGraphs, ("graphs_kept",)),
-        (KeepsBytes, ("bytes_kept",)),
-        (HooksEveryTime, ("hooks_kept",)),
+        (KeepsGraphs, ("graphs_kept finish",)),
+        (KeepsUntilAborted, ("graphs_kept finish",)),
+        (KeepsBytes, ("bytes_kept abort",)),
+        (HooksEveryTime, ("hooks_kept finish", "hooks_kept abort")),
     ],
 )
 def test_what_steps_leave_behind_is_named(step: Any, kept: tuple[str, ...]) -> None:
     made = scene(step)
     rehearse.memory_of_steps(made, batch())
-    assert [metric for metric, value, _, _ in made.found] == ["bytes_kept", "graphs_kept", "hooks_kept"]
-    assert tuple(metric for metric, value, _, _ in made.found if value) == kept
+    assert [metric for metric, value, _, _ in made.found] == ["bytes_kept", "graphs_kept", "hooks_kept"] * 2
+    assert tuple(f"{metric} {ids['end']}" for metric, value, _, ids in made.found if value) == kept

@@ -59,10 +59,14 @@ def a_loss(level: str) -> ClippedPolicyGradient:
 
 
 def feed(step: fsdp.FsdpSplit, data: Batch, calls: int) -> None:
+    """The buffers of each call are overwritten afterwards: what a step keeps of its rows it must copy."""
     total = rows(data) // MBS
     ends = [total * index // calls * MBS for index in range(calls + 1)]
     for start, end in itertools.pairwise(ends):
-        step.microbatch(cut(data, start, end))
+        buffer = {name: value.clone() for name, value in cut(data, start, end).items()}
+        step.microbatch(buffer)
+        for value in buffer.values():
+            value.zero_()
 
 
 def off(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:

@@ -237,6 +237,14 @@ def chunks_of(data: Batch, chunks: int, mbs: int) -> list[Batch]:
     return [cut(data, start, end) for start, end in itertools.pairwise(ends)]
 
 
+def buffers_of_routers(job: Any) -> Tensors:
+    """Copies of what this rank's routers keep beside their weights, found by the lab itself: every buffer of every router."""
+    modules = [(name, module) for chunk in job.chunks for name, module in chunk.named_modules()]
+    routers = [(name, module) for name, module in modules if name.endswith("mlp.router")]
+    named = [(f"{name}.{kind}", buffer) for name, module in routers for kind, buffer in module.named_buffers()]
+    return {name: buffer.detach().cpu().clone() for name, buffer in named}
+
+
 # -- the rows ----------------------------------------------------------------------------------------------------------------
 
 

@@ -121,6 +121,14 @@ def divides_late(step: MegatronSplit, own: float) -> None:
         normalise(step, own)
 
 
+def leaves_the_routers(step: MegatronSplit) -> None:
+    """As a reduction without Megatron's finalize_model_grads does, which moves their biases."""
+    config, plain = step.config, step.config.moe_router_enable_expert_bias
+    config.moe_router_enable_expert_bias = False
+    reduce(step)
+    config.moe_router_enable_expert_bias = plain
+
+
 def reduces_twice(step: MegatronSplit) -> None:
     for group in split.bucket_groups(step.job.chunks[0]):
         group.start_grad_sync()
@@ -148,6 +156,25 @@ def clips_to_half(step: MegatronSplit, sequences: float, tokens: float, table: d
     result = update(step, sequences, tokens, table)
     config.clip_grad = limit
     return result
+
+
+def scales_up_to_the_limit(step: MegatronSplit, sequences: float, tokens: float, table: dict[str, float]) -> StepResult:
+    """The factor of clipping, limit over norm, is not kept at 1 or less."""
+    chunk, limit = step.job.chunks[0], step.job.optimizer.config.clip_grad
+    norm = sum(float(buffer.grad_data.double().square().sum()) for buffer in chunk.buffers) ** 0.5
+    if 0 < norm < limit:
+        chunk.scale_gradients(limit / norm)
+    return update(step, sequences, tokens, table)
+
+
+def restores_only_after_errors(step: MegatronSplit, call: str, work: Any) -> Any:
+    """An interrupt is none."""
+    try:
+        return work()
+    except Exception as error:
+        step.failed = f"{call} raised {type(error).__name__}"
+        step._restore()
+        raise
 
 
 def divides_by_the_ranks_again(step: MegatronSplit, own: float) -> None:

@@ -46,6 +46,7 @@ class Trained:
     results: list[StepResult] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
     weights: Tensors = field(default_factory=dict)
+    routers: Tensors = field(default_factory=dict)  # what routers keep beside their weights, after the first step
 
 
 class Observed:
@@ -156,7 +157,7 @@ class Split:
 
         With experts: their load-balancing loss.
         """
-        if self.config.experts and self.config.aux_loss:
+        if self.config.balancing_loss:
             self.record("balance", balance_of_step(self.megatron.fresh(), self.batches[0], self.config.micro_batch))
         if self.ctx.rank:
             return
@@ -195,6 +196,11 @@ class Split:
         """Weights on every rank, since one replica may differ; gradients and tensors on rank 0, which has all of them."""
         cut, plain = self.cut, self.plain
         self.record("parameter_error", oracle.overall(cut.weights, plain.weights))
+        if self.config.router_bias:
+            moved = sum(int(torch.count_nonzero(values)) for values in plain.routers.values())
+            wrong = [name for name, values in plain.routers.items() if not torch.equal(values, cut.routers[name])]
+            self.record("routers_moved", moved)
+            self.record("routers_differ", len(wrong), text=", ".join(wrong[:3]))
         if self.ctx.rank:
             return
         sure: Tensors = {}
@@ -237,6 +243,23 @@ class Split:
             self.record(metric, value, text=text, **ids)
             if value:
                 print(f"rehearse: {metric} {ids} is {value:g} {text}")
+        if self.config.model == KIT_MODEL:
+            self._step_below_the_clip_limit()
+
+    def _step_below_the_clip_limit(self) -> None:
+        """A step with gradients of half the norm to clip to, then a clipped one: of one step alone Adam forgets the scale."""
+        case = self.cases[max(self.cases)]
+        loss, norm = self._loss(case.level), float(self.plain.results[0]["grad_norm"])
+        scale = 0.5 * self.settings.clip / norm if norm > 0 else 1.0
+
+        def small(logprobs: torch.Tensor, batch: Batch, **counts: float) -> Any:
+            value, seen = loss(logprobs, batch, **counts)
+            return value * scale, seen
+
+        trained = self._drive(self.backend, case, plain=False, first_loss=backends.WrappedLoss(loss, small))
+        if self.ctx.rank == 0 and not self.config.balancing_loss:  # that loss is not scaled with the other
+            expected = {name: value * scale for name, value in self.plain.gradients[0].items()}
+            self.record("small_gradient_error", oracle.overall(trained.gradients[0], expected))
 
     def end(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self.plain = self.cut = Trained()
@@ -270,10 +293,12 @@ class Split:
         )
         return make_split(self.config.implementation, ctx, "implementation")
 
-    def _drive(self, backend: backends.Backend, case: Case, *, plain: bool) -> Trained:
+    def _drive(self, backend: backends.Backend, case: Case, *, plain: bool, first_loss: Loss | None = None) -> Trained:
+        """All steps of a fresh job; or with `first_loss` two steps, of which the first has that loss."""
         job: Any = backend.fresh()
         trained, config = Trained(), self.config
         title = f"plain step, level {case.level}" if plain else f"level {case.level}, chunks {case.chunks}"
+        batches = [self.batches[0], self.batches[-1]] if first_loss else self.batches
         observed = Observed(backend, job, str(self.device), waits=plain)
         loss, start = self._loss(case.level), {name: value.clone() for name, value in backend.parameters(job).items()}
         step: Any = backend.sync(job) if plain else self._make(job)
@@ -282,14 +307,15 @@ class Split:
         rate_off = 0.0
         reductions: list[int] = []
         with backend.counted(job) as counter, contextlib.nullcontext() if plain else observed.watching_clips():
-            for number, batch in enumerate(self.batches, start=1):
+            for number, batch in enumerate(batches, start=1):
                 counter.update(dict.fromkeys(counter, 0))
-                observed.begin_step(timed=number == len(self.batches))
+                observed.begin_step(timed=number == len(batches))
+                step_loss = first_loss if first_loss and number == 1 else loss
                 began = time.perf_counter()
                 if plain:
-                    result = observed.call("run", step.run, loss, batch, config.batch, config.micro_batch)
+                    result = observed.call("run", step.run, step_loss, batch, config.batch, config.micro_batch)
                 else:
-                    result = self._in_chunks(step, observed, loss, batch, case.chunks)
+                    result = self._in_chunks(step, observed, step_loss, batch, case.chunks)
                     wrong_versions += step.version != number
                 took = time.perf_counter() - began
                 log_steps([dict(result)], done=number, seconds=took, device=observed.device, what=title)
@@ -299,6 +325,8 @@ class Split:
                     gradients = observed.before_clipping
                 elif config.model == KIT_MODEL:  # how your own model clips is unknown
                     gradients = oracle.unclipped(self.settings, gradients, float(result["grad_norm"]))
+                if number == 1 and self.config.router_bias:
+                    trained.routers = backends.buffers_of_routers(job)
                 trained.results.append(result)
                 trained.gradients.append(gradients)
                 hooks_lost += rehearse.hooks_lost(before, backend.hooks(job))
@@ -306,7 +334,8 @@ class Split:
                 if result["updated"]:
                     rate_off = max(rate_off, rate_error(result["lr"], observed.rates, number))
         trained.weights = backend.parameters(job)
-        self._judge_updates("plain" if plain else "split", start, trained)
+        way = "plain" if plain else "split"
+        self._judge_updates(f"{way} step below the clip limit, then" if first_loss else way, start, trained)
         self.record("reductions_least", min(reductions))
         self.record("reductions_most", max(reductions))
         self.record("hooks_lost", hooks_lost)

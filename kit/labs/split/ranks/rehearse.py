@@ -101,15 +101,20 @@ def hooks_lost(before: tuple[Any, ...], after: tuple[Any, ...]) -> int:
     return sum(a is not b and a != b for a, b in zip(before, after, strict=True))
 
 
-def raised_by(call: Callable[[], object]) -> Exception | None:
+def raised_by(call: Callable[[], object]) -> BaseException | None:
+    """What a call raises; of an interrupt only the rehearsed one."""
     try:
         call()
+    except KeyboardInterrupt as error:
+        if "on purpose" not in str(error):
+            raise
+        return error
     except Exception as error:  # noqa: BLE001 - your own step may raise anything
         return error
     return None
 
 
-def described(error: Exception) -> str:
+def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:120]}"
 
 
@@ -119,6 +124,7 @@ class DrawingLoss(WrappedLoss):
 
     armed = False
     raised = False
+    kind: type[BaseException] = RehearsedError
 
     def __call__(self, logprobs: torch.Tensor, batch: Batch, **counts: float) -> Any:
         torch.rand(1)
@@ -127,7 +133,7 @@ class DrawingLoss(WrappedLoss):
         value = super().__call__(logprobs, batch, **counts)
         if self.armed:
             self.raised = True
-            raise RehearsedError("a loss that raises, on purpose")
+            raise self.kind("a loss that raises, on purpose")
         return value
 
 
@@ -187,11 +193,16 @@ def differs_from_control(scene: Scene, batch: Batch) -> int:
 
 
 def raised(scene: Scene, batch: Batch) -> None:
-    """An error in the middle of microbatch, and one in finish: hooks must be restored, and only abort is allowed afterwards."""
+    """Errors in the middle of microbatch, and one in finish: hooks must be restored, and only abort is allowed afterwards."""
     before, version = scene.backend.state(scene.job), scene.step.version
-    for call, breaks in (("microbatch", broken_microbatch), ("finish", broken_finish)):
-        after = f"error in {call}"
-        swallowed = breaks(scene, batch) is None
+    ways: dict[str, Callable[[], BaseException | None]] = {
+        "error in microbatch": lambda: broken_microbatch(scene, batch, RehearsedError),
+        "error in finish": lambda: broken_finish(scene, batch),
+    }
+    if scene.config.pp == 1:  # with a pipeline the loss raises on no rank, see there
+        ways["interrupt in microbatch"] = lambda: broken_microbatch(scene, batch, KeyboardInterrupt)
+    for after, breaks in ways.items():
+        swallowed = breaks() is None
         scene.note("error_swallowed", int(swallowed), after=after)
         scene.note_hooks(after)
         if swallowed:  # the step has been finished, or is open: what it refuses now says nothing
@@ -204,10 +215,11 @@ def raised(scene: Scene, batch: Batch) -> None:
     scene.note("error_ticked", int(scene.step.version != version))
 
 
-def broken_microbatch(scene: Scene, batch: Batch) -> Exception | None:
+def broken_microbatch(scene: Scene, batch: Batch, kind: type[BaseException]) -> BaseException | None:
     """With Megatron the second call raises, so that there is something that a wrong step could finish. With FSDP2, which keeps a piece
     back, ranks would not raise at the same piece: the first call does. A step that stores rows for finish raises there."""
     loss = DrawingLoss(scene.loss)
+    loss.kind = kind
     scene.begin(loss)
     if scene.config.backend == "megatron":
         scene.feed(batch)
@@ -218,7 +230,7 @@ def broken_microbatch(scene: Scene, batch: Batch) -> Exception | None:
     return error if error or loss.raised else raised_by(scene.step.finish)
 
 
-def broken_finish(scene: Scene, batch: Batch) -> Exception | None:
+def broken_finish(scene: Scene, batch: Batch) -> BaseException | None:
     scene.begin()
     scene.feed(batch)
     on_purpose = RehearsedError("an optimizer that raises, on purpose")
@@ -335,7 +347,7 @@ def many_calls(scene: Scene, batch: Batch) -> None:
 
 
 def nothing_valid(scene: Scene, batch: Batch) -> None:
-    """A step in which no token of any rank counts must be refused with an error that means it, or give a finite loss and gradient norm."""
+    """A step in which no token of any rank counts must be refused with an error that means it, or give finite numbers."""
     scene.begin()
     scene.feed({**batch, "token_mask": torch.zeros_like(batch["token_mask"])})
     fine = ""
@@ -346,8 +358,15 @@ def nothing_valid(scene: Scene, batch: Batch) -> None:
         fine = f"refused with {described(error)}"
         wrong = fine if isinstance(error, ArithmeticError) else ""  # 0 / 0 refuses nothing
     else:
-        numbers = {name: float(value) for name, value in result.items() if name in ("global_loss", "grad_norm")}
-        wrong = ", ".join(f"{name} is {value:g}" for name, value in numbers.items() if not math.isfinite(value))
+        named = {**result["metrics"], **{name: result[name] for name in ("global_loss", "grad_norm")}}
+        numbers = {name: float(value) for name, value in named.items()}
+        extremes = tuple(name for name in numbers if name.endswith(("_min", "_max")))  # of nothing: may be infinite
+        broken = {
+            name: value
+            for name, value in numbers.items()
+            if math.isnan(value) or (math.isinf(value) and name not in extremes)
+        }
+        wrong = ", ".join(f"{name} is {value:g}" for name, value in broken.items())
     scene.note_rows(wrong, fine, call="step without any valid token")
 
 
@@ -407,20 +426,21 @@ def kept_by(job: Any) -> Kept:
 
 
 def memory_of_steps(scene: Scene, batch: Batch) -> None:
-    """What each of two rounds of a finished and an aborted step leaves behind, after a first one that may make what stays."""
-    levels = []
-    for _ in range(3):
-        scene.whole(batch)
+    """What each of two finished steps, and then each of two aborted ones, leaves behind, after a first that may make what stays. Apart,
+    because one kind of end may clear what the other leaves."""
+
+    def abort_one() -> None:
         scene.begin()
         scene.feed(batch)
         scene.step.abort()
-        levels.append(kept_by(scene.job))
-    steps = [Kept(*map(operator.sub, after, before)) for before, after in itertools.pairwise(levels)]
-    for name, least in (("bytes", KEPT_BYTES), ("graphs", 0), ("hooks", 0)):
-        grown = min(getattr(step, name) for step in steps)
-        text = (
-            f"{getattr(levels[0], name)} after one round, {getattr(levels[2], name)} after three"
-            if grown > least
-            else ""
-        )
-        scene.note(f"{name}_kept", max(0, grown - least), text)
+
+    for end, take in (("finish", lambda: scene.whole(batch)), ("abort", abort_one)):
+        levels = []
+        for _ in range(3):
+            take()
+            levels.append(kept_by(scene.job))
+        steps = [Kept(*map(operator.sub, after, before)) for before, after in itertools.pairwise(levels)]
+        for name, least in (("bytes", KEPT_BYTES), ("graphs", 0), ("hooks", 0)):
+            grown = min(getattr(step, name) for step in steps)
+            counts = f"{getattr(levels[0], name)} after the first {end}, {getattr(levels[2], name)} after the third"
+            scene.note(f"{name}_kept", max(0, grown - least), counts if grown > least else "", end=end)
