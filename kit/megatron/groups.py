@@ -196,10 +196,10 @@ class DestroyFailed(KitError):  # noqa: N818 - reads as what happened
         self.stats = stats
 
 
-def meet(what: str, rank: int, size: int, timeout_s: float) -> None:
+def meet(what: str, rank: int, size: int, timeout_s: float, report: str = "") -> None:
     """Wait at the store until every rank has come; name those that did not within the deadline."""
     number = _rounds[what] = _rounds.get(what, 0) + 1
-    state.store.set(f"kit/{what}/{number}/{rank}", "1")
+    state.store.set(f"kit/{what}/{number}/{rank}", report)
     everyone = [f"kit/{what}/{number}/{r}" for r in range(size)]
     try:
         state.store.wait(everyone, dt.timedelta(seconds=timeout_s))
@@ -213,6 +213,12 @@ def meet(what: str, rank: int, size: int, timeout_s: float) -> None:
         ) from error
     if number > 1:
         state.store.delete_key(f"kit/{what}/{number - 1}/{rank}")
+
+
+def reports(what: str, own: str, rank: int, size: int, timeout_s: float) -> list[str]:
+    """Meet, and return what every rank reports, in the order of ranks."""
+    meet(what, rank, size, timeout_s, report=own)
+    return [state.store.get(f"kit/{what}/{_rounds[what]}/{r}").decode() for r in range(size)]
 
 
 def release(*, include_world: bool, timeout_s: float, abort: bool) -> tuple[int, list[tuple[str, str]], list[str]]:

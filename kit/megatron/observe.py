@@ -12,7 +12,7 @@ import functools
 import types
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,13 +158,18 @@ def talk() -> tuple[dict[str, list[int]], list[str]]:
     for name, group in {WORLD: dist.group.WORLD, **standing()}.items():
         try:
             answered[name] = _gather(group)
-            total = _sum(group)
+            text = wrong_sum(group, answered[name])
         except Exception as error:  # noqa: BLE001 - as above
             wrong.append(f"{name}: {first_line(error)}")
             break
-        if total != (expected := sum((rank + 1) ** 2 for rank in answered[name])):
-            wrong.append(f"{name}: a sum over ranks {answered[name]} is {total:g}, not {expected}")
+        wrong += [f"{name}: {text}"] if text else []
     return answered, wrong
+
+
+def wrong_sum(group: Any, ranks: Sequence[int]) -> str:
+    """What is wrong with a sum over a group of these ranks; empty if it is right."""
+    total, expected = _sum(group), sum((rank + 1) ** 2 for rank in ranks)
+    return "" if total == expected else f"a sum over ranks {[*ranks]} is {total:g}, not {expected}"
 
 
 def _gather(group: Any) -> list[int]:
@@ -265,9 +270,12 @@ def usable(old: list[Old], *, but_gloo: bool) -> list[str]:
             try:
                 real = births.reach(group)
             except Exception as error:  # noqa: BLE001 - whatever it raises, the question is whether the group is named
-                # By its description: its name is a bare number, which any message may hold.
-                if not any(old_group.description in str(link) for link in births.chain(error)):
-                    alive.append(f"{old_group.name}: the error does not name it: {first_line(error)}")
+                # By its description or Megatron's name: torch's name is a bare number, which any message may hold.
+                words = (old_group.description, old_group.name.lstrip("_"))
+                if not any(word in str(link) for link in births.chain(error) for word in words):
+                    alive.append(
+                        f"{old_group.name}: the error contains none of {', '.join(words)}: {first_line(error)}"
+                    )
                 continue
             backends = [backend["backend"] for backend in births.group_facts(real)["backends"].values()]
             if not but_gloo or any("Gloo" not in name for name in backends):

@@ -28,7 +28,7 @@ WEIGHED = ("anon_rss", "file_rss", "shm_rss", "tensor_bytes", "pinned_bytes")
 WARM_UP = 1  # first cycles excluded from a slope
 DRIFT_CYCLES = 2  # a first and a last one
 SLOPE_CYCLES = 4  # the warm-up, and three points for a line
-RISING = 6  # from this many cycles on, a single cycle cannot tilt the line through all
+RISING = 6  # from this many cycles on, a single slow cycle cannot tilt the line through all
 LEAST_S = 0.1  # a phase that takes less than this longer is steady
 SETTLED = 2  # cycles after which all one-time allocations exist
 STATE_SHARE = 0.01  # share of the job's state that a cycle may add without counting as growth
@@ -269,9 +269,9 @@ def nothing_piles_up(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
 
 
 def steady(*phases: str) -> Measure:
-    """Ratio of each phase's time in both of the last two cycles to that in any earlier cycle, on the worst rank. From `RISING` cycles on
-    also last to second cycle, on the line through all. An increase below `LEAST_S` does not count, nor does one slow cycle: on a busy
-    machine one cycle took five times as long as others."""
+    """Ratio of each phase's time in both of the last two cycles to that in any earlier cycle, on the worst rank; and last to second cycle,
+    on the line through all. With fewer than `RISING` cycles its slope is the smallest step from one cycle to the next. An increase below
+    `LEAST_S` does not count, nor does one slow cycle: on a busy machine one cycle took five times as long as others."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         import numpy as np
@@ -283,8 +283,9 @@ def steady(*phases: str) -> Measure:
             if len(table) < config["cycles"]:
                 raise Missing(f"{phase} was timed in {len(table)} of {config['cycles']} cycles")
             pairs = {("any earlier cycle", "both of the last two"): (table.iloc[:-2].max(), table.iloc[-2:].min())}
-            if len(table) >= RISING:
-                slope, warm = theil_sen(table), table.iloc[WARM_UP:]
+            if len(table) >= SLOPE_CYCLES:
+                warm = table.iloc[WARM_UP:]
+                slope = theil_sen(table) if len(table) >= RISING else warm.diff().min().clip(lower=0)
                 since = warm.index.to_numpy() - warm.index[0]
                 at_first = (warm - np.outer(since, slope)).median().clip(lower=warm.min())
                 pairs["the second cycle", "the last, on the line through all"] = at_first, at_first + slope * since[-1]

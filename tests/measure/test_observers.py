@@ -107,14 +107,15 @@ def test_what_a_collective_reaches(world: None) -> None:
     dist.destroy_process_group(group)
 
 
-def test_a_name_that_the_next_group_could_not_have(world: None) -> None:
+def test_a_name_that_a_later_group_could_not_have(world: None) -> None:
     group = dist.new_group([0])
-    assert births.taken_name() == ""
-    count, births._c10d()._world.group_count = births._c10d()._world.group_count, int(group.group_name)
-    assert births.taken_name() == group.group_name
+    assert births.names_ahead() == []
+    tables = births._c10d()._world
+    count, tables.group_count = tables.group_count, int(group.group_name)
+    assert births.names_ahead() == [group.group_name]
     with pytest.raises((RuntimeError, ValueError)):
         dist.new_group([0])
-    births._c10d()._world.group_count = count
+    tables.group_count = count
     dist.destroy_process_group(group)
 
 
@@ -319,6 +320,20 @@ def test_what_is_not_as_it_was_is_named() -> None:
     job.optimizer.state[job.net[0].weight]["exp_avg"] = torch.zeros(8, 8, dtype=torch.float64)
     assert [str(one) for one in tensor_differences(before, job.state().prints()) if one.kind == "optimizer"] == [
         "optimizer optimizer.state.0.exp_avg: type torch.float32 became torch.float64"
+    ]
+
+
+def test_a_tensor_that_became_another_one_is_not_called_gone() -> None:
+    job = Job()
+    before = job.state().prints()
+    moments = job.optimizer.state
+    moments[job.net[0].weight]["exp_avg_sq"] = moments[job.net[0].weight]["exp_avg"]
+    del moments[job.net[0].bias]["exp_avg"]
+    state = job.state()
+    texts = [difference.what for difference in tensor_differences(before, state.prints(), shared=state.shared)]
+    assert texts == [
+        "is the same tensor as optimizer.state.0.exp_avg now",
+        "is gone, or became part of another tensor",
     ]
 
 

@@ -229,7 +229,7 @@ TIMED = (
 )
 LEFT_OUT = {
     "controls": ("control_build", "control", "control_end", "second_control"),
-    "hashing and checks": ("fingerprint", "verify", "compare", "rehearse_failure", "ownership"),
+    "hashing and checks": ("fingerprint", "verify", "compare", "rehearse_restore", "rehearse_failure", "ownership"),
 }
 
 

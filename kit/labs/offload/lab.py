@@ -122,6 +122,7 @@ def plan(config: OffloadConfig) -> list[Step]:
         *cycles,
         Step(last, "train"),
         Step(0, "compare"),
+        Step(0, "rehearse_restore"),
         Step(0, "rehearse_failure"),
         Step(0, "end"),
         Step(0, "ownership"),

@@ -7,11 +7,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kit.labs.offload.faults import EXACT
+from kit.labs.offload.faults import EXACT, KIT_RELEASER
 from kit.labs.offload.lab import KIT_MODEL
 from kit.megatron.config import ModelConfig, dtype_on, model_bytes
 from kit.results import Measured, Missing, NotMeasured, Rule, Unjudged, rule, select
-from kit.results.frames import Source, source
+from kit.results.frames import Source, read_ids, source
 from kit.results.growth import (
     COUNTS,
     DRIFT_CYCLES,
@@ -29,6 +29,7 @@ from kit.results.growth import (
     worst,
     worst_of,
 )
+from kit.results.units import counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -188,6 +189,63 @@ def destroy_failure_raises(frame: pd.DataFrame, config: Mapping[str, Any]) -> Me
     return worst(rows)
 
 
+FAILED_RESTORE = {
+    "restore_silent": "no error",
+    "restore_unnamed": "the error does not name the rank and the tensor",
+    "restore_kept": "bytes of tensors not freed again",
+    "retry_raised": "the retry raised an error",
+    "retry_differs": "tensors that differ after the retry",
+}
+
+
+def restore_failure_is_clean(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """If an allocation of a reload fails on one rank, are all tensors away again on every rank, and does a retry restore every bit?
+
+    The error must name the rank and, on that rank, the tensor."""
+    rehearsed = frame[frame["phase"] == "rehearse_restore"]
+    if rehearsed.empty:
+        raise NotMeasured("no failing reload was rehearsed when these records were made")
+    if (rehearsed["metric"] == "seconds").sum() < config["ranks"]:
+        raise Missing("the run ended before a failing reload was rehearsed on every rank")
+    refused = rehearsed[rehearsed["metric"] == "restore_refused"]["value"]
+    if refused.empty and config["implementation"] != KIT_RELEASER:
+        raise NotMeasured("your releaser does not say `retries = True`, so no failing reload was rehearsed")
+    if (frame["metric"].eq("broken") & frame["value"].gt(0)).any():
+        raise NotMeasured(
+            "groups were dead or silent after a reload, so no failing one was rehearsed; see handles_alive"
+        )
+    if not refused.sum():
+        raise Unjudged("the reload resized no storage, so none of its allocations could be made to fail")
+    rows = rehearsed[rehearsed["metric"].isin([*FAILED_RESTORE])]
+    broken = rows[rows["value"] > 0]
+    if broken.empty:
+        scenes = counted(len(rows[rows["metric"] == "retry_differs"]) // config["ranks"], "failing reload")
+        return Measured(
+            0, f"tensors are away again after {scenes}, and retries restore every bit ({config['ranks']} ranks)"
+        )
+    first = broken.groupby("metric", sort=False).first()
+    reasons = [
+        f"{FAILED_RESTORE[str(name)]}: {row['value']:g} (rank {row['rank']}{': ' * bool(row['text'])}{row['text']})"
+        for name, row in first.iterrows()
+    ]
+    return Measured(float(len(broken)), "; ".join(reasons))
+
+
+def rehearsals_leave_nothing(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - measures are called alike
+    """Do failed releases and reloads leave no descriptor, socket, thread or group behind?
+
+    What the second rehearsal of each failure adds."""
+    rows = frame[frame["metric"] == "rehearsal_left"]
+    if rows.empty:
+        raise NotMeasured("no failure was rehearsed twice")
+    row = rows.iloc[int(rows["value"].to_numpy().argmax())]
+    ids = read_ids(row["ids"])
+    if not row["value"]:
+        scenes = ", ".join(sorted({str(read_ids(text)["scene"]) for text in rows["ids"]}))
+        return Measured(0, f"nothing is added by a second failure ({scenes})")
+    return Measured(float(row["value"]), f"{ids['kind']}: {row['text']} (rank {row['rank']}, scene {ids['scene']})")
+
+
 # -- memory while released and on the way back, on the host and on a GPU ------------------------------------------------
 
 
@@ -220,6 +278,30 @@ def tensors_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
     fell = float((freed / held).min())
     why = f"of {held.min() / MIB:.0f} MiB: {share:.3f} by tensor storages, {fell:.3f} by {seen.label}"
     return Measured(min(share, fell), why)
+
+
+def no_copy_kept(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """While released, do no more bytes of tensors exist in later cycles than in the first?
+
+    Those that Python refers to, on any device, above what the control adds over the same cycles."""
+    rows = frame[(frame["metric"] == "tensor_bytes") & frame["phase"].isin(["idle", "control"])]
+    table = rows.pivot_table(index=["rank", "cycle"], columns="phase", values="value", aggfunc="last")
+    if "idle" not in table:
+        raise NotMeasured("bytes of tensors were not counted while released")
+    each_rank(frame, config, "idle", "tensor_bytes")  # in every cycle
+    if "control" not in table:
+        table["control"] = 0.0
+    first = table.groupby("rank").transform("first")
+    added = (table["idle"] - first["idle"] - (table["control"] - first["control"]).clip(lower=0).fillna(0)).dropna()
+    place: Any = added.iloc[::-1].idxmax()  # of equal cycles the last
+    (rank, cycle), before, after = place, *(column["idle"][place] / MIB for column in (first, table))
+    why = f"tensors: {before:.3f} MiB while released in the first cycle, {after:.3f} MiB in cycle {cycle} (rank {rank})"
+    return Measured(max(0.0, float(added.max())) / MIB, why)
+
+
+def copy_limit(config: Mapping[str, Any]) -> float:
+    """In MiB: small tensors that a job keeps for its own records, or 1 % of its state if that is more."""
+    return max(0.0625, 0.01 * state_bytes(config) / MIB)
 
 
 def state_bytes(config: Mapping[str, Any]) -> float:
@@ -369,6 +451,8 @@ RULES = (
         cannot=kept_world,
     ),
     rule(destroy_failure_raises, cannot=unrehearsed),
+    rule(restore_failure_is_clean, cannot=unmoved),
+    rule(rehearsals_leave_nothing, when=lambda config: config["implementation"] == KIT_RELEASER),
     rule(tensors_released, limit=0.9, unit="ratio", better=">=", cannot=unmoved),
     Rule(
         "no_tensor_left",
@@ -399,6 +483,7 @@ RULES = (
         unit="MiB/cycle",
         cycles=SLOPE_CYCLES,
     ),
+    rule(no_copy_kept, limit=copy_limit, unit="MiB", cycles=DRIFT_CYCLES),
     rule(reload_peak, limit=1.1, unit="ratio", cannot=unseen),
     rule(residual, limit=500, unit="MiB", cannot=kept_by_choice),
     rule(comm_released, limit=0.7, unit="ratio", better=">=", cannot=kept_groups),

@@ -180,11 +180,11 @@ def world() -> Any:
         return reach(_c10d()._world.default_pg)
 
 
-def taken_name() -> str:
-    """The name that torch would give the next group, if a group has it already and none can be made; else empty."""
+def names_ahead() -> list[str]:
+    """Names that torch, which counts groups, would give to later ones, and that groups have already: making those would raise."""
     tables = _c10d()._world
-    name = str(tables.group_count)
-    return name if name in {str(group_name) for group_name in tables.pg_names.values()} else ""
+    names = [str(name) for name in tables.pg_names.values()]
+    return sorted((name for name in names if name.isdecimal() and int(name) >= tables.group_count), key=int)
 
 
 def group_facts(group: Any) -> dict[str, Any]:

@@ -43,15 +43,20 @@ class Tensor(NamedTuple):
     tensor: torch.Tensor
 
 
-def walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every module, optimizer and tensor that the roots lead to, each once, with the shortest path to it."""
+def walk(roots: Mapping[str, Any], shared: dict[str, str]) -> Iterator[tuple[str, Any]]:
+    """Every module, optimizer and tensor that the roots lead to, each once, with the shortest path to it. `shared` gets the longer paths to
+    tensors, with the shortest."""
     todo = deque(roots.items())
-    seen: set[int] = set()
+    seen: dict[int, str] = {}
     while todo:
         path, value = todo.popleft()
-        if isinstance(value, _LEAVES) or id(value) in seen:
+        if isinstance(value, _LEAVES):
             continue
-        seen.add(id(value))
+        if id(value) in seen:
+            if isinstance(value, torch.Tensor):
+                shared[path] = seen[id(value)]
+            continue
+        seen[id(value)] = path
         if not isinstance(value, torch.Tensor) and is_group(value):
             continue
         yield path, value
@@ -95,7 +100,8 @@ class TensorState:
     """The state at the moment this is made. It keeps tensors alive: do not keep it across a release; keep `prints()`."""
 
     def __init__(self, **roots: Any) -> None:
-        tensors = list(walk(roots))
+        self.shared: dict[str, str] = {}  # further names of tensors, with the name under which they are listed
+        tensors = list(walk(roots, self.shared))
         self._kinds = _kinds([value for _, value in tensors])
         self._settings = dict(itertools.chain.from_iterable(itertools.starmap(_settings_of, tensors)))
         self.tensors = [
@@ -112,6 +118,13 @@ class TensorState:
             if tensor.device.type == device and size:
                 residents.setdefault((kind, _storage(tensor)), Resident(name, kind, size))
         return list(residents.values())
+
+    def names_by_storage(self) -> dict[int, list[str]]:
+        """The names of all tensors in each storage, by its identity."""
+        names: dict[int, list[str]] = {}
+        for name, _, tensor in self.tensors:
+            names.setdefault(_storage(tensor), []).append(name)
+        return names
 
     def prints(self) -> dict[str, Print]:
         """A digest of every tensor by name. A flat buffer with other tensors in it is represented by those tensors."""
@@ -185,9 +198,14 @@ class Difference:
 
 
 def tensor_differences(
-    before: Mapping[str, Print], after: Mapping[str, Print], *, zeroed: bool = False
+    before: Mapping[str, Print],
+    after: Mapping[str, Print],
+    *,
+    zeroed: bool = False,
+    shared: Mapping[str, str] | None = None,
 ) -> list[Difference]:
-    """What changed, by name. `zeroed`: gradients, and nothing else, may be gone or come back as zeros."""
+    """What changed, by name. `zeroed`: gradients, and nothing else, may be gone or come back as zeros. `shared`: further names of tensors
+    that are there after."""
     changed = []
     for name in [*before, *(name for name in after if name not in before)]:
         old, new = before.get(name), after.get(name)
@@ -195,6 +213,8 @@ def tensor_differences(
         if zeroed and kind == "grads" and (new is None or (old is not None and old[1:6] == new[1:6] and _zero(new))):
             continue
         attribute, largest = _difference(old, new)
+        if new is None and name in (shared or {}):
+            attribute = f"is the same tensor as {(shared or {})[name]} now"
         if attribute:
             changed.append(Difference(name, kind, attribute, largest))
     return changed

@@ -36,6 +36,14 @@ class Moves:
     def restore(self, state):
         self.mover.restore()
 
+class Retries(Whole):
+    """Right: promises that a failed reload can be tried again, as the kit's can."""
+    retries = True
+
+class RetriesAlone(Moves):
+    """Promises it, but the other ranks know nothing of the one that failed."""
+    retries = True
+
 class Nothing:
     def __init__(self, ctx): ...
     def release(self): ...

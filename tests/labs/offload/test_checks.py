@@ -319,6 +319,10 @@ def test_times_among_ranks_that_share_a_gpu_are_no_product_numbers(gpus_of: tupl
         ((0.5, 0.1, 0.2, 1.3, 0.4, 0.5, 0.6), False),  # the same on a busy machine
         ((0.5, 0.1, 0.2, 0.3, 0.25, 0.4, 0.2), True),
         ((0.5, 0.10, 0.11, 0.12, 0.13, 0.14, 0.15), True),
+        ((0.5, 0.1, 0.3, 0.6), False),  # four cycles: each takes longer, the last 5 times the second
+        ((0.5, 0.2, 0.3, 0.4), True),  # each takes longer, but not 3 times as long
+        ((0.5, 0.1, 0.1, 2.0), True),  # one slow cycle
+        ((0.5, 0.1, 0.6, 0.5, 0.9), True),  # not each takes longer
         ((0.5, 0.1, 0.1, 0.1, 0.1, 0.1, 2.0), True),
     ],
 )
@@ -327,3 +331,38 @@ def test_times_that_stay_longer(seconds: tuple[float, ...], passed: bool) -> Non
     row = answers(rows, cycles=len(seconds))["time_steady"]
     assert row.measured is not None
     assert row.passed is passed
+
+
+@pytest.mark.parametrize(
+    ("idle", "control", "passed"),
+    [
+        ((1.0, 1.0, 1.0), (2.0, 2.0, 2.0), True),
+        ((1.0, 2.0, 2.0), (2.0, 2.0, 2.0), False),  # a copy made by the first reload and kept
+        ((1.0, 1.0, 2.0), (2.0, 2.0, 2.0), False),
+        ((1.0, 2.0, 3.0), (2.0, 3.0, 4.0), True),  # the job itself keeps more
+        ((1.0, 1.01, 1.01), (2.0, 2.0, 2.0), True),  # its own small records
+    ],
+)
+def test_a_copy_that_is_kept(idle: tuple[float, ...], control: tuple[float, ...], passed: bool) -> None:
+    rows = [(c, "idle", "tensor_bytes", size * MIB) for c, size in enumerate(idle, 1)]
+    rows += [(c, "control", "tensor_bytes", size * MIB) for c, size in enumerate(control, 1)]
+    row = answers(rows, cycles=3, size="tiny")["no_copy_kept"]
+    assert row.passed is passed
+    assert passed or "1.000 MiB while released in the first cycle, 2.000 MiB in cycle" in row.why
+
+
+def test_a_reload_that_fails() -> None:
+    right = {"seconds": 1.0, "restore_refused": 1.0, "restore_silent": 0.0, "restore_kept": 0.0, "retry_differs": 0.0}
+
+    def judged(**changed: float) -> VerdictRow:
+        facts = {**right, **changed}.items()
+        return answers([(0, "rehearse_restore", metric, value) for metric, value in facts])["restore_failure_is_clean"]
+
+    assert judged().passed
+    for metric, words in (("restore_silent", "no error: 1"), ("restore_kept", "bytes of tensors not freed again: 64")):
+        row = judged(**{metric: 64.0 if metric == "restore_kept" else 1.0})
+        assert (row.passed, row.measured) == (False, 1.0)
+        assert row.why.startswith(words)
+    nothing_refused = judged(restore_refused=0.0)
+    assert (nothing_refused.passed, nothing_refused.measured) == (False, None)
+    assert answers([(1, "idle", "rss", 1.0)])["restore_failure_is_clean"].passed is None

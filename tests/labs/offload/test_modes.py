@@ -23,6 +23,7 @@ LEVELS |= {
     "rss": 900 * MIB,
     "peak_rss": 910 * MIB,
     "seconds": 0.05,
+    "tensor_bytes": 100 * MIB,
 }
 BARE = {"groups": 1, "fds": 14, "sockets": 3, "threads": 4, "memfds": 0, "shared_maps": 2, "anon_rss": 200 * MIB}
 Rows = list[Row]
@@ -38,11 +39,9 @@ def right(config: dict[str, Any]) -> Rows:
     """Return the records of a run without any fault."""
     rows: Rows = []
 
-    def add(cycle: int, phase: str, text: str = "", **values: float) -> None:
-        rows.extend(
-            Row(run="r", lab="offload", cycle=cycle, phase=phase, rank=0, metric=metric, value=value, unit="1", time=0, text=text)
-            for metric, value in values.items()
-        )  # fmt: skip
+    def add(cycle: int, phase: str, text: str = "", ids: dict[str, str] | None = None, **values: float) -> None:
+        about: dict[str, Any] = {"text": text, "ids": ids or {}}
+        rows.extend(one(cycle, phase, metric, value, **about) for metric, value in values.items())
 
     asleep = config["mode"] == "suspend"
     for phase in ("start", "baseline"):
@@ -72,8 +71,15 @@ def right(config: dict[str, Any]) -> Rows:
         add(cycle, "verify", tensors_hashed=150, tensors_changed=0, broken=0)
     add(CYCLES + 1, "train", **LEVELS)
     add(0, "compare", **LEVELS, steps_compared=10, steps_differ=0, tensors_differ=0)
+    if config["weights"]:
+        clean = dict.fromkeys(("silent", "unnamed", "kept"), 0.0)
+        add(0, "rehearse_restore", restore_refused=1, **{f"restore_{name}": value for name, value in clean.items()})
+        add(0, "rehearse_restore", retry_raised=0, retry_differs=0)
+        add(0, "rehearse_restore", ids={"scene": "restore-fails", "kind": "groups"}, rehearsal_left=0)
+    add(0, "rehearse_restore", **LEVELS)
     if config["mode"] in ("exact", "abort"):
         add(0, "rehearse_failure", failure_hidden=0)
+        add(0, "rehearse_failure", ids={"scene": "destroy-fails", "kind": "groups"}, rehearsal_left=0)
     add(0, "rehearse_failure", **LEVELS)
     add(0, "end", **{**LEVELS, **BARE}, names_replaced=0)
     add(0, "ownership", not_as_found=0)
@@ -137,7 +143,7 @@ def changed(rows: Rows, phase: str, metric: str, value: float, cycle: int | None
         (
             "exact",
             {"weights": False, "grads": False, "optimizer": False},
-            {"world_released", "tensors_released", "no_tensor_left", "reload_peak"},
+            {"world_released", "tensors_released", "no_tensor_left", "reload_peak", "restore_failure_is_clean"},
         ),
         ("exact", {"hashes": False}, {"world_released", "tensors_restored"}),
     ],
@@ -180,6 +186,14 @@ WRONG = [
     ("end", "names_replaced", 1, None, "names_restored"),
     ("ownership", "not_as_found", 1, None, "state_as_found"),
     ("rehearse_failure", "failure_hidden", 1, None, "destroy_failure_raises"),
+    ("rehearse_failure", "rehearsal_left", 1, None, "rehearsals_leave_nothing"),
+    ("rehearse_restore", "restore_silent", 1, None, "restore_failure_is_clean"),
+    ("rehearse_restore", "restore_unnamed", 1, None, "restore_failure_is_clean"),
+    ("rehearse_restore", "restore_kept", 8, None, "restore_failure_is_clean"),
+    ("rehearse_restore", "restore_refused", 0, None, "restore_failure_is_clean"),
+    ("rehearse_restore", "retry_raised", 1, None, "restore_failure_is_clean"),
+    ("rehearse_restore", "retry_differs", 1, None, "restore_failure_is_clean"),
+    ("idle", "tensor_bytes", 150 * MIB, 2, "no_copy_kept"),
 ]
 
 

@@ -27,6 +27,24 @@ def test_the_documented_mover_alone_leaves_no_descriptor(offload: Offload) -> No
 
 
 @pytest.mark.slow
+def test_a_reload_that_fails_is_rehearsed_where_own_code_says_that_it_may_be_retried(offload: Offload) -> None:
+    silent = offload(implementation="mine:Whole").verdict()
+    assert why(silent, "restore_failure_is_clean").startswith(
+        "not measured: your releaser does not say `retries = True`"
+    )
+    right = offload(implementation="mine:Retries").verdict()
+    assert failed(right) == set()
+    assert why(right, "restore_failure_is_clean").startswith("tensors are away again after 2 failing reloads")
+
+
+@pytest.mark.slow
+def test_a_reload_that_fails_on_one_rank_alone_is_found_out(offload: Offload) -> None:
+    alone = offload(implementation="mine:RetriesAlone", groups=False).verdict()
+    assert failed(alone) == {"restore_failure_is_clean"}
+    assert "no error: 1 (rank 0)" in why(alone, "restore_failure_is_clean")
+
+
+@pytest.mark.slow
 def test_a_wrapper_around_every_group(offload: Offload) -> None:
     run = offload(implementation="own_wrapper:Wrapping", cycles=2)
     assert failed(run.verdict()) == set()

@@ -69,11 +69,11 @@ def test_a_wrong_trainer_is_found_out(split: Split, name: str) -> None:
 def test_words_of_its_own_are_a_number_of_their_own(split: Split) -> None:
     run = split(implementation="mine:OtherWords", **ONE)
     reason = why(run.verdict(), "misuse_raises")
-    assert reason.startswith("errors that do not name the state: 7 (")
+    assert reason.startswith("errors that do not name the state: 9 (")
     assert "begin while open, RuntimeError: not now" in reason
-    assert "errors of another type than Misuse (allowed): 7" in reason
+    assert "errors of another type than Misuse (allowed): 9" in reason
     records = run.frame().query("phase == 'rehearse' and rank == 0").groupby("metric")["value"].sum()
-    assert (records["misuse_silent"], records["misuse_other_words"], records["misuse_other_type"]) == (0, 7, 7)
+    assert (records["misuse_silent"], records["misuse_other_words"], records["misuse_other_type"]) == (0, 9, 9)
 
 
 @pytest.mark.slow

@@ -20,11 +20,12 @@ from kit.labs.offload.ranks.phases import Offload
 from kit.labs.offload.ranks.releaser import KitReleaser, State
 from kit.megatron import groups, ownership, tensors
 from kit.megatron.groups import DestroyFailed
-from kit.megatron.handles import Handle, c10d, groups_in, megatron_groups, parallel_state
+from kit.megatron.handles import Handle, c10d, groups_in, megatron_groups, parallel_state, registered
+from kit.megatron.split import random_states, set_random_states
 from kit.target import replaced
 
 init, destroy, reload = KitReleaser.__init__, KitReleaser.destroy, KitReleaser.reload
-restore_tensors = KitReleaser.restore_tensors
+restore_tensors, move_back = KitReleaser.restore_tensors, tensors.Mover.restore
 make_job, reload_phase = Offload.make_job, Offload.reload
 as_found, new_process_group = ownership.as_found, c10d._new_process_group_helper
 
@@ -95,6 +96,15 @@ def forgets_only_the_groups(releaser: KitReleaser) -> State:  # noqa: ARG001 - a
     return {"snapshot": snapshot}
 
 
+def leaks_a_descriptor_on_failure(releaser: KitReleaser) -> State:
+    """It is closed when the job ends."""
+    try:
+        return destroy(releaser)
+    except DestroyFailed:
+        weakref.finalize(releaser, os.close, os.open(os.devnull, os.O_RDONLY))
+        raise
+
+
 # -- in place of KitReleaser.reload ----------------------------------------------------------------------------------------
 
 
@@ -102,6 +112,13 @@ def reloads_from_five_sizes(releaser: KitReleaser, stats: State) -> State:  # no
     given = stats["snapshot"]["init_arguments"]
     parallel_state().initialize_model_parallel(**{key: given[key] for key in LOSSY if key in given})
     return {}
+
+
+def counts_groups_from_one(releaser: KitReleaser, stats: State) -> State:
+    """As a fresh default group does, although the groups that came back have these names."""
+    reloaded = reload(releaser, stats)
+    c10d._world.group_count = 1
+    return reloaded
 
 
 def leaves_a_dead_group_in_a_layer(releaser: KitReleaser, stats: State) -> State:
@@ -156,13 +173,15 @@ def flips_a_bit(releaser: KitReleaser) -> State:
 def returns_before_the_last_bytes(releaser: KitReleaser) -> State:
     """As a copy on a stream or thread that nobody waits for."""
     stats = restore_tensors(releaser)
-    storage = max(releaser.ctx.mover.items(), key=lambda item: item.size).storage
+    weights = [item for item in releaser.ctx.mover.items() if item.kind == "weights"]
+    storage = max(weights, key=lambda item: item.size).storage
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     still_to_come = whole.clone()
     whole.zero_()
 
     def arrive() -> None:
-        whole.copy_(still_to_come)
+        if storage.nbytes() == still_to_come.nbytes:  # not released again
+            whole.copy_(still_to_come)
 
     threading.Timer(LATE_S, arrive).start()
     return stats
@@ -199,6 +218,17 @@ def skips_the_next_zeroing_of_gradients(releaser: KitReleaser) -> State:
     return stats
 
 
+def restores_alone(releaser: KitReleaser) -> State:
+    return releaser.ctx.mover.restore()
+
+
+def keeps_a_second_copy(releaser: KitReleaser) -> State:
+    """Until the next reload, which makes another."""
+    stats = restore_tensors(releaser)
+    vars(releaser)["second"] = [tensors._bytes(item).clone() for item in releaser.ctx.mover.items()]
+    return stats
+
+
 # -- in other places -------------------------------------------------------------------------------------------------------
 
 
@@ -211,6 +241,13 @@ def reloads_slowly_in_the_last_two_cycles(lab: Offload, cycle: int) -> None:
     reload_phase(lab, cycle)
     if cycle >= lab.config.cycles - 1:
         time.sleep(SLOW_S)
+
+
+def keeps_what_came_back(mover: tensors.Mover) -> State:
+    """All memory first, as in the right code, but an error leaves what was allocated."""
+    for item, _, _ in mover._waiting:
+        tensors._allocate(item)
+    return move_back(mover)
 
 
 def makes_groups_without_timeout(*args: Any, backend_options: Any = None, **kwargs: Any) -> Any:
@@ -238,6 +275,33 @@ def makes_the_job_under_a_second_patch(lab: Offload) -> None:
 def leaves_a_default_group() -> Iterator[None]:
     with as_found() if dist.is_initialized() else contextlib.nullcontext():
         yield
+
+
+@contextlib.contextmanager
+def leaves_the_tracker_as_drawn() -> Iterator[None]:
+    drawn = random_states()
+    try:
+        with as_found():
+            try:
+                yield
+            finally:
+                drawn = random_states()
+    finally:
+        set_random_states((*random_states()[:2], drawn[2]))
+
+
+@contextlib.contextmanager
+def leaves_groups_in_their_handles() -> Iterator[None]:
+    """After an error; over gloo such a group lives on with its sockets and threads."""
+    before = {id(group) for group in registered()}
+    with contextlib.ExitStack() as late, as_found():
+        try:
+            yield
+        except BaseException:
+            for handle in registered():
+                if id(handle) not in before and isinstance(handle, Handle):
+                    late.callback(setattr, handle, "kit_inner", handle.kit_inner)
+            raise
 
 
 @contextlib.contextmanager

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from kit.labs.bystander import Bystander
+from kit.labs.offload.faults import KIT_RELEASER
 from kit.labs.offload.lab import KIT_MODEL
 from kit.labs.offload.ranks import oracle, rehearsals
 from kit.labs.offload.ranks.job import JobContext, context_for
@@ -48,6 +49,7 @@ class Offload:
         self.names: Names = {}
         self.broken = False  # handles went stale on some rank: training on would use dead groups
         self.on_entry: dict[str, Any] = {}
+        self.borrowed: list[str] = []  # what was not as found while the job lived
         self.scope = contextlib.ExitStack()
         self.bystander: Bystander | None = None
         if self.config.mode in groups.KEEPING:
@@ -110,9 +112,13 @@ class Offload:
         wrong = self.watch.first_talk()  # over NCCL a communicator is there only after its first collective
         assert not wrong, wrong
 
-    def train(self, cycle: int) -> None:  # noqa: ARG002 - as above
+    def train(self, cycle: int) -> None:
+        """The last training follows one more reload at once: what would arrive during the checks is late for it."""
         if self.broken:
             return
+        if cycle > self.config.cycles:
+            with looking():
+                self.releaser.restore(self.releaser.release())
         self._train("released job")
         self.ctx.record("trained_steps", len(self.steps))
         for name in ("loss", "grad_norm"):
@@ -170,7 +176,7 @@ class Offload:
         """The first collectives after a reload, over every group, with values that depend on the rank."""
         talked, wrong = self.watch.talk()
         self.ctx.record("talked_groups", talked)
-        self._count("wrong_groups", wrong)
+        self._count("wrong_groups", [*wrong, *(() if wrong else self.watch.use_a_new_group())])
 
     def verify(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Record everything again after a reload, random numbers first."""
@@ -184,8 +190,10 @@ class Offload:
         self._count("stale_holders", stale)
 
         if self.config.hashes:
-            after = self._state().prints()
-            different = tensor_differences(self.watch.prints, after, zeroed=self.config.dropped_grads)
+            state = self._state()
+            after, zeroed = state.prints(), self.config.dropped_grads
+            different = tensor_differences(self.watch.prints, after, zeroed=zeroed, shared=state.shared)
+            del state
             self.ctx.record("tensors_hashed", len(after))
             self._count("tensors_changed", different)
             self._count(
@@ -216,11 +224,25 @@ class Offload:
         self._count("tensors_differ", unequal(hashes, expected))
         self.ctx.record("digest", None, text=digest(hashes))
 
+    def rehearse_restore(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        """Make an allocation of a reload fail on one rank, twice."""
+        if self.config.kinds and not self.broken and rehearsals.may_retry(self.releaser):
+            assert self.job_context
+            self._twice("restore-fails", rehearsals.restore_fails, self.job_context, self.releaser, self._state)
+
     def rehearse_failure(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """Make one group impossible to destroy: the release must raise an error that names it."""
-        able = self.config.groups and self.config.mode in groups.EXACT and not self.broken and self.watch.standing
-        if able and (raised := rehearsals.failure_raises(self.releaser)) is not None:
-            self.ctx.record("failure_hidden", int(not raised))
+        """Make one group impossible to destroy: the release must raise an error that names it. The kit's own release is tried twice."""
+        if self.broken:
+            return
+        if self.config.implementation == KIT_RELEASER:  # your own may have replaced what makes groups
+            assert self.job_context
+            self.borrowed = rehearsals.borrow_from_the_job(self.job_context)
+        if not (self.config.groups and self.config.mode in groups.EXACT and self.watch.standing):
+            return
+        if self.config.implementation == KIT_RELEASER:
+            self._twice("destroy-fails", rehearsals.destroy_fails, self.releaser)
+        else:
+            self._findings("destroy-fails", rehearsals.destroy_fails(self.releaser))
 
     def end(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self._leave()
@@ -230,7 +252,7 @@ class Offload:
 
     def ownership(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Are the caller's groups unchanged after success and after an error, with and without a default group of the caller?"""
-        if wrong := rehearsals.not_as_found(self.on_entry):
+        if wrong := [*self.borrowed, *rehearsals.not_as_found(self.on_entry)]:
             print(f"not as found: {shown(wrong)}")
         self.ctx.record("not_as_found", len(wrong))
 
@@ -245,6 +267,24 @@ class Offload:
         self.scope.enter_context(ownership.as_found(timeout_s=self.config.meet_timeout_s))
         groups.install()  # handles first, so that what a person patches lies around them and not below
         standin.install()
+
+    def _twice(self, scene: str, rehearse: Callable[..., Iterable[rehearsals.Finding]], *args: Any) -> None:
+        """Rehearse twice: what the second time adds to descriptors, sockets, threads and groups was leaked by a failure."""
+        levels: list[dict[str, int]] = []
+        for _ in range(2):
+            self._findings(scene, rehearse(*args))
+            gc.collect()
+            levels.append(self.watch.held())
+        for kind, first in levels[0].items():
+            second = levels[1][kind]
+            text = f"{first} after the first time, {second} after the second" if second > first else ""
+            self.ctx.record("rehearsal_left", max(0, second - first), text=text, scene=scene, kind=kind)
+
+    def _findings(self, scene: str, findings: Iterable[rehearsals.Finding]) -> None:
+        for metric, value, text in findings:
+            self.ctx.record(metric, value, text=text, scene=scene)
+            if value and metric != "restore_refused":
+                print(f"rehearse: {metric} is {value:g} in scene {scene}: {text}")
 
     def _train(self, purpose: str) -> None:
         began = time.perf_counter()

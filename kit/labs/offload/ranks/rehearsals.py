@@ -1,23 +1,41 @@
-"""Failures that the offload lab rehearses: a group that cannot be destroyed, and errors in code that borrows the caller's state."""
+"""Failures that the offload lab rehearses: a group that cannot be destroyed, an allocation of a reload that fails on one rank, and errors
+in code that borrows the caller's state."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import itertools
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from kit.labs.offload.ranks.job import JobContext
+from kit.labs.offload.ranks.releaser import KitReleaser
 from kit.measure.observers import births
+from kit.measure.observers.tensors import TensorState, live_bytes, tensor_differences
 from kit.megatron import groups, observe, ownership
 from kit.megatron.groups import DestroyFailed
 from kit.megatron.handles import c10d
 from kit.target import load, replaced
 
 # -- a group that cannot be destroyed --------------------------------------------------------------------------------------
+
+
+class Finding(NamedTuple):
+    metric: str
+    value: float
+    text: str = ""
+
+
+def destroy_fails(releaser: Any) -> Iterator[Finding]:
+    if (raised := failure_raises(releaser)) is not None:
+        yield Finding("failure_hidden", int(not raised))
 
 
 def failure_raises(releaser: Any) -> bool | None:
@@ -35,6 +53,8 @@ def failure_raises(releaser: Any) -> bool | None:
         except DestroyFailed as failure:
             raised = name in str(failure)
             groups.reload(failure.stats["snapshot"])
+            if isinstance(releaser, KitReleaser):
+                releaser.restore_tensors()
         except Exception as error:  # noqa: BLE001 - any error will do, if it names the group
             raised = any(name in str(link) for link in births.chain(error))
     return False if raised is None and attempts else raised
@@ -70,6 +90,69 @@ def refusing(victim: Any) -> Iterator[list[str]]:
     patch |= {place: guarded(place, lambda group: group is victim) for place in methods}
     with replaced(patch):
         yield attempts
+
+
+# -- an allocation of a reload that fails on one rank ----------------------------------------------------------------------
+
+
+def may_retry(releaser: Any) -> bool:
+    """Whether `restore` may be called again after an error: the kit's promises it, your own where it says `retries = True`."""
+    return isinstance(releaser, KitReleaser) or bool(getattr(releaser, "retries", False))
+
+
+def restore_fails(ctx: JobContext, releaser: Any, look: Callable[[], TensorState]) -> Iterator[Finding]:
+    """Let the middle allocation of a reload fail on the last rank. Every rank must raise and free its tensors again, the error must name
+    rank and tensor, and a retry must bring every bit back."""
+    state = look()
+    before, names = state.prints(), state.names_by_storage()
+    count = sum(item.kind in ctx.config.kinds for item in state.resident(ctx.device.type))
+    del state
+    released = releaser.release()
+    gc.collect()
+    level, last = live_bytes(), ctx.world_size - 1
+    with refusing_allocation(count // 2 + 1 if ctx.rank == last else 0) as refused:
+        error = error_text(lambda: releaser.restore(released))
+    gc.collect()
+    yield Finding("restore_refused", len(refused))
+    yield Finding("restore_silent", int(error is None))
+    yield Finding("restore_kept", max(0, live_bytes() - level))
+    yield Finding("restore_unnamed", int(error is not None and not is_named(error, last, names, refused)), error or "")
+    yield Finding(
+        "retry_raised", int((again := error_text(lambda: releaser.restore(released))) is not None), again or ""
+    )
+    differing = tensor_differences(before, look().prints())
+    yield Finding("retry_differs", len(differing), "; ".join(map(str, differing[:2])))
+
+
+def error_text(call: Callable[[], object]) -> str | None:
+    """What a call raises, with what that was raised on top of, as text: the error itself would keep tensors alive."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - the code under test may raise anything
+        return "; ".join(map(str, births.chain(error)))
+    return None
+
+
+def is_named(error: str, rank: int, names: dict[int, list[str]], refused: list[int]) -> bool:
+    """Whether an error names the rank, and where this rank knows it the tensor, by the last part of any of its names."""
+    parts = [name.rpartition(".")[2] for storage in refused for name in names.get(storage, [])]
+    return f"rank {rank}" in error and (not parts or any(part in error for part in parts))
+
+
+@contextlib.contextmanager
+def refusing_allocation(at: int) -> Iterator[list[int]]:
+    """Refuse the memory of one storage, the `at`-th that asks for some; 0: of none. Gives the storages that were refused."""
+    plain: Any = torch.UntypedStorage.resize_
+    calls, refused = itertools.count(1), []
+
+    def resize(storage: Any, size: int) -> Any:
+        if size and next(calls) == at:
+            refused.append(int(storage._cdata))
+            raise torch.OutOfMemoryError(f"no memory for {size} bytes, on purpose")
+        return plain(storage, size)
+
+    with replaced({"torch:UntypedStorage.resize_": resize}):
+        yield refused
 
 
 # -- the caller's groups, globals and random state, after success and after an error ------------------------------------------
@@ -117,6 +200,32 @@ def say_nothing(*args: object, **kwargs: object) -> None: ...
 
 def make_a_group() -> None:
     dist.all_reduce(torch.rand(1), group=dist.new_group(backend="gloo"))  # the caller's random numbers must not change
+
+
+def borrow_from_the_job(ctx: JobContext) -> list[str]:
+    """What is not as it was found while the job lives, after bodies that draw from its generators and make a group of which they keep the
+    handle: the group must die, although over gloo it would live as long as anything refers to it."""
+    wrong: list[str] = []
+    for fails in (False, True):
+        handles: list[Any] = []
+        inside: list[weakref.ref[Any]] = []
+
+        def body(handles: list[Any] = handles, inside: list[weakref.ref[Any]] = inside) -> None:
+            observe.draw_from_tracker(ctx.device)
+            handles.append(dist.new_group(backend="gloo", group_desc="kept"))
+            with births.doors():
+                inside.append(weakref.ref(births.reach(handles[0])))
+
+        before = observe.random_state()
+        wrong += borrowing(body, fails=fails)
+        ended = "an error" if fails else "success"
+        moved = [name for name, digest in observe.random_state().items() if before.get(name) != digest]
+        wrong += [f"{name} is in another state after {ended}" for name in moved]
+        gc.collect()
+        wrong += [
+            f"a group lives on after {ended} because its handle is kept" for group in inside if group() is not None
+        ]
+    return wrong
 
 
 def make_a_default_group() -> None:

@@ -1,6 +1,7 @@
 """The code under test: the kit's own releaser, and the adapter for your own.
 
-The kit's takes tensors out first (groups may be needed to tell who holds what) and brings groups back first. Your own object has
+The kit's takes tensors out first (groups may be needed to tell who holds what) and brings groups back first. If the tensors of one rank
+cannot come back, those of all ranks go again, and `restore` may be called again with the same state. Your own object has
 `release() -> state` and `restore(state)` for everything, or `destroy() -> snapshot` and `reload(snapshot)` for groups alone; then the kit
 moves the tensors. If it also has `around(ctx)`, a context manager, the job is built and lives inside it. Its errors are raised unchanged.
 """
@@ -12,7 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from kit.errors import BadInput
+from kit.errors import BadInput, KitError
 from kit.labs.offload.ranks.job import JobContext
 from kit.labs.rankside import Context
 from kit.megatron import groups
@@ -30,7 +31,8 @@ class KitReleaser:
         return {"tensors": self.release_tensors(), "groups": self.destroy() if self.ctx.config.groups else {}}
 
     def restore(self, state: State) -> State:
-        reloaded = self.reload(state["groups"]) if self.ctx.config.groups else {}
+        reloaded = self.reload(state["groups"]) if state["groups"] else {}
+        state["groups"] = {}  # they are back, whatever becomes of the tensors
         return {"groups": reloaded, "tensors": self.restore_tensors()}
 
     def release_tensors(self) -> State:
@@ -38,7 +40,23 @@ class KitReleaser:
         return self.ctx.mover.release(kinds) if kinds else {}
 
     def restore_tensors(self) -> State:
-        return self.ctx.mover.restore() if self.ctx.config.kinds else {}
+        return self.restore_together() if self.ctx.config.kinds else {}
+
+    def restore_together(self) -> State:
+        """Bring the tensors back on all ranks, or on none: a rank that trains on would wait for one that cannot."""
+        ctx, failure = self.ctx, ""
+        try:
+            moved = ctx.mover.restore()
+        except Exception as error:  # noqa: BLE001 - raised again below, with its rank
+            moved, failure = {}, str(error)
+        told = groups.reports("restore", failure, ctx.rank, ctx.world_size, ctx.config.meet_timeout_s)
+        if failures := [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]:
+            if not failure:
+                self.release_tensors()
+            raise KitError(
+                f"{'; '.join(failures)}; the tensors of all ranks are away as before, and can be restored later"
+            )
+        return moved
 
     def destroy(self) -> State:
         config = self.ctx.config

@@ -11,7 +11,12 @@ import torch.distributed as dist
 from kit.measure.observers import births, tensors
 from kit.measure.observers.births import Births
 from kit.measure.observers.tensors import Print, Samples
+from kit.measure.phase import resource_counts
 from kit.megatron import observe
+from kit.megatron.handles import c10d
+from kit.nccl import unbound
+
+new_group, destroy_process_group = dist.new_group, dist.destroy_process_group  # torch's own, before any patch
 
 
 class JobWatch:
@@ -71,9 +76,26 @@ class JobWatch:
                 for name, ranks in self._ranks.items()
                 if answered.get(name) != ranks
             ]
-        if name := births.taken_name():
-            wrong.append(f"the next group would get the name {name!r}, which another group already has")
+        if ahead := births.names_ahead():
+            wrong.append(f"a later group would get the name {ahead[0]!r}, which another group already has")
         return len(answered), wrong
+
+    def use_a_new_group(self) -> list[str]:
+        """The error of a group that is made, used and destroyed now, if any. Made below everything that own code may have patched."""
+        try:
+            with unbound(c10d._world.default_pg):
+                made = new_group(backend="gloo")
+            wrong = observe.wrong_sum(made, range(dist.get_world_size()))
+            destroy_process_group(made)
+        except Exception as error:  # noqa: BLE001 - the first group after a reload may fail in any way
+            return [f"a new group cannot be made, used and destroyed: {observe.first_line(error)}"]
+        return [f"a new group: {wrong}"] if wrong else []
+
+    def held(self) -> dict[str, int]:
+        """Descriptors, sockets, threads and groups of this process, registered groups or not."""
+        counts = resource_counts()
+        kinds = {"descriptors": counts.fds, "sockets": counts.sockets, "threads": counts.threads}
+        return {**kinds, "groups": len(self.alive())}
 
     def after_reload(self, **roots: Any) -> tuple[list[str], list[str], list[str]]:
         """Return names that stand for other ranks than before the release, changed options, and stale handles."""
