@@ -32,6 +32,7 @@ ALSO = {
         "devices_conserved",
         "devices_used",
         "fair_share",
+        "no_deadlock",
         "no_request_lost",
         "no_starvation",
         "plan_as_specified",
