@@ -281,14 +281,14 @@ def run_lab(
     lines.append(f"the run is in {lab.dir}")
     if snapshots := memory_snapshots(made):
         lines.append(f"memory snapshots: {snapshots}")
-    lines += unmeasured(made, verdict, strict=strict)
+    lines += unmeasured_notes(made, verdict, strict=strict)
     rows = verdict.to_json() if verdict is not None else None
     state = "stopped" if status == 130 else "failed" if error else "finished"
     data = {"run": str(lab.dir), "status": state, "error": error, "verdict": rows, "exit": status}
     return CommandAnswer(data, "\n".join(lines), status)
 
 
-def unmeasured(run: results.Run, verdict: results.Verdict | None, *, strict: bool) -> list[str]:
+def unmeasured_notes(run: results.Run, verdict: results.Verdict | None, *, strict: bool) -> list[str]:
     """What a reader of the last line must know: leak checks that never looked at own code, and with `strict` every null check."""
     nulls = [row for row in verdict or () if row.passed is None]
     if strict and nulls:
@@ -363,7 +363,7 @@ def check_command(args: argparse.Namespace) -> CommandAnswer:
     if moved is not None:
         lines = ["differs from the stored verdict:", *moved] if moved else ["same as the stored verdict"]
         text += "\n\n" + "\n".join(lines)
-    text = "\n".join([text, *unmeasured(run, verdict, strict=args.strict)])
+    text = "\n".join([text, *unmeasured_notes(run, verdict, strict=args.strict)])
     return CommandAnswer({**data, "verdict": verdict.to_json(), "changes": moved, "exit": status}, text, status)
 
 

@@ -7,14 +7,14 @@ import dataclasses
 import json
 from pathlib import Path
 
-from kit.train.rollout import END, PAD, problems
+from kit.train.rollout import END, PAD, draw_problems
 
 SEED, COUNT = 1, 300
 
 
 def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(dataclasses.asdict(problem)) + "\n" for problem in problems(SEED, COUNT)]
+    lines = [json.dumps(dataclasses.asdict(problem)) + "\n" for problem in draw_problems(SEED, COUNT)]
     (folder / "problems.jsonl").write_text("".join(lines))
     (folder / "README.md").write_text(
         "# Arithmetic\n\n"

@@ -11,7 +11,7 @@ import torch
 
 from kit.machine import host
 from kit.megatron.model import DTYPES
-from kit.sync.transports import Place
+from kit.sync.transports import RankPlace
 from kit.train.arithmetic import END, encode, problem
 from kit.train.options import Settings
 from kit.train.plain import from_weights, initial_weights
@@ -76,9 +76,9 @@ def optimizer_settings(config: Any) -> Settings:
     return Settings(lr=config.lr, first_lr=config.lr, last_lr=config.lr, warmup=0, decay=1_000_000)
 
 
-def place_of(ctx: ActorContext, rank: int) -> Place:
+def place_of(ctx: ActorContext, rank: int) -> RankPlace:
     """The location of a rank: this machine and its World. Each replica is a separate World."""
-    return Place(host=host(), world=ctx.world_of(rank))
+    return RankPlace(host=host(), world=ctx.world_of(rank))
 
 
 class Idle:

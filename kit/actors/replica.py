@@ -19,7 +19,7 @@ from kit.actors.common import ActorContext, base_weights, rest, rows_address, sy
 from kit.actors.samples import Key, Outbox, SampleRow
 from kit.megatron import serve, shards
 from kit.megatron.groups import destroy
-from kit.megatron.serve import Answer, Engine, Request
+from kit.megatron.serve import Answer, Engine, PromptRequest
 from kit.sync.buckets import Cut
 from kit.sync.hashes import digest
 from kit.sync.link import address_of
@@ -110,10 +110,10 @@ class ReplicaActor:
     def problem(self, key: Key) -> Problem:
         return problem(self.config.seed, key.group, self.config.numbers)
 
-    def request(self, key: Key) -> Request:
+    def request(self, key: Key) -> PromptRequest:
         """The request of a sample: a function of the seed, its group and its number."""
         seed, (low, high) = self.config.seed, self.config.answer
-        return Request(
+        return PromptRequest(
             id=request_name(key),
             prompt=tuple(encode(self.problem(key).prompt)),
             sample=key.sample,

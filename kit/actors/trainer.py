@@ -85,7 +85,7 @@ class TrainerActor:
 
     def reset(self) -> None:
         self.settle()
-        self.job = model.assemble(self.config.trainer_model, self.device, optimizer_settings(self.config))
+        self.job = model.assemble_job(self.config.trainer_model, self.device, optimizer_settings(self.config))
         shards.load_full(self.job.chunks, self.base)
         self.job.optimizer.reload_model_params()
         self.step = make_split(self.config.trainer, self.context(), "trainer")
@@ -177,7 +177,7 @@ class TrainerActor:
         batch = self.batch_of(groups)
         tokens = int(valid(batch).sum())
         if tokens:
-            self.step.microbatch(split.share(batch))
+            self.step.microbatch(split.rank_share(batch))
         if self.first:
             self.observe(self.inbox.take(self.keys(groups)), batch)
         rest(began, self.config.train_pace_ms * len(groups) * self.config.group)

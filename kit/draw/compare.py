@@ -17,7 +17,7 @@ from kit.errors import BadInput
 from kit.results import Run, compare
 from kit.results.comparison import informative, labelled, warnings
 from kit.results.frames import labels
-from kit.results.units import amount, counted, digits, samples
+from kit.results.units import amount, counted, digits, sample_counts
 
 ROWS = 14
 EVEN = 1.02  # a ratio below it counts as no change
@@ -33,7 +33,7 @@ def plot_against(runs: Sequence[Run], *, theme_name: str = "light", table: pd.Da
     changes = changed_most(compare(runs) if table is None else table, ROWS)
     if changes.empty:
         return message(f"nothing that both measured changed by more than {EVEN - 1:.0%} against {first}", look)
-    numbers = samples({*changes["n"], *changes["base_n"]})
+    numbers = sample_counts({*changes["n"], *changes["base_n"]})
     cells = pd.DataFrame(
         {
             "row": changes["name"],

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from kit.draw.chart import Chart, Mark, Scale, name_places, strokes, with_unit
 from kit.draw.lines import log_axis
 from kit.draw.style import Theme, looks_of
-from kit.results.units import samples
+from kit.results.units import sample_counts
 
 WIDE = 0.6  # of the distance between two phases
 APART = 30  # a largest value this many times the least needs a logarithmic scale
@@ -55,4 +55,4 @@ class Points(Chart):
 
 def counts_in_words(rows: pd.DataFrame, *by: str) -> str:
     """How many samples each group of rows has: n = 3 to 5."""
-    return samples(set(rows.groupby(list(by)).size()))
+    return sample_counts(set(rows.groupby(list(by)).size()))

@@ -240,5 +240,5 @@ def _running() -> Session:
     return _session
 
 
-def digest(hashes: Mapping[str, str]) -> str:
+def digest_of_hashes(hashes: Mapping[str, str]) -> str:
     return hashlib.sha256("\n".join(f"{name} {value}" for name, value in sorted(hashes.items())).encode()).hexdigest()

@@ -61,7 +61,7 @@ from kit.megatron.handles import (
     title,
     uninstall,
 )
-from kit.megatron.tensors import memory
+from kit.megatron.tensors import process_memory
 from kit.nccl import unbound
 
 __all__ = ["DestroyFailed", "communicators", "initialised", "install", "refuse_keeping", "snapshot", "uninstall"]
@@ -95,7 +95,7 @@ def destroy(mode: str = "exact", *, include_world: bool = False, timeout_s: floa
     }
     if not stats["initialised"]:
         return stats
-    before, start = memory(), time.perf_counter()
+    before, start = process_memory(), time.perf_counter()
     taken = {"mode": mode, **snapshot(include_world=include_world)}
     failed: list[tuple[str, str]] = []
     if mode in EXACT:
@@ -111,7 +111,7 @@ def destroy(mode: str = "exact", *, include_world: bool = False, timeout_s: floa
         parallel_state().destroy_model_parallel()
         stats["destroyed"] = -1
     stats["seconds"] = time.perf_counter() - start
-    stats["bytes"] = {source: before[source] - size for source, size in memory().items()}
+    stats["bytes"] = {source: before[source] - size for source, size in process_memory().items()}
     stats["left_names"] = registered_left()
     stats["left"] = len(stats["left_names"])
     stats["snapshot"] = json.loads(json.dumps(taken))

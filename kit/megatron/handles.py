@@ -310,9 +310,9 @@ def snapshot(*, include_world: bool = False) -> dict[str, Any]:
     index = {id(group): number for number, group in enumerate(groups)}
     default = c10d._world.default_pg
     return {
-        "groups": [describe(group) for group in groups],
+        "groups": [describe_group(group) for group in groups],
         "globals": {name: _encode(value, index) for name, value in megatron_globals().items()},
-        "world": describe(default) if include_world else None,
+        "world": describe_group(default) if include_world else None,
         "group_count": c10d._world.group_count,
         "init_arguments": {
             k: v for k, v in (state.init_arguments or {}).items() if isinstance(v, int | float | str | list | None)
@@ -320,7 +320,7 @@ def snapshot(*, include_world: bool = False) -> dict[str, Any]:
     }
 
 
-def describe(group: Any) -> dict[str, Any]:
+def describe_group(group: Any) -> dict[str, Any]:
     """Return everything that is needed to make one group again."""
     world = c10d._world
     ranks = world.pg_group_ranks[group]

@@ -155,7 +155,7 @@ def initialise(config: ModelConfig) -> torch.device:
 
 def build(config: ModelConfig, settings: Settings = DEFAULTS) -> Training:
     """Initialise Megatron for this config and build the job; every rank calls it."""
-    return assemble(config, initialise(config), settings)
+    return assemble_job(config, initialise(config), settings)
 
 
 @contextlib.contextmanager
@@ -173,7 +173,7 @@ def _quiet() -> Iterator[None]:
 
 
 @_quiet()
-def assemble(config: ModelConfig, device: torch.device, settings: Settings = DEFAULTS) -> Training:
+def assemble_job(config: ModelConfig, device: torch.device, settings: Settings = DEFAULTS) -> Training:
     """Build the job on existing groups; several jobs of one layout may share them."""
     chunks = [_chunk(config, device, stage) for stage in range(config.vpp or 1)]
     optimizer = _optimizer(config, chunks, settings)

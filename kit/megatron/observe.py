@@ -29,7 +29,7 @@ _LEAVES = (torch.Tensor, str, bytes, int, float, complex, type(None), type, type
 WORLD = "WORLD"
 
 
-def parallel_state() -> Any:
+def megatron_state() -> Any:
     from megatron.core import parallel_state as module
 
     return module
@@ -39,7 +39,7 @@ def globals_now() -> dict[str, Any]:
     """The module's private names that hold data."""
     return {
         name: value
-        for name, value in vars(parallel_state()).items()
+        for name, value in vars(megatron_state()).items()
         if name.startswith("_") and not name.startswith("__") and not isinstance(value, _CODE)
     }
 
@@ -147,7 +147,7 @@ def _parts(value: Any) -> Any:
     return children_of(value)
 
 
-def talk() -> tuple[dict[str, list[int]], list[str]]:
+def talk_by_name() -> tuple[dict[str, list[int]], list[str]]:
     """All-gather of ranks and a sum over each of Megatron's groups, and over WORLD: who answered by name, and what went wrong.
 
     Every rank goes through the names in the order of the module, so that two ranks meet at each group that they share. After a first
@@ -168,7 +168,7 @@ def talk() -> tuple[dict[str, list[int]], list[str]]:
 
 def wrong_sum(group: Any, ranks: Sequence[int]) -> str:
     """What is wrong with a sum over a group of these ranks; empty if it is right."""
-    total, expected = _sum(group), sum((rank + 1) ** 2 for rank in ranks)
+    total, expected = _sum_of_squares(group), sum((rank + 1) ** 2 for rank in ranks)
     return "" if total == expected else f"a sum over ranks {[*ranks]} is {total:g}, not {expected}"
 
 
@@ -179,7 +179,7 @@ def _gather(group: Any) -> list[int]:
     return [int(rank.item()) for rank in out]
 
 
-def _sum(group: Any) -> float:
+def _sum_of_squares(group: Any) -> float:
     value = torch.tensor([(dist.get_rank() + 1) ** 2], dtype=torch.float64, device=_device(group))
     _wait(dist.all_reduce(value, group=group, async_op=True))
     return float(value.item())
@@ -195,7 +195,7 @@ def _device(group: Any) -> str:
     return "cuda" if "cuda" in devices and torch.cuda.is_available() else "cpu"
 
 
-def moved(before: Seen, after: Seen) -> list[str]:
+def moved_names(before: Seen, after: Seen) -> list[str]:
     """Names that stand for other ranks, or for the same in another order, and plain globals of another value."""
     names = before.ranks | after.ranks
     changes = [f"{name}: ranks {change}" for name, change in _became(before.ranks, after.ranks)]
@@ -229,7 +229,7 @@ def _apart(old: dict[str, Any], new: dict[str, Any], within: str = "") -> Iterat
             yield f"{within}{key} {was!r} became {now!r}"
 
 
-def stale(before: Seen, after: Seen) -> list[str]:
+def stale_names(before: Seen, after: Seen) -> list[str]:
     """Names of Megatron's, and places, that lead to another group than before, or to none that works."""
     names = [f"{name} leads to no group that works" for name in before.options if name not in after.options]
     return names + [
@@ -283,12 +283,12 @@ def usable(old: list[Old], *, but_gloo: bool) -> list[str]:
     return alive
 
 
-def initialised() -> bool:
-    return bool(parallel_state().model_parallel_is_initialized()) if dist.is_initialized() else False
+def model_parallel_exists() -> bool:
+    return bool(megatron_state().model_parallel_is_initialized()) if dist.is_initialized() else False
 
 
 def stage() -> int:
-    return int(parallel_state().get_pipeline_model_parallel_rank())
+    return int(megatron_state().get_pipeline_model_parallel_rank())
 
 
 def random_state() -> dict[str, str]:

@@ -64,7 +64,7 @@ def _look() -> _OnEntry:
     undo.append(Numerics.now().restore)
     if not state.installed:
         undo.append(groups.uninstall)
-    if not standin.active():
+    if not standin.stands_in():
         undo.append(standin.uninstall)
     undo.append(partial(torch.set_rng_state, torch.get_rng_state()))
     if torch.cuda.is_available():
@@ -156,7 +156,7 @@ def _put_back(entry: _OnEntry) -> None:
         undo()
 
 
-def describe() -> dict[str, Any]:
+def describe_state() -> dict[str, Any]:
     """The distributed and Megatron state in plain JSON, to compare before and after."""
     names = sorted(c10d._world.pg_names.values()) if dist.is_initialized() else []
     return {
@@ -166,7 +166,7 @@ def describe() -> dict[str, Any]:
             name: type(value).__name__ for name, value in megatron_globals().items() if value not in (None, {})
         },
         "singletons": {name: type(getattr(module, name)).__name__ for module, name in _singletons()},
-        "standin": standin.active(),
+        "standin": standin.stands_in(),
         "handles": bool(state.installed),
         "numerics": dataclasses.asdict(Numerics.now()),
         "generator": hashlib.sha256(bytes(torch.get_rng_state().tolist())).hexdigest(),

@@ -184,7 +184,7 @@ PREFIX_BYTES = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class PromptRequest:
     """One sample of a prompt. `id` names it in calls and answers; nothing that is sampled depends on it."""
 
     id: str
@@ -208,7 +208,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Span:
+class AnswerSpan:
     """Tokens `first` to `first + count - 1` of an answer, sampled from the weights of one version.
 
     `kept`: positions before the span have KV from earlier versions. Otherwise this version computed all KV.
@@ -229,10 +229,10 @@ class Span:
 class Answer:
     """The tokens written for a request, END included, and their log-probabilities under the distribution that was sampled from."""
 
-    request: Request
+    request: PromptRequest
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[AnswerSpan, ...]
     ended: Ended
 
 
@@ -240,10 +240,10 @@ class Answer:
 class Flight:
     """A request in flight. `context` holds its KV; if it is None, the next forward starts at the prompt."""
 
-    request: Request
+    request: PromptRequest
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
-    spans: list[Span] = dataclasses.field(default_factory=list)
+    spans: list[AnswerSpan] = dataclasses.field(default_factory=list)
     context: Any = None
     kept: bool = False  # the context holds KV of an older version
 
@@ -252,7 +252,7 @@ class Flight:
         if last and (last.version, last.kept) == (version, self.kept):
             self.spans[-1] = dataclasses.replace(last, count=last.count + 1)
         else:
-            self.spans.append(Span(version, len(self.tokens), 1, self.kept))
+            self.spans.append(AnswerSpan(version, len(self.tokens), 1, self.kept))
         self.tokens.append(token)
         self.logprobs.append(logprob)
 
@@ -325,7 +325,7 @@ class Engine:
         """Tokens written so far by request, in the order in which requests started."""
         return {name: len(flight.tokens) for name, flight in self._flights.items()}
 
-    def start(self, request: Request, so_far: Answer | None = None) -> None:
+    def start(self, request: PromptRequest, so_far: Answer | None = None) -> None:
         """Put a request in flight. `so_far`, its cancelled or aborted answer, is continued. No forward runs yet."""
         geometry = self.replica.config.geometry
         if request.id in self._flights:
@@ -402,7 +402,7 @@ class Engine:
         assert logits is not None  # the last token never has KV before its successor is sampled
         return logits
 
-    def _prefill(self, request: Request) -> tuple[Any, torch.Tensor]:
+    def _prefill(self, request: PromptRequest) -> tuple[Any, torch.Tensor]:
         """A context with the KV of the prompt, and the logits after it, from the prefix cache or by a forward."""
         from megatron.core.inference.contexts import StaticInferenceContext
 
@@ -442,7 +442,7 @@ class Engine:
         return self._flights.pop(name).answer(ended)
 
 
-def distribution(logits: torch.Tensor, request: Request, written: int) -> torch.Tensor:
+def distribution(logits: torch.Tensor, request: PromptRequest, written: int) -> torch.Tensor:
     """The log-probabilities that the token after `written` tokens is sampled from: float64 [vocabulary], on the host."""
     wide = logits.to("cpu", torch.float64, copy=True)
     if written < request.min_tokens:

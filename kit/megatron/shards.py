@@ -63,7 +63,7 @@ IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.local_experts\.
 NAMED = 5  # tensors of each kind that a refusal names
 
 
-class Place(NamedTuple):
+class ShardPlace(NamedTuple):
     """What a cut needs to know: which of how many tensor ranks, the width of a head, and how many queries share a key."""
 
     rank: int
@@ -72,14 +72,14 @@ class Place(NamedTuple):
     queries: int
 
 
-class Part(NamedTuple):
+class ShardPart(NamedTuple):
     """A parameter of this rank, the full tensors that it is a part of, which part, and the ranks that have the others."""
 
     name: str
     param: Any
     how: str
     full: tuple[str, ...]
-    place: Place
+    place: ShardPlace
     group: Any
 
 
@@ -190,13 +190,13 @@ def full_tensors(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, value
 
 
-def whole(part: Part, tensor: torch.Tensor) -> Tensors:
+def whole(part: ShardPart, tensor: torch.Tensor) -> Tensors:
     """The full tensors of which all ranks of a part's group have one, by name. Collective over that group."""
     return dict(zip(part.full, join(part.how, _gathered(tensor, part), part.place), strict=True))
 
 
-def parts(chunk: Any) -> Iterator[Part]:
-    module = bare(chunk)
+def parts(chunk: Any) -> Iterator[ShardPart]:
+    module = unwrapped(chunk)
     config = module.config
     first_layer = module.decoder.layers[0].layer_number - 1
     first_expert = 0
@@ -208,14 +208,14 @@ def parts(chunk: Any) -> Iterator[Part]:
             group = parallel_state().get_expert_tensor_parallel_group()
         else:
             group = parallel_state().get_tensor_model_parallel_group()
-        place = Place(
+        place = ShardPlace(
             rank=dist.get_rank(group),
             size=dist.get_world_size(group),
             head=config.kv_channels,
             queries=config.num_attention_heads // config.num_query_groups,
         )
         how, full = made_of(name, first_layer=first_layer, first_expert=first_expert)
-        yield Part(name, param, how, full, place, group)
+        yield ShardPart(name, param, how, full, place, group)
 
 
 def made_of(name: str, *, first_layer: int = 0, first_expert: int = 0) -> tuple[str, tuple[str, ...]]:
@@ -233,7 +233,7 @@ def made_of(name: str, *, first_layer: int = 0, first_expert: int = 0) -> tuple[
     return how, tuple(owner + suffix for suffix in full)
 
 
-def views(how: str, shard: torch.Tensor, place: Place) -> Sequence[torch.Tensor]:
+def views(how: str, shard: torch.Tensor, place: ShardPlace) -> Sequence[torch.Tensor]:
     """The parts of a shard, or of all of them joined, that lie in each of the full tensors."""
     if how == GATE_UP:
         return shard.chunk(2)
@@ -244,12 +244,12 @@ def views(how: str, shard: torch.Tensor, place: Place) -> Sequence[torch.Tensor]
     return [groups[:, start:end] for start, end in itertools.pairwise(ends)]
 
 
-def share(how: str, full: torch.Tensor, place: Place) -> torch.Tensor:
+def share(how: str, full: torch.Tensor, place: ShardPlace) -> torch.Tensor:
     """What one rank has of a full tensor, as a view of it. The view of the shard where it belongs may have one dimension more."""
     return full if how == WHOLE else full.chunk(place.size, dim=1 if how == COLUMNS else 0)[place.rank]
 
 
-def join(how: str, shards: Sequence[torch.Tensor], place: Place) -> list[torch.Tensor]:
+def join(how: str, shards: Sequence[torch.Tensor], place: ShardPlace) -> list[torch.Tensor]:
     """The full tensors of the shards of all ranks in order; of a single shard they are views where that can be."""
     if how == WHOLE:
         return [shards[0]]
@@ -259,13 +259,13 @@ def join(how: str, shards: Sequence[torch.Tensor], place: Place) -> list[torch.T
     return [tensor.flatten(0, 1) for tensor in joined] if how == QKV else [*joined]
 
 
-def bare(chunk: Any) -> Any:
+def unwrapped(chunk: Any) -> Any:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
-def _shapes(part: Part) -> Iterator[tuple[str, Shape]]:
+def _shapes(part: ShardPart) -> Iterator[tuple[str, Shape]]:
     place, (rows, *more_dims) = part.place, part.param.shape
     if part.how == COLUMNS:
         more_dims[0] *= place.size
@@ -276,7 +276,7 @@ def _shapes(part: Part) -> Iterator[tuple[str, Shape]]:
         yield name, (rows * share // sum(shares), *more_dims)
 
 
-def _taken(part: Part, name: str, shape: Shape, into: Shape, full: torch.Tensor) -> torch.Tensor:
+def _taken(part: ShardPart, name: str, shape: Shape, into: Shape, full: torch.Tensor) -> torch.Tensor:
     if tuple(full.shape) != shape:
         raise BadInput(f"{name} is {tuple(full.shape)} and must be {shape}")
     return share(part.how, full, part.place).view(into)
@@ -292,7 +292,7 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(ordered[:NAMED]) + omitted
 
 
-def _gathered(shard: torch.Tensor, part: Part) -> list[torch.Tensor]:
+def _gathered(shard: torch.Tensor, part: ShardPart) -> list[torch.Tensor]:
     shard = shard.detach().contiguous()
     if part.how == WHOLE or part.place.size == 1:
         return [shard]
@@ -435,7 +435,7 @@ def load(chunks: Sequence[Any], folder: str | Path) -> None:
     load_full(chunks, _together(lambda: _fitting(chunks, folder)))
 
 
-def export(chunks: Sequence[Any], *, like: str | Path, to: str | Path) -> None:
+def export_weights(chunks: Sequence[Any], *, like: str | Path, to: str | Path) -> None:
     """Write the job's weights to a new folder: the same files as in `like`, with the same headers, dtypes and order. Collective.
 
     The folder `to` must be absent or empty. It appears at once, when it is complete.
@@ -462,7 +462,7 @@ def export(chunks: Sequence[Any], *, like: str | Path, to: str | Path) -> None:
 def _fitting(chunks: Sequence[Any], folder: str | Path) -> Folder:
     """Open the folder if it holds a model like the job's."""
     geometry = read_geometry(folder)
-    module = bare(chunks[0])
+    module = unwrapped(chunks[0])
     config = module.config
     if config.num_moe_experts:
         raise BadInput(f"{folder} has a dense model, and this job has {config.num_moe_experts} experts in a layer")

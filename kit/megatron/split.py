@@ -316,7 +316,7 @@ def zero_gradients(job: Job) -> None:
     job.optimizer.zero_grad()
 
 
-def hooks(job: Job) -> tuple[Any, ...]:
+def step_hooks(job: Job) -> tuple[Any, ...]:
     """The hooks that a step replaces while it is open, and which modules are in training mode."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
@@ -400,7 +400,7 @@ def set_random_states(states: tuple[Any, ...]) -> None:
     torch.set_rng_state(cpu)
 
 
-def share(batch: Batch) -> Batch:
+def rank_share(batch: Batch) -> Batch:
     rows_of_rank = rows(batch) // data_ranks()
     data_rank = dist.get_rank(data_group())
     return cut(batch, data_rank * rows_of_rank, (data_rank + 1) * rows_of_rank)
@@ -409,7 +409,7 @@ def share(batch: Batch) -> Batch:
 @torch.no_grad()
 def logprobs(job: Job, batch: Batch, mbs: int) -> torch.Tensor:
     """[rows, length] float32 on every rank's host; 0.0 in column 0. Collective; rows must fill whole microbatches on each data rank."""
-    pieces = list(cuts(share(batch), mbs))
+    pieces = list(cuts(rank_share(batch), mbs))
     logprobs = torch.cat([_forward(job, piece) for piece in pieces]) if pieces else None
     tables: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(tables, (dist.get_rank(data_group()), logprobs) if last_stage() else None)

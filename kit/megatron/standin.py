@@ -111,7 +111,7 @@ def _define_missing() -> None:
 _undo: list[contextlib.ExitStack] = []
 
 
-def active() -> bool:
+def stands_in() -> bool:
     return bool(_undo)
 
 

@@ -34,7 +34,18 @@ from kit.measure.observers.tensors import tensor_digest
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-__all__ = ["KINDS", "Arena", "Item", "Mover", "hashes", "inventory", "memory", "named_tensors", "tensor_digest", "trim"]
+__all__ = [
+    "KINDS",
+    "Arena",
+    "Item",
+    "Mover",
+    "hashes",
+    "inventory",
+    "named_tensors",
+    "process_memory",
+    "tensor_digest",
+    "trim",
+]
 
 KINDS = ("weights", "grads", "optimizer")
 
@@ -225,7 +236,7 @@ def pieces(pairs: Iterable[Pair], size: int = PIECE) -> Iterator[Pair]:
             yield target[start : start + size], source[start : start + size]
 
 
-def memory() -> dict[str, int]:
+def process_memory() -> dict[str, int]:
     """Bytes of this process by source: anonymous and shared resident memory; on CUDA allocator and driver too."""
     status = machine.status()
     sources = {"rss_anon": status["RssAnon"], "rss_shmem": status["RssShmem"]}
@@ -265,7 +276,7 @@ class Mover:
         items = [item for item in self.items() if item.kind in wanted]
         if fixed := [item.name for item in items if not item.storage.resizable()]:
             raise KitError(f"the storage of {fixed[0]} cannot be resized, so it cannot be released")
-        before, start = memory(), time.perf_counter()
+        before, start = process_memory(), time.perf_counter()
         fresh = self.arena.grow(sum(-(-item.size // _ALIGN) * _ALIGN for item in items))
         self._waiting = [(item, self.arena.reserve(item.size), item.storage.data_ptr()) for item in items]
         try:
@@ -289,7 +300,7 @@ class Mover:
     def restore(self) -> dict[str, Any]:
         """Bring everything back to where every view finds it. Nothing away: nothing is done. After an error everything is away as before,
         and may be brought back later."""
-        before, start = memory(), time.perf_counter()
+        before, start = process_memory(), time.perf_counter()
         try:
             for item, _, _ in self._waiting:
                 _allocate(item)
@@ -328,7 +339,7 @@ class Mover:
             "bytes": sizes | {"total": sum(sizes.values())},
             "seconds": seconds,
             "memory_before": before,
-            "memory_after": memory(),
+            "memory_after": process_memory(),
             "addresses": {f"{item.kind}/{item.name}": item.storage.data_ptr() for item in items},
         }
 

@@ -172,7 +172,7 @@ def need_cuda(frame: pd.DataFrame) -> None:
         raise NotMeasured("the ranks had no CUDA device")
 
 
-def others_untouched(first: str) -> Measure:
+def bystander_change(first: str) -> Measure:
     """The largest change in the memory of the bystander process since the first phase in which it was measured."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above

@@ -70,7 +70,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def samples(counts: AbstractSet[int]) -> str:
+def sample_counts(counts: AbstractSet[int]) -> str:
     return f"n = {min(counts)}" if len(counts) == 1 else f"n = {min(counts)} to {max(counts)}"
 
 

@@ -197,7 +197,7 @@ def _dtype(name: str) -> torch.dtype:
 HOT = 2**19
 
 
-class View(NamedTuple):
+class BucketView(NamedTuple):
     """A tensor in a bucket: in its own shape if it is whole, else its elements from `start` on, flattened."""
 
     spec: Spec
@@ -220,7 +220,7 @@ class Mismatch(KitError):  # noqa: N818 - it is what was found
         self.tensors = tuple(name for name, _ in (*self.failed, *self.missing))
 
 
-def views(layout: Layout, index: int, buffer: torch.Tensor) -> list[View]:
+def views(layout: Layout, index: int, buffer: torch.Tensor) -> list[BucketView]:
     """Return the tensors and pieces of tensors in a bucket, as views of its bytes. No copy."""
     _check_buffer(layout, index, buffer)
     in_bucket = []
@@ -228,12 +228,12 @@ def views(layout: Layout, index: int, buffer: torch.Tensor) -> list[View]:
         spec = layout.specs[number]
         typed = buffer[offset : offset + size].view(spec.dtype)
         in_bucket.append(
-            View(spec, start // spec.dtype.itemsize, typed.view(spec.shape) if size == spec.size else typed)
+            BucketView(spec, start // spec.dtype.itemsize, typed.view(spec.shape) if size == spec.size else typed)
         )
     return in_bucket
 
 
-def live(layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor]) -> list[View]:
+def live(layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor]) -> list[BucketView]:
     """Return what `views` would return for a bucket packed from these live tensors. Contiguous tensors are not copied."""
     keys = [layout.specs[piece.spec].key for piece in layout.buckets[index]]
     if missing := {key: "is missing here" for key in keys if key not in tensors}:
@@ -244,7 +244,7 @@ def live(layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor]) -> lis
         tensor = tensors[spec.key].detach()
         first = start // spec.dtype.itemsize
         part = tensor if size == spec.size else tensor.reshape(-1)[first : first + size // spec.dtype.itemsize]
-        in_bucket.append(View(spec, first, part))
+        in_bucket.append(BucketView(spec, first, part))
     return in_bucket
 
 
@@ -452,7 +452,7 @@ class Cut:
                 for into, take in self.destinations[view.spec.name]:
                     into.copy_(take(full))
 
-    def _whole(self, view: View) -> torch.Tensor | None:
+    def _whole(self, view: BucketView) -> torch.Tensor | None:
         spec, start, tensor = view
         if tensor.shape == spec.shape:
             return tensor

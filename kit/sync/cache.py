@@ -91,7 +91,7 @@ class Segment:
             self.fd, self._tensor = -1, None
 
 
-class Kept:
+class KeptMappings:
     """The last used mappings, kept open: as many as a sender's cache has segments. The owner closes them. Only for a sender that also
     keeps its memory: pages that the sender frees would remain allocated while they are mapped."""
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from kit.errors import BadInput
-from kit.sync.buckets import Layout, View
+from kit.sync.buckets import BucketView, Layout
 
 try:
     import xxhash
@@ -82,7 +82,7 @@ class Digests:
     def count(self) -> int:
         return len(self._wanted)
 
-    def add(self, index: int, pieces: Sequence[View]) -> None:
+    def add(self, index: int, pieces: Sequence[BucketView]) -> None:
         """Start hashing a bucket; its bytes must not change until `table` or `wait`."""
         if self._wanted:
             self._made[index] = self._pool.submit(self._of, pieces)
@@ -108,5 +108,5 @@ class Digests:
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def _of(self, pieces: Sequence[View]) -> list[str]:
+    def _of(self, pieces: Sequence[BucketView]) -> list[str]:
         return [digest(piece.tensor, self._algorithm) for piece in pieces if piece.spec.name in self._wanted]

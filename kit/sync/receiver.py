@@ -20,10 +20,10 @@ import torch
 
 from kit.errors import KitError
 from kit.sync.buckets import Layout, Mismatch, Weights, views
-from kit.sync.cache import BASE, Kept, starts
+from kit.sync.cache import BASE, KeptMappings, starts
 from kit.sync.hashes import Digests
 from kit.sync.link import BRIEF_S, FAILED, Link, PeerFailed, PeerGone, call
-from kit.sync.sender import KEEP, LAYOUT, Log
+from kit.sync.sender import KEEP, LAYOUT, SyncLog
 from kit.sync.transports import Transport, TransportContext, make, received
 
 SENDER = "the sender"
@@ -68,7 +68,7 @@ class Receiver:
     address: dict[str, Any]
     device: torch.device
     timeout_s: float = 60.0
-    kept: Kept | None = None  # mappings kept between syncs, for a sender that keeps its memory
+    kept: KeptMappings | None = None  # mappings kept between syncs, for a sender that keeps its memory
     layout: tuple[str, Layout | None] = "", None  # id and layout that the sender sent last; it is not sent again
     version: int = BASE
     routed: bool = False
@@ -110,7 +110,7 @@ class Call:
         self.link = link
         self.path, self.version, self.kind = "", BASE, ""
         self.began = 0.0  # by the sender's clock
-        self.log = Log()
+        self.log = SyncLog()
         self.transport: Transport | None = None
         self.digests: Digests | None = None
         self.stored: list[torch.Tensor] = []

@@ -37,7 +37,7 @@ from kit.sync.buckets import Bound, Key, live
 from kit.sync.cache import BASE, Cache
 from kit.sync.hashes import AUTO, NONE, Digests, algorithms, digest
 from kit.sync.link import FAILED, Link, Listener, PeerFailed, PeerGone, PeerSilent, ready
-from kit.sync.transports import GRACE_S, Place, Transport, TransportContext, choose, make
+from kit.sync.transports import GRACE_S, RankPlace, Transport, TransportContext, choose, make
 
 Gathered = Mapping[Key, torch.Tensor] | Bound
 
@@ -47,7 +47,7 @@ KEEP = "keep"  # in a failure message: whether the receiver keeps the new versio
 BUILDS = ("refresh", "stream")  # paths that make a version
 
 
-class Log:
+class SyncLog:
     """`seconds` by stage; stages overlap, so their sum may exceed the elapsed time.
 
     `events` in order, by the system clock, which all ranks of a machine share."""
@@ -80,7 +80,7 @@ class OtherBase(KitError):  # noqa: N818 - it is what was found
         self.tensors = tuple(tensors)
 
 
-class Packed(Bound):
+class PackedOnGpu(Bound):
     """Weights that the transport packs on their GPU. A ring, which keeps no copy, then needs no bytes on the host."""
 
     def pack(self, index: int, out: torch.Tensor, *, fresh: bool = False, hot: bool = False) -> None:
@@ -101,7 +101,7 @@ class Target:
 
     name: str
     rank: int
-    place: Place
+    place: RankPlace
     state: Literal["serving", "paused", "asleep"] = "serving"
     replica: str = ""
 
@@ -131,7 +131,7 @@ class Report:
     buckets: int = 0
     bucket_bytes: int = 0
     transports: dict[str, int] = field(default_factory=dict)
-    log: Log = field(default_factory=Log)
+    log: SyncLog = field(default_factory=SyncLog)
     began: float = 0.0
     wall: float = 0.0
     verified: int = 0  # tensors with compared digests
@@ -145,7 +145,7 @@ class Sender:
     cache: Cache
     listener: Listener
     _: KW_ONLY
-    place: Place
+    place: RankPlace
     rank: int
     device: torch.device
     transport: str = AUTO
@@ -348,7 +348,7 @@ class Sending:
             weights = weights if isinstance(weights, Bound) else Bound(layout, weights)
             self.pack = weights.pack
             if self.cache.slots and self.sharing.keys() == {"ipc"}:
-                weights = Packed(layout, weights.tensors)
+                weights = PackedOnGpu(layout, weights.tensors)
 
         def packed(index: int) -> None:
             nonlocal last

@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 
 from kit.errors import BadInput, KitError
-from kit.sync.cache import Kept, Segment
+from kit.sync.cache import KeptMappings, Segment
 from kit.sync.link import FAILED, Link, PeerFailed, PeerGone, PeerSilent, ready
 from kit.target import is_target, load
 
@@ -55,7 +55,7 @@ class TransportContext:
     place: int = 0  # the position of this rank in `ranks`
     pieces: Sequence[Sequence[int]] = ()  # bytes of each tensor of each bucket, in order
     pack: Callable[[int, torch.Tensor], None] | None = None  # the sender's: packs a bucket of live weights on their GPU
-    kept: Kept | None = None  # a receiver's: mappings kept between syncs
+    kept: KeptMappings | None = None  # a receiver's: mappings kept between syncs
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -200,7 +200,7 @@ NAMES = {
 CALLS = ("send", "flush", "receive", "done", "close")
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """The location of a rank. `gpu` identifies its GPU on the host, as a UUID does; empty without one."""
 
     host: str
@@ -208,7 +208,7 @@ class Place(NamedTuple):
     gpu: str = ""
 
 
-def choose(sender: Place, receiver: Place) -> str:
+def choose(sender: RankPlace, receiver: RankPlace) -> str:
     """Return the best transport between two ranks. `serialize` and `per-tensor` are used on request only: `serialize` if the ends cannot
     share a group (different builds of torch, only one open port), `per-tensor` for comparison."""
     if sender.host == receiver.host:

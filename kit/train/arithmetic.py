@@ -23,7 +23,7 @@ def uniform(*key: Part) -> float:
     return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
 
 
-def whole(low: int, high: int, *key: Part) -> int:
+def whole_number(low: int, high: int, *key: Part) -> int:
     """A whole number from low to high, both included."""
     return low + int(uniform(*key) * (high - low + 1))
 
@@ -37,7 +37,7 @@ STRAGGLERS = 8  # one sample in this many gets the longest minimum length
 
 def problem(seed: int, index: int, limit: int = 10) -> Problem:
     """Problem number `index` of a seed: a sum, or a difference with the larger number first."""
-    left, right = (whole(0, limit - 1, seed, side, index) for side in ("left", "right"))
+    left, right = (whole_number(0, limit - 1, seed, side, index) for side in ("left", "right"))
     if uniform(seed, "sign", index) < 0.5:
         return Problem(prompt=f"{left}+{right}=", answer=str(left + right))
     left, right = max(left, right), min(left, right)
@@ -65,4 +65,4 @@ def min_tokens(seed: int, index: int, sample: int, *, low: int, high: int) -> in
     """The number of tokens before a sample may end: `low` to half of `high`, and `high` for one straggler in STRAGGLERS."""
     if uniform(seed, "straggler", index, sample) < 1 / STRAGGLERS:
         return high
-    return whole(low, max(low, high // 2), seed, "length", index, sample)
+    return whole_number(low, max(low, high // 2), seed, "length", index, sample)

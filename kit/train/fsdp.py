@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from kit.errors import BadInput, KitError
 from kit.measure.observers.tensors import tensor_digest
 from kit.train.options import Settings
-from kit.train.plain import PlainModel, from_weights, logprobs, next_logprobs
+from kit.train.plain import PlainModel, from_weights, next_logprobs, plain_logprobs
 from kit.train.protocol import (
     Batch,
     Batching,
@@ -108,7 +108,7 @@ class FsdpJob:
         return [self.model]
 
 
-def build(
+def build_fsdp(
     geometry: Geometry,
     weights: Mapping[str, torch.Tensor],
     *,
@@ -238,7 +238,7 @@ def nonzero_gradients(job: FsdpJob) -> int:
 
 
 @contextlib.contextmanager
-def counted(job: FsdpJob) -> Iterator[dict[str, int]]:
+def counted_reductions(job: FsdpJob) -> Iterator[dict[str, int]]:
     """How often the gradients of each sharded module are reduced while this is open. FSDP calls a parameter's hooks for each reduction
     that reaches it, and for nothing else."""
     seen: dict[str, int] = {}
@@ -320,7 +320,7 @@ class Steps:
         model, device = self.job.model, self.job.device
         self.reduce_next(on=sync)
         if not piece:
-            nothing = logprobs(model, torch.zeros(1, 2, dtype=torch.long, device=device))
+            nothing = plain_logprobs(model, torch.zeros(1, 2, dtype=torch.long, device=device))
             (nothing * 0.0).sum().backward()  # type: ignore[no-untyped-call]
             return []
         rows = {name: value.to(device) for name, value in piece.items()}
@@ -328,7 +328,7 @@ class Steps:
             packed = pack(rows)
             scored = packed.unpack(next_logprobs(model, packed.input_ids, packed.positions, packed.segments))
         else:
-            scored = logprobs(model, rows["input_ids"])
+            scored = plain_logprobs(model, rows["input_ids"])
         value, seen = loss(scored, rows, tokens=tokens, sequences=sequences)
         value.backward()  # type: ignore[no-untyped-call]
         return [seen]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kit.train.options import ClippedOptions, Level, known
+from kit.train.options import ClippedOptions, Level, check_word
 from kit.train.protocol import Batch, Normalizer, valid
 
 
@@ -157,7 +157,7 @@ class NegativeLogLikelihood:
     metrics: bool = True  # False: nothing but the loss
 
     def __post_init__(self) -> None:
-        known("level", self.level, Level)
+        check_word("level", self.level, Level)
 
     def normalizers(self) -> dict[str, Normalizer]:
         if not self.metrics:

@@ -38,7 +38,7 @@ class Settings:
 DEFAULTS = Settings()
 
 
-def known(name: str, word: object, kind: object) -> None:
+def check_word(name: str, word: object, kind: object) -> None:
     """Refuse a word that is not one of the Literal."""
     words = get_args(kind)
     if word not in words:
@@ -68,11 +68,11 @@ class ClippedOptions:
     metrics: bool = True  # False: nothing but the loss
 
     def __post_init__(self) -> None:
-        known("level", self.level, Level)
-        known("ratio", self.ratio, Ratio)
-        known("importance", self.importance, Importance)
-        known("truncation", self.truncation, Truncation)
-        known("kl_kind", self.kl_kind, KLKind)
+        check_word("level", self.level, Level)
+        check_word("ratio", self.ratio, Ratio)
+        check_word("importance", self.importance, Importance)
+        check_word("truncation", self.truncation, Truncation)
+        check_word("kl_kind", self.kl_kind, KLKind)
         for name in ("clip_low", "clip_high", "dual_clip", "band_high", "kl_input_clamp", "kl_output_clamp"):
             value, above = getattr(self, name), 1 if name == "dual_clip" else 0
             if value is not None and not (math.isfinite(value) and value > above):

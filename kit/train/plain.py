@@ -188,7 +188,7 @@ def next_logprobs(
     return -functional.cross_entropy(logits.flatten(0, 1), following, reduction="none").view(input_ids.shape)
 
 
-def logprobs(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+def plain_logprobs(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
     """Of input_ids[:, 1:], [rows, length - 1], in float32 (float64 in float64)."""
     return next_logprobs(model, input_ids)[:, :-1]
 

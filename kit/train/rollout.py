@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kit.errors import BadInput
-from kit.train.plain import PlainModel, from_weights, initial_weights, logprobs
+from kit.train.plain import PlainModel, from_weights, initial_weights, plain_logprobs
 from kit.train.protocol import KEYS, Batch, cuts, rows
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Problem:
     answer: str  # "42"
 
 
-def problems(seed: int, n: int) -> list[Problem]:
+def draw_problems(seed: int, n: int) -> list[Problem]:
     draw = random.Random(seed)  # noqa: S311 - repeatable, not secret
     made = []
     for _ in range(n):
@@ -49,18 +49,18 @@ def problems(seed: int, n: int) -> list[Problem]:
     return made
 
 
-def encode(text: str) -> list[int]:
+def encode_ascii(text: str) -> list[int]:
     return list(text.encode("ascii"))
 
 
-def reward(problem: Problem, answer: list[int]) -> float:
+def answer_reward(problem: Problem, answer: list[int]) -> float:
     """0 to 1 for the tokens that were written, end included: three parts for right characters in place, one for the length."""
-    wanted = [*encode(problem.answer), END]
+    wanted = [*encode_ascii(problem.answer), END]
     right = sum(a == b for a, b in zip(wanted, answer, strict=False))
     return 0.75 * right / len(wanted) + 0.25 / (1 + abs(len(answer) - len(wanted)))
 
 
-def prepare(
+def prepare_rollout(
     geometry: Geometry,
     *,
     seed: int,
@@ -84,14 +84,14 @@ def prepare(
         pupil.learn(warm_steps)
         reference = _weights(model)
         pupil.learn(warm_steps // 2)
-        asked = problems(seed + 1, prompts)
+        asked = draw_problems(seed + 1, prompts)
         batch = sample(
             from_weights(geometry, _weights(model), dtype=torch.bfloat16, device=device), asked, group, length, seed
         )
         pupil.learn(1, far=2.0)
-        batch["prev_logprobs"] = score(model, batch)
+        batch["prev_logprobs"] = score_batch(model, batch)
         pupil.learn(1, far=4.0)
-        batch["reference_logprobs"] = score(from_weights(geometry, reference, device=device), batch)
+        batch["reference_logprobs"] = score_batch(from_weights(geometry, reference, device=device), batch)
     batch["advantages"] = _advantages(asked, group, batch)
     count = rows(batch)
     left_out = torch.randperm(count, generator=torch.Generator().manual_seed(seed + 2))[: count // MASKED]
@@ -134,7 +134,7 @@ class Pupil:
                 ids[row, :end] = torch.tensor(prompt + answer)
                 mask[row, len(prompt) : end] = 1.0
             device = self.model.model.embed_tokens.weight.device
-            loss = -(logprobs(self.model, ids.to(device)) * mask[:, 1:].to(device)).sum() / mask.sum()
+            loss = -(plain_logprobs(self.model, ids.to(device)) * mask[:, 1:].to(device)).sum() / mask.sum()
             self.optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
@@ -142,8 +142,8 @@ class Pupil:
 
 def lesson_of(seed: int, update: int) -> Lesson:
     return [
-        (encode(problem.prompt), [*encode(problem.answer), END])
-        for problem in problems(seed * 1_000_003 + update, LESSON)
+        (encode_ascii(problem.prompt), [*encode_ascii(problem.answer), END])
+        for problem in draw_problems(seed * 1_000_003 + update, LESSON)
     ]
 
 
@@ -151,7 +151,7 @@ def lesson_of(seed: int, update: int) -> Lesson:
 def sample(model: PlainModel, asked: list[Problem], group: int, length: int, seed: int) -> Batch:
     """Sample `group` answers per prompt at temperature 1. A row ends with END or at its own limit, drawn between one token and `length`."""
     device = model.model.embed_tokens.weight.device
-    starts = [encode(problem.prompt) for problem in asked for _ in range(group)]
+    starts = [encode_ascii(problem.prompt) for problem in asked for _ in range(group)]
     count = len(starts)
     prompt = torch.tensor([len(start) for start in starts])
     generator = torch.Generator().manual_seed(seed)
@@ -185,12 +185,13 @@ def sample(model: PlainModel, asked: list[Problem], group: int, length: int, see
 
 
 @torch.no_grad()
-def score(model: PlainModel, batch: Batch) -> torch.Tensor:
+def score_batch(model: PlainModel, batch: Batch) -> torch.Tensor:
     """Log-probabilities of a batch's tokens, [rows, length]: none for the first token, nor for padding."""
     device = model.model.embed_tokens.weight.device
     length = batch["input_ids"].shape[1]
     parts = [
-        logprobs(model, piece["input_ids"].to(device)).float().cpu() for piece in cuts(batch, max(1, AT_ONCE // length))
+        plain_logprobs(model, piece["input_ids"].to(device)).float().cpu()
+        for piece in cuts(batch, max(1, AT_ONCE // length))
     ]
     scored = torch.nn.functional.pad(torch.cat(parts), (1, 0))
     return scored * (torch.arange(length)[None] < batch["input_lengths"][:, None])
@@ -201,7 +202,7 @@ def _advantages(asked: list[Problem], group: int, batch: Batch) -> torch.Tensor:
     ids, lengths = batch["input_ids"].tolist(), batch["input_lengths"].tolist()
     rewards = torch.tensor(
         [
-            reward(problem, ids[row][len(problem.prompt) : lengths[row]])
+            answer_reward(problem, ids[row][len(problem.prompt) : lengths[row]])
             for index, problem in enumerate(asked)
             for row in range(index * group, (index + 1) * group)
         ]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kit.errors import BadInput
-from kit.megatron.serve import Prefix, PrefixCache, Request, distribution, pick
+from kit.megatron.serve import Prefix, PrefixCache, PromptRequest, distribution, pick
 from kit.world import World
 
 ROOT = Path(__file__).parents[2]
@@ -148,9 +148,9 @@ def test_bad_calls_are_named_and_change_nothing(world: World) -> None:
     assert found == wanted
 
 
-def asked(**settings: Any) -> Request:
+def asked(**settings: Any) -> PromptRequest:
     wanted: dict[str, Any] = {"id": "a", "prompt": (1,), "sample": 0, "seed": 0, "end": 2, "max_tokens": 4} | settings
-    return Request(**wanted)
+    return PromptRequest(**wanted)
 
 
 @pytest.mark.parametrize(

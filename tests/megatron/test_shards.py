@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kit.errors import BadInput
-from kit.megatron.shards import COLUMNS, GATE_UP, QKV, ROWS, WHOLE, Place, join, made_of, share, views
+from kit.megatron.shards import COLUMNS, GATE_UP, QKV, ROWS, WHOLE, ShardPlace, join, made_of, share, views
 from kit.world import World
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ def numbered(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     return made
 
 
-def cut(how: str, full: list[torch.Tensor], place: Place) -> torch.Tensor:
+def cut(how: str, full: list[torch.Tensor], place: ShardPlace) -> torch.Tensor:
     """One rank's shard with every view filled; elements that no view covers are -1."""
     own = [share(how, each, place) for each in full]
     assert [each.untyped_storage().data_ptr() for each in own] == [each.untyped_storage().data_ptr() for each in full]
@@ -66,20 +66,20 @@ def cut(how: str, full: list[torch.Tensor], place: Place) -> torch.Tensor:
 def test_a_rank_has_its_query_groups_one_after_the_other() -> None:
     q, k, v = (torch.tensor([*names]).T for names in ([range(10, 18)], [range(20, 24)], [range(30, 34)]))
     # Eight query rows and four key rows; heads have one row, two queries share a key, and there are two tensor ranks.
-    place = [Place(rank=rank, size=2, head=1, queries=2) for rank in range(2)]
+    place = [ShardPlace(rank=rank, size=2, head=1, queries=2) for rank in range(2)]
     assert cut(QKV, [q, k, v], place[0]).flatten().tolist() == [10, 11, 20, 30, 12, 13, 21, 31]
     assert cut(QKV, [q, k, v], place[1]).flatten().tolist() == [14, 15, 22, 32, 16, 17, 23, 33]
 
 
 def test_a_rank_has_its_half_of_gate_and_of_up() -> None:
     gate, up = torch.tensor([[0], [1], [2], [3]]), torch.tensor([[5], [6], [7], [8]])
-    assert cut(GATE_UP, [gate, up], Place(1, 2, 1, 1)).flatten().tolist() == [2, 3, 7, 8]
+    assert cut(GATE_UP, [gate, up], ShardPlace(1, 2, 1, 1)).flatten().tolist() == [2, 3, 7, 8]
 
 
 def test_columns_are_cut_and_norms_are_not() -> None:
     full = numbered((2, 4))
-    assert cut(COLUMNS, full, Place(1, 2, 1, 1)).tolist() == [[2, 3], [6, 7]]
-    assert share(WHOLE, full[0], Place(1, 2, 1, 1)) is full[0]
+    assert cut(COLUMNS, full, ShardPlace(1, 2, 1, 1)).tolist() == [[2, 3], [6, 7]]
+    assert share(WHOLE, full[0], ShardPlace(1, 2, 1, 1)) is full[0]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -96,7 +96,7 @@ def test_columns_are_cut_and_norms_are_not() -> None:
 )
 def test_join_takes_back_what_cut_did(how: str, shapes: list[tuple[int, ...]], size: int) -> None:
     full = numbered(*shapes)
-    places = [Place(rank=rank, size=size, head=2, queries=3) for rank in range(size)]
+    places = [ShardPlace(rank=rank, size=size, head=2, queries=3) for rank in range(size)]
     shards = [cut(how, full, place) for place in places]
     back = join(how, shards, places[0])
     assert [each.tolist() for each in back] == [each.tolist() for each in full]

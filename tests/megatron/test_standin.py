@@ -17,7 +17,7 @@ def installed():
 
 @without_gpu
 def test_cuda_means_the_cpu(installed):
-    assert standin.active()
+    assert standin.stands_in()
     assert torch.zeros(2, device="cuda").device.type == "cpu"
     assert torch.zeros(2, device=torch.cuda.current_device()).device.type == "cpu"
     assert torch.zeros(2).to("cuda:0").device.type == "cpu"
@@ -49,9 +49,9 @@ def test_installing_twice_is_installing_once_and_it_can_be_undone():
     before = {name: getattr(torch.cuda, name) for name in ("current_device", "Stream", "FloatTensor", "get_rng_state")}
     standin.install()
     standin.install()
-    assert standin.active()
+    assert standin.stands_in()
     standin.uninstall()
-    assert not standin.active()
+    assert not standin.stands_in()
     assert {name: getattr(torch.cuda, name) for name in before} == before
     assert torch.zeros(2).type() == "torch.FloatTensor"
     with pytest.raises((RuntimeError, AssertionError)):
@@ -66,7 +66,7 @@ def test_what_megatron_forgot_to_define_is_there_on_a_gpu_too(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = torch.cuda.current_device
     standin.install()
-    assert not standin.active()
+    assert not standin.stands_in()
     assert moe_utils.te_general_gemm is None
     assert torch.cuda.current_device is before
     with standin.on_this_thread():
@@ -78,7 +78,7 @@ def test_what_megatron_forgot_to_define_is_there_on_a_gpu_too(monkeypatch):
 def test_it_is_inert_where_there_is_a_gpu():
     before = torch.cuda.current_device
     standin.install()
-    assert not standin.active()
+    assert not standin.stands_in()
     assert torch.cuda.current_device is before
 
 
@@ -86,5 +86,5 @@ def test_a_gpu_in_sight_keeps_it_out(monkeypatch):
     before = torch.cuda.current_device
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     standin.install()
-    assert not standin.active()
+    assert not standin.stands_in()
     assert torch.cuda.current_device is before

@@ -135,7 +135,7 @@ TARGETS = (
                 "megatron_groups",
                 "maker",
                 "snapshot",
-                "describe",
+                "describe_group",
                 "_backend",
                 "_encode",
                 "decode",
@@ -152,7 +152,7 @@ TARGETS = (
             ("named_tensors", "ddp_buffers", "_grads", "inner_optimizers", "inventory"), ("offload", "tensors_released")
         ),
         left_out=leave_out(
-            LOOK="memory Mover._stats hashes _by_kind",
+            LOOK="process_memory Mover._stats hashes _by_kind",
             GPU="_bytes Arena._pin Arena.view copy_on_streams pieces offload_natively reload_natively",
         ),
     ),
@@ -162,7 +162,7 @@ TARGETS = (
         "tensors_restored",
         left_out=leave_out(SPEED="workers trim huge_pages populate _advise _runs", UNUSED="transfer"),
     ),
-    Target("offload", "kit.megatron.ownership", "state_as_found", left_out=leave_out(LOOK="describe")),
+    Target("offload", "kit.megatron.ownership", "state_as_found", left_out=leave_out(LOOK="describe_state")),
     Target(
         "split",
         "kit.megatron.split",
@@ -176,8 +176,8 @@ TARGETS = (
             **dict.fromkeys(("balances", "aux_scale", "clear_aux", "aux_metric"), ("split:experts", "grad_parity")),
         },
         left_out=leave_out(
-            LOOK="hooks reduced counted",
-            UNUSED="share logprobs _forward",
+            LOOK="step_hooks reduced counted",
+            UNUSED="rank_share logprobs _forward",
             SAME="MegatronSplit.__init__ random_states",
         ),
     ),
@@ -207,7 +207,7 @@ TARGETS = (
         left_out=leave_out(
             LOOK="merge _shared",
             UNUSED="load_full Folder.__init__ Folder.kind Folder.__getitem__ Folder.__iter__ Folder.__len__ _read_index _opened "
-            "Writer.__init__ Writer.put Writer.__enter__ Writer.__exit__ load export _fitting _prepared _receive _together",
+            "Writer.__init__ Writer.put Writer.__enter__ Writer.__exit__ load export_weights _fitting _prepared _receive _together",
             REFUSES="check_full _some",
         ),
     ),
@@ -216,7 +216,7 @@ TARGETS = (
         "kit.megatron.serve",
         "logits_equal",
         left_out=leave_out(
-            UNUSED="Request.__post_init__ Span.places Flight.write Flight.ended Flight.answer Prefix.size PrefixCache.__init__ "
+            UNUSED="PromptRequest.__post_init__ AnswerSpan.places Flight.write Flight.ended Flight.answer Prefix.size PrefixCache.__init__ "
             "PrefixCache.__len__ PrefixCache.get PrefixCache.put PrefixCache.clear Engine.__init__ Engine.in_flight Engine.start "
             "Engine.decode Engine.cancel Engine.weights_changed Engine._sample Engine._feed Engine._prefill Engine._forward "
             "Engine._leave distribution pick _lengthened",
@@ -246,7 +246,7 @@ TARGETS = (
         left_out=leave_out(
             REFUSES="Cache._check_room Cache._refuse_emptied Cache._refuse_closed",
             TEXT="_gib",
-            UNUSED="Kept.__init__ Kept.attach Kept.close",
+            UNUSED="KeptMappings.__init__ KeptMappings.attach KeptMappings.close",
             SPEED="Segment.populate",
         ),
     ),

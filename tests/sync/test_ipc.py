@@ -21,7 +21,7 @@ from kit.sync.buckets import Bound
 from kit.sync.cache import Ring
 from kit.sync.link import Listener
 from kit.sync.receiver import Call, landing
-from kit.sync.sender import Log, Report
+from kit.sync.sender import Report, SyncLog
 from kit.sync.transports import Ipc, Transport, TransportContext, make, opened
 from tests.sync.ranks.service import LAYOUT, Host, at_once, receiver_of, sender_of, table, target, tensors
 from tests.sync.ranks.transports import SIZES, bucket, receive, send
@@ -66,7 +66,7 @@ def test_what_is_applied_at_once_lands_where_the_transport_puts_it(on_device: bo
     call = Call.__new__(Call)
     receiver: Any = SimpleNamespace(device=torch.device("meta"))
     applier: Any = SimpleNamespace(apply=lambda _, buffer: landed.append(buffer.device))
-    call.receiver, call.layout, call.applier, call.digests, call.log = receiver, LAYOUT, applier, None, Log()
+    call.receiver, call.layout, call.applier, call.digests, call.log = receiver, LAYOUT, applier, None, SyncLog()
     transport: Any = SimpleNamespace(receive=lambda _, into: into, done=lambda _: None, on_device=on_device)
     call.stream(transport)
     assert {str(device) for device in landed} == {"meta" if on_device else "cpu"}

@@ -13,9 +13,9 @@ import torch
 
 from kit.errors import BadInput, KitError
 from kit.sync import transports
-from kit.sync.cache import Kept, Segment
+from kit.sync.cache import KeptMappings, Segment
 from kit.sync.link import Listener, PeerFailed, PeerGone, PeerSilent
-from kit.sync.transports import DEPTH, GRACE_S, NAMES, Ipc, Place, Transport, by_name, choose
+from kit.sync.transports import DEPTH, GRACE_S, NAMES, Ipc, RankPlace, Transport, by_name, choose
 from tests.holdings import memory_files
 from tests.sync.ranks.transports import SIZES, Act, as_receiver, as_sender, bucket, context, receive, send
 
@@ -81,7 +81,7 @@ def test_shared_memory_is_not_copied() -> None:
 
 
 def test_mappings_that_are_kept_are_used_again_and_not_too_many() -> None:
-    before, kept = mapped(), Kept()
+    before, kept = mapped(), KeptMappings()
     segments_ = [Segment(4096) for _ in range(3)]
     first, second, again, third = (kept.attach(os.dup(segments_[place].fd)) for place in (0, 1, 0, 2))
     assert first is again
@@ -97,7 +97,7 @@ def test_mappings_that_are_kept_are_used_again_and_not_too_many() -> None:
 
 
 def test_a_kept_mapping_shows_the_next_syncs_bytes() -> None:
-    before, kept = mapped(), Kept()
+    before, kept = mapped(), KeptMappings()
 
     def twice(kind: str) -> list[Any]:
         return between(kind, send, receive, kept=kept)[1:]
@@ -240,20 +240,20 @@ def test_who_says_why_and_leaves_is_not_just_gone() -> None:
 @pytest.mark.parametrize(
     ("receiver", "expected"),
     [
-        (Place("a", 0, "GPU-1"), "ipc"),
-        (Place("a", 1, "GPU-1"), "ipc"),
-        (Place("a", 0, "GPU-2"), "shm"),
-        (Place("a", 1), "shm"),
-        (Place("b", 0, "GPU-1"), "broadcast"),
-        (Place("b", 1, "GPU-1"), "rendezvous"),
+        (RankPlace("a", 0, "GPU-1"), "ipc"),
+        (RankPlace("a", 1, "GPU-1"), "ipc"),
+        (RankPlace("a", 0, "GPU-2"), "shm"),
+        (RankPlace("a", 1), "shm"),
+        (RankPlace("b", 0, "GPU-1"), "broadcast"),
+        (RankPlace("b", 1, "GPU-1"), "rendezvous"),
     ],
 )
-def test_the_choice(receiver: Place, expected: str) -> None:
-    assert choose(Place("a", 0, "GPU-1"), receiver) == expected
+def test_the_choice(receiver: RankPlace, expected: str) -> None:
+    assert choose(RankPlace("a", 0, "GPU-1"), receiver) == expected
 
 
 def test_hosts_without_gpus_share_memory() -> None:
-    assert choose(Place("a", 0), Place("a", 0)) == "shm"
+    assert choose(RankPlace("a", 0), RankPlace("a", 0)) == "shm"
 
 
 def test_names() -> None:

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from kit.train.arithmetic import CHARACTERS, END, PAD, VOCAB, encode, min_tokens, problem, reward, uniform, whole
+from kit.train.arithmetic import CHARACTERS, END, PAD, VOCAB, encode, min_tokens, problem, reward, uniform, whole_number
 from kit.train.rollout import Problem
 
 SUM = Problem(prompt="7+5=", answer="12")
@@ -32,7 +32,7 @@ def test_numbers_are_spread_evenly() -> None:
     assert max(many) < 1.0
     assert statistics.mean(many) == pytest.approx(0.5, abs=0.02)
     assert statistics.stdev(many) == pytest.approx(12**-0.5, abs=0.02)
-    assert {whole(2, 4, 1, index) for index in range(100)} == {2, 3, 4}
+    assert {whole_number(2, 4, 1, index) for index in range(100)} == {2, 3, 4}
 
 
 def test_problems_are_right_and_of_their_seed_and_index() -> None:

@@ -10,7 +10,7 @@ import torch
 from kit.errors import BadInput
 from kit.megatron.config import GEOMETRIES
 from kit.train import protocol as room
-from kit.train.plain import from_weights, initial_weights, logprobs, next_logprobs
+from kit.train.plain import from_weights, initial_weights, next_logprobs, plain_logprobs
 from kit.train.protocol import Batch
 
 GEOMETRY = GEOMETRIES["tiny"]
@@ -104,7 +104,7 @@ def test_packed_logprobs_and_gradients_are_those_of_rows(batch) -> None:
     packed = room.pack(batch)
     assert packed.positions[0, : 9 + 1 + 2].tolist() == [*range(9), 0, 0, 1]
     assert packed.segments[0, 8:12].tolist() == [0, 1, 2, 2]
-    apart = logprobs(models[0], batch["input_ids"]) * batch["token_mask"][:, 1:]
+    apart = plain_logprobs(models[0], batch["input_ids"]) * batch["token_mask"][:, 1:]
     together = packed.unpack(next_logprobs(models[1], packed.input_ids, packed.positions, packed.segments))
     torch.testing.assert_close(together, apart)
     for each in (apart, together):

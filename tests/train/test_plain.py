@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kit.megatron.config import GEOMETRIES
-from kit.train.plain import PlainModel, from_weights, initial_weights, logprobs
+from kit.train.plain import PlainModel, from_weights, initial_weights, plain_logprobs
 
 GEOMETRY = GEOMETRIES["tiny"]
 
@@ -65,11 +65,11 @@ def test_initial_weights_are_of_the_seed() -> None:
 
 def test_float32_is_float64_to_rounding(weights, ids) -> None:
     wide, narrow = (
-        logprobs(from_weights(GEOMETRY, weights, dtype=dtype), ids) for dtype in (torch.float64, torch.float32)
+        plain_logprobs(from_weights(GEOMETRY, weights, dtype=dtype), ids) for dtype in (torch.float64, torch.float32)
     )
     assert (wide.dtype, narrow.dtype, tuple(wide.shape)) == (torch.float64, torch.float32, (3, 19))
     torch.testing.assert_close(narrow.double(), wide, rtol=1e-4, atol=1e-4)
-    coarse = logprobs(from_weights(GEOMETRY, weights, dtype=torch.bfloat16), ids)
+    coarse = plain_logprobs(from_weights(GEOMETRY, weights, dtype=torch.bfloat16), ids)
     assert coarse.dtype == torch.float32
     assert 1e-4 < float((coarse.double() - wide).abs().mean()) < 0.2
 

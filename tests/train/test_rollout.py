@@ -11,7 +11,7 @@ from kit.errors import BadInput
 from kit.megatron.config import GEOMETRIES
 from kit.train.plain import from_weights
 from kit.train.protocol import KEYS, Batch, counts, cut
-from kit.train.rollout import END, PAD, encode, prepare, problems, score, uneven
+from kit.train.rollout import END, PAD, draw_problems, encode_ascii, prepare_rollout, score_batch, uneven
 
 GEOMETRY = GEOMETRIES["tiny"]
 PROMPTS, GROUP = 10, 4
@@ -28,7 +28,7 @@ def one_thread() -> Iterator[None]:
 
 
 def make(seed: int = 3, warm_steps: int = 8) -> Made:
-    return prepare(GEOMETRY, seed=seed, prompts=PROMPTS, group=GROUP, length=32, warm_steps=warm_steps)
+    return prepare_rollout(GEOMETRY, seed=seed, prompts=PROMPTS, group=GROUP, length=32, warm_steps=warm_steps)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +60,8 @@ def test_rows_are_prompt_answer_padding(made) -> None:
     batch = made[1]
     lengths, ids, mask = (batch[name].tolist() for name in ("input_lengths", "input_ids", "token_mask"))
     ended = 0
-    for row, problem in enumerate(problem for problem in problems(4, PROMPTS) for _ in range(GROUP)):
-        prompt = encode(problem.prompt)
+    for row, problem in enumerate(problem for problem in draw_problems(4, PROMPTS) for _ in range(GROUP)):
+        prompt = encode_ascii(problem.prompt)
         assert ids[row][: len(prompt)] == prompt
         assert len(prompt) < lengths[row] <= 32
         assert mask[row] == [float(len(prompt) <= at < lengths[row]) for at in range(32)]
@@ -96,7 +96,7 @@ def test_advantages_are_of_groups(made) -> None:
 def test_parties_differ_as_in_life(made, warm_steps) -> None:
     weights, batch = made if warm_steps else make(warm_steps=0)
     on = batch["token_mask"] > 0
-    now = score(from_weights(GEOMETRY, weights), batch)
+    now = score_batch(from_weights(GEOMETRY, weights), batch)
     ratio = (now - batch["prev_logprobs"])[on].exp()
     assert 0.02 < float(((ratio - 1).abs() > 0.2).float().mean()) < 0.5
     for name in ("generation_logprobs", "reference_logprobs"):
@@ -127,4 +127,4 @@ def test_uneven_leaves_one_rank_empty_and_rows_with_one_token(made) -> None:
 
 def test_rows_must_hold_a_problem() -> None:
     with pytest.raises(BadInput, match="length=11 is too short"):
-        prepare(GEOMETRY, seed=1, prompts=1, group=1, length=11, warm_steps=0)
+        prepare_rollout(GEOMETRY, seed=1, prompts=1, group=1, length=11, warm_steps=0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.train.rollout import END, LONGEST, PAD, Problem, encode, problems, reward
+from kit.train.rollout import END, LONGEST, PAD, Problem, answer_reward, draw_problems, encode_ascii
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,13 +35,13 @@ def test_kept_problems_are_right() -> None:
 
 
 def test_problems_are_of_the_seed() -> None:
-    assert problems(3, 20) == problems(3, 40)[:20]
-    assert problems(3, 20) != problems(4, 20)
+    assert draw_problems(3, 20) == draw_problems(3, 40)[:20]
+    assert draw_problems(3, 20) != draw_problems(4, 20)
 
 
 def test_no_problem_holds_padding_or_the_end() -> None:
-    for problem in problems(1, 50):
-        tokens = encode(problem.prompt + problem.answer)
+    for problem in draw_problems(1, 50):
+        tokens = encode_ascii(problem.prompt + problem.answer)
         assert not {PAD, END} & set(tokens)
         assert len(tokens) == len(problem.prompt) + len(problem.answer)
 
@@ -49,13 +49,13 @@ def test_no_problem_holds_padding_or_the_end() -> None:
 @pytest.mark.parametrize(
     ("answer", "worth"),
     [
-        ([*encode("42"), END], 1.0),
-        ([*encode("47"), END], 0.75),
-        (encode("42"), 0.5 + 0.125),
-        ([*encode("4"), END], 0.25 + 0.125),
+        ([*encode_ascii("42"), END], 1.0),
+        ([*encode_ascii("47"), END], 0.75),
+        (encode_ascii("42"), 0.5 + 0.125),
+        ([*encode_ascii("4"), END], 0.25 + 0.125),
         ([], 0.25 / 4),
-        ([*encode("999999"), END], 0.25 / 5),
+        ([*encode_ascii("999999"), END], 0.25 / 5),
     ],
 )
 def test_rewards_are_graded(answer, worth) -> None:
-    assert reward(Problem(prompt="17+25=", answer="42"), answer) == pytest.approx(worth)
+    assert answer_reward(Problem(prompt="17+25=", answer="42"), answer) == pytest.approx(worth)

@@ -20,7 +20,7 @@ from kit.draw.matrix import Matrix
 from kit.draw.style import Look
 from kit.labs.sync import rules
 from kit.results import NotMeasured, with_ids
-from kit.results.units import amount, counted, samples
+from kit.results.units import amount, counted, sample_counts
 
 MIB = 2**20
 # Sending and receiving are two ends of one thing, as are keeping the old weights and applying the new ones. What is short is one: the rest.
@@ -111,7 +111,7 @@ def rates_by_size(data: RunData) -> pd.DataFrame:
         rows,
         ticks={mib: f"{mib:g}" for mib in sorted(rows["x"].unique())},
         marks=[Mark(ceiling, f"one memcpy, {ceiling / 1e9:.3g}", "ink")] if math.isfinite(ceiling) else [],
-        n=f"{samples({int(count) for count in numbers})}, median and range" if len(numbers) else "medians",
+        n=f"{sample_counts({int(count) for count in numbers})}, median and range" if len(numbers) else "medians",
         size=f", {float(size.iloc[0]) / MIB:.4g} MiB to one receiver" if len(size) else "",
     )
 

@@ -21,7 +21,7 @@ import pandas as pd
 from kit.labs.sync.lab import SyncConfig, roles
 from kit.results import Measured, Missing, NotMeasured, Rule, incomplete, rule, select, with_ids
 from kit.results.frames import read_ids
-from kit.results.growth import DRIFT_CYCLES, compared, growth, others_untouched, worst
+from kit.results.growth import DRIFT_CYCLES, bystander_change, compared, growth, worst
 from kit.results.units import counted
 
 Config = Mapping[str, Any]
@@ -514,7 +514,7 @@ RULES = (
     Rule(
         "others_untouched",
         "Does another process on the GPU keep its memory unchanged?",
-        others_untouched("prepare"),
+        bystander_change("prepare"),
         limit=10,
         unit="MiB",
     ),

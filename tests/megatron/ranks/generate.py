@@ -11,7 +11,7 @@ import torch
 
 from kit.megatron import ownership, serve
 from kit.megatron.config import GEOMETRIES, ModelConfig
-from kit.megatron.serve import Answer, AtSync, Engine, Prefix, PrefixCache, Request
+from kit.megatron.serve import Answer, AtSync, Engine, Prefix, PrefixCache, PromptRequest
 from kit.train.arithmetic import END, VOCAB, encode
 from tests.megatron.ranks.common import attempt
 from tests.megatron.ranks.recompute import verify
@@ -40,9 +40,9 @@ def load(replica: serve.Replica, version: int) -> None:
             param.data.add_(torch.randn(param.shape, generator=later) * 0.02)
 
 
-def request(prompt: int, sample: int = 0, **settings: Any) -> Request:
+def request(prompt: int, sample: int = 0, **settings: Any) -> PromptRequest:
     wanted: dict[str, Any] = {"max_tokens": 12, "min_tokens": 9, "temperature": 0.8} | settings
-    return Request(
+    return PromptRequest(
         id=f"{prompt}.{sample}",
         prompt=tuple(encode(PROMPTS[prompt])),
         sample=sample,

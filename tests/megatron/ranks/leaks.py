@@ -8,7 +8,7 @@ from holders import holders as holders_of
 
 from kit.megatron import groups, model
 from kit.megatron.config import ModelConfig
-from kit.megatron.tensors import memory
+from kit.megatron.tensors import process_memory
 
 dist.init_process_group("gloo")
 job = model.build(ModelConfig(tp=2))
@@ -23,5 +23,7 @@ for _ in range(int(sys.argv[1])):
     job.mover.restore()
     job.step(1)
     collect()
-    cycles.append({"released": released, "back": census(), "alive": stats["alive"], "anon": memory()["rss_anon"]})
+    cycles.append(
+        {"released": released, "back": census(), "alive": stats["alive"], "anon": process_memory()["rss_anon"]}
+    )
 write({"cycles": cycles, "dead": [h.path for h in holders_of(job=job) if not h.alive]})

@@ -42,7 +42,7 @@ def work(*, fail: bool, release: bool = False) -> None:
 
 
 def around(*, initialise: str | None, fail: bool) -> dict[str, Any]:
-    before, counted = ownership.describe(), census()
+    before, counted = ownership.describe_state(), census()
 
     def inside() -> None:
         with ownership.as_found(timeout_s=30):
@@ -52,7 +52,7 @@ def around(*, initialise: str | None, fail: bool) -> dict[str, Any]:
 
     error = attempt(inside)
     collect()
-    after, left = ownership.describe(), census()
+    after, left = ownership.describe_state(), census()
     return {
         "error": error,
         "same": before == after,
@@ -65,11 +65,11 @@ def callers_job() -> dict[str, Any]:
     """The caller owns a job; inside `as_found` its groups are released and not reloaded."""
     job = model.build(TP2)
     first = job.step(1)
-    before = ownership.describe()
+    before = ownership.describe_state()
     with ownership.as_found(timeout_s=30):
         stats = groups.destroy()
         torch.manual_seed(99)
-    same = ownership.describe() == before
+    same = ownership.describe_state() == before
     steps = job.step(1)
     job.mover.close()
     groups.destroy()

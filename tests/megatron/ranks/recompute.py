@@ -16,7 +16,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kit.megatron.serve import KV, Answer, Replica, Span
+    from kit.megatron.serve import KV, Answer, AnswerSpan, Replica
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class _Job:
     """A span of an answer, and the KV that it kept."""
 
     answer: Answer
-    span: Span
+    span: AnswerSpan
     into: Verified
     before: list[KV]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from kit.megatron import groups, model, ownership, serve, shards
 from kit.megatron.config import GEOMETRIES, ModelConfig
 from kit.megatron.serve import as_world
-from kit.megatron.tensors import memory
+from kit.megatron.tensors import process_memory
 from tests.megatron.ranks.common import attempt
 from tests.megatron.ranks.shards import unequal
 
@@ -97,11 +97,11 @@ def weighed() -> dict[str, int]:
     with ownership.as_found():
         replica = serve.Replica(ModelConfig(size=WIDE))
         size = sum(param.nbytes for param in replica.chunks[0].parameters())
-        levels = [memory()["rss_anon"]]
+        levels = [process_memory()["rss_anon"]]
         replica.sleep()
-        levels.append(memory()["rss_anon"])
+        levels.append(process_memory()["rss_anon"])
         replica.wake()
-        return {"size": size, "fell": levels[0] - levels[1], "rose": memory()["rss_anon"] - levels[1]}
+        return {"size": size, "fell": levels[0] - levels[1], "rose": process_memory()["rss_anon"] - levels[1]}
 
 
 def in_stages() -> str:

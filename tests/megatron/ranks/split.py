@@ -13,7 +13,7 @@ import torch.distributed as dist
 from kit.errors import BadInput
 from kit.megatron import model, ownership, shards, tensors
 from kit.megatron.config import ModelConfig
-from kit.megatron.split import MegatronSplit, MegatronSync, counted, hooks, random_states, reduced
+from kit.megatron.split import MegatronSplit, MegatronSync, counted, random_states, reduced, step_hooks
 from kit.train.losses import ClippedPolicyGradient
 from kit.train.options import Settings
 from kit.train.protocol import Batch, Misuse, cut, rows
@@ -162,7 +162,7 @@ def not_finite(kind: str) -> dict[str, Any]:
         if dist.get_rank() == 1:
             place = tuple(data["token_mask"].nonzero()[0].tolist())
             data[kind][place] = -torch.inf
-        split, before, at = MegatronSplit(job), state(job), hooks(job)
+        split, before, at = MegatronSplit(job), state(job), step_hooks(job)
         split.begin(LOSS, 16, MBS)
         for piece in thirds(data):
             split.microbatch(piece)
@@ -172,7 +172,7 @@ def not_finite(kind: str) -> dict[str, Any]:
         reported["finite"] = [math.isfinite(value) for value in (result["grad_norm"], result["lr"])]
         found, again = gradients(job, lambda: next_step(split, mine()))
         reported["changed"] = differ(before, after)
-        reported["hooks_back"] = hooks(job) == at
+        reported["hooks_back"] = step_hooks(job) == at
         reported["next"] = [again["updated"], again["version"]]
     with job_of() as job:
         reported["next_as_ever"] = far(found, gradients(job, lambda: step(job, [mine()]))[0])
@@ -234,13 +234,13 @@ class Breaks:
 def error_in_a_chunk(**settings: Any) -> dict[str, Any]:
     """A loss raises half-way through a call: report what it left behind, and compare the next steps with those of an undisturbed job."""
     with job_of(**settings) as job:
-        split, at = MegatronSplit(job), hooks(job)
+        split, at = MegatronSplit(job), step_hooks(job)
         next_step(split, mine())
         before = state(job)
         split.begin(Breaks(), 16, MBS)
         reported: dict[str, Any] = {"message": message(lambda: split.microbatch(mine()), LookupError)}
         reported |= {
-            "hooks_back": hooks(job) == at,
+            "hooks_back": step_hooks(job) == at,
             "state": split.state,
             "then": message(lambda: split.microbatch(mine())),
         }
@@ -259,12 +259,12 @@ def error_in_a_chunk(**settings: Any) -> dict[str, Any]:
 def error_after_reduction(**settings: Any) -> dict[str, Any]:
     """The optimizer raises after the reduction."""
     with job_of(**settings) as job:
-        split, at = MegatronSplit(job), hooks(job)
+        split, at = MegatronSplit(job), step_hooks(job)
         before, plain = state(job), job.optimizer.step
         job.optimizer.step = [].pop
         split.begin(LOSS, 16, MBS)
         split.microbatch(mine())
-        reported: dict[str, Any] = {"message": message(split.finish, IndexError), "hooks_back": hooks(job) == at}
+        reported: dict[str, Any] = {"message": message(split.finish, IndexError), "hooks_back": step_hooks(job) == at}
         job.optimizer.step = plain
         split.abort()
         reported |= {"changed": differ(before, state(job)), "version": split.version}
@@ -433,10 +433,10 @@ def reused_buffers(ep: int) -> list[str]:
 
 def uneven_microbatches() -> dict[str, Any]:
     with job_of(**MOE) as job:
-        split, before, at = MegatronSplit(job), state(job), hooks(job)
+        split, before, at = MegatronSplit(job), state(job), step_hooks(job)
         split.begin(LOSS, 16, MBS)
         split.microbatch(cut(mine(), 0, ROWS if dist.get_rank() == 0 else MBS))
-        reported = {"message": message(split.finish), "hooks_back": hooks(job) == at}
+        reported = {"message": message(split.finish), "hooks_back": step_hooks(job) == at}
         split.abort()
         return {**reported, "changed": differ(before, state(job)), "updated": next_step(split, mine())["updated"]}
 

@@ -24,12 +24,12 @@ from kit.sync.hashes import digest
 from kit.sync.link import Listener, address_of
 from kit.sync.receiver import Call, Receiver
 from kit.sync.sender import Sender, Sending, Target
-from kit.sync.transports import Place
+from kit.sync.transports import RankPlace
 from kit.target import replaced
 from tests.holdings import memory_files, wait_for
 
 CPU = torch.device("cpu")
-HERE, THERE = Place("here", 0), Place("there", 1)
+HERE, THERE = RankPlace("here", 0), RankPlace("there", 1)
 KINDS = {  # `large` does not fit into a bucket
     "small": ((3, 5), torch.float32),
     "half": ((64, 16), torch.bfloat16),
@@ -119,7 +119,7 @@ def receiver_of(name: str, host: Host, address: dict[str, Any], call: type[Call]
     return made
 
 
-def target(name: str, place: Place = HERE, state: Any = "serving", replica: str = "") -> Target:
+def target(name: str, place: RankPlace = HERE, state: Any = "serving", replica: str = "") -> Target:
     return Target(name=name, rank=1, place=place, state=state, replica=replica)
 
 

@@ -17,9 +17,9 @@ from kit.megatron.config import GEOMETRIES
 from kit.train import fsdp
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
 from kit.train.options import Settings
-from kit.train.plain import from_weights, logprobs
+from kit.train.plain import from_weights, plain_logprobs
 from kit.train.protocol import Batch, counts, cut, rows
-from kit.train.rollout import prepare, uneven
+from kit.train.rollout import prepare_rollout, uneven
 
 GEOMETRY = dataclasses.replace(GEOMETRIES["tiny"], layers=2)
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ STEPS = 3
 
 @functools.cache
 def rollouts() -> tuple[dict[str, torch.Tensor], Batch]:
-    return prepare(GEOMETRY, seed=3, prompts=10, group=4, length=32, warm_steps=8)
+    return prepare_rollout(GEOMETRY, seed=3, prompts=10, group=4, length=32, warm_steps=8)
 
 
 def mine(batch: Batch | None = None) -> Batch:
@@ -43,7 +43,7 @@ def mine(batch: Batch | None = None) -> Batch:
 
 def job(batching: str = "fixed", dtype: str = "float32", settings: Settings = SETTINGS) -> fsdp.FsdpJob:
     budget = 0 if batching == "fixed" else BUDGET
-    return fsdp.build(
+    return fsdp.build_fsdp(
         GEOMETRY,
         rollouts()[0],
         settings=settings,
@@ -87,7 +87,7 @@ def oracle(loss: Any, batch: Batch) -> dict[str, torch.Tensor]:
     model = from_weights(GEOMETRY, rollouts()[0], dtype=torch.float64)
     wide = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
     sequences, tokens = counts(batch).tolist()
-    loss(logprobs(model, wide["input_ids"]), wide, tokens=tokens, sequences=sequences)[0].backward()
+    loss(plain_logprobs(model, wide["input_ids"]), wide, tokens=tokens, sequences=sequences)[0].backward()
     return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 
@@ -128,7 +128,7 @@ def parity(level: str, batching: str, dtype: str) -> dict[str, Any]:
         step = fsdp.FsdpSplit(here)
         results = []
         reductions: list[int] = []
-        with fsdp.counted(here) as counter, reduce_scatters() as scattered:
+        with fsdp.counted_reductions(here) as counter, reduce_scatters() as scattered:
             for _ in range(STEPS):
                 counter.update(dict.fromkeys(counter, 0))
                 step.begin(loss, GBS, MBS)
@@ -381,7 +381,7 @@ def fixed_in_size_by_hashing() -> list[str]:
 
 def build_needs_a_budget() -> str:
     try:
-        fsdp.build(GEOMETRY, rollouts()[0], settings=SETTINGS, device=CPU, batching="packed")
+        fsdp.build_fsdp(GEOMETRY, rollouts()[0], settings=SETTINGS, device=CPU, batching="packed")
     except KitError as error:
         return str(error)
     return ""

@@ -16,7 +16,7 @@ from kit.measure.turns import seconds_of
 from kit.megatron import groups, model
 from kit.megatron.config import ModelConfig
 from kit.megatron.handles import c10d, current_groups, parallel_state
-from kit.megatron.tensors import memory
+from kit.megatron.tensors import process_memory
 from kit.nccl import unbound
 
 GLOO, STORE = "gloo over the store", "ncclCommInitRankConfig over the store"
@@ -104,6 +104,6 @@ def levels() -> dict[str, int]:
     dist.barrier()
     return {
         **resource_counts()._asdict(),
-        **memory(),
+        **process_memory(),
         **{f"comm_{name}": size for name, size in groups.communicators().items()},
     }

@@ -41,10 +41,10 @@ class Stepper:
         self.pieces: Any
         if config.backend == "fsdp2":
             weights = initial_weights(wanted.geometry, config.seed)
-            sharded = fsdp.build(wanted.geometry, weights, settings=STILL, device=self.device)
+            sharded = fsdp.build_fsdp(wanted.geometry, weights, settings=STILL, device=self.device)
             self.plain, self.pieces = fsdp.FsdpSync(sharded), fsdp.FsdpSplit(sharded)
         else:
-            self.job = model.assemble(wanted, self.device, STILL)
+            self.job = model.assemble_job(wanted, self.device, STILL)
             self.plain, self.pieces = split.MegatronSync(self.job), split.MegatronSplit(self.job)
         self.loss = ClippedPolicyGradient(**RECIPES["grpo"])
         self.results: dict[str, list[StepResult]] = {}

@@ -26,7 +26,7 @@ from kit.measure.phase import seconds_on_device
 from kit.measure.turns import seconds_of, turn_by_turn
 from kit.megatron.config import GEOMETRIES
 from kit.sync.buckets import Bound, Layout, automatic, lay_out, live, specs_of, views
-from kit.sync.cache import LARGEST, SLOTS, Cache, Kept, Segment, starts
+from kit.sync.cache import LARGEST, SLOTS, Cache, KeptMappings, Segment, starts
 from kit.sync.hashes import NONE, Digests, algorithms, digest
 from kit.sync.link import Link, Listener, address_of, call
 from kit.sync.transports import Transport, TransportContext, make
@@ -82,7 +82,7 @@ class Ways:
         self.total = sum(tensor.nbytes for tensor in self.tensors.values())
         self.links = self.meet(meeting)
         self.opened: list[Transport | Digests] = []
-        self.kept = Kept()
+        self.kept = KeptMappings()
         self.segment: Segment | None = None
         self.cache: Cache | None = None
         self._laid: dict[int, Laid] = {}
@@ -205,7 +205,7 @@ class Ways:
         if digests:
             self.exchange({"kind": "digests", "table": digests.table()}, "same")
 
-    def receive(self, kind: str, size: int, algorithm: str, *, slots: int, kept: Kept | None) -> None:
+    def receive(self, kind: str, size: int, algorithm: str, *, slots: int, kept: KeptMappings | None) -> None:
         layout, _, bound = self.laid(size)
         if self._room.numel() < max(layout.sizes):
             self._room = torch.zeros(max(layout.sizes), dtype=torch.uint8)
@@ -233,7 +233,7 @@ class Ways:
         *,
         segment: Segment | None,
         places: Sequence[int],
-        kept: Kept | None = None,
+        kept: KeptMappings | None = None,
     ) -> tuple[Transport, Digests | None]:
         layout, pieces, _ = self.laid(size)
         digests = None if algorithm == NONE else Digests(layout, 0, algorithm=algorithm)

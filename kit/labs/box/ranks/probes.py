@@ -505,7 +505,7 @@ class Probes:
         from kit.megatron import model
 
         start = time.perf_counter()
-        job = model.assemble(config, device())
+        job = model.assemble_job(config, device())
         wait_for_gpu()
         built = time.perf_counter() - start
         steps = job.step(1)

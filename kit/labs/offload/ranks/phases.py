@@ -22,7 +22,7 @@ from kit.labs.offload.ranks.job import JobContext, context_for
 from kit.labs.offload.ranks.oracle import Steps, unequal
 from kit.labs.offload.ranks.releaser import around, make_releaser, reported
 from kit.labs.offload.ranks.watch import JobWatch, any_rank
-from kit.labs.rankside import Context, digest
+from kit.labs.rankside import Context, digest_of_hashes
 from kit.measure.observers.births import Births, Names, replaced_names, take_names
 from kit.measure.observers.tensors import KINDS, Resident, TensorState, children_of, live_bytes, tensor_differences
 from kit.measure.phase import log_steps, looking
@@ -159,7 +159,9 @@ class Offload:
             usable = observe.usable(self.watch.old, but_gloo=self.config.mode in groups.KEEPING)
             self._count("stale_usable", usable)
             # Megatron may stay initialised if each of its groups raises an error with its name.
-            self.ctx.record("initialised", int(observe.initialised() and (bool(usable) or not self.watch.old)))
+            self.ctx.record(
+                "initialised", int(observe.model_parallel_exists() and (bool(usable) or not self.watch.old))
+            )
             self.ctx.record("world_left", int(self.watch.world_left()))
             self._communicators()
         self._ask_bystander()
@@ -222,7 +224,7 @@ class Offload:
             self.ctx.record("departs", step, text=difference, cycle_of_step=-(-step // self.config.steps))
         hashes = self._hashes()
         self._count("tensors_differ", unequal(hashes, expected))
-        self.ctx.record("digest", None, text=digest(hashes))
+        self.ctx.record("digest", None, text=digest_of_hashes(hashes))
 
     def rehearse_restore(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Make an allocation of a reload fail on one rank, twice."""
@@ -262,7 +264,9 @@ class Offload:
         self.steps, self.job = [], load(self.config.model)(self.ctx)
 
     def _enter(self) -> None:
-        self.on_entry = self.on_entry or ownership.describe()  # before the first control: what that leaves shows too
+        self.on_entry = (
+            self.on_entry or ownership.describe_state()
+        )  # before the first control: what that leaves shows too
         self.scope = contextlib.ExitStack()
         self.scope.enter_context(ownership.as_found(timeout_s=self.config.meet_timeout_s))
         groups.install()  # handles first, so that what a person patches lies around them and not below

@@ -180,7 +180,7 @@ def not_as_found(before_build: dict[str, Any]) -> list[str]:
 
 def borrowing(body: Callable[[], None], *, fails: bool) -> list[str]:
     """Run a body inside `as_found`, which then ends well or with an error; return what is wrong afterwards."""
-    before = ownership.describe()
+    before = ownership.describe_state()
     wrong = []
     quiet = {"kit.megatron.ownership:log.error": f"{__name__}:say_nothing"}  # the rehearsed error is logged by design
     try:
@@ -244,7 +244,7 @@ def silence_of(group: Any) -> list[str]:
 
 
 def changes_since(before: dict[str, Any]) -> list[str]:
-    after = ownership.describe()
+    after = ownership.describe_state()
     return [f"{key}: {before[key]!r} became {after[key]!r}" for key in before if before[key] != after[key]]
 
 

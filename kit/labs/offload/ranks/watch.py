@@ -37,7 +37,7 @@ class JobWatch:
 
     def first_talk(self) -> list[str]:
         """Communicate over every group of the new job. The ranks that answer now must answer after every reload."""
-        self._ranks, wrong = observe.talk()
+        self._ranks, wrong = observe.talk_by_name()
         self.standing = bool(observe.standing())
         return wrong
 
@@ -68,7 +68,7 @@ class JobWatch:
 
     def talk(self) -> tuple[int, list[str]]:
         """Return the number of groups that answered, and the errors: a failed collective, or other ranks than before."""
-        answered, wrong = observe.talk()
+        answered, wrong = observe.talk_by_name()
         self._answered, self.mute = answered, bool(wrong)
         if not wrong:
             wrong = [
@@ -101,7 +101,11 @@ class JobWatch:
         """Return names that stand for other ranks than before the release, changed options, and stale handles."""
         after = observe.look(self._whole(), **roots)
         after.ranks = self._answered
-        return observe.moved(self._seen, after), observe.changed(self._seen, after), observe.stale(self._seen, after)
+        return (
+            observe.moved_names(self._seen, after),
+            observe.changed(self._seen, after),
+            observe.stale_names(self._seen, after),
+        )
 
 
 def any_rank(value: bool) -> bool:

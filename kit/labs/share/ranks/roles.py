@@ -148,7 +148,7 @@ class Trainer:
     def note_version(self, version: int, weights: Weights) -> None:
         """Record the digest of a version."""
         digests = {name: hashes.digest(tensor, DIGEST) for (name, _), tensor in weights.items()}
-        self.ctx.record("digest", None, text=rankside.digest(digests), version=version)
+        self.ctx.record("digest", None, text=rankside.digest_of_hashes(digests), version=version)
         if not version:
             self.host = {key: tensor.detach().to("cpu", copy=True) for key, tensor in weights.items()}
 
@@ -270,5 +270,5 @@ class Replica:
         with self.lease.timed("check"):
             table = self.actor.digests(DIGEST)
         if self.actor.first:
-            self.ctx.record("served", None, text=rankside.digest(table), version=version, replica=self.number)
+            self.ctx.record("served", None, text=rankside.digest_of_hashes(table), version=version, replica=self.number)
         return {}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kit.labs.rankside import Context, digest
+from kit.labs.rankside import Context, digest_of_hashes
 from kit.measure.observers import births
 from kit.measure.observers.births import Births
 
@@ -64,7 +64,7 @@ class Smoke:
         self.ctx.record("talked_groups", len(self.groups))
         self.ctx.record("shared_groups", self.shared())
         self.ctx.record("wrong_values", wrong)
-        self.ctx.record("digest", None, text=digest(sums))
+        self.ctx.record("digest", None, text=digest_of_hashes(sums))
 
     def destroy(self, cycle: int) -> None:  # noqa: ARG002 - as above
         while self.groups:

@@ -146,13 +146,13 @@ def own_job(target: str, built: Any, device: torch.device) -> Any:
 
 
 def assemble(ctx: ModelContext) -> model.Training:
-    return model.assemble(model_config(ctx.config), ctx.device, settings(ctx.config))
+    return model.assemble_job(model_config(ctx.config), ctx.device, settings(ctx.config))
 
 
 class Megatron:
     """kit.megatron.model on groups that are created once. `fresh` makes a job on the starting weights."""
 
-    sync, hooks = staticmethod(split.MegatronSync), staticmethod(split.hooks)
+    sync, hooks = staticmethod(split.MegatronSync), staticmethod(split.step_hooks)
 
     def __init__(self, config: SplitConfig, weights: Tensors) -> None:
         self.config = config
@@ -205,11 +205,11 @@ class Fsdp2:
 
     sync, hooks, state = staticmethod(fsdp.FsdpSync), staticmethod(fsdp.hooks), staticmethod(fsdp.state)
     parameters, gradients = staticmethod(fsdp.full_parameters), staticmethod(fsdp.full_gradients)
-    counted, nonzero_gradients = staticmethod(fsdp.counted), staticmethod(fsdp.nonzero_gradients)
+    counted, nonzero_gradients = staticmethod(fsdp.counted_reductions), staticmethod(fsdp.nonzero_gradients)
 
     def __init__(self, config: SplitConfig, weights: Tensors, device: torch.device) -> None:
         self.fresh = functools.partial(
-            fsdp.build,
+            fsdp.build_fsdp,
             model_config(config).geometry,
             weights,
             settings=settings(config),
@@ -254,7 +254,7 @@ def rollouts(config: SplitConfig, device: torch.device) -> tuple[Tensors, Batch]
     group = math.gcd(ANSWERS, total)
     made: tuple[Tensors, Batch] = ({}, {})
     if dist.get_rank() == 0:
-        made = rollout.prepare(
+        made = rollout.prepare_rollout(
             model_config(config).geometry,
             seed=config.seed,
             prompts=total // group,

@@ -26,7 +26,7 @@ from kit.megatron import split as megatron_split
 from kit.megatron.split import clear_aux
 from kit.target import replaced
 from kit.train import rollout
-from kit.train.plain import from_weights, logprobs
+from kit.train.plain import from_weights, plain_logprobs
 from kit.train.protocol import Batch, Loss, SplitContext, StepResult, cut, cuts, make_split
 
 NUMBERS = ("global_loss", "grad_norm", "lr", "wd", "global_valid_seqs", "global_valid_toks", "updated")
@@ -174,7 +174,7 @@ class Split:
         if not self.config.has_twin:
             return
         net = from_weights(self.megatron.model_config.geometry, self.weights, dtype=torch.float64)
-        value, table = exact(logprobs(net, step["input_ids"]), step)
+        value, table = exact(plain_logprobs(net, step["input_ids"]), step)
         value.backward()  # type: ignore[no-untyped-call]
         slopes = {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
         self.record("gradient_error", oracle.overall(self.plain.gradients[0], slopes))

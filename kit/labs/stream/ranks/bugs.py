@@ -18,14 +18,14 @@ from kit.labs.stream.ranks.replica import Replica
 from kit.labs.stream.ranks.trainer import Trainer
 from kit.megatron.serve import (
     Answer,
+    AnswerSpan,
     AtSync,
     Ended,
     Engine,
     Flight,
     Prefix,
     PrefixCache,
-    Request,
-    Span,
+    PromptRequest,
     distribution,
     pick,
 )
@@ -44,13 +44,13 @@ microbatch, assemble, batch_of = Trainer.microbatch, Trainer.assemble, Trainer.b
 
 def stamps_the_end(engine: Engine, name: str, ended: Ended) -> Answer:
     flight = engine._flights[name]
-    flight.spans = [Span(engine.version, 0, len(flight.tokens))]
+    flight.spans = [AnswerSpan(engine.version, 0, len(flight.tokens))]
     return leave(engine, name, ended)
 
 
 def stamps_the_start(engine: Engine, name: str, ended: Ended) -> Answer:
     flight = engine._flights[name]
-    flight.spans = [Span(flight.spans[0].version, 0, len(flight.tokens))] if flight.spans else []
+    flight.spans = [AnswerSpan(flight.spans[0].version, 0, len(flight.tokens))] if flight.spans else []
     return leave(engine, name, ended)
 
 
@@ -141,7 +141,7 @@ def mend(replica: Replica) -> None:
         tensor.copy_(new)
 
 
-def draws_the_same(replica: Replica, key: Key) -> Request:
+def draws_the_same(replica: Replica, key: Key) -> PromptRequest:
     return dataclasses.replace(request(replica, Key(key.group, 0)), id=request_name(key))
 
 

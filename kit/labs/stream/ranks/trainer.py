@@ -52,7 +52,7 @@ class Trainer(TrainerActor):
         if self.config.runs("verify"):
             self.weights[version] = full
         digests = {name: tensors.tensor_digest(tensor) for name, tensor in full.items()}
-        self.ctx.record("digest", None, text=rankside.digest(digests), version=version)
+        self.ctx.record("digest", None, text=rankside.digest_of_hashes(digests), version=version)
 
     def note_samples(self, rows: Sequence[SampleRow], batch: Batch) -> None:
         for place, row in enumerate(rows):
@@ -116,7 +116,7 @@ class Trainer(TrainerActor):
             self.ctx.record("recomputed", None, text=row.digest, **row.key._asdict(), attempt=row.attempt)
         for version, weights in self.weights.items():
             table = {name: hashes.digest(tensor, DIGEST) for name, tensor in weights.items()}
-            self.ctx.record("recomputed_by", None, text=rankside.digest(table), version=version)
+            self.ctx.record("recomputed_by", None, text=rankside.digest_of_hashes(table), version=version)
         noise = oracle.noise(self.weights, rows[:NOISY])
         judged = [oracle.judge(row) for row in rows]
         policies = [sample.policies(noise) for sample in judged]

@@ -126,7 +126,7 @@ class SyncReplica(Side):
         if differing:
             print(f"tensors that differ from the trainer's: {len(differing)}: {places}")
         self.ctx.record("tensors_hashed", len(own), scene=scene)
-        self.ctx.record("digest", None, text=rankside.digest(own), scene=scene)
+        self.ctx.record("digest", None, text=rankside.digest_of_hashes(own), scene=scene)
         self.ctx.record("tensors_differ", len(differing), text=places, scene=scene)
         return sum(own.get(name) != before.get(name) for name in {*own, *before})
 

@@ -21,7 +21,7 @@ from kit.megatron import groups, ownership, serve, shards, standin
 from kit.megatron.config import Geometry
 from kit.sync import transports
 from kit.sync.link import address_of
-from kit.sync.sender import Log
+from kit.sync.sender import SyncLog
 from kit.train.plain import PlainModel
 
 ROWS, LENGTH = 2, 8  # of the prompt; its logits are compared
@@ -40,7 +40,7 @@ class Side:
         gpu = ""
         if ctx.device.type == "cuda" and not transports.needs_permission():
             gpu = str(torch.cuda.get_device_properties(ctx.device).uuid)
-        self.where = transports.Place(host=host(), world=ctx.world_of(ctx.rank), gpu=gpu)
+        self.where = transports.RankPlace(host=host(), world=ctx.world_of(ctx.rank), gpu=gpu)
 
     def enter(self) -> None:
         """Create the groups of the trainer and of each replica. All ranks create all groups in the same order."""
@@ -70,7 +70,7 @@ class Side:
         """The path of a sync to sleeping replicas, or to the others."""
         return "expand" if asleep else "refresh" if self.config.refresh == "staged" else "stream"
 
-    def record_log(self, log: Log, began: float) -> None:
+    def record_log(self, log: SyncLog, began: float) -> None:
         for stage, seconds in log.seconds.items():
             self.ctx.record("stage_seconds", seconds, "s", stage=stage)
         for number, (name, when) in enumerate(log.events):

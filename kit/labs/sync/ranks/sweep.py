@@ -17,7 +17,7 @@ from kit.labs.sync.lab import ONE_WORLD, SyncConfig
 from kit.labs.sync.ranks.replica import SyncReplica
 from kit.labs.sync.ranks.trainer import SyncTrainer
 from kit.sync.buckets import Bound, Key, Spec, Whole, automatic, lay_out
-from kit.sync.cache import Cache, Kept
+from kit.sync.cache import Cache, KeptMappings
 from kit.sync.sender import Sender, Target
 
 MIB = 2**20
@@ -77,7 +77,7 @@ def receive(replica: SyncReplica) -> None:
     for name, size in ways(replica.config):
         for tensor in tensors.values():
             tensor.zero_()
-        with contextlib.closing(Kept()) as receiver.kept:
+        with contextlib.closing(KeptMappings()) as receiver.kept:
             for _ in range(TURNS + 1):
                 receiver.join()
         missing = sum(not torch.equal(tensor, wanted[key]) for key, tensor in tensors.items())
