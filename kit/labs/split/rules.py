@@ -526,7 +526,9 @@ def update(frame: pd.DataFrame, config: Config) -> Measured:
     )
     small = rows[rows["metric"] == "small_gradient_error"]["value"]  # not in records of an older kit
     if len(small):
-        off += f"; gradients of a step below the limit of clipping: ||dg||/||g|| {small.max():.2g}"
+        off += (
+            f"; gradients of a step below the limit of clipping, against its first step: ||dg||/||g|| {small.max():.2g}"
+        )
     return Measured(
         max([float(row["value"]) for row in most.values()] + small.tolist()),
         f"worst tensor after {counted(config['steps'], 'step')}: {moved['text']}, "
