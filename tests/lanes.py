@@ -39,6 +39,7 @@ FILES = (
     "tests/labs/share/test_run.py",
     "tests/labs/split/test_faults.py",
     "tests/labs/stream/test_faults.py",
+    "tests/labs/stream/test_given_up.py",
     "tests/labs/stream/test_own.py",
     "tests/labs/stream/test_run.py",
     "tests/labs/sync/test_faults.py",

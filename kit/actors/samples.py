@@ -155,17 +155,14 @@ class Inbox:
 TINY = 1e-6
 
 
-def advantages(rewards: Mapping[Key, float], kind: str) -> dict[Key, float]:
-    """`grpo`: (reward - mean of the group) / deviation of the group. `leave-one-out`: reward - mean of the other samples."""
+def advantages(rewards: Mapping[Key, float]) -> dict[Key, float]:
+    """GRPO's: (reward - mean of the group) / deviation of the group."""
     groups: defaultdict[int, dict[Key, float]] = defaultdict(dict)
     for key, reward in rewards.items():
         groups[key.group][key] = reward
     table: dict[Key, float] = {}
     for group in groups.values():
         mean = statistics.fmean(group.values())
-        if kind == "leave-one-out":
-            table |= {key: (reward - mean) * len(group) / max(len(group) - 1, 1) for key, reward in group.items()}
-        else:
-            deviation = statistics.pstdev(group.values())
-            table |= {key: (reward - mean) / (deviation + TINY) for key, reward in group.items()}
+        deviation = statistics.pstdev(group.values())
+        table |= {key: (reward - mean) / (deviation + TINY) for key, reward in group.items()}
     return table

@@ -258,7 +258,7 @@ class TrainerActor:
         count, length = len(rows), self.config.length
         ids = torch.full((count, length), PAD)
         numbers = {name: torch.zeros(count, length) for name in ("token_mask", "advantages", "generation_logprobs")}
-        advantage = advantages({row.key: row.reward for row in rows}, self.config.advantage)
+        advantage = advantages({row.key: row.reward for row in rows})
         for place, row in enumerate(rows):
             begin, end = len(row.prompt), len(row.tokens)
             ids[place, :end] = torch.tensor(row.tokens)

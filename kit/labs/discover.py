@@ -268,12 +268,11 @@ def refuse_unused(config: LabConfig, given: Mapping[str, Any]) -> None:
 
 def current_names(lab: Definition, layer: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that a person gave: flat, known, with their current names, and plain values."""
-    known = _known(cast("Hashable", lab.config))[0]
-    gone, flat_layer = old.SETTINGS.get(lab.name, {}), flat(layer)
+    known, flat_layer = _known(cast("Hashable", lab.config))[0], flat(layer)
     for name, value in flat_layer.items():
         current = old.current_setting(lab.name, name, value)
-        if name in gone:
-            why = f"setting {name} of lab {lab.name!r} no longer exists and is ignored: {gone[name]}"
+        if instead := old.dropped(lab.name, name):
+            why = f"setting {name} of lab {lab.name!r} no longer exists and is ignored: {instead}"
             warnings.warn(why, old.Renamed, stacklevel=2)
         elif name not in known and not {*current} <= {*known}:
             alike = [one for one in known if one[1:2] != "." or one[0] == name[0]]  # not each name of a nested config

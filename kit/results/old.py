@@ -14,8 +14,10 @@ CODE = {
     "kit.share.own:Pipeline": "kit.share.member:Pipeline",
 }
 
-# Settings that no longer exist, by lab, and what holds instead.
+# Settings that no longer exist, by lab, and what holds instead. Those of a nested config are gone under its name too (`a.temperature`).
 SETTINGS = {
+    "share": {"temperature": "tokens are sampled at temperature 1; the lab stream has the setting"},
+    "stream": {"advantage": "advantages are those of GRPO, within each group"},
     "sync": {
         "asynchronous": "replicas always serve while the trainer trains",
         "trainer_on": "`placement` chooses the trainer's devices",
@@ -143,13 +145,21 @@ def current_code(target: str) -> str:
 
 def current_settings(lab: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """A config without settings that no longer exist, with the current names of settings and of code."""
-    gone, settings = SETTINGS.get(lab, {}), dict[str, Any]()
+    settings = dict[str, Any]()
     single = lab == "share" and values.get("scenario") in SINGLE
     for name, value in values.items():
-        for setting, current in () if name in gone else current_setting(lab, name, value).items():
+        if isinstance(value, Mapping):  # a nested config
+            settings[name] = {setting: inner for setting, inner in value.items() if not dropped(lab, setting)}
+            continue
+        for setting, current in () if dropped(lab, name) else current_setting(lab, name, value).items():
             if setting == name or not (single and setting.startswith("b.")):
                 settings[setting] = current_code(current) if isinstance(current, str) else current
     return settings
+
+
+def dropped(lab: str, name: str) -> str:
+    """What holds instead of a setting that no longer exists; empty for one that does, or never did."""
+    return SETTINGS.get(lab, {}).get(name.rpartition(".")[2], "")
 
 
 def current_setting(lab: str, name: str, value: Any) -> dict[str, Any]:

@@ -126,6 +126,13 @@ class LiveRanks(Port):
             if name not in self.busy and (self.orders[name] or self.active[name]):
                 self._decode(name)
 
+    def settle(self) -> None:
+        """Wait until no call is in flight, after a loop was stopped. Nobody hears of the answers."""
+        while self.flying:
+            pendings = [pending for pending, _, _ in self.flying.values()]
+            self.drive.wait(pendings, timeout_s=self.patient(self.drive.config.deadline_s))
+            self.take()
+
     # -- calls ----------------------------------------------------------------------------------------------------------
 
     def _call(self, role: str, method: str, args: dict[str, Any], ended: Ended) -> None:
@@ -221,10 +228,6 @@ class LiveRanks(Port):
 
 
 # -- the ledger, and the ports beside the ranks ---------------------------------------------------------------------------
-
-
-def silent(_: dict[str, float], __: int) -> None:
-    """A logger that drops everything, since the ledger has the numbers."""
 
 
 class RunLedger:

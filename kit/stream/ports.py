@@ -91,7 +91,7 @@ def spent(rows: Iterable[Row]) -> dict[str, float]:
     return meter.take()
 
 
-class Call(NamedTuple):
+class TrainerCall(NamedTuple):
     """A command to the trainer, and when it ran."""
 
     row: Row
@@ -100,7 +100,7 @@ class Call(NamedTuple):
     failed: bool
 
 
-def calls(rows: Iterable[Row]) -> Iterator[Call]:
+def calls(rows: Iterable[Row]) -> Iterator[TrainerCall]:
     """Yield the finished calls of the trainers of all pipelines. A trainer executes one at a time, in order."""
     waiting: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
     free: dict[str, float] = {}
@@ -109,7 +109,7 @@ def calls(rows: Iterable[Row]) -> Iterator[Call]:
             waiting[row.who, row.event].append(row)
         elif row.event in ("done", "error") and (asked := waiting[row.who, str(row.get("of"))]):
             call = asked.pop(0)
-            yield Call(call, max(free.get(row.who, call.time), call.time), row.time, row.event == "error")
+            yield TrainerCall(call, max(free.get(row.who, call.time), call.time), row.time, row.event == "error")
             free[row.who] = row.time
 
 
@@ -140,7 +140,7 @@ class Watched:
         self.ledger.flush()
 
 
-class Log(Port):
+class StepLog(Port):
     """The port "log": sends a step's counts and times, with prefixes, to a logger under the version after the step, and to the ledger."""
 
     def __init__(self, meter: Meter, logger: Callable[[dict[str, float], int], object]) -> None:
@@ -193,7 +193,7 @@ class Meta:
 
 
 @dataclass(slots=True)
-class Slot:
+class BufferSlot:
     group: int
     start: int
     target: int | None
@@ -204,9 +204,9 @@ class Buffer:
     """The controller's buffer as a sampler sees it: one entry per group, in order of reservation."""
 
     def __init__(self) -> None:
-        self.slots: list[Slot] = []
+        self.slots: list[BufferSlot] = []
         self.evicted: list[int] = []
-        self._known: dict[Any, Slot] = {}
+        self._known: dict[Any, BufferSlot] = {}
 
     start_weight_list = property(lambda self: [slot.start for slot in self.slots])
     target_step_list = property(lambda self: [slot.target for slot in self.slots])
@@ -231,7 +231,7 @@ class Buffer:
             return
         if row.event == "reserved":
             target = row.get("target")
-            slot = Slot(row.number("group"), row.number("version"), None if target is None else int(target))
+            slot = BufferSlot(row.number("group"), row.number("version"), None if target is None else int(target))
             self._known[group] = slot
             self.slots.append(slot)
         elif row.event == "ready":
@@ -262,7 +262,7 @@ class Foreign:
         self.pipeline = pipeline
         self.version = 0 if resume is None else resume.version
         self.sampler.set_dispatch_index(self.version)
-        self._loop = Loop()
+        self._loop = PolledLoop()
         self._admission: asyncio.Task[int | None] | None = None
         self._changed = True
 
@@ -329,7 +329,7 @@ class Foreign:
         return task.result()
 
 
-class Loop(asyncio.SelectorEventLoop):
+class PolledLoop(asyncio.SelectorEventLoop):
     """An event loop with a clock that moves only when polled, so nothing ever sleeps."""
 
     def __init__(self) -> None:

@@ -187,7 +187,6 @@ class StreamSettings:
     on_dead_replica: Literal["stop", "go-on"] = "stop"
     step_retries: int = 0
     filter: bool = False
-    advantage: Literal["grpo", "leave-one-out"] = "grpo"
     previous: Logprobs = "recomputed"
     reference: Logprobs = "off"
     correction: bool = True

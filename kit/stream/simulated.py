@@ -10,7 +10,6 @@ work between two calls takes no time.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
 from collections import Counter, defaultdict
@@ -20,12 +19,13 @@ from statistics import median
 from typing import Any, Protocol
 
 from kit.errors import BadInput
-from kit.loop.messages import Command, Event, Memory
-from kit.loop.runner import A_SECOND, Core, Port, Runner, Simulated, VirtualClock
+from kit.loop.messages import Command, Event, Memory, Sink
+from kit.loop.runner import A_SECOND, Core, Runner, Simulated, VirtualClock
 from kit.results.records import Id, Row, numbers
 from kit.stream.core import TRAINERS, Controller
-from kit.stream.ports import Foreign, Log, Meter, Watched, calls, spent, syncs
-from kit.stream.settings import Resume, StreamSettings, opening, read_settings, refusals
+from kit.stream.ports import calls, spent, syncs
+from kit.stream.settings import Resume, StreamSettings, read_settings, refusals
+from kit.stream.sides import Logger, LoopSide, run_loop
 
 Answers = Iterable[tuple[float, Event]]
 
@@ -87,7 +87,7 @@ def durations(config: Paced) -> Durations:
 
 
 @dataclass(slots=True)
-class Request:
+class SimulatedRequest:
     group: int
     sample: int
     length: int
@@ -96,12 +96,12 @@ class Request:
     newest: int = -1
 
 
-class Replica:
+class SimulatedReplica:
     def __init__(self, number: int, system: System) -> None:
         self.number = number
         self.system = system
         self.version = -1
-        self.requests: dict[tuple[int, int], Request] = {}
+        self.requests: dict[tuple[int, int], SimulatedRequest] = {}
         self.orders: list[Callable[[], float | None]] = []
         self.busy = self.gone = False
 
@@ -149,7 +149,7 @@ class Replica:
             self.system.say("failed", **ids, why=REHEARSED)
             return
         length = self.system.durations.length(command.group, command.sample)
-        self.requests[command.group, command.sample] = Request(command.group, command.sample, length)
+        self.requests[command.group, command.sample] = SimulatedRequest(command.group, command.sample, length)
 
     def cancel(self, command: Command) -> None:
         if self.requests.pop((command.group, command.sample), None) is not None:
@@ -198,7 +198,7 @@ class System(Simulated):
         super().__init__(clock, answers, fail_at=fail_at)
         self.durations = durations
         self.pipeline = pipeline
-        self.replicas = {number: Replica(number, self) for number in range(replicas)}
+        self.replicas = {number: SimulatedReplica(number, self) for number in range(replicas)}
         self.prompts = itertools.chain(again, range(first, prompts) if prompts is not None else itertools.count(first))
         self.fails = dict(fails or {})
         self.trainer_free = 0.0
@@ -253,7 +253,7 @@ class System(Simulated):
             self.say("synced", version=version)
 
     def add(self, number: int) -> None:
-        self.replicas[number] = Replica(number, self)
+        self.replicas[number] = SimulatedReplica(number, self)
 
     def remove(self, number: int) -> None:
         """Remove a replica. A sync in progress continues without it."""
@@ -284,50 +284,56 @@ class Simulation:
         return self.rows[-1].time
 
 
-def simulate(
+def simulated_side(
     settings: StreamSettings,
     durations: Durations | None = None,
     *,
+    ledger: Sink,
     prompts: int | None = None,
-    core: Core[Any] | None = None,
     resume: Resume | None = None,
-    sampler: Any = None,
     prepare: Callable[[System], None] = lambda _: None,
-    logger: Callable[[dict[str, float], int], object] | None = None,
-    rows: Memory | None = None,
     pipeline: str = "",
     a_second: int = A_SECOND,
     **failures: Any,
-) -> Simulation:
-    """Run a controller against the simulated system. `failures` are `fail_at` and `fails` of the system.
-
-    `core` replaces our controller; `sampler` is a class with NeMo-RL's protocol; `prepare` may schedule deaths and joins. `rows` is the
-    ledger to write; it is kept even if the run breaks.
-    """
-    clock, meter, rows = VirtualClock(), Meter(), Memory() if rows is None else rows
-    rows += [Row(metric=name, time=0.0, ids=ids) for name, ids in opening(settings, resume)]
+) -> LoopSide:
+    """All ports of one pipeline on a clock of its own. `failures` are `fail_at` and `fails` of the system; `prepare` may schedule deaths
+    and joins."""
+    clock = VirtualClock()
     options: dict[str, Any] = {} if resume is None else {"first": resume.next, "again": resume.open}
     about: dict[str, Any] = {"replicas": settings.replicas, "pipeline": pipeline, "prompts": prompts}
     system = System(clock, durations or Durations(), **about, **options, **failures)
     prepare(system)
-    logged: list[dict[str, float]] = []
-    log = Log(meter, logger or (lambda values, version: logged.append({"version": version, **values})))
-    ports: dict[str, Port] = {**dict.fromkeys(ADDRESSES, system), "log": log}
-    ledger = Watched(rows, meter)
-    with contextlib.ExitStack() as scope:
-        if sampler is not None:
-            foreign = ports["sampler"] = Foreign(sampler, settings, pipeline=pipeline, resume=resume)
-            scope.callback(foreign.close)
-            ledger.watchers.append(foreign)
-        runner = Runner(
-            {pipeline: core or Controller(settings, pipeline=pipeline, resume=resume)},
-            ports,
-            clock=clock,
-            ledger=ledger,
-            deadline_s=1e6,
-            a_second=a_second,
-        )
-        return Simulation(rows, runner.run()[pipeline], logged, runner)
+    return LoopSide(
+        clock=clock, ports=dict.fromkeys(ADDRESSES, system), ledger=ledger, deadline_s=1e6, a_second=a_second
+    )
+
+
+def simulate(
+    settings: StreamSettings,
+    durations: Durations | None = None,
+    *,
+    core: Core[Any] | None = None,
+    resume: Resume | None = None,
+    sampler: Any = None,
+    logger: Logger | None = None,
+    rows: Memory | None = None,
+    **options: Any,
+) -> Simulation:
+    """Run a controller against the simulated system. `options` are those of `simulated_side`; `core` replaces our controller; `sampler` is
+    a class with NeMo-RL's protocol. `rows` is the ledger to write; it is kept even if the run breaks."""
+    rows, logged = Memory() if rows is None else rows, list[dict[str, float]]()
+    side = simulated_side(settings, durations, ledger=rows, resume=resume, **options)
+    pipeline = options.get("pipeline", "")
+    runner = run_loop(
+        core or Controller(settings, pipeline=pipeline, resume=resume),
+        settings,
+        side,
+        pipeline=pipeline,
+        start=resume,
+        sampler=sampler,
+        logger=logger or (lambda values, version: logged.append({"version": version, **values})),
+    )
+    return Simulation(rows, runner.ended[pipeline], logged, runner)
 
 
 def forecast(rows: Iterable[Row], **changes: Any) -> Simulation:

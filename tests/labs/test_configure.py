@@ -16,7 +16,7 @@ from kit.labs import discover as module
 from kit.labs.definition import Definition, LabConfig, Option, as_settings
 from kit.labs.discover import check_target, complaints, configure, discover, find, find_fault, from_text, validate
 from kit.machine import has_gpu_driver
-from kit.results.old import CODE, SETTINGS, Renamed, current_code
+from kit.results.old import CODE, SETTINGS, Renamed, current_code, current_settings
 from kit.target import load, load_callable, replaced
 
 
@@ -181,11 +181,18 @@ def test_settings_of_older_runs_name_code_where_it_was() -> None:
     assert not CODE.keys() & CODE.values()
 
 
-def test_settings_that_no_longer_exist_are_ignored_with_a_sentence() -> None:
-    sync = find("sync")
-    for name in SETTINGS["sync"]:
-        with pytest.warns(Renamed, match=f"setting {name} of lab 'sync' no longer exists and is ignored: "):
-            assert validate(sync, {name: False}) == validate(sync, {})
+@pytest.mark.parametrize(("lab", "name"), [(lab, name) for lab, names in SETTINGS.items() for name in names])
+def test_settings_that_no_longer_exist_are_ignored_with_a_sentence(lab: str, name: str) -> None:
+    with pytest.warns(Renamed, match=f"setting {name} of lab '{lab}' no longer exists and is ignored: "):
+        assert validate(find(lab), {name: False}) == validate(find(lab), {})
+
+
+def test_so_are_those_of_a_nested_config_and_of_a_stored_run() -> None:
+    share = find("share")
+    with pytest.warns(Renamed, match=r"setting b\.temperature of lab 'share' no longer exists and is ignored: "):
+        assert validate(share, {"b.temperature": 2.0, "b.steps": 4}) == validate(share, {"b.steps": 4})
+    stored = {"temperature": 0.5, "b": {"temperature": 2.0, "steps": 4}, "a": {"temperature": 1.0}}
+    assert current_settings("share", stored) == {"b": {"steps": 4}, "a": {}}
 
 
 def test_an_unknown_fault() -> None:

@@ -12,7 +12,7 @@ import pytest
 from kit.errors import BadInput
 from kit.loop.messages import Event, Memory
 from kit.stream.core import Controller, resume_from
-from kit.stream.ports import Buffer, Foreign, Slot
+from kit.stream.ports import Buffer, BufferSlot, Foreign
 from kit.stream.settings import StreamSettings
 from kit.stream.simulated import Durations, simulate
 from tests.loop.replaying import replay_rows
@@ -108,7 +108,7 @@ def test_their_in_order_decides_what_ours_decides() -> None:
 
 def test_groups_that_are_not_in_the_buffer_cannot_be_taken_out() -> None:
     buffer = Buffer()
-    buffer.slots = [Slot(group=number, start=0, target=0) for number in range(3)]
+    buffer.slots = [BufferSlot(group=number, start=0, target=0) for number in range(3)]
     assert asyncio.run(buffer.remove([-1, 0], remove_in_dp=True)) == 2
     assert ([slot.group for slot in buffer.slots], sorted(buffer.evicted)) == ([1], [0, 2])
     with pytest.raises(IndexError):

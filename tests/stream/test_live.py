@@ -87,3 +87,22 @@ def test_a_trainer_that_waits_for_a_dead_replica_is_interrupted_once(trainer: tu
     assert calls.made[0].answer is None  # the trainer tells the other replica
     calls.made[0].answer = KitError("the trainer gave up")
     assert [(event.name, event.of) for event in ranks.take()] == ([("error", "sync")] if ends else [])
+
+
+def test_a_stopped_loop_waits_for_its_calls_and_drops_what_they_answer() -> None:
+    calls = Calls()
+    ranks = LiveRanks(calls, ["replica 0"], pipeline="a")  # type: ignore[arg-type]
+    ranks.send(Command("generate", "replica", group=0, sample=0, replica=0, attempt=0))
+    ranks.send(Command("begin", "trainer", step=0, update=0))
+    ranks.wait(0.0)
+    decode, begin = sorted(calls.made, key=lambda call: "orders" not in call.args)
+    ranks.send(Command("microbatch", "trainer", step=0, update=0, groups=(0,)))  # no call has begun for it
+    waits = iter([decode, begin])
+
+    def answers(*_: Any, **__: Any) -> None:
+        call = next(waits)
+        call.answer = [[]] if call is decode else [{}]
+
+    calls.wait = answers  # type: ignore[method-assign]
+    ranks.settle()
+    assert (ranks.flying, ranks.take(), len(calls.made)) == ({}, [], 2)

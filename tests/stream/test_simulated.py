@@ -18,7 +18,7 @@ from kit.results.rules import settle
 from kit.stream import core, generation, judge, what_if
 from kit.stream.core import Controller, resume_from
 from kit.stream.history import LoopLedger
-from kit.stream.ports import Log, Meter
+from kit.stream.ports import Meter, StepLog
 from kit.stream.settings import SAMPLERS, StreamSettings
 from kit.stream.simulated import ADDRESSES, Durations, System, drawn_length, forecast, measured, simulate
 from kit.stream.waiting import waits_for
@@ -74,7 +74,7 @@ def test_a_logger_that_raises_is_reported_and_ends_nothing() -> None:
         raise OSError("disk full")
 
     meter = Meter()
-    events = list(Log(meter, broken).send(Command("metrics", "log", step=0, update=0, version=1)))
+    events = list(StepLog(meter, broken).send(Command("metrics", "log", step=0, update=0, version=1)))
     assert [(one.name, one.why) for one in events] == [("logger_failed", "OSError: disk full")]
 
 

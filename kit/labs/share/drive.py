@@ -1,7 +1,7 @@
 """The driven phases of the lab `share`: each pipeline alone, then all under the desk, from the same base weights and on the same ranks.
 
 Alone, a pipeline has its devices to itself: the same loop and ports, but every request is granted at once and nothing sleeps. The results
-of the phase `shared` are compared with it.
+of the phase `shared` are compared with it. `shared` and `rehearse` also run on simulated ranks (`simulated.py`), in milliseconds.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kit.errors import KitError
 from kit.labs.lab import Drive
 from kit.labs.share.lab import ALONE, DESK, PIPELINE, TRAINER, ShareConfig
 from kit.labs.share.observer import Observer
-from kit.labs.share.ports import Clock, Devices, Live, Ranks, every, started
+from kit.labs.share.ports import AlarmClock, Live, LiveDevices, Ranks, every, started
+from kit.labs.share.scenarios import SCENARIOS, for_config
+from kit.labs.share.simulated import AS_CONFIGURED, Scene, ShareSide, refuse_broken, scenes, simulated_side
 from kit.labs.stream.lab import settings
-from kit.loop.messages import Command, Event, Sink
-from kit.loop.runner import Core, Port, RealClock, Runner
+from kit.loop.messages import Command, Event, Memory
+from kit.loop.runner import Core, Port, RealClock, Runner, Stalled
 from kit.results import Row
 from kit.share import core
 from kit.share.member import Member, Own
 from kit.share.planner import PLANNERS
-from kit.share.simulated import Ports
+from kit.share.simulated import Ports, Simulation
 from kit.share.state import Cluster, DeskSettings
 from kit.stream.core import Controller
-from kit.stream.live import OpenDesk, Prompts, RunLedger, silent
-from kit.stream.ports import Log, Meter, Watched, replica_role
+from kit.stream.live import OpenDesk, Prompts, RunLedger, written
+from kit.stream.ports import Meter, StepLog, Watched, replica_role
 from kit.stream.settings import opening
+from kit.stream.sides import LoopSide, silent
 from kit.target import load_callable
 
 
@@ -55,9 +57,55 @@ def static(drive: Drive) -> None:
         without_desk(drive, {name: replicas for name, (_, replicas) in parts.items()})
 
 
+def shared(drive: Drive) -> None:
+    together(drive, AS_CONFIGURED)
+
+
 def rehearse(drive: Drive) -> None:
-    """Failures that must not end the others: a replica of a is killed while it wakes, and b's trainer in its second step."""
-    shared(drive, {"a": WakingDies, "b": TrainerDies}, on_dead_replica="go-on")
+    """Failures that must not end the others. On ranks a replica of a is killed while it wakes, and b's trainer in its second step."""
+    for scene in scenes(drive.config) if drive.config.simulated else (DEATHS,):
+        together(drive, scene)
+
+
+def scripted(drive: Drive) -> None:
+    """The desk with scripted pipelines on a virtual clock; with a fault of the desk, only the script that exposes it."""
+    with written(drive) as rows:
+        names = [drive.scene["scenario"]] if "scenario" in drive.scene else for_config(drive.config)
+        for name in names:
+            rows.extend(SCENARIOS[name].run(drive.config).rows)
+
+
+def together(drive: Drive, scene: Scene) -> None:
+    """All pipelines under the desk, once."""
+    config = drive.config
+    if config.simulated:
+        with written(drive) as rows:
+            ended = simulate_pipelines(config, scene, rows).ended
+        if scene is AS_CONFIGURED:
+            refuse_broken(ended, (*config.names, DESK))
+        return
+    with begun(drive, [*drive.roles], alone=False) as observer:
+        kinds = LIVE_DEATHS if scene is DEATHS else {}
+        parts = {name: kinds.get(name, Ranks)(drive, name, observer=observer) for name in config.names}
+        desk: dict[str, Port] = {"devices": LiveDevices(parts, observer), "clock": AlarmClock()}
+        run_cores(under_desk(config, scene), config, live_side(drive, parts, desk, observer))
+
+
+def simulate_pipelines(config: ShareConfig, scene: Scene = AS_CONFIGURED, rows: Memory | None = None) -> Simulation:
+    """All pipelines and the desk on simulated ranks; `ended` lacks those that have not ended. `rows` is the ledger to write."""
+    rows = Memory() if rows is None else rows
+    runners: list[Runner] = []
+    with contextlib.suppress(Stalled):
+        run_cores(under_desk(config, scene), config, simulated_side(config, scene, rows, runners.append))
+    return Simulation(rows, runners[0].ended, runners[0])
+
+
+def under_desk(config: ShareConfig, scene: Scene) -> dict[str, Core[Any]]:
+    pipelines: dict[str, Core[Any]] = {name: member(config, name, **scene.settings) for name in config.names}
+    return {**pipelines, DESK: load_callable(config.scheduler)(dataclasses.replace(config, **scene.limits))}
+
+
+# -- deaths on ranks ------------------------------------------------------------------------------------------------------
 
 
 def kill(drive: Drive, role: str) -> None:
@@ -88,6 +136,13 @@ class TrainerDies(Ranks):
         super()._train(command)
 
 
+DEATHS = Scene(name="a replica of a dies while it wakes, and the trainer of b", settings={"on_dead_replica": "go-on"})
+LIVE_DEATHS: Mapping[str, type[Ranks]] = {"a": WakingDies, "b": TrainerDies}
+
+
+# -- without a desk -------------------------------------------------------------------------------------------------------
+
+
 def own_part(config: ShareConfig, pipeline: str) -> tuple[int, tuple[int, ...]]:
     """The part of the devices that has a pipeline's trainer, and its replicas there; none if the trainer does not fit into one part."""
     loop, count = config.loops[pipeline], len(config.loops)
@@ -106,17 +161,10 @@ def without_desk(drive: Drive, replicas: Mapping[str, Collection[int]]) -> None:
             for name, numbers in replicas.items()
         }
         cores = {name: Without(controller(drive.config, name), name, numbers) for name, numbers in replicas.items()}
-        run(drive, cores, parts, {"desk": OpenDesk()}, observer)
+        run_cores(cores, drive.config, live_side(drive, parts, {"desk": OpenDesk()}, observer))
 
 
-def shared(drive: Drive, kinds: Mapping[str, type[Ranks]] | None = None, **changes: Any) -> None:
-    """All pipelines under the desk. `kinds` replaces the class of a pipeline's ranks; `changes`: changes to the controllers' settings."""
-    config = drive.config
-    with begun(drive, [*drive.roles], alone=False) as observer:
-        parts = {name: (kinds or {}).get(name, Ranks)(drive, name, observer=observer) for name in config.names}
-        cores: dict[str, Core[Any]] = {name: member(config, name, **changes) for name in config.names}
-        cores[DESK] = load_callable(config.scheduler)(config)
-        run(drive, cores, parts, {"devices": Devices(parts, observer), "clock": Clock()}, observer)
+# -- a run ----------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -132,51 +180,56 @@ def begun(drive: Drive, roles: Sequence[str], *, alone: bool) -> Iterator[Observ
         every(drive, "vacate", [name for name in drive.roles if not {*drive.roles[name]} & drive.lost])
 
 
-def run(
-    drive: Drive,
-    cores: Mapping[str, Core[Any]],
-    parts: Mapping[str, Ranks],
-    more: Mapping[str, Port],
-    observer: Observer,
-) -> None:
-    """Run the cores on live ranks until all have ended. `more` are the ports of the desk, or replace it."""
-    clock, live = more.get("clock"), Live(drive, parts.values())
-    meters = {name: Meter() for name in parts}
+def live_side(drive: Drive, parts: Mapping[str, Ranks], desk: Mapping[str, Port], observer: Observer) -> ShareSide:
+    """The ranks of these pipelines. `desk`: the ports of the desk, or one that replaces it."""
+    live, clock = Live(drive, parts.values()), desk.get("clock")
+    began = time.time()
+
+    def wait(seconds: float) -> None:
+        live.wait(min(seconds, clock.left()) if isinstance(clock, AlarmClock) else seconds)
+
+    def ends(runner: Runner) -> None:
+        for part in parts.values():
+            if part.stuck is not None:
+                raise part.stuck
+            if part.ended_by is not None and not {*drive.roles[f"{part.pipeline} {TRAINER}"]} & drive.lost:
+                raise part.ended_by  # it was not killed on purpose
+        drive.record("makespan", time.time() - began, "s", pipelines=" ".join(parts))
+        drive.record("core_seconds", sum(runner.own), "s", events=len(runner.own))
+        gone = {name for name, part in parts.items() if part.gone}
+        refuse_broken({name: end for name, end in runner.ended.items() if name not in gone})
+
     ports: dict[str, Port] = {
         **dict.fromkeys(("trainer", "replica", "sync"), Ports(parts)),
         "data": Ports({name: Prompts() for name in parts}),
-        "log": Ports({name: Log(meters[name], silent) for name in parts}),
-        **more,
+        **desk,
     }
-    ledger = opened(ObservedLedger(drive, observer), meters, drive.config)
-    began = time.time()
-    runner = Runner(
-        cores,
-        ports,
-        clock=RealClock(lambda seconds: live.wait(min(seconds, clock.left()) if isinstance(clock, Clock) else seconds)),
-        ledger=ledger,
-        deadline_s=drive.config.deadline_s,
-    )
-    ended = runner.run()
-    for part in parts.values():
-        if part.stuck is not None:
-            raise part.stuck
-        if part.ended_by is not None and not {*drive.roles[f"{part.pipeline} {TRAINER}"]} & drive.lost:
-            raise part.ended_by  # it was not killed on purpose
-    drive.record("makespan", time.time() - began, "s", pipelines=" ".join(parts))
-    drive.record("core_seconds", sum(runner.own), "s", events=len(runner.own))
-    for name, end in ended.items():
-        if end.get("why") == "error" and not (name in parts and parts[name].gone):
-            raise KitError(f"{name} ended with an error: {end.get('error', 'no reason given')}")
+    ledger = ObservedLedger(drive, observer)
+    return ShareSide(clock=RealClock(wait), ports=ports, ledger=ledger, deadline_s=drive.config.deadline_s, ends=ends)
 
 
-def opened(ledger: Sink, meters: Mapping[str, Meter], config: ShareConfig) -> Watched:
-    """A ledger with the first rows of every pipeline. A meter's time begins with them, however late the loop starts."""
-    watched = Watched(ledger, *(OfPipeline(name, meter) for name, meter in meters.items()))
+def run_cores(cores: Mapping[str, Core[Any]], config: ShareConfig, side: ShareSide) -> None:
+    """Run pipelines, with or without a desk, until all have ended."""
+    meters = {name: Meter() for name in cores if name in config.loops}
+    ledger = opened(side, meters, config)
+    ledger.watchers += side.watchers
+    ports = {**side.ports, "log": Ports({name: StepLog(meter, silent) for name, meter in meters.items()})}
+    runner = Runner(cores, ports, clock=side.clock, ledger=ledger, deadline_s=side.deadline_s)
+    side.begins(runner)
+    runner.run()
+    side.ends(runner)
+
+
+def opened(side: LoopSide, meters: Mapping[str, Meter], config: ShareConfig) -> Watched:
+    """A side's ledger with the first rows of every pipeline. A meter's time begins with them, however late the loop starts."""
+    watched = Watched(side.ledger, *(OfPipeline(name, meter) for name, meter in meters.items()))
     for name in meters:
         for event, ids in opening(settings(config.loops[name])):
-            watched.write(Row(metric=event, time=time.time(), ids={**ids, "pipeline": name}))
+            watched.write(Row(metric=event, time=side.clock.now(), ids={**ids, "pipeline": name}))
     return watched
+
+
+# -- cores ----------------------------------------------------------------------------------------------------------------
 
 
 def controller(config: ShareConfig, pipeline: str, **changes: Any) -> Controller:

@@ -54,7 +54,7 @@ GATES: dict[str, dict[str, Any]] = {
 # The settings that each pipeline has of its own.
 OF_A_PIPELINE = (
     *("train", "infer", "tp", "infer_tp", "steps", "groups", "group", "micro_batch", "answer", "numbers", "decode"),
-    *("temperature", "lr", "warm", "slots", "window", "pace_ms", "train_pace_ms"),
+    *("lr", "warm", "slots", "window", "pace_ms", "train_pace_ms"),
 )
 
 
@@ -263,8 +263,8 @@ def roles(config: ShareConfig) -> tuple[Role, ...]:
 def plan(config: ShareConfig) -> list[Step]:
     """Each loop starts from version 0: first every pipeline alone, then all together. The phase rehearse, in which ranks die, is last."""
     if config.simulated:
-        phases = {"shared": 3, "scripted": 3, "rehearse": 6}
-        return [Step(cycle, phase, driver=f"kit.labs.share.simulated:{phase}") for phase, cycle in phases.items()]
+        phases = {MAIN: 3, "scripted": 3, "rehearse": 6}
+        return [Step(cycle, phase, driver=f"{DRIVER}:{phase}") for phase, cycle in phases.items()]
     controls = config.controls == "all" and len(config.loops) > 1
     # A rank has its first loop in cycle 1 or 2, so that later cycles can be compared with them.
     alone = [Step(min(at, 2), f"{ALONE}{name}", driver=f"{DRIVER}:alone") for at, name in enumerate(config.names, 1)]

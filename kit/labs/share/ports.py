@@ -205,7 +205,7 @@ class Live:
             time.sleep(min(seconds, STUCK_S / 10))
 
 
-class Devices:
+class LiveDevices:
     def __init__(self, parts: Mapping[str, Ranks], observer: Observer) -> None:
         self.parts = parts
         self.observer = observer
@@ -218,7 +218,7 @@ class Devices:
         return self.observer.take()
 
 
-class Clock:
+class AlarmClock:
     def __init__(self) -> None:
         self._due: list[tuple[float, int, str]] = []
 

@@ -1,30 +1,23 @@
-"""The phases of the lab `share` without ranks: the pipelines and the desk on a virtual clock, in milliseconds. Notebook side.
+"""All pipelines and the desk of the lab `share` without ranks: on a virtual clock, in milliseconds. Notebook side.
 
-`shared` has the config's settings. `scripted` runs the desk with scripted pipelines (`scenarios.py`; with a fault of the desk, only the
-one that exposes it). `rehearse` has failures that must not end a run: each scene is a separate run with its own ledger.
+A scene has failures that must not end a run. Each is a separate run with its own ledger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from kit.errors import KitError
-from kit.labs.lab import Drive
-from kit.labs.share.drive import OfPipeline, member
 from kit.labs.share.lab import DESK, ShareConfig
-from kit.labs.share.scenarios import SCENARIOS, for_config
-from kit.labs.stream.lab import settings
-from kit.loop.messages import Event
-from kit.loop.runner import Runner, VirtualClock
+from kit.loop.messages import Command, Event, Sink
+from kit.loop.runner import Port, Runner, Stalled, VirtualClock
 from kit.results import Row
-from kit.share.simulated import Devices, Ports, Simulation, simulate
-from kit.stream.live import silent, written
-from kit.stream.ports import Log, Meter, Watched
-from kit.stream.settings import opening
+from kit.share.simulated import Devices, Ports
+from kit.stream.ports import Watcher
+from kit.stream.sides import LoopSide
 from kit.stream.simulated import ADDRESSES, System, durations
-from kit.target import load_callable
 
 OF_THE_DESK = ("request_ms", "operation_ms", "admission_ms", "watchdog_ms")  # settings
 LATE = (
@@ -33,31 +26,22 @@ LATE = (
 SHORT_MS = 50  # a limit that a scene reaches
 
 
-def shared(drive: Drive) -> None:
-    with written(drive) as rows:
-        done = run(drive.config)
-        rows.extend(done.rows)
-    finished(done, drive.config)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareSide(LoopSide):
+    """`watchers` see every row. `begins` gets the runner before the run, `ends` after it."""
+
+    watchers: tuple[Watcher, ...] = ()
+    begins: Callable[[Runner], object] = lambda _: None
+    ends: Callable[[Runner], object] = lambda _: None
 
 
-def scripted(drive: Drive) -> None:
-    with written(drive) as rows:
-        names = [drive.scene["scenario"]] if "scenario" in drive.scene else for_config(drive.config)
-        for name in names:
-            rows.extend(SCENARIOS[name].run(drive.config).rows)
-
-
-def rehearse(drive: Drive) -> None:
-    with written(drive) as rows:
-        for scene in scenes(drive.config):
-            rows.extend(run(drive.config, scene).rows)
-
-
-def finished(done: Simulation, config: ShareConfig) -> None:
-    if left := [name for name in (*config.names, DESK) if name not in done.ended]:
+def refuse_broken(ended: Mapping[str, Command], names: Sequence[str] = ()) -> None:
+    """Refuse a run in which one of these cores did not end, or one ended with an error."""
+    if left := [name for name in names if name not in ended]:
         raise KitError(f"the run is stuck: {', '.join(left)} did not end")
-    if errors := [one for one in done.ended.values() if one.get("why") == "error"]:
-        raise KitError(f"a core ended with an error: {errors[0].get('error', 'no reason given')}")
+    for name, end in ended.items():
+        if end.get("why") == "error":
+            raise KitError(f"{name} ended with an error: {end.get('error', 'no reason given')}")
 
 
 # -- scenes -----------------------------------------------------------------------------------------------------------------
@@ -66,13 +50,17 @@ def finished(done: Simulation, config: ShareConfig) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
     """Events at the first occurrence of a row: `at` is its name and some of its ids; `then` are events by receiving core. `devices` are
-    options of the simulated devices, `limits` other settings of the desk."""
+    options of the simulated devices, `limits` other settings of the desk, `settings` other ones of the pipelines' controllers."""
 
     name: str
     at: tuple[str, Mapping[str, Any]] = ("", {})
     then: tuple[tuple[str, Event], ...] = ()
     devices: Mapping[str, Any] = field(default_factory=dict)
     limits: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+AS_CONFIGURED = Scene(name="as configured")
 
 
 def dies(pipeline: str) -> tuple[tuple[str, Event], ...]:
@@ -131,34 +119,30 @@ class Stage(Devices):
             self.dead |= {event.who for _, event in self.scene.then if event.name == "died"}
 
 
-# -- a run ------------------------------------------------------------------------------------------------------------------
+# -- a run ----------------------------------------------------------------------------------------------------------------
 
 
-def run(config: ShareConfig, scene: Scene = Scene(name="as configured")) -> Simulation:
-    clock, systems, cores, first = VirtualClock(), dict[str, System](), dict[str, Any](), list[Row]()
+def simulated_side(config: ShareConfig, scene: Scene, ledger: Sink, begins: Callable[[Runner], object]) -> ShareSide:
+    """All pipelines, asleep, and their devices. The run stops if it takes far too long."""
+    clock, systems = VirtualClock(), dict[str, System]()
     late = 3 * max(getattr(config, name) for name in OF_THE_DESK) / 1000
     for name, loop in config.loops.items():
-        plan, times = settings(loop), durations(loop)
+        times = durations(loop)
         systems[name] = System(clock, times, replicas=loop.replicas, pipeline=name)
         for replica in systems[name].replicas.values():
             replica.gone = True  # asleep: the desk wakes the first
-        cores[name] = member(config, name)
-        first += [Row(metric=event, time=0.0, ids={**ids, "pipeline": name}) for event, ids in opening(plan)]
-        late += (
-            LATE
-            * (loop.steps * loop.groups)
-            * (loop.group * loop.answer[1] * times.token_s + times.train_s + times.sync_s)
-        )
-    cores[DESK] = load_callable(config.scheduler)(replace(config, **scene.limits))
-    ports = dict.fromkeys([one for one in ADDRESSES if one != DESK], Ports(systems))
-    meters = {name: Meter() for name in config.names}
-    logs = Ports({name: Log(meter, silent) for name, meter in meters.items()})
+        tokens, groups = loop.group * loop.answer[1], loop.steps * loop.groups
+        late += LATE * groups * (tokens * times.token_s + times.train_s + times.sync_s)
+    stage = Stage(scene, clock, systems)
 
-    def watched(runner: Runner) -> None:
-        devices.runner = runner
-        runner.ledger = Watched(runner.ledger, *(OfPipeline(name, one) for name, one in meters.items()), devices)
+    def stop() -> None:
+        raise Stalled(f"not ended after {late:g} s", ())
 
-    devices = Stage(scene, clock, systems)
-    done = simulate(cores, {**ports, "log": logs}, clock, devices, until_s=late, prepare=watched)
-    done.rows[:0] = first
-    return done
+    def starts(runner: Runner) -> None:
+        stage.runner = runner
+        begins(runner)
+
+    clock.after(late, stop)
+    ports: dict[str, Port] = dict.fromkeys([name for name in ADDRESSES if name != DESK], Ports(systems))
+    ports |= {"devices": stage, "clock": stage}
+    return ShareSide(clock=clock, ports=ports, ledger=ledger, deadline_s=late, watchers=(stage,), begins=starts)

@@ -23,7 +23,7 @@ from kit.draw.style import COLOURS, Look
 from kit.labs.stream import tables
 from kit.results import NotMeasured, Row, Run
 from kit.results.units import ROW, amount, counted
-from kit.stream.ports import PARTS, Call, calls, syncs
+from kit.stream.ports import PARTS, TrainerCall, calls, syncs
 from kit.stream.ports import TRAINER as TRAINING
 from kit.stream.settings import SAMPLERS
 from kit.stream.simulated import forecast, pace
@@ -113,7 +113,7 @@ def time_axis(rows: Sequence[Row]) -> dict[str, Any]:
 
 def trainer_steps(rows: Sequence[Row], made: dict[int, int], names: dict[int, str]) -> list[dict[str, Any]]:
     """A step from its first call to its last, in the colour of the version that it makes; a thin line while it waits for groups."""
-    by_step: dict[int, list[Call]] = defaultdict(list)
+    by_step: dict[int, list[TrainerCall]] = defaultdict(list)
     for call in calls(rows):
         if call.row.event in TRAINING:
             by_step[call.row.number("step")].append(call)

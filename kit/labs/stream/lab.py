@@ -23,8 +23,10 @@ PHASES = {
     "verify": 3,
     "bound": 3,
     "resume": 4,
+    "resume_lockstep": 4,
     "rehearse": 5,
 }  # and their cycles
+ON_SIMULATED_RANKS = ("stream", "resume")  # phases; the others compare what ranks compute
 ALL = "all"
 
 
@@ -72,7 +74,6 @@ class StreamConfig(JobConfig):
         Literal["stop", "go-on"], Option("if a replica dies: stop the run, or send its requests to other replicas")
     ] = "stop"
     filter: Annotated[bool, Option("replace groups with equal rewards, which train nothing")] = False
-    advantage: Annotated[Literal["grpo", "leave-one-out"], Option("advantage of a sample within its group")] = "grpo"
     previous: Annotated[
         Literal["recomputed", "recorded"],
         Option("log-probabilities of the previous policy: recomputed by the trainer, or as the replica recorded them"),
@@ -130,9 +131,9 @@ class StreamConfig(JobConfig):
             raise BadInput(
                 f"phases={self.phases!r} names {', '.join(sorted(unknown))!r}; use {ALL}, or a list of {', '.join(PHASES)}"
             )
-        for phase in ("verify", "bound"):
-            if self.runs(phase) and not self.runs("stream"):
-                raise BadInput(f"phases={self.phases!r}: {phase} needs the measurements of stream; add stream")
+        for phase, other in {"verify": "stream", "bound": "stream", "resume_lockstep": "lockstep"}.items():
+            if phase in wanted(self.phases) and other not in wanted(self.phases):
+                raise BadInput(f"phases={self.phases!r}: {phase} needs the measurements of {other}; add {other}")
         if not self.simulated:
             self._check_ranks()
         if refused := refusals(settings(self)):
@@ -154,8 +155,10 @@ class StreamConfig(JobConfig):
             )
 
     def runs(self, phase: str) -> bool:
-        possible = {"resume": self.steps > 1, "rehearse": self.replicas > 1}
-        return phase in wanted(self.phases) and possible.get(phase, True)
+        if phase not in wanted(self.phases) or (self.simulated and phase not in ON_SIMULATED_RANKS):
+            return False
+        possible = {"resume": self.steps > 1, "resume_lockstep": self.steps > 1, "rehearse": self.replicas > 1}
+        return possible.get(phase, True)
 
     @property
     def trainer_ranks(self) -> int:
@@ -226,16 +229,13 @@ def roles(config: StreamConfig) -> tuple[Role, ...]:
 
 def plan(config: StreamConfig) -> list[Step]:
     """Each loop starts from version 0. The plain loop comes first; it generates everything before it trains. With several replicas, the
-    last one dies in the phase rehearse."""
-    if config.simulated:
-        loops = [Step(1, phase, driver=f"kit.labs.stream.drive:simulated_{phase}") for phase in ("stream", "resume")]
-        return [step for step in loops if config.runs(step.phase)]
+    last one dies in the phase rehearse. Simulated ranks have nothing to prepare."""
     steps = [
         Step(cycle, phase, ("trainer",)) if phase == "verify" else Step(cycle, phase, driver=f"{DRIVER}:{phase}")
         for phase, cycle in PHASES.items()
         if config.runs(phase)
     ]
-    return [Step(0, "prepare"), *steps, Step(0, "end")]
+    return steps if config.simulated else [Step(0, "prepare"), *steps, Step(0, "end")]
 
 
 def fits(config: StreamConfig) -> None:

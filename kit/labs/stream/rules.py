@@ -8,6 +8,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +39,34 @@ ByLedger = Callable[[LoopLedger], Measured | Violations]
 Outcomes = Mapping[tuple[str, str], tuple[float | None, str]]
 
 LOOPS = ("lockstep", "stream")  # phases with a ledger
+RESUMED = (
+    "resume",
+    "resume_lockstep",
+)  # phases with a ledger of a loop that is stopped and one of the loop that continues it
 ABORTS_SLOW = ("windowed",)  # samplers that end unfinished groups
 MANY = 100  # groups needed to show a length bias
 
 
-def read_ledger(frame: pd.DataFrame, phase: str) -> LoopLedger | None:
-    """The ledger of a phase. In a run of another lab, all events count as the phase `stream`."""
+def read_loops(frame: pd.DataFrame, phase: str) -> list[LoopLedger]:
+    """The ledgers of a phase's loops: a resumed loop comes after the one that was stopped. In a run of another lab, all events count as one
+    loop of the phase `stream`."""
     rows = events(frame, phase, lab="stream", main="stream")
     if rows.empty:
-        return None
-    loops = rows.index[rows["metric"] == "capacity"]
-    if len(loops) and (rows["lab"] == "stream").all():
-        rows = rows.loc[loops[-1] :]  # the phase resume has two loops; the second shows whether the first was right
-    return LoopLedger(rows_of(rows))
+        return []
+    begins = rows.index[rows["metric"] == "capacity"] if (rows["lab"] == "stream").all() else rows.index[:0]
+    if begins.empty:
+        return [LoopLedger(rows_of(rows))]
+    parts = [rows.loc[begin : end - 1] for begin, end in pairwise(begins)]
+    parts.append(rows.loc[begins[-1] :])
+    return [LoopLedger(rows_of(part)) for part in parts]
 
 
-ledger = PerFrame(read_ledger).of
+loops = PerFrame(read_loops).of
+
+
+def ledger(frame: pd.DataFrame, phase: str) -> LoopLedger | None:
+    """The ledger of a phase's last loop."""
+    return next(reversed(loops(frame, phase)), None)
 
 
 def needed(frame: pd.DataFrame, phase: str, lacking: str = "no phase recorded a ledger") -> LoopLedger:
@@ -173,16 +186,35 @@ def outcomes(frame: pd.DataFrame, phase: str) -> Outcomes:
 def resume_equals(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Does a loop that is stopped and resumed compute the same as without the stop?
 
-    Compares its ledger, and on ranks every outcome.
+    Compares the ledger of every resumed loop, and of the lockstep loop on ranks every outcome.
     """
-    before = "stream" if config["simulated"] else "lockstep"
-    whole, resumed = (needed(frame, phase, f"the phase {phase} recorded no ledger") for phase in (before, "resume"))
-    resumed_equal = settle(judge.resume_equals(whole, resumed))
-    if resumed_equal.value or config["simulated"]:
-        return resumed_equal
-    wanted, actual = (outcomes(frame, phase) for phase in (before, "resume"))
-    same = differing(wanted, actual, f"with a stop after step {config['steps'] // 2}")
-    return Measured(same.value, f"{same.why}; {resumed_equal.why}")
+    own = loops(frame, "resume")
+    # An older kit resumed the lockstep loop in the phase `resume`, and no other on ranks.
+    of_older_kit = len(own) > 1 and own[0].limit("steps") != own[-1].limit("steps")
+    whys = []
+    for phase in RESUMED:
+        if phase not in phases_in(config) or (phase == "resume_lockstep" and (config["simulated"] or of_older_kit)):
+            continue
+        resumed = needed(frame, phase, f"the phase {phase} recorded no ledger")
+        if config["simulated"]:
+            answer = continues(frame, "stream", resumed)
+        elif phase == "resume" and not of_older_kit:
+            answer = settle(judge.resume_equals(own[0], resumed))
+        else:
+            answer = continues(frame, "lockstep", resumed)
+            if not answer.value:
+                wanted, actual = outcomes(frame, "lockstep"), outcomes(frame, phase)
+                same = differing(wanted, actual, f"with a stop after step {config['steps'] // 2}")
+                answer = Measured(same.value, f"{same.why}; {answer.why}")
+        if answer.value:
+            return answer
+        whys.append(answer.why)
+    return Measured(0.0, "; ".join(whys))
+
+
+def continues(frame: pd.DataFrame, phase: str, resumed: LoopLedger) -> Measured:
+    """The ledger of a resumed loop against that of the whole loop, which ran in a phase of its own."""
+    return settle(judge.resume_equals(needed(frame, phase, f"the phase {phase} recorded no ledger"), resumed))
 
 
 def controller_answers(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
@@ -227,7 +259,7 @@ def no_rehearsal(config: Mapping[str, Any]) -> str:
 
 def no_deadlock(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
     """Did every loop end on its own?"""
-    begun = {phase: rows for phase in (*LOOPS, "resume", "rehearse") if (rows := ledger(frame, phase)) is not None}
+    begun = {phase: rows for phase in (*LOOPS, *RESUMED, "rehearse") if (rows := ledger(frame, phase)) is not None}
     if not begun:
         raise Missing("no phase recorded a ledger")
     stuck = [phase for phase, rows in begun.items() if rows.ended is None]
@@ -458,7 +490,8 @@ def ran(*phases: str) -> Callable[[Mapping[str, Any]], bool]:
 
 
 def resumes(config: Mapping[str, Any]) -> bool:
-    return ran("lockstep", "resume")(config) or (config["simulated"] and "resume" in phases_in(config))
+    on_ranks = ran("resume")(config) or ran("lockstep", "resume_lockstep")(config)
+    return on_ranks or (config["simulated"] and "resume" in phases_in(config))
 
 
 # Rules of a loop's ledger, in every loop: lockstep, stream, and rehearse, which has a failed step and a dead replica.

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from kit.labs.stream.drive import PIPELINE, Stopped, Stopping
+from kit.labs.stream.drive import Stopped, Stopping
 from kit.labs.stream.lab import StreamConfig
+from kit.labs.stream.sides import PIPELINE
 from kit.loop.explore import A_SECOND, Findings, World
 from kit.loop.messages import Memory
 from kit.loop.runner import Stalled

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from kit.labs.definition import as_settings
+from kit.labs.share.drive import simulate_pipelines
 from kit.labs.share.lab import LAB, ShareConfig
 from kit.labs.share.ledgers import devices_of
-from kit.labs.share.simulated import SCENES, run
+from kit.labs.share.simulated import SCENES
 from kit.megatron.config import model_bytes
 from kit.results import Row, Verdict
 from kit.results.records import NOTEBOOK
@@ -32,8 +33,8 @@ def rank_of(owner: str) -> int:
 def records(config: ShareConfig = CONFIG) -> list[Facts]:
     """Every row of a right run, with its phase and rank."""
     found = Found()
-    done = run(dataclasses.replace(config, simulated=True, ranks=0)).rows
-    died = run(dataclasses.replace(config, simulated=True, ranks=0), SCENES[1]).rows
+    done = simulate_pipelines(dataclasses.replace(config, simulated=True, ranks=0)).rows
+    died = simulate_pipelines(dataclasses.replace(config, simulated=True, ranks=0), SCENES[1]).rows
     for phase, rows in (("shared", done), ("rehearse", died)):
         for row in rows:
             found.add(phase, row.event, None, row.time, ids=row.ids)

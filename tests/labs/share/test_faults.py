@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kit.labs.definition import Fault
+from kit.labs.share.drive import simulate_pipelines
 from kit.labs.share.faults import OF_A_PIPELINE, OF_THE_DESK
 from kit.labs.share.lab import LAB
-from kit.labs.share.simulated import SCENES, run
+from kit.labs.share.simulated import SCENES
 from kit.target import replaced
 from tests.labs.share.conftest import share, simulated
 from tests.labs.simulated import failed, passed, why
@@ -115,7 +116,7 @@ def test_scenes_happen() -> None:
     config = share(simulated=True)
     ends = {}
     for scene in SCENES:
-        done = run(config, scene)
+        done = simulate_pipelines(config, scene)
         ends[scene.name] = {name for name, one in done.ended.items() if one.why == "error"}
         assert {*done.ended} == {"a", "b", "desk"}, scene.name
     dead = [ends[scene.name] for scene in SCENES if " dies " in scene.name]
@@ -126,5 +127,5 @@ def test_scenes_happen() -> None:
         "a resize to a replica that is gone",
         "the second is set up while the first trains",
     ]
-    notes = {row.event for row in run(config, SCENES[-2]).rows}
+    notes = {row.event for row in simulate_pipelines(config, SCENES[-2]).rows}
     assert "admission_limit" in notes

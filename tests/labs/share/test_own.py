@@ -8,9 +8,8 @@ import pytest
 
 import kit
 from kit.errors import BadInput
-from kit.labs.share.drive import desk_settings
+from kit.labs.share.drive import desk_settings, simulate_pipelines
 from kit.labs.share.lab import ShareConfig
-from kit.labs.share.simulated import run
 from kit.loop.messages import Command, Event
 from kit.share.core import Scheduler
 from kit.share.member import Desk, Pipeline
@@ -166,7 +165,7 @@ def of(kind: object) -> str:
 
 def test_the_kits_own_asks_for_what_a_member_asks_for() -> None:
     rows = [
-        [(row.event, row.time, row.ids) for row in run(share(simulated=True, pipeline=name)).rows]
+        [(row.event, row.time, row.ids) for row in simulate_pipelines(share(simulated=True, pipeline=name)).rows]
         for name in (of(Pipeline), share().pipeline)
     ]
     assert len(rows[0]) > 500
@@ -177,7 +176,7 @@ def test_somebody_elses_hears_each_moment_once_and_in_order() -> None:
     verdict, error = simulated(pipeline=of(Right), gate="5", **SMALL)
     assert (failed(verdict), error) == (set(), "")
     assert passed(verdict, "gate_shown") is True
-    run(share(simulated=True, pipeline=of(Right), **SMALL))
+    simulate_pipelines(share(simulated=True, pipeline=of(Right), **SMALL))
     first = ["before_training 0", "before_weight_sync 0", "begin_progress", "after_training 0"]
     second = ["before_training 1", "before_weight_sync 1", "after_training 1"]
     assert Right.last.calls == ["begin_progress", "created", *first, *second, "end_progress"]

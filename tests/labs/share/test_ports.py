@@ -11,11 +11,12 @@ import pytest
 
 from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.share.drive import opened
-from kit.labs.share.ports import Clock, Live, Ranks
+from kit.labs.share.ports import AlarmClock, Live, Ranks
 from kit.loop.messages import Command, Event, Memory
-from kit.loop.runner import Stalled
+from kit.loop.runner import RealClock, Stalled
 from kit.results import Row
 from kit.stream.ports import Meter
+from kit.stream.sides import LoopSide
 from tests.labs.share.conftest import share
 
 
@@ -63,7 +64,8 @@ def test_a_pipelines_meter_begins_with_the_ledger(monkeypatch: pytest.MonkeyPatc
     """On a busy machine, time passes between the first rows and the loop's start."""
     rows, meter = Memory(), Meter()
     monkeypatch.setattr(time, "time", lambda: 10.0)
-    ledger = opened(rows, {"a": meter}, share())
+    side = LoopSide(clock=RealClock(), ports={}, ledger=rows, deadline_s=1.0)
+    ledger = opened(side, {"a": meter}, share())
     ledger.write(Row(metric="begins", time=10.5, ids={"pipeline": "a"}))
     assert rows[0].time == 10.0
     assert meter.take()["total"] == 0.5
@@ -224,7 +226,7 @@ def test_without_a_call_under_way_the_wait_ends_at_the_deadline(calls: Calls, ra
 
 
 def test_alarms_come_when_they_are_due() -> None:
-    clock = Clock()
+    clock = AlarmClock()
     clock.send(Command("after", "clock", "desk", number=2, ms=60_000))
     clock.send(Command("after", "clock", "a", number=1, ms=0))
     assert clock.left() == 0.0

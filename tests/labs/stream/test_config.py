@@ -40,6 +40,10 @@ from kit.stream.settings import SAMPLERS
         ({"temperature": 0}, "temperature must be a number from 0.05 to 10, not 0"),
         ({"phases": "plain,strem"}, "phases='plain,strem' names 'strem'; use all, or a list of plain, lockstep"),
         ({"phases": "plain,verify"}, "phases='plain,verify': verify needs the measurements of stream; add stream"),
+        (
+            {"phases": "stream,resume_lockstep"},
+            "phases='stream,resume_lockstep': resume_lockstep needs the measurements of lockstep; add lockstep",
+        ),
         ({"steps": 0}, "steps must be a whole number from 1 to 10000, not 0"),
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None,
@@ -69,4 +73,4 @@ def test_phases_may_be_left_out() -> None:
         "verify",
         "end",
     ]
-    assert len(plan(StreamConfig())) == 9
+    assert len(plan(StreamConfig())) == 10

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kit.labs.stream import drive
+from kit.labs.stream import sides
 from kit.labs.stream.rules import QUESTIONS_ASKED
 from kit.loop.messages import Command
 
@@ -17,8 +17,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], int]:
 
     def count(seconds: float) -> int:
         now = [1000.0]
-        monkeypatch.setattr(drive.time, "time", lambda: now[0])
-        asker, number = drive.Asker(), 0
+        monkeypatch.setattr(sides.time, "time", lambda: now[0])
+        asker, number = sides.Asker(), 0
         while now[0] < 1000.0 + seconds:
             now[0] += 0.01 if seconds < 100 else 1.0
             for event in asker.take():
@@ -41,8 +41,8 @@ def test_a_loop_of_a_day_is_not_asked_for_ever(asked: Callable[[float], int]) ->
 
 def test_a_controller_that_was_blocked_is_late_with_each_question(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr(drive.time, "time", lambda: now[0])
-    asker = drive.Asker()
+    monkeypatch.setattr(sides.time, "time", lambda: now[0])
+    asker = sides.Asker()
     now[0] += 0.4
     waiting = [event.question for event in asker.take()]
     for question in waiting:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,18 @@ def test_a_group_that_the_sampler_did_not_give_up_is_named() -> None:
     verdict, _ = simulated(sampler=own, places=16, implementation=f"{__name__}:evicts_too", steps=8)
     assert passed(verdict, "eviction_justified") is False
     assert "the sampler did not give up this group" in why(verdict, "eviction_justified")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sampler", "is_right"), [(InOrder, True), (StartsFromZero, False)])
+def test_on_ranks_the_loop_of_an_own_sampler_is_resumed_too(
+    on_ranks: Callable[..., kit.Run], sampler: type[InOrder], is_right: bool
+) -> None:
+    own = f"{sampler.__module__}:{sampler.__qualname__}"
+    verdict = on_ranks(sampler=own, places=8, steps=4, phases="stream,resume").verdict()
+    assert passed(verdict, "resume_equals") is is_right
+    assert failed(verdict) == (set() if is_right else {"resume_equals"})
+    assert is_right or "started for version 0; the run began at version 2" in why(verdict, "resume_equals")
 
 
 class WholeBatches(Controller):

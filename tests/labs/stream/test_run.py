@@ -15,8 +15,9 @@ import pytest
 import kit
 from kit.cli import main
 from kit.labs.stream import drive
-from kit.labs.stream.rules import LOOPS, ledger, recomputed_as_sampled
+from kit.labs.stream.rules import LOOPS, RESUMED, ledger, recomputed_as_sampled
 from kit.loop.messages import Command, Event
+from kit.stream import sides
 from kit.stream.live import LiveRanks
 from kit.stream.ports import replica_role
 from kit.stream.settings import opening
@@ -44,7 +45,7 @@ def dawdling(*given: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 @pytest.fixture(scope="module")
 def run(places: None) -> Iterator[kit.Run]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drive, "opening", dawdling)
+        patch.setattr(sides, "opening", dawdling)
         yield kit.run("stream", steps=3, groups=2, group=2, layers=1, lr=3e-3, slots=4, answer=[8, 16], decode=2)
 
 
@@ -60,7 +61,7 @@ def test_the_trainers_log_has_a_line_for_each_step(run: kit.Run) -> None:
 
 
 def test_every_loop_has_a_ledger_with_an_end(run: kit.Run) -> None:
-    for phase in (*LOOPS, "resume", "rehearse"):
+    for phase in (*LOOPS, *RESUMED, "rehearse"):
         rows = ledger(run.frame(), phase)
         assert rows is not None
         assert rows.ended is not None

@@ -171,18 +171,18 @@ def scores_again(trainer: Trainer, step: int, update: int, groups: Sequence[int]
     return microbatch(trainer, step, update, groups)
 
 
-def by_position(rewards: Mapping[Key, float], kind: str) -> dict[Key, float]:
+def by_position(rewards: Mapping[Key, float]) -> dict[Key, float]:
     """Samples are ordered by their numbers across groups and then split into groups by position."""
     arrived = sorted(rewards, key=lambda key: (key.sample, key.group))
     size = len(rewards) // len({key.group for key in rewards})
     places = {key: Key(*divmod(place, size)) for place, key in enumerate(arrived)}
-    by_place = advantages({places[key]: rewards[key] for key in arrived}, kind)
+    by_place = advantages({places[key]: rewards[key] for key in arrived})
     return {key: by_place[places[key]] for key in rewards}
 
 
-def with_rejected(rewards: Mapping[Key, float], kind: str) -> dict[Key, float]:
+def with_rejected(rewards: Mapping[Key, float]) -> dict[Key, float]:
     rejected = {Key(key.group, -1): 0.0 for key in rewards}
-    with_them = advantages({**rewards, **rejected}, kind)
+    with_them = advantages({**rewards, **rejected})
     return {key: with_them[key] for key in rewards}
 
 

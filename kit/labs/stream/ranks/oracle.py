@@ -236,19 +236,15 @@ class Fed(NamedTuple):
         return self.batch[name][begin : begin + len(self.row.answer)].double()
 
 
-def advantage_errors(fed: Sequence[Fed], kind: str) -> Iterator[float]:
+def advantage_errors(fed: Sequence[Fed]) -> Iterator[float]:
     """For each sample: the advantage in the batch minus the one computed from the rewards of its group."""
     for sample in fed:
         group = [
             peer.row.reward for peer in fed if peer.row.group == sample.row.group and peer.version == sample.version
         ]
         mean = math.fsum(group) / len(group)
-        if kind == "leave-one-out":
-            wanted = sample.row.reward - (math.fsum(group) - sample.row.reward) / max(1, len(group) - 1)
-        else:
-            wanted = (sample.row.reward - mean) / (
-                math.sqrt(math.fsum((reward - mean) ** 2 for reward in group) / len(group)) + 1e-6
-            )
+        deviation = math.sqrt(math.fsum((reward - mean) ** 2 for reward in group) / len(group))
+        wanted = (sample.row.reward - mean) / (deviation + 1e-6)
         yield float((sample.answer("advantages") - wanted).abs().max())
 
 

@@ -135,7 +135,7 @@ class Trainer(TrainerActor):
             "stale_prefixes": sum(oracle.from_stale_prompt(sample, noise) for sample in judged),
             "policy_decidable": sum(shown for shown, _ in policies),
             "policy_wrong": sum(wrong for _, wrong in policies),
-            "advantage_error": max(advantage_errors(self.fed, self.config.advantage), default=0.0),
+            "advantage_error": max(advantage_errors(self.fed), default=0.0),
             "previous_error": max((previous_error(oracle, fed, self.config.previous) for fed in self.fed), default=0.0),
             "recorded_error": max((recorded_error(fed) for fed in self.fed), default=0.0),
         }.items():
