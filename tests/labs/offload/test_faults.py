@@ -28,10 +28,10 @@ def test_without_the_fault_its_check_passes(fault: Fault) -> None:
 
 # Other checks that a bug fails, besides the one it is listed under; most bugs fail no other.
 ALSO = {
-    "leak-gloo": {"fds_return", "threads_return", "old_groups_dead"},
-    "leak-device": {"fds_return", "threads_return", "old_groups_dead"},
+    "leak-gloo": {"rehearsals_leave_nothing", "fds_return", "threads_return", "old_groups_dead"},
+    "leak-device": {"rehearsals_leave_nothing", "fds_return", "threads_return", "old_groups_dead"},
     "double-patch": {"old_groups_dead", "fds_return", "threads_return"},
-    "kept-handle": {"fds_return", "threads_return"},
+    "kept-handle": {"rehearsals_leave_nothing", "fds_return", "threads_return"},
     "lossy-snapshot": {
         "options_unchanged",
         "every_group_communicates",
