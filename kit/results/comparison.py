@@ -62,7 +62,7 @@ class Comparison:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = runs
-        self.table = compare(runs)
+        self.table = compare(runs)  # once: it reads every run, and a page shows it as two pictures and a table
         self.settings = settings_of_runs(runs)
         self.warnings = warnings(runs)
 

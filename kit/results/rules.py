@@ -214,6 +214,7 @@ def incomplete(what: str) -> None:
     _LACKS.get().append(what)
 
 
+# A context variable and not an argument, so that a measure that calls another one need not hand it on.
 _LACKS: ContextVar[list[str]] = ContextVar("lacks")  # of the check that is being asked
 
 

@@ -517,7 +517,7 @@ def _make_folder(folder: Path, *, exist_ok: bool) -> Path | None:
 
 Timed = dict[str, Any]  # an event of the timeline
 
-TRACKS = 1_000_000
+TRACKS = 1_000_000  # process numbers of tracks begin here, above those of any number of ranks
 COUNTERS = ("rss", "driver_used")
 
 

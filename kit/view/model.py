@@ -292,7 +292,7 @@ class PanelModel(HasTraits):
         self._group()
         values = {**self._base(), **self._given}
         config, problems = self._read(values)
-        self._config = config or self._config
+        self._config = config or self._config  # limits may depend on it, also while a value is being typed
         refused: dict[str, dict[Any, str]] = {}
         for field in self.fields:
             for choice in choices(field):

@@ -29,13 +29,14 @@ from kit.world.crew import Crew
 from kit.world.leftovers import users_part
 
 TICK_S = 0.05  # how often logs are read and the observer is asked, while ranks work
+# How long interrupted ranks have to stop. A World with one that cannot is ended, so that none is half usable.
 INTERRUPT_S = 3.0
 GRACE_S = 3.0  # after a failure in one of several Worlds: how long the others are waited for
 SHOWN_BYTES = 256 * 1024  # of one rank's output in one call; the rest is in its log
 ABANDONED_S = 0.5  # after a failure: how long ranks that only wait for the failed one are waited for
-LOOK_S = 1.0
+LOOK_S = 1.0  # a rank that is stopped or starved does not hold up the report about the others
 NEWS_S = 0.5  # between two requests for what ranks report while they work
-TRACEBACKS = 4
+TRACEBACKS = 4  # different ones in one error: the first usually explains it, and the logs have all
 AGAIN = "; restart() starts fresh ranks"
 
 

@@ -33,14 +33,14 @@ from kit.errors import KitError
 Message = dict[str, Any]
 
 NONCE = 32
-MAC = 32
+MAC = 32  # bytes of a SHA-256
 HEADER = struct.Struct("!I")
 # One frame. A bigger result does not belong on a control channel; the sender gets a sentence, not a broken World.
 LIMIT = 64 * 2**20
-HANDSHAKE_S = 5.0
+HANDSHAKE_S = 5.0  # a caller that has not proved the key by then only holds a place that a rank may need
 PENDING = 64  # callers that have not proved the key yet
 PATIENCE_S = 0.25  # how long such a caller is safe from being dropped for a newer one
-ATTEMPTS = 3
+ATTEMPTS = 3  # a listener that strangers flood drops ranks too
 
 
 class ChannelClosed(KitError):  # noqa: N818 - it is a state, reported as such
