@@ -472,8 +472,11 @@ def _refuse(layout: Layout, here: Iterable[Key], wrong: Sequence[str]) -> None:
     failed = {spec.key: why for spec, why in zip(layout.specs, wrong, strict=True) if why}
     missing = sorted(set(here) - {spec.key for spec in layout.specs})
     if failed or missing:
-        holding = {layout.specs[piece.spec].key: at for at, bucket in enumerate(layout.buckets) for piece in bucket}
-        bucket = holding[next(iter(failed))] if failed else None
+        first = next(iter(failed), None)
+        holding = [
+            at for at, row in enumerate(layout.buckets) if any(layout.specs[piece.spec].key == first for piece in row)
+        ]
+        bucket = holding[0] if holding else None  # of those that hold a part of it
         raise Mismatch({**failed, **dict.fromkeys(missing, "is not sent")}, missing, bucket)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
@@ -223,10 +223,7 @@ class Call:
         with self.log.stage("verify"):
             differing = self.digests.differences(self.layout, message["digests"])
         if differing:
-            first, names = differing[0][0], tuple(dict.fromkeys(name for _, name in differing))
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            wrong = f"bucket {first} differs from what was sent: {', '.join(names[:3])}{more}"
-            raise WrongBytes(wrong, bucket=first, tensors=names)
+            raise WrongBytes(wrong_bytes(differing), bucket=differing[0][0], tensors=names_in(differing))
         self.link.send({"kind": "verified"})
 
     def apply(self, message: dict[str, Any]) -> None:  # noqa: ARG002 - every step gets the message
@@ -340,6 +337,22 @@ class Call:
             with contextlib.suppress(KitError):
                 self.let_go()
             self.before = []
+
+
+def wrong_bytes(differing: Sequence[tuple[int, str]]) -> str:
+    """The first bucket with its tensors, and the other buckets that differ."""
+    first = differing[0][0]
+    names = names_in([pair for pair in differing if pair[0] == first])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    sentence = f"bucket {first} differs from what was sent: {', '.join(names[:3])}{more}"
+    if later := sorted({bucket for bucket, _ in differing} - {first}):
+        numbers = ", ".join(map(str, later[:3])) + ", ..." * (len(later) > 3)
+        sentence += f"; so do{'es' * (len(later) == 1)} bucket{'s' * (len(later) > 1)} {numbers}"
+    return sentence
+
+
+def names_in(differing: Sequence[tuple[int, str]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for _, name in differing))
 
 
 STEPS = ("verify", "apply", "teardown", "finalize", "publish", "activate", "end")

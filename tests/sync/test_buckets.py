@@ -205,6 +205,30 @@ def test_neighbours_on_both_sides_move_as_one():
     assert (plan.offsets, plan.sizes) == ([0, 1024], [1024, 512])
 
 
+def side_by_side(sizes, fill):
+    """Tensors of these sizes in one memory without gaps; in a bucket most have a gap behind them."""
+    memory = torch.full((sum(sizes),), fill, dtype=torch.uint8)
+    return {("w", number): tensor for number, tensor in enumerate(memory.split(sizes))}
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("bucket", [512, 1024, 4096, 65536])
+def test_neighbours_in_memory_that_have_gaps_in_a_bucket(bucket, fresh):
+    """Bytes are compared in the bucket too: if both ends forgot the gaps, every tensor would come back."""
+    sizes = [600, 512, 1024, 1, 511, 513, 2049, 28]
+    sources, targets = side_by_side(sizes, 0), side_by_side(sizes, 7)
+    for number, tensor in enumerate(sources.values()):
+        tensor.copy_((torch.arange(len(tensor)) * (2 * number + 3) + number) % 251)
+    layout = lay_out(specs_of(sources), bucket, oversize="split")
+    for index in range(len(layout.buckets)):
+        buffer = torch.full((bucket,), 0xEE, dtype=torch.uint8)
+        Bound(layout, sources).pack(index, buffer, fresh=fresh)
+        for number, start, size, offset in layout.buckets[index]:
+            assert torch.equal(buffer[offset : offset + size], sources["w", number][start : start + size])
+        apply(layout, index, buffer, targets)
+    assert all(torch.equal(targets[key], tensor) for key, tensor in sources.items())
+
+
 @pytest.mark.parametrize("fresh", [False, True])
 def test_what_is_bound_follows_tensors_that_move(fresh):
     sources, targets = filled(), filled(seed=1)
@@ -231,6 +255,25 @@ def test_what_is_bound_follows_tensors_that_move(fresh):
             act(len(buffers) - 1, buffers[-1])
         side["mask", 0].untyped_storage().resize_(size)
     both()
+
+
+def test_what_is_bound_lasts_over_an_offload_and_a_reload_to_another_place():
+    """The storage gives its memory back and gets it again elsewhere, as the weights of a trainer do between two syncs."""
+    sources = {("w", number): torch.full((300,), number + 1, dtype=torch.uint8) for number in range(4)}
+    layout = lay_out(specs_of(sources), 4096)
+    bound, buffer = Bound(layout, sources), torch.zeros(4096, dtype=torch.uint8)
+    bound.pack(0, buffer)
+    for version in (1, 2):
+        for tensor in sources.values():
+            tensor.untyped_storage().resize_(0)
+        elsewhere = [torch.zeros(300, dtype=torch.uint8) for _ in range(16)]  # takes the places that were given back
+        for (_, number), tensor in sources.items():
+            tensor.untyped_storage().resize_(300)
+            tensor.fill_(10 * version + number)
+        bound.pack(0, buffer)
+        for number, _, size, offset in layout.buckets[0]:
+            assert (buffer[offset : offset + size] == 10 * version + number).all()
+        assert not any(tensor.any() for tensor in elsewhere)
 
 
 class Wrapper(torch.Tensor):

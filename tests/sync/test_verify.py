@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 import pytest
 import torch
 
 from kit.errors import BadInput
-from kit.sync.buckets import Bound, Layout, Mismatch, live, views
+from kit.sync.buckets import Bound, Layout, Mismatch, lay_out, live, specs_of, views
 from kit.sync.hashes import Digests
+from kit.sync.receiver import wrong_bytes
 from tests.sync.ranks.service import KINDS, LAYOUT, Tensors, tensors
 
 
@@ -46,6 +48,21 @@ def test_live_tensors_and_what_arrived_have_the_same_digests(share: float, algor
     assert max(counts) >= 1  # even a small share covers some tensor over the versions
 
 
+def test_over_many_versions_a_share_covers_every_tensor_about_equally_often() -> None:
+    source = {(f"layer {number}", 0): torch.full((8,), float(number)) for number in range(40)}
+    layout = lay_out(specs_of(source), 2048)
+    looked_at: Counter[str] = Counter()
+    versions, share = 100, 0.2
+    for version in range(versions):
+        digests = Digests(layout, version, algorithm="xxh3", share=share)
+        for index in range(len(layout.buckets)):
+            digests.add(index, live(layout, index, source))
+        looked_at.update(name for _, name in digests.differences(layout, {}))
+        digests.close()
+    assert len(looked_at) == len(source)
+    assert all(share / 3 < count / versions < 3 * share for count in looked_at.values())
+
+
 def test_one_changed_bit_is_found_wherever_it_is_looked_for() -> None:
     """The bit changes in each piece in turn, also in each piece of a tensor that spans several buckets."""
     source = tensors(1)
@@ -60,6 +77,13 @@ def test_one_changed_bit_is_found_wherever_it_is_looked_for() -> None:
             assert receiver.differences(LAYOUT, sender.table()) == [(index, LAYOUT.specs[piece.spec].name)]
             sender.close()
             receiver.close()
+
+
+def test_the_first_bucket_is_named_with_its_own_tensors() -> None:
+    assert wrong_bytes([(2, "a"), (2, "b")]) == "bucket 2 differs from what was sent: a, b"
+    assert wrong_bytes([(0, "a"), (1, "a")]) == "bucket 0 differs from what was sent: a; so does bucket 1"
+    many = [(0, "a"), (0, "b"), (0, "c"), (0, "d"), (1, "e"), (2, "f"), (3, "g"), (4, "h")]
+    assert wrong_bytes(many) == "bucket 0 differs from what was sent: a, b, c and 1 more; so do buckets 1, 2, 3, ..."
 
 
 def test_a_table_that_is_short_or_empty_differs() -> None:

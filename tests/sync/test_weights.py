@@ -108,8 +108,13 @@ def test_a_strided_tensor_that_comes_in_pieces_is_refused_and_a_whole_one_is_not
     bring(LAYOUT, tensors(1), Whole(mine).bind(LAYOUT))
     assert table(mine) == table(tensors(1))
     mine["large", 0] = torch.zeros(64, 40).t()
-    with pytest.raises(Mismatch, match=r"large \(shard 0\) is not contiguous here, but is split over several buckets"):
+    message = r"large \(shard 0\) is not contiguous here, but is split over several buckets"
+    with pytest.raises(Mismatch, match=message) as caught:
         Whole(mine).bind(LAYOUT)
+    large = [spec.name for spec in LAYOUT.specs].index("large")
+    in_buckets = [at for at, row in enumerate(LAYOUT.buckets) if large in {piece.spec for piece in row}]
+    assert len(in_buckets) > 1
+    assert caught.value.bucket == in_buckets[0]
 
 
 def test_a_tensor_that_was_replaced_is_the_one_that_is_filled() -> None:
