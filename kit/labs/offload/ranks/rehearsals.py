@@ -40,8 +40,11 @@ def destroy_fails(releaser: Any) -> Iterator[Finding]:
 
 def failure_raises(releaser: Any) -> bool | None:
     """Whether a release raises and names the group if one group cannot be destroyed; None if no one tried to destroy it."""
+    if not (standing := observe.standing()):
+        return None  # an earlier failure was hidden, and nothing came back
     with births.doors():
-        victim = births.reach(next(iter(observe.standing().values())))
+        victim = births.reach(next(iter(standing.values())))
+    del standing
     name = str(victim.group_desc)
     raised = None
     with refusing(victim) as attempts:
