@@ -234,6 +234,11 @@ class Listener:
             link.wait_at_most(timeout_s)
         return links
 
+    @property
+    def waiting(self) -> int:
+        """The number of receivers that have called and wait for the next `accept`."""
+        return len(self._called)
+
     def _forget(self, *names: str, why: str = "") -> None:
         for name in names:
             link = self._called.pop(name, None)

@@ -101,6 +101,8 @@ CASES = (
     Case("sync", "file_transport:FilesThatStayAfterAFailure", "failure_is_clean"),
     Case("sync", "file_transport:FilesThatStayOpen", "nothing_piles_up", PILES),
     Case("sync", "file_transport:FilesAnnouncedTooEarly", "bit_exact", UNVERIFIED),
+    Case("sync", "resumed_transport:Resumed"),
+    Case("sync", "resumed_transport:ResumedByNotes", "bit_exact", UNVERIFIED),
     Case("sync", "shared_transport:Shared"),
     Case("sync", "shared_transport:SharedThatIsNeverUnlinked", "nothing_piles_up", PILES),
     Case("sync", "shared_transport:SharedThatIsNeverDetached", "segments_return_to_baseline"),

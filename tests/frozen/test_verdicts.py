@@ -32,6 +32,9 @@ LATER = {
     "restore_failure_is_clean": {},
     "rehearsals_leave_nothing": {},
     "no_copy_kept": {},
+    "trained_changed": {},
+    "every_parameter_written": {},
+    "no_second_copy": {},
 }
 
 # Answers that were wrong then, by run and check, with today's answer and the reason.
@@ -48,6 +51,7 @@ MENDED = {
         False,
         "the estimate of b counts twice until its first report, so b lacks a replica",
     ),
+    ("sync-receiver-dies", "logits_equal"): (None, "logits were compared for the base only, before a receiver died"),
     ("stream-waits-at-the-end", "logger_is_harmless"): (None, "a loop that hangs shows nothing of its logger"),
 }
 

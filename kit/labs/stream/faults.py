@@ -365,12 +365,6 @@ OF_RANKS = exposed_by(
         patch={f"{TRAINER}.assemble": f"{RANK_BUGS}:divides_by_previous"},
     ),
     Fault(
-        "schedule-not-resumed",
-        "after a resume the schedule of the learning rate begins again",
-        "resume_equals",
-        patch={f"{TRAINER}.load": f"{RANK_BUGS}:loads_no_schedule"},
-    ),
-    Fault(
         "masks-last-sample",
         "the last sample of every group is masked, so that a group of 4 trains 3",
         "every_sample_trained",

@@ -10,6 +10,7 @@ SERVING = {"placement": "apart", "ranks": 4, "replicas": 2}
 BUGS = "kit.labs.sync.ranks.bugs"
 CALL, SENDING, STEPS = "kit.sync.receiver:Call", "kit.sync.sender:Sending", "kit.sync.sender:STEPS"
 TRAINER, REPLICA = "kit.labs.sync.ranks.trainer:SyncTrainer", "kit.labs.sync.ranks.replica:SyncReplica"
+SHARDS = "kit.megatron.shards"
 WITH_A_COPY = {"kit.labs.sync.ranks.trainer:streams": f"{BUGS}:keeps_a_copy"}
 
 FAULTS = exposed_by(
@@ -72,6 +73,46 @@ FAULTS = exposed_by(
         patch={f"{REPLICA}.destinations": f"{BUGS}:takes_the_next_ranks_shards"},
     ),
     Fault(
+        "frozen-base",
+        "the base is gathered under the names of every new version, so the digests on both ends agree",
+        "trained_changed",
+        patch={f"{TRAINER}.gather": f"{BUGS}:gathers_the_base"},
+    ),
+    Fault(
+        "shared-layout-error",
+        "both ends load and export queries in a wrong order of heads, so every tensor arrives bit for bit",
+        "names_right",
+        patch={
+            f"{SHARDS}:full_tensors": f"{BUGS}:full_tensors_by_heads",
+            f"{SHARDS}:destinations": f"{BUGS}:destinations_by_heads",
+        },
+    ),
+    Fault(
+        "transposed-tensor",
+        "a square tensor is loaded transposed, which no comparison of shapes sees",
+        "logits_equal",
+        patch={f"{REPLICA}.destinations": f"{BUGS}:transposes_a_square_tensor"},
+    ),
+    Fault(
+        "old-tensor",
+        "a tensor is loaded into memory that the model no longer uses",
+        "every_parameter_written",
+        patch={f"{REPLICA}.destinations": f"{BUGS}:writes_into_an_old_tensor"},
+    ),
+    Fault(
+        "lost-constants",
+        "a replica wakes without the tensors that no sync brings, such as the rotary table",
+        "every_parameter_written",
+        needs={"placement": ("overlap",)},
+        patch={f"{REPLICA}.wake": f"{BUGS}:wakes_without_constants"},
+    ),
+    Fault(
+        "finalized-again",
+        "the step after a load also runs for tensors that were not loaded, at every sync",
+        "every_parameter_written",
+        patch={f"{REPLICA}.finalize": f"{BUGS}:finalizes_constants_again"},
+    ),
+    Fault(
         "misaligned-offset",
         "a tensor is read at an offset that is one element too far",
         "bit_exact",
@@ -93,6 +134,12 @@ FAULTS = exposed_by(
         set={"transport": "shm"},
         needs={"transport": ("shm",)},
         patch={f"{CALL}.look": f"{BUGS}:keeps_the_memory_mapped"},
+    ),
+    Fault(
+        "kept-weights",
+        "a receiver keeps a copy of every bucket that arrives",
+        "no_second_copy",
+        patch={f"{CALL}.look": f"{BUGS}:keeps_what_arrives"},
     ),
     Fault(
         "torn-read",
@@ -148,6 +195,26 @@ FAULTS = exposed_by(
         "failure_is_clean",
         set=TWO_RANKS,
         patch={f"{CALL}.activate": f"{BUGS}:runs_at_once"},
+    ),
+    Fault(
+        "leaks-on-failure",
+        "a receiver whose sync failed keeps its connection open",
+        "failure_is_clean",
+        patch={f"{CALL}.close": f"{BUGS}:keeps_its_connection"},
+    ),
+    Fault(
+        "undo-without-finalize",
+        "after an undo nothing is derived again from the old weights",
+        "failure_is_clean",
+        set=SERVING,
+        needs={"refresh": ("staged",)},
+        patch={f"{CALL}.undo": f"{BUGS}:derives_nothing_after_an_undo"},
+    ),
+    Fault(
+        "failed-discard",
+        "discarding a version that failed raises an error of its own",
+        "failure_is_clean",
+        patch={"kit.sync.cache:Cache.discard": f"{BUGS}:discards_with_an_error"},
     ),
     Fault(
         "keeps-new-weights",

@@ -42,15 +42,23 @@ BY_RANK = ["cycle", "phase", "rank"]
 # What each number of a rehearsed failure counts.
 FAILURES = {
     "accepted": "invalid calls that were accepted",
-    "unnamed": "errors that do not name the cause",
+    "unnamed": "errors that name another cause or none",
     "kept_version": "wrong versions after the failure",
     "kept_wrong": "wrong weights or routes after the failure",
     "left_segments": "shared-memory segments left behind",
     "left_files": "temporary files left behind",
     "left_groups": "process groups left behind",
+    "left_unlisted": "process groups left behind that torch does not list",
+    "not_derived": "undos after which nothing was derived from the old weights",
     "silent": "failures without an error",
     "served_wrong": "wrong forwards during the failure",
     "next_failed": "failures of the next sync",
+}
+# Counts that something made once may raise, too: they count if two failures or more on a rank left some behind.
+LEFT_OPEN = {
+    "left_fds": "file descriptors left behind",
+    "left_sockets": "sockets left behind",
+    "left_threads": "threads left behind",
 }
 
 
@@ -325,12 +333,55 @@ def logits_equal(frame: pd.DataFrame, config: Config) -> Measured:
     """Do the replicas return the trainer's logits?"""
     errors = frame[frame["phase"].isin(["base", "verify", "rehearse"]) & (frame["metric"] == "logits_error")]
     same = select(frame, metric="logits_same")["value"]
+    wanted = receivers(config) * (config["cycles"] + 1)
+    if len(errors) < wanted:
+        incomplete(f"logits were compared {len(errors)} times instead of {wanted}")
     answer = worst(errors)
     why = f"{answer.why}; {same.sum():.0f} of {len(errors)} logits are identical bit for bit"
     if not equal_layouts(config):
         return Measured(answer.value, why, if_passed="the layouts differ, so sums round differently")
     value = answer.value or (math.inf if same.min() < 1 else 0.0)
     return Measured(value, f"{why}; replicas have the trainer's layout")
+
+
+def older_kit(frame: pd.DataFrame) -> None:
+    """Refuse a run whose replicas hashed their weights and did not look for changes."""
+    seen = frame[frame["phase"] == "base"]["metric"]
+    if "tensors_hashed" in seen.to_numpy() and "tensors_unchanged" not in seen.to_numpy():
+        raise NotMeasured("this run was recorded before the lab observed changes and writes")
+
+
+def trained_changed(frame: pd.DataFrame, config: Config) -> Measured:
+    """Did every tensor that training changed also change on every replica?
+
+    Changes on each end are seen in the tensors of its own model, whatever was gathered, named and sent."""
+    older_kit(frame)
+    rows = select(frame, metric="tensors_unchanged")
+    trained = select(frame, phase="verify", metric="tensors_trained")["value"]
+    wanted = receivers(config) * config["cycles"]
+    if len(trained) < wanted:
+        incomplete(f"changes were compared {len(trained)} times instead of {wanted}")
+    if not trained.min():
+        incomplete("training changed no tensor in a cycle")
+    answer = worst(rows)
+    return dataclasses.replace(
+        answer, why=f"{answer.why}; training changed {trained.min():.0f} or more tensors per cycle"
+    )
+
+
+def every_parameter_written(frame: pd.DataFrame, config: Config) -> Measured:
+    """Does a sync write every parameter and persistent buffer of a replica, and no constant?
+
+    The lab overwrites all of them in a replica that wakes, and at the end in one that does not serve. Constants must keep their bytes."""
+    older_kit(frame)
+    left = select(frame, metric="tensors_unwritten")
+    constants = select(frame, metric="constants_changed")
+    ranks = left["rank"].nunique()
+    if ranks < receivers(config):
+        incomplete(f"the weights of {ranks} of {receivers(config)} receivers were overwritten before a sync")
+    answer = worst(pd.concat([left, constants]))
+    syncs = f"{counted(len(left), 'sync')} to replicas without weights"
+    return dataclasses.replace(answer, why=f"{answer.why}; {syncs}, constants compared {len(constants)} times")
 
 
 def no_torn_reads(frame: pd.DataFrame, config: Config) -> Measured:
@@ -427,6 +478,27 @@ def cache_bounded(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: ARG
     return dataclasses.replace(answer, why=f"{answer.why}; {held:.1f} MiB in the sender's shared memory")
 
 
+def no_second_copy(frame: pd.DataFrame, config: Config) -> Measured:
+    """Does a replica keep no copy of received weights after a sync?
+
+    The bytes of all its tensors after each cycle, compared with those before the first sync, in copies of the whole model."""
+    older_kit(frame)
+    before = select(frame, phase="base", metric="tensor_bytes").set_index("rank")["value"]
+    rows = frame[frame["phase"].isin(["verify", "rehearse"]) & (frame["metric"] == "tensor_bytes")]
+    if len(rows) < receivers(config) * config["cycles"]:
+        incomplete(f"tensors were weighed {len(rows)} times instead of {receivers(config) * config['cycles']}")
+    if rows.empty:
+        raise Missing("tensors were not weighed after any sync")
+    whole = float(select(frame, metric="bytes")["value"].max())
+    over = (rows["value"] - rows["rank"].map(before)) / whole
+    largest: Any = over.idxmax()
+    row = rows.loc[largest]
+    where = f"rank {row['rank']}" + (f", cycle {row['cycle']}" if row["cycle"] else "")
+    first, last = (before[row["rank"]] / MIB, "base"), (row["value"] / MIB, row["phase"])
+    why = compared("tensors", first, last, where, unit=" MiB")
+    return Measured(max(0.0, float(over.max())), f"{why}; the model has {whole / MIB:.3g} MiB")
+
+
 def base_equal(frame: pd.DataFrame, config: Config) -> Measured:
     """Were all base weights equal when the base was published?"""
     differ = select(frame, phase="base", metric="tensors_differ")["value"]
@@ -443,12 +515,15 @@ def base_equal(frame: pd.DataFrame, config: Config) -> Measured:
 def failure_is_clean(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: ARG001 - as above
     """Does a failed sync leave everything unchanged and name the cause?"""
     rows = select(frame, phase="rehearse")
+    opened = rows[rows["metric"].isin(list(LEFT_OPEN)) & (rows["value"] > 0)]
     rows = rows[rows["metric"].isin(list(FAILURES))]
     if rows.empty:
         raise Missing("no failure was rehearsed")
-    rows = with_ids(rows, "scene")
+    often = opened[opened.groupby(["rank", "metric"])["value"].transform("size") > 1]
+    rows = with_ids(pd.concat([rows, often]), "scene")
+    words = FAILURES | LEFT_OPEN
     broken = "; ".join(
-        f"{FAILURES[str(row.metric)]}: {row.value:.0f} (rank {row.rank}, scene {row.scene})"
+        f"{words[str(row.metric)]}: {row.value:.0f} (rank {row.rank}, scene {row.scene}){f': {row.text!s}' if row.text else ''}"
         for row in rows[rows["value"] > 0].itertuples()
     )
     scenes = ", ".join(sorted(rows["scene"].unique()))  # ranks answer in any order
@@ -485,6 +560,8 @@ RULES = (
         limit=rounding,
         unit="ratio",
     ),
+    rule(trained_changed),
+    rule(every_parameter_written),
     rule(no_torn_reads),
     rule(version_order),
     rule(no_double_bump),
@@ -508,6 +585,7 @@ RULES = (
         unit="MiB",
         cycles=DRIFT_CYCLES,
     ),
+    rule(no_second_copy, limit=0.25, unit="copies"),
     rule(cache_bounded, limit=2),
     rule(sleepers_release),
     rule(failure_is_clean),

@@ -21,15 +21,28 @@ HERE = {fault.name: fault for fault in FAULTS if fault.exit == 1}
 # Other checks that a bug fails, besides the one it is listed under.
 ALSO = {
     "permuted-rows": {"logits_equal"},
-    "stale-bucket": {"logits_equal"},
-    "cache-after-offload": {"logits_equal", "no_torn_reads"},  # both versions are zeros, so they look the same
+    "stale-bucket": {"logits_equal", "trained_changed"},
+    "cache-after-offload": {
+        "logits_equal",
+        "no_torn_reads",
+        "trained_changed",
+    },  # all versions are zeros, so they look the same
     "activate-before-publish": {"failure_is_clean", "bit_exact", "no_torn_reads"},  # the old version is lost
     "publish-before-apply": {"failure_is_clean", "bit_exact"},  # the new version cannot be taken back
-    "dropped-bucket": {"logits_equal", "no_torn_reads", "version_order"},  # nothing is written at one point
+    "dropped-bucket": {
+        "logits_equal",
+        "no_torn_reads",
+        "version_order",
+        "trained_changed",
+        "every_parameter_written",
+    },  # nothing is written at one point
     "swapped-shards": {"logits_equal"},
+    "frozen-base": {"logits_equal", "names_right", "no_torn_reads"},  # all versions give the same logits
+    "transposed-tensor": {"bit_exact"},
+    "old-tensor": {"bit_exact", "logits_equal", "trained_changed"},
     "misaligned-offset": {"logits_equal"},
     "leaked-group": {"failure_is_clean"},
-    "leaked-segment": {"failure_is_clean"},
+    "leaked-segment": {"failure_is_clean", "no_second_copy"},  # what is mapped is held as a tensor
     "torn-read": {"version_order", "failure_is_clean"},  # the gate is never taken, also where a sync fails
     "early-gate": {"version_order", "failure_is_clean"},
     "reads-ahead": {"version_order", "failure_is_clean"},

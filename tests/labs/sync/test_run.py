@@ -33,10 +33,12 @@ def test_every_check_passes_or_says_why_not(sync: Sync) -> None:
     assert unanswered(verdict) == {"others_untouched"}
     asked = [check.name for check in find("sync").all_rules() if check.name != "routing_effective"]
     assert [row.check for row in verdict] == asked
-    assert "; SHA-256 of 26 tensors, 20 comparisons; in transit 26 of 26" in why(verdict, "bit_exact")
+    assert "; SHA-256 of 26 tensors, 24 comparisons; in transit 26 of 26" in why(verdict, "bit_exact")
     assert EXCUSE in why(verdict, "logits_equal")
-    rehearsed = "activate, alone, both, calls that must be refused, expansion, late, missing, packed, publish, refresh"
-    assert f"{rehearsed}, transport, unfit, unsent, wrong-bytes" in why(verdict, "failure_is_clean")
+    assert "training changed 16 or more tensors per cycle" in why(verdict, "trained_changed")
+    assert "7 syncs to replicas without weights" in why(verdict, "every_parameter_written")
+    rehearsed = "activate, alone, both, calls that must be refused, expansion, late, middle, missing, packed, publish"
+    assert f"{rehearsed}, refill, refresh, transport, unfit, unsent, wrong-bytes" in why(verdict, "failure_is_clean")
     assert "0 of 78 tensors on all receivers differ" in why(verdict, "base_equal")
     assert "all 13 combinations of transport and bucket size" in why(verdict, "sweep_arrived")
 

@@ -36,7 +36,7 @@ from kit.train.protocol import Batch
 leave, weights_changed = Engine._leave, Engine.weights_changed
 get_prefix, put_prefix = PrefixCache.get, PrefixCache.put
 reset, sync, decode, request = Replica.reset, Replica.sync, Replica.decode, Replica.request
-microbatch, assemble, batch_of, load = Trainer.microbatch, Trainer.assemble, Trainer.batch_of, Trainer.load
+microbatch, assemble, batch_of = Trainer.microbatch, Trainer.assemble, Trainer.batch_of
 
 
 # -- engines --------------------------------------------------------------------------------------------------------------
@@ -184,12 +184,6 @@ def with_rejected(rewards: Mapping[Key, float]) -> dict[Key, float]:
     rejected = {Key(key.group, -1): 0.0 for key in rewards}
     with_them = advantages({**rewards, **rejected})
     return {key: with_them[key] for key in rewards}
-
-
-def loads_no_schedule(trainer: Trainer, version: int) -> None:
-    load(trainer, version)
-    trainer.job.scheduler.num_steps = 0
-    trainer.job.scheduler.step(increment=0)
 
 
 def masks_the_last(trainer: Trainer, rows: Sequence[SampleRow]) -> Batch:

@@ -64,11 +64,10 @@ class Trainer(TrainerActor):
         return self.watched
 
     def finish(self, step: int, update: int) -> None:
-        """Finish the update, and record where the schedule of the learning rate is and which samples moved the weights."""
+        """Finish the update, and record which samples moved the weights."""
         super().finish(step, update)
         flowed = self.watched.gathered()
         if self.first:
-            self.ctx.record("scheduled", self.job.scheduler.num_steps, step=step, update=update)
             times = times_learned(self.watched.loss, self.fed[self.of_update :], flowed)
             self.ctx.record("learning", len(times), step=step, update=update, passes=len(flowed))
             for key, number in times.items():

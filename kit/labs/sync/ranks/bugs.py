@@ -17,8 +17,10 @@ import torch
 from kit.errors import KitError
 from kit.labs.sync.lab import SyncConfig
 from kit.labs.sync.ranks import phases  # noqa: F401 - see above
+from kit.labs.sync.ranks.contents import constants
 from kit.labs.sync.ranks.replica import SyncReplica
 from kit.labs.sync.ranks.trainer import SyncTrainer
+from kit.megatron import shards
 from kit.sync.buckets import Bound, Destination, Key
 from kit.sync.cache import BASE, Cache
 from kit.sync.groups import Broadcast
@@ -29,9 +31,12 @@ from kit.sync.serving import Gate
 
 tell, compare_base = Sending.tell, Sending.compare_base
 activate, apply, apply_bucket, look, undo = Call.activate, Call.apply, Call.apply_bucket, Call.look, Call.undo
+close, discard = Call.close, Cache.discard
 close_group = Broadcast.close
 make_job, gather, refresh = SyncTrainer.make_job, SyncTrainer.gather, SyncTrainer.refresh
 prepare, destinations = SyncReplica.prepare, SyncReplica.destinations
+wake, finalize = SyncReplica.wake, SyncReplica.finalize
+full_tensors, all_destinations = shards.full_tensors, shards.destinations
 
 KEPT: list[Any] = []  # leaked buffers
 KEPT_GROUPS: list[Any] = []
@@ -82,10 +87,45 @@ def gathers_empty_tensors(trainer: SyncTrainer) -> dict[Key, torch.Tensor]:
     return {spec.key: torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs}
 
 
+def gathers_the_base(trainer: SyncTrainer) -> dict[Key, torch.Tensor]:
+    """The weights that were gathered first, under the names of the new ones: for the sync and for the digests that replicas must have."""
+    base = vars(trainer).setdefault("base_weights", {})
+    return {key: base.setdefault(key, tensor.clone()) for key, tensor in gather(trainer).items()}
+
+
 def resumes_with_other_weights(trainer: SyncTrainer) -> None:
     make_job(trainer)
     with trainer.as_job():
         trainer.job.step()
+
+
+# -- on both ends ----------------------------------------------------------------------------------------------------------
+
+
+def full_tensors_by_heads(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Queries are exported in another order of heads than models with these names expect."""
+    for name, full in full_tensors(chunks):
+        yield name, with_other_heads(chunks, full) if "q_proj" in name else full
+
+
+def destinations_by_heads(chunks: Sequence[Any]) -> dict[str, list[Destination]]:
+    """And loaded in the same wrong order, so that what was exported comes back bit for bit."""
+
+    def back(take: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda full: take(with_other_heads(chunks, full, back=True))
+
+    places = all_destinations(chunks)
+    for name in (name for name in places if "q_proj" in name):
+        places[name] = [(into, back(take)) for into, take in places[name]]
+    return places
+
+
+def with_other_heads(chunks: Sequence[Any], full: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+    """Heads that share a key lie side by side, or `groups` heads apart."""
+    config = shards.unwrapped(chunks[0]).config
+    groups = config.num_query_groups
+    sizes = groups, config.num_attention_heads // groups
+    return full.reshape(*(sizes[::-1] if back else sizes), -1).transpose(0, 1).reshape(full.shape)
 
 
 # -- at the sender's end ---------------------------------------------------------------------------------------------------
@@ -149,6 +189,11 @@ def keeps_the_memory_mapped(call: Call, index: int, buffer: torch.Tensor) -> Non
     look(call, index, buffer)
 
 
+def keeps_what_arrives(call: Call, index: int, buffer: torch.Tensor) -> None:
+    KEPT.append(buffer.clone())
+    look(call, index, buffer)
+
+
 def applies_without_a_gate(call: Call, message: dict[str, Any]) -> None:  # noqa: ARG001 - a step of the receiver
     """And a forward runs between the two halves of the buckets, as happens sooner or later."""
     serving, middle = replica_of(call).serving, len(call.stored) // 2
@@ -183,6 +228,27 @@ def stalls_in_the_middle(call: Call, index: int, buffer: torch.Tensor) -> None:
     look(call, index, buffer)
 
 
+def keeps_its_connection(call: Call) -> None:
+    """Of a sync that failed."""
+    if not call.committed and call.path:
+        KEPT.append(os.dup(call.link._sock.fileno()))
+    close(call)
+
+
+def derives_nothing_after_an_undo(call: Call) -> None:
+    """What is derived stays that of the new weights."""
+    host = replica_of(call)
+    vars(host)["finalize"] = lambda: None
+    undo(call)
+    del vars(host)["finalize"]
+
+
+def discards_with_an_error(cache: Cache, version: int) -> None:
+    discard(cache, version)
+    if version != BASE:
+        raise KeyError(version)
+
+
 def keeps_new_weights(call: Call) -> None:
     if replica_of(call).last:
         call.before = []
@@ -201,6 +267,40 @@ def takes_the_next_ranks_shards(replica: SyncReplica) -> Mapping[str, Sequence[D
 
     places = destinations(replica).items()
     return {name: [(into, of_next_rank(take)) for into, take in shards] for name, shards in places}
+
+
+def transposes_a_square_tensor(replica: SyncReplica) -> Mapping[str, Sequence[Destination]]:
+    """No comparison of shapes sees it."""
+
+    def turned(take: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda full: take(full.t())
+
+    places = dict(destinations(replica))
+    square = min(name for name in places if name.endswith("o_proj.weight"))
+    places[square] = [(into, turned(take)) for into, take in places[square]]
+    return places
+
+
+def writes_into_an_old_tensor(replica: SyncReplica) -> Mapping[str, Sequence[Destination]]:
+    """A loader that was bound to a tensor which the model no longer uses reports success."""
+    places = dict(destinations(replica))
+    last = max(places)
+    places[last] = [(into.clone(), take) for into, take in places[last]]
+    return places
+
+
+def wakes_without_constants(replica: SyncReplica) -> None:
+    """What no sync brings is made anew, and left empty."""
+    wake(replica)
+    for _, tensor in constants(replica.replica.chunks):
+        tensor.zero_()
+
+
+def finalizes_constants_again(replica: SyncReplica) -> None:
+    """A step that must run once per load runs at every sync, for tensors that were not loaded."""
+    finalize(replica)
+    for _, tensor in constants(replica.replica.chunks):
+        tensor.copy_(tensor.flip(0))
 
 
 class ReadsAhead(Gate):

@@ -11,19 +11,24 @@ What fails is a patch by name, as a fault is: `AT_THE_RECEIVER` and `AT_THE_SEND
 from __future__ import annotations
 
 import contextlib
+import gc
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from kit import machine
 from kit.errors import BadInput, KitError
 from kit.labs.sync.lab import SyncConfig
+from kit.labs.sync.ranks.contents import listed
 from kit.labs.sync.ranks.replica import SyncReplica
 from kit.labs.sync.ranks.side import Side, raised
 from kit.labs.sync.ranks.trainer import SyncTrainer
 from kit.labs.sync.ranks.watch import WAITS, SeenTransport, judge, sha256
-from kit.measure.phase import temp_files
+from kit.measure.observers.births import Births, registered_groups
+from kit.measure.phase import MEMFD, resource_counts, temp_files
 from kit.sync.buckets import Destination
 from kit.sync.cache import BASE
 from kit.sync.link import ready
@@ -32,13 +37,21 @@ from kit.sync.sender import SyncFailed, Target
 from kit.target import replaced
 
 # The ways in which a sync fails. A receiver lacks a tensor (missing), waits for one that is not sent (unsent), or has another dtype or
-# shape (unfit); gets bytes that changed after sending (wrong-bytes) or after packing; its transport raises; so does the sender's (both);
-# only the sender's raises (alone); the receiver fails when all weights are new (late), or after others have published, or after the
+# shape (unfit); its transport raises before a bucket in the middle has arrived, the first time that bytes of this version move (middle);
+# it gets bytes that changed after sending (wrong-bytes) or after packing; its transport raises at the last bucket; so does the sender's
+# (both); only the sender's raises (alone); the receiver fails when all weights are new (late), or after others have published, or after the
 # version became active.
 EXTRA = "rehearsed.weight"
 ALONE = "alone"
+LATE, MIDDLE = (
+    "late",
+    "middle",
+)  # they run twice, so that what is made once is told from what every failure leaves behind
 PACKED = "packed"
 TOO_LATE = "activate"
+ANY = (Exception,)  # code under test may raise anything
+CLOSED_S = 0.5  # how long threads and sockets that are being closed may take
+REFILL = "refill"  # fails nowhere
 
 CALL, TRANSPORT = "kit.sync.receiver:Call", "kit.labs.sync.ranks.watch:SeenTransport"
 DESTINATIONS = "kit.labs.sync.ranks.replica:SyncReplica.destinations"
@@ -47,9 +60,10 @@ AT_THE_RECEIVER = {
     "unsent": {DESTINATIONS: f"{__name__}:with_a_tensor_that_is_not_sent"},
     "unfit": {DESTINATIONS: f"{__name__}:with_another_dtype_and_another_shape"},
     "wrong-bytes": {f"{CALL}.look": f"{__name__}:looks_at_other_bytes"},
+    MIDDLE: {f"{TRANSPORT}.receive": f"{__name__}:raises_before_a_bucket_in_the_middle"},
     "transport": {f"{TRANSPORT}.receive": f"{__name__}:raises_at_the_last_bucket"},
     "both": {f"{TRANSPORT}.receive": f"{__name__}:raises_at_the_last_bucket"},
-    "late": {f"{CALL}.finalize": f"{__name__}:raises_when_all_weights_are_new"},
+    LATE: {f"{CALL}.finalize": f"{__name__}:raises_when_all_weights_are_new"},
     "publish": {f"{CALL}.publish": f"{__name__}:raises_after_others_have_published"},
     TOO_LATE: {f"{CALL}.activate": f"{__name__}:raises_after_the_version_became_active"},
 }
@@ -68,8 +82,8 @@ send, receive, flush, close = SeenTransport.send, SeenTransport.receive, SeenTra
 def scenes(config: SyncConfig, *, expansion: bool = False) -> tuple[str, ...]:
     wrong_bytes = ("wrong-bytes", PACKED) if config.verify != "none" and config.verify_share == 1 else ()
     if expansion:
-        return ("missing", *wrong_bytes, "late", "publish")
-    return ("missing", "unsent", "unfit", *wrong_bytes, "transport", "both", ALONE, "late", "publish")
+        return ("missing", *wrong_bytes, LATE, "publish")
+    return ("missing", "unsent", "unfit", MIDDLE, *wrong_bytes, "transport", "both", ALONE, LATE, "publish", LATE)
 
 
 # -- on the trainer --------------------------------------------------------------------------------------------------------
@@ -88,6 +102,8 @@ def of_trainer(trainer: SyncTrainer) -> None:
             fail(trainer, scene, asleep, ahead=0)
         succeed(trainer, "expansion", asleep, ahead=0)
         trainer.job.mover.restore()
+    step(trainer)  # so that no memory on the receiver has the bytes of this version already
+    fail(trainer, MIDDLE, awake, ahead=1)
     succeed(trainer, "refresh", awake, ahead=1)
     trainer.update_truth()
     trainer.send_truth(awake)
@@ -97,6 +113,7 @@ def of_trainer(trainer: SyncTrainer) -> None:
     succeed(trainer, TOO_LATE, awake, ahead=1)
     trainer.update_truth()
     trainer.send_truth(awake)
+    succeed(trainer, REFILL, awake, ahead=1)
 
 
 def step(trainer: SyncTrainer) -> None:
@@ -122,19 +139,40 @@ def fail(trainer: SyncTrainer, scene: str, targets: Sequence[Target], *, ahead: 
     sender, version = trainer.sender, trainer.sender.version + ahead
     active = version if scene == TOO_LATE else sender.version
     with nothing_left(trainer, scene), replaced(AT_THE_SENDER.get(scene, {})):
-        error = raised(lambda: sender.sync(version, targets, trainer.gather if ahead else None))
-    remains = "is already active" if scene == TOO_LATE else "stays"
-    named = isinstance(error, SyncFailed) and f"version {active} {remains}" in str(error)
-    if isinstance(error, SyncFailed) and scene == ALONE:
-        named = named and error.peer is None and "the sender" in str(error)
-    elif isinstance(error, SyncFailed):
-        peers = [target.name for target in targets]
-        named = named and error.peer in (peers if scene == PACKED else peers[-1:]) and error.peer in str(error)
-        named = named and sorted(error.tensors) == blamed(trainer, scene)
-    if not named:
-        print(f"rehearse: the error in scene {scene} does not name the cause: {error}")
-    note(trainer, "unnamed", int(not named), scene)
+        error = raised(lambda: sender.sync(version, targets, trainer.gather if ahead else None), ANY)
+    wrong = "; ".join(misnamed(trainer, scene, error, active, [target.name for target in targets]))
+    note(trainer, "unnamed", int(bool(wrong)), scene, f"{wrong}: {error}" if wrong else "")
     note(trainer, "kept_version", int(sender.version != active), scene)
+
+
+def misnamed(
+    trainer: SyncTrainer, scene: str, error: Exception | None, active: int, peers: Sequence[str]
+) -> Iterator[str]:
+    """What is wrong with the error of a rehearsed failure, in words."""
+    if not isinstance(error, SyncFailed):
+        yield f"{type(error).__name__} was raised instead of SyncFailed" if error else "no error was raised"
+        return
+    remains = f"version {active} {'is already active' if scene == TOO_LATE else 'stays'}"
+    if remains not in str(error):
+        yield f"the error does not say that {remains}"
+    if scene == ALONE:
+        if error.peer is not None or "the sender" not in str(error):
+            yield f"the error names {error.peer or 'nobody'} instead of the sender"
+        return
+    last = peers[-1]
+    if error.peer not in (peers if scene == PACKED else [last]):
+        yield f"the error names {error.peer or 'no receiver'} instead of {last}"
+    elif str(error.peer) not in str(error):
+        yield f"the error has the receiver {error.peer} and does not say it"
+    wanted = blamed(trainer, scene)
+    if sorted(error.tensors) != wanted:
+        yield f"the error names {counted_tensors(sorted(error.tensors))} instead of {counted_tensors(wanted)}"
+
+
+def counted_tensors(names: Sequence[str]) -> str:
+    return (
+        f"{len(names)} tensors ({listed(names)})" if len(names) > 1 else f"tensor {names[0]}" if names else "no tensor"
+    )
 
 
 def blamed(trainer: SyncTrainer, scene: str) -> list[str]:
@@ -172,16 +210,27 @@ def of_replica(replica: SyncReplica) -> None:
         replica.compare_weights(scene="expansion")
         replica.leave()
     else:
+        endure(replica, MIDDLE)
         take_next(replica, "refresh", version + 1)
         replica.compare()
         go_back(replica)
         take_next(replica, TOO_LATE, version + 3)
         replica.compare()
+        refill(replica)
 
 
 def take_next(replica: SyncReplica, scene: str, wanted: int) -> None:
     replica.take()
     note(replica, "next_failed", int(replica.receiver.version != wanted or not replica.receiver.routed), scene)
+
+
+def refill(replica: SyncReplica) -> None:
+    """A replica that does not serve loses all its weights; the next sync must write every tensor, even those that training left alone."""
+    replica.watch.reset("rehearsed")
+    replica.contents.poison()
+    replica.receiver.join()
+    replica.count_written(REFILL)
+    replica.compare_weights(scene=REFILL)
 
 
 def endure(replica: SyncReplica, scene: str) -> None:
@@ -204,6 +253,7 @@ def endure(replica: SyncReplica, scene: str) -> None:
             # Old weights are restored behind the gate: no forward may run at `derive`.
             early = sum(point.name == "derive" and point.logits != WAITS for point in replica.watch.points)
             stopped = failed is not None or served not in known.values()
+            note(replica, "not_derived", not_derived(replica), scene)
             note(replica, "served_wrong", count + early + replica.forwards.overlaps + stopped, scene)
             note(replica, "kept_wrong", int(not receiver.routed) + replica.compare_weights(scene=scene), scene)
         else:
@@ -214,9 +264,18 @@ def endure(replica: SyncReplica, scene: str) -> None:
                 replica.replica.sleep()
 
 
+def not_derived(replica: SyncReplica) -> int:
+    """Whether new weights were taken back and nothing was derived from the old ones."""
+    names = [point.name for point in replica.watch.points]
+    if "undo" not in names:
+        return 0
+    at = names.index("undo")
+    return int("write" in names[:at] and "derive" not in names[at:])
+
+
 def join_failing(replica: SyncReplica, scene: str) -> None:
     with replaced(AT_THE_RECEIVER.get(scene, {}) if replica.fails else {}):
-        note(replica, "silent", int(raised(replica.receiver.join) is None), scene)
+        note(replica, "silent", int(raised(replica.receiver.join, ANY) is None), scene)
 
 
 def go_back(replica: SyncReplica) -> None:
@@ -228,7 +287,9 @@ def go_back(replica: SyncReplica) -> None:
         if staged:
             replica.serve()
         join_failing(replica, TOO_LATE)
-    served, failed = replica.stop_serving() if staged else ("", None)
+        served, failed = replica.stop_serving() if staged else ("", None)
+    if staged and goes_back:  # a replica that paused keeps no old weights
+        note(replica, "not_derived", not_derived(replica), TOO_LATE)
     wanted = (version, staged) if goes_back else (version + 1, True)
     note(replica, "kept_version", int((receiver.version, receiver.routed) != wanted), TOO_LATE)
     changed = replica.hashes(sha256) != replica.own
@@ -246,18 +307,47 @@ def go_back(replica: SyncReplica) -> None:
 
 @contextlib.contextmanager
 def nothing_left(side: Side, scene: str) -> Iterator[None]:
-    """Count process groups, shared memory and temporary files that a failed sync leaves behind."""
+    """Count what a failed sync leaves behind: groups, shared memory, temporary files, descriptors, sockets and threads."""
     groups, held, files = len(c10d._world.pg_map), side.held(), set(temp_files())
-    yield
+    counts = opened(side)
+    with Births() as births:
+        yield
+        note(side, "left_unlisted", unlisted(births), scene)
     note(side, "left_groups", max(0, len(c10d._world.pg_map) - groups), scene)
     note(side, "left_segments", len(side.held() - held), scene)
     note(side, "left_files", len(set(temp_files()) - files), scene)
+    end = time.monotonic() + CLOSED_S
+    while any(remaining := [max(0, after - before) for before, after in zip(counts, opened(side), strict=True)]):
+        if time.monotonic() > end:
+            break
+        time.sleep(0.01)
+    for metric, number in zip(("left_fds", "left_sockets", "left_threads"), remaining, strict=True):
+        note(side, metric, number, scene)
 
 
-def note(side: Side, metric: str, number: int, scene: str) -> None:
-    side.ctx.record(metric, number, scene=scene)
+def opened(side: Side) -> tuple[int, int, int]:
+    """Descriptors, sockets among them, and threads of this rank. Shared memory is counted apart, since a cache may keep some for the next
+    version. Receivers that wait for the next sync are no part of this one."""
+    counts, waiting = resource_counts(), side.waiting()
+    memory = sum(name.startswith(MEMFD) for name, _ in machine.open_files())
+    return counts.fds - memory - waiting, counts.sockets - waiting, counts.threads
+
+
+def unlisted(births: Births) -> int:
+    """Groups that were made meanwhile, are still there, and are in none of torch's tables. Groups in reference cycles do not count."""
+    listed = {id(group) for group in registered_groups()}
+    alive = births.alive()
+    if alive:
+        del alive
+        gc.collect()
+        alive = births.alive()
+    return sum(id(group) not in listed for group in alive)
+
+
+def note(side: Side, metric: str, number: int, scene: str, text: str = "") -> None:
+    side.ctx.record(metric, number, text=text, scene=scene)
     if number:
-        print(f"rehearse: {metric} is {number} in scene {scene}")
+        print(f"rehearse: {metric} is {number} in scene {scene}{': ' * bool(text)}{text}")
 
 
 # -- code that fails on purpose --------------------------------------------------------------------------------------------
@@ -314,6 +404,14 @@ def raises_after_others_have_published(call: Call, message: dict[str, Any]) -> N
 
 def raises_after_the_version_became_active(call: Call, message: dict[str, Any]) -> None:  # noqa: ARG001 - as above
     raise RehearsedError("rehearsed failure after the version became active")
+
+
+def raises_before_a_bucket_in_the_middle(transport: SeenTransport, index: int, into: torch.Tensor) -> torch.Tensor:
+    """The bucket is sent and never read, and the next sync has the same bytes: a sender that notes what it sent must not take it for
+    received."""
+    if index == transport.buckets // 2:
+        raise RehearsedError("rehearsed error before a bucket")
+    return receive(transport, index, into)
 
 
 def raises_at_the_last_bucket(transport: SeenTransport, index: int, into: torch.Tensor) -> torch.Tensor:

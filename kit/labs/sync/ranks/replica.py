@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch.distributed as dist
 from kit.errors import KitError
 from kit.labs import rankside
 from kit.labs.sync.lab import replica_model, roles
+from kit.labs.sync.ranks.contents import Contents, listed
 from kit.labs.sync.ranks.side import Side, fill, logits_error, raised
 from kit.labs.sync.ranks.watch import Forwards, SeenWeights, SyncWatch, judge, sha256
-from kit.measure.observers.tensors import TensorState
+from kit.measure.observers.tensors import TensorState, live_bytes
 from kit.megatron import model, serve, shards, standin
 from kit.sync import transports
 from kit.sync.buckets import Cut, Destination
@@ -25,6 +27,7 @@ from kit.sync.receiver import SENDER, Call, Receiver
 from kit.sync.serving import Serving
 
 FIRST = 3  # tensors that a comparison names
+SYNCED = "synced"
 
 
 class SyncReplica(Side):
@@ -39,6 +42,7 @@ class SyncReplica(Side):
         self.of_last_replica = ctx.rank in alike[-self.config.infer_tp :]
         self.truth: dict[str, str] = {}  # the trainer's digests of the version that this replica must have
         self.before: dict[int, str] = {}  # how each bucket of the version before began
+        self.held_first = 0  # bytes of tensors before the first sync
         self.own: dict[str, str] = {}  # the digests of this replica's weights when they were last hashed
 
     def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
@@ -47,6 +51,7 @@ class SyncReplica(Side):
         with self.as_job():
             self.replica = serve.Replica(config)
             fill(self.replica.chunks, config.geometry, model.DTYPES[config.dtype], self.config.seed)
+        self.contents = Contents(self.replica.chunks)
         tokens = self.prompt(config.geometry.vocab)
         wait = self.config.deadline_s
 
@@ -109,6 +114,8 @@ class SyncReplica(Side):
             link.receive_bytes(transports.memory(wanted.view(-1).view(torch.uint8)))
             self.truth = truth["digests"]
             self.compare_weights()
+            self.compare_changes(truth["changed"])
+            self.weigh_tensors()
             self.before, self.watch.beginnings = self.watch.beginnings, {}
             logits = self.forwards.at_rest().cpu()
             link.send({"kind": "judged"})
@@ -117,12 +124,13 @@ class SyncReplica(Side):
         known = self.watch.known.setdefault(self.receiver.version, sha256(logits))
         self.ctx.record("logits_moved", int(known != sha256(logits)))
 
-    def compare_weights(self, scene: str = "synced") -> int:
+    def compare_weights(self, scene: str = SYNCED) -> int:
         """Record how many tensors differ from the trainer's; return how many changed since the last call. Collective over a replica."""
         before, self.own = self.own, self.hashes(sha256)
         own = self.own
         differing = sorted(name for name in {*own, *self.truth} if own.get(name) != self.truth.get(name))
-        places = self.describe(differing) if differing else ""
+        # Only a version that was trained since the last one must differ from it.
+        places = self.describe(differing, trained=scene == SYNCED) if differing else ""
         if differing:
             print(f"tensors that differ from the trainer's: {len(differing)}: {places}")
         self.ctx.record("tensors_hashed", len(own), scene=scene)
@@ -130,7 +138,31 @@ class SyncReplica(Side):
         self.ctx.record("tensors_differ", len(differing), text=places, scene=scene)
         return sum(own.get(name) != before.get(name) for name in {*own, *before})
 
-    def describe(self, differing: Sequence[str]) -> str:
+    def compare_changes(self, trained: Sequence[str]) -> None:
+        """Record tensors that training changed and this replica did not, and constants that changed. Collective over a replica."""
+        changed = set().union(*self.from_replica(self.contents.changed()))
+        same = sorted(set(trained) - changed)
+        disturbed = self.contents.disturbed()
+        self.ctx.record("tensors_trained", len(trained))
+        self.ctx.record("tensors_unchanged", len(same), text=listed(same))
+        self.ctx.record("constants_changed", len(disturbed), text=listed(disturbed))
+
+    def weigh_tensors(self) -> None:
+        """Record the bytes of all tensors of this rank. The first reading is the baseline, before any weights were sent."""
+        held = live_bytes()
+        if self.held_first and held > self.held_first:
+            gc.collect()
+            held = live_bytes()
+        self.held_first = self.held_first or held
+        self.ctx.record("tensor_bytes", held, "B")
+
+    def count_written(self, scene: str = SYNCED) -> None:
+        """Record tensors that hold what the lab wrote into them before the sync."""
+        left = self.contents.unwritten()
+        places = [f"{name} ({count} of its elements)" for name, count in left.items()]
+        self.ctx.record("tensors_unwritten", len(left), text=listed(places), scene=scene)
+
+    def describe(self, differing: Sequence[str], *, trained: bool) -> str:
         """The first of these tensors, each with its buckets, and buckets that repeat bytes."""
         buckets: dict[str, list[int]] = {}
         layout = self.receiver.layout[1]
@@ -142,7 +174,7 @@ class SyncReplica(Side):
         more = f" and {len(names) - FIRST} more" if len(names) > FIRST else ""
         begins = self.watch.beginnings
         doubtful = sorted({index for name in names for index in buckets.get(name, ()) if index in begins})
-        stale = [index for index in doubtful if begins[index] == self.before.get(index)]
+        stale = [index for index in doubtful if trained and begins[index] == self.before.get(index)]
         repeated = [index for index in doubtful if begins[index] == begins.get(index - 1)]
         notes = [
             f"bytes of the version before in {spell_buckets(stale)}" if stale else "",
@@ -163,6 +195,7 @@ class SyncReplica(Side):
 
     def wake(self) -> None:
         self.replica.wake()
+        self.contents.poison()
         self.watch.point("wake")
 
     def sleep(self) -> None:
@@ -185,10 +218,15 @@ class SyncReplica(Side):
         """Digests of every full tensor of the replica, on each of its ranks. Collective over the replica."""
         with self.as_job():
             own = {name: of(tensor) for name, tensor in shards.full_tensors(self.replica.chunks)}
+        table: dict[str, str] = self.from_replica(own)[0]
+        return table
+
+    def from_replica(self, own: Any) -> list[Any]:
+        """The objects of all ranks of the replica. Collective over them."""
+        with self.as_job():
             tables: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(tables, own)
-        table: dict[str, str] = tables[0]
-        return table
+        return tables
 
     def destinations(self) -> Mapping[str, Sequence[Destination]]:
         """Where each full tensor goes: the shards of this rank, and how they are cut."""
@@ -224,6 +262,7 @@ class SyncReplica(Side):
                 self.serve()
             self.record_received(self.receiver.join())
             if asleep:
+                self.count_written()
                 self.serving.start()
             served, failed = self.stop_serving()
             new = self.receiver.version

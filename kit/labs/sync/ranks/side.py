@@ -80,6 +80,10 @@ class Side:
         """Shared memory on this rank that a sync should not leave behind."""
         return set(shared_memory())
 
+    def waiting(self) -> int:
+        """Connections of receivers that have called early."""
+        return 0
+
     def count(self) -> None:
         self.ctx.record("segments", len(self.held()))
         for metric, value in self.bystander.ask().items() if self.bystander else ():
@@ -108,11 +112,14 @@ def logits_error(logits: torch.Tensor, wanted: torch.Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def raised(call: Callable[[], object]) -> Exception | None:
+EXPECTED = (KitError, OSError)
+
+
+def raised(call: Callable[[], object], kinds: tuple[type[Exception], ...] = EXPECTED) -> Exception | None:
     """The error that the call raises, without its frames, which would keep tensors alive."""
     try:
         call()
-    except (KitError, OSError) as error:
+    except kinds as error:
         link: BaseException | None = error
         while link is not None:
             link.__traceback__, link = None, link.__cause__ or link.__context__

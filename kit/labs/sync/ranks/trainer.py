@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from kit.labs import rankside
 from kit.labs.sync.lab import SyncConfig, trainer_model
+from kit.labs.sync.ranks.contents import Contents
 from kit.labs.sync.ranks.side import Side, fill, logits_error, raised
 from kit.labs.sync.ranks.watch import SyncWatch, sha256
 from kit.measure.phase import MEMFD, SHM, Place, log_steps, shared_memory
@@ -36,6 +38,7 @@ class SyncTrainer(Side):
         super().__init__(ctx)
         self.sends = ctx.rank == 0
         self.digests: dict[str, str] = {}
+        self.changed: list[str] = []  # tensors that training changed since the truth before
         self.logits: torch.Tensor | None = None
         self.shared: set[Place] = set()  # memory files that appeared during a sync
         self.outside: set[Place] = set()  # memory files that existed before, or appeared between syncs
@@ -47,6 +50,7 @@ class SyncTrainer(Side):
     def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
         self.enter()
         self.make_job()
+        self.contents = Contents(self.job.chunks)
         self.tokens = self.prompt(trainer_model(self.config).geometry.vocab)
         if self.config.shares:  # before anything is counted: the host memory for offloaded weights stays allocated
             self.job.mover.release()
@@ -117,11 +121,21 @@ class SyncTrainer(Side):
         """Take a SHA-256 of each current tensor, and logits; compare the logits with those of a plain model loaded by tensor names."""
         with self.as_job():
             self.logits = serve.logits(self.job, self.tokens)
+        first = not self.contents.seen
+        changed = self.everywhere(self.contents.changed())
+        self.changed = [] if first else changed
         tensors = {name: tensor for (name, _), tensor in self.gather().items()}
         self.digests = {name: sha256(tensor) for name, tensor in tensors.items()}
         if self.logits is not None and self.sends:
             plain = plain_logits(trainer_model(self.config), tensors, self.tokens)
             self.ctx.record("plain_error", logits_error(plain, self.logits))
+
+    def everywhere(self, names: set[str]) -> list[str]:
+        """Names from all ranks of the trainer. Collective."""
+        with self.as_job():
+            tables: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(tables, names)
+        return sorted(set().union(*tables))
 
     def refresh(self, cycle: int) -> None:
         self.deliver(cycle, self.targets(sleeping=False))
@@ -146,7 +160,7 @@ class SyncTrainer(Side):
         links = self.listener.accept([target.name for target in targets], self.config.deadline_s)
         logits = self.logits.cpu().contiguous()
         for link in links.values():
-            link.send({"kind": "truth", "digests": self.digests, "shape": list(logits.shape)})
+            link.send({"kind": "truth", "digests": self.digests, "changed": self.changed, "shape": list(logits.shape)})
             link.send_bytes(transports.memory(logits.view(-1).view(torch.uint8)))
         for link in links.values():
             link.expect("judged")
@@ -237,6 +251,9 @@ class SyncTrainer(Side):
         self.shared |= files.keys() - self.outside
         self.named |= {file.name for file in held.values() if file.name.startswith(SHM)}
         self.most = max(self.most, sum(size for place, size in files.items() if place in self.shared))
+
+    def waiting(self) -> int:
+        return self.listener.waiting if self.sends else 0
 
     def held(self) -> set[Any]:
         """Without the segments from which versions were sent, of which one is allowed with a ring, else two; files in /dev/shm always

@@ -1,0 +1,110 @@
+"""The lab's own view of a model on either end, tensor by tensor: what training changed, what a sync wrote, and what no sync may change.
+
+A tensor has the name that its module gives it, with layers numbered over all pipeline stages, so both ends use the same names. Nothing of
+the code under test takes part: neither its names nor the way it cuts and joins tensors. A version must bring parameters and persistent
+buffers. All other tensors of a module are constants: buffers that are not persistent, and plain attributes such as the table of rotary
+frequencies.
+
+Limits: tensors that no module holds are not seen; a constant that a module makes during a forward is not known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kit.labs.sync.ranks.watch import sha256
+
+LAYER = re.compile(r"(.*\blayers\.)\d+")
+TIED = {"output_layer.weight": "embedding.word_embeddings.weight"}  # the last stage has its own copy
+FIRST = 3  # tensors that a sentence names
+Named = Iterator[tuple[str, torch.Tensor]]
+
+
+class Contents:
+    """The tensors of a model on this rank, and what they held at the last look."""
+
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        self.chunks = chunks
+        self.seen: dict[str, str] = {}
+        self.constant: dict[str, str] = {}
+
+    def changed(self) -> set[str]:
+        """The names of the tensors that have other bytes than at the last call. The first call returns all of them."""
+        before, self.seen = self.seen, {name: sha256(tensor) for name, tensor in versioned(self.chunks)}
+        return {name for name, digest in self.seen.items() if digest != before.get(name)}
+
+    def disturbed(self) -> list[str]:
+        """The names of the constants that have other bytes than at the first call."""
+        digests = {name: sha256(tensor) for name, tensor in constants(self.chunks)}
+        self.constant = self.constant or digests
+        return sorted(name for name in {*self.constant, *digests} if self.constant.get(name) != digests.get(name))
+
+    def poison(self) -> None:
+        """Fill every tensor that a version must bring with a value that no version has."""
+        with torch.no_grad():
+            for _, tensor in versioned(self.chunks):
+                tensor.detach().fill_(poison_of(tensor.dtype))
+
+    def unwritten(self) -> dict[str, int]:
+        """The number of elements that `poison` left in each tensor, where there are any."""
+        left = {name: poisoned(tensor) for name, tensor in versioned(self.chunks)}
+        return {name: count for name, count in sorted(left.items()) if count}
+
+
+def versioned(chunks: Sequence[Any]) -> Named:
+    """Parameters and persistent buffers."""
+    for where, module in modules(chunks):
+        persistent = module._buffers.keys() - module._non_persistent_buffers_set
+        for name, tensor in {**module._parameters, **{key: module._buffers[key] for key in persistent}}.items():
+            if tensor is not None:
+                yield TIED.get(where + name, where + name), tensor
+
+
+def constants(chunks: Sequence[Any]) -> Named:
+    """All other tensors that modules hold."""
+    for where, module in modules(chunks):
+        passing = {key: module._buffers[key] for key in module._non_persistent_buffers_set}
+        for name, value in {**vars(module), **passing}.items():
+            if isinstance(value, torch.Tensor):
+                yield where + name, value
+
+
+def modules(chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Every module with the beginning of its tensors' names."""
+    for chunk in chunks:
+        own = dict(chunk.named_modules())
+        numbers = {path: module.layer_number - 1 for path, module in own.items() if LAYER.fullmatch(path)}
+        for path, module in own.items():
+            yield numbered(f"{path}." if path else "", numbers), module
+
+
+def numbered(path: str, numbers: Mapping[str, int]) -> str:
+    """The path without wrappers, and with the number of its layer in the whole model."""
+    if match := LAYER.match(path):
+        path = f"{match[1]}{numbers[match[0]]}{path[match.end() :]}"
+    while path.startswith("module."):
+        path = path.removeprefix("module.")
+    return path
+
+
+def poison_of(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point:
+        return float("nan")
+    return 1 if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def poisoned(tensor: torch.Tensor) -> int:
+    """Elements with the poison of their type. Where a version may have that value too, all of them must have it."""
+    tensor = tensor.detach()
+    if tensor.dtype.is_floating_point:
+        return int(tensor.isnan().sum())
+    left = int((tensor == poison_of(tensor.dtype)).sum())
+    return left if left == tensor.numel() else 0
+
+
+def listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:FIRST]) + (f" and {len(names) - FIRST} more" if len(names) > FIRST else "")

@@ -1,0 +1,153 @@
+"""What a rehearsed failure leaves behind is counted, whatever it is; what a right one closes late is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+
+from kit.errors import KitError
+from kit.labs.sync.ranks.rehearsals import misnamed, not_derived, nothing_left
+from kit.labs.sync.rules import failure_is_clean
+from kit.sync.buckets import Spec, lay_out
+from kit.sync.sender import SyncFailed
+
+KEPT: list[Any] = []
+OVER = threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Any:
+    yield
+    OVER.set()
+    while KEPT:
+        KEPT.pop()()
+
+
+def side() -> Any:
+    rows: list[tuple[str, float]] = []
+    return SimpleNamespace(
+        held=set,
+        waiting=lambda: 0,
+        ctx=SimpleNamespace(record=lambda metric, value, text, scene: rows.append((metric, value))),
+        rows=rows,
+    )
+
+
+def left_by(act: Callable[[], None]) -> dict[str, float]:
+    watched = side()
+    with nothing_left(watched, "middle"):
+        act()
+    return {metric: value for metric, value in watched.rows if value}
+
+
+def opens_a_file() -> None:
+    fd = os.open(os.devnull, os.O_RDONLY)
+    KEPT.append(lambda: os.close(fd))
+
+
+def opens_a_socket() -> None:
+    KEPT.append(socket.socket().close)
+
+
+def starts_a_thread() -> None:
+    OVER.clear()
+    thread = threading.Thread(target=OVER.wait)
+    thread.start()
+    KEPT.append(thread.join)
+
+
+def makes_a_group() -> None:
+    """As torch's tables do not list it."""
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, dist.default_pg_timeout)
+    KEPT.append(group.shutdown)
+
+
+@pytest.mark.parametrize(
+    ("act", "metrics"),
+    [
+        (opens_a_file, {"left_fds"}),
+        (opens_a_socket, {"left_fds", "left_sockets"}),
+        (starts_a_thread, {"left_threads"}),
+        (makes_a_group, {"left_unlisted"}),
+    ],
+)
+def test_what_is_left_is_counted_by_kind(act: Callable[[], None], metrics: set[str]) -> None:
+    assert metrics <= left_by(act).keys()
+
+
+def test_what_closes_soon_is_not_counted() -> None:
+    ends = socket.socketpair()
+    closing = threading.Timer(0.1, lambda: [end.close() for end in ends])
+    assert left_by(closing.start) == {}
+    closing.join()
+    assert left_by(lambda: None) == {}
+
+
+def rows_of(*left: tuple[int, str, str, float]) -> pd.DataFrame:
+    columns = ["rank", "metric", "ids", "value"]
+    rows = [(rank, metric, json.dumps({"scene": scene}), value) for rank, metric, scene, value in left]
+    return pd.DataFrame(rows, columns=columns).assign(phase="rehearse", cycle=0, text="")
+
+
+def test_what_one_failure_left_may_be_made_once_and_two_leave_a_leak() -> None:
+    clean = (1, "kept_wrong", "middle", 0.0)
+    once = failure_is_clean(rows_of(clean, (1, "left_fds", "middle", 1.0), (2, "left_fds", "late", 1.0)), {})
+    assert once.value == 0
+    twice = failure_is_clean(rows_of(clean, (1, "left_fds", "middle", 1.0), (1, "left_fds", "late", 2.0)), {})
+    assert twice.value == 3
+    assert twice.why.startswith("file descriptors left behind: 1 (rank 1, scene middle); ")
+    group = failure_is_clean(rows_of(clean, (1, "left_unlisted", "late", 1.0)), {})
+    assert "process groups left behind that torch does not list: 1 (rank 1, scene late)" in group.why
+
+
+@pytest.mark.parametrize(
+    ("scene", "peer", "tensors", "sentences"),
+    [
+        ("late", "rank 4", (), []),
+        ("missing", "rank 4", ("b",), []),
+        ("packed", "rank 3", ("a",), []),  # whichever receiver saw it first
+        ("late", "rank 3", (), ["the error names rank 3 instead of rank 4"]),
+        ("missing", "rank 4", ("a",), ["the error names tensor a instead of tensor b"]),
+        ("wrong-bytes", "rank 4", ("a",), ["the error names tensor a instead of 2 tensors (a, b)"]),
+        ("alone", "rank 4", (), ["the error names rank 4 instead of the sender"]),
+    ],
+)
+def test_what_is_wrong_with_an_error_is_told(
+    scene: str, peer: str, tensors: tuple[str, ...], sentences: list[str]
+) -> None:
+    class RehearsedFailureError(KitError):
+        pass
+
+    failure = RehearsedFailureError(f"{peer} failed")
+    failure.peer, failure.tensors = peer, tensors  # type: ignore[attr-defined]
+    layout = lay_out([Spec(name, 0, torch.uint8, (8,)) for name in "ab"], 512)
+    trainer: Any = SimpleNamespace(digests={"a": "", "b": ""}, cache=SimpleNamespace(layout=layout))
+    error = SyncFailed("the refresh with version 3", 2, failure)
+    assert [*misnamed(trainer, scene, error, 2, ["rank 3", "rank 4"])] == sentences
+    assert next(misnamed(trainer, scene, error, 3, ["rank 4"])) == "the error does not say that version 3 stays"
+    assert [*misnamed(trainer, scene, KeyError(3), 2, [])] == ["KeyError was raised instead of SyncFailed"]
+    assert [*misnamed(trainer, scene, None, 2, [])] == ["no error was raised"]
+
+
+@pytest.mark.parametrize(
+    ("points", "wrong"),
+    [
+        (["bucket", "write", "derive", "undo", "derive", "undone"], 0),
+        (["bucket", "write", "derive", "undo", "undone"], 1),
+        (["bucket", "undo", "undone"], 0),  # nothing was written
+        (["bucket", "write", "derive"], 0),
+    ],
+)
+def test_after_an_undo_of_new_weights_everything_is_derived_again(points: list[str], wrong: int) -> None:
+    replica: Any = SimpleNamespace(watch=SimpleNamespace(points=[SimpleNamespace(name=name) for name in points]))
+    assert not_derived(replica) == wrong
