@@ -206,9 +206,9 @@ class Worker:
 class ShareWorlds:
     """`settings` are those of the lab that name own code."""
 
-    own = ("scheduler", "planner")
-    phase = MAIN
-    rooms = ("kit.share.core", "kit.share.planner", "kit.share.state")
+    own: ClassVar[tuple[str, ...]] = ("scheduler", "planner")
+    phase: ClassVar[str] = MAIN
+    rooms: ClassVar[tuple[str, ...]] = ("kit.share.core", "kit.share.planner", "kit.share.state")
     beyond: ClassVar[Mapping[str, str]] = {
         "no-validation": "the desk's trial of a plan matters only with a planner whose plans are wrong"
     }

@@ -36,9 +36,9 @@ BOUNDS = {"groups": 1, "group": 2, "steps": 1, "replicas": 1, "window": 0}  # th
 class StreamWorlds:
     """`settings` are those of the lab that name own code."""
 
-    own = ("implementation", "sampler")
-    phase = "stream"
-    rooms = ("kit.stream.core", "kit.stream.generation", "kit.stream.settings")
+    own: ClassVar[tuple[str, ...]] = ("implementation", "sampler")
+    phase: ClassVar[str] = "stream"
+    rooms: ClassVar[tuple[str, ...]] = ("kit.stream.core", "kit.stream.generation", "kit.stream.settings")
     beyond: ClassVar[Mapping[str, str]] = {
         "blocks-the-loop": "a controller that blocks takes wall time, of which a virtual clock has none"
     }
