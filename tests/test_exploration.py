@@ -30,10 +30,10 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("lab", "settings"),
     [
         ("share", {}),
-        ("share", {"planner": "fifo"}),
-        ("share", {"planner": f"{WRONG}:first_come"}),
+        pytest.param("share", {"planner": "fifo"}, marks=pytest.mark.slow),
+        pytest.param("share", {"planner": f"{WRONG}:first_come"}, marks=pytest.mark.slow),
         ("stream", {}),
-        ("stream", {"sampler": "windowed"}),
+        pytest.param("stream", {"sampler": "windowed"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -51,7 +51,7 @@ def test_right_cores_pass(lab: str, settings: dict[str, str]) -> None:
     ("lab", "settings", "rule"),
     [
         ("share", {"planner": f"{WRONG}:ignores_tp"}, "no_deadlock"),
-        ("share", {"planner": f"{WRONG}:wakes_the_dead"}, "no_deadlock"),
+        pytest.param("share", {"planner": f"{WRONG}:wakes_the_dead"}, "no_deadlock", marks=pytest.mark.slow),
         ("share", {"scheduler": f"{WRONG}:grants_twice"}, "no_request_lost"),
         ("share", {"scheduler": f"{WRONG}:forgets_requests"}, "no_request_lost"),
         pytest.param("share", {"scheduler": f"{WRONG}:never_rests"}, "raised", marks=pytest.mark.slow),

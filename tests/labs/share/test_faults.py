@@ -53,6 +53,7 @@ ALSO = {
 SIMULATED = (*OF_THE_DESK, *OF_A_PIPELINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", SIMULATED, ids=lambda fault: fault.name)
 def test_a_rule_with_a_bug_fails_its_check_and_hardly_another(fault: Fault) -> None:
     verdict, error = simulated(fault.name, **fault.set)
