@@ -38,13 +38,14 @@ TITLE = "## Drawn by a library"
 COUNT = 300
 LAB_S = 240.0  # beyond all deadlines of the labs at these settings
 TESTS_S = 600.0
+WORLDS = 100  # random ones, in which the cores run after the lab's own settings
 SEEN_BY_LAB = ("check", "broke")
 # A decorator that is gone raises at the import, nearly always; the last two need a person to name variables.
 UNUSED = ("RemoveDecorator", "VariableReplacer", "VariableInserter")
 
 
 class Room(NamedTuple):
-    """Code under test, the runs of the lab that should see its bugs, and the nearest tests."""
+    """Code under test, the commands of the lab that should see its bugs, and the nearest tests."""
 
     name: str
     files: tuple[str, ...]
@@ -52,10 +53,10 @@ class Room(NamedTuple):
     tests: tuple[str, ...]
 
 
-OFFLOAD = "offload --set cycles=2 --set steps=1 --set timeout_s=30 --set meet_timeout_s=5"
-SPLIT = "split --set chunks=[1,2] --set microbatches=4 --set steps=2 --set timeout_s=45"
-SYNC = "sync --set cycles=2 --set sweep=false --set tp=1 --set replicas=2 --set timeout_s=30 --set deadline_s=4"
-STREAM = "stream --set simulated=true --set ranks=1"
+OFFLOAD = "run offload --set cycles=2 --set steps=1 --set timeout_s=30 --set meet_timeout_s=5"
+SPLIT = "run split --set chunks=[1,2] --set microbatches=4 --set steps=2 --set timeout_s=45"
+SYNC = "run sync --set cycles=2 --set sweep=false --set tp=1 --set replicas=2 --set timeout_s=30 --set deadline_s=4"
+STREAM = "run stream --set simulated=true --set ranks=1"
 
 ROOMS = (
     Room(
@@ -90,13 +91,18 @@ ROOMS = (
             STREAM,
             f"{STREAM} --set sampler=strict --set window=0 --set at_sync=abort",
             f"{STREAM} --set window=2 --set replicas=3",
+            f"explore stream --seeds {WORLDS}",
         ),
         ("tests/stream", "tests/loop"),
     ),
     Room(
         "share",
         ("kit/share/core.py", "kit/share/planner.py", "kit/share/member.py", "kit/share/state.py"),
-        ("share --set simulated=true", "share --set simulated=true --set scenario=F"),
+        (
+            "run share --set simulated=true",
+            "run share --set simulated=true --set scenario=F",
+            f"explore share --seeds {WORLDS}",
+        ),
         ("tests/share", "tests/loop"),
     ),
 )
@@ -285,7 +291,7 @@ class Copy:
         for arguments in room.runs:
             self.runs += 1
             out = self.folder / "build" / f"run-{self.runs}"
-            status, text = self.python(["-m", "kit", "run", *arguments.split(), "--out", str(out)], LAB_S)
+            status, text = self.python(["-m", "kit", *arguments.split(), "--out", str(out)], LAB_S)
             verdict = out / "verdict.json"
             rows = json.loads(verdict.read_text()) if verdict.exists() else []
             shutil.rmtree(out, ignore_errors=True)
