@@ -259,6 +259,9 @@ def weights_after_wake(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violat
     return f"all tensors of a replica matched the trainer's version {len(rows)} times"
 
 
+MOST_IDLE = 0.4  # of the device time; rounding to whole replicas can leave a third idle
+
+
 def devices_used(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
     """Are devices in use while a pipeline has work for them?
 
@@ -551,7 +554,7 @@ RULES: tuple[Rule, ...] = (
     rule(namespaces_apart, cannot=alone_here),
     rule(nothing_left, cannot=no_ranks),
     rule(loops_right),
-    rule(devices_used, limit=0.4),
+    rule(devices_used, limit=MOST_IDLE),
     *(
         Rule(
             by_ledger.__name__,

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from kit.labs.definition import NAMES
 from kit.labs.share.lab import DESK, MAIN, PipelineConfig, ShareConfig
 from kit.labs.share.ledgers import settled
+from kit.labs.share.rules import MOST_IDLE, idle_share
 from kit.loop.explore import A_SECOND, Findings, World
 from kit.loop.messages import Command, Event, Memory
 from kit.loop.runner import Runner, VirtualClock
@@ -279,6 +280,9 @@ class ShareWorlds:
                 continue
             if measured.value:
                 findings[rule.__name__] = measured.why
+        for share, why in idle_share("in this world", ledger) if ledger.limits.get("planner") != "static" else ():
+            if share > MOST_IDLE:
+                findings["devices_used"] = f"{share:.0%}, {why}"
         return findings
 
     def config(self, world: World) -> ShareConfig:
