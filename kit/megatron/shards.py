@@ -435,7 +435,7 @@ def load(chunks: Sequence[Any], folder: str | Path) -> None:
     load_full(chunks, _together(lambda: _fitting(chunks, folder)))
 
 
-def export_weights(chunks: Sequence[Any], *, like: str | Path, to: str | Path) -> None:
+def export(chunks: Sequence[Any], *, like: str | Path, to: str | Path) -> None:
     """Write the job's weights to a new folder: the same files as in `like`, with the same headers, dtypes and order. Collective.
 
     The folder `to` must be absent or empty. It appears at once, when it is complete.

@@ -207,7 +207,7 @@ TARGETS = (
         left_out=leave_out(
             LOOK="merge _shared",
             UNUSED="load_full Folder.__init__ Folder.kind Folder.__getitem__ Folder.__iter__ Folder.__len__ _read_index _opened "
-            "Writer.__init__ Writer.put Writer.__enter__ Writer.__exit__ load export_weights _fitting _prepared _receive _together",
+            "Writer.__init__ Writer.put Writer.__enter__ Writer.__exit__ load export _fitting _prepared _receive _together",
             REFUSES="check_full _some",
         ),
     ),

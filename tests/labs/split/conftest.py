@@ -321,7 +321,7 @@ class OddNormalizer(Reinforce):
 def own_model(ctx):
     """Megatron's model again, wider, with another optimizer."""
     config = ModelConfig(layers=2, tp=ctx.config.tp, pp=ctx.config.pp, seq=ctx.config.length, sum_gradients=True, seed=7)
-    job = model.assemble(config, ctx.device, ctx.settings)
+    job = model.assemble_job(config, ctx.device, ctx.settings)
     return types.SimpleNamespace(chunks=job.chunks, optimizer=job.optimizer, scheduler=job.scheduler)
 
 

@@ -23,7 +23,7 @@ def there_and_back(folder: str, to: str, **settings: Any) -> list[str]:
     with ownership.as_found():
         made = job(folder, **settings)
         shards.load(made.chunks, folder)
-        shards.export_weights(made.chunks, like=folder, to=to)
+        shards.export(made.chunks, like=folder, to=to)
         dtype = model.DTYPES[made.config.dtype]
         return unequal(
             {name: value.view(torch.uint8) for name, value in shards.merge(made.chunks).items()},
@@ -35,7 +35,7 @@ def released(folder: str, to: str, **settings: Any) -> str:
     """Export, then release; return the error text of the release (empty if there is none)."""
     with ownership.as_found():
         made = job(folder, **settings)
-        shards.export_weights(made.chunks, like=folder, to=to)
+        shards.export(made.chunks, like=folder, to=to)
         message = attempt(made.mover.release)
         made.mover.close()
         return message
@@ -48,7 +48,7 @@ def changed(folder: str, to: str, name: str, **settings: Any) -> None:
         shards.load(made.chunks, folder)
         full = shards.merge(made.chunks)
         shards.load_full(made.chunks, full | {name: full[name] + 1})
-        shards.export_weights(made.chunks, like=folder, to=to)
+        shards.export(made.chunks, like=folder, to=to)
 
 
 def logits(folder: str, tokens: str, out: str, **settings: Any) -> None:
@@ -72,6 +72,6 @@ def refused(folder: str, others: list[str], to: str, limit: int = 0, **settings:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         if limit and dist.get_rank() == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-        exported = attempt(lambda: shards.export_weights(made.chunks, like=other, to=to))
+        exported = attempt(lambda: shards.export(made.chunks, like=other, to=to))
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         return {"load": loaded, "export": exported, "changed": unequal(shards.merge(made.chunks), before)}
