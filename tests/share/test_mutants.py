@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from kit.labs.share.scenarios import SCENARIOS
+from kit.labs.share.worlds import ShareWorlds
+from kit.loop.explore import outcome_of
 from tests.mutants.mutant import Mutant, compiled
 from tests.share import test_core, test_planner, test_schedules, test_shared
 from tests.share.chaos import rows_of, violations
@@ -250,6 +252,8 @@ MUTANTS = (
     ),
 )
 
+WORLDS = 60
+
 
 def cases() -> Iterator[Callable[[], Any]]:
     """Yield the tests of rules and plans with their parameters, the faults' runs, then schedules."""
@@ -262,12 +266,18 @@ def cases() -> Iterator[Callable[[], Any]]:
     yield from calls(test_shared.test_both_end_and_every_check_passes)
     yield test_shared.test_a_shrink_without_an_answer_stops_both_with_the_desks_name
     yield from calls(test_schedules.test_every_order_of_two_pipelines_on_two_devices_ends)
-    for seed in range(80):
+    for seed in range(200):
         yield lambda seed=seed: test_schedules.check(seed)
+    for seed in range(WORLDS):
+        yield lambda seed=seed: check_world(seed)
 
 
 def check(rows: Any) -> None:
     assert violations(rows_of(rows)) == {}
+
+
+def check_world(seed: int) -> None:
+    assert outcome_of(ShareWorlds(), seed).findings == {}
 
 
 def killer() -> int | None:
