@@ -52,7 +52,6 @@ def test_right_cores_pass(lab: str, settings: dict[str, str]) -> None:
     [
         ("share", {"planner": f"{WRONG}:ignores_tp"}, "no_deadlock"),
         pytest.param("share", {"planner": f"{WRONG}:wakes_the_dead"}, "no_deadlock", marks=pytest.mark.slow),
-        ("share", {"planner": f"{WRONG}:leaves_half_idle"}, "devices_used"),
         pytest.param("share", {"scheduler": f"{WRONG}:grants_twice"}, "no_request_lost", marks=pytest.mark.slow),
         ("share", {"scheduler": f"{WRONG}:forgets_requests"}, "no_request_lost"),
         pytest.param("share", {"scheduler": f"{WRONG}:never_rests"}, "raised", marks=pytest.mark.slow),

@@ -42,14 +42,6 @@ def swaps_at_every_event(view: View) -> None:
     gap_ratio(view)
 
 
-def leaves_half_idle(view: View) -> None:
-    for share in view.shares.values():
-        for replica in [*share.free]:
-            free = share.bundles[replica] <= view.idle and len(view.idle) > view.devices // 2
-            if share.is_eligible and share.remaining and free:
-                view.expand(share.name, replica)
-
-
 def first_come(view: View) -> None:
     """A right one, of other code: whoever came first gets all that is idle; nobody is shrunk unless another has nothing."""
     PLANNERS["fifo"](view)

@@ -40,7 +40,9 @@ class StreamWorlds:
     phase: ClassVar[str] = "stream"
     rooms: ClassVar[tuple[str, ...]] = ("kit.stream.core", "kit.stream.generation", "kit.stream.settings")
     beyond: ClassVar[Mapping[str, str]] = {
-        "blocks-the-loop": "a controller that blocks takes wall time, of which a virtual clock has none"
+        "blocks-the-loop": "a controller that blocks takes wall time, of which a virtual clock has none",
+        "failed-sample-counts": "no sample fails in these worlds",
+        "one-retry-too-many": "no command fails twice in these worlds",
     }
 
     def __init__(self, **settings: Any) -> None:
