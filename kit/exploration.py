@@ -40,6 +40,7 @@ from kit.loop.explore import (
 )
 from kit.results import Row, Run, create_run, runs_dir
 from kit.results.records import NOTEBOOK
+from kit.results.units import counted
 from kit.target import load, load_callable, replaced
 
 if TYPE_CHECKING:
@@ -90,6 +91,12 @@ class Exploration:
     def passed(self) -> bool:
         return bool(self.outcomes) and not any(outcome.findings for outcome in self.outcomes)
 
+    @property
+    def unmeasured(self) -> list[str]:
+        """The rules that no world has rows for: own code may leave them away, and a pass says nothing about them."""
+        nulls = [set(outcome.unmeasured) for outcome in self.outcomes]
+        return sorted(set.intersection(*nulls)) if nulls else []
+
     def raise_for_failures(self) -> None:
         if not self.outcomes:
             raise ExplorationError("no world was run")
@@ -118,14 +125,15 @@ class Exploration:
         worlds, events = len(self.outcomes), sum(outcome.events for outcome in self.outcomes)
         speed = f"{worlds} worlds, {events} events in {self.seconds:.1f} s ({worlds / max(self.seconds, 1e-9):.0f} worlds/s)"
         if self.passed:
-            return f"{speed}: no rule failed"
+            nulls = f"; not measured in any: {', '.join(self.unmeasured)}" if self.unmeasured else ""
+            return f"{speed}: no rule failed{nulls}"
         failed = ", ".join(f"{rule} in {count}" for rule, count in rates(self.outcomes).items())
         lines = [f"{speed}: {failed}"]
         shown = self.failure
         if shown is None:
             lines.append(f"the first is seed {next(outcome.seed for outcome in self.outcomes if outcome.findings)}")
         else:
-            sizes = ", ".join(f"{count} {name}" for name, count in shown.sizes.items())
+            sizes = ", ".join(counted(count, name.removesuffix("s")) for name, count in shown.sizes.items())
             lines += [
                 f"seed {shown.seed} fails {shown.rule}; made small in {shown.tried} tries: {sizes}, {shown.events} events",
                 f"  {shown.why}",
@@ -146,6 +154,7 @@ class Exploration:
             "events": sum(outcome.events for outcome in self.outcomes),
             "seconds": self.seconds,
             "failed": dict(rates(self.outcomes)),
+            "unmeasured": self.unmeasured,
             "failure": None if shown is None else {**dataclasses.asdict(shown), "dir": str(shown.dir)},
         }
 

@@ -29,6 +29,14 @@ NEVER_RETURNED = "never_returned"
 RAISED = "raised"
 
 
+@dataclass(slots=True)
+class Judged:
+    """`findings` are the rules that failed; `unmeasured` those that the ledger has no rows for."""
+
+    findings: Findings = field(default_factory=dict)
+    unmeasured: list[str] = field(default_factory=list)
+
+
 class Worlds(Protocol):
     """Made with the settings that name own code, which `own` lists. `phase`: the lab's phase to whose rows a ledger belongs.
 
@@ -44,7 +52,7 @@ class Worlds(Protocol):
     def run(self, world: World, rows: Memory) -> None:
         """Run the world to its end, and write its ledger. What own code raises goes on to the caller."""
 
-    def judge(self, rows: Memory) -> Findings: ...
+    def judge(self, rows: Memory) -> Judged: ...
     def smaller(self, world: World) -> Iterable[World]:
         """Yield worlds with one thing less, the largest steps first."""
 
@@ -59,6 +67,7 @@ class Played:
 
     rows: Memory
     findings: Findings
+    unmeasured: list[str]
     wall_s: float
 
     @property
@@ -78,6 +87,7 @@ class Outcome:
     seconds: float = 0.0
     wall_s: float = 0.0
     findings: Findings = field(default_factory=dict)
+    unmeasured: list[str] = field(default_factory=list)
 
 
 class NeverReturnedError(BaseException):
@@ -98,20 +108,23 @@ def outcome_of(worlds: Worlds, seed: int, wall_s: float = WALL_S) -> Outcome:
         seconds=played.rows[-1].time if played.rows else 0.0,
         wall_s=played.wall_s,
         findings=played.findings,
+        unmeasured=played.unmeasured,
     )
 
 
 def play(worlds: Worlds, world: World, wall_s: float = WALL_S) -> Played:
     """Run a world and judge it. A core that raises or does not return is a finding, and its rows up to there are kept."""
-    rows, findings, began = Memory(), Findings(), time.perf_counter()
+    rows, judged, began = Memory(), Judged(), time.perf_counter()
     try:
         with within(wall_s):
             worlds.run(world, rows)
+        judged = worlds.judge(rows)  # a ledger that no rule can read is a finding too
     except NeverReturnedError:
-        findings = {NEVER_RETURNED: f"the world did not end within {wall_s:g} s; {last_words(rows)}"}
+        judged.findings = {NEVER_RETURNED: f"the world did not end within {wall_s:g} s; {last_words(rows)}"}
     except Exception as error:  # noqa: BLE001 - whatever own code raises is what was found
-        findings = {RAISED: f"{type(error).__name__}: {error}; {last_words(rows)}"}
-    return Played(rows=rows, findings=findings or worlds.judge(rows), wall_s=time.perf_counter() - began)
+        judged.findings = {RAISED: f"{type(error).__name__}: {error}; {last_words(rows)}"}
+    wall_s = time.perf_counter() - began
+    return Played(rows=rows, findings=judged.findings, unmeasured=judged.unmeasured, wall_s=wall_s)
 
 
 def last_words(rows: Memory) -> str:

@@ -12,7 +12,7 @@ import pytest
 from kit.loop.explore import (
     NEVER_RETURNED,
     RAISED,
-    Findings,
+    Judged,
     NeverReturnedError,
     World,
     outcome_of,
@@ -45,9 +45,9 @@ class Numbers:
             while number > 99:
                 time.sleep(0.001)
 
-    def judge(self, rows: Memory) -> Findings:
+    def judge(self, rows: Memory) -> Judged:
         large = [row["number"] for row in rows if row["number"] > 90]
-        return {"small": f"{large[0]} is above 90"} if large else {}
+        return Judged({"small": f"{large[0]} is above 90"} if large else {}, ["even"])
 
     def smaller(self, world: World) -> Iterator[World]:
         numbers = world["numbers"]

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from kit.labs.definition import NAMES
 from kit.labs.share.lab import DESK, MAIN, PipelineConfig, ShareConfig
 from kit.labs.share.ledgers import settled
-from kit.loop.explore import A_SECOND, Findings, World
+from kit.loop.explore import A_SECOND, Judged, World
 from kit.loop.messages import Command, Event, Memory
 from kit.loop.runner import Runner, VirtualClock
 from kit.results.records import Unjudged
@@ -239,7 +239,7 @@ class ShareWorlds:
             "pipelines": len(world["pipelines"]),
             "devices": world["devices"],
             "steps": max(len(pipeline["steps"]) for pipeline in world["pipelines"]),
-            "happens": len(world["happens"]) + len(world["broken"]),
+            "incidents": len(world["happens"]) + len(world["broken"]),
         }
 
     # -- a run ----------------------------------------------------------------------------------------------------------------
@@ -267,20 +267,18 @@ class ShareWorlds:
         until_s = 3 * config.request_ms / 1000
         simulate(cores, {}, clock, devices, until_s=until_s, a_second=A_SECOND, prepare=happen, rows=rows)
 
-    def judge(self, rows: Memory) -> Findings:
-        """The rules of the lab that fail, with the reason."""
-        ledger, findings = DeskLedger(rows), Findings()
+    def judge(self, rows: Memory) -> Judged:
+        ledger, judged = DeskLedger(rows), Judged()
         for rule in RULES:
             try:
                 measured = settled(rule, ledger)
             except NotMeasured:
-                continue
+                judged.unmeasured.append(rule.__name__)
             except Unjudged as error:
-                findings[rule.__name__] = str(error)
-                continue
-            if measured.value:
-                findings[rule.__name__] = measured.why
-        return findings
+                judged.findings[rule.__name__] = str(error)
+            else:
+                judged.findings |= {rule.__name__: measured.why} if measured.value else {}
+        return judged
 
     def config(self, world: World) -> ShareConfig:
         """The lab's config of this world: own code gets it as it would in a run of the lab."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from kit.labs.stream.drive import Stopped, Stopping
 from kit.labs.stream.lab import StreamConfig
 from kit.labs.stream.sides import PIPELINE
-from kit.loop.explore import A_SECOND, Findings, World
+from kit.loop.explore import A_SECOND, Judged, World
 from kit.loop.messages import Memory
 from kit.loop.runner import Stalled
 from kit.results.records import Unjudged
@@ -88,7 +88,7 @@ class StreamWorlds:
 
     def sizes(self, world: World) -> dict[str, int]:
         return {name: world[name] for name in ("steps", "groups", "group", "replicas")} | {
-            "happens": len(world["happens"]) + len(world["fails"])
+            "incidents": len(world["happens"]) + len(world["fails"])
         }
 
     # -- a run ----------------------------------------------------------------------------------------------------------------
@@ -130,16 +130,18 @@ class StreamWorlds:
             )
         return machine.state
 
-    def judge(self, rows: Memory) -> Findings:
-        """The rules of the lab that fail, with the reason."""
+    def judge(self, rows: Memory) -> Judged:
         whole, resumed = (
             LoopLedger([row for row in rows if (row.phase == "resume") is again]) for again in (False, True)
         )
-        findings = broken_rules(whole)
+        judged = Judged()
+        for ledger in (resumed, whole) if resumed.rows else (whole,):
+            ask(judged, "no_deadlock", lambda ledger=ledger: ends_well(ledger))  # type: ignore[misc]
+            for rule in RULES:
+                ask(judged, rule.__name__, lambda rule=rule, ledger=ledger: rule(ledger))  # type: ignore[misc]
         if resumed.rows:
-            findings = {**broken_rules(resumed), **findings}
-            findings |= asked("resume_equals", lambda: resume_equals(whole, resumed))
-        return findings
+            ask(judged, "resume_equals", lambda: resume_equals(whole, resumed))
+        return judged
 
     def config(self, world: World) -> StreamConfig:
         """What of the world the lab's config has; the rest is in the world."""
@@ -190,21 +192,16 @@ class StreamWorlds:
                 yield {**world, name: value}
 
 
-def broken_rules(ledger: LoopLedger) -> Findings:
-    findings = asked("no_deadlock", lambda: ends_well(ledger))
-    for rule in RULES:
-        findings |= asked(rule.__name__, lambda rule=rule: rule(ledger))  # type: ignore[misc]
-    return findings
-
-
-def asked(name: str, violations: Callable[[], Violations]) -> Findings:
+def ask(judged: Judged, name: str, violations: Callable[[], Violations]) -> None:
+    """Add the answer of a rule. It is unmeasured if no ledger of the world has what it needs."""
     try:
         measured = settle(violations())
     except NotMeasured:
-        return {}
+        judged.unmeasured.append(name)
     except (Unjudged, KeyError, ValueError, IndexError) as error:
-        return {name: f"{type(error).__name__}: {error}"}
-    return {name: measured.why} if measured.value else {}
+        judged.findings[name] = f"{type(error).__name__}: {error}"
+    else:
+        judged.findings |= {name: measured.why} if measured.value else {}
 
 
 def ends_well(ledger: LoopLedger) -> Violations:
