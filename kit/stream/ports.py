@@ -65,6 +65,8 @@ class Meter:
             self._syncing = False
         elif is_event and name in ("done", "error") and ids.get("of") in self._trainer:
             self._trainer.remove(str(ids["of"]))
+        elif "to" in ids:
+            pass  # on its way: a replica that the desk wakes is there once the pipeline's core has read `joined`
         elif name == "joined":
             self._where.setdefault(row.number("replica"), set())
         elif name in ("died", "left"):

@@ -42,7 +42,7 @@ class Setup:
 OFFLOAD = {"cycles": 2, "steps": 1, "timeout_s": 30, "meet_timeout_s": 5}
 SPLIT = {"chunks": [1, 2], "microbatches": 4, "steps": 2, "dtype": "float32", "timeout_s": 45}
 TOKENS = {**SPLIT, "level": "tokens"}
-SYNC = {"cycles": 2, "sweep": False, "tp": 1, "replicas": 2, "timeout_s": 30, "deadline_s": 4}
+SYNC = {"cycles": 2, "sweep": False, "tp": 1, "replicas": 2, "timeout_s": 60, "deadline_s": 10}
 APART = {**SYNC, "placement": "apart"}
 PARALLEL = {"tp": 1, "distributed_optimizer": True, "overlap_grad_reduce": True}
 

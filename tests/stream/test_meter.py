@@ -67,3 +67,12 @@ def test_the_drift_of_tokens_by_hand() -> None:
     assert found["drift_ratio"] == pytest.approx((1 + 2 + 0.5) / 3)
     assert found["drift_kl"] == pytest.approx((0 + (2 - 1 - math.log(2)) + (0.5 - 1 + math.log(2))) / 3)
     assert all(math.isfinite(value) for value in drifted([5000.0]).values())
+
+
+def test_a_replica_has_left_when_the_core_reads_it_and_not_when_the_desk_writes_it() -> None:
+    on_its_way = [*rows()[:3], Row(metric="left", time=2.0, ids={"replica": 1, "to": "a", "pipeline": "a"})]
+    on_its_way += [
+        Row(metric="left", time=4.0, ids={"replica": 1, "core": "a", "pipeline": "a"}),
+        Row(metric="ended", time=5.0, ids={}),
+    ]
+    assert spent(on_its_way)["replicas_idle"] == pytest.approx(1 + 3 / 2 + 0)
