@@ -199,7 +199,7 @@ def run_command(args: argparse.Namespace) -> CommandAnswer:
             raise BadInput(f"--like {args.like} is a run of lab {like.lab!r}, not {args.lab!r}")
         settings = like.config
     settings |= from_files(lab, args.foreign) if args.foreign else {}
-    settings |= public.read_settings(args.config) if args.config else {}
+    settings |= public.settings_from_file(args.config) if args.config else {}
     settings |= from_text(lab, texts)
     tolerances = results.load_tolerances(args.tolerances) if args.tolerances else None
     fault = next(iter(args.fault), None)
@@ -230,7 +230,9 @@ def from_files(lab: Definition, paths: Sequence[Path]) -> dict[str, Any]:
         raise BadInput(f"lab {lab.name!r} does not support --from FILE; use --config FILE")
     if len({path.resolve() for path in paths}) < len(paths):
         raise BadInput(f"--from names {paths[0]} twice; give each pipeline its own file")
-    settings, unknown = target.load_callable(lab.foreign)({str(path): public.read_settings(path) for path in paths})
+    settings, unknown = target.load_callable(lab.foreign)(
+        {str(path): public.settings_from_file(path) for path in paths}
+    )
     print(f"kit: from {', '.join(map(str, paths))}: {named_values(settings)}", file=sys.stderr)
     for key in unknown:
         print(f"kit: no setting for {key}", file=sys.stderr)

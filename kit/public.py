@@ -255,7 +255,7 @@ def runs_of(folder: Path) -> list[Path]:
     return sorted(list_runs(folder))
 
 
-def read_settings(path: Path) -> dict[str, Any]:
+def settings_from_file(path: Path) -> dict[str, Any]:
     import yaml
 
     kind = path.suffix.lower()

@@ -159,7 +159,7 @@ def install_routes() -> None:
 # -- torchcomms: its groups ------------------------------------------------------------------------------------------------
 
 
-def settings(group: Any) -> Any:
+def made_with(group: Any) -> Any:
     """Timeout and NCCL options that a routed group was made with: its backend object does not have them. None for any other group."""
     return state.settings.get(group.group_name)
 

@@ -9,7 +9,7 @@ import pytest
 
 from kit.errors import BadInput
 from kit.labs.discover import find
-from kit.public import SweepPoint, check_points, read_settings, runs_of, sweep, sweep_points
+from kit.public import SweepPoint, check_points, runs_of, settings_from_file, sweep, sweep_points
 from kit.results import Row, Verdict, VerdictRow, create_run
 
 
@@ -65,7 +65,7 @@ def test_the_index_has_every_run_and_the_spread(tmp_path: Path) -> None:
 def test_settings_from_a_file(tmp_path: Path) -> None:
     def read(name: str, text: str) -> dict[str, object]:
         (tmp_path / name).write_text(text)
-        return read_settings(tmp_path / name)
+        return settings_from_file(tmp_path / name)
 
     assert read("run.yaml", "cycles: 5\nchunks: [1, 2]\n") == {"cycles": 5, "chunks": [1, 2]}
     assert read("run.json", '{"timeout_s": 1e-1}') == {"timeout_s": 0.1}
@@ -79,4 +79,4 @@ def test_settings_from_a_file(tmp_path: Path) -> None:
         with pytest.raises(BadInput, match=sentence):
             read(name, text)
     with pytest.raises(BadInput, match=r"cannot read .*gone.yaml: No such file"):
-        read_settings(tmp_path / "gone.yaml")
+        settings_from_file(tmp_path / "gone.yaml")

@@ -42,13 +42,13 @@ class ReplicaActor:
         self.first = ctx.rank == ctx.roles[ctx.role][0]
         self.scope = contextlib.ExitStack()
         self.attempts: dict[Key, int] = {}
-        self.replica: serve.Replica
+        self.replica: serve.ServingModel
         self.engine: Engine
         self.receiver: Receiver
         self.outbox: Outbox
 
     def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
-        self.replica = serve.Replica(self.config.replica_model)
+        self.replica = serve.ServingModel(self.config.replica_model)
         self.base = base_weights(self.config)
         if self.first:
             self.outbox = Outbox(rows_address(self.ctx.meeting), self.name, self.config.deadline_s)

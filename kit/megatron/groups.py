@@ -376,7 +376,7 @@ def refuse_keeping() -> None:
 def unbuilt() -> str:
     """The reason why this torch shows no statistics of WORLD's communicator; empty if it does, or if there is no such WORLD."""
     world = c10d._world.default_pg
-    backend = None if world is None else on_gpu(world)
+    backend = None if world is None else nccl_backend(world)
     if backend is None:
         return ""
     try:
@@ -404,7 +404,7 @@ def suspend(*, include_world: bool, timeout_s: float) -> dict[str, Any]:
     skipped: list[tuple[str, str]] = []
     failed: list[tuple[str, str]] = []
     for handle in targets:
-        name, backend = title(handle.kit_facts), on_gpu(handle)
+        name, backend = title(handle.kit_facts), nccl_backend(handle)
         if backend is None:
             skipped.append((name, "over gloo"))
             continue
@@ -435,7 +435,7 @@ def resume(*, timeout_s: float) -> int:
         handle, inner = asleep[0]
         handle.kit_inner = inner
         try:
-            on_gpu(handle).resume()
+            nccl_backend(handle).resume()
         except BaseException:
             handle.kit_inner = None  # still asleep: a use would fault
             raise
@@ -461,7 +461,7 @@ def communicators() -> dict[str, int]:
     return {name: sum(row.get(name, 0) for row in statistics) for name in STATS} if statistics else {}
 
 
-def on_gpu(handle: Any) -> Any:
+def nccl_backend(handle: Any) -> Any:
     """The group's NCCL backend, or None."""
     if "nccl" not in str(c10d._world.pg_backend_config.get(handle, "")):
         return None

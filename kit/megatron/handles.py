@@ -340,7 +340,7 @@ def describe_group(group: Any) -> dict[str, Any]:
 
 
 def _backend(group: Any, device: Any) -> dict[str, Any]:
-    options = routing.settings(group) or group._get_backend(torch.device(device)).options
+    options = routing.made_with(group) or group._get_backend(torch.device(device)).options
     plain: dict[str, Any] = {}
     if hasattr(options, "config"):
         plain["is_high_priority_stream"] = bool(options.is_high_priority_stream)

@@ -35,7 +35,7 @@ from kit.megatron.handles import parallel_state
 from kit.train.arithmetic import uniform
 
 
-class Replica:
+class ServingModel:
     """An inference model on this rank, with the first weights of a job of the same config. `chunks` holds it, as a job's do.
 
     `sleep` and `wake` alternate. After `wake` every weight is NaN, so that one that never arrives shows in the logits.
@@ -314,7 +314,7 @@ class Engine:
     Every rank of the replica makes the same calls in the same order. `version` is the version of the replica's weights.
     """
 
-    def __init__(self, replica: Replica, *, version: int = 0, prefix_bytes: int = PREFIX_BYTES) -> None:
+    def __init__(self, replica: ServingModel, *, version: int = 0, prefix_bytes: int = PREFIX_BYTES) -> None:
         self.replica = replica
         self.version = version
         self.prefixes = PrefixCache(prefix_bytes)

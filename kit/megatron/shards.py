@@ -103,7 +103,7 @@ def destinations(chunks: Sequence[Any]) -> dict[str, list[Destination]]:
     """
     destinations: dict[str, list[Destination]] = {}
     for chunk in chunks:
-        for part in parts(chunk):
+        for part in parts_of_chunk(chunk):
             for (name, shape), into in zip(_shapes(part), views(part.how, part.param.data, part.place), strict=True):
                 take = functools.partial(_taken, part, name, shape, into.shape)
                 destinations.setdefault(name, []).append((into, take))
@@ -112,7 +112,7 @@ def destinations(chunks: Sequence[Any]) -> dict[str, list[Destination]]:
 
 def check_full(chunks: Sequence[Any], full: Mapping[str, torch.Tensor]) -> None:
     """Refuse on every rank full tensors that `load_full` could not load, by names and shapes. Collective."""
-    own = [part for chunk in chunks for part in parts(chunk)]
+    own = [part for chunk in chunks for part in parts_of_chunk(chunk)]
     wanted = {name: shape for part in own for name, shape in _shapes(part)}
     missing = wanted.keys() - full.keys()
     misshaped = {
@@ -140,7 +140,7 @@ def merge(chunks: Sequence[Any], tensors: Callable[[Any], torch.Tensor] = lambda
     """
     own: Tensors = {}
     for chunk in chunks:
-        for part in parts(chunk):
+        for part in parts_of_chunk(chunk):
             own |= whole(part, tensors(part.param))
     if any(".experts." in name for name in own):
         own = _shared(own, parallel_state().get_expert_model_parallel_group())
@@ -164,7 +164,7 @@ def full_tensors(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     Each comes from the first rank that has it, experts of all ranks too. Every rank runs it to its end: those that send wait. What
     no other tensor rank has a part of may be a view of the live weights.
     """
-    own = [part for chunk in chunks for part in parts(chunk)]
+    own = [part for chunk in chunks for part in parts_of_chunk(chunk)]
     rank = dist.get_rank()
     gathered: list[Any] = [None] * dist.get_world_size()
     own_parts = [(dist.get_process_group_ranks(part.group), part.param.dtype, dict(_shapes(part))) for part in own]
@@ -195,7 +195,7 @@ def whole(part: ShardPart, tensor: torch.Tensor) -> Tensors:
     return dict(zip(part.full, join(part.how, _gathered(tensor, part), part.place), strict=True))
 
 
-def parts(chunk: Any) -> Iterator[ShardPart]:
+def parts_of_chunk(chunk: Any) -> Iterator[ShardPart]:
     module = unwrapped(chunk)
     config = module.config
     first_layer = module.decoder.layers[0].layer_number - 1
@@ -244,7 +244,7 @@ def views(how: str, shard: torch.Tensor, place: ShardPlace) -> Sequence[torch.Te
     return [groups[:, start:end] for start, end in itertools.pairwise(ends)]
 
 
-def share(how: str, full: torch.Tensor, place: ShardPlace) -> torch.Tensor:
+def part_of_tensor(how: str, full: torch.Tensor, place: ShardPlace) -> torch.Tensor:
     """What one rank has of a full tensor, as a view of it. The view of the shard where it belongs may have one dimension more."""
     return full if how == WHOLE else full.chunk(place.size, dim=1 if how == COLUMNS else 0)[place.rank]
 
@@ -279,7 +279,7 @@ def _shapes(part: ShardPart) -> Iterator[tuple[str, Shape]]:
 def _taken(part: ShardPart, name: str, shape: Shape, into: Shape, full: torch.Tensor) -> torch.Tensor:
     if tuple(full.shape) != shape:
         raise BadInput(f"{name} is {tuple(full.shape)} and must be {shape}")
-    return share(part.how, full, part.place).view(into)
+    return part_of_tensor(part.how, full, part.place).view(into)
 
 
 def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:

@@ -185,7 +185,7 @@ class MegatronSplit(SplitStep):
         (self.saved["finalize_model_grads_func"] or finalize_model_grads)(self.job.chunks)
 
     def _update(self, sequences: float, tokens: float, table: dict[str, float]) -> StepResult:
-        result = update(self.job, self.gbs, sequences, tokens, table)
+        result = step_optimizer(self.job, self.gbs, sequences, tokens, table)
         if not result["updated"]:
             restore_buffers(self.router)
         return result
@@ -231,7 +231,7 @@ class MegatronSync:
         table = from_last_stage(table, sorted(loss.normalizers()), job.device)
         table |= aux_metric(job.chunks[0].config, len(pieces))
         synchronize(str(job.device))
-        result = update(job, gbs, float(total[0]), float(total[1]), table)
+        result = step_optimizer(job, gbs, float(total[0]), float(total[1]), table)
         self.version += 1
         return {**result, "version": self.version}
 
@@ -283,7 +283,7 @@ def nothing(logprobs: torch.Tensor, _: Batch) -> tuple[torch.Tensor, Outputs]:
     return logprobs.sum() * 0.0, {}
 
 
-def update(job: Job, gbs: int, sequences: float, tokens: float, table: dict[str, float]) -> StepResult:
+def step_optimizer(job: Job, gbs: int, sequences: float, tokens: float, table: dict[str, float]) -> StepResult:
     """Step the optimizer and the scheduler. If loss or gradient is not finite, skip both."""
     groups = job.optimizer.param_groups
     lr = max(float(group["lr"]) for group in groups)
@@ -453,7 +453,7 @@ def bucket_groups(chunk: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def counted(chunk: Any) -> Iterator[dict[str, int]]:
+def counting_collectives(chunk: Any) -> Iterator[dict[str, int]]:
     """Count the collectives over data ranks that each gradient bucket enters, whoever calls them.
 
     A tied embedding may have its own bucket, which pipeline stages also sum: that is not a reduction over data ranks.

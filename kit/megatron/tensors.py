@@ -28,7 +28,7 @@ import torch
 
 from kit import machine
 from kit.errors import BadInput, KitError
-from kit.measure.host import Move, huge_pages, map_shared, transfer, trim, unmap, workers
+from kit.measure.host import Move, copy_threads, huge_pages, map_shared, transfer, trim, unmap
 from kit.measure.observers.tensors import tensor_digest
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -323,7 +323,7 @@ class Mover:
             for item, offset, _ in self._waiting:
                 device_address, there = item.storage.data_ptr(), self.arena.address(offset)
                 moves.append(Move(there, device_address, item.size) if out else Move(device_address, there, item.size))
-            transfer(moves, fresh=fresh, threads=workers())
+            transfer(moves, fresh=fresh, threads=copy_threads())
         else:
             pairs = ((_bytes(item), self.arena.view(offset, item.size)) for item, offset, _ in self._waiting)
             copy_on_streams(((there, on_device) for on_device, there in pairs) if out else pairs, self.device)

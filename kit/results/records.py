@@ -126,7 +126,7 @@ class Row:
         try:
             return int(self[name])
         except (TypeError, ValueError):
-            raise Unjudged(f"{self} has {name}={shown(self[name])!r}; it must be a whole number") from None
+            raise Unjudged(f"{self} has {name}={value_in_words(self[name])!r}; it must be a whole number") from None
 
     def numbers(self, name: str) -> tuple[int, ...]:
         """The whole numbers of an id, none if the row lacks it: a list, a text such as "3,4", or a single number."""
@@ -136,7 +136,7 @@ class Row:
             raise Unjudged(f"{self} has {name}={self[name]!r}; it must be a list of whole numbers") from None
 
     def __str__(self) -> str:
-        about = [f"{name} {shown(self.ids[name])}" for name in QUOTED if name in self.ids]
+        about = [f"{name} {value_in_words(self.ids[name])}" for name in QUOTED if name in self.ids]
         of = ", ".join([self.who, *about] if self.who else about)
         return f"`{self.event}`{' of ' if of else ''}{of} (row {self.at}, {self.since:.3f} s)"
 
@@ -211,12 +211,12 @@ def numbers(value: Id) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else value
 
 
-def shown(value: Id) -> str:
+def value_in_words(value: Id) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def label(metric: str, ids: Mapping[str, Id]) -> str:
-    return " ".join([metric, *(f"{name}={shown(value)}" for name, value in ids.items())])
+    return " ".join([metric, *(f"{name}={value_in_words(value)}" for name, value in ids.items())])
 
 
 def rank_name(rank: int, roles: Mapping[int, str]) -> str:

@@ -41,7 +41,7 @@ from kit.share.state import (
     DeskTurn,
     Lease,
     Op,
-    Pipeline,
+    PipelineState,
     Plan,
     Request,
 )
@@ -70,11 +70,11 @@ class Scheduler:
             raise BadInput(f"unknown event {event.name!r}; the desk handles {', '.join(HANDLERS)}")
         if not t.closed:
             HANDLERS[event.name](t, event)
-            settle(t, self.planner)
+            settle_desk(t, self.planner)
         return DeskState(t), tuple(t.commands)
 
 
-def settle(t: DeskTurn, planner: Planner) -> None:
+def settle_desk(t: DeskTurn, planner: Planner) -> None:
     """Apply the rules until nothing changes: admissions, grants, ends of releases, then a plan if none is in progress."""
     while not t.error:
         admit(t)
@@ -116,10 +116,10 @@ def start(t: DeskTurn, planner: Planner) -> None:
     t.alarm(t.settings.operation_ms, "cycle", t.cycles)
     for op in plan.shrinks:
         for replica in op.replicas:
-            shrink(t, op.pipeline, replica)
+            shrink_replica(t, op.pipeline, replica)
 
 
-def shrink(t: DeskTurn, name: str, replica: int) -> None:
+def shrink_replica(t: DeskTurn, name: str, replica: int) -> None:
     key = name, GENERATION
     t.lease(key, active=t.leases[key].active - {replica})
     t.sleeping |= {(name, replica)}
@@ -226,7 +226,7 @@ def on_died(t: DeskTurn, event: Event) -> None:
     elif replica >= 0:
         lose(t, name, replica)
     else:
-        drop(t, name, "died")
+        drop_pipeline(t, name, "died")
 
 
 def lose(t: DeskTurn, name: str, replica: int) -> None:
@@ -280,7 +280,7 @@ def expire(t: DeskTurn, request: Request) -> None:
 def watch(t: DeskTurn) -> None:
     """Repeat the granted request of a pipeline that has no replica, none on the way, and no progress since the last watch."""
     for name, pipeline in t.pipelines.items():
-        if (name, GENERATION) in t.leases and pipeline.moved == pipeline.watched and waits_for(t, name):
+        if (name, GENERATION) in t.leases and pipeline.moved == pipeline.watched and lacks_replicas(t, name):
             t.note("asked_again", name)
             queue(t, Request(name, GENERATION, GENERATION, 0, pipeline.estimate, again=True))
         t.change(name, watched=pipeline.moved)
@@ -295,9 +295,9 @@ def refuse(t: DeskTurn, event: Event, why: str) -> None:
     t.say("error", event.pipeline, of=event.name, why=why, **ids)
 
 
-def known(t: DeskTurn, event: Event) -> Pipeline | None:
+def pipeline_of_request(t: DeskTurn, event: Event) -> PipelineState | None:
     """Return the pipeline of a request; refuse a pipeline that is not registered or is leaving."""
-    pipeline: Pipeline | None = t.pipelines.get(event.pipeline)
+    pipeline: PipelineState | None = t.pipelines.get(event.pipeline)
     if pipeline is None or pipeline.closing:
         refuse(t, event, f"the pipeline {event.pipeline} is not registered")
         return None
@@ -330,13 +330,13 @@ def on_register(t: DeskTurn, event: Event) -> None:
         refuse(t, event, f"tp={tp} does not divide {name}'s number of generation devices, {len(generation)}")
     else:
         if there is None:
-            t.pipelines = t.pipelines.put(name, Pipeline(clusters))
+            t.pipelines = t.pipelines.put(name, PipelineState(clusters))
             t.note("clusters", name, tp=tp, **listed)
         t.say("registered", name)
 
 
 def on_admit(t: DeskTurn, event: Event) -> None:
-    if (pipeline := known(t, event)) is not None:
+    if (pipeline := pipeline_of_request(t, event)) is not None:
         if pipeline.admitted:
             t.say("admitted", event.pipeline)
         elif not pipeline.asked:
@@ -364,7 +364,7 @@ def admit(t: DeskTurn) -> None:
             enter(t, request)
 
 
-def may_start(t: DeskTurn, before: Pipeline | None, one: Pipeline) -> bool:
+def may_start(t: DeskTurn, before: PipelineState | None, one: PipelineState) -> bool:
     over = before is None or before.handed_over or before.closing
     return over or "starts" in one.overdue or not t.settings.admission_ms
 
@@ -388,7 +388,7 @@ def is_held(t: DeskTurn, request: Request) -> bool:
 
 def on_acquire(t: DeskTurn, event: Event) -> None:
     """Queue a request. A repeated one gets the devices already granted; one of another kind, or a second pending one, is refused."""
-    pipeline = known(t, event)
+    pipeline = pipeline_of_request(t, event)
     if pipeline is None:
         return
     kind, name = event.kind, event.pipeline
@@ -485,7 +485,7 @@ def withdraw(t: DeskTurn, key: tuple[str, str], kind: str) -> None:
 
 
 def on_planned_release(t: DeskTurn, event: Event) -> None:
-    if (pipeline := known(t, event)) is not None:
+    if (pipeline := pipeline_of_request(t, event)) is not None:
         withdraw(t, (event.pipeline, GENERATION), GENERATION)
         t.change(event.pipeline, releasing=True, waiters=pipeline.waiters + 1)
         t.due = True
@@ -501,11 +501,11 @@ def release_generation(t: DeskTurn, name: str) -> None:
     t.change(name, releasing=False, waiters=0)
     t.due = True
     if pipeline.closing:
-        drop(t, name, "unregistered")
+        drop_pipeline(t, name, "unregistered")
 
 
 def on_resize(t: DeskTurn, event: Event) -> None:
-    pipeline = known(t, event)
+    pipeline = pipeline_of_request(t, event)
     if pipeline is None:
         return
     add, remove = (frozenset(numbers(event.get(name, ()))) for name in ("add", "remove"))
@@ -539,7 +539,7 @@ def on_progress_end(t: DeskTurn, event: Event) -> None:
         t.change(event.pipeline, streams=pipeline.streams.without(stream), moved=pipeline.moved + 1)
 
 
-def waits_for(t: DeskTurn, name: str) -> bool:
+def lacks_replicas(t: DeskTurn, name: str) -> bool:
     """Whether a pipeline has no replica, none on the way and no request for one, unless it reports that it needs none."""
     pipeline = t.pipelines[name]
     idle = not t.active(name) and not t.under_way(name) and t.waits(name, GENERATION) is None
@@ -572,7 +572,7 @@ def wake_waiters(t: DeskTurn, name: str, how: str) -> None:
     t.requests = tuple(request for request in t.requests if request.pipeline != name)
 
 
-def drop(t: DeskTurn, name: str, how: str) -> None:
+def drop_pipeline(t: DeskTurn, name: str, how: str) -> None:
     """Remove a pipeline with everything that it held. Operations in progress on it no longer have an effect."""
     wake_waiters(t, name, how)
     pipeline = t.pipelines[name]

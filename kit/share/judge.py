@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from kit.results.records import Row, numbers, shown
+from kit.results.records import Row, numbers, value_in_words
 from kit.results.rules import Missing, NotMeasured, Violations
 from kit.results.units import counted
 from kit.share.books import (
@@ -334,11 +334,11 @@ def plan_valid(ledger: DeskLedger) -> Violations:
         if row.event == "plan":
             yield from (f"{row}: {wrong}" for wrong in impossible(row, books))
         elif row.event == "expand" and set(numbers(row["devices"])) != books.bundle(row.who, row["replica"]):
-            yield f"{row} takes the devices {shown(row['devices'])}; the bundle is {sorted(books.bundle(row.who, row['replica']))}"
+            yield f"{row} takes the devices {value_in_words(row['devices'])}; the bundle is {sorted(books.bundle(row.who, row['replica']))}"
         elif row.event == "granted" and row["kind"] != "generation":
             mapping = sorted(books.clusters[row.who][cluster_of(row)])
             if sorted(numbers(row["devices"])) != mapping:
-                yield f"{row} gives the devices {shown(row['devices'])}; the mapping is {mapping}"
+                yield f"{row} gives the devices {value_in_words(row['devices'])}; the mapping is {mapping}"
     return f"{len(plans)} plans"
 
 

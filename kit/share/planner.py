@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from kit.share.state import GENERATION, NO_CLUSTER, DeskFields, Op, Pipeline, Plan, Request
+from kit.share.state import GENERATION, NO_CLUSTER, DeskFields, Op, PipelineState, Plan, Request
 
 
 @dataclass(slots=True)
@@ -406,7 +406,7 @@ def wrong_steps(f: DeskFields, plan: Plan, devices: int) -> Iterator[str]:
 
 
 def taken(f: DeskFields, op: Op, idle: set[int], held: Counter[int]) -> Iterator[str]:
-    pipeline: Pipeline | None = f.pipelines.get(op.pipeline)
+    pipeline: PipelineState | None = f.pipelines.get(op.pipeline)
     mapping = NO_CLUSTER if pipeline is None else pipeline.clusters.get(op.cluster, NO_CLUSTER)
     if outside := sorted(op.devices - {*mapping.devices}):
         yield f"6: {op} takes the devices {outside}, which are outside its mapping"

@@ -110,7 +110,7 @@ class Ports:
         return [event for port in self.ports.values() for event in port.take()]
 
 
-class Simulation(NamedTuple):
+class DeskSimulation(NamedTuple):
     rows: Memory
     ended: dict[str, Command]
     runner: Runner
@@ -130,7 +130,7 @@ def simulate(
     a_second: int = A_SECOND,
     rows: Memory | None = None,
     prepare: Callable[[Runner], None] = lambda _: None,
-) -> Simulation:
+) -> DeskSimulation:
     """Run pipelines and their desk for at most `until_s`; `ended` lacks those that have not ended.
 
     `rows` is the ledger to write; it is kept even if the run breaks.
@@ -148,4 +148,4 @@ def simulate(
     prepare(runner)
     with contextlib.suppress(Stalled):
         runner.run()
-    return Simulation(rows, runner.ended, runner)
+    return DeskSimulation(rows, runner.ended, runner)

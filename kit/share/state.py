@@ -71,7 +71,7 @@ NO_CLUSTER = Cluster(())
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class PipelineState:
     """`streams`: reports of progress, (completed, target) by name. `out`: replicas removed by a resize; `dead`: those that died.
 
     `estimate`: the target of the last generation request. `moved` counts changes of progress, `watched` those seen by the watchdog.

@@ -113,12 +113,12 @@ def waits_of(ledger: DeskLedger, name: str) -> str:
         books = replayed
     waits = [
         *(
-            f"it waits for {wanted(books, asked)}"
+            f"it waits for {wanted_devices(books, asked)}"
             for asked, end in device_requests(ledger)
             if is_open(asked, end, name)
         ),
         *(
-            f"its sync of version {sync['version']} (row {sync.at}) has no answer of replica {listed(numbers_left)}"
+            f"its sync of version {sync['version']} (row {sync.at}) has no answer of replica {listed_values(numbers_left)}"
             for sync, numbers_left in open_syncs(ledger, name)
         ),
         *(
@@ -131,7 +131,7 @@ def waits_of(ledger: DeskLedger, name: str) -> str:
     ]
     if name == ledger.desk and not waits:
         stays = [pipeline for pipeline in books.clusters if pipeline not in books.closing]
-        waits = [f"it waits for {listed(stays)} to leave"] if stays else []
+        waits = [f"it waits for {listed_values(stays)} to leave"] if stays else []
         waits += [
             f"it has not answered `unregister` of {pipeline}" for pipeline in books.clusters if pipeline not in stays
         ]
@@ -158,7 +158,7 @@ def unanswered_samples(ledger: DeskLedger, name: str) -> Iterator[str]:
     sent = [row for request, row in last.items() if request[0] == name]
     if sent:
         at = sorted({row.number("replica") for row in sent})
-        yield f"{counted(len(sent), 'request')} to replica {listed(at)} without an answer, the first is {sent[0]}"
+        yield f"{counted(len(sent), 'request')} to replica {listed_values(at)} without an answer, the first is {sent[0]}"
     lost = [pair for request, pair in stranded(ledger).items() if request[0] == name]
     if lost:
         first, left = lost[0]
@@ -171,14 +171,14 @@ def without_replica(books: Books, name: str) -> Iterator[str]:
         yield f"it has no replica awake and {target - done} of {target} groups left"
 
 
-def wanted(books: Books, asked: Row) -> str:
+def wanted_devices(books: Books, asked: Row) -> str:
     """The devices of a request, and their owners."""
     cluster = cluster_of(asked)
     devices = books.clusters.get(asked.who, {}).get(cluster, ())
     owners = books.owners()
     held = [f"{owner} holds device {device}" for device in devices for owner in owners.get(device, ())]
     others = [words for words in held if f" of {asked.who} " not in words]
-    which = f"device {listed(devices)}" if devices else cluster
+    which = f"device {listed_values(devices)}" if devices else cluster
     return (
         f"{which} since {asked.since:.3f} s ({asked['kind']}, row {asked.at}): {', '.join(others) or 'nobody holds it'}"
     )
@@ -213,5 +213,5 @@ def held_by_others(waits: list[tuple[int, str]], holds: dict[int, tuple[str, str
     return " and ".join(f"device {device}, which {name} holds ({holds[device][1]})" for device, name in waits)
 
 
-def listed(values: Iterable[object]) -> str:
+def listed_values(values: Iterable[object]) -> str:
     return " and ".join(map(str, values))

@@ -38,15 +38,15 @@ from kit.results.records import numbers
 from kit.stream import generation
 from kit.stream.generation import (
     Group,
+    OpenStep,
     Owed,
-    Replica,
-    Step,
+    ReplicaState,
     StreamFields,
     StreamState,
     StreamTurn,
+    close_group,
     doom,
-    end,
-    fail,
+    end_with_error,
     hold,
     leave,
     put_back,
@@ -54,7 +54,7 @@ from kit.stream.generation import (
 from kit.stream.settings import NO_TARGET, SAMPLERS, Resume, StreamSettings, refusals
 
 
-class Misuse(KitError):  # noqa: N818 - it names what the port did
+class ForeignAnswer(KitError):  # noqa: N818 - it names what the port did
     """An answer that belongs to no step of this run."""
 
 
@@ -71,8 +71,8 @@ def choose(t: StreamTurn) -> None:
         t.asked |= {"select"}
         t.do("select", "sampler", version=t.version, least=least, most=most)
         return
-    drop(t, t.sampler.evicts(t.view()), t.sampler.aborts(t.view()))
-    select(t, t.sampler.selects(t.view()))
+    drop_groups(t, t.sampler.evicts(t.view()), t.sampler.aborts(t.view()))
+    select_groups(t, t.sampler.selects(t.view()))
 
 
 def may_choose(t: StreamTurn) -> bool:
@@ -87,22 +87,22 @@ def limits(t: StreamTurn) -> tuple[int, int]:
     return min(t.settings.min_groups, most), most
 
 
-def drop(t: StreamTurn, old: tuple[int, ...], unfinished: tuple[int, ...]) -> None:
+def drop_groups(t: StreamTurn, old: tuple[int, ...], unfinished: tuple[int, ...]) -> None:
     for number in old:
-        end(t, t.buffer[number], "evicted", f"too old for version {t.version}")
+        close_group(t, t.buffer[number], "evicted", f"too old for version {t.version}")
         if t.sampler is not None and t.sampler.refills:
             t.owed += (Owed(NO_TARGET),)
     for number in unfinished:
         doom(t, t.buffer[number], "aborted", f"unfinished and too old for version {t.version}")
 
 
-def select(t: StreamTurn, candidates: tuple[int, ...]) -> None:
+def select_groups(t: StreamTurn, candidates: tuple[int, ...]) -> None:
     """Move groups from the buffer into the open step, or into a new one. This frees their places."""
     least, most = limits(t)
     if len(candidates) < max(1, least):
         return
     if t.step is None:
-        t.step = Step(id=t.steps)
+        t.step = OpenStep(id=t.steps)
         t.steps += 1
     chosen = [t.buffer[number] for number in candidates[:most]]
     for group in chosen:
@@ -121,7 +121,7 @@ def on_chosen(t: StreamTurn, event: Event) -> None:
     """Handle a foreign sampler's answer. Groups that are not complete in the buffer are refused, not trained."""
     t.asked -= {"select"}
     gone, unfinished, chosen = (numbers(event[name]) for name in ("evicted", "aborted", "groups"))
-    drop(t, *(tuple(number for number in groups if number in t.buffer) for groups in (gone, unfinished)))
+    drop_groups(t, *(tuple(number for number in groups if number in t.buffer) for groups in (gone, unfinished)))
     least, most = limits(t)
     wrong = [number for number in chosen if number not in t.buffer or t.buffer[number].order < 0]
     if chosen and not may_choose(t):  # the step was given up while the sampler chose
@@ -129,12 +129,12 @@ def on_chosen(t: StreamTurn, event: Event) -> None:
             t.note("unselected", group=number)
         t.news = True
     elif wrong or len(set(chosen)) < len(chosen) or (chosen and not least <= len(chosen) <= most):
-        fail(
+        end_with_error(
             t,
             f"the sampler chose the groups {event.groups}; it may choose {least} to {most} complete ones, each once, or none",
         )
     elif chosen:
-        select(t, chosen)
+        select_groups(t, chosen)
         t.news = True
 
 
@@ -158,7 +158,7 @@ def has(t: StreamTurn, kind: str) -> bool:
     return False
 
 
-def score(t: StreamTurn, step: Step) -> None:
+def score(t: StreamTurn, step: OpenStep) -> None:
     """Recompute log-probabilities, chunk by chunk, under the grant for training if that is held."""
     which = t.settings.logprobs
     if not which:
@@ -172,7 +172,7 @@ def score(t: StreamTurn, step: Step) -> None:
         t.step = replace(step, scoring=which)
 
 
-def on_scored(t: StreamTurn, step: Step, event: Event) -> None:
+def on_scored(t: StreamTurn, step: OpenStep, event: Event) -> None:
     left = tuple(kind for kind in step.scoring if kind != event.which)
     t.step = replace(step, scoring=left, scored=step.scored if left else step.chunk_end(step.scored))
     if not left and "logprobs" in t.granted:
@@ -180,7 +180,7 @@ def on_scored(t: StreamTurn, step: Step, event: Event) -> None:
         t.do("release", "desk", kind="logprobs")
 
 
-def boundary(t: StreamTurn, step: Step) -> int:
+def boundary(t: StreamTurn, step: OpenStep) -> int:
     return min((step.update + 1) * t.settings.minibatch, t.need)
 
 
@@ -214,18 +214,20 @@ def finish(t: StreamTurn) -> None:
     if step is None or step.fed == step.finished or step.fed < boundary(t, step) or step.unanswered:
         return
     if not step.begun:
-        fail(t, f"step {step.id} update {step.update} has no valid token in its {step.fed - step.finished} groups")
+        end_with_error(
+            t, f"step {step.id} update {step.update} has no valid token in its {step.fed - step.finished} groups"
+        )
     elif step.scored == t.need or t.settings.previous != "recomputed":
         t.do("finish", "trainer", step=step.id, update=step.update)
         t.step = replace(step, finishing=True)
 
 
-def on_finished(t: StreamTurn, step: Step) -> None:
+def on_finished(t: StreamTurn, step: OpenStep) -> None:
     """Clear the rows, as the weights have changed. After the last update of a step, raise the version and hold dispatch."""
     groups = step.groups[step.finished : step.fed]
     for group in groups:
         if group.id in step.unrun:
-            end(t, group, "dropped", "no valid token")
+            close_group(t, group, "dropped", "no valid token")
         else:
             t.note("trained", group=group.id, step=step.id, update=step.update, version=t.version)
             t.count("trained", group.length)
@@ -240,7 +242,7 @@ def on_finished(t: StreamTurn, step: Step) -> None:
     log(t, step, trained, during)
 
 
-def bump(t: StreamTurn, step: Step) -> None:
+def bump(t: StreamTurn, step: OpenStep) -> None:
     t.step = None
     t.shrunk = Map({version: count for version, count in t.shrunk.items() if version > t.version})
     t.version += 1
@@ -256,7 +258,7 @@ def end_shrunk_step(t: StreamTurn) -> None:
         bump(t, t.step)
 
 
-def log(t: StreamTurn, step: Step, groups: tuple[Group, ...], during: int) -> None:
+def log(t: StreamTurn, step: OpenStep, groups: tuple[Group, ...], during: int) -> None:
     """Log the counts of an optimizer step under the version after it. The times of the step come from the ledger."""
     oldest = [group.oldest for group in groups if group.length]  # a group without tokens has no lag
     lags = [during - version for version in oldest]
@@ -280,7 +282,7 @@ def log(t: StreamTurn, step: Step, groups: tuple[Group, ...], during: int) -> No
 def on_trainer(t: StreamTurn, event: Event) -> None:
     """Handle `done` or `error` of a trainer command. Late answers of a step that was given up change nothing."""
     if event.step >= t.steps:
-        raise Misuse(f"the trainer answered {event.of} of step {event.step}; {t.steps} steps were opened")
+        raise ForeignAnswer(f"the trainer answered {event.of} of step {event.step}; {t.steps} steps were opened")
     failed = event.name == "error"
     if event.of == "clear":
         on_cleared(t, event, failed)
@@ -311,7 +313,7 @@ def on_cleared(t: StreamTurn, event: Event, failed: bool) -> None:
             t.count("cleared")
     t.clearing = t.clearing.without((event.step, event.update))
     if failed:
-        fail(t, f"clear of step {event.step} failed after version {t.version} was reached: {event.why}")
+        end_with_error(t, f"clear of step {event.step} failed after version {t.version} was reached: {event.why}")
 
 
 def fail_step(t: StreamTurn, why: str) -> None:
@@ -321,16 +323,16 @@ def fail_step(t: StreamTurn, why: str) -> None:
         t.retried += 1
         t.count("retried")
     else:
-        fail(t, why)
+        end_with_error(t, why)
     abort(t, t.step)
 
 
-def abort(t: StreamTurn, step: Step) -> None:
+def abort(t: StreamTurn, step: OpenStep) -> None:
     t.do("abort", "trainer", step=step.id)
     t.step = replace(step, aborting=True, finishing=False)
 
 
-def on_aborted(t: StreamTurn, step: Step) -> None:
+def on_aborted(t: StreamTurn, step: OpenStep) -> None:
     """Close the step, even if the abort failed: that error never hides the first one."""
     for kind in ("training", "logprobs"):
         if kind in t.granted:
@@ -410,7 +412,7 @@ class Controller:
         """Request the devices for generation; dispatch starts when the first version is published."""
         settings, start = self.settings, self.resume
         fields = StreamFields(
-            last=settings.steps, replicas=Map({number: Replica() for number in range(settings.replicas)})
+            last=settings.steps, replicas=Map({number: ReplicaState() for number in range(settings.replicas)})
         )
         if start is not None:
             fields.version, fields.updates, fields.steps = start.version, start.updates, start.steps
@@ -432,11 +434,11 @@ class Controller:
             raise BadInput(f"unknown event {event.name!r}; the controller handles {', '.join(HANDLERS)}")
         if not t.closed:
             handler(t, event)
-            settle(t)
+            settle_loop(t)
         return StreamState(t), tuple(t.commands)
 
 
-def settle(t: StreamTurn) -> None:
+def settle_loop(t: StreamTurn) -> None:
     """Run the rules that depend on the state. The order matters: a selection frees places for the dispatch after it."""
     if not t.ending:
         if t.version >= t.last:
@@ -445,7 +447,7 @@ def settle(t: StreamTurn) -> None:
         generation.sync_if_due(t)
         choose(t)
         train(t)
-        generation.send(t)
+        generation.send_waiting(t)
         if t.version < t.last:
             generation.dispatch(t)
         report_progress(t)
@@ -478,7 +480,9 @@ def end_of_data(t: StreamTurn) -> None:
         t.ending = "exhausted"
     else:
         taken = 0 if t.step is None else len(t.step.groups)
-        fail(t, f"the data ended with {taken} of {t.need} groups of a step selected and {len(t.buffer)} in the buffer")
+        end_with_error(
+            t, f"the data ended with {taken} of {t.need} groups of a step selected and {len(t.buffer)} in the buffer"
+        )
 
 
 def wind_down(t: StreamTurn) -> None:
@@ -508,10 +512,10 @@ def abort_the_rest(t: StreamTurn, why: str) -> None:
 def close(t: StreamTurn) -> None:
     for group in list(t.buffer.values()):
         how, why = group.ends or ("aborted", t.error or "the run is over")
-        end(t, group, "failed" if how == "replaced" else how, why)
+        close_group(t, group, "failed" if how == "replaced" else how, why)
     for owed in t.owed:
         if owed.replaces is not None and owed.replaces.ends is not None:  # no prompt was left to replace it
-            end(t, owed.replaces, "failed", owed.replaces.ends[1])
+            close_group(t, owed.replaces, "failed", owed.replaces.ends[1])
     t.owed = ()
     for kind in sorted(t.granted | (t.asked & {"generation", "logprobs", "training"})):
         t.do("release", "desk", kind=kind)
@@ -553,7 +557,7 @@ def on_error(t: StreamTurn, event: Event) -> None:
     elif of in ("progress", "answer", "release", "discard"):
         t.count("ignored_errors")
     else:
-        fail(t, f"{of} failed: {why}")
+        end_with_error(t, f"{of} failed: {why}")
 
 
 def on_logger_failed(t: StreamTurn, event: Event) -> None:

@@ -19,14 +19,14 @@ from typing import Any
 
 from kit.loop.messages import NOTES, Command, Event, Frozen, Map
 from kit.results.records import Id
-from kit.stream.settings import NO_TARGET, Sampler, StreamSettings, View
+from kit.stream.settings import NO_TARGET, Sampler, SamplerView, StreamSettings
 
 WAITING, RUNNING, CANCELLING, DONE = "waiting", "running", "cancelling", "done"
 UNPUBLISHED = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampleState:
     """`tokens` counts the tokens of this attempt. A waiting sample has no replica yet."""
 
     status: str = WAITING
@@ -51,7 +51,7 @@ class Group:
     id: int
     version: int
     target: int
-    samples: tuple[Sample, ...]
+    samples: tuple[SampleState, ...]
     oldest: int = -1
     newest: int = -1
     order: int = -1
@@ -80,7 +80,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class OpenStep:
     """An open step. Of its groups, in order of selection, the first `scored` have log-probabilities, the first `fed` were sent to the
     trainer, and the first `finished` are in the weights.
 
@@ -112,7 +112,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class ReplicaState:
     """`version`: the version published there; `load`: its requests in flight."""
 
     version: int = UNPUBLISHED
@@ -155,7 +155,7 @@ class StreamFields:
     shrunk: Map = field(default_factory=Map)  # by version: how many groups its step lacks
     news: bool = False  # a selection may have become possible
     updates_at: Map = field(default_factory=Map)  # `updates` by version
-    step: Step | None = None
+    step: OpenStep | None = None
     clearing: Map = field(default_factory=Map)  # groups being cleared, by (step, update)
     replicas: Map = field(default_factory=Map)  # Replica by number
     prompt: int = -1  # the next prompt, -1: none yet
@@ -210,8 +210,8 @@ class StreamTurn(StreamFields):
     def count(self, name: str, amount: int = 1) -> None:
         self.counts = self.counts.plus(name, amount)
 
-    def view(self) -> View:
-        return View(
+    def view(self) -> SamplerView:
+        return SamplerView(
             version=self.version,
             window=self.settings.window,
             groups=self.settings.groups,
@@ -238,7 +238,7 @@ def about(target: int) -> dict[str, Id]:
 # -- how groups leave -----------------------------------------------------------------------------------------------------
 
 
-def fail(t: StreamTurn, why: str) -> None:
+def end_with_error(t: StreamTurn, why: str) -> None:
     """End the run with an error. The first error is kept; later failures never hide it."""
     if not t.error:
         t.error = why
@@ -259,7 +259,7 @@ def discard(t: StreamTurn, group: Group) -> None:
         t.do("discard", "trainer", group=group.id)
 
 
-def end(t: StreamTurn, group: Group, how: str, why: str) -> None:
+def close_group(t: StreamTurn, group: Group, how: str, why: str) -> None:
     """End a group that is not trained."""
     if group.id in t.buffer:
         leave(t, group)
@@ -295,7 +295,7 @@ def end_if_idle(t: StreamTurn, group: Group) -> None:
         discard(t, group)
         t.owed += (Owed(group.target, group),)
     else:
-        end(t, group, "failed" if how == "replaced" else how, why)
+        close_group(t, group, "failed" if how == "replaced" else how, why)
 
 
 def complete(t: StreamTurn, group: Group) -> None:
@@ -316,7 +316,7 @@ def complete(t: StreamTurn, group: Group) -> None:
         if t.settings.filter:
             t.accepted -= 1
             t.note("filtered", group=group.id)
-            end(t, group, "dropped", "no variance")
+            close_group(t, group, "dropped", "no variance")
             t.owed += (Owed(group.target),)
 
 
@@ -328,7 +328,7 @@ def put_back(t: StreamTurn) -> None:
             t.put(group)
             t.note("place", group=group.id)
         else:
-            end(t, group, "aborted", f"step {t.step.id} was given up and no place is free")
+            close_group(t, group, "aborted", f"step {t.step.id} was given up and no place is free")
             if not t.ending:
                 t.owed += (Owed(group.target),)
     t.buffer = Map(sorted(t.buffer.items()))
@@ -377,7 +377,7 @@ def reserve(t: StreamTurn) -> None:
     number, t.prompt = t.prompt, -1
     owed = t.owed[0] if t.owed else None
     target = batch_target(t) if owed is None else owed.target
-    samples = (Sample(),) * t.settings.group
+    samples = (SampleState(),) * t.settings.group
     t.put(Group(id=number, version=t.version, target=target, samples=samples))
     t.unfinished += 1
     t.note("place", group=number)
@@ -391,7 +391,7 @@ def reserve(t: StreamTurn) -> None:
             t.note("replaced", group=owed.replaces.id, by=number)
             t.count("replaced")
             t.count("wasted", owed.replaces.tokens)
-    send(t)
+    send_waiting(t)
 
 
 def batch_target(t: StreamTurn) -> int:
@@ -413,7 +413,7 @@ def active(t: StreamTurn) -> list[int]:
     return [number for number, replica in t.replicas.items() if replica.version == t.version]
 
 
-def send(t: StreamTurn) -> None:
+def send_waiting(t: StreamTurn) -> None:
     """Send every waiting sample to a replica that serves its group (prefix cache), else to the one with the fewest requests."""
     there = active(t)
     if t.held or not there:
@@ -425,13 +425,13 @@ def send(t: StreamTurn) -> None:
         chosen = near[0] if near else min(there, key=lambda replica: (t.replicas[replica].load, replica))
         attempt = group.samples[sample].attempt
         t.put(group.put(sample, status=RUNNING, replica=chosen))
-        load(t, chosen, 1)
+        change_load(t, chosen, 1)
         ids = {"group": number, "sample": sample, "replica": chosen, "attempt": attempt}
         t.do("generate", "replica", **ids)
         t.note("sent", **ids)
 
 
-def load(t: StreamTurn, number: int, change: int) -> None:
+def change_load(t: StreamTurn, number: int, change: int) -> None:
     replica = t.replicas[number]
     t.replicas = t.replicas.put(number, replace(replica, load=replica.load + change))
 
@@ -466,7 +466,7 @@ def on_tokens(t: StreamTurn, event: Event) -> None:
 def on_completed(t: StreamTurn, event: Event) -> None:
     if (group := answered(t, event)) is None:
         return
-    load(t, group.samples[event.sample].replica, -1)
+    change_load(t, group.samples[event.sample].replica, -1)
     group = group.put(event.sample, status=DONE, length=event.length, reward=str(event.reward))
     if event.length:  # a sample without a token has no version
         oldest = event.version if group.oldest < 0 else min(group.oldest, event.version)
@@ -480,7 +480,7 @@ def on_completed(t: StreamTurn, event: Event) -> None:
 
 def on_cancelled(t: StreamTurn, event: Event) -> None:
     if (group := answered(t, event)) is not None:
-        load(t, group.samples[event.sample].replica, -1)
+        change_load(t, group.samples[event.sample].replica, -1)
         give_up_attempt(t, group, event.sample)
 
 
@@ -503,7 +503,7 @@ def on_failed(t: StreamTurn, event: Event) -> None:
     """Count a failed request. The setting `on_failed` decides what happens to the group."""
     if (group := answered(t, event)) is None:
         return
-    load(t, group.samples[event.sample].replica, -1)
+    change_load(t, group.samples[event.sample].replica, -1)
     group = group.put(event.sample, status=DONE)
     t.put(group)
     t.count("failures")
@@ -513,22 +513,22 @@ def on_failed(t: StreamTurn, event: Event) -> None:
     why = f"group {group.id} sample {event.sample} failed: {event.why}"
     t.failed_in_a_row += 1
     if t.settings.on_failed == "stop":
-        fail(t, why)
+        end_with_error(t, why)
     elif t.failed_in_a_row > t.settings.slots + t.settings.groups:  # replacing them would never end
-        fail(t, f"{t.failed_in_a_row} groups failed and none completed; the last: {why}")
+        end_with_error(t, f"{t.failed_in_a_row} groups failed and none completed; the last: {why}")
     if t.settings.on_failed == "shrink":
-        shrink(t, group)
+        shrink_step(t, group)
     doom(t, group, "replaced" if t.settings.on_failed == "replace" else "failed", why)
 
 
-def shrink(t: StreamTurn, group: Group) -> None:
+def shrink_step(t: StreamTurn, group: Group) -> None:
     """Take one group off the step of the group's batch, else off the next step that is not full. Below the floor the run fails."""
     full = t.step is not None and len(t.step.groups) >= t.need
     version = group.target if group.target != NO_TARGET else t.version + full
     t.shrunk = t.shrunk.plus(version)
     t.news = True  # the remaining groups of the step may be complete already
     if (left := t.settings.groups - t.shrunk[version]) < t.settings.floor:
-        fail(t, f"groups left for the step of version {version}: {left}, below floor={t.settings.floor}")
+        end_with_error(t, f"groups left for the step of version {version}: {left}, below floor={t.settings.floor}")
 
 
 # -- replicas and syncs ---------------------------------------------------------------------------------------------------
@@ -537,13 +537,13 @@ def shrink(t: StreamTurn, group: Group) -> None:
 def on_joined(t: StreamTurn, event: Event) -> None:
     """Add a replica. It serves once the current version is published there."""
     if event.replica not in t.replicas:
-        t.replicas = t.replicas.put(event.replica, Replica())
+        t.replicas = t.replicas.put(event.replica, ReplicaState())
 
 
 def on_died(t: StreamTurn, event: Event) -> None:
     if event.replica in t.replicas:
         if t.settings.on_dead_replica == "stop":
-            fail(t, f"replica {event.replica} died{': ' + event.why if event.get('why') else ''}")
+            end_with_error(t, f"replica {event.replica} died{': ' + event.why if event.get('why') else ''}")
         t.count("dead_replicas")
         on_left(t, event)
 
@@ -586,7 +586,7 @@ def sync_if_due(t: StreamTurn) -> None:
 
 def start_sync(t: StreamTurn, replicas: tuple[int, ...]) -> None:
     if not replicas:  # none to publish to: a replica that joins later gets the current version
-        resume(t)
+        resume_dispatch(t)
         return
     t.sync = Sync(t.version, replicas)
     t.note("sync_begin", version=t.version)
@@ -603,7 +603,7 @@ def on_synced(t: StreamTurn, event: Event) -> None:
         return
     t.sync = None
     if t.held and not t.sync_due:
-        resume(t)
+        resume_dispatch(t)
 
 
 def on_sync_error(t: StreamTurn, why: str) -> None:
@@ -613,12 +613,12 @@ def on_sync_error(t: StreamTurn, why: str) -> None:
     lost = [number for number in t.sync.replicas if number not in t.replicas]
     t.sync = None
     if not lost:
-        fail(t, f"the sync of version {t.version} failed: {why}")
+        end_with_error(t, f"the sync of version {t.version} failed: {why}")
     elif t.held:
         t.sync_due = True
 
 
-def resume(t: StreamTurn) -> None:
+def resume_dispatch(t: StreamTurn) -> None:
     """The current version is published: release the trainer's devices and continue dispatch."""
     t.held = False
     t.news = True

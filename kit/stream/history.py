@@ -65,7 +65,7 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Step:
+class StepRows:
     """The rows of a step up to its `abort`. If the id appears again after an abort, it is another step."""
 
     id: Id
@@ -188,17 +188,17 @@ class LoopLedger(Ledger):
             (row for step in self.steps for rows in step.finished.values() for row in rows), key=lambda row: row.at
         )
 
-    def _steps(self) -> list[Step]:
+    def _steps(self) -> list[StepRows]:
         """Return the steps by first row. Finishes are the `done` rows of `finish`; without any, the `finish` rows without an `error`."""
-        latest: dict[Id, Step] = {}
-        steps: list[Step] = []
+        latest: dict[Id, StepRows] = {}
+        steps: list[StepRows] = []
         answered = any(row.get("of") == "finish" for row in self.by_event["done"])
         for row in self.rows:
             if "step" not in row.ids:
                 continue
             step, of, update = latest.get(row["step"]), row.get("of"), row.number("update", 0)
             if row.event in STEP and (step is None or step.abort is not None):
-                step = latest[row["step"]] = Step(row["step"])
+                step = latest[row["step"]] = StepRows(row["step"])
                 steps.append(step)
             if step is None:
                 continue

@@ -16,7 +16,7 @@ from kit.results.rules import Missing, NotMeasured, Violations, settle
 from kit.results.units import counted
 from kit.stream import backed
 from kit.stream.given_up import eviction_justified, no_needless_waste
-from kit.stream.history import ENDS, NO_AGE_LIMIT, REACTION, STEP, LoopLedger, Sample, Step, by, ends_group
+from kit.stream.history import ENDS, NO_AGE_LIMIT, REACTION, STEP, LoopLedger, Sample, StepRows, by, ends_group
 from kit.stream.requests import attempts_distinct, requests_spread
 
 MISSED = 2  # versions that a replica may miss after it joined: a sync may be under way, and the next may have begun
@@ -39,7 +39,7 @@ def one_step_per_batch(ledger: LoopLedger) -> Violations:
     return f"{counted(len(ledger.finishes()), 'optimizer step')} in {counted(len(ledger.steps), 'step')}"
 
 
-def _update_order(step: Step) -> Iterator[str]:
+def _update_order(step: StepRows) -> Iterator[str]:
     current: int | None = None
     done: list[int] = []
     for row in step.of("begin", "microbatch", "finish", "bumped"):
@@ -166,7 +166,7 @@ def _step_seconds(ledger: LoopLedger) -> float:
     return median(times) if times else 0.0
 
 
-def _completions(ledger: LoopLedger, step: Step) -> list[Row]:
+def _completions(ledger: LoopLedger, step: StepRows) -> list[Row]:
     """Return the rows that completed the groups of a step, in order; with weight-fifo, only groups with the oldest start."""
     when: dict[Id, Row] = {}
     start: dict[Id, int] = {}
@@ -181,7 +181,7 @@ def _completions(ledger: LoopLedger, step: Step) -> list[Row]:
     )
 
 
-def _free_after(ledger: LoopLedger, step: Step) -> int:
+def _free_after(ledger: LoopLedger, step: StepRows) -> int:
     """Return the row after which the trainer can take another step: the end of the abort or of the sync, if the ledger has it."""
     end = (step.abort or step.bumped or step.rows[-1]).at
     if step.abort:
@@ -291,7 +291,7 @@ def version_monotone(ledger: LoopLedger) -> Violations:
 CURRENT = ("reserved", "selected", "trained", "hold", "resume", "metrics")  # events that state the current version
 
 
-def _rises_once(ledger: LoopLedger, step: Step) -> Violations:
+def _rises_once(ledger: LoopLedger, step: StepRows) -> Violations:
     """The version rises once, with the last finish of a step. An error may end a run between two updates of a step."""
     bumped, last = step.of("bumped"), max((rows[-1].at for rows in step.finished.values()), default=None)
     cut = ledger.error and len(step.trained) != ledger.limit("groups_per_step")
@@ -719,7 +719,7 @@ def ends_cleanly(ledger: LoopLedger) -> Violations:
     for step in ledger.steps if why != "error" and not ledger.leaves_out("finish", "step") else ():
         if step.abort is None and step.bumped is None and (rises or not step.finished):
             yield f"step {step.id} is unfinished although the loop ended without an error; its last row is {step.rows[-1]}"
-    for row in _unanswered(ledger) if why != "error" and ledger.by_event["cancelled"] else ():
+    for row in _without_answer(ledger) if why != "error" and ledger.by_event["cancelled"] else ():
         yield f"{row}: the loop ended before the request was answered"
     for row in ledger.by_event["aborted"] if why == "exhausted" else ():
         if row.time == end.time and any(event.event == "ready" for event in ledger.life[row["group"]]):
@@ -748,7 +748,7 @@ def dead_rollout_named(ledger: LoopLedger) -> Violations:
             if request.get("replica") == row["replica"] and row.at < request.at < min(back, default=len(ledger.rows)):
                 yield f"{request}: the replica died in row {row.at}"
     if not died:
-        waiting = _unanswered(ledger)
+        waiting = _without_answer(ledger)
         reason = ledger.by_event["error"] or ledger.by_event["failed"] or (ledger.ended and ledger.ended.get("error"))
         if not ledger.error or reason or not waiting:
             raise NotMeasured("no replica died")
@@ -756,7 +756,7 @@ def dead_rollout_named(ledger: LoopLedger) -> Violations:
     return f"{counted(len(died), 'replica')} died, named: {', '.join(str(row['replica']) for row in died)}"
 
 
-def _unanswered(ledger: LoopLedger) -> list[Row]:
+def _without_answer(ledger: LoopLedger) -> list[Row]:
     """Return requests without an answer on replicas that neither left nor died."""
     gone = {row.get("replica") for name in ("died", "left") for row in ledger.by_event[name]}
     samples = (sample for by_name in ledger.samples.values() for sample in by_name.values() if sample.waiting)

@@ -33,7 +33,7 @@ STUCK_S = 1.0  # longest time without a call in flight
 PATIENCE = 0.1  # share of the deadline in which a trainer should notice that a replica of its sync died
 
 
-class RankCalls(Protocol):
+class RoleCalls(Protocol):
     """Calls to the ranks of roles, as a driver makes them. `lost`: ranks that were ended on purpose."""
 
     @property
@@ -55,7 +55,7 @@ class Records(Protocol):
 class LiveRanks(Port):
     """All ranks of a run, and what they are doing: the ports "trainer", "replica" and "sync"."""
 
-    def __init__(self, drive: RankCalls, replicas: Iterable[str], *, pipeline: str = "") -> None:
+    def __init__(self, drive: RoleCalls, replicas: Iterable[str], *, pipeline: str = "") -> None:
         self.drive = drive
         self.pipeline = pipeline
         self.orders: dict[str, list[dict[str, Any]]] = {name: [] for name in replicas}  # by live replica
@@ -247,7 +247,7 @@ class RunLedger:
 
 
 @contextlib.contextmanager
-def written(records: Records) -> Iterator[Memory]:
+def written_rows(records: Records) -> Iterator[Memory]:
     """A ledger written to the run's records, even if the run breaks."""
     base, rows = time.time(), Memory()
     try:

@@ -115,7 +115,7 @@ def calls(rows: Iterable[Row]) -> Iterator[TrainerCall]:
             free[row.who] = row.time
 
 
-def syncs(rows: Iterable[Row]) -> Iterator[tuple[float, float]]:
+def sync_spans(rows: Iterable[Row]) -> Iterator[tuple[float, float]]:
     began: dict[Id, float] = {}
     for row in rows:
         if row.event == "sync_begin":

@@ -39,7 +39,7 @@ class Slot(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class SamplerView:
     """What a sampler sees. `position`: groups of the current batch dispatched so far; `buffer`: groups in order of id.
 
     `accepted` counts complete groups since the start, `running` groups in flight; the run ends at version `last`.
@@ -74,28 +74,28 @@ class Sampler:
     is dropped as too old is replaced without asking the gate, which lets through only as many groups as the steps need.
     """
 
-    admits: Callable[[View], bool]
-    selects: Callable[[View], Groups]
-    evicts: Callable[[View], Groups] = lambda _: ()
-    aborts: Callable[[View], Groups] = lambda _: ()
+    admits: Callable[[SamplerView], bool]
+    selects: Callable[[SamplerView], Groups]
+    evicts: Callable[[SamplerView], Groups] = lambda _: ()
+    aborts: Callable[[SamplerView], Groups] = lambda _: ()
     places: Callable[[int, int], int] = lambda groups, window: 0  # noqa: ARG005 - of groups a step and the window
     stamps: bool = False
     refills: bool = False
 
 
-def batch_may_start(view: View) -> bool:
+def batch_may_start(view: SamplerView) -> bool:
     return view.position > 0 or (view.index < view.version + view.window and view.index + 1 < view.last)
 
 
-def within_capacity(view: View) -> bool:
+def within_capacity(view: SamplerView) -> bool:
     return view.accepted + view.running < (view.window + view.version + 1) * view.groups
 
 
-def of_this_step(view: View) -> Groups:
+def of_this_step(view: SamplerView) -> Groups:
     return tuple(slot.id for slot in view.ready() if slot.target == view.version)
 
 
-def oldest_start_first(view: View) -> Groups:
+def oldest_start_first(view: SamplerView) -> Groups:
     """Return complete groups by start version, the oldest in the window first, up to the first version with an unfinished group.
 
     Stopping after the oldest version would block: a batch dispatched across a sync may have fewer groups of it than a selection must take.
@@ -107,27 +107,27 @@ def oldest_start_first(view: View) -> Groups:
     return tuple(group for start, unfinished, group in inside if start <= awaited and not unfinished)
 
 
-def inside_the_window(view: View) -> Groups:
+def inside_the_window(view: SamplerView) -> Groups:
     return tuple(slot.id for slot in view.ready() if view.oldest <= slot.version <= view.version)
 
 
-def any_complete(view: View) -> Groups:
+def any_complete(view: SamplerView) -> Groups:
     return tuple(slot.id for slot in view.ready() if slot.version <= view.version)
 
 
-def as_completed(view: View) -> Groups:
+def as_completed(view: SamplerView) -> Groups:
     return tuple(slot.id for slot in sorted(view.ready(), key=lambda slot: slot.order))
 
 
-def target_passed(view: View) -> Groups:
+def target_passed(view: SamplerView) -> Groups:
     return tuple(slot.id for slot in view.ready() if slot.target < view.version)
 
 
-def start_too_old(view: View) -> Groups:
+def start_too_old(view: SamplerView) -> Groups:
     return tuple(slot.id for slot in view.ready() if slot.version < view.oldest)
 
 
-def unfinished_too_old(view: View) -> Groups:
+def unfinished_too_old(view: SamplerView) -> Groups:
     return tuple(slot.id for slot in view.buffer.values() if slot.order < 0 and slot.version < view.oldest)
 
 

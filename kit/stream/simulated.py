@@ -23,7 +23,7 @@ from kit.loop.messages import Command, Event, Memory, Sink
 from kit.loop.runner import A_SECOND, Core, Runner, Simulated, VirtualClock
 from kit.results.records import Id, Row, numbers
 from kit.stream.core import TRAINERS, Controller
-from kit.stream.ports import calls, spent, syncs
+from kit.stream.ports import calls, spent, sync_spans
 from kit.stream.settings import Resume, StreamSettings, read_settings, refusals
 from kit.stream.sides import Logger, LoopSide, run_loop
 
@@ -382,7 +382,7 @@ def measured(rows: Sequence[Row]) -> Durations:
         logprobs_s=middle["logprobs"],
         finish_s=middle["finish"],
         clear_s=middle["clear"],
-        sync_s=median([right - left for left, right in syncs(rows)] or [0.0]),
+        sync_s=median([right - left for left, right in sync_spans(rows)] or [0.0]),
         length=lambda *sample: lengths.get(sample) or random.Random("{} {}".format(*sample)).choice(drawn),  # noqa: S311
         reward=lambda *sample: str(completed[sample]["reward"] if sample in completed else sample[1] % 2),
     )

@@ -11,7 +11,7 @@ from kit.stream.history import LoopLedger, ends_group
 CALLS = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")  # to the trainer; `done` or `error` answers
 
 
-def waits_for(ledger: LoopLedger) -> str:
+def waiting_for(ledger: LoopLedger) -> str:
     """What is unanswered at the end of the ledger; without anything, what is at hand and why nothing is done with it."""
     return "; ".join([*_unanswered(ledger)]) or "; ".join(["no command is unanswered", *_at_hand(ledger)])
 

@@ -220,7 +220,7 @@ class Mismatch(KitError):  # noqa: N818 - it is what was found
         self.tensors = tuple(name for name, _ in (*self.failed, *self.missing))
 
 
-def views(layout: Layout, index: int, buffer: torch.Tensor) -> list[BucketView]:
+def bucket_views(layout: Layout, index: int, buffer: torch.Tensor) -> list[BucketView]:
     """Return the tensors and pieces of tensors in a bucket, as views of its bytes. No copy."""
     _check_buffer(layout, index, buffer)
     in_bucket = []
@@ -282,7 +282,7 @@ class Bound:
 
     def _copy_by_torch(self, plan: _Plan, index: int, buffer: torch.Tensor, *, target: bool) -> None:
         if plan.by_torch:
-            packed, outside = views(self.layout, index, buffer), live(self.layout, index, self.tensors)
+            packed, outside = bucket_views(self.layout, index, buffer), live(self.layout, index, self.tensors)
             into, out_of = (outside, packed) if target else (packed, outside)
             torch._foreach_copy_([into[at].tensor for at in plan.by_torch], [out_of[at].tensor for at in plan.by_torch])
 
@@ -446,7 +446,7 @@ class Cut:
         return self
 
     def apply(self, index: int, buffer: torch.Tensor) -> None:
-        for view in views(self.layout, index, buffer):
+        for view in bucket_views(self.layout, index, buffer):
             full = self._whole(view)
             if full is not None:
                 for into, take in self.destinations[view.spec.name]:

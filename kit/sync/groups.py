@@ -78,7 +78,7 @@ class Grouped(Transport):
 
     def first_words(self) -> None:
         torch.cuda.set_device(self.ctx.device)  # a new thread starts on GPU 0
-        settle(self.group.allreduce([torch.zeros(1, device=self.ctx.device)]), self.wait)
+        wait_on_gpu(self.group.allreduce([torch.zeros(1, device=self.ctx.device)]), self.wait)
 
     def offer(self) -> dict[str, Any]:
         """Return what receivers need to join, besides the group's name and size."""
@@ -112,7 +112,7 @@ class Grouped(Transport):
     def share(self, index: int, buffer: torch.Tensor) -> None:
         def act() -> None:
             work = self.group.broadcast([buffer], self._options)
-            settle(work, self.wait) if buffer.is_cuda else work.wait()  # gloo applies the group's deadline
+            wait_on_gpu(work, self.wait) if buffer.is_cuda else work.wait()  # gloo applies the group's deadline
 
         self.guarded(f"bucket {index}", act, index)
 
@@ -247,7 +247,7 @@ class Rendezvous(Grouped):
         self.store = None
 
 
-def settle(work: Any, wait: timedelta) -> None:
+def wait_on_gpu(work: Any, wait: timedelta) -> None:
     """Wait for a collective on a GPU. torch's wait with a deadline sleeps between two polls (WorkNCCL::wait: 1 ms or more), which alone
     limits a bucket of 64 MiB to 60 GB/s. So poll without a pause first. A late or failed collective is left to torch's wait, which aborts
     the communicator and raises."""

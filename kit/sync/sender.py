@@ -37,7 +37,7 @@ from kit.sync.buckets import Bound, Key, live
 from kit.sync.cache import BASE, Cache
 from kit.sync.hashes import AUTO, NONE, Digests, algorithms, digest
 from kit.sync.link import FAILED, Link, Listener, PeerFailed, PeerGone, PeerSilent, ready
-from kit.sync.transports import GRACE_S, RankPlace, Transport, TransportContext, choose, make
+from kit.sync.transports import GRACE_S, RankPlace, Transport, TransportContext, best_transport, make
 
 Gathered = Mapping[Key, torch.Tensor] | Bound
 
@@ -315,7 +315,7 @@ class Sending:
         sender, report, layout, version = self.sender, self.report, self.layout, self.report.version
         self.digests = Digests(layout, version, algorithm=sender.verify, share=sender.share)
         for target in self.targets:
-            kind = choose(sender.place, target.place) if sender.transport == "auto" else sender.transport
+            kind = best_transport(sender.place, target.place) if sender.transport == "auto" else sender.transport
             self.sharing.setdefault(kind, []).append(target)
         places = {
             target.name: {"transport": kind, "ranks": self.ranks(kind), "place": place}

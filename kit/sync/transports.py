@@ -208,7 +208,7 @@ class RankPlace(NamedTuple):
     gpu: str = ""
 
 
-def choose(sender: RankPlace, receiver: RankPlace) -> str:
+def best_transport(sender: RankPlace, receiver: RankPlace) -> str:
     """Return the best transport between two ranks. `serialize` and `per-tensor` are used on request only: `serialize` if the ends cannot
     share a group (different builds of torch, only one open port), `per-tensor` for comparison."""
     if sender.host == receiver.host:
@@ -356,7 +356,7 @@ class Ipc(Transport):
             raise BadInput(f"ipc shares GPU memory, but {ctx.name} is on {ctx.device.type}: use shm")
         if ctx.role == "receiver":
             message, _ = ctx.sender.expect("handles")
-            self.slots = [opened(handle) for handle in message["slots"]]
+            self.slots = [opened_block(handle) for handle in message["slots"]]
             return
         largest = max([1, *ctx.sizes])
         self.slots = [torch.empty(largest, dtype=torch.uint8, device=ctx.device) for _ in range(DEPTH)]
@@ -400,7 +400,7 @@ def handle_of(slot: torch.Tensor) -> list[Any]:
     return [{"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part for part in shared]
 
 
-def opened(handle: list[Any]) -> torch.Tensor:
+def opened_block(handle: list[Any]) -> torch.Tensor:
     parts = [base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in handle]
     try:
         storage = torch.UntypedStorage._new_shared_cuda(*parts)

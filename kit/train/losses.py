@@ -57,28 +57,28 @@ class ClippedPolicyGradient(ClippedOptions):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         inside = valid(batch) > 0
         length = inside.sum(1, keepdim=True)
-        cur = kept(logprobs, inside)
-        prev = cur.detach() if self.on_policy else kept(batch["prev_logprobs"][:, 1:], inside)
-        pull = -kept(batch["advantages"][:, 1:], inside)  # -A
+        cur = kept_inside(logprobs, inside)
+        prev = cur.detach() if self.on_policy else kept_inside(batch["prev_logprobs"][:, 1:], inside)
+        pull = -kept_inside(batch["advantages"][:, 1:], inside)  # -A
         log_ratio = cur - prev
         if self.ratio == "sequences":
-            log_ratio = kept((log_ratio.sum(1, keepdim=True) / length.clamp(min=1)).expand_as(cur), inside)
+            log_ratio = kept_inside((log_ratio.sum(1, keepdim=True) / length.clamp(min=1)).expand_as(cur), inside)
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         by_token = self._surrogate(pull, ratio, clipped, cur)
         penalty = positive = None
         if self.metrics or self.importance != "none":
-            gen = kept(batch["generation_logprobs"][:, 1:], inside)
+            gen = kept_inside(batch["generation_logprobs"][:, 1:], inside)
             gap = prev - gen
             weight, outside = self._weight(gap, length)
             if self.importance != "none":
                 # An infinite weight of a row must not meet the 0 that stands at a masked place.
                 by_token = by_token * torch.where(inside, weight, 1.0)
         if self.kl:
-            penalty = self._penalty(kept(batch["reference_logprobs"][:, 1:], inside) - cur)
+            penalty = self._penalty(kept_inside(batch["reference_logprobs"][:, 1:], inside) - cur)
             by_token = by_token + self.kl * penalty
         if self.positive_nll:
-            positive = kept(-cur, pull < 0)
+            positive = kept_inside(-cur, pull < 0)
             by_token = by_token + self.positive_nll * positive
         rows = by_row(by_token, length, self.level)
         loss = rows.sum() / (tokens if self.level == "tokens" else sequences)
@@ -87,13 +87,13 @@ class ClippedPolicyGradient(ClippedOptions):
         with torch.no_grad():
             apart, lost = gap.abs(), outside & inside
             by_sequence = self.importance == "sequences"
-            by_weight = weight[:, 0] * batch["sample_mask"] if by_sequence else kept(weight, inside).sum(1)
+            by_weight = weight[:, 0] * batch["sample_mask"] if by_sequence else kept_inside(weight, inside).sum(1)
             columns = {
                 "loss": rows,
                 "kl_penalty": torch.zeros_like(rows) if penalty is None else by_row(penalty, length, self.level),
-                "probs_ratio": kept(ratio, inside).sum(1),
-                "probs_ratio_clamped": kept(clipped, inside).sum(1),
-                "token_mult_prob_error": kept(apart.exp(), inside).sum(1),
+                "probs_ratio": kept_inside(ratio, inside).sum(1),
+                "probs_ratio_clamped": kept_inside(clipped, inside).sum(1),
+                "token_mult_prob_error": kept_inside(apart.exp(), inside).sum(1),
                 "gen_kl_error": (gap.expm1() - gap).sum(1),
                 "policy_kl_error": ((-gap).expm1() + gap).sum(1),
                 # log cosh(gap / 2), which does not overflow in this form
@@ -169,7 +169,7 @@ class NegativeLogLikelihood:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         inside = valid(batch) > 0
         length = inside.sum(1, keepdim=True)
-        by_token = -kept(logprobs, inside)
+        by_token = -kept_inside(logprobs, inside)
         rows = by_row(by_token, length, self.level)
         loss = rows.sum() / (tokens if self.level == "tokens" else sequences)
         if not self.metrics:
@@ -179,12 +179,12 @@ class NegativeLogLikelihood:
                 "loss": rows,
                 "num_valid_samples": batch["sample_mask"],
                 "num_unmasked_tokens": length[:, 0],
-                "positive_nll_loss": kept(by_token, inside & (batch["advantages"][:, 1:] > 0)).sum(1),
+                "positive_nll_loss": kept_inside(by_token, inside & (batch["advantages"][:, 1:] > 0)).sum(1),
             }
             return loss, over_rows(columns, self.normalizers(), tokens=tokens, sequences=sequences)
 
 
-def kept(values: Tensor, inside: Tensor) -> Tensor:
+def kept_inside(values: Tensor, inside: Tensor) -> Tensor:
     """Return the values in float64, with 0 in masked places. Multiplying would not do: NaN times 0 is NaN, forward and backward."""
     return torch.where(inside, values.double(), 0.0)
 

@@ -25,7 +25,7 @@ from kit.results.records import rank_name
 from kit.results.units import duration
 from kit.results.verdict import MARKS, headline
 from kit.view.model import BUSY, PanelModel
-from kit.view.progress import Failure, PhaseState, RunProgress, ranks_short
+from kit.view.progress import EndedBy, PhaseState, RunProgress, ranks_short
 
 Result = TypeVar("Result")
 
@@ -266,7 +266,7 @@ def current_phase(phases: Sequence[PhaseState]) -> int:
 
 
 def grid_html(
-    phases: Sequence[PhaseState], size: int, failure: Failure | None, roles: Mapping[int, str] | None = None
+    phases: Sequence[PhaseState], size: int, failure: EndedBy | None, roles: Mapping[int, str] | None = None
 ) -> str:
     """One row per rank, one column per phase, cycles above. Times are measured, or elapsed for a running phase."""
     if not phases:
@@ -334,7 +334,7 @@ def progress_words(progress: RunProgress, phases: Sequence[PhaseState], state: s
     return ", ".join(words)
 
 
-def failure_html(failure: Failure | None) -> str:
+def failure_html(failure: EndedBy | None) -> str:
     """The failure and the ranks at fault, in red, with the traceback or the ranks' stacks folded below. Stopping is not a failure."""
     if failure is None:
         return ""

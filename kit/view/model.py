@@ -50,7 +50,7 @@ from kit.results.records import flat
 from kit.results.rules import applicable
 from kit.results.run import Plotter
 from kit.results.verdict import checked_tolerances
-from kit.view.progress import CallWatch, Failure, PhaseState, RunProgress, failure_of, marks
+from kit.view.progress import CallWatch, EndedBy, PhaseState, RunProgress, failure_of, marks
 
 COUNTS = 10.0  # least upper end of a slider of counts
 AS_IT_IS = "the lab's own"
@@ -90,7 +90,7 @@ class PanelModel(HasTraits):
     size = Int(0)
     roles: Any = Dict()  # by rank, if they have names
     progress = Instance(RunProgress, args=())
-    failure = Instance(Failure, allow_none=True)
+    failure = Instance(EndedBy, allow_none=True)
     log = Tuple()
     notice = Unicode("")
     run = AnyTrait(None)
@@ -177,7 +177,7 @@ class PanelModel(HasTraits):
     def refuse(self, sentence: str) -> None:
         """A start was refused, for example because code cannot be loaded."""
         self.notice = sentence
-        self.failure = Failure("error", sentence, (), "", "")
+        self.failure = EndedBy("error", sentence, (), "", "")
         self._settle()
 
     # -- limits ---------------------------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def marks(ranks: int, working: Collection[int], state: str) -> tuple[str, ...]:
     return tuple(state if rank in working else "absent" for rank in range(ranks))
 
 
-class Failure(NamedTuple):
+class EndedBy(NamedTuple):
     """The failure that ended a run. `ranks` caused it; `detail` is a traceback or what the ranks were doing."""
 
     kind: str  # raised, died, timeout, stopped, error
@@ -264,7 +264,7 @@ class CallWatch:
         self.grew = True
         self._tell()
 
-    def failed(self, failure: Failure) -> None:
+    def failed(self, failure: EndedBy) -> None:
         """Mark the ranks that caused the failure, not those that only waited."""
         if self.left:
             state = self._phases[self.done]
@@ -364,7 +364,7 @@ class CallWatch:
         return max(0.0, expected[0] - passed) + sum(expected[1:])
 
 
-def failure_of(error: BaseException, stacks: dict[int, str], phase: str, done: str) -> Failure:
+def failure_of(error: BaseException, stacks: dict[int, str], phase: str, done: str) -> EndedBy:
     """An error as a panel shows it. Ranks that only waited for others are not blamed."""
     message, _, details = str(error).partition("\n")
     phase_name = getattr(error, "phase", phase)
@@ -381,7 +381,7 @@ def failure_of(error: BaseException, stacks: dict[int, str], phase: str, done: s
         message = f"stopped{f' in phase {phase!r}' if phase else ''}: {done}"
     elif not isinstance(error, KitError):
         message, details = f"{type(error).__name__}: {message}", "".join(traceback.format_exception(error))
-    return Failure(kind, message, ranks, phase_name, joined_words(details, *getattr(error, "__notes__", ())))
+    return EndedBy(kind, message, ranks, phase_name, joined_words(details, *getattr(error, "__notes__", ())))
 
 
 def stacks_by_rank(stacks: dict[int, str]) -> str:

@@ -33,7 +33,7 @@ from kit.results.verdict import MARKS, SIGNS, tally, without_parts
 from kit.view import look, named
 from kit.view.look import Tab
 from kit.view.model import PanelLimit, PanelModel
-from kit.view.progress import Failure
+from kit.view.progress import EndedBy
 
 LAST = 500  # printed lines to show; thousands of lines make a page slow
 ALL = "all ranks"
@@ -527,7 +527,7 @@ class LogsTab(Tab):
             self.lines.value = log_html(self.model.log, self.model.failure, rank=rank)
 
 
-def log_html(log: Sequence[tuple[int, str]], failure: Failure | None, *, rank: int | None) -> str:
+def log_html(log: Sequence[tuple[int, str]], failure: EndedBy | None, *, rank: int | None) -> str:
     """The newest lines at the bottom, where the box is scrolled to."""
     wanted = [(of, line) for of, line in log if rank is None or of == rank]
     shown = wanted[-LAST:]

@@ -60,7 +60,7 @@ def test_a_rank_has_its_share_of_the_cores(monkeypatch):
     cores = set(range(8))
     monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: cores)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert host.workers() == 4
+    assert host.copy_threads() == 4
     for ranks, expected in (("2", 4), ("4", 2), ("8", 1), ("16", 1)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        assert host.workers() == expected
+        assert host.copy_threads() == expected

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kit.errors import BadInput
-from kit.megatron.shards import COLUMNS, GATE_UP, QKV, ROWS, WHOLE, ShardPlace, join, made_of, share, views
+from kit.megatron.shards import COLUMNS, GATE_UP, QKV, ROWS, WHOLE, ShardPlace, join, made_of, part_of_tensor, views
 from kit.world import World
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def numbered(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 def cut(how: str, full: list[torch.Tensor], place: ShardPlace) -> torch.Tensor:
     """One rank's shard with every view filled; elements that no view covers are -1."""
-    own = [share(how, each, place) for each in full]
+    own = [part_of_tensor(how, each, place) for each in full]
     assert [each.untyped_storage().data_ptr() for each in own] == [each.untyped_storage().data_ptr() for each in full]
     dim = 1 if how == COLUMNS else 0
     shape = [*own[0].shape]
@@ -79,7 +79,7 @@ def test_a_rank_has_its_half_of_gate_and_of_up() -> None:
 def test_columns_are_cut_and_norms_are_not() -> None:
     full = numbered((2, 4))
     assert cut(COLUMNS, full, ShardPlace(1, 2, 1, 1)).tolist() == [[2, 3], [6, 7]]
-    assert share(WHOLE, full[0], ShardPlace(1, 2, 1, 1)) is full[0]
+    assert part_of_tensor(WHOLE, full[0], ShardPlace(1, 2, 1, 1)) is full[0]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

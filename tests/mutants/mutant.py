@@ -50,7 +50,7 @@ class Mutant:
     check: str = field(kw_only=True)  # the check that should fail
     bug: str = field(kw_only=True)  # a short description of the mistake
     set: Mapping[str, Any] = field(kw_only=True, default_factory=dict)
-    origin: str = field(kw_only=True, default="source")  # "docs": breaks a promise of the docs; "drawn": chosen by hash
+    origin: str = field(kw_only=True, default="source")  # "docs": breaks a promise of the docs
 
     @property
     def id(self) -> str:

@@ -120,7 +120,7 @@ MUTANTS = (
     Mutant(
         "split",
         SPLIT,
-        "update",
+        "step_optimizer",
         old='finite_gradients(job) and math.isfinite(table["loss"])',
         new="True",
         check="result_parity",
@@ -130,7 +130,7 @@ MUTANTS = (
     Mutant(
         "split",
         SPLIT,
-        "update",
+        "step_optimizer",
         old="job.scheduler.step(increment=gbs)",
         new="job.scheduler.step(increment=1)",
         check="oracle",
@@ -140,7 +140,7 @@ MUTANTS = (
     Mutant(
         "split",
         SPLIT,
-        "update",
+        "step_optimizer",
         old="float(grad_norm) if grad_norm is not None else math.nan",
         new="float(grad_norm) ** 2 if grad_norm is not None else math.nan",
         check="oracle",
@@ -149,7 +149,7 @@ MUTANTS = (
     Mutant(
         "split",
         SPLIT,
-        "update",
+        "step_optimizer",
         old='    wd = max(float(group["weight_decay"]) for group in groups)\n',
         new='    wd = min(float(group["weight_decay"]) for group in groups)\n',
         check="result_parity",
@@ -158,7 +158,7 @@ MUTANTS = (
     Mutant(
         "split",
         SPLIT,
-        "update",
+        "step_optimizer",
         old="    groups = job.optimizer.param_groups\n",
         new='    groups = job.optimizer.param_groups\n    for each in groups:\n        each["weight_decay"] = 0.0\n',
         check="oracle",
@@ -167,7 +167,7 @@ MUTANTS = (
     Mutant(
         "split",
         SPLIT,
-        "update",
+        "step_optimizer",
         old="    updated = finite_gradients(job)",
         new="    job.chunks[0].scale_gradients(0.5)\n    updated = finite_gradients(job)",
         check="oracle",
@@ -613,7 +613,7 @@ MUTANTS = (
     Mutant(
         "split",
         LOSSES,
-        "kept",
+        "kept_inside",
         old="torch.where(inside, values.double(), 0.0)",
         new="values.double() * inside",
         check="oracle",

@@ -21,7 +21,7 @@ MUTANTS = (
     Mutant(
         "sync:shards",
         SHARDS,
-        "share",
+        "part_of_tensor",
         old="[place.rank]",
         new="[0]",
         check="bit_exact",
@@ -30,7 +30,7 @@ MUTANTS = (
     Mutant(
         "sync:shards",
         SHARDS,
-        "share",
+        "part_of_tensor",
         old="[place.rank]",
         new="[-1 - place.rank]",
         check="bit_exact",
@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         "sync:stages",
         SHARDS,
-        "parts",
+        "parts_of_chunk",
         old="first_layer = module.decoder.layers[0].layer_number - 1",
         new="first_layer = 0",
         check="bit_exact",
@@ -85,7 +85,7 @@ MUTANTS = (
     Mutant(
         "sync",
         SERVE,
-        "Replica.sleep",
+        "ServingModel.sleep",
         old="            storage.resize_(0)\n",
         new="            pass\n",
         check="sleepers_release",
@@ -95,7 +95,7 @@ MUTANTS = (
     Mutant(
         "sync",
         SERVE,
-        "Replica.sleep",
+        "ServingModel.sleep",
         old="        self._away = [*storages.values()]\n",
         new="        self._away = [*storages.values()][1:]\n",
         check="sleepers_release",
@@ -141,7 +141,7 @@ MUTANTS = (
     Mutant(
         "sync:buckets",
         BUCKETS,
-        "views",
+        "bucket_views",
         old="start // spec.dtype.itemsize",
         new="start",
         check="bit_exact",

@@ -33,9 +33,9 @@ python -m tests.mutants.run --only sync        # those of one lab, module or id
 - **equivalent**: survived, and all records (without times and memory), digests included, are the same as without the mutant in all short
   setups of its lab. Records in which three runs without a mutant differ, or two with it, are left out. Equivalent mutants are not in the
   *score*; *at least* counts them as survived, as a machine that varies much, or code that no setup runs, would hide a difference.
-- **drawn** mutants were chosen by a hash of a fixed seed, the module and the function's name (`tests/mutants/draw.py`), the others were
-  written by hand by somebody who knew the code; those **against the docs** break a sentence of the docs.
-- Code that the labs look through, clocks, logging and texts are not mutated. What the draw leaves out is in `tests/mutants/catalogue.py`.
+- All were written by hand by somebody who knew the code; those **against the docs** break a sentence of the docs. Mutants that a library
+  draws have a section of their own.
+- Code that the labs look through, clocks, logging and texts are not mutated.
 
 ## By check
 
@@ -112,7 +112,6 @@ def machine(rows: Rows) -> str:
 def score(rows: Rows) -> str:
     groups = {
         **{lab: [row for row in rows if SETUPS[row[0].config].lab == lab] for lab in ("offload", "split", "sync")},
-        "drawn": [row for row in rows if row[0].origin == "drawn"],
         "against the docs": [row for row in rows if row[0].origin == "docs"],
         "all": rows,
     }

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from kit.labs.discover import find
-from tests.mutants.catalogue import CATALOGUE, DRAWN, SETUPS, TARGETS, WRITTEN
-from tests.mutants.draw import drawn
-from tests.mutants.mutant import NotApplicable, compiled, functions
+from tests.mutants.catalogue import CATALOGUE, SETUPS
+from tests.mutants.mutant import NotApplicable, compiled
 
 
 def test_every_mutant_applies_once_and_compiles() -> None:
@@ -21,8 +20,7 @@ def test_every_mutant_applies_once_and_compiles() -> None:
 
 
 def test_there_are_enough_and_none_twice() -> None:
-    assert len(WRITTEN) >= 60
-    assert len([mutant for mutant in CATALOGUE if mutant.origin == "drawn"]) == DRAWN >= 60
+    assert len(CATALOGUE) >= 180
     assert not [id_ for id_, times in Counter(mutant.id for mutant in CATALOGUE).items() if times > 1]
 
 
@@ -32,10 +30,3 @@ def test_checks_and_settings_are_those_of_the_labs() -> None:
         definition = find(setup.lab)
         assert mutant.check in {check.name for check in definition.all_rules()}, mutant
         definition.config(**{"ranks": setup.ranks, **setup.config})
-
-
-def test_the_draw_is_the_same_every_time_and_leaves_out_what_is_there() -> None:
-    assert drawn(TARGETS, 5) == drawn(TARGETS, 5)
-    for target in TARGETS:
-        names = {name for name, _ in functions(target.module)}
-        assert target.left_out.keys() | target.others.keys() <= names, target.module

@@ -10,7 +10,7 @@ from kit.loop.messages import Event
 from kit.loop.runner import Runner, VirtualClock
 from kit.share.core import Scheduler
 from kit.share.member import Member
-from kit.share.simulated import Devices, Ports, Simulation, simulate
+from kit.share.simulated import DeskSimulation, Devices, Ports, simulate
 from kit.share.state import Cluster, DeskSettings
 from kit.stream.core import Controller
 from kit.stream.settings import StreamSettings
@@ -45,7 +45,7 @@ def shared(
     more: Mapping[str, Any] | None = None,
     until_s: float = 1e6,
     **settings: Any,
-) -> Simulation:
+) -> DeskSimulation:
     clock = VirtualClock()
     durations = durations or Durations()
     systems = {}
@@ -65,7 +65,7 @@ def shared(
     )
 
 
-def outcome(done: Simulation, name: str) -> list[Any]:
+def outcome(done: DeskSimulation, name: str) -> list[Any]:
     """What a pipeline computed: what it trained in which step and version, on samples with which tokens."""
     return [
         (row.event, *sorted((key, value) for key, value in row.ids.items() if key != "pipeline"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kit.loop.messages import Map
 from kit.share.books import Books, specified
 from kit.share.planner import PLANNERS, Share, View, gap_ratio, make_plan, violations
-from kit.share.state import GENERATION, Cluster, DeskFields, Lease, Op, Pipeline, Plan, Request
+from kit.share.state import GENERATION, Cluster, DeskFields, Lease, Op, PipelineState, Plan, Request
 
 
 def share(name: str, tp: int, devices: int, active: set[int], *, left: int, target: int = 0, asks: int = -1) -> Share:
@@ -153,7 +153,7 @@ def drawn(draw: random.Random) -> tuple[DeskFields, Books]:
             one: (draw.randint(0, 9), draw.randint(1, 9)) for one in draw.choice([(), ("t",), ("t",), ("t", "v")])
         }
         lost = {one for one in range(len(clusters[GENERATION].bundles)) if draw.random() < 0.05}
-        one = Pipeline(
+        one = PipelineState(
             Map(clusters), admitted=True, streams=Map(streams), out=frozenset(lost), releasing=draw.random() < 0.1
         )
         f.pipelines = f.pipelines.put(name, one)
@@ -301,7 +301,7 @@ def test_an_idle_pipeline_changes_nothing() -> None:
     for seed in range(200):
         f, books = drawn(random.Random(seed))
         plan = make_plan(f, gap_ratio, books.devices)
-        idle = Pipeline(
+        idle = PipelineState(
             Map({GENERATION: Cluster(tuple(range(books.devices)))}), admitted=True, streams=Map({"t": (0, 50)})
         )
         f.pipelines = f.pipelines.put("idle", idle)
@@ -314,8 +314,8 @@ def test_an_idle_pipeline_changes_nothing() -> None:
 def state() -> DeskFields:
     """a generates on devices 0 and 1 (tp 2), b trains on 2; 3 is idle."""
     f = DeskFields(idle=frozenset({3}))
-    two = Pipeline(Map({GENERATION: Cluster((0, 1, 2, 3), 2), "trainer": Cluster((0,))}))
-    one = Pipeline(
+    two = PipelineState(Map({GENERATION: Cluster((0, 1, 2, 3), 2), "trainer": Cluster((0,))}))
+    one = PipelineState(
         Map({GENERATION: Cluster((0, 1, 2, 3)), "trainer": Cluster((2,)), "critic": Cluster((3,))}), dead=frozenset({1})
     )
     f.pipelines = Map({"a": two, "b": one})

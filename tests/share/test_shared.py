@@ -18,7 +18,7 @@ from kit.results import Row
 from kit.results.rules import Missing, NotMeasured, settle
 from kit.share.books import DeskLedger
 from kit.share.judge import RULES, pipeline_rows, plan_valid
-from kit.share.simulated import Simulation
+from kit.share.simulated import DeskSimulation
 from kit.share.state import Cluster
 from kit.share.stuck import waits_of
 from kit.stream import judge as stream_judge
@@ -49,11 +49,11 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def ends(done: Simulation) -> dict[str, str]:
+def ends(done: DeskSimulation) -> dict[str, str]:
     return {name: one.why for name, one in done.ended.items()}
 
 
-def run(how: dict[str, Any]) -> Simulation:
+def run(how: dict[str, Any]) -> DeskSimulation:
     how = dict(how)
     return shared(how.pop("pipelines", BOTH), **how)
 

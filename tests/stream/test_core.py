@@ -9,7 +9,7 @@ import pytest
 
 from kit.errors import BadInput
 from kit.loop.messages import Event
-from kit.stream.core import Controller, Misuse, resume_from
+from kit.stream.core import Controller, ForeignAnswer, resume_from
 from kit.stream.settings import Resume
 from tests.stream.driver import Driver, small, train_step
 
@@ -406,7 +406,7 @@ def test_an_error_while_a_finish_is_under_way_waits_for_it_and_counts_it() -> No
 def test_answers_of_steps_that_were_never_opened_are_refused() -> None:
     driver = Driver(small(min_groups=2))
     before = driver.state
-    with pytest.raises(Misuse, match="answered microbatch of step 7; 0 steps were opened"):
+    with pytest.raises(ForeignAnswer, match="answered microbatch of step 7; 0 steps were opened"):
         driver.core.step(driver.state, Event("done", of="microbatch", step=7, update=0))
     assert driver.state == before
 

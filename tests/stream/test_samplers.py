@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kit.stream.settings import SAMPLERS, View
+from kit.stream.settings import SAMPLERS, SamplerView
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Slot:
     order: int = -1
 
 
-def view(*slots: Slot, **more: Any) -> View:
+def view(*slots: Slot, **more: Any) -> SamplerView:
     plain = {
         "version": 0,
         "window": 1,
@@ -29,7 +29,7 @@ def view(*slots: Slot, **more: Any) -> View:
         "accepted": 0,
         "running": 0,
     }
-    return View(**{**plain, **more}, buffer={slot.id: slot for slot in slots})
+    return SamplerView(**{**plain, **more}, buffer={slot.id: slot for slot in slots})
 
 
 @pytest.mark.parametrize("name", ["strict", "in-order", "weight-fifo", "ready-first"])

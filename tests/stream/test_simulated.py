@@ -21,7 +21,7 @@ from kit.stream.history import LoopLedger
 from kit.stream.ports import Meter, StepLog
 from kit.stream.settings import SAMPLERS, StreamSettings
 from kit.stream.simulated import ADDRESSES, Durations, System, drawn_length, forecast, measured, simulate
-from kit.stream.waiting import waits_for
+from kit.stream.waiting import waiting_for
 from tests.loop.replaying import replay_rows
 
 PLAIN = StreamSettings(steps=5, previous="off")
@@ -156,7 +156,7 @@ def test_requests_of_a_replica_that_was_removed_are_not_forgotten(monkeypatch: p
     rows = Memory()
     with pytest.raises(Stalled):
         simulate(replace(PLAIN, steps=12), prepare=resized, rows=rows)
-    assert "on replica 0 unanswered" in waits_for(LoopLedger(rows))
+    assert "on replica 0 unanswered" in waiting_for(LoopLedger(rows))
 
 
 def test_nothing_starts_once_the_last_version_is_published() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kit.stream.history import LoopLedger
-from kit.stream.waiting import waits_for
+from kit.stream.waiting import waiting_for
 from tests.stream.ledgers import Row, System
 
 BEGUN = [
@@ -49,8 +49,8 @@ TRAINS = [
     ],
 )
 def test_what_waits_is_named(rows: list[Row], words: str) -> None:
-    assert words in waits_for(LoopLedger([{"time": float(place), **row} for place, row in enumerate(rows)]))
+    assert words in waiting_for(LoopLedger([{"time": float(place), **row} for place, row in enumerate(rows)]))
 
 
 def test_a_loop_that_ended_waits_for_nothing() -> None:
-    assert waits_for(LoopLedger(System().run())).startswith("no command is unanswered; the version is 4")
+    assert waiting_for(LoopLedger(System().run())).startswith("no command is unanswered; the version is 4")

@@ -8,7 +8,7 @@ import torch
 
 from kit.errors import BadInput
 from kit.sync import buckets
-from kit.sync.buckets import ALIGN, Bound, Layout, Mismatch, Piece, Spec, automatic, lay_out, specs_of, views
+from kit.sync.buckets import ALIGN, Bound, Layout, Mismatch, Piece, Spec, automatic, bucket_views, lay_out, specs_of
 
 MIB = 2**20
 MIXED = {
@@ -151,7 +151,7 @@ def test_views_are_the_bucket_itself():
     layout = lay_out(specs_of(tensors), 1024, oversize="split")
     reached = dict.fromkeys(tensors, 0)
     for index, buffer in enumerate(packed(layout, tensors)):
-        for spec, start, view in views(layout, index, buffer):
+        for spec, start, view in bucket_views(layout, index, buffer):
             assert view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
             assert view.dtype == spec.dtype
             assert start == reached[spec.key]
@@ -178,7 +178,9 @@ def test_what_is_not_contiguous_goes_through_torch(side):
 def test_pieces_of_what_is_not_contiguous_can_be_packed_and_not_applied():
     tensors = {("w", 0): torch.arange(1200.0).view(30, 40).t()}
     layout = lay_out(specs_of(tensors), 512, oversize="split")
-    flat = torch.cat([view.tensor for i, b in enumerate(packed(layout, tensors)) for view in views(layout, i, b)])
+    flat = torch.cat(
+        [view.tensor for i, b in enumerate(packed(layout, tensors)) for view in bucket_views(layout, i, b)]
+    )
     assert torch.equal(flat, tensors["w", 0].reshape(-1))
     with pytest.raises(
         Mismatch, match=r"bucket 0: w \(shard 0\) is not contiguous here, but is split over several buckets"
@@ -333,8 +335,8 @@ def test_an_error_about_many_tensors_names_the_first_few() -> None:
 def test_buffers_that_do_not_fit(buffer, sentence):
     tensors = {("w", 0): torch.zeros(512, dtype=torch.uint8)}
     layout = lay_out(specs_of(tensors), 512)
-    for act in (pack, views, apply):
-        arguments = {pack: (tensors, buffer), views: (buffer,), apply: (buffer, tensors)}[act]
+    for act in (pack, bucket_views, apply):
+        arguments = {pack: (tensors, buffer), bucket_views: (buffer,), apply: (buffer, tensors)}[act]
         with pytest.raises(BadInput, match=sentence):
             act(layout, 0, *arguments)
 

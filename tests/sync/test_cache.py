@@ -8,7 +8,7 @@ import torch
 from kit import machine
 from kit.errors import BadInput, KitError
 from kit.sync import cache as module
-from kit.sync.buckets import Bound, Mismatch, lay_out, specs_of, views
+from kit.sync.buckets import Bound, Mismatch, bucket_views, lay_out, specs_of
 from kit.sync.cache import Cache, CacheBusy
 from tests.holdings import memory_files
 
@@ -48,7 +48,7 @@ def held(cache, version):
     """The value that fills each tensor of a version."""
     values = []
     for index in range(len(LAYOUT.buckets)):
-        for view in views(LAYOUT, index, cache.bucket(version, index)):
+        for view in bucket_views(LAYOUT, index, cache.bucket(version, index)):
             assert len(view.tensor.unique()) == 1
             values.append(int(view.tensor[0]))
     return values

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from kit.errors import KitError
 from kit.sync import groups
-from kit.sync.groups import Rendezvous, hurried, settle, within
+from kit.sync.groups import Rendezvous, hurried, wait_on_gpu, within
 from kit.sync.link import PeerSilent
 from tests.sync.ranks.transports import SIZES, receive, send
 from tests.sync.test_transports import between
@@ -49,7 +49,7 @@ class Work:
 
 def test_a_collective_that_ends_soon_is_over_before_torchs_slow_wait() -> None:
     work = Work(looks=50)
-    settle(work, SOON)
+    wait_on_gpu(work, SOON)
     assert (work.looks, work.waits) == (0, [SOON])
 
 
@@ -57,7 +57,7 @@ def test_a_late_one_is_left_to_torchs_wait_which_raises(monkeypatch: pytest.Monk
     monkeypatch.setattr(groups, "SPIN_S", 0.0)
     work = Work(looks=float("inf"))
     with pytest.raises(dist.DistBackendError, match="timeout"):
-        settle(work, SOON)
+        wait_on_gpu(work, SOON)
     assert work.waits == [SOON]
 
 

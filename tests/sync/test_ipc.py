@@ -22,7 +22,7 @@ from kit.sync.cache import Ring
 from kit.sync.link import Listener
 from kit.sync.receiver import Call, landing
 from kit.sync.sender import Report, SyncLog
-from kit.sync.transports import Ipc, Transport, TransportContext, make, opened
+from kit.sync.transports import Ipc, Transport, TransportContext, make, opened_block
 from tests.sync.ranks.service import LAYOUT, Host, at_once, receiver_of, sender_of, table, target, tensors
 from tests.sync.ranks.transports import SIZES, bucket, receive, send
 from tests.sync.test_transports import between
@@ -187,7 +187,7 @@ def test_why_a_handle_cannot_be_opened(monkeypatch: pytest.MonkeyPatch, words: s
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", refuses, raising=False)
     with pytest.raises(KitError) as refused:
-        opened([0, {"bytes": "AA=="}])
+        opened_block([0, {"bytes": "AA=="}])
     message = str(refused.value)
     assert message.startswith(f"the sender's GPU memory cannot be opened here ({words.partition(chr(10))[0]})")
     assert ("use expandable_segments:False, or transport=shm" in message) == names_the_setting

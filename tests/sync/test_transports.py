@@ -15,7 +15,7 @@ from kit.errors import BadInput, KitError
 from kit.sync import transports
 from kit.sync.cache import KeptMappings, Segment
 from kit.sync.link import Listener, PeerFailed, PeerGone, PeerSilent
-from kit.sync.transports import DEPTH, GRACE_S, NAMES, Ipc, RankPlace, Transport, by_name, choose
+from kit.sync.transports import DEPTH, GRACE_S, NAMES, Ipc, RankPlace, Transport, best_transport, by_name
 from tests.holdings import memory_files
 from tests.sync.ranks.transports import SIZES, Act, as_receiver, as_sender, bucket, context, receive, send
 
@@ -249,11 +249,11 @@ def test_who_says_why_and_leaves_is_not_just_gone() -> None:
     ],
 )
 def test_the_choice(receiver: RankPlace, expected: str) -> None:
-    assert choose(RankPlace("a", 0, "GPU-1"), receiver) == expected
+    assert best_transport(RankPlace("a", 0, "GPU-1"), receiver) == expected
 
 
 def test_hosts_without_gpus_share_memory() -> None:
-    assert choose(RankPlace("a", 0), RankPlace("a", 0)) == "shm"
+    assert best_transport(RankPlace("a", 0), RankPlace("a", 0)) == "shm"
 
 
 def test_names() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kit.errors import BadInput
-from kit.sync.buckets import Bound, Layout, Mismatch, lay_out, live, specs_of, views
+from kit.sync.buckets import Bound, Layout, Mismatch, bucket_views, lay_out, live, specs_of
 from kit.sync.hashes import Digests
 from kit.sync.receiver import wrong_bytes
 from tests.sync.ranks.service import KINDS, LAYOUT, Tensors, tensors
@@ -38,7 +38,7 @@ def test_live_tensors_and_what_arrived_have_the_same_digests(share: float, algor
         sender, receiver = ends(version, share, algorithm)
         for index, buffer in enumerate(packed(LAYOUT, source)):
             sender.add(index, live(LAYOUT, index, source))
-            receiver.add(index, views(LAYOUT, index, buffer))
+            receiver.add(index, bucket_views(LAYOUT, index, buffer))
         assert receiver.differences(LAYOUT, sender.table()) == []
         assert sender.count == receiver.count
         counts.add(sender.count)
@@ -73,7 +73,7 @@ def test_one_changed_bit_is_found_wherever_it_is_looked_for() -> None:
             sender, receiver = ends(1, 1.0)
             for number, buffer in enumerate(buffers):
                 sender.add(number, live(LAYOUT, number, source))
-                receiver.add(number, views(LAYOUT, number, buffer))
+                receiver.add(number, bucket_views(LAYOUT, number, buffer))
             assert receiver.differences(LAYOUT, sender.table()) == [(index, LAYOUT.specs[piece.spec].name)]
             sender.close()
             receiver.close()

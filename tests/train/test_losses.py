@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kit.labs.split.ranks.oracle import oracle
+from kit.labs.split.ranks.oracle import float64_step
 from kit.train import protocol
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
 from kit.train.protocol import counts, cut
@@ -111,7 +111,7 @@ LOSSES = [*CLIPPED, NegativeLogLikelihood(), NegativeLogLikelihood(level="sequen
 def agree(loss, logprobs, batch, exact, **close):
     value, gradient, table = run(loss, logprobs, batch)
     exact_logprobs = exact[0].clone().requires_grad_()
-    wanted, wanted_table = oracle(loss, exact_logprobs, exact[1])
+    wanted, wanted_table = float64_step(loss, exact_logprobs, exact[1])
     wanted.backward()
     assert set(table) == set(wanted_table) == set(loss.normalizers())
     torch.testing.assert_close(value.double(), wanted, **close)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kit.labs.split.ranks.oracle import oracle
+from kit.labs.split.ranks.oracle import float64_step
 from kit.train import protocol
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
 from kit.train.protocol import counts
@@ -68,7 +68,7 @@ def test_float32_rows_give_the_oracles_numbers_at_any_gap(name, gap):
     logprobs, batch = made(gap)
     value, gradient, table = run(loss, logprobs, batch)
     exact = logprobs.double().requires_grad_()
-    wanted, wanted_table = oracle(loss, exact, {key: each.double() for key, each in batch.items()})
+    wanted, wanted_table = float64_step(loss, exact, {key: each.double() for key, each in batch.items()})
     wanted.backward()
     assert value == pytest.approx(wanted.item(), rel=1e-6)
     assert table == pytest.approx(wanted_table, rel=1e-6, abs=1e-12)
@@ -84,7 +84,7 @@ def test_a_ratio_may_be_far_from_one_as_well(name, gap):
     batch["prev_logprobs"][1, 4] = batch["generation_logprobs"][1, 4] = logprobs[1, 3] - gap
     value, gradient, table = run(loss, logprobs, batch)
     exact = logprobs.double().requires_grad_()
-    wanted, wanted_table = oracle(loss, exact, {key: each.double() for key, each in batch.items()})
+    wanted, wanted_table = float64_step(loss, exact, {key: each.double() for key, each in batch.items()})
     wanted.backward()
     assert value == pytest.approx(wanted.item(), rel=1e-6)
     assert table == pytest.approx(wanted_table, rel=1e-6, abs=1e-12)

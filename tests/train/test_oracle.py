@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kit.labs.split.ranks import oracle as module
-from kit.labs.split.ranks.oracle import oracle
+from kit.labs.split.ranks.oracle import float64_step
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
 
 
@@ -28,7 +28,7 @@ def test_it_imports_nothing_of_what_it_checks():
 def test_it_wants_float64():
     batch = batch_of([[0, 1]], [1])
     with pytest.raises(TypeError, match="in float64, not"):
-        oracle(NegativeLogLikelihood(), torch.zeros(1, 1), batch)
+        float64_step(NegativeLogLikelihood(), torch.zeros(1, 1), batch)
 
 
 def test_shift_mask_and_level_on_paper():
@@ -36,12 +36,12 @@ def test_shift_mask_and_level_on_paper():
     batch = batch_of([[1, 1, 0, 1], [1, 0, 0, 0], [1, 1, 1, 1]], [1, 1, 0])
     logprobs = -torch.tensor([[1.0, 10, 3], [100, 100, 100], [1000, 1000, 1000]], dtype=torch.float64)
     logprobs.requires_grad_()
-    loss, table = oracle(NegativeLogLikelihood(), logprobs, batch)
+    loss, table = float64_step(NegativeLogLikelihood(), logprobs, batch)
     assert loss.item() == table["loss"] == 2.0
     assert (table["num_valid_samples"], table["num_unmasked_tokens"]) == (2.0, 2.0)
     loss.backward()
     assert logprobs.grad.tolist() == [[-0.5, 0.0, -0.5], [0.0] * 3, [0.0] * 3]
-    assert oracle(NegativeLogLikelihood(level="sequences"), logprobs, batch)[0].item() == 1.0
+    assert float64_step(NegativeLogLikelihood(level="sequences"), logprobs, batch)[0].item() == 1.0
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_shift_mask_and_level_on_paper():
 def test_a_step_without_a_valid_token(loss):
     batch = batch_of([[1, 0, 0]] * 2, [1, 1])
     logprobs = torch.full((2, 2), -torch.inf, dtype=torch.float64, requires_grad=True)
-    value, table = oracle(loss, logprobs, batch)
+    value, table = float64_step(loss, logprobs, batch)
     value.backward()
     assert value.item() == 0.0
     assert torch.equal(logprobs.grad, torch.zeros(2, 2, dtype=torch.float64))

@@ -73,7 +73,7 @@ def unmoved(config: Mapping[str, Any]) -> str:
     return "" if moved else "weights, grads and optimizer are false: no tensor is released"
 
 
-def unseen(config: Mapping[str, Any]) -> str:
+def unseen_bytes(config: Mapping[str, Any]) -> str:
     if config["model"] != KIT_MODEL:
         return unmoved(config)
     gone = [kind.replace("weights", "params") for kind in KINDS if config[kind]]
@@ -484,7 +484,7 @@ RULES = (
         cycles=SLOPE_CYCLES,
     ),
     rule(no_copy_kept, limit=copy_limit, unit="MiB", cycles=DRIFT_CYCLES),
-    rule(reload_peak, limit=1.1, unit="ratio", cannot=unseen),
+    rule(reload_peak, limit=1.1, unit="ratio", cannot=unseen_bytes),
     rule(residual, limit=500, unit="MiB", cannot=kept_by_choice),
     rule(comm_released, limit=0.7, unit="ratio", better=">=", cannot=kept_groups),
     Rule(

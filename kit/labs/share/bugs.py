@@ -15,18 +15,18 @@ from kit.share import core
 from kit.share.core import Scheduler
 from kit.share.member import Joined, Member
 from kit.share.planner import PLANNERS, Gaps, Planner, Share, Supply, View, gap_ratio, make_plan, share_of
-from kit.share.simulated import Simulation
+from kit.share.simulated import DeskSimulation
 from kit.share.state import GENERATION, PRIORITY, DeskFields, DeskState, DeskTurn, Op, Plan, Request
 from kit.stream import core as stream
 from kit.stream import generation
 from kit.stream.generation import StreamTurn
 
-advance, answer, drop, expand, grant = core.advance, core.answer, core.drop, core.expand, core.grant
-lose, queue, shrink = core.lose, core.queue, core.shrink
+advance, answer, drop, expand, grant = core.advance, core.answer, core.drop_pipeline, core.expand, core.grant
+lose, queue, shrink = core.lose, core.queue, core.shrink_replica
 run_scenario = Scenario.run
 desk_step, member_step, adapted = Scheduler.step, Member.step, Member.adapted
 meets, measure_gaps, order = Supply.meets, Gaps.__init__, Gaps.order
-on_left, send, report_progress = generation.on_left, generation.send, stream.report_progress
+on_left, send, report_progress = generation.on_left, generation.send_waiting, stream.report_progress
 
 # -- the desk: who gets which devices -------------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ ONE_BY_ONE = replace(
 )
 
 
-def runs_one_by_one(_: Scenario, config: ShareConfig | None = None) -> Simulation:
+def runs_one_by_one(_: Scenario, config: ShareConfig | None = None) -> DeskSimulation:
     return run_scenario(ONE_BY_ONE, config)
 
 
@@ -280,7 +280,7 @@ def shrinks_first(member: Member, state: Joined, event: Event) -> tuple[Joined, 
 
 def refuses_when_empty(t: StreamTurn) -> None:
     if t.waiting and not t.held and not generation.active(t) and t.version == t.last - 1:
-        generation.fail(t, "there is no replica to send a request to")
+        generation.end_with_error(t, "there is no replica to send a request to")
     send(t)
 
 

@@ -299,7 +299,7 @@ def heading(data: RunData) -> list[str]:
     config = data.config
     if "devices" not in config:  # another system's ledger
         return []
-    loops = rules.read(config).loops  # whichever way the settings of a pipeline are written
+    loops = rules.share_config(config).loops  # whichever way the settings of a pipeline are written
     trains = ", ".join(f"{name} on {device_numbers(loop.train)}" for name, loop in loops.items() if loop.train)
     steps = " and ".join(str(loop.steps) for loop in loops.values())
     return [

@@ -29,10 +29,10 @@ from kit.results import Row
 from kit.share import core
 from kit.share.member import Member, Own
 from kit.share.planner import PLANNERS
-from kit.share.simulated import Ports, Simulation
+from kit.share.simulated import DeskSimulation, Ports
 from kit.share.state import Cluster, DeskSettings
 from kit.stream.core import Controller
-from kit.stream.live import OpenDesk, Prompts, RunLedger, written
+from kit.stream.live import OpenDesk, Prompts, RunLedger, written_rows
 from kit.stream.ports import Meter, StepLog, Watched, replica_role
 from kit.stream.settings import opening
 from kit.stream.sides import LoopSide, silent
@@ -69,7 +69,7 @@ def rehearse(drive: Drive) -> None:
 
 def scripted(drive: Drive) -> None:
     """The desk with scripted pipelines on a virtual clock; with a fault of the desk, only the script that exposes it."""
-    with written(drive) as rows:
+    with written_rows(drive) as rows:
         names = [drive.scene["scenario"]] if "scenario" in drive.scene else for_config(drive.config)
         for name in names:
             rows.extend(SCENARIOS[name].run(drive.config).rows)
@@ -79,7 +79,7 @@ def together(drive: Drive, scene: Scene) -> None:
     """All pipelines under the desk, once."""
     config = drive.config
     if config.simulated:
-        with written(drive) as rows:
+        with written_rows(drive) as rows:
             ended = simulate_pipelines(config, scene, rows).ended
         if scene is AS_CONFIGURED:
             refuse_broken(ended, (*config.names, DESK))
@@ -91,13 +91,13 @@ def together(drive: Drive, scene: Scene) -> None:
         run_cores(under_desk(config, scene), config, live_side(drive, parts, desk, observer))
 
 
-def simulate_pipelines(config: ShareConfig, scene: Scene = AS_CONFIGURED, rows: Memory | None = None) -> Simulation:
+def simulate_pipelines(config: ShareConfig, scene: Scene = AS_CONFIGURED, rows: Memory | None = None) -> DeskSimulation:
     """All pipelines and the desk on simulated ranks; `ended` lacks those that have not ended. `rows` is the ledger to write."""
     rows = Memory() if rows is None else rows
     runners: list[Runner] = []
     with contextlib.suppress(Stalled):
         run_cores(under_desk(config, scene), config, simulated_side(config, scene, rows, runners.append))
-    return Simulation(rows, runners[0].ended, runners[0])
+    return DeskSimulation(rows, runners[0].ended, runners[0])
 
 
 def under_desk(config: ShareConfig, scene: Scene) -> dict[str, Core[Any]]:

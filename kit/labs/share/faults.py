@@ -33,7 +33,7 @@ OF_THE_DESK = exposed_by(
         "the devices of a dead pipeline never become idle again",
         "devices_conserved",
         scene={"scenario": "death"},
-        patch={"kit.share.core:drop": "kit.labs.share.bugs:drops_without_devices"},
+        patch={"kit.share.core:drop_pipeline": "kit.labs.share.bugs:drops_without_devices"},
         where="notebook",
     ),
     Fault(
@@ -181,7 +181,7 @@ OF_THE_DESK = exposed_by(
         "no_starvation",
         exit=3,
         scene={"scenario": "preempted"},
-        patch={"kit.share.core:shrink": "kit.labs.share.bugs:forgets_what_it_shrank"},
+        patch={"kit.share.core:shrink_replica": "kit.labs.share.bugs:forgets_what_it_shrank"},
         where="notebook",
     ),
     Fault(
@@ -328,7 +328,7 @@ OF_A_PIPELINE = exposed_by(
         "a request is an error if no replica is awake",
         "empty_set_suspends",
         exit=3,
-        patch={"kit.stream.generation:send": "kit.labs.share.bugs:refuses_when_empty"},
+        patch={"kit.stream.generation:send_waiting": "kit.labs.share.bugs:refuses_when_empty"},
         where="notebook",
     ),
     Fault(
@@ -399,7 +399,7 @@ OF_RANKS = exposed_by(
         "drained_before_sleep",
         set={"b.answer": (40, 60), "b.pace_ms": 20},  # B decodes for as long as A needs a device
         patch={
-            "kit.labs.share.ranks.roles:Replica.abort_requests": "kit.labs.share.ranks.bugs:aborts_nothing",
+            "kit.labs.share.ranks.roles:LeasedReplica.abort_requests": "kit.labs.share.ranks.bugs:aborts_nothing",
         },
     ),
     Fault(
@@ -408,7 +408,7 @@ OF_RANKS = exposed_by(
         "memory_down_asleep",
         set=SEEN,
         patch={
-            "kit.labs.share.ranks.roles:Replica.give_memory": "kit.labs.share.ranks.bugs:keeps_its_memory",
+            "kit.labs.share.ranks.roles:LeasedReplica.give_memory": "kit.labs.share.ranks.bugs:keeps_its_memory",
         },
     ),
     Fault(
@@ -417,9 +417,9 @@ OF_RANKS = exposed_by(
         "peak_fits",
         set=SEEN,
         patch={
-            "kit.labs.share.ranks.roles:Replica.give_memory": "kit.labs.share.ranks.bugs:sleeps_late",
-            "kit.labs.share.ranks.roles:Replica.take_memory": "kit.labs.share.ranks.bugs:wakes_after_the_late_sleep",
-            "kit.labs.share.ranks.roles:Replica.end": "kit.labs.share.ranks.bugs:ends_after_the_late_sleep",
+            "kit.labs.share.ranks.roles:LeasedReplica.give_memory": "kit.labs.share.ranks.bugs:sleeps_late",
+            "kit.labs.share.ranks.roles:LeasedReplica.take_memory": "kit.labs.share.ranks.bugs:wakes_after_the_late_sleep",
+            "kit.labs.share.ranks.roles:LeasedReplica.end": "kit.labs.share.ranks.bugs:ends_after_the_late_sleep",
         },
     ),
     Fault(
@@ -429,7 +429,7 @@ OF_RANKS = exposed_by(
         # Leaves requests for the woken replica while the other one continues.
         set={"scenario": "A", "groups": 6, "slots": 2, "pace_ms": 5},
         patch={
-            "kit.labs.share.ranks.roles:Replica.sync": "kit.labs.share.ranks.bugs:stamps_the_version_before",
+            "kit.labs.share.ranks.roles:LeasedReplica.sync": "kit.labs.share.ranks.bugs:stamps_the_version_before",
         },
     ),
     Fault(
@@ -446,7 +446,7 @@ OF_RANKS = exposed_by(
         "version 0 is published on replicas with other base weights",
         "weights_after_wake",
         patch={
-            "kit.labs.share.ranks.roles:Replica.sync": "kit.labs.share.ranks.bugs:assumes_the_base",
+            "kit.labs.share.ranks.roles:LeasedReplica.sync": "kit.labs.share.ranks.bugs:assumes_the_base",
             "kit.actors.replica:ReplicaActor.digests": "kit.labs.share.ranks.bugs:changes_the_base",
         },
     ),
@@ -455,8 +455,8 @@ OF_RANKS = exposed_by(
         "the cache is built from memory after the weights were offloaded",
         "weights_after_wake",
         patch={
-            "kit.labs.share.ranks.roles:Trainer.finish": "kit.labs.share.ranks.bugs:copies_before_the_update",
-            "kit.labs.share.ranks.roles:Trainer.fill_cache": "kit.labs.share.ranks.bugs:builds_late",
+            "kit.labs.share.ranks.roles:LeasedTrainer.finish": "kit.labs.share.ranks.bugs:copies_before_the_update",
+            "kit.labs.share.ranks.roles:LeasedTrainer.fill_cache": "kit.labs.share.ranks.bugs:builds_late",
         },
     ),
     Fault(
@@ -472,8 +472,8 @@ OF_RANKS = exposed_by(
         "when a replica wakes, ranks of the other pipeline rebuild a process group too",
         "others_untouched",
         patch={
-            "kit.labs.share.ranks.roles:Replica.expand": "kit.labs.share.ranks.bugs:shows_that_it_woke",
-            "kit.labs.share.ranks.roles:Trainer.begin": "kit.labs.share.ranks.bugs:rebuilds_a_group",
+            "kit.labs.share.ranks.roles:LeasedReplica.expand": "kit.labs.share.ranks.bugs:shows_that_it_woke",
+            "kit.labs.share.ranks.roles:LeasedTrainer.begin": "kit.labs.share.ranks.bugs:rebuilds_a_group",
         },
     ),
     Fault(
@@ -481,7 +481,7 @@ OF_RANKS = exposed_by(
         "a replica leaks a process group at each wake-up",
         "nothing_left",
         patch={
-            "kit.labs.share.ranks.roles:Replica.expand": "kit.labs.share.ranks.bugs:leaks_a_group",
+            "kit.labs.share.ranks.roles:LeasedReplica.expand": "kit.labs.share.ranks.bugs:leaks_a_group",
         },
     ),
 )

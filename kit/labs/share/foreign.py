@@ -81,7 +81,7 @@ def settings_of(files: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any],
     unknown = []
     for pipeline, (name, content) in zip(NAMES, files.items(), strict=False):
         try:
-            keys = flat(content)
+            keys = flat_yaml(content)
             settings = pipeline_settings(keys, pipeline)
         except BadInput as error:
             raise BadInput(f"{name}: {error}") from None
@@ -97,7 +97,7 @@ def settings_of(files: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any],
     return common, unknown
 
 
-def flat(content: Mapping[str, Any]) -> dict[str, Any]:
+def flat_yaml(content: Mapping[str, Any]) -> dict[str, Any]:
     """Every value under its dotted key, with overrides applied and references within the file resolved."""
     values = dict(leaves(content))
     for text in values.pop("nemo_config_overrides", None) or ():

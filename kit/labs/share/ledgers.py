@@ -33,7 +33,7 @@ Value = TypeVar("Value")
 # -- ledgers --------------------------------------------------------------------------------------------------------------
 
 
-def parts(rows: Iterable[Row]) -> Iterator[list[Row]]:
+def phase_runs(rows: Iterable[Row]) -> Iterator[list[Row]]:
     """The rows of each run of a phase. A new run begins with the settings of its pipelines, or when a core begins a second time."""
     part: list[Row] = []
     begun: set[str] = set()
@@ -51,7 +51,7 @@ def parts(rows: Iterable[Row]) -> Iterator[list[Row]]:
 def read_parts(frame: pd.DataFrame, phase: str) -> list[list[Row]]:
     """The runs of a phase. In a run of another lab, all events are one run of the phase `shared`."""
     happened = events(frame, phase, lab="share", main=MAIN)
-    return [*parts(rows_of(happened[happened["text"].fillna("") == ""]))]  # rows of observers have a text
+    return [*phase_runs(rows_of(happened[happened["text"].fillna("") == ""]))]  # rows of observers have a text
 
 
 def read_ledgers(frame: pd.DataFrame, phase: str) -> list[DeskLedger]:
@@ -143,7 +143,7 @@ def over_time(
     yield from ((key, value, left, when) for key, (value, left) in open_.items() if when is not None)
 
 
-class Span(NamedTuple):
+class HolderSpan(NamedTuple):
     """The holders of devices: replicas that are waking, awake or sleeping (falling asleep), and other clusters with a lease."""
 
     pipeline: str
@@ -154,8 +154,8 @@ class Span(NamedTuple):
     right: float
 
 
-def spans(book: DeskLedger) -> list[Span]:
-    return [Span(*key, *value, left, right) for key, value, left, right in over_time(book.replay(), in_use)]
+def spans(book: DeskLedger) -> list[HolderSpan]:
+    return [HolderSpan(*key, *value, left, right) for key, value, left, right in over_time(book.replay(), in_use)]
 
 
 def in_use(books: Books) -> dict[tuple[str, str], tuple[tuple[int, ...], str]]:
@@ -184,7 +184,7 @@ def seats(book: DeskLedger) -> dict[str, tuple[int, ...]]:
 OWNERS = re.compile(r"\w+\.(?:trainer|replica \d+)|pid \d+")
 
 
-def recorded(frame: pd.DataFrame, phase: str, metric: str, *ids: str) -> pd.DataFrame:
+def recorded_on_ranks(frame: pd.DataFrame, phase: str, metric: str, *ids: str) -> pd.DataFrame:
     return with_ids(frame[(frame["phase"] == phase) & (frame["metric"] == metric)], *ids).sort_values(
         "time", kind="stable"
     )
@@ -203,7 +203,7 @@ def leases(frame: pd.DataFrame, phase: str) -> tuple[list[Held], list[str]]:
     """Leases as recorded by ranks, and a sentence for each time a rank took a device that another one held."""
     open_: dict[int, tuple[str, float]] = {}
     held, wrong = list[Held](), list[str]()
-    for row in recorded(frame, phase, "lease", "device", "event").to_dict("records"):
+    for row in recorded_on_ranks(frame, phase, "lease", "device", "event").to_dict("records"):
         device, owner, when = int(row["device"]), str(row["text"]), float(row["time"])
         if row["event"] == "taken":
             if device in open_:
@@ -226,7 +226,7 @@ class Sight(NamedTuple):
 
 
 def sights(frame: pd.DataFrame, phase: str) -> dict[int, list[Sight]]:
-    rows = recorded(frame, phase, "seen_owner", "device")
+    rows = recorded_on_ranks(frame, phase, "seen_owner", "device")
     by_device: dict[int, list[Sight]] = {}
     for device, looks in rows.groupby("device"):
         owners = [tuple(OWNERS.findall(text)) for text in looks["text"]]
@@ -236,7 +236,7 @@ def sights(frame: pd.DataFrame, phase: str) -> dict[int, list[Sight]]:
 
 
 @dataclass(slots=True)
-class Levels:
+class ResidentBytes:
     """The resident bytes of a rank over time; each level holds until the next. A reading is somewhere between its start and its end."""
 
     starts: list[float] = field(default_factory=list)
@@ -256,11 +256,11 @@ class Levels:
         return self.bytes[bisect.bisect_left(self.starts, since) : bisect.bisect_left(self.ends, until)]
 
 
-def residents(frame: pd.DataFrame, phase: str) -> dict[str, Levels]:
-    rows = recorded(frame, phase, "seen_resident", "who")
+def residents(frame: pd.DataFrame, phase: str) -> dict[str, ResidentBytes]:
+    rows = recorded_on_ranks(frame, phase, "seen_resident", "who")
     rows = rows.assign(start=rows["start"].fillna(rows["time"]))  # older runs have no start
     return {
-        str(who): Levels(*(readings[name].tolist() for name in ("start", "time", "value")))
+        str(who): ResidentBytes(*(readings[name].tolist() for name in ("start", "time", "value")))
         for who, readings in rows.groupby("who", sort=False)
     }
 

@@ -19,7 +19,7 @@ from kit import machine
 from kit.labs.lab import Drive
 from kit.labs.share.lab import BETWEEN_LOOKS_S, DESK, LOCK
 from kit.loop.messages import Event
-from kit.results.records import Id, Row, shown
+from kit.results.records import Id, Row, value_in_words
 
 EVERY_S = 0.02
 GPUS_EVERY_S = 1.0  # about the period of the driver's own average
@@ -162,7 +162,7 @@ class Observer:
 
     def _see_cores(self, pid: int, name: str, at: float) -> None:
         try:
-            cores = shown(tuple(sorted(os.sched_getaffinity(pid))))
+            cores = value_in_words(tuple(sorted(os.sched_getaffinity(pid))))
         except ProcessLookupError:
             return
         if cores != self._cores.get(name):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kit.labs.definition import made
 from kit.labs.share.lab import ALONE, BETWEEN_LOOKS_S, MAIN, TRAINER, ShareConfig, role_names
 from kit.labs.share.ledgers import (
-    Levels,
+    ResidentBytes,
     alone_phases,
     devices_of,
     every_ledger,
@@ -23,7 +23,7 @@ from kit.labs.share.ledgers import (
     ledgers,
     loops,
     of_ledgers,
-    recorded,
+    recorded_on_ranks,
     residents,
     role_of,
     sights,
@@ -50,7 +50,7 @@ OUTCOMES = ("digest", "global_loss", "grad_norm", "tokens_digest")
 SEEN_BYTES = 8 * MIB  # a change of resident memory above noise
 
 
-def read(config: Mapping[str, Any]) -> ShareConfig:
+def share_config(config: Mapping[str, Any]) -> ShareConfig:
     run: ShareConfig = made(ShareConfig, config)
     return run
 
@@ -66,8 +66,8 @@ def lacking(frame: pd.DataFrame, what: str) -> None:
     raise (Unjudged if (frame["phase"] == "end").any() else Missing)(what)
 
 
-def rows_of(frame: pd.DataFrame, phase: str, metric: str, *ids: str) -> pd.DataFrame:
-    rows = recorded(frame, phase, metric, *ids)
+def rows_by_pipeline(frame: pd.DataFrame, phase: str, metric: str, *ids: str) -> pd.DataFrame:
+    rows = recorded_on_ranks(frame, phase, metric, *ids)
     if rows.empty:
         lacking(frame, f"the phase {phase} recorded no {metric}")
     return rows
@@ -82,7 +82,7 @@ def with_ranks(
         answer = of_ledgers(by_ledger)(frame, config)
         if answer.value or no_ranks(config):
             return answer
-        return agreeing(by_ranks(frame, read(config)), answer.why)
+        return agreeing(by_ranks(frame, share_config(config)), answer.why)
 
     return measure
 
@@ -102,7 +102,7 @@ def owned_twice(frame: pd.DataFrame, config: ShareConfig) -> Iterator[str]:
         lacking(frame, "no rank recorded a lease")
     yield from taken_twice
     seen, seconds = sights(frame, MAIN), watched(frame, MAIN)
-    blind = rows_of(frame, MAIN, "seen_samples", "blind")["blind"].astype(int).max()
+    blind = rows_by_pipeline(frame, MAIN, "seen_samples", "blind")["blind"].astype(int).max()
     for device, periods in () if blind else seen.items():
         for sight in periods:
             if len(sight.owners) > 1:
@@ -128,7 +128,7 @@ def peak_fits(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     For each device, the most bytes that observers saw of replicas that did not hold it. A trainer off its devices is in host memory,
     which is the same memory on the CPU.
     """
-    run, levels = read(config), residents(frame, MAIN)
+    run, levels = share_config(config), residents(frame, MAIN)
     whole = weights_seen(run)
     if not levels:
         lacking(frame, "no observer recorded the memory of ranks")
@@ -154,7 +154,7 @@ def peak_fits(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     return Measured(over / MIB, where if over > SEEN_BYTES else f"at most {over / MIB:.1f} MiB: {right}")
 
 
-def readings(levels: Mapping[str, Levels]) -> set[tuple[float, float]]:
+def readings(levels: Mapping[str, ResidentBytes]) -> set[tuple[float, float]]:
     """When observers read the memory of ranks: all of them at once, each time from a start to an end."""
     return {reading for level in levels.values() for reading in zip(level.starts, level.ends, strict=True)}
 
@@ -175,7 +175,7 @@ def memory_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measur
     For each replica that falls asleep: the share of its weights that observers see while it sleeps. Periods shorter than the time
     between two samples are not judged.
     """
-    run, levels = read(config), residents(frame, MAIN)
+    run, levels = share_config(config), residents(frame, MAIN)
     whole = weights_seen(run)
     kept, where, count = 0.0, "", 0
     held, seconds = leases(frame, MAIN)[0], watched(frame, MAIN)
@@ -209,13 +209,14 @@ def groups_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violat
 
     The groups in torch's table, without the World's, each time a trainer rank left its device.
     """
-    rows = rows_of(frame, MAIN, "groups_asleep", "who")
-    freed = rows_of(frame, MAIN, "lease", "event")
+    rows = rows_by_pipeline(frame, MAIN, "groups_asleep", "who")
+    freed = rows_by_pipeline(frame, MAIN, "lease", "event")
     departures = Counter(freed[(freed["event"] == "freed") & freed["text"].str.endswith(f".{TRAINER}")]["rank"])
     counts = Counter(rows["rank"])
     for rank, count in departures.items():
         if counts[rank] < count:
-            yield f"{name_rank(read(config), rank)} left its device {count} times and counted its process groups {counts[rank]} times"
+            who = name_rank(share_config(config), rank)
+            yield f"{who} left its device {count} times and counted its process groups {counts[rank]} times"
     for row in rows[rows["value"] > 0].to_dict("records"):
         yield f"{row['who']} (rank {row['rank']}) kept {row['value']:.0f} process groups off its devices"
     return f"{len(rows)} times a trainer rank kept only the World's process group"
@@ -226,7 +227,7 @@ def groups_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violat
 
 def slept_in_flight(frame: pd.DataFrame, config: ShareConfig) -> Iterator[str]:
     """Requests in flight, as recorded by replicas, when their weights were dropped. Every sleep must have a record."""
-    rows = rows_of(frame, MAIN, "in_flight", "replica", "pipeline")
+    rows = rows_by_pipeline(frame, MAIN, "in_flight", "replica", "pipeline")
     for row in rows[rows["value"] > 0].to_dict("records"):
         yield f"replica {row['replica']} of {row['pipeline']} fell asleep with {row['value']:.0f} requests in flight"
     counts = Counter(zip(rows["pipeline"], rows["replica"].astype(int), strict=True))
@@ -241,9 +242,9 @@ def weights_after_wake(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violat
 
     SHA-256 of all tensors of each replica after each sync, against the trainer's of that version.
     """
-    trained = rows_of(frame, MAIN, "digest", "pipeline", "version")
+    trained = rows_by_pipeline(frame, MAIN, "digest", "pipeline", "version")
     digests = {(row["pipeline"], int(row["version"])): row["text"] for row in trained.to_dict("records")}
-    rows = rows_of(frame, MAIN, "served", "pipeline", "version", "replica").to_dict("records")
+    rows = rows_by_pipeline(frame, MAIN, "served", "pipeline", "version", "replica").to_dict("records")
     for row in rows:
         if digests.get((row["pipeline"], int(row["version"]))) != row["text"]:
             replica = f"replica {row['replica']} of {row['pipeline']}"
@@ -313,7 +314,7 @@ def wanted_outcomes(config: ShareConfig, pipeline: str) -> dict[str, int]:
 
 def same_numbers(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:
     """Does each pipeline compute bit for bit what it computes alone?"""
-    run = read(config)
+    run = share_config(config)
     compared = [departed(frame, run, name, MAIN) for name in run.names]  # all, so that lacking records come first
     for violations, _ in compared:
         yield from violations
@@ -349,7 +350,7 @@ def describe(outcome: tuple[float | None, str] | None) -> str:
 def stale(config: Mapping[str, Any]) -> str:
     if (why := no_ranks(config)) or "pipelines" not in config:
         return why
-    windows = [f"{name}.window={loop.window}" for name, loop in read(config).loops.items() if loop.window]
+    windows = [f"{name}.window={loop.window}" for name, loop in share_config(config).loops.items() if loop.window]
     if windows:
         return f"{', '.join(windows)}: the version that generates a sample depends on timing; use window=0"
     return ""
@@ -360,7 +361,7 @@ def namespaces_apart(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violatio
 
     Each draws its own, so none of their weights and samples are equal.
     """
-    drawn = [outcomes(frame, MAIN, name) for name in read(config).names]
+    drawn = [outcomes(frame, MAIN, name) for name in share_config(config).names]
     count = 0
     for first, second in itertools.combinations(drawn, 2):
         common = [key for key in first if key in second and key[0] in ("digest", "tokens_digest")]
@@ -374,7 +375,7 @@ def namespaces_apart(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violatio
 
 
 def alone_here(config: Mapping[str, Any]) -> str:
-    if not no_ranks(config) and len(read(config).names) < 2:
+    if not no_ranks(config) and len(share_config(config).names) < 2:
         return "there is only one pipeline"
     return no_ranks(config)
 
@@ -386,7 +387,7 @@ def others_untouched(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violatio
     of another pipeline sleeps or wakes.
     """
     levels = residents(frame, MAIN)
-    yield from groups_moved(frame, read(config))
+    yield from groups_moved(frame, share_config(config))
     held, count = leases(frame, MAIN)[0], 0
     moves = [span for ledger in ledgers(frame, MAIN) for span in spans(ledger) if span.state in ("waking", "sleeping")]
     for move, (owner, level) in itertools.product(moves, levels.items()):
@@ -526,7 +527,7 @@ def nothing_left(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """
     import pandas as pd
 
-    if moved := list(groups_moved(frame, read(config))):
+    if moved := list(groups_moved(frame, share_config(config))):
         more = f"; {len(moved) - 1} more" if len(moved) > 1 else ""
         return Measured(float(len(moved)), moved[0] + more)
     kept = frame["metric"] == "temp_files"
@@ -534,7 +535,7 @@ def nothing_left(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     counts = pd.concat([frame[~kept | (frame["phase"] != "prepare")], settled])
     ended = frame[frame["phase"] == "end"]["rank"].nunique()  # a rehearsal may have killed the others
     most = largest(*COUNTS, after="end", base="prepare")(counts, {**config, "ranks": ended})
-    return replace(most, why=RANK.sub(lambda rank: name_rank(read(config), int(rank[1])), most.why))
+    return replace(most, why=RANK.sub(lambda rank: name_rank(share_config(config), int(rank[1])), most.why))
 
 
 BY_RANKS_TOO = {

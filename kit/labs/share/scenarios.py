@@ -15,7 +15,7 @@ from kit.results.records import Id, numbers
 from kit.share.core import Scheduler
 from kit.share.judge import ON_PURPOSE
 from kit.share.planner import PLANNERS, View
-from kit.share.simulated import Devices, Script, Simulation, simulate
+from kit.share.simulated import DeskSimulation, Devices, Script, simulate
 from kit.share.state import GENERATION, DeskSettings
 from kit.target import load_callable
 
@@ -34,7 +34,7 @@ class Scenario:
     devices: Mapping[str, Any] = field(default_factory=dict)  # options of the simulated devices
     until_s: float = 10.0
 
-    def run(self, config: ShareConfig | None = None) -> Simulation:
+    def run(self, config: ShareConfig | None = None) -> DeskSimulation:
         clock = VirtualClock()
         settings = {"devices": 2, "admission_ms": 0, "request_ms": 3000, "watchdog_ms": 500, **self.settings}
         cores: dict[str, Any] = {name: Script(name, *self.script(name)) for name in self.clusters}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from kit.labs.share.lab import ALONE, MAIN
-from kit.labs.share.ledgers import Span, over_time, recorded, runs, seats, spans
+from kit.labs.share.ledgers import HolderSpan, over_time, recorded_on_ranks, runs, seats, spans
 from kit.results import NotMeasured
 from kit.results.ledger import PerFrame
 from kit.results.records import Row, numbers
@@ -129,7 +129,7 @@ def uses(book: DeskLedger) -> pd.DataFrame:
 
 
 def of_span(
-    span: Span, calls: Sequence[Work], published: Sequence[tuple[float, int]]
+    span: HolderSpan, calls: Sequence[Work], published: Sequence[tuple[float, int]]
 ) -> Iterator[tuple[str, float, float]]:
     """The uses of a device while it has an owner: use, left, right."""
     if span.state in ("waking", "sleeping"):
@@ -179,8 +179,8 @@ def utilisation(frame: pd.DataFrame, phase: str = MAIN, *, paced: bool = False) 
     book = ledger(frame, phase)
     began, ended = ends(book)
     devices = pd.RangeIndex(book.limit("devices", 0), name="device")
-    busy = recorded(frame, phase, "gpu_busy", "gpu").groupby("gpu")["value"].mean() / 100
-    owned = recorded(frame, phase, "owned", "device", "cpu_s")
+    busy = recorded_on_ranks(frame, phase, "gpu_busy", "gpu").groupby("gpu")["value"].mean() / 100
+    owned = recorded_on_ranks(frame, phase, "owned", "device", "cpu_s")
     if len(busy):
         by, used = "gpu", pd.Series([float(busy.iloc[device % len(busy)]) for device in devices], devices)
     else:
@@ -245,7 +245,7 @@ def loads(book: DeskLedger, woken: Iterable[Row]) -> Iterator[float]:
 
 
 def hashing(frame: pd.DataFrame, phase: str) -> list[tuple[str, float, float]]:
-    rows = recorded(frame, phase, "handing_over", "what", "who")
+    rows = recorded_on_ranks(frame, phase, "handing_over", "what", "who")
     mine = rows[rows["what"] == "check"]
     return [
         (str(who).partition(".")[0], start, start + seconds)
@@ -460,7 +460,7 @@ def loops(frame: pd.DataFrame) -> pd.DataFrame:
 def memory(frame: pd.DataFrame, phase: str = MAIN) -> pd.DataFrame:
     """Resident bytes of ranks as seen by observers: device, pipeline, who, time, bytes."""
     place = seats(ledger(frame, phase))
-    rows = recorded(frame, phase, "seen_resident", "who")
+    rows = recorded_on_ranks(frame, phase, "seen_resident", "who")
     readings = [
         (device, who.partition(".")[0], who, when, size)
         for who, when, size in zip(rows["who"], rows["time"], rows["value"], strict=True)

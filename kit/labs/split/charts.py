@@ -17,7 +17,7 @@ from kit.draw.style import Look
 from kit.labs.split import rules
 from kit.labs.split.faults import KIT_SPLIT
 from kit.labs.split.lab import cases_of
-from kit.labs.split.rules import COMMON, chunks_of, every_chunks, singular
+from kit.labs.split.rules import COMMON, chunks_in_words, every_chunks, singular
 from kit.results import with_ids
 from kit.results.units import amount, counted
 
@@ -41,7 +41,9 @@ def step_calls(data: RunData) -> pd.DataFrame:
     boxes: list[dict[str, Any]] = []
     for case in cases_of(data.config):
         for phase in ("sync", "split") if case.first else ("split",):
-            lane: dict[str, Any] = {"lane": f"{case.level}, {'plain' if phase == 'sync' else chunks_of(case.chunks)}"}
+            lane: dict[str, Any] = {
+                "lane": f"{case.level}, {'plain' if phase == 'sync' else chunks_in_words(case.chunks)}"
+            }
             lane |= {"gap": 0.22} if phase == "sync" and boxes else {}
             calls = rows[(rows["cycle"] == case.cycle) & (rows["phase"] == phase)]
             for place, (_, mine) in enumerate(calls.groupby("rank")):

@@ -256,7 +256,7 @@ FAULTS = OF_THE_STEP + exposed_by(
         "the loss multiplies masked places by 0, so NaN and infinities reach the sum",
         "masked_places",
         needs={"loss": (KIT_LOSS,)},
-        patch={"kit.train.losses:kept": f"{BUGS}:multiplies_masks"},
+        patch={"kit.train.losses:kept_inside": f"{BUGS}:multiplies_masks"},
     ),
     Fault(
         "unclipped",

@@ -16,7 +16,7 @@ from kit.labs.split.faults import KIT_LOSS, KIT_MODEL
 from kit.labs.split.lab import cases_of
 from kit.results import Measured, Missing, NotMeasured, Unjudged, incomplete, select, with_ids
 from kit.results.frames import read_ids
-from kit.results.records import shown
+from kit.results.records import value_in_words
 from kit.results.rules import rule
 from kit.results.units import counted
 
@@ -88,7 +88,7 @@ def error(value: pd.Series, base: pd.Series, floor: float = FLOOR) -> pd.Series:
     return relative.fillna(math.inf).where(~equal, 0.0)
 
 
-def worst(table: pd.DataFrame, column: str = "value") -> dict[str, Any]:
+def worst_row(table: pd.DataFrame, column: str = "value") -> dict[str, Any]:
     row = table.iloc[int(table[column].to_numpy().argmax())]
     return {str(name): value for name, value in row.items()}
 
@@ -159,17 +159,19 @@ def singular(level: str) -> str:
 
 def case_of(config: Config, row: Mapping[str, Any]) -> str:
     case = cases_of(config)[row["cycle"] - 1]
-    return f"loss per {singular(case.level)}, {chunks_of(case.chunks)}"
+    return f"loss per {singular(case.level)}, {chunks_in_words(case.chunks)}"
 
 
-def chunks_of(count: int) -> str:
+def chunks_in_words(count: int) -> str:
     return counted(count, "chunk") if count else "one chunk per microbatch"
 
 
 PLAIN, SPLIT = ("sync", "in the plain step"), ("split", "in the split step")  # a column of `paired`, and its place
 
 
-def compared(row: Mapping[str, Any], *at: str, base: tuple[str, str] = PLAIN, side: tuple[str, str] = SPLIT) -> str:
+def compared_numbers(
+    row: Mapping[str, Any], *at: str, base: tuple[str, str] = PLAIN, side: tuple[str, str] = SPLIT
+) -> str:
     """A number and what it was compared with: "loss: 0.5 in the plain step, 0.6 in the split step (error 0.2; step 1)"."""
     values = ", ".join(f"{row[column]:.9g} {place}" for column, place in (base, side))
     error = f"error {row['error']:.2g}" if row["error"] else "identical bit for bit"
@@ -181,8 +183,8 @@ def beside(value: float) -> str:
     return f"; {'within' if value <= COMMON else 'above'} the 1e-3 in common use"
 
 
-def place_of(ids: str, text: str = "") -> str:
-    words = [shown(value) for value in read_ids(ids).values()]
+def place_in_step(ids: str, text: str = "") -> str:
+    words = [value_in_words(value) for value in read_ids(ids).values()]
     return ", ".join(filter(None, [*words, text]))
 
 
@@ -203,16 +205,16 @@ def loss_parity(frame: pd.DataFrame, config: Config) -> Measured:
     In the first step, where the error is largest: both steps start from the same weights.
     """
     table = paired(frame, config)
-    row = worst(table[(table["metric"] == "global_loss") & (table["step"] == 1)], "error")
+    row = worst_row(table[(table["metric"] == "global_loss") & (table["step"] == 1)], "error")
     if not row["error"]:
         return Measured(0, f"identical bit for bit in step 1 ({scope(config)})")
-    return Measured(row["error"], compared(row, f"step 1, {case_of(config, row)}") + beside(row["error"]))
+    return Measured(row["error"], compared_numbers(row, f"step 1, {case_of(config, row)}") + beside(row["error"]))
 
 
 def grad_parity(frame: pd.DataFrame, config: Config) -> Measured:
     """Do the gradients match the plain step's?"""
     table = with_ids(of_every_case(frame, config, "compare", "gradient_error"), "step")
-    row, tensor = worst(table[table["step"] == 1]), worst(tensors(frame, config), "gradient_error")
+    row, tensor = worst_row(table[table["step"] == 1]), worst_row(tensors(frame, config), "gradient_error")
     why = f"||dg||/||g|| over the model in step 1, worst: {case_of(config, row)}"
     why += f"; worst tensor: {tensor['tensor']}, {tensor['gradient_error']:.3g}, element {tensor['gradient_index']:.0f}"
     common = frame[(frame["metric"] == "gradient_factor") & (frame["cycle"] == row["cycle"])]["value"]
@@ -223,8 +225,8 @@ def grad_parity(frame: pd.DataFrame, config: Config) -> Measured:
 
 def params_parity(frame: pd.DataFrame, config: Config) -> Measured:
     """Do the weights match the plain step's at the end?"""
-    row, table = worst(of_every_case(frame, config, "compare", "parameter_error")), tensors(frame, config)
-    tensor = worst(table, "parameter_error")
+    row, table = worst_row(of_every_case(frame, config, "compare", "parameter_error")), tensors(frame, config)
+    tensor = worst_row(table, "parameter_error")
     uncertain, elements = (
         select(frame, phase="compare", metric=name)["value"].max() for name in ("uncertain_elements", "elements")
     )
@@ -243,10 +245,10 @@ def later_steps(frame: pd.DataFrame, config: Config) -> Measured:
     Loss, metrics, norms and gradients of the steps after the first; their weights differ by rounding.
     """
     table = paired(frame, config)
-    row = worst(table[(table["step"] > 1) & ~table["metric"].isin(["lr", "wd", "updated"])], "error")
+    row = worst_row(table[(table["step"] > 1) & ~table["metric"].isin(["lr", "wd", "updated"])], "error")
     steps = with_ids(of_every_case(frame, config, "compare", "gradient_error"), "step")
-    gradients = worst(steps[steps["step"] > 1])
-    why = compared(row, f"step {row['step']}, {case_of(config, row)}")
+    gradients = worst_row(steps[steps["step"] > 1])
+    why = compared_numbers(row, f"step {row['step']}, {case_of(config, row)}")
     why += f"; worst gradients: ||dg||/||g|| {gradients['value']:.2g} in step {gradients['step']}"
     return Measured(max(row["error"], gradients["value"]), why)
 
@@ -259,11 +261,11 @@ def metric_parity(frame: pd.DataFrame, config: Config) -> list[Measured]:
     table = metrics(frame, config)
     answers = []
     for name, rows in table[table["step"] == 1].groupby("metric", sort=False):
-        row, scalar = worst(rows, "error"), rows["one_scalar_error"].max()
+        row, scalar = worst_row(rows, "error"), rows["one_scalar_error"].max()
         divided = "not divided" if row["normalizer"] == "none" else f"per {singular(row['normalizer'])}"
-        at = [f"loss per {singular(row['level'])}, {chunks_of(row['chunks'])}"] if row["error"] else []
+        at = [f"loss per {singular(row['level'])}, {chunks_in_words(row['chunks'])}"] if row["error"] else []
         would = f"; one scalar for all metrics would give an error of {scalar:.2g}" if scalar else ""
-        why = compared({**row, "metric": f"{name} ({divided})"}, *at) + would
+        why = compared_numbers({**row, "metric": f"{name} ({divided})"}, *at) + would
         answers.append(Measured(row["error"], why, of=str(name)))
     return answers
 
@@ -282,10 +284,10 @@ def result_parity(frame: pd.DataFrame, config: Config) -> Measured:
     rounding = float(allowed.max()) if len(allowed) else 0.0
     table["error"] = error(table["split"], table["sync"])
     table["beyond"] = table["error"].where(table["metric"] != "grad_norm", (table["error"] - rounding).clip(lower=0))
-    row = worst(table.sort_values("error", ascending=False), "beyond")
+    row = worst_row(table.sort_values("error", ascending=False), "beyond")
     if not row["error"]:
         return Measured(0, f"{', '.join(FIELDS)}: identical bit for bit ({scope(config)})")
-    why = compared(row, f"step {row['step']}, {case_of(config, row)}")
+    why = compared_numbers(row, f"step {row['step']}, {case_of(config, row)}")
     excused = f"rounding of a float32 norm is excluded, up to {rounding:.2g}"
     return Measured(row["beyond"], why, if_passed=excused if row["error"] > row["beyond"] else "")
 
@@ -320,10 +322,10 @@ def metric_coverage(frame: pd.DataFrame, config: Config) -> Measured:
 
 def chunk_invariance(frame: pd.DataFrame, config: Config) -> Measured:
     """Are gradients independent of the number of chunks?"""
-    row = worst(of_every_case(frame, config, "compare", "chunk_error"))
+    row = worst_row(of_every_case(frame, config, "compare", "chunk_error"))
     if not row["value"]:
         return Measured(0, f"gradients are identical bit for bit for {every_chunks(config)}")
-    first = chunks_of(config["chunks"][0])
+    first = chunks_in_words(config["chunks"][0])
     return Measured(row["value"], f"||dg||/||g|| against {first}, worst: {case_of(config, row)}")
 
 
@@ -358,12 +360,12 @@ def promised(
         if rows.empty and raised.empty:
             raise Missing(f"no records of {name}")
         if rows.empty:
-            first = place_of(*raised.iloc[0][["ids", "text"]])
+            first = place_in_step(*raised.iloc[0][["ids", "text"]])
             return Measured(math.inf, f"could not be judged: a rehearsal raised an error ({first})")
         broken = rows.loc[rows.groupby(["cycle", "ids"])["value"].idxmax()].query("value > 0")
         total += float(broken["value"].sum()) if name in names else 0.0
         if not broken.empty:
-            places = [*filter(None, map(place_of, broken["ids"], broken["text"]))]
+            places = [*filter(None, map(place_in_step, broken["ids"], broken["text"]))]
             omitted = [f"and {len(places) - PLACES} more"] if places[PLACES:] else []
             listed = f" ({'; '.join(places[:PLACES] + omitted)})" if places else ""
             reasons.append(f"{PROMISES[name]}: {broken['value'].sum():g}{listed}")
@@ -448,12 +450,12 @@ def replicas_counted_once(frame: pd.DataFrame, config: Config) -> Measured:
     true = values(frame, "prepare").drop(columns="cycle").rename(columns={"metric": "unit", "value": "true"})
     table = table.assign(unit=table["metric"].map(COUNTS)).merge(true, how="left")
     times = table["value"] / table["true"]
-    row = worst(table.assign(error=(times - 1).abs().fillna(math.inf)), "error")
+    row = worst_row(table.assign(error=(times - 1).abs().fillna(math.inf)), "error")
     replicas = f"{counted(config['tp'] * config['pp'], 'rank')} per data-parallel replica"
     if not row["error"]:
         names = [name for name in COUNTS if name in set(table["metric"])]
         return Measured(0.0, f"{', '.join(names)} equal the counts of the rows ({replicas})")
-    why = compared(row, replicas, base=("true", "counted row by row"), side=("value", "in the split step"))
+    why = compared_numbers(row, replicas, base=("true", "counted row by row"), side=("value", "in the split step"))
     return Measured(row["error"], why)
 
 
@@ -464,9 +466,9 @@ def oracle(frame: pd.DataFrame, config: Config) -> Measured:
     if lacking := sorted(set(exact["metric"]) - set(values(frame, "sync")["metric"])):
         return Measured(math.inf, f"the plain step does not report {', '.join(lacking)}, which the float64 oracle has")
     floor = REGROUPED if config["dtype"] == "bfloat16" else FLOOR  # rounding, as there
-    row = worst(table.assign(error=error(table["value"], table["exact"], floor)), "error")
+    row = worst_row(table.assign(error=error(table["value"], table["exact"], floor)), "error")
     gradients = float(select(frame, phase="oracle", metric="gradient_error")["value"].max())
-    why = compared(row, base=("exact", "in float64"), side=("value", "in the plain step"))
+    why = compared_numbers(row, base=("exact", "in float64"), side=("value", "in the plain step"))
     every = counted(table["metric"].nunique(), "metric")
     return Measured(max(row["error"], gradients), f"{why}, worst of {every}; gradients: ||dg||/||g|| {gradients:.2g}")
 
@@ -482,9 +484,9 @@ def experts_balance(frame: pd.DataFrame, _: Config) -> Measured:
     table = table[(table["step"] == 1) & (table["metric"] == "moe_aux_loss")]
     if lacking := [way for way in steps if way not in set(table["way"])]:
         return Measured(math.inf, f"the result of the {lacking[0]} step has no moe_aux_loss")
-    row = worst(table.assign(error=error(table["value"], table["exact"])), "error")
+    row = worst_row(table.assign(error=error(table["value"], table["exact"])), "error")
     side = ("value", f"in the {row['way']} step")
-    return Measured(row["error"], compared(row, base=("exact", "in float64"), side=side))
+    return Measured(row["error"], compared_numbers(row, base=("exact", "in float64"), side=side))
 
 
 def routers_match(frame: pd.DataFrame, _: Config) -> Measured:
@@ -492,7 +494,7 @@ def routers_match(frame: pd.DataFrame, _: Config) -> Measured:
     differ, moved = (select(frame, phase="compare", metric=name) for name in ("routers_differ", "routers_moved"))
     if not moved["value"].min():
         raise Unjudged("no bias of a router was moved by the plain step")
-    row = worst(differ)
+    row = worst_row(differ)
     if row["value"]:
         return Measured(row["value"], f"{row['value']:g} differ after step 1 (rank {row['rank']}): {row['text']}")
     return Measured(0, f"identical bit for bit after step 1 ({moved['value'].min():g} values were moved on each rank)")
@@ -507,7 +509,7 @@ def update(frame: pd.DataFrame, config: Config) -> Measured:
         raise NotMeasured(f"the optimizer settings of model={config['model']} are unknown")
     rows, cases = frame[frame["phase"].isin(["sync", "split", "rehearse"])], len(cases_of(config))
     most = {
-        name: worst(rows[rows["metric"] == name])
+        name: worst_row(rows[rows["metric"] == name])
         for name in ("update_error", *UPDATES)
         if (rows["metric"] == name).any()
     }
@@ -532,7 +534,7 @@ def update(frame: pd.DataFrame, config: Config) -> Measured:
     return Measured(
         max([float(row["value"]) for row in most.values()] + small.tolist()),
         f"worst tensor after {counted(config['steps'], 'step')}: {moved['text']}, "
-        f"error {moved['value']:.2g} of the distance it moved ({place_of(moved['ids'])} step, "
+        f"error {moved['value']:.2g} of the distance it moved ({place_in_step(moved['ids'])} step, "
         f"against float64 clipping, AdamW and schedule); relative errors: {off}",
     )
 
@@ -542,7 +544,7 @@ def extreme_gaps(frame: pd.DataFrame, config: Config) -> Measured:
     rows = with_ids(select(frame, phase="oracle", metric="gap_error"), "gap")
     if config["loss"] != KIT_LOSS:
         rows = rows[rows["gap"].abs() <= 50]  # a loss in float32 overflows above 88
-    row = worst(rows)
+    row = worst_row(rows)
     why = f"worst at a gap of {row['gap']:+d}: {row['text']}, error {row['value']:.2g}"
     sizes = ", ".join(map(str, sorted(rows["gap"].abs().unique())))
     return Measured(row["value"], f"{why}; gaps of {sizes} in both directions, float32 against float64")

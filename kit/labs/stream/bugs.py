@@ -7,7 +7,7 @@ from typing import Any
 
 from kit.loop.messages import Command, Event
 from kit.stream import core, generation
-from kit.stream.generation import DONE, RUNNING, Group, Owed, Step, StreamState, StreamTurn
+from kit.stream.generation import DONE, RUNNING, Group, OpenStep, Owed, StreamState, StreamTurn
 from kit.stream.ports import Meter
 from kit.stream.settings import SAMPLERS, Resume
 
@@ -77,7 +77,7 @@ def gives_up_the_last(t: StreamTurn, event: Event) -> None:
     running = [number for number, sample in enumerate(group.samples) if sample.status == RUNNING]
     if len(running) == 1:
         last, replica = running[0], group.samples[running[0]].replica
-        generation.load(t, replica, -1)
+        generation.change_load(t, replica, -1)
         t.do("cancel", "replica", group=group.id, sample=last, replica=replica)
         generation.complete(t, group.put(last, status=DONE))
 
@@ -86,7 +86,7 @@ def counts_the_failed(t: StreamTurn, event: Event) -> None:
     """A sample that failed counts as complete, without tokens."""
     group = generation.answered(t, event)
     if group is not None:
-        generation.load(t, group.samples[event.sample].replica, -1)
+        generation.change_load(t, group.samples[event.sample].replica, -1)
         group = group.put(event.sample, status=DONE, reward="0")
         t.put(group)
         if all(sample.status == DONE for sample in group.samples):
@@ -164,21 +164,21 @@ FRESHEST_FIRST = {**SAMPLERS, "ready-first": FRESHEST}
 # -- steps and versions ---------------------------------------------------------------------------------------------------
 
 
-def waits_for_all(t: StreamTurn) -> tuple[int, int]:
+def trainer_waits_for_all(t: StreamTurn) -> tuple[int, int]:
     most = t.need - (0 if t.step is None else len(t.step.groups))
     return most, most
 
 
-def update_per_chunk(t: StreamTurn, step: Step) -> int:
+def update_per_chunk(t: StreamTurn, step: OpenStep) -> int:
     return step.chunk_end(step.finished) if step.finished < len(step.groups) else t.need
 
 
-def bumps_twice(t: StreamTurn, step: Step) -> None:
+def bumps_twice(t: StreamTurn, step: OpenStep) -> None:
     bump(t, step)
     t.version += 1
 
 
-def bumps_on_abort(t: StreamTurn, step: Step) -> None:
+def bumps_on_abort(t: StreamTurn, step: OpenStep) -> None:
     on_aborted(t, step)
     t.version += 1
     t.note("bumped", version=t.version, updates=t.updates, step=step.id)
@@ -191,7 +191,7 @@ def retries_once_more(t: StreamTurn, why: str) -> None:
     t.retried -= first
 
 
-def no_abort(t: StreamTurn, step: Step) -> None:
+def no_abort(t: StreamTurn, step: OpenStep) -> None:
     """The step is closed here but stays open on the trainer."""
     on_aborted(t, dataclasses.replace(step, aborting=True, finishing=False))
 
@@ -207,7 +207,7 @@ def clears_with_the_finish(t: StreamTurn) -> None:
         t.commands.append(finish_order)
 
 
-def cleared_already(t: StreamTurn, step: Step) -> None:
+def cleared_already(t: StreamTurn, step: OpenStep) -> None:
     on_finished(t, step)
     t.clearing = t.clearing.without((step.id, step.update))
     t.commands = [command for command in t.commands if command.name != "clear"]
@@ -235,10 +235,10 @@ def pretends_the_finish(t: StreamTurn) -> None:
 def resumes_with_the_first(t: StreamTurn, event: Event) -> None:
     generation.on_published(t, event)
     if t.held:
-        generation.resume(t)
+        generation.resume_dispatch(t)
 
 
-def logs_the_version_before(t: StreamTurn, step: Step, chosen: tuple[Group, ...], during: int) -> None:
+def logs_the_version_before(t: StreamTurn, step: OpenStep, chosen: tuple[Group, ...], during: int) -> None:
     log(t, step, chosen, max(0, during - 1))
 
 
@@ -287,7 +287,7 @@ def never_stuck(t: StreamTurn) -> bool:  # noqa: ARG001 - as above
 
 
 def ends_with_the_logger(t: StreamTurn, event: Event) -> None:
-    generation.fail(t, f"the logger raised: {event.why}")
+    generation.end_with_error(t, f"the logger raised: {event.why}")
 
 
 # The controller's table of rules by event, with one of them wrong.

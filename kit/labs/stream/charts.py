@@ -23,7 +23,7 @@ from kit.draw.style import COLOURS, Look
 from kit.labs.stream import tables
 from kit.results import NotMeasured, Row, Run
 from kit.results.units import ROW, amount, counted
-from kit.stream.ports import PARTS, TrainerCall, calls, syncs
+from kit.stream.ports import PARTS, TrainerCall, calls, sync_spans
 from kit.stream.ports import TRAINER as TRAINING
 from kit.stream.settings import SAMPLERS
 from kit.stream.simulated import forecast, pace
@@ -70,10 +70,10 @@ def versions_over_time(data: RunData) -> pd.DataFrame:
     """The requests of each replica one below the other, in as few lanes as possible; above them the trainer's steps."""
     phase, rows = shown_loop(data)
     began = rows[0].time
-    by_replica: dict[int, list[tables.Sample]] = defaultdict(list)
+    by_replica: dict[int, list[tables.Attempt]] = defaultdict(list)
     for sample in tables.samples(rows):
         by_replica[sample.replica].append(sample)
-    packed = {replica: pack(by_replica[replica]) for replica in sorted(by_replica)[:REPLICAS]}
+    packed = {replica: lanes_of(by_replica[replica]) for replica in sorted(by_replica)[:REPLICAS]}
     high = min(max(LANES / sum(max(places) + 1 for places in packed.values()), LANE[0]), LANE[1])
     made = {row.number("step"): row.number("version") for row in rows if row.event == "bumped"}
     versions = {part.version for mine in by_replica.values() for sample in mine for part in sample.parts}
@@ -108,7 +108,10 @@ def versions_over_time(data: RunData) -> pd.DataFrame:
 def time_axis(rows: Sequence[Row]) -> dict[str, Any]:
     """A sync is a band: it begins when the version is made, and waits for calls in flight."""
     began = rows[0].time
-    return {"ended": rows[-1].time - began, "bands": [(left - began, right - began) for left, right in syncs(rows)]}
+    return {
+        "ended": rows[-1].time - began,
+        "bands": [(left - began, right - began) for left, right in sync_spans(rows)],
+    }
 
 
 def trainer_steps(rows: Sequence[Row], made: dict[int, int], names: dict[int, str]) -> list[dict[str, Any]]:
@@ -139,7 +142,7 @@ def version_names(versions: set[int]) -> dict[int, str]:
     return dict(sorted(names.items()))
 
 
-def pack(samples: Sequence[tables.Sample]) -> list[int]:
+def lanes_of(samples: Sequence[tables.Attempt]) -> list[int]:
     """The lane of each sample: the first that is free when it begins."""
     free: list[float] = []
     places = []

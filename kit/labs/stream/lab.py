@@ -127,12 +127,12 @@ class StreamConfig(JobConfig):
             raise BadInput(
                 f"answer={list(self.answer)} must be two numbers: the fewest and the most tokens of an answer"
             )
-        if unknown := {*wanted(self.phases)} - {*PHASES}:
+        if unknown := {*phase_wanted(self.phases)} - {*PHASES}:
             raise BadInput(
                 f"phases={self.phases!r} names {', '.join(sorted(unknown))!r}; use {ALL}, or a list of {', '.join(PHASES)}"
             )
         for phase, other in {"verify": "stream", "bound": "stream", "resume_lockstep": "lockstep"}.items():
-            if phase in wanted(self.phases) and other not in wanted(self.phases):
+            if phase in phase_wanted(self.phases) and other not in phase_wanted(self.phases):
                 raise BadInput(f"phases={self.phases!r}: {phase} needs the measurements of {other}; add {other}")
         if not self.simulated:
             self._check_ranks()
@@ -155,7 +155,7 @@ class StreamConfig(JobConfig):
             )
 
     def runs(self, phase: str) -> bool:
-        if phase not in wanted(self.phases) or (self.simulated and phase not in ON_SIMULATED_RANKS):
+        if phase not in phase_wanted(self.phases) or (self.simulated and phase not in ON_SIMULATED_RANKS):
             return False
         possible = {"resume": self.steps > 1, "resume_lockstep": self.steps > 1, "rehearse": self.replicas > 1}
         return possible.get(phase, True)
@@ -192,7 +192,7 @@ class StreamConfig(JobConfig):
         return {**cut, **({"kl": 0.05} if self.reference == "recomputed" else {})}
 
 
-def wanted(phases: str) -> tuple[str, ...]:
+def phase_wanted(phases: str) -> tuple[str, ...]:
     return (*PHASES,) if phases == ALL else tuple(phases.replace(" ", "").split(","))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from kit.labs.stream import tables
-from kit.labs.stream.lab import ALL, wanted
+from kit.labs.stream.lab import ALL, phase_wanted
 from kit.results.frames import read_ids, rows_of, with_ids
 from kit.results.ledger import PerFrame, events
 from kit.results.rules import (
@@ -33,7 +33,7 @@ from kit.results.rules import (
 from kit.results.units import counted
 from kit.stream import judge
 from kit.stream.history import LoopLedger
-from kit.stream.waiting import waits_for
+from kit.stream.waiting import waiting_for
 
 ByLedger = Callable[[LoopLedger], Measured | Violations]
 Outcomes = Mapping[tuple[str, str], tuple[float | None, str]]
@@ -263,7 +263,7 @@ def no_deadlock(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
     if not begun:
         raise Missing("no phase recorded a ledger")
     stuck = [phase for phase, rows in begun.items() if rows.ended is None]
-    waiting = "; ".join(f"{phase} waits: {waits_for(begun[phase])}" for phase in stuck)
+    waiting = "; ".join(f"{phase} waits: {waiting_for(begun[phase])}" for phase in stuck)
     why = f"no end: {', '.join(stuck)}; {waiting}" if stuck else f"all {len(begun)} loops ended on their own"
     return Measured(float(len(stuck)), why)
 
@@ -326,7 +326,7 @@ def draws_independent(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
     worst = max(rows, key=lambda row: float(row["value"]))
     loop = needed(frame, "stream")
     begun, trained = len({row["group"] for row in loop.by_event["sent"]}), len({row["group"] for row in loop.trained()})
-    choice = ways(begun, trained)
+    choice = log_ways(begun, trained)
     value, most = numbers["evidence"] - choice, float(worst["value"])
     left_out = f" and by 10^{choice:.1f} for the choice of {trained} of {begun} groups" if choice else ""
     return Measured(
@@ -337,7 +337,7 @@ def draws_independent(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
     )
 
 
-def ways(begun: int, trained: int) -> float:
+def log_ways(begun: int, trained: int) -> float:
     """log10 of the number of ways to choose the groups that are trained: which of them are dropped may depend on their answers."""
     return math.log10(math.comb(begun, min(begun, trained)))
 
@@ -481,7 +481,7 @@ def weighted(table: pd.DataFrame) -> float:
 
 def phases_in(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The phases that a config selects; configs of older kits have no such setting."""
-    return wanted(config.get("phases", ALL))
+    return phase_wanted(config.get("phases", ALL))
 
 
 def ran(*phases: str) -> Callable[[Mapping[str, Any]], bool]:

@@ -20,7 +20,7 @@ from typing import Protocol
 from kit.labs.lab import Drive
 from kit.loop.messages import Command, Event, Memory
 from kit.loop.runner import Port, RealClock, Runner
-from kit.stream.live import TRAINER, LiveRanks, OpenDesk, Prompts, RunLedger, written
+from kit.stream.live import TRAINER, LiveRanks, OpenDesk, Prompts, RunLedger, written_rows
 from kit.stream.ports import replica_role
 from kit.stream.settings import Resume, StreamSettings
 from kit.stream.sides import Logger, LoopSide, silent
@@ -80,7 +80,7 @@ class SimulatedLoop:
         config = self.drive.config
         scene = {"fails": REHEARSED, **(self.drive.scene if start is None else {})}  # a fault shows before a resume
         # Time is virtual, so a loop that is stopped has the rows with which the phase `stream` begins.
-        with contextlib.nullcontext(Memory()) if stops else written(self.drive) as rows:
+        with contextlib.nullcontext(Memory()) if stops else written_rows(self.drive) as rows:
             yield simulated_side(limits, durations(config), ledger=rows, resume=start, pipeline=PIPELINE, **scene)
 
     def ended(self, runner: Runner) -> None:

@@ -62,7 +62,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Sample:
+class Attempt:
     """One attempt. `end` is completed, failed or cancelled; empty while it is in flight.
 
     A replica reports after each call, so the time of the first tokens starts at its previous report or when the sample was sent.
@@ -76,10 +76,10 @@ class Sample:
     end: str = ""
 
 
-def samples(rows: Sequence[Row]) -> list[Sample]:
+def samples(rows: Sequence[Row]) -> list[Attempt]:
     """Every attempt that generated tokens, in order of its first tokens."""
-    found: list[Sample] = []
-    under_way: dict[tuple[object, object], Sample] = {}
+    found: list[Attempt] = []
+    under_way: dict[tuple[object, object], Attempt] = {}
     reported: dict[int, float] = {}  # when each replica last reported tokens
     synced = rows[0].time
     for row in rows:
@@ -88,7 +88,7 @@ def samples(rows: Sequence[Row]) -> list[Sample]:
             synced = row.time
         elif row.event == "sent":
             replica = row.number("replica")
-            found.append(Sample(row.number("group"), row.number("sample"), replica, max(row.time, synced)))
+            found.append(Attempt(row.number("group"), row.number("sample"), replica, max(row.time, synced)))
             under_way[key] = found[-1]
         elif key not in under_way:
             continue
@@ -106,7 +106,7 @@ def samples(rows: Sequence[Row]) -> list[Sample]:
     return sorted((sample for sample in found if sample.parts), key=lambda sample: sample.parts[0].left)
 
 
-def extend(sample: Sample, new: Part) -> None:
+def extend(sample: Attempt, new: Part) -> None:
     """Add tokens to the last part if they have its version, else as a new part after it. `new.left` is the end of the last sync."""
     last = sample.parts[-1] if sample.parts else None
     if last is not None and last.version == new.version:
@@ -120,14 +120,14 @@ def replicas(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
     """One row per replica: complete samples, those that span a sync, attempts given up, tokens, and seconds of generation."""
     rows = ledger(frame, phase)
     total = rows[-1].time - rows[0].time
-    by: dict[int, list[Sample]] = defaultdict(list)
+    by: dict[int, list[Attempt]] = defaultdict(list)
     for sample in samples(rows):
         by[sample.replica].append(sample)
     found = []
     for replica, mine in sorted(by.items()):
         complete = [sample for sample in mine if sample.end == "completed"]
         tokens = sum(part.tokens for sample in mine for part in sample.parts)
-        busy = covered((part.left, part.right) for sample in mine for part in sample.parts)
+        busy = covered_by((part.left, part.right) for sample in mine for part in sample.parts)
         found.append(
             {
                 "replica": replica,
@@ -143,7 +143,7 @@ def replicas(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def covered(intervals: Iterable[tuple[float, float]]) -> float:
+def covered_by(intervals: Iterable[tuple[float, float]]) -> float:
     total, reached = 0.0, float("-inf")
     for left, right in sorted(intervals):
         total += max(0.0, right - max(left, reached))
@@ -190,7 +190,7 @@ def lags(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
 
 
 def lags_of(rows: Sequence[Row]) -> pd.DataFrame:
-    by: dict[int, list[Sample]] = defaultdict(list)
+    by: dict[int, list[Attempt]] = defaultdict(list)
     for sample in samples(rows):
         if sample.end == "completed":
             by[sample.group].append(sample)
@@ -368,7 +368,7 @@ def tokens_in(path: Path) -> list[dict[str, Any]]:
         raise NotMeasured(f"there is no {path.name} beside the records")
     rows: dict[tuple[int, ...], dict[str, Any]] = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
-        row = checked(line, f"{path.name}, line {number}")
+        row = checked_line(line, f"{path.name}, line {number}")
         key = tuple(row[name] for name in ("group", "sample", "position", "step_version"))
         if key in rows:
             raise Unjudged(f"{path.name}, line {number}: this token of group {key[0]}, sample {key[1]} occurs twice")
@@ -378,7 +378,7 @@ def tokens_in(path: Path) -> list[dict[str, Any]]:
     return [*rows.values()]
 
 
-def checked(line: str, where: str) -> dict[str, Any]:
+def checked_line(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except ValueError:

@@ -137,7 +137,7 @@ def findings(data: RunData) -> pd.DataFrame:
 
 def hashed(frame: pd.DataFrame) -> tuple[str, str]:
     try:
-        table = rules.digests(frame)
+        table = rules.receiver_digests(frame)
     except NotMeasured as why:
         return f"Digests: {why}.", "faint"
     wrong = table[table["differ"] > 0]
@@ -225,6 +225,8 @@ CHARTS = Charts(
             lambda data: rules.transports(data.records),
             units={"bucket_bytes": "B", **dict.fromkeys(("rate", "rate_low", "rate_high"), "B/s")},
         ),
-        "digests": Table("Digests on the receivers, worst first", lambda data: rules.digests(data.records), "differ"),
+        "digests": Table(
+            "Digests on the receivers, worst first", lambda data: rules.receiver_digests(data.records), "differ"
+        ),
     },
 )

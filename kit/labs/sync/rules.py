@@ -141,7 +141,7 @@ def all_events(frame: pd.DataFrame) -> pd.DataFrame:
     return with_ids(frame[frame["metric"] == "event"], "event", "order")
 
 
-def digests(frame: pd.DataFrame) -> pd.DataFrame:
+def receiver_digests(frame: pd.DataFrame) -> pd.DataFrame:
     """Tensors that each receiver hashed after a cycle, and how many were not the sender's: cycle, rank, hashed, differ."""
     columns = {"tensors_hashed": "hashed", "tensors_differ": "differ"}
     rows = frame[(frame["phase"] == "verify") & frame["metric"].isin(list(columns))]

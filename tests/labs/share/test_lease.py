@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kit.errors import KitError
-from kit.labs.share.ranks import Lease
+from kit.labs.share.ranks import DeviceLock
 
 
-def lease(owner: str, device: int, notes: list[tuple[str, Any]]) -> Lease:
+def lease(owner: str, device: int, notes: list[tuple[str, Any]]) -> DeviceLock:
     ctx = SimpleNamespace(
         config=SimpleNamespace(on_devices=lambda _: (device,)),
         role="replica 0",
@@ -23,7 +23,7 @@ def lease(owner: str, device: int, notes: list[tuple[str, Any]]) -> Lease:
         device=torch.device("cpu"),
         record=lambda metric, value, *unit, **ids: notes.append((metric, ids["event"])),
     )
-    return Lease(ctx)  # type: ignore[arg-type]
+    return DeviceLock(ctx)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from kit.cli import main
 from kit.labs.discover import find_fault
 from kit.labs.share.lab import LAB
-from kit.labs.share.ledgers import parts
+from kit.labs.share.ledgers import phase_runs
 from kit.labs.share.scenarios import SCENARIOS
 from kit.measure import Recorder
 from kit.results import Row
@@ -74,5 +74,5 @@ def test_runs_of_a_phase_are_distinguished() -> None:
     capacity, limits, plan = (Row(metric=name, time=0.0) for name in ("capacity", "limits", "plan"))
     begins, desk_begins = (Row(metric="begins", time=0.0, ids={"core": name}) for name in ("a", "desk"))
     one, other = [capacity, begins, desk_begins, plan], [begins, plan, plan]
-    assert [*parts([*one, *one, *other])] == [one, one, other]
-    assert [*parts([limits, plan])] == [[limits, plan]]
+    assert [*phase_runs([*one, *one, *other])] == [one, one, other]
+    assert [*phase_runs([limits, plan])] == [[limits, plan]]

@@ -6,7 +6,7 @@ import ast
 import inspect
 
 from kit.labs.share import ports
-from kit.labs.share.ranks.roles import Replica, Trainer
+from kit.labs.share.ranks.roles import LeasedReplica, LeasedTrainer
 from kit.stream import live
 from kit.stream.backed import TO
 
@@ -23,10 +23,10 @@ def calls_of(module: object) -> set[str]:
 def test_every_command_to_the_trainer_is_a_call_of_its_ranks() -> None:
     commands = {name for name, port in TO.items() if port == "trainer"}
     assert commands
-    assert [name for name in sorted(commands | BOTH) if not callable(getattr(Trainer, name, None))] == []
+    assert [name for name in sorted(commands | BOTH) if not callable(getattr(LeasedTrainer, name, None))] == []
 
 
 def test_every_call_of_the_ports_is_one_of_a_replica() -> None:
     calls = calls_of(live) | calls_of(ports) | {"shrink", "expand"}
     assert calls == {"decode", "sync", "vacate", "shrink", "expand"}
-    assert [name for name in sorted(calls | BOTH) if not callable(getattr(Replica, name, None))] == []
+    assert [name for name in sorted(calls | BOTH) if not callable(getattr(LeasedReplica, name, None))] == []

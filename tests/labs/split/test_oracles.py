@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kit.labs.split.ranks import oracle as module
-from kit.labs.split.ranks.oracle import by_itself, oracle, true_counts
+from kit.labs.split.ranks.oracle import by_itself, float64_step, true_counts
 from kit.train.fsdp import Schedule
 from kit.train.losses import ClippedPolicyGradient
 from kit.train.options import Settings
@@ -53,7 +53,7 @@ def trained(reported: Settings, steps: int = 6, *, clip: bool = True, decay_vect
 
 
 def worst(reported: Settings, start: Tensors, end: Tensors, seen: list[Tensors]) -> float:
-    done = module.steps(reported, seen, SEQUENCES)
+    done = module.expected_steps(reported, seen, SEQUENCES)
     return max(module.moved(reported, start, end, seen, done, eps=EPS).values())
 
 
@@ -67,7 +67,7 @@ def test_the_oracles_import_nothing_of_what_they_check() -> None:
 def test_updates_are_those_of_torch() -> None:
     start, end, seen, rates = trained(TOLD)
     assert worst(TOLD, start, end, seen) < 2e-6
-    done = module.steps(TOLD, seen, SEQUENCES)
+    done = module.expected_steps(TOLD, seen, SEQUENCES)
     assert [step.lr for step in done] == pytest.approx(rates, rel=1e-12)
     assert rates[0] < rates[1] < rates[2] > rates[3] > rates[4]  # up, and down again
     whole = torch.cat([value.flatten() for value in seen[0].values()])
@@ -124,7 +124,7 @@ def test_a_float32_norm_is_within_its_rounding() -> None:
     off = []
     for seed in range(5):
         found = odd_gradients(seed)
-        (step,) = module.steps(TOLD, [found], SEQUENCES)
+        (step,) = module.expected_steps(TOLD, [found], SEQUENCES)
         whole = torch.nn.utils.get_total_norm(found.values()).item()
         shards = torch.nn.utils.get_total_norm([half for value in found.values() for half in value.chunk(2)]).item()
         off += [module.relative(norm, step.norm) for norm in (whole, shards)]
@@ -213,20 +213,20 @@ class Cancels(ClippedPolicyGradient):
 def test_the_losses_hold_at_every_gap(gap: float) -> None:
     for options in ({"kl": 0.05}, {"importance": "sequences"}, {"dual_clip": 3.0}, {"ratio": "none"}):
         loss = ClippedPolicyGradient(**options)
-        error, name = module.gap_error(loss, functools.partial(oracle, loss), rows(), gap)
+        error, name = module.gap_error(loss, functools.partial(float64_step, loss), rows(), gap)
         assert error < 1e-6, (options, name)
 
 
 def test_a_cancellation_is_seen() -> None:
     loss = Cancels(importance="tokens")
-    assert module.gap_error(loss, functools.partial(oracle, loss), rows(), -15.0)[0] > 1e-3
+    assert module.gap_error(loss, functools.partial(float64_step, loss), rows(), -15.0)[0] > 1e-3
     assert module.gap_error(loss, functools.partial(by_itself, loss), rows(), 17.0)[0] < 1e-5
 
 
 def test_rows_reach_what_a_ratio_is_clipped_for() -> None:
     """Otherwise a missing dual clip would not show."""
     plain, bounded = ClippedPolicyGradient(), ClippedPolicyGradient(dual_clip=3.0)
-    logprobs, batch = module.rows_of(rows(16))
+    logprobs, batch = module.few_rows(rows(16))
     assert module.trained(plain, logprobs, batch)[0] != module.trained(bounded, logprobs, batch)[0]
 
 

@@ -215,9 +215,9 @@ class KeepsSomethingOnce(Step):
 GROUPS: list[Any] = []
 
 
-def scene(step: Callable[[Job], Any], **changed: Any) -> rehearse.Scene:
+def scene(step: Callable[[Job], Any], **changed: Any) -> rehearse.FailingScene:
     backend: Any = Backend()
-    whole = rehearse.Scene(
+    whole = rehearse.FailingScene(
         backend=backend,
         job=None,
         step=None,

@@ -19,8 +19,8 @@ from kit.labs.stream.charts import (
     buffer_over_time,
     drift_by_position,
     every_loop,
+    lanes_of,
     last_steps,
-    pack,
     recomputed_tokens,
     tokens_by_lag,
 )
@@ -228,9 +228,9 @@ def test_a_ledger_without_spans_of_tokens_has_bars(make_stream):
 
 def test_samples_share_lanes_only_when_they_do_not_overlap():
     def sample(left, right):
-        return tables.Sample(0, 0, 0, left, [tables.Part(0, left, right, 1)])
+        return tables.Attempt(0, 0, 0, left, [tables.Part(0, left, right, 1)])
 
-    assert pack([sample(0, 2), sample(1, 3), sample(2, 4), sample(3, 5), sample(3, 6)]) == [0, 1, 0, 1, 2]
+    assert lanes_of([sample(0, 2), sample(1, 3), sample(2, 4), sample(3, 5), sample(3, 6)]) == [0, 1, 0, 1, 2]
 
 
 def test_tables_count_what_the_ledger_has(make_stream):

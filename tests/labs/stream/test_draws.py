@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kit.labs.stream.ranks.draws import Drawn, combined, evidence
-from kit.labs.stream.rules import ways
+from kit.labs.stream.ranks.draws import Drawn, evidence, mean_evidence
+from kit.labs.stream.rules import log_ways
 
 VOCABULARY, GROUPS, SAMPLES = 17, 3, 4
 Draw = Callable[[random.Random, int, int, int], float]  # of group, sample and position
@@ -63,7 +63,7 @@ WRONG: dict[str, Draw] = {
 def test_a_law_that_is_not_independent_and_uniform_leaves_evidence(name: str) -> None:
     logs = evidence(samples(WRONG[name], 1))
     assert logs[name] > 6
-    assert combined(logs.values()) > 6
+    assert mean_evidence(logs.values()) > 6
 
 
 @pytest.mark.parametrize(("name", "power"), [("a lower temperature", 4.0), ("a higher temperature", 0.1)])
@@ -83,16 +83,16 @@ def test_the_mean_evidence_of_right_sampling_is_one() -> None:
     """The false-alarm rate follows from this by Markov's inequality; short answers keep the variance of the estimate small."""
     runs = 2000
     logs = [
-        combined(evidence({0: [draw]}).values())
+        mean_evidence(evidence({0: [draw]}).values())
         for seed in range(runs)
         for draw in samples(independent, seed, most=2)[0][:1]
     ]
     assert 0.8 < sum(10**value for value in logs) / runs < 1.2
-    assert max(combined(evidence(samples(independent, seed)).values()) for seed in range(40)) < 3
+    assert max(mean_evidence(evidence(samples(independent, seed)).values()) for seed in range(40)) < 3
 
 
 def test_the_choice_of_trained_groups_lowers_the_evidence() -> None:
-    assert ways(20, 20) == ways(0, 0) == 0.0
-    assert ways(24, 20) == pytest.approx(math.log10(10626))
-    assert ways(3, 5) == 0.0  # a ledger that lacks requests
-    assert ways(4000, 2000) > 1000
+    assert log_ways(20, 20) == log_ways(0, 0) == 0.0
+    assert log_ways(24, 20) == pytest.approx(math.log10(10626))
+    assert log_ways(3, 5) == 0.0  # a ledger that lacks requests
+    assert log_ways(4000, 2000) > 1000

@@ -7,7 +7,7 @@ import torch
 
 from kit.actors.samples import Key, SampleRow
 from kit.labs.stream.ranks.learned import Flowed, WatchedLoss, times_learned
-from kit.labs.stream.ranks.oracle import Fed
+from kit.labs.stream.ranks.oracle import FedSample
 from kit.train.losses import ClippedPolicyGradient
 from kit.train.protocol import Batch
 
@@ -15,7 +15,7 @@ PROMPT, LENGTH = (4, 9), 6
 ADVANTAGES = {0: 1.0, 1: -0.5, 2: 0.0, 3: -0.5}
 
 
-def fed(sample: int, answer: tuple[int, ...] = (1, 2, 3)) -> Fed:
+def fed(sample: int, answer: tuple[int, ...] = (1, 2, 3)) -> FedSample:
     row = SampleRow(
         group=0,
         sample=sample,
@@ -43,13 +43,13 @@ def fed(sample: int, answer: tuple[int, ...] = (1, 2, 3)) -> Fed:
         "generation_logprobs": old,
         "reference_logprobs": old,
     }
-    return Fed(row, 0, batch)
+    return FedSample(row, 0, batch)
 
 
 SAMPLES = [fed(0), fed(1, (5, 6)), fed(2, (7, 8, 9, 10)), fed(3)]  # the first and the last have the same tokens
 
 
-def stacked(samples: list[Fed], width: int = LENGTH) -> Batch:
+def stacked(samples: list[FedSample], width: int = LENGTH) -> Batch:
     rows = {name: torch.stack([sample.batch[name] for sample in samples]) for name in samples[0].batch}
     return {name: value[:, :width] if value.dim() > 1 else value for name, value in rows.items()}
 

@@ -228,7 +228,7 @@ def test_tables_of_a_run(make_sync):
     assert table.loc[0, ["transport", "buckets", "wall", "gather", "receiver receive"]].tolist() == [
         "shm to 3", 3, pytest.approx(0.08), pytest.approx(0.02), pytest.approx(0.09)]  # fmt: skip
     assert rules.transports(run.frame())["of_memcpy"].max() == pytest.approx(0.75)
-    for asked in (rules.stages, rules.transports, rules.digests):
+    for asked in (rules.stages, rules.transports, rules.receiver_digests):
         with pytest.raises(NotMeasured):
             asked(run.frame().head(0))
 

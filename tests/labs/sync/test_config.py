@@ -16,7 +16,7 @@ from kit.labs.rankside import Context
 from kit.labs.sync.lab import SyncConfig, plan, roles
 from kit.labs.sync.lab import fits as sync_fits
 from kit.labs.sync.ranks.trainer import SyncTrainer
-from kit.sync.transports import RankPlace, choose
+from kit.sync.transports import RankPlace, best_transport
 
 GIB = 2**30
 
@@ -132,4 +132,4 @@ def test_the_trainer_knows_which_replicas_are_on_its_own_gpu(gpu: str, devices: 
         devices=devices,
     )
     trainer: Any = SimpleNamespace(ctx=ctx, where=RankPlace("box", "here 0", gpu))
-    assert choose(trainer.where, SyncTrainer.place_of(trainer, 1)) == chosen
+    assert best_transport(trainer.where, SyncTrainer.place_of(trainer, 1)) == chosen

@@ -128,7 +128,7 @@ def test_the_documentations_transport_passes() -> None:
 def test_a_buffer_that_is_used_again_is_found_out_where_buckets_are_stored() -> None:
     finished = run("mine:OneBuffer", verify="none")
     assert "bit_exact" in {row.check for row in finished.verdict().failed}
-    wrong = rules.digests(finished.frame()).groupby("rank")["differ"].min() > 0
+    wrong = rules.receiver_digests(finished.frame()).groupby("rank")["differ"].min() > 0
     assert wrong.to_dict() == {1: False, 2: True}  # a waking replica applies at once, a serving one stores
 
 

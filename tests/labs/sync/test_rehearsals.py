@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from kit.errors import KitError
-from kit.labs.sync.ranks.rehearsals import misnamed, not_derived, nothing_left
+from kit.labs.sync.ranks.rehearsals import counting_leftovers, misnamed, not_derived
 from kit.labs.sync.rules import failure_is_clean
 from kit.sync.buckets import Spec, lay_out
 from kit.sync.sender import SyncFailed
@@ -45,7 +45,7 @@ def side() -> Any:
 
 def left_by(act: Callable[[], None]) -> dict[str, float]:
     watched = side()
-    with nothing_left(watched, "middle"):
+    with counting_leftovers(watched, "middle"):
         act()
     return {metric: value for metric, value in watched.rows if value}
 

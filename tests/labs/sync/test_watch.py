@@ -18,7 +18,7 @@ import torch
 
 from kit.labs.sync.lab import SyncConfig
 from kit.labs.sync.ranks.trainer import SyncTrainer
-from kit.labs.sync.ranks.watch import WAITS, Forward, Forwards, SeenTransport, SyncWatch, judge, sha256
+from kit.labs.sync.ranks.watch import WAITS, Forward, Forwards, SeenTransport, SyncWatch, judge_forwards, sha256
 from kit.measure.phase import shared_memory
 from kit.sync.cache import Segment
 from kit.sync.serving import Serving
@@ -112,14 +112,14 @@ def test_points_hold_version_route_and_the_forward(scene: Scene) -> None:
 def test_forwards_are_judged_by_logits_and_by_label(made: str, torn: int, mislabelled: int) -> None:
     forwards = Forwards(lambda: torch.zeros(1), lambda: None, LONG)  # type: ignore[arg-type, return-value]
     forwards.made = {n: Forward(one[0], (int(one[1]), int(one[1])), True) for n, one in enumerate(made.split())}
-    found = judge(forwards, {0: "s", 1: "o", 2: "n"}, 1, 2)
+    found = judge_forwards(forwards, {0: "s", 1: "o", 2: "n"}, 1, 2)
     assert (found.served, found.torn, found.mislabelled) == (len(made.split()), torn, mislabelled)
 
 
 def test_nobody_is_routed_to_a_forward_that_does_not_count() -> None:
     forwards = Forwards(lambda: torch.zeros(1), lambda: None, LONG)  # type: ignore[arg-type, return-value]
     forwards.made = {0: Forward("rubbish", (1, 1), False)}
-    assert judge(forwards, {1: "o", 2: "n"}, 1, 2) == (0, 0, 0)
+    assert judge_forwards(forwards, {1: "o", 2: "n"}, 1, 2) == (0, 0, 0)
 
 
 def test_every_byte_the_shape_and_the_dtype_are_hashed() -> None:

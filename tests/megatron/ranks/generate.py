@@ -21,14 +21,14 @@ PROMPTS = ("3+4=", "9-2=", "8+8=")
 PREFIX = 2**20
 
 
-def made(tp: int, **settings: Any) -> serve.Replica:
+def made(tp: int, **settings: Any) -> serve.ServingModel:
     """Build a replica over the whole World, or one per rank (tp=1), with the weights of version 0."""
-    replica = serve.Replica(ModelConfig(size=SMALL, tp=tp, **settings))
+    replica = serve.ServingModel(ModelConfig(size=SMALL, tp=tp, **settings))
     load(replica, 0)
     return replica
 
 
-def load(replica: serve.Replica, version: int) -> None:
+def load(replica: serve.ServingModel, version: int) -> None:
     """Load a version's weights: large enough that answers differ from uniform noise, and different for each version."""
     generator = torch.Generator().manual_seed(5)
     later = torch.Generator().manual_seed(100 + version)

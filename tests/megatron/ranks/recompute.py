@@ -16,7 +16,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kit.megatron.serve import KV, Answer, AnswerSpan, Replica
+    from kit.megatron.serve import KV, Answer, AnswerSpan, ServingModel
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class _Job:
 
 
 def verify(
-    replica: Replica, answers: Iterable[Answer], versions: Sequence[int], load: Callable[[int], object]
+    replica: ServingModel, answers: Iterable[Answer], versions: Sequence[int], load: Callable[[int], object]
 ) -> list[Verified]:
     """Compare every token of the answers with the known versions. Collective over the replica; its weights are restored at the end.
 
@@ -61,7 +61,7 @@ def verify(
 
 
 def _verify(
-    replica: Replica, answers: Iterable[Answer], versions: Sequence[int], load: Callable[[int], object]
+    replica: ServingModel, answers: Iterable[Answer], versions: Sequence[int], load: Callable[[int], object]
 ) -> list[Verified]:
     results, jobs = [], []
     loaded = None
@@ -93,7 +93,7 @@ def _verify(
     return results
 
 
-def _errors(replica: Replica, job: _Job) -> tuple[list[float], list[KV]]:
+def _errors(replica: ServingModel, job: _Job) -> tuple[list[float], list[KV]]:
     """Return the errors of a span's tokens under the replica's weights, and the KV that the forward used."""
     asked, span = job.answer.request, job.span
     prompt = len(asked.prompt)
@@ -110,7 +110,9 @@ def _errors(replica: Replica, job: _Job) -> tuple[list[float], list[KV]]:
     return errors, used
 
 
-def _forward(replica: Replica, sequence: tuple[int, ...], before: list[KV], kept: int) -> tuple[torch.Tensor, list[KV]]:
+def _forward(
+    replica: ServingModel, sequence: tuple[int, ...], before: list[KV], kept: int
+) -> tuple[torch.Tensor, list[KV]]:
     """Return the logits after each token [length, vocabulary], with `before` as KV of the first `kept` positions, and the KV used."""
     used: list[KV] = []
 

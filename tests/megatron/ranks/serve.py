@@ -35,7 +35,7 @@ def served(trainer: dict[str, Any], infer_tp: int, **settings: Any) -> dict[str,
             if place == 0:
                 result, *sent = trained(ModelConfig(**trainer, **settings))
             else:
-                replica = serve.Replica(ModelConfig(tp=infer_tp, **settings))
+                replica = serve.ServingModel(ModelConfig(tp=infer_tp, **settings))
         dist.broadcast_object_list(sent, src=0)
         if place:
             with as_world(made[place]):
@@ -56,7 +56,7 @@ def trained(config: ModelConfig) -> tuple[dict[str, Any], torch.Tensor | None, d
     return result, logits, full
 
 
-def filled(replica: serve.Replica, wanted: torch.Tensor, full: dict[str, torch.Tensor]) -> dict[str, Any]:
+def filled(replica: serve.ServingModel, wanted: torch.Tensor, full: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Put a replica to sleep, wake it and load every tensor of a job; compare its logits with the job's."""
     params = dict(replica.chunks[0].named_parameters())
     where = [(name, *each) for name, places in shards.destinations(replica.chunks).items() for each in places]
@@ -95,7 +95,7 @@ def filled(replica: serve.Replica, wanted: torch.Tensor, full: dict[str, torch.T
 def weighed() -> dict[str, int]:
     """Measure a larger replica: the bytes of its weights, and by how much anonymous memory falls asleep and rises on waking."""
     with ownership.as_found():
-        replica = serve.Replica(ModelConfig(size=WIDE))
+        replica = serve.ServingModel(ModelConfig(size=WIDE))
         size = sum(param.nbytes for param in replica.chunks[0].parameters())
         levels = [process_memory()["rss_anon"]]
         replica.sleep()
@@ -106,13 +106,13 @@ def weighed() -> dict[str, int]:
 
 def in_stages() -> str:
     with ownership.as_found():
-        return attempt(lambda: serve.Replica(ModelConfig(pp=2)))
+        return attempt(lambda: serve.ServingModel(ModelConfig(pp=2)))
 
 
 def fixed() -> dict[str, Any]:
     """A weight with a numpy view cannot be released: return the error, and whether all weights were kept."""
     with ownership.as_found():
-        replica = serve.Replica(ModelConfig())
+        replica = serve.ServingModel(ModelConfig())
         replica.chunks[0].decoder.final_layernorm.weight.detach().numpy()
         message = attempt(replica.sleep)
         kept = all(param.untyped_storage().nbytes() > 0 for param in replica.chunks[0].parameters())

@@ -251,7 +251,7 @@ def own_alone(**settings: Any) -> list[str]:
     full = counted(config)
     with ownership.as_found():
         job = model.build(config)
-        needed = {name for chunk in job.chunks for part in shards.parts(chunk) for name in part.full}
+        needed = {name for chunk in job.chunks for part in shards.parts_of_chunk(chunk) for name in part.full}
         shards.load_full(job.chunks, {name: full[name] for name in needed})
         assert len(needed) < len(full)
         return unequal(shards.merge(job.chunks), full)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from kit.errors import BadInput
 from kit.megatron import model, ownership, shards, tensors
 from kit.megatron.config import ModelConfig
-from kit.megatron.split import MegatronSplit, MegatronSync, counted, random_states, reduced, step_hooks
+from kit.megatron.split import MegatronSplit, MegatronSync, counting_collectives, random_states, reduced, step_hooks
 from kit.train.losses import ClippedPolicyGradient
 from kit.train.options import Settings
 from kit.train.protocol import Batch, Misuse, cut, rows
@@ -281,7 +281,7 @@ def reductions(**settings: Any) -> dict[str, Any]:
     seen = []
     with job_of(**settings) as job:
         split = MegatronSplit(job)
-        with counted(job.chunks[0]) as counter:
+        with counting_collectives(job.chunks[0]) as counter:
             for _ in range(3):
                 counter.update(dict.fromkeys(counter, 0))
                 split.begin(LOSS, 16, MBS)

@@ -46,7 +46,7 @@ def stand_ins(refusing: str = "") -> dict[int, Any]:
         name = f"{handle.group_desc}/{handle.group_name}"
         refuses = bool(refusing) and refusing in handle.group_desc
         made[id(handle)] = None if number % 5 == 4 else StandIn(name, used=number != 1, refuses=refuses)
-    groups.on_gpu = lambda handle: made[id(handle)]
+    groups.nccl_backend = lambda handle: made[id(handle)]
     return made
 
 

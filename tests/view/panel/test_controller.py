@@ -22,7 +22,7 @@ from kit.labs.discover import find
 from kit.labs.lab import Lab, Stepped
 from kit.results import read_verdict
 from kit.view.model import PanelController, PanelModel
-from kit.view.progress import CallWatch, Failure
+from kit.view.progress import CallWatch, EndedBy
 from tests.holdings import holdings, wait_for
 
 SOURCE = """
@@ -467,7 +467,7 @@ def test_who_is_to_blame_is_marked_and_nobody_else(own: Definition) -> None:
         watch.started("first", [0, 1, 2])
         watch.tick([2])
         assert watch.seen()[0][0].ranks == ("running", "running", "done")
-        watch.failed(Failure("timeout", "", (1,), "first", ""))
+        watch.failed(EndedBy("timeout", "", (1,), "first", ""))
     assert watch.seen()[0][0].ranks == ("waiting", "failed", "done")
 
 

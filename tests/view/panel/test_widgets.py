@@ -17,7 +17,7 @@ from kit.labs.discover import find
 from kit.view import look, tabs
 from kit.view.model import PanelModel
 from kit.view.panel import Buttons, Panel, Parameters
-from kit.view.progress import Failure, PhaseState, RunProgress
+from kit.view.progress import EndedBy, PhaseState, RunProgress
 
 LABS = ("smoke", "offload", "split", "sync")
 
@@ -309,7 +309,7 @@ def test_the_culprit_is_red_and_its_traceback_is_folded():
     shown = look.Strip(model)
     model.size = 2
     model.phases = (PhaseState(1, "talk", "failed", ("waiting", "failed"), (None, None), None),)
-    model.failure = Failure("raised", "rank 1 raised <b>ValueError</b>\nmore", (1,), "talk", "Traceback:\n  <script>")
+    model.failure = EndedBy("raised", "rank 1 raised <b>ValueError</b>\nmore", (1,), "talk", "Traceback:\n  <script>")
     assert shown.grid.value.count('<tr class="kit-culprit">') == 1
     assert '<tr class="kit-culprit"><th class="kit-rank" scope="row">✗ rank 1</th>' in shown.grid.value
     assert '<td class="kit-failed"' in shown.grid.value
@@ -319,7 +319,7 @@ def test_the_culprit_is_red_and_its_traceback_is_folded():
     assert "&lt;b&gt;ValueError" in message
     assert "&lt;script&gt;" in message
     assert "<script>" not in message
-    model.failure = Failure("stopped", "stopped in phase 'talk': 1 of 4 phases were done", (), "talk", "")
+    model.failure = EndedBy("stopped", "stopped in phase 'talk': 1 of 4 phases were done", (), "talk", "")
     assert "kit-bad" not in shown.failure.value  # stopped by a person
     model.failure = None
     assert shown.failure.value == ""
@@ -344,7 +344,7 @@ def test_the_verdict_is_reported_in_words(finished):
 def test_a_tick_leaves_the_unfolded_traceback_alone():
     model = PanelModel(find("smoke"))
     shown = look.Strip(model)
-    model.failure = Failure("died", "rank 0 died", (0,), "talk", "stack")
+    model.failure = EndedBy("died", "rank 0 died", (0,), "talk", "stack")
     sent = []
     shown.failure.observe(sent.append, "value")
     model.state = "running"
@@ -418,7 +418,7 @@ def test_logs_by_rank_the_last_lines_and_the_error():
     assert "line 598" not in tab.lines.value
     model.log = (*model.log, (1, "new"))
     assert "new" in tab.lines.value
-    model.failure = Failure("raised", "it broke", (0,), "talk", "")
+    model.failure = EndedBy("raised", "it broke", (0,), "talk", "")
     assert "it broke" not in tab.lines.value
     tab.rank.value = tabs.ALL
     assert '<span class="kit-bad">✗ raised: it broke</span>' in tab.lines.value

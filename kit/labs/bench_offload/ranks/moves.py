@@ -80,7 +80,7 @@ def _tensors(job: model.Training, cycles: int) -> dict[str, Any]:
         "times": times,
         "bytes": sum(sizes),
         "tensors": len(sizes),
-        "threads": host.workers(),
+        "threads": host.copy_threads(),
         "refused": refused,
         "resident": resident,
     }
@@ -115,7 +115,7 @@ def _into_new(source: int, size: int, *, pieces: bool) -> float:
 
     def work() -> None:
         if pieces:
-            host.transfer([host.Move(target, source, size)], fresh=True, threads=host.workers())
+            host.transfer([host.Move(target, source, size)], fresh=True, threads=host.copy_threads())
         else:
             host.populate(target, size)
             host.libc.memcpy(target, source, size)

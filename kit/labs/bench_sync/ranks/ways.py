@@ -25,7 +25,7 @@ from kit.measure import host
 from kit.measure.phase import seconds_on_device
 from kit.measure.turns import seconds_of, turn_by_turn
 from kit.megatron.config import GEOMETRIES
-from kit.sync.buckets import Bound, Layout, automatic, lay_out, live, specs_of, views
+from kit.sync.buckets import Bound, Layout, automatic, bucket_views, lay_out, live, specs_of
 from kit.sync.cache import LARGEST, SLOTS, Cache, KeptMappings, Segment, starts
 from kit.sync.hashes import NONE, Digests, algorithms, digest
 from kit.sync.link import Link, Listener, address_of, call
@@ -194,7 +194,7 @@ class Ways:
             transport, digests = opened[0]
             out = cache.bucket(version, index)
             if digests:
-                digests.add(index, views(layout, index, out))
+                digests.add(index, bucket_views(layout, index, out))
             transport.send(index, out)
 
         cache.build(version, self.tensors, packed=packed)
@@ -214,7 +214,7 @@ class Ways:
         for index, count in enumerate(layout.sizes):
             buffer = transport.receive(index, self._room[:count])
             if digests:
-                digests.add(index, views(layout, index, buffer))
+                digests.add(index, bucket_views(layout, index, buffer))
             bound.apply(index, buffer)
             if digests and (slots or buffer.data_ptr() == self._room.data_ptr()):
                 digests.wait(index)  # another bucket comes to the same place

@@ -255,7 +255,7 @@ class Offload:
     def ownership(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Are the caller's groups unchanged after success and after an error, with and without a default group of the caller?"""
         if wrong := [*self.borrowed, *rehearsals.not_as_found(self.on_entry)]:
-            print(f"not as found: {shown(wrong)}")
+            print(f"not as found: {findings_in_words(wrong)}")
         self.ctx.record("not_as_found", len(wrong))
 
     # -- how ----------------------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ class Offload:
 
     def _count(self, metric: str, findings: Sequence[Any]) -> None:
         """Record the number of findings, with the first of them as text."""
-        self.ctx.record(metric, len(findings), text=shown(findings))
+        self.ctx.record(metric, len(findings), text=findings_in_words(findings))
 
     def _roots(self) -> dict[str, Any]:
         """Where the walk begins: chunks and optimizer, for short names, then whatever else the job keeps."""
@@ -343,6 +343,6 @@ class Offload:
         return self._state().resident(self.ctx.device.type)
 
 
-def shown(findings: Sequence[Any]) -> str:
+def findings_in_words(findings: Sequence[Any]) -> str:
     omitted = f"; and {len(findings) - SHOWN} more" if len(findings) > SHOWN else ""
     return "; ".join(map(str, findings[:SHOWN])) + omitted

@@ -60,7 +60,7 @@ def context_of(ctx: Context) -> PipelineContext:
     )
 
 
-class Lease:
+class DeviceLock:
     """A device held by this rank: a lock on a file, which the kernel frees if the rank dies, and on the CPU one core.
 
     `together`: other ranks may hold the device at the same time if all set this flag. With fewer cores than devices, some devices share

@@ -15,10 +15,10 @@ from kit.actors.trainer import Weights
 from kit.labs.rankside import Context
 from kit.labs.share.lab import PipelineConfig
 from kit.labs.share.ranks import loop_of
-from kit.labs.share.ranks.roles import Replica, Trainer
+from kit.labs.share.ranks.roles import LeasedReplica, LeasedTrainer
 
-take_memory, expand, sync, end = Replica.take_memory, Replica.expand, Replica.sync, Replica.end
-begin, finish = Trainer.begin, Trainer.finish
+take_memory, expand, sync, end = LeasedReplica.take_memory, LeasedReplica.expand, LeasedReplica.sync, LeasedReplica.end
+begin, finish = LeasedTrainer.begin, LeasedTrainer.finish
 digests = ReplicaActor.digests
 
 
@@ -29,11 +29,11 @@ def draws_as_the_first(ctx: Context, pipeline: str) -> PipelineConfig:
 # -- a replica that falls asleep too early, too late or not at all ---------------------------------------------------------
 
 
-def aborts_nothing(replica: Replica) -> int:
+def aborts_nothing(replica: LeasedReplica) -> int:
     return len(replica.actor.engine.in_flight)
 
 
-def keeps_its_memory(replica: Replica) -> None:
+def keeps_its_memory(replica: LeasedReplica) -> None:
     """A replica that sleeps keeps its weights."""
 
 
@@ -41,30 +41,32 @@ LATE_S = 0.3
 timers: list[threading.Timer] = []  # of the sleep that is still to come
 
 
-def settle() -> None:
+def settle_late() -> None:
     while timers:
         timers.pop().join()
 
 
-def sleeps_late(replica: Replica) -> None:
+def sleeps_late(replica: LeasedReplica) -> None:
     timers.append(threading.Timer(LATE_S, replica.actor.sleep))
     timers[-1].start()
 
 
-def wakes_after_the_late_sleep(replica: Replica) -> None:
-    settle()
+def wakes_after_the_late_sleep(replica: LeasedReplica) -> None:
+    settle_late()
     take_memory(replica)
 
 
-def ends_after_the_late_sleep(replica: Replica, cycle: int) -> None:
-    settle()
+def ends_after_the_late_sleep(replica: LeasedReplica, cycle: int) -> None:
+    settle_late()
     end(replica, cycle)
 
 
 # -- weights and versions -------------------------------------------------------------------------------------------------
 
 
-def stamps_the_version_before(replica: Replica, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:
+def stamps_the_version_before(
+    replica: LeasedReplica, version: int, at_sync: str, replicas: Sequence[str]
+) -> dict[str, Any]:
     woke = replica.blank
     answer = sync(replica, version, at_sync, replicas)
     if woke and version:
@@ -75,7 +77,7 @@ def stamps_the_version_before(replica: Replica, version: int, at_sync: str, repl
 assuming: set[int] = set()  # actors that woke for version 0, until their weights have been changed
 
 
-def assumes_the_base(replica: Replica, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:
+def assumes_the_base(replica: LeasedReplica, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:
     if replica.blank and not version:
         assuming.add(id(replica.actor))
     return sync(replica, version, at_sync, replicas)
@@ -90,15 +92,15 @@ def changes_the_base(actor: ReplicaActor, algorithm: str) -> dict[str, str]:
     return table
 
 
-before: dict[Trainer, Weights] = {}  # the weights of trainers when their step ended, before the update
+before: dict[LeasedTrainer, Weights] = {}  # the weights of trainers when their step ended, before the update
 
 
-def copies_before_the_update(trainer: Trainer, step: int, update: int) -> None:
+def copies_before_the_update(trainer: LeasedTrainer, step: int, update: int) -> None:
     before[trainer] = {key: tensor.detach().clone() for key, tensor in trainer.actor.gather().items()}
     finish(trainer, step, update)
 
 
-def builds_late(trainer: Trainer) -> None:
+def builds_late(trainer: LeasedTrainer) -> None:
     weights = before.pop(trainer)
     if trainer.actor.first:
         trainer.actor.sender.build(trainer.actor.version, weights)
@@ -109,18 +111,18 @@ def builds_late(trainer: Trainer) -> None:
 SIGN = "woke-{}"  # a file beside the devices' locks, by pipeline
 
 
-def shows_that_it_woke(replica: Replica) -> None:
+def shows_that_it_woke(replica: LeasedReplica) -> None:
     expand(replica)
     (replica.folder / SIGN.format(replica.ctx.pipeline)).touch()
 
 
-def rebuilds_a_group(trainer: Trainer, step: int, update: int) -> None:
+def rebuilds_a_group(trainer: LeasedTrainer, step: int, update: int) -> None:
     begin(trainer, step, update)
     if any(trainer.folder.glob(SIGN.format("[!" + trainer.ctx.pipeline + "]"))):
         dist.new_group([*range(dist.get_world_size())], backend="gloo")
 
 
-def leaks_a_group(replica: Replica) -> None:
+def leaks_a_group(replica: LeasedReplica) -> None:
     expand(replica)
     dist.new_group([*range(dist.get_world_size())], backend="gloo")
 

@@ -23,7 +23,7 @@ from kit.actors.trainer import TrainerActor, Weights
 from kit.errors import KitError
 from kit.labs import rankside
 from kit.labs.rankside import Context
-from kit.labs.share.ranks import Lease, context_of
+from kit.labs.share.ranks import DeviceLock, context_of
 from kit.measure.host import trim
 from kit.measure.observers.births import registered_groups
 from kit.megatron import groups, shards
@@ -34,13 +34,13 @@ from kit.sync.cache import BASE
 from kit.sync.sender import Target
 
 
-class Trainer:
+class LeasedTrainer:
     """A trainer with a lease. `alone`: the pipeline has its devices to itself, and its trainer stays on them."""
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = context_of(ctx)
         self.actor = TrainerActor(self.ctx, on_version=self.note_version)
-        self.lease = Lease(self.ctx)
+        self.lease = DeviceLock(self.ctx)
         self.folder = Path()
         self.alone = False
         self.release_groups: bool = ctx.config.release_groups
@@ -178,7 +178,7 @@ class Trainer:
         return [dataclasses.replace(target, state=state) for target in self.actor.targets(replicas)]
 
 
-class Replica:
+class LeasedReplica:
     """A replica with a lease. `blank`: its weights belong to no version."""
 
     def __init__(self, ctx: Context) -> None:
@@ -186,7 +186,7 @@ class Replica:
         self.actor = ReplicaActor(self.ctx, sequential=True)
         self.number = replica_number(self.ctx.role)
         self.level = ctx.config.sleep_level
-        self.lease = Lease(self.ctx)
+        self.lease = DeviceLock(self.ctx)
         self.folder = Path()
         self.blank = True
         self.kept: list[torch.Tensor] = []  # weights in host memory, at level 1

@@ -21,7 +21,7 @@ from kit.errors import BadInput
 from kit.labs.split.faults import KIT_LOSS, KIT_MODEL
 from kit.labs.split.lab import NORMALIZERS, SplitConfig, loss_settings, model_config
 from kit.megatron import model, observe, shards, split, tensors
-from kit.megatron.split import counted, reduced
+from kit.megatron.split import counting_collectives, reduced
 from kit.target import load
 from kit.train import fsdp, rollout
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
@@ -115,7 +115,7 @@ def make_loss(ctx: LossContext) -> Loss:
 # -- the two backends --------------------------------------------------------------------------------------------------------
 
 
-def settings(config: SplitConfig) -> Settings:
+def visible_settings(config: SplitConfig) -> Settings:
     """Settings with a visible effect: the learning rate changes in every step, gradients are clipped, weights decay visibly."""
     return Settings(
         first_lr=1e-4,
@@ -146,7 +146,7 @@ def own_job(target: str, built: Any, device: torch.device) -> Any:
 
 
 def assemble(ctx: ModelContext) -> model.Training:
-    return model.assemble_job(model_config(ctx.config), ctx.device, settings(ctx.config))
+    return model.assemble_job(model_config(ctx.config), ctx.device, visible_settings(ctx.config))
 
 
 class Megatron:
@@ -169,7 +169,7 @@ class Megatron:
                 world_size=dist.get_world_size(),
                 device=self.device,
                 config=self.config,
-                settings=settings(self.config),
+                settings=visible_settings(self.config),
             )
         )
         if target != KIT_MODEL:
@@ -188,7 +188,7 @@ class Megatron:
         return self.merge(job.chunks, reduced(job.chunks[0]))
 
     def counted(self, job: Any) -> contextlib.AbstractContextManager[dict[str, int]]:
-        return counted(job.chunks[0])
+        return counting_collectives(job.chunks[0])
 
     def state(self, job: Any) -> dict[str, str]:
         named = tensors.hashes(job.chunks, job.optimizer, ("weights", "optimizer"))
@@ -212,7 +212,7 @@ class Fsdp2:
             fsdp.build_fsdp,
             model_config(config).geometry,
             weights,
-            settings=settings(config),
+            settings=visible_settings(config),
             dtype=model.DTYPES[config.dtype],
             device=device,
             batching=config.batching,

@@ -147,7 +147,7 @@ def norm_of_sums(step: MegatronSplit, sequences: float, tokens: float, table: di
 
 
 def schedules_by_steps(step: MegatronSplit, sequences: float, tokens: float, table: dict[str, float]) -> StepResult:
-    return split.update(step.job, 1, sequences, tokens, table)
+    return split.step_optimizer(step.job, 1, sequences, tokens, table)
 
 
 def clips_to_half(step: MegatronSplit, sequences: float, tokens: float, table: dict[str, float]) -> StepResult:

@@ -40,7 +40,7 @@ class Token(NamedTuple):
     advantage: float
 
 
-class Judged(NamedTuple):
+class JudgedStep(NamedTuple):
     loss: torch.Tensor
     penalty: float
     ratio: float
@@ -49,7 +49,7 @@ class Judged(NamedTuple):
     outside: bool
 
 
-def oracle(settings: Any, logprobs: torch.Tensor, batch: Tensors) -> tuple[torch.Tensor, dict[str, float]]:
+def float64_step(settings: Any, logprobs: torch.Tensor, batch: Tensors) -> tuple[torch.Tensor, dict[str, float]]:
     """Loss and metrics of the step. `logprobs[i, t]` belongs to token t + 1 of row i."""
     if logprobs.dtype != torch.float64:
         raise TypeError(f"the oracle needs log-probabilities in float64, not {logprobs.dtype}")
@@ -119,7 +119,7 @@ def _valid_rows(settings: Any, logprobs: torch.Tensor, batch: Tensors) -> list[l
     ]
 
 
-def _judge(settings: Any, row: Sequence[Token]) -> list[Judged]:
+def _judge(settings: Any, row: Sequence[Token]) -> list[JudgedStep]:
     if not row:
         return []
     steps = [token.now - token.before for token in row]
@@ -140,7 +140,7 @@ def _judge(settings: Any, row: Sequence[Token]) -> list[Judged]:
         penalty = _penalty(settings, token) if settings.kl else torch.zeros_like(ratio)
         praise = -settings.positive_nll * token.now if token.advantage > 0 else torch.zeros_like(ratio)
         done.append(
-            Judged(
+            JudgedStep(
                 loss=(gain if settings.importance == "none" else gain * weight) + settings.kl * penalty + praise,
                 penalty=penalty.item(),
                 ratio=ratio.item(),
@@ -193,7 +193,7 @@ def _clamped(value: torch.Tensor, limit: float | None) -> torch.Tensor:
 
 
 def _clipped_table(
-    settings: Any, rows: Sequence[Sequence[Token]], judged: Sequence[Sequence[Judged]], count: int
+    settings: Any, rows: Sequence[Sequence[Token]], judged: Sequence[Sequence[JudgedStep]], count: int
 ) -> dict[str, float]:
     done = [token for row in judged for token in row]
     ratios, clipped = [part.ratio for part in done], [part.clipped for part in done]
@@ -237,7 +237,7 @@ def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
     return log_ratio.expm1() - log_ratio
 
 
-class Step(NamedTuple):
+class ExpectedStep(NamedTuple):
     """The numbers that the result of one step must have, and the relative rounding that a float32 norm may have."""
 
     norm: float
@@ -255,14 +255,16 @@ def learning_rate(settings: Any, seen: int) -> float:
     return float(settings.last_lr + (settings.lr - settings.last_lr) * math.cos(part * math.pi / 2) ** 2)
 
 
-def steps(settings: Any, gradients: Sequence[Mapping[str, torch.Tensor]], sequences: int) -> list[Step]:
+def expected_steps(
+    settings: Any, gradients: Sequence[Mapping[str, torch.Tensor]], sequences: int
+) -> list[ExpectedStep]:
     """Norm, learning rate and decay of every step. A step without gradients was skipped and does not advance the schedule."""
     made, seen = [], 0
     for tensors in gradients:
         squares = [torch.dot(flat, flat).item() for flat in (value.double().flatten() for value in tensors.values())]
         norm = math.sqrt(math.fsum(squares)) if tensors else math.nan
         lr = learning_rate(settings, seen)
-        made.append(Step(norm=norm, norm_rounding=norm_rounding(tensors), lr=lr, wd=settings.weight_decay))
+        made.append(ExpectedStep(norm=norm, norm_rounding=norm_rounding(tensors), lr=lr, wd=settings.weight_decay))
         seen += sequences if tensors else 0
     return made
 
@@ -285,14 +287,14 @@ def unclipped(settings: Any, gradients: Tensors, norm: float) -> Tensors:
     factor = (norm + 1e-6) / settings.clip
     if not gradients or not factor > 1:
         return gradients
-    (now,) = steps(settings, [gradients], 0)
+    (now,) = expected_steps(settings, [gradients], 0)
     if relative(now.norm, norm / factor) > now.norm_rounding + EPS:
         return gradients
     return {name: value.double() * factor for name, value in gradients.items()}
 
 
-def replay(
-    settings: Any, start: torch.Tensor, gradients: Sequence[torch.Tensor | None], done: Sequence[Step]
+def replay_tensor(
+    settings: Any, start: torch.Tensor, gradients: Sequence[torch.Tensor | None], done: Sequence[ExpectedStep]
 ) -> torch.Tensor:
     """One tensor after all steps, in float64. Only matrices decay."""
     b1, b2 = settings.betas
@@ -313,16 +315,22 @@ def replay(
 
 
 def moved(
-    settings: Any, start: Tensors, end: Tensors, gradients: Sequence[Tensors], done: Sequence[Step], *, eps: float
+    settings: Any,
+    start: Tensors,
+    end: Tensors,
+    gradients: Sequence[Tensors],
+    done: Sequence[ExpectedStep],
+    *,
+    eps: float,
 ) -> dict[str, float]:
     """The error of every tensor after all steps, relative to the distance that it had to move. Rounding is excluded; `eps` is the relative
     rounding of the dtype of the weights."""
     errors = {}
     for name, before in start.items():
-        must = replay(settings, before, [step.get(name) if step else None for step in gradients], done)
+        must = replay_tensor(settings, before, [step.get(name) if step else None for step in gradients], done)
         rounding = len(gradients) * eps * must.abs()
         beyond = ((end[name].double() - must).abs() - rounding).clamp(min=0)
-        errors[name] = share(float(beyond.norm()), float((must - before.double()).norm()))
+        errors[name] = relative_distance(float(beyond.norm()), float((must - before.double()).norm()))
     return errors
 
 
@@ -341,7 +349,7 @@ def apart(value: float, exact: float, floor: float) -> float:
 # -- the loss on extreme rows ------------------------------------------------------------------------------------------------
 
 
-def rows_of(batch: Tensors, gap: float = 0.0, *, alone: bool = False) -> tuple[torch.Tensor, Tensors]:
+def few_rows(batch: Tensors, gap: float = 0.0, *, alone: bool = False) -> tuple[torch.Tensor, Tensors]:
     """A few rows of a step on the host, and float32 log-probabilities near the trainer's; one token in seven is off by a factor of 5.
 
     For one token the engine is `gap` below the trainer; with `alone` no other token counts, so that no sum hides it.
@@ -370,8 +378,8 @@ def masked(batch: Tensors) -> torch.Tensor:
 
 def gap_error(loss: Any, exact: Exact, batch: Tensors, gap: float) -> tuple[float, str]:
     """The largest error of loss, metrics and gradient against `exact(logprobs, batch)` at a gap, and the name of that number."""
-    among = errors_at(loss, exact, *rows_of(batch, gap), FLOOR)
-    alone = errors_at(loss, exact, *rows_of(batch, gap, alone=True), SMALLEST)
+    among = errors_at(loss, exact, *few_rows(batch, gap), FLOOR)
+    alone = errors_at(loss, exact, *few_rows(batch, gap, alone=True), SMALLEST)
     errors = {**among, **{f"{name} of that token alone": error for name, error in alone.items()}}
     name = max(errors, key=lambda number: errors[number])
     return errors[name], name
@@ -392,7 +400,7 @@ def errors_at(loss: Any, exact: Exact, logprobs: torch.Tensor, batch: Tensors, f
 
 def masked_reach(loss: Any, batch: Tensors, rubbish: float) -> list[str]:
     """The numbers that change if masked places hold `rubbish`. None may change, not by one bit."""
-    logprobs, few = rows_of(batch)
+    logprobs, few = few_rows(batch)
     clean, clean_table, clean_gradient = trained(loss, logprobs, few)
     if any(map(math.isnan, clean_table.values())):
         return ["metrics are NaN even without it"]
@@ -446,7 +454,7 @@ def overall(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> flo
         return math.inf
     apart = sum(float((a[name].double() - b[name].double()).square().sum()) for name in b)
     whole = sum(float(b[name].double().square().sum()) for name in b)
-    return share(apart**0.5, whole**0.5)
+    return relative_distance(apart**0.5, whole**0.5)
 
 
 def common_factor(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], allowed: float) -> float | None:
@@ -462,7 +470,7 @@ def common_factor(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], 
     return factor if overall(a, scaled) <= allowed else None
 
 
-def share(apart: float, whole: float) -> float:
+def relative_distance(apart: float, whole: float) -> float:
     """apart / whole; infinite if a number is not finite, or if only `whole` is 0."""
     if not (math.isfinite(apart) and math.isfinite(whole)):
         return math.inf
@@ -476,7 +484,9 @@ def by_tensor(a: Tensors, b: Tensors) -> dict[str, Distance]:
         left, right = a[name].double(), b[name].double()
         apart = (left - right).abs().flatten()
         index = int(apart.argmax())
-        distances[name] = Distance(share(float(apart.norm()), float(right.norm())), index, float(apart[index]))
+        distances[name] = Distance(
+            relative_distance(float(apart.norm()), float(right.norm())), index, float(apart[index])
+        )
     return distances | dict.fromkeys(sorted(set(a) ^ set(b)), Distance(math.inf, 0, math.inf))
 
 

@@ -113,7 +113,7 @@ class Observed:
             yield
 
 
-class Split:
+class SplitSide:
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
         self.record = ctx.record
@@ -129,7 +129,7 @@ class Split:
         self.weights, whole = backends.rollouts(config, self.ctx.device)
         self.megatron = backends.Megatron(config, self.weights if config.has_twin else {})
         self.device = self.megatron.device
-        self.settings = backends.settings(config)
+        self.settings = backends.visible_settings(config)
         self.backend: backends.Backend = self.megatron
         if config.backend == "fsdp2":
             self.backend = backends.Fsdp2(config, self.weights, self.device)
@@ -162,7 +162,7 @@ class Split:
         if self.ctx.rank:
             return
         level, step = self.cases[cycle].level, self.whole[0]
-        formulas = oracle.oracle if self.config.loss == KIT_LOSS else oracle.by_itself
+        formulas = oracle.float64_step if self.config.loss == KIT_LOSS else oracle.by_itself
         loss = self._loss(level)
         exact = functools.partial(formulas, loss)
         for gap in oracle.GAPS:
@@ -232,7 +232,7 @@ class Split:
 
     def rehearse(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """The promises of the protocol about aborts, errors in the middle of a step, and calls in the wrong state."""
-        scene = rehearse.Scene(
+        scene = rehearse.FailingScene(
             backend=self.backend,
             make=self._make,
             loss=self._loss(self.config.levels[0]),
@@ -370,7 +370,7 @@ class Split:
         """Clipping, AdamW and schedule of all steps against float64, from the observed weights and gradients."""
         if self.ctx.rank or self.config.model != KIT_MODEL:
             return
-        done = oracle.steps(self.settings, trained.gradients, self.config.batch)
+        done = oracle.expected_steps(self.settings, trained.gradients, self.config.batch)
         # FSDP2 keeps float32 weights, whatever it computes in.
         dtype = torch.float32 if self.config.backend == "fsdp2" else model.DTYPES[self.config.dtype]
         eps = torch.finfo(dtype).eps

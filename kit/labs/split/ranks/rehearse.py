@@ -37,7 +37,7 @@ class RehearsedError(RuntimeError):
 
 
 @dataclass(kw_only=True, slots=True)
-class Scene:
+class FailingScene:
     backend: Any  # of backends.py
     make: Callable[[Any], Any]  # the code under test on another job
     loss: Loss
@@ -48,7 +48,7 @@ class Scene:
     hooks: tuple[Any, ...] = ()
     found: list[tuple[str, float, str, dict[str, Any]]] = field(default_factory=list)  # what `note` was given
 
-    def fresh(self) -> Scene:
+    def fresh(self) -> FailingScene:
         job = self.backend.fresh()
         return dataclasses.replace(self, job=job, step=self.make(job), hooks=self.backend.hooks(job), found=[])
 
@@ -137,7 +137,7 @@ class DrawingLoss(WrappedLoss):
         return value
 
 
-def rehearse_all(made: Scene) -> Scene:
+def rehearse_all(made: FailingScene) -> FailingScene:
     """Every rehearsal, each on its own job; returns the scene with all that was found. An unexpected error ends only its rehearsal."""
     for rehearsal in (
         misuse,
@@ -153,7 +153,7 @@ def rehearse_all(made: Scene) -> Scene:
         scene = made.fresh()
         before = scene.backend.state(scene.job)
         scene.whole(scene.batches[0])  # from here on the optimizer has state
-        made.note("state_unseen", unseen(scene.changed(before)), rehearsal=rehearsal.__name__)
+        made.note("state_unseen", unchanged_kinds(scene.changed(before)), rehearsal=rehearsal.__name__)
         if error := raised_by(lambda: rehearsal(scene, scene.batches[-1])):  # noqa: B023 - called at once
             traceback.print_exception(error)
         else:
@@ -162,14 +162,14 @@ def rehearse_all(made: Scene) -> Scene:
     return made
 
 
-def unseen(changed: list[str]) -> int:
+def unchanged_kinds(changed: list[str]) -> int:
     """Kinds of state that a whole step did not change. A kind that the hashes do not cover would pass as unchanged after an abort."""
     optimizer = {name for name in changed if "/" in name and not name.startswith(("weights/", "random/"))}
     weights = {*changed} - optimizer - {"scheduler", "random", "random/device"}
     return sum((not weights, not optimizer, "scheduler" not in changed))
 
 
-def aborted(scene: Scene, batch: Batch) -> None:
+def aborted(scene: FailingScene, batch: Batch) -> None:
     """Abort half a step: every bit must be as before, and the next step must equal one without the abort."""
     before, version = scene.backend.state(scene.job), scene.step.version
     scene.begin(DrawingLoss(scene.loss))
@@ -183,7 +183,7 @@ def aborted(scene: Scene, batch: Batch) -> None:
     scene.note("abort_next_differs", differs_from_control(scene, batch))
 
 
-def differs_from_control(scene: Scene, batch: Batch) -> int:
+def differs_from_control(scene: FailingScene, batch: Batch) -> int:
     """The number of tensors that differ from a job that did the same steps and nothing in between."""
     control = scene.fresh()
     for rows in (scene.batches[0], batch):
@@ -192,7 +192,7 @@ def differs_from_control(scene: Scene, batch: Batch) -> int:
     return sum(own[name] != expected.get(name) for name in own if name != "random")
 
 
-def raised(scene: Scene, batch: Batch) -> None:
+def raised(scene: FailingScene, batch: Batch) -> None:
     """Errors in the middle of microbatch, and one in finish: hooks must be restored, and only abort is allowed afterwards."""
     before, version = scene.backend.state(scene.job), scene.step.version
     ways: dict[str, Callable[[], BaseException | None]] = {
@@ -215,7 +215,7 @@ def raised(scene: Scene, batch: Batch) -> None:
     scene.note("error_ticked", int(scene.step.version != version))
 
 
-def broken_microbatch(scene: Scene, batch: Batch, kind: type[BaseException]) -> BaseException | None:
+def broken_microbatch(scene: FailingScene, batch: Batch, kind: type[BaseException]) -> BaseException | None:
     """With Megatron the second call raises, so that there is something that a wrong step could finish. With FSDP2, which keeps a piece
     back, ranks would not raise at the same piece: the first call does. A step that stores rows for finish raises there."""
     loss = DrawingLoss(scene.loss)
@@ -230,7 +230,7 @@ def broken_microbatch(scene: Scene, batch: Batch, kind: type[BaseException]) -> 
     return error if error or loss.raised else raised_by(scene.step.finish)
 
 
-def broken_finish(scene: Scene, batch: Batch) -> BaseException | None:
+def broken_finish(scene: FailingScene, batch: Batch) -> BaseException | None:
     scene.begin()
     scene.feed(batch)
     on_purpose = RehearsedError("an optimizer that raises, on purpose")
@@ -238,7 +238,7 @@ def broken_finish(scene: Scene, batch: Batch) -> BaseException | None:
         return raised_by(scene.step.finish)
 
 
-def not_finite(scene: Scene, batch: Batch) -> None:
+def not_finite(scene: FailingScene, batch: Batch) -> None:
     """A non-finite gradient, then a non-finite loss, on one data-parallel rank: nothing may change, and the next step must equal one
     without it.
 
@@ -257,7 +257,7 @@ def not_finite(scene: Scene, batch: Batch) -> None:
             hook = last.register_hook(lambda slope, addend=addend: slope + addend)
         before, version = scene.backend.state(scene.job), scene.step.version
         updated, ticks = False, 0
-        scene.begin(scene.loss if addend else poisoned(scene.loss, kind))
+        scene.begin(scene.loss if addend else poisoned_loss(scene.loss, kind))
         scene.feed(batch)
         try:
             updated, ticks = bool(scene.step.finish()["updated"]), 1
@@ -274,7 +274,7 @@ def not_finite(scene: Scene, batch: Batch) -> None:
     scene.note("nonfinite_next_differs", differs_from_control(scene, batch))
 
 
-def poisoned(loss: Loss, kind: str) -> Loss:
+def poisoned_loss(loss: Loss, kind: str) -> Loss:
     """The loss with a non-finite gradient or value on one data-parallel rank only."""
 
     def call(logprobs: torch.Tensor, batch: Batch, **counts: float) -> Any:
@@ -289,7 +289,7 @@ def poisoned(loss: Loss, kind: str) -> Loss:
     return WrappedLoss(loss, call)
 
 
-def misuse(scene: Scene, batch: Batch) -> None:
+def misuse(scene: FailingScene, batch: Batch) -> None:
     """Calls in the wrong state must raise an error that names the state; abort on a closed step must do nothing."""
     step = scene.step
     version, before = step.version, scene.backend.state(scene.job)
@@ -303,7 +303,7 @@ def misuse(scene: Scene, batch: Batch) -> None:
     scene.note("misuse_changed", int(scene.backend.state(scene.job) != before or step.version != version))
 
 
-def remainder(scene: Scene, batch: Batch) -> None:
+def remainder(scene: FailingScene, batch: Batch) -> None:
     """Rows after the last whole microbatch must be refused, or be counted and trained on.
 
     The step runs twice, with different tokens in these rows. If weights and optimizer then have the same bits, the rows were not trained
@@ -332,7 +332,7 @@ def remainder(scene: Scene, batch: Batch) -> None:
     scene.note_rows(wrong)
 
 
-def many_calls(scene: Scene, batch: Batch) -> None:
+def many_calls(scene: FailingScene, batch: Batch) -> None:
     """A step of so many calls that half precision could not hold its number of tokens. Not tried where that takes too many."""
     own_counts = torch.tensor(true_counts(batch), device=scene.job.device)
     most = own_counts.clone()
@@ -346,7 +346,7 @@ def many_calls(scene: Scene, batch: Batch) -> None:
     scene.note_rows(miscounted(scene.step.finish(), calls * own_counts), call=f"step of {calls} calls")
 
 
-def nothing_valid(scene: Scene, batch: Batch) -> None:
+def nothing_valid(scene: FailingScene, batch: Batch) -> None:
     """A step in which no token of any rank counts must be refused with an error that means it, or give finite numbers."""
     scene.begin()
     scene.feed({**batch, "token_mask": torch.zeros_like(batch["token_mask"])})
@@ -380,12 +380,12 @@ def miscounted(result: StepResult, own_counts: torch.Tensor) -> str:
     return "" if counted == true.tolist() else wrong
 
 
-def take_step(scene: Scene, batch: Batch) -> tuple[StepResult, dict[str, str]]:
+def take_step(scene: FailingScene, batch: Batch) -> tuple[StepResult, dict[str, str]]:
     result = scene.whole(batch)
     return result, {name: value for name, value in scene.backend.state(scene.job).items() if "random" not in name}
 
 
-def groups_of_steps(scene: Scene, batch: Batch) -> None:
+def groups_of_steps(scene: FailingScene, batch: Batch) -> None:
     """Process groups, in torch's registry or not, that each of two rounds of a finished and an aborted step leaves behind.
 
     Groups that a trainer creates once and keeps are no leak. Groups that it creates and destroys in each step are none either.
@@ -425,7 +425,7 @@ def kept_by(job: Any) -> Kept:
     return Kept(live_bytes(), live_graphs(), hooks)
 
 
-def memory_of_steps(scene: Scene, batch: Batch) -> None:
+def memory_of_steps(scene: FailingScene, batch: Batch) -> None:
     """What each of two finished steps, and then each of two aborted ones, leaves behind, after a first that may make what stays. Apart,
     because one kind of end may clear what the other leaves."""
 

@@ -149,7 +149,7 @@ def is_last_with_new_weights(replica: Replica) -> bool:
     return replica.name == f"replica {replica.config.replicas - 1}" and bool(replica.engine.version)
 
 
-def dies(replica: Replica, orders: Sequence[dict[str, Any]]) -> list[Happened]:
+def replica_dies(replica: Replica, orders: Sequence[dict[str, Any]]) -> list[Happened]:
     if is_last_with_new_weights(replica):
         os.kill(os.getpid(), signal.SIGKILL)
     return decode(replica, orders)

@@ -62,12 +62,12 @@ def evidence(samples: Mapping[int, Sequence[Drawn]]) -> dict[str, float]:
     intervals = {group: [sample.intervals() for sample in of_group] for group, of_group in samples.items()}
     apart = [sample for of_group in intervals.values() for sample in of_group]
     logs = {
-        "one number for all positions of a sample": doubted(shared(sample) for sample in apart),
+        "one number for all positions of a sample": doubted(shared_evidence(sample) for sample in apart),
         "one number for two neighbouring positions": doubted(
-            shared(sample[place : place + 2]) for sample in apart for place in range(0, len(sample), 2)
+            shared_evidence(sample[place : place + 2]) for sample in apart for place in range(0, len(sample), 2)
         ),
         "one number for all samples of a group at a position": doubted(
-            math.fsum(shared(row) for row in by_position(of_group)) for of_group in intervals.values()
+            math.fsum(shared_evidence(row) for row in samples_by_position(of_group)) for of_group in intervals.values()
         ),
         **{
             name: math.fsum(math.log(mass(shape, part) / part.width) for sample in apart for part in sample)
@@ -78,14 +78,14 @@ def evidence(samples: Mapping[int, Sequence[Drawn]]) -> dict[str, float]:
     return {name: value / LN10 for name, value in logs.items()}
 
 
-def combined(logs: Iterable[float]) -> float:
+def mean_evidence(logs: Iterable[float]) -> float:
     """log10 of the mean of evidences."""
     values = [*logs]
     most = max(values)
     return most + math.log10(math.fsum(10 ** (value - most) for value in values) / len(values))
 
 
-def shared(intervals: Sequence[Interval]) -> float:
+def shared_evidence(intervals: Sequence[Interval]) -> float:
     """The logarithm of the evidence that one number lies in all of these intervals."""
     common = min(part.high for part in intervals) - max(part.low for part in intervals)
     if len(intervals) > 1:
@@ -101,7 +101,7 @@ def doubted(logs: Iterable[float]) -> float:
     )
 
 
-def by_position(samples: Sequence[Sequence[Interval]]) -> list[list[Interval]]:
+def samples_by_position(samples: Sequence[Sequence[Interval]]) -> list[list[Interval]]:
     rows: defaultdict[int, list[Interval]] = defaultdict(list)
     for sample in samples:
         for place, part in enumerate(sample):

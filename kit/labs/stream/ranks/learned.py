@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from kit.actors.samples import Key
-from kit.labs.stream.ranks.oracle import Fed
+from kit.labs.stream.ranks.oracle import FedSample
 from kit.megatron.handles import parallel_state
 from kit.train.protocol import Batch, Loss
 
@@ -68,10 +68,10 @@ class WatchedLoss:
         return [row for table in tables for row in table]
 
 
-def times_learned(loss: Loss, fed: Sequence[Fed], flowed: Sequence[Flowed]) -> Mapping[Key, int]:
+def times_learned(loss: Loss, fed: Sequence[FedSample], flowed: Sequence[Flowed]) -> Mapping[Key, int]:
     """How often each sample that should move the weights did so. Of samples with the same tokens, a pass counts for one that it fits."""
     times: dict[Key, int] = {}
-    due: defaultdict[Tokens, list[Fed]] = defaultdict(list)
+    due: defaultdict[Tokens, list[FedSample]] = defaultdict(list)
     for sample in fed:
         passes = [row for row in flowed if row.tokens == sample.row.tokens]
         if should_learn(sample) if not passes else follows(loss, sample, passes[0]) is not None:
@@ -83,11 +83,11 @@ def times_learned(loss: Loss, fed: Sequence[Fed], flowed: Sequence[Flowed]) -> M
     return times
 
 
-def should_learn(sample: Fed) -> bool:
+def should_learn(sample: FedSample) -> bool:
     return bool(sample.answer("advantages").any())
 
 
-def follows(loss: Loss, sample: Fed, row: Flowed) -> bool | None:
+def follows(loss: Loss, sample: FedSample, row: Flowed) -> bool | None:
     """Whether the gradient points where the sample's own does; None if the sample has none."""
     length, begin = len(sample.row.tokens), len(sample.row.prompt)
     batch = {name: value[None, :length] if value.dim() else value[None] for name, value in sample.batch.items()}

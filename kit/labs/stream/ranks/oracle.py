@@ -27,7 +27,7 @@ from kit.train.protocol import Batch
 APART = 10.0
 
 
-class Span(NamedTuple):
+class StampedSpan(NamedTuple):
     """Tokens of an answer, from `first` up to `end`, that have the same stamp."""
 
     version: int
@@ -36,7 +36,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class JudgedSample:
     """One sample. A list has one entry for each token of its answer.
 
     All are distances of log-probabilities. `error`: recorded to stamped version. `nearest`: recorded to the closest version, which is
@@ -88,14 +88,14 @@ class Oracle:
         self.models = [from_weights(geometry, weights[version], dtype=dtype) for version in self.versions]
 
     @torch.no_grad()
-    def judge(self, row: SampleRow) -> Judged:
+    def judge(self, row: SampleRow) -> JudgedSample:
         recorded = torch.tensor(row.logprobs, dtype=torch.float64)
         table, opposite = self.recompute(row)
         places = torch.tensor([self._place(stamp) for stamp in row.versions])
         known = torch.tensor([stamp in self.versions for stamp in row.versions])
         stamped = table.gather(0, places[None])[0]
         errors = (table - recorded).abs()
-        return Judged(
+        return JudgedSample(
             row=row,
             error=torch.where(known, (stamped - recorded).abs(), torch.inf).tolist(),
             nearest=errors.min(0).values.tolist(),
@@ -111,7 +111,7 @@ class Oracle:
         table = torch.empty(len(self.versions), len(row.answer), dtype=torch.float64)
         opposite = torch.empty(len(row.answer), dtype=torch.float64)
         held, cache = 0, self.models[0].empty_cache(1, len(row.tokens))
-        for span in spans(row.versions):
+        for span in stamped_spans(row.versions):
             end = len(row.prompt) + span.end - 1  # the last token of the span is not an input of it
             place = self._place(span.version)
             caches = []
@@ -125,7 +125,7 @@ class Oracle:
         return table, opposite
 
     @torch.no_grad()
-    def from_stale_prompt(self, judged: Judged, noise: float) -> int:
+    def from_stale_prompt(self, judged: JudgedSample, noise: float) -> int:
         """How many tokens depend on a prompt's keys and values from an older version instead of their stamp's."""
         row = judged.row
         if max(judged.error, default=0.0) < APART * noise:
@@ -144,7 +144,7 @@ class Oracle:
         prompt = self.models[0].empty_cache(1, len(row.tokens))
         first = self.models[self._place(version)](torch.tensor(row.prompt)[None], cache=prompt, start=0)[0, -1:]
         cache, chosen = copied(prompt), []
-        for span in spans(row.versions):
+        for span in stamped_spans(row.versions):
             if not self.keeps:
                 cache, held = copied(prompt), begin
             end = begin + span.end - 1
@@ -162,7 +162,7 @@ class Oracle:
         """The probabilities that each token was sampled from, [tokens, vocabulary], under the stamps and the config's KV cache."""
         held, cache = 0, self.models[0].empty_cache(1, len(row.tokens))
         probabilities = []
-        for span in spans(row.versions):
+        for span in stamped_spans(row.versions):
             begin, end = held if self.keeps else 0, len(row.prompt) + span.end - 1
             ids = torch.tensor(row.tokens[begin:end])[None]
             logits = self.models[self._place(span.version)](ids, cache=cache, start=begin)[0]
@@ -181,7 +181,7 @@ class Oracle:
     def sampled(self, version: int, row: SampleRow) -> torch.Tensor:
         """The answer under one version, as it was sampled (temperature, minimum length), without a cache."""
         logits = self.models[self._place(version)](torch.tensor(row.tokens)[None])[0, len(row.prompt) - 1 : -1]
-        return self._chosen(logits, row, Span(version, 0, len(row.answer)))
+        return self._chosen(logits, row, StampedSpan(version, 0, len(row.answer)))
 
     def noise(self, weights: Mapping[int, Mapping[str, torch.Tensor]], rows: Sequence[SampleRow]) -> float:
         """The largest difference that float32 arithmetic makes, over these samples and all versions."""
@@ -191,17 +191,17 @@ class Oracle:
         return max((float((rounded - exact).abs().max()) for rounded, exact in pairs), default=0.0)
 
     def _span(
-        self, model: PlainModel, row: SampleRow, span: Span, cache: list[Cache], fed: tuple[int, int]
+        self, model: PlainModel, row: SampleRow, span: StampedSpan, cache: list[Cache], fed: tuple[int, int]
     ) -> torch.Tensor:
         """Feed these positions; returns the sampling log-probabilities of the span's tokens."""
         ids = torch.tensor(row.tokens[slice(*fed)])[None]
         return self._chosen(model(ids, cache=cache, start=fed[0])[0, span.first - span.end :], row, span)
 
-    def _chosen(self, logits: torch.Tensor, row: SampleRow, span: Span) -> torch.Tensor:
+    def _chosen(self, logits: torch.Tensor, row: SampleRow, span: StampedSpan) -> torch.Tensor:
         chosen = torch.tensor(row.answer[span.first : span.end])[:, None]
         return self._after(logits, row, span).gather(1, chosen)[:, 0]
 
-    def _after(self, logits: torch.Tensor, row: SampleRow, span: Span) -> torch.Tensor:
+    def _after(self, logits: torch.Tensor, row: SampleRow, span: StampedSpan) -> torch.Tensor:
         """The log-probabilities of all tokens at the places of a span, as they are sampled."""
         after = logits.double()
         after[: max(0, row.minimum - span.first), END] = -torch.inf
@@ -211,11 +211,11 @@ class Oracle:
         return self.versions.index(version) if version in self.versions else 0
 
 
-def spans(versions: Sequence[int]) -> Iterator[Span]:
+def stamped_spans(versions: Sequence[int]) -> Iterator[StampedSpan]:
     first = 0
     for version, tokens in itertools.groupby(versions):
         end = first + len([*tokens])
-        yield Span(version, first, end)
+        yield StampedSpan(version, first, end)
         first = end
 
 
@@ -223,7 +223,7 @@ def copied(cache: list[Cache]) -> list[Cache]:
     return [(keys.clone(), values.clone()) for keys, values in cache]
 
 
-class Fed(NamedTuple):
+class FedSample(NamedTuple):
     """A sample as it was sent, the version while it was trained, and its row of the batch."""
 
     row: SampleRow
@@ -236,7 +236,7 @@ class Fed(NamedTuple):
         return self.batch[name][begin : begin + len(self.row.answer)].double()
 
 
-def advantage_errors(fed: Sequence[Fed]) -> Iterator[float]:
+def advantage_errors(fed: Sequence[FedSample]) -> Iterator[float]:
     """For each sample: the advantage in the batch minus the one computed from the rewards of its group."""
     for sample in fed:
         group = [
@@ -248,14 +248,14 @@ def advantage_errors(fed: Sequence[Fed]) -> Iterator[float]:
         yield float((sample.answer("advantages") - wanted).abs().max())
 
 
-def previous_error(oracle: Oracle, fed: Fed, previous: str) -> float:
+def previous_error(oracle: Oracle, fed: FedSample, previous: str) -> float:
     """`recomputed`: those of the version while the sample was trained. `recorded`: those that came with the sample."""
     given = fed.answer("prev_logprobs")
     wanted = oracle.plain(fed.version, fed.row) if previous == "recomputed" else torch.tensor(fed.row.logprobs).double()
     return float((given - wanted).abs().max())
 
 
-def drift(oracle: Oracle, fed: Sequence[Fed]) -> Mapping[tuple[int, int], list[float]]:
+def token_drift(oracle: Oracle, fed: Sequence[FedSample]) -> Mapping[tuple[int, int], list[float]]:
     """By lag and position: the log-probability of each token under the version that it was trained on, minus the recorded one."""
     differences: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for sample in fed:
@@ -265,7 +265,7 @@ def drift(oracle: Oracle, fed: Sequence[Fed]) -> Mapping[tuple[int, int], list[f
     return dict(sorted(differences.items()))
 
 
-def recorded_error(fed: Fed) -> float:
+def recorded_error(fed: FedSample) -> float:
     """The engine's recorded log-probabilities, which the importance weights use, and the mask of tokens that count."""
     wanted = torch.tensor(fed.row.logprobs).double()
     length, begin = len(fed.row.tokens), len(fed.row.prompt)

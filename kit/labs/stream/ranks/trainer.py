@@ -18,9 +18,16 @@ from kit.actors.samples import SampleRow
 from kit.actors.trainer import TrainerActor, Weights
 from kit.labs import rankside
 from kit.labs.rankside import Context
-from kit.labs.stream.ranks.draws import Drawn, combined, evidence
+from kit.labs.stream.ranks.draws import Drawn, evidence, mean_evidence
 from kit.labs.stream.ranks.learned import WatchedLoss, times_learned
-from kit.labs.stream.ranks.oracle import Fed, Oracle, advantage_errors, drift, previous_error, recorded_error
+from kit.labs.stream.ranks.oracle import (
+    FedSample,
+    Oracle,
+    advantage_errors,
+    previous_error,
+    recorded_error,
+    token_drift,
+)
 from kit.megatron import tensors
 from kit.stream.ports import drifted
 from kit.sync import hashes
@@ -39,7 +46,7 @@ class Trainer(TrainerActor):
         super().__init__(ctx, on_version=self.note_version, on_samples=self.note_samples)
         self.failing = False
         self.weights: dict[int, dict[str, torch.Tensor]] = {}  # of every version, on rank 0, for the recomputation
-        self.fed: list[Fed] = []  # every sample that was trained in this loop, on rank 0
+        self.fed: list[FedSample] = []  # every sample that was trained in this loop, on rank 0
         self.of_update = 0  # where those of the open update begin
 
     def reset(self) -> None:
@@ -56,7 +63,7 @@ class Trainer(TrainerActor):
 
     def note_samples(self, rows: Sequence[SampleRow], batch: Batch) -> None:
         for place, row in enumerate(rows):
-            self.fed.append(Fed(row, self.version, {name: value[place] for name, value in batch.items()}))
+            self.fed.append(FedSample(row, self.version, {name: value[place] for name, value in batch.items()}))
 
     def loss(self) -> Loss:
         self.watched = WatchedLoss(super().loss())
@@ -141,7 +148,7 @@ class Trainer(TrainerActor):
         }.items():
             self.ctx.record(metric, number)
         self.note_draws(oracle, rows)
-        for (lag, position), differences in drift(oracle, self.fed).items():
+        for (lag, position), differences in token_drift(oracle, self.fed).items():
             for metric, number in drifted(differences).items():
                 self.ctx.record(metric, number, lag=lag, position=position, tokens=len(differences))
 
@@ -150,7 +157,7 @@ class Trainer(TrainerActor):
         for row in rows:
             drawn[row.group].append(Drawn(oracle.distributions(row), row.answer))
         logs = evidence(drawn)
-        self.ctx.record("evidence", combined(logs.values()))
+        self.ctx.record("evidence", mean_evidence(logs.values()))
         for suspicion, value in logs.items():
             self.ctx.record("evidence_for", value, suspicion=suspicion)
 

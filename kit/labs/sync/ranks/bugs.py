@@ -43,7 +43,7 @@ KEPT_GROUPS: list[Any] = []
 LEAKED = 2  # groups, before the rehearsed failures
 
 
-def replica_of(call: Call) -> Any:
+def host_of(call: Call) -> Any:
     """The lab's own host of the receiver."""
     return call.receiver.host
 
@@ -196,7 +196,7 @@ def keeps_what_arrives(call: Call, index: int, buffer: torch.Tensor) -> None:
 
 def applies_without_a_gate(call: Call, message: dict[str, Any]) -> None:  # noqa: ARG001 - a step of the receiver
     """And a forward runs between the two halves of the buckets, as happens sooner or later."""
-    serving, middle = replica_of(call).serving, len(call.stored) // 2
+    serving, middle = host_of(call).serving, len(call.stored) // 2
     call.changing = True
     for index, buffer in enumerate(call.stored):
         if index == middle and serving.running:
@@ -214,14 +214,14 @@ def opens_the_gate_early(call: Call) -> None:
 
 
 def dies_in_the_middle(call: Call, index: int, buffer: torch.Tensor) -> None:
-    if index == len(call.layout.buckets) // 2 and replica_of(call).last:
+    if index == len(call.layout.buckets) // 2 and host_of(call).last:
         os.kill(os.getpid(), signal.SIGKILL)
     look(call, index, buffer)
 
 
 def stalls_in_the_middle(call: Call, index: int, buffer: torch.Tensor) -> None:
     """Read messages without an answer until the sender gives up."""
-    while index == len(call.layout.buckets) // 2 and replica_of(call).last:
+    while index == len(call.layout.buckets) // 2 and host_of(call).last:
         with contextlib.suppress(PeerSilent):
             if call.link.receive("the end of the sync")[0]["kind"] == "failed":
                 raise KitError("stalled on purpose until the sender gave up")
@@ -237,7 +237,7 @@ def keeps_its_connection(call: Call) -> None:
 
 def derives_nothing_after_an_undo(call: Call) -> None:
     """What is derived stays that of the new weights."""
-    host = replica_of(call)
+    host = host_of(call)
     vars(host)["finalize"] = lambda: None
     undo(call)
     del vars(host)["finalize"]
@@ -250,7 +250,7 @@ def discards_with_an_error(cache: Cache, version: int) -> None:
 
 
 def keeps_new_weights(call: Call) -> None:
-    if replica_of(call).last:
+    if host_of(call).last:
         call.before = []
     undo(call)
 

@@ -106,5 +106,5 @@ def poisoned(tensor: torch.Tensor) -> int:
     return left if left == tensor.numel() else 0
 
 
-def listed(names: Sequence[str]) -> str:
+def listed_names(names: Sequence[str]) -> str:
     return ", ".join(names[:FIRST]) + (f" and {len(names) - FIRST} more" if len(names) > FIRST else "")

@@ -18,7 +18,7 @@ def side(ctx: Context) -> Side:
 class TrainerPhases(SyncTrainer):
     def sweep(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
         if self.sends:
-            sweep.send(self, replace(self.targets()[-1], state="paused"))
+            sweep.send_once(self, replace(self.targets()[-1], state="paused"))
 
     def rehearse(self, cycle: int) -> None:  # noqa: ARG002 - as above
         rehearsals.of_trainer(self)

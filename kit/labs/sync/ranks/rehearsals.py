@@ -22,11 +22,11 @@ from torch.distributed import distributed_c10d as c10d
 from kit import machine
 from kit.errors import BadInput, KitError
 from kit.labs.sync.lab import SyncConfig
-from kit.labs.sync.ranks.contents import listed
+from kit.labs.sync.ranks.contents import listed_names
 from kit.labs.sync.ranks.replica import SyncReplica
-from kit.labs.sync.ranks.side import Side, raised
+from kit.labs.sync.ranks.side import Side, error_of
 from kit.labs.sync.ranks.trainer import SyncTrainer
-from kit.labs.sync.ranks.watch import WAITS, SeenTransport, judge, sha256
+from kit.labs.sync.ranks.watch import WAITS, SeenTransport, judge_forwards, sha256
 from kit.measure.observers.births import Births, registered_groups
 from kit.measure.phase import MEMFD, resource_counts, temp_files
 from kit.sync.buckets import Destination
@@ -79,7 +79,7 @@ look, destinations = Call.look, SyncReplica.destinations
 send, receive, flush, close = SeenTransport.send, SeenTransport.receive, SeenTransport.flush, SeenTransport.close
 
 
-def scenes(config: SyncConfig, *, expansion: bool = False) -> tuple[str, ...]:
+def rehearsed_scenes(config: SyncConfig, *, expansion: bool = False) -> tuple[str, ...]:
     wrong_bytes = ("wrong-bytes", PACKED) if config.verify != "none" and config.verify_share == 1 else ()
     if expansion:
         return ("missing", *wrong_bytes, LATE, "publish")
@@ -94,21 +94,21 @@ def of_trainer(trainer: SyncTrainer) -> None:
     step(trainer)
     if trainer.sends:
         note(trainer, "accepted", accepted(trainer), "calls that must be refused")
-    for scene in scenes(trainer.config):
-        fail(trainer, scene, awake, ahead=1)
+    for scene in rehearsed_scenes(trainer.config):
+        fail_sync(trainer, scene, awake, ahead=1)
     if trainer.config.shares:
         trainer.job.mover.release()
-        for scene in scenes(trainer.config, expansion=True):
-            fail(trainer, scene, asleep, ahead=0)
+        for scene in rehearsed_scenes(trainer.config, expansion=True):
+            fail_sync(trainer, scene, asleep, ahead=0)
         succeed(trainer, "expansion", asleep, ahead=0)
         trainer.job.mover.restore()
     step(trainer)  # so that no memory on the receiver has the bytes of this version already
-    fail(trainer, MIDDLE, awake, ahead=1)
+    fail_sync(trainer, MIDDLE, awake, ahead=1)
     succeed(trainer, "refresh", awake, ahead=1)
     trainer.update_truth()
     trainer.send_truth(awake)
     step(trainer)
-    fail(trainer, TOO_LATE, awake, ahead=1)
+    fail_sync(trainer, TOO_LATE, awake, ahead=1)
     step(trainer)
     succeed(trainer, TOO_LATE, awake, ahead=1)
     trainer.update_truth()
@@ -130,7 +130,7 @@ def succeed(trainer: SyncTrainer, scene: str, targets: Sequence[Target], *, ahea
         note(trainer, "next_failed", int(wrong), scene)
 
 
-def fail(trainer: SyncTrainer, scene: str, targets: Sequence[Target], *, ahead: int) -> None:
+def fail_sync(trainer: SyncTrainer, scene: str, targets: Sequence[Target], *, ahead: int) -> None:
     """One failing sync. With TOO_LATE the version is active by then, and only the replica that fails goes back."""
     if not trainer.sends:
         if ahead:
@@ -138,8 +138,8 @@ def fail(trainer: SyncTrainer, scene: str, targets: Sequence[Target], *, ahead: 
         return
     sender, version = trainer.sender, trainer.sender.version + ahead
     active = version if scene == TOO_LATE else sender.version
-    with nothing_left(trainer, scene), replaced(AT_THE_SENDER.get(scene, {})):
-        error = raised(lambda: sender.sync(version, targets, trainer.gather if ahead else None), ANY)
+    with counting_leftovers(trainer, scene), replaced(AT_THE_SENDER.get(scene, {})):
+        error = error_of(lambda: sender.sync(version, targets, trainer.gather if ahead else None), ANY)
     wrong = "; ".join(misnamed(trainer, scene, error, active, [target.name for target in targets]))
     note(trainer, "unnamed", int(bool(wrong)), scene, f"{wrong}: {error}" if wrong else "")
     note(trainer, "kept_version", int(sender.version != active), scene)
@@ -171,7 +171,11 @@ def misnamed(
 
 def counted_tensors(names: Sequence[str]) -> str:
     return (
-        f"{len(names)} tensors ({listed(names)})" if len(names) > 1 else f"tensor {names[0]}" if names else "no tensor"
+        f"{len(names)} tensors ({listed_names(names)})"
+        if len(names) > 1
+        else f"tensor {names[0]}"
+        if names
+        else "no tensor"
     )
 
 
@@ -195,7 +199,7 @@ def accepted(trainer: SyncTrainer) -> int:
     ]
     if asleep:
         wrong += [lambda: sender.sync(version + 1, asleep), lambda: sender.sync(version, [*asleep, *targets], dict)]
-    return sum(not isinstance(raised(invalid), BadInput) for invalid in wrong)
+    return sum(not isinstance(error_of(invalid), BadInput) for invalid in wrong)
 
 
 # -- on a replica ----------------------------------------------------------------------------------------------------------
@@ -203,7 +207,7 @@ def accepted(trainer: SyncTrainer) -> int:
 
 def of_replica(replica: SyncReplica) -> None:
     version = replica.receiver.version
-    for scene in scenes(replica.config, expansion=replica.sleeper):
+    for scene in rehearsed_scenes(replica.config, expansion=replica.sleeper):
         endure(replica, scene)
     if replica.sleeper:
         take_next(replica, "expansion", version)
@@ -238,7 +242,7 @@ def endure(replica: SyncReplica, scene: str) -> None:
     receiver, version = replica.receiver, replica.receiver.version
     serves = replica.config.refresh == "staged" and not replica.sleeper
     replica.watch.reset("rehearsed")
-    with nothing_left(replica, scene):
+    with counting_leftovers(replica, scene):
         if serves:
             replica.serve()
         join_failing(replica, scene)
@@ -275,7 +279,7 @@ def not_derived(replica: SyncReplica) -> int:
 
 def join_failing(replica: SyncReplica, scene: str) -> None:
     with replaced(AT_THE_RECEIVER.get(scene, {}) if replica.fails else {}):
-        note(replica, "silent", int(raised(replica.receiver.join, ANY) is None), scene)
+        note(replica, "silent", int(error_of(replica.receiver.join, ANY) is None), scene)
 
 
 def go_back(replica: SyncReplica) -> None:
@@ -283,7 +287,7 @@ def go_back(replica: SyncReplica) -> None:
     receiver, version, staged = replica.receiver, replica.receiver.version, replica.config.refresh == "staged"
     goes_back, known = replica.of_last_replica, replica.watch.known
     replica.watch.reset("rehearsed")
-    with nothing_left(replica, TOO_LATE):
+    with counting_leftovers(replica, TOO_LATE):
         if staged:
             replica.serve()
         join_failing(replica, TOO_LATE)
@@ -297,7 +301,7 @@ def go_back(replica: SyncReplica) -> None:
     if staged or not goes_back:
         rest = known.setdefault(receiver.version, sha256(replica.forwards.at_rest()))
         if staged:
-            judged = judge(replica.forwards, known, version, receiver.version)
+            judged = judge_forwards(replica.forwards, known, version, receiver.version)
             wrong = judged.torn + judged.mislabelled + int(failed is not None or served != rest)
             note(replica, "served_wrong", wrong, TOO_LATE)
 
@@ -306,10 +310,10 @@ def go_back(replica: SyncReplica) -> None:
 
 
 @contextlib.contextmanager
-def nothing_left(side: Side, scene: str) -> Iterator[None]:
+def counting_leftovers(side: Side, scene: str) -> Iterator[None]:
     """Count what a failed sync leaves behind: groups, shared memory, temporary files, descriptors, sockets and threads."""
     groups, held, files = len(c10d._world.pg_map), side.held(), set(temp_files())
-    counts = opened(side)
+    counts = open_now(side)
     with Births() as births:
         yield
         note(side, "left_unlisted", unlisted(births), scene)
@@ -317,7 +321,7 @@ def nothing_left(side: Side, scene: str) -> Iterator[None]:
     note(side, "left_segments", len(side.held() - held), scene)
     note(side, "left_files", len(set(temp_files()) - files), scene)
     end = time.monotonic() + CLOSED_S
-    while any(remaining := [max(0, after - before) for before, after in zip(counts, opened(side), strict=True)]):
+    while any(remaining := [max(0, after - before) for before, after in zip(counts, open_now(side), strict=True)]):
         if time.monotonic() > end:
             break
         time.sleep(0.01)
@@ -325,7 +329,7 @@ def nothing_left(side: Side, scene: str) -> Iterator[None]:
         note(side, metric, number, scene)
 
 
-def opened(side: Side) -> tuple[int, int, int]:
+def open_now(side: Side) -> tuple[int, int, int]:
     """Descriptors, sockets among them, and threads of this rank. Shared memory is counted apart, since a cache may keep some for the next
     version. Receivers that wait for the next sync are no part of this one."""
     counts, waiting = resource_counts(), side.waiting()

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from kit.errors import KitError
 from kit.labs import rankside
 from kit.labs.sync.lab import replica_model, roles
-from kit.labs.sync.ranks.contents import Contents, listed
-from kit.labs.sync.ranks.side import Side, fill, logits_error, raised
-from kit.labs.sync.ranks.watch import Forwards, SeenWeights, SyncWatch, judge, sha256
+from kit.labs.sync.ranks.contents import Contents, listed_names
+from kit.labs.sync.ranks.side import Side, error_of, fill, logits_error
+from kit.labs.sync.ranks.watch import Forwards, SeenWeights, SyncWatch, judge_forwards, sha256
 from kit.measure.observers.tensors import TensorState, live_bytes
 from kit.megatron import model, serve, shards, standin
 from kit.sync import transports
@@ -49,7 +49,7 @@ class SyncReplica(Side):
         self.enter()
         config = replica_model(self.config)
         with self.as_job():
-            self.replica = serve.Replica(config)
+            self.replica = serve.ServingModel(config)
             fill(self.replica.chunks, config.geometry, model.DTYPES[config.dtype], self.config.seed)
         self.contents = Contents(self.replica.chunks)
         tokens = self.prompt(config.geometry.vocab)
@@ -81,7 +81,7 @@ class SyncReplica(Side):
 
     def base(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """First the trainer pretends that a tensor differs, which must be refused; then the base is published."""
-        self.ctx.record("base_accepted", int(raised(self.receiver.join) is None))
+        self.ctx.record("base_accepted", int(error_of(self.receiver.join) is None))
         self.watch.reset("base")
         try:
             self.record_received(self.receiver.join())
@@ -144,8 +144,8 @@ class SyncReplica(Side):
         same = sorted(set(trained) - changed)
         disturbed = self.contents.disturbed()
         self.ctx.record("tensors_trained", len(trained))
-        self.ctx.record("tensors_unchanged", len(same), text=listed(same))
-        self.ctx.record("constants_changed", len(disturbed), text=listed(disturbed))
+        self.ctx.record("tensors_unchanged", len(same), text=listed_names(same))
+        self.ctx.record("constants_changed", len(disturbed), text=listed_names(disturbed))
 
     def weigh_tensors(self) -> None:
         """Record the bytes of all tensors of this rank. The first reading is the baseline, before any weights were sent."""
@@ -160,7 +160,7 @@ class SyncReplica(Side):
         """Record tensors that hold what the lab wrote into them before the sync."""
         left = self.contents.unwritten()
         places = [f"{name} ({count} of its elements)" for name, count in left.items()]
-        self.ctx.record("tensors_unwritten", len(left), text=listed(places), scene=scene)
+        self.ctx.record("tensors_unwritten", len(left), text=listed_names(places), scene=scene)
 
     def describe(self, differing: Sequence[str], *, trained: bool) -> str:
         """The first of these tensors, each with its buckets, and buckets that repeat bytes."""
@@ -251,7 +251,7 @@ class SyncReplica(Side):
 
     def stop_serving(self) -> tuple[str, Exception | None]:
         """The logits of one more forward, and the error that any forward raised."""
-        return self.forwards.attempt(self.config.deadline_s), raised(self.serving.stop)
+        return self.forwards.attempt(self.config.deadline_s), error_of(self.serving.stop)
 
     def take(self) -> None:
         """Join a sync that must succeed while forwards run; afterwards this replica serves the new version."""
@@ -275,7 +275,7 @@ class SyncReplica(Side):
             print(f"a forward failed after a successful sync: {failed}")
         self.ctx.record("serves", int(failed is None and self.receiver.routed and served == known[new]))
         if not asleep:
-            for metric, count in judge(self.forwards, known, old, new)._asdict().items():
+            for metric, count in judge_forwards(self.forwards, known, old, new)._asdict().items():
                 self.ctx.record(metric, count)
             self.ctx.record("versions_differ", int(known.get(old) != known[new]))
 

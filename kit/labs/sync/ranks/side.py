@@ -115,7 +115,7 @@ def logits_error(logits: torch.Tensor, wanted: torch.Tensor) -> float:
 EXPECTED = (KitError, OSError)
 
 
-def raised(call: Callable[[], object], kinds: tuple[type[Exception], ...] = EXPECTED) -> Exception | None:
+def error_of(call: Callable[[], object], kinds: tuple[type[Exception], ...] = EXPECTED) -> Exception | None:
     """The error that the call raises, without its frames, which would keep tensors alive."""
     try:
         call()

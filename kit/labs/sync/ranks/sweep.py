@@ -26,7 +26,7 @@ SIZES = (MIB // 4, MIB, 4 * MIB, 16 * MIB)
 TURNS = 3
 
 
-def send(trainer: SyncTrainer, target: Target) -> None:
+def send_once(trainer: SyncTrainer, target: Target) -> None:
     config, tensors = trainer.config, contents(trainer.config)
     whole = torch.full((len(tensors) * TENSOR,), 7, dtype=torch.uint8)
     into = torch.zeros_like(whole)
@@ -57,7 +57,7 @@ def send(trainer: SyncTrainer, target: Target) -> None:
         rates = []
         for turn in range(TURNS + 1):
             if (number, turn) == (0, 1):
-                old_place.append(reload(tensors))
+                old_place.append(reload_elsewhere(tensors))
             events = dict(sender.sync(turn, [target], lambda: bound).log.events)  # noqa: B023 - called at once
             rates.append(total / (events["apply"] - events["ready"]))
         cache.close()
@@ -65,7 +65,7 @@ def send(trainer: SyncTrainer, target: Target) -> None:
         record_rates(trainer, rates, transport=name, bucket_size=size)
 
 
-def reload(tensors: dict[Key, torch.Tensor]) -> torch.Tensor:
+def reload_elsewhere(tensors: dict[Key, torch.Tensor]) -> torch.Tensor:
     """Offload the tensors and reload them to another place, as between two syncs: what is bound to them must follow. Returns what lies at
     the old place."""
     storage = next(iter(tensors.values())).untyped_storage()  # they lie side by side in it

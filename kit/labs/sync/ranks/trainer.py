@@ -16,7 +16,7 @@ import torch.distributed as dist
 from kit.labs import rankside
 from kit.labs.sync.lab import SyncConfig, trainer_model
 from kit.labs.sync.ranks.contents import Contents
-from kit.labs.sync.ranks.side import Side, fill, logits_error, raised
+from kit.labs.sync.ranks.side import Side, error_of, fill, logits_error
 from kit.labs.sync.ranks.watch import SyncWatch, sha256
 from kit.measure.phase import MEMFD, SHM, Place, log_steps, shared_memory
 from kit.megatron import model, serve, shards
@@ -88,7 +88,7 @@ class SyncTrainer(Side):
         self.update_truth()
         targets = self.targets()
         if self.sends:
-            error = raised(lambda: self.sender.sync(BASE, targets, self.other_base))
+            error = error_of(lambda: self.sender.sync(BASE, targets, self.other_base))
             named = (
                 isinstance(error, SyncFailed)
                 and error.tensors == (max(self.digests),)
@@ -294,7 +294,7 @@ def lock_is_free(cache: Cache) -> bool:
             pass
 
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(raised, take).result() is None
+        return pool.submit(error_of, take).result() is None
 
 
 def plain_logits(config: ModelConfig, tensors: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:

@@ -235,13 +235,13 @@ class SyncWatch:
             )
 
 
-class Judged(NamedTuple):
+class JudgedForwards(NamedTuple):
     served: int
     torn: int  # on mixed weights, on the old version after the new one, or with a writer inside
     mislabelled: int  # on another version than the replica reported at that moment
 
 
-def judge(forwards: Forwards, known: Mapping[int, str], old: int, new: int) -> Judged:
+def judge_forwards(forwards: Forwards, known: Mapping[int, str], old: int, new: int) -> JudgedForwards:
     """Compare the forwards of a replica with a route with the logits of the two versions at rest."""
     routed = [forward for _, forward in sorted(forwards.made.items()) if forward.routed]
     before, after = known.get(old), known[new]
@@ -253,7 +253,7 @@ def judge(forwards: Forwards, known: Mapping[int, str], old: int, new: int) -> J
         forward.logits in known.values() and forward.logits not in {known.get(version) for version in forward.versions}
         for forward in routed
     )
-    return Judged(len(routed), torn, mislabelled)
+    return JudgedForwards(len(routed), torn, mislabelled)
 
 
 class SeenTransport:
