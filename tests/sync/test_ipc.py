@@ -50,7 +50,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         transports, "torch", SimpleNamespace(cuda=cuda, empty=on_host, uint8=torch.uint8, Tensor=torch.Tensor)
     )
     monkeypatch.setattr(transports, "handle_of", handle)
-    monkeypatch.setattr(transports, "opened", lambda found: SLOTS[found[0]])
+    monkeypatch.setattr(transports, "opened_block", lambda found: SLOTS[found[0]])
 
 
 @pytest.mark.parametrize("receivers", [1, 3])

@@ -147,7 +147,7 @@ def test_versions_come_by_every_path(scene: Scene, kind: str) -> None:
 def test_receivers_of_one_sync_at_different_places(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.transports["r2"] = THERE
     for version, other in enumerate(("rendezvous", "serialize", "rendezvous"), start=1):
-        monkeypatch.setattr(module, "choose", lambda here, there, by=other: "shm" if there == here else by)
+        monkeypatch.setattr(module, "best_transport", lambda here, there, by=other: "shm" if there == here else by)
         assert scene.works(version, "paused" if version == 3 else "serving").transports == {"shm": 1, other: 1}
     # Where one of two transports breaks, both are given back.
     scene.receivers["r2"].calls = failing("look", trouble)
@@ -396,7 +396,7 @@ class Breaking(Shm):
 def test_all_transports_are_closed_although_one_breaks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.transports["r2"] = THERE
     kinds = {HERE: f"{__name__}:Refusing", THERE: f"{__name__}:Noting"}
-    monkeypatch.setattr(module, "choose", lambda _, there: kinds[there])
+    monkeypatch.setattr(module, "best_transport", lambda _, there: kinds[there])
     Noting.closed.clear()
     error, *_ = scene.sync(1)
     assert "it does not close" in str(error)
