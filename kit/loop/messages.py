@@ -112,16 +112,21 @@ class Memory(list[Row]):
         pass
 
 
-def event_row(event: Event, core: str, when: float) -> Row:
-    return Row(metric=event.name, time=when, ids={**dict(event.ids), "pipeline": event.pipeline, "core": core})
+def event_row(event: Event, core: str, when: float, at: int = -1, since: float = 0.0) -> Row:
+    ids = dict(event.ids)
+    ids["pipeline"] = event.pipeline
+    ids["core"] = core
+    return Row(metric=event.name, time=when, ids=ids, at=at, since=since)
 
 
-def command_row(command: Command, when: float) -> Row:
+def command_row(command: Command, when: float, at: int = -1, since: float = 0.0) -> Row:
     ids = dict(command.ids)
-    if {"core", "to"} & ids.keys():
+    if "core" in ids or "to" in ids:
         raise BadInput(f"{command.name} has an id `core` or `to`; these are reserved for the runner, so rename the id")
-    address = {} if command.to == NOTES else {"to": command.to}
-    return Row(metric=command.name, time=when, ids={**ids, "pipeline": command.pipeline, **address})
+    ids["pipeline"] = command.pipeline
+    if command.to != NOTES:
+        ids["to"] = command.to
+    return Row(metric=command.name, time=when, ids=ids, at=at, since=since)
 
 
 class Frozen:

@@ -97,6 +97,8 @@ class Runner:
         self.states: dict[str, Any] = {}
         self.ended: dict[str, Command] = {}
         self.own = array("d")
+        self.began: float | None = None
+        self.written = 0  # rows
         self.inbox: deque[tuple[str, Event]] = deque()
 
     def run(self) -> dict[str, Command]:
@@ -151,15 +153,19 @@ class Runner:
         """Pass one event to its core. The ledger has the event before its commands run."""
         began = time.perf_counter()
         now = self.clock.now()
+        self.began = now if self.began is None else self.began
         self._count(name, event, int(now))
+        place = self.written, now - self.began  # rows that have their place in the ledger need no copies to be judged
         if event is None:
-            self.ledger.write(Row(metric=BEGINS, time=now, ids={"core": name}))
+            self.ledger.write(Row(metric=BEGINS, time=now, ids={"core": name}, at=place[0], since=place[1]))
             self.states[name], commands = self.cores[name].begin()
         else:
-            self.ledger.write(event_row(event, name, now))
+            self.ledger.write(event_row(event, name, now, *place))
             self.states[name], commands = self.cores[name].step(self.states[name], event)
+        self.written += 1
         for command in commands:
-            self.ledger.write(command_row(command, now))
+            self.ledger.write(command_row(command, now, self.written, place[1]))
+            self.written += 1
         self.own.append(time.perf_counter() - began)
         for command in commands:
             if command.to != NOTES:

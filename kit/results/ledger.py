@@ -35,6 +35,8 @@ class Ledger:
             self.by_event[row.event].append(row)
 
     def of(self, *events: str) -> list[Row]:
+        if len(events) == 1:
+            return [*self.by_event[events[0]]]
         return [row for row in self.rows if row.event in events]
 
     def need(self, event: str, *ids: str) -> list[Row]:
@@ -58,8 +60,14 @@ def numbered_rows(rows: Iterable[Row | Mapping[str, Any]], drop: str) -> Iterato
     for at, row_given in enumerate(rows):
         row = row_given if isinstance(row_given, Row) else ledger_row(at, row_given)
         began = row.time if began is None else began
-        ids = {name: value for name, value in row.ids.items() if name != drop} if drop in row.ids else row.ids
-        yield replace(row, at=at, since=row.time - began, ids=ids)
+        since = row.time - began
+        if drop in row.ids:
+            ids = {name: value for name, value in row.ids.items() if name != drop}
+            yield replace(row, at=at, since=since, ids=ids)
+        elif row.at == at and row.since == since:
+            yield row
+        else:
+            yield replace(row, at=at, since=since)
 
 
 def ledger_row(at: int, given: Mapping[str, Any]) -> Row:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from math import ceil, floor
+from math import ceil
 from typing import Any
 
 from kit.results.ledger import Ledger
@@ -83,6 +83,9 @@ class DeskLedger(Ledger):
         self.limits: Mapping[str, Any] = next((row.ids for row in self.by_event["limits"]), {})
         self.desk = str(self.limits.get("pipeline", "desk"))
         self.turn: dict[int, int] = {}
+        self._books = [
+            Books(self.limit("devices", 0))
+        ]  # before the first row, the second, ... as far as they were read
         turn = 0
         once: list[Row] = []
         for row in self.rows:
@@ -109,14 +112,19 @@ class DeskLedger(Ledger):
         return int(self.limits.get(name, default))
 
     def replay(self) -> Iterator[tuple[Row, Books]]:
-        """Each row with the books before it, up to the desk's end. `books.take(row)` runs when the next row is requested."""
-        books = Books(self.limit("devices", 0))
-        for row in self.rows:
+        """Each row with the books before it, up to the desk's end. All rules read the same books, which each row is booked into once."""
+        for number, row in enumerate(self.rows):
+            books = self._books[number]
             yield row, books
             if row.event == "ended" and row.who == self.desk:
                 return
-            if row.at not in self.refused:
-                books.take(row)
+            if number + 1 == len(self._books):
+                self._books.append(books if row.at in self.refused else books.after(row))
+
+    def last_books(self) -> Books:
+        for _ in self.replay():
+            pass
+        return self._books[-1]
 
     def turns(self) -> Iterator[tuple[Row, Books]]:
         """The last row of each of the desk's turns, and the books after it."""
@@ -182,6 +190,39 @@ class Books:
 
     # -- rows -------------------------------------------------------------------------------------------------------------
 
+    def after(self, row: Row) -> Books:
+        """The books after a row: new ones, or these if it changes nothing."""
+        of_known = row.event in CHANGES and row.who in self.clusters  # few of all rows are
+        if not of_known and row.event not in ("plan", "commit", "clusters"):
+            return self
+        books = self.copy()
+        books.take(row)
+        return books
+
+    def copy(self) -> Books:
+        """Books that may change. What a pipeline registered never does."""
+        return Books(
+            self.devices,
+            {**self.clusters},
+            {**self.tp},
+            {*self.admitted},
+            {*self.set_up},
+            {*self.handed_over},
+            {*self.over},
+            {**self.waiting},
+            {**self.held},
+            {*self.generating},
+            {name: {*replicas} for name, replicas in self.active.items()},
+            {*self.sleeping},
+            {*self.waking},
+            {*self.out},
+            {*self.dead},
+            {*self.leaving},
+            {*self.closing},
+            {name: {**reports} for name, reports in self.streams.items()},
+            self.plan,
+        )
+
     def take(self, row: Row) -> None:
         if row.event == "plan":
             self.plan = row
@@ -191,7 +232,7 @@ class Books:
             self.clusters[row.who] = {name: numbers(row[name]) for name in CLUSTERS if name in row.ids}
             self.tp[row.who] = int(row.get("tp", 1))
             self.active[row.who] = set()
-        elif row.event in CHANGES and row.who in self.clusters:  # few of all rows are
+        else:
             if row.event in OF_MEMBERSHIP:
                 self._take_membership(row)
             if row.event in OF_REQUESTS:
@@ -347,18 +388,16 @@ def share_out(books: Books, idle: set[int], shrinks: set[tuple[str, int]]) -> se
         for name in known
         if name not in books.leaving and (name in asks or name in books.generating or books.active[name])
     ]
-    weight = sum(left[name] * books.tp[name] for name in eligible)
+    # A share is `parts` of all parts, which gaps are counted in too: whole numbers.
+    parts = {name: left[name] * books.tp[name] if name in eligible else 0 for name in known}
+    weight = sum(parts.values()) or 1
     budget = len(idle) + sum(len(books.active[name]) * books.tp[name] for name in known)
     if not budget:
         return expands
-    share = {
-        name: Fraction(left[name] * books.tp[name], weight) if weight and name in eligible else Fraction(0)
-        for name in known
-    }
-    bundles = {name: max(1, floor(share[name] * budget / books.tp[name] + Fraction(1, 2))) for name in eligible}
+    bundles = {name: max(1, (2 * left[name] * budget + weight) // (2 * weight)) for name in eligible}
 
-    def gap(name: str) -> Fraction:
-        return share[name] - Fraction(len(books.active[name]) * books.tp[name], budget)
+    def gap(name: str) -> int:
+        return parts[name] * budget - len(books.active[name]) * books.tp[name] * weight
 
     def activate(name: str) -> bool:
         options = []
@@ -395,7 +434,8 @@ def share_out(books: Books, idle: set[int], shrinks: set[tuple[str, int]]) -> se
 
     while True:
         acceptors = [name for name in eligible if gap(name) > 0 and len(books.active[name]) < bundles[name]]
-        acceptors.sort(key=lambda name: (-gap(name) / share[name], -gap(name), name))
+        if len(acceptors) > 1:
+            acceptors.sort(key=lambda name: (Fraction(-gap(name), parts[name]), -gap(name), name))
         if not any(activate(name) for name in acceptors):
             return expands
 
@@ -411,17 +451,11 @@ def off_balance(books: Books) -> bool:
         if target > done and not books.active[name] and name not in moving:
             return True
         tp = books.tp[name]
-        rows.append(
-            (
-                Fraction(done, target) if target else Fraction(0),
-                name,
-                (target - done) * tp,
-                len(books.active[name]) * tp,
-            )
-        )
-    demand, devices = sum(row[2] for row in rows), sum(row[3] for row in rows)
+        rows.append((done, target, name, (target - done) * tp, len(books.active[name]) * tp))
+    demand, devices = sum(row[3] for row in rows), sum(row[4] for row in rows)
     if len(rows) < 2 or books.waiting or not demand or not devices:
         return False
-    worse = sorted(rows)[: ceil(len(rows) / 2)]
-    off = Fraction(sum(row[2] for row in worse), demand) - Fraction(sum(row[3] for row in worse), devices)
+    rows.sort(key=lambda row: (Fraction(row[0], row[1] or 1), *row[2:]))
+    worse = rows[: ceil(len(rows) / 2)]
+    off = Fraction(sum(row[3] for row in worse), demand) - Fraction(sum(row[4] for row in worse), devices)
     return abs(off) > Fraction(1, 10)

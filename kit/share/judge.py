@@ -9,10 +9,10 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from kit.results.records import Row, numbers, value_in_words
-from kit.results.rules import Missing, NotMeasured, Violations
+from kit.results.rules import Measured, Missing, NotMeasured, Violations
 from kit.results.units import counted
 from kit.share.books import (
     RUNS_ON,
@@ -252,19 +252,32 @@ def no_starvation(ledger: DeskLedger) -> Violations:
     limit = ledger.limit("request_ms", 0) / 1000
     if not limit:
         raise Missing("the ledger has no `limits` event with `request_ms`")
-    longest, reported = 0.0, set[tuple[str, float]]()
+    longest, reported = 0.0, set[tuple[Wait, float]]()
     for row, waits in waits_so_far(ledger):
         if row.event == "expired":
             yield f"{row}: the request waited for {limit:g} s"
-        for about, begun in waits:
+        for wait, begun in waits:
             longest = max(longest, row.time - begun)
-            if row.time - begun > limit * 1.001 and (about, begun) not in reported:
-                reported.add((about, begun))
-                yield f"{row}: {about} since {row.time - begun:.3f} s (limit {limit:g} s)"
+            if row.time - begun > limit * 1.001 and (wait, begun) not in reported:
+                reported.add((wait, begun))
+                yield f"{row}: {wait} since {row.time - begun:.3f} s (limit {limit:g} s)"
     return f"longest wait {longest:.3f} s, limit {limit:g} s"
 
 
-def waits_so_far(ledger: DeskLedger) -> Iterator[tuple[Row, list[tuple[str, float]]]]:
+class Wait(NamedTuple):
+    name: str
+    kind: str = ""
+    cluster: str = ""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} of {self.name} waits for {self.cluster}"
+            if self.kind
+            else f"{self.name} has demand and no replica"
+        )
+
+
+def waits_so_far(ledger: DeskLedger) -> Iterator[tuple[Row, list[tuple[Wait, float]]]]:
     """Yield each row with what waits at its time, and since when.
 
     A request waits from its `acquire`, whatever the desk notes about it; only the admission of the next pipeline may hold it back before.
@@ -272,29 +285,33 @@ def waits_so_far(ledger: DeskLedger) -> Iterator[tuple[Row, list[tuple[str, floa
     ends = {asked.at: -1 if end is None else end.at for asked, end in device_requests(ledger)}
     asked: dict[tuple[str, str], tuple[Row, float]] = {}
     needy: dict[str, float] = {}
+    read: Books | None = None
     for row, books in ledger.replay():
-        needy = {name: needy.get(name, row.time) for name in books.clusters if is_needy(books, name)}
-        asked = {
-            key: (request, row.time if is_held_back(ledger, books, request, row.time) else begun)
-            for key, (request, begun) in asked.items()
-        }
-        repeated = {  # by the desk itself, for a pipeline that lost all its replicas
-            key: (kind, begun) for key, (kind, _, _, begun) in books.waiting.items() if key not in asked
-        }
-        requests = repeated | {key: (request["kind"], begun) for key, (request, begun) in asked.items()}
-        waits = [
-            (f"{kind} of {name} waits for {cluster}", begun) for (name, cluster), (kind, begun) in requests.items()
+        if books is not read:
+            read, needy = books, {name: needy.get(name, row.time) for name in books.clusters if is_needy(books, name)}
+        for key, (request, _) in asked.items():
+            if is_held_back(ledger, books, request, row.time):
+                asked[key] = request, row.time
+        waits = [  # repeated by the desk itself, for a pipeline that lost all its replicas
+            (Wait(key[0], kind, key[1]), begun)
+            for key, (kind, _, _, begun) in books.waiting.items()
+            if key not in asked
         ]
-        yield row, waits + [(f"{name} has demand and no replica", begun) for name, begun in needy.items()]
-        asked = {key: wait for key, wait in asked.items() if ends[wait[0].at] != row.at}
+        waits += [(Wait(name, request["kind"], cluster), begun) for (name, cluster), (request, begun) in asked.items()]
+        waits += [(Wait(name), begun) for name, begun in needy.items()]
+        yield row, waits
+        for key in [key for key, (request, _) in asked.items() if ends[request.at] == row.at]:
+            del asked[key]
         if row.at in ends:
             asked[row.who, cluster_of(row)] = row, row.time
 
 
 def is_held_back(ledger: DeskLedger, books: Books, request: Row, time: float) -> bool:
     """Whether a request to train must wait until the next pipeline is set up, which the desk may await for `admission_ms`."""
+    if request["kind"] != "training":
+        return False
     longest = ledger.limit("admission_ms", 0) / 1000 * 1.001
-    return time - request.time <= longest and request["kind"] == "training" and bool(not_set_up(books, request.who))
+    return time - request.time <= longest and bool(not_set_up(books, request.who))
 
 
 def not_set_up(books: Books, name: str) -> list[str]:
@@ -437,6 +454,38 @@ def has_work(books: Books, name: str) -> bool:
 def sleeping_bundles(books: Books, name: str) -> list[frozenset[int]]:
     away = books.awake() | books.sleeping | books.waking | books.dead | books.out
     return [books.bundle(name, replica) for replica in books.replicas(name) if (name, replica) not in away]
+
+
+MOST_SLEEPS = 10.0  # right planners stay at 1; those that move devices at every event pass hundreds
+
+
+def sleeps_in_a_row(ledger: DeskLedger) -> Measured:
+    """The most times that the replicas of a pipeline fell asleep without progress of it in between, per replica.
+
+    Replicas that sleep in a plan with a grant do not count: a request of higher priority needs their devices.
+    """
+    need(ledger, "plan")
+    need(ledger, "progress", "acquire")
+    most, why, grants = 0.0, "no replica fell asleep without a grant", False
+    counts: defaultdict[str, int] = defaultdict(int)
+    reports: dict[tuple[str, Any], tuple[Any, Any]] = {}
+    for row, books in ledger.replay():
+        if row.event == "plan":
+            grants = bool(ops(row, "grants"))
+        elif row.event == "progress":
+            report = row.get("completed"), row.get("target")
+            if reports.get((row.who, row.get("stream"))) != report:
+                counts[row.who] = 0
+            reports[row.who, row.get("stream")] = report
+        elif row.event in ("acquire", "release", "planned_release", "completed", "trained"):
+            counts[row.who] = 0
+        elif row.event == "left" and not grants and row.who in books.clusters:
+            counts[row.who] += 1
+            replicas = len(books.replicas(row.who))
+            if counts[row.who] > most * replicas:
+                most = counts[row.who] / replicas
+                why = f"{row}: the replicas of {row.who} ({replicas}) fell asleep {counts[row.who]} times without progress of it"
+    return Measured(most, why)
 
 
 # -- operations -------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ def device_requests(ledger: DeskLedger) -> Iterator[tuple[Row, Row | None]]:
     """Yield each request for devices and the row that ends it: its answer, its release, or the end of its pipeline. Requests without an
     end come last."""
     asked: dict[tuple[str, str], Row] = {}
-    for row in ledger.rows:
+    for row in ledger.of("acquire", "gone", "error", "granted", "release", "planned_release"):
         own_keys = [key for key in asked if key[0] == row.who]
         if row.event == "acquire" and row.at not in ledger.refused:
             released = row.get("release", "")
@@ -108,9 +108,7 @@ def open_syncs(ledger: DeskLedger, name: str) -> list[tuple[Row, list[int]]]:
 
 def waits_of(ledger: DeskLedger, name: str) -> str:
     """What a pipeline or the desk waits for at the end of a ledger. Without any of it, the last row of its core."""
-    books = Books(0)
-    for _, replayed in ledger.replay():
-        books = replayed
+    books = ledger.last_books()
     waits = [
         *(
             f"it waits for {wanted_devices(books, asked)}"

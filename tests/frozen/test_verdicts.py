@@ -28,6 +28,7 @@ LATER = {
         "share-one-shot-generation": "a pipeline with work is never given the idle devices",
         "share-request-before-shell": "the replica that woke too early sleeps while its devices are idle",
     },
+    "no_thrash": {},
     "progress_true": {},
     "restore_failure_is_clean": {},
     "rehearsals_leave_nothing": {},

@@ -1,4 +1,4 @@
-"""Single rules of the checks of served requests, on ledgers written by hand."""
+"""Single rules of the checks of served requests and of replicas' sleep, on ledgers written by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from kit.labs.share.ledgers import settled
 from kit.share.books import DeskLedger
-from kit.share.judge import empty_set_suspends, no_request_lost
+from kit.share.judge import MOST_SLEEPS, empty_set_suspends, no_request_lost, sleeps_in_a_row
 
 
 def rows(*names: str) -> list[dict[str, Any]]:
@@ -47,6 +47,34 @@ def test_a_request_that_was_sent_before_it_heard_is_stranded_too() -> None:
     again = rows("published", "left", "sent", "shrink", "published", "sent", "completed", "ended")
     again[-1] |= {"why": "done"}
     assert not settled(no_request_lost, DeskLedger([*ASKED, *again])).value
+
+
+@pytest.mark.parametrize(
+    ("between", "most"),
+    [
+        ({}, 20.0),
+        ({"event": "progress", "completed": 1, "target": 4}, 20.0),  # the same report again and again
+        ({"event": "progress", "target": 4}, 1.0),
+        ({"event": "completed"}, 1.0),
+        ({"event": "plan", "grants": "b.trainer:0"}, 1.0),  # another pipeline trains
+    ],
+    ids=["no progress", "the same report", "progress", "an answer", "for a request"],
+)
+def test_a_pipeline_that_only_moves_its_replicas_thrashes(between: dict[str, Any], most: float) -> None:
+    about = {"time": 0.0, "pipeline": "a"}
+    ledger: list[dict[str, Any]] = [
+        {"event": "clusters", **about, "generation": "0"},
+        {"event": "acquire", "kind": "generation", **about},
+    ]
+    for number in range(20):
+        moves = [{"event": "plan", "shrinks": "a.generation:0"}, {"event": "left", "replica": 0}]
+        ledger += [
+            about | {"completed": number} | row for row in (*moves[:1], *([between] if between else ()), *moves[1:])
+        ]
+    ledger[3:3] = [about | row for row in ({"event": "plan"}, {"event": "left", "replica": 0})]
+    measured = sleeps_in_a_row(DeskLedger(ledger))
+    assert measured.value == pytest.approx(most, abs=1.0)
+    assert ((measured.value or 0.0) > MOST_SLEEPS) is (most > MOST_SLEEPS)
 
 
 ASKED: list[dict[str, Any]] = [

@@ -106,8 +106,17 @@ def keeps_half(view: View) -> None:
     view.idle |= kept
 
 
+def swaps_at_every_event(view: View) -> None:
+    for share in view.shares.values():
+        if len(share.bundles) > 1:
+            for replica in sorted(share.active)[:1]:
+                view.shrink(share.name, replica)
+    gap_ratio(view)
+
+
 LOOKS_AT_FIRST_DEVICES = {**PLANNERS, "gap-ratio": looks_at_first_devices}
 KEEPS_HALF = {**PLANNERS, "gap-ratio": keeps_half}
+SWAPS_AT_EVERY_EVENT = {**PLANNERS, "gap-ratio": swaps_at_every_event}
 
 
 def finds_no_violation(*_: object) -> list[str]:

@@ -128,6 +128,14 @@ OF_THE_DESK = exposed_by(
         where="notebook",
     ),
     Fault(
+        "swaps-at-every-event",
+        "the planner moves devices from replica to replica at every event",
+        "no_thrash",
+        set={"devices": 4, "infer": (0, 1, 2, 3)},
+        patch={"kit.share.core:PLANNERS": "kit.labs.share.bugs:SWAPS_AT_EVERY_EVENT"},
+        where="notebook",
+    ),
+    Fault(
         "shrinks-for-nothing",
         "a request that cannot be met puts replicas to sleep",
         "plan_as_specified",

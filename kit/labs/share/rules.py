@@ -290,6 +290,15 @@ def idle_share(where: str, ledger: DeskLedger) -> Iterator[tuple[float, str]]:
     yield idle / whole, f"{where}: idle for {idle:.3f} of {whole:.3f} s of device time" + (most if devices else "")
 
 
+def no_thrash(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+    """Does a pipeline make progress between the times that its replicas give up their devices?"""
+    every = [(judge.sleeps_in_a_row(ledger), where) for where, ledger in every_ledger(frame)]
+    if not every:
+        raise Missing("no phase recorded a ledger of a desk")
+    most, where = max(every, key=lambda answer: answer[0].value or 0.0)
+    return replace(most, why=f"{where}: {most.why}")
+
+
 # -- the same numbers -----------------------------------------------------------------------------------------------------------
 
 
@@ -556,6 +565,7 @@ RULES: tuple[Rule, ...] = (
     rule(nothing_left, cannot=no_ranks),
     rule(loops_right),
     rule(devices_used, limit=MOST_IDLE),
+    rule(no_thrash, limit=judge.MOST_SLEEPS),
     *(
         Rule(
             by_ledger.__name__,

@@ -7,6 +7,7 @@ takes milliseconds. Its rows are those of the lab's phase `shared`, and the lab'
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from kit.loop.runner import Runner, VirtualClock
 from kit.results.records import Unjudged
 from kit.results.rules import NotMeasured
 from kit.share.books import DeskLedger
-from kit.share.judge import RULES
+from kit.share.judge import MOST_SLEEPS, RULES, sleeps_in_a_row
 from kit.share.simulated import Devices, simulate
 from kit.target import load_callable
 
@@ -278,6 +279,9 @@ class ShareWorlds:
                 judged.findings[rule.__name__] = str(error)
             else:
                 judged.findings |= {rule.__name__: measured.why} if measured.value else {}
+        with contextlib.suppress(NotMeasured):  # then `plan_valid` is not measured either
+            measured = sleeps_in_a_row(ledger)
+            judged.findings |= {"no_thrash": measured.why} if (measured.value or 0.0) > MOST_SLEEPS else {}
         return judged
 
     def config(self, world: World) -> ShareConfig:
