@@ -15,6 +15,15 @@ class BadInput(KitError, ValueError):  # noqa: N818 - the contract's name
     """Bad input, refused before any rank starts. One sentence: what was wrong, what is allowed."""
 
 
+def refuse_if(wrong: object, sentence: str) -> None:
+    if wrong:
+        raise BadInput(sentence)
+
+
+class RehearsedError(KitError):
+    """An error that a lab raises on purpose, to see what becomes of it."""
+
+
 def hint(name: str, allowed: Iterable[str]) -> str:
     """Return the closest allowed name and all allowed names, for a BadInput about an unknown name."""
     import difflib  # ranks never need it

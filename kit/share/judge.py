@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from kit.loop.messages import is_note
 from kit.results.records import Row, numbers, value_in_words
 from kit.results.rules import Measured, Missing, NotMeasured, Violations
 from kit.results.units import counted
@@ -58,11 +59,6 @@ def pipeline_rows(rows: Iterable[Row], name: str) -> list[Row]:
         elif inside and row.get("to") != name:
             own.append(row)
     return own
-
-
-def is_note(row: Row) -> bool:
-    """Whether a core of the kit wrote a row about itself: neither an event that it received nor a command."""
-    return not {"core", "to"} & row.ids.keys()
 
 
 # -- devices ----------------------------------------------------------------------------------------------------------------

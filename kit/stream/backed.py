@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+from kit.loop.messages import is_note
 from kit.results.records import Id, Row, numbers
 from kit.results.rules import Missing, Violations
 from kit.results.units import counted
@@ -40,10 +41,6 @@ def notes_backed(ledger: LoopLedger) -> Violations:
         yield from rule(ledger)
     notes = sum(is_note(row) for row in ledger.rows)
     return f"{counted(notes, 'note')} checked against {counted(len(ledger.rows) - notes, 'event')} and commands at the ports"
-
-
-def is_note(row: Row) -> bool:
-    return not {"core", "to"} & row.ids.keys()
 
 
 def _genuine(ledger: LoopLedger) -> Iterator[str]:

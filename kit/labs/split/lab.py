@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
-from kit.errors import BadInput
+from kit.errors import refuse_if
 from kit.labs.definition import Definition, JobConfig, Option, Step, check_fits, model_of
 from kit.labs.split.faults import FAULTS, KIT_LOSS, KIT_MODEL, KIT_SPLIT
 from kit.megatron.config import ModelConfig, check, model_bytes
@@ -54,11 +54,6 @@ class Case(NamedTuple):
 
 def by_recipe(help_text: str, low: float) -> Option:
     return Option(f"{help_text}; null: from the recipe", low=low)
-
-
-def refuse_if(wrong: object, sentence: str) -> None:
-    if wrong:
-        raise BadInput(sentence)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,18 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from kit.errors import BadInput
+from kit.errors import refuse_if
 from kit.labs.definition import Definition, JobConfig, Option, Role, Step, check_fits, model_of
 from kit.labs.sync.faults import FAULTS
 from kit.megatron.config import DTYPE_BYTES, ModelConfig, check, dtype_on, model_bytes
 
 TRANSPORTS = ("auto", "shm", "broadcast", "rendezvous", "serialize", "ipc", "per-tensor")
 ONE_WORLD = ("broadcast", "per-tensor")  # they create a group inside one World
-
-
-def refuse_if(wrong: object, sentence: str) -> None:
-    if wrong:
-        raise BadInput(sentence)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from kit.errors import RehearsedError
 from kit.labs.split.lab import SplitConfig
 from kit.labs.split.ranks.backends import WrappedLoss
 from kit.labs.split.ranks.oracle import true_counts
@@ -30,10 +31,6 @@ from kit.train.protocol import Batch, Loss, Misuse, StepResult, valid
 
 HALF_PRECISION = 2**11  # float16 cannot count beyond it in steps of one
 MANY_CALLS = 100
-
-
-class RehearsedError(RuntimeError):
-    """An error that is raised on purpose."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -16,6 +16,7 @@ import torch
 from kit.actors.common import DIGEST
 from kit.actors.samples import SampleRow
 from kit.actors.trainer import TrainerActor, Weights
+from kit.errors import RehearsedError
 from kit.labs import rankside
 from kit.labs.rankside import Context
 from kit.labs.stream.ranks.draws import Drawn, evidence, mean_evidence
@@ -35,10 +36,6 @@ from kit.train.protocol import Batch, Loss
 
 EXACT = 1e-5  # how much a log-probability may differ from that of its version
 NOISY = 16  # samples used to measure the noise of arithmetic
-
-
-class RehearsedError(RuntimeError):
-    """An error raised on purpose."""
 
 
 class Trainer(TrainerActor):

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from kit import machine
-from kit.errors import BadInput, KitError
+from kit.errors import BadInput, RehearsedError
 from kit.labs.sync.lab import SyncConfig
 from kit.labs.sync.ranks.contents import listed_names
 from kit.labs.sync.ranks.replica import SyncReplica
@@ -355,10 +355,6 @@ def note(side: Side, metric: str, number: int, scene: str, text: str = "") -> No
 
 
 # -- code that fails on purpose --------------------------------------------------------------------------------------------
-
-
-class RehearsedError(KitError):
-    """An error that is raised on purpose."""
 
 
 Destinations = Mapping[str, Sequence[Destination]]
