@@ -51,7 +51,7 @@ def package(folder: Path, version: str, code: str) -> None:
     ("flag", "asked"),
     [
         pytest.param("", False, marks=pytest.mark.slow),
-        ("0", False),
+        pytest.param("0", False, marks=pytest.mark.slow),
         ("1", True),
         pytest.param("true", True, marks=pytest.mark.slow),
     ],

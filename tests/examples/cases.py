@@ -23,14 +23,13 @@ PILES = {"cycles": 4}
 
 @dataclass(frozen=True)
 class Case:
-    """One run. `fails` names the check that must fail; it is empty for a right implementation. `quick` runs belong to `make test`."""
+    """One run. `fails` names the check that must fail; it is empty for a right implementation."""
 
     lab: str
     code: str
     fails: str = ""
     given: dict[str, Any] = field(default_factory=dict)
     field: str = ""
-    quick: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -48,7 +47,7 @@ CASES = (
     Case("smoke", "group_factory:Factory"),
     Case("smoke", "group_factory:FactoryThatForgetsAGroup", "groups_return_to_baseline"),
     Case("smoke", "group_factory:FactoryThatKeepsHandles", "threads_return"),
-    Case("smoke", "group_factory:FactoryOfRawGroups", "fds_return", quick=True),
+    Case("smoke", "group_factory:FactoryOfRawGroups", "fds_return"),
     Case("smoke", "group_factory:FactoryOfOneGroup", "groups_are_distinct"),
     # the offload lab, groups
     Case("offload", "reloadable:Reloadable"),

@@ -98,12 +98,7 @@ def wrong_with(case: Case) -> list[str]:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(
-            case, id=case.code, marks=() if case.quick else [pytest.mark.slow, pytest.mark.drawn(1, of=case.lab)]
-        )
-        for case in CASES
-    ],
+    [pytest.param(case, id=case.code, marks=[pytest.mark.slow, pytest.mark.drawn(1, of=case.lab)]) for case in CASES],
 )
 def test_the_verdict_is_right(case: Case) -> None:
     assert not wrong_with(case)

@@ -154,6 +154,7 @@ def test_what_is_missing_is_not_judged() -> None:
     assert "could not be judged: a rank used fewer than 2 groups" in one["every_group_communicates"].why
 
 
+@pytest.mark.slow
 def test_a_bug_is_that_of_its_own_lab_even_after_one_that_broke_off(runs: Path, nothing_left: None) -> None:
     """The ranks of a given World live on with what an earlier lab left in them."""
     with kit.World(ranks=2) as world:

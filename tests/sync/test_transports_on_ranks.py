@@ -85,7 +85,7 @@ def test_two_worlds(world: World, kind: str, tmp_path: Path) -> None:
             assert [each.get("differ") for each in message] == [None, None, None, [], []]
 
 
-@pytest.mark.parametrize("kind", kinds("broadcast", slow=("shm", "rendezvous", "serialize")))
+@pytest.mark.parametrize("kind", kinds(slow=("broadcast", "shm", "rendezvous", "serialize")))
 def test_a_receiver_that_is_killed_is_named(kind: str, tmp_path: Path) -> None:
     """Four processes without torchrun, which would end all when one is killed: ranks 0 to 2 take part, and rank 2 is killed half-way."""
     command = [sys.executable, "-m", RANKS]

@@ -79,7 +79,9 @@ if any("agent.py" in word for word in sys.orig_argv):
 """
 
 
-@pytest.mark.parametrize("seconds", [5, *(pytest.param(delay, marks=pytest.mark.slow) for delay in (8, 10))])
+@pytest.mark.slow
+@pytest.mark.drawn(1, of="slow starts")
+@pytest.mark.parametrize("seconds", [5, 8, 10])
 def test_a_slow_start_of_ranks_does_not_count_in_a_probes_limit(
     seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
 ) -> None:
@@ -102,6 +104,7 @@ def test_probes_are_named() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_fails_the_rule_that_it_names(fault: Any, tmp_path: Path, nothing_left: None) -> None:
     out = tmp_path / "run"

@@ -15,11 +15,13 @@ Offload = Callable[..., kit.Run]
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(5, of="own code")
 def test_release_and_restore(offload: Offload) -> None:
     assert failed(offload(implementation="mine:Whole").verdict()) == set()
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(5, of="own code")
 def test_the_documented_mover_alone_leaves_no_descriptor(offload: Offload) -> None:
     verdict = offload(implementation="mine:Moves", groups=False, cycles=2).verdict()
     assert failed(verdict) == set()
@@ -27,6 +29,7 @@ def test_the_documented_mover_alone_leaves_no_descriptor(offload: Offload) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(5, of="own code")
 def test_a_reload_that_fails_is_rehearsed_where_own_code_says_that_it_may_be_retried(offload: Offload) -> None:
     silent = offload(implementation="mine:Whole").verdict()
     assert why(silent, "restore_failure_is_clean").startswith(
@@ -38,6 +41,7 @@ def test_a_reload_that_fails_is_rehearsed_where_own_code_says_that_it_may_be_ret
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(5, of="own code")
 def test_a_reload_that_fails_on_one_rank_alone_is_found_out(offload: Offload) -> None:
     alone = offload(implementation="mine:RetriesAlone", groups=False).verdict()
     assert failed(alone) == {"restore_failure_is_clean"}
@@ -45,6 +49,7 @@ def test_a_reload_that_fails_on_one_rank_alone_is_found_out(offload: Offload) ->
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(5, of="own code")
 def test_a_wrapper_around_every_group(offload: Offload) -> None:
     run = offload(implementation="own_wrapper:Wrapping", cycles=2)
     assert failed(run.verdict()) == set()
@@ -52,6 +57,7 @@ def test_a_wrapper_around_every_group(offload: Offload) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(5, of="own code")
 def test_a_plain_function_pair_is_found_out(offload: Offload) -> None:
     verdict = offload(implementation="own_pair:OwnPair").verdict()
     assert failed(verdict) == {
@@ -69,6 +75,7 @@ def test_a_plain_function_pair_is_found_out(offload: Offload) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(5, of="own code")
 def test_code_that_does_nothing(offload: Offload) -> None:
     verdict = offload(implementation="mine:Nothing").verdict()
     assert failed(verdict) == {
@@ -86,6 +93,7 @@ def test_code_that_does_nothing(offload: Offload) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(5, of="own code")
 def test_what_it_raises_is_its_own(offload: Offload) -> None:
     with pytest.raises(kit.RankError, match="LookupError: my own release failed") as caught:
         offload(implementation="mine:Raises")
@@ -94,6 +102,7 @@ def test_what_it_raises_is_its_own(offload: Offload) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(5, of="own code")
 def test_an_object_without_the_methods(offload: Offload) -> None:
     with pytest.raises(kit.RankError, match="neither release and restore nor destroy and reload"):
         offload(implementation="mine:Empty")
@@ -105,6 +114,7 @@ def test_a_bug_of_the_kits_own_code_is_not_put_into_somebodys(offload: Offload) 
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(5, of="own code")
 def test_a_job_without_megatron(offload: Offload) -> None:
     run = offload(model="mine:Plain", cycles=2)
     verdict = run.verdict()

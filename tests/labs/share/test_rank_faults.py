@@ -13,7 +13,7 @@ from tests.labs.simulated import failed
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.timeout(240)  # two of the faults need 174 MiB of weights on six ranks
 @pytest.mark.parametrize("fault", OF_RANKS, ids=lambda fault: fault.name)
 def test_a_rank_with_a_bug_fails_its_check(fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,8 +56,6 @@ ALSO = {
     "moe-aux-summed": {"metric_parity", "later_steps"},
     "schedule-by-steps": {"later_steps", "result_parity", "update"},
 }
-QUICK = ("double-reduce",)
-DRAWN = [pytest.mark.slow, pytest.mark.drawn(8, of="faults")]
 SMALLER = {"layers": 1, "microbatches": 5}
 
 
@@ -66,14 +64,16 @@ def own(fault: Fault) -> dict[str, object]:
     return {**SMALLER, "chunks": [1, 2, 5], **fault.set}
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=DRAWN) for name in HERE])
+@pytest.mark.slow
+@pytest.mark.drawn(4, of="faults")
+@pytest.mark.parametrize("name", HERE)
 def test_a_fault_fails_its_check_and_hardly_another(split: Split, name: str) -> None:
     broken = failed(split(fault=name, **own(HERE[name])).verdict())
     assert {HERE[name].caught_by} <= broken <= {HERE[name].caught_by} | ALSO[name]
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(3, of="without faults")
+@pytest.mark.drawn(2, of="without faults")
 @pytest.mark.parametrize("fault", CONFIGS.values(), ids=lambda fault: fault.name)
 def test_without_the_fault_its_check_passes(split: Split, fault: Fault) -> None:
     verdict = split(**own(fault)).verdict()

@@ -60,7 +60,7 @@ WRONG = {
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(4, of="a_wrong_trainer_is_found_out")
+@pytest.mark.drawn(2, of="a_wrong_trainer_is_found_out")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_trainer_is_found_out(split: Split, name: str) -> None:
     assert WRONG[name] <= failed(split(implementation=f"mine:{name}", **ONE).verdict())

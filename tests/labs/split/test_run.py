@@ -188,7 +188,7 @@ def test_both_backends_are_compared(split: Split) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(6, of="other configs")
+@pytest.mark.drawn(3, of="other configs")
 @pytest.mark.parametrize(
     "config",
     [

@@ -88,7 +88,7 @@ CONFIGS = {repr(fault.set): fault for fault in JUDGED}  # faults with equal conf
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(6, of="faults")
+@pytest.mark.drawn(4, of="faults")
 @pytest.mark.parametrize("fault", JUDGED, ids=lambda fault: fault.name)
 def test_a_rank_with_a_bug_fails_its_check_and_hardly_another(on_ranks: Callable[..., kit.Run], fault: Fault) -> None:
     broke = failed(on_ranks(fault.name, **fault.set).verdict())
@@ -96,7 +96,7 @@ def test_a_rank_with_a_bug_fails_its_check_and_hardly_another(on_ranks: Callable
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(3, of="without faults")
+@pytest.mark.drawn(2, of="without faults")
 @pytest.mark.parametrize("fault", CONFIGS.values(), ids=lambda fault: fault.name)
 def test_without_the_bug_ranks_pass(on_ranks: Callable[..., kit.Run], fault: Fault) -> None:
     verdict = on_ranks(**fault.set).verdict()

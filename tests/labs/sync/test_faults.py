@@ -50,11 +50,11 @@ ALSO = {
     "activates-alone": {"version_order", "no_torn_reads"},
     "keeps-new-weights": {"bit_exact", "no_torn_reads", "version_order"},
 }
-QUICK = ("permuted-rows",)
-DRAWN = [pytest.mark.slow, pytest.mark.drawn(8, of="faults")]
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=DRAWN) for name in HERE])
+@pytest.mark.slow
+@pytest.mark.drawn(4, of="faults")
+@pytest.mark.parametrize("name", HERE)
 def test_a_fault_fails_its_check_and_hardly_another(sync: Sync, name: str) -> None:
     broken = failed(sync(fault=name, **HERE[name].set).verdict())
     assert {HERE[name].caught_by} <= broken <= {HERE[name].caught_by} | ALSO.get(name, set())
@@ -89,7 +89,7 @@ def test_a_mapping_that_is_kept_shows_where_replicas_pause(sync: Sync, placement
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(3, of="without faults")
+@pytest.mark.drawn(2, of="without faults")
 @pytest.mark.parametrize("fault", CONFIGS.values(), ids=lambda fault: fault.name)
 def test_without_the_fault_its_check_passes(sync: Sync, fault: Fault) -> None:
     verdict = sync(**fault.set).verdict()
