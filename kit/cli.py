@@ -33,7 +33,7 @@ from kit.labs.definition import NAMES, Definition, fields, holder, known_fields,
 from kit.labs.discover import ANSWERS, ENDS, describe_folder, discover, find, select_runs, tagged
 from kit.results.comparison import Comparison, answers_changed, compact, in_words, labelled
 from kit.results.frames import json_rows, readable, summary_of
-from kit.results.records import flat, read_json, to_json
+from kit.results.records import flat, output_file, read_json, to_json, user_path
 from kit.results.rules import suspect_in
 from kit.results.run import INDEX, find_run, memory_snapshots, write_junit
 from kit.results.units import ROW, columns
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 COMPARED_ROWS = 40  # rows of a comparison on a terminal; `kit export --table compare` has all of them
 WIDTH = 100
+MOST_MINUTES = 7 * 24 * 60
 
 
 class CommandAnswer(NamedTuple):
@@ -190,6 +191,8 @@ def run_command(args: argparse.Namespace) -> CommandAnswer:
         raise BadInput(f"--set and --sweep both give {min(twice)}; use only one")
     if len(args.fault) > 1:
         raise BadInput(f"use one fault at a time, not {' and '.join(args.fault)}, because faults can hide each other")
+    if args.junit:
+        output_file(args.junit)
     if args.repeat < 1:
         raise BadInput(f"--repeat must be at least 1, not {args.repeat}")
     settings: dict[str, Any] = {}
@@ -354,6 +357,8 @@ def label_command(args: argparse.Namespace) -> CommandAnswer:
 
 def check_command(args: argparse.Namespace) -> CommandAnswer:
     folder = find_run(args.dir)
+    if args.junit:
+        output_file(args.junit)
     run = results.Run(folder, rules=lambda _: find(args.lab).all_rules()) if args.lab else kit.load(folder)
     verdict, stored = run.verdict(), run.stored_verdict()
     moved = verdict.changes(stored) if stored is not None and not args.lab else None
@@ -432,15 +437,15 @@ def compare_command(args: argparse.Namespace) -> CommandAnswer:
     return CommandAnswer(data, "\n".join(lines))
 
 
-def load_run(word: str) -> results.Run:
+def load_run(word: Path | None) -> results.Run:
     return kit.load(find_run(word))
 
 
-def load_all(words: Sequence[str]) -> list[results.Run]:
+def load_all(words: Sequence[Path | None]) -> list[results.Run]:
     """Return runs by folder or id: the newest by default, and all runs of a sweep."""
     from kit.public import runs_of
 
-    return [kit.load(path) for word in words or [""] for path in runs_of(find_run(word))]
+    return [kit.load(path) for folder in map(find_run, words or [None]) for path in runs_of(folder)]
 
 
 # -- files -----------------------------------------------------------------------------------------------------------------
@@ -588,6 +593,10 @@ def reference(args: argparse.Namespace) -> CommandAnswer:
         raise BadInput("name a folder for the reference: --out DIR")
     from kit import reference as room
 
+    if args.minutes is not None and not 0 < args.minutes <= MOST_MINUTES:
+        raise BadInput(f"--minutes must be above 0 and at most {MOST_MINUTES}, not {args.minutes:g}")
+    if args.pack:
+        output_file(args.pack)
     asked = {"device": args.device, "minutes": args.minutes}
     status = room.print_plan(args.out, **asked) if args.plan else room.make_reference(args.out, pack=args.pack, **asked)
     return CommandAnswer({"out": str(args.out) if args.out else None, "exit": status}, status=status)
@@ -630,8 +639,20 @@ def command_option(
     return CommandOption(name, {"metavar": metavar, "help": text, **how}, names)
 
 
+def given_path(text: str) -> Path:
+    try:
+        return user_path(text)
+    except BadInput as error:  # argparse shows the sentence of no other error
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def file(name: str, metavar: str, text: str, **how: Any) -> CommandOption:
-    return command_option(name, metavar, text, type=Path, **how)
+    return command_option(name, metavar, text, type=given_path, **how)
+
+
+def run_word(name: str, text: str, **how: Any) -> CommandOption:
+    """The folder or the id of a run."""
+    return command_option(name, "DIR", text, run_names, type=given_path, **how)
 
 
 def device_option(text: str) -> CommandOption:
@@ -640,12 +661,8 @@ def device_option(text: str) -> CommandOption:
 
 MANY: dict[str, Any] = {"action": "append", "default": []}
 LAB = command_option("lab", "LAB", "the lab (`kit labs` lists them)", lab_names)
-ONE_RUN = command_option(
-    "dir", "DIR", "folder or id of a run; default: the newest run", run_names, nargs="?", default=""
-)
-RUNS = command_option(
-    "dirs", "DIR", "folders or ids of runs, or a sweep's folder; default: the newest run", run_names, nargs="*"
-)
+ONE_RUN = run_word("dir", "folder or id of a run; default: the newest run", nargs="?")
+RUNS = run_word("dirs", "folders or ids of runs, or a sweep's folder; default: the newest run", nargs="*")
 JSON = flag("--json", "print one JSON object on stdout and nothing else")
 STRICT = flag("--strict", "count a check that was not measured as a failed one: exit status 1")
 # For each command: its function, help text, examples, options.
@@ -698,9 +715,7 @@ COMMANDS: tuple[
                 dest="foreign",
                 **MANY,
             ),
-            command_option(
-                "--like", "DIR", "use the settings of this run; --config and --set override them", run_names
-            ),
+            run_word("--like", "use the settings of this run; --config and --set override them"),
             command_option(
                 "--fault", "NAME", "switch on a known bug (`kit faults` lists them), one per run", fault_names, **MANY
             ),
@@ -728,7 +743,7 @@ COMMANDS: tuple[
         "give a run a name or a note; an empty text removes it",
         ('smoke-20260101-120000-0a1b "new driver"',),
         (
-            command_option("dir", "DIR", "folder or id of a run", run_names),
+            run_word("dir", "folder or id of a run"),
             command_option("text", "TEXT", "at most 120 characters"),
         ),
     ),
@@ -750,7 +765,7 @@ COMMANDS: tuple[
         compare_command,
         "compare runs with the first: changed verdicts, largest changes",
         ("runs/a runs/b",),
-        (command_option("dirs", "DIR", "folders or ids of runs, or a sweep's folder", run_names, nargs="+"),),
+        (run_word("dirs", "folders or ids of runs, or a sweep's folder", nargs="+"),),
     ),
     (
         export_command,

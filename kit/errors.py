@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -11,8 +12,14 @@ class KitError(Exception):
     """Base of all errors raised by the kit."""
 
 
+LONG_VALUE = re.compile(r"(?<!\w)'[^']{300,}'(?!\w)|\S{300,}")  # a quoted value, or one without spaces
+
+
 class BadInput(KitError, ValueError):  # noqa: N818 - the contract's name
-    """Bad input, refused before any rank starts. One sentence: what was wrong, what is allowed."""
+    """Bad input, refused before any rank starts. One sentence: what was wrong, what is allowed. Long values are shortened."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(LONG_VALUE.sub(lambda value: f"{value[0][:80]}... ({len(value[0])} characters)", str(message)))
 
 
 def refuse_if(wrong: object, sentence: str) -> None:
@@ -93,6 +100,10 @@ def ending(status: int | None) -> dict[str, Any]:
     if status is not None and status < 0:
         return {"signal": signal_name(-status)}
     return {"exitcode": status}
+
+
+def how_ended(status: int) -> str:
+    return f"was killed by {signal_name(-status)}" if status < 0 else f"exited with status {status}"
 
 
 def signal_name(number: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -23,7 +24,7 @@ from kit.labs.discover import complaints, find, find_fault, from_text, rules_of
 from kit.labs.lab import Lab
 from kit.results import Run, runs_dir
 from kit.results.frames import json_rows
-from kit.results.records import read_json, write_json
+from kit.results.records import read_json, user_path, write_json
 from kit.results.run import INDEX, find_run, list_runs, unique
 from kit.results.verdict import without_parts
 from kit.view.progress import Progress
@@ -97,7 +98,7 @@ def prepare_lab(
     return Lab(
         find(name),
         config,
-        out=None if out is None else Path(out),
+        out=None if out is None else user_path(out),
         observe=lambda calls: Progress(total=calls),
         plotter=plot,
         panel=panel_of,
@@ -151,7 +152,7 @@ def panel_of(lab: Lab) -> Panel:
 
 def load(path: str | os.PathLike[str]) -> Run:
     """Load a run from disk, complete or partial, by its folder or by its id in the runs folder."""
-    return Run(find_run(Path(path)), rules=rules_of, plotter=plot)
+    return Run(find_run(user_path(path)), rules=rules_of, plotter=plot)
 
 
 def runs(
@@ -170,7 +171,7 @@ def runs(
     """
     from kit.labs.discover import table
 
-    root = runs_dir() if folder is None else Path(folder)
+    root = runs_dir() if folder is None else user_path(folder)
     return table(root, lab=lab, fault=fault, status=status, verdict=verdict, config=config)
 
 
@@ -184,6 +185,8 @@ def plot(run: Run, name: str = "overview", **options: Any) -> object:
 
 BETWEEN = re.compile(r",(?![^\[]*\])")  # commas outside of a list
 INTERRUPTED = 130
+MOST_RUNS = 10_000  # of one sweep
+MOST_SETTINGS = 2**20  # bytes of a file of settings
 Ended = tuple[int, dict[str, Any]]  # the exit status of a run, and its JSON
 
 
@@ -198,6 +201,8 @@ class SweepPoint(NamedTuple):
 def sweep_points(lab: Definition, sweeps: Mapping[str, str], repeat: int) -> list[SweepPoint]:
     """Return every combination, then all of them again per repeat, so that a slow drift of the machine affects all equally."""
     texts = [[(name, text) for text in BETWEEN.split(values)] for name, values in sweeps.items()]
+    if (count := repeat * math.prod(map(len, texts))) > MOST_RUNS:
+        raise BadInput(f"--sweep and --repeat give {count} runs; at most {MOST_RUNS} fit into one sweep")
     swept = [from_text(lab, dict(pairs)) for pairs in itertools.product(*texts)]
     return [SweepPoint(settings, number) for number in range(1, repeat + 1) for settings in swept]
 
@@ -214,7 +219,7 @@ def sweep(
     lab: str, found: Sequence[SweepPoint], out: Path | None, run: Callable[[dict[str, Any], Path], Ended]
 ) -> tuple[int, Path]:
     """Run every point; return the worst exit status and the folder. An interrupt ends the sweep, and the index has the runs so far."""
-    folder = (out or runs_dir() / f"{lab}-sweep-{unique()}").expanduser().absolute()
+    folder = (user_path(out) if out else runs_dir() / f"{lab}-sweep-{unique()}").absolute()
     if (folder / INDEX).exists():
         raise BadInput(f"{folder} already holds a sweep; choose another folder")
     rows: list[dict[str, Any]] = []
@@ -261,10 +266,18 @@ def settings_from_file(path: Path) -> dict[str, Any]:
     kind = path.suffix.lower()
     if kind not in {".json", ".yaml", ".yml"}:
         raise BadInput(f"{path.name!r} has no known ending; settings are read from .json, .yaml or .yml")
+    if path.exists() and not path.is_file():
+        raise BadInput(f"cannot read {path}: it is not a file")
+    if path.exists() and (size := path.stat().st_size) > MOST_SETTINGS:
+        raise BadInput(f"{path} has {size} bytes; a file of settings has at most {MOST_SETTINGS}")
     try:
         values = read_json(path) if kind == ".json" else yaml.safe_load(path.read_text(encoding="utf-8"))
+    except BadInput:
+        raise
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror or error}") from error
+    except RecursionError:
+        raise BadInput(f"{path} is damaged: its brackets are nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
         raise BadInput(f"{path} is damaged: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):

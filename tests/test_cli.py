@@ -111,6 +111,53 @@ def commands() -> dict[str, Any]:
 COMMANDS = commands()
 
 
+LONG = "x" * 5000
+MANY = ",".join("1" * 101)
+DEEP = "[" * 3000 + "]" * 3000
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    {
+        "empty-out": (["run", "smoke", "--out", ""], "argument --out: '' is not a path"),
+        "empty-like": (["run", "smoke", "--like", ""], "argument --like: '' is not a path"),
+        "empty-junit": (["check", "--junit", ""], "argument --junit: '' is not a path"),
+        "empty-run": (["show", ""], "argument DIR: '' is not a path"),
+        "no-user": (["run", "smoke", "--out", "~nosuch/x"], "there is no user 'nosuch' for the path ~nosuch/x"),
+        "junit-is-a-folder": (["run", "smoke", "--junit", "."], "cannot write .: it is a folder"),
+        "long-run": (["show", LONG], "is too long; a name has at most 255 bytes"),
+        "long-lab": (["run", LONG], "unknown lab"),
+        "long-setting": (["run", "smoke", "--set", f"{LONG} {LONG}=3"], "has no setting"),
+        "deep-setting": (["run", "smoke", "--set", f"cycles={DEEP}"], "are nested too deeply"),
+        "deep-parameter": (["notebook", "01", "-p", "cycles", DEEP], "are nested too deeply"),
+        "deep-yaml": (["run", "smoke", "--config", "deep.yaml"], "kit: deep.yaml is damaged: its brackets are"),
+        "deep-json": (["run", "smoke", "--config", "deep.json"], "kit: deep.json is damaged: its brackets are"),
+        "large-config": (["run", "smoke", "--config", "large.json"], "a file of settings has at most 1048576"),
+        "pipe": (["run", "smoke", "--config", "pipe.json"], "cannot read pipe.json: it is not a file"),
+        "repeats": (["run", "smoke", "--repeat", "99999999999"], "99999999999 runs; at most 10000"),
+        "sweeps": (["run", "smoke", "--sweep", f"cycles={MANY}", "--sweep", f"ranks={MANY}"], "10201 runs"),
+        "no-time": (["reference", "--plan", "--minutes", "nan"], "--minutes must be above 0"),
+        "negative-time": (["reference", "--plan", "--minutes", "-5"], "--minutes must be above 0"),
+    }.values(),
+)  # fmt: skip
+def test_odd_words_are_one_short_sentence(
+    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KIT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.chdir(tmp_path)
+    Path("deep.yaml").write_text(f"a: {DEEP}")
+    Path("deep.json").write_text(f'{{"a": {DEEP}}}')
+    with Path("large.json").open("w") as file:
+        file.truncate(2**20 + 1)
+    os.mkfifo("pipe.json")
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert sentence in err
+    assert (out, err.count("\n")) == ("", 1)
+    assert len(err) < 1000
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_json_examples_that_parse_and_help_for_all(name: str) -> None:
     made = COMMANDS[name]

@@ -284,7 +284,7 @@ def current_names(lab: Definition, layer: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         try:
             json.dumps(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RecursionError):
             why = "settings must be plain values (numbers, text, true, false, null, lists)"
             raise BadInput(f"{why}; {name} is not") from None
     # A choice that looks like a number (`gate: 1` in a file) is meant as text.
@@ -365,6 +365,8 @@ def value_of(text: str) -> Any:
     """A setting as in run.json: a number, true, false, null, a list, or the text itself."""
     try:
         return json.loads(text)
+    except RecursionError:
+        raise BadInput(f"the brackets of {text} are nested too deeply") from None
     except ValueError:
         return text
 

@@ -43,6 +43,7 @@ from kit.results.records import (
     load_json,
     read_json,
     rewrite_json,
+    user_path,
     utc,
 )
 from kit.target import kit_version
@@ -73,7 +74,7 @@ class Recorder:
         world_size: int | None = None,
         sinks: Sequence[Any] = (),
     ) -> None:
-        self.dir = Path(dir).resolve()
+        self.dir = user_path(dir).resolve()
         self.rank = _from_environment("RANK", 0) if rank is None else _checked_number("rank", rank)
         self.world_size = (
             _from_environment("WORLD_SIZE", 1) if world_size is None else _checked_number("world_size", world_size)
@@ -91,7 +92,7 @@ class Recorder:
         self._watching = False
         self._pid = os.getpid()
         self._last_error = getattr(sys, "last_value", None)
-        self._head: dict[str, Any] = {"run": self.dir.name, "lab": lab}
+        self._head: dict[str, Any] = {"run": re.sub(r"[^\w.-]+", "-", self.dir.name), "lab": lab}
         self._run: dict[str, Any] | None = None
         config = _json_values(config or {})
         try:

@@ -32,10 +32,11 @@ from kit.results.records import (
     Id,
     Row,
     label,
-    make_folder,
+    output_file,
     replacing,
     to_json,
     typed,
+    user_path,
     write_json,
     write_text,
 )
@@ -180,8 +181,12 @@ SUFFIXES = (*PROGRAMS, ".md", ".tex", ".html")
 METADATA = b"lifecycle-kit.provenance"
 SCREEN = 40  # rows of a table in Markdown; a table in LaTeX that is longer breaks over pages
 WORDS = 50  # characters of a cell in LaTeX; a column with longer ones breaks its lines
-FORMULA = ("=", "+", "-", "@", "\t", "\r")
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 PASSED = {True: "pass", False: "FAIL"}
+TEX = str.maketrans(
+    {character: f"\\{character}" for character in "_&%#${}"}
+    | {"\\": r"\textbackslash{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "\n": " ", "\r": " "}
+)
 
 
 def export(
@@ -196,11 +201,10 @@ def export(
 
     `units` are the units of columns; ROW is the unit that the row's own column `unit` names.
     """
-    target = Path(path).expanduser()
-    kind = target.suffix.lower()
+    kind = user_path(path).suffix.lower()
     if kind not in SUFFIXES:
-        raise BadInput(f"{target.name!r} has no known ending; allowed are {', '.join(SUFFIXES)}")
-    make_folder(target.parent)
+        raise BadInput(f"{Path(path).name!r} has no known ending; allowed are {', '.join(SUFFIXES)}")
+    target = output_file(path)
     if kind == ".parquet":
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -281,7 +285,7 @@ def _for_people(kind: str, texts: pd.DataFrame, provenance: Mapping[str, Any], t
                 "r" if is_number else "l" if widest <= WORDS else r"p{0.4\linewidth}"
                 for is_number, widest in zip(right, widths, strict=True)
             ),
-            caption=re.sub(r"([_&%#$])", r"\\\1", title),
+            caption=title.translate(TEX),
             label=f"tab:{re.sub(r'[^a-zA-Z0-9:.-]+', '-', stem)}",
         )
         return "\n".join([f"{table}% Provenance:", *(f"% {line}" for line in about.splitlines())]) + "\n"

@@ -470,6 +470,33 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
     return json.dumps(spelled_number(value), ensure_ascii=False, allow_nan=False, indent=indent)
 
 
+NAME_BYTES, PATH_BYTES = 255, 4095  # as long as Linux allows
+
+
+def user_path(path: str | os.PathLike[str]) -> Path:
+    """A path that a person gave, with its `~` replaced. An empty one, which may come from an unset variable, is refused."""
+    text = os.fspath(path)
+    if not text or "\0" in text:
+        raise BadInput(f"{text!r} is not a path; give the path of a file or folder")
+    try:
+        expanded = Path(text).expanduser()
+    except RuntimeError:
+        raise BadInput(f"there is no user {Path(text).parts[0].removeprefix('~')!r} for the path {text}") from None
+    longest = max(expanded.parts, key=len, default="")
+    if len(os.fsencode(longest)) > NAME_BYTES or len(os.fsencode(expanded)) > PATH_BYTES:
+        raise BadInput(f"the path {text} is too long; a name has at most {NAME_BYTES} bytes, a path {PATH_BYTES}")
+    return expanded
+
+
+def output_file(path: str | os.PathLike[str]) -> Path:
+    """A file that a person wants written. Its folder is made; a path that cannot be a file is refused."""
+    target = user_path(path)
+    if target.is_dir():
+        raise BadInput(f"cannot write {target}: it is a folder")
+    make_folder(target.parent)
+    return target
+
+
 def make_folder(folder: Path) -> None:
     """The one rule for missing folders, wherever a person names a file or a folder: they are made."""
     try:

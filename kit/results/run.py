@@ -33,7 +33,7 @@ from kit.results.records import (
     Columns,
     Row,
     RowWriter,
-    make_folder,
+    output_file,
     parse_lines,
     rank_name,
     read_bytes,
@@ -41,6 +41,7 @@ from kit.results.records import (
     rewrite_json,
     to_json,
     unreadable_note,
+    user_path,
     utc,
     write_json,
     write_text,
@@ -62,6 +63,7 @@ LABEL = "label.json"  # in a run's folder, where a person has named the run
 SNAPSHOTS = "memory"  # the folder in a run's folder
 VIEWER = "drop one on https://pytorch.org/memory_viz, which opens it in the browser and uploads nothing"
 NAMED = re.compile(r"(?P<lab>.+)-\d{8}-\d{6}-[0-9a-f]{4}")  # as create_run names them
+RUN_ID = re.compile(r"[^/\\\x00-\x1f\x7f]{1,255}")  # older kits took the name of any folder
 LONGEST = 120  # characters of a label
 STATUSES = ("running", "finished", "stopped", "failed")  # in a file; a reader also knows `interrupted`
 
@@ -82,7 +84,7 @@ class Run:
         complete: bool = False,
     ) -> None:
         self._complete = complete
-        self.dir = Path(dir).expanduser().absolute()
+        self.dir = user_path(dir).absolute()
         self._rules = rules
         self._plotter = plotter
         self._info: tuple[Stamp, dict[str, Any]] | None = None
@@ -286,22 +288,24 @@ def memory_snapshots(run: Run) -> str:
 
 def list_runs(folder: str | Path) -> list[Path]:
     """The run folders inside `folder`, and inside its sweeps, the one whose run.json changed last first."""
-    root = Path(folder).expanduser()
+    root = user_path(folder)
     sweeps = [path.parent for path in root.glob(f"*/{INDEX}")]
     files = [path for folder in (root, *sweeps) for path in folder.glob("*/run.json")]
     dated = [(path.stat().st_mtime_ns, path.parent) for path in files]
     return [parent for _, parent in sorted(dated, reverse=True)]
 
 
-def find_run(word: str | Path = "") -> Path:
+def find_run(word: str | Path | None = None) -> Path:
     """The folder that a person means: a path, the id of a run among the runs, or, without a word, the newest run."""
-    path, root = Path(word).expanduser(), runs_dir()
-    if word and path.exists():
+    root = runs_dir()
+    if word is None:
+        if not (runs := list_runs(root)):
+            raise BadInput(f"there is no run in {root}; name a folder")
+        return runs[0]
+    path = user_path(word)
+    if path.exists():
         return path
-    runs = list_runs(root)
-    if not word and not runs:
-        raise BadInput(f"there is no run in {root}; name a folder")
-    return next((run for run in runs if not word or str(word) in (run.name, _told(run, "run"))), path)
+    return next((run for run in list_runs(root) if str(word) in (run.name, _told(run, "run"))), path)
 
 
 def newest_run(folder: str | Path, lab: str) -> Path | None:
@@ -327,6 +331,8 @@ def _stamp(paths: Sequence[Path]) -> Stamp:
 def _checked_info(path: Path, info: object) -> dict[str, Any]:
     if not isinstance(info, dict) or not all(isinstance(info.get(key), str) for key in ("run", "lab", "status")):
         raise BadInput(f"{path} is damaged: it must be a JSON object with run, lab and status")
+    if not RUN_ID.fullmatch(info["run"]):
+        raise BadInput(f"{path} is damaged: the run's id {info['run']!r} has a slash, or is too long for a name")
     if info["status"] not in STATUSES:
         raise BadInput(f"{path} is damaged: status is {info['status']!r}, allowed are {', '.join(STATUSES)}")
     for key in ("config", "provenance", "started", "finished", "fault", "error"):
@@ -442,7 +448,7 @@ def create_run(
     folder = None
     while folder is None:
         identity = f"{lab}-{unique()}"
-        folder = _make_folder(Path(runs_dir) / identity if out is None else Path(out), exist_ok=out is not None)
+        folder = _make_folder(Path(runs_dir) / identity if out is None else user_path(out), exist_ok=out is not None)
     if (folder / "run.json").exists() or any(folder.glob(PATTERN)) or not _claim(folder):
         raise BadInput(f"{folder} already holds a run; choose another folder")
     info = {
@@ -473,7 +479,7 @@ def unique() -> str:
 def runs_dir() -> Path:
     """Where runs go: KIT_RUNS, else `runs` beside the kit's own pyproject.toml, else the user's data folder."""
     if chosen := os.environ.get("KIT_RUNS"):
-        return Path(chosen).expanduser().absolute()
+        return user_path(chosen).absolute()
     checkout = Path(__file__).resolve().parents[2]
     if (checkout / "pyproject.toml").is_file():
         return checkout / "runs"
@@ -493,7 +499,7 @@ def _claim(folder: Path) -> bool:
 
 def _make_folder(folder: Path, *, exist_ok: bool) -> Path | None:
     """The folder, or None where another run took the name first."""
-    folder = folder.expanduser().absolute()
+    folder = folder.absolute()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         if exist_ok and folder.is_dir():
@@ -553,8 +559,7 @@ def trace(run: Run) -> dict[str, Any]:
 
 
 def write_trace(run: Run, path: str | Path) -> Path:
-    target = Path(path).expanduser()
-    make_folder(target.parent)
+    target = output_file(path)
     write_text(target, to_json(trace(run)) + "\n")
     return target
 
@@ -623,7 +628,6 @@ def write_junit(runs: Sequence[tuple[Run, Verdict]], path: Path) -> Path:
             suite.set(count, str(len(suite.findall(f".//{kind}"))))
         ET.SubElement(suite, "system-out").text = f"{tally(rows)}; {run.dir}"
     ET.indent(top)
-    path = path.expanduser()
-    make_folder(path.parent)
+    path = output_file(path)
     write_text(path, ET.tostring(top, encoding="unicode", xml_declaration=True) + "\n")
     return path

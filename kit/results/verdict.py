@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kit.errors import BadInput, hint
 from kit.results.old import Renamed, current_tolerances
-from kit.results.records import WORDS, make_folder, read_json, spelled_number, write_json
+from kit.results.records import WORDS, output_file, read_json, spelled_number, write_json
 from kit.results.units import ROW, amount, columns, table_html, unit_word
 
 if TYPE_CHECKING:
@@ -240,5 +240,4 @@ def load_tolerances(path: Path) -> dict[str, float]:
 
 def save_tolerances(path: Path, tolerances: Mapping[str, float]) -> None:
     """The file that `load_tolerances` and `kit run --tolerances` take."""
-    make_folder(path.parent)
-    write_json(path, checked_tolerances(tolerances))
+    write_json(output_file(path), checked_tolerances(tolerances))

@@ -46,7 +46,7 @@ from kit.labs.definition import (
 from kit.labs.discover import ConfigReading, current_names, find_fault, read_config, validate
 from kit.labs.lab import Lab
 from kit.results import Rule, Run, Verdict, load_tolerances, newest_run, runs_dir, save_tolerances
-from kit.results.records import flat
+from kit.results.records import flat, user_path
 from kit.results.rules import applicable
 from kit.results.run import Plotter
 from kit.results.verdict import checked_tolerances
@@ -197,12 +197,12 @@ class PanelModel(HasTraits):
 
     def save_tolerances(self, path: str | os.PathLike[str]) -> Path:
         """Save the moved limits as a JSON file, which `kit run --tolerances` also reads."""
-        target = Path(path).expanduser()
+        target = user_path(path)
         save_tolerances(target, self.tolerances)
         return target
 
     def load_tolerances(self, path: str | os.PathLike[str]) -> None:
-        self.take(load_tolerances(Path(path).expanduser()))
+        self.take(load_tolerances(user_path(path)))
 
     # -- the run that is shown --------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import json
 import logging
 import shutil
 import sys
@@ -26,8 +25,9 @@ from nbformat.v4 import new_code_cell
 from pydantic import TypeAdapter, ValidationError
 
 from kit.errors import BadInput, KitError, hint
+from kit.labs.discover import value_of
 from kit.results import runs_dir
-from kit.results.records import make_folder, write_text
+from kit.results.records import make_folder, output_file, user_path, write_text
 from kit.results.run import unique
 from kit.target import shipped
 
@@ -75,7 +75,7 @@ def run_notebook(
 
 def find_notebook(name: str) -> Path:
     """A notebook by its path, its name, or the start of its name ("01")."""
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.suffix == ".ipynb" or len(path.parts) > 1:
         if not path.is_file():
             raise BadInput(f"there is no notebook {path}")
@@ -89,7 +89,7 @@ def find_notebook(name: str) -> Path:
 
 def copy_all(to: Path) -> Path:
     """Copy the notebooks, and the pages and examples that they link to, to a folder."""
-    target = to.expanduser().absolute()
+    target = user_path(to).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise BadInput(f"cannot copy the notebooks to {target}: it is not an empty folder")
     try:
@@ -118,12 +118,10 @@ def output_place(path: Path, to: Path | None) -> Path:
         folder = runs_dir() / "notebooks"
         make_folder(folder)
         return folder / f"{path.stem}-{unique()}.ipynb"
-    target = to.expanduser().absolute()
+    target = user_path(to).absolute()
     if target.suffix not in SUFFIXES:
         raise BadInput(f"the output must end in {' or '.join(SUFFIXES)}, not {target.name!r}")
-    make_folder(target.parent)
-    if target.is_dir():
-        raise BadInput(f"cannot write {target}: it is a folder")
+    output_file(target)
     if target == path.resolve():
         raise BadInput(f"cannot write {target}: it is the notebook itself; choose another file")
     return target
@@ -163,8 +161,7 @@ def checked_parameters(path: Path, notebook: nbformat.NotebookNode, given: Mappi
             raise BadInput(f"{path.name} has no parameter {name!r}; {hint(name, list(known))}")
         value: Any = text
         if known[name].kind is not str:
-            with contextlib.suppress(ValueError):
-                value = json.loads(text)
+            value = value_of(text)
         try:
             TypeAdapter(known[name].kind).validate_python(value, strict=True)
         except ValidationError:

@@ -30,7 +30,7 @@ from kit.labs.discover import rules_of
 from kit.results import NotMeasured, Rule, Run, Verdict, VerdictRow, trace
 from kit.results.comparison import Comparison, compact, machine, run_differences
 from kit.results.frames import readable
-from kit.results.records import ESCAPES, PATTERN, flat, make_folder, to_json, write_text
+from kit.results.records import ESCAPES, PATTERN, flat, output_file, to_json, write_text
 from kit.results.run import memory_snapshots
 from kit.results.units import ROW, amount
 from kit.results.verdict import MARKS, SIGNS, cells, folded_rows, tally, without_parts, worst_first
@@ -46,10 +46,9 @@ LARGEST = 2**20  # bytes of a timeline on the page
 
 
 def write_report(runs: Sequence[Run], to: str | Path) -> Path:
-    target = Path(to).expanduser()
-    if target.suffix.lower() not in SUFFIXES:
-        raise BadInput(f"the report's file must end in {' or '.join(SUFFIXES)}, not {target.name!r}")
-    make_folder(target.parent)
+    if Path(to).suffix.lower() not in SUFFIXES:
+        raise BadInput(f"the report's file must end in {' or '.join(SUFFIXES)}, not {Path(to).name!r}")
+    target = output_file(to)
     write_text(target, report_page(runs))
     return target
 

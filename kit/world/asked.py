@@ -6,9 +6,9 @@ import functools
 import inspect
 import itertools
 import json
-import math
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import weakref
@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kit import machine
-from kit.errors import BadInput
+from kit.errors import BadInput, how_ended
 from kit.target import is_target
 
 RANK_BYTES = 300 * 2**20  # with torch loaded and one group: about 250 MiB resident, of which the fork shares part
 RANK_TASKS = 24  # threads of a rank over gloo
 MOST_PER_CORE = 16
+MOST_RANKS = 1_000_000
+MOST_SECONDS = 2_000_000  # 23 days; the kernel's waits overflow after 24
 CREWS: weakref.WeakSet[Any] = weakref.WeakSet()  # every `Crew` of this process
 
 
@@ -31,6 +33,8 @@ def check_layout(ranks: int, nodes: int, endpoint: str) -> None:
     for name, value in (("ranks", ranks), ("nodes", nodes)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise BadInput(f"{name} must be a whole number of at least 1, not {value!r}")
+        if value > MOST_RANKS:
+            raise BadInput(f"{name} must be at most {MOST_RANKS}, not {_spelled(value)}")
     if ranks % nodes:
         raise BadInput(f"{ranks} ranks cannot be spread evenly over {nodes} nodes; give a multiple of {nodes}")
     host, colon, port = endpoint.rpartition(":")
@@ -38,9 +42,22 @@ def check_layout(ranks: int, nodes: int, endpoint: str) -> None:
         raise BadInput(
             f"{nodes} nodes need endpoint='host:port' with a port of this machine that the others reach, not {endpoint!r}"
         )
+    if nodes > 1:
+        check_host(host.strip("[]"))
     if nodes == 1 and endpoint:
         raise BadInput("endpoint= is for several nodes; leave it out, or give nodes=2 or more")
     check_ranks(ranks // nodes)
+
+
+def check_host(host: str) -> None:
+    """The host of an endpoint must be an address of this machine, because the notebook listens there."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise BadInput(f"endpoint= names {host!r}, where this machine cannot listen: {why}") from None
 
 
 class RankLimit(NamedTuple):
@@ -104,7 +121,7 @@ def check_call(target: str, args: Mapping[str, Any] | None, keywords: Mapping[st
     arguments = dict(keywords if args is None else args)
     try:
         json.dumps(arguments)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise BadInput(f"arguments for ranks must be JSON values: {error}") from None
     return target.partition(":")[2], {"do": "call", "target": target, "with": arguments}
 
@@ -120,8 +137,15 @@ def check_gpu_numbers(devices: Sequence[int], ranks: int) -> tuple[int, ...]:
 
 
 def check_seconds(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise BadInput(f"{name} must be a number of seconds above 0, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST_SECONDS:
+        raise BadInput(f"{name} must be a number of seconds above 0 and at most {MOST_SECONDS}, not {_spelled(value)}")
+
+
+def _spelled(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python prints no number of more than 4300 digits
+        return "a number with thousands of digits"
 
 
 def check_code(do: str, code: str) -> dict[str, Any]:
@@ -157,6 +181,8 @@ def check_env(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def writable_folder(logs: str | os.PathLike[str]) -> Path:
+    if not isinstance(logs, str | os.PathLike) or not os.fspath(logs):
+        raise BadInput(f"logs must be the path of a folder, not {logs!r}")
     path = Path(logs).resolve()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -253,7 +279,7 @@ def run_python(
     except OSError as error:
         return "", error.strerror or str(error)
     if done.returncode:
-        return "", (done.stderr.strip().splitlines() or [f"it exits with status {done.returncode}"])[-1]
+        return "", (done.stderr.strip().splitlines() or [f"it {how_ended(done.returncode)}"])[-1]
     return done.stdout, ""
 
 
@@ -271,6 +297,8 @@ def no_python(path: str) -> str:
 
 def find_python(python: str | None = None) -> Interpreter:
     """The ranks' interpreter. An explicit wish that cannot be met is an error, never replaced by another one."""
+    if not isinstance(python, str | None):
+        raise BadInput(f"python must be the path of a Python, not {python!r}")
     for path, reason in ((python, "python="), (os.environ.get("KIT_PYTHON"), "KIT_PYTHON")):
         if path:
             chosen = probe_python(shutil.which(path) or path, reason)

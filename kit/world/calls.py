@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kit.errors import BadInput, Cancelled, KitError, RankDied, RankError, RankTimeout, ending, signal_name
+from kit.errors import BadInput, Cancelled, KitError, RankDied, RankError, RankTimeout, ending, how_ended
 from kit.world.channel import ChannelClosed, Malformed, Message, TooLargeError, WorldMember, encoded, readable_message
 from kit.world.crew import Crew
 from kit.world.leftovers import users_part
@@ -181,10 +181,8 @@ class WorldCall:
             why_gone = f"called sys.exit({status})"
         elif status is None:
             why_gone = "is gone; how it ended is not known"
-        elif status < 0:
-            why_gone = f"was killed by {signal_name(-status)}"
         else:
-            why_gone = f"exited with status {status}"
+            why_gone = how_ended(status)
         text = f"rank {member.rank} (pid {member.pid} on {member.host}) {why_gone} in phase {phase!r}{AGAIN}"
         if status == -signal.SIGKILL:
             text += (

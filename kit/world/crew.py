@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kit import machine
-from kit.errors import KitError, RankDied, RankError, ending, signal_name
+from kit.errors import KitError, RankDied, RankError, ending, how_ended
 from kit.world import leftovers
 from kit.world.agentside import read_log
 from kit.world.asked import CREWS, WorldPlan
@@ -225,13 +225,13 @@ class Crew:
 
     def _check_start(self, what: str) -> None:
         if self._process is not None and (status := self._process.poll()) is not None:
-            raise KitError(f"torchrun ended (exit status {status}) before the {what} joined; {self._last_words()}")
+            raise KitError(f"torchrun {how_ended(status)} before the {what} joined; {self._last_words()}")
         for agent in self.agents.values():
             if agent.ended == self.generation and agent.error:
-                text = f"the ranks ended before they joined: {agent.error}; {self._last_words()}"
                 if not agent.statuses:
-                    raise KitError(text)
+                    raise KitError(f"the ranks ended before they joined: {agent.error}; {self._last_words()}")
                 rank, status = next(iter(agent.statuses.items()))
+                text = f"rank {rank} {how_ended(status)} before it joined; {self._last_words(2)}"
                 raise RankDied(text, rank=rank, phase="start", **ending(status))
 
     def _missing(self, what: str) -> str:
@@ -243,9 +243,9 @@ class Crew:
             absent = [rank for rank, done in steps.items() if done < min(1 + min(steps.values()), 2)]
         return f"{number - len(absent)} of {number} {what} have joined; missing: {', '.join(map(str, absent))}"
 
-    def _last_words(self) -> str:
+    def _last_words(self, most: int = 12) -> str:
         log = self._agent_log
-        lines = log.read_text(errors="replace").strip().splitlines()[-12:] if log.exists() else []
+        lines = log.read_text(errors="replace").strip().splitlines()[-most:] if log.exists() else []
         return "\n".join(["torchrun's last lines:", *lines]) if lines else "torchrun wrote nothing"
 
     # -- taking in what arrives ------------------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ class Crew:
             status = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
             return "closed its channel"
-        return f"was killed by {signal_name(-status)}" if status < 0 else f"exited with status {status}"
+        return how_ended(status)
 
     @property
     def torchrun_pid(self) -> int | None:

@@ -150,6 +150,8 @@ class World(RankCalls):
         """
         asked.check_layout(ranks, nodes, endpoint)
         asked.check_seconds("timeout_s", timeout_s)
+        if start_timeout_s is not None:
+            asked.check_seconds("start_timeout_s", start_timeout_s)
         if device not in DEVICES:
             raise BadInput(f"device must be one of {', '.join(DEVICES)}, not {device!r}")
         if device == "cuda" and not has_gpu_driver():

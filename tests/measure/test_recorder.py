@@ -485,3 +485,13 @@ def test_the_documented_example_under_ray(tmp_path):
     command = [sys.executable, str(ROOT / "docs/examples/ray_actors.py"), str(tmp_path / "r")]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     recorded_by_actors(tmp_path / "r")
+
+
+def test_the_id_of_a_run_is_made_of_letters_digits_and_signs(tmp_path: Path) -> None:
+    with Recorder(tmp_path / r"my \run{2}") as rec:
+        rec.record("loss", 1.0)
+    run = Run(tmp_path / r"my \run{2}")
+    assert run.id == "my-run-2-"
+    assert run.frame()["run"].tolist() == ["my-run-2-"]
+    with pytest.raises(BadInput, match="'' is not a path"):
+        Recorder("")

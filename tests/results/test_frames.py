@@ -101,10 +101,10 @@ def test_json_is_strict_and_pandas_reads_it(tmp_path, frame):
 
 
 def test_a_csv_runs_no_formula_and_keeps_units_that_are_empty(tmp_path, record):
-    texts = ["=1+1", "+1", "-1", "@sum", "\tx", "plain"]
+    texts = ["=1+1", "+1", "-1", "@sum", "\n=1", "plain"]
     rows = [record(text=text, unit=unit) for text, unit in zip(texts, ["1", "", "s", "B", "1", ""], strict=True)]
     read = pd.read_csv(export(to_frame(rows), {}, tmp_path / "t.csv"))
-    assert read["text"].tolist() == ["'=1+1", "'+1", "'-1", "'@sum", "'\tx", "plain"]
+    assert read["text"].tolist() == ["'=1+1", "'+1", "'-1", "'@sum", "'\n=1", "plain"]
     assert read["unit"].tolist() == ["none", "none", "s", "B", "none", "none"]
 
 
@@ -176,6 +176,9 @@ def test_tex_is_escaped_and_carries_its_provenance(tmp_path, record):
     assert r"a\_b \& 5\% \$x\textasciicircum 2\textasciitilde \{\textbackslash \}\# " in text
     assert r"\begin{tabular}{llrlrlrlr}" in text
     comments = text.split("% Provenance:\n")[1].splitlines()
+    title = export(to_frame([record()]), {}, tmp_path / "t.tex", title="\\input{/etc/passwd}\n^^5c ~ a_b").read_text()
+    escaped = r"\textbackslash{}input\{/etc/passwd\} \textasciicircum{}\textasciicircum{}5c \textasciitilde{} a\_b"
+    assert rf"\caption{{{escaped}}}" in title
     assert json.loads("\n".join(line.removeprefix("% ") for line in comments)) == PROVENANCE
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kit.errors import BadInput, KitError, RankError
+from kit.errors import BadInput, KitError, RankDied, RankError
 from kit.machine import has_gpu_driver
 from kit.world import World, leftovers
 from kit.world.asked import check_call
@@ -319,6 +319,19 @@ def test_the_notebook_side_does_not_import_torch() -> None:
         ({"nodes": 2}, "endpoint='host:port'"),
         ({"endpoint": "h:1"}, "endpoint= is for several nodes"),
         ({"logs": "/proc/nowhere"}, "cannot be written"),
+        ({"logs": 5}, "logs must be the path of a folder, not 5"),
+        ({"logs": ""}, "logs must be the path of a folder"),
+        ({"python": 5}, "python must be the path of a Python, not 5"),
+        ({"timeout_s": 10**400}, "at most 2000000, not 1000"),
+        ({"timeout_s": 10**5000}, "at most 2000000, not a number with thousands of digits"),
+        ({"timeout_s": 1e300}, "at most 2000000, not 1e+300"),
+        ({"start_timeout_s": float("nan")}, "start_timeout_s must be a number of seconds"),
+        ({"start_timeout_s": "x"}, "start_timeout_s must be a number of seconds"),
+        ({"start_timeout_s": 0}, "start_timeout_s must be a number of seconds"),
+        ({"nodes": 2, "endpoint": "no.such.host.invalid:1"}, "where this machine cannot listen"),
+        ({"nodes": 2, "endpoint": f"{'x' * 300}:1"}, "where this machine cannot listen"),
+        ({"nodes": 2, "endpoint": "192.0.2.1:1"}, "where this machine cannot listen: Cannot assign requested address"),
+        ({"ranks": 10**400}, "at most"),
     ],
 )
 def test_bad_input_is_one_sentence_before_anything_starts(
@@ -328,6 +341,16 @@ def test_bad_input_is_one_sentence_before_anything_starts(
         World(**arguments)  # type: ignore[arg-type]
     assert sentence in str(info.value)
     assert "\n" not in str(info.value)
+
+
+def test_a_rank_that_dies_before_it_joins_is_named_in_three_lines(tmp_path: Path, nothing_left: None) -> None:
+    dying = "import os, signal\nos.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGKILL))"
+    (tmp_path / "dying.py").write_text(dying)
+    with pytest.raises(
+        RankDied, match=r"^rank 0 was killed by SIGKILL before it joined; .*last lines:\n.*\n.*$"
+    ) as info:
+        World(1, device="cpu", env={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}, preload=["dying"])
+    assert (info.value.rank, info.value.signal) == (0, "SIGKILL")
 
 
 @pytest.mark.parametrize("target", ["math", "math:", ":sqrt", print])
