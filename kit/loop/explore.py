@@ -6,16 +6,13 @@ JSON, so one line replays it. All of a world follows from its seed: neither the 
 
 from __future__ import annotations
 
-import contextlib
 import random
-import signal
-import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, ClassVar, Protocol
 
+from kit.loop.limit import within
 from kit.loop.messages import Memory
 
 World = dict[str, Any]
@@ -116,7 +113,7 @@ def play(worlds: Worlds, world: World, wall_s: float = WALL_S) -> Played:
     """Run a world and judge it. A core that raises or does not return is a finding, and its rows up to there are kept."""
     rows, judged, began = Memory(), Judged(), time.perf_counter()
     try:
-        with within(wall_s):
+        with within(wall_s, NeverReturnedError):
             worlds.run(world, rows)
         judged = worlds.judge(rows)  # a ledger that no rule can read is a finding too
     except NeverReturnedError:
@@ -132,25 +129,6 @@ def last_words(rows: Memory) -> str:
         return "there is no row"
     whose = f" of {rows[-1].who}" if rows[-1].who else ""
     return f"the last of {len(rows)} rows is `{rows[-1].event}`{whose} at {rows[-1].time:.3f} s"
-
-
-@contextlib.contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """Raise in this block after so many seconds of wall time. In the main thread only; elsewhere there is no limit."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ring(_: int, __: FrameType | None) -> None:
-        raise NeverReturnedError
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @dataclass(slots=True)

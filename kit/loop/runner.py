@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from kit.errors import BadInput, KitError
+from kit.loop.limit import returning
 from kit.loop.messages import NOTES, Command, Event, Memory, Sink, command_row, event_row
 from kit.results.records import Row
 
@@ -158,10 +159,9 @@ class Runner:
         place = self.written, now - self.began  # rows that have their place in the ledger need no copies to be judged
         if event is None:
             self.ledger.write(Row(metric=BEGINS, time=now, ids={"core": name}, at=place[0], since=place[1]))
-            self.states[name], commands = self.cores[name].begin()
         else:
             self.ledger.write(event_row(event, name, now, *place))
-            self.states[name], commands = self.cores[name].step(self.states[name], event)
+        self.states[name], commands = self._answer(name, event)
         self.written += 1
         for command in commands:
             self.ledger.write(command_row(command, now, self.written, place[1]))
@@ -170,6 +170,11 @@ class Runner:
         for command in commands:
             if command.to != NOTES:
                 self._carry(name, command)
+
+    def _answer(self, name: str, event: Event | None) -> tuple[Any, tuple[Command, ...]]:
+        core = self.cores[name]
+        with returning(lambda: f"{name} in {'its start' if event is None else f'the event {event.name}'}"):
+            return core.begin() if event is None else core.step(self.states[name], event)
 
     def _count(self, name: str, event: Event | None, second: int) -> None:
         before, count = self.second

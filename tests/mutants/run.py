@@ -25,7 +25,6 @@ import io
 import json
 import os
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -36,6 +35,7 @@ from typing import Any
 import kit
 from kit.errors import KitError
 from kit.labs.discover import rules_of
+from kit.loop.limit import within
 from kit.results import Run
 from tests.mutants import table
 from tests.mutants.catalogue import CATALOGUE, SETUPS, Setup, others
@@ -56,7 +56,8 @@ Records = dict[Key, tuple[Any, str]]
 
 
 class Hung(Exception):  # noqa: N818 - it is a state
-    """The kit did not return."""
+    def __init__(self) -> None:
+        super().__init__(f"the kit did not come back within {HUNG_S:g} s")
 
 
 @dataclass(slots=True)
@@ -124,7 +125,7 @@ def once(world: kit.World, setup: Setup, mutant: Mutant | None, folder: Path) ->
     out, ran = folder / f"{time.monotonic_ns()}", 0
     error: BaseException | None = None
     try:
-        with deadline(HUNG_S), contextlib.redirect_stdout(io.StringIO()):  # hide what ranks print
+        with within(HUNG_S, Hung), contextlib.redirect_stdout(io.StringIO()):  # hide what ranks print
             kit.run(setup.lab, world=world, out=out, **setup.config)
     except (KitError, Hung) as broke:
         error = broke
@@ -134,20 +135,6 @@ def once(world: kit.World, setup: Setup, mutant: Mutant | None, folder: Path) ->
             ran = sum(world.call(f"{RANKSIDE}:restore", timeout_s=5))
     shutil.rmtree(out, ignore_errors=True)
     return seen, ran
-
-
-@contextlib.contextmanager
-def deadline(seconds: float) -> Iterator[None]:
-    def ring(*_: object) -> None:
-        raise Hung(f"the kit did not come back within {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def look(out: Path, error: BaseException | None) -> Seen:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import kit
 from kit.errors import BadInput
 from kit.labs.share.drive import desk_settings, simulate_pipelines
 from kit.labs.share.lab import ShareConfig
+from kit.loop import limit
 from kit.loop.messages import Command, Event
 from kit.share.core import Scheduler
 from kit.share.member import Desk, Pipeline
@@ -233,6 +236,24 @@ def test_an_own_planner_or_desk_that_is_wrong_is_found_out(own: dict[str, object
     verdict, _ = simulated(**own)
     assert check in failed(verdict)
     assert words in why(verdict, check)
+
+
+def never_returns(view: View) -> None:
+    while view.shares:
+        pass
+
+
+@pytest.mark.parametrize("threads", [0, 1], ids=["main thread", "the panel's thread"])
+def test_a_planner_that_never_returns_ends_the_run_and_is_named(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limit, "TURN_S", 0.2)
+    run = functools.partial(simulated, planner=of(never_returns))
+    if threads:
+        with ThreadPoolExecutor(threads) as pool:
+            verdict, error = pool.submit(run).result()
+    else:
+        verdict, error = run()
+    assert error == "desk in the event progress never returned: it took more than 0.2 s"
+    assert "no_deadlock" in failed(verdict)
 
 
 def test_gate_5_needs_one() -> None:

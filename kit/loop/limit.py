@@ -1,0 +1,99 @@
+"""A limit of wall time for code that should return at once, in any thread: `with within(5.0, MyError): ...` raises it there."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from kit.errors import KitError
+
+TURN_S = 30.0  # wall time of a core's turn; one takes microseconds to milliseconds
+AGAIN_S = 1.0  # after the limit it is raised again and again: code may catch whatever is raised in it
+_ends = threading.local()  # `at`: when the innermost limit of this thread ends
+
+
+class HangsError(BaseException):
+    """No `Exception`: own code that catches those must not go on."""
+
+
+class NeverReturned(KitError):  # noqa: N818 - reads as what happened
+    """A core, or what it calls, kept a turn for too long."""
+
+
+@contextlib.contextmanager
+def returning(who: Callable[[], str]) -> Iterator[None]:
+    """A block of own code that must return at once. `who` is called only if it does not."""
+    try:
+        with within(TURN_S, HangsError):
+            yield
+    except HangsError:
+        raise NeverReturned(f"{who()} never returned: it took more than {TURN_S:g} s") from None
+
+
+class within:  # noqa: N801 - reads as a statement
+    """Raise an exception in this block after so many seconds. An outer block that ends sooner is its limit too.
+
+    In the main thread a signal also interrupts what waits; another thread is interrupted at its next line of Python.
+    """
+
+    def __init__(self, seconds: float, error: type[BaseException]) -> None:
+        self.seconds = seconds
+        self.error = error
+
+    def __enter__(self) -> None:
+        self.began = time.monotonic()
+        self.outer = getattr(_ends, "at", math.inf)
+        self.limits = self.began + self.seconds < self.outer
+        if self.limits:
+            _ends.at = self.began + self.seconds
+            self.bell: Signal | Thread
+            self.bell = Signal() if threading.current_thread() is threading.main_thread() else Thread()
+            self.bell.start(self.seconds, self.error)
+
+    def __exit__(self, *_: object) -> None:
+        if self.limits:
+            _ends.at = self.outer
+            self.bell.stop(time.monotonic() - self.began)
+
+
+class Signal:
+    def start(self, seconds: float, error: type[BaseException]) -> None:
+        def ring(_: int, __: FrameType | None) -> None:
+            raise error
+
+        self.before: Any = signal.signal(signal.SIGALRM, ring)
+        self.left, _ = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
+
+    def stop(self, took: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self.before)
+        if self.left:  # somebody else's alarm
+            signal.setitimer(signal.ITIMER_REAL, max(self.left - took, 0.001))
+
+
+class Thread:
+    def start(self, seconds: float, error: type[BaseException]) -> None:
+        self.lock, self.over, self.who = threading.Lock(), threading.Event(), threading.get_ident()
+        threading.Thread(target=self.watch, args=(seconds, error), daemon=True).start()
+
+    def watch(self, seconds: float, error: type[BaseException]) -> None:
+        while not self.over.wait(seconds):
+            with self.lock:
+                if not self.over.is_set():
+                    self.throw(ctypes.py_object(error))
+            seconds = AGAIN_S
+
+    def stop(self, _: float) -> None:
+        with self.lock:
+            self.over.set()
+            self.throw(None)  # what was thrown and has not been raised yet
+
+    def throw(self, error: Any) -> None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.who), error)

@@ -1,0 +1,118 @@
+"""The limit of wall time: it ends what does not return, in the main thread and in others, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kit.loop import limit
+from kit.loop.limit import NeverReturned, returning, within
+
+
+class OverError(BaseException):
+    pass
+
+
+class InnerError(BaseException):
+    pass
+
+
+def spins() -> None:
+    while True:
+        pass
+
+
+def catches_once() -> None:
+    try:
+        spins()
+    except BaseException:  # noqa: BLE001 - as own code may
+        spins()
+
+
+def in_main(act: Callable[[], object]) -> object:
+    return act()
+
+
+def in_another(act: Callable[[], object]) -> object:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(act).result()
+
+
+THREADS = pytest.mark.parametrize("thread", [in_main, in_another])
+
+
+@THREADS
+@pytest.mark.parametrize("act", [spins, catches_once])
+def test_what_does_not_return_is_ended(
+    thread: Callable[..., object], act: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limit, "AGAIN_S", 0.05)
+
+    def limited() -> None:
+        with within(0.05, OverError):
+            act()
+
+    with pytest.raises(OverError):
+        thread(limited)
+
+
+@THREADS
+def test_of_two_limits_the_one_that_ends_first_holds(thread: Callable[..., object]) -> None:
+    def outer_first() -> None:
+        with within(0.05, OverError), within(60.0, InnerError):
+            spins()
+
+    def inner_first() -> None:
+        with within(0.2, OverError):
+            with pytest.raises(InnerError), within(0.05, InnerError):
+                spins()
+            spins()
+
+    for act in (outer_first, inner_first):
+        with pytest.raises(OverError):
+            thread(act)
+
+
+@THREADS
+def test_the_limit_is_gone_after_the_block(thread: Callable[..., object]) -> None:
+    before = signal.getsignal(signal.SIGALRM)
+
+    def short() -> str:
+        with within(0.05, OverError):
+            pass
+        until = time.monotonic() + 0.08  # an alarm left behind would ring by now
+        while time.monotonic() < until:
+            pass
+        return "went on"
+
+    assert thread(short) == "went on"
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_somebody_elses_alarm_rings_after_the_block() -> None:
+    rung: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
+    left, _ = signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with within(30.0, OverError):
+            pass
+        until = time.monotonic() + 20
+        while not rung and time.monotonic() < until:
+            pass
+        assert rung
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, left)
+
+
+def test_own_code_that_never_returns_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limit, "TURN_S", 0.05)
+    with (
+        pytest.raises(NeverReturned, match=r"the sampler never returned: it took more than 0.05 s"),
+        returning(lambda: "the sampler"),
+    ):
+        spins()
