@@ -49,8 +49,8 @@ class KitReleaser:
             moved = ctx.mover.restore()
         except Exception as error:  # noqa: BLE001 - raised again below, with its rank
             moved, failure = {}, str(error)
-        told = groups.reports("restore", failure, ctx.rank, ctx.world_size, ctx.config.meet_timeout_s)
-        if failures := [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]:
+        failed_on = groups.reports("restore", failure, ctx.rank, ctx.world_size, ctx.config.meet_timeout_s)
+        if failures := [f"rank {rank}: {text}" for rank, text in enumerate(failed_on) if text]:
             if not failure:
                 self.release_tensors()
             raise KitError(

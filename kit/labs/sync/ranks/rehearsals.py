@@ -46,7 +46,7 @@ ALONE = "alone"
 LATE, MIDDLE = (
     "late",
     "middle",
-)  # they run twice, so that what is made once is told from what every failure leaves behind
+)  # they run twice, to tell what is made once from what every failure leaves behind
 PACKED = "packed"
 TOO_LATE = "activate"
 ANY = (Exception,)  # code under test may raise anything
