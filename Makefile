@@ -43,7 +43,7 @@ test-all: test ## run every test, with slow faults, notebooks and the browser
 	$(IN_VENV) python -m tests.lanes -m "slow or browser"
 
 test-faults: env ## run every variant of foreign code, faults and layouts; `make test-all` runs a sample
-	$(IN_VENV) python -m pytest --every -m slow tests/examples tests/faults tests/labs tests/bench/test_runs.py tests/test_cli.py
+	$(IN_VENV) python -m pytest --every -m "slow or drawn" tests/examples tests/faults tests/labs tests/megatron tests/bench/test_runs.py tests/test_cli.py tests/view/panel
 
 mutants: env ## put bugs into the kit's code one by one, and list those that are caught in docs/mutants.md
 	$(IN_VENV) python -m pip install -q -c constraints.txt -e '.[mutants]'

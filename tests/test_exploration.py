@@ -83,6 +83,7 @@ def test_a_wrong_core_is_found_made_small_and_replayed(lab: str, settings: dict[
         assert rule in failed
 
 
+@pytest.mark.slow
 def test_a_core_that_never_returns_and_one_that_ends_its_process_are_named() -> None:
     done = kit.explore("share", seeds=4, wall_s=0.3, planner=f"{WRONG}:never_returns", every=True)
     assert {rule for outcome in done.outcomes for rule in outcome.findings} == {"never_returned"}
@@ -92,6 +93,7 @@ def test_a_core_that_never_returns_and_one_that_ends_its_process_are_named() -> 
     assert "the first is seed 0" in str(done)
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_line_that_replays_the_failure(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "kit", "explore", "share", "--set", f"planner={WRONG}:wakes_the_dead", "--json"]
     found = subprocess.run([*words, "--seeds", str(SEEDS)], capture_output=True, text=True, check=False)

@@ -120,6 +120,7 @@ def test_200_folders_make_reports(
         asked(capfd, "report", folder, "--to", tmp_path / "page.html")
 
 
+@pytest.mark.slow
 def test_some_folders_make_reports(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for folder in folders(tmp_path / "runs")[::40]:
         asked(capfd, "report", folder, "--to", tmp_path / "page.html")

@@ -470,6 +470,7 @@ def recorded_by_actors(folder):
     assert "nothing_piles_up/train" in {row.check for row in run.verdict()}
 
 
+@pytest.mark.slow
 def test_the_actors_of_the_documented_example_make_one_run(tmp_path):
     """Each actor runs in its own process without RANK, as in Ray, and they begin at different times."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

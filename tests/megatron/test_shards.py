@@ -221,6 +221,7 @@ def test_two_tensors_that_changed_places_are_seen(world: World) -> None:
         assert found == names
 
 
+@pytest.mark.drawn(3, of="refused")
 @pytest.mark.parametrize("case", REFUSED)
 def test_tensors_that_do_not_fit_are_refused_by_name_on_every_rank(world: World, case: str) -> None:
     found = ask(world, "refused", case=case, **STAGES)

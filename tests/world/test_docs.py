@@ -12,6 +12,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "world.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
 def test_every_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KIT_RUNS", str(tmp_path))

@@ -94,6 +94,7 @@ def test_every_fault_has_a_name_of_its_own_and_a_patch_that_can_be_applied() -> 
             pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [

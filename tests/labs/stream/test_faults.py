@@ -55,6 +55,7 @@ ALSO = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", OF_THE_CONTROLLER, ids=lambda fault: fault.name)
 def test_a_rule_with_a_bug_fails_its_check_and_hardly_another(fault: Fault) -> None:
     verdict, error = simulated(fault.name, **fault.set)
@@ -62,6 +63,7 @@ def test_a_rule_with_a_bug_fails_its_check_and_hardly_another(fault: Fault) -> N
     assert bool(error) == (fault.exit == 3)
 
 
+@pytest.mark.slow
 def test_without_the_bug_its_check_passes() -> None:
     """The scene is the same; faults with equal configs share one run without a fault."""
     made: dict[str, Verdict] = {}

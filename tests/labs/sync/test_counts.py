@@ -205,6 +205,7 @@ def rank_of_a_refresh(rank: int) -> pd.DataFrame:
     return pd.concat([sampled(receiver("refresh", rank)), served(rank), ending(rank)])
 
 
+@pytest.mark.slow
 def test_no_beginning_of_a_good_run_is_blamed() -> None:
     """This holds for any rank and row at which the run was cut off, whichever rank was ahead."""
     mine = pd.concat([sampled(sender("refresh")), ending(0)])

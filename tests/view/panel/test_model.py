@@ -75,6 +75,7 @@ def test_a_new_panel_has_the_labs_settings_its_plan_and_may_start(name: str) -> 
     assert model.can == {"start", "step", "run"}
 
 
+@pytest.mark.drawn(2, of="choices")
 @pytest.mark.parametrize("name", LABS)
 def test_every_choice_is_refused_beforehand_exactly_where_choosing_it_is_a_problem(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -100,6 +101,7 @@ def test_every_choice_is_refused_beforehand_exactly_where_choosing_it_is_a_probl
     assert tried
 
 
+@pytest.mark.drawn(2, of="fields")
 @pytest.mark.parametrize("name", LABS)
 def test_every_field_explains_what_it_cannot_be_at_once(name: str) -> None:
     model = PanelModel(find(name))
@@ -187,6 +189,7 @@ def test_a_faults_settings_come_below_a_persons() -> None:
     assert (model.values["cycles"], model.values["steps"]) == (plain.cycles, plain.steps)
 
 
+@pytest.mark.drawn(2, of="faults")
 @pytest.mark.parametrize("name", LABS)
 def test_every_fault_can_be_switched_on(name: str) -> None:
     model = PanelModel(find(name))
