@@ -2,9 +2,9 @@
 """`kit ...`. Each command imports only what it needs, when it runs: `kit --help` loads no torch and no pandas.
 
 Exit status: 0 no check failed; 1 a check failed (with --strict: or was not measured); 2 bad input; 3 the run broke (a
-rank raised, died or timed out); 130 interrupted, and the ranks are ended. `check` ends with 3 if the run broke, otherwise
-by its verdict. `runs`, `show`, `compare`, `export`, `trace`, `report` and `notebook` end with 0 if they succeed; `notebook`
-ends with 3 if a cell fails.
+rank raised, died or timed out); 130 interrupted, and the ranks are ended. `check` ends with 3 if the run broke, with 1
+if its rows or verdict were changed after it ended, otherwise by its verdict. `runs`, `show`, `compare`, `export`, `trace`,
+`report` and `notebook` end with 0 if they succeed; `notebook` ends with 3 if a cell fails.
 
 DIR is the folder or the id of a run (`kit runs` lists them). A command with one DIR uses the newest run by default.
 A command with several also accepts the folder of a sweep, which stands for its runs.
@@ -362,7 +362,7 @@ def check_command(args: argparse.Namespace) -> CommandAnswer:
     run = results.Run(folder, rules=lambda _: find(args.lab).all_rules()) if args.lab else kit.load(folder)
     verdict, stored = run.verdict(), run.stored_verdict()
     moved = verdict.changes(stored) if stored is not None and not args.lab else None
-    status = 3 if run.broke else results.exit_code(verdict, strict=args.strict)
+    status = 3 if run.broke else results.exit_code(verdict, strict=args.strict) or int(bool(run.alterations))
     if args.junit:
         print(f"JUnit: {write_junit([(run, verdict)], args.junit)}", file=sys.stderr)
     data, text = run_heading(run)

@@ -610,3 +610,18 @@ def test_a_reader_that_stops_reading(cli: Cli) -> None:
     process.stdout = None
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
+
+
+def test_a_run_that_lost_rows_fails_its_check(cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = create_run(tmp_path, "unknown", {}, {}, out=tmp_path / "run")
+    place = {"run": writer.id, "lab": writer.lab, "phase": "p", "unit": "s", "time": 1.8e9}
+    writer.append([Row(metric="seconds", value=1.0, cycle=cycle, **place) for cycle in range(3)])
+    writer.write_verdict(Verdict([VerdictRow(check="x", measured=0, limit=1, unit="", passed=True, why="")]))
+    writer.finish()
+    assert main(["check", str(writer.dir)]) == 0
+    assert "note:" not in capsys.readouterr().out
+    lines = (writer.dir / "records.jsonl").read_text().splitlines(keepends=True)
+    (writer.dir / "records.jsonl").write_text("".join(lines[1:]))
+    for command, status in (("check", 1), ("show", 0)):
+        assert main([command, str(writer.dir)]) == status
+        assert "note: records.jsonl: 1 row of 3 is missing" in capsys.readouterr().out

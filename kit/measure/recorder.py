@@ -35,6 +35,7 @@ from kit.errors import BadInput, KitError
 from kit.measure.phase import Metric, PhaseMeter, between_phases, current_device, watch_files
 from kit.results.records import (
     SCHEMA,
+    SEALED,
     AsId,
     Row,
     RowsLost,
@@ -43,6 +44,7 @@ from kit.results.records import (
     load_json,
     read_json,
     rewrite_json,
+    seal,
     user_path,
     utc,
 )
@@ -219,6 +221,9 @@ class Recorder:
             self._run["error"] = f"{type(error).__name__}: {error}"
         elif lost:
             self._run["error"] = f"{lost} records of rank 0 were lost"
+        if self.world_size == 1:  # other ranks may still append
+            with suppress(OSError):
+                self._run[SEALED] = {"records": {self._writer.path.name: seal(self._writer.path)}}
         try:
             self._write_run()
         except KitError as failure:

@@ -14,6 +14,7 @@ Ranks import this: it needs the standard library only. Tables are made in `kit.r
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import math
@@ -46,6 +47,7 @@ TYPES = {
 COLUMNS = tuple(TYPES)
 OPTIONAL = ("text", "ids", "start")
 REQUIRED = COLUMNS[: -len(OPTIONAL)]
+SEALED = "sealed"  # in run.json: the count and digest of rows and verdict when the run ended
 SCHEMA = 2  # in run.json; runs without it coded texts and ids in the names of metrics
 STEP_LINE = "kit: step "  # begins the line of a training step in a rank's log; a screen does not show it
 NOTEBOOK = -1  # the rank of what the notebook side recorded
@@ -311,6 +313,18 @@ class RowWriter:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def seal(path: Path) -> dict[str, Any]:
+    """The number and the digest of a file's rows, by which a reader sees that some were lost or changed afterwards."""
+    digest, rows = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        left = os.fstat(file.fileno()).st_size  # 0 for a device, which may have no end
+        while data := file.read(min(left, 2**20)):
+            left -= len(data)
+            digest.update(data)
+            rows += data.count(b"\n")
+    return {"rows": rows, "sha256": digest.hexdigest()}
 
 
 def read_bytes(path: Path, start: int = 0) -> bytes:

@@ -8,6 +8,7 @@ caller, since this room knows neither labs nor views.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -29,6 +30,7 @@ from kit.results.records import (
     MISSING,
     PATTERN,
     SCHEMA,
+    SEALED,
     TYPES,
     Columns,
     Row,
@@ -39,6 +41,7 @@ from kit.results.records import (
     read_bytes,
     read_json,
     rewrite_json,
+    seal,
     to_json,
     unreadable_note,
     user_path,
@@ -158,8 +161,42 @@ class Run:
 
     @property
     def partial(self) -> bool:
-        """The run did not finish, or some of its records are torn or gone."""
-        return self.status != "finished" or bool(self._load()[1])
+        """The run did not finish, or some of its records are torn, gone or changed."""
+        return self.status != "finished" or bool(self._load()[1]) or bool(self.alterations)
+
+    @property
+    def alterations(self) -> list[str]:
+        """What accidents have changed since the run ended, one sentence each. Someone who forges a run can also change its seal."""
+        sealed = self.info().get(SEALED)
+        if not sealed or self.info()["status"] == "running":
+            return []
+        self._load()
+        known = sealed["records"]
+        changes = [change for name, wrote in known.items() if (change := self._altered(name, wrote))]
+        if not self.own:
+            changes += [f"{name} was added after the run ended" for name in self._files if name not in known]
+        if "verdict" in sealed:
+            try:
+                verdict = self.stored_verdict()
+                change = (
+                    "is missing" if verdict is None else "was edited" if verdict.digest != sealed["verdict"] else ""
+                )
+            except BadInput:
+                change = "is damaged"
+            if change:
+                changes.append(f"the stored verdict {change}: `kit check` judges the records again")
+        return changes
+
+    def _altered(self, name: str, wrote: Mapping[str, Any]) -> str:
+        file = self._files.get(name)
+        if file is None:
+            return f"{name} is missing, with its {count_of(wrote['rows'])}" if len(self._files) else ""
+        lost = wrote["rows"] - file.lines
+        if lost > 0:
+            return f"{name}: {count_of(lost)} of {wrote['rows']} {'is' if lost == 1 else 'are'} missing"
+        if lost < 0:
+            return f"{name}: {count_of(-lost)} {'was' if lost == -1 else 'were'} added after the run ended"
+        return "" if file.digest == wrote["sha256"] else f"{name} was edited after the run ended"
 
     @property
     def label(self) -> str:
@@ -183,7 +220,7 @@ class Run:
             "interrupted": "the run was interrupted: the process that wrote it is gone",
             "failed": f"the run failed: {self.error or 'no reason was recorded'}",
         }
-        return [*filter(None, [status.get(self.status)]), *self._load()[1]]
+        return [*filter(None, [status.get(self.status)]), *self._load()[1], *self.alterations]
 
     def frame(self) -> pd.DataFrame:
         """The records as a table: run, lab, cycle, phase, rank, metric, value, unit, time, text, ids, start. Yours to change."""
@@ -274,6 +311,10 @@ class Run:
         return self._loaded[1:]
 
 
+def count_of(rows: int) -> str:
+    return f"{rows} row{'' if rows == 1 else 's'}"
+
+
 def memory_snapshots(run: Run) -> str:
     """PyTorch's memory snapshots of a run, or why there are none; empty where none were asked for."""
     if not run.config.get("memory_snapshot"):
@@ -339,6 +380,12 @@ def _checked_info(path: Path, info: object) -> dict[str, Any]:
         kind, words = (dict, "a JSON object") if key in {"config", "provenance"} else (str, "text or null")
         if not isinstance(info.get(key), kind | None):
             raise BadInput(f"{path} is damaged: {key} must be {words}")
+    try:
+        records = (info.get(SEALED) or {"records": {}})["records"]
+        for name, wrote in records.items():
+            (path.parent / name, wrote["rows"] + 0, wrote["sha256"] + "")
+    except (AttributeError, KeyError, TypeError):
+        raise BadInput(f"{path} is damaged: {SEALED} must have the count and digest of each file of records") from None
     return info
 
 
@@ -375,26 +422,37 @@ class File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._stamp: Stamp = ()
         self._start()
 
     def _start(self) -> None:
         self.size = self.lines = 0
         self.last = b""
+        self._hash = hashlib.sha256()
         self.dropped: list[int] = []
         self.frame = to_frame([])
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
 
     def read(self) -> pd.DataFrame:
         import pandas as pd
 
+        if self._stamp == (stamp := _stamp([self.path])):
+            return self.frame
+        self._stamp = stamp
         data = read_bytes(self.path, self.size - len(self.last))
-        if self.size and not (self.last.endswith(b"\n") and data.startswith(self.last)):
-            self._start()  # it ended within a line, or was written anew
+        grown = len(data) > len(self.last) and data.startswith(self.last)
+        if self.size and not (self.last.endswith(b"\n") and grown):
+            self._start()  # it ended within a line, was edited, or was written anew
             data = read_bytes(self.path)
         data = data.removeprefix(self.last)
         columns, dropped = parse_lines(data)
         self.dropped += [self.lines + index + 1 for index in dropped]
         self.lines += data.count(b"\n")
         self.size += len(data)
+        self._hash.update(data)
         self.last = (self.last + data)[-KNOWN_BY:]
         added = frame_of(columns)
         if len(added):
@@ -423,12 +481,20 @@ class RunWriter:
 
     def write_verdict(self, verdict: Verdict) -> None:
         verdict.write(self.dir / "verdict.json")
+        if self._info["status"] != "running":
+            self._update(**{SEALED: self._info[SEALED] | self._verdict_seal()})
 
     def finish(self, error: str | None = None, *, stopped: bool = False) -> None:
         """No record will follow. `error` is what broke the run; `stopped`: a person did."""
         self._records.close()
         status = "stopped" if stopped else "finished" if error is None else "failed"
-        self._update(finished=utc(), status=status, error=error)
+        sealed = {"records": {"records.jsonl": seal(self.dir / "records.jsonl")}, **self._verdict_seal()}
+        self._update(finished=utc(), status=status, error=error, **{SEALED: sealed})
+
+    def _verdict_seal(self) -> dict[str, str]:
+        with contextlib.suppress(BadInput):
+            return {"verdict": read_verdict(self.dir / "verdict.json").digest}
+        return {}
 
     def _update(self, **fields: Any) -> None:
         self._info |= fields
@@ -616,7 +682,7 @@ def write_junit(runs: Sequence[tuple[Run, Verdict]], path: Path) -> Path:
             if row.passed is not True:
                 kind = "skipped" if row.passed is None else "failure"
                 ET.SubElement(case, kind, message=NOT_XML.sub("", row.why))
-        if run.status != "finished":
+        if run.status != "finished" or run.alterations:
             case = ET.SubElement(suite, "testcase", classname=run.lab, name="run")
             ET.SubElement(case, "error", message=NOT_XML.sub("", "; ".join(run.notes)))
         for count, kind in {

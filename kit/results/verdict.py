@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import html
 import math
 import warnings
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kit.errors import BadInput, hint
 from kit.results.old import Renamed, current_tolerances
-from kit.results.records import WORDS, output_file, read_json, spelled_number, write_json
+from kit.results.records import WORDS, output_file, read_json, spelled_number, to_json, write_json
 from kit.results.units import ROW, amount, columns, table_html, unit_word
 
 if TYPE_CHECKING:
@@ -124,6 +125,11 @@ class Verdict(tuple[VerdictRow, ...]):
 
     def write(self, path: Path) -> None:
         write_json(path, self.to_json())
+
+    @property
+    def digest(self) -> str:
+        """Changes with every answer, and not with the spelling of its file."""
+        return hashlib.sha256(to_json(self.to_json()).encode(errors="backslashreplace")).hexdigest()
 
     def frame(self) -> pd.DataFrame:
         import pandas as pd

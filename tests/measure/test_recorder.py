@@ -86,6 +86,7 @@ def test_a_run_from_start_to_end(tmp_path):
             "schema",
         ),
         "launch",
+        "sealed",
     ]
     assert described["config"] == {"ranks": 1, "tp": 2}
     assert (described["status"], described["error"]) == ("finished", None)

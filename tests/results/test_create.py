@@ -39,6 +39,7 @@ def test_a_run_goes_from_running_to_finished(tmp_path, record):
             "provenance",
             "kit",
             "schema",
+            "sealed",
         )
     }
     assert info["finished"] >= info["started"]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from kit.results import (
 )
 from kit.results.records import read_bytes
 from kit.results.rules import TooFewCycles, null
-from kit.results.run import INDEX, find_run
+from kit.results.run import INDEX, find_run, write_junit
 
 
 def drift(frame, config):
@@ -145,6 +146,102 @@ def test_torn_records_make_a_finished_run_partial(folder):
     assert Run(folder).partial
 
 
+def lose_rows(folder):
+    lines = (folder / "records.jsonl").read_text().splitlines(keepends=True)
+    (folder / "records.jsonl").write_text("".join(lines[3:]))
+
+
+def double_a_row(folder):
+    lines = (folder / "records.jsonl").read_text().splitlines(keepends=True)
+    (folder / "records.jsonl").write_text("".join([*lines, lines[0]]))
+
+
+def edit_a_row(folder):
+    text = (folder / "records.jsonl").read_text()
+    (folder / "records.jsonl").write_text(text.replace('"value":7.0', '"value":1.0'))
+
+
+def copy_rows(folder):
+    shutil.copy(folder / "records.jsonl", folder / "records (1).jsonl")
+
+
+def lose_rows_and_edit_the_verdict(folder):
+    lose_rows(folder)
+    edit_the_verdict(folder)
+
+
+def edit_the_verdict(folder):
+    rows = json.loads((folder / "verdict.json").read_text())
+    (folder / "verdict.json").write_text(json.dumps([{**row, "passed": True} for row in rows]))
+
+
+def break_the_verdict(folder):
+    (folder / "verdict.json").write_text("[")
+
+
+def lose_the_verdict(folder):
+    (folder / "verdict.json").unlink()
+
+
+def respell_the_verdict(folder):
+    (folder / "verdict.json").write_text(json.dumps(json.loads((folder / "verdict.json").read_text())))
+
+
+@pytest.fixture
+def judged(tmp_path, record):
+    writer = create_run(tmp_path, "smoke", {}, {}, out=tmp_path / "judged")
+    writer.append([record(metric="rss", value=float(value), unit="B") for value in range(10)])
+    writer.append([record(metric="rss", value=20.0 * 2**20, unit="B")])
+    writer.write_verdict(Run(writer.dir, rules=checks).verdict())
+    writer.finish()
+    return writer.dir
+
+
+@pytest.mark.parametrize(
+    ("accident", "notes"),
+    [
+        (respell_the_verdict, []),
+        (lose_rows, ["records.jsonl: 3 rows of 11 are missing"]),
+        (double_a_row, ["records.jsonl: 1 row was added after the run ended"]),
+        (edit_a_row, ["records.jsonl was edited after the run ended"]),
+        (copy_rows, ["records (1).jsonl was added after the run ended"]),
+        (edit_the_verdict, ["the stored verdict was edited: `kit check` judges the records again"]),
+        (break_the_verdict, ["the stored verdict is damaged: `kit check` judges the records again"]),
+        (lose_the_verdict, ["the stored verdict is missing: `kit check` judges the records again"]),
+        (
+            lose_rows_and_edit_the_verdict,
+            [
+                "records.jsonl: 3 rows of 11 are missing",
+                "the stored verdict was edited: `kit check` judges the records again",
+            ],
+        ),
+    ],
+)
+def test_what_an_accident_changed_in_a_run_that_has_ended_is_named(judged, accident, notes):
+    run = Run(judged, rules=checks)
+    run.frame()
+    accident(judged)
+    for seen in (run, Run(judged, rules=checks)):
+        assert (seen.alterations, seen.notes, seen.partial) == (notes, notes, bool(notes))
+        assert not seen.verdict().passed  # the checks can run again
+    suite = write_junit([(run, run.verdict())], judged / "checks.xml").read_text()
+    assert all(note in suite for note in notes)
+    assert suite.count("<error") == bool(notes)
+
+
+def test_a_verdict_that_is_written_after_the_end_belongs_to_the_run(tmp_path, record):
+    writer = create_run(tmp_path, "smoke", {}, {}, out=tmp_path / "run")
+    writer.append([record(metric="rss", value=1.0, unit="B")])
+    writer.finish()
+    run = Run(tmp_path / "run", rules=checks)
+    writer.write_verdict(run.verdict())
+    assert run.alterations == []
+    edit_the_verdict(tmp_path / "run")
+    assert run.alterations == []  # it had passed already
+    lose_the_verdict(tmp_path / "run")
+    assert len(run.alterations) == 1
+
+
 def test_a_run_that_lost_its_records_says_so(folder):
     (folder / "records.jsonl").unlink()
     run = Run(folder)
@@ -252,6 +349,7 @@ def test_plot_goes_to_the_plotter(folder):
         (r'{"run": "\\input{/etc/passwd}", "lab": "b", "status": "failed"}', "the run's id .* has a slash"),
         ('{"run": "../../a", "lab": "b", "status": "failed"}', "the run's id '../../a' has a slash"),
         ('{"run": "", "lab": "b", "status": "failed"}', "the run's id '' has a slash, or is too long"),
+        ('{"run": "a", "lab": "b", "status": "failed", "sealed": {"records": {"r": 3}}}', "sealed must have the count"),
         ("\udce9", "not valid JSON"),
         ("[" * 100_000, "nested too deeply"),
         ('{"run": "a", "lab": "b", "status": "failed", "config": {"cycles": 1e400}}', "the number 1e400 is too large"),
@@ -301,10 +399,10 @@ def test_lines_are_counted_through_what_was_read_before(folder, record):
     run = Run(folder)
     lines = len(run.frame())
     path.write_bytes(path.read_bytes() + b"torn\n" + record(cycle=9).to_line().encode())
-    assert run.notes == [f"records.jsonl: 1 unreadable line was dropped (line {lines + 1})"]
+    assert run.notes[0] == f"records.jsonl: 1 unreadable line was dropped (line {lines + 1})"
     path.write_bytes(path.read_bytes() + b"\nagain\n" + record(cycle=9).to_line().encode())
     assert run.notes == Run(folder).notes
-    assert run.notes == [f"records.jsonl: 2 unreadable lines were dropped (lines {lines + 1}, {lines + 4})"]
+    assert run.notes[:1] == [f"records.jsonl: 2 unreadable lines were dropped (lines {lines + 1}, {lines + 4})"]
 
 
 def test_a_file_that_was_cut_or_written_anew_is_read_as_it_is(folder, record):
