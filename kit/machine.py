@@ -19,6 +19,7 @@ import stat
 import subprocess
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -498,18 +499,43 @@ def gpu_process_bytes(library: Any, bus: str, pid: int, *, at_least: int = 0) ->
     gpu = ctypes.c_void_p()
     if library is None or library.nvmlDeviceGetHandleByPciBusId_v2(bus.encode(), ctypes.byref(gpu)) != NVML_FINE:
         return None
+    used_by_pid = [used for listed, used in _gpu_processes(library, gpu) if listed == pid]
+    used = sum(used_by_pid)  # a partitioned GPU (MIG) lists a process once per partition
+    return used if used_by_pid and used >= at_least else None
+
+
+def _gpu_processes(library: Any, gpu: ctypes.c_void_p) -> list[tuple[int, int]]:
+    """Return pid and bytes of each process on a GPU for which the driver reports both."""
     count = ctypes.c_uint(0)
     if library.nvmlDeviceGetComputeRunningProcesses_v3(gpu, ctypes.byref(count), None) != NVML_TOO_SMALL:
-        return None  # no process, or an error
+        return []  # no process, or an error
     count.value += SPARE
     listed = (GpuProcess * count.value)()
     if library.nvmlDeviceGetComputeRunningProcesses_v3(gpu, ctypes.byref(count), listed) != NVML_FINE:
-        return None
-    used_by_pid = [
-        process.used for process in listed[: count.value] if process.pid == pid and process.used != NVML_UNKNOWN
-    ]
-    used = sum(used_by_pid)  # a partitioned GPU (MIG) lists a process once per partition
-    return used if used_by_pid and used >= at_least else None
+        return []
+    return [(process.pid, process.used) for process in listed[: count.value] if process.used != NVML_UNKNOWN]
+
+
+def gpu_bytes_by_pid() -> dict[int, int]:
+    """Return the bytes of each process on all GPUs together, as far as the driver lists it."""
+    library, used = nvml(), Counter[int]()
+    for gpu in _gpus(library):
+        for pid, size in _gpu_processes(library, gpu):
+            used[pid] += size
+    return dict(used)
+
+
+def _gpus(library: Any) -> list[ctypes.c_void_p]:
+    """Return NVML's handles of all GPUs; empty if it is missing or does not say."""
+    count, handles = ctypes.c_uint(0), []
+    if library is None or library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != NVML_FINE:
+        return []
+    for number in range(count.value):
+        gpu = ctypes.c_void_p()
+        if library.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(gpu)) != NVML_FINE:
+            return []
+        handles.append(gpu)
+    return handles
 
 
 class GpuBusy(ctypes.Structure):
@@ -520,13 +546,10 @@ class GpuBusy(ctypes.Structure):
 
 def busy_gpus() -> list[int]:
     """Return per GPU the percent of the last second or so during which a kernel ran. Empty if NVML is missing or does not say."""
-    library, count, handles = nvml(), ctypes.c_uint(0), []
-    if library is None or library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != NVML_FINE:
-        return []
-    for number in range(count.value):
-        gpu, rates = ctypes.c_void_p(), GpuBusy()
-        failed = library.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(gpu)) != NVML_FINE
-        if failed or library.nvmlDeviceGetUtilizationRates(gpu, ctypes.byref(rates)) != NVML_FINE:
+    library, percents = nvml(), []
+    for gpu in _gpus(library):
+        rates = GpuBusy()
+        if library.nvmlDeviceGetUtilizationRates(gpu, ctypes.byref(rates)) != NVML_FINE:
             return []
-        handles.append(int(rates.gpu))
-    return handles
+        percents.append(int(rates.gpu))
+    return percents

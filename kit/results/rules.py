@@ -52,6 +52,9 @@ class Measured:
     suspect: str = ""  # what may have kept them away
     failed: bool = False  # without a number, and failed all the same
     cycles: int = 0  # without a number, because an answer needs this many cycles
+    limit: float | None = (
+        None  # by the noise that the run itself measured, in place of the rule's; a person may still move it
+    )
 
 
 Finding = Measured | Sequence[Measured]
@@ -66,7 +69,8 @@ class Rule:
     """A question with a limit: `measure` gives a number, which passes at or below the limit unless `better` says otherwise.
 
     A `measure` that yields counts violations. One with several answers gives one row each, named `rule/of`, below a row of the rule
-    itself that shows the worst. A limit that depends on the run (a coarser dtype) is a function of its config.
+    itself that shows the worst. A limit that depends on the config is a function of it; one that depends on noise which the run measured
+    comes with the answer (`Measured.limit`).
     A rule with `when` is asked only of runs with a config that function accepts. `cannot` returns why a config cannot have an answer,
     or an empty text, and `cycles` is how many cycles an answer needs, in a lab that has cycles. Without an answer the row is null, and a
     fault that this rule should catch is refused before any rank starts.
@@ -181,15 +185,16 @@ def hold_limits(answers: Sequence[Answer], config: Mapping[str, Any], moved: Map
     """Compare what was found with the limits; `moved` has the limits that a person moved, by keyword."""
     rows: list[VerdictRow] = []
     for rule, measured in answers:
+        own = rule.name not in moved
         try:
-            limit = moved[rule.name] if rule.name in moved else rule.limit_for(config)
+            limit = rule.limit_for(config) if own else moved[rule.name]
         except NotMeasured as missing:  # a config of an older kit: neither the limit nor the answer is to be had
             limit, measured = math.nan, Measured(None, str(missing))  # noqa: PLW2901
         if isinstance(measured, Measured):
-            rows.append(_row(rule, measured, limit))
+            rows.append(_row(rule, measured, limit, own=own))
         else:
-            parts = [_row(rule, part, limit) for part in measured]
-            rows += [_worst_of(rule, parts, limit), *parts]
+            parts = [_row(rule, part, limit, own=own) for part in measured]
+            rows += [_worst_of(rule, parts), *parts]
     return Verdict(rows)
 
 
@@ -251,7 +256,7 @@ def _lacking(what: str, suspect: str) -> Measured:
     return Measured(None, f"{what}; {suspect} may have kept them away" if suspect else what, failed=bool(suspect))
 
 
-def _worst_of(rule: Rule, rows: Sequence[VerdictRow], limit: float) -> VerdictRow:
+def _worst_of(rule: Rule, rows: Sequence[VerdictRow]) -> VerdictRow:
     """The summary of one check's rows: failed if one failed, else not measured if one was not measured."""
     failed = sum(row.passed is False for row in rows)
     passed = False if failed else None if any(row.passed is None for row in rows) else True
@@ -259,11 +264,14 @@ def _worst_of(rule: Rule, rows: Sequence[VerdictRow], limit: float) -> VerdictRo
     alike = [row for row in rows if row.passed is passed]
     worst = farthest(alike, key=lambda row: 0.0 if row.measured is None else row.measured)
     count = f"{failed} of {len(rows)} fail" if failed else f"{len(rows)} compared"
-    return VerdictRow(rule.name, worst.measured, limit, rule.unit, passed, f"{count}; worst: {worst.why}")
+    return VerdictRow(rule.name, worst.measured, worst.limit, rule.unit, passed, f"{count}; worst: {worst.why}")
 
 
-def _row(rule: Rule, measured: Measured, limit: float) -> VerdictRow:
+def _row(rule: Rule, measured: Measured, limit: float, *, own: bool) -> VerdictRow:
+    """`own`: no person moved the limit."""
     passed: bool | None
+    if own and measured.limit is not None:
+        limit = measured.limit
     if measured.lacking and not measured.failed:
         there = math.nan if measured.value is None else float(measured.value)
         if math.isnan(there):

@@ -116,6 +116,20 @@ def test_why_a_value_is_good_enough_is_reported_of_rows_that_pass():
     assert [judge(to_frame([]), {"x": x}, [question])[0].why for x in (0.0, 1.35)] == ["far; another order", "far"]
 
 
+def test_a_limit_from_the_noise_of_the_run_replaces_the_rules_and_a_person_may_still_move_it():
+    question = Rule("c", "?", lambda *_: Measured(0.02, limit=0.03), limit=1e-5)
+    each = Rule("d", "?", lambda *_: [Measured(0.02, of="x", limit=0.03), Measured(0.04, of="y", limit=0.03)])
+    verdict = judge(to_frame([]), {}, [question, each])
+    assert [(row.check, row.passed, row.limit) for row in verdict] == [
+        ("c", True, 0.03),
+        ("d", False, 0.03),
+        ("d/x", True, 0.03),
+        ("d/y", False, 0.03),
+    ]
+    moved = judge(to_frame([]), {}, [question], {"c": 0.01})[0]
+    assert (moved.passed, moved.limit) == (False, 0.01)
+
+
 @pytest.mark.parametrize(
     ("config", "fault", "suspect"),
     [

@@ -6,8 +6,10 @@ weight. Most rules compare the two steps; the others judge the promises of the p
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -17,13 +19,15 @@ from kit.labs.split.lab import cases_of
 from kit.results import Measured, Missing, NotMeasured, Unjudged, incomplete, select, with_ids
 from kit.results.frames import read_ids
 from kit.results.records import value_in_words
-from kit.results.rules import rule
+from kit.results.rules import Rule, rule
 from kit.results.units import counted
 
 Config = Mapping[str, Any]
 
 COMMON = 1e-3  # a limit in common use for losses and gradient norms; shown beside the kit's
 COARSE = 1e-2  # bfloat16 keeps 8 bits
+SLACK = 3.0  # roundings of other code may be this many times those of the oracle
+HIDDEN = 1.0  # a relative error that says nothing: rounding alone may be as large as the number
 # Errors of smaller values are absolute: a relative limit of 1e-6 becomes an absolute one of 1e-8.
 FLOOR = 1e-2
 # The same threshold if the rows of a microbatch depend on the number of chunks: log-probabilities are rounded differently, and a loss
@@ -566,6 +570,36 @@ def by_dtype(exact: float, coarse: float = COARSE) -> dict[str, Any]:
     return {"limit": lambda config: coarse if config.get("dtype") == "bfloat16" else exact, "unit": "ratio"}
 
 
+def by_noise(measure: Callable[..., Measured], exact: float, *kinds: str, coarse: float = COARSE) -> Rule:
+    """A rule of a relative error. In bfloat16 its limit follows from the noise of the oracle's own steps (`ranks/noise.py`)."""
+
+    @functools.wraps(measure)
+    def measured(frame: pd.DataFrame, config: Config) -> Measured:
+        answer = measure(frame, config)
+        if config.get("dtype") != "bfloat16" or answer.value is None or (noise := noise_of(frame, kinds)) is None:
+            return answer
+        limit = max(exact, SLACK * noise[0] + noise[1])
+        if answer.value <= limit and limit >= HIDDEN:
+            raise NotMeasured(
+                f"rounding in bfloat16 alone may give an error of {limit:.2g}; use dtype=float32 or fewer steps"
+            )
+        return replace(answer, limit=limit, why=f"{answer.why}; bfloat16 noise: {noise[0]:.2g}, limit {limit:.2g}")
+
+    return rule(measured, **by_dtype(exact, coarse))
+
+
+def noise_of(frame: pd.DataFrame, kinds: Sequence[str]) -> tuple[float, float] | None:
+    """The largest noise of these kinds, and what clipping may add; None in a run without it."""
+    numbers = [of_kinds(frame, metric, kinds) for metric in ("noise", "reach")]
+    return None if not all(map(math.isfinite, numbers)) else (numbers[0], numbers[1])
+
+
+def of_kinds(frame: pd.DataFrame, metric: str, kinds: Sequence[str]) -> float:
+    rows = with_ids(frame[frame["metric"] == metric], "of")
+    rows = rows[rows["of"].isin(kinds)]
+    return float(rows["value"].max()) if len(rows) else math.nan
+
+
 def one_step(config: Config) -> str:
     return "" if config["steps"] > 1 else "steps=1: no step after the first"
 
@@ -587,14 +621,14 @@ def one_backend(config: Config) -> str:
 
 RULES = (
     rule(loss_parity, **by_dtype(1e-6)),
-    rule(grad_parity, **by_dtype(1e-6)),
-    rule(params_parity, **by_dtype(1e-5)),
-    rule(later_steps, **by_dtype(1e-4, coarse=0.1), cannot=one_step),
+    by_noise(grad_parity, 1e-6, "gradients"),
+    by_noise(params_parity, 1e-5, "weights"),
+    replace(by_noise(later_steps, 1e-4, "later", coarse=0.1), cannot=one_step),
     rule(metric_parity, **by_dtype(1e-6)),
-    rule(result_parity, **by_dtype(1e-6)),
+    by_noise(result_parity, 1e-6, "gradients"),
     rule(ranks_agree),
     rule(metric_coverage),
-    rule(chunk_invariance, **by_dtype(1e-6), cannot=one_way),
+    replace(by_noise(chunk_invariance, 1e-6, "gradients"), cannot=one_way),
     rule(one_reduction),
     rule(hooks_restored),
     rule(lr_of_this_step),
@@ -605,17 +639,17 @@ RULES = (
     rule(nothing_stays),
     rule(nonfinite_skipped),
     rule(replicas_counted_once),
-    rule(oracle, **by_dtype(1e-5, coarse=0.05), cannot=no_oracle),
+    replace(by_noise(oracle, 1e-5, "exact", coarse=0.05), cannot=no_oracle),
     rule(
         experts_balance,
         **by_dtype(1e-5, coarse=0.05),
         when=lambda config: bool(config["experts"] and config["aux_loss"] and not config.get("router_bias")),
     ),
     rule(routers_match, when=lambda config: bool(config.get("router_bias"))),
-    rule(update, **by_dtype(1e-5, coarse=0.1)),
+    by_noise(update, 1e-5, "gradients", coarse=0.1),
     rule(extreme_gaps, limit=1e-5, unit="ratio"),
     rule(masked_places),
-    rule(backends_agree, **by_dtype(1e-5), cannot=one_backend),
+    replace(by_noise(backends_agree, 1e-5, "exact"), cannot=one_backend),
 )
 
 

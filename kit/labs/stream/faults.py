@@ -324,7 +324,7 @@ OF_RANKS = exposed_by(
         "torn-read",
         "a replica decodes while half of its weights are still old",
         "no_torn_generation",
-        set=ACROSS,
+        set={**ACROSS, "lr": 1e-2},
         patch={
             f"{REPLICA}.sync": f"{RANK_BUGS}:tears_weights",
             f"{REPLICA}.decode": f"{RANK_BUGS}:decodes_torn",

@@ -96,3 +96,41 @@ def test_the_experts_balance_is_held_against_float64(plain: float, cut: float | 
 def test_a_job_without_that_loss_is_not_asked_for_it() -> None:
     for config in ({"experts": 0}, {"experts": 4, "aux_loss": 0.0}):
         assert "experts_balance" not in answers(balances(1.25, 1.25), **config)
+
+
+def noises(rounding: float, reach: float = 0.0) -> list[Fact]:
+    """The noise of later steps, and what clipping may add to it."""
+    return [(1, "oracle", metric, value, {"of": "later"}) for metric, value in (("noise", rounding), ("reach", reach))]
+
+
+def later(norm: float, noise: list[Fact], dtype: str) -> VerdictRow:
+    gradients: list[Fact] = [(1, "compare", "gradient_error", 0.0, {"step": step}) for step in (1, 2)]
+    rows = results("sync") + results("split", {"grad_norm": norm}, step=2) + gradients + noise
+    return answers(rows, dtype=dtype)["later_steps"]
+
+
+@pytest.mark.parametrize(
+    ("norm", "noise", "dtype", "passed", "limit"),
+    [
+        (1.2, noises(0.05, 0.1), "bfloat16", True, 0.25),
+        (1.3, noises(0.05, 0.1), "bfloat16", False, 0.25),
+        (
+            1.05,
+            noises(0.01),
+            "bfloat16",
+            False,
+            0.03,
+        ),  # the limit of a calm run is lower than the usual one of bfloat16
+        (1.05, [], "bfloat16", True, 0.1),  # records of an earlier version lack the noise
+        (1.05, noises(float("nan")), "bfloat16", True, 0.1),
+        (1.05, noises(0.05, 0.1), "float32", False, 1e-4),
+        (1.05, noises(0.3, 0.2), "bfloat16", None, 0.1),  # rounding hides everything
+        (3.0, noises(0.3, 0.2), "bfloat16", False, 1.1),
+    ],
+    ids=str,
+)
+def test_in_bfloat16_limits_follow_from_the_noise_of_the_oracle(
+    norm: float, noise: list[Fact], dtype: str, *, passed: bool | None, limit: float
+) -> None:
+    row = later(norm, noise, dtype)
+    assert (row.passed, row.limit) == (passed, pytest.approx(limit))

@@ -83,6 +83,17 @@ def test_without_the_fault_its_check_passes(split: Split, fault: Fault) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(2, of="faults in bfloat16")
+@pytest.mark.parametrize("name", HERE)
+def test_rounding_in_bfloat16_hides_no_fault(split: Split, name: str) -> None:
+    settings, check = {**own(HERE[name]), "dtype": "bfloat16"}, HERE[name].caught_by
+    right = split(**settings).verdict()
+    assert failed(right) == set()
+    assert {row.passed for row in right if row.check == check} == {True}
+    assert check in failed(split(fault=name, **settings).verdict())
+
+
+@pytest.mark.slow
 def test_a_leak_into_the_next_step_breaks_the_run() -> None:
     (fault,) = (fault for fault in FAULTS if fault.exit == 3)
     with pytest.raises(kit.RankError, match="Should not have multiple communication calls outstanding") as caught:

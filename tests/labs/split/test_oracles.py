@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from kit.labs.split.ranks import noise
 from kit.labs.split.ranks import oracle as module
 from kit.labs.split.ranks.oracle import by_itself, float64_step, true_counts
+from kit.megatron.config import GEOMETRIES
 from kit.train.fsdp import Schedule
 from kit.train.losses import ClippedPolicyGradient
 from kit.train.options import Settings
+from kit.train.plain import from_weights, initial_weights, plain_logprobs
 
 TOLD = Settings(
     first_lr=1e-4, last_lr=2e-4, weight_decay=0.1, betas=(0.8, 0.95), eps=1e-6, clip=0.1, warmup=20, decay=80
@@ -271,3 +274,44 @@ def test_gradients_that_differ_by_a_factor_alone_have_it() -> None:
     assert module.common_factor({**exact, "b": 2 * exact["b"]}, exact, 1e-5) is None
     assert module.common_factor({"a": exact["a"]}, exact, 1e-5) is None
     assert module.common_factor(exact, {name: value * 0 for name, value in exact.items()}, 1e-5) is None
+
+
+def noise_in(dtype: torch.dtype, steps: int = 2) -> dict[str, noise.Noise]:
+    """The noise of a small model on made-up rows, of which some have ratios at the clipping threshold."""
+    geometry = dataclasses.replace(GEOMETRIES["tiny"], layers=1, vocab=32)
+    generator = torch.Generator().manual_seed(1)
+    weights = initial_weights(geometry, 1)
+    shape = (4, 12)
+    rows = {
+        "input_ids": torch.randint(32, shape, generator=generator),
+        "advantages": torch.randn(shape, generator=generator),
+        "token_mask": torch.ones(shape),
+        "sample_mask": torch.ones(4),
+    }
+    now = torch.nn.functional.pad(plain_logprobs(from_weights(geometry, weights), rows["input_ids"]).detach(), (1, 0))
+    for name in ("prev_logprobs", "generation_logprobs", "reference_logprobs"):
+        rows[name] = now - math.log(1.2) * (torch.arange(12) % 4 == 0)
+    arithmetic = noise.Arithmetic(
+        geometry=geometry,
+        exact=functools.partial(float64_step, ClippedPolicyGradient(level="tokens")),
+        settings=TOLD,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        batch=4,
+        micro_batch=2,
+    )
+    return noise.measure(arithmetic, weights, [rows] * steps, floor=module.FLOOR)
+
+
+def test_the_noise_of_a_step_is_that_of_its_dtype() -> None:
+    """A step scaled by 3 differs by rounding only, and a token at the threshold of clipping may lose its slope."""
+    fine, coarse = noise_in(torch.float32), noise_in(torch.bfloat16)
+    assert coarse.keys() == fine.keys() == {"gradients", "weights", "later", "exact"}
+    for name in fine:
+        assert 0 < fine[name].rounding < 1e-5 < 1e-4 < coarse[name].rounding < 0.3
+    assert coarse["exact"].reach > 0.1
+    assert coarse["gradients"].reach == 0
+
+
+def test_one_step_has_no_later_noise() -> None:
+    assert noise_in(torch.bfloat16, steps=1)["later"] == noise.Noise(0.0, 0.0)

@@ -107,6 +107,17 @@ def test_without_the_bug_ranks_pass(on_ranks: Callable[..., kit.Run], fault: Fau
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(2, of="faults in bfloat16")
+@pytest.mark.parametrize("fault", JUDGED, ids=lambda fault: fault.name)
+def test_rounding_in_bfloat16_hides_no_bug(on_ranks: Callable[..., kit.Run], fault: Fault) -> None:
+    settings = {**fault.set, "dtype": "bfloat16"}
+    right = on_ranks(**settings).verdict()
+    assert failed(right) == set()
+    assert passed(right, fault.caught_by) is True
+    assert fault.caught_by in failed(on_ranks(fault.name, **settings).verdict())
+
+
+@pytest.mark.slow
 @pytest.mark.drawn(1, of="replicas that stop")
 @pytest.mark.parametrize("fault", [fault for fault in OF_RANKS if fault.exit == 3], ids=lambda fault: fault.name)
 def test_a_replica_that_stops_is_named(places: None, fault: Fault) -> None:

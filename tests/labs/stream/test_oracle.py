@@ -11,7 +11,7 @@ from kit.actors.samples import SampleRow
 from kit.labs.stream.ranks.oracle import Oracle
 from kit.megatron.config import GEOMETRIES
 from kit.train.arithmetic import END
-from kit.train.plain import from_weights, initial_weights
+from kit.train.plain import PlainModel, from_weights, initial_weights
 
 TINY = dataclasses.replace(GEOMETRIES["tiny"], layers=2)
 WEIGHTS = {
@@ -24,14 +24,21 @@ LONG = (0, 0, 0, 1, 1, 2, 2, 2)
 
 
 @torch.no_grad()
-def sampled(versions: tuple[int, ...], *, temperature: float = 1.0, minimum: int = 2, keeps: bool = True) -> SampleRow:
-    """A sample as a replica records it: float32, one token per forward, the KV cache kept or recomputed when the weights change."""
+def sampled(
+    versions: tuple[int, ...],
+    *,
+    temperature: float = 1.0,
+    minimum: int = 2,
+    keeps: bool = True,
+    models: dict[int, PlainModel] = MODELS,
+) -> SampleRow:
+    """A sample as a replica records it: one token per forward, the KV cache kept or recomputed when the weights change."""
     prompt, answer = (4, 9, 10, 13), tuple(range(len(versions)))
-    tokens, model, recorded = prompt + answer, MODELS[versions[0]], []
+    tokens, model, recorded = prompt + answer, models[versions[0]], []
     cache, held = model.empty_cache(1, len(tokens)), 0
     for place, version in enumerate(versions):
-        if MODELS[version] is not model:
-            model, held = MODELS[version], held if keeps else 0
+        if models[version] is not model:
+            model, held = models[version], held if keeps else 0
         for at in range(held, len(prompt) + place):
             after = model(torch.tensor([[tokens[at]]]), cache=cache, start=at)[0, -1]
         held = len(prompt) + place
@@ -113,3 +120,21 @@ def test_a_version_that_never_was_is_no_version() -> None:
     assert judged.error[0] < LIMIT
     assert judged.error[1] == torch.inf
     assert judged.closest == [0, 0]
+
+
+def test_bfloat16_is_judged_by_its_own_noise() -> None:
+    """Right samples are within four noises of their versions, and wrong stamps are found; by the noise of float32 nothing is right."""
+    weights = {
+        version: {name: value.bfloat16() * (1 + version) for name, value in initial_weights(TINY, 3).items()}
+        for version in range(3)
+    }
+    models = {version: from_weights(TINY, table, dtype=torch.bfloat16) for version, table in weights.items()}
+    right = sampled(LONG, models=models)
+    fine, coarse = (Oracle(TINY, weights, sampled_in=dtype) for dtype in (torch.float32, torch.bfloat16))
+    noise = coarse.noise(weights, [right])
+    judged = coarse.judge(right)
+    assert LIMIT < max(judged.nearest) < coarse.apart * noise
+    assert sum(judged.decidable(noise)) > len(LONG) / 2
+    assert judged.wrong_stamps(noise) == []
+    assert fine.judge(right).apart * fine.noise(weights, [right]) < max(judged.nearest)
+    assert coarse.judge(dataclasses.replace(right, versions=(1, 1, 1, 2, 2, 0, 0, 0))).wrong_stamps(noise)

@@ -18,7 +18,7 @@ from kit.errors import BadInput
 from kit.labs.rankside import Context
 from kit.labs.split.faults import KIT_LOSS, KIT_MODEL
 from kit.labs.split.lab import Case, SplitConfig, cases
-from kit.labs.split.ranks import backends, oracle, rehearse
+from kit.labs.split.ranks import backends, noise, oracle, rehearse
 from kit.labs.split.ranks.backends import Tensors
 from kit.measure.phase import log_steps, now
 from kit.megatron import groups, model
@@ -171,6 +171,7 @@ class SplitSide:
         for name, rubbish in oracle.RUBBISH.items():
             reached = oracle.masked_reach(loss, step, rubbish)
             self.record("masked_reach", len(reached), text=", ".join(reached[:3]), rubbish=name)
+        self._note_noise(level)
         if not self.config.has_twin:
             return
         net = from_weights(self.megatron.model_config.geometry, self.weights, dtype=torch.float64)
@@ -180,6 +181,27 @@ class SplitSide:
         self.record("gradient_error", oracle.overall(self.plain.gradients[0], slopes))
         for name, number in table.items():
             self.record("result", number, step=1, name=name)
+
+    def _note_noise(self, level: Any) -> None:
+        """Where the dtype is coarse, limits follow from the noise of the dense plain model."""
+        if self.config.dtype == "float32":
+            return
+        ctx = backends.LossContext(
+            rank=0, world_size=self.ctx.world_size, device=self.device, config=self.config, level=level
+        )
+        coarse = noise.Arithmetic(
+            geometry=self.megatron.model_config.geometry,
+            exact=functools.partial(oracle.float64_step, backends.of_recipe(ctx)),
+            settings=self.settings,
+            dtype=model.DTYPES[self.config.dtype],
+            device=self.device,
+            batch=self.config.batch,
+            micro_batch=self.config.micro_batch,
+        )
+        floor = oracle.FLOOR if self.config.batching == "fixed" else noise.WHOLE
+        for name, number in noise.measure(coarse, self.weights, self.whole, floor=floor).items():
+            self.record("noise", number.rounding, of=name)
+            self.record("reach", number.reach, of=name)
 
     def other_backend(self, cycle: int) -> None:
         """Megatron's plain step on the same weights and rows."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-ROUNDING = 1e-6  # how far the float32 arithmetic of sampling moves the ends of an interval
+ROUNDING = 1e-6  # how far the float32 arithmetic of sampling moves the ends of an interval, at least
 DOUBT = 0.5  # the share of samples that a suspicion takes to be drawn rightly
 LN10 = math.log(10)
 
@@ -56,18 +56,22 @@ SHAPES = {
 POWERS = {"a lower temperature": 2.0, "a higher temperature": 0.5}
 
 
-def evidence(samples: Mapping[int, Sequence[Drawn]]) -> dict[str, float]:
-    """For each suspicion, log10 of its evidence. `samples`: those of each group."""
+def evidence(samples: Mapping[int, Sequence[Drawn]], noise: float = 0.0) -> dict[str, float]:
+    """For each suspicion, log10 of its evidence. `samples`: those of each group; `noise`: that of their log-probabilities."""
+    rounding = max(ROUNDING, noise)
     drawn = [sample for group in samples.values() for sample in group]
     intervals = {group: [sample.intervals() for sample in of_group] for group, of_group in samples.items()}
     apart = [sample for of_group in intervals.values() for sample in of_group]
     logs = {
-        "one number for all positions of a sample": doubted(shared_evidence(sample) for sample in apart),
+        "one number for all positions of a sample": doubted(shared_evidence(sample, rounding) for sample in apart),
         "one number for two neighbouring positions": doubted(
-            shared_evidence(sample[place : place + 2]) for sample in apart for place in range(0, len(sample), 2)
+            shared_evidence(sample[place : place + 2], rounding)
+            for sample in apart
+            for place in range(0, len(sample), 2)
         ),
         "one number for all samples of a group at a position": doubted(
-            math.fsum(shared_evidence(row) for row in samples_by_position(of_group)) for of_group in intervals.values()
+            math.fsum(shared_evidence(row, rounding) for row in samples_by_position(of_group))
+            for of_group in intervals.values()
         ),
         **{
             name: math.fsum(math.log(mass(shape, part) / part.width) for sample in apart for part in sample)
@@ -85,11 +89,11 @@ def mean_evidence(logs: Iterable[float]) -> float:
     return most + math.log10(math.fsum(10 ** (value - most) for value in values) / len(values))
 
 
-def shared_evidence(intervals: Sequence[Interval]) -> float:
+def shared_evidence(intervals: Sequence[Interval], rounding: float) -> float:
     """The logarithm of the evidence that one number lies in all of these intervals."""
     common = min(part.high for part in intervals) - max(part.low for part in intervals)
     if len(intervals) > 1:
-        common -= 2 * ROUNDING  # so that rounding only lowers the evidence
+        common -= 2 * rounding  # so that rounding only lowers the evidence
     return math.log(common) - math.fsum(math.log(part.width) for part in intervals) if common > 0 else -math.inf
 
 

@@ -2,9 +2,9 @@
 
 The oracle is a plain model loaded by tensor names, in float64. It shares no code with generation, training or sync. It follows what the
 config promises for the KV cache at a sync: kept, so later tokens attend to keys and values of older weights, or recomputed. A token is
-*decidable* if no other version comes within `APART` noises of its stamped version; the noise is that of float32 arithmetic, measured with
-the oracle's models. The batch of each step is also recomputed, from the samples alone. Limits: the whole model on one rank, once for each
-version.
+*decidable* if no other version comes within `APART` noises of its stamped version; the noise is that of arithmetic in the dtype that the
+samples were computed in, measured with the oracle's models. The batch of each step is also recomputed, from the samples alone. Limits: the
+whole model on one rank, once for each version.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from kit.train.arithmetic import END
 from kit.train.plain import Cache, PlainModel, from_weights
 from kit.train.protocol import Batch
 
-APART = 10.0
+# How many noises no rounding explains. In bfloat16, ten are as much as a small step of training moves a log-probability.
+APART = {torch.float32: 10.0, torch.bfloat16: 4.0}
 
 
 class StampedSpan(NamedTuple):
@@ -50,16 +51,17 @@ class JudgedSample:
     closest: list[int]
     wrong_gap: list[float]
     other_policy: list[float]
+    apart: float = APART[torch.float32]
 
     def decidable(self, noise: float) -> list[bool]:
-        return [gap >= APART * noise for gap in self.wrong_gap]
+        return [gap >= self.apart * noise for gap in self.wrong_gap]
 
     def policies(self, noise: float) -> tuple[int, int]:
         """How many tokens show how the sync treated the KV cache, and how many of them contradict the config."""
         pairs = [
             (own, opposite)
             for own, opposite in zip(self.error, self.other_policy, strict=True)
-            if abs(own - opposite) >= APART * noise
+            if abs(own - opposite) >= self.apart * noise
         ]
         return len(pairs), sum(opposite < own for own, opposite in pairs)
 
@@ -71,7 +73,8 @@ class JudgedSample:
 
 
 class Oracle:
-    """The models of all versions. `temperature` is that of sampling; `keeps` says whether a sync keeps the KV cache."""
+    """The models of all versions. `temperature` is that of sampling, `sampled_in` the dtype that engine and trainer compute in; `keeps`
+    says whether a sync keeps the KV cache."""
 
     def __init__(
         self,
@@ -80,9 +83,12 @@ class Oracle:
         *,
         temperature: float = 1.0,
         keeps: bool = True,
+        sampled_in: torch.dtype = torch.float32,
         dtype: torch.dtype = torch.float64,
     ) -> None:
         self.temperature = temperature
+        self.sampled_in = sampled_in
+        self.apart = APART[sampled_in]
         self.keeps = keeps
         self.versions = sorted(weights)
         self.models = [from_weights(geometry, weights[version], dtype=dtype) for version in self.versions]
@@ -102,6 +108,7 @@ class Oracle:
             closest=[self.versions[place] for place in errors.argmin(0).tolist()],
             wrong_gap=(table - stamped).abs().scatter(0, places[None], torch.inf).min(0).values.tolist(),
             other_policy=(opposite - recorded).abs().tolist(),
+            apart=self.apart,
         )
 
     @torch.no_grad()
@@ -128,7 +135,7 @@ class Oracle:
     def from_stale_prompt(self, judged: JudgedSample, noise: float) -> int:
         """How many tokens depend on a prompt's keys and values from an older version instead of their stamp's."""
         row = judged.row
-        if max(judged.error, default=0.0) < APART * noise:
+        if max(judged.error, default=0.0) < self.apart * noise:
             return 0
         recorded, own = torch.tensor(row.logprobs, dtype=torch.float64), torch.tensor(judged.error)
         older = [version for version in self.versions if version < max(row.versions)]
@@ -136,7 +143,7 @@ class Oracle:
         if not errors:
             return 0
         nearest = torch.stack(errors).min(0).values
-        return int(((own >= APART * noise) & (nearest < noise)).sum())
+        return int(((own >= self.apart * noise) & (nearest < noise)).sum())
 
     def _after_prompt_of(self, version: int, row: SampleRow) -> torch.Tensor:
         """The answer's log-probabilities under its stamps, after a prompt computed by `version`."""
@@ -184,10 +191,10 @@ class Oracle:
         return self._chosen(logits, row, StampedSpan(version, 0, len(row.answer)))
 
     def noise(self, weights: Mapping[int, Mapping[str, torch.Tensor]], rows: Sequence[SampleRow]) -> float:
-        """The largest difference that float32 arithmetic makes, over these samples and all versions."""
+        """The largest difference that arithmetic in `sampled_in` makes, over these samples and all versions."""
         geometry = self.models[0].geometry
-        single = Oracle(geometry, weights, temperature=self.temperature, keeps=self.keeps, dtype=torch.float32)
-        pairs = ((single.recompute(row)[0], self.recompute(row)[0]) for row in rows)
+        coarse = Oracle(geometry, weights, temperature=self.temperature, keeps=self.keeps, dtype=self.sampled_in)
+        pairs = ((coarse.recompute(row)[0], self.recompute(row)[0]) for row in rows)
         return max((float((rounded - exact).abs().max()) for rounded, exact in pairs), default=0.0)
 
     def _span(

@@ -29,12 +29,12 @@ from kit.labs.stream.ranks.oracle import (
     recorded_error,
     token_drift,
 )
-from kit.megatron import tensors
+from kit.megatron import model, tensors
 from kit.stream.ports import drifted
 from kit.sync import hashes
 from kit.train.protocol import Batch, Loss
 
-EXACT = 1e-5  # how much a log-probability may differ from that of its version
+EXACT = 1e-5  # how much a float32 log-probability may differ from that of its version
 NOISY = 16  # samples used to measure the noise of arithmetic
 
 
@@ -45,6 +45,10 @@ class Trainer(TrainerActor):
         self.weights: dict[int, dict[str, torch.Tensor]] = {}  # of every version, on rank 0, for the recomputation
         self.fed: list[FedSample] = []  # every sample that was trained in this loop, on rank 0
         self.of_update = 0  # where those of the open update begin
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return model.DTYPES[self.config.dtype]
 
     def reset(self) -> None:
         self.weights, self.fed, self.of_update = {}, [], 0
@@ -87,8 +91,7 @@ class Trainer(TrainerActor):
         with torch.no_grad():
             for name, value in self.job.named_parameters():
                 value.copy_(weights[name])
-        self.job.optimizer.load_state_dict(optimizer)
-        self.job.optimizer.reload_model_params()
+        self.job.optimizer.load_state_dict(optimizer)  # with its master copies, where the weights are bfloat16
         self.job.scheduler.load_state_dict(scheduler)
         self.weights = {}
         self.keep(version)
@@ -114,6 +117,7 @@ class Trainer(TrainerActor):
             self.weights,
             temperature=self.config.temperature,
             keeps=self.config.at_sync == "keep",
+            sampled_in=self.dtype,
         )
         rows = [fed.row for fed in self.fed]
         for row in rows:
@@ -122,11 +126,13 @@ class Trainer(TrainerActor):
             table = {name: hashes.digest(tensor, DIGEST) for name, tensor in weights.items()}
             self.ctx.record("recomputed_by", None, text=rankside.digest_of_hashes(table), version=version)
         noise = oracle.noise(self.weights, rows[:NOISY])
+        allowed = EXACT if self.dtype is torch.float32 else oracle.apart * noise
         judged = [oracle.judge(row) for row in rows]
         policies = [sample.policies(noise) for sample in judged]
         shuffled = [oracle.judge(sample) for sample in map(self.shuffled, rows[:NOISY])]
         for metric, number in {
             "noise": noise,
+            "allowed": allowed,
             "samples": len(judged),
             "samples_over_syncs": sum(len({*row.versions}) > 1 for row in rows),
             "tokens": sum(len(row.answer) for row in rows),
@@ -135,7 +141,7 @@ class Trainer(TrainerActor):
             "shuffled": sum(sum(sample.decidable(noise)) for sample in shuffled),
             "shuffled_found": sum(len(sample.wrong_stamps(noise)) for sample in shuffled),
             "logprob_error": max((max(sample.nearest) for sample in judged), default=0.0),
-            "of_no_version": sum(sum(error > EXACT for error in sample.nearest) for sample in judged),
+            "of_no_version": sum(sum(error > allowed for error in sample.nearest) for sample in judged),
             "stale_prefixes": sum(oracle.from_stale_prompt(sample, noise) for sample in judged),
             "policy_decidable": sum(shown for shown, _ in policies),
             "policy_wrong": sum(wrong for _, wrong in policies),
@@ -144,16 +150,16 @@ class Trainer(TrainerActor):
             "recorded_error": max((recorded_error(fed) for fed in self.fed), default=0.0),
         }.items():
             self.ctx.record(metric, number)
-        self.note_draws(oracle, rows)
+        self.note_draws(oracle, rows, noise)
         for (lag, position), differences in token_drift(oracle, self.fed).items():
             for metric, number in drifted(differences).items():
                 self.ctx.record(metric, number, lag=lag, position=position, tokens=len(differences))
 
-    def note_draws(self, oracle: Oracle, rows: Sequence[SampleRow]) -> None:
+    def note_draws(self, oracle: Oracle, rows: Sequence[SampleRow], noise: float) -> None:
         drawn: defaultdict[int, list[Drawn]] = defaultdict(list)
         for row in rows:
             drawn[row.group].append(Drawn(oracle.distributions(row), row.answer))
-        logs = evidence(drawn)
+        logs = evidence(drawn, noise)
         self.ctx.record("evidence", mean_evidence(logs.values()))
         for suspicion, value in logs.items():
             self.ctx.record("evidence_for", value, suspicion=suspicion)
