@@ -1,6 +1,6 @@
-"""Runs every fault of `stream` and `split` in bfloat16, and the right code with the same settings: `python -m tests.bfloat16 [LAB]`.
+"""Runs every fault of `stream` and `split` in bfloat16, and the right code with the same settings: `python -m tests.bfloat16 [FAULT]...`.
 
-Writes `data/reference/bfloat16.md`. With a lab, only its faults run, and its rows are printed.
+Writes `data/reference/bfloat16.md`. With names of faults, only these run, and their rows are printed.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def shown(row: VerdictRow) -> str:
     return "-" if row.measured is None else f"{row.measured:.3g}"
 
 
-def lines(lab: str) -> Iterator[str]:
+def lines(lab: str, names: list[str]) -> Iterator[str]:
     faults, sizes, smaller = LABS[lab]
     right: dict[str, kit.results.Verdict] = {}
     with contextlib.closing(world_of(sizes)) as world:
-        for fault in filter(is_judged, faults):
+        for fault in (fault for fault in filter(is_judged, faults) if not names or fault.name in names):
             config = {**smaller, **fault.set, "dtype": "bfloat16"}
             key = repr(config)
             if key not in right:
@@ -68,13 +68,13 @@ def is_judged(fault: Fault) -> bool:
     return fault.exit == 1 and "cpu" in fault.devices
 
 
-def main(labs: list[str]) -> None:
+def main(names: list[str]) -> None:
     rows = []
-    for lab in labs or LABS:
-        for line in lines(lab):
+    for lab in LABS:
+        for line in lines(lab, names):
             print(line, file=sys.stderr, flush=True)
             rows.append(line)
-    if not labs:
+    if not names:
         PAGE.write_text(HEAD + "\n".join(rows) + "\n")
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kit import machine
 from kit.labs.share.lab import roles
+from kit.labs.share.observer import Observer
 from kit.machine import NVML_FINE, NVML_TOO_SMALL, NVML_UNKNOWN, gpu_process_bytes
 from tests.labs.share.conftest import share
 
@@ -54,6 +56,46 @@ def test_there_is_no_answer_where_the_driver_gives_none():
     assert gpu_process_bytes(StandIn((10, MIB)), BUS, 11) is None
     assert gpu_process_bytes(StandIn((11, NVML_UNKNOWN)), BUS, 11) is None
     assert gpu_process_bytes(StandIn((11, MIB)), "00000000:20:00.0", 11) is None
+
+
+class Listing(StandIn):
+    """NVML with two GPUs that have the same processes."""
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:  # noqa: N802 - as above
+        count._obj.value = 2
+        return NVML_FINE
+
+    def nvmlDeviceGetHandleByIndex_v2(self, _number: int, _handle: Any) -> int:  # noqa: N802 - as above
+        return NVML_FINE
+
+
+def test_each_listed_process_has_its_bytes_on_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "nvml", lambda: Listing((10, 5 * MIB), (11, 7 * MIB), (12, NVML_UNKNOWN)))
+    assert machine.gpu_bytes_by_pid() == {10: 10 * MIB, 11: 14 * MIB}
+    monkeypatch.setattr(machine, "nvml", lambda: None)
+    assert machine.gpu_bytes_by_pid() == {}
+
+
+@pytest.mark.parametrize(
+    ("device", "listed", "metrics"),
+    [
+        ("cuda", {}, set()),  # a container that hides processes, or no driver
+        ("cuda", {1: 5 * MIB}, set()),  # the host's pids
+        ("cuda", {os.getpid(): 5 * MIB}, {("seen_on_gpus", 5 * MIB)}),
+        ("cpu", {os.getpid(): 5 * MIB}, {("seen_resident", 3 * MIB)}),
+    ],
+)
+def test_an_observer_takes_no_host_memory_for_a_gpus(
+    device: str, listed: dict[int, int], metrics: set[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "gpu_bytes_by_pid", lambda: listed)
+    monkeypatch.setattr(machine, "resident", lambda _: 3 * MIB)
+    world = SimpleNamespace(pids=[os.getpid()], device=device)
+    drive = SimpleNamespace(world=world, roles={"a trainer": (0,)}, lost=set(), config=SimpleNamespace(devices=1))
+    observer = Observer(drive, tmp_path, for_desk=False)  # type: ignore[arg-type]
+    observer.look()
+    seen = {(row.metric, row.value) for row in observer._rows if row.ids.get("who") == "a.trainer" and row.unit == "B"}
+    assert seen == metrics
 
 
 def test_the_structure_is_as_large_as_the_library_s():

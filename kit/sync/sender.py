@@ -392,11 +392,14 @@ class Sending:
             self.command("apply", "applied")
 
     def teardown(self) -> None:
-        """Close the sender's ends first, then the receivers'."""
+        """Close the sender's ends first, then the receivers', then collect what these had kept alive."""
         with self.log.stage("teardown"):
+            kits = [transport for transport in self.transports if isinstance(transport, Transport)]
             with self.blaming():
                 self.close()
             self.command("teardown", "closed")
+            for transport in kits:
+                transport.collect()
 
     def finalize(self) -> None:
         with self.log.stage("finalize"):

@@ -120,6 +120,9 @@ class Transport(abc.ABC):
     def close(self) -> None:
         """Release groups, segments and memory, without waiting for the other ends."""
 
+    def collect(self) -> None:  # noqa: B027 - most have nothing to collect
+        """On the sender, once every receiver has closed: release what they had kept alive."""
+
     def say(self, message: dict[str, Any], fds: list[int] | None = None, data: memoryview | None = None) -> None:
         """Send to every other end in turn. If one is gone, raise the reason that it sent before it left."""
         for link in self.ctx.links.values():
@@ -358,6 +361,7 @@ class Ipc(Transport):
             message, _ = ctx.sender.expect("handles")
             self.slots = [opened_block(handle) for handle in message["slots"]]
             return
+        self.collect()  # what the receivers of a failed sync had kept alive
         largest = max([1, *ctx.sizes])
         self.slots = [torch.empty(largest, dtype=torch.uint8, device=ctx.device) for _ in range(DEPTH)]
         for link in ctx.links.values():  # one handle per receiver, because each counts as one use
@@ -384,9 +388,12 @@ class Ipc(Transport):
         super().done(index)
 
     def close(self) -> None:
-        if self.slots:
-            self.slots = []
-            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        self.slots = []
+        self.collect()
+
+    def collect(self) -> None:
+        # torch keeps a block that was sent alive until no receiver has it open, and looks for such blocks only here.
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
 def needs_permission() -> bool:

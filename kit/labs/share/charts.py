@@ -259,7 +259,7 @@ def memory_over_time(data: RunData) -> pd.DataFrame:
         owners = mine.drop_duplicates("who").set_index("who")["pipeline"]
         by_pipeline = levels.T.groupby(owners).sum().T.reindex(columns=loop.names, fill_value=0.0)
         lines = by_pipeline.rename_axis("x").reset_index().melt("x", var_name="kind")
-        title = f"Device {device}: resident bytes of its ranks above their minimum ({size(float(least.sum()))})"
+        title = f"Device {device}: bytes of its ranks above their minimum ({size(float(least.sum()))})"
         parts.append(lines.assign(panel=title, base=float(above["bytes"].max()), x=lines["x"] - loop.began))
     rows = pd.concat(parts)
     return with_attrs(rows.assign(kind=rows["kind"].map(kind_of)), **loop.attrs(FILLED))

@@ -58,6 +58,11 @@ OF_A_PIPELINE = (
 )
 
 
+def member_name(owner: str, place: int, size: int) -> str:
+    """The name of a rank of an owner such as "a.trainer". Ranks of a role with several ranks are numbered; each has its own device."""
+    return f"{owner}#{place}" if size > 1 else owner
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineConfig(StreamConfig):
     """The loop of one pipeline, as the lab `stream` runs it, and its devices. What all pipelines have in common comes from the ShareConfig

@@ -190,6 +190,10 @@ def recorded_on_ranks(frame: pd.DataFrame, phase: str, metric: str, *ids: str) -
     )
 
 
+ON_GPUS = "seen_on_gpus"  # bytes of a rank's process, by the driver
+RESERVED = "reserved"  # by the rank's allocator, whenever it fell asleep or woke
+
+
 class Held(NamedTuple):
     """A lease of a device by an owner such as "a.replica 0"; `until` is infinite if no record shows its end."""
 
@@ -237,7 +241,7 @@ def sights(frame: pd.DataFrame, phase: str) -> dict[int, list[Sight]]:
 
 @dataclass(slots=True)
 class ResidentBytes:
-    """The resident bytes of a rank over time; each level holds until the next. A reading is somewhere between its start and its end."""
+    """The bytes of a rank over time; each level holds until the next. A reading is somewhere between its start and its end."""
 
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
@@ -256,8 +260,23 @@ class ResidentBytes:
         return self.bytes[bisect.bisect_left(self.starts, since) : bisect.bisect_left(self.ends, until)]
 
 
+def memory_source(frame: pd.DataFrame, phase: str) -> str:
+    """The metric of the ranks' memory. On GPUs it is what observers saw in the driver's list; where that lacks a rank, or has another
+    process under its pid, which then has less than the rank's allocator, it is what the ranks themselves recorded."""
+    own, seen = (
+        {str(who): size for who, size in most_bytes(frame, phase, metric).items()} for metric in (RESERVED, ON_GPUS)
+    )
+    if not own:
+        return ON_GPUS if seen else "seen_resident"
+    return ON_GPUS if all(seen.get(who, -1.0) >= size for who, size in own.items()) else RESERVED
+
+
+def most_bytes(frame: pd.DataFrame, phase: str, metric: str) -> dict[object, float]:
+    return recorded_on_ranks(frame, phase, metric, "who").groupby("who")["value"].max().to_dict()
+
+
 def residents(frame: pd.DataFrame, phase: str) -> dict[str, ResidentBytes]:
-    rows = recorded_on_ranks(frame, phase, "seen_resident", "who")
+    rows = recorded_on_ranks(frame, phase, memory_source(frame, phase), "who")
     rows = rows.assign(start=rows["start"].fillna(rows["time"]))  # older runs have no start
     return {
         str(who): ResidentBytes(*(readings[name].tolist() for name in ("start", "time", "value")))

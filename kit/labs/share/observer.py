@@ -1,6 +1,9 @@
 """Observes the ranks from this process: holders of device locks, cores, memory, processor time, and the driver's numbers for each GPU.
 Notebook side.
 
+The memory of a rank on a GPU is what the driver lists for its process on all GPUs together. A driver that lists other pids than this
+process sees (a container), or none, gives no number.
+
 A thread samples every 20 ms; `look` samples at once. Ranks are not involved and do not notice. If the kernel does not show the locks of
 other processes, `blind` is true and no owners are recorded.
 """
@@ -17,7 +20,7 @@ from typing import Self
 
 from kit import machine
 from kit.labs.lab import Drive
-from kit.labs.share.lab import BETWEEN_LOOKS_S, DESK, LOCK
+from kit.labs.share.lab import BETWEEN_LOOKS_S, DESK, LOCK, member_name
 from kit.loop.messages import Event
 from kit.results.records import Id, Row, value_in_words
 
@@ -33,9 +36,8 @@ class Observer:
         self.drive = drive
         self.for_desk = for_desk
         pids = drive.world.pids
-        # Ranks of a role with several ranks are numbered; each has its own device.
         self.names = {
-            pids[rank]: name.replace(" ", ".", 1) + (f"#{place}" if len(ranks) > 1 else "")
+            pids[rank]: member_name(name.replace(" ", ".", 1), place, len(ranks))
             for name, ranks in drive.roles.items()
             for place, rank in enumerate(ranks)
             if rank not in drive.lost
@@ -50,7 +52,8 @@ class Observer:
         self._saw = time.time()
         self._cores: dict[str, str] = {}
         self._cpu: dict[int, dict[int, float]] = {}  # processor seconds of its owners then, by pid
-        self._gpus = [] if drive.config.device == "cpu" else machine.busy_gpus()
+        self.on_gpus = drive.world.device == "cuda"
+        self._gpus = machine.busy_gpus() if self.on_gpus else []
         self._next_gpus = 0.0
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -151,14 +154,17 @@ class Observer:
     def _see_memory(self) -> None:
         """A reading is somewhere between the start of its row and its time: ranks may go on between the two."""
         start = time.time()
-        sizes = {name: machine.resident(pid) for pid, name in self.names.items()}
+        sizes: dict[int, int | None]
+        if self.on_gpus:
+            metric, sizes = "seen_on_gpus", {**machine.gpu_bytes_by_pid()}
+        else:
+            metric, sizes = "seen_resident", {pid: machine.resident(pid) for pid in self.names}
         ended = time.time()
-        for name, size in sizes.items():
+        for pid, name in self.names.items():
+            size = sizes.get(pid)
             if size is not None and abs(size - self._bytes.get(name, -STEP)) >= STEP:
                 self._bytes[name] = size
-                self._rows.append(
-                    Row(metric="seen_resident", value=size, unit="B", time=ended, start=start, ids={"who": name})
-                )
+                self._rows.append(Row(metric=metric, value=size, unit="B", time=ended, start=start, ids={"who": name}))
 
     def _see_cores(self, pid: int, name: str, at: float) -> None:
         try:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kit.labs.definition import made
 from kit.labs.share.lab import ALONE, BETWEEN_LOOKS_S, MAIN, TRAINER, ShareConfig, role_names
 from kit.labs.share.ledgers import (
+    RESERVED,
     ResidentBytes,
     alone_phases,
     devices_of,
@@ -22,6 +23,7 @@ from kit.labs.share.ledgers import (
     leases,
     ledgers,
     loops,
+    memory_source,
     of_ledgers,
     recorded_on_ranks,
     residents,
@@ -397,6 +399,10 @@ def others_untouched(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violatio
     """
     levels = residents(frame, MAIN)
     yield from groups_moved(frame, share_config(config))
+    if memory_source(frame, MAIN) == RESERVED:
+        raise NotMeasured(
+            "the GPU driver does not list the ranks' processes (a container, or parts of a GPU), so nothing outside them sees their memory"
+        )
     held, count = leases(frame, MAIN)[0], 0
     moves = [span for ledger in ledgers(frame, MAIN) for span in spans(ledger) if span.state in ("waking", "sleeping")]
     for move, (owner, level) in itertools.product(moves, levels.items()):

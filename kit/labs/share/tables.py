@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from kit.labs.share.lab import ALONE, MAIN
-from kit.labs.share.ledgers import HolderSpan, over_time, recorded_on_ranks, runs, seats, spans
+from kit.labs.share.ledgers import HolderSpan, memory_source, over_time, recorded_on_ranks, runs, seats, spans
 from kit.results import NotMeasured
 from kit.results.ledger import PerFrame
 from kit.results.records import Row, numbers
@@ -458,14 +458,14 @@ def loops(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def memory(frame: pd.DataFrame, phase: str = MAIN) -> pd.DataFrame:
-    """Resident bytes of ranks as seen by observers: device, pipeline, who, time, bytes."""
+    """Bytes of ranks, resident or on GPUs: device, pipeline, who, time, bytes."""
     place = seats(ledger(frame, phase))
-    rows = recorded_on_ranks(frame, phase, "seen_resident", "who")
+    rows = recorded_on_ranks(frame, phase, memory_source(frame, phase), "who")
     readings = [
         (device, who.partition(".")[0], who, when, size)
         for who, when, size in zip(rows["who"], rows["time"], rows["value"], strict=True)
         for device in place.get(who, ())
     ]
     if not readings:
-        raise NotMeasured(f"no resident bytes were recorded in the phase {phase}")
+        raise NotMeasured(f"no memory of ranks was recorded in the phase {phase}")
     return pd.DataFrame(readings, columns=["device", "pipeline", "who", "time", "bytes"])

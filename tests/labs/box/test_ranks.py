@@ -139,6 +139,26 @@ def test_shared_memory_is_read_whole_and_written_back(
     )
 
 
+@pytest.mark.parametrize(
+    ("rank", "order"), [(0, ["meet", "collect", "meet", "meet", "collect"]), (1, ["meet", "meet", "collect", "meet"])]
+)
+def test_memory_of_another_rank_is_released_in_the_order_of_a_sync(
+    shared: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, lab: Any, rank: int, order: list[str]
+) -> None:
+    """Its owner first: torch then keeps the block until the reader is done and the owner collects it. What still stays is recorded."""
+    seen: list[str] = []
+    sizes = iter([100, 164])
+    lab.ctx.rank = rank
+    monkeypatch.setattr(probes, "device", lambda: ON_GPU)
+    monkeypatch.setattr(Probes, "hand_over", lambda *_, **__: True)
+    monkeypatch.setattr(Probes, "meet", lambda _: seen.append("meet"))
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: seen.append("collect"))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(sizes))
+    lab.ipc(1)
+    assert seen == order
+    assert lab.ctx.values.get("still_allocated") == (64 if rank == 0 else None)
+
+
 @pytest.mark.parametrize("step", ["reduce_tensor", "rebuild_cuda_tensor"])
 def test_memory_that_cannot_be_shared_is_refused_in_one_line(
     shared: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, lab: Any, step: str

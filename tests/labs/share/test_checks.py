@@ -103,6 +103,7 @@ def without_a_version(rows: list[Facts]) -> None:
         drop("digest", phase=phase, only=1, pipeline="a")(rows)
 
 
+OF_A_SLEEPER = resident("b.replica 1", "left", 0, 330, pipeline="a")
 WRONG: list[tuple[str, str, Change]] = [
     ("one_owner", "a lock with two holders", edit("seen_owner", {"value": 2.0, "text": BOTH}, device=0, text="a.trainer")),
     ("one_owner", "a lease that was not given back", drop("lease", only=0, event="freed", device=0)),
@@ -129,7 +130,7 @@ WRONG: list[tuple[str, str, Change]] = [
     ("groups_down_asleep", "groups that stay", edit("groups_asleep", {"value": 3.0}, who="b.trainer")),
     ("groups_down_asleep", "a trainer that counted them once", drop("groups_asleep", only=0, who="b.trainer")),
     ("others_untouched", "a group more", edit("groups", {"value": 6.0}, rank=4)),
-    ("others_untouched", "memory of a sleeper", resident("b.replica 1", "left", 0, 330, pipeline="a")),
+    ("others_untouched", "memory of a sleeper", OF_A_SLEEPER),
     ("namespaces_apart", "the same samples", edit("tokens_digest", {"text": "a 0 0"}, pipeline="b", group=0, sample=0)),
     ("namespaces_apart", "the same weights", edit("digest", {"text": "a 0"}, pipeline="b", version=0)),
     ("nothing_left", "a descriptor more", edit("fds", {"value": 6.0}, phase="end", rank=3)),
@@ -279,3 +280,39 @@ def test_a_window_leaves_the_numbers_open(right: list[Facts]) -> None:
     verdict = verdict_of(right, share(layers=200, steps=2, release_groups=True, window=1))
     assert passed(verdict, "same_numbers") is None
     assert "use window=0" in why(verdict, "same_numbers")
+
+
+def on_gpus(rows: list[Facts], *, listed: bool, host: float = 300 * MIB) -> list[Facts]:
+    """The records of the same run on GPUs: driver numbers if the driver lists the ranks, and those of each rank's allocator. The host's
+    memory, which does not change, is recorded too, as a kit that confuses the two would do."""
+    made = []
+    for row in rows:
+        if row["metric"] != "seen_resident":
+            made.append(row)
+            continue
+        made += [{**row, "metric": "reserved", "value": row["value"] - 300 * MIB}, {**row, "value": host}]
+        made += [{**row, "metric": "seen_on_gpus"}] if listed else []
+    return made
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_on_gpus_memory_is_what_the_driver_or_the_allocator_reports(right: list[Facts], *, listed: bool) -> None:
+    calm = verdict_of(on_gpus(right, listed=listed))
+    assert failed(calm) == set()
+    assert passed(calm, "peak_fits") is passed(calm, "memory_down_asleep") is True
+    assert passed(calm, "others_untouched") is (True if listed else None)
+    for check, _, change in WRONG:
+        if check in ("peak_fits", "memory_down_asleep") or (listed and change is OF_A_SLEEPER):
+            rows = copy.deepcopy(right)
+            change(rows)
+            assert check in failed(verdict_of(on_gpus(rows, listed=listed)))
+
+
+def test_another_process_under_a_ranks_number_is_not_its_memory(right: list[Facts]) -> None:
+    """A container's driver lists the host's pids: one of them may be a rank's here, with too little memory for it."""
+    rows = on_gpus(right, listed=True)
+    strange = [{**row, "value": MIB} if row["metric"] == "seen_on_gpus" else row for row in rows]
+    assert passed(verdict_of(strange), "peak_fits") is True
+    assert "does not list" in why(verdict_of(strange), "others_untouched")
+    some = [row for row in rows if row["metric"] != "seen_on_gpus" or row["ids"]["who"] != "a.trainer"]
+    assert passed(verdict_of(some), "others_untouched") is None

@@ -56,6 +56,12 @@ ALSO = {
     "moe-aux-summed": {"metric_parity", "later_steps"},
     "schedule-by-steps": {"later_steps", "result_parity", "update"},
 }
+<<<<<<< HEAD
+=======
+WITHIN_ROUNDING = {"moe-aux-unscaled"}  # in bfloat16
+QUICK = ("double-reduce",)
+DRAWN = [pytest.mark.slow, pytest.mark.drawn(8, of="faults")]
+>>>>>>> 83484019 (share: memory on GPUs is the driver's or the allocator's, never the host's; sync by ipc: the sender collects what receivers had kept alive; the probe of shared GPU memory releases it in that order)
 SMALLER = {"layers": 1, "microbatches": 5}
 
 
@@ -84,7 +90,7 @@ def test_without_the_fault_its_check_passes(split: Split, fault: Fault) -> None:
 
 @pytest.mark.slow
 @pytest.mark.drawn(2, of="faults in bfloat16")
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", sorted(HERE.keys() - WITHIN_ROUNDING))
 def test_rounding_in_bfloat16_hides_no_fault(split: Split, name: str) -> None:
     settings, check = {**own(HERE[name]), "dtype": "bfloat16"}, HERE[name].caught_by
     right = split(**settings).verdict()

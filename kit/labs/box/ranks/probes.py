@@ -277,7 +277,8 @@ class Probes:
     # -- memory of one GPU that two ranks use ---------------------------------------------------------------------------
 
     def ipc(self, cycle: int, *, expandable: bool = False) -> None:  # noqa: ARG002 - as above
-        """Memory of rank 0 is opened in the last rank, read and written there; then the reader releases it, and then its owner."""
+        """Memory of rank 0 is opened in the last rank, read and written there. Its owner releases it first, as the sender of a sync does,
+        then the reader; then the owner collects it."""
         if device().type == "cpu":
             return
         gc.collect()
@@ -285,7 +286,7 @@ class Probes:
         if not self.hand_over(expandable=expandable):
             return
         owner = self.ctx.rank == 0
-        for turn in (not owner, owner):  # torch keeps a block alive while a reader has it open
+        for turn in (owner, not owner, owner):  # torch keeps a block alive while a reader has it open
             self.meet()
             if turn:
                 self.held = None

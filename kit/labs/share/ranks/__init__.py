@@ -15,7 +15,7 @@ import torch
 from kit import machine
 from kit.errors import KitError
 from kit.labs.rankside import Context
-from kit.labs.share.lab import LOCK, PipelineConfig
+from kit.labs.share.lab import LOCK, PipelineConfig, member_name
 from kit.results.records import Row
 
 
@@ -112,8 +112,12 @@ class DeviceLock:
         self.ctx.record("lease", None, text=self.ctx.owner, device=self.device, event=event)
 
     def note_resident(self, state: str) -> None:
-        """Record this rank's state: `awake` or `held` with a device, `asleep` without."""
-        self.ctx.record("resident", machine.status()["VmRSS"], "B", who=self.ctx.owner, state=state)
+        """Record this rank's memory and state: `awake` or `held` with a device, `asleep` without. On a GPU: what the allocator reserves."""
+        if self.ctx.device.type == "cuda":
+            name = member_name(self.ctx.owner, self.ctx.place, len(self.ctx.roles[self.ctx.role]))
+            self.ctx.record("reserved", torch.cuda.memory_reserved(self.ctx.device), "B", who=name, state=state)
+        else:
+            self.ctx.record("resident", machine.status()["VmRSS"], "B", who=self.ctx.owner, state=state)
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:

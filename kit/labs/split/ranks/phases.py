@@ -136,6 +136,7 @@ class SplitSide:
         self.whole = list(cuts(whole, config.batch))
         if config.masks == "empty-rank":
             self.whole = [rollout.uneven(step, config.data_ranks) for step in self.whole]
+        self.of_the_twin = self.whole  # a plain model's rows
         if not config.has_twin:
             self.whole = [backends.shifted(self.megatron, step) for step in self.whole]
         own, rank = config.batch // config.data_ranks, dist.get_rank(megatron_split.data_group())
@@ -199,7 +200,7 @@ class SplitSide:
             micro_batch=self.config.micro_batch,
         )
         floor = oracle.FLOOR if self.config.batching == "fixed" else noise.WHOLE
-        for name, number in noise.measure(coarse, self.weights, self.whole, floor=floor).items():
+        for name, number in noise.measure(coarse, self.weights, self.of_the_twin, floor=floor).items():
             self.record("noise", number.rounding, of=name)
             self.record("reach", number.reach, of=name)
 
