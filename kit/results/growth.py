@@ -31,6 +31,10 @@ SLOPE_CYCLES = 4  # the warm-up, and three points for a line
 RISING = 6  # from this many cycles on, a single slow cycle cannot tilt the line through all
 LEAST_S = 0.1  # a phase that takes less than this longer is steady
 SETTLED = 2  # cycles after which all one-time allocations exist
+BY_DRIVER = ("driver_used", "process_used")
+HOST = ("anon_rss", "file_rss", "shm_rss")
+DRIVER_STEP = 8.0  # MiB per cycle: four of the driver's pages
+HOST_STEP = 4.0  # MiB per cycle beside a GPU: NCCL takes host memory for each communicator
 STATE_SHARE = 0.01  # share of the job's state that a cycle may add without counting as growth
 
 
@@ -207,20 +211,33 @@ def theil_sen(table: pd.DataFrame) -> pd.Series:
     return pd.Series(np.median(slopes, axis=0), index=rows.columns)
 
 
-def slopes(phase: str, control: str = "") -> Measure:
-    """Growth per cycle of the fastest-growing kind of memory, on the worst rank or GPU, above the slope of the same kind in a control
-    without treatment. All levels are from one phase, since levels differ between phases."""
+def slopes(phase: str, control: str = "", allowed: Callable[[Mapping[str, Any]], float] = lambda _: 1.0) -> Measure:
+    """Growth per cycle of the kind of memory that exceeds its limit most, on the worst rank or GPU, above the slope of the same kind in a
+    control without treatment. All levels are from one phase, since levels differ between phases.
 
-    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+    `allowed` is the limit of a kind that is counted in bytes. The driver gives memory in pages of 2 MiB, and one more page in few cycles
+    is a steep line: the limit of its numbers is at least `DRIVER_STEP`, and they need more cycles.
+    """
+
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         own = source(frame)
         kinds = dict.fromkeys([own.metric, *(["driver_used"] if own.metric != "process_used" else []), *WEIGHED])
-        recorded = {*frame.loc[frame["phase"] == phase, "metric"]}
-        answers = [slope(frame, own, kind, phase, control) for kind in kinds if kind in recorded]
+        rows = frame[frame["phase"] == phase]
+        recorded, few = {*rows["metric"]}, rows["cycle"].nunique() < RISING
+        driven = bool(recorded & {*BY_DRIVER})
+        least = {**dict.fromkeys(BY_DRIVER, DRIVER_STEP), **(dict.fromkeys(HOST, HOST_STEP) if driven else {})}
+        answers = [
+            replace(slope(frame, own, kind, phase, control), limit=max(allowed(config), least.get(kind, 0.0)))
+            for kind in kinds
+            if kind in recorded and not (few and kind in BY_DRIVER)
+        ]
         if not answers:
-            raise Missing(f"no memory was recorded in phase {phase}")
-        top = max(answers, key=lambda answer: answer.value or 0.0)
+            raise TooFewCycles(RISING) if driven else Missing(f"no memory was recorded in phase {phase}")
+        top = max(answers, key=lambda answer: (answer.value or 0.0) / (answer.limit or 1.0))
         remaining = ", ".join(f"{answer.of} {answer.value:+.3f}" for answer in answers if answer is not top)
-        return Measured(top.value, f"{top.why}; others: {remaining}" if remaining else top.why)
+        unasked = f"; {RISING} cycles are needed for the driver's numbers" if driven and few else ""
+        why = f"{top.why}; others: {remaining}" if remaining else top.why
+        return Measured(top.value, why + unasked, limit=top.limit if driven else None)
 
     return measure
 

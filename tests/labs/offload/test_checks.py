@@ -126,6 +126,11 @@ def cycles(level: float, per_cycle: float, control: float = 0.0) -> list[Fact]:
     return mine + [(c, "control", "anon_rss", (level + control * c) * MIB) for c in range(1, 12)]
 
 
+def driver(count: int, per_cycle: float) -> list[Fact]:
+    """A GPU's memory by the driver."""
+    return [(c, "idle", "driver_used", (900 + per_cycle * c) * MIB) for c in range(1, count + 1)]
+
+
 def test_growth_over_cycles() -> None:
     steady = answers(cycles(300, 0.1), size="tiny")
     assert steady["memory_slope"].passed
@@ -135,6 +140,16 @@ def test_growth_over_cycles() -> None:
     assert leak.passed is False
     # A job whose memory also grows in the control runs is not leaking because of the release.
     assert answers(cycles(300, 16, control=16))["memory_slope"].measured == 0
+    driven = answers(driver(6, 4) + cycles(300, 3), size="tiny")["memory_slope"]
+    assert (driven.passed, driven.limit) == (
+        True,
+        4.0,
+    )  # host memory beside NCCL; two of the driver's pages are no growth
+    assert answers(driver(6, 9) + cycles(300, 3), size="tiny")["memory_slope"].passed is False
+    early = answers(driver(5, 9) + cycles(300, 5)[:10], size="tiny", cycles=5)["memory_slope"]
+    assert (early.passed, early.measured) == (False, pytest.approx(5))
+    assert early.why.endswith("6 cycles are needed for the driver's numbers")
+    assert answers(driver(5, 9), size="tiny", cycles=5)["memory_slope"].why == "not measured: needs at least 6 cycles"
     few = answers(cycles(300, 16), cycles=3)["memory_slope"]
     assert (few.passed, few.why) == (None, "not measured: needs at least 4 cycles")
 
@@ -172,14 +187,14 @@ def test_what_is_missing_is_not_judged() -> None:
     assert (row.passed, "recorded 1 times, not 10" in row.why) == (None, True)
 
 
-def two_ranks(*, fell: float, reported: Iterable[str] = ("driver_used",)) -> pd.DataFrame:
-    """Two ranks on one GPU, each with a job of 100 MiB; both report the driver's number for the whole GPU."""
+def two_ranks(*, fell: float, reported: Iterable[str] = ("driver_used",), job: float = 100) -> pd.DataFrame:
+    """Two ranks on one GPU, each with a job of `job` MiB; both report the driver's number for the whole GPU."""
     rows: list[tuple[int, int, str, str, float]] = []
     for rank in range(2):
         rows += [(rank, 0, "run", "gpu", 0)]
         for cycle in (1, 2):
             rows += [
-                (rank, cycle, "fingerprint", "resident_bytes", 100 * MIB),
+                (rank, cycle, "fingerprint", "resident_bytes", job * MIB),
                 (rank, cycle, "idle", "left_bytes", 0),
             ]
             for phase, level in (
@@ -206,11 +221,23 @@ def judged(frame: pd.DataFrame, check: str) -> VerdictRow:
 
 
 def test_ranks_on_one_gpu_do_not_each_claim_what_left_it() -> None:
-    """The GPU gets back 100 of the jobs' 200 MiB: half, although that equals one rank's whole job."""
-    half = judged(two_ranks(fell=100), "tensors_released")
+    """The GPU gets back 1024 of the jobs' 2048 MiB: half, although that equals one rank's whole job. Less is not seen by the driver."""
+    half = judged(two_ranks(fell=1024, job=1024), "tensors_released")
     assert half.measured == pytest.approx(0.5)
     assert "0.500 by driver_used of the GPU, shared by 2 ranks" in half.why
-    assert judged(two_ranks(fell=200), "tensors_released").passed
+    assert judged(two_ranks(fell=2048, job=1024), "tensors_released").passed
+    small = judged(two_ranks(fell=100, job=1023), "tensors_released")
+    assert (small.measured, small.passed) == (1.0, True)
+    assert "too small to see in driver_used" in small.why
+
+
+def test_communicators_that_took_little_are_not_judged() -> None:
+    row = judged(two_ranks(fell=300, job=100), "comm_released")
+    assert row.passed
+    rows = two_ranks(fell=10)
+    little = rows["phase"].eq("fingerprint") & rows["metric"].eq("driver_used")
+    rows.loc[little, "value"] = 931 * MIB
+    assert judged(rows, "comm_released").why == "not measured: communicators took less than 32 MiB of driver memory"
 
 
 def test_communicators_of_ranks_on_one_gpu_are_what_is_beyond_both_allocators() -> None:
