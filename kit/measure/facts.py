@@ -7,6 +7,7 @@ Nothing here starts a kernel. A question about a GPU starts CUDA in this process
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import version
@@ -15,6 +16,8 @@ from typing import Any
 
 from kit import machine, nccl
 from kit.measure.recorder import version_of
+
+LAUNCH_BLOCKING = "CUDA_LAUNCH_BLOCKING"
 
 
 def imported(module: str, package: str) -> tuple[str | None, str | None]:
@@ -79,6 +82,11 @@ def stack_findings() -> list[dict[str, str | None]]:
             "torch_memory_saver",
             installed("torch-memory-saver", "torch_memory_saver"),
             "it gives pages back and keeps addresses: another way out and back for tensors, none for communicators",
+        ),
+        (
+            LAUNCH_BLOCKING,
+            "set to 1" if os.environ.get(LAUNCH_BLOCKING) == "1" else None,
+            "ranks wait where they launch a kernel: one that waits for others looks busy, so an error may blame the wrong rank",
         ),
     )
     return [dict(zip(("name", "what", "means"), row, strict=True)) for row in rows]

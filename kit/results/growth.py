@@ -182,18 +182,17 @@ def bystander_change(first: str) -> Measure:
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
         need_cuda(frame)
         rows = frame[frame["metric"] == "bystander_driver"]
-        source = "the driver"
-        if not rows["value"].all():
-            rows = frame[frame["metric"] == "bystander_bytes"]
-            source = "its own allocator (the driver does not list it)"
         if rows.empty:
             raise NotMeasured("no bystander process ran on the GPU")
-        start = rows[rows["phase"] == first].set_index("rank")["value"]
-        moved = (rows["value"] - rows["rank"].map(start)).abs()
+        start = frame[(frame["phase"] == first) & (frame["metric"] == "bystander_bytes")]["value"]
         if damaged := select(frame, metric="bystander_damaged")["value"].max():
             words = f"{damaged:g} bytes of a bystander process's memory were overwritten"
             return Measured(float(start.max()) / MIB, words)
-        return Measured(float(moved.max()) / MIB, f"{len(rows)} readings over all ranks, from {source}")
+        if not rows["value"].all():
+            raise NotMeasured("the driver does not list the bystander process (a container, or a part of a GPU)")
+        level = rows["rank"].map(rows[rows["phase"] == first].set_index("rank")["value"])
+        moved = (rows["value"] - level).abs()
+        return Measured(float(moved.max()) / MIB, f"{len(rows)} readings over all ranks, from the driver")
 
     return measure
 

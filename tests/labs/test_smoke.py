@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import kit
 from kit.labs.discover import find
+from kit.labs.smoke.ranks.phases import Smoke
 from kit.results import Row, judge, to_frame
 from tests.labs.parts import failing_parts
 
@@ -164,3 +168,30 @@ def test_a_bug_is_that_of_its_own_lab_even_after_one_that_broke_off(runs: Path, 
             broken_off.close()
             run = kit.run("smoke", fault=fault, cycles=3, world=world)
             assert outcome(run)["groups_return_to_baseline"] is returned
+
+
+@pytest.mark.parametrize(
+    ("kinds", "broken", "wrong"), [(("cpu", "cuda"), "cpu", 4), (("cuda",), "cpu", 0), (("cpu", "cuda"), "", 0)]
+)
+def test_both_backends_of_a_group_talk(
+    kinds: tuple[str, ...], broken: str, wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group of `cpu:gloo,cuda:nccl` sums on the host too."""
+
+    class OnDevice(torch.Tensor):
+        """A tensor whose copy on the host is seen to be one."""
+
+        def cpu(self) -> torch.Tensor:  # type: ignore[override]
+            return self.as_subclass(torch.Tensor).clone()
+
+    def add(message: torch.Tensor, group: object) -> None:
+        side = "cuda" if isinstance(message, OnDevice) else "cpu"
+        message.mul_(1 if side == broken else 3)
+
+    lab = Smoke.__new__(Smoke)
+    config = SimpleNamespace(size=4)
+    lab.ctx = SimpleNamespace(rank=0, world_size=2, device=torch.device("cuda"), config=config)  # type: ignore[assignment]
+    monkeypatch.setattr(Smoke, "places", lambda *_: torch.arange(1, 5).as_subclass(OnDevice))
+    monkeypatch.setattr(dist, "all_reduce", add)
+    group = SimpleNamespace(_device_types=[torch.device(kind) for kind in kinds])
+    assert lab.wrong_values(0, group, lab.message(0)) == wrong

@@ -139,6 +139,15 @@ def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch):
     assert gpu_state() == {"driver": "580.95.05", "gpus": [gpu], "why": None}
 
 
+@pytest.mark.parametrize(("value", "told"), [("1", "set to 1"), ("0", None), (None, None)])
+def test_launches_that_block_are_reported(monkeypatch: pytest.MonkeyPatch, value: str | None, told: str | None) -> None:
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+    if value:
+        monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", value)
+    (finding,) = (row for row in stack_findings() if row["name"] == "CUDA_LAUNCH_BLOCKING")
+    assert finding["what"] == told
+
+
 def test_megatrons_options_are_read_from_megatron():
     found = {finding["name"]: finding["what"] for finding in stack_findings()}
     assert found["CPU-offloaded optimizer"] == "Megatron knows optimizer_cpu_offload"

@@ -91,10 +91,18 @@ class Smoke:
         return self.places(index) * (self.ctx.rank + 1)
 
     def wrong_values(self, index: int, group: Any, message: torch.Tensor) -> int:
-        dist.all_reduce(message, group=group)
-        size = self.ctx.world_size
-        expected = self.places(index) * (size * (size + 1) // 2)
-        return int((message != expected).sum())
+        messages = [message, *([message.cpu()] if has_host_half(self.ctx.device, group) else [])]
+        size, wrong = self.ctx.world_size, 0
+        for own in messages:
+            dist.all_reduce(own, group=group)
+            expected = self.places(index).to(own.device) * (size * (size + 1) // 2)
+            wrong += int((own != expected).sum())
+        return wrong
 
     def places(self, index: int) -> torch.Tensor:
         return torch.arange(1, self.ctx.config.size + 1, device=self.ctx.device) + index
+
+
+def has_host_half(device: torch.device, group: Any) -> bool:
+    """Whether the group has another backend for the host, as `cpu:gloo,cuda:nccl` has."""
+    return device.type != "cpu" and any(kind.type == "cpu" for kind in getattr(group, "_device_types", ()))
