@@ -89,14 +89,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Shared:
     monkeypatch.setattr(
         transports, "torch", SimpleNamespace(cuda=cuda, empty=shared.empty, uint8=torch.uint8, Tensor=torch.Tensor)
     )
-<<<<<<< HEAD
-    monkeypatch.setattr(transports, "handle_of", handle)
-    monkeypatch.setattr(transports, "opened_block", lambda found: SLOTS[found[0]])
-=======
     monkeypatch.setattr(transports, "handle_of", shared.handle)
-    monkeypatch.setattr(transports, "opened", shared.opened)
+    monkeypatch.setattr(transports, "opened_block", shared.opened)
     return shared
->>>>>>> 83484019 (share: memory on GPUs is the driver's or the allocator's, never the host's; sync by ipc: the sender collects what receivers had kept alive; the probe of shared GPU memory releases it in that order)
 
 
 @pytest.mark.parametrize("receivers", [1, 3])

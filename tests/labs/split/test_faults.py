@@ -56,12 +56,7 @@ ALSO = {
     "moe-aux-summed": {"metric_parity", "later_steps"},
     "schedule-by-steps": {"later_steps", "result_parity", "update"},
 }
-<<<<<<< HEAD
-=======
 WITHIN_ROUNDING = {"moe-aux-unscaled"}  # in bfloat16
-QUICK = ("double-reduce",)
-DRAWN = [pytest.mark.slow, pytest.mark.drawn(8, of="faults")]
->>>>>>> 83484019 (share: memory on GPUs is the driver's or the allocator's, never the host's; sync by ipc: the sender collects what receivers had kept alive; the probe of shared GPU memory releases it in that order)
 SMALLER = {"layers": 1, "microbatches": 5}
 
 
