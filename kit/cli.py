@@ -298,6 +298,8 @@ def unmeasured_notes(run: results.Run, verdict: results.Verdict | None, *, stric
     nulls = [row for row in verdict or () if row.passed is None]
     if strict and nulls:
         return [f"not measured, which --strict counts as failed: {', '.join(row.check for row in nulls)}"]
+    if verdict is not None and len(nulls) == len(verdict):
+        return ["nothing was measured, so nothing passed"]
     own = suspect_in(run.config, None)
     needed = run.cycles_needed() if nulls and own else {}
     if short := [row for row in nulls if row.check in needed]:

@@ -29,7 +29,7 @@ from kit.labs.definition import (
 )
 from kit.machine import has_gpu_driver
 from kit.megatron.config import dtype_on, forced_tf32
-from kit.results import Rule, Run, list_runs, old, read_verdict
+from kit.results import Rule, Run, list_runs, old
 from kit.results.comparison import in_words
 from kit.results.records import flat
 from kit.results.run import STATUSES
@@ -387,13 +387,13 @@ def describe_folder(path: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"run": str(path), "label": "", "lab": "", "set": {}, "fault": None, "answer": "not judged"}
     try:
         found = Run(path)
-        stored = found.dir / "verdict.json"
-        counts = tally(without_parts(read_verdict(stored))) if stored.is_file() else "not judged"
+        stored = found.stored_verdict()
+        counts = "not judged" if stored is None else tally(without_parts(stored))
         row |= {"id": found.id, "label": found.label, "started": found.info().get("started")}
     except BadInput as error:
         return {**row, "status": "damaged", "verdict": str(error)}
-    if counts not in {"not judged", "no checks"}:
-        row["answer"] = "passed" if counts.startswith("0 ") else "failed"
+    if stored is not None and stored.answer is not None:
+        row["answer"] = "passed" if stored.answer else "failed"
     same = defaults(found.lab)  # empty for an unknown lab, so all settings count as changed
     changed = {name: value for name, value in flat(found.config).items() if name not in same or value != same[name]}
     return {**row, "lab": found.lab, "set": changed, "fault": found.fault, "status": found.status, "verdict": counts}

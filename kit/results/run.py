@@ -233,7 +233,7 @@ class Run:
         """
         if answers := self._measured():
             moved = checked_tolerances(tolerances, allowed=[rule.name for rule in self._lab_rules()])
-            return hold_limits(answers, self.config, moved)
+            return Verdict(hold_limits(answers, self.config, moved), ended=self.status if self.broke else "")
         if tolerances:
             raise BadInput(
                 f"lab {self.lab!r} has no checks here, so it takes no tolerances (got {', '.join(tolerances)})"
@@ -242,7 +242,7 @@ class Run:
 
     def stored_verdict(self) -> Verdict | None:
         path = self.dir / "verdict.json"
-        return read_verdict(path) if path.is_file() else None
+        return Verdict(read_verdict(path), ended=self.status if self.broke else "") if path.is_file() else None
 
     def cycles_needed(self) -> dict[str, int]:
         """The checks that are not measured because the run had too few cycles, and how many cycles each needs."""

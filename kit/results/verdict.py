@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from kit.errors import BadInput, hint
 from kit.results.old import Renamed, current_tolerances
@@ -107,14 +107,26 @@ def without_parts(rows: Iterable[VerdictRow]) -> list[VerdictRow]:
     return [row for row in rows if "/" not in row.check]
 
 
-class Verdict(tuple[VerdictRow, ...]):
-    """The rows in the order of the lab's checks; shown worst first."""
+class Verdict(tuple[VerdictRow, ...]):  # noqa: SLOT001 - a tuple cannot have slots of its own
+    """The rows in the order of the lab's checks; shown worst first. `ended`: the status of a run that did not come to its end."""
 
-    __slots__ = ()
+    ended: str
+
+    def __new__(cls, rows: Iterable[VerdictRow] = (), *, ended: str = "") -> Self:
+        verdict = super().__new__(cls, rows)
+        verdict.ended = ended
+        return verdict
+
+    @property
+    def answer(self) -> bool | None:
+        """False if a check failed. None if nothing was measured, or if the run ended early: later records might have failed a check."""
+        if self.failed:
+            return False
+        return None if self.ended or not any(row.passed for row in self) else True
 
     @property
     def passed(self) -> bool:
-        return not self.failed
+        return self.answer is True
 
     @property
     def failed(self) -> tuple[VerdictRow, ...]:
@@ -209,7 +221,7 @@ def _text(value: object) -> str:
 
 
 def exit_code(verdict: Verdict, *, strict: bool = False) -> int:
-    """0 if no check failed. `strict`: a check that was not measured counts as a failed one."""
+    """0 if no check failed and one was measured. `strict`: a check that was not measured counts as a failed one."""
     unmeasured = [row for row in verdict if row.passed is None]
     return 1 if not verdict.passed or (strict and unmeasured) else 0
 

@@ -239,7 +239,7 @@ class Strip:
         notice = "" if not model.notice else f" {text(model.notice.removeprefix(word).strip(': '))}"
         verdict = None if model.state in BUSY else model.verdict
         if verdict and any(row.passed is not None for row in verdict):
-            mark = MARKS[verdict.passed]
+            mark = MARKS[verdict.answer]
             answer = span_html(mark.kind, f"{mark.sign} {headline(verdict)}")
             done = model.state == "finished"
             line = f"<b>{answer}</b> {span_html('faint', word)}{notice}" if done else f"{state}{notice}; {answer}"

@@ -693,7 +693,7 @@ class VerdictTab(Tab):
 def head_html(verdict: Any) -> str:
     if verdict is None or not len(verdict):
         return '<p class="kit-faint">Not judged yet: run the lab to its end.</p>'
-    mark = MARKS[verdict.passed]
+    mark = MARKS[verdict.answer]
     return f"<div role='status' aria-live='polite'>{look.span_html(mark.kind, f'{mark.sign} {tally(verdict)}')}</div>"
 
 

@@ -23,12 +23,14 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Return a function that makes a run, judged with one row or not at all, and returns its id."""
     monkeypatch.setenv("KIT_RUNS", str(tmp_path))
 
-    def run(lab: str, passed: bool | None = None, fault: str | None = None, **config: object) -> str:
+    def run(
+        lab: str, passed: bool | None = None, fault: str | None = None, stopped: bool = False, **config: object
+    ) -> str:
         defaults = dataclasses.asdict(find(lab).config(**config))
         writer = create_run(tmp_path, lab, defaults, {}, fault=fault)
         if passed is not None:
             writer.write_verdict(Verdict([VerdictRow("fds_return", 1.0, 0.0, "1", passed, "")]))
-        writer.finish()
+        writer.finish("interrupted" if stopped else None, stopped=stopped)
         return writer.id
 
     return run
@@ -66,6 +68,13 @@ def test_runs_are_filtered(make: Callable[..., str]) -> None:
     row = every.set_index("run").loc[broken]
     assert (row["set"], row["verdict"], row["answer"]) == ("cycles=5", "1 failed, 0 passed, 0 not measured", "failed")
     assert kit.load(row["dir"]).id == broken
+
+
+def test_a_run_that_was_stopped_has_not_passed(make: Callable[..., str]) -> None:
+    stopped, broken = make("smoke", passed=True, stopped=True), make("smoke", passed=False, stopped=True)
+    assert set(kit.runs(verdict="passed")["run"]) == set()
+    assert set(kit.runs(verdict="not judged")["run"]) == {stopped}
+    assert set(kit.runs(verdict="failed")["run"]) == {broken}
 
 
 def test_what_cannot_be_asked_is_refused(make: Callable[..., str]) -> None:

@@ -90,7 +90,7 @@ def raising(error):
 def test_what_the_machine_cannot_have_is_null_whoever_is_suspected():
     verdict = judge(to_frame([]), {}, [raising(NotMeasured("no GPU driver"))], suspect="fault 'x'")
     assert (verdict[0].passed, verdict[0].why) == (None, "not measured: no GPU driver")
-    assert exit_code(verdict) == 0
+    assert (verdict.failed, verdict.passed, exit_code(verdict)) == ((), False, 1)  # nothing at all was measured
 
 
 def test_what_the_code_kept_from_being_judged_fails_and_comes_back_from_disk(tmp_path):
@@ -177,7 +177,23 @@ def test_passed_failed_and_exit_code():
     assert not verdict.passed
     assert [row.check for row in verdict.failed] == ["bad"]
     assert exit_code(verdict) == 1
-    assert exit_code(Verdict([])) == 0
+    assert exit_code(Verdict([])) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "ended", "answer"),
+    [
+        ([1.0, None], "", True),
+        ([1.0, 99.0], "", False),
+        ([None, None], "", None),
+        ([1.0, None], "stopped", None),
+        ([1.0, 99.0], "failed", False),
+    ],
+)
+def test_a_verdict_passes_only_if_something_was_measured_and_the_run_came_to_its_end(values, ended, answer):
+    rules = [check(value, name=f"check{number}") for number, value in enumerate(values)]
+    verdict = Verdict(judge(to_frame([]), {}, rules), ended=ended)
+    assert (verdict.answer, verdict.passed) == (answer, answer is True)
 
 
 def test_verdict_json_has_exactly_the_contracts_keys_and_comes_back(tmp_path):
