@@ -61,6 +61,8 @@ def memory_by_source(data: RunData) -> pd.DataFrame:
         shared = ", each GPU shared by ranks" if where == "GPU memory" and data.memory.gpu_of else ""
         for metric in [name for name in sources if name in data.metrics()]:
             level, start = data.level(metric), data.start(metric.removeprefix("peak_")) or 0.0
+            if level.empty:  # none of its values is a number
+                continue
             name = f"{sources[metric]}, {size(level['value'].iloc[-1])}"
             level[["low", "value", "high"]] -= start
             parts.append(level.assign(panel=where + shared, kind=name, start=0.0))
