@@ -414,6 +414,7 @@ def frame_of(columns: Columns) -> pd.DataFrame:
 _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode
 
 
+BLOCK = 2**20  # bytes
 KNOWN_BY = 256  # bytes before the last position, by which a file is recognised as the one that was read
 
 
@@ -448,16 +449,31 @@ class File:
             self._start()  # it ended within a line, was edited, or was written anew
             data = read_bytes(self.path)
         data = data.removeprefix(self.last)
+        self.size += len(data)
+        self.last = (self.last + data[-KNOWN_BY:])[-KNOWN_BY:]
+        # A block at a time: Python's objects for all rows at once take ten times the memory of the table.
+        blocks = [block for block in (self._block(part) for part in in_blocks(data)) if len(block)]
+        del data
+        frames = [self.frame, *blocks] if len(self.frame) else blocks
+        if blocks:
+            self.frame = frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
+        return self.frame
+
+    def _block(self, data: bytes) -> pd.DataFrame:
         columns, dropped = parse_lines(data)
         self.dropped += [self.lines + index + 1 for index in dropped]
         self.lines += data.count(b"\n")
-        self.size += len(data)
         self._hash.update(data)
-        self.last = (self.last + data)[-KNOWN_BY:]
-        added = frame_of(columns)
-        if len(added):
-            self.frame = pd.concat([self.frame, added], ignore_index=True) if len(self.frame) else added
-        return self.frame
+        return frame_of(columns)
+
+
+def in_blocks(data: bytes) -> Iterator[bytes]:
+    """The data in parts of whole lines."""
+    start = 0
+    while start < len(data):
+        end = data.find(b"\n", start + BLOCK) + 1 or len(data)
+        yield data[start:end]
+        start = end
 
 
 # -- making a run ----------------------------------------------------------------------------------------------------------

@@ -405,6 +405,24 @@ def test_lines_are_counted_through_what_was_read_before(folder, record):
     assert run.notes[:1] == [f"records.jsonl: 2 unreadable lines were dropped (lines {lines + 1}, {lines + 4})"]
 
 
+@pytest.mark.parametrize("ending", [b"", b"torn", b"\n"])
+def test_a_large_file_is_read_in_blocks_of_whole_lines(folder, record, monkeypatch, ending):
+    lines = [record(cycle=cycle, text="é" * cycle).to_line().encode() for cycle in range(40)]
+    lines[7] = b"no row\n"
+    (folder / "records.jsonl").write_bytes(b"".join(lines) + ending)
+    whole, blocks = Run(folder), []
+    expected, notes = whole.frame(), whole.notes
+    parse_lines = run_module.parse_lines
+    monkeypatch.setattr(run_module, "BLOCK", 1000)
+    monkeypatch.setattr(run_module, "parse_lines", lambda data: blocks.append(data) or parse_lines(data))
+    run = Run(folder)
+    pd.testing.assert_frame_equal(run.frame(), expected)
+    assert (len(expected), run.notes) == (39, notes)
+    assert len(blocks) > 5
+    assert all(len(block) <= 1000 + max(map(len, lines)) for block in blocks)
+    assert b"".join(blocks) == (folder / "records.jsonl").read_bytes()
+
+
 def test_a_file_that_was_cut_or_written_anew_is_read_as_it_is(folder, record):
     path = folder / "records.jsonl"
     run = Run(folder)
