@@ -6,7 +6,7 @@ rank raised, died or timed out); 130 interrupted, and the ranks are ended. `chec
 if its rows or verdict were changed after it ended, otherwise by its verdict. `runs`, `show`, `compare`, `export`, `trace`,
 `report` and `notebook` end with 0 if they succeed; `notebook` ends with 3 if a cell fails.
 
-DIR is the folder or the id of a run (`kit runs` lists them). A command with one DIR uses the newest run by default.
+DIR is the folder or the id of a run (`kit runs` lists them). A command with one DIR uses the newest finished run by default.
 A command with several also accepts the folder of a sweep, which stands for its runs.
 
 Completion of commands, options, labs, settings, faults and runs in bash and zsh: eval "$(register-python-argcomplete kit)"
@@ -440,11 +440,15 @@ def compare_command(args: argparse.Namespace) -> CommandAnswer:
 
 
 def load_run(word: Path | None) -> results.Run:
-    return kit.load(find_run(word))
+    run = kit.load(find_run(word))
+    if word is None:
+        which = "no run is finished; the newest" if run.broke else "the newest finished run"
+        print(f"kit: {which} is {run.id}", file=sys.stderr)
+    return run
 
 
 def load_all(words: Sequence[Path | None]) -> list[results.Run]:
-    """Return runs by folder or id: the newest by default, and all runs of a sweep."""
+    """Return runs by folder or id: the newest finished one by default, and all runs of a sweep."""
     from kit.public import runs_of
 
     return [kit.load(path) for folder in map(find_run, words or [None]) for path in runs_of(folder)]
@@ -663,8 +667,8 @@ def device_option(text: str) -> CommandOption:
 
 MANY: dict[str, Any] = {"action": "append", "default": []}
 LAB = command_option("lab", "LAB", "the lab (`kit labs` lists them)", lab_names)
-ONE_RUN = run_word("dir", "folder or id of a run; default: the newest run", nargs="?")
-RUNS = run_word("dirs", "folders or ids of runs, or a sweep's folder; default: the newest run", nargs="*")
+ONE_RUN = run_word("dir", "folder or id of a run; default: the newest finished run", nargs="?")
+RUNS = run_word("dirs", "folders or ids of runs, or a sweep's folder; default: the newest finished run", nargs="*")
 JSON = flag("--json", "print one JSON object on stdout and nothing else")
 STRICT = flag("--strict", "count a check that was not measured as a failed one: exit status 1")
 # For each command: its function, help text, examples, options.

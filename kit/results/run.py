@@ -337,28 +337,38 @@ def list_runs(folder: str | Path) -> list[Path]:
 
 
 def find_run(word: str | Path | None = None) -> Path:
-    """The folder that a person means: a path, the id of a run among the runs, or, without a word, the newest run."""
+    """The folder that a person means: a path, the id of a run among the runs, or, without a word, the newest finished run."""
     root = runs_dir()
     if word is None:
-        if not (runs := list_runs(root)):
+        if not (newest := first_finished(list_runs(root))):
             raise BadInput(f"there is no run in {root}; name a folder")
-        return runs[0]
+        return newest
     path = user_path(word)
     if path.exists():
         return path
-    return next((run for run in list_runs(root) if str(word) in (run.name, _told(run, "run"))), path)
+    return next((run for run in list_runs(root) if str(word) in (run.name, _entry(run, "run"))), path)
 
 
 def newest_run(folder: str | Path, lab: str) -> Path | None:
-    """The newest run of a lab, if there is one. A folder with the name of another lab is not opened."""
-    for path in list_runs(folder):
-        named = NAMED.fullmatch(path.name)
-        if (named["lab"] if named else _told(path, "lab")) == lab:
-            return path
-    return None
+    """The newest finished run of a lab, if there is one. A folder with the name of another lab is not opened."""
+    return first_finished(
+        path
+        for path in list_runs(folder)
+        if (named["lab"] if (named := NAMED.fullmatch(path.name)) else _entry(path, "lab")) == lab
+    )
 
 
-def _told(folder: Path, key: str) -> str:
+def first_finished(folders: Iterable[Path]) -> Path | None:
+    """The first run that came to its end; without one, the first: a run that broke early has little to show."""
+    first = None
+    for folder in folders:
+        if _entry(folder, "status") == "finished":
+            return folder
+        first = first or folder
+    return first
+
+
+def _entry(folder: Path, key: str) -> str:
     with contextlib.suppress(BadInput, AttributeError):
         return str(read_json(folder / "run.json").get(key))
     return ""

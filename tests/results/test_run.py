@@ -453,9 +453,14 @@ def test_checks_are_asked_once_until_records_grow(folder, record):
 
 
 def test_the_newest_run_of_a_lab(make_run, tmp_path):
-    for name, lab, second in (("own", "mine", 3), ("offload-20260101-000000-abcd", "offload", 2), ("old", "mine", 1)):
+    for name, lab, second, error in (
+        ("stopped", "mine", 5, "interrupted"),
+        ("own", "mine", 3, None),
+        ("offload-20260101-000000-abcd", "offload", 2, "rank 1 died"),
+        ("old", "mine", 1, None),
+    ):
         writer = create_run(tmp_path, lab, {}, {}, out=tmp_path / name)
-        writer.finish()
+        writer.finish(error, stopped=name == "stopped")
         os.utime(writer.dir / "run.json", (second, second))
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "run.json").write_text("{")

@@ -12,7 +12,7 @@ from kit.errors import KitError
 from kit.labs.definition import Fault
 from kit.labs.stream.faults import OF_RANKS, OF_THE_CONTROLLER
 from kit.labs.stream.lab import LAB
-from kit.results import Verdict, newest_run, runs_dir
+from kit.results import Verdict, list_runs, runs_dir
 from tests.labs.simulated import failed, passed, run, why
 from tests.labs.stream.conftest import simulated
 
@@ -123,8 +123,7 @@ def test_rounding_in_bfloat16_hides_no_bug(on_ranks: Callable[..., kit.Run], fau
 def test_a_replica_that_stops_is_named(places: None, fault: Fault) -> None:
     with pytest.raises(KitError, match=r"rank 1|replica 0"):
         kit.run("stream", fault=fault.name)
-    folder = newest_run(runs_dir(), "stream")
-    assert folder is not None
+    folder = list_runs(runs_dir())[0]
     verdict = kit.load(folder).verdict()
     assert failed(verdict) - {"equals_plain"} == {fault.caught_by}  # the broken loop computed less than the plain one
     assert "lockstep: " in why(verdict, fault.caught_by)

@@ -12,7 +12,7 @@ import kit
 from kit.labs.definition import Fault
 from kit.labs.sync.faults import FAULTS
 from kit.labs.sync.rules import healing
-from kit.results import newest_run, runs_dir
+from kit.results import list_runs, runs_dir
 from tests.labs.sync.conftest import failed, unanswered, why
 
 Sync = Callable[..., kit.Run]
@@ -125,8 +125,7 @@ def test_who_does_not_answer_is_named() -> None:
 
 def blamed() -> dict[str, str]:
     """Return the one check that failed in the newest run, `receivers_answer`, and why."""
-    folder = newest_run(runs_dir(), "sync")
-    assert folder is not None
+    folder = list_runs(runs_dir())[0]
     found = {row.check: row.why for row in kit.load(folder).verdict().failed}
     assert set(found) == {"receivers_answer"}
     return found
