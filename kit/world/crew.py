@@ -365,6 +365,16 @@ class Crew:
         self._hear_until(lambda: 0 not in self.agents or ((agent := first()) and agent.status is not None), seconds)
         return first()
 
+    def refuse_death(self) -> None:
+        """Raise if a rank that has joined, or torchrun, has ended. For a World that waits until others have started."""
+        self.hear_agents()
+        if self.exits and (death := self.first_exit()) is not None:
+            how = "is gone" if death.status is None else how_ended(death.status)
+            text = f"rank {death.rank} {how} while other Worlds started; {self._last_words(2)}"
+            raise RankDied(text, rank=death.rank, phase="start", **ending(death.status))
+        if gone := self.torchrun_gone():
+            raise KitError(f"torchrun {gone} while other Worlds started; {self._last_words()}")
+
     def torchrun_gone(self) -> str | None:
         """How this machine's agent (torchrun) ended, or None while it lives."""
         if self._process is None or (0 in self.agents and self._process.poll() is None):

@@ -143,10 +143,11 @@ class World(RankCalls):
         observer: WorldObserver | None = None,
         devices: Sequence[int] = (),
         part: NodePart | None = None,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         """`devices` places each rank on a GPU by its number; several ranks, and several Worlds, may share one.
 
-        `part` is for Worlds: this one is one of several, and its ranks wait for `launch`.
+        `part` and `look` are for Worlds: this one is one of several, its ranks wait for `launch`, and `look` is called while they start.
         """
         asked.check_layout(ranks, nodes, endpoint)
         asked.check_seconds("timeout_s", timeout_s)
@@ -161,6 +162,7 @@ class World(RankCalls):
         self.observer: WorldObserver = observer or Printer()
         self._lock = threading.RLock()
         self._turn = threading.RLock()
+        self._look = look
         self.on_death: Callable[[str, KitError | None], None] = lambda *_: None
         self.dead = ""  # why, once it is
         self._closed = False
@@ -181,7 +183,7 @@ class World(RankCalls):
                 part=part or NodePart(0, ranks),
                 devices=asked.check_gpu_numbers(devices, ranks),
             ),
-            tick=lambda: self.observer.tick(()),  # nobody has answered while ranks start
+            tick=self._tick,
         )
         atexit.register(self.close)
         try:
@@ -337,6 +339,10 @@ class World(RankCalls):
         if self._closed:
             raise KitError("this World is closed; make a new one")
 
+    def _tick(self) -> None:
+        self.observer.tick(())  # nobody has answered while ranks start
+        self._look()
+
     def die(self, why: str, error: KitError | None = None) -> None:
         """End the ranks for a reason; restart() brings fresh ones. Calls in flight end with the error."""
         if self.dead:
@@ -391,6 +397,7 @@ class Worlds(RankCalls):
         self.isolate = isolate
         self.timeout_s = timeout_s
         self.worlds: list[World] = []
+        self._starting = True
         self._observer: WorldObserver = observer or Printer()
         self._lock = threading.RLock()
         self._turn = threading.RLock()
@@ -402,6 +409,7 @@ class Worlds(RankCalls):
                     observer=self.observer,
                     devices=devices[number] if devices else (),
                     part=NodePart(first, sum(sizes)),
+                    look=self._look_at_start,
                     **options,
                 )
                 made._lock = self._lock  # ranks of several Worlds are called together
@@ -410,6 +418,7 @@ class Worlds(RankCalls):
                 self.worlds.append(made)
             for world in self.worlds:  # while one launches, the agents of the others load torch
                 world._crew.launch()
+            self._starting = False
         except BaseException:
             self.close()
             raise
@@ -468,6 +477,11 @@ class Worlds(RankCalls):
     def state(self) -> str:
         """idle, busy, dead or closed: of the Worlds' states the last in this order."""
         return max((world.state for world in self.worlds), key=("idle", "busy", "dead", "closed").index)
+
+    def _look_at_start(self) -> None:
+        """A World that dies while another one starts ends the start of all."""
+        for world in self.worlds if self._starting else ():
+            world._crew.refuse_death()
 
     def _end_all(self, why: str, error: KitError | None) -> None:
         for world in self.worlds:

@@ -14,6 +14,7 @@ import pytest
 
 from kit import machine
 from kit.errors import BadInput, KitError, RankDied, RankError, RankTimeout
+from kit.world.asked import CREWS
 from kit.world.world import Worlds
 from tests.holdings import wait_for
 
@@ -44,6 +45,32 @@ class Seen:
 
     def ended(self) -> None:
         self.reported.append("ended")
+
+
+class KillsTheFirst(Seen):
+    """Kills the rank of the first World, or its torchrun, as soon as that World has started and the second has not."""
+
+    def __init__(self, logs: Path, *, agent: bool) -> None:
+        super().__init__()
+        self.logs, self.agent = logs, agent
+
+    def tick(self, answered: object) -> None:
+        crews = [crew for crew in CREWS if crew.plan.logs == self.logs]
+        first = next(crew for crew in crews if crew.plan.part.first == 0)
+        if not first.members or len(crews) < 2:
+            return
+        os.kill(first.torchrun_pid if self.agent else first.members[0].pid, signal.SIGKILL)
+        wait_for(lambda: first.hear_agents() or first.exits or not first.agents)
+
+
+@pytest.mark.parametrize("agent", [False, True])
+def test_a_death_while_another_world_starts_ends_the_start(tmp_path: Path, nothing_left: None, agent: bool) -> None:
+    sentence = (
+        "^torchrun was killed by SIGKILL while other Worlds" if agent else "^rank 0 was killed by SIGKILL while other"
+    )
+    with pytest.raises(KitError, match=sentence) as info:
+        Worlds((1, 1), device="cpu", logs=tmp_path, observer=KillsTheFirst(tmp_path, agent=agent))
+    assert isinstance(info.value, RankDied) != agent
 
 
 @pytest.fixture(scope="module")
