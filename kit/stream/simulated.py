@@ -171,7 +171,8 @@ class SimulatedReplica:
 class System(Simulated):
     """Every port of one pipeline. `prompts` None: the data never ends. A resumed run gets the groups `again`, then those from `first`.
 
-    `fails` maps a command to the step at which the trainer answers it with an error, once; `generate` to a group of which a request fails.
+    `fails` maps a command to the step at which the trainer answers it with an error, once; `generate` to a group of which a request fails,
+    `sync` to a version that is not sent.
     """
 
     def __init__(
@@ -237,8 +238,13 @@ class System(Simulated):
     def sync(self, command: Command) -> Answers:
         """Send a version to replicas. Fails while the trainer finishes an update: once it can send, its weights are a later version."""
         begun, over = self.weights_move
+        why = ""
         if begun <= self.clock.now() < over:
             why = f"cannot send version {command.version}: the trainer is at a later one"
+        elif self.fails.get("sync") == command.version:
+            del self.fails["sync"]
+            why = REHEARSED
+        if why:
             self.say("error", **{**dict(command.ids), "of": "sync", "why": why})
             return ()
         left = {number for number in numbers(command.replicas) if not self.replicas[number].gone}

@@ -20,6 +20,7 @@ from kit.results.rules import Violations, settle
 from kit.results.units import counted
 from kit.share.books import Books, DeskLedger
 from kit.share.judge import pipeline_rows
+from kit.stream import judge as stream
 from kit.stream.history import LoopLedger
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ Measure = Callable[["pd.DataFrame", Mapping[str, Any]], Measured]
 State = TypeVar("State")
 Key = TypeVar("Key")
 Value = TypeVar("Value")
+
+# Of a pipeline's loop: a step may wait for all its groups.
+LOOP_RULES = tuple(rule for rule in stream.RULES if rule.__name__ != "trains_before_straggler")
 
 # -- ledgers --------------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kit.labs.definition import made
 from kit.labs.share.lab import ALONE, BETWEEN_LOOKS_S, MAIN, TRAINER, ShareConfig, role_names
 from kit.labs.share.ledgers import (
+    LOOP_RULES,
     RESERVED,
     ResidentBytes,
     alone_phases,
@@ -41,7 +42,6 @@ from kit.results.rules import Measure, Violations, rule, settle
 from kit.results.units import counted
 from kit.share import judge
 from kit.share.books import DeskLedger, replica_of
-from kit.stream import judge as stream
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -457,17 +457,15 @@ def loops_right(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:  
     """
     count, asked = 0, set[str]()
     for where, loop in loops(frame, (MAIN, *alone_phases(frame))):
-        for rule_of_loop in stream.RULES:
-            name = rule_of_loop.__name__
-            if name != "trains_before_straggler":
-                try:
-                    answer = settle(rule_of_loop(loop))
-                except NotMeasured:
-                    continue
-                count += 1
-                asked.add(name)
-                if answer.value:
-                    yield f"{where}: {name}: {answer.why}"
+        for rule_of_loop in LOOP_RULES:
+            try:
+                answer = settle(rule_of_loop(loop))
+            except NotMeasured:
+                continue
+            count += 1
+            asked.add(rule_of_loop.__name__)
+            if answer.value:
+                yield f"{where}: {rule_of_loop.__name__}: {answer.why}"
     if not count:
         raise Missing("no pipeline's loop was recorded with its settings (`capacity`)")
     return f"{counted(len(asked), 'rule')} of the lab stream, checked {count} times, hold in every loop"

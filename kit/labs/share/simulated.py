@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kit.errors import KitError
-from kit.labs.share.lab import DESK, ShareConfig
+from kit.labs.share.lab import DESK, PipelineConfig, ShareConfig
 from kit.loop.messages import Command, Event, Sink
 from kit.loop.runner import Port, Runner, Stalled, VirtualClock
 from kit.results import Row
@@ -122,6 +122,12 @@ class Stage(Devices):
 # -- a run ----------------------------------------------------------------------------------------------------------------
 
 
+def serial_s(loop: PipelineConfig) -> float:
+    """The seconds that a pipeline takes with one thing after the other, at most."""
+    times = durations(loop)
+    return loop.steps * loop.groups * (loop.group * loop.answer[1] * times.token_s + times.train_s + times.sync_s)
+
+
 def simulated_side(config: ShareConfig, scene: Scene, ledger: Sink, begins: Callable[[Runner], object]) -> ShareSide:
     """All pipelines, asleep, and their devices. The run stops if it takes far too long."""
     clock, systems = VirtualClock(), dict[str, System]()
@@ -131,8 +137,7 @@ def simulated_side(config: ShareConfig, scene: Scene, ledger: Sink, begins: Call
         systems[name] = System(clock, times, replicas=loop.replicas, pipeline=name)
         for replica in systems[name].replicas.values():
             replica.gone = True  # asleep: the desk wakes the first
-        tokens, groups = loop.group * loop.answer[1], loop.steps * loop.groups
-        late += LATE * groups * (tokens * times.token_s + times.train_s + times.sync_s)
+        late += LATE * serial_s(loop)
     stage = Stage(scene, clock, systems)
 
     def stop() -> None:

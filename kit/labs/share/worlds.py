@@ -14,16 +14,19 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from kit.labs.definition import NAMES
+from kit.labs.share.drive import simulate_pipelines
 from kit.labs.share.lab import DESK, MAIN, PipelineConfig, ShareConfig
-from kit.labs.share.ledgers import settled
+from kit.labs.share.ledgers import LOOP_RULES, settled
+from kit.labs.share.simulated import Scene, serial_s
 from kit.loop.explore import A_SECOND, Judged, World
 from kit.loop.messages import Command, Event, Memory
 from kit.loop.runner import Runner, VirtualClock
 from kit.results.records import Unjudged
-from kit.results.rules import NotMeasured
+from kit.results.rules import NotMeasured, settle
 from kit.share.books import DeskLedger
-from kit.share.judge import MOST_SLEEPS, RULES, sleeps_in_a_row
+from kit.share.judge import MOST_SLEEPS, RULES, pipeline_rows, sleeps_in_a_row
 from kit.share.simulated import Devices, simulate
+from kit.stream.history import LoopLedger
 from kit.target import load_callable
 
 SIZES = (1, 2, 2, 3, 4, 4, 4, 6, 8, 8, 12, 16, 32, 64)  # devices: mostly few, since most bugs need few
@@ -207,7 +210,7 @@ class Worker:
 class ShareWorlds:
     """`settings` are those of the lab that name own code."""
 
-    own: ClassVar[tuple[str, ...]] = ("scheduler", "planner")
+    own: ClassVar[tuple[str, ...]] = ("scheduler", "planner", "pipeline")
     phase: ClassVar[str] = MAIN
     rooms: ClassVar[tuple[str, ...]] = ("kit.share.core", "kit.share.planner", "kit.share.state")
     beyond: ClassVar[Mapping[str, str]] = {
@@ -217,6 +220,7 @@ class ShareWorlds:
 
     def __init__(self, **settings: Any) -> None:
         self.settings = settings
+        self.whole = "pipeline" in settings  # loops with samples, tokens and weights instead of `Worker`s
 
     # -- the draw -----------------------------------------------------------------------------------------------------------
 
@@ -231,7 +235,7 @@ class ShareWorlds:
             "broken": [],
             "happens": [],
         }
-        for _ in range(rng.choice([0, 0, 0, 1, 1, 2])):
+        for _ in range(0 if self.whole else rng.choice([0, 0, 0, 1, 1, 2])):
             draw_fates(rng, world)
         return world
 
@@ -247,6 +251,10 @@ class ShareWorlds:
 
     def run(self, world: World, rows: Memory) -> None:
         config = self.config(world)
+        if self.whole:
+            times = {"sleep_s": world["sleep_ms"] / 1000, "wake_s": world["wake_ms"] / 1000}
+            simulate_pipelines(config, Scene(name="explored", devices=times), rows)
+            return
         clock, names = VirtualClock(), config.names
         cores: dict[str, Any] = {
             name: Worker(name, pipeline) for name, pipeline in zip(names, world["pipelines"], strict=True)
@@ -282,7 +290,19 @@ class ShareWorlds:
         with contextlib.suppress(NotMeasured):  # then `plan_valid` is not measured either
             measured = sleeps_in_a_row(ledger)
             judged.findings |= {"no_thrash": measured.why} if (measured.value or 0.0) > MOST_SLEEPS else {}
+        if wrong := [*self.judge_loops(rows)] if self.whole else []:
+            judged.findings["loops_right"] = wrong[0]
         return judged
+
+    def judge_loops(self, rows: Memory) -> Iterator[str]:
+        """Yield each rule of the lab stream that a pipeline's loop violates."""
+        for row in [row for row in rows if row.event == "capacity"]:
+            loop = LoopLedger([row, *pipeline_rows(rows, row.who)])
+            for rule in LOOP_RULES:
+                with contextlib.suppress(NotMeasured):
+                    measured = settle(rule(loop))
+                    if measured.value:
+                        yield f"pipeline {row.who}: {rule.__name__}: {measured.why}"
 
     def config(self, world: World) -> ShareConfig:
         """The lab's config of this world: own code gets it as it would in a run of the lab."""
@@ -292,12 +312,16 @@ class ShareWorlds:
                 infer_tp=pipeline["tp"],
                 train=tuple(pipeline["train"]),
                 steps=len(pipeline["steps"]),
+                groups=len(pipeline["steps"][0]),
+                slots=None,
                 group=max(2, len(pipeline["train"])),
                 micro_batch=1,
+                pace_ms=max(1.0, pipeline["steps"][0][0] / 20),
+                train_pace_ms=max(1.0, pipeline["training_ms"] / 10),
             )
             for name, pipeline in zip(NAMES, world["pipelines"], strict=False)
         }
-        length = serial_ms(world)
+        length = round(1000 * sum(map(serial_s, loops.values()))) if self.whole else serial_ms(world)
         return ShareConfig(
             simulated=True,
             size="125m",  # its heads can be divided by each tp; nothing is computed with it

@@ -41,8 +41,6 @@ class StreamWorlds:
     rooms: ClassVar[tuple[str, ...]] = ("kit.stream.core", "kit.stream.generation", "kit.stream.settings")
     beyond: ClassVar[Mapping[str, str]] = {
         "blocks-the-loop": "a controller that blocks takes wall time, of which a virtual clock has none",
-        "failed-sample-counts": "no sample fails in these worlds",
-        "one-retry-too-many": "no command fails twice in these worlds",
     }
 
     def __init__(self, **settings: Any) -> None:
@@ -80,7 +78,8 @@ class StreamWorlds:
             "train_ms": rng.choice([0, 1, 50, 400]),
             "sync_ms": rng.choice([0, 5, 100]),
             "prompts": None if stops else rng.choice([None, None, None, rng.randint(0, groups * (steps + 1))]),
-            "fails": {rng.choice(FAILS): rng.randrange(steps)} if retries and not stops and rng.random() < 0.5 else {},
+            "fails": {} if stops else draw_failures(rng, groups, steps, retries),
+            "on_failed": rng.choice(["replace", "shrink"]) if groups > 1 else "replace",
             "logger": rng.choice(["works", "works", "raises"]),
             "resume": rng.randint(1, steps - 1) if stops else 0,  # after this version also stopped and resumed; 0: not
             "happens": happens,
@@ -145,7 +144,19 @@ class StreamWorlds:
 
     def config(self, world: World) -> StreamConfig:
         """What of the world the lab's config has; the rest is in the world."""
-        names = ("window", "groups", "group", "min_groups", "places", "slots", "steps", "replicas", "at_sync", "filter")
+        names = (
+            "window",
+            "groups",
+            "group",
+            "min_groups",
+            "places",
+            "slots",
+            "steps",
+            "replicas",
+            "at_sync",
+            "filter",
+            "on_failed",
+        )
         low, high = world["lengths"]
         return StreamConfig(
             simulated=True,
@@ -163,8 +174,8 @@ class StreamWorlds:
     def smaller(self, world: World) -> Iterator[World]:
         for at in range(len(world["happens"])):
             yield {**world, "happens": world["happens"][:at] + world["happens"][at + 1 :]}
-        if world["fails"]:
-            yield {**world, "fails": {}}
+        for name in world["fails"]:
+            yield {**world, "fails": {other: step for other, step in world["fails"].items() if other != name}}
         if world["resume"]:
             yield {**world, "resume": 0}
         for name, least in BOUNDS.items():
@@ -207,16 +218,33 @@ def ask(judged: Judged, name: str, violations: Callable[[], Violations]) -> None
 def ends_well(ledger: LoopLedger) -> Violations:
     """Does the controller end on its own, without an error?
 
-    Of what happens in a world, only the data's end and rows that cannot be cleared are reasons for one.
+    Of what happens in a world, only the data's end, rows that cannot be cleared, a sync that fails, and more failed steps than may be
+    retried are reasons for one.
     """
     ends = ledger.by_event["ended"]
-    excused = ledger.by_event["exhausted"] or [row for row in ledger.by_event["error"] if row.get("of") == "clear"]
+    failed = [row.get("of") for row in ledger.by_event["error"]]
+    steps = sum(name in FAILS for name in failed)
+    excused = (
+        ledger.by_event["exhausted"] or {"clear", "sync"} & {*failed} or steps > (ledger.limit("step_retries") or 0)
+    )
     if not ends:
         yield f"the controller never ended; the last row is {ledger.rows[-1]}"
     for row in ends:
         if row.get("why") == "error" and not excused:
             yield f"{row}: ended with an error: {row.get('error', '')}"
     return "the controller ended"
+
+
+def draw_failures(rng: random.Random, groups: int, steps: int, retries: int) -> dict[str, int]:
+    """The step at which each failing command fails, once; the group of a failing sample, and the version of a failing sync."""
+    fails: dict[str, int] = {}
+    if retries and rng.random() < 0.5:
+        fails |= {name: rng.randrange(steps) for name in rng.sample(FAILS, rng.choice([1, 1, 2]))}
+    if rng.random() < 0.2:
+        fails["generate"] = rng.randrange(groups * steps)
+    if rng.random() < 0.05:
+        fails["sync"] = rng.randint(0, steps)
+    return fails
 
 
 def draw_happens(rng: random.Random, replicas: int) -> list[list[Any]]:
@@ -248,6 +276,7 @@ def loop_settings(world: Mapping[str, Any]) -> StreamSettings:
                 "replicas",
                 "at_sync",
                 "filter",
+                "on_failed",
             )
         },
         train_global_batch_size=world["groups"] * world["group"] // world["updates"],
@@ -261,14 +290,18 @@ def fitting(world: World) -> World:
     groups = world["groups"]
     updates = world["updates"] if groups % world["updates"] == 0 else 1
     places = groups * (world["window"] + 1)
+    last = {"generate": groups * world["steps"] - 1, "sync": world["steps"]}
     return {
         **world,
         "updates": updates,
         "min_groups": min(world["min_groups"], groups),
         "places": places,
         "slots": min(world["slots"], places),
+        "on_failed": world["on_failed"] if groups > 1 else "replace",
         "resume": min(world["resume"], world["steps"] - 1),
-        "fails": {name: min(step, world["steps"] - 1) for name, step in world["fails"].items()},
+        "fails": {
+            name: min(step, last[name] if name in last else world["steps"] - 1) for name, step in world["fails"].items()
+        },
         "happens": [one for one in world["happens"] if one[1] == "joined" or one[2] < world["replicas"]],
     }
 

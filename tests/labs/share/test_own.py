@@ -12,7 +12,9 @@ import kit
 from kit.errors import BadInput
 from kit.labs.share.drive import desk_settings, simulate_pipelines
 from kit.labs.share.lab import ShareConfig
+from kit.labs.share.worlds import ShareWorlds
 from kit.loop import limit
+from kit.loop.explore import play, world_of
 from kit.loop.messages import Command, Event
 from kit.share.core import Scheduler
 from kit.share.member import Desk, Pipeline
@@ -204,6 +206,23 @@ def test_a_wrong_one_is_found_out(kind: type, check: str, words: str) -> None:
     verdict, error = simulated(pipeline=of(kind), **SMALL)
     assert check in failed(verdict)
     assert words in error
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        (Pipeline, ""),
+        (Right, ""),
+        (NeverAsks, "no_deadlock"),
+        (AsksTwice, "no_deadlock"),
+        (OverReports, "progress_true"),
+    ],
+)
+def test_random_worlds_tell_right_ones_from_wrong_ones(kind: type, rule: str) -> None:
+    worlds = ShareWorlds(pipeline=of(kind))
+    for seed in range(3):
+        findings = play(worlds, world_of(worlds, seed)).findings
+        assert rule in findings if rule else not findings
 
 
 FOUR = {"devices": 4, "infer": (0, 1, 2, 3)}
