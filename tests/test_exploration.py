@@ -16,6 +16,7 @@ from kit.exploration import ExplorationError, power, replay
 from kit.labs.share.worlds import ShareWorlds
 from kit.labs.stream.worlds import StreamWorlds
 from kit.loop.explore import Worlds, play, world_of
+from tests.loop.right_cores import DESIGNS
 
 WRONG = "tests.loop.wrong_cores"
 SEEDS = 20
@@ -119,6 +120,13 @@ def test_bad_input_is_one_sentence() -> None:
         replay("share", "[")
     with pytest.raises(BadInput, match="this is no world of lab 'share': KeyError: 'pipelines'"):
         replay("share", "{}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", DESIGNS)
+def test_right_designs_in_other_styles_pass(style: str) -> None:
+    lab, settings = DESIGNS[style]
+    kit.explore(lab, seeds=SEEDS, **settings).raise_for_failures()
 
 
 @pytest.mark.slow

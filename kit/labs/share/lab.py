@@ -258,7 +258,7 @@ def roles(config: ShareConfig) -> tuple[Role, ...]:
                     ranks=tuple(range(first, first + count)),
                     world=len(every),
                     devices=tuple(device % gpus for device in loop.on_devices(name)) if gpus else (),
-                    phases=f"kit.labs.share.ranks.roles:{kind}",
+                    phases=f"kit.labs.share.ranks.roles:Leased{kind}",
                 )
             )
             first += count

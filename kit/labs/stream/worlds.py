@@ -39,9 +39,7 @@ class StreamWorlds:
     own: ClassVar[tuple[str, ...]] = ("implementation", "sampler")
     phase: ClassVar[str] = "stream"
     rooms: ClassVar[tuple[str, ...]] = ("kit.stream.core", "kit.stream.generation", "kit.stream.settings")
-    beyond: ClassVar[Mapping[str, str]] = {
-        "blocks-the-loop": "a controller that blocks takes wall time, of which a virtual clock has none",
-    }
+    beyond: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, **settings: Any) -> None:
         self.settings = settings
