@@ -68,6 +68,7 @@ VIEWER = "drop one on https://pytorch.org/memory_viz, which opens it in the brow
 NAMED = re.compile(r"(?P<lab>.+)-\d{8}-\d{6}-[0-9a-f]{4}")  # as create_run names them
 RUN_ID = re.compile(r"[^/\\\x00-\x1f\x7f]{1,255}")  # older kits took the name of any folder
 LONGEST = 120  # characters of a label
+SHOWN_NAMES = 4  # of several runs with one name
 STATUSES = ("running", "finished", "stopped", "failed")  # in a file; a reader also knows `interrupted`
 
 
@@ -337,7 +338,10 @@ def list_runs(folder: str | Path) -> list[Path]:
 
 
 def find_run(word: str | Path | None = None) -> Path:
-    """The folder that a person means: a path, the id of a run among the runs, or, without a word, the newest finished run."""
+    """The folder that a person means: a path, a run or sweep among the runs by its name or id, or, without a word, the newest finished run.
+
+    A run of a sweep is SWEEP/RUN. Its name alone, such as 01, is enough as long as no other run has it.
+    """
     root = runs_dir()
     if word is None:
         if not (newest := first_finished(list_runs(root))):
@@ -346,7 +350,16 @@ def find_run(word: str | Path | None = None) -> Path:
     path = user_path(word)
     if path.exists():
         return path
-    return next((run for run in list_runs(root) if str(word) in (run.name, _entry(run, "run"))), path)
+    among = root / path
+    if among.exists() and among.resolve().is_relative_to(root.resolve()):
+        return among
+    named = [run for run in list_runs(root) if str(word) in (run.name, _entry(run, "run"))]
+    if len(named) > 1:
+        names = ", ".join(run.relative_to(root).as_posix() for run in named[:SHOWN_NAMES])
+        raise BadInput(
+            f"{len(named)} runs are called {str(word)!r}: {names}{', ...' if named[SHOWN_NAMES:] else ''}; name one of them so"
+        )
+    return named[0] if named else path
 
 
 def newest_run(folder: str | Path, lab: str) -> Path | None:

@@ -483,5 +483,14 @@ def test_a_run_is_found_by_path_id_and_age_also_in_a_sweep(make_run, tmp_path, m
     assert find_run("new") == find_run(new) == find_run(Run(new).id) == new
     assert find_run(Run(old).id) == old
     assert find_run("nowhere") == Path("nowhere")  # load() reports that it does not exist
+    assert find_run("sweep/01") == find_run("01") == old
+    assert find_run("sweep") == tmp_path / "sweep"
+    (tmp_path.parent / f"beside-{tmp_path.name}").mkdir()
+    assert find_run(f"../beside-{tmp_path.name}") == Path(f"../beside-{tmp_path.name}")  # not among the runs
+    make_run([], "later/01")
+    (tmp_path / "later" / INDEX).touch()
+    with pytest.raises(BadInput, match=r"2 runs are called '01': later/01, sweep/01; name one of them so"):
+        find_run("01")
+    assert find_run("sweep/01") == old
     with pytest.raises(BadInput, match="it holds the runs of a sweep: `kit runs DIR` lists them"):
         Run(tmp_path / "sweep")
