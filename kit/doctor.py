@@ -68,14 +68,15 @@ def examine() -> Found:
     problems: list[str] = []
     interpreters, ranks = ask_interpreters(problems)
     runs = ask_runs(problems)
-    limits = asked.rank_limits(LEAST_RANKS)
+    gpu, limits = gpu_state(), asked.rank_limits(LEAST_RANKS)
+    problems += silent_cpu(gpu, ranks or {})
     problems += [limit.why for limit in limits if limit.most < LEAST_RANKS]
     return {
         "problems": problems,
         "python": {"version": platform.python_version(), "path": sys.executable},
         "interpreters": interpreters,
         "ranks": ranks,
-        "gpu": gpu_state(),
+        "gpu": gpu,
         "cores": {"usable": len(os.sched_getaffinity(0)), "machine": os.cpu_count()},
         "memory": {"free": machine.free_memory(), "machine": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")},
         "cgroup": machine.cgroup_limits(),
@@ -117,6 +118,13 @@ def ask_ranks_python(path: str, problems: list[str]) -> Found:
     problems += [f"{path} cannot import {name}: {why}" for name in ("torch", "numpy") if (why := facts[f"{name}_why"])]
     problems += without_code(facts.get("code", []))
     return facts
+
+
+def silent_cpu(gpu: Found, ranks: Found) -> list[str]:
+    """Ranks with device=auto would run on the CPU although the driver lists GPUs."""
+    if not gpu["gpus"] or ranks.get("device") != "cpu":
+        return []
+    return [f"ranks would run on the CPU although this box has {gpu['gpus'][0]['name']}: {ranks['device_why']}"]
 
 
 def without_code(rows: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import re
 import resource
 import socket
 import stat
@@ -407,12 +408,24 @@ GPU_DRIVERS = tuple(map(Path, ("/proc/driver/nvidia/version", "/dev/nvidiactl", 
 FRESH_S = 3.0
 NVML = "libnvidia-ml.so.1"
 NVML_FINE, NVML_TOO_SMALL = 0, 7
+DRIVER_TEXT = 80  # NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE
 NVML_UNKNOWN = 2**64 - 1
 SPARE = 8  # room for processes that start between the query for their number and the query for the list
 
 
 def has_gpu_driver() -> bool:
     return any(path.exists() for path in GPU_DRIVERS)
+
+
+def gpu_driver() -> str | None:
+    """Return the version of NVIDIA's driver, which the kernel reports, or NVML where a container hides that."""
+    with contextlib.suppress(OSError):
+        if version := re.search(r"\d+\.\d+[.\d]*", GPU_DRIVERS[0].read_text()):
+            return version[0]
+    library, text = nvml(), ctypes.create_string_buffer(DRIVER_TEXT)
+    if library is None or library.nvmlSystemGetDriverVersion(text, DRIVER_TEXT) != NVML_FINE:
+        return None
+    return text.value.decode()
 
 
 def query_gpus(*fields: str, timeout_s: float = 20) -> tuple[list[list[str]], str | None]:

@@ -216,3 +216,12 @@ def test_where_labs_cannot_run_no_probe_does(capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert "deep" not in json.loads(out)
     assert err == "kit: the probes need ranks, but ranks cannot run here\n"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "loud"),
+    [([{"name": "NVIDIA H200"}], "cpu", True), ([{"name": "NVIDIA H200"}], "cuda", False), ([], "cpu", False)],
+)
+def test_ranks_that_would_silently_use_the_cpu_are_a_problem(gpus: list[Any], device: str, *, loud: bool) -> None:
+    problems = doctor.silent_cpu({"gpus": gpus}, {"device": device, "device_why": "torch is old"})
+    assert problems == loud * ["ranks would run on the CPU although this box has NVIDIA H200: torch is old"]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kit import nccl
+from kit import machine, nccl
 
 
 class Setting(NamedTuple):
@@ -119,7 +119,7 @@ def choose_device(wanted: str, number: int, neighbours: int, devices: Sequence[i
             "a module that was loaded for the ranks started CUDA before they were forked, so that it is dead in them"
         )
     elif not torch.cuda.is_available():
-        reason = "torch finds no usable CUDA device"
+        reason = no_device(torch.version.cuda)
     else:
         there = torch.cuda.device_count()
         counted = f"{there} CUDA device{'s' * (there > 1)} for {neighbours} rank{'s' * (neighbours > 1)}"
@@ -140,6 +140,17 @@ def choose_device(wanted: str, number: int, neighbours: int, devices: Sequence[i
     if wanted == "cuda":
         raise RuntimeError(f"device='cuda' cannot be had: {reason}")
     return Seat(torch.device("cpu"), reason, {})
+
+
+def no_device(cuda: str | None) -> str:
+    """Why a torch for this CUDA finds no GPU, and what to install if there is a driver."""
+    if cuda is None or not machine.has_gpu_driver():
+        return "torch finds no usable CUDA device"
+    driver = machine.gpu_driver() or "of unknown version"
+    return (
+        f"torch {torch.__version__} for CUDA {cuda} finds no usable GPU with the driver {driver}; install a driver for CUDA {cuda} or "
+        "later, or a torch for an older CUDA, and check CUDA_VISIBLE_DEVICES"
+    )
 
 
 def place_on_gpu(gpu: int, number: int, why: str, *, shared: bool) -> Seat | None:

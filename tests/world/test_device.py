@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from kit import machine
 from kit.world import World, device, rankside
 from kit.world.device import SETTINGS, Seat, choose_device, prepare_device
 
@@ -136,6 +137,36 @@ def test_for_ranks_on_the_host_nobody_is_asked(asked: Path) -> None:
     device.spare("cpu")
     assert getattr(torch._C, device.COUNT)() == 0
     assert not asked.exists()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "nvml", "told"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023",
+            None,
+            "535.129.03",
+        ),
+        ("", "550.54.15", "550.54.15"),
+        ("", None, "of unknown version"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_reported_with_its_driver(
+    kernel: str, nvml: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(text: Any, _: int) -> int:
+        text.value = str(nvml).encode()
+        return machine.NVML_FINE
+
+    file = tmp_path / "version"
+    file.write_text(kernel)
+    monkeypatch.setattr(machine, "GPU_DRIVERS", (file,))
+    monkeypatch.setattr(machine, "nvml", lambda: nvml and SimpleNamespace(nvmlSystemGetDriverVersion=version))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    seat = choose_device("auto", 0, 2)
+    assert str(seat.device) == "cpu"
+    assert f"for CUDA 13.0 finds no usable GPU with the driver {told}; install a driver for CUDA 13.0" in seat.why
 
 
 def test_a_driver_that_was_started_too_early_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import kit
 from kit.errors import BadInput
 from kit.labs.discover import find
 from kit.labs.split import rules
-from kit.labs.split.ranks.phases import SplitJob as Phases
+from kit.labs.split.ranks.phases import SplitSide as Phases
 from kit.results import with_ids
 from tests.labs.parts import failing_parts, logged_steps
 from tests.labs.split.conftest import failed, unanswered, why
