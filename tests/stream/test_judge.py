@@ -22,6 +22,7 @@ from kit.results.records import Unjudged
 from kit.results.rules import Measured, Missing, NotMeasured, settle
 from kit.stream.history import LoopLedger, pipelines
 from kit.stream.judge import resume_equals
+from kit.stream.requests import requests_spread
 from tests.stream.ledgers import AT_SYNC, RULES_BY_NAME, SAMPLERS, Row, System, finding
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -1019,3 +1020,16 @@ def test_the_judge_needs_the_standard_library_only() -> None:
     assert rooms <= {"errors", "results", "stream"}
     judges = {name.split(".")[2] for name in seen if name.startswith("kit.stream.")}
     assert judges == {"backed", "given_up", "history", "judge", "requests"}
+
+
+@pytest.mark.parametrize(("woke", "crowded"), [("joined", False), ("published", True)])
+def test_a_replica_that_waits_for_its_weights_is_no_choice(woke: str, crowded: bool) -> None:
+    rows: list[dict[str, Any]] = [{"event": "capacity", "start": 0, "groups_per_step": 1}]
+    rows += [{"event": event, "replica": replica, "version": 0} for event, replica in (("published", 0), (woke, 1))]
+    rows += [{"event": "sent", "group": group, "sample": 0, "replica": 0, "attempt": 0} for group in range(60)]
+    ledger = LoopLedger([{"time": float(at), **row} for at, row in enumerate(rows)])
+    if crowded:
+        assert settle(requests_spread(ledger)).value == 1
+    else:
+        with pytest.raises(NotMeasured, match="0 requests had a choice"):
+            settle(requests_spread(ledger))
