@@ -578,16 +578,16 @@ def power_of(args: argparse.Namespace) -> CommandAnswer:
         seen = f"seed {row.seed}: {', '.join(row.failed)}" if row.seed is not None else row.beyond or "not found"
         print(f"{row.fault}  {seen}", file=sys.stderr, flush=True)
     possible = [row for row in rows if not row.beyond]
-    found = [row for row in possible if row.seed is not None]
-    share = len(found) / len(possible)
-    text = f"{len(found)} of {len(possible)} known bugs found within {args.seeds} seeds ({share:.0%})"
+    seeded = [row for row in possible if row.seed is not None]
+    share = len(seeded) / len(possible)
+    text = f"{len(seeded)} of {len(possible)} known bugs found within {args.seeds} seeds ({share:.0%})"
     text += (
         f"; no world can show {', '.join(row.fault for row in rows if row.beyond)}" if len(possible) < len(rows) else ""
     )
     data = {
         "lab": args.lab,
         "seeds": args.seeds,
-        "found": len(found),
+        "found": len(seeded),
         "of": len(possible),
         "rows": [asdict(row) for row in rows],
     }

@@ -78,15 +78,15 @@ def no_code(nccl: Version | None, cuda: str, capability: tuple[int, int]) -> str
     """
     if nccl is None:
         return ""
-    here = f"sm_{capability[0]}{capability[1]}"
+    architecture = f"sm_{capability[0]}{capability[1]}"
     since = COMPILED_SINCE.get(capability[0])
     if since is not None and nccl < since:
         return (
-            f"NCCL {version_text(nccl)} has no kernels for {here}, only what the driver can compile; "
+            f"NCCL {version_text(nccl)} has no kernels for {architecture}, only what the driver can compile; "
             f"{version_text(since)} and newer have"
         )
     if int(cuda.partition(".")[0]) >= 13 and capability < OLDEST_WITH_CUDA_13:
-        return f"NCCL {version_text(nccl)} for CUDA {cuda} has no kernels for {here}: use a build for CUDA 12"
+        return f"NCCL {version_text(nccl)} for CUDA {cuda} has no kernels for {architecture}: use a build for CUDA 12"
     return ""
 
 

@@ -123,7 +123,11 @@ def driven_parts(config: BenchConfig, parts: Sequence[str], driver: str) -> list
 
 def model_of(config: JobConfig, **more: Any) -> ModelConfig:
     """The Megatron job of a lab's config, from the settings with equal names; `more` are set by the lab."""
-    same = {one.name: getattr(config, one.name) for one in dataclasses.fields(ModelConfig) if hasattr(config, one.name)}
+    same = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(ModelConfig)
+        if hasattr(config, field.name)
+    }
     return ModelConfig(**{**same, "dtype": dtype_on(config.dtype), **more})
 
 
@@ -424,11 +428,11 @@ def check_fits(config: JobConfig, *, job: int, host: int, kept: str) -> None:
                 f"size={config.size} does not fit: {job / GIB:.2f} GiB of {JOB}{many}, "
                 f"but {least / GIB:.1f} GiB are free on a GPU; use a smaller size, fewer layers, or more tp or pp"
             )
-    here = 0 if gpus else job
-    needed = (here + host + RANK_BYTES) * ranks
+    local = 0 if gpus else job
+    needed = (local + host + RANK_BYTES) * ranks
     if needed > (free := free_memory()):
         raise BadInput(
-            f"size={config.size} does not fit: {ranks} ranks x ({here / GIB:.2f} GiB of {JOB} + {host / GIB:.2f} GiB {kept} "
+            f"size={config.size} does not fit: {ranks} ranks x ({local / GIB:.2f} GiB of {JOB} + {host / GIB:.2f} GiB {kept} "
             f"+ {RANK_BYTES / GIB:.2f} GiB per process) = "
             f"{needed / GIB:.1f} GiB, but {free / GIB:.1f} GiB are free; use a smaller size, fewer layers, or fewer ranks"
         )

@@ -54,22 +54,22 @@ def discover() -> Found:
     """Every lab. A broken third-party package is reported and does not affect the others."""
     from importlib.metadata import entry_points
 
-    here = pkgutil.iter_modules([str(Path(__file__).parent)])
-    own = [import_module(f"kit.labs.{info.name}.lab").LAB for info in here if info.ispkg]
-    found = Found({lab.name: lab for lab in own}, {})
+    packages = pkgutil.iter_modules([str(Path(__file__).parent)])
+    own = [import_module(f"kit.labs.{info.name}.lab").LAB for info in packages if info.ispkg]
+    discovered = Found({lab.name: lab for lab in own}, {})
     for point in entry_points(group="kit.labs"):
         try:
             lab = point.load()
         except Exception as error:  # noqa: BLE001 - importing a third-party package may raise anything
-            found.broken[point.name] = f"{point.value} cannot be loaded: {type(error).__name__}: {error}"
+            discovered.broken[point.name] = f"{point.value} cannot be loaded: {type(error).__name__}: {error}"
             continue
         if not isinstance(lab, Definition):
-            found.broken[point.name] = f"{point.value} is not a kit.labs.definition.Definition"
-        elif lab.name in found.labs:
-            found.broken[point.name] = f"{point.value} has the name {lab.name!r}, which another lab uses"
+            discovered.broken[point.name] = f"{point.value} is not a kit.labs.definition.Definition"
+        elif lab.name in discovered.labs:
+            discovered.broken[point.name] = f"{point.value} has the name {lab.name!r}, which another lab uses"
         else:
-            found.labs[lab.name] = lab
-    return found
+            discovered.labs[lab.name] = lab
+    return discovered
 
 
 def tagged(tag: str = "") -> dict[str, Definition]:
@@ -120,7 +120,7 @@ def configure(
         raise BadInput(refused[1])
     ranks_python = world.python if world else asked.find_python(config.python or None).path
     if "megatron.core" in lab.preload and not asked.probe_python(ranks_python, "").megatron:
-        others = [one.path for one in asked.search_pythons() if one.torch and one.megatron]
+        others = [python.path for python in asked.search_pythons() if python.torch and python.megatron]
         instead = f"use one that has it: export KIT_PYTHON={others[0]}" if others else "install megatron-core there"
         why = f"needs megatron.core, which the ranks' Python {ranks_python} does not have; {instead}"
         raise BadInput(f"lab {lab.name!r} {why}")
@@ -163,8 +163,8 @@ def refused_here(lab: Definition, config: LabConfig, fault: Fault | None) -> Ite
 
 def undetectable(lab: Definition, config: LabConfig, fault: Fault) -> Iterator[tuple[str, str]]:
     """The settings with which the fault's check fails anyway, or is null, so the run would end as without the fault."""
-    found = {name: getattr(config, name) for name in fault.needs}
-    wrong = {name: value for name, value in found.items() if value not in fault.needs[name]}
+    settings = {name: getattr(config, name) for name in fault.needs}
+    wrong = {name: value for name, value in settings.items() if value not in fault.needs[name]}
     for name, value in wrong.items():
         words = " or ".join(map(setting_text, fault.needs[name]))
         yield name, f"fault {fault.name!r} cannot be detected with {name}={setting_text(value)}; use {name}={words}"
@@ -278,7 +278,7 @@ def current_names(lab: Definition, layer: Mapping[str, Any]) -> dict[str, Any]:
             alike = [one for one in known if one[1:2] != "." or one[0] == name[0]]  # not each name of a nested config
             raise BadInput(f"lab {lab.name!r} has no setting {name!r}; {hint(name, alike)}")
         elif [*current] != [name]:
-            words = " ".join(f"{new}={setting_text(one)}" for new, one in current.items())
+            words = " ".join(f"{new}={setting_text(setting)}" for new, setting in current.items())
             warnings.warn(f"setting {name} of lab {lab.name!r} is now {words}", old.Renamed, stacklevel=2)
     values = old.current_settings(lab.name, flat_layer)
     for name, value in values.items():
@@ -386,17 +386,17 @@ ENDS = (*STATUSES, "interrupted", "damaged")
 def describe_folder(path: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"run": str(path), "label": "", "lab": "", "set": {}, "fault": None, "answer": "not judged"}
     try:
-        found = Run(path)
-        stored = found.stored_verdict()
+        run = Run(path)
+        stored = run.stored_verdict()
         counts = "not judged" if stored is None else tally(without_parts(stored))
-        row |= {"id": found.id, "label": found.label, "started": found.info().get("started")}
+        row |= {"id": run.id, "label": run.label, "started": run.info().get("started")}
     except BadInput as error:
         return {**row, "status": "damaged", "verdict": str(error)}
     if stored is not None and stored.answer is not None:
         row["answer"] = "passed" if stored.answer else "failed"
-    same = defaults(found.lab)  # empty for an unknown lab, so all settings count as changed
-    changed = {name: value for name, value in flat(found.config).items() if name not in same or value != same[name]}
-    return {**row, "lab": found.lab, "set": changed, "fault": found.fault, "status": found.status, "verdict": counts}
+    same = defaults(run.lab)  # empty for an unknown lab, so all settings count as changed
+    changed = {name: value for name, value in flat(run.config).items() if name not in same or value != same[name]}
+    return {**row, "lab": run.lab, "set": changed, "fault": run.fault, "status": run.status, "verdict": counts}
 
 
 @functools.cache

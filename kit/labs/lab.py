@@ -109,7 +109,7 @@ class Drive(Recording):
             observer=self.quiet,
             on_news=self.write,
         )
-        self.flying = [one for one in self.flying if not one.settled] + [pending]
+        self.flying = [earlier for earlier in self.flying if not earlier.settled] + [pending]
         return pending
 
     wait = staticmethod(wait)
@@ -127,13 +127,13 @@ class Drive(Recording):
 
     def cancel(self) -> list[Pending]:
         left = [one for one in self.flying if not one.settled]
-        for one in left:
-            one.cancel()
+        for pending in left:
+            pending.cancel()
         return left
 
     def finish(self) -> None:
         """A driver that returns before its calls are over has a bug."""
-        if calls := ", ".join(f"{one.phase} on ranks {one.ranks}" for one in self.cancel()):
+        if calls := ", ".join(f"{pending.phase} on ranks {pending.ranks}" for pending in self.cancel()):
             raise KitError(
                 f"the driver of {self.phase!r} returned while calls were in flight ({calls}); wait for them first"
             )
@@ -228,9 +228,9 @@ class Lab:
         if world is not None:
             config = {"ranks": world.ranks, **config}
         self.given = dict(config)
-        one = world.worlds[0] if isinstance(world, Worlds) else world
+        first = world.worlds[0] if isinstance(world, Worlds) else world
         self.bug = find_fault(definition, fault)
-        self.config = configure(definition, config, self.bug, world=one)
+        self.config = configure(definition, config, self.bug, world=first)
         self.roles = definition.roles_of(self.config)
         self._sizes = ranks_by_role(self.roles)
         if world is not None:
@@ -547,18 +547,18 @@ class Lab:
             self._writer.set_provenance({**self._about, "routing": next(iter(known.values()))})
             for name in names:
                 self._append_once(
-                    f"routing_{name}", {rank: _whole_or_text(one[name]) for rank, one in known.items()}, "1"
+                    f"routing_{name}", {rank: _whole_or_text(status[name]) for rank, status in known.items()}, "1"
                 )
         rows = {rank: answer["pss"] for rank, answer in answers.items() if answer["pss"] is not None}
         self._append_once(metric, rows, "B")
 
     def _append_once(self, metric: str, values: Mapping[int, float | str], unit: str) -> None:
         """Record a number or text of each rank that belongs to no phase."""
-        ended, found = time.time(), {}
+        ended, answers = time.time(), {}
         for rank, value in values.items():
             number, text = (None, value) if isinstance(value, str) else (value, "")
-            found[rank] = [Row(metric=metric, value=number, unit=unit, time=ended, text=text).facts()]
-        self._append(0, BOUNDARY, found)
+            answers[rank] = [Row(metric=metric, value=number, unit=unit, time=ended, text=text).facts()]
+        self._append(0, BOUNDARY, answers)
 
     def _failed(self, error: BaseException) -> None:
         """Record the failure. An exception here must not hide the original error."""

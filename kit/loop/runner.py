@@ -255,8 +255,8 @@ class VirtualClock:
         if self._due[0][0] > self._now + seconds:
             self._now += seconds
             return True
-        self._now, _, what = heapq.heappop(self._due)
-        what()
+        self._now, _, due = heapq.heappop(self._due)
+        due()
         return True
 
 

@@ -374,8 +374,8 @@ def _unlike(spec: Spec, tensor: torch.Tensor | None, *, split: bool = False) -> 
     if tensor is None:
         return "is missing here"
     if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
-        here, there = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}", f"{dtype_name(spec.dtype)} {spec.shape}"
-        return f"is {here} here and {there} in the bucket"
+        own, there = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}", f"{dtype_name(spec.dtype)} {spec.shape}"
+        return f"is {own} here and {there} in the bucket"
     if split and not tensor.is_contiguous():
         return SCATTERED
     return _emptied(tensor)
@@ -490,8 +490,8 @@ def _uncut(spec: Spec, destinations: Sequence[Destination] | None) -> str:
         except (KitError, RuntimeError, IndexError):
             fits = False
         if not fits or into.dtype != spec.dtype:
-            here = f"{dtype_name(into.dtype)} {tuple(into.shape)}"
-            return f"does not fit its {here} here: it is {dtype_name(spec.dtype)} {spec.shape} in the bucket"
+            own = f"{dtype_name(into.dtype)} {tuple(into.shape)}"
+            return f"does not fit its {own} here: it is {dtype_name(spec.dtype)} {spec.shape} in the bucket"
         if empty := _emptied(into):
             return empty
     return ""

@@ -51,8 +51,8 @@ class PeerFailed(KitError):  # noqa: N818 - as above
     """The other end reports that it cannot continue, or sent another message than expected: `message`."""
 
     def __init__(self, peer: str, waiting_for: str, message: dict[str, Any]) -> None:
-        what = f"failed: {message.get('why')}" if message.get("kind") == FAILED else f"sent {message.get('kind')!r}"
-        super().__init__(f"{peer} {what} (waiting for {waiting_for})")
+        happened = f"failed: {message.get('why')}" if message.get("kind") == FAILED else f"sent {message.get('kind')!r}"
+        super().__init__(f"{peer} {happened} (waiting for {waiting_for})")
         self.peer = peer
         self.message = message
 

@@ -507,9 +507,9 @@ class Sending:
         except Exception as error:
             if isinstance(error, BadInput) or getattr(error, "peer", None) is not None:
                 raise
-            what = f"the sender's end of the transport {' or '.join(self.sharing)}"
+            ends = f"the sender's end of the transport {' or '.join(self.sharing)}"
             raise (
-                reason_behind(error) or self.culprit() or KitError(f"{what} raised {type(error).__name__}: {error}")
+                reason_behind(error) or self.culprit() or KitError(f"{ends} raised {type(error).__name__}: {error}")
             ) from error
 
     def culprit(self) -> KitError | None:

@@ -182,8 +182,8 @@ def received(transport: Transport, index: int, into: torch.Tensor) -> torch.Tens
     """Receive a bucket and check that the transport returned exactly its bytes."""
     got: object = transport.receive(index, into)
     if not isinstance(got, torch.Tensor) or got.dtype != torch.uint8 or got.shape != into.shape:
-        what = f"{got.dtype} of {list(got.shape)}" if isinstance(got, torch.Tensor) else type(got).__name__
-        raise KitError(f"receive returned {what} for bucket {index} instead of torch.uint8 of [{len(into)}]")
+        kind = f"{got.dtype} of {list(got.shape)}" if isinstance(got, torch.Tensor) else type(got).__name__
+        raise KitError(f"receive returned {kind} for bucket {index} instead of torch.uint8 of [{len(into)}]")
     return got
 
 
@@ -225,12 +225,12 @@ def by_name(name: str) -> Make:
     if not is_target(target):
         raise BadInput(f"unknown transport {name!r}: use {', '.join(NAMES)} or module:attr")
     try:
-        found = load(target)
+        made = load(target)
     except (ImportError, AttributeError) as error:
         raise BadInput(f"transport {name} cannot be loaded on this rank: {error}") from error
-    if not callable(found):
-        raise BadInput(f"transport {name} is {found!r}, which cannot be called with a TransportContext")
-    return cast("Make", found)
+    if not callable(made):
+        raise BadInput(f"transport {name} is {made!r}, which cannot be called with a TransportContext")
+    return cast("Make", made)
 
 
 def make(kind: str | Make, ctx: TransportContext, *, ring: bool = False) -> Transport:

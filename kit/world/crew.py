@@ -234,14 +234,14 @@ class Crew:
                 text = f"rank {rank} {how_ended(status)} before it joined; {self._last_words(2)}"
                 raise RankDied(text, rank=rank, phase="start", **ending(status))
 
-    def _missing(self, what: str) -> str:
-        if what == "agents":
-            number, what = self.plan.nodes, "machines"
+    def _missing(self, noun: str) -> str:
+        if noun == "agents":
+            number, noun = self.plan.nodes, "machines"
             absent = sorted(set(range(number)) - set(self.agents))
         else:
             number, steps = self.plan.ranks, {rank: len(self._joined.get(rank, {})) for rank in self.plan.numbers}
             absent = [rank for rank, done in steps.items() if done < min(1 + min(steps.values()), 2)]
-        return f"{number - len(absent)} of {number} {what} have joined; missing: {', '.join(map(str, absent))}"
+        return f"{number - len(absent)} of {number} {noun} have joined; missing: {', '.join(map(str, absent))}"
 
     def _last_words(self, most: int = 12) -> str:
         log = self._agent_log

@@ -413,8 +413,8 @@ def learned_in(frame: pd.DataFrame, phase: str) -> tuple[Mapping[tuple[Any, ...]
     """How often each sample entered the gradient, by step, update, group and sample; and how many rows did, by step and update."""
     rows = frame[frame["phase"] == phase]
     learned, updates = (
-        [(read_ids(ids), value) for ids, value in zip(found["ids"], found["value"], strict=True)]
-        for found in (rows[rows["metric"] == metric] for metric in ("learned", "learning"))
+        [(read_ids(ids), value) for ids, value in zip(counted_rows["ids"], counted_rows["value"], strict=True)]
+        for counted_rows in (rows[rows["metric"] == metric] for metric in ("learned", "learning"))
     )
     return (
         {(ids["step"], ids["update"], ids["group"], ids["sample"]): int(value) for ids, value in learned},

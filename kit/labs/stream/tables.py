@@ -44,10 +44,10 @@ def written(frame: pd.DataFrame) -> pd.DataFrame:
 def ledger(frame: pd.DataFrame, phase: str) -> list[Row]:
     rows = written(frame)
     rows = rows[rows["phase"] == phase]
-    found = rows_of(rows)
-    if not any(row.event == "completed" for row in found):
+    ledger_rows = rows_of(rows)
+    if not any(row.event == "completed" for row in ledger_rows):
         raise NotMeasured(f"no sample was completed in the phase {phase}")
-    return found
+    return ledger_rows
 
 
 # -- samples ---------------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class Attempt:
 
 def samples(rows: Sequence[Row]) -> list[Attempt]:
     """Every attempt that generated tokens, in order of its first tokens."""
-    found: list[Attempt] = []
+    attempts: list[Attempt] = []
     under_way: dict[tuple[object, object], Attempt] = {}
     reported: dict[int, float] = {}  # when each replica last reported tokens
     synced = rows[0].time
@@ -88,8 +88,8 @@ def samples(rows: Sequence[Row]) -> list[Attempt]:
             synced = row.time
         elif row.event == "sent":
             replica = row.number("replica")
-            found.append(Attempt(row.number("group"), row.number("sample"), replica, max(row.time, synced)))
-            under_way[key] = found[-1]
+            attempts.append(Attempt(row.number("group"), row.number("sample"), replica, max(row.time, synced)))
+            under_way[key] = attempts[-1]
         elif key not in under_way:
             continue
         elif row.event == "started":
@@ -103,7 +103,7 @@ def samples(rows: Sequence[Row]) -> list[Attempt]:
             sample.end = row.event
             if row.event == "completed" and not sample.parts:  # a ledger without spans of tokens
                 extend(sample, Part(row.number("version"), synced, row.time, row.number("length", 0)))
-    return sorted((sample for sample in found if sample.parts), key=lambda sample: sample.parts[0].left)
+    return sorted((sample for sample in attempts if sample.parts), key=lambda sample: sample.parts[0].left)
 
 
 def extend(sample: Attempt, new: Part) -> None:
@@ -123,12 +123,12 @@ def replicas(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
     by: dict[int, list[Attempt]] = defaultdict(list)
     for sample in samples(rows):
         by[sample.replica].append(sample)
-    found = []
+    lines = []
     for replica, mine in sorted(by.items()):
         complete = [sample for sample in mine if sample.end == "completed"]
         tokens = sum(part.tokens for sample in mine for part in sample.parts)
         busy = covered_by((part.left, part.right) for sample in mine for part in sample.parts)
-        found.append(
+        lines.append(
             {
                 "replica": replica,
                 "samples": len(complete),
@@ -140,7 +140,7 @@ def replicas(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
                 "tokens per second": tokens / busy if busy else 0.0,
             }
         )
-    return pd.DataFrame(found)
+    return pd.DataFrame(lines)
 
 
 def covered_by(intervals: Iterable[tuple[float, float]]) -> float:
@@ -167,10 +167,10 @@ def steps(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
             made[row.number("step")] = row.number("version")
             seconds[row.number("step")] = meter.take()
     trained = lags(frame, phase)
-    found = []
+    lines = []
     for step, version in made.items():
         mine = trained[trained["step"] == step]
-        found.append(
+        lines.append(
             {
                 "step": step,
                 "version": version,
@@ -180,9 +180,9 @@ def steps(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
                 **seconds[step],
             }
         )
-    if not found:
+    if not lines:
         raise NotMeasured(f"no step ended in the phase {phase}")
-    return pd.DataFrame(found)
+    return pd.DataFrame(lines)
 
 
 def lags(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
@@ -194,15 +194,15 @@ def lags_of(rows: Sequence[Row]) -> pd.DataFrame:
     for sample in samples(rows):
         if sample.end == "completed":
             by[sample.group].append(sample)
-    found = []
+    lines = []
     for row in rows:
         if row.event == "trained":
             group, now = row.number("group"), row.number("version")
             tokens: Counter[int] = Counter()
             for part in (part for sample in by[group] for part in sample.parts):
                 tokens[part.version] += part.tokens
-            found += [(row.number("step"), group, one, now - one, count) for one, count in sorted(tokens.items())]
-    return pd.DataFrame(found, columns=["step", "group", "version", "lag", "tokens"])
+            lines += [(row.number("step"), group, one, now - one, count) for one, count in sorted(tokens.items())]
+    return pd.DataFrame(lines, columns=["step", "group", "version", "lag", "tokens"])
 
 
 def lag_columns(table: pd.DataFrame) -> dict[str, float]:
@@ -219,7 +219,7 @@ def ends(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
     group, counted under the version that it was trained on."""
     rows = ledger(frame, phase)
     trained = {row["group"]: row.number("version") for row in rows if row.event == "trained"}
-    found: Counter[tuple[int, str]] = Counter()
+    counts: Counter[tuple[int, str]] = Counter()
     why: dict[tuple[int, str], str] = {}
     version = 0
     for row in rows:
@@ -227,9 +227,9 @@ def ends(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
             version = row.number("version")
         elif row.event in ENDS and "sample" not in row.ids:
             now = trained.get(row["group"], version) if row.event == "cleared" else version
-            found[now, row.event] += 1
+            counts[now, row.event] += 1
             why.setdefault((now, row.event), str(row.get("why", "")))
-    table = [(*key, count, why[key]) for key, count in sorted(found.items())]
+    table = [(*key, count, why[key]) for key, count in sorted(counts.items())]
     return pd.DataFrame(table, columns=["version", "end", "groups", "why"])
 
 
@@ -238,14 +238,14 @@ def ends(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
 
 def loops(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per loop over the same work: seconds by part. `bound` is simulated with the durations of this run."""
-    found = []
+    lines = []
     for loop in LOOPS:
         seconds = plain(frame) if loop == "plain" else metered(frame, loop)
         if seconds:
-            found.append({"loop": loop, **seconds})
-    if not found:
+            lines.append({"loop": loop, **seconds})
+    if not lines:
         raise NotMeasured("no loop ended")
-    return pd.DataFrame(found)
+    return pd.DataFrame(lines)
 
 
 def bound(frame: pd.DataFrame) -> pd.DataFrame:
@@ -292,7 +292,7 @@ def buffer(rows: Sequence[Row]) -> pd.DataFrame:
     """Groups in the buffer after each change: time, unfinished, complete."""
     there: dict[object, str] = {}
     ready = set()
-    found = []
+    lines = []
     for row in rows:
         group = row.get("group")
         if row.event in ("place", "reserved"):
@@ -305,8 +305,8 @@ def buffer(rows: Sequence[Row]) -> pd.DataFrame:
         else:
             continue
         counts = Counter(there.values())
-        found.append((row.time, counts["unfinished"], counts["complete"]))
-    return pd.DataFrame(found, columns=["time", "unfinished", "complete"])
+        lines.append((row.time, counts["unfinished"], counts["complete"]))
+    return pd.DataFrame(lines, columns=["time", "unfinished", "complete"])
 
 
 def capacity(rows: Sequence[Row]) -> dict[str, int]:
@@ -391,5 +391,5 @@ def checked_line(line: str, where: str) -> dict[str, Any]:
             raise Unjudged(f"{where}: {name}={value!r} is not a {kind} number")
     if row["step_version"] < row["version"]:
         raise Unjudged(f"{where}: version {row['version']} is newer than the step's, {row['step_version']}")
-    found: dict[str, Any] = row
-    return found
+    ids: dict[str, Any] = row
+    return ids
