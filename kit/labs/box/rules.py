@@ -293,7 +293,7 @@ RULES = (
     Rule("ipc_bytes", "Do all words of a rank's GPU memory arrive in another rank, and back?", ipc_words),
     Rule(
         "ipc_freed",
-        "Is shared GPU memory freed when its reader and then its owner release it?",
+        "Is shared GPU memory freed when its owner and then its reader release it?",
         worst_reading("ipc", "still_allocated", "nothing is allocated", scale=MIB),
         unit="MiB",
     ),

@@ -87,13 +87,19 @@ def stages(frame: pd.DataFrame) -> pd.DataFrame:
 def syncs(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per sync: bytes, buckets, elapsed time, and busy seconds of the sender and the slowest receiver by stage."""
     rows = frame[(frame["rank"] == 0) & frame["phase"].isin(PATHS)]
+    on_gpus = (frame["metric"] == "driver_used").any()
+    detours = {"shm": ", through host memory"} if on_gpus else {}
     table = []
     for (cycle, path), busy in stages(frame).groupby(["cycle", "path"], sort=False):
         sync = rows[(rows["cycle"] == cycle) & (rows["phase"] == path)]
         totals = sync[sync["ids"] == ""].set_index("metric")["value"]
         sent, received = (busy[busy["who"] == who].set_index("stage")["seconds"] for who in ("sender", "receiver"))
         by = with_ids(sync[sync["metric"] == "transport_receivers"], "transport")
-        names = [f"{name} to {count:g}" for name, count in zip(by["transport"], by["value"], strict=True) if count]
+        names = [
+            f"{name} to {count:g}{detours.get(name, '')}"
+            for name, count in zip(by["transport"], by["value"], strict=True)
+            if count
+        ]
         table.append(
             {
                 "cycle": cycle,

@@ -227,6 +227,9 @@ def test_tables_of_a_run(make_sync):
     assert list(table["path"]) == ["refresh", "expand"] * 3
     assert table.loc[0, ["transport", "buckets", "wall", "gather", "receiver receive"]].tolist() == [
         "shm to 3", 3, pytest.approx(0.08), pytest.approx(0.02), pytest.approx(0.09)]  # fmt: skip
+    frame = run.frame()
+    on_gpus = frame.assign(metric=frame["metric"].where(frame["metric"] != "seconds", "driver_used"))
+    assert set(rules.syncs(on_gpus)["transport"]) == {"shm to 3, through host memory"}
     assert rules.transports(run.frame())["of_memcpy"].max() == pytest.approx(0.75)
     for asked in (rules.stages, rules.transports, rules.receiver_digests):
         with pytest.raises(NotMeasured):
