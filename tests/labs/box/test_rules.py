@@ -149,7 +149,7 @@ def test_the_page_of_what_is_unproven_names_rules_and_probes() -> None:
         ("absent_peer", "world_wrong", 1, "absent_peer_survivors"),
         ("killed_rank", "death_missed", 1, "killed_rank_noticed"),
         ("killed_rank", "names_left", 1, "killed_rank_leaves_nothing"),
-        ("rebuild", "driver_off", 17 * MIB, "rebuild_driver"),
+        ("rebuild", "driver_off", 65 * MIB, "rebuild_driver"),
         ("rebuild", "objects_alive", 2, "rebuild_objects"),
         ("rebuild", "options_changed", 1, "rebuild_options"),
         ("rebuild", "bits_changed", 1, "rebuild_bits"),
