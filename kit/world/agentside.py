@@ -20,6 +20,7 @@ import importlib.util
 import logging
 import multiprocessing.process
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -45,6 +46,7 @@ class Node:
     def __init__(self, address: str, key: bytes, node: int, folder: Path) -> None:
         self.key, self.node, self.folder = key, node, folder
         self.link: WorldLink = connect(address, key)
+        self.link.limit_silence()
         self.launched = threading.Event()
         self.order: Message = {}
         self.ranks: dict[int, tuple[int, int]] = {}  # rank -> pid, start time
@@ -186,7 +188,8 @@ def agent_main(*, preload: str) -> None:
         os.setpgid(0, 0)  # so that the end takes only what was started here
     leftovers.adopt_orphans()
     leftovers.let_signals_end_forks()
-    folder = options.folder or Path(tempfile.mkdtemp(prefix="kit-node-"))
+    folder = options.folder or leftovers.base() / leftovers.mark(f"node{options.node}-{secrets.token_hex(3)}")
+    folder.mkdir(mode=0o700, exist_ok=True)
     key_file = folder / "key"
     key = bytes.fromhex(key_file.read_text() if key_file.exists() else os.environ.pop("KIT_KEY"))
     key_file.unlink(missing_ok=True)  # read once; the ranks get it through the fork

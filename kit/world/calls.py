@@ -180,7 +180,10 @@ class WorldCall:
             status = answer["exitcode"]
             why_gone = f"called sys.exit({status})"
         elif status is None:
-            why_gone = "is gone; how it ended is not known"
+            lost = member.node not in self.crew.agents
+            why_gone = (
+                f"is gone with the agent of machine {member.node}" if lost else "is gone; how it ended is not known"
+            )
         else:
             why_gone = how_ended(status)
         text = f"rank {member.rank} (pid {member.pid} on {member.host}) {why_gone} in phase {phase!r}{AGAIN}"

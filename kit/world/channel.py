@@ -68,6 +68,18 @@ def readable_message(fds: Iterable[int], seconds: float) -> set[int]:
     return {fd for fd, _ in poll.poll(seconds * 1000)}
 
 
+SILENCE_S = 25  # a machine that has sent nothing for so long is lost
+
+
+def end_with_the_other_machine(sock: socket.socket) -> None:
+    """A machine that is lost closes nothing: the kernel asks an idle one, and its silence ends the connection."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+
+
 class TooLargeError(ValueError):
     """A message beyond the channel's limit. Nothing of it was sent."""
 
@@ -120,7 +132,7 @@ class WorldLink:
     def _fill(self, flags: int = 0) -> None:
         try:
             chunk = self._sock.recv(1 << 18, flags)
-        except (BlockingIOError, TimeoutError):
+        except BlockingIOError:
             raise
         except OSError as error:
             raise ChannelClosed(f"receiving failed: {error}") from error
@@ -154,6 +166,11 @@ class WorldLink:
     def limit_sending(self, seconds: int) -> None:
         """Give up sending to an end that does not read. The kernel keeps the time: Python's timeouts cost a call more each way."""
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
+
+    def limit_silence(self) -> None:
+        """Also end with messages on their way. Not for links of ranks: an end that is busy may leave a large message unread for long."""
+        if self._sock.family != socket.AF_UNIX:
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -207,8 +224,7 @@ def call_once(address: str, key: bytes) -> WorldLink:
     else:
         host, _, port = address.rpartition(":")
         sock = socket.create_connection((host.strip("[]"), int(port)), timeout=30)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        end_with_the_other_machine(sock)
     try:
         return greet(sock, key)
     except BaseException:
@@ -289,8 +305,7 @@ class WorldListener:
                 sock, _ = self._sock.accept()
                 sock.setblocking(False)
                 if sock.family != socket.AF_UNIX:
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    end_with_the_other_machine(sock)
                 nonce = secrets.token_bytes(NONCE)
                 with contextlib.suppress(OSError):
                     sock.send(nonce)
@@ -384,6 +399,7 @@ class Exit:
 class AgentEnd:
     node: int
     link: WorldLink
+    silent: bool = False  # a question got no answer in time, and nothing has come since
     ended: int = -1  # the last generation whose ranks torchrun has seen the end of
     error: str = ""  # torchrun's account of it
     statuses: dict[int, int] = field(default_factory=dict)

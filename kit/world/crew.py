@@ -207,6 +207,7 @@ class Crew:
             if hello["role"] == "agent":
                 if not is_valid_hello(hello, node=range(self.plan.nodes), pid=None):
                     raise Malformed(f"{hello}")
+                link.limit_silence()
                 self.agents[hello["node"]] = AgentEnd(hello["node"], link)
             else:
                 known = is_valid_hello(hello, rank=self.plan.numbers, node=None, pid=None, started=None)
@@ -331,6 +332,7 @@ class Crew:
         return over
 
     def _note(self, agent: AgentEnd, message: Message) -> None:
+        agent.silent = False
         if "exit" in message:
             member = next((member for member in self.members if member.rank == message["exit"]), None)
             if member is not None and member.pid == message["pid"]:
@@ -347,13 +349,14 @@ class Crew:
                 exit_seen.status = agent.statuses.get(exit_seen.rank) if exit_seen.status is None else exit_seen.status
 
     def ask(self, node: int, do: str, **arguments: Any) -> Any:
-        """One question to a node's agent, answered within two seconds; None if not."""
-        if (agent := self.agents.get(node)) is None:
+        """One question to a node's agent, answered within two seconds; None if not. A silent one is not waited for again."""
+        if (agent := self.agents.get(node)) is None or agent.silent:
             return None
         number = time.monotonic_ns()
         with contextlib.suppress(ChannelClosed):
             agent.link.send({"id": number, "do": do, "with": arguments})
         self._hear_until(lambda: node not in self.agents or number in agent.answers, 2.0)
+        agent.silent = number not in agent.answers
         return agent.answers.pop(number, None)
 
     def first_exit(self, seconds: float = 5.0) -> Exit | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,9 @@ def free_port() -> int:
 class OtherMachine:
     """Run the command that World prints for the other machine, as a person there would."""
 
+    prefix: Sequence[str] = ()
+    device = "lo"
+
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self.message: list[str] = []
@@ -40,10 +44,11 @@ class OtherMachine:
             env = {
                 **os.environ,
                 "KIT_KEY": found[1],
-                "GLOO_SOCKET_IFNAME": "lo",
+                "GLOO_SOCKET_IFNAME": self.device,
                 "PYTHONPATH": os.pathsep.join(sys.path),
             }
-            self.process = subprocess.Popen([sys.executable, *shlex.split(found[2])], env=env, start_new_session=True)
+            command = [*self.prefix, sys.executable, *shlex.split(found[2])]
+            self.process = subprocess.Popen(command, env=env, start_new_session=True)
 
 
 @pytest.fixture
@@ -64,6 +69,79 @@ def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
     assert other.process is not None
     other.process.wait(10)
     assert wait_for(lambda: holdings(os.getpid())["processes"] == [])
+
+
+def run_ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+class OtherHost(OtherMachine):
+    """A second host: a network namespace behind a cable that can be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = f"kit{os.getpid()}"
+        self.near, self.far = f"{self.name}a", f"{self.name}b"
+        run_ip("netns", "add", self.name)
+        run_ip("link", "add", self.near, "type", "veth", "peer", "name", self.far, "netns", self.name)
+        for device, address, inside in ((self.near, "10.99.36.1/30", ()), (self.far, "10.99.36.2/30", ("-n", self.name))):
+            run_ip(*inside, "address", "add", address, "dev", device)
+            run_ip(*inside, "link", "set", device, "up")
+        run_ip("-n", self.name, "link", "set", "lo", "up")
+        self.prefix = ["ip", "netns", "exec", self.name]
+        self.device = self.far
+
+    def cut(self) -> None:
+        run_ip("link", "set", self.near, "down")
+
+    def remove(self) -> None:
+        run_ip("link", "delete", self.near)  # a namespace ends only after its last process
+        run_ip("netns", "delete", self.name)
+
+
+@pytest.fixture
+def two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[World, OtherHost]]:
+    if os.getuid() or not shutil.which("ip"):
+        pytest.skip("network namespaces need root and the command ip")
+    try:
+        other = OtherHost()
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"this container cannot make network namespaces: {error.stderr.decode().strip()}")
+    try:
+        monkeypatch.setattr(module, "print", other, raising=False)
+        options = {"device": "cpu", "logs": tmp_path, "env": {"GLOO_SOCKET_IFNAME": other.near}, "start_timeout_s": 45}
+        with World(4, nodes=2, endpoint=f"10.99.36.1:{free_port()}", **options) as world:
+            yield world, other
+        assert wait_for(lambda: holdings(os.getpid())["processes"] == [])
+    finally:
+        other.remove()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("while_idle", [False, True])
+def test_a_machine_that_is_lost_is_named_and_ends_by_itself(
+    two_hosts: tuple[World, OtherHost], while_idle: bool
+) -> None:
+    world, other = two_hosts
+    assert world.eval("rank") == [0, 1, 2, 3]
+    assert other.process is not None
+    if while_idle:
+        other.cut()
+        wait_for(lambda: world._crew.hear_agents() or 1 not in world._crew.agents, 60)
+        with pytest.raises(RankDied, match=r"^rank 2 .* is gone with the agent of machine 1 in phase 'run'"):
+            world.run("dist.barrier()", timeout_s=60)
+    else:
+        asked: list[int] = []
+        hear_until = world._crew._hear_until
+        world._crew._hear_until = lambda done, seconds: asked.append(1) or hear_until(done, seconds)  # type: ignore[assignment, func-returns-value]
+        pending = world.submit_code("import time\nif rank > 1: time.sleep(600)\ndist.barrier()", timeout_s=3)
+        other.cut()
+        with pytest.raises(RankTimeout, match=r"no stack: its machine's agent does not answer") as late:
+            pending.result()
+        assert (late.value.ranks, late.value.culprits) == ((0, 1, 2, 3), (2, 3))
+        assert len(asked) == 1  # of two ranks there; the time does not grow with their number
+    assert wait_for(lambda: other.process is not None and other.process.poll() is not None, 60)
 
 
 @pytest.mark.slow
