@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shlex
 import shutil
 import socket
@@ -15,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from kit.errors import KitError, RankDied, RankTimeout
-from kit.world import World
+from kit.world import World, leftovers
 from kit.world import crew as module
+from kit.world.channel import WorldLink, WorldListener
 from tests.holdings import holdings, wait_for
 
 pytestmark = [pytest.mark.timeout(60)]
@@ -84,7 +86,10 @@ class OtherHost(OtherMachine):
         self.near, self.far = f"{self.name}a", f"{self.name}b"
         run_ip("netns", "add", self.name)
         run_ip("link", "add", self.near, "type", "veth", "peer", "name", self.far, "netns", self.name)
-        for device, address, inside in ((self.near, "10.99.36.1/30", ()), (self.far, "10.99.36.2/30", ("-n", self.name))):
+        for device, address, inside in (
+            (self.near, "10.99.36.1/30", ()),
+            (self.far, "10.99.36.2/30", ("-n", self.name)),
+        ):
             run_ip(*inside, "address", "add", address, "dev", device)
             run_ip(*inside, "link", "set", device, "up")
         run_ip("-n", self.name, "link", "set", "lo", "up")
@@ -187,3 +192,18 @@ def test_an_agent_without_a_notebook_ends_with_a_sentence(tmp_path: Path) -> Non
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, start_new_session=True)
     assert done.returncode == 1
     assert "no notebook answers" in done.stderr
+
+
+def test_the_folder_of_an_agent_that_was_killed_is_listed(nothing_left: None) -> None:
+    key = secrets.token_bytes(32)
+    listener = WorldListener(key, "127.0.0.1")
+    command = [sys.executable, "-m", "kit.world.agent", "--connect", listener.address, "--node", "1"]
+    env = {**os.environ, "KIT_KEY": key.hex(), "PYTHONPATH": os.pathsep.join(sys.path)}
+    links: list[WorldLink] = []
+    with subprocess.Popen(command, env=env, start_new_session=True) as process:
+        assert wait_for(lambda: links or links.extend(listener.welcome()))
+        process.kill()
+    (folder,) = [path for path in leftovers.dead_folders(()) if path.name.startswith("node1-")]
+    shutil.rmtree(folder)
+    links[0].close()
+    listener.close()
