@@ -129,22 +129,23 @@ def read_log(logs: Path, rank: int, offset: int, limit: int) -> bytes:
 
 
 def torchrun(order: Message) -> None:
-    """Run torchrun's command line here until its ranks have ended. Single node: its store listens on loopback only."""
+    """Run torchrun's command line here until its ranks have ended. Its store listens on one address: the endpoint's, or loopback."""
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed import run as cli
     from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 
     arguments = list(order["torchrun"])
-    if order["loopback"]:
+    if order["store"] is not None:
         # torchrun's store would listen on every interface; it gets a socket of our own instead, so that no other process can take the port.
-        door = socket.create_server(("127.0.0.1", 0))
+        address = order["store"][0]
+        door = socket.create_server(tuple(order["store"]), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         port = door.getsockname()[1]
 
-        def loopback_store(host: str, port: int, size: int, master: bool, timeout: Any, **_: Any) -> TCPStore:
+        def store_at_address(host: str, port: int, size: int, master: bool, timeout: Any, **_: Any) -> TCPStore:
             return TCPStore(host, port, size, master, timeout, master_listen_fd=door.detach())
 
-        static_tcp_rendezvous.TCPStore = loopback_store  # type: ignore[attr-defined, assignment]
-        arguments += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+        static_tcp_rendezvous.TCPStore = store_at_address  # type: ignore[attr-defined, assignment]
+        arguments += ["--master-addr", address, "--master-port", str(port)]
     cli.main([*arguments, str(ENTRY)])
 
 

@@ -168,7 +168,7 @@ class Crew:
             "generation": self.generation,
             "torchrun": arguments,
             "address": address,
-            "loopback": plan.nodes == 1,
+            "store": ["127.0.0.1", 0] if plan.nodes == 1 else [host.strip("[]"), int(port)] if node == 0 else None,
             "first": plan.part.first,
             "neighbours": plan.neighbours,
             "device": plan.device,

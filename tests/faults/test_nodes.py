@@ -73,6 +73,13 @@ def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
     assert wait_for(lambda: holdings(os.getpid())["processes"] == [])
 
 
+def addresses_listening_at(port: int) -> list[str]:
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return [line[1].partition(":")[0] for line in lines if line[3] == "0A" and line[1].endswith(f":{port:04X}")]
+
+
 def run_ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
@@ -162,6 +169,8 @@ def test_two_agents_make_one_world(two_nodes: tuple[World, OtherMachine], capsys
     assert [row["node"] for row in world.status()] == [0, 0, 1, 1]
     shown = capsys.readouterr().out
     assert all(f"[{rank}] printed on {rank}" in shown for rank in range(4))
+    port = int(world._crew.plan.endpoint.rpartition(":")[2])
+    assert addresses_listening_at(port) == ["0100007F"]  # torchrun's store, and not on other interfaces
     # On the other machine one rank hangs and one dies; then fresh ranks start on both.
     with pytest.raises(RankTimeout) as late:
         world.run("import time, ctypes\nif rank == 3: ctypes.PyDLL(None).sleep(600)\ndist.barrier()", timeout_s=1.5)
