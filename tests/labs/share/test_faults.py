@@ -23,6 +23,7 @@ ALSO = {
     "one-shot-generation": {"devices_used", "fair_share", "no_deadlock", "no_request_lost", "plan_as_specified"},
     "planner-ignores-bundles": {"fair_share", "plan_as_specified"},
     "half-idle": {"fair_share", "no_deadlock", "no_starvation", "plan_as_specified"},
+    "shrinks-for-nothing": {"no_thrash"},
     "swaps-at-every-event": {"devices_used", "no_starvation", "plan_as_specified"},
     "released-while-falling-asleep": {"devices_conserved"},
     "complete-at-once": {"no_deadlock", "no_starvation"},
