@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from kit.loop.limit import within
+from kit.loop.limit import time_limit
 from kit.loop.messages import Memory
 
 World = dict[str, Any]
@@ -113,7 +113,7 @@ def play(worlds: Worlds, world: World, wall_s: float = WALL_S) -> Played:
     """Run a world and judge it. A core that raises or does not return is a finding, and its rows up to there are kept."""
     rows, judged, began = Memory(), Judged(), time.perf_counter()
     try:
-        with within(wall_s, NeverReturnedError):
+        with time_limit(wall_s, NeverReturnedError):
             worlds.run(world, rows)
         judged = worlds.judge(rows)  # a ledger that no rule can read is a finding too
     except NeverReturnedError:

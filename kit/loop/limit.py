@@ -1,4 +1,4 @@
-"""A limit of wall time for code that should return at once, in any thread: `with within(5.0, MyError): ...` raises it there."""
+"""A limit of wall time for code that should return at once, in any thread: `with time_limit(5.0, MyError): ...` raises it there."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class NeverReturned(KitError):  # noqa: N818 - reads as what happened
 def returning(who: Callable[[], str]) -> Iterator[None]:
     """A block of own code that must return at once. `who` is called only if it does not."""
     try:
-        with within(TURN_S, HangsError):
+        with time_limit(TURN_S, HangsError):
             yield
     except HangsError:
         raise NeverReturned(f"{who()} never returned: it took more than {TURN_S:g} s") from None
 
 
-class within:  # noqa: N801 - reads as a statement
+class time_limit:  # noqa: N801 - reads as a statement
     """Raise an exception in this block after so many seconds. An outer block that ends sooner is its limit too.
 
     In the main thread a signal also interrupts what waits; another thread is interrupted at its next line of Python.
@@ -53,8 +53,8 @@ class within:  # noqa: N801 - reads as a statement
         self.limits = self.began + self.seconds < self.outer
         if self.limits:
             _ends.at = self.began + self.seconds
-            self.bell: Signal | Thread
-            self.bell = Signal() if threading.current_thread() is threading.main_thread() else Thread()
+            self.bell: BySignal | ByThread
+            self.bell = BySignal() if threading.current_thread() is threading.main_thread() else ByThread()
             self.bell.start(self.seconds, self.error)
 
     def __exit__(self, *_: object) -> None:
@@ -63,7 +63,7 @@ class within:  # noqa: N801 - reads as a statement
             self.bell.stop(time.monotonic() - self.began)
 
 
-class Signal:
+class BySignal:
     def start(self, seconds: float, error: type[BaseException]) -> None:
         def ring(_: int, __: FrameType | None) -> None:
             raise error
@@ -78,7 +78,7 @@ class Signal:
             signal.setitimer(signal.ITIMER_REAL, max(self.left - took, 0.001))
 
 
-class Thread:
+class ByThread:
     def start(self, seconds: float, error: type[BaseException]) -> None:
         self.lock, self.over, self.who = threading.Lock(), threading.Event(), threading.get_ident()
         threading.Thread(target=self.watch, args=(seconds, error), daemon=True).start()

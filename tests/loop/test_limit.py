@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kit.loop import limit
-from kit.loop.limit import NeverReturned, returning, within
+from kit.loop.limit import NeverReturned, returning, time_limit
 
 
 class OverError(BaseException):
@@ -53,7 +53,7 @@ def test_what_does_not_return_is_ended(
     monkeypatch.setattr(limit, "AGAIN_S", 0.05)
 
     def limited() -> None:
-        with within(0.05, OverError):
+        with time_limit(0.05, OverError):
             act()
 
     with pytest.raises(OverError):
@@ -63,12 +63,12 @@ def test_what_does_not_return_is_ended(
 @THREADS
 def test_of_two_limits_the_one_that_ends_first_holds(thread: Callable[..., object]) -> None:
     def outer_first() -> None:
-        with within(0.05, OverError), within(60.0, InnerError):
+        with time_limit(0.05, OverError), time_limit(60.0, InnerError):
             spins()
 
     def inner_first() -> None:
-        with within(0.2, OverError):
-            with pytest.raises(InnerError), within(0.05, InnerError):
+        with time_limit(0.2, OverError):
+            with pytest.raises(InnerError), time_limit(0.05, InnerError):
                 spins()
             spins()
 
@@ -82,7 +82,7 @@ def test_the_limit_is_gone_after_the_block(thread: Callable[..., object]) -> Non
     before = signal.getsignal(signal.SIGALRM)
 
     def short() -> str:
-        with within(0.05, OverError):
+        with time_limit(0.05, OverError):
             pass
         until = time.monotonic() + 0.08  # an alarm left behind would ring by now
         while time.monotonic() < until:
@@ -98,7 +98,7 @@ def test_somebody_elses_alarm_rings_after_the_block() -> None:
     before = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
     left, _ = signal.setitimer(signal.ITIMER_REAL, 0.05)
     try:
-        with within(30.0, OverError):
+        with time_limit(30.0, OverError):
             pass
         until = time.monotonic() + 20
         while not rung and time.monotonic() < until:

@@ -35,7 +35,7 @@ from typing import Any
 import kit
 from kit.errors import KitError
 from kit.labs.discover import rules_of
-from kit.loop.limit import within
+from kit.loop.limit import time_limit
 from kit.results import Run
 from tests.mutants import table
 from tests.mutants.catalogue import CATALOGUE, SETUPS, Setup, others
@@ -125,7 +125,7 @@ def once(world: kit.World, setup: Setup, mutant: Mutant | None, folder: Path) ->
     out, ran = folder / f"{time.monotonic_ns()}", 0
     error: BaseException | None = None
     try:
-        with within(HUNG_S, Hung), contextlib.redirect_stdout(io.StringIO()):  # hide what ranks print
+        with time_limit(HUNG_S, Hung), contextlib.redirect_stdout(io.StringIO()):  # hide what ranks print
             kit.run(setup.lab, world=world, out=out, **setup.config)
     except (KitError, Hung) as broke:
         error = broke
