@@ -508,6 +508,8 @@ def output_file(path: str | os.PathLike[str]) -> Path:
     if target.is_dir():
         raise BadInput(f"cannot write {target}: it is a folder")
     make_folder(target.parent)
+    if not os.access(target.parent, os.W_OK):
+        raise BadInput(f"cannot write {target}: its folder is read-only")
     return target
 
 

@@ -210,7 +210,7 @@ class Run:
     def label(self, text: str) -> None:
         if len(text := " ".join(text.split())) > LONGEST:
             raise BadInput(f"the label has {len(text)} characters; at most {LONGEST} fit beside a run")
-        write_json(self.dir / LABEL, text)
+        write_json(output_file(self.dir / LABEL), text)
 
     @property
     def notes(self) -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 import kit
 from kit.errors import BadInput
 from kit.results import Run, create_run, runs_dir
+from kit.results.records import output_file
 
 
 def test_a_run_goes_from_running_to_finished(tmp_path, record):
@@ -99,6 +100,17 @@ def test_a_read_only_folder_is_refused(tmp_path):
                 create_run(tmp_path, "smoke", {}, {}, out=out)
     finally:
         tmp_path.chmod(0o755)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_file_in_a_read_only_folder_is_refused_before_the_run(tmp_path):
+    run = Run(create_run(tmp_path, "smoke", {}, {}).dir)
+    run.dir.chmod(0o500)
+    with pytest.raises(BadInput, match="its folder is read-only"):
+        run.label = "mine"
+    with pytest.raises(BadInput, match="its folder is read-only"):
+        output_file(run.dir / "checks.xml")
+    run.dir.chmod(0o700)
 
 
 def test_runs_dir_is_the_environments_word_else_beside_pyproject(tmp_path, monkeypatch):
