@@ -27,7 +27,7 @@ from kit.errors import KitError
 from kit.labs.discover import describe_folder, in_line, rules_of
 from kit.results import Run, VerdictRow, list_runs, runs_dir, write_trace
 from kit.results.comparison import Comparison, compact
-from kit.results.records import rank_name, user_path
+from kit.results.records import rank_name
 from kit.results.units import amount
 from kit.results.verdict import MARKS, SIGNS, tally, without_parts
 from kit.view import look, named
@@ -327,7 +327,7 @@ class TablesTab(Tab):
         self.link.value = ""
         if run is None:
             return None
-        target = user_path(self.path.value.strip())
+        target = self.path.value.strip()
         path = self._written(
             lambda: write_trace(run, target) if kind == TRACE else named.save_table([run], table, target)
         )
