@@ -1,10 +1,11 @@
 # PYTHON_ARGCOMPLETE_OK
 """`kit ...`. Each command imports only what it needs, when it runs: `kit --help` loads no torch and no pandas.
 
-Exit status: 0 no check failed; 1 a check failed (with --strict: or was not measured); 2 bad input; 3 the run broke (a
-rank raised, died or timed out); 130 interrupted, and the ranks are ended. `check` ends with 3 if the run broke, with 1
-if its rows or verdict were changed after it ended, otherwise by its verdict. `runs`, `show`, `compare`, `export`, `trace`,
-`report` and `notebook` end with 0 if they succeed; `notebook` ends with 3 if a cell fails.
+Exit status: 0 no check failed; 1 a check failed or nothing was measured (with --strict: or one check was not measured);
+2 bad input; 3 the run broke (a rank raised, died or timed out); 130 interrupted, and the ranks are ended. `check` ends
+with 3 if the run broke, with 1 if its rows or verdict were changed after it ended, otherwise by its verdict. `runs`,
+`show`, `compare`, `export`, `trace`, `report` and `notebook` end with 0 if they succeed; `notebook` ends with 3 if a
+cell fails.
 
 DIR is the folder or the id of a run (`kit runs` lists them). A command with one DIR uses the newest finished run by default.
 A command with several also accepts the folder of a sweep, which stands for its runs.
@@ -358,7 +359,7 @@ def label_command(args: argparse.Namespace) -> CommandAnswer:
 
 
 def check_command(args: argparse.Namespace) -> CommandAnswer:
-    folder = find_run(args.dir)
+    folder = folder_of(args.dir)
     if args.junit:
         output_file(args.junit)
     run = results.Run(folder, rules=lambda _: find(args.lab).all_rules()) if args.lab else kit.load(folder)
@@ -439,19 +440,25 @@ def compare_command(args: argparse.Namespace) -> CommandAnswer:
     return CommandAnswer(data, "\n".join(lines))
 
 
-def load_run(word: Path | None) -> results.Run:
-    run = kit.load(find_run(word))
+def folder_of(word: Path | None) -> Path:
+    """The folder that a word names. Without a word, it is said which run is taken, and which newer one is not."""
+    folder = find_run(word)
     if word is None:
-        which = "no run is finished; the newest" if run.broke else "the newest finished run"
-        print(f"kit: {which} is {run.id}", file=sys.stderr)
-    return run
+        newest = results.list_runs(results.runs_dir())[0]
+        left_out = "" if newest == folder else f"; {newest.name} is newer and did not finish"
+        print(f"kit: this is about {folder.name}{left_out}", file=sys.stderr)
+    return folder
+
+
+def load_run(word: Path | None) -> results.Run:
+    return kit.load(folder_of(word))
 
 
 def load_all(words: Sequence[Path | None]) -> list[results.Run]:
     """Return runs by folder or id: the newest finished one by default, and all runs of a sweep."""
     from kit.public import runs_of
 
-    return [kit.load(path) for folder in map(find_run, words or [None]) for path in runs_of(folder)]
+    return [kit.load(path) for folder in map(folder_of, words or [None]) for path in runs_of(folder)]
 
 
 # -- files -----------------------------------------------------------------------------------------------------------------

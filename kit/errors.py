@@ -27,7 +27,7 @@ def refuse_if(wrong: object, sentence: str) -> None:
         raise BadInput(sentence)
 
 
-class RehearsedError(KitError):
+class RehearsedError(KitError, RuntimeError):
     """An error that a lab raises on purpose, to see what becomes of it."""
 
 

@@ -150,8 +150,3 @@ class Frozen:
 
     def values(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self.__dataclass_fields__)
-
-
-def is_note(row: Row) -> bool:
-    """Whether a core wrote this row about itself: neither an event that it received nor a command."""
-    return not {"core", "to"} & row.ids.keys()

@@ -266,7 +266,7 @@ class Shown(list[Recorded]):
         )
 
 
-def recorded_benches(bench: str, containing: str = "", *, folder: Path = FOLDER) -> Shown:
+def recorded(bench: str, containing: str = "", *, folder: Path = FOLDER) -> Shown:
     """What each machine recorded of a bench, such as "bench-sync": the rows whose name contains a text.
 
     A bench may have a file for each of its parts, such as "bench-sync.model"; their rows come together."""

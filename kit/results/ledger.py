@@ -106,3 +106,8 @@ def events(frame: pd.DataFrame, phase: str, *, lab: str, main: str) -> pd.DataFr
     if (frame["lab"] == lab).any():
         return rows[(rows["phase"] == phase) & (rows["rank"] == NOTEBOOK)]
     return rows[rows["rank"] >= 0 if phase == main else rows["rank"] < NOTEBOOK].sort_values("time", kind="stable")
+
+
+def is_note(row: Row) -> bool:
+    """Whether a core wrote this row about itself: neither an event that it received nor a command."""
+    return not {"core", "to"} & row.ids.keys()

@@ -148,6 +148,12 @@ class Run:
         return self.status in {"stopped", "interrupted", "failed"}
 
     @property
+    def ended(self) -> str:
+        """The status of a run that did not come to its end, else empty. Another system's ledger, which has no owner, may stay `running`."""
+        under_way = self.status == "running" and bool(self.info().get("owner")) and not self._complete
+        return self.status if self.broke or under_way else ""
+
+    @property
     def fault(self) -> str | None:
         return self.info().get("fault")
 
@@ -234,7 +240,7 @@ class Run:
         """
         if answers := self._measured():
             moved = checked_tolerances(tolerances, allowed=[rule.name for rule in self._lab_rules()])
-            return Verdict(hold_limits(answers, self.config, moved), ended=self.status if self.broke else "")
+            return Verdict(hold_limits(answers, self.config, moved), ended=self.ended)
         if tolerances:
             raise BadInput(
                 f"lab {self.lab!r} has no checks here, so it takes no tolerances (got {', '.join(tolerances)})"
@@ -243,7 +249,7 @@ class Run:
 
     def stored_verdict(self) -> Verdict | None:
         path = self.dir / "verdict.json"
-        return Verdict(read_verdict(path), ended=self.status if self.broke else "") if path.is_file() else None
+        return Verdict(read_verdict(path), ended=self.ended) if path.is_file() else None
 
     def cycles_needed(self) -> dict[str, int]:
         """The checks that are not measured because the run had too few cycles, and how many cycles each needs."""
@@ -465,12 +471,12 @@ class File:
 
         if self._stamp == (stamp := _stamp([self.path])):
             return self.frame
-        self._stamp = stamp
         data = read_bytes(self.path, self.size - len(self.last))
         grown = len(data) > len(self.last) and data.startswith(self.last)
         if self.size and not (self.last.endswith(b"\n") and grown):
             self._start()  # it ended within a line, was edited, or was written anew
             data = read_bytes(self.path)
+        self._stamp = stamp  # only now: a file that could not be read is tried again
         data = data.removeprefix(self.last)
         self.size += len(data)
         self.last = (self.last + data[-KNOWN_BY:])[-KNOWN_BY:]
@@ -527,7 +533,9 @@ class RunWriter:
         """No record will follow. `error` is what broke the run; `stopped`: a person did."""
         self._records.close()
         status = "stopped" if stopped else "finished" if error is None else "failed"
-        sealed = {"records": {"records.jsonl": seal(self.dir / "records.jsonl")}, **self._verdict_seal()}
+        sealed: dict[str, Any] = self._verdict_seal()
+        with contextlib.suppress(OSError):  # the records were removed; the run still has its end
+            sealed["records"] = {"records.jsonl": seal(self.dir / "records.jsonl")}
         self._update(finished=utc(), status=status, error=error, **{SEALED: sealed})
 
     def _verdict_seal(self) -> dict[str, str]:
@@ -721,9 +729,9 @@ def write_junit(runs: Sequence[tuple[Run, Verdict]], path: Path) -> Path:
             if row.passed is not True:
                 kind = "skipped" if row.passed is None else "failure"
                 ET.SubElement(case, kind, message=NOT_XML.sub("", row.why))
-        if run.status != "finished" or run.alterations:
+        if run.status != "finished" or run.alterations or rows.answer is None:
             case = ET.SubElement(suite, "testcase", classname=run.lab, name="run")
-            ET.SubElement(case, "error", message=NOT_XML.sub("", "; ".join(run.notes)))
+            ET.SubElement(case, "error", message=NOT_XML.sub("", "; ".join(run.notes) or "nothing was measured"))
         for count, kind in {
             "tests": "testcase",
             "failures": "failure",

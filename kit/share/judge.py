@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from kit.loop.messages import is_note
+from kit.results.ledger import is_note
 from kit.results.records import Row, numbers, value_in_words
 from kit.results.rules import Measured, Missing, NotMeasured, Violations
 from kit.results.units import counted

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from kit.loop.messages import is_note
+from kit.results.ledger import is_note
 from kit.results.records import Id, Row, numbers
 from kit.results.rules import Missing, Violations
 from kit.results.units import counted

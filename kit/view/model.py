@@ -128,7 +128,7 @@ class PanelModel(HasTraits):
         if last := newest_run(runs_dir(), definition.name):
             try:  # a reopened notebook shows its last run
                 self.run = self.open(last)
-                self.notice = f"showing the last run, {describe_run(self.run)}"
+                self.notice = f"showing the last finished run, {describe_run(self.run)}"
             except KitError as error:
                 self.notice = f"the last run cannot be shown: {error}"
         self.judge()

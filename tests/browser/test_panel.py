@@ -314,7 +314,7 @@ def test_a_restarted_kernel_leaves_no_ranks_and_the_last_run_is_shown_again(page
     idle(page)
     menu(page, "Run", "Run All Cells")
     panel = shown(page)
-    message(panel, "showing the last run, smoke-")
+    message(panel, "showing the last finished run, smoke-")
     snap(page, artefacts, "again", panel)
 
     menu(page, "File", "Save Notebook")

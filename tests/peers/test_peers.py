@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kit.results.comparison import recorded_benches
+from kit.results.comparison import recorded
 from kit.world import leftovers
 from tests.peers.measure import (
     STARTED,
@@ -89,7 +89,7 @@ def test_the_files_are_shown_as_a_benchs(tmp_path: Path) -> None:
     text = write_tables(tmp_path / "box", "make peers BOX=box", rows)
     assert (tmp_path / "box" / "bench-peers.txt").read_text().startswith(text)
     assert "torchrun 2, SIGKILL of the notebook's process to nothing left: 3 of 3 processes" in text
-    (shown,) = recorded_benches("bench-peers", folder=tmp_path)
+    (shown,) = recorded("bench-peers", folder=tmp_path)
     assert shown.table == (
         ("what, median", "kit 1", "torchrun 2"),
         [[STARTED, "700 ms", "2 s"], [TOLD, "700 ms", "2 s"], [VANISHED, "", "-"]],

@@ -14,6 +14,7 @@ from kit.errors import BadInput
 from kit.results import (
     Measured,
     NotMeasured,
+    Row,
     RowWriter,
     Rule,
     Run,
@@ -450,6 +451,30 @@ def test_checks_are_asked_once_until_records_grow(folder, record):
         writer.append([record()])
     assert run.verdict()[0].passed
     assert asked == [asked[0], asked[0] + 1]
+
+
+def test_a_run_under_way_has_not_passed_and_another_systems_ledger_may_stay_so(tmp_path):
+    writer = create_run(tmp_path, "smoke", {}, {})
+    writer.write_verdict(Verdict([VerdictRow("x", 1.0, 1.0, "1", True, "")]))
+    run = Run(writer.dir)
+    assert (run.ended, run.stored_verdict().passed) == ("running", False)
+    assert Run(writer.dir, complete=True).stored_verdict().passed
+    info = json.loads((writer.dir / "run.json").read_text())
+    (writer.dir / "run.json").write_text(json.dumps({name: value for name, value in info.items() if name != "owner"}))
+    assert Run(writer.dir).stored_verdict().passed
+
+
+def test_records_that_could_not_be_read_are_read_later(make_run, monkeypatch):
+    run = Run(make_run([Row(metric="x", value=1.0, time=1.0)]))
+    with monkeypatch.context() as patched:
+        patched.setattr("kit.results.run.read_bytes", broken_disk)
+        with pytest.raises(OSError, match="stale"):
+            run.frame()
+    assert len(run.frame()) == 1
+
+
+def broken_disk(*_: object) -> bytes:
+    raise OSError("stale file handle")
 
 
 def test_the_newest_run_of_a_lab(make_run, tmp_path):
