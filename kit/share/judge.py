@@ -477,7 +477,7 @@ def sleeps_in_a_row(ledger: DeskLedger) -> Measured:
             counts[row.who] = 0
         elif row.event == "left" and not grants and row.who in books.clusters:
             counts[row.who] += 1
-            replicas = len(books.replicas(row.who))
+            replicas = max(1, len(books.replicas(row.who)))
             if counts[row.who] > most * replicas:
                 most = counts[row.who] / replicas
                 why = f"{row}: the replicas of {row.who} ({replicas}) fell asleep {counts[row.who]} times without progress of it"

@@ -96,14 +96,14 @@ def test_the_limit_is_gone_after_the_block(thread: Callable[..., object]) -> Non
 def test_somebody_elses_alarm_rings_after_the_block() -> None:
     rung: list[int] = []
     before = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
-    left, _ = signal.setitimer(signal.ITIMER_REAL, 0.05)
+    left, _ = signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
     try:
         with time_limit(30.0, OverError):
             pass
         until = time.monotonic() + 20
-        while not rung and time.monotonic() < until:
+        while len(rung) < 2 and time.monotonic() < until:
             pass
-        assert rung
+        assert len(rung) >= 2
     finally:
         signal.signal(signal.SIGALRM, before)
         signal.setitimer(signal.ITIMER_REAL, left)

@@ -159,7 +159,7 @@ class StreamWorlds:
         return StreamConfig(
             simulated=True,
             ranks=1,
-            **{name: world[name] for name in names},
+            **{name: world[name] for name in names if name in world},
             **{"sampler": world["sampler"], **self.settings},
             batch=world["groups"] * world["group"] // world["updates"],
             answer=(low, max(low, high)),
@@ -295,7 +295,7 @@ def fitting(world: World) -> World:
         "min_groups": min(world["min_groups"], groups),
         "places": places,
         "slots": min(world["slots"], places),
-        "on_failed": world["on_failed"] if groups > 1 else "replace",
+        "on_failed": world.get("on_failed", "replace") if groups > 1 else "replace",
         "resume": min(world["resume"], world["steps"] - 1),
         "fails": {
             name: min(step, last[name] if name in last else world["steps"] - 1) for name, step in world["fails"].items()
