@@ -33,8 +33,8 @@ LEAST_S = 0.1  # a phase that takes less than this longer is steady
 SETTLED = 2  # cycles after which all one-time allocations exist
 BY_DRIVER = ("driver_used", "process_used")
 HOST = ("anon_rss", "file_rss", "shm_rss")
-DRIVER_STEP = 8.0  # MiB per cycle: four of the driver's pages
-HOST_STEP = 4.0  # MiB per cycle beside a GPU: NCCL takes host memory for each communicator
+DRIVER_STEP = 8.0  # MiB per cycle in RISING cycles: four of the driver's pages
+HOST_STEP = 4.0  # MiB per cycle in RISING cycles beside a GPU: NCCL takes host memory for each communicator
 STATE_SHARE = 0.01  # share of the job's state that a cycle may add without counting as growth
 
 
@@ -210,33 +210,38 @@ def theil_sen(table: pd.DataFrame) -> pd.Series:
     return pd.Series(np.median(slopes, axis=0), index=rows.columns)
 
 
-def slopes(phase: str, control: str = "", allowed: Callable[[Mapping[str, Any]], float] = lambda _: 1.0) -> Measure:
-    """Growth per cycle of the kind of memory that exceeds its limit most, on the worst rank or GPU, above the slope of the same kind in a
-    control without treatment. All levels are from one phase, since levels differ between phases.
+def slopes(
+    phase: str, control: str = "", allowed: Callable[[Mapping[str, Any]], float] = lambda _: 1.0
+) -> Callable[[pd.DataFrame, Mapping[str, Any]], Measured | list[Measured]]:
+    """Growth per cycle of memory on the worst rank or GPU, above the slope of the same kind in a control without treatment: on the CPU of
+    the fastest-growing kind, on a GPU one answer per kind. All levels are from one phase, since levels differ between phases.
 
     `allowed` is the limit of a kind that is counted in bytes. The driver gives memory in pages of 2 MiB, and one more page in few cycles
-    is a steep line: the limit of its numbers is at least `DRIVER_STEP`, and they need more cycles.
+    is a steep line: its numbers need `RISING` cycles and may grow by `DRIVER_STEP` in each of these, in more cycles by no more in total.
     """
 
-    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured | list[Measured]:
         own = source(frame)
         kinds = dict.fromkeys([own.metric, *(["driver_used"] if own.metric != "process_used" else []), *WEIGHED])
         rows = frame[frame["phase"] == phase]
-        recorded, few = {*rows["metric"]}, rows["cycle"].nunique() < RISING
+        recorded, cycles = {*rows["metric"]}, rows["cycle"].nunique()
         driven = bool(recorded & {*BY_DRIVER})
-        least = {**dict.fromkeys(BY_DRIVER, DRIVER_STEP), **(dict.fromkeys(HOST, HOST_STEP) if driven else {})}
+        steps = {**dict.fromkeys(BY_DRIVER, DRIVER_STEP), **dict.fromkeys(HOST, HOST_STEP)} if driven else {}
+        least = {kind: step * RISING / max(RISING, cycles) for kind, step in steps.items()}
         answers = [
-            replace(slope(frame, own, kind, phase, control), limit=max(allowed(config), least.get(kind, 0.0)))
+            null(TooFewCycles(RISING), of=kind)
+            if kind in BY_DRIVER and cycles < RISING
+            else replace(slope(frame, own, kind, phase, control), limit=max(allowed(config), least.get(kind, 0.0)))
             for kind in kinds
-            if kind in recorded and not (few and kind in BY_DRIVER)
+            if kind in recorded
         ]
         if not answers:
-            raise TooFewCycles(RISING) if driven else Missing(f"no memory was recorded in phase {phase}")
-        top = max(answers, key=lambda answer: (answer.value or 0.0) / (answer.limit or 1.0))
+            raise Missing(f"no memory was recorded in phase {phase}")
+        if driven:
+            return answers
+        top = max(answers, key=lambda answer: answer.value or 0.0)
         remaining = ", ".join(f"{answer.of} {answer.value:+.3f}" for answer in answers if answer is not top)
-        unasked = f"; {RISING} cycles are needed for the driver's numbers" if driven and few else ""
-        why = f"{top.why}; others: {remaining}" if remaining else top.why
-        return Measured(top.value, why + unasked, limit=top.limit if driven else None)
+        return Measured(top.value, f"{top.why}; others: {remaining}" if remaining else top.why)
 
     return measure
 
@@ -320,14 +325,18 @@ def steady(*phases: str) -> Measure:
     return measure
 
 
-def each_observed(ask: Callable[[str], Measure]) -> Callable[[pd.DataFrame, Mapping[str, Any]], list[Measured]]:
-    """The same check for each phase that the observers watched: one answer per phase."""
+def each_observed(
+    ask: Callable[[str], Callable[[pd.DataFrame, Mapping[str, Any]], Measured | list[Measured]]],
+) -> Callable[[pd.DataFrame, Mapping[str, Any]], list[Measured]]:
+    """The same check for each phase that the observers watched: the answers about each phase."""
 
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> list[Measured]:
         answers = []
         for phase in frame[frame["metric"] == "observers_seconds"]["phase"].unique():
             try:
-                answers.append(replace(ask(phase)(frame[frame["phase"] == phase], config), of=phase))
+                finding = ask(phase)(frame[frame["phase"] == phase], config)
+                parts = [finding] if isinstance(finding, Measured) else finding
+                answers += [replace(part, of=f"{phase}/{part.of}" if part.of else phase) for part in parts]
             except NotMeasured as missing:
                 answers.append(null(missing, of=phase))
         return answers
