@@ -55,6 +55,9 @@ class Measured:
     limit: float | None = (
         None  # by the noise that the run itself measured, in place of the rule's; a person may still move it
     )
+    hidden: str = (
+        ""  # why that limit says nothing: a value that it holds is not measured, unless a person moved the limit
+    )
 
 
 Finding = Measured | Sequence[Measured]
@@ -270,8 +273,11 @@ def _worst_of(rule: Rule, rows: Sequence[VerdictRow]) -> VerdictRow:
 def _row(rule: Rule, measured: Measured, limit: float, *, own: bool) -> VerdictRow:
     """`own`: no person moved the limit."""
     passed: bool | None
-    if own and measured.limit is not None:
-        limit = measured.limit
+    if own and (by_noise := measured.limit) is not None:
+        if measured.hidden and measured.value is not None and rule.holds(float(measured.value), by_noise):
+            measured = replace(measured, value=None, why=measured.hidden)
+        else:
+            limit = by_noise
     if measured.lacking and not measured.failed:
         there = math.nan if measured.value is None else float(measured.value)
         if math.isnan(there):
