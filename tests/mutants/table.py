@@ -33,8 +33,8 @@ python -m tests.mutants.run --only sync        # those of one lab, module or id
 - **equivalent**: survived, and all records (without times and memory), digests included, are the same as without the mutant in all short
   setups of its lab. Records in which three runs without a mutant differ, or two with it, are left out. Equivalent mutants are not in the
   *score*; *at least* counts them as survived, as a machine that varies much, or code that no setup runs, would hide a difference.
-- All were written by hand by somebody who knew the code; those **against the docs** break a sentence of the docs. Mutants that a library
-  draws have a section of their own.
+- All were written by hand by somebody who knew the code; those **against the docs** break a sentence of the docs.
+  `python -m tests.mutants.mechanical` lets a library draw others.
 - Code that the labs look through, clocks, logging and texts are not mutated.
 
 ## By check
