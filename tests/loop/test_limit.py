@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -116,3 +118,16 @@ def test_own_code_that_never_returns_is_named(monkeypatch: pytest.MonkeyPatch) -
         returning(lambda: "the sampler"),
     ):
         spins()
+
+
+def test_a_limit_in_a_thread_leaves_an_interpreter_that_can_be_profiled() -> None:
+    """CPython 3.11 looks for a thread's exception for ever if one was taken back, and then no profiled function begins."""
+    code = (
+        "import sys, threading\n"
+        "from kit.loop.limit import time_limit\n"
+        "def limited():\n    with time_limit(5.0, RuntimeError): pass\n"
+        "thread = threading.Thread(target=limited)\nthread.start()\nthread.join()\n"
+        "sys.setprofile(lambda *_: None)\nthread.is_alive()\nsys.setprofile(None)\nprint('done')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "done\n", done.stderr
