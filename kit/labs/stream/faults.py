@@ -391,7 +391,7 @@ OF_RANKS = exposed_by(
         "a replica is killed while it decodes",
         "replicas_answer",
         exit=3,
-        patch={f"{REPLICA}.decode": f"{RANK_BUGS}:dies"},
+        patch={f"{REPLICA}.decode": f"{RANK_BUGS}:replica_dies"},
         during=("lockstep",),
     ),
     Fault(
