@@ -137,7 +137,7 @@ OF_THE_CONTROLLER = exposed_by(
         "waits-for-all",
         "a step begins only when all its groups are complete",
         "trains_before_straggler",
-        patch={f"{CORE}:limits": f"{BUGS}:waits_for_all"},
+        patch={f"{CORE}:limits": f"{BUGS}:trainer_waits_for_all"},
     ),
     Fault(
         "finish-per-chunk",
