@@ -52,6 +52,7 @@ def test_right_cores_pass(lab: str, settings: dict[str, str]) -> None:
         assert f"not measured in any: {', '.join(done.unmeasured)}" in str(done)
 
 
+@pytest.mark.drawn(3, of="wrong cores")
 @pytest.mark.parametrize(
     ("lab", "settings", "rule"),
     [

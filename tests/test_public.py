@@ -95,6 +95,7 @@ def test_logs_that_were_asked_for_stay(runs: Path, tmp_path: Path, nothing_left:
     assert not runs.exists()
 
 
+@pytest.mark.slow
 def test_a_process_forked_from_a_world_leaves_its_logs_when_it_ends(runs: Path, nothing_left: None) -> None:
     with kit.World(1) as world:
         if (child := os.fork()) == 0:

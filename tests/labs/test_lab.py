@@ -178,6 +178,7 @@ def test_the_context_manager_ends_the_ranks(made: Make) -> None:
     assert info(lab)["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_world_that_is_given_is_used_and_left_alive(own: Definition, runs: Path, nothing_left: None) -> None:
     with World(3, device="cpu") as world:
         pids = world.pids
@@ -463,6 +464,7 @@ def test_a_driven_step_can_be_stopped(own: Definition, runs: Path, nothing_left:
     assert "stopped" in lab.error
 
 
+@pytest.mark.slow
 def test_a_death_in_an_isolated_world_is_for_the_driver_to_judge(
     own: Definition, runs: Path, nothing_left: None
 ) -> None:
@@ -483,6 +485,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.drawn(1, of="goes on")
 @pytest.mark.parametrize("do", BROKEN)
 def test_a_lab_that_goes_on_gives_the_next_phase_fresh_ranks_and_fails_at_its_end(
     own: Definition, runs: Path, nothing_left: None, do: str
@@ -519,6 +522,7 @@ def test_a_lab_that_goes_on_ends_when_no_fresh_ranks_are_to_be_had(
     assert info(lab)["error"] == "KitError: no memory for ranks"
 
 
+@pytest.mark.slow
 def test_a_driver_gets_fresh_ranks(own: Definition, runs: Path, nothing_left: None) -> None:
     plan = [Step(1, "all", driver="own_lab:replacing"), Step(1, "first")]
     with Lab(dataclasses.replace(own, plan=lambda _: plan), {}) as lab:

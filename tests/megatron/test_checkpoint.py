@@ -174,7 +174,7 @@ def ask(world: World, function: str, **arguments: Any) -> list[Any]:
     return world.call(f"tests.megatron.ranks.checkpoint:{function}", **arguments)
 
 
-@pytest.mark.drawn(2, of="exports")
+@pytest.mark.drawn(1, of="exports")
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2}], ids=["dp2", "tp2", "pp2"])
 @pytest.mark.parametrize("files", [1, 3])
 def test_an_export_after_a_load_is_the_folder_byte_for_byte(

@@ -23,9 +23,8 @@ print(getattr(gpt_layer_specs, "HAVE_APEX", "unknown"), type(chunk.decoder.final
 """
 
 
-@pytest.mark.parametrize(
-    "stubs", [pytest.param((), id="none", marks=pytest.mark.slow), pytest.param(("apex",), id="apex")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stubs", [(), ("apex",)], ids=lambda stubs: "-".join(stubs) or "none")
 def test_the_final_norm_is_torchs(tmp_path: Path, stubs: tuple[str, ...]) -> None:
     """Apex without Transformer Engine gives Megatron a final norm that knows no RMSNorm. A stub is enough to make it choose so."""
     for stub in stubs:

@@ -129,6 +129,7 @@ class Explorer:
             assert state.version == self.settings.steps
 
 
+@pytest.mark.drawn(3, of="orders")
 @pytest.mark.parametrize(
     ("more", "failures"),
     [

@@ -108,6 +108,7 @@ def explore(examples: int, **more: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_no_order_of_answers_loses_a_permit() -> None:
     explore(PART)
 

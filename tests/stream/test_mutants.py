@@ -341,6 +341,7 @@ def test_every_mutant_applies_to_the_source(one: Mutant) -> None:
     compiled(one)
 
 
+@pytest.mark.slow
 def test_the_core_as_it_is_passes_every_case() -> None:
     for case in list(cases())[:150]:
         case()

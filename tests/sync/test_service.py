@@ -801,7 +801,8 @@ def test_a_receiver_that_is_killed_is_named_and_the_others_go_back(transport: st
     assert "receiver 2 is gone" in other["error"][1] or transport == "rendezvous", other["error"]
 
 
-@pytest.mark.parametrize("transport", ["shm", pytest.param("serialize", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "serialize"])
 def test_receivers_of_a_sender_that_is_killed_before_it_publishes_go_back(transport: str, tmp_path: Path) -> None:
     for each in killed(tmp_path, transport, "sender").values():
         assert each["error"] == [

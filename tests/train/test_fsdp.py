@@ -36,6 +36,7 @@ def ask(world: World, function: str, **arguments: Any) -> list[Any]:
     return world.call(f"tests.train.ranks.steps:{function}", **arguments)
 
 
+@pytest.mark.drawn(3, of="cuts")
 @pytest.mark.parametrize(
     ("level", "batching", "dtype"),
     [

@@ -51,6 +51,7 @@ def test_the_names_are_those_that_the_run_has_something_for(run, make_run):
     assert named.names(make_run(cycles=1)) == ["overview", "memory", "times", "census", "timeline"]
 
 
+@pytest.mark.drawn(4, of="alone")
 @pytest.mark.parametrize("theme_name", THEMES)
 @pytest.mark.parametrize("name", ["memory", "drift", "times", "census", "timeline", "verdict"])
 def test_each_is_drawn_alone_with_its_origin(run, name, theme_name):

@@ -89,6 +89,7 @@ def make_offload(tmp_path):
     return make
 
 
+@pytest.mark.drawn(1, of="themes")
 @pytest.mark.parametrize("theme_name", THEMES)
 def test_it_tells_the_story_and_not_the_bookkeeping(make_offload, theme_name):
     picture = plot_run(make_offload(), theme=theme_name)

@@ -44,6 +44,7 @@ def by_hand(tmp_path):
     return make(tmp_path, ledgers={"shared": BY_HAND}, phases=("shared",), memory=False)
 
 
+@pytest.mark.drawn(1, of="themes")
 @pytest.mark.parametrize("theme_name", THEMES)
 def test_it_tells_the_story(simulated, theme_name):
     picture = plot_run(simulated, theme=theme_name)

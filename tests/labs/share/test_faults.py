@@ -77,6 +77,7 @@ def test_a_deadlock_names_what_is_unanswered_and_who_holds_it(name: str, words: 
     assert words in why(simulated(name)[0], "no_deadlock")
 
 
+@pytest.mark.slow
 def test_without_a_bug_every_check_of_a_ledger_passes() -> None:
     """One run covers the lab's pipelines, every script that exposes a fault, and every rehearsed scene."""
     verdict, error = simulated()

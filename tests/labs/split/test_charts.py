@@ -99,6 +99,7 @@ def make_split(tmp_path):
     return make
 
 
+@pytest.mark.drawn(1, of="themes")
 @pytest.mark.parametrize("theme_name", THEMES)
 def test_it_tells_the_story(make_split, theme_name):
     picture = plot_run(make_split(), theme=theme_name)

@@ -66,6 +66,7 @@ def test_a_wrong_trainer_is_found_out(split: Split, name: str) -> None:
     assert WRONG[name] <= failed(split(implementation=f"mine:{name}", **ONE).verdict())
 
 
+@pytest.mark.slow
 def test_words_of_its_own_are_a_number_of_their_own(split: Split) -> None:
     run = split(implementation="mine:OtherWords", **ONE)
     reason = why(run.verdict(), "misuse_raises")

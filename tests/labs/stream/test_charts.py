@@ -179,6 +179,7 @@ BY_HAND = [
 ]  # fmt: skip
 
 
+@pytest.mark.drawn(1, of="themes")
 @pytest.mark.parametrize("theme_name", THEMES)
 def test_it_tells_the_story(make_stream, theme_name):
     picture = plot_run(make_stream(), theme=theme_name)

@@ -79,6 +79,7 @@ def test_one_wrong_sample_of_many_is_enough_where_the_law_is_simple() -> None:
     assert logs["one number for all positions of a sample"] > 6
 
 
+@pytest.mark.slow
 def test_the_mean_evidence_of_right_sampling_is_one() -> None:
     """The false-alarm rate follows from this by Markov's inequality; short answers keep the variance of the estimate small."""
     runs = 2000

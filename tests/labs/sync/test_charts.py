@@ -108,6 +108,7 @@ def make_sync(tmp_path):
     return make
 
 
+@pytest.mark.drawn(1, of="themes")
 @pytest.mark.parametrize("theme_name", THEMES)
 def test_it_tells_the_story(make_sync, theme_name):
     picture = plot_run(make_sync(), theme=theme_name)
@@ -209,6 +210,7 @@ def test_wrong_digests_and_torn_forwards_are_in_the_colour_of_what_is_wrong(make
     assert "fault: swapped" in picture.get_suptitle()
 
 
+@pytest.mark.slow
 def test_a_run_of_an_older_kit_is_drawn_without_what_it_named_otherwise(make_sync):
     run = make_sync(old=True)
     drawn = titles(plot_run(run))

@@ -257,6 +257,7 @@ def test_stop_ends_every_world(made: Make, own: Definition) -> None:
     assert holdings(os.getpid())["processes"] == []
 
 
+@pytest.mark.slow
 def test_stop_while_ranks_are_made_ready(made: Make) -> None:
     model, controller = made(do="begin")
     controller.start()

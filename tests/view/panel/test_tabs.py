@@ -184,6 +184,7 @@ def test_a_run_that_has_begun_shows_its_first_picture_once_it_has_one(offload, t
     assert (tab.choice.value, chosen.choice.value) == ("memory", "verdict")
 
 
+@pytest.mark.slow
 def test_while_ranks_work_drawing_is_held_back_and_caught_up(offload, drawn):
     tab = PlotsTab(offload)
     tab.visible = True
