@@ -441,11 +441,11 @@ def compare_command(args: argparse.Namespace) -> CommandAnswer:
 
 
 def folder_of(word: Path | None) -> Path:
-    """The folder that a word names. Without a word, it is said which run is taken, and which newer one is not."""
+    """The folder that a word names. Without a word, print which run is taken, and which newer one is not."""
     folder = find_run(word)
     if word is None:
         newest = results.list_runs(results.runs_dir())[0]
-        left_out = "" if newest == folder else f"; {newest.name} is newer and did not finish"
+        left_out = "" if newest == folder else f"; {newest.name} is newer and has not finished"
         print(f"kit: this is about {folder.name}{left_out}", file=sys.stderr)
     return folder
 

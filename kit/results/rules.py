@@ -52,12 +52,10 @@ class Measured:
     suspect: str = ""  # what may have kept them away
     failed: bool = False  # without a number, and failed all the same
     cycles: int = 0  # without a number, because an answer needs this many cycles
-    limit: float | None = (
-        None  # by the noise that the run itself measured, in place of the rule's; a person may still move it
-    )
-    hidden: str = (
-        ""  # why that limit says nothing: a value that it holds is not measured, unless a person moved the limit
-    )
+    # By the noise that the run itself measured, in place of the rule's; a person may still move it.
+    limit: float | None = None
+    # Why that limit says nothing: a value within it is not measured, unless a person moved the limit.
+    hidden: str = ""
 
 
 Finding = Measured | Sequence[Measured]

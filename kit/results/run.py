@@ -50,7 +50,7 @@ from kit.results.records import (
     write_text,
 )
 from kit.results.rules import Answer, Measured, Rule, applicable, hold_limits, measure_checks, suspect_in
-from kit.results.units import ROW
+from kit.results.units import ROW, counted
 from kit.results.verdict import Verdict, checked_tolerances, read_verdict, tally
 from kit.target import kit_version
 
@@ -197,12 +197,12 @@ class Run:
     def _altered(self, name: str, wrote: Mapping[str, Any]) -> str:
         file = self._files.get(name)
         if file is None:
-            return f"{name} is missing, with its {count_of(wrote['rows'])}" if len(self._files) else ""
+            return f"{name} is missing, with its {counted(wrote['rows'], 'row')}" if len(self._files) else ""
         lost = wrote["rows"] - file.lines
         if lost > 0:
-            return f"{name}: {count_of(lost)} of {wrote['rows']} {'is' if lost == 1 else 'are'} missing"
+            return f"{name}: {counted(lost, 'row')} of {wrote['rows']} {'is' if lost == 1 else 'are'} missing"
         if lost < 0:
-            return f"{name}: {count_of(-lost)} {'was' if lost == -1 else 'were'} added after the run ended"
+            return f"{name}: {counted(-lost, 'row')} {'was' if lost == -1 else 'were'} added after the run ended"
         return "" if file.digest == wrote["sha256"] else f"{name} was edited after the run ended"
 
     @property
@@ -316,10 +316,6 @@ class Run:
             frame = frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
             self._loaded = stamp, frame, notes if paths else [MISSING]
         return self._loaded[1:]
-
-
-def count_of(rows: int) -> str:
-    return f"{rows} row{'' if rows == 1 else 's'}"
 
 
 def memory_snapshots(run: Run) -> str:

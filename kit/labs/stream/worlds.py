@@ -27,6 +27,19 @@ from kit.stream.settings import SAMPLERS, Resume, StreamSettings
 from kit.stream.simulated import Durations, System, simulate
 from kit.target import load_callable
 
+OF_THE_LAB = (  # what a world and the lab's config have in common
+    "window",
+    "groups",
+    "group",
+    "min_groups",
+    "places",
+    "slots",
+    "steps",
+    "replicas",
+    "at_sync",
+    "filter",
+    "on_failed",
+)
 HAPPENS = ("died", "left", "joined")
 FAILS = ("begin", "microbatch", "finish", "clear")
 NEW = 100  # the number of the first replica that joins
@@ -142,24 +155,11 @@ class StreamWorlds:
 
     def config(self, world: World) -> StreamConfig:
         """What of the world the lab's config has; the rest is in the world."""
-        names = (
-            "window",
-            "groups",
-            "group",
-            "min_groups",
-            "places",
-            "slots",
-            "steps",
-            "replicas",
-            "at_sync",
-            "filter",
-            "on_failed",
-        )
         low, high = world["lengths"]
         return StreamConfig(
             simulated=True,
             ranks=1,
-            **{name: world[name] for name in names if name in world},
+            **{name: world[name] for name in OF_THE_LAB if name in world},
             **{"sampler": world["sampler"], **self.settings},
             batch=world["groups"] * world["group"] // world["updates"],
             answer=(low, max(low, high)),
@@ -260,23 +260,7 @@ def draw_happens(rng: random.Random, replicas: int) -> list[list[Any]]:
 
 def loop_settings(world: Mapping[str, Any]) -> StreamSettings:
     return StreamSettings(
-        **{
-            name: world[name]
-            for name in (
-                "sampler",
-                "window",
-                "groups",
-                "group",
-                "min_groups",
-                "places",
-                "slots",
-                "steps",
-                "replicas",
-                "at_sync",
-                "filter",
-                "on_failed",
-            )
-        },
+        **{name: world[name] for name in ("sampler", *OF_THE_LAB)},
         train_global_batch_size=world["groups"] * world["group"] // world["updates"],
         step_retries=world["retries"],
         on_dead_replica="go-on",
