@@ -109,8 +109,8 @@ class WorldCall:
         elif not self.waiting():
             self.settle(self._failure())
         elif time.monotonic() > self.look_at:
-            waiting, seen = self.waiting(), look_at_members(self.waiting())
-            if all(member.rank in seen and seen[member.rank].waiting for member in waiting):
+            looks = look_at_members(self.crew.members)
+            if all(is_abandoned(member.rank, looks) for member in self.waiting()):
                 self.settle(self._failure())
             self.look_at = time.monotonic() + ABANDONED_S
 
@@ -246,12 +246,18 @@ class WorldCall:
 
 @dataclass(frozen=True, slots=True)
 class RankLook:
-    """What a rank's side thread sees of its main thread. `progress` counts the collectives it entered, by group."""
+    """What a rank's side thread sees of its main thread.
+
+    `awaits` is what its stack waits for: "ranks", a "device" or "". `progress` counts the collectives it entered, by group; `sent` and
+    `received` count the transfers it posted, by "group/peer".
+    """
 
     phase: str
     stack: str
-    waiting: bool
+    awaits: str
     progress: dict[str, int]
+    sent: dict[str, int]
+    received: dict[str, int]
 
 
 def look_at_members(members: Sequence[WorldMember]) -> dict[int, RankLook]:
@@ -275,32 +281,60 @@ def look_at_members(members: Sequence[WorldMember]) -> dict[int, RankLook]:
     return looks_by_rank
 
 
-def blame(silent: Sequence[int], found: dict[int, RankLook], everyone: Sequence[int]) -> tuple[tuple[int, ...], str]:
+def ahead_in_collectives(rank: int, looks: dict[int, RankLook]) -> bool:
+    """Has it entered more collectives of some group than another member of that group?"""
+    progress_of_others = [look.progress for peer, look in looks.items() if peer != rank]
+    return any(
+        count > counts.get(group, count)
+        for group, count in looks[rank].progress.items()
+        for counts in progress_of_others
+    )
+
+
+def ahead_in_transfers(rank: int, looks: dict[int, RankLook]) -> bool:
+    """Has it posted more sends to, or receives from, another rank than that one has posted for it?"""
+    for mine, theirs in (("sent", "received"), ("received", "sent")):
+        for key, count in getattr(looks[rank], mine).items():
+            group, _, peer = key.rpartition("/")
+            if (look := looks.get(int(peer))) and count > getattr(look, theirs).get(f"{group}/{rank}", 0):
+                return True
+    return False
+
+
+def is_abandoned(rank: int, looks: dict[int, RankLook]) -> bool:
+    """Does its stack show that it waits for other ranks, or for a device that waits for them?"""
+    if rank not in looks:
+        return False
+    ahead = ahead_in_collectives(rank, looks) or ahead_in_transfers(rank, looks)
+    return looks[rank].awaits == "ranks" or (looks[rank].awaits == "device" and ahead)
+
+
+def blame(silent: Sequence[int], looks: dict[int, RankLook], everyone: Sequence[int]) -> tuple[tuple[int, ...], str]:
     """The culprits among the silent ranks, and a sentence on why.
 
-    A rank waits for others when its stack is inside a collective, or when it has entered more collectives of some group than another
-    member of that group (which also sees waits that hide in C, such as a device synchronisation). The others wait for a rank that is
-    silent and does not wait.
+    A rank waits for others if its stack shows it, or if it has entered more collectives of some group than another member of that group
+    (which also detects waits that hide in C). A rank that waits for a device, or that is ahead of another in its transfers, may wait for
+    others; both together are certain, as receives are posted early and a device can be busy itself. The others wait for a silent rank
+    without any of these signs, or else for those that only may wait.
     """
-
-    def ahead(rank: int) -> bool:
-        progress_of_others = [look.progress for peer, look in found.items() if peer != rank]
-        return any(
-            count > counts.get(group, count)
-            for group, count in found[rank].progress.items()
-            for counts in progress_of_others
-        )
-
-    waiting = [r for r in silent if r in found and (found[r].waiting or ahead(r))]
-    culprits = tuple(r for r in silent if r not in waiting)
-    if waiting and culprits:
-        return culprits, f"{ranks_word(waiting)} in a collective, waiting for {ranks_word(culprits)}"
-    if culprits:
-        return culprits, "none of them waits in a collective: busy, stopped or gone"
+    seen = [r for r in silent if r in looks]
+    ahead = [r for r in seen if ahead_in_transfers(r, looks)]
+    waiting = [r for r in seen if is_abandoned(r, looks) or ahead_in_collectives(r, looks)]
+    unclear = [r for r in seen if r not in waiting and (r in ahead or looks[r].awaits == "device")]
     absent = [r for r in everyone if r not in silent]
+    place = "a collective or a transfer" if ahead else "a collective"
+    if culprits := tuple(r for r in silent if r not in [*waiting, *unclear]):
+        if left := sorted([*waiting, *unclear]):
+            return culprits, f"{ranks_word(left)} in {place}, waiting for {ranks_word(culprits)}"
+        return culprits, "none of them waits in a collective: busy, stopped or gone"
+    if unclear and waiting:
+        why = f"{ranks_word(waiting)} in {place}, waiting for {ranks_word(unclear)}: busy, or waiting for a device"
+        return tuple(unclear), why
+    if unclear and (absent or len(everyone) == 1):
+        return tuple(unclear), "none of them waits for another rank: busy, or waiting for a device"
     if absent:
-        return (), f"waiting in a collective that {ranks_word(absent)} did not enter"
-    return (), "each waits in a collective, so they entered different ones: compare the stacks"
+        return (), f"waiting in {place} that {ranks_word(absent)} did not enter"
+    return (), f"each waits in {place}, so they entered different ones: compare the stacks"
 
 
 def ranks_word(ranks: Sequence[int]) -> str:

@@ -27,6 +27,8 @@ import tempfile
 import threading
 import traceback
 import types
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -115,6 +117,7 @@ class Rank:
         if cuda:
             torch.cuda.set_device(self.device)
         routing.install_routes()
+        count_transfers()
         dist.init_process_group(
             routing.world_backend() if cuda else "gloo",
             store=PrefixStore(f"kit/{self.order['generation']}", store),
@@ -171,8 +174,10 @@ class Rank:
         return {
             "phase": self.phase,
             "stack": stack_of(frame) if self.busy else "",
-            "waiting": self.busy and in_collective(frame),
+            "awaits": awaited(frame) if self.busy else "",
             "progress": collective_counts(),
+            "sent": transfer_counts("send", self.order["first"]),
+            "received": transfer_counts("recv", self.order["first"]),
         }
 
 
@@ -182,11 +187,58 @@ def call_number(order: Message) -> int:
 
 def collective_counts() -> dict[str, int]:
     """Per registered group, by name, how many collectives this rank has entered."""
+    numbers = {name: sequence_number(group) for group, name in registered_groups()}
+    return {name: number - _numbered[name] for name, number in numbers.items() if number is not None}
+
+
+def sequence_number(group: Any) -> int | None:
+    """None for a group that does not answer, such as a handle that is suspended."""
+    with contextlib.suppress(RuntimeError, KitError):
+        return int(group._get_sequence_number_for_group())
+    return None
+
+
+def registered_groups() -> list[tuple[Any, str]]:
+    return list(dist.distributed_c10d._world.pg_names.items())  # the only list of groups
+
+
+_transfers: Counter[tuple[str, str, int]] = (
+    Counter()
+)  # by "send" or "recv", the group's name and the peer's rank in the group
+_numbered: Counter[str] = (
+    Counter()
+)  # how many transfers have a number in the group's sequence: with gloo all, with NCCL none
+
+
+def count_transfers() -> None:
+    """Count what this process sends to and receives from each peer. A group's sequence number does not have the peer, or no transfers."""
+    for kind in ("send", "recv"):
+        setattr(dist.ProcessGroup, kind, counted(kind, getattr(dist.ProcessGroup, kind)))
+
+
+def counted(kind: str, post: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(post)
+    def post_counted(group: dist.ProcessGroup, tensors: list[torch.Tensor], *args: Any, **named: Any) -> Any:
+        peer = args[0] if args else named["dstRank" if kind == "send" else "srcRank"]
+        name, before = group.group_name, sequence_number(group)
+        _transfers[kind, name, peer] += 1
+        try:
+            return post(group, tensors, *args, **named)
+        finally:
+            after = sequence_number(group)
+            _numbered[name] += 0 if before is None or after is None else after - before
+
+    return post_counted
+
+
+def transfer_counts(kind: str, first: int) -> dict[str, int]:
+    """How many transfers of this kind were posted, by "group/peer"; `first` is the notebook's number of rank 0 of this World."""
     counts: dict[str, int] = {}
-    groups: list[tuple[Any, str]] = list(dist.distributed_c10d._world.pg_names.items())  # the only list of groups
-    for group, name in groups:
-        with contextlib.suppress(RuntimeError, KitError):  # of a handle whose group is suspended, say
-            counts[name] = group._get_sequence_number_for_group()
+    members = dist.distributed_c10d._world.pg_group_ranks
+    for group, name in registered_groups():
+        for rank, number_in_group in members.get(group, {}).items():
+            if count := _transfers[kind, name, number_in_group]:
+                counts[f"{name}/{first + rank}"] = count
     return counts
 
 
@@ -323,7 +375,7 @@ OWN = (
 )
 
 
-# -- a rank's Python stack: for people, and for the one question whether it waits in a collective ----------------------
+# -- a rank's Python stack: for people, and for the one question what it waits for -------------------------------------
 
 # Modules with functions in which a rank waits for other ranks, and calls on work handles and groups that do so from C.
 WAITING_MODULES = (
@@ -335,6 +387,8 @@ WAITING_MODULES = (
 WAITING_CALL = re.compile(
     r"\.(wait|barrier|monitored_barrier|all_?reduce\w*|all_?gather\w*|reduce_scatter\w*|broadcast|send|recv)\($"
 )
+# Calls that return once a device has done its work, to which transfers and collectives between GPUs belong.
+DEVICE_CALL = re.compile(r"\b(synchronize|item|cpu|tolist|numpy|nonzero|float|int|bool)\($")
 ENTRIES = {answer_call.__code__, run_cell.__code__}  # what they call is the user's code
 
 
@@ -346,14 +400,18 @@ def stack_of(frame: FrameType | None) -> str:
     return "".join(traceback.StackSummary.extract(iter(users[::-1])).format())
 
 
-def in_collective(frame: FrameType | None) -> bool:
-    """Does the innermost Python frame wait for other ranks?"""
+def awaited(frame: FrameType | None) -> str:
+    """What the innermost Python frame waits for: "ranks", a "device", or "" for nothing."""
     if frame is None:
-        return False
-    innermost = itertools.islice(traceback.walk_stack(frame), 3)  # a decorator or two may stand between
-    if any(inner.f_globals.get("__name__", "").startswith(WAITING_MODULES) for inner, _ in innermost):
-        return True
-    return WAITING_CALL.search(current_call(frame)) is not None
+        return ""
+    innermost = [
+        inner for inner, _ in itertools.islice(traceback.walk_stack(frame), 3)
+    ]  # a decorator or two may stand between
+    if any(inner.f_globals.get("__name__", "").startswith(WAITING_MODULES) for inner in innermost):
+        return "ranks"
+    if WAITING_CALL.search(current_call(frame)):
+        return "ranks"
+    return "device" if any(DEVICE_CALL.search(current_call(inner)) for inner in innermost) else ""
 
 
 def current_call(frame: FrameType) -> str:

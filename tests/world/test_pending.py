@@ -114,6 +114,25 @@ def test_a_deadline_ends_a_wait_and_a_late_answer_is_still_a_result(world: World
     assert late.result(10) == [1]
 
 
+@pytest.mark.parametrize("stuck", ["code", "device"])
+def test_a_hang_of_a_pipeline_is_blamed_on_the_stage_that_does_not_send(
+    world: World, tmp_path: Path, stuck: str
+) -> None:
+    gate = tmp_path / "gate"
+    pending = world.submit(f"{FLIGHT}:pipeline", args={"stuck": stuck, "gate": str(gate)})
+
+    def is_blocked() -> bool:
+        stacks = world.stacks()
+        return "synchronize()" in stacks[0] and {"code": "wait_for(", "device": "synchronize()"}[stuck] in stacks[1]
+
+    assert wait_for(is_blocked)
+    with pytest.raises(RankTimeout) as info:
+        pending.result(0.01)
+    assert info.value.culprits == (1,)
+    gate.touch()
+    assert pending.result() == [0, 1]
+
+
 def test_an_error_is_of_its_call_alone(world: World, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     other = world.submit(f"{FLIGHT}:wait_for", args={"gate": str(gate)}, ranks=[0])
