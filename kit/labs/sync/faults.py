@@ -186,7 +186,7 @@ FAULTS = exposed_by(
         "a receiver stops answering in the middle of a sync",
         "receivers_answer",
         exit=3,
-        set={"deadline_s": 3},
+        set={"deadline_s": 10},
         patch={f"{CALL}.look": f"{BUGS}:stalls_in_the_middle"},
     ),
     Fault(

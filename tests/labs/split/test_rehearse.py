@@ -143,6 +143,12 @@ class TrainsAndForgets(Step):
         return {**result, "global_valid_toks": result["global_valid_toks"] - 1}
 
 
+class CountsInHalfPrecision(Step):
+    def begin(self, *args: Any) -> None:
+        super().begin(*args)
+        self.counted = self.counted.half()
+
+
 class Keeps(Step):
     """Makes a group in every step and keeps it."""
 
@@ -259,6 +265,15 @@ def test_a_remainder_of_rows_of_which_one_counts() -> None:
 
 def test_rows_of_one_leave_no_remainder() -> None:
     assert found(Drops, rehearse.remainder, config=dataclasses.replace(CONFIG, micro_batch=1)) == []
+
+
+@pytest.mark.parametrize("last", [0.0, 1.0])  # with an odd and an even number of tokens
+def test_counts_beyond_half_precision(last: float) -> None:
+    rows = batch()
+    rows["token_mask"][:] = 1.0
+    rows["token_mask"][0, -1] = last
+    assert found(Step, rehearse.many_calls, rows) == [0]
+    assert found(CountsInHalfPrecision, rehearse.many_calls, rows) == [1]
 
 
 @pytest.mark.parametrize(("step", "kept"), [(Step, 0), (MakesOne, 0), (Keeps, 1), (KeepsOfAborts, 1)])
