@@ -39,11 +39,11 @@ notebooks: env ## run all notebooks and render them to build/notebooks/*.html
 test: env ## run the tests, about 7 minutes on two cores
 	$(IN_VENV) python -m tests.lanes -m "not slow and not browser"
 
-test-all: test ## run every test, with slow faults, notebooks and the browser
+test-all: test ## also run slow tests, with faults, notebooks and the browser: of many variants a sample
 	$(IN_VENV) python -m tests.lanes -m "slow or browser"
 
-test-faults: env ## run every variant of foreign code, faults and layouts; `make test-all` runs a sample
-	$(IN_VENV) python -m pytest --every -m "slow or drawn" tests/examples tests/faults tests/labs tests/megatron tests/bench/test_runs.py tests/test_cli.py tests/view/panel
+test-faults: env ## run every slow test and every variant of foreign code, faults and layouts; `make test-all` runs a sample
+	$(IN_VENV) python -m pytest --every -m "slow or drawn"
 
 mutants: env ## put bugs into the kit's code one by one, and list those that are caught in docs/mutants.md
 	$(IN_VENV) python -m pip install -q -c constraints.txt -e '.[mutants]'

@@ -32,18 +32,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def draw(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep n of the tests marked `drawn(n)` for each file and group, chosen by the commit's hash."""
+    """Keep n of the tests marked `drawn(n)` for each file and group, and every other one of the slow tests in lanes.SAMPLED, chosen by the
+    commit's hash."""
     commit = head()
     groups: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         if (mark := item.get_closest_marker("drawn")) is not None:
             groups.setdefault((str(item.path), mark.kwargs.get("of", "")), []).append(item)
+        elif item.get_closest_marker("slow") and lanes.file_of(item).startswith(lanes.SAMPLED):
+            groups.setdefault((str(item.path), "slow tests"), []).append(item)
     left_out: set[pytest.Item] = set()
-    for some in groups.values():
-        mark = some[0].get_closest_marker("drawn")
-        assert mark is not None
-        order = sorted(some, key=lambda item: hashlib.sha256(f"{commit} {item.nodeid}".encode()).digest())
-        left_out |= set(order[mark.args[0] :])
+    for group in groups.values():
+        mark = group[0].get_closest_marker("drawn")
+        kept = mark.args[0] if mark else (len(group) + 1) // 2
+        order = sorted(group, key=lambda item: hashlib.sha256(f"{commit} {item.nodeid}".encode()).digest())
+        left_out |= set(order[kept:])
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]

@@ -75,11 +75,28 @@ BESIDE = (
     "tests/test_ways.py",
     "tests/view/panel/",
 )
+# Of the slow tests in these, which are many variants of one thing, a run takes every other one (see `draw` in conftest.py).
+SAMPLED = (
+    "tests/bench/",
+    "tests/examples/",
+    "tests/labs/",
+    "tests/megatron/",
+    "tests/share/",
+    "tests/stream/",
+    "tests/test_cli.py",
+    "tests/test_exploration.py",
+    "tests/test_folders.py",
+    "tests/view/panel/",
+)
+
+
+def file_of(item: pytest.Item) -> str:
+    return item.path.relative_to(ROOT).as_posix()
 
 
 def mark(items: Sequence[pytest.Item]) -> None:
     for item in items:
-        file = item.path.relative_to(ROOT).as_posix()
+        file = file_of(item)
         if file.startswith(FILES) or not FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.ranks)
             if file.startswith(BESIDE):

@@ -64,7 +64,7 @@ SILENT = ("not installed", "needs a GPU", "no GPU driver", "mode=suspend", "no l
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("name", sorted(SIZES))

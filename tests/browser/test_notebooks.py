@@ -66,6 +66,7 @@ def test_run_all_shows_verdict_and_picture(page, server, artefacts):
     assert len(list((server.folder / "runs").glob("smoke-*/verdict.json"))) == 2
 
 
+@pytest.mark.drawn(1, of="notebooks")
 def test_offload_is_shown(page, server, artefacts):
     page.goto(server.page("01_offload_reload.ipynb"))
     page.locator(".jp-StatusBar-TextItem", has_text="Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
@@ -86,6 +87,7 @@ def test_offload_is_shown(page, server, artefacts):
     assert page.strays == []
 
 
+@pytest.mark.drawn(1, of="notebooks")
 def test_a_weight_sync_is_shown(page, server, artefacts):
     page.goto(server.page("02_weight_sync.ipynb"))
     page.locator(".jp-StatusBar-TextItem", has_text="Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
@@ -115,6 +117,7 @@ def test_a_weight_sync_is_shown(page, server, artefacts):
     assert page.strays == []
 
 
+@pytest.mark.drawn(1, of="notebooks")
 def test_a_split_step_is_shown(page, server, artefacts):
     page.goto(server.page("03_split_training.ipynb"))
     page.locator(".jp-StatusBar-TextItem", has_text="Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
@@ -143,6 +146,7 @@ def test_a_split_step_is_shown(page, server, artefacts):
     assert page.strays == []
 
 
+@pytest.mark.drawn(1, of="notebooks")
 def test_a_stream_is_shown(page, server, artefacts):
     page.goto(server.page("04_streaming.ipynb"))
     page.locator(".jp-StatusBar-TextItem", has_text="Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)

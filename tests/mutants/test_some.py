@@ -22,6 +22,7 @@ def commit() -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(1, of="labs")
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("lab", ["offload", "split", "sync"])
