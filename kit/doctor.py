@@ -20,6 +20,7 @@ from kit.measure.facts import code_in_words
 from kit.measure.recorder import git_state, gpu_state
 from kit.results import Run, runs_dir
 from kit.results.frames import own_numbers
+from kit.results.run import unused_gpu
 from kit.results.units import size
 from kit.results.verdict import Verdict
 from kit.world import asked, leftovers
@@ -121,10 +122,9 @@ def ask_ranks_python(path: str, problems: list[str]) -> Found:
 
 
 def silent_cpu(gpu: Found, ranks: Found) -> list[str]:
-    """Ranks with device=auto would run on the CPU although the driver lists GPUs."""
-    if not gpu["gpus"] or ranks.get("device") != "cpu":
-        return []
-    return [f"ranks would run on the CPU although this box has {gpu['gpus'][0]['name']}: {ranks['device_why']}"]
+    """Ranks with device=auto would run on the CPU although there is a GPU."""
+    why = unused_gpu(gpu, ranks.get("device"), ranks.get("device_why"))
+    return [f"ranks would run on the CPU although {why}"] if why else []
 
 
 def without_code(rows: Iterable[Mapping[str, Any]]) -> list[str]:

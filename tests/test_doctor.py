@@ -219,9 +219,15 @@ def test_where_labs_cannot_run_no_probe_does(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "device", "loud"),
-    [([{"name": "NVIDIA H200"}], "cpu", True), ([{"name": "NVIDIA H200"}], "cuda", False), ([], "cpu", False)],
+    ("gpu", "device", "why", "there"),
+    [
+        ({"gpus": [{"name": "NVIDIA H200"}], "driver": "550.1"}, "cpu", "torch is old", "NVIDIA H200"),
+        ({"gpus": [], "driver": "550.1"}, "cpu", "torch is old", "the GPU driver 550.1"),
+        ({"gpus": [{"name": "NVIDIA H200"}], "driver": "550.1"}, "cuda", "torch is old", ""),
+        ({"gpus": [{"name": "NVIDIA H200"}], "driver": "550.1"}, "cpu", "asked for", ""),
+        ({"gpus": [], "driver": None}, "cpu", "torch is old", ""),
+    ],
 )
-def test_ranks_that_would_silently_use_the_cpu_are_a_problem(gpus: list[Any], device: str, *, loud: bool) -> None:
-    problems = doctor.silent_cpu({"gpus": gpus}, {"device": device, "device_why": "torch is old"})
-    assert problems == loud * ["ranks would run on the CPU although this box has NVIDIA H200: torch is old"]
+def test_ranks_that_would_silently_use_the_cpu_are_a_problem(gpu: Any, device: str, why: str, there: str) -> None:
+    problems = doctor.silent_cpu(gpu, {"device": device, "device_why": why})
+    assert problems == ([f"ranks would run on the CPU although this box has {there}: {why}"] if there else [])

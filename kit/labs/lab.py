@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self
 from kit import routing
 from kit.errors import BadInput, KitError, RankDied, RankError
 from kit.labs.definition import Definition, LabConfig, Role, Step, as_settings, roles_by_rank, working
-from kit.labs.discover import configure, find_fault, refuse_device
+from kit.labs.discover import configure, find_fault, refuse_device, runs_on_gpus
 from kit.measure.recorder import provenance
 from kit.results import Row, Run, create_run, runs_dir
 from kit.results.frames import GPU
@@ -230,19 +230,11 @@ class Lab:
         self.given = dict(config)
         first = world.worlds[0] if isinstance(world, Worlds) else world
         self.bug = find_fault(definition, fault)
-        self.config = configure(definition, config, self.bug, world=first)
-        self.roles = definition.roles_of(self.config)
-        self._sizes = ranks_by_role(self.roles)
+        self._take(configure(definition, config, self.bug, world=first))
         if world is not None:
             check_given(world, self.config, self._sizes, isolate=definition.isolate)
         self._given = world
-        self._settings = as_settings(self.config)
-        self._rules = applicable(definition.all_rules(), self._settings)
         self.tolerances = checked_tolerances(tolerances or {}, [rule.name for rule in self._rules])
-        self.steps: Sequence[Step] = definition.plan(self.config)
-        known = {role.name for role in self.roles}
-        if wrong := [(step.phase, name) for step in self.steps for name in step.roles if name not in known]:
-            raise ValueError("step {!r} names the role {!r}, which this lab lacks".format(*wrong[0]))
         self.done = 0  # phases
         self._lost: set[int] = set()  # ranks killed on purpose
         self.broken: dict[str, KitError] = {}  # how phases broke that did not end the run
@@ -341,6 +333,26 @@ class Lab:
         return f"<lab {self.name}{fault}: {self.done} of {len(self.steps)} phases done, {state}; {self.dir}>"
 
     # -- how --------------------------------------------------------------------------------------------------------
+
+    def _take(self, config: LabConfig) -> None:
+        """Keep a config and everything that follows from it."""
+        self.config = config
+        self.roles = self.definition.roles_of(config)
+        self._sizes = ranks_by_role(self.roles)
+        self._settings = as_settings(config)
+        self._rules = applicable(self.definition.all_rules(), self._settings)
+        self.steps: Sequence[Step] = self.definition.plan(config)
+        known = {role.name for role in self.roles}
+        if wrong := [(step.phase, name) for step in self.steps for name in step.roles if name not in known]:
+            raise ValueError("step {!r} names the role {!r}, which this lab lacks".format(*wrong[0]))
+
+    def _settle_device(self) -> None:
+        """Make the config anew if the ranks' device is not the one that the presence of a GPU driver promised: its dtype, and whether the
+        job fits, follow from the device."""
+        device = self.world.device
+        if device != ("cuda" if runs_on_gpus(self.config.device) else "cpu"):
+            self._take(configure(self.definition, {**self.given, "device": device}, self.bug))
+            self._writer.set_config(self._settings)
 
     def _watch(self, calls: int) -> None:
         """A new observer for this number of calls; each manual step gets its own."""
@@ -470,6 +482,7 @@ class Lab:
             refuse_device(self.bug, self.world.device)
         if not self.config.ranks:
             return
+        self._settle_device()
         seats = self.world.status()
         answers = self._enter()
         places = [seat["device"] for seat in seats]

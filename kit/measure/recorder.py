@@ -469,7 +469,7 @@ def gpu_state() -> dict[str, Any]:
     """Driver and all GPUs of the box. An idle link drops to a lower PCIe generation; `pcie_gen_max` is the highest it can reach."""
     rows, why = machine.query_gpus(*_GPU_FIELDS.values())
     if why is not None:
-        return {"driver": None, "gpus": [], "why": _public(why)}
+        return {"driver": machine.gpu_driver(), "gpus": [], "why": _public(why)}
     gpus = [dict(zip(_GPU_FIELDS, map(_plain_cell, row), strict=True)) for row in rows]
     drivers = {gpu.pop("driver") for gpu in gpus}
     return {"driver": drivers.pop() if drivers else None, "gpus": gpus, "why": None}

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Rules = Callable[[str], Sequence[Rule]]
+CPU_WANTED = "asked for"  # why a rank is on the CPU, if device=cpu
 Plotter = Callable[..., object]  # of a run, a drawing's name, and how it is to look
 Stamp = tuple[tuple[str, int, int], ...]
 
@@ -227,7 +228,13 @@ class Run:
             "interrupted": "the run was interrupted: the process that wrote it is gone",
             "failed": f"the run failed: {self.error or 'no reason was recorded'}",
         }
-        return [*filter(None, [status.get(self.status)]), *self._load()[1], *self.alterations]
+        ran, gpu = self.provenance.get("world") or {}, self.provenance.get("gpu") or {}
+        cpu = (
+            f"the ranks ran on the CPU although {why}"
+            if (why := unused_gpu(gpu, ran.get("device"), ran.get("why")))
+            else ""
+        )
+        return [*filter(None, [status.get(self.status), cpu]), *self._load()[1], *self.alterations]
 
     def frame(self) -> pd.DataFrame:
         """The records as a table: run, lab, cycle, phase, rank, metric, value, unit, time, text, ids, start. Yours to change."""
@@ -316,6 +323,14 @@ class Run:
             frame = frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
             self._loaded = stamp, frame, notes if paths else [MISSING]
         return self._loaded[1:]
+
+
+def unused_gpu(gpu: Mapping[str, Any], device: str | None, why: str | None) -> str:
+    """That a box has a GPU, and why its ranks do not use it; empty if they do, or if the CPU was asked for."""
+    if device != "cpu" or why == CPU_WANTED or not (gpu.get("gpus") or gpu.get("driver")):
+        return ""
+    there = gpu["gpus"][0]["name"] if gpu.get("gpus") else f"the GPU driver {gpu['driver']}"
+    return f"this box has {there}: {why}"
 
 
 def memory_snapshots(run: Run) -> str:
@@ -515,6 +530,10 @@ class RunWriter:
         self._update()
         self._records = RowWriter(folder / "records.jsonl")
         self.append = self._records.append
+
+    def set_config(self, config: Mapping[str, Any]) -> None:
+        """Replace the config: which device the ranks have is known once they have started."""
+        self._update(config=dict(config))
 
     def set_provenance(self, provenance: Mapping[str, Any]) -> None:
         """Replace the provenance: the ranks' part of it arrives after the folder was made."""

@@ -222,7 +222,7 @@ class PanelModel(HasTraits):
     def finished(self, run: Run) -> None:
         """The run has its verdict; its records were read and judged in another thread."""
         self.show(run)
-        self.notice = run.dir.name
+        self.notice = "; ".join([run.dir.name, *run.notes])
 
     def open(self, folder: Path) -> Run:
         return Run(folder, rules=lambda _: self.rules, plotter=self.plotter)

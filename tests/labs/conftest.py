@@ -30,6 +30,10 @@ class Config(LabConfig):
         if self.low > self.high:
             raise ValueError(f"low ({self.low}) must not be above high ({self.high})")
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Typed(Config):
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], Option("a type")] = "auto"
+
 class Phases:
     def __init__(self, ctx):
         self.ctx = ctx
@@ -42,6 +46,8 @@ class Phases:
         self.ctx.record("world_size", self.ctx.world_size)
         self.ctx.record("worlds", len(self.ctx.world_sizes))
         self.ctx.record("role", None, text=self.ctx.role)
+        if hasattr(self.ctx.config, "dtype"):
+            self.ctx.record("dtype", None, text=self.ctx.config.dtype)
         self.ctx.record("own_size", dist.get_world_size())
         self.ctx.record("meeting", int(self.ctx.meeting.removeprefix("kit-")[:8], 16))
         assert self.ctx.config.words == tuple(self.ctx.config.words)

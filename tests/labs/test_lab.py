@@ -112,6 +112,28 @@ def test_the_run_tells_where_it_comes_from(made: Make) -> None:
     assert {path.name for path in (lab.dir / "logs").iterdir()} >= {"rank0.log", "rank1.log"}
 
 
+def test_the_ranks_settle_the_device_and_its_dtype(
+    own: Definition, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
+) -> None:
+    """There is a driver, and a torch that cannot use it."""
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX Open Kernel Module  550.54.14")
+    monkeypatch.setattr("kit.machine.GPU_DRIVERS", (driver,))
+    import own_lab
+
+    checked: list[str] = []
+    typed = dataclasses.replace(own, config=own_lab.Typed, fits=lambda config: checked.append(config.device))
+    with Lab(typed, {}) as lab:
+        assert (lab.config.device, lab.config.dtype) == ("auto", "bfloat16")
+        run = lab.run()
+    assert (run.config["device"], run.config["dtype"]) == ("cpu", "float32")
+    assert run.frame().query("metric == 'dtype'")["text"].unique().tolist() == ["float32"]
+    assert checked == ["auto", "cpu"]
+    assert run.notes == [
+        f"the ranks ran on the CPU although this box has the GPU driver 550.54.14: {run.provenance['world']['why']}"
+    ]
+
+
 def test_a_phase_that_raises_is_recorded_and_ends_the_run(made: Make) -> None:
     lab = made(fault="breaks")
     with pytest.raises(RankError, match="told to raise") as caught:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kit import machine
 from kit.measure import provenance
 from kit.measure.facts import installed, known_option, megatron_fields, stack_findings
 from kit.measure.recorder import cuda_state, git_state, gpu_state, recorder_settings
@@ -107,7 +108,7 @@ def test_git_tells_commit_and_dirt_of_the_checkout_itself(tmp_path):
 def test_missing_tools_are_reasons_not_errors(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert git_state(tmp_path)["why"] == "git is not on this box"
-    assert gpu_state() == {"driver": None, "gpus": [], "why": "nvidia-smi is not on this box"}
+    assert gpu_state() == {"driver": machine.gpu_driver(), "gpus": [], "why": "nvidia-smi is not on this box"}
 
 
 def test_a_driver_that_fails_is_quoted_without_paths(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from kit import machine
+from kit.results.run import CPU_WANTED
 from kit.world import World, device, rankside
 from kit.world.device import SETTINGS, Seat, choose_device, prepare_device
 
@@ -54,6 +55,10 @@ def test_all_of_it_where_a_gpu_may_be_used(with_cuda: None, wanted: str) -> None
     assert environ == {"PATH": "/bin", **made()}
     assert environ["TORCH_FR_DUMP_TEMP_FILE"] == "/run/a-world/nccl_trace_rank_"
     assert all(one.why for one in SETTINGS)
+
+
+def test_the_reason_of_a_cpu_that_was_asked_for() -> None:
+    assert choose_device("cpu", 0, 1).why == CPU_WANTED
 
 
 def test_the_docs_list_it() -> None:
