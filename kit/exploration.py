@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import math
 import os
 import queue
 import shlex
@@ -23,8 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from kit.errors import BadInput, KitError
-from kit.labs.definition import Definition, Fault, as_settings
+from kit.labs.definition import Definition, Fault, as_settings, fields
 from kit.labs.discover import check_target, discover, find, find_fault, rules_of
+from kit.labs.explored import FAILED_WORLDS
 from kit.loop.explore import (
     NEVER_RETURNED,
     SHRINK_S,
@@ -47,8 +49,11 @@ from kit.target import load, load_callable, replaced
 if TYPE_CHECKING:
     import pandas as pd
 
+    from kit.labs.lab import Drive
+
 SEEDS = 1000
 AT_A_TIME = 20  # seeds of one order to a worker
+IN_A_RUN_S = 20.0  # in which a run explores; the same again to make a failure small
 SLACK_S = 20.0  # beyond the limit of a world: a process starts, or is busy
 
 
@@ -143,6 +148,19 @@ class Exploration:
             ]
         return "\n".join(lines)
 
+    def one_line(self) -> str:
+        """How many worlds failed, and how to see the first failure again: a finding of the run that explored."""
+        worlds, failed = len(self.outcomes), sum(bool(outcome.findings) for outcome in self.outcomes)
+        if not failed:
+            nulls = f"; not measured in any: {', '.join(self.unmeasured)}" if self.unmeasured else ""
+            return f"no rule failed in {counted(worlds, 'world')}{nulls}"
+        rules = ", ".join(f"{rule} in {count}" for rule, count in rates(self.outcomes).items())
+        first = next(outcome for outcome in self.outcomes if outcome.findings)
+        words = f"{failed} of {worlds} worlds failed ({rules}); seed {first.seed}: "
+        if self.failure is None:
+            return words + "; ".join(f"{rule}: {why}" for rule, why in first.findings.items())
+        return f"{words}{self.failure.rule}: {self.failure.why}; replay: {self.failure.line}"
+
     def __repr__(self) -> str:
         return self.sentence()
 
@@ -171,13 +189,17 @@ def explore(
     fault: str | None = None,
     out: str | os.PathLike[str] | None = None,
     wall_s: float = WALL_S,
+    limit_s: float = math.inf,
+    shrink_s: float = SHRINK_S,
+    like: Mapping[str, Any] | None = None,
     tell: Callable[[int, int, int], None] = lambda *_: None,
     **settings: Any,
 ) -> Exploration:
     """Run a lab's cores in `seeds` random worlds. `settings` name own code, such as `planner="mine:Planner"`.
 
-    It ends at the first failure, unless `every` world is wanted; the failure with the lowest seed is made small. `tell` hears how many
-    worlds are done, of how many, and how many failed.
+    It ends at the first failure, unless `every` world is wanted, and begins no more worlds after `limit_s`; the failure with the lowest
+    seed is made small. `like`: the settings of a run whose layout all worlds have. `tell` hears how many worlds are done, of how many, and
+    how many failed.
     """
     definition, bug = explorable(lab), find_fault(find(lab), fault)
     checked(definition, settings)
@@ -188,7 +210,7 @@ def explore(
 
     def made_small(outcome: Outcome) -> Failure | None:
         """None if the process does not survive the seed once more: then only the seed is known."""
-        answer = crew[0].ask({"shrink": outcome.seed}, SHRINK_S + SLACK_S + 2 * wall_s)
+        answer = crew[0].ask({"shrink": outcome.seed, "shrink_s": shrink_s}, shrink_s + SLACK_S + 2 * wall_s)
         if answer is None:
             return None
         failure = kept(definition, settings, bug, answer, out)
@@ -196,8 +218,8 @@ def explore(
         return failure
 
     try:
-        with workers(definition, settings, bug, wall_s, jobs or os.cpu_count() or 1) as crew:
-            for outcome in outcomes(crew, range(first, first + seeds), every=every):
+        with workers(definition, settings, bug, wall_s, jobs or os.cpu_count() or 1, like=like) as crew:
+            for outcome in outcomes(crew, range(first, first + seeds), every=every, until=began + limit_s):
                 done.outcomes.append(outcome)
                 tell(len(done.outcomes), seeds, sum(bool(seen.findings) for seen in done.outcomes))
             done.outcomes.sort(key=lambda outcome: outcome.seed)
@@ -236,6 +258,39 @@ def replay(
         if "refused" in answer:
             raise BadInput(f"this is no world of lab {lab!r}: {answer['refused']}")
         return kept(definition, settings, bug, answer, out)
+
+
+def explored(drive: Drive) -> None:
+    """The driver of the phase `explored`: own code in worlds with the layout of the run. The smallest failure is a run in its folder."""
+    config = drive.config
+    definition = next(known for known in discover().labs.values() if known.config is type(config))
+    usual = {known.name: known.default for known in fields(definition.config)}
+    given = {name: getattr(config, name) for name in own_settings(definition)}
+
+    def tell(worlds: int, total: int, failed: int) -> None:
+        drive.quiet.about(f"{worlds} of {total} worlds{f', {failed} failed' if failed else ''}")
+        drive.quiet.tick(())
+
+    done = explore(
+        definition.name,
+        config.worlds,
+        every=True,
+        limit_s=IN_A_RUN_S,
+        shrink_s=IN_A_RUN_S,
+        like=as_settings(config),
+        out=drive.folder / drive.phase,
+        tell=tell,
+        **{name: value for name, value in given.items() if value != usual[name]},
+    )
+    failed = sum(bool(outcome.findings) for outcome in done.outcomes)
+    drive.record("worlds", len(done.outcomes))
+    left = (
+        f"; after {IN_A_RUN_S:g} s no more of {config.worlds} worlds began"
+        if len(done.outcomes) < config.worlds
+        else ""
+    )
+    if done.outcomes:
+        drive.record(FAILED_WORLDS, failed, text=done.one_line() + left)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -362,10 +417,17 @@ def path_of_this() -> str:
 
 @contextmanager
 def workers(
-    definition: Definition, settings: Mapping[str, Any], bug: Fault | None, wall_s: float, count: int
+    definition: Definition,
+    settings: Mapping[str, Any],
+    bug: Fault | None,
+    wall_s: float,
+    count: int,
+    *,
+    like: Mapping[str, Any] | None = None,
 ) -> Iterator[list[Worker]]:
     order = {
         "worlds": definition.worlds,
+        "like": like,
         "settings": dict(settings),
         "patch": {} if bug is None else dict(bug.patch),
         "wall_s": wall_s,
@@ -378,8 +440,8 @@ def workers(
             worker.end()
 
 
-def outcomes(crew: list[Worker], seeds: range, *, every: bool) -> Iterator[Outcome]:
-    """Yield outcomes as they come. After a failure no further seeds begin, but lower ones that have begun end."""
+def outcomes(crew: list[Worker], seeds: range, *, every: bool, until: float) -> Iterator[Outcome]:
+    """Yield outcomes as they come. After a failure, or that time, no further seeds begin, but lower ones that have begun end."""
     orders = [seeds[at : at + AT_A_TIME] for at in range(0, len(seeds), AT_A_TIME)]
     todo: queue.SimpleQueue[range] = queue.SimpleQueue()
     for order in orders:
@@ -389,12 +451,12 @@ def outcomes(crew: list[Worker], seeds: range, *, every: bool) -> Iterator[Outco
 
     def work(worker: Worker) -> None:
         try:
-            while not enough.is_set():
+            while not enough.is_set() and time.monotonic() < until:
                 try:
                     order = todo.get_nowait()
                 except queue.Empty:
                     break
-                run_order(worker, order, came)
+                run_order(worker, order, came, until)
         except BaseException as error:  # noqa: BLE001 - raised again where outcomes are taken
             came.put(error)
         finally:
@@ -419,9 +481,9 @@ def outcomes(crew: list[Worker], seeds: range, *, every: bool) -> Iterator[Outco
         enough.set()
 
 
-def run_order(worker: Worker, seeds: range, came: queue.Queue[Any]) -> None:
-    """Run these seeds in a worker. One at which it dies or hangs is a finding; the rest is ordered again."""
-    while seeds:
+def run_order(worker: Worker, seeds: range, came: queue.Queue[Any], until: float) -> None:
+    """Run these seeds in a worker. One at which it dies or hangs is a finding; the rest is ordered again. After `until` it is ended."""
+    while seeds and time.monotonic() < until:
         worker.tell({"seeds": [seeds.start, seeds.stop]})
         for at, seed in enumerate(seeds):
             answer = worker.next(worker.wall_s + SLACK_S)
@@ -433,6 +495,9 @@ def run_order(worker: Worker, seeds: range, came: queue.Queue[Any]) -> None:
             if "refused" in answer:
                 raise BadInput(answer["refused"])
             came.put(Outcome(**answer))
+            if time.monotonic() > until:
+                worker.end()
+                break
         else:
             return
 
@@ -496,7 +561,7 @@ def main() -> None:
 
     with ExitStack() as scope:
         scope.enter_context(replaced(order["patch"]))
-        worlds: Worlds = load_callable(order["worlds"])(**order["settings"])
+        worlds: Worlds = load_callable(order["worlds"])(like=order["like"], **order["settings"])
         gc.freeze()  # what is loaded stays: looking through it for garbage takes an eighth of the time
         for line in sys.stdin:
             orders = json.loads(line)
@@ -505,7 +570,8 @@ def main() -> None:
                     for seed in range(*orders["seeds"]):
                         say(dataclasses.asdict(outcome_of(worlds, seed, wall_s)))
                 elif "shrink" in orders:
-                    say(answer_of(worlds, shrink(worlds, world_of(worlds, orders["shrink"]), wall_s=wall_s)))
+                    world = world_of(worlds, orders["shrink"])
+                    say(answer_of(worlds, shrink(worlds, world, wall_s=wall_s, limit_s=orders["shrink_s"])))
                 else:
                     say(answer_of(worlds, Shrunk(orders["play"], play(worlds, orders["play"], wall_s))))
             except (LookupError, TypeError, ValueError) as error:

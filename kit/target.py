@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+OWN_CODE = re.compile(r"(?!kit[.:])[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")  # module:attr from outside the kit
+
 
 def is_target(text: object) -> bool:
     module, colon, attribute = text.partition(":") if isinstance(text, str) else ("", "", "")
     return bool(module and colon and attribute)
+
+
+def from_outside(text: object) -> bool:
+    """Whether this names code from outside the kit."""
+    return isinstance(text, str) and OWN_CODE.fullmatch(text) is not None
 
 
 def load(target: str) -> Any:
@@ -58,7 +66,6 @@ def owner_of(target: str) -> tuple[Any, str]:
 
 
 def kit_version() -> str:
-    import re
     from importlib.metadata import PackageNotFoundError, version  # slow enough to notice in `kit --help`
 
     try:

@@ -18,7 +18,7 @@ from kit.errors import BadInput
 from kit.machine import free_gpu_bytes, free_memory
 from kit.megatron.config import ModelConfig, dtype_on
 from kit.results.records import flat
-from kit.target import load
+from kit.target import from_outside, load
 from kit.world.asked import RANK_BYTES
 
 if TYPE_CHECKING:
@@ -293,6 +293,22 @@ class Role:
     world: int = 0
     devices: tuple[int, ...] = ()
     phases: str = ""
+
+
+# Own cores in random worlds with the layout of the run, as `kit explore` runs them.
+EXPLORED = Step(0, "explored", driver="kit.exploration:explored")
+WorldCount = Annotated[
+    int, Option("random worlds in which own code runs, as with `kit explore`; 0: none", low=0, high=100_000)
+]
+
+
+def own_code(config: Any, names: Sequence[str]) -> tuple[str, ...]:
+    """Those of these settings that name code from outside the kit; `config` is a config, or the settings of a run."""
+    return tuple(
+        name
+        for name in names
+        if from_outside(config.get(name) if isinstance(config, Mapping) else getattr(config, name))
+    )
 
 
 def working(step: Step, roles: Sequence[Role]) -> list[int]:

@@ -65,6 +65,10 @@ class Quiet(Printer):
     def tick(self, answered: Sequence[int]) -> None:  # noqa: ARG002 - answers of one call do not show the step's progress
         self._observer.tick(())
 
+    def about(self, text: str) -> None:
+        if show := getattr(self._observer, "about", None):  # optional for observers
+            show(text)
+
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Drive(Recording):

@@ -35,7 +35,9 @@ class Judged:
 
 
 class Worlds(Protocol):
-    """Made with the settings that name own code, which `own` lists. `phase`: the lab's phase to whose rows a ledger belongs.
+    """Made with the settings that name own code, which `own` lists, and `like`, the settings of a run whose layout worlds are to have.
+
+    `phase`: the lab's phase to whose rows a ledger belongs.
 
     `rooms`: the modules whose bugs worlds should show; `beyond`: faults in them that no world can show, each with its reason.
     """

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 from kit.errors import KitError
 from kit.results.records import Unjudged
 from kit.results.verdict import Verdict, VerdictRow, checked_tolerances, number_text
+from kit.target import from_outside
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -178,7 +178,7 @@ def applicable(rules: Sequence[Rule], config: Mapping[str, Any]) -> list[Rule]:
 
 def suspect_in(config: Mapping[str, Any], fault: str | None) -> str:
     """What in a run could keep records from a check: a fault, or code from outside the kit; empty where there is neither."""
-    own = [f"{name}={value}" for name, value in config.items() if isinstance(value, str) and _OWN_CODE.fullmatch(value)]
+    own = [f"{name}={value}" for name, value in config.items() if from_outside(value)]
     return " and ".join([*([f"fault {fault!r}"] if fault else []), *own])
 
 
@@ -296,9 +296,6 @@ def _row(rule: Rule, measured: Measured, limit: float, *, own: bool) -> VerdictR
             why = f"{why}; {measured.if_passed}" if why else measured.if_passed
     name = f"{rule.name}/{measured.of}" if measured.of else rule.name
     return VerdictRow(name, value, limit, rule.unit, passed, why)
-
-
-_OWN_CODE = re.compile(r"(?!kit[.:])[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")  # module:attr from outside the kit
 
 
 class _Config(dict[str, Any]):

@@ -107,11 +107,12 @@ class Progress:
         self._ranks: list[int] = []
         self._answered: list[int] = []
         self._recorded = 0
+        self._about = ""  # how far the work of a phase is
 
     def started(self, phase: str, ranks: Sequence[int]) -> None:
         if self._began is None:
             self._began = time.monotonic()
-        self._phase, self._ranks, self._answered, self._recorded = phase, list(ranks), [], 0
+        self._phase, self._ranks, self._answered, self._recorded, self._about = phase, list(ranks), [], 0, ""
         self._draw()
 
     def output(self, rank: int, text: str) -> None:
@@ -127,6 +128,9 @@ class Progress:
 
     def recorded(self, count: int) -> None:
         self._recorded = count
+
+    def about(self, text: str) -> None:
+        self._about = text
 
     def ended(self) -> None:
         self._calls += 1
@@ -151,8 +155,9 @@ class Progress:
         return [
             self._phase,
             f"{call} of {self._total}" if self._total > 1 else "",
+            self._about,
             f"answered: {ranks_short(self._answered)}" if self._answered else "",
-            f"waiting for: {ranks_short(silent)}" if silent else "",
+            f"waiting for: {ranks_short(silent)}" if silent and not self._about else "",
             f"{self._recorded} records so far" if self._recorded else "",
             f"{elapsed:.0f} s",
         ]

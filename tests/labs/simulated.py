@@ -4,32 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from kit.errors import KitError
 from kit.labs.definition import Definition, Fault, as_settings, made
+from kit.labs.lab import Quiet
 from kit.results import Row, Verdict
+from kit.results.records import Recording
 from kit.results.rules import judge
 from kit.results.run import to_frame
 from kit.target import load_callable, replaced
+from kit.world.world import Printer
 
 
-class Notebook:
+class Notebook(Recording):
     """The part of a Drive that a simulated run uses: its config, the fault's scene, and where rows go."""
 
-    def __init__(self, config: Any, fault: Fault | None) -> None:
+    def __init__(self, config: Any, fault: Fault | None, folder: Path) -> None:
         self.config = config
         self.scene = fault.scene if fault else {}
         self.phase = ""
         self.rows: list[Row] = []
+        self.folder = folder
+        self.quiet = Quiet(Printer())
+
+    def _send(self, row: Row) -> None:
+        self.append([row])
 
     def append(self, rows: Sequence[Row]) -> None:
         self.rows += [dataclasses.replace(row, phase=self.phase) for row in rows]
 
 
-def run(lab: Definition, fault: Fault | None, **config: Any) -> tuple[Verdict, str]:
-    """Return the verdict of a simulated run and the error that ended it. With a fault, missing records are suspect."""
-    drive = Notebook(made(lab.config, {"simulated": True, **config}), fault)
+def run(lab: Definition, fault: Fault | None, folder: Path = Path(), **config: Any) -> tuple[Verdict, str]:
+    """Return the verdict of a simulated run and the error that ended it. With a fault, missing records are suspect.
+
+    Own code runs in no random worlds unless there are to be some.
+    """
+    drive = Notebook(made(lab.config, {"simulated": True, "worlds": 0, **config}), fault, folder)
     error = ""
     try:
         for step in lab.plan(drive.config):

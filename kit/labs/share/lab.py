@@ -6,7 +6,19 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 from kit.errors import BadInput
-from kit.labs.definition import EVERY, NAMES, Definition, JobConfig, Option, Role, Step, check_fits
+from kit.labs.definition import (
+    EVERY,
+    EXPLORED,
+    NAMES,
+    Definition,
+    JobConfig,
+    Option,
+    Role,
+    Step,
+    WorldCount,
+    check_fits,
+    own_code,
+)
 from kit.labs.share.faults import FAULTS
 from kit.labs.stream.lab import StreamConfig
 from kit.machine import free_gpu_bytes
@@ -23,6 +35,7 @@ BETWEEN_LOOKS_S = 0.1  # an observer samples every 20 ms; what lasts less may go
 PLANNERS = ("gap-ratio", "fifo", "static")
 SCHEDULER = "kit.labs.share.drive:scheduler"
 PIPELINE = "kit.share.member:Pipeline"
+OWN = ("scheduler", "planner", "pipeline")  # settings that name code of the notebook side
 SEED_APART = 100_003  # between the seeds of two pipelines: more than a run has groups
 # Defaults of the scenarios E and F.
 LARGER = {"devices": 4, "infer": (0, 1, 2, 3), "tp": 2, "infer_tp": 2, "layers": 2}
@@ -175,6 +188,7 @@ class ShareConfig(JobConfig):
         5_000
     )
     deadline_s: Annotated[float, Option("longest wait of a core", low=0.5, high=3600, unit="s")] = 60.0
+    worlds: WorldCount = 200
     simulated: Annotated[
         bool, Option("run all pipelines and the desk on simulated ranks and a virtual clock; real ranks stay idle")
     ] = False
@@ -267,13 +281,18 @@ def roles(config: ShareConfig) -> tuple[Role, ...]:
 
 def plan(config: ShareConfig) -> list[Step]:
     """Each loop starts from version 0: first every pipeline alone, then all together. The phase rehearse, in which ranks die, is last."""
+    own = own_code(config, OWN)
+    explored = [EXPLORED] if own and config.worlds else []
     if config.simulated:
         phases = {MAIN: 3, "scripted": 3, "rehearse": 6}
-        return [Step(cycle, phase, driver=f"{DRIVER}:{phase}") for phase, cycle in phases.items()]
+        if own == ("pipeline",):  # no script runs it
+            del phases["scripted"]
+        return explored + [Step(cycle, phase, driver=f"{DRIVER}:{phase}") for phase, cycle in phases.items()]
     controls = config.controls == "all" and len(config.loops) > 1
     # A rank has its first loop in cycle 1 or 2, so that later cycles can be compared with them.
     alone = [Step(min(at, 2), f"{ALONE}{name}", driver=f"{DRIVER}:alone") for at, name in enumerate(config.names, 1)]
     return [
+        *explored,
         Step(0, "prepare"),
         *alone,
         Step(3, MAIN, driver=f"{DRIVER}:shared"),

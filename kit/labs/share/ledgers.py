@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from kit.labs.share.lab import ALONE, MAIN
+from kit.labs.definition import own_code
+from kit.labs.share.lab import ALONE, MAIN, OWN
 from kit.results import Measured, Missing, NotMeasured, with_ids
 from kit.results.frames import rows_of
 from kit.results.ledger import PerFrame, events
@@ -72,10 +73,16 @@ def alone_phases(frame: pd.DataFrame) -> list[str]:
     return [phase for phase in frame["phase"].unique() if str(phase).startswith(ALONE)]
 
 
-def every_ledger(frame: pd.DataFrame, phases: Iterable[str] = ()) -> Iterator[tuple[str, DeskLedger]]:
-    """Every ledger with its origin, of these phases or of all; that of the phase `shared` first."""
-    every = (MAIN, "scripted", *alone_phases(frame), "serial", "static", "rehearse")
-    for phase in phases or every:
+def judged_phases(frame: pd.DataFrame, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """All phases with ledgers, `shared` first; with own code only those that run it."""
+    if own_code(config, OWN):
+        return MAIN, "scripted", "rehearse"
+    return (MAIN, "scripted", *alone_phases(frame), "serial", "static", "rehearse")
+
+
+def every_ledger(frame: pd.DataFrame, phases: Iterable[str]) -> Iterator[tuple[str, DeskLedger]]:
+    """Every ledger of these phases, with its origin."""
+    for phase in phases:
         books = ledgers(frame, phase)
         for number, book in enumerate(books, 1):
             yield phase if len(books) == 1 else f"{phase} {number}", book
@@ -94,10 +101,10 @@ def loops(frame: pd.DataFrame, phases: Iterable[str]) -> Iterator[tuple[str, Loo
 def of_ledgers(rule: Callable[[DeskLedger], Violations]) -> Measure:
     """The first ledger with violations, else the first answer. If the first ledger lacks an event, the rule is not measured."""
 
-    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - checks are called alike
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         answers: list[Measured] = []
         lacking: list[NotMeasured] = []
-        for origin, book in every_ledger(frame):
+        for origin, book in every_ledger(frame, judged_phases(frame, config)):
             try:
                 answer = settled(rule, book)
             except NotMeasured as error:

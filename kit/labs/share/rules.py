@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kit.labs.definition import made
-from kit.labs.share.lab import ALONE, BETWEEN_LOOKS_S, MAIN, TRAINER, ShareConfig, role_names
+from kit.labs.definition import made, own_code
+from kit.labs.explored import no_world_fails
+from kit.labs.share.lab import ALONE, BETWEEN_LOOKS_S, MAIN, OWN, TRAINER, ShareConfig, role_names
 from kit.labs.share.ledgers import (
     LOOP_RULES,
     RESERVED,
@@ -21,6 +22,7 @@ from kit.labs.share.ledgers import (
     alone_phases,
     devices_of,
     every_ledger,
+    judged_phases,
     leases,
     ledgers,
     loops,
@@ -265,14 +267,14 @@ def weights_after_wake(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violat
 MOST_IDLE = 0.4  # of the device time; rounding to whole replicas can leave a third idle
 
 
-def devices_used(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+def devices_used(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Are devices in use while a pipeline has work for them?
 
     The share of device time, between plans and while any pipeline has work, in which devices were idle although a sleeping replica of a
     pipeline with work fits on them.
     """
     shares: list[tuple[float, str]] = []
-    for where, ledger in every_ledger(frame):
+    for where, ledger in every_ledger(frame, judged_phases(frame, config)):
         if ledger.limits.get("planner") != "static":
             shares += idle_share(where, ledger)
     if not shares:
@@ -292,10 +294,10 @@ def idle_share(where: str, ledger: DeskLedger) -> Iterator[tuple[float, str]]:
     yield idle / whole, f"{where}: idle for {idle:.3f} of {whole:.3f} s of device time" + (most if devices else "")
 
 
-def no_thrash(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - as above
+def no_thrash(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Does a pipeline make progress between the times that its replicas give up their devices?"""
     answers: list[Measured] = []
-    for where, ledger in every_ledger(frame):
+    for where, ledger in every_ledger(frame, judged_phases(frame, config)):
         try:
             answer = judge.sleeps_in_a_row(ledger)
         except Missing:  # a pipeline alone has no desk
@@ -457,13 +459,13 @@ def dead_and_seen(frame: pd.DataFrame, config: ShareConfig) -> Iterator[str]:
                     yield f"{where}: {owner} still holds device {device} after the desk removed {name}"
 
 
-def loops_right(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:  # noqa: ARG001 - as above
+def loops_right(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:
     """Does each pipeline's loop satisfy every rule of the lab stream?
 
     Every rule of a loop's ledger, for each pipeline, alone and shared, except that a step may wait for all its groups.
     """
     count, asked = 0, set[str]()
-    for where, loop in loops(frame, (MAIN, *alone_phases(frame))):
+    for where, loop in loops(frame, (MAIN, *(() if own_code(config, OWN) else alone_phases(frame)))):
         for rule_of_loop in LOOP_RULES:
             try:
                 answer = settle(rule_of_loop(loop))
@@ -574,6 +576,7 @@ RULES: tuple[Rule, ...] = (
     rule(others_untouched, cannot=alone_here),
     rule(namespaces_apart, cannot=alone_here),
     rule(nothing_left, cannot=no_ranks),
+    rule(no_world_fails, when=lambda config: bool(config["worlds"] and own_code(config, OWN))),
     rule(loops_right),
     rule(devices_used, limit=MOST_IDLE),
     rule(no_thrash, limit=judge.MOST_SLEEPS),

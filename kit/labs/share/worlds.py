@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from kit.labs.definition import NAMES
+from kit.labs.definition import NAMES, made
 from kit.labs.share.drive import simulate_pipelines
-from kit.labs.share.lab import DESK, MAIN, PipelineConfig, ShareConfig
+from kit.labs.share.lab import DESK, MAIN, OWN, PipelineConfig, ShareConfig
 from kit.labs.share.ledgers import LOOP_RULES, settled
 from kit.labs.share.simulated import Scene, serial_s
 from kit.loop.explore import A_SECOND, Judged, World
@@ -208,9 +208,10 @@ class Worker:
 
 
 class ShareWorlds:
-    """`settings` are those of the lab that name own code."""
+    """`settings` are those of the lab that name own code. Worlds have the layout of the config `like`, if there is one and it is no larger
+    than theirs are."""
 
-    own: ClassVar[tuple[str, ...]] = ("scheduler", "planner", "pipeline")
+    own: ClassVar[tuple[str, ...]] = OWN
     phase: ClassVar[str] = MAIN
     rooms: ClassVar[tuple[str, ...]] = ("kit.share.core", "kit.share.planner", "kit.share.state")
     beyond: ClassVar[Mapping[str, str]] = {
@@ -218,26 +219,36 @@ class ShareWorlds:
         "ignores-the-next-step": "how long devices stay idle is judged over a run of the lab: a right planner may waste a small world's",
     }
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, like: Mapping[str, Any] | None = None, **settings: Any) -> None:
+        config: ShareConfig | None = None if like is None else made(ShareConfig, like)
+        self.like = config if config is not None and is_small(config) else None
         self.settings = settings
         self.whole = "pipeline" in settings  # loops with samples, tokens and weights instead of `Worker`s
 
     # -- the draw -----------------------------------------------------------------------------------------------------------
 
     def draw(self, rng: random.Random) -> World:
-        devices = rng.choice(SIZES)
+        devices = rng.choice(SIZES) if self.like is None else self.like.devices
         world: World = {
             "devices": devices,
             "sleep_ms": rng.choice([1, 10, 50]),
             "wake_ms": rng.choice([1, 20, 80]),
             "admission": rng.random() < 0.3,
-            "pipelines": [draw_pipeline(rng, devices) for _ in range(rng.choice(CROWDS))],
+            "pipelines": [*self.draw_pipelines(rng, devices)],
             "broken": [],
             "happens": [],
         }
         for _ in range(0 if self.whole else rng.choice([0, 0, 0, 1, 1, 2])):
             draw_fates(rng, world)
         return world
+
+    def draw_pipelines(self, rng: random.Random, devices: int) -> Iterator[dict[str, Any]]:
+        if self.like is not None:
+            for loop in self.like.loops.values():
+                yield draw_pipeline(rng, layout_of(loop))
+        else:
+            for _ in range(rng.choice(CROWDS)):
+                yield draw_pipeline(rng, draw_layout(rng, devices))
 
     def sizes(self, world: World) -> dict[str, int]:
         return {
@@ -338,7 +349,12 @@ class ShareWorlds:
     # -- smaller worlds -----------------------------------------------------------------------------------------------------
 
     def smaller(self, world: World) -> Iterator[World]:
-        """One thing less each, the largest first."""
+        """One thing less each, the largest first. The layout of a config stays."""
+        for candidate in self.reduced(world):
+            if self.like is None or layouts(candidate) == layouts(world):
+                yield candidate
+
+    def reduced(self, world: World) -> Iterator[World]:
         for at in reversed(range(len(world["pipelines"]))):
             if len(world["pipelines"]) > 1:
                 yield without_pipeline(world, at)
@@ -356,7 +372,19 @@ class ShareWorlds:
             yield on_devices(world, used)
 
 
-def draw_pipeline(rng: random.Random, devices: int) -> dict[str, Any]:
+def is_small(config: ShareConfig) -> bool:
+    return config.devices <= max(SIZES) and len(config.loops) <= max(CROWDS)
+
+
+def layouts(world: World) -> tuple[Any, ...]:
+    return world["devices"], [[pipeline[name] for name in ("tp", "infer", "train")] for pipeline in world["pipelines"]]
+
+
+def layout_of(loop: PipelineConfig) -> dict[str, Any]:
+    return {"tp": loop.infer_tp, "infer": [*loop.infer], "train": [*(loop.train or ())]}
+
+
+def draw_layout(rng: random.Random, devices: int) -> dict[str, Any]:
     """A trainer, and replicas of tp devices each, on any devices; replicas use all of the trainer's devices, or none."""
     tp = rng.choice([size for size in TENSOR_PARALLEL if size <= devices])
     order = rng.sample(range(devices), devices) if rng.random() < 0.4 else [*range(devices)]
@@ -366,11 +394,14 @@ def draw_pipeline(rng: random.Random, devices: int) -> dict[str, Any]:
     apart = [device for device in range(devices) if device not in infer]
     pool = apart if apart and rng.random() < 0.3 else infer
     train = sorted(rng.sample(pool, rng.choice([1, 1, min(2, len(pool)), rng.randint(1, min(len(pool), 8))])))
+    return {"tp": tp, "infer": infer, "train": train}
+
+
+def draw_pipeline(rng: random.Random, layout: Mapping[str, Any]) -> dict[str, Any]:
+    """A pipeline with this layout: how it works, and how long everything takes."""
     heavy, reports = rng.random() < 0.3, rng.random() < 0.85
     return {
-        "tp": tp,
-        "infer": infer,
-        "train": train,
+        **layout,
         "start_ms": rng.choice([0, 0, 0, rng.randint(1, 2000)]),
         "steps": [
             [draw_milliseconds(rng, heavy=heavy) for _ in range(rng.choice([1, 2, 3, 4, 8]))]

@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from kit.errors import BadInput
-from kit.labs.definition import Definition, JobConfig, Option, Role, Step, check_fits, model_of
+from kit.labs.definition import (
+    EXPLORED,
+    Definition,
+    JobConfig,
+    Option,
+    Role,
+    Step,
+    WorldCount,
+    check_fits,
+    model_of,
+    own_code,
+)
 from kit.labs.stream.faults import FAULTS, KIT_CORE
 from kit.megatron.config import ModelConfig, check, model_bytes
 from kit.stream.ports import replica_role
@@ -16,7 +27,9 @@ from kit.target import load_callable
 
 DRIVER = "kit.labs.stream.drive"
 LONGEST_PROMPT = 4  # of "9+9="
+OWN = ("implementation", "sampler")  # settings that name code of the notebook side
 PHASES = {
+    EXPLORED.phase: EXPLORED.cycle,
     "plain": 1,
     "lockstep": 2,
     "stream": 3,
@@ -26,7 +39,7 @@ PHASES = {
     "resume_lockstep": 4,
     "rehearse": 5,
 }  # and their cycles
-ON_SIMULATED_RANKS = ("stream", "resume")  # phases; the others compare what ranks compute
+ON_SIMULATED_RANKS = (EXPLORED.phase, "stream", "resume")  # phases; the others compare what ranks compute
 ALL = "all"
 
 
@@ -99,8 +112,9 @@ class StreamConfig(JobConfig):
     ] = 0.0
     phases: Annotated[
         str,
-        Option(f"phases that run between prepare and end: all, or a list of {', '.join(PHASES)}, such as plain,stream"),
+        Option(f"phases that run beside prepare and end: all, or a list of {', '.join(PHASES)}, such as plain,stream"),
     ] = ALL
+    worlds: WorldCount = 200
     transport: Annotated[
         str,
         Option(
@@ -157,7 +171,13 @@ class StreamConfig(JobConfig):
     def runs(self, phase: str) -> bool:
         if phase not in phase_wanted(self.phases) or (self.simulated and phase not in ON_SIMULATED_RANKS):
             return False
-        possible = {"resume": self.steps > 1, "resume_lockstep": self.steps > 1, "rehearse": self.replicas > 1}
+        explored = bool(self.worlds and own_code(self, OWN))
+        possible = {
+            EXPLORED.phase: explored,
+            "resume": self.steps > 1,
+            "resume_lockstep": self.steps > 1,
+            "rehearse": self.replicas > 1,
+        }
         return possible.get(phase, True)
 
     @property
@@ -230,12 +250,13 @@ def roles(config: StreamConfig) -> tuple[Role, ...]:
 def plan(config: StreamConfig) -> list[Step]:
     """Each loop starts from version 0. The plain loop comes first; it generates everything before it trains. With several replicas, the
     last one dies in the phase rehearse. Simulated ranks have nothing to prepare."""
+    explored = [EXPLORED] if config.runs(EXPLORED.phase) else []
     steps = [
         Step(cycle, phase, ("trainer",)) if phase == "verify" else Step(cycle, phase, driver=f"{DRIVER}:{phase}")
         for phase, cycle in PHASES.items()
-        if config.runs(phase)
+        if config.runs(phase) and phase != EXPLORED.phase
     ]
-    return steps if config.simulated else [Step(0, "prepare"), *steps, Step(0, "end")]
+    return explored + (steps if config.simulated else [Step(0, "prepare"), *steps, Step(0, "end")])
 
 
 def fits(config: StreamConfig) -> None:

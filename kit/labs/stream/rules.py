@@ -14,8 +14,10 @@ from typing import Any
 
 import pandas as pd
 
+from kit.labs.definition import EXPLORED, own_code
+from kit.labs.explored import no_world_fails
 from kit.labs.stream import tables
-from kit.labs.stream.lab import ALL, phase_wanted
+from kit.labs.stream.lab import ALL, OWN, phase_wanted
 from kit.results.frames import read_ids, rows_of, with_ids
 from kit.results.ledger import PerFrame, events
 from kit.results.rules import (
@@ -75,13 +77,24 @@ def needed(frame: pd.DataFrame, phase: str, lacking: str = "no phase recorded a 
     return rows
 
 
+def lockstep_is_the_kits(config: Mapping[str, Any]) -> str:
+    """The loops in lockstep have the sampler strict: they say nothing about own code that is only a sampler."""
+    own = own_code(config, (*OWN, "trainer", "transport"))
+    return f"neither loop uses sampler={config['sampler']}" if own == ("sampler",) else ""
+
+
+def with_own_code(config: Mapping[str, Any], phases: Sequence[str]) -> list[str]:
+    """Those of these phases whose loop runs the own code, if there is any."""
+    return [phase for phase in phases if "lockstep" not in phase or not lockstep_is_the_kits(config)]
+
+
 def in_every_loop(by_ledger: ByLedger, phases: Sequence[str]) -> Measure:
     """The first violation in any loop; else the events that a loop lacks; else the last answer. One loop with an answer is enough."""
 
-    def measure(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
+    def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         last: Measured | None = None
         lacking: list[NotMeasured] = []
-        for phase in phases:
+        for phase in with_own_code(config, phases):
             if (rows := ledger(frame, phase)) is None:
                 continue
             try:
@@ -192,7 +205,7 @@ def resume_equals(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     # An older kit resumed the lockstep loop in the phase `resume`, and no other on ranks.
     of_older_kit = len(own) > 1 and own[0].limit("steps") != own[-1].limit("steps")
     whys = []
-    for phase in RESUMED:
+    for phase in with_own_code(config, RESUMED):
         if phase not in phases_in(config) or (phase == "resume_lockstep" and (config["simulated"] or of_older_kit)):
             continue
         resumed = needed(frame, phase, f"the phase {phase} recorded no ledger")
@@ -257,9 +270,10 @@ def no_rehearsal(config: Mapping[str, Any]) -> str:
     return "" if config["replicas"] > 1 else "the only replica is not killed, because the loop could not continue"
 
 
-def no_deadlock(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
+def no_deadlock(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Did every loop end on its own?"""
-    begun = {phase: rows for phase in (*LOOPS, *RESUMED, "rehearse") if (rows := ledger(frame, phase)) is not None}
+    judged = with_own_code(config, (*LOOPS, *RESUMED, "rehearse"))
+    begun = {phase: rows for phase in judged if (rows := ledger(frame, phase)) is not None}
     if not begun:
         raise Missing("no phase recorded a ledger")
     stuck = [phase for phase, rows in begun.items() if rows.ended is None]
@@ -380,7 +394,7 @@ def is_weight_right(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
     return recomputed(frame, "recorded_error", "log-probabilities: largest difference over {samples:.0f} samples")
 
 
-def every_sample_trained(frame: pd.DataFrame, _: Mapping[str, Any]) -> Violations:
+def every_sample_trained(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:
     """Did every sample of a trained group enter the gradient of its update exactly once?
 
     Compares the `trained` rows of each loop's ledger with the gradients that flowed back into the samples on the trainer.
@@ -388,7 +402,7 @@ def every_sample_trained(frame: pd.DataFrame, _: Mapping[str, Any]) -> Violation
     if not (frame["metric"] == "learning").any():
         raise NotMeasured("no update recorded which samples its gradients came from")
     judged, groups, why = 0, 0, "no update was finished"
-    for phase in (*LOOPS, "rehearse"):
+    for phase in with_own_code(config, (*LOOPS, "rehearse")):
         if (rows := ledger(frame, phase)) is None or not (trained := rows.trained()):
             continue
         groups += len(trained)
@@ -505,6 +519,10 @@ def resumes(config: Mapping[str, Any]) -> bool:
     return on_ranks or (config["simulated"] and "resume" in phases_in(config))
 
 
+def explores(config: Mapping[str, Any]) -> bool:
+    return bool(config["worlds"] and EXPLORED.phase in phases_in(config) and own_code(config, OWN))
+
+
 # Rules of a loop's ledger, in every loop: lockstep, stream, and rehearse, which has a failed step and a dead replica.
 LEDGER_RULES: tuple[ByLedger, ...] = (*judge.RULES, replicas_answer, no_length_bias)
 # Lockstep waits for all groups of a step by design.
@@ -512,7 +530,7 @@ LOOPS_OF = {"trains_before_straggler": ("stream",)}
 LIMITS = {"no_length_bias": 3.0}  # standard errors; all others count violations
 
 RULES: tuple[Rule, ...] = (
-    rule(equals_plain, when=ran("plain", "lockstep")),
+    rule(equals_plain, when=ran("plain", "lockstep"), cannot=lockstep_is_the_kits),
     rule(recomputed_as_sampled, when=ran("verify")),
     rule(stamps_true, when=ran("verify")),
     rule(behaviour_logprob, limit=1e-5, when=ran("verify")),
@@ -529,6 +547,7 @@ RULES: tuple[Rule, ...] = (
         when=resumes,
         cannot=lambda config: "" if config["steps"] > 1 else "a single step leaves nothing to resume",
     ),
+    rule(no_world_fails, when=explores),
     rule(no_deadlock),
     rule(controller_answers, limit=50, unit="ms", when=ran("stream")),
     rule(logger_is_harmless, cannot=no_rehearsal),

@@ -7,13 +7,14 @@ rules judge its ledger.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
+from kit.labs.definition import made
 from kit.labs.stream.drive import Stopped, Stopping
-from kit.labs.stream.lab import StreamConfig
+from kit.labs.stream.lab import OWN, StreamConfig, settings
 from kit.labs.stream.sides import PIPELINE
 from kit.loop.explore import A_SECOND, Judged, World
 from kit.loop.messages import Memory
@@ -40,6 +41,10 @@ OF_THE_LAB = (  # what a world and the lab's config have in common
     "filter",
     "on_failed",
 )
+# As in a config, where there is one; the sizes only of a loop with at most MOST samples at once.
+MANNERS = ("sampler", "window", "at_sync", "filter", "on_failed")
+LOOP_SIZES = ("groups", "group", "updates", "min_groups", "places", "slots", "replicas")
+MOST = 64
 HAPPENS = ("died", "left", "joined")
 FAILS = ("begin", "microbatch", "finish", "clear")
 NEW = 100  # the number of the first replica that joins
@@ -47,17 +52,26 @@ BOUNDS = {"groups": 1, "group": 2, "steps": 1, "replicas": 1, "window": 0}  # th
 
 
 class StreamWorlds:
-    """`settings` are those of the lab that name own code."""
+    """`settings` are those of the lab that name own code. Worlds have the loop of the config `like`, if there is one; a loop too large for
+    a world only its manners."""
 
-    own: ClassVar[tuple[str, ...]] = ("implementation", "sampler")
+    own: ClassVar[tuple[str, ...]] = OWN
     phase: ClassVar[str] = "stream"
     rooms: ClassVar[tuple[str, ...]] = ("kit.stream.core", "kit.stream.generation", "kit.stream.settings")
     beyond: ClassVar[Mapping[str, str]] = {}
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, like: Mapping[str, Any] | None = None, **settings: Any) -> None:
+        self.like: StreamConfig | None = None if like is None else made(StreamConfig, like)
+        self.kept = (
+            () if self.like is None else MANNERS + LOOP_SIZES * is_small(self.like)
+        )  # of worlds, as in the config
         self.settings = settings
 
     def draw(self, rng: random.Random) -> World:
+        world = self.draw_any(rng)
+        return world if self.like is None else with_loop(world, self.like, self.kept)
+
+    def draw_any(self, rng: random.Random) -> World:
         sampler = self.settings.get("sampler") or rng.choice([*SAMPLERS])
         window = 0 if sampler == "strict" else rng.choice([0, 1, 1, 2, 3])
         groups = rng.choice([1, 2, 2, 3, 4, 6])
@@ -111,7 +125,7 @@ class StreamWorlds:
             try:
                 self.loop(world, resumed, start=core.resume_from(state))
             finally:
-                rows += [replace(row, phase="resume") for row in resumed]
+                rows += [dataclasses.replace(row, phase="resume") for row in resumed]
 
     def loop(self, world: World, rows: Memory, *, until: int | None = None, start: Resume | None = None) -> Any:
         """Run the controller to its end or up to a version; returns its last state."""
@@ -170,6 +184,11 @@ class StreamWorlds:
     # -- smaller worlds ---------------------------------------------------------------------------------------------------------
 
     def smaller(self, world: World) -> Iterator[World]:
+        for candidate in self.reduced(world):
+            if all(candidate[name] == world[name] for name in self.kept):
+                yield candidate
+
+    def reduced(self, world: World) -> Iterator[World]:
         for at in range(len(world["happens"])):
             yield {**world, "happens": world["happens"][:at] + world["happens"][at + 1 :]}
         for name in world["fails"]:
@@ -265,6 +284,21 @@ def loop_settings(world: Mapping[str, Any]) -> StreamSettings:
         step_retries=world["retries"],
         on_dead_replica="go-on",
     )
+
+
+def is_small(config: StreamConfig) -> bool:
+    return config.groups * (config.window + 1) * config.group <= MOST and config.replicas <= MOST
+
+
+def with_loop(world: World, config: StreamConfig, kept: tuple[str, ...]) -> World:
+    """The world with these settings of a config's loop: durations, the number of steps and what goes wrong stay random."""
+    plan = settings(config)
+    as_configured = {**dataclasses.asdict(plan), "updates": plan.groups // plan.minibatch}
+    loop = {name: as_configured[name] for name in kept} | {"steps": min(world["steps"], config.steps)}
+    fails = {name: at for name, at in world["fails"].items() if name != "generate" or plan.on_failed != "stop"}
+    resume = world["resume"] if config.runs("resume") else 0
+    # Again, since what follows from the loop is as in the config too.
+    return {**fitting({**world, **loop, "fails": fails, "resume": resume}), **loop}
 
 
 def fitting(world: World) -> World:
