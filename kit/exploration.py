@@ -28,6 +28,7 @@ from kit.labs.definition import Definition, Fault, as_settings, fields
 from kit.labs.discover import check_target, discover, find, find_fault, rules_of
 from kit.labs.explored import FAILED_WORLDS
 from kit.loop.explore import (
+    BUSY,
     NEVER_RETURNED,
     SHRINK_S,
     WALL_S,
@@ -210,7 +211,7 @@ def explore(
 
     def made_small(outcome: Outcome) -> Failure | None:
         """None if the process does not survive the seed once more: then only the seed is known."""
-        answer = crew[0].ask({"shrink": outcome.seed, "shrink_s": shrink_s}, shrink_s + SLACK_S + 2 * wall_s)
+        answer = crew[0].ask({"shrink": outcome.seed, "shrink_s": shrink_s}, shrink_s + SLACK_S + 2 * BUSY * wall_s)
         if answer is None:
             return None
         failure = kept(definition, settings, bug, answer, out)
@@ -252,7 +253,7 @@ def replay(
     if not isinstance(world, dict):
         raise BadInput("--replay takes a world as JSON, as a failure prints it")
     with workers(definition, settings, bug, wall_s, 1) as crew:
-        answer = crew[0].ask({"play": world}, wall_s + SLACK_S)
+        answer = crew[0].ask({"play": world}, BUSY * wall_s + SLACK_S)
         if answer is None:
             raise KitError("the process of the world ended or did not answer")
         if "refused" in answer:
@@ -486,9 +487,10 @@ def run_order(worker: Worker, seeds: range, came: queue.Queue[Any], until: float
     while seeds and time.monotonic() < until:
         worker.tell({"seeds": [seeds.start, seeds.stop]})
         for at, seed in enumerate(seeds):
-            answer = worker.next(worker.wall_s + SLACK_S)
+            limit_s = BUSY * worker.wall_s + SLACK_S
+            answer = worker.next(limit_s)
             if answer is None:
-                why = f"the process of the world ended, or did not answer for {worker.wall_s + SLACK_S:g} s"
+                why = f"the process of the world ended, or did not answer for {limit_s:g} s"
                 came.put(Outcome(seed=seed, findings={NEVER_RETURNED: why}))
                 seeds = seeds[at + 1 :]
                 break

@@ -43,21 +43,27 @@ class time_limit:  # noqa: N801 - reads as a statement
     """Raise an exception in this block after so many seconds. An outer block that ends sooner is its limit too.
 
     In the main thread a signal also interrupts what waits; another thread is interrupted at its next line of Python.
+    While this process has had less than half of that time on a processor, as on a busy machine, the limit is `at_most` seconds.
     """
 
-    def __init__(self, seconds: float, error: type[BaseException]) -> None:
+    def __init__(self, seconds: float, error: type[BaseException], *, at_most: float = 0.0) -> None:
         self.seconds = seconds
         self.error = error
+        self.at_most = at_most
 
     def __enter__(self) -> None:
-        self.began = time.monotonic()
+        self.began, self.busy = time.monotonic(), time.process_time()
         self.outer = getattr(_ends, "at", math.inf)
         self.limits = self.began + self.seconds < self.outer
         if self.limits:
             _ends.at = self.began + self.seconds
             self.bell: BySignal | ByThread
             self.bell = BySignal() if threading.current_thread() is threading.main_thread() else ByThread()
-            self.bell.start(self.seconds, self.error)
+            self.bell.start(self.seconds, self.error, self.is_over)
+
+    def is_over(self) -> bool:
+        took, worked = time.monotonic() - self.began, time.process_time() - self.busy
+        return took >= self.at_most or worked >= self.seconds / 2
 
     def __exit__(self, *_: object) -> None:
         if self.limits:
@@ -71,13 +77,13 @@ def debugging() -> bool:
 
 
 class BySignal:
-    def start(self, seconds: float, error: type[BaseException]) -> None:
+    def start(self, seconds: float, error: type[BaseException], is_over: Callable[[], bool]) -> None:
         def ring(_: int, __: FrameType | None) -> None:
-            if not debugging():
+            if is_over() and not debugging():
                 raise error
 
         self.before: Any = signal.signal(signal.SIGALRM, ring)
-        self.left, self.every = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
+        self.left, self.every = signal.setitimer(signal.ITIMER_REAL, seconds, min(seconds, AGAIN_S))
 
     def stop(self, took: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -87,16 +93,17 @@ class BySignal:
 
 
 class ByThread:
-    def start(self, seconds: float, error: type[BaseException]) -> None:
+    def start(self, seconds: float, error: type[BaseException], is_over: Callable[[], bool]) -> None:
         self.lock, self.over, self.error, self.who = threading.Lock(), threading.Event(), error, threading.get_ident()
+        self.is_over = is_over
         threading.Thread(target=self.watch, args=(seconds,), daemon=True).start()
 
     def watch(self, seconds: float) -> None:
         while not self.over.wait(seconds):
             with self.lock:
-                if not self.over.is_set():
+                if not self.over.is_set() and self.is_over():
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.who), ctypes.py_object(self.error))
-            seconds = AGAIN_S
+            seconds = min(seconds, AGAIN_S)
 
     def stop(self, _: float) -> None:
         # What was thrown at the end is let out here. Taking it back instead would leave CPython 3.11 looking for it for ever.

@@ -33,7 +33,7 @@ class Numbers:
     beyond: ClassVar[Mapping[str, str]] = {}
 
     def draw(self, rng: random.Random) -> World:
-        return {"numbers": [rng.randint(0, 98) for _ in range(rng.randint(1, 12))]}
+        return {"numbers": [rng.randint(1, 98) for _ in range(rng.randint(1, 12))]}
 
     def run(self, world: World, rows: Memory) -> None:
         for at, number in enumerate(world["numbers"]):
@@ -41,7 +41,8 @@ class Numbers:
             if number < 0:
                 raise ValueError(f"{number} is below 0")
             while number > 99:
-                time.sleep(0.001)
+                pass
+            time.sleep(number == 0)  # as long as a machine that is busy with other work may keep it
 
     def judge(self, rows: Memory) -> Judged:
         large = [row["number"] for row in rows if row["number"] > 90]
@@ -52,7 +53,7 @@ class Numbers:
         for at in range(len(numbers)):
             if len(numbers) > 1:
                 yield {"numbers": numbers[:at] + numbers[at + 1 :]}
-            if numbers[at] > 0:
+            if numbers[at] > 1:
                 yield {"numbers": [*numbers[:at], numbers[at] - 1, *numbers[at + 1 :]]}
 
     def sizes(self, world: World) -> dict[str, int]:
@@ -91,6 +92,11 @@ def test_what_a_core_raises_is_a_finding_and_its_rows_are_kept() -> None:
     assert "the last of 2 rows is `number`" in played.findings[RAISED]
     assert [row["number"] for row in played.rows] == [1, -2]
     assert shrink(Numbers(), {"numbers": [1, -2, 3]}).world == {"numbers": [-2]}
+
+
+def test_a_world_on_a_busy_machine_may_take_longer_than_its_limit() -> None:
+    assert play(Numbers(), {"numbers": [0]}, wall_s=0.3).findings == {}
+    assert [*play(Numbers(), {"numbers": [0, 0]}, wall_s=0.2).findings] == [NEVER_RETURNED]
 
 
 def test_a_core_that_does_not_return_is_a_finding() -> None:

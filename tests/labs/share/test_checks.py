@@ -203,7 +203,10 @@ def right() -> list[Facts]:
 def test_a_right_run_passes_every_check(right: list[Facts]) -> None:
     verdict = verdict_of(right)
     assert failed(verdict) == set()
-    assert [row.check for row in verdict if row.passed is None] == ["gate_shown", "no_world_fails"]  # this config has neither
+    assert [row.check for row in verdict if row.passed is None] == [
+        "gate_shown",
+        "no_world_fails",
+    ]  # this config has neither
 
 
 @pytest.mark.parametrize(("check", "what", "change"), WRONG, ids=[f"{check}-{what}" for check, what, _ in WRONG])

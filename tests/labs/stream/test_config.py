@@ -38,7 +38,10 @@ from kit.stream.settings import SAMPLERS
         ({"answer": [9, 5]}, r"answer=\[9, 5\] must be two numbers"),
         ({"at_sync": "forget"}, "at_sync must be one of keep, recompute, abort, drain"),
         ({"temperature": 0}, "temperature must be a number from 0.05 to 10, not 0"),
-        ({"phases": "plain,strem"}, "phases='plain,strem' names 'strem'; use all, or a list of explored, plain, lockstep"),
+        (
+            {"phases": "plain,strem"},
+            "phases='plain,strem' names 'strem'; use all, or a list of explored, plain, lockstep",
+        ),
         ({"phases": "plain,verify"}, "phases='plain,verify': verify needs the measurements of stream; add stream"),
         (
             {"phases": "stream,resume_lockstep"},
