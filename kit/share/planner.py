@@ -168,22 +168,23 @@ def from_donors(view: View, gaps: Gaps, share: Share) -> tuple[int, tuple[tuple[
     spare = {gap.name: left for gap in gaps.eligible if (left := len(gap.active) - gaps.bundles[gap.name]) > 0}
     if not spare:
         return -1, ()
+    percent = {name: view.shares[name].percent for name in spare}
     owners = {
         device: (name, replica)
         for name in spare
         for replica in view.shares[name].active
         for device in view.shares[name].bundles[replica]
     }
+    owned = {*owners}
     shares = []
     for replica in share.free:
         missing = share.bundles[replica] - view.idle
-        if not missing <= owners.keys():
+        if not missing <= owned:
             continue
         donors = sorted({owners[device] for device in missing})
-        donated = Counter(name for name, _ in donors)
-        if all(donated[name] <= spare[name] for name in donated):
-            percents = sorted(view.shares[name].percent for name, _ in donors)
-            shares.append(([-percent for percent in percents], replica, tuple(donors)))
+        names = [name for name, _ in donors]
+        if all(names.count(name) <= spare[name] for name in {*names}):
+            shares.append((sorted([-percent[name] for name in names], reverse=True), replica, tuple(donors)))
     _, replica, chosen = min(shares, default=((), -1, ()))
     return replica, chosen
 
@@ -242,8 +243,10 @@ def make_plan(f: DeskFields, planner: Planner, devices: int, names: tuple[str, .
 
 
 def merged(moves: list[tuple[str, int]]) -> tuple[Op, ...]:
-    names = sorted({name for name, _ in moves})
-    return tuple(Op(name, GENERATION, tuple(replica for who, replica in moves if who == name)) for name in names)
+    replicas: dict[str, list[int]] = {}
+    for name, replica in moves:
+        replicas.setdefault(name, []).append(replica)
+    return tuple(Op(name, GENERATION, tuple(moved)) for name, moved in sorted(replicas.items()))
 
 
 class Supply:
