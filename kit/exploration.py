@@ -79,9 +79,9 @@ class Failure:
 
     @property
     def run(self) -> Run:
-        from kit.public import load as load_run
+        from kit.view.named import plot_run
 
-        return load_run(self.dir)
+        return Run(self.dir, rules=rules_of, plotter=plot_run)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -265,8 +265,6 @@ def explored(drive: Drive) -> None:
     """The driver of the phase `explored`: own code in worlds with the layout of the run. The smallest failure is a run in its folder."""
     config = drive.config
     definition = next(known for known in discover().labs.values() if known.config is type(config))
-    usual = {known.name: known.default for known in fields(definition.config)}
-    given = {name: getattr(config, name) for name in own_settings(definition)}
 
     def tell(worlds: int, total: int, failed: int) -> None:
         drive.quiet.about(f"{worlds} of {total} worlds{f', {failed} failed' if failed else ''}")
@@ -281,7 +279,7 @@ def explored(drive: Drive) -> None:
         like=as_settings(config),
         out=drive.folder / drive.phase,
         tell=tell,
-        **{name: value for name, value in given.items() if value != usual[name]},
+        **chosen_code(definition, as_settings(config)),
     )
     failed = sum(bool(outcome.findings) for outcome in done.outcomes)
     drive.record("worlds", len(done.outcomes))
@@ -337,6 +335,12 @@ def explorable(lab: str) -> Definition:
 def own_settings(definition: Definition) -> tuple[str, ...]:
     kind: type[Worlds] = load(definition.worlds)
     return kind.own
+
+
+def chosen_code(definition: Definition, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that name code and are not the lab's own."""
+    usual = {known.name: known.default for known in fields(definition.config)}
+    return {name: settings[name] for name in own_settings(definition) if settings[name] != usual[name]}
 
 
 def checked(definition: Definition, settings: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from kit.labs.definition import Definition, Field
 from kit.labs.lab import Lab
 from kit.results.run import Plotter
 from kit.view import look, named
+from kit.view.exploring import ExploreTab
 from kit.view.model import BUSY, PanelController, PanelModel
 from kit.view.tabs import CompareTab, LogsTab, PlotsTab, TablesTab, VerdictTab, WhatIfTab
 
@@ -80,6 +81,8 @@ class Panel:
         }
         if (declared := named.lab_forecast(definition.name)) is not None:
             self.tabs[declared.title] = WhatIfTab(model, declared)
+        if definition.worlds:
+            self.tabs["Explore"] = ExploreTab(model)
         self.tab = widgets.Tab([tab.widget for tab in self.tabs.values()], titles=tuple(self.tabs), selected_index=0)
         self.tab.observe(lambda _: self._look(), "selected_index")
         parts = [look.sheet(), head, self.parameters.widget, self.buttons.widget, self.strip.widget, self.tab]
