@@ -115,6 +115,14 @@ def pin(cores: Iterable[int]) -> None:
             os.sched_setaffinity(int(task), cores)
 
 
+def inherited() -> tuple[object, ...]:
+    """Return what a new process takes over from this one beside its environment and folder: cores, limits, priority, umask."""
+    limits = {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")}
+    text = Path("/proc/self/status").read_text()
+    umask = next((line for line in text.splitlines() if line.startswith("Umask")), "")
+    return os.sched_getaffinity(0), limits, os.getpriority(os.PRIO_PROCESS, 0), umask
+
+
 def cpu_seconds(pid: int) -> float | None:
     fields = stat_fields(pid)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else None

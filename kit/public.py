@@ -28,6 +28,7 @@ from kit.results.records import read_json, user_path, write_json
 from kit.results.run import INDEX, find_run, list_runs, unique
 from kit.results.verdict import without_parts
 from kit.view.progress import Progress
+from kit.world import warm
 from kit.world.calls import Pending, WorldObserver, wait
 from kit.world.world import Worlds
 
@@ -140,6 +141,7 @@ def panel(name: str, *, fault: str | None = None, out: str | os.PathLike[str] | 
     """Return a panel of a lab: its settings, buttons, a strip of phases and ranks, and the run. Its Start button starts the ranks."""
     from kit.view.panel import make_panel
 
+    warm.prepare()
     return make_panel(find(name), config, fault=fault, out=out, plotter=plot)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from kit import machine
 from kit.measure.phase import MEMFD, shared_memory
-from kit.world import leftovers
+from kit.world import leftovers, warm
 
 
 def marked(owner: int) -> list[int]:
@@ -43,15 +43,28 @@ def nothing_added() -> Iterator[None]:
 
 
 def holdings(owner: int) -> dict[str, list[Any]]:
-    """Everything that a World could leave behind, at this moment."""
+    """Everything that a World could leave behind, at this moment. This process's own waiting agent may stay."""
+    waiting, channel = waiting_agent() if owner == os.getpid() else ("", "")
     return {
-        "processes": marked(owner),
-        "folders": [path.name for path in leftovers.base().iterdir() if f":{owner}:" in path.name],
+        "processes": [pid for pid in marked(owner) if machine.marked(pid) != waiting],
+        "folders": [
+            path.name for path in leftovers.base().iterdir() if f":{owner}:" in path.name and path.name != waiting
+        ],
         "shared memory": sorted(path.name for path in Path("/dev/shm").iterdir() if is_segment(path.name, owner)),
-        "fds": sorted(os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink() and is_channel(fd))
+        "fds": sorted(
+            os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink() and is_channel(fd, channel)
+        )
         if owner == os.getpid()
         else [],
     }
+
+
+def waiting_agent() -> tuple[str, str]:
+    """The mark of this process's waiting agent, and the end of its channel that this process holds."""
+    waiting = warm._current
+    if waiting is None or waiting.gone.is_set():
+        return "", ""
+    return waiting.folder.name, os.readlink(f"/proc/self/fd/{waiting.link.fileno()}")
 
 
 def is_segment(name: str, owner: int) -> bool:
@@ -70,13 +83,14 @@ def memory_files() -> list[str]:
     return [one.name for one in shared_memory().values() if one.name.startswith(MEMFD)]
 
 
-def is_channel(fd: Path) -> bool:
+def is_channel(fd: Path, but: str) -> bool:
     """Whether a descriptor is of a kind that a World opens. Other files (fonts, caches) do not count, whatever their names."""
     try:
         target = os.readlink(fd)
     except FileNotFoundError:
         return False
-    return target.startswith(("socket:", "pipe:", "/memfd:kit", "/dev/shm/kit", f"{leftovers.base()}/"))
+    kinds = ("socket:", "pipe:", "/memfd:kit", "/dev/shm/kit", f"{leftovers.base()}/")
+    return target != but and target.startswith(kinds)
 
 
 def wait_for(condition: object, seconds: float = 10.0) -> bool:

@@ -131,9 +131,9 @@ def main(arguments: Sequence[str]) -> int:
 def starts_ranks(command: Any) -> bool:
     """Whether a command line starts a World's agent or torchrun."""
     words = [str(word) for word in command] if isinstance(command, (list, tuple)) else [str(command)]
-    return words[1:3] == ["-m", "torch.distributed.run"] or any(
-        one.endswith("kit/world/agent.py") for one in words[1:2]
-    )
+    if words[1:3] == ["-m", "torch.distributed.run"]:
+        return True
+    return words[2:3] != ["--wait"] and any(one.endswith("kit/world/agent.py") for one in words[1:2])
 
 
 # -- time per part

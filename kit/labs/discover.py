@@ -35,7 +35,7 @@ from kit.results.records import flat
 from kit.results.run import STATUSES
 from kit.results.verdict import tally, without_parts
 from kit.routing import NCCL2
-from kit.world import World, asked
+from kit.world import World, asked, warm
 from kit.world.asked import check_ranks
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ if importlib.util.find_spec("kit") is None:
     runpy.run_path(sys.argv[1])["make_kit_importable"]()
 runpy.run_path(sys.argv[2])["load_callable"](sys.argv[3])
 """
+LOOK_UP_S = 120.0
 ASK_NCCL2 = "import torch, torch.distributed as dist; print(torch.__version__, hasattr(dist, 'ProcessGroupNCCL2'))"
 
 
@@ -130,7 +131,7 @@ def configure(
         target = getattr(config, field.name)
         if field.option.target and target != field.default and target not in field.option.names:
             there = () if field.option.here else (ranks_python, world.env if world else {})
-            check_target(field.name, target, *there)
+            check_target(field.name, target, *there, config=config, megatron="megatron.core" in lab.preload)
     return config
 
 
@@ -333,9 +334,18 @@ def find_fault(lab: Definition, name: str | None) -> Fault | None:
     return None if name is None else faults[name]
 
 
-def check_target(name: str, target: str, python: str = "", env: Mapping[str, str] | None = None) -> None:
+def check_target(
+    name: str,
+    target: str,
+    python: str = "",
+    env: Mapping[str, str] | None = None,
+    *,
+    config: LabConfig | None = None,
+    megatron: bool = False,
+) -> None:
     """Load code where it will run: in the ranks' interpreter and environment, which may be the only ones with the module. Without `python`
-    in this process, where it may also be a name of the notebook (`__main__:Name`)."""
+    in this process, where it may also be a name of the notebook (`__main__:Name`). The process from which the ranks of this config will
+    come tries it if there is one, so that what it imports is imported once."""
     if not targets.is_target(target):
         raise BadInput(f"{name} must be 'module:attr', not {target!r}")
     if not python:
@@ -344,9 +354,13 @@ def check_target(name: str, target: str, python: str = "", env: Mapping[str, str
         except Exception as error:
             raise BadInput(f"{name}={target} cannot be loaded here: {type(error).__name__}: {error}") from error
         return
-    agent = Path(asked.__file__).with_name("agent.py")
-    given = {**os.environ, **(env or {})}
-    _, why = asked.run_python(python, PROBE, str(agent), targets.__file__, target, timeout_s=120, env=given)
+    why = None
+    if config is not None and not env:
+        why = warm.look_up(target, python, config.device, config.ranks, megatron=megatron, seconds=LOOK_UP_S)
+    if why is None:
+        given = {**os.environ, **(env or {})}
+        files = str(warm.AGENT), targets.__file__
+        _, why = asked.run_python(python, PROBE, *files, target, timeout_s=LOOK_UP_S, env=given)
     if why:
         raise BadInput(
             f"{name}={target} cannot be loaded by the ranks' Python {python}: {why}; give a 'module:attr' that can"

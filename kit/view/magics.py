@@ -11,7 +11,7 @@
 %ranks stop             close the World
 
 They use the last World made in this kernel that is still open and has a name in the notebook, directly or through a lab.
-If there is none, the first `%%ranks` starts one of two ranks.
+If there is none, the first `%%ranks` starts one of two ranks. `%ranks status` also shows the agent that waits for the next World.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from kit import errors
 from kit.errors import BadInput, KitError
 from kit.public import Pending, World, wait
 from kit.view.progress import Progress, ranks_short, stacks_by_rank
+from kit.world import warm
 
 OWN = tuple(f"{Path(inspect.getfile(module)).parent}/" for module in (errors, IPython))
 ACTIONS = ("status", "stacks", "wait", "restart", "stop")
@@ -163,6 +164,8 @@ class RankMagics(Magics):
 
     def _act(self, action: str) -> World | None:
         world = self.world()
+        if action == "status" and (line := warm.status_line()):
+            print(line)
         if world is None:
             if action in {"stacks", "restart"}:
                 raise UsageError(f"%ranks {action}: no World is open; a %%ranks cell starts one")
@@ -242,5 +245,6 @@ def load_extension(ipython: Any) -> None:
     magics = RankMagics(ipython)
     ipython.register_magics(magics)
     ipython.events.register("post_run_cell", magics.notice)
+    warm.prepare()
     # kit.errors does not depend on notebooks.
     KitError._render_traceback_ = render  # type: ignore[attr-defined]

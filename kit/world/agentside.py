@@ -30,7 +30,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kit import machine
 from kit.world import leftovers
@@ -176,15 +176,15 @@ def plain_logging() -> None:
 NODE: Node
 
 
-def agent_main(*, preload: str) -> None:
-    """`preload`: the module of the ranks, imported once before they are forked."""
+def agent_main(arguments: list[str] | None = None, *, preload: str) -> NoReturn:
+    """`preload`: the module of the ranks, imported once before they are forked. By default the arguments are those of the command."""
     global NODE  # noqa: PLW0603 - the forked ranks find it here
     parser = argparse.ArgumentParser(prog="python -m kit.world.agent", description=__doc__)
     parser.add_argument("--connect", required=True, metavar="HOST:PORT", help="where the notebook listens")
     parser.add_argument("--node", type=int, required=True, help="this machine's number, from 1 on")
     text = "owner-only folder for scratch files (made and removed when not given)"
     parser.add_argument("--folder", type=Path, help=text)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if os.getpgid(0) != os.getpid():
         os.setpgid(0, 0)  # so that the end takes only what was started here
     leftovers.adopt_orphans()

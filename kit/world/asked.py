@@ -326,6 +326,20 @@ def search_pythons() -> Iterator[Interpreter]:
         yield probe_python(path, reason)
 
 
+# Settings of the notebook's process that would mislead the ranks: its plotting backend, its test, and a job it may itself be part of.
+NOT_INHERITED = {"MPLBACKEND", "PYTHONHOME", "PYTEST_CURRENT_TEST", machine.MARK}
+NOT_INHERITED |= {"KIT_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+def agent_environment(neighbours: int, nodes: int = 1, given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a World's processes on this machine, where `neighbours` ranks work; without the mark."""
+    defaults = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // neighbours))}
+    if nodes == 1:  # nothing listens beyond this machine
+        defaults |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    env = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+    return {**defaults, **env, **(given or {})}
+
+
 # -- what a World is to start, all of it checked ----------------------------------------------------------------------
 
 

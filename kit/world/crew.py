@@ -9,12 +9,11 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from kit import machine
 from kit.errors import KitError, RankDied, RankError, ending, how_ended
-from kit.world import leftovers
+from kit.world import asked, leftovers, warm
 from kit.world.agentside import read_log
 from kit.world.asked import CREWS, WorldPlan
 from kit.world.channel import (
@@ -32,11 +31,7 @@ from kit.world.channel import (
     readable_message,
 )
 
-AGENT = Path(__file__).with_name("agent.py")
 SENDING_S = 10
-# Settings of the notebook's process that would mislead the ranks: its plotting backend, and a job it may itself be part of.
-NOT_INHERITED = {"MPLBACKEND", "PYTHONHOME"}
-NOT_INHERITED |= {"KIT_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 def is_valid_hello(hello: Message, **wanted: range | None) -> bool:
@@ -61,7 +56,7 @@ class Crew:
         self.logs = plan.logs or self.folder / "logs"  # by default they end with the World
         self.logs.mkdir(exist_ok=True)
         self._agent_log = self.logs / f"torchrun{plan.part.first or ''}.log"  # several Worlds share a folder
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | warm.ForkedAgent | None = None
         self._listener: WorldListener | None = None
         self._unnamed: list[WorldLink] = []  # proved the key, but have not sent their names
         self._joined: dict[int, dict[str, tuple[WorldLink, Message]]] = {}
@@ -91,30 +86,29 @@ class Crew:
     def _start_agent(self, listener: WorldListener) -> None:
         (self.folder / "key").touch(mode=0o600)
         (self.folder / "key").write_text(self._key.hex())
-        command = [self.plan.python.path, str(AGENT), "--node", "0", "--connect", listener.address]
-        command += ["--folder", str(self.folder)]
-        with open(self._agent_log, "ab", opener=owner_only) as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self._environment(),
-                start_new_session=True,
-            )
-        (self.folder / leftovers.SESSION).write_text(str(self._process.pid))
+        arguments = ["--node", "0", "--connect", listener.address, "--folder", str(self.folder)]
+        self._process = warm.fork_agent(self.plan, self.folder, self._agent_log, arguments)
+        if self._process is None:
+            self._process = self._start_cold(arguments)
         for node in range(1, self.plan.nodes):
             print(
                 f"on machine {node} of {self.plan.nodes - 1} others, where the kit is installed, run:\n"
                 f"  KIT_KEY={self._key.hex()} python -m kit.world.agent --connect {listener.address} --node {node}"
             )
 
-    def _environment(self) -> dict[str, str]:
-        defaults = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // self.plan.neighbours))}
-        if self.plan.nodes == 1:  # nothing listens beyond this machine
-            defaults |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-        env = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
-        return {**defaults, **env, **self.plan.env, machine.MARK: leftovers.mark(self.id)}
+    def _start_cold(self, arguments: list[str]) -> subprocess.Popen[bytes]:
+        env = asked.agent_environment(self.plan.neighbours, self.plan.nodes, self.plan.env)
+        with open(self._agent_log, "ab", opener=owner_only) as log:
+            process = subprocess.Popen(
+                [self.plan.python.path, str(warm.AGENT), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**env, machine.MARK: leftovers.mark(self.id)},
+                start_new_session=True,
+            )
+        (self.folder / leftovers.SESSION).write_text(str(process.pid))
+        return process
 
     def launch(self) -> None:
         """Start a generation of ranks under torchrun and wait until all have joined WORLD."""
@@ -447,7 +441,8 @@ class Crew:
             try:
                 self._process.wait(3.0)
             except subprocess.TimeoutExpired:
-                leftovers.end_group(self._process.pid)
+                if self._process.pid is not None:
+                    leftovers.end_group(self._process.pid)
                 self._process.wait(10.0)
         deadline = time.monotonic() + 10
         local_members = [m for m in self.members if m.node == 0]
