@@ -28,8 +28,8 @@ from kit.results.records import read_json, user_path, write_json
 from kit.results.run import INDEX, find_run, list_runs, unique
 from kit.results.verdict import without_parts
 from kit.view.progress import Progress
-from kit.world import warm
 from kit.world.calls import Pending, WorldObserver, wait
+from kit.world.warm import prepare_waiting, waiting_line
 from kit.world.world import Worlds
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kit.world.calls import WorldObserver
     from kit.world.world import Worlds
 
-__all__ = ["Pending", "Run", "World", "lab", "load", "panel", "run", "runs", "wait"]
+__all__ = ["Pending", "Run", "World", "lab", "load", "panel", "prepare_waiting", "run", "runs", "wait", "waiting_line"]
 
 
 class World(room.World):
@@ -141,7 +141,7 @@ def panel(name: str, *, fault: str | None = None, out: str | os.PathLike[str] | 
     """Return a panel of a lab: its settings, buttons, a strip of phases and ranks, and the run. Its Start button starts the ranks."""
     from kit.view.panel import make_panel
 
-    warm.prepare()
+    prepare_waiting()
     return make_panel(find(name), config, fault=fault, out=out, plotter=plot)
 
 

@@ -100,11 +100,16 @@ def charts_of(name: str) -> Charts | None:
 # -- a config from user input --------------------------------------------------------------------------------------------
 
 
-PROBE = """
+WITH_KIT = """
 import importlib.util, runpy, sys
 if importlib.util.find_spec("kit") is None:
     runpy.run_path(sys.argv[1])["make_kit_importable"]()
-runpy.run_path(sys.argv[2])["load_callable"](sys.argv[3])
+"""
+PROBE = f'{WITH_KIT}runpy.run_path(sys.argv[2])["load_callable"](sys.argv[3])'
+FIND = f"""{WITH_KIT}
+module = sys.argv[3].partition(":")[0]
+if importlib.util.find_spec(module) is None:
+    raise ModuleNotFoundError(f"No module named {{module!r}}")
 """
 LOOK_UP_S = 120.0
 ASK_NCCL2 = "import torch, torch.distributed as dist; print(torch.__version__, hasattr(dist, 'ProcessGroupNCCL2'))"
@@ -356,15 +361,21 @@ def check_target(
         return
     why = None
     if config is not None and not env:
-        why = warm.look_up(target, python, config.device, config.ranks, megatron=megatron, seconds=LOOK_UP_S)
+        # A misspelt module is named before the waiting agent has imported torch.
+        why = _ask_python(python, FIND, target, {}) or warm.look_up(
+            target, python, config.device, config.ranks, megatron=megatron, seconds=LOOK_UP_S
+        )
     if why is None:
-        given = {**os.environ, **(env or {})}
-        files = str(warm.AGENT), targets.__file__
-        _, why = asked.run_python(python, PROBE, *files, target, timeout_s=LOOK_UP_S, env=given)
+        why = _ask_python(python, PROBE, target, env or {})
     if why:
         raise BadInput(
             f"{name}={target} cannot be loaded by the ranks' Python {python}: {why}; give a 'module:attr' that can"
         )
+
+
+def _ask_python(python: str, code: str, target: str, env: Mapping[str, str]) -> str:
+    arguments = str(warm.AGENT), targets.__file__, target
+    return asked.run_python(python, code, *arguments, timeout_s=LOOK_UP_S, env={**os.environ, **env})[1]
 
 
 def _field_sentence(row: Any, name: str, known: Mapping[str, Field], values: Mapping[str, Any]) -> str:

@@ -31,9 +31,8 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from kit import errors
 from kit.errors import BadInput, KitError
-from kit.public import Pending, World, wait
+from kit.public import Pending, World, prepare_waiting, wait, waiting_line
 from kit.view.progress import Progress, ranks_short, stacks_by_rank
-from kit.world import warm
 
 OWN = tuple(f"{Path(inspect.getfile(module)).parent}/" for module in (errors, IPython))
 ACTIONS = ("status", "stacks", "wait", "restart", "stop")
@@ -164,7 +163,7 @@ class RankMagics(Magics):
 
     def _act(self, action: str) -> World | None:
         world = self.world()
-        if action == "status" and (line := warm.status_line()):
+        if action == "status" and (line := waiting_line()):
             print(line)
         if world is None:
             if action in {"stacks", "restart"}:
@@ -245,6 +244,6 @@ def load_extension(ipython: Any) -> None:
     magics = RankMagics(ipython)
     ipython.register_magics(magics)
     ipython.events.register("post_run_cell", magics.notice)
-    warm.prepare()
+    prepare_waiting()
     # kit.errors does not depend on notebooks.
     KitError._render_traceback_ = render  # type: ignore[attr-defined]

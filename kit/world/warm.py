@@ -1,6 +1,6 @@
 """The notebook's end of the waiting agent (kit.world.warmside): one process that has torch imported, from which Worlds' agents are forked.
 
-The first World of this process starts it, or `prepare` before that, and every later World is spared the imports. A World gets an agent
+The first World of this process starts it, or `prepare_waiting` before that, and every later World is spared the imports. A World gets an agent
 from it only if an agent of its own would begin alike: the same Python, environment, kind of device, cores, limits and umask, and no
 imported file has changed since. Else it is replaced. A World with `env=` or several machines always starts its own.
 """
@@ -248,7 +248,7 @@ def look_up(target: str, python: str, device: str, ranks: int, *, megatron: bool
     return waiting.hear_look(number, seconds)
 
 
-def prepare() -> None:
+def prepare_waiting() -> None:
     """Start the waiting agent in the background, with Megatron where the ranks' Python has it, so that the first World finds it."""
 
     def start() -> None:
@@ -262,7 +262,7 @@ def prepare() -> None:
         threading.Thread(target=start, daemon=True, name="kit-prepare").start()
 
 
-def status_line() -> str:
+def waiting_line() -> str:
     """One sentence about the waiting agent; empty if there is none."""
     waiting = _current
     if waiting is None or waiting.gone.is_set():

@@ -44,7 +44,7 @@ class Kernel:
 
     def start_world(self) -> None:
         self.do(START.format(logs=str(self.logs)))
-        assert len(holdings(self.pid)["processes"]) == 3  # type: ignore[arg-type]
+        assert len(holdings(self.pid)["processes"]) == 4  # type: ignore[arg-type]
 
     def close(self) -> None:
         self.client.stop_channels()
@@ -72,7 +72,7 @@ def test_sigkill_of_the_kernel(kernel: Kernel) -> None:
 def test_sigkill_of_the_kernel_ends_what_ranks_started_in_sessions_of_their_own(kernel: Kernel) -> None:
     kernel.start_world()
     kernel.do("world.run(\"import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)\")")
-    assert len(holdings(kernel.pid)["processes"]) == 5  # type: ignore[arg-type]
+    assert len(holdings(kernel.pid)["processes"]) == 6  # type: ignore[arg-type]
     os.kill(kernel.pid, signal.SIGKILL)
     assert all_gone(kernel.pid)
 
@@ -89,12 +89,11 @@ def test_sigkill_of_the_kernel_while_ranks_hang_in_a_collective(kernel: Kernel) 
 
 def test_sigkill_of_kernel_and_torchrun_at_once(kernel: Kernel) -> None:
     kernel.start_world()
-    torchrun = next(
-        pid for pid in holdings(kernel.pid)["processes"] if b"agent.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )  # type: ignore[attr-defined]
+    agents = [pid for pid in holdings(kernel.pid)["processes"] if os.getsid(pid) == pid]  # the waiting one too
     started = machine.start_time(kernel.pid)
     os.kill(kernel.pid, signal.SIGSTOP)  # so that the kernel cannot clean up in between
-    os.kill(torchrun, signal.SIGKILL)
+    for pid in agents:
+        os.kill(pid, signal.SIGKILL)
     os.kill(kernel.pid, signal.SIGKILL)
     # The ranks may end first: a killed kernel exists until all its memory is freed.
     assert wait_for(lambda: not machine.alive(kernel.pid, started) and holdings(kernel.pid)["processes"] == [])

@@ -280,7 +280,9 @@ class Ways(LabConfig):
 
 def test_only_what_is_no_name_is_asked_of_the_ranks_python(own: Definition, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("kit.labs.discover.check_target", lambda name, target, *_: asked.append(target))  # a stand-in
+    monkeypatch.setattr(
+        "kit.labs.discover.check_target", lambda name, target, *_, **__: asked.append(target)
+    )  # a stand-in
     lab = dataclasses.replace(own, config=Ways)
     for way in ("auto", "shm", "own_lab:Phases"):
         assert configure(lab, {"way": way}, None).way == way  # type: ignore[attr-defined]

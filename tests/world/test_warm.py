@@ -85,7 +85,7 @@ def test_megatron_is_only_where_it_is_wanted(tmp_path: Path) -> None:
     assert len({*seeds}) == 2
     assert (
         f"torch and megatron.core imported waits for the next World (pid {current().process.pid}, "
-        in warm.status_line()
+        in warm.waiting_line()
     )
     with start(tmp_path) as plain:
         assert plain.eval(loaded) == [False]
@@ -141,9 +141,9 @@ def test_the_replaced_one_stays_until_its_worlds_have_ended(tmp_path: Path, monk
 def test_none_where_it_is_switched_off(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv(warm.SETTING, "off")
     monkeypatch.setattr(warm, "_current", None)
-    warm.prepare()
+    warm.prepare_waiting()
     plan: Any = SimpleNamespace(nodes=1, env={})
-    assert (warm.fork_agent(plan, tmp_path, tmp_path, []), look_up("json:loads"), warm.status_line()) == (
+    assert (warm.fork_agent(plan, tmp_path, tmp_path, []), look_up("json:loads"), warm.waiting_line()) == (
         None,
         None,
         "",
@@ -194,7 +194,7 @@ KERNEL = """
 import sys
 from kit.world import World, warm
 if sys.argv[1] == "importing":
-    warm.prepare()
+    warm.prepare_waiting()
     while warm._current is None: pass
 else:
     World(1, device="cpu").close()

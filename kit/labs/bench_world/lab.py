@@ -1,6 +1,7 @@
 """Bench world: how fast a World starts, steps, restarts and reports a death. `make peers` compares it with other tools.
 
-Every start uses fresh processes and warm files: after the first sample the libraries are in the page cache. Two ranks on the CPU
+Every first start uses fresh processes and warm files: after the first sample the libraries are in the page cache. A second one
+follows at once, in the same process. Two ranks on the CPU
 over gloo, even if there is a GPU. A sample counts only if the result was correct: the sum, the named rank, the fresh pids.
 """
 

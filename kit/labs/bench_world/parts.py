@@ -16,7 +16,7 @@ from kit.errors import KitError, RankDied
 from kit.labs.bench import Bench, Part, Samples, ratios, run_part, show_progress, unmeasured, without_details
 from kit.labs.lab import Drive
 from kit.measure.turns import seconds_of
-from kit.world import World, asked, leftovers
+from kit.world import World, asked, leftovers, warm
 from kit.world.calls import Pending, wait
 from kit.world.leftovers import carriers, end_carriers
 from kit.world.world import Printer
@@ -76,9 +76,25 @@ def start_once(logs: Path, preload: Sequence[str] = ()) -> float:
     return took
 
 
+def start_twice(logs: Path, preload: Sequence[str] = ()) -> tuple[float, float]:
+    """The first start of a process, and the next one, which finds the waiting agent."""
+    warm.end_waiting()
+    return start_once(logs, preload), start_once(logs, preload)
+
+
 def start_worlds(bench: Bench) -> Iterator[Samples]:
-    values = repeated(STARTED, bench.config.starts, lambda: start_once(bench.logs))
-    yield Samples(what=STARTED, values=values, metric="started")
+    for number in range(bench.config.starts):
+        show_progress(f"{STARTED}, {number + 1} of {bench.config.starts}")
+        first, second = start_twice(bench.logs)
+        yield Samples(what=STARTED, values=[first], metric="started")
+        yield second_start(STARTED, first, second)
+
+
+def second_start(title: str, first: float, second: float) -> Samples:
+    note = f"the second start takes {second:.2f} s"
+    return ratios(
+        "second_over_first", f"the next start in the same process, over: {title}", [second], [first], note=note
+    )
 
 
 def start_with_megatron(bench: Bench) -> Iterator[Samples]:
@@ -96,10 +112,12 @@ def start_with_megatron(bench: Bench) -> Iterator[Samples]:
     import_once()  # loads the files into the page cache
     for number in range(bench.config.megatron):
         show_progress(f"{title}, {number + 1} of {bench.config.megatron}")
-        started, imported = start_once(bench.logs, ["megatron.core"]), import_once()
+        started, second = start_twice(bench.logs, ["megatron.core"])
+        imported = import_once()
         note = f"the import takes {imported:.2f} s"
         yield Samples(what=title, values=[started], metric="started_with_megatron")
         yield ratios("start_over_import", against, [started], [imported], note=note)
+        yield second_start(title, started, second)
 
 
 def step_costs(bench: Bench) -> Iterator[Samples]:

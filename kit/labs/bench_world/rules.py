@@ -6,6 +6,7 @@ RULES = (
     median_rule("started", "Are two ranks up soon, to their first all-reduce?", 2.5, "s"),
     median_rule("started_with_megatron", "Are two ranks with megatron.core up soon?", 4.5, "s"),
     median_rule("start_over_import", "Does such a start take hardly longer than the import of megatron.core?", 1.3),
+    median_rule("second_over_first", "Does a later start of a process take a small part of its first?", 0.3),
     median_rule("stepped", "Does an empty step cost almost nothing?", 0.25, "ms"),
     median_rule("meter_share", "Does measuring a phase of 100 ms cost almost nothing?", 1.0, "%"),
     median_rule("death_told", "Is the death of a rank reported at once?", 0.5, "s"),
