@@ -1,7 +1,7 @@
 """The notebook's end of the waiting agent (kit.world.warmside): one process that has torch imported, from which Worlds' agents are forked.
 
-The first World of this process starts it, or `prepare_waiting` before that, and every later World is spared the imports. A World gets an agent
-from it only if an agent of its own would begin alike: the same Python, environment, kind of device, cores, limits and umask, and no
+The first World of this process starts it, or `prepare_waiting` before that, and every later World is spared the imports. A World gets an
+agent from it only if an agent of its own would begin alike: the same Python, environment, kind of device, cores, limits and umask, and no
 imported file has changed since. Else it is replaced. A World with `env=` or several machines always starts its own.
 """
 
