@@ -13,9 +13,11 @@ import pytest
 import kit
 from kit.errors import BadInput
 from kit.exploration import ExplorationError, power, replay
+from kit.labs.discover import find, find_fault
 from kit.labs.share.worlds import ShareWorlds
 from kit.labs.stream.worlds import StreamWorlds
 from kit.loop.explore import Worlds, play, world_of
+from kit.target import replaced
 from tests.loop.right_cores import DESIGNS
 
 WRONG = "tests.loop.wrong_cores"
@@ -108,6 +110,29 @@ def test_the_command_prints_a_line_that_replays_the_failure(tmp_path: Path) -> N
     assert again.returncode == 1, again.stderr
     assert answer["failure"]["why"] in again.stdout
     assert [*tmp_path.glob("share-*")]
+
+
+def test_a_desk_that_waits_for_a_replica_that_died_asleep_is_seen() -> None:
+    worlds = ShareWorlds()
+    layout = {"tp": 1, "infer": [0, 1], "train": [0, 1]}
+    pipeline = {
+        **dict.fromkeys(("start_ms", "initialisation_ms", "logprobs_ms"), 0),
+        **dict.fromkeys(("estimates", "validates", "waits"), False),
+        **layout,
+        "steps": [[100]],
+        "training_ms": 100,
+        "reports": True,
+    }
+    world = {"devices": 2, "sleep_ms": 10, "wake_ms": 10, "admission": False, "pipelines": [pipeline]}
+    world |= {"broken": [], "happens": [], "frail": [[0, 1]]}
+    played = play(worlds, world)
+    assert played.findings == {}
+    assert {row["replica"] for row in played.rows if row.event == "died"} == {1}
+    fault = find_fault(find("share"), "waits-for-the-dead")
+    assert fault is not None
+    with replaced(fault.patch):
+        findings = play(worlds, world).findings
+    assert "replica 1 of a did not answer a shrink" in findings["no_deadlock"]
 
 
 def test_bad_input_is_one_sentence() -> None:

@@ -52,10 +52,11 @@ class time_limit:  # noqa: N801 - reads as a statement
         self.at_most = at_most
 
     def __enter__(self) -> None:
-        self.began, self.busy = time.monotonic(), time.process_time()
+        self.began = time.monotonic()
         self.outer = getattr(_ends, "at", math.inf)
         self.limits = self.began + self.seconds < self.outer
         if self.limits:
+            self.busy = time.process_time()  # slow enough to notice in every turn of a core
             _ends.at = self.began + self.seconds
             self.bell: BySignal | ByThread
             self.bell = BySignal() if threading.current_thread() is threading.main_thread() else ByThread()

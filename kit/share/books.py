@@ -86,6 +86,7 @@ class DeskLedger(Ledger):
         self._books = [
             Books(self.limit("devices", 0))
         ]  # before the first row, the second, ... as far as they were read
+        self._replayed: list[tuple[Row, Books]] | None = None  # all of it, once a rule has read that far
         turn = 0
         once: list[Row] = []
         for row in self.rows:
@@ -113,13 +114,17 @@ class DeskLedger(Ledger):
 
     def replay(self) -> Iterator[tuple[Row, Books]]:
         """Each row with the books before it, up to the desk's end. All rules read the same books, which each row is booked into once."""
+        return self._booked() if self._replayed is None else iter(self._replayed)
+
+    def _booked(self) -> Iterator[tuple[Row, Books]]:
         for number, row in enumerate(self.rows):
             books = self._books[number]
             yield row, books
             if row.event == "ended" and row.who == self.desk:
-                return
+                break
             if number + 1 == len(self._books):
                 self._books.append(books if row.at in self.refused else books.after(row))
+        self._replayed = [*zip(self.rows, self._books, strict=False)][: number + 1] if self.rows else []
 
     def last_books(self) -> Books:
         for _ in self.replay():

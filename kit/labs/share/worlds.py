@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ from kit.results.records import Unjudged
 from kit.results.rules import NotMeasured, settle
 from kit.share.books import DeskLedger
 from kit.share.judge import MOST_SLEEPS, RULES, pipeline_rows, sleeps_in_a_row
-from kit.share.simulated import Devices, simulate
+from kit.share.simulated import Answers, Devices, simulate
 from kit.stream.history import LoopLedger
 from kit.target import load_callable
 
@@ -42,6 +42,9 @@ FATES = (
     "planned release",
     "leaves",
 )
+
+
+INCIDENTS = ("happens", "broken", "frail")
 
 
 @dataclass(slots=True)
@@ -207,6 +210,21 @@ class Worker:
         return Command("after", "clock", self.name, number=self.serial, ms=milliseconds)
 
 
+class Mortal(Devices):
+    """`frail` replicas die when they are ordered to sleep, and answer nothing."""
+
+    def __init__(self, clock: VirtualClock, frail: Iterable[tuple[str, int]], **options: Any) -> None:
+        super().__init__(clock, {}, **options)
+        self.frail = set(frail)
+
+    def shrink(self, command: Command) -> Answers:
+        name, replica = command.pipeline, command.replica
+        if (name, replica) in self.frail:
+            yield from ((self.sleep_s / 2, event) for _, event in events_of_death(name, replica))
+        else:
+            yield from super().shrink(command)
+
+
 class ShareWorlds:
     """`settings` are those of the lab that name own code. Worlds have the layout of the config `like`, if there is one and it is no larger
     than theirs are."""
@@ -237,9 +255,13 @@ class ShareWorlds:
             "pipelines": [*self.draw_pipelines(rng, devices)],
             "broken": [],
             "happens": [],
+            "frail": [],
         }
         for _ in range(0 if self.whole else rng.choice([0, 0, 0, 1, 1, 2])):
             draw_fates(rng, world)
+        at = rng.randrange(len(world["pipelines"]))
+        if not self.whole and rng.random() < 0.15 and (spare := spare_replicas(world["pipelines"][at])):
+            world["frail"].append([at, rng.choice(spare)])
         return world
 
     def draw_pipelines(self, rng: random.Random, devices: int) -> Iterator[dict[str, Any]]:
@@ -255,7 +277,7 @@ class ShareWorlds:
             "pipelines": len(world["pipelines"]),
             "devices": world["devices"],
             "steps": max(len(pipeline["steps"]) for pipeline in world["pipelines"]),
-            "incidents": len(world["happens"]) + len(world["broken"]),
+            "incidents": sum(len(world[key]) for key in INCIDENTS if key in world),
         }
 
     # -- a run ----------------------------------------------------------------------------------------------------------------
@@ -271,9 +293,9 @@ class ShareWorlds:
             name: Worker(name, pipeline) for name, pipeline in zip(names, world["pipelines"], strict=True)
         }
         cores[DESK] = load_callable(config.scheduler)(config)
-        devices = Devices(
+        devices = Mortal(
             clock,
-            {},
+            [(names[at], replica) for at, replica in world.get("frail", [])],  # an older line has none
             desk=DESK,
             sleep_s=world["sleep_ms"] / 1000,
             wake_s=world["wake_ms"] / 1000,
@@ -358,8 +380,8 @@ class ShareWorlds:
         for at in reversed(range(len(world["pipelines"]))):
             if len(world["pipelines"]) > 1:
                 yield without_pipeline(world, at)
-        for key in ("happens", "broken"):
-            for at in range(len(world[key])):
+        for key in INCIDENTS:
+            for at in range(len(world.get(key, []))):
                 yield {**world, key: world[key][:at] + world[key][at + 1 :]}
         if world["admission"]:
             yield {**world, "admission": False}
@@ -421,7 +443,7 @@ def draw_fates(rng: random.Random, world: World) -> None:
     """Something happens to a pipeline, and sometimes something else to the same one right after it. Its replica 0 stays."""
     at = rng.randrange(len(world["pipelines"]))
     pipeline = world["pipelines"][at]
-    spare = range(1, len(pipeline["infer"]) // pipeline["tp"])
+    spare = spare_replicas(pipeline)
     when = rng.randint(1, 1 + serial_ms(world) // rng.choice([1, 2, 4, 8]))  # pipelines at the same time end earlier
     if spare and rng.random() < 0.2:
         world["broken"].append([at, rng.choice(spare)])
@@ -432,6 +454,10 @@ def draw_fates(rng: random.Random, world: World) -> None:
         elif spare:
             world["happens"].append([when, fate, at, rng.choice(spare)])
         when += rng.randint(1, 1 + world["sleep_ms"])  # while replicas still fall asleep
+
+
+def spare_replicas(pipeline: Mapping[str, Any]) -> range:
+    return range(1, len(pipeline["infer"]) // pipeline["tp"])
 
 
 def draw_milliseconds(rng: random.Random, *, heavy: bool) -> int:
@@ -460,14 +486,18 @@ def events_of(names: Sequence[str], fate: str, at: int, replica: int) -> Iterato
             yield DESK, Event("died", DESK, who=name)
             yield name, Event("error", name, of="pipeline", why="killed, on purpose")
         case "replica dies":
-            yield DESK, Event("died", DESK, who=name, replica=replica)
-            yield name, Event("died", name, replica=replica)
+            yield from events_of_death(name, replica)
         case "replica removed":
             yield DESK, Event("resize", name, remove=(replica,))
         case "planned release":
             yield name, Event("releases", name)
         case "leaves":
             yield name, Event("leaves", name)
+
+
+def events_of_death(name: str, replica: int) -> Iterator[tuple[str, Event]]:
+    yield DESK, Event("died", DESK, who=name, replica=replica)
+    yield name, Event("died", name, replica=replica)
 
 
 # -- smaller worlds -------------------------------------------------------------------------------------------------------------
@@ -483,7 +513,10 @@ def without_pipeline(world: World, at: int) -> World:
         **world,
         "pipelines": world["pipelines"][:at] + world["pipelines"][at + 1 :],
         "happens": [[ms, fate, moved(who), replica] for ms, fate, who, replica in world["happens"] if who != at],
-        "broken": [[moved(who), replica] for who, replica in world["broken"] if who != at],
+        **{
+            key: [[moved(who), replica] for who, replica in world.get(key, []) if who != at]
+            for key in ("broken", "frail")
+        },
     }
 
 
