@@ -258,7 +258,7 @@ class Lab:
         if self.started:
             return self
         if self._observer is None:
-            self._watch(1)
+            self._watch(0)
         try:
             self.world = self._given or self._make()
             self._begin()
@@ -285,7 +285,7 @@ class Lab:
         if self.judged is not None:
             return self.judged
         self._check_going()
-        self._watch(len(self.steps) - self.done + 2)
+        self._watch(len(self.steps) - self.done, ends=True)
         self.start()
         while self.done < len(self.steps):
             self._step()
@@ -358,10 +358,11 @@ class Lab:
             self._take(configure(self.definition, {**self.given, "device": device}, self.bug))
             self._writer.set_config(self._settings)
 
-    def _watch(self, calls: int) -> None:
-        """A new observer for this number of calls; each manual step gets its own."""
+    def _watch(self, steps: int, *, ends: bool = False) -> None:
+        """A new observer for these steps, and for the calls before the first one and after the last; each manual step gets its own."""
         if self.observe is not None:
-            self._observer = self.observe(calls)
+            around = (not self.started) + ends if self.config.ranks else 0
+            self._observer = self.observe(steps + around)
             if self.started:
                 self.world.observer = self._observer
 

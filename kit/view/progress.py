@@ -42,10 +42,12 @@ def ranks_short(ranks: Sequence[int]) -> str:
 
 
 class Line:
-    """Where a bar is drawn; nowhere by default."""
+    """Where a bar is drawn; nowhere by default. `clear` makes room for other output, `leave` ends the bar."""
 
     def draw(self, fraction: float, text: str) -> None: ...
     def clear(self) -> None: ...
+    def leave(self) -> None:
+        self.clear()
 
 
 class Terminal(Line):
@@ -77,6 +79,10 @@ class Notebook(Line):
         else:
             self._handle.update(data, raw=True)
 
+    def leave(self) -> None:
+        """The next bar is a display of its own, in the output of its own cell."""
+        self._handle = None
+
 
 def bar_html(fraction: float, text: str) -> str:
     words = html.escape(text, quote=True)
@@ -94,15 +100,17 @@ def progress_line() -> Line:
 
 
 class Progress:
-    """An observer of a World's calls. The bar is full after `total` calls; with 1 it shows the share of ranks that answered."""
+    """An observer of a World's calls. The bar is full after `total` calls; with 1 it shows the share of ranks that answered.
+
+    The next call after these begins another bar.
+    """
 
     def __init__(self, *, total: int = 1, line: Line | None = None, after_s: float = AFTER_S) -> None:
         self._line = line or progress_line()
         self._total = max(1, total)
         self._after_s = after_s
-        self._began: float | None = None
-        self._drew = 0.0
-        self._calls = 0
+        self._began = self._drew = 0.0
+        self._calls = self._under_way = 0
         self._phase = ""
         self._ranks: list[int] = []
         self._answered: list[int] = []
@@ -110,8 +118,9 @@ class Progress:
         self._about = ""  # how far the work of a phase is
 
     def started(self, phase: str, ranks: Sequence[int]) -> None:
-        if self._began is None:
-            self._began = time.monotonic()
+        if not self._under_way and self._calls in {0, self._total}:
+            self._began, self._drew, self._calls = time.monotonic(), 0.0, 0
+        self._under_way += 1
         self._phase, self._ranks, self._answered, self._recorded, self._about = phase, list(ranks), [], 0, ""
         self._draw()
 
@@ -123,8 +132,9 @@ class Progress:
             sys.stdout.flush()
 
     def tick(self, answered: Sequence[int]) -> None:
-        self._answered = list(answered)
-        self._draw()
+        if self._under_way:  # else ranks are being started
+            self._answered = list(answered)
+            self._draw()
 
     def recorded(self, count: int) -> None:
         self._recorded = count
@@ -133,15 +143,22 @@ class Progress:
         self._about = text
 
     def ended(self) -> None:
-        self._calls += 1
+        """The wait for a call is over. A call that timed out may end again, with its late answer."""
+        if not self._under_way:
+            return
+        self._under_way -= 1
+        self._calls = min(self._calls + 1, self._total)
         if self._drew:
             self._answered, self._ranks = [], []
             self._draw(now=True)
-        self._line.clear()
+        if self._under_way or self._calls < self._total:
+            self._line.clear()
+        else:
+            self._line.leave()
 
     def _draw(self, *, now: bool = False) -> None:
         clock = time.monotonic()
-        elapsed = clock - (self._began or clock)
+        elapsed = clock - self._began
         if elapsed < self._after_s or (clock - self._drew < EVERY_S and not now):
             return
         self._drew = clock

@@ -393,6 +393,7 @@ class Pending:
                 raise Cancelled(f"the call of phase {self.phase!r} on {ranks_word(self.ranks)} was cancelled")
             if not self.settled:
                 waited = self.timeout_s if timeout_s is None else timeout_s
+                self.observer.ended()  # of the wait: no bar stays beside ranks that hang
                 raise timeouts([call.timeout(waited) for call in self.calls if not call.settled], waited)
             if error := call_failure(self.calls):
                 raise error

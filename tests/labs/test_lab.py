@@ -97,7 +97,7 @@ def test_each_step_by_hand_is_watched_by_itself_and_a_run_as_a_whole(
     with Lab(own, {}, observe=observe) as lab:
         lab.step()
         lab.run()
-    assert [(one.calls, one.seen) for one in onlookers] == [(1, ["begin", "first"]), (4, ["second", "second", "end"])]
+    assert [(one.calls, one.seen) for one in onlookers] == [(2, ["begin", "first"]), (3, ["second", "second", "end"])]
 
 
 @pytest.mark.slow

@@ -9,20 +9,21 @@ import sys
 
 import pytest
 
+import kit
 from kit.results.records import STEP_LINE
 from kit.view.progress import Line, Progress, bar_html, progress_line, ranks_short
 
 
-class Notes:
+class Notes(Line):
     def __init__(self):
         self.lines: list[tuple[float, str]] = []
-        self.cleared = 0
+        self.left = 0
 
     def draw(self, fraction, text):
         self.lines.append((fraction, text))
 
-    def clear(self):
-        self.cleared += 1
+    def leave(self):
+        self.left += 1
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,32 @@ def test_a_bar_over_several_calls_fills_once():
     assert notes.lines[-1][1].startswith("count · 4 of 4 · ")
 
 
+def test_the_next_call_has_a_bar_of_its_own():
+    notes = Notes()
+    watch = Progress(line=notes)
+    watch.started("slow", [0, 1])
+    watch._began -= 60
+    watch.tick([0])
+    assert notes.lines[-1][1].endswith("waiting for: 1 · 60 s")
+    watch.ended()
+    assert notes.lines[-1] == (1.0, "slow · 60 s")
+    assert notes.left == 1
+    watch.started("quick", [0, 1])
+    watch.tick([0])
+    watch.ended()
+    assert notes.lines[-1] == (1.0, "slow · 60 s")  # not the time since the first call
+
+
+def test_ranks_that_are_started_are_not_those_that_a_call_waits_for():
+    notes = Notes()
+    watch = Progress(line=notes, after_s=0)
+    watch.started("hang", [0, 1])
+    watch.ended()  # the wait; the ranks hang
+    watch.tick(())
+    watch.ended()  # the call, with its late answer
+    assert (notes.lines[-1][1], notes.left) == ("hang · 0 s", 1)
+
+
 def test_nobody_watches_a_test():
     assert type(progress_line()) is Line
 
@@ -124,6 +151,19 @@ def test_a_terminal_has_its_line_back_at_the_end():
     assert "waiting for: 0-1" in shown
     assert shown.endswith("\r\x1b[2K")
     assert b"hello" in done.stdout
+
+
+def test_no_bar_waits_for_ranks_beside_an_idle_world(world):
+    notes = Notes()
+    before, world.observer = world.observer, Progress(line=notes, after_s=0)
+    try:
+        with pytest.raises(kit.RankTimeout):
+            world.run("import time; time.sleep(60)", timeout_s=0.3)
+        assert "waiting" not in notes.lines[-1][1]
+        world.restart()
+        assert "waiting" not in notes.lines[-1][1]
+    finally:
+        world.observer = before
 
 
 def test_a_real_world_is_watched(world, capsys):
