@@ -372,20 +372,29 @@ def find_run(word: str | Path | None = None) -> Path:
         return among
     named = [run for run in list_runs(root) if str(word) in (run.name, _entry(run, "run"))]
     if len(named) > 1:
-        names = ", ".join(run.relative_to(root).as_posix() for run in named[:SHOWN_NAMES])
+        names = ", ".join(map(run_name, named[:SHOWN_NAMES]))
         raise BadInput(
             f"{len(named)} runs are called {str(word)!r}: {names}{', ...' if named[SHOWN_NAMES:] else ''}; name one of them so"
         )
     return named[0] if named else path
 
 
+def run_name(folder: Path) -> str:
+    """The name by which every command knows a run: that of its folder, SWEEP/RUN for one of a sweep, its path if it lies elsewhere."""
+    root = runs_dir()
+    return folder.relative_to(root).as_posix() if folder.is_relative_to(root) else str(folder)
+
+
 def newest_run(folder: str | Path, lab: str) -> Path | None:
-    """The newest finished run of a lab, if there is one. A folder with the name of another lab is not opened."""
-    return first_finished(
-        path
-        for path in list_runs(folder)
-        if (named["lab"] if (named := NAMED.fullmatch(path.name)) else _entry(path, "lab")) == lab
-    )
+    """The newest finished run of a lab, if there is one."""
+    return first_finished(runs_of_lab(folder, lab))
+
+
+def runs_of_lab(folder: str | Path, lab: str) -> Iterator[Path]:
+    """The runs of a lab, newest first. A folder with the name of another lab is not opened."""
+    for path in list_runs(folder):
+        if (named["lab"] if (named := NAMED.fullmatch(path.name)) else _entry(path, "lab")) == lab:
+            yield path
 
 
 def first_finished(folders: Iterable[Path]) -> Path | None:

@@ -22,8 +22,9 @@ import ipywidgets as widgets
 from kit.draw import style
 from kit.errors import KitError
 from kit.results.records import rank_name
+from kit.results.run import Run, run_name
 from kit.results.units import duration
-from kit.results.verdict import MARKS, headline
+from kit.results.verdict import MARKS, Verdict, headline
 from kit.view.model import BUSY, PanelModel
 from kit.view.progress import EndedBy, PhaseState, RunProgress, ranks_short
 
@@ -196,7 +197,7 @@ STATES = {
 }
 
 # What the ranks did or how the run ended, for failure kinds that do not show it.
-ENDS = {"timeout": "did not answer in time", "error": "failed"}
+ENDS = {"timeout": "did not answer in time", "error": "failed", "refused": "not started"}
 
 # The title of the details under a failure.
 FOLDS = {"raised": "traceback", "timeout": "what the ranks were doing", "stopped": "what the ranks were doing"}
@@ -211,8 +212,8 @@ class Strip:
         self.failure = widgets.HTML()
         self.scroll = classed(widgets.Box([self.grid]), "kit-scroll")
         self.widget = widgets.VBox([self.notice, self.bar, self.scroll, self.failure])
-        model.observe(self._draw, ["phases", "state", "progress"])
-        model.observe(self._tell, ["notice", "state", "verdict"])
+        model.observe(self._draw, ["phases", "state", "progress", "run"])
+        model.observe(self._tell, ["notice", "state", "verdict", "run", "trouble"])
         model.observe(self._fail, "failure")
         self._draw()
         self._tell()
@@ -228,28 +229,40 @@ class Strip:
         held = model.state in {*BUSY, "ready"}
         (self.scroll.add_class if held else self.scroll.remove_class)("kit-follow")
         grid = grid_html(model.phases[first : first + wide], model.size, model.failure, model.roles)
-        # After the end the verdict and the picture matter; if ranks broke, the state of each one matters too.
-        over = model.state == "finished" and bool(grid)
-        self.grid.value = f"<details><summary>every phase on every rank</summary>{grid}</details>" if over else grid
+        # Beside a verdict, its run and its picture matter; if ranks broke, the state of each one matters too.
+        of = {"finished": "every phase on every rank", "idle": "every phase of the next run"}.get(model.state)
+        if of and grid and model.run is not None:
+            grid = f"<details><summary>{of}</summary>{grid}</details>"
+        self.grid.value = grid
 
     def _tell(self, _: Any = None) -> None:
+        """What the ranks do or how they ended, then which run is shown, with its verdict."""
         model = self.model
         sign, kind, word = STATES.get(model.state, ("·", "faint", model.state))
-        state = f'<b class="kit-{kind}">{sign} {text(word)}</b>'
         notice = "" if not model.notice else f" {text(model.notice.removeprefix(word).strip(': '))}"
-        verdict = None if model.state in BUSY else model.verdict
-        if verdict and any(row.passed is not None for row in verdict):
-            mark = MARKS[verdict.answer]
-            answer = span_html(mark.kind, f"{mark.sign} {headline(verdict)}")
-            done = model.state == "finished"
-            line = f"<b>{answer}</b> {span_html('faint', word)}{notice}" if done else f"{state}{notice}; {answer}"
-        else:
-            line = state + notice + ("" if model.run is None or model.state in BUSY else "; nothing is judged yet")
-        self.notice.value = f'<div role="status" aria-live="polite">{line}</div>'
+        lines = [f'<b class="kit-{kind}">{sign} {text(word)}</b>{notice}'] if notice or model.state != "finished" else []
+        if model.run is not None and (model.live or model.state not in BUSY):
+            lines.append(run_line_html(model.run, None if model.state in BUSY else model.verdict))
+        lines += [span_html("bad", model.trouble)] if model.trouble else []
+        held = "".join(f"<div>{line}</div>" for line in lines)
+        self.notice.value = f'<div role="status" aria-live="polite">{held}</div>'
 
     def _fail(self, _: Any = None) -> None:
         self.failure.value = failure_html(self.model.failure)
         self._draw()
+
+
+def run_line_html(run: Run, verdict: Verdict | None) -> str:
+    """The verdict beside the run that it is about: "✓ all 9 checks pass · smoke-20261121-101500-ab12 · finished · fault leaked-group"."""
+    about = [text(run_name(run.dir)), text(run.status), *([text(f"fault {run.fault}")] if run.fault else [])]
+    if verdict is None or not any(row.passed is not None for row in verdict):
+        over = verdict is not None and run.status == "finished"
+        answer = "nothing was measured" if over else "nothing is judged yet"
+    else:
+        mark = MARKS[verdict.answer]
+        so_far = " so far" if verdict.ended else ""
+        answer = f"<b>{span_html(mark.kind, f'{mark.sign} {headline(verdict)}{so_far}')}</b>"
+    return " · ".join([answer, *about])
 
 
 def phase_columns(ranks: int) -> int:
@@ -309,7 +322,7 @@ def phase_cell(phase: PhaseState, rank: int, now: float) -> str:
 
 
 def progress_bar_html(progress: RunProgress | None, phases: Sequence[PhaseState], state: str) -> str:
-    if progress is None or not progress.total:
+    if progress is None or not progress.total or state == "idle":
         return ""
     words = progress_words(progress, phases, state)
     share = 100 * min(1.0, progress.done / progress.total)

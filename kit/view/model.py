@@ -48,21 +48,22 @@ from kit.labs.lab import Lab
 from kit.results import Rule, Run, Verdict, load_tolerances, newest_run, runs_dir, save_tolerances
 from kit.results.records import flat, user_path
 from kit.results.rules import applicable
-from kit.results.run import Plotter
+from kit.results.run import Plotter, run_name
 from kit.results.verdict import checked_tolerances
 from kit.view.progress import CallWatch, EndedBy, PhaseState, RunProgress, failure_of, marks
 
 COUNTS = 10.0  # least upper end of a slider of counts
 AS_IT_IS = "the lab's own"
+BUSY = {"starting", "running", "stopping"}
+OVER = {"finished", "failed", "stopped"}
 CAN = {
     "idle": {"start", "step", "run"},
     "starting": {"stop"},
     "ready": {"step", "run", "stop", "restart"},
     "running": {"stop"},
     "stopping": set[str](),
-    **{over: {"start", "step", "run", "restart"} for over in ("finished", "failed", "stopped")},
+    **{over: {"start", "step", "run", "restart"} for over in OVER},
 }
-BUSY = {"starting", "running", "stopping"}
 FRESH = {"start", "restart"}  # these start new ranks, as do step and run if none are alive
 
 
@@ -79,7 +80,11 @@ class PanelLimit(NamedTuple):
 
 
 class PanelModel(HasTraits):
-    """A lab's panel without widgets. A controller updates the live state; `set`, `move`, `show` and others are for users."""
+    """A lab's panel without widgets. A controller updates the live state; `set`, `move`, `show` and others are for users.
+
+    `notice` is about the ranks, `remark` about the last change of a setting or a button, `trouble` about the run that is shown. None
+    of them outlives what it is about.
+    """
 
     values = Dict()
     fault = Unicode(None, allow_none=True)
@@ -93,6 +98,8 @@ class PanelModel(HasTraits):
     failure = Instance(EndedBy, allow_none=True)
     log = Tuple()
     notice = Unicode("")
+    remark = Unicode("")
+    trouble = Unicode("")
     run = AnyTrait(None)
     revision = Int(0)
     limits = Tuple()
@@ -128,9 +135,8 @@ class PanelModel(HasTraits):
         if last := newest_run(runs_dir(), definition.name):
             try:  # a reopened notebook shows its last run
                 self.run = self.open(last)
-                self.notice = f"showing the last finished run, {describe_run(self.run)}"
             except KitError as error:
-                self.notice = f"the last run cannot be shown: {error}"
+                self.trouble = f"the last run cannot be shown: {error}"
         self.judge()
 
     # -- settings -----------------------------------------------------------------------------------------------------
@@ -154,30 +160,37 @@ class PanelModel(HasTraits):
             self._given.pop(field, None)
         else:
             self._given[field] = value
-        self._settle()
+        self._settings_changed()
 
     def set_fault(self, name: str | None) -> None:
         """Switch a known bug on or off; values chosen by the user override the settings that expose it."""
         fault = find_fault(self.definition, name or None)
         self.fault = name or None
-        self._settle()
-        if fault is None:
-            self.notice = "no fault is switched on"
-            return
-        wanted = ", ".join(f"{key}={value}" for key, value in fault.set.items() if key in self._given)
-        kept = f"; it needs {wanted}; your own values are kept" if wanted else ""
-        self.notice = f"fault {name}: {fault.breaks}{kept}"
+        needs = [f"{key}={value}" for key, value in (fault.set if fault else {}).items() if key in self._given]
+        kept = f"fault {name} needs {', '.join(needs)}; your own values are kept"
+        self._settings_changed(kept if needs else "")
 
     def reset(self) -> None:
         self._given = {}
         self.fault = None
+        self._settings_changed("all settings reset to the lab's defaults")
+
+    def _settings_changed(self, remark: str = "") -> None:
+        self.remark = remark
+        if self.state == "idle":
+            self.failure = None  # a start with other settings was refused
         self._settle()
-        self.notice = "all settings reset to the lab's defaults"
+
+    def begin(self) -> None:
+        """Another run begins: nothing of the one before is its own."""
+        self._live = None
+        with self.hold_trait_notifications():
+            self.failure, self.notice, self.remark, self.state = None, "", "", "starting"
+            self._plan_again()
 
     def refuse(self, sentence: str) -> None:
         """A start was refused, for example because code cannot be loaded."""
-        self.notice = sentence
-        self.failure = EndedBy("error", sentence, (), "", "")
+        self.failure = EndedBy("refused", sentence, (), "", "")
         self._settle()
 
     # -- limits ---------------------------------------------------------------------------------------------------------
@@ -207,22 +220,41 @@ class PanelModel(HasTraits):
     # -- the run that is shown --------------------------------------------------------------------------------------------
 
     def show(self, run: Run | None) -> None:
+        """Show a run. With one from before, the panel is as one without ranks: the last run's end is not the shown run's."""
         with self.hold_trait_notifications():
-            self.run = run
+            self.run, self.remark, self.trouble = run, "", ""
             self.revision += 1
+            if self.state in OVER and (run is None or run.dir != self._live):
+                self.state, self.failure, self.notice = "idle", None, ""
+                self._plan_again()
             self.judge()
-        if run is not None:
-            self.notice = f"showing {describe_run(run)}"
+
+    def pick(self, folder: Path) -> None:
+        """Show an earlier run from disk."""
+        try:
+            self.show(self.open(folder))
+        except KitError as error:
+            self.trouble = f"{run_name(folder)} cannot be shown: {error}"
 
     def follow(self, folder: Path) -> None:
         self._live = folder
         self.show(self.open(folder))
-        self.notice = folder.name
+
+    def follow_failed(self, folder: Path) -> None:
+        """Follow a run whose ranks did not even start."""
+        if self._live != folder:
+            self.follow(folder)
 
     def finished(self, run: Run) -> None:
         """The run has its verdict; its records were read and judged in another thread."""
+        self._live = run.dir
         self.show(run)
-        self.notice = "; ".join([run.dir.name, *run.notes])
+        self.notice = "; ".join(run.notes)
+
+    @property
+    def live(self) -> bool:
+        """The shown run is the one that this panel's ranks work on, or worked on last."""
+        return self.run is not None and self.run.dir == self._live
 
     def open(self, folder: Path) -> Run:
         return Run(folder, rules=lambda _: self.rules, plotter=self.plotter)
@@ -234,13 +266,14 @@ class PanelModel(HasTraits):
         """Judge the run's measurements with the limits, once the ranks no longer work on it."""
         verdict = None
         run: Run | None = self.run
-        if run is not None and not (run.dir == self._live and self.state in BUSY):
+        if run is not None and not (self.live and self.state in BUSY):
             try:
                 verdict = run.verdict(**self.tolerances)
+                self.trouble = ""
             except KitError as error:
-                self.notice = str(error)
+                self.trouble = str(error)
             except Exception as error:  # noqa: BLE001 - a check may fail on a partial run; the panel must survive
-                self.notice = f"{run.dir.name} cannot be judged: {type(error).__name__}: {error}"
+                self.trouble = f"{run_name(run.dir)} cannot be judged: {type(error).__name__}: {error}"
         self.verdict = verdict
         settings = self.values if self._config is None else as_settings(self._config)
         config = settings if run is None else {**settings, **run.config}
@@ -314,6 +347,10 @@ class PanelModel(HasTraits):
         kept = {name: value for name, value in values.items() if name not in missing}
         return read_config(self.definition, kept, find_fault(self.definition, self.fault))
 
+    def _plan_again(self) -> None:
+        if self._config is not None:
+            self._plan(self._config)
+
     def _plan(self, config: LabConfig) -> None:
         """The plan of the ranks. It does not change while a setting is invalid."""
         roles = self.definition.roles_of(config)
@@ -351,11 +388,6 @@ def choices(field: Field) -> Sequence[Any]:
     if field.kind is bool:
         return (True, False)
     return (None,) if field.optional else ()
-
-
-def describe_run(run: Run) -> str:
-    fault = f", fault {run.fault}" if run.fault else ""
-    return f"{run.dir.name} ({run.status}{fault})"
 
 
 def limits_of(
@@ -425,11 +457,10 @@ class PanelController:
     def _order(self, name: str) -> None:
         if self._allowed(name):
             self._stopping.clear()
-            goes_on = self.model.state == "ready" and name in {"step", "run"}
-            with self.model.hold_trait_notifications():
-                self.model.failure = None
-                self.model.notice = ""
-                self.model.state = "running" if goes_on else "starting"
+            if self.model.state == "ready" and name in {"step", "run"}:
+                self.model.notice, self.model.state = "", "running"
+            else:
+                self.model.begin()
             self._send(name)
 
     start = partialmethod(_order, "start")
@@ -475,7 +506,7 @@ class PanelController:
             return True
         problem = next(iter(model.problems.values()), "")
         why = "the panel is closed" if self._closed else problem or f"the lab is {model.state}"
-        model.notice = f"{name} is not possible now: {why}"
+        model.remark = f"{name} is not possible now: {why}"
         return False
 
     def _send(self, name: str) -> None:
@@ -507,6 +538,7 @@ class PanelController:
             try:
                 self._do(name)
             except BadInput as error:
+                self._watch.forget()
                 self._end("idle", self.model.refuse, str(error))
             except BaseException as error:  # noqa: BLE001 - any exception ends this run and is shown; the panel survives
                 self._failed(error)
@@ -597,8 +629,9 @@ class PanelController:
         watch = self._watch
         done = f"{watch.done} of {watch.done + watch.left} phases were done; their measurements are kept"
         failure = failure_of(error, watch.stacks, watch.phase, done)
-        if self._lab is not None:
-            self._lab.close()
+        if (lab := self._lab) is not None:
+            lab.close()
+            self._mail.send(lambda: self.model.follow_failed(lab.dir))
         watch.failed(failure)
         self._mail.send(lambda: setattr(self.model, "failure", failure))
         self._end("stopped" if failure.kind == "stopped" else "failed", self._say, failure.message)
@@ -633,9 +666,10 @@ class PanelController:
 
         def change() -> None:
             with self.model.hold_trait_notifications():
-                self.model.size = len(phases[0].ranks) if phases else 0
-                self.model.roles = roles
-                self.model.phases, self.model.progress, self.model.log = phases, progress, log
+                self.model.log = log
+                if phases:
+                    self.model.size, self.model.roles = len(phases[0].ranks), roles
+                    self.model.phases, self.model.progress = phases, progress
                 if grew:
                     self.model.grown()
 

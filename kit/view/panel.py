@@ -12,18 +12,23 @@ import os
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import ipywidgets as widgets
 
 from kit.labs.definition import Definition, Field
+from kit.labs.discover import describe_folder, in_line
 from kit.labs.lab import Lab
-from kit.results.run import Plotter
+from kit.results import runs_dir
+from kit.results.run import Plotter, run_name, runs_of_lab
 from kit.view import look, named
 from kit.view.exploring import ExploreTab
-from kit.view.model import BUSY, PanelController, PanelModel
+from kit.view.model import BUSY, OVER, PanelController, PanelModel
 from kit.view.tabs import CompareTab, LogsTab, PlotsTab, TablesTab, VerdictTab, WhatIfTab
 
+OFFERED = 25  # earlier runs in the menu
 # Buttons in order of use: action, label, icon, tooltip.
 BUTTONS = {
     "start": ("Start", "power-off", "start the ranks and the lab on them"),
@@ -62,6 +67,59 @@ class Buttons:
             button.disabled = name not in can
 
 
+class ShownRun:
+    """The lab's earlier runs as a menu, the newest finished one first. While ranks live, their own run is shown."""
+
+    def __init__(self, model: PanelModel) -> None:
+        self.model = model
+        tip = "an earlier run to show; the Runs tab has all of them"
+        self.widget = look.labelled_control(widgets.Dropdown, "show run", tip, style={"description_width": "initial"})
+        self.widget.layout.max_width = "100%"
+        self._offering = False
+        model.observe(self._offer, ["run", "state"])
+        self.widget.observe(self._pick, "value")
+        self._offer()
+
+    def _offer(self, _: Any = None) -> None:
+        model = self.model
+        free = model.state == "idle" or model.state in OVER
+        self.widget.disabled = not free
+        if not free:
+            return
+        lines = [earlier_run(path) for path in islice(runs_of_lab(runs_dir(), model.definition.name), OFFERED)]
+        lines.sort(key=lambda line: not line.finished)
+        shown = None if model.run is None else str(model.run.dir)
+        if shown is not None and shown not in [line.folder for line in lines]:
+            lines.append(earlier_run(model.run.dir))
+        options = [*([("choose...", None)] if shown is None else []), *((line.words, line.folder) for line in lines)]
+        self._offering = True
+        if options != list(self.widget.options):
+            self.widget.options = options
+        self.widget.value = shown
+        self._offering = False
+        self.widget.layout.display = None if lines else "none"
+
+    def _pick(self, change: Any) -> None:
+        if not self._offering and change["new"] is not None:
+            self.model.pick(Path(change["new"]))
+
+
+class EarlierRun(NamedTuple):
+    """A run in a menu."""
+
+    words: str
+    folder: str
+    finished: bool
+
+
+def earlier_run(path: Path) -> EarlierRun:
+    row = describe_folder(path)
+    fault = f"fault {row['fault']}" if row["fault"] else ""
+    finished = row["status"] == "finished"
+    words = [row["label"], run_name(path), "" if finished else row["status"], row["answer"], fault, in_line(row["set"])]
+    return EarlierRun(" · ".join(filter(None, words)), str(path), finished)
+
+
 class Panel:
     """Shown as the last line of a cell, or by `panel.widget`. `close` ends its ranks."""
 
@@ -85,7 +143,9 @@ class Panel:
             self.tabs["Explore"] = ExploreTab(model)
         self.tab = widgets.Tab([tab.widget for tab in self.tabs.values()], titles=tuple(self.tabs), selected_index=0)
         self.tab.observe(lambda _: self._look(), "selected_index")
-        parts = [look.sheet(), head, self.parameters.widget, self.buttons.widget, self.strip.widget, self.tab]
+        self.shown_run = ShownRun(model)
+        parts = [look.sheet(), head, self.parameters.widget, self.buttons.widget, self.strip.widget]
+        parts += [self.shown_run.widget, self.tab]
         self.widget = look.classed(widgets.VBox(parts), "kit-panel")
         self._look()
 
@@ -180,15 +240,15 @@ class Parameters:
             style=LABEL,
         )
         self.reset = look.button("Defaults", "undo", "all settings back to the lab's defaults, no fault", model.reset)
-        self.about, self.problems, self.refused = widgets.HTML(), widgets.HTML(), widgets.HTML()
+        self.about, self.problems, self.refused, self.remark = (widgets.HTML() for _ in range(4))
         self.more = widgets.Accordion([self._grid(folded_names)], titles=(f"More settings ({len(folded_names)})",))
         self.groups = widgets.Accordion()  # of nested configs
         grids = [self._grid(first, self.fault), self.about, *([self.more] if folded_names else []), self.groups]
         self.form = widgets.VBox([*grids, look.flex_box(self.reset, self.refused)])
         self.line = look.classed(look.button("", "", "show or hide the settings", self._turn), "kit-line")
-        self.widget = widgets.VBox([self.line, self.form, self.problems])
+        self.widget = widgets.VBox([self.line, self.form, self.problems, self.remark])
         self.fault.observe(lambda change: model.set_fault(change["new"] or None), "value")
-        model.observe(self._show, ["values", "fault", "refused", "problems", "state"])
+        model.observe(self._show, ["values", "fault", "refused", "problems", "state", "remark"])
         model.observe(self._fold, ["run", "problems"])
         self._fold()
         self._regroup()
@@ -226,7 +286,8 @@ class Parameters:
         self._regroup()
         locked = model.state in BUSY  # the ranks already have their config
         self.line.icon = "caret-down" if self.open else "caret-right"
-        self.line.description = "Settings" if self.open else f"Settings: {settings_line(model)}"
+        of = "Settings" if locked else "Next run"  # a run that is shown may have had others
+        self.line.description = "Settings" if self.open else f"{of}: {settings_line(model)}"
         for name, control in self.controls.items():
             if name in model.values:
                 control.take(
@@ -240,6 +301,7 @@ class Parameters:
         )
         self.problems.value = f'<div role="alert">{problems}</div>' if problems else ""
         self.refused.value = refused_html(model.refused)
+        self.remark.value = look.status_html(model.remark)
 
 
 def settings_line(model: PanelModel) -> str:
@@ -368,31 +430,28 @@ class Switch(Control):
 
 
 class Number(Control):
-    """A number, with a checkbox for null if that is allowed."""
+    """A number as text, checked on every key: boxes for numbers change what they refuse, 2.5 to 25 and 9999 to 1000. Empty is null."""
 
     def build(self) -> list[Any]:
-        option = self.field.option
-        kind: Any = int if int in self.field.kinds else float
-        low, high = (None if end is None else kind(end) for end in (option.low, option.high))
-        bounds = {"min": kind(-(2**53)) if low is None else low, "max": kind(2**53) if high is None else high}
-        box = widgets.BoundedIntText if kind is int else widgets.BoundedFloatText
-        exact = self._made(box, value=1 if low is None else low, step=1 if kind is int else None, **bounds)
-        if not self.field.optional:
-            return [exact]
-        exact.layout = widgets.Layout(flex="1 1 auto", width="200px")
-        return [exact, look.labelled_control(widgets.Checkbox, "not set", f"{self.help}; ticked: null", indent=False)]
+        return [self._made(widgets.Text, placeholder="not set" if self.field.optional else "")]
 
     def read(self, part: Any) -> Any:
-        exact, *null = self.parts
-        return None if part in null and part.value else exact.value
+        written = super().read(part)
+        return number_of(written) if isinstance(written, str) else written
 
-    def show(self, value: Any, refused: Mapping[Any, str]) -> None:  # noqa: ARG002 - as above
-        exact, *null = self.parts
-        for tick in null:
-            tick.value = value is None
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            exact.value = value
-        self.fixed = [exact] if null and value is None else []
+    def show(self, value: Any, refused: Mapping[Any, str]) -> None:
+        if self.read(self.parts[0]) != value:  # else it is written as the person writes it, such as 1e-3
+            super().show(value, refused)
+
+
+def number_of(written: str) -> int | float | str:
+    """What is written, if it is no number."""
+    for kind in (int, float):
+        try:
+            return kind(written)
+        except ValueError:
+            continue
+    return written
 
 
 class Several(Control):

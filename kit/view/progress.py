@@ -203,7 +203,7 @@ def marks(ranks: int, working: Collection[int], state: str) -> tuple[str, ...]:
 class EndedBy(NamedTuple):
     """The failure that ended a run. `ranks` caused it; `detail` is a traceback or what the ranks were doing."""
 
-    kind: str  # raised, died, timeout, stopped, error
+    kind: str  # raised, died, timeout, stopped, error, refused
     message: str
     ranks: tuple[int, ...]
     phase: str
@@ -266,6 +266,11 @@ class CallWatch:
         self._took.clear()
         self._log.clear()
         self.phase = ""
+
+    def forget(self) -> None:
+        """The lab did not start: nothing is known of its phases."""
+        self._lab, self._phases, self.done = None, [], 0
+        self._log.clear()
 
     def begin(self, *, all_of_it: bool) -> None:
         self._began = time.monotonic()

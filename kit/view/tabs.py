@@ -28,6 +28,7 @@ from kit.labs.discover import describe_folder, in_line, rules_of
 from kit.results import Run, VerdictRow, list_runs, runs_dir, write_trace
 from kit.results.comparison import Comparison, compact
 from kit.results.records import rank_name
+from kit.results.run import run_name
 from kit.results.units import amount
 from kit.results.verdict import MARKS, SIGNS, tally, without_parts
 from kit.view import look, named
@@ -683,18 +684,19 @@ class VerdictTab(Tab):
         if change is not None and change["name"] == "verdict" and change["old"] is None:
             self._order()
             return
-        self.head.value = head_html(self.model.verdict)
+        self.head.value = head_html(self.model.verdict, self.model.run)
         for row in self.rows.values():
             row.show(self._answers(row.limit))
         if self.preset.value and self.model.tolerances != self.model.presets[self.preset.value]:
             self.preset.value = ""
 
 
-def head_html(verdict: Any) -> str:
-    if verdict is None or not len(verdict):
+def head_html(verdict: Any, run: Run | None) -> str:
+    if run is None or verdict is None or not len(verdict):
         return '<p class="kit-faint">Not judged yet: run the lab to its end.</p>'
     mark = MARKS[verdict.answer]
-    return f"<div role='status' aria-live='polite'>{look.span_html(mark.kind, f'{mark.sign} {tally(verdict)}')}</div>"
+    answer = look.span_html(mark.kind, f"{mark.sign} {tally(verdict)}")
+    return f"<div role='status' aria-live='polite'>{answer} {look.text(run_name(run.dir))}</div>"
 
 
 def check_html(limit: PanelLimit, rows: Sequence[VerdictRow], *, moved: bool) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import os
 import re
 import statistics
 import time
@@ -15,6 +16,7 @@ import pytest
 import kit
 from kit import machine
 from kit.labs.discover import find
+from kit.results import create_run
 from tests.browser.test_notebooks import menu
 from tests.holdings import wait_for
 
@@ -72,7 +74,7 @@ def idle(page) -> None:
 
 def shown(page):
     panel = page.locator(".kit-panel")
-    panel.locator(".kit-strip").wait_for(timeout=60_000)
+    panel.locator(".kit-notice").wait_for(timeout=60_000)
     return panel
 
 
@@ -101,7 +103,7 @@ def unfold(panel) -> None:
     """Unfold the settings, which are one line after a run."""
     if panel.locator(".kit-line .fa-caret-right").count():
         panel.locator(".kit-line").click()
-    panel.locator(".kit-fields").first.wait_for(timeout=10_000)
+    panel.locator(".kit-fields").first.wait_for(timeout=30_000)
 
 
 def choose(panel, label: str, choice: str) -> None:
@@ -211,6 +213,80 @@ def test_a_lab_is_stepped_a_fault_is_seen_and_a_limit_flips_the_verdict(page, se
     clean(page)
 
 
+def bare_run(server, *, stopped: bool, second: int) -> str:
+    """Write a run of the smoke lab without a measurement; return its name."""
+    writer = create_run(server.folder / "runs", "smoke", {"ranks": 2, "cycles": 1}, {})
+    writer.finish("stopped: of this test" if stopped else None, stopped=stopped)
+    os.utime(writer.dir / "run.json", (second, second))
+    return writer.dir.name
+
+
+def test_one_run_and_one_state_are_shown_at_a_time(page, server, artefacts):
+    page.set_viewport_size({"width": 1366, "height": 768})
+    empty, stopped = (
+        bare_run(server, stopped=False, second=4_000_000_000),
+        bare_run(server, stopped=True, second=4_000_000_001),
+    )
+    slow = 'world = kit.World(ranks=2)\nworld.run("import time; time.sleep(2.5)")'
+    panel = opened(page, server, "face", 'import kit\npanel = kit.panel("smoke", cycles=1)\npanel', slow)
+    menu_of_runs = panel.locator(".widget-dropdown", has_text="show run").locator("select")
+    first, *others = [" ".join(line.split()) for line in menu_of_runs.locator("option").all_inner_texts()]
+    assert empty in first  # the newest finished one, not the newest
+    assert [line.partition(" · not judged")[0] for line in others] == [f"{stopped} · stopped"]
+    message(panel, f"nothing was measured · {empty} · finished")
+    assert panel.locator(".kit-notice .kit-good").count() == 0
+    snap(page, artefacts, "face-empty", panel)
+
+    bar = page.locator(".kit-progress", has_text="run")
+    bar.wait_for(timeout=60_000)
+    idle(page)
+    assert "waiting" not in bar.inner_text()
+    assert bar.locator("progress").count() == 0
+
+    unfold(panel)
+    cycles, start = (
+        panel.locator(".widget-text", has_text="cycles").first,
+        panel.locator("button", has_text="Start").first,
+    )
+    for wrong in ("2.5", "99999999"):
+        cycles.locator("input").fill(wrong)
+        panel.locator(".kit-wrong", has_text="cycles").wait_for(timeout=30_000)
+        panel.locator("[role=alert]", has_text=f"not {wrong}").wait_for(timeout=30_000)
+        assert cycles.locator("input").input_value() == wrong
+        assert start.is_disabled()
+    snap(page, artefacts, "face-wrong", panel)
+    cycles.locator("input").fill("1")
+    panel.locator(".kit-wrong").wait_for(state="detached", timeout=30_000)
+    press(panel, "Run all")
+    message(panel, "could not be measured · smoke-")
+    made = panel.locator(".kit-notice").inner_text()
+    snap(page, artefacts, "face-finished", panel)
+
+    write(panel, "implementation", "nowhere:Nothing")
+    press(panel, "Start")
+    panel.locator(".kit-failure", has_text="not started").wait_for(timeout=30_000)
+    assert panel.locator(".kit-notice").inner_text().splitlines() == ["· not started", made]
+    assert (panel.locator("td.kit-done").count(), panel.locator(".kit-bar").count()) == (0, 0)
+    snap(page, artefacts, "face-refused", panel)
+
+    unfold(panel)
+    press(panel, "Defaults")
+    remark = panel.locator("[role=status]", has_text="all settings reset")
+    remark.wait_for(timeout=30_000)
+    assert panel.locator(".kit-failure").count() == 0
+    choose(panel, "fault", "leaked-group")
+    remark.wait_for(state="detached", timeout=30_000)
+    panel.locator(".kit-line").click()
+    panel.locator(".kit-line", has_text="Next run: ").filter(has_text="fault leaked-group").wait_for(timeout=30_000)
+    assert panel.locator(".kit-notice").inner_text().splitlines() == ["· not started", made]
+    snap(page, artefacts, "face-next", panel)
+
+    menu_of_runs.select_option(index=2)
+    message(panel, f"nothing is judged yet · {stopped} · stopped")
+    snap(page, artefacts, "face-stopped", panel)
+    clean(page)
+
+
 def test_ranks_work_and_the_kernel_answers(page, server, artefacts):
     """Run four ranks of the offload lab in a mode that is not the default, and run another cell again and again meanwhile."""
     cells = ('import kit\npanel = kit.panel("offload", ranks=4, tp=2, cycles=2)\npanel', "1+1", "panel.model.state")
@@ -314,7 +390,7 @@ def test_a_restarted_kernel_leaves_no_ranks_and_the_last_run_is_shown_again(page
     idle(page)
     menu(page, "Run", "Run All Cells")
     panel = shown(page)
-    message(panel, "showing the last finished run, smoke-")
+    message(panel, "interrupted")
     snap(page, artefacts, "again", panel)
 
     menu(page, "File", "Save Notebook")

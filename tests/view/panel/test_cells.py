@@ -40,7 +40,7 @@ def test_a_cell_that_is_run_again_ends_the_ranks_of_its_former_panel(tmp_path: P
         assert holdings(pid)["processes"]
         do(make, "two")
         assert wait_for(lambda: holdings(pid)["processes"] == [])
-        do("assert 'closed' in (first.controller.step() or first.model.notice)", "five")
+        do("assert 'closed' in (first.controller.step() or first.model.remark)", "five")
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)

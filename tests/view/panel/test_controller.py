@@ -175,10 +175,10 @@ def test_every_button_of_the_smoke_lab(made: Make) -> None:
 def test_a_button_that_makes_no_sense_says_so_and_does_nothing(made: Make) -> None:
     model, controller = made(find("smoke"))
     controller.stop()
-    assert model.notice == "stop is not possible now: the lab is idle"
+    assert model.remark == "stop is not possible now: the lab is idle"
     model.set("cycles", 0)
     controller.run_all()
-    assert model.notice.startswith("run is not possible now: cycles must be a whole number")
+    assert model.remark.startswith("run is not possible now: cycles must be a whole number")
     assert model.state == "idle"
 
 
@@ -297,13 +297,32 @@ def test_stop_between_two_steps(made: Make) -> None:
     assert model.state == "ready"
 
 
-def test_code_that_cannot_be_loaded_is_reported_and_the_panel_stays(made: Make) -> None:
-    model, controller = made(find("smoke"), implementation="nowhere:Thing")
-    controller.start()
+def test_a_refused_start_leaves_the_run_before_as_it_was_and_nothing_of_it_beside_the_error(
+    made: Make, tmp_path: Path
+) -> None:
+    smoke = find("smoke")
+    model, controller = made(smoke, cycles=1)
+    controller.run_all()
     controller.wait()
-    assert (model.state, model.problems, model.failure.kind) == ("idle", {}, "error")
-    assert "cannot be loaded" in model.notice
+    before, planned = model.run.dir, len(model.phases)
+    assert {row.status for row in model.phases} == {"done"}
+    model.set("implementation", "nowhere:Thing")
+    controller.start()
+    assert {row.status for row in model.phases} == {"next", "to do"}
+    controller.wait()
+    assert (model.state, model.problems, model.failure.kind) == ("idle", {}, "refused")
+    assert "cannot be loaded" in model.failure.message
     assert "start" in model.can
+    assert [row.status for row in model.phases] == ["next", *["to do"] * (planned - 1)]
+    assert (model.progress.done, model.progress.elapsed) == (0, 0)
+    assert (model.run.dir, model.verdict.passed) == (before, True)
+    (tmp_path / "late.py").write_text("def thing(ctx): raise ImportError('only ranks know')")
+    model.set("implementation", "late:thing")
+    controller.start()
+    assert model.failure is None
+    controller.wait()
+    assert (model.state, model.live) == ("failed", True)  # its ranks did not start, and its own run is shown
+    assert model.run.dir != before
 
 
 def test_a_lab_is_taken_over_as_it_stands(own: Definition, nothing_left: None) -> None:

@@ -15,7 +15,7 @@ from kit.labs.definition import working
 from kit.labs.discover import find, find_fault, tagged
 from kit.results import Row, create_run, load_tolerances
 from kit.view.model import AS_IT_IS, PanelModel, choices, limits_of, rounded_up, slider_span
-from kit.view.progress import marks
+from kit.view.progress import EndedBy, marks
 from kit.view.tabs import VerdictTab
 
 LABS = sorted(tagged())
@@ -180,9 +180,9 @@ def test_a_faults_settings_come_below_a_persons() -> None:
     model.set_fault("slow-leak")
     wanted = fault.set["cycles"]
     assert (model.values["cycles"], model.values["steps"]) == (7, fault.set["steps"])
-    assert f"it needs cycles={wanted}; your own values are kept" in model.notice
+    assert model.remark == f"fault slow-leak needs cycles={wanted}; your own values are kept"
     model.set("cycles", wanted)  # the fault's own value, so it is not the user's choice
-    assert model.given == {}
+    assert (model.given, model.remark) == ({}, "")
     assert sum(row.phase == "release" for row in model.phases) == wanted
     model.set_fault(None)
     plain = find("offload").config()
@@ -199,7 +199,7 @@ def test_every_fault_can_be_switched_on(name: str) -> None:
         for setting, value in json.loads(json.dumps(dict(fault.set))).items():
             names = [setting] if setting in model.values else [f"{name}.{setting}" for name in model.groups]
             assert [model.values[name] for name in names] == [value] * len(names)
-        assert fault.breaks in model.notice
+        assert model.remark == ""
         if "cpu" in fault.devices:
             assert "start" in model.can, (fault.name, model.problems)
 
@@ -207,9 +207,42 @@ def test_every_fault_can_be_switched_on(name: str) -> None:
 def test_what_only_a_start_finds_out_is_shown_and_forbids_nothing() -> None:
     model = PanelModel(find("smoke"), {"implementation": "nowhere:Thing"})
     model.refuse("implementation=nowhere:Thing cannot be loaded by the ranks' Python: no module")
-    assert model.failure.message == model.notice
+    assert "cannot be loaded" in model.failure.message
     assert (model.problems, "start" in model.can) == ({}, True)
     assert model.phases
+    model.set("implementation", "somewhere:Thing")
+    assert model.failure is None
+
+
+def test_a_remark_goes_when_something_else_changes(runs: Path) -> None:
+    folder = smoke_run(runs)
+    model = PanelModel(find("smoke"))
+    for change in (
+        lambda: model.set("cycles", 3),
+        lambda: model.set_fault("leaked-group"),
+        lambda: model.pick(folder),
+        model.begin,
+    ):
+        model.reset()
+        assert model.remark == "all settings reset to the lab's defaults"
+        change()
+        assert model.remark == ""
+
+
+def test_an_earlier_run_is_shown_without_the_end_of_the_last_one(runs: Path) -> None:
+    earlier, last = smoke_run(runs, drift_mib=100), smoke_run(runs, second=2)
+    model = PanelModel(find("smoke"))
+    model.follow(last)
+    model.state, model.notice = "failed", "rank 1 raised"
+    model.failure = EndedBy("raised", "rank 1 raised", (1,), "talk", "")
+    model.phases = tuple(phase._replace(status="done") for phase in model.phases)
+    model.pick(earlier)
+    assert (model.run.dir, model.state, model.failure, model.notice) == (earlier, "idle", None, "")
+    assert {phase.status for phase in model.phases} == {"next", "to do"}
+    assert passed(model, "memory_drift") is False
+    (earlier / "run.json").unlink()
+    model.pick(earlier)
+    assert "cannot be shown" in model.trouble
 
 
 # -- runs, limits, presets -----------------------------------------------------------------------------------------------
@@ -221,7 +254,6 @@ def test_the_last_run_of_the_lab_is_shown_and_no_other(runs: Path) -> None:
     smoke_run(runs, lab="offload", second=3)
     model = PanelModel(find("smoke"))
     assert model.run.dir == newest
-    assert newest.name in model.notice
     assert passed(model, "memory_drift") is True
     assert PanelModel(find("split")).run is None
 
@@ -230,7 +262,7 @@ def test_a_last_run_that_is_damaged_is_reported_and_the_panel_opens(runs: Path) 
     (smoke_run(runs) / "run.json").write_text('{"run": 1}')
     model = PanelModel(find("smoke"))
     assert model.run is None
-    assert "the last run cannot be shown" in model.notice
+    assert "the last run cannot be shown" in model.trouble
     assert "start" in model.can
 
 
@@ -327,7 +359,7 @@ def test_a_check_that_stumbles_is_reported_and_the_panel_stays(runs: Path, monke
 
     monkeypatch.setattr("kit.results.run.measure_checks", stumble)
     model = PanelModel(find("smoke"))
-    assert model.notice == f"{folder.name} cannot be judged: ZeroDivisionError: of this test"
+    assert model.trouble == f"{folder.name} cannot be judged: ZeroDivisionError: of this test"
     assert model.verdict is None
     assert model.limits
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import time
 from typing import Annotated, Literal
@@ -14,9 +15,10 @@ import pytest
 import kit
 from kit.labs.definition import Definition, LabConfig, Option
 from kit.labs.discover import find
+from kit.results import create_run
 from kit.view import look, tabs
 from kit.view.model import PanelModel
-from kit.view.panel import Buttons, Panel, Parameters
+from kit.view.panel import Buttons, Number, Panel, Parameters, ShownRun
 from kit.view.progress import EndedBy, PhaseState, RunProgress
 
 LABS = ("smoke", "offload", "split", "sync")
@@ -47,9 +49,9 @@ def other(control, value):
         return part, not part.value
     if isinstance(part, widgets.Dropdown):
         return part, next(choice for _, choice in pairs(part) if choice != value and ":" not in str(choice))
-    if isinstance(part, widgets.Text):
-        return part, "3, 4" if isinstance(value, list) else "other.module:thing"
-    return part, part.min if part.value == part.max else min(part.value + 1, part.max)
+    if isinstance(control, Number):
+        return part, "7"
+    return part, "3, 4" if isinstance(value, list) else "other.module:thing"
 
 
 def pairs(drop):
@@ -66,15 +68,11 @@ def test_every_control_tells_the_model_and_shows_it(lab):
     assert set(settings.controls) == {field.name for field in model.fields}
     for name, control in settings.controls.items():
         model.reset()
-        if model.values[name] is None:  # clearing the tick enables the control
-            control.parts[1].value = False
-            assert model.values[name] == control.parts[0].value
-            continue
         part, value = other(control, model.values[name])
         part.value = value
-        assert model.values[name] == ([3, 4] if value == "3, 4" else value), name
+        assert model.values[name] == {"3, 4": [3, 4], "7": 7}.get(value, value), name
         model.reset()
-        assert control.parts[0].value != value or model.values[name] == value
+        assert control.parts[0].value != value or model.values[name] in {value, 7}
 
 
 @pytest.mark.parametrize("lab", LABS)
@@ -144,12 +142,12 @@ def test_once_there_is_a_run_the_settings_are_one_line_and_what_is_wrong_unfolds
     settings = Parameters(model)
     assert (settings.open, settings.line.description) == (True, "Settings")
     model.show(finished)
-    assert (settings.open, settings.line.description) == (False, "Settings: ranks 2, cycles 2, groups 2, size 1024")
+    assert (settings.open, settings.line.description) == (False, "Next run: ranks 2, cycles 2, groups 2, size 1024")
     settings.line.click()
     assert settings.open
     settings.line.click()
     model.set_fault("leaked-group")
-    assert settings.line.description == "Settings: ranks 2, cycles 2, groups 2, size 1024, fault leaked-group"
+    assert settings.line.description == "Next run: ranks 2, cycles 2, groups 2, size 1024, fault leaked-group"
     model.set("cycles", 0)
     assert settings.open
     assert "cycles" in settings.problems.value
@@ -166,13 +164,28 @@ def test_the_strip_stays_while_a_setting_is_wrong():
     assert shown.grid.value == before
 
 
-def test_a_number_keeps_to_its_range():
+@pytest.mark.parametrize("written", ["2.5", "99999999", "-3", "2e", "", "nan"])
+def test_a_wrong_number_is_outlined_at_once_and_stays_as_it_is_written(written):
     model = PanelModel(find("offload"))
-    (exact,) = Parameters(model).controls["cycles"].parts
-    exact.value = 700
-    assert model.values["cycles"] == 700
-    exact.value = -3
-    assert model.values["cycles"] == exact.value == exact.min
+    control = Parameters(model).controls["cycles"]
+    (exact,) = control.parts
+    assert exact.continuous_update
+    exact.value = written
+    assert exact.value == written
+    assert "kit-wrong" in control.widget._dom_classes
+    assert "cycles must be a whole number from 1 to 1000, not " in model.problems["cycles"]
+    assert "start" not in model.can
+    exact.value = "25"
+    assert (model.values["cycles"], "kit-wrong" in control.widget._dom_classes) == (25, False)
+
+
+def test_a_number_is_not_rewritten_while_it_is_typed():
+    model = PanelModel(find("offload"))
+    (limit,) = Parameters(model).controls["timeout_s"].parts
+    limit.value = "1e1"
+    assert (limit.value, model.values["timeout_s"]) == ("1e1", 10.0)
+    model.set("timeout_s", 2.5)
+    assert limit.value == "2.5"
 
 
 def test_own_code_goes_beside_the_labs_own_words():
@@ -214,12 +227,17 @@ def test_what_must_be_given_is_asked_for():
     assert settings.problems.value.count("must be given") == 7
     assert "start" not in model.can
     assert settings.controls["way"].parts[0].value is None
-    given = {"way": "left", "times": 3, "share": 0.5, "code": "mine:Code", "route": "long", "sizes": "4, 5"}
+    given = {"way": "left", "times": "3", "share": "0.5", "code": "mine:Code", "route": "long", "sizes": "4, 5"}
     for name, value in given.items():
         settings.controls[name].parts[0].value = value
     settings.controls["loud"].parts[0].value = True
     assert settings.problems.value == ""
-    assert {name: model.values[name] for name in given} == {**given, "sizes": [4, 5]}
+    assert {name: model.values[name] for name in given} == {
+        **given,
+        "times": 3,
+        "share": 0.5,
+        "sizes": [4, 5],
+    }
 
 
 def test_a_fault_says_what_it_breaks_who_catches_it_and_what_it_sets():
@@ -227,7 +245,7 @@ def test_a_fault_says_what_it_breaks_who_catches_it_and_what_it_sets():
     settings = Parameters(model)
     settings.fault.value = "missing-rank-in-destroy"
     assert model.fault == "missing-rank-in-destroy"
-    assert settings.controls["meet_timeout_s"].parts[0].value == 3.0
+    assert settings.controls["meet_timeout_s"].parts[0].value == "3.0"
     for words in (
         "last rank does not take part",
         "groups_return_to_baseline",
@@ -341,6 +359,47 @@ def test_the_verdict_is_reported_in_words(finished):
         assert "memory_drift" not in shown.notice.value
 
 
+def test_a_verdict_names_its_run_and_the_next_one_is_apart(finished):
+    model = PanelModel(find("smoke"), {"cycles": 2})
+    shown, settings = look.Strip(model), Parameters(model)
+    model.finished(finished)
+    model.state = "finished"
+    model.set_fault("leaked-group")
+    assert f"</span></b> · {finished.dir} · finished</div>" in shown.notice.value
+    assert "leaked-group" not in shown.notice.value
+    assert settings.line.description.startswith("Next run: ")
+    assert settings.line.description.endswith(", fault leaked-group")
+    model.begin()
+    assert str(finished.dir) not in shown.notice.value
+    assert "phases done" not in shown.bar.value or "0 of" in shown.bar.value
+    model.state = "idle"
+    model.refuse("implementation=nowhere:Thing cannot be loaded")
+    assert "✗ not started" in shown.failure.value
+    assert f"</span></b> · {finished.dir} · finished</div>" in shown.notice.value
+    assert shown.bar.value == ""
+
+
+def test_earlier_runs_are_a_menu_with_the_newest_finished_one_first(tmp_path):
+    folders = []
+    for second, finish in ((1, True), (2, True), (3, False)):
+        writer = create_run(tmp_path / "runs", "smoke", {"ranks": 2, "cycles": second}, {}, fault=None)
+        if finish:
+            writer.finish()
+        else:
+            writer.finish("it broke")
+        os.utime(writer.dir / "run.json", (second, second))
+        folders.append(str(writer.dir))
+    model = PanelModel(find("smoke"))
+    menu = ShownRun(model).widget
+    assert [folder for _, folder in menu.options] == [folders[1], folders[0], folders[2]]
+    assert menu.value == folders[1] == str(model.run.dir)
+    assert " · failed · " in menu.options[2][0]
+    menu.value = folders[2]
+    assert (str(model.run.dir), model.state) == (folders[2], "idle")
+    model.state = "running"
+    assert menu.disabled
+
+
 def test_a_tick_leaves_the_unfolded_traceback_alone():
     model = PanelModel(find("smoke"))
     shown = look.Strip(model)
@@ -373,7 +432,7 @@ def test_what_is_reported_is_a_live_line():
     shown = look.Strip(model)
     model.notice = "a <tag>"
     assert shown.notice.value == (
-        '<div role="status" aria-live="polite"><b class="kit-faint">· not started</b> a &lt;tag&gt;</div>'
+        '<div role="status" aria-live="polite"><div><b class="kit-faint">· not started</b> a &lt;tag&gt;</div></div>'
     )
 
 
