@@ -240,7 +240,8 @@ class Strip:
         model = self.model
         sign, kind, word = STATES.get(model.state, ("·", "faint", model.state))
         notice = "" if not model.notice else f" {text(model.notice.removeprefix(word).strip(': '))}"
-        lines = [f'<b class="kit-{kind}">{sign} {text(word)}</b>{notice}'] if notice or model.state != "finished" else []
+        state = f'<b class="kit-{kind}">{sign} {text(word)}</b>{notice}'
+        lines = [state] if notice or model.state != "finished" else []  # the line of the run says that it finished
         if model.run is not None and (model.live or model.state not in BUSY):
             lines.append(run_line_html(model.run, None if model.state in BUSY else model.verdict))
         lines += [span_html("bad", model.trouble)] if model.trouble else []
