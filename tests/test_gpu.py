@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from kit.labs.share.lab import roles
 from kit.labs.share.observer import Observer
 from kit.machine import NVML_FINE, NVML_TOO_SMALL, NVML_UNKNOWN, gpu_process_bytes
 from tests.labs.share.conftest import share
+from tests.standins.compiled import shared_library
 
 MIB = 2**20
 BUS = "00000000:19:00.0"
@@ -126,6 +128,81 @@ class Busy:
 def test_how_busy_each_gpu_is(library: Any, message: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "nvml", lambda: library)
     assert machine.busy_gpus() == message
+
+
+# With nvml.h's own structures: two GPUs, and the processes on the first of them.
+NVML = """
+#include <string.h>
+typedef struct { unsigned int pid; unsigned long long used; unsigned int gpu_instance, compute_instance; } Process;
+typedef struct { unsigned int gpu, memory; } Rates;
+static Process listed[] = { PROCESSES };
+static const unsigned int count = sizeof listed / sizeof *listed;
+int nvmlInit_v2(void) { return INIT; }
+int nvmlSystemGetDriverVersion(char *text, unsigned int length) { strncpy(text, "580.95.05", length); return 0; }
+int nvmlDeviceGetCount_v2(unsigned int *gpus) { *gpus = 2; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned int number, void **gpu) { *gpu = (void *)(unsigned long)(number + 1); return 0; }
+int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, void **gpu) { *gpu = (void *)1; return strcmp(bus, BUS) ? 6 : 0; }
+int nvmlDeviceGetUtilizationRates(void *gpu, Rates *rates) { rates->gpu = 10 * (unsigned long)gpu; return 0; }
+#ifndef OLD
+int nvmlDeviceGetComputeRunningProcesses_v3(void *gpu, unsigned int *room, Process *into) {
+    unsigned int there = gpu == (void *)1 ? count : 0, given = *room;
+    if (LISTING) return LISTING;
+    *room = there;
+    if (there > given) return 7;
+    memcpy(into, listed, there * sizeof *listed);
+    return 0;
+}
+#endif
+"""
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Return a function that makes a compiled stand-in the driver's library, and returns what `machine` makes of it."""
+
+    def install(processes: str = "{11, 5, 0, 0}", **defined: object) -> Any:
+        defined = {"INIT": 0, "LISTING": 0, "PROCESSES": processes, "BUS": f'"{BUS}"', **defined}
+        monkeypatch.setattr(machine, "NVML", shared_library(tmp_path, NVML, **defined))
+        machine.nvml.cache_clear()
+        return machine.nvml()
+
+    yield install
+    machine.nvml.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("processes", "own", "every"),
+    [
+        pytest.param("{11, 5, 0, 0}", 5, {11: 5}, id="own"),
+        pytest.param("{10, 7, 0, 0}, {11, 5, 0, 0}", 5, {10: 7, 11: 5}, id="own-and-foreign"),
+        pytest.param("{10, 7, 0, 0}", None, {10: 7}, id="foreign"),
+        pytest.param("{11, 5, 1, 0}, {11, 6, 2, 0}", 11, {11: 11}, id="partitions"),
+        pytest.param("{11, ~0ull, 0, 0}", None, {}, id="bytes-unknown"),
+    ],
+)
+def test_the_processes_that_the_drivers_library_lists(
+    driver: Callable[..., Any], processes: str, own: int | None, every: dict[int, int]
+) -> None:
+    library = driver(processes)
+    assert gpu_process_bytes(library, BUS, 11) == own
+    assert gpu_process_bytes(library, "00000000:20:00.0", 11) is None
+    assert machine.gpu_bytes_by_pid() == every
+    assert machine.busy_gpus() == [10, 20]
+
+
+@pytest.mark.parametrize("error", [3, 4, 999], ids=["not-supported", "no-permission", "unknown"])
+def test_a_library_that_lists_no_processes(driver: Callable[..., Any], error: int) -> None:
+    """A container without the host's pids, or a GPU in MIG mode that is asked as a whole."""
+    library = driver(LISTING=error)
+    assert gpu_process_bytes(library, BUS, 11) is None
+    assert machine.gpu_bytes_by_pid() == {}
+
+
+@pytest.mark.parametrize("defined", [{"INIT": 18}, {"OLD": 1}], ids=["other-than-the-kernels", "too-old"])
+def test_a_library_that_cannot_be_used(driver: Callable[..., Any], defined: dict[str, object]) -> None:
+    assert driver(**defined) is None
+    assert machine.gpu_bytes_by_pid() == {}
+    assert machine.busy_gpus() == []
 
 
 def test_a_box_without_a_driver_has_no_library(monkeypatch):

@@ -13,6 +13,7 @@ from kit import nccl
 from kit.megatron import groups
 from kit.world import device
 from kit.world.device import choose_device
+from tests.standins.compiled import shared_library
 
 
 @pytest.mark.parametrize(
@@ -30,17 +31,35 @@ def test_a_torch_without_cuda_has_none():
     assert nccl.version_text(None) is None
 
 
-def test_a_library_that_is_loaded_is_asked_itself(tmp_path, monkeypatch):
-    """A stand-in library with NCCL's one call, since this machine may lack NCCL."""
-    source = tmp_path / "nccl.c"
-    source.write_text("int ncclGetVersion(int *v) { *v = 23001; return 0; }")
-    library = tmp_path / "libnccl-stand-in.so"
-    try:
-        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("no C compiler on this machine")
-    monkeypatch.setattr(nccl, "LIBRARY", str(library))
-    assert nccl.running() == (2, 30, 1)
+NCCL = "int ncclGetVersion(int *version) { *version = VERSION; return ERROR; }"
+
+
+@pytest.mark.parametrize(
+    ("number", "version", "able"),
+    [
+        (22602, (2, 26, 2), set()),
+        (22707, (2, 27, 7), set()),
+        (22809, (2, 28, 9), set()),
+        (22903, (2, 29, 3), set()),
+        (22907, (2, 29, 7), {"suspend"}),
+        (23004, (2, 30, 4), {"suspend", "share by a flag"}),
+        (23007, (2, 30, 7), {"suspend", "share by a flag"}),
+    ],
+)
+def test_a_library_that_is_loaded_is_asked_itself(tmp_path, monkeypatch, number, version, able):
+    """What ranks may do follows from the answer of a stand-in library with NCCL's one call, since this machine may lack NCCL."""
+    monkeypatch.setattr(nccl, "LIBRARY", shared_library(tmp_path, NCCL, VERSION=number, ERROR=0))
+    running = nccl.running()
+    assert running == version
+    suspends = nccl.no_suspend(running, "2.13.0+cu130", gpus=1) == ""
+    shares = "NCCL_MULTI_RANK_GPU_ENABLE" in nccl.sharing_env(running, 0).env
+    assert {name for name, can in (("suspend", suspends), ("share by a flag", shares)) if can} == able
+
+
+def test_a_library_that_answers_with_an_error_has_no_version(tmp_path, monkeypatch):
+    monkeypatch.setattr(nccl, "LIBRARY", shared_library(tmp_path, NCCL, VERSION=22907, ERROR=3))
+    assert nccl.running() is None
+    assert "there is no NCCL" in nccl.no_suspend(None, "2.13.0+cu130", gpus=1)
 
 
 def test_nccl_inside_of_torch_is_asked_of_torch(monkeypatch):

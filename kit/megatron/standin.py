@@ -1,8 +1,9 @@
 """A stand-in that makes Megatron's "cuda" mean the CPU on a box without a GPU, so that the real megatron-core runs there.
 
 Megatron names the device "cuda" in hundreds of places. `install()` pushes a torch-function mode that rewrites that name
-wherever torch is called, and replaces the handful of `torch.cuda` functions that Megatron calls directly. Where a GPU
-is there, `install()` only defines a name that Megatron forgot. Limits: no memory statistics, streams do nothing (the CPU
+wherever torch is called, and replaces the handful of `torch.cuda` functions that Megatron calls directly. It also makes
+Megatron take torch's optimizer where Transformer Engine or Apex is installed, as theirs need a GPU. Where a GPU is
+there, `install()` only defines a name that Megatron forgot. Limits: no memory statistics, streams do nothing (the CPU
 has one), the mode holds on the thread that installed it, and torch-compiled fusions are not covered (the model is built
 without them).
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -67,9 +69,12 @@ class _Event:
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:
+    from megatron.core import optimizer, utils
+    from megatron.core.optimizer import clip_grads, distrib_optimizer
     from megatron.core.tensor_parallel import random
 
     stream = _Stream()
+    mixed: Any = sys.modules[f"{optimizer.__name__}.optimizer"]  # the package has a name that hides it
 
     def give(value: Any) -> Any:
         # A function of its own for every name: torch's compiler refuses to load where two names share one.
@@ -94,6 +99,15 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (cuda, "HalfTensor", torch.HalfTensor),
         (cuda, "BFloat16Tensor", torch.BFloat16Tensor),
         (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        (optimizer, "Adam", torch.optim.AdamW),
+        (optimizer, "USING_PYTORCH_OPTIMIZER", True),
+        (distrib_optimizer, "Adam", torch.optim.Adam),
+        (distrib_optimizer, "HAVE_APEX_OR_TE", False),
+        (distrib_optimizer, "USING_TE_OPTIMIZER", False),
+        (distrib_optimizer, "USING_APEX_OPTIMIZER", False),
+        (clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm),
+        *((module, "multi_tensor_applier", utils.local_multi_tensor_applier) for module in (clip_grads, mixed)),
+        *((module, "multi_tensor_scale_impl", utils.local_multi_tensor_scale) for module in (clip_grads, mixed)),
     ]
 
 
