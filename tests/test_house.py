@@ -310,6 +310,21 @@ def test_a_panels_model_and_controller_need_no_widgets() -> None:
     assert not seen & {"torch", "matplotlib", "IPython", "ipywidgets", "ipykernel"}
 
 
+KERNEL = (
+    "import kit\nfrom kit.labs.discover import discover\nfrom kit.view import magics, notebooks, report\n"
+    "for name, lab in discover().labs.items():\n"
+    "    lab.all_rules(), lab.load_presets(), kit.panel(name)"
+)
+
+
+@pytest.mark.slow
+def test_a_kernel_with_a_panel_of_every_lab_loads_no_torch() -> None:
+    """So it can never start CUDA, whatever torch its environment has."""
+    seen = {name.split(".")[0] for name in loaded_by(KERNEL)}
+    assert "ipywidgets" in seen
+    assert not seen & {"torch", "megatron"}
+
+
 def test_ranks_load_only_what_ranks_have() -> None:
     seen = loaded_by(
         "import kit.labs.rankside, kit.labs.smoke.ranks.phases, kit.world.agentside, kit.world.rankside\n"

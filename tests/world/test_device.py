@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,43 @@ def test_all_of_it_where_a_gpu_may_be_used(with_cuda: None, wanted: str) -> None
 
 def test_the_reason_of_a_cpu_that_was_asked_for() -> None:
     assert choose_device("cpu", 0, 1).why == CPU_WANTED
+
+
+# A torch that looks as if it was built with CUDA and had a GPU; calls that start the driver are noted.
+FORKING = """
+import importlib, os, torch
+started, process = [], os.getpid()
+
+def starts_the_driver(name, answer):
+    def call(*_):
+        if os.getpid() == process:
+            started.append(name)
+        return answer
+    return call
+
+torch.version.cuda = "13.0"
+torch._C._cuda_isInBadFork = lambda: False
+for name in ("init", "getDeviceCount", "getDevice", "setDevice", "getDeviceProperties", "getCurrentRawStream"):
+    setattr(torch._C, f"_cuda_{name}", starts_the_driver(name, 1))
+from kit.labs.discover import discover, validate
+from kit.world import agentside, device, rankside
+device.spare("auto")
+modules = set()
+for lab in discover().labs.values():
+    roles = lab.roles_of(validate(lab, {}))
+    modules |= {*lab.preload, *(place.partition(":")[0] for place in (lab.phases, *(role.phases for role in roles)) if place)}
+for module in sorted(modules):
+    importlib.import_module(module)
+print(len(modules), torch.cuda.is_available(), started)
+"""
+
+
+@pytest.mark.slow
+def test_what_is_loaded_before_the_ranks_are_forked_starts_no_driver() -> None:
+    """A driver that was started before the fork is dead in every rank."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKING], capture_output=True, text=True, check=True)
+    modules, available, started = done.stdout.splitlines()[-1].split(maxsplit=2)
+    assert (int(modules) > 5, available, started) == (True, "True", "[]")
 
 
 def test_the_docs_list_it() -> None:
