@@ -432,7 +432,7 @@ def compare_command(args: argparse.Namespace) -> CommandAnswer:
         if count:
             lines.append(f"{differ} of {count} losses, gradient norms and digests differ")
         lines.append(
-            f"{len(rows)} numbers changed by more than the spread" + (", largest change first" if len(rows) else "")
+            f"{len(rows)} numbers changed by more than the spread" + (", largest against it first" if len(rows) else "")
         )
         if len(rows):
             lines.append(table_text(compact(rows.head(COMPARED_ROWS)), dict.fromkeys(("base", "value"), ROW)))

@@ -445,7 +445,7 @@ def test_a_comparison_leads_with_verdicts_and_reads_runs_without_records(
     out, _ = capsys.readouterr()
     lines = out.splitlines()
     verdict = lines.index(next(line for line in lines if line.startswith("pass -> FAIL  memory_comes_back  because")))
-    numbers = lines.index("2 numbers changed by more than the spread, largest change first")
+    numbers = lines.index("2 numbers changed by more than the spread, largest against it first")
     assert verdict < numbers
     assert re.match(r"train +seconds +0 +1 s +3 s +3 +2$", lines[numbers + 3])
     assert not re.search("_before|overhead", out)

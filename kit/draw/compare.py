@@ -1,4 +1,4 @@
-"""Runs compared with the first of them: what changed most, with both medians and their spread."""
+"""Runs compared with the first of them: what changed most against its spread, with both medians and that spread."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def plot_against(runs: Sequence[Run], *, theme_name: str = "light", table: pd.Da
 
 
 def changed_most(table: pd.DataFrame, rows: int) -> pd.DataFrame:
-    """The phases and metrics that changed most, in this order; of each run the rank where it did. What has no ratio is left out."""
+    """The phases and metrics that changed, in the table's order; of each run the rank where it did. What has no ratio is left out."""
     table = informative(table)
-    table = table[(table["found_in"] == "both") & (table["base"] > 0) & (table["value"] > 0)]
+    table = table[(table["found_in"] == "both") & (table["ratio"] > 0) & (table["base"] > 0)]
     table = table.assign(metric=labels(table), apart=table["ratio"].where(table["ratio"] >= 1, 1 / table["ratio"]))
-    table = table.sort_values("apart", ascending=False, kind="stable").drop_duplicates(["phase", "metric", "run"])
+    table = table.drop_duplicates(["phase", "metric", "run"])
     table = table.assign(name=table["phase"] + "  " + table["metric"])
     names = table[table["apart"] > EVEN]["name"].unique()[:rows]
     places = {name: place for place, name in enumerate(names)}

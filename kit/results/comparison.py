@@ -17,7 +17,7 @@ from kit.results.frames import labels, with_ids
 from kit.results.records import flat, read_json, to_json
 from kit.results.run import Run
 from kit.results.units import ROW, amount, columns, table_html
-from kit.results.verdict import VerdictRow, without_parts
+from kit.results.verdict import MARKS, VerdictRow, without_parts
 from kit.target import shipped
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ UNITS = dict.fromkeys(("base", "value", "difference", "base_spread", "spread"), 
 
 
 def compare(runs: Sequence[Run]) -> pd.DataFrame:
-    """One row per phase, rank, metric, ids and later run; what changed most (by ratio) comes first.
+    """One row per phase, rank, metric, ids and later run; what changed most against its spread comes first, the kit's own overhead last.
 
-    `base` and `value` are medians over the cycles, `n` counts them, `spread` is largest minus smallest. Rows that only one
-    run has come last, with `found_in` naming the side that has it.
+    `base` and `value` are medians over the cycles, `n` counts them, `spread` is largest minus smallest. A metric that was ever below 0
+    has no `ratio`. Rows that only one run has come after all others, with `found_in` naming the side that has it.
     """
     import pandas as pd
 
@@ -51,9 +51,14 @@ def compare(runs: Sequence[Run]) -> pd.DataFrame:
     table = pd.concat(
         [_against(base, values, runs[0].id, run.id) for values, run in zip(compared, runs[1:], strict=True)]
     )
-    weight = [_change(*pair) for pair in zip(table["base"], table["value"], strict=True)]
-    order = table.assign(_weight=weight, _single=table["found_in"] != "both")
-    order = order.sort_values(["_single", "_weight", *KEYS], ascending=[True, False, *[True] * len(KEYS)])
+    order = table.assign(
+        _against=_against_spread(table),
+        _change=[_change(*pair) for pair in zip(table["base"], table["value"], strict=True)],
+        _single=table["found_in"] != "both",
+        _noise=table["metric"].str.endswith(NOISE),
+    )
+    keys = ["_single", "_noise", "_against", "_change", *KEYS]
+    order = order.sort_values(keys, ascending=[True, True, False, False, *[True] * len(KEYS)])
     return order[COLUMNS].reset_index(drop=True)
 
 
@@ -84,6 +89,20 @@ class Comparison:
     @property
     def changed(self) -> pd.DataFrame:
         return changed_rows(self.table)
+
+    @property
+    def answers(self) -> dict[str, list[str]]:
+        """Per later run the checks with another answer, in words; only runs that have some."""
+
+        def word(row: VerdictRow | None) -> str:
+            return MARKS[row.passed].word if row else "not present"
+
+        by_run = {run.id: answers_changed(self.runs[0], run) for run in self.runs[1:]}
+        return {
+            name: [f"{check}: {word(was)} → {word(now)}" for check, was, now in rows]
+            for name, rows in by_run.items()
+            if rows
+        }
 
     @property
     def alone(self) -> int:
@@ -159,13 +178,18 @@ def compact(table: pd.DataFrame, *, several: bool = False) -> pd.DataFrame:
 def changed_rows(table: pd.DataFrame) -> pd.DataFrame:
     """The rows of a comparison that changed by more than the spread, each metric at the rank where it changed most."""
     table = informative(table)
+    changed = (_against_spread(table) > 1) & (table["found_in"] == "both")
+    return table[changed].drop_duplicates(["run", "phase", "metric", "ids"])
+
+
+def _against_spread(table: pd.DataFrame) -> pd.Series[float]:
+    """How many times the spread of its readings each row changed; infinite where something changed that had none."""
     share = [
         0 if unit not in MEASURED else EVEN if min(counts) > 1 else EVEN_SINGLE
         for unit, *counts in zip(table["unit"], table["base_n"], table["n"], strict=True)
     ]
     noise = (table["base_spread"] + table["spread"]) / 2  # about where both ranges of readings begin to overlap
-    beyond = table["difference"].abs() > noise.clip(lower=table["base"].abs() * share)
-    return table[beyond & (table["found_in"] == "both")].drop_duplicates(["run", "phase", "metric", "ids"])
+    return (table["difference"].abs() / noise.clip(lower=table["base"].abs() * share)).fillna(0.0)
 
 
 def outcomes(base: Run, run: Run) -> tuple[int, int]:
@@ -195,17 +219,20 @@ def _differ(one: tuple[str, float] | None, other: tuple[str, float] | None) -> b
 
 def _medians(run: Run) -> pd.DataFrame:
     table = run.frame().groupby(KEYS)["value"].agg(["median", "count", "max", "min"]).reset_index()
-    table = table.rename(columns={"median": "value", "count": "n"})
-    return table.assign(spread=table["max"] - table["min"]).drop(columns=["max", "min"])
+    table = table.rename(columns={"median": "value", "count": "n", "min": "least"})
+    return table.assign(spread=table["max"] - table["least"]).drop(columns="max")
 
 
 def _against(base: pd.DataFrame, other: pd.DataFrame, base_label: str, label: str) -> pd.DataFrame:
-    first = base.rename(columns={"value": "base", "n": "base_n", "spread": "base_spread"})
+    first = base.rename(columns={"value": "base", "n": "base_n", "spread": "base_spread", "least": "base_least"})
     table = first.merge(other, on=KEYS, how="outer", indicator="found_in")
     sides = {"both": "both", "left_only": "base_run", "right_only": "run"}
     table["found_in"] = [sides[side] for side in table["found_in"]]
     table[["base_n", "n"]] = table[["base_n", "n"]].fillna(0).astype("int64")
-    differ = {"difference": table["value"] - table["base"], "ratio": table["value"] / table["base"]}
+    signed = table[["base_least", "least"]].min(axis=1) < 0
+    signed = signed.groupby(table["metric"]).transform("any")
+    ratio = (table["value"] / table["base"]).mask(signed)
+    differ = {"difference": table["value"] - table["base"], "ratio": ratio}
     return table.assign(base_run=base_label, run=label, **differ)
 
 

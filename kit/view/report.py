@@ -80,6 +80,7 @@ def comparison(runs: Sequence[Run]) -> dict[str, Any]:
     compared = Comparison(runs)
     return {
         "warnings": compared.warnings,
+        "answers": compared.answers,
         "settings": compared.settings_in_words,
         "ids": [run.id for run in runs],
         "pictures": {name: data_uri(plot_against(runs, theme_name=name, table=compared.table)) for name in THEMES},

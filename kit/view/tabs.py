@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gc
 import math
 import mimetypes
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,18 @@ class PlotPart:
     limits: Mapping[str, float] = field(default_factory=dict)
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """A drawing makes so many objects that collecting garbage in between, through all of a kernel's, would take as long again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 class PlotsTab(Tab):
     """Draws while visible: on new records, another plot, or a change of a limit in the drawing."""
 
@@ -128,7 +141,8 @@ class PlotsTab(Tab):
             self.pictures.children = [widgets.HTML(f"<p>{look.span_html('faint', words)}</p>")]
             return
         every = [name for _, name in self.choice.options if name != OVERVIEW]
-        self._draw(self._album, every if self.choice.value == OVERVIEW and every else [self.choice.value])
+        with uncollected():
+            self._draw(self._album, every if self.choice.value == OVERVIEW and every else [self.choice.value])
         self._took = time.monotonic() - began
         self._last = time.monotonic()
 
@@ -420,7 +434,8 @@ class CompareTab(Tab):
             return None
         settings = compared.settings_in_words
         differ = "; ".join(f"{name}: {' / '.join(values)}" for name, values in settings.items())
-        words = [f"Settings that differ: {differ}."] if differ else []
+        words = [f"Checks that changed in {run}: {', '.join(rows)}." for run, rows in compared.answers.items()]
+        words += [f"Settings that differ: {differ}."] if differ else []
         words += ["The settings are the same."] if not compared.settings else []
         words += [f"Warning: {why}." for why in (*compared.warnings, *compared.notes)]
         words += [f"{compared.alone} rows exist in only one run; they are last."] if compared.alone else []

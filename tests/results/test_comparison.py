@@ -6,7 +6,7 @@ import pytest
 
 from kit.errors import BadInput
 from kit.results import Run, VerdictRow, compare, outcomes
-from kit.results.comparison import answers_changed, changed_rows, compact, size_settings
+from kit.results.comparison import Comparison, answers_changed, changed_rows, compact, size_settings
 from kit.results.verdict import Verdict
 
 
@@ -121,8 +121,10 @@ def test_only_what_changed_by_more_than_the_spread_is_reported(make_run, record)
     }
     two = run("two", **other, groups_before=[2.0], overhead_seconds=[9.0, 9.0])
     found = changed_rows(compare([one, two]))
-    assert found["metric"].tolist() == ["leak", "seconds", "groups"]  # once per metric, not once per rank
-    assert compact(found)["ratio"].tolist() == [3.0, 1.952, 1.5]
+    # Once per metric, not once per rank: one group more is certain, and 1 s is more against a spread of 0.1 s than 2 s against 1 s.
+    assert found["metric"].tolist() == ["groups", "seconds", "leak"]
+    assert compact(found)["ratio"].tolist() == [1.5, 1.952, 3.0]
+    assert compare([one, two])["metric"].tail(4).tolist() == ["overhead_seconds"] * 2 + ["groups_before"] * 2
     assert changed_rows(compare([one, one])).empty
     assert changed_rows(compare([Run(make_run([], "a")), one])).empty
 
@@ -144,3 +146,21 @@ def test_changed_answers_come_with_the_failures_first(make_run):
 def test_settings_that_make_runs_different_in_size():
     apart = {"ranks": [2, 4], "layers": [None, 2], "cycles": [1, 2], "hashes": [True, False], "size": ["a", "b"]}
     assert size_settings({**apart, "timeout_s": [1.0, 2.0], "mode": ["a", "b"]}) == ["ranks", "layers", "size"]
+
+
+def test_a_number_that_may_be_below_zero_has_no_ratio(make_run, record):
+    def run(name, reward, cost):
+        rows = [record(cycle=cycle, metric="reward", value=value, unit="1") for cycle, value in enumerate(reward)]
+        return Run(make_run([*rows, record(metric="cost", value=cost, unit="1")], name))
+
+    table = compare([run("one", [-1.0, 2.0, 3.0], 1.0), run("two", [4.0, 4.0, 5.0], 2.0)])
+    assert math.isnan(row(table, "reward")["ratio"])
+    assert (row(table, "reward")["difference"], row(table, "cost")["ratio"]) == (2.0, 2.0)
+
+
+def test_checks_that_changed_are_reported_by_run(make_run):
+    runs = []
+    for name, passed in (("one", True), ("two", False), ("three", True)):
+        runs.append(Run(make_run([], name)))
+        Verdict([VerdictRow("drift", None, 0, "1", passed, "")]).write(runs[-1].dir / "verdict.json")
+    assert Comparison(runs).answers == {runs[1].id: ["drift: pass → FAIL"]}
