@@ -20,9 +20,11 @@ import contextlib
 import os
 import re
 import sys
+import threading
+import time
 import traceback
 import warnings as python_warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 
     from kit.labs.lab import Lab
 
+SILENT = {"show", "check", "compare", "export", "trace", "report", "runs", "faults"}  # they print only their result
+FIRST_LINE_S, LINE_S = 2.0, 5.0
 COMPARED_ROWS = 40  # rows of a comparison on a terminal; `kit export --table compare` has all of them
 WIDTH = 100
 MOST_MINUTES = 7 * 24 * 60
@@ -68,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         with (
             contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(),
             python_warnings.catch_warnings(),
+            STILL_AT_WORK.shown(words[0] if words and words[0] in SILENT else ""),
         ):
             python_warnings.showwarning = show_warning
             answer: CommandAnswer = args.command(args)
@@ -87,6 +92,39 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `kit show ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return answer.status
+
+
+class StillAtWork:
+    """Lines about a command that takes longer than two seconds and shows nothing else meanwhile."""
+
+    def __init__(self) -> None:
+        self._words = ""
+
+    def note(self, words: str) -> None:
+        self._words = f": {words}"
+
+    @contextlib.contextmanager
+    def shown(self, command: str) -> Iterator[None]:
+        """For the time of the command; without a name nothing is shown."""
+        ended, began, self._words = threading.Event(), time.monotonic(), ""
+
+        def tell() -> None:
+            wait_s = FIRST_LINE_S
+            while not ended.wait(wait_s):
+                line = f"kit: {command} has worked for {time.monotonic() - began:.0f} s{self._words}\n"
+                os.write(2, line.encode())  # without Python's lock: the process may be forked meanwhile
+                wait_s = LINE_S
+
+        thread = threading.Thread(target=tell, daemon=True)
+        if command:
+            thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+
+
+STILL_AT_WORK = StillAtWork()
 
 
 def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -478,7 +516,11 @@ def trace_command(args: argparse.Namespace) -> CommandAnswer:
 def report(args: argparse.Namespace) -> CommandAnswer:
     from kit.view.report import write_report
 
-    return write_text_file(lambda: write_report(load_all(args.dirs), args.to))
+    return write_text_file(
+        lambda: write_report(
+            load_all(args.dirs), args.to, processes=min(2, os.cpu_count() or 1), tell=STILL_AT_WORK.note
+        )
+    )
 
 
 def notebook(args: argparse.Namespace) -> CommandAnswer:

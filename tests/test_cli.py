@@ -19,7 +19,7 @@ import pytest
 
 import kit
 from kit import machine
-from kit.cli import main, parse_words, parser
+from kit.cli import STILL_AT_WORK, main, parse_words, parser
 from kit.labs.discover import discover, tagged
 from kit.results import Row, Verdict, VerdictRow, create_run
 from kit.world import leftovers
@@ -625,3 +625,14 @@ def test_a_run_that_lost_rows_fails_its_check(cli: Cli, tmp_path: Path, capsys: 
     for command, status in (("check", 1), ("show", 0)):
         assert main([command, str(writer.dir)]) == status
         assert "note: records.jsonl: 1 row of 3 is missing" in capsys.readouterr().out
+
+
+def test_a_command_that_takes_long_says_so(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kit.cli.FIRST_LINE_S", 0.01)
+    monkeypatch.setattr("kit.cli.LINE_S", 0.01)
+    printed = ""
+    with STILL_AT_WORK.shown("report"):
+        STILL_AT_WORK.note("1 of 2 runs are drawn")
+        while "drawn" not in printed:
+            printed += capfd.readouterr().err
+    assert "kit: report has worked for 0 s: 1 of 2 runs are drawn\n" in printed

@@ -7,11 +7,15 @@ and is readable without scripts, on a phone, light and dark.
 from __future__ import annotations
 
 import base64
+import contextlib
 import gzip
 import io
 import os
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +49,18 @@ CHANGES = 60  # of a comparison
 LARGEST = 2**20  # bytes of a timeline on the page
 
 
-def write_report(runs: Sequence[Run], to: str | Path) -> Path:
+def write_report(
+    runs: Sequence[Run], to: str | Path, *, processes: int = 1, tell: Callable[[str], None] = lambda _: None
+) -> Path:
+    """`processes` share the work where there are several runs; they are forked, so a process with threads of its own asks for one."""
     if Path(to).suffix.lower() not in SUFFIXES:
         raise BadInput(f"the report's file must end in {' or '.join(SUFFIXES)}, not {Path(to).name!r}")
     target = output_file(to)
-    write_text(target, report_page(runs))
+    write_text(target, report_page(runs, processes=processes, tell=tell))
     return target
 
 
-def report_page(runs: Sequence[Run]) -> str:
+def report_page(runs: Sequence[Run], *, processes: int = 1, tell: Callable[[str], None] = lambda _: None) -> str:
     if not runs:
         raise BadInput("a report needs at least one run")
     loader = FileSystemLoader(Path(__file__).parent)
@@ -61,18 +68,49 @@ def report_page(runs: Sequence[Run]) -> str:
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     runs = list({run.dir: run for run in runs}.values())  # drop duplicates
-    chapters = [
-        {**chapter(run, number), "differs": differs}
-        for number, (run, differs) in enumerate(zip(runs, run_differences(runs), strict=True), start=1)
-    ]
+    compared, *made = make_parts(runs, processes, tell)
+    differences = run_differences(runs)
+    chapters = [{**part, "differs": differs} for part, differs in zip(made, differences, strict=True)]
     return environment.get_template("report.html").render(
         title=f"Lifecycle Kit: {', '.join(dict.fromkeys(run.lab for run in runs))}",
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         kit=kit.__version__,
         themes=THEMES,
         chapters=sorted(chapters, key=lambda chapter: chapter["weight"]),
-        compared=comparison(runs) if len({run.id for run in runs}) > 1 else None,
+        compared=compared or None,
     )
+
+
+def make_parts(runs: Sequence[Run], processes: int, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+    """The comparison, empty if there is nothing to compare, and each run's chapter: nearly all of the time goes into their pictures."""
+    several = len({run.id for run in runs}) > 1
+    tasks: list[Callable[[], dict[str, Any]]] = [partial(comparison, runs) if several else dict]
+    tasks += [partial(chapter, run, number) for number, run in enumerate(runs, start=1)]
+    parts: list[dict[str, Any]] = []
+    PARTS[:] = tasks
+    with contextlib.ExitStack() as stack:
+        if processes > 1 and several:
+            for run in runs:
+                run.frame()  # read once, before the fork
+            pool = stack.enter_context(
+                get_context("fork").Pool(processes, signal.signal, (signal.SIGINT, signal.SIG_IGN))
+            )
+            made: Iterable[dict[str, Any]] = pool.imap(do_part, range(len(tasks)))
+        else:
+            made = map(do_part, range(len(tasks)))
+        for number, part in enumerate(made):
+            tell(f"{number} of {len(runs)} runs are drawn")
+            parts.append(part)
+    return parts
+
+
+PARTS: list[
+    Callable[[], dict[str, Any]]
+] = []  # what the forked processes find here: runs and their rules cannot be sent to them
+
+
+def do_part(number: int) -> dict[str, Any]:
+    return PARTS[number]()
 
 
 def comparison(runs: Sequence[Run]) -> dict[str, Any]:
