@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kit import reference
+from kit import cli, reference
 from kit.cli import benches
 from kit.errors import BadInput
 from kit.labs.bench import Samples
@@ -103,7 +104,17 @@ def test_a_labs_files_have_verdict_numbers_picture_and_origin(made) -> None:
     assert all(row["count"] for row in reported["medians"])  # no events, which have no count
     for name in ("lab-smoke.png", "lab-smoke-dark.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
-    assert (out / "runs" / "lab-smoke" / "records.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_the_rows_of_a_lab_can_be_judged_again_at_home(made, tmp_path: Path, capsys) -> None:
+    """Limits can be tuned against them after the box is gone."""
+    out, _, _ = made
+    home = shutil.copytree(out / "runs" / "lab-smoke", tmp_path / "home")
+    assert cli.main(["check", str(home), "--json"]) == 0
+    judged = json.loads(capsys.readouterr().out)
+    assert judged["verdict"] == read_json(out / "lab-smoke.json")["verdict"]
+    assert judged["changes"] == []
 
 
 @pytest.mark.slow
