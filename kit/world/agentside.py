@@ -176,24 +176,40 @@ def plain_logging() -> None:
 NODE: Node
 
 
+def begin_again(node: int) -> None:
+    """On another machine than the notebook's: make the folder, and start this program once more, with the World's mark in the environment
+    that the kernel shows, and without the key. So `kit clean` finds on this machine what an agent that was killed left."""
+    folder = leftovers.base() / leftovers.mark(f"node{node}-{secrets.token_hex(3)}")
+    folder.mkdir(mode=0o700)
+    with contextlib.suppress(PermissionError):  # it leads a group already, in a session that others may share
+        os.setsid()
+    (folder / leftovers.SESSION).write_text(str(os.getsid(0)))
+    (folder / "key").touch(mode=0o600)
+    key = os.environ.pop("KIT_KEY", None) or sys.stdin.readline().strip()
+    (folder / "key").write_text(key)
+    os.environ[machine.MARK] = folder.name
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], "--folder", str(folder)])  # noqa: S606 - itself
+
+
 def agent_main(arguments: list[str] | None = None, *, preload: str) -> NoReturn:
     """`preload`: the module of the ranks, imported once before they are forked. By default the arguments are those of the command."""
     global NODE  # noqa: PLW0603 - the forked ranks find it here
     parser = argparse.ArgumentParser(prog="python -m kit.world.agent", description=__doc__)
     parser.add_argument("--connect", required=True, metavar="HOST:PORT", help="where the notebook listens")
     parser.add_argument("--node", type=int, required=True, help="this machine's number, from 1 on")
-    text = "owner-only folder for scratch files (made and removed when not given)"
+    text = "owner-only folder with the key; made where it is not given: KIT_KEY has the key, else the first input line"
     parser.add_argument("--folder", type=Path, help=text)
     options = parser.parse_args(arguments)
+    if options.folder is None:
+        begin_again(options.node)
     if os.getpgid(0) != os.getpid():
         os.setpgid(0, 0)  # so that the end takes only what was started here
     leftovers.adopt_orphans()
     leftovers.let_signals_end_forks()
-    folder = options.folder or leftovers.base() / leftovers.mark(f"node{options.node}-{secrets.token_hex(3)}")
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = options.folder
     key_file = folder / "key"
-    key = bytes.fromhex(key_file.read_text() if key_file.exists() else os.environ.pop("KIT_KEY"))
-    key_file.unlink(missing_ok=True)  # read once; the ranks get it through the fork
+    key = bytes.fromhex(key_file.read_text())
+    key_file.unlink()  # read once; the ranks get it through the fork
     try:
         NODE = Node(options.connect, key, options.node, folder)
     except (OSError, ChannelClosed) as error:

@@ -356,6 +356,7 @@ class WorldPlan:
     ranks: int
     nodes: int
     endpoint: str
+    launch: tuple[str, ...]  # the command for each other machine; none: a person starts the agents
     device: str
     python: Interpreter
     env: Mapping[str, str]

@@ -30,6 +30,7 @@ from kit.world.channel import (
     malformed,
     readable_message,
 )
+from kit.world.launch import Launched, agent_command
 
 SENDING_S = 10
 
@@ -58,6 +59,7 @@ class Crew:
         self._agent_log = self.logs / f"torchrun{plan.part.first or ''}.log"  # several Worlds share a folder
         self._process: subprocess.Popen[bytes] | warm.ForkedAgent | None = None
         self._listener: WorldListener | None = None
+        self._launched: list[Launched] = []
         self._unnamed: list[WorldLink] = []  # proved the key, but have not sent their names
         self._joined: dict[int, dict[str, tuple[WorldLink, Message]]] = {}
         self.owner = os.getpid()
@@ -90,7 +92,11 @@ class Crew:
         self._process = warm.fork_agent(self.plan, self.folder, self._agent_log, arguments)
         if self._process is None:
             self._process = self._start_cold(arguments)
-        for node in range(1, self.plan.nodes):
+        for node, template in enumerate(self.plan.launch, start=1):
+            text = agent_command(self.plan.python.path, warm.AGENT, listener.address, node, self.plan.env)
+            output = self.logs / f"machine{node}.log"
+            self._launched.append(Launched.start(node, template, text, self._key, output))
+        for node in () if self.plan.launch else range(1, self.plan.nodes):
             print(
                 f"on machine {node} of {self.plan.nodes - 1} others, where the kit is installed, run:\n"
                 f"  KIT_KEY={self._key.hex()} python -m kit.world.agent --connect {listener.address} --node {node}"
@@ -221,6 +227,9 @@ class Crew:
     def _check_start(self, what: str) -> None:
         if self._process is not None and (status := self._process.poll()) is not None:
             raise KitError(f"torchrun {how_ended(status)} before the {what} joined; {self._last_words()}")
+        for launched in self._launched:
+            if launched.node not in self.agents:
+                launched.check()
         for agent in self.agents.values():
             if agent.ended == self.generation and agent.error:
                 if not agent.statuses:
@@ -444,6 +453,8 @@ class Crew:
                 if self._process.pid is not None:
                     leftovers.end_group(self._process.pid)
                 self._process.wait(10.0)
+        for launched in self._launched:
+            launched.end(within_s=3.0)
         deadline = time.monotonic() + 10
         local_members = [m for m in self.members if m.node == 0]
         while any(machine.alive(m.pid, m.started) for m in local_members) and time.monotonic() < deadline:

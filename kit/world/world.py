@@ -26,10 +26,12 @@ from kit.world.asked import NodePart, WorldPlan
 from kit.world.calls import Pending, WorldCall, WorldObserver, look_at_members, ranks_word
 from kit.world.channel import WorldMember
 from kit.world.crew import Crew
+from kit.world.launch import PRINT, launch_commands
 
 DEVICES = ("auto", "cpu", "cuda")
 TIMEOUT_S = 60.0
 START_TIMEOUT_S = 120.0
+BY_HAND_S = 3600.0  # until a person has started the agents of other machines
 
 
 class Printer:
@@ -138,6 +140,7 @@ class World(RankCalls):
         preload: Sequence[str] = (),
         nodes: int = 1,
         endpoint: str = "",
+        launch: str = PRINT,
         logs: str | os.PathLike[str] | None = None,
         start_timeout_s: float | None = None,
         observer: WorldObserver | None = None,
@@ -145,11 +148,13 @@ class World(RankCalls):
         part: NodePart | None = None,
         look: Callable[[], None] = lambda: None,
     ) -> None:
-        """`devices` places each rank on a GPU by its number; several ranks, and several Worlds, may share one.
+        """`devices` places each rank on a GPU by its number; several ranks, and several Worlds, may share one. `launch`: how the agents
+        of other machines are started, see `launch.py`.
 
         `part` and `look` are for Worlds: this one is one of several, its ranks wait for `launch`, and `look` is called while they start.
         """
         asked.check_layout(ranks, nodes, endpoint)
+        commands = launch_commands(launch, nodes)
         asked.check_seconds("timeout_s", timeout_s)
         if start_timeout_s is not None:
             asked.check_seconds("start_timeout_s", start_timeout_s)
@@ -172,12 +177,13 @@ class World(RankCalls):
                 ranks=ranks,
                 nodes=nodes,
                 endpoint=endpoint,
+                launch=commands,
                 device=device,
                 python=asked.find_python(python),
                 env=asked.check_env(env or {}),
                 preload=asked.check_preload(preload),
                 logs=None if logs is None else asked.writable_folder(logs),
-                start_timeout_s=start_timeout_s or (START_TIMEOUT_S if nodes == 1 else 3600.0),
+                start_timeout_s=start_timeout_s or (START_TIMEOUT_S if nodes == 1 or commands else BY_HAND_S),
                 # Ranks give up on a collective after the notebook did, so that the notebook's diagnosis comes first.
                 group_timeout_s=max(1800.0, 2 * timeout_s),
                 part=part or NodePart(0, ranks),

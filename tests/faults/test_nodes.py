@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from kit.errors import KitError, RankDied, RankTimeout
+from kit.errors import BadInput, KitError, RankDied, RankTimeout
 from kit.world import World, leftovers
 from kit.world import crew as module
 from kit.world.channel import WorldLink, WorldListener
+from kit.world.launch import launch_commands
 from tests.holdings import holdings, wait_for
 
 pytestmark = [pytest.mark.timeout(60)]
@@ -182,6 +183,73 @@ def test_two_agents_make_one_world(two_nodes: tuple[World, OtherMachine], capsys
     assert (died.value.rank, died.value.signal) == (2, "SIGKILL")
     world.restart()
     assert world.eval("rank") == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_template_launches_the_other_machine(tmp_path: Path, nothing_left: None) -> None:
+    (tmp_path / "words").touch()
+    launch = f"echo machine {{node}} >> {tmp_path}/words; GLOO_SOCKET_IFNAME=lo exec sh -c {{command}}"
+    options = {"device": "cpu", "logs": tmp_path, "env": {"GLOO_SOCKET_IFNAME": "lo", "OF_THE_WORLD": "a b"}}
+    with World(2, nodes=2, endpoint=f"127.0.0.1:{free_port()}", launch=launch, **options) as world:
+        assert world.eval("__import__('os').environ['OF_THE_WORLD']") == ["a b", "a b"]
+        seen = "open('/proc/self/environ').read()"
+        assert world.eval(f"['KIT_KEY' in {seen}, 'KIT_WORLD=node1-' in {seen}]") == [[False, False], [False, True]]
+        commands = [line for pid in Path("/proc").glob("[0-9]*") for line in command_of(pid)]
+        assert world._crew._key.hex() not in " ".join(commands)
+        world.restart()
+        assert world.eval("rank") == [0, 1]
+    assert (tmp_path / "words").read_text() == "machine 1\n"
+
+
+def command_of(process: Path) -> list[str]:
+    try:
+        return (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+@pytest.mark.slow
+def test_a_launch_that_fails_says_so_at_once(tmp_path: Path, nothing_left: None) -> None:
+    launch = "echo no route to machine {node} >&2; exit 255; {command}"
+    said = r"the launch of machine 1 exited with status 255 before its agent joined: no route to machine 1$"
+    with pytest.raises(KitError, match=said):
+        World(2, nodes=2, endpoint=f"127.0.0.1:{free_port()}", launch=launch, device="cpu", logs=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("launch", "said"),
+    [
+        ("ssh", "launch must be 'print', 'ssh:HOST1,HOST2', 'slurm', or a command with {command}"),
+        ("ssh:a,b", "launch='ssh:a,b' names 2 machines, and nodes=2 needs 1 beside this one"),
+        ("ssh:-oProxyCommand=x", "launch= names '-oProxyCommand=x', which is no host name"),
+        ("slurm", "launch='slurm' works inside an allocation"),
+        ("run {command} {host}", "launch must be 'print'"),
+        ("run {command", "launch='run {command' cannot be read"),
+    ],
+)
+def test_a_launch_that_cannot_be_is_one_sentence(launch: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    with pytest.raises(BadInput, match=re.escape(said)):
+        World(2, nodes=2, endpoint="127.0.0.1:4000", launch=launch)
+    with pytest.raises(BadInput, match="launch= is for several nodes"):
+        World(2, launch=launch)
+
+
+def test_ssh_and_slurm_are_commands_for_each_other_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [command.split()[-2:] for command in launch_commands("ssh:gpu1, me@gpu2", 3)] == [
+        ["gpu1", "{command}"],
+        ["me@gpu2", "{command}"],
+    ]
+    for name, text in (("scontrol", "echo gpu1; echo gpu2; echo gpu3"), ("srun", "exit 1")):  # stand-ins for Slurm's own
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-3]")
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu2")
+    commands = launch_commands("slurm", 3)
+    assert ["--nodelist=gpu1" in commands[0], "--nodelist=gpu3" in commands[1]] == [True, True]
+    with pytest.raises(BadInput, match="this Slurm allocation has, beside this one, 2 machines, and nodes=2 needs 1"):
+        launch_commands("slurm", 2)
 
 
 @pytest.mark.slow

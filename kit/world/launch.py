@@ -1,0 +1,120 @@
+"""How the agents of a World's other machines are started: by a person, over ssh, in a Slurm allocation, or by a command of your own.
+
+The key never appears in a command line that the kit runs: each command gets it on its standard input, which ssh and srun pass on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import string
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from kit.errors import BadInput, KitError, how_ended
+from kit.world import leftovers
+
+PRINT, SLURM, SSH = "print", "slurm", "ssh:"
+# A client that loses its machine ends by itself.
+SSH_COMMAND = "ssh -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=4 {host} {{command}}"
+SRUN_COMMAND = "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} sh -c {{command}}"
+OWN_OF_A_MACHINE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+WAYS = f"'{PRINT}', '{SSH}HOST1,HOST2', '{SLURM}', or a command with {{command}} and, if you like, {{node}}"
+
+
+def launch_commands(launch: str, nodes: int) -> tuple[str, ...]:
+    """The shell command for each other machine, with {command} still in it; none where a person starts the agents."""
+    if not isinstance(launch, str):
+        raise BadInput(f"launch must be {WAYS}, not {launch!r}")
+    if nodes == 1 and launch != PRINT:
+        raise BadInput("launch= is for several nodes; leave it out, or give nodes=2 or more")
+    if launch == PRINT:
+        return ()
+    if launch.startswith(SSH):
+        hosts = [host.strip() for host in launch.removeprefix(SSH).split(",") if host.strip()]
+        return for_hosts(SSH_COMMAND, hosts, nodes, f"launch={launch!r} names")
+    if launch == SLURM:
+        return for_hosts(SRUN_COMMAND, slurm_hosts(), nodes, "this Slurm allocation has, beside this one,")
+    return tuple(from_template(launch, node) for node in range(1, nodes))
+
+
+def for_hosts(template: str, hosts: list[str], nodes: int, has: str) -> tuple[str, ...]:
+    if len(hosts) != nodes - 1:
+        raise BadInput(f"{has} {len(hosts)} machines, and nodes={nodes} needs {nodes - 1} beside this one")
+    if wrong := [host for host in hosts if host.startswith("-") or shlex.quote(host) != host]:
+        raise BadInput(f"launch= names {wrong[0]!r}, which is no host name")
+    return tuple(template.format(host=host) for host in hosts)
+
+
+def slurm_hosts() -> list[str]:
+    """The other machines of this allocation; the notebook's own is the one that runs this process."""
+    listed = os.environ.get("SLURM_JOB_NODELIST")
+    own = os.environ.get("SLURMD_NODENAME") or os.uname().nodename.partition(".")[0]
+    if not listed:
+        raise BadInput(
+            "launch='slurm' works inside an allocation (salloc or sbatch), and SLURM_JOB_NODELIST is not set"
+        )
+    if shutil.which("scontrol") is None or shutil.which("srun") is None:
+        raise BadInput("launch='slurm' needs scontrol and srun on the PATH")
+    command = ["scontrol", "show", "hostnames", listed]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode:
+        raise BadInput(f"scontrol {how_ended(done.returncode)}: {done.stderr.strip()}")
+    return [host for host in done.stdout.split() if host != own]
+
+
+def from_template(template: str, node: int) -> str:
+    try:
+        names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+    except ValueError as error:
+        raise BadInput(f"launch={template!r} cannot be read: {error}") from None
+    if "command" not in names or names - {"command", "node"}:
+        raise BadInput(f"launch must be {WAYS}, not {template!r}")
+    return template.format(node=node, command="{command}")
+
+
+class Launched(NamedTuple):
+    """The local command that runs a machine's agent."""
+
+    node: int
+    text: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @classmethod
+    def start(cls, node: int, template: str, command: str, key: bytes, log: Path) -> Launched:
+        text = template.replace("{command}", shlex.quote(command))
+        with open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as output:
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", text], stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
+            )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as keys:  # it has ended, as `check` finds
+            keys.write(key.hex().encode() + b"\n")
+        return cls(node, text, process, log)
+
+    def check(self) -> None:
+        """Raise if the command has failed. One that ended well may have left its agent in the background."""
+        if status := self.process.poll():
+            words = self.log.read_text(errors="replace").strip().splitlines()[-3:]
+            said = ": " + " | ".join(words) if words else ""
+            raise KitError(f"the launch of machine {self.node} {how_ended(status)} before its agent joined{said}")
+
+    def end(self, within_s: float) -> None:
+        """Wait until the command has ended with its agent; end one that has lost its machine."""
+        try:
+            self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            leftovers.end_group(self.process.pid)
+            self.process.wait(10.0)
+
+
+def agent_command(python: str, agent: Path, address: str, node: int, env: Mapping[str, str]) -> str:
+    """The command line of an agent. `env`: the variables of the World's ranks, except each machine's own name for its network."""
+    given = [f"{name}={value}" for name, value in env.items() if name not in OWN_OF_A_MACHINE]
+    settings = ["env", *given] if given else []
+    return shlex.join([*settings, python, str(agent), "--connect", address, "--node", str(node)])
