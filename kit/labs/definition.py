@@ -74,6 +74,18 @@ class LabConfig:
     python: Annotated[
         str, Option("Python interpreter of the ranks; empty: the first on this machine with torch and megatron.core")
     ] = ""
+    nodes: Annotated[int, Option("number of machines; ranks are spread evenly over them", low=1, high=4096)] = 1
+    endpoint: Annotated[
+        str,
+        Option("with several machines: host:port of this one, where torchrun's ranks meet and which the others reach"),
+    ] = ""
+    launch: Annotated[
+        str,
+        Option(
+            "how other machines start: print (shows the command to paste), ssh:HOST1,HOST2, slurm, or your own command with {command} "
+            "and {node}"
+        ),
+    ] = "print"
     routing: Annotated[
         Literal["torch", "torchcomms", "nccl2"],
         Option("backend of collectives: torch's own, torchcomms, or torch's nccl2 (CUDA only)"),

@@ -381,7 +381,8 @@ class Lab:
         places = devices(self.roles, self._sizes)
         if len(self._sizes) > 1:
             return Worlds(self._sizes, isolate=self.definition.isolate, devices=places, **settings)
-        return World(self._sizes[0], devices=places[0] if places else (), **settings)
+        machines = {name: getattr(self.config, name) for name in ("nodes", "endpoint", "launch")}
+        return World(self._sizes[0], devices=places[0] if places else (), **machines, **settings)
 
     def _step(self) -> Stepped:
         self._check_going()
@@ -517,6 +518,7 @@ class Lab:
             "config": self._settings,
             "fault": dataclasses.asdict(self.bug) if self.bug else None,
             "devices": [seat["device"] for seat in self.world.status()],
+            "nodes": [seat["node"] for seat in self.world.status()],
             "world_sizes": self._sizes,
             "meeting": f"kit-{secrets.token_hex(8)}",
             "snapshots": str(self.dir / SNAPSHOTS) if self._snapshots else None,

@@ -48,6 +48,7 @@ class Context(Recording):
     device: torch.device
     config: Any
     devices: tuple[str, ...] = ()  # of all ranks
+    nodes: tuple[int, ...] = ()  # the machine of each rank; none where all are on one
 
     def _send(self, row: Row) -> None:
         channel.publish(row.facts())
@@ -55,6 +56,9 @@ class Context(Recording):
     def world_of(self, rank: int) -> str:
         worlds = [world for world, size in enumerate(self.world_sizes) for _ in range(size)]
         return f"{self.meeting} {worlds[rank]}"
+
+    def machine_of(self, rank: int) -> str:
+        return f"{self.meeting} machine {self.nodes[rank] if self.nodes else 0}"
 
     def implementation(self, target: str) -> Any:
         return load(target)(self)
@@ -99,6 +103,7 @@ def begin(
     config: dict[str, Any],
     fault: dict[str, Any] | None,
     devices: list[str],
+    nodes: list[int],
     world_sizes: list[int],
     meeting: str,
     snapshots: str | None = None,
@@ -122,6 +127,7 @@ def begin(
         meeting=meeting,
         device=torch.device(devices[rank]),
         devices=tuple(devices),
+        nodes=tuple(nodes) if len({*nodes}) > 1 else (),
         config=made(load(config_type), config),
     )
     for name, flag in routing.FLAGS.items():

@@ -12,9 +12,11 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import kit
 from kit.errors import BadInput, KitError, RankDied, RankTimeout
 from kit.world import World, leftovers
 from kit.world import crew as module
@@ -107,27 +109,64 @@ class OtherHost(OtherMachine):
     def cut(self) -> None:
         run_ip("link", "set", self.near, "down")
 
+    def mend(self) -> None:
+        run_ip("link", "set", self.near, "up")
+
     def remove(self) -> None:
         run_ip("link", "delete", self.near)  # a namespace ends only after its last process
         run_ip("netns", "delete", self.name)
 
 
-@pytest.fixture
-def two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[World, OtherHost]]:
+@pytest.fixture(scope="module")
+def far_host() -> Iterator[OtherHost]:
     if os.getuid() or not shutil.which("ip"):
         pytest.skip("network namespaces need root and the command ip")
     try:
         other = OtherHost()
     except subprocess.CalledProcessError as error:
         pytest.skip(f"this container cannot make network namespaces: {error.stderr.decode().strip()}")
-    try:
-        monkeypatch.setattr(module, "print", other, raising=False)
-        options = {"device": "cpu", "logs": tmp_path, "env": {"GLOO_SOCKET_IFNAME": other.near}, "start_timeout_s": 45}
-        with World(4, nodes=2, endpoint=f"10.99.36.1:{free_port()}", **options) as world:
-            yield world, other
-        assert wait_for(lambda: holdings(os.getpid())["processes"] == [])
-    finally:
-        other.remove()
+    yield other
+    other.remove()
+
+
+@pytest.fixture
+def two_hosts(
+    far_host: OtherHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[World, OtherHost]]:
+    monkeypatch.setattr(module, "print", far_host, raising=False)
+    options = {"device": "cpu", "logs": tmp_path, "env": {"GLOO_SOCKET_IFNAME": far_host.near}, "start_timeout_s": 45}
+    with World(4, nodes=2, endpoint=f"10.99.36.1:{free_port()}", **options) as world:
+        yield world, far_host
+    assert wait_for(lambda: holdings(os.getpid())["processes"] == [])
+    far_host.mend()
+
+
+LABS_OVER_HOSTS: dict[str, dict[str, Any]] = {
+    "smoke": {},
+    "offload": {"tp": 1},
+    "split": {},
+    "sync": {"ranks": 4, "replicas": 2, "tp": 1, "placement": "apart", "sweep": False},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(1, of="labs")
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("lab", LABS_OVER_HOSTS)
+def test_a_lab_passes_over_two_hosts(
+    far_host: OtherHost, lab: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", far_host.near)
+    launch = f"{shlex.join(far_host.prefix)} env GLOO_SOCKET_IFNAME={far_host.far} sh -c {{command}}"
+    where = {"nodes": 2, "endpoint": f"10.99.36.1:{free_port()}", "launch": launch, "device": "cpu"}
+    run = kit.run(lab, out=tmp_path / "run", **where, **LABS_OVER_HOSTS[lab])
+    verdict = run.verdict()
+    assert (verdict.passed, [row for row in verdict if row.passed is False]) == (True, [])
+    if lab == "sync":
+        rows = run.frame()
+        kinds = rows[rows["metric"] == "transport_receivers"]["ids"].astype(str)
+        assert kinds.str.contains("broadcast").any()  # across the cable
+        assert not kinds.str.contains("serialize").any()
 
 
 @pytest.mark.slow
@@ -240,7 +279,10 @@ def test_ssh_and_slurm_are_commands_for_each_other_machine(tmp_path: Path, monke
         ["gpu1", "{command}"],
         ["me@gpu2", "{command}"],
     ]
-    for name, text in (("scontrol", "echo gpu1; echo gpu2; echo gpu3"), ("srun", "exit 1")):  # stand-ins for Slurm's own
+    for name, text in (
+        ("scontrol", "echo gpu1; echo gpu2; echo gpu3"),
+        ("srun", "exit 1"),
+    ):  # stand-ins for Slurm's own
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

@@ -79,6 +79,10 @@ class SyncConfig(JobConfig):
             f"replicas={self.replicas} cannot share devices with the trainer: one replica sleeps while another one serves; "
             "use at least 2, or placement=apart",
         )
+        refuse_if(
+            overlap and self.nodes > 1,
+            f"placement=overlap shares the devices of one machine, but nodes={self.nodes}: use placement=apart",
+        )
         room = self.infer_ranks - self.infer_tp
         refuse_if(
             overlap and self.trainer_ranks > room,

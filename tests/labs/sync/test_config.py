@@ -110,15 +110,19 @@ def test_only_who_shares_a_device_wakes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "devices", "chosen"),
+    ("gpu", "devices", "nodes", "chosen"),
     [
-        ("GPU-1", ("cuda:0", "cuda:0"), "ipc"),
-        ("GPU-1", ("cuda:0", "cuda:1"), "shm"),
-        ("", ("cuda:0", "cuda:0"), "shm"),  # sharing the allocator's memory needs a permission
-        ("", ("cpu", "cpu"), "shm"),
+        ("GPU-1", ("cuda:0", "cuda:0"), (), "ipc"),
+        ("GPU-1", ("cuda:0", "cuda:0"), (0, 1), "broadcast"),
+        ("GPU-1", ("cuda:0", "cuda:1"), (), "shm"),
+        ("", ("cuda:0", "cuda:0"), (), "shm"),  # sharing the allocator's memory needs a permission
+        ("", ("cpu", "cpu"), (), "shm"),
+        ("", ("cpu", "cpu"), (0, 1), "broadcast"),
     ],
 )
-def test_the_trainer_knows_which_replicas_are_on_its_own_gpu(gpu: str, devices: tuple[str, str], chosen: str) -> None:
+def test_the_trainer_knows_where_replicas_are(
+    gpu: str, devices: tuple[str, str], nodes: tuple[int, ...], chosen: str
+) -> None:
     ctx = Context(
         rank=0,
         world_size=2,
@@ -130,6 +134,7 @@ def test_the_trainer_knows_which_replicas_are_on_its_own_gpu(gpu: str, devices: 
         device=torch.device(devices[0]),
         config=None,
         devices=devices,
+        nodes=nodes,
     )
-    trainer: Any = SimpleNamespace(ctx=ctx, where=RankPlace("box", "here 0", gpu))
+    trainer: Any = SimpleNamespace(ctx=ctx, where=RankPlace(ctx.machine_of(0), "here 0", gpu))
     assert best_transport(trainer.where, SyncTrainer.place_of(trainer, 1)) == chosen

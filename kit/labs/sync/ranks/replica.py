@@ -52,6 +52,7 @@ class SyncReplica(Side):
             self.replica = serve.ServingModel(config)
             fill(self.replica.chunks, config.geometry, model.DTYPES[config.dtype], self.config.seed)
         self.contents = Contents(self.replica.chunks)
+        self.meet()
         tokens = self.prompt(config.geometry.vocab)
         wait = self.config.deadline_s
 

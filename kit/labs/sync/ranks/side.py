@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,12 +16,11 @@ from kit.errors import KitError
 from kit.labs import rankside
 from kit.labs.bystander import Bystander
 from kit.labs.sync.lab import SyncConfig
-from kit.machine import host
 from kit.measure.phase import shared_memory
 from kit.megatron import groups, ownership, serve, shards, standin
 from kit.megatron.config import Geometry
 from kit.sync import transports
-from kit.sync.link import address_of
+from kit.sync.link import Listener, address_of
 from kit.sync.sender import SyncLog
 from kit.train.plain import PlainModel
 
@@ -40,7 +40,7 @@ class Side:
         gpu = ""
         if ctx.device.type == "cuda" and not transports.needs_permission():
             gpu = str(torch.cuda.get_device_properties(ctx.device).uuid)
-        self.where = transports.RankPlace(host=host(), world=ctx.world_of(ctx.rank), gpu=gpu)
+        self.where = transports.RankPlace(host=ctx.machine_of(ctx.rank), world=ctx.world_of(ctx.rank), gpu=gpu)
 
     def enter(self) -> None:
         """Create the groups of the trainer and of each replica. All ranks create all groups in the same order."""
@@ -59,6 +59,18 @@ class Side:
             if ranks[0] in own_world:
                 group = dist.new_group([rank - before for rank in ranks])
                 self.group = group if self.ctx.rank in ranks else self.group
+
+    def meet(self) -> None:
+        """Open the sender's end on rank 0. On one machine its name is its address; on several the others get the address. Collective."""
+        if self.ctx.rank == 0:
+            host = (
+                os.environ["MASTER_ADDR"] if self.ctx.nodes else None
+            )  # of torchrun's endpoint, which all machines reach
+            self.listener = self.scope.enter_context(Listener(name=self.ctx.meeting, tcp_host=host))
+        if self.ctx.nodes:
+            address = [self.listener.address if self.ctx.rank == 0 else {}]
+            dist.broadcast_object_list(address, src=0)
+            self.address = address[0]
 
     def as_job(self) -> contextlib.AbstractContextManager[None]:
         return serve.as_world(self.group)

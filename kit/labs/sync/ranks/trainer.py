@@ -24,7 +24,6 @@ from kit.megatron.config import ModelConfig
 from kit.sync import transports
 from kit.sync.buckets import ALIGN, Key, Layout, automatic, lay_out, specs_of
 from kit.sync.cache import BASE, LARGEST, Cache, Ring
-from kit.sync.link import Listener
 from kit.sync.sender import Gathered, Report, Sender, SyncFailed, Target
 from kit.train.options import DEFAULTS
 from kit.train.plain import PlainModel
@@ -57,9 +56,9 @@ class SyncTrainer(Side):
             self.job.mover.restore()
         tensors = self.gather()
         self.total = sum(tensor.nbytes for tensor in tensors.values())
+        self.meet()
         if self.sends:
             self.cache = memory_of(self.config, tensors)
-            self.listener = self.scope.enter_context(Listener(name=self.ctx.meeting))
             self.scope.callback(self.cache.close)
             self.sender = Sender(
                 self.cache,
@@ -200,9 +199,10 @@ class SyncTrainer(Side):
         ]
 
     def place_of(self, rank: int) -> Any:
-        """The location of a receiver: this machine, since both ends meet at a local socket, and the World of its rank."""
-        gpu = self.where.gpu if self.ctx.devices[rank] == str(self.ctx.device) else ""
-        return self.where._replace(world=self.ctx.world_of(rank), gpu=gpu)
+        """The location of a receiver: its machine, the World of its rank, and the trainer's GPU if it shares it."""
+        host = self.ctx.machine_of(rank)
+        shares = host == self.where.host and self.ctx.devices[rank] == str(self.ctx.device)
+        return self.where._replace(host=host, world=self.ctx.world_of(rank), gpu=self.where.gpu if shares else "")
 
     def deliver(self, version: int, targets: Sequence[Target], *, asleep: bool = False) -> Report | None:
         """One sync, observed by the lab on the sender; the other ranks take part in gathering the weights."""
