@@ -135,6 +135,23 @@ def test_a_desk_that_waits_for_a_replica_that_died_asleep_is_seen() -> None:
     assert "replica 1 of a did not answer a shrink" in findings["no_deadlock"]
 
 
+@pytest.mark.parametrize(
+    ("worlds", "seed", "rule"),
+    [
+        (ShareWorlds(scheduler=f"{WRONG}:joins_twice"), 0, "no_request_lost"),
+        (ShareWorlds(scheduler=f"{WRONG}:never_admits_late"), 2, "no_deadlock"),
+        (StreamWorlds(implementation=f"{WRONG}:logs_nothing"), 0, "metrics_true"),
+        (StreamWorlds(sampler=f"{WRONG}:LeavesTheLast"), 0, "no_deadlock"),
+        (StreamWorlds(implementation="tests.loop.right_cores:WholeSteps"), 3, ""),
+        (ShareWorlds(scheduler="tests.labs.share.test_own:own_desk"), 1, ""),
+    ],
+    ids=lambda value: next(iter(value.settings.values())).partition(":")[2] if hasattr(value, "settings") else None,
+)
+def test_a_single_world_tells_right_from_wrong(worlds: Worlds, seed: int, rule: str) -> None:
+    findings = play(worlds, world_of(worlds, seed)).findings
+    assert rule in findings if rule else findings == {}
+
+
 def test_bad_input_is_one_sentence() -> None:
     with pytest.raises(BadInput, match="lab 'smoke' has no random worlds; explore share or stream"):
         kit.explore("smoke")

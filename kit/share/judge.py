@@ -186,11 +186,20 @@ def no_request_lost(ledger: DeskLedger) -> Violations:
 
 
 def answered_twice(ledger: DeskLedger) -> Iterator[str]:
-    """Yield a violation per grant for which no request waits: neither the pipeline's nor one that the desk repeated."""
+    """Yield a violation per grant for which no request waits, neither the pipeline's nor one that the desk repeated; and per replica that
+    joins again without having left."""
     answers = {end.at for _, end in device_requests(ledger) if end is not None}
+    joined: dict[tuple[str, Any], Row] = {}
     for row, books in ledger.replay():
         if row.event == "granted" and row.at not in answers and (row.who, cluster_of(row)) not in books.waiting:
             yield f"{row}: no request waits for it"
+        elif row.event == "joined" and "to" in row.ids:  # of the desk: a pipeline notes what it hears
+            if (before := joined.get(replica_of(row))) is not None:
+                yield f"{row}: the replica has joined before (row {before.at}) and not left"
+            joined[replica_of(row)] = row
+        elif row.event in ("left", "shrink", "shrunk", "died", "gone"):
+            gone = {replica_of(row)} if "replica" in row.ids else {key for key in joined if key[0] == row.who}
+            joined = {key: row_of for key, row_of in joined.items() if key not in gone}
 
 
 def stranded_requests(ledger: DeskLedger) -> Iterator[str]:
@@ -789,6 +798,7 @@ def dead_pipeline_leaves(ledger: DeskLedger) -> Violations:
     return f"{', '.join(sorted(deaths))} died; its devices were idle {slowest:.3f} s later"
 
 
+BY_DEMAND = (plan_as_specified, fair_share)  # of the kit's own desk and planner only
 RULES = (
     one_owner,
     shrink_before_expand,

@@ -316,10 +316,15 @@ class Foreign:
                 current_train_weight=now, min_prompt_groups=command.least, max_prompt_groups=command.most
             )
         )
+        groups = () if meta is None else tuple(meta.groups)
+        if kept := [slot.group for slot in self.buffer.slots if slot.group in groups]:
+            raise KitError(
+                f"the sampler's select returned group {kept[0]} and left it in the buffer; remove what it returns"
+            )
         return Event(
             "chosen",
             self.pipeline,
-            groups=() if meta is None else tuple(meta.groups),
+            groups=groups,
             evicted=tuple(evicted),
             aborted=tuple(aborted),
             **self.declared,

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import kit
@@ -65,6 +66,13 @@ class OnThread(Styled):
         return self.pool.submit(self.decide, state, event).result()
 
 
+class WholeSteps(Controller):
+    """Synchronous: a step begins when all its groups are complete."""
+
+    def __init__(self, plan: Any, start: Any = None) -> None:
+        super().__init__(replace(plan, min_groups=plan.groups), pipeline="a", resume=start)
+
+
 def in_task(plan: Any, start: Any = None) -> Controller:
     return InTask(plan, pipeline="a", resume=start)
 
@@ -90,6 +98,8 @@ DESIGNS: dict[str, tuple[str, dict[str, str]]] = {
     "streaming": ("stream", {"sampler": "capacity"}),
     "sampler that polls": ("stream", {"sampler": "tests.stream.test_foreign:InOrder"}),
     "asyncio": ("stream", {"implementation": f"{HERE}:in_task"}),
+    "whole steps": ("stream", {"implementation": f"{HERE}:WholeSteps"}),
+    "own desk that shares as it likes": ("share", {"scheduler": f"{OWN}:own_desk"}),
     "threads": ("stream", {"implementation": f"{HERE}:on_thread"}),
 }
 

@@ -10,6 +10,7 @@ from kit.share.core import Scheduler
 from kit.share.planner import PLANNERS, View, gap_ratio
 from kit.share.state import DeskState
 from kit.stream.core import Controller
+from tests.stream.test_foreign import Windowed
 
 # -- planners ---------------------------------------------------------------------------------------------------------------
 
@@ -78,6 +79,23 @@ class NeverRests(Scheduler):
         return state, (*commands, *again)
 
 
+class JoinsTwice(Scheduler):
+    """Says of each replica twice that it serves."""
+
+    def step(self, state: DeskState, event: Event) -> tuple[DeskState, tuple[Command, ...]]:
+        state, commands = super().step(state, event)
+        return state, (*commands, *(command for command in commands if command.name == "joined"))
+
+
+class NeverAdmitsLate(Scheduler):
+    """Admits nobody who has waited as long as one may."""
+
+    def step(self, state: DeskState, event: Event) -> tuple[DeskState, tuple[Command, ...]]:
+        state, commands = super().step(state, event)
+        late = event.name == "alarm"
+        return state, tuple(command for command in commands if not (late and command.name == "admitted"))
+
+
 class Exits(Scheduler):
     """Takes its process with it."""
 
@@ -99,6 +117,14 @@ def never_rests(config: Any) -> Scheduler:
     return NeverRests(desk_settings(config), desk="desk")
 
 
+def joins_twice(config: Any) -> Scheduler:
+    return JoinsTwice(desk_settings(config), desk="desk")
+
+
+def never_admits_late(config: Any) -> Scheduler:
+    return NeverAdmitsLate(desk_settings(config), desk="desk")
+
+
 def exits(config: Any) -> Scheduler:
     return Exits(desk_settings(config), desk="desk")
 
@@ -117,3 +143,28 @@ class DropsTheLast(Controller):
 
 def drops_the_last(plan: Any, start: Any = None) -> Controller:
     return DropsTheLast(plan, pipeline="a", resume=start)
+
+
+class LogsNothing(Controller):
+    def step(self, state: Any, event: Event) -> tuple[Any, tuple[Command, ...]]:
+        state, commands = super().step(state, event)
+        return state, tuple(command for command in commands if command.name != "metrics")
+
+
+def logs_nothing(plan: Any, start: Any = None) -> Controller:
+    return LogsNothing(plan, pipeline="a", resume=start)
+
+
+# -- samplers -----------------------------------------------------------------------------------------------------------------
+
+
+class LeavesTheLast(Windowed):
+    """The last group that it selects stays in its buffer."""
+
+    async def select(self, *, current_train_weight: int, min_prompt_groups: int, max_prompt_groups: int) -> Any:
+        ready = [at for at, is_ready in enumerate(self.buffer.ready_list) if is_ready][:max_prompt_groups]
+        if len(ready) < min_prompt_groups:
+            return None, 0
+        metas = [self.buffer.meta_list[at] for at in ready]
+        await self.buffer.remove(ready[:-1], remove_in_dp=False)
+        return metas[0].concat(*metas[1:]), len(metas)

@@ -560,6 +560,11 @@ def nothing_left(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     return replace(most, why=RANK.sub(lambda rank: name_rank(share_config(config), int(rank[1])), most.why))
 
 
+def desk_is_own(config: Mapping[str, Any]) -> str:
+    own = own_code(config, ("scheduler",))
+    return f"how devices are divided is up to scheduler={config['scheduler']}" if own else ""
+
+
 BY_RANKS_TOO = {
     "one_owner": owned_twice,
     "drained_before_sleep": slept_in_flight,
@@ -587,6 +592,7 @@ RULES: tuple[Rule, ...] = (
             with_ranks(by_ledger, BY_RANKS_TOO[by_ledger.__name__])
             if by_ledger.__name__ in BY_RANKS_TOO
             else of_ledgers(by_ledger),
+            cannot=desk_is_own if by_ledger in judge.BY_DEMAND else None,
         )
         for by_ledger in judge.RULES
     ),

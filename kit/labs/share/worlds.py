@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from kit.labs.definition import NAMES, made
+from kit.labs.definition import NAMES, made, own_code
 from kit.labs.share.drive import simulate_pipelines
 from kit.labs.share.lab import DESK, MAIN, OWN, PipelineConfig, ShareConfig
 from kit.labs.share.ledgers import LOOP_RULES, settled
@@ -24,7 +24,7 @@ from kit.loop.runner import Runner, VirtualClock
 from kit.results.records import Unjudged
 from kit.results.rules import NotMeasured, settle
 from kit.share.books import DeskLedger
-from kit.share.judge import MOST_SLEEPS, RULES, pipeline_rows, sleeps_in_a_row
+from kit.share.judge import BY_DEMAND, MOST_SLEEPS, RULES, pipeline_rows, sleeps_in_a_row
 from kit.share.simulated import Answers, Devices, simulate
 from kit.stream.history import LoopLedger
 from kit.target import load_callable
@@ -241,6 +241,7 @@ class ShareWorlds:
         config: ShareConfig | None = None if like is None else made(ShareConfig, like)
         self.like = config if config is not None and is_small(config) else None
         self.settings = settings
+        self.own_desk = bool(own_code(settings, ("scheduler",)))
         self.whole = "pipeline" in settings  # loops with samples, tokens and weights instead of `Worker`s
 
     # -- the draw -----------------------------------------------------------------------------------------------------------
@@ -262,6 +263,8 @@ class ShareWorlds:
         at = rng.randrange(len(world["pipelines"]))
         if not self.whole and rng.random() < 0.15 and (spare := spare_replicas(world["pipelines"][at])):
             world["frail"].append([at, rng.choice(spare)])
+        if world["admission"] and rng.random() < 0.5:  # some pipelines come too late
+            world["admission_ms"] = rng.choice([50, 500])
         return world
 
     def draw_pipelines(self, rng: random.Random, devices: int) -> Iterator[dict[str, Any]]:
@@ -312,6 +315,9 @@ class ShareWorlds:
     def judge(self, rows: Memory) -> Judged:
         ledger, judged = DeskLedger(rows), Judged()
         for rule in RULES:
+            if self.own_desk and rule in BY_DEMAND:
+                judged.unmeasured.append(rule.__name__)  # it divides devices as it likes
+                continue
             try:
                 measured = settled(rule, ledger)
             except NotMeasured:
@@ -363,7 +369,7 @@ class ShareWorlds:
             loops=loops,
             request_ms=PATIENCE * length,
             operation_ms=PATIENCE * (world["sleep_ms"] + world["wake_ms"]),
-            admission_ms=PATIENCE * length if world["admission"] else 0,
+            admission_ms=world.get("admission_ms", PATIENCE * length) if world["admission"] else 0,
             watchdog_ms=max(1, length // 4),
             **self.settings,
         )

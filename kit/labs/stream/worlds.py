@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from kit.labs.definition import made
+from kit.labs.definition import made, own_code
 from kit.labs.stream.drive import Stopped, Stopping
 from kit.labs.stream.lab import OWN, StreamConfig, settings
 from kit.labs.stream.sides import PIPELINE
@@ -20,7 +20,7 @@ from kit.loop.explore import A_SECOND, Judged, World
 from kit.loop.messages import Memory
 from kit.loop.runner import Stalled
 from kit.results.records import Unjudged
-from kit.results.rules import NotMeasured, Violations, settle
+from kit.results.rules import Measured, Missing, NotMeasured, Violations, settle
 from kit.stream import core
 from kit.stream.history import LoopLedger
 from kit.stream.judge import RULES, resume_equals
@@ -66,6 +66,9 @@ class StreamWorlds:
             () if self.like is None else MANNERS + LOOP_SIZES * is_small(self.like)
         )  # of worlds, as in the config
         self.settings = settings
+        self.own_code = bool(
+            own_code(settings, OWN)
+        )  # it may wait for whole steps, unless a config says that it does not
 
     def draw(self, rng: random.Random) -> World:
         world = self.draw_any(rng)
@@ -86,7 +89,7 @@ class StreamWorlds:
             "groups": groups,
             "group": rng.choice([2, 2, 3, 4]),
             "updates": rng.choice([count for count in (1, 1, 2, 3) if groups % count == 0]),
-            "min_groups": rng.randint(1, groups),
+            "min_groups": max(rng.randint(1, groups), groups * self.own_code),
             "places": places,
             "slots": rng.choice([places, rng.randint(1, places)]),
             "steps": steps,
@@ -162,7 +165,7 @@ class StreamWorlds:
         for ledger in (resumed, whole) if resumed.rows else (whole,):
             ask(judged, "no_deadlock", lambda ledger=ledger: ends_well(ledger))  # type: ignore[misc]
             for rule in RULES:
-                ask(judged, rule.__name__, lambda rule=rule, ledger=ledger: rule(ledger))  # type: ignore[misc]
+                ask(judged, rule.__name__, lambda rule=rule, ledger=ledger: recorded(rule, ledger))  # type: ignore[misc]
         if resumed.rows:
             ask(judged, "resume_equals", lambda: resume_equals(whole, resumed))
         return judged
@@ -220,7 +223,7 @@ class StreamWorlds:
                 yield {**world, name: value}
 
 
-def ask(judged: Judged, name: str, violations: Callable[[], Violations]) -> None:
+def ask(judged: Judged, name: str, violations: Callable[[], Measured | Violations]) -> None:
     """Add the answer of a rule. It is unmeasured if no ledger of the world has what it needs."""
     try:
         measured = settle(violations())
@@ -230,6 +233,16 @@ def ask(judged: Judged, name: str, violations: Callable[[], Violations]) -> None
         judged.findings[name] = f"{type(error).__name__}: {error}"
     else:
         judged.findings |= {name: measured.why} if measured.value else {}
+
+
+def recorded(rule: Callable[[LoopLedger], Measured | Violations], ledger: LoopLedger) -> Measured:
+    """The answer of a rule. A loop that has cleared a step has done all that rules look at: its core left the missing rows out."""
+    try:
+        return settle(rule(ledger))
+    except Missing as missing:
+        if any(row.get("of") == "clear" for row in ledger.by_event["done"]):
+            raise Unjudged(str(missing)) from missing
+        raise
 
 
 def ends_well(ledger: LoopLedger) -> Violations:

@@ -231,7 +231,7 @@ FOUR = {"devices": 4, "infer": (0, 1, 2, 3)}
 OWN: list[dict[str, object]] = [
     {"planner": of(takes_turns), "scenario": "F"},
     {"planner": of(takes_turns), "pipelines": 3, "b.infer_tp": 2, **SMALL},
-    {"planner": of(takes_turns), "scheduler": of(own_desk), **FOUR, **SMALL},
+    {"scheduler": of(own_desk), **FOUR, **SMALL},
 ]
 
 
