@@ -84,7 +84,7 @@ class BySignal:
                 raise error
 
         self.before: Any = signal.signal(signal.SIGALRM, ring)
-        self.left, self.every = signal.setitimer(signal.ITIMER_REAL, seconds, min(seconds, AGAIN_S))
+        self.left, self.every = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
 
     def stop(self, took: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -104,7 +104,7 @@ class ByThread:
             with self.lock:
                 if not self.over.is_set() and self.is_over():
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.who), ctypes.py_object(self.error))
-            seconds = min(seconds, AGAIN_S)
+            seconds = AGAIN_S
 
     def stop(self, _: float) -> None:
         # What was thrown at the end is let out here. Taking it back instead would leave CPython 3.11 looking for it for ever.
