@@ -24,7 +24,7 @@ from kit.world.channel import WorldLink, WorldListener
 from kit.world.launch import launch_commands
 from tests.holdings import holdings, wait_for
 
-pytestmark = [pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.timeout(150)]
 
 
 def free_port() -> int:
@@ -67,7 +67,7 @@ def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
         device="cpu",
         logs=tmp_path,
         env={"GLOO_SOCKET_IFNAME": "lo"},
-        start_timeout_s=45,
+        start_timeout_s=90,
     )
     yield world, other
     world.close()
@@ -134,7 +134,7 @@ def two_hosts(
     far_host: OtherHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[World, OtherHost]]:
     monkeypatch.setattr(module, "print", far_host, raising=False)
-    options = {"device": "cpu", "logs": tmp_path, "env": {"GLOO_SOCKET_IFNAME": far_host.near}, "start_timeout_s": 45}
+    options = {"device": "cpu", "logs": tmp_path, "env": {"GLOO_SOCKET_IFNAME": far_host.near}, "start_timeout_s": 90}
     with World(4, nodes=2, endpoint=f"10.99.36.1:{free_port()}", **options) as world:
         yield world, far_host
     assert wait_for(lambda: holdings(os.getpid())["processes"] == [])
@@ -151,7 +151,7 @@ LABS_OVER_HOSTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.drawn(1, of="labs")
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("lab", LABS_OVER_HOSTS)
 def test_a_lab_passes_over_two_hosts(
     far_host: OtherHost, lab: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
@@ -170,7 +170,7 @@ def test_a_lab_passes_over_two_hosts(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("while_idle", [False, True])
 def test_a_machine_that_is_lost_is_named_and_ends_by_itself(
     two_hosts: tuple[World, OtherHost], while_idle: bool
