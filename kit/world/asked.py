@@ -197,6 +197,8 @@ def writable_folder(logs: str | os.PathLike[str]) -> Path:
 # -- which Python the ranks run in: the one asked for, or the first on the box that has torch and megatron.core --------
 
 HOMES = ("/opt", "/venv", "/workspace", "~")  # where images and people put environments
+# NeMo-RL has an environment for each kind of worker; the trainer's has Megatron.
+INSIDE = ("", ".venv", "venv", "*", "*/.venv", "*/venv", "*/envs/*", "ray_venvs/*MegatronPolicyWorker*")
 
 
 def has_module(name: str) -> bool:
@@ -241,7 +243,7 @@ def candidates() -> list[tuple[str, str]]:
     candidates += [(f"{root}/bin/python", name) for name, root in roots if root]
     candidates += [(path, f"{name} on PATH") for name in ("python3", "python") if (path := shutil.which(name))]
     for home in HOMES:
-        for inside in ("", ".venv", "venv", "*", "*/.venv", "*/venv", "*/envs/*"):
+        for inside in INSIDE:
             paths = sorted(Path(home).expanduser().glob(f"{inside}/bin/python".removeprefix("/")))
             candidates += [(str(path), f"found under {home}") for path in paths]
     places = {

@@ -86,7 +86,9 @@ def test_environments_of_the_box_are_found_where_people_put_them(
 ) -> None:
     monkeypatch.setattr(asked, "HOMES", (str(tmp_path),))
     monkeypatch.setenv("PATH", "/nowhere")
-    places = (".venv", "main", "train/.venv", "miniconda3/envs/megatron")
+    worker = "ray_venvs/nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
+    places = (".venv", "main", "train/.venv", "miniconda3/envs/megatron", worker)
+    script(tmp_path / "ray_venvs/VllmGenerationWorker/bin/python", "echo '[true, true, [3, 12]]'")  # not a trainer's
     both = [str(script(tmp_path / place / "bin/python", "echo '[true, true, [3, 12]]'")) for place in places]
     assert [one.path for one in asked.search_pythons() if one.megatron] == [sys.executable, *both]
 
