@@ -225,9 +225,9 @@ class WorldCall:
         silent = self.waiting()
         ranks = tuple(member.rank for member in silent)
         looks_by_rank = look_at_members(self.crew.members)
-        stacks = {
-            m.rank: looks_by_rank[m.rank].stack if m.rank in looks_by_rank else self.crew.describe(m) for m in silent
-        }
+        seen = {m.rank: looks_by_rank[m.rank].stack for m in silent if m.rank in looks_by_rank}
+        described = self.crew.describe([m for m in silent if m.rank not in seen])
+        stacks = {rank: seen.get(rank) or described.get(rank, "") for rank in ranks}
         culprits, why = blame(ranks, looks_by_rank, [m.rank for m in self.crew.members])
         lines = [f"no answer from {ranks_word(ranks)} within {seconds:g} s; {why}"]
         if self.answers:

@@ -8,8 +8,8 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from kit import machine
 from kit.errors import KitError, RankDied, RankError, ending, how_ended
@@ -33,6 +33,15 @@ from kit.world.channel import (
 from kit.world.launch import Launched, agent_command
 
 SENDING_S = 10
+DESCRIBED_S = 1.0  # machines that do not answer delay the report about the others by this, whatever their number
+
+
+class Question(NamedTuple):
+    """For the agent of a node."""
+
+    node: int
+    do: str
+    arguments: dict[str, Any]
 
 
 def is_valid_hello(hello: Message, **wanted: range | None) -> bool:
@@ -352,15 +361,33 @@ class Crew:
                 exit_seen.status = agent.statuses.get(exit_seen.rank) if exit_seen.status is None else exit_seen.status
 
     def ask(self, node: int, do: str, **arguments: Any) -> Any:
-        """One question to a node's agent, answered within two seconds; None if not. A silent one is not waited for again."""
-        if (agent := self.agents.get(node)) is None or agent.silent:
-            return None
-        number = time.monotonic_ns()
-        with contextlib.suppress(ChannelClosed):
-            agent.link.send({"id": number, "do": do, "with": arguments})
-        self._hear_until(lambda: node not in self.agents or number in agent.answers, 2.0)
-        agent.silent = number not in agent.answers
-        return agent.answers.pop(number, None)
+        """One question to a node's agent, answered within two seconds; None if not."""
+        return self.ask_all([Question(node, do, arguments)], 2.0)[0]
+
+    def ask_all(self, questions: Sequence[Question], seconds: float) -> list[Any]:
+        """Ask agents all at once; the answers, None for those that are missing once none has come for so many seconds. A silent agent is
+        not waited for again."""
+        numbers = [time.monotonic_ns() + place for place in range(len(questions))]
+        asked = {
+            number: self.agents[question.node]
+            for number, question in zip(numbers, questions, strict=True)
+            if question.node in self.agents and not self.agents[question.node].silent
+        }
+        for number, question in zip(numbers, questions, strict=True):
+            if number in asked:
+                with contextlib.suppress(ChannelClosed):
+                    asked[number].link.send({"id": number, "do": question.do, "with": question.arguments})
+
+        def unanswered() -> list[int]:
+            return [
+                number for number, agent in asked.items() if agent.node in self.agents and number not in agent.answers
+            ]
+
+        while (left := len(unanswered())) and self._hear_until(lambda left=left: len(unanswered()) < left, seconds):  # type: ignore[misc]
+            pass
+        for number in unanswered():
+            asked[number].silent = True
+        return [asked[number].answers.pop(number, None) if number in asked else None for number in numbers]
 
     def first_exit(self, seconds: float = 5.0) -> Exit | None:
         """The end that came before the others', with its status; waits for the agents' account of it."""
@@ -403,11 +430,15 @@ class Crew:
         answer = self.ask(member.node, "log", rank=member.rank, offset=offset, limit=limit)
         return answer.encode("latin-1") if answer else b""
 
-    def describe(self, member: WorldMember) -> str:
-        """The stack or state of a rank whose own side thread does not answer."""
-        if member.node == 0:
-            return leftovers.describe_leftover(member.pid, member.started, self.folder / f"stack{member.rank}")
-        return self.ask(member.node, "describe", rank=member.rank) or "no stack: its machine's agent does not answer"
+    def describe(self, members: Sequence[WorldMember]) -> dict[int, str]:
+        """The stack or state of each rank whose own side thread does not answer; machines are asked all at once."""
+        local = [m for m in members if m.node == 0]
+        remote = [m for m in members if m.node != 0]
+        texts = {m.rank: leftovers.describe_leftover(m.pid, m.started, self.folder / f"stack{m.rank}") for m in local}
+        answers = self.ask_all([Question(m.node, "describe", {"rank": m.rank}) for m in remote], DESCRIBED_S)
+        for member, answer in zip(remote, answers, strict=True):
+            texts[member.rank] = answer or "no stack: its machine's agent does not answer"
+        return texts
 
     # -- ending -----------------------------------------------------------------------------------------------------
 

@@ -252,7 +252,8 @@ class World(RankCalls):
     def stacks(self) -> dict[int, str]:
         """The Python stack of each rank, or its state and the reason why there is no stack."""
         crew, seen = self._crew, look_at_members(self._crew.members)
-        return {m.rank: seen[m.rank].stack or "idle" if m.rank in seen else crew.describe(m) for m in crew.members}
+        described = crew.describe([m for m in crew.members if m.rank not in seen])
+        return {m.rank: described.get(m.rank) or seen[m.rank].stack or "idle" for m in crew.members}
 
     def status(self) -> list[dict[str, Any]]:
         """One row per rank: rank, pid, node, host, device, seat (the number of its device), reason for this device, phase, state."""

@@ -171,14 +171,16 @@ def test_a_lab_passes_over_two_hosts(
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("while_idle", [False, True])
-def test_a_machine_that_is_lost_is_named_and_ends_by_itself(
-    two_hosts: tuple[World, OtherHost], while_idle: bool
-) -> None:
+@pytest.mark.parametrize("when", ["in a step", "idle", "at close"])
+def test_a_machine_that_is_lost_is_named_and_ends_by_itself(two_hosts: tuple[World, OtherHost], when: str) -> None:
     world, other = two_hosts
     assert world.eval("rank") == [0, 1, 2, 3]
     assert other.process is not None
-    if while_idle:
+    if when == "at close":
+        other.cut()
+        world.close()
+        assert world.state == "closed"
+    elif when == "idle":
         other.cut()
         wait_for(lambda: world._crew.hear_agents() or 1 not in world._crew.agents, 60)
         with pytest.raises(RankDied, match=r"^rank 2 .* is gone with the agent of machine 1 in phase 'run'"):

@@ -11,7 +11,7 @@ import pytest
 
 from kit.errors import RankDied
 from kit.world.calls import Pending, WorldCall
-from kit.world.channel import ChannelClosed
+from kit.world.channel import AgentEnd, ChannelClosed
 from kit.world.crew import Crew, Exit
 
 
@@ -85,3 +85,46 @@ def test_of_ranks_that_exit_at_once_the_first_is_heard_before_it_is_judged() -> 
         assert "called sys.exit(5) in phase 'release'" in str(call.error)
         assert call.error.rank == 1
         assert len(ended) == 1
+
+
+class LostMachine:
+    """A link to an agent that never answers."""
+
+    def __init__(self, sent: list[Any]) -> None:
+        self.sent = sent
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message["with"]["rank"])
+
+
+def test_lost_machines_are_asked_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    crew = Crew.__new__(Crew)
+    crew.agents = {node: AgentEnd(node, LostMachine(sent)) for node in range(1, 6)}  # type: ignore[arg-type]
+    waits: list[list[int]] = []
+    monkeypatch.setattr(crew, "_hear_until", lambda done, seconds: waits.append(sorted(sent)) or done())
+    ranks = [SimpleNamespace(rank=rank, node=1 + rank // 2) for rank in range(10)]
+    texts = crew.describe(ranks)  # type: ignore[arg-type]
+    assert texts == dict.fromkeys(range(10), "no stack: its machine's agent does not answer")
+    assert waits == [list(range(10))]  # one wait, after every rank was asked for
+    crew.describe(ranks)  # type: ignore[arg-type]
+    assert len(waits) == 1  # a silent agent is not asked again
+
+
+def test_an_agent_that_answers_slowly_is_heard_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its ranks may take a moment to describe."""
+    sent: list[Any] = []
+    crew = Crew.__new__(Crew)
+    agent = AgentEnd(1, LostMachine(sent))  # type: ignore[arg-type]
+    monkeypatch.setattr(agent.link, "send", sent.append)
+    crew.agents = {1: agent}
+
+    def hear_one(done: Any, seconds: float) -> bool:
+        message = sent.pop(0)
+        agent.answers[message["id"]] = f"stack {message['with']['rank']}"
+        return bool(done())
+
+    monkeypatch.setattr(crew, "_hear_until", hear_one)
+    texts = crew.describe([SimpleNamespace(rank=rank, node=1) for rank in range(3)])  # type: ignore[list-item]
+    assert texts == {0: "stack 0", 1: "stack 1", 2: "stack 2"}
+    assert not agent.silent
