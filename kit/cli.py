@@ -523,6 +523,15 @@ def report(args: argparse.Namespace) -> CommandAnswer:
     )
 
 
+def new(args: argparse.Namespace) -> CommandAnswer:
+    from kit.starters import write_starter
+
+    written = write_starter(args.kind, args.name, args.to or Path())
+    names = [str(path) for path in written.files]
+    text = "\n".join([*names, f"in that folder: {written.command}", f"or its test:    pytest {written.files[1].name}"])
+    return CommandAnswer({"files": names, "command": written.command}, text)
+
+
 def notebook(args: argparse.Namespace) -> CommandAnswer:
     from kit.view.notebooks import copy_all, on_terminal, run_notebook
 
@@ -865,6 +874,16 @@ COMMANDS: tuple[
                 "-p", ("KEY", "VALUE"), "a parameter of the notebook; may be repeated", nargs=2, dest="given", **MANY
             ),
             file("--to", "FILE", "output file, .ipynb or .html; default: in the runs folder"),
+        ),
+    ),
+    (
+        new,
+        "write a working file for your own code, the same with a bug, and their test",
+        ("releaser my_releaser", "planner my_planner --to mine"),
+        (
+            command_option("kind", "KIND", "releaser, trainer, transport, sampler or planner"),
+            command_option("name", "NAME", "name of the module: NAME.py and test_NAME.py are written"),
+            file("--to", "DIR", "folder for both files; default: the working directory"),
         ),
     ),
     (

@@ -26,7 +26,7 @@ from kit.errors import KitError, how_ended
 from kit.world import asked, leftovers
 from kit.world.asked import WorldPlan
 from kit.world.channel import ChannelClosed, WorldLink
-from kit.world.warmside import MEGATRON, state_of_file
+from kit.world.warmside import MEGATRON, RUNS, state_of_file
 
 AGENT = Path(__file__).with_name("agent.py")
 SETTING = "KIT_WAITING_AGENT"
@@ -44,7 +44,8 @@ class Conditions(NamedTuple):
 
 def conditions(python: str, device: str, neighbours: int) -> Conditions:
     gpu = device != "cpu" and machine.has_gpu_driver()
-    return Conditions(python, asked.agent_environment(neighbours), gpu, machine.inherited())
+    env = {name: value for name, value in asked.agent_environment(neighbours).items() if name != RUNS}
+    return Conditions(python, env, gpu, machine.inherited())
 
 
 class ForkedAgent:
@@ -115,7 +116,8 @@ class WaitingAgent:
     def order(self, do: str, **order: Any) -> int:
         number = next(self._numbers)
         with contextlib.suppress(ChannelClosed):
-            self.link.send({"do": do, "number": number, "gpu": self.conditions.gpu, "cwd": str(Path.cwd()), **order})
+            begins = {"cwd": str(Path.cwd()), "runs": os.environ.get(RUNS)}
+            self.link.send({"do": do, "number": number, "gpu": self.conditions.gpu, **begins, **order})
         return number
 
     def cancel(self, number: int) -> int:

@@ -29,6 +29,7 @@ from kit.world import leftovers
 from kit.world.channel import ChannelClosed, Message, WorldLink
 
 MEGATRON = "megatron.core"
+RUNS = "KIT_RUNS"  # the one variable that may change between Worlds: nothing that is imported reads it
 KEY = 32  # bytes that the notebook sends first
 
 
@@ -178,6 +179,8 @@ def become_agent(order: Message, mark_at: int) -> NoReturn:
         os.dup2(log, 2)
         os.close(log)
         os.chdir(order["cwd"])
+        if order["runs"] is not None:
+            os.environ[RUNS] = order["runs"]
         (Path(order["folder"]) / leftovers.SESSION).write_text(str(os.getpid()))
         importlib.invalidate_caches()
         sys.modules["torch"].default_generator.seed()  # else random numbers would be the same in every World

@@ -22,6 +22,8 @@ SHARED = Path("/dev/shm")
 SHOWN_ELSEWHERE = {
     "ledger",
     "own_pair",
+    "own_planner",
+    "own_sampler",
     "own_script",
     "own_split",
     "own_transport",

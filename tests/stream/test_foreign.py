@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from docs.examples.own_sampler import InOrder
 from kit.errors import BadInput
 from kit.loop.messages import Event, Memory
 from kit.stream.core import Controller, resume_from
@@ -17,47 +18,6 @@ from kit.stream.settings import StreamSettings
 from kit.stream.simulated import Durations, simulate
 from tests.loop.replaying import replay_rows
 from tests.stream.driver import Driver, small, train_step
-
-
-class InOrder:
-    """A gated sampler that polls, as NeMo-RL's do; it decides like the kit's `in-order`."""
-
-    is_on_policy = False
-
-    def __init__(self, buffer: Buffer, *, max_lookahead_versions: int) -> None:
-        self.buffer = buffer
-        self.window = max_lookahead_versions
-        self.index = -1
-
-    def set_dispatch_index(self, resume_from_step: int) -> None:
-        self.index = resume_from_step - 1
-
-    def required_buffer_capacity(self, groups_per_step: int) -> int | None:
-        return groups_per_step * (self.window + 1)
-
-    async def admit(self, *, trainer_version_fn: Callable[[], int]) -> int | None:
-        while self.index >= trainer_version_fn() + self.window:
-            await asyncio.sleep(0.005)
-        self.index += 1
-        return self.index
-
-    async def select(self, *, current_train_weight: int, min_prompt_groups: int, max_prompt_groups: int) -> Any:
-        there = zip(self.buffer.target_step_list, self.buffer.ready_list, strict=True)
-        found = [at for at, (target, ready) in enumerate(there) if ready and target == current_train_weight]
-        if len(found) < min_prompt_groups:
-            return None, 0
-        found = found[:max_prompt_groups]
-        metas = [self.buffer.meta_list[at] for at in found]
-        await self.buffer.remove(found, remove_in_dp=False)
-        return metas[0].concat(*metas[1:]), len(metas)
-
-    async def evict(self, *, current_train_weight: int) -> int:
-        there = zip(self.buffer.target_step_list, self.buffer.ready_list, strict=True)
-        old = [at for at, (target, ready) in enumerate(there) if ready and (target or 0) < current_train_weight]
-        return await self.buffer.remove(old, remove_in_dp=True) if old else 0
-
-    def should_abort_inflight(self, *, start_weight_version: int, current_train_weight: int) -> bool:
-        return False
 
 
 class Windowed(InOrder):

@@ -60,6 +60,20 @@ def test_a_later_world_is_as_fresh_as_one_that_starts_its_own_agent(tmp_path: Pa
     assert not {*seen["first numbers"][0]} & {*seen["later numbers"][0]}
 
 
+def test_another_folder_for_runs_is_no_reason_to_start_anew(tmp_path: Path, monkeypatch: Any) -> None:
+    runs = "__import__('os').environ.get('KIT_RUNS')"
+    pids = []
+    for folder in ("a", "b"):
+        monkeypatch.setenv("KIT_RUNS", folder)
+        with start(tmp_path) as world:
+            assert world.eval(runs) == [folder]
+        pids.append(current().process.pid)
+    monkeypatch.delenv("KIT_RUNS")
+    with start(tmp_path) as world:
+        assert world.eval(runs) == [None]
+    assert {*pids, current().process.pid} == {pids[0]}
+
+
 def test_its_worlds_have_their_own_session_mark_and_channel(tmp_path: Path) -> None:
     with start(tmp_path) as one, start(tmp_path) as other:
         for world in (one, other):
@@ -131,7 +145,7 @@ def test_what_it_imported_is_watched_on_disk() -> None:
 def test_the_replaced_one_stays_until_its_worlds_have_ended(tmp_path: Path, monkeypatch: Any) -> None:
     with start(tmp_path) as world:
         before = current()
-        monkeypatch.setenv("KIT_RUNS", str(tmp_path))
+        monkeypatch.setenv("MINE", "1")
         assert warm.waiting_agent(warm.conditions(sys.executable, "cpu", 1)) is not before
         assert not before.gone.wait(0.1)
         assert world.eval("rank") == [0]

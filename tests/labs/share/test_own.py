@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import kit
+from docs.examples.own_planner import keeps_half, takes_turns
 from kit.errors import BadInput
 from kit.labs.share.drive import desk_settings, simulate_pipelines
 from kit.labs.share.lab import ShareConfig
@@ -113,35 +114,6 @@ class CompleteAtOnce(Pipeline):
         super().begin_progress(target, target)
 
 
-def takes_turns(view: View) -> None:
-    """A right planner: who has least gets the next replica; who has two more than another gives one up."""
-    waits = [member for member in view.shares.values() if member.since >= 0]
-    while waits:
-        poorest = min(waits, key=lambda member: (len(member.active), member.name))
-        fits = [replica for replica in poorest.free if poorest.bundles[replica] <= view.idle]
-        if fits:
-            view.expand(poorest.name, fits[0])
-        else:
-            waits.remove(poorest)
-    for member in view.shares.values():
-        for other in view.shares.values():
-            fits = [replica for replica in member.free if member.since >= 0 and not member.active]
-            spare = [replica for replica in sorted(other.active) if len(other.active) > 1]
-            pairs = [
-                (mine, theirs) for mine in fits for theirs in spare if member.bundles[mine] <= other.bundles[theirs]
-            ]
-            if pairs and pairs[0][1] not in other.touched:
-                view.shrink(other.name, pairs[0][1])
-                view.expand(member.name, pairs[0][0])
-
-
-def keeps_half(view: View) -> None:
-    kept = view.idle & {*range(view.devices // 2, view.devices)}
-    view.idle -= kept
-    takes_turns(view)
-    view.idle |= kept
-
-
 def looks_at_first_devices(view: View) -> None:
     for member in view.shares.values():
         for replica in [*member.free] if member.since >= 0 else ():
@@ -165,7 +137,7 @@ def drops_alarms(config: ShareConfig) -> Scheduler:
 
 
 def of(kind: object) -> str:
-    return f"{__name__}:{getattr(kind, '__name__', '')}"
+    return f"{getattr(kind, '__module__', '')}:{getattr(kind, '__name__', '')}"
 
 
 def test_the_kits_own_asks_for_what_a_member_asks_for() -> None:

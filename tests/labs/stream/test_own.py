@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import kit
+from docs.examples.own_sampler import InOrder, InOrderFromZero
 from kit import cli
 from kit.labs.stream.drive import PIPELINE
 from kit.loop.messages import Event
@@ -19,7 +20,7 @@ from kit.stream.core import Controller, resume_from
 from kit.stream.settings import Resume, StreamSettings
 from tests.labs.simulated import failed, passed, why
 from tests.labs.stream.conftest import simulated
-from tests.stream.test_foreign import InOrder, Windowed
+from tests.stream.test_foreign import Windowed
 
 ROOT = Path(__file__).parents[3]
 OWN = f"{Windowed.__module__}:{Windowed.__qualname__}"
@@ -43,14 +44,7 @@ def test_an_own_controller_is_judged_by_the_ledgers_checks() -> None:
     assert [row.check for row in verdict if row.passed is False] == []
 
 
-class StartsFromZero(InOrder):
-    """A sampler that ignores where a resumed run begins."""
-
-    def set_dispatch_index(self, resume_from_step: int) -> None:
-        pass
-
-
-@pytest.mark.parametrize(("sampler", "is_right"), [(InOrder, True), (StartsFromZero, False)])
+@pytest.mark.parametrize(("sampler", "is_right"), [(InOrder, True), (InOrderFromZero, False)])
 def test_an_own_sampler_that_ignores_its_resume_cursor_fails(sampler: type[InOrder], is_right: bool) -> None:
     own = f"{sampler.__module__}:{sampler.__qualname__}"
     verdict, error = simulated(sampler=own, places=16, steps=6)
@@ -106,7 +100,7 @@ def test_a_group_that_the_sampler_did_not_give_up_is_named() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sampler", "is_right"), [(InOrder, True), (StartsFromZero, False)])
+@pytest.mark.parametrize(("sampler", "is_right"), [(InOrder, True), (InOrderFromZero, False)])
 def test_on_ranks_the_loop_of_an_own_sampler_is_resumed_too(
     on_ranks: Callable[..., kit.Run], sampler: type[InOrder], is_right: bool
 ) -> None:
