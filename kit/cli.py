@@ -39,6 +39,7 @@ from kit.results.frames import json_rows, readable, summary_of
 from kit.results.records import flat, output_file, read_json, to_json, user_path
 from kit.results.rules import suspect_in
 from kit.results.run import INDEX, find_run, memory_snapshots, write_junit
+from kit.results.runtable import run_frame, sweep_frame
 from kit.results.units import ROW, columns
 from kit.results.verdict import MARKS
 
@@ -49,8 +50,11 @@ if TYPE_CHECKING:
 
 SILENT = {"show", "check", "compare", "export", "trace", "report", "runs", "faults"}  # they print only their result
 FIRST_LINE_S, LINE_S = 2.0, 5.0
+# Columns of the table of runs that a terminal has no room for, and --to FILE has.
+ELSEWHERE = ("started", "machine", "sweep")
 COMPARED_ROWS = 40  # rows of a comparison on a terminal; `kit export --table compare` has all of them
 WIDTH = 100
+PICKED = 16  # more for each column that a person picks
 MOST_MINUTES = 7 * 24 * 60
 
 
@@ -357,7 +361,8 @@ def index(folder: Path, repeat: int) -> tuple[dict[str, Any], str]:
     import pandas as pd
 
     data = read_json(folder / INDEX)
-    lines = [run_list([describe_folder(folder / row["dir"]) for row in data["runs"]])[1]]
+    rows = [describe_folder(folder / row["dir"]) for row in data["runs"]]
+    lines = [run_list(rows, run_frame(rows).assign(run=[row["dir"] for row in data["runs"]]))[1]]
     if repeat > 1:
         rows = [{**row, "set": named_values(row["set"])} for row in data["spread"]]
         heads = {"set": "settings", "what": "over the repeats", "count": "n"}
@@ -378,16 +383,24 @@ def runs_command(args: argparse.Namespace) -> CommandAnswer:
     asked = {name: getattr(args, name) for name in ("lab", "fault", "status", "verdict")}
     config = {name: value_of(text) for name, text in pairs("--set", args.set).items()}
     rows = select_runs(results.list_runs(folder), **asked, config=config)
+    picks = [name for name in args.columns.split(",") if name]
+    make = sweep_frame if args.sweeps else run_frame
+    if args.to:
+        from kit.view.runs import save_runs
+
+        return write_text_file(lambda: save_runs(make(rows, picks), args.to))
     such = " like that" if any(value is not None for value in asked.values()) or args.set else ""
-    return CommandAnswer(*run_list(rows, f"there is no run{such} in {folder}"))
+    such = " of a sweep" if args.sweeps and not such else such
+    return CommandAnswer(*run_list(rows, make(rows, picks), f"there is no run{such} in {folder}"))
 
 
-def run_list(rows: list[dict[str, Any]], nothing: str = "") -> tuple[list[dict[str, Any]], str]:
-    labels = ["label"] if any(row["label"] for row in rows) else []
-    head = ["run", *labels, "lab", "differs", "fault", "status", "verdict"]
-    cells = [[Path(row["run"]).name, *([row["label"]] if labels else []), row["lab"], named_values(row["set"]), row["fault"] or "",
-              row["status"], row["verdict"]] for row in rows]  # fmt: skip
-    return rows, columns([head, *cells], width=WIDTH) if rows else nothing
+def run_list(rows: list[dict[str, Any]], frame: pd.DataFrame, nothing: str = "") -> tuple[list[dict[str, Any]], str]:
+    """The runs' facts, and their table without empty columns."""
+    facts = [{name: value for name, value in row.items() if name not in {"config", "numbers"}} for row in rows]
+    wide = WIDTH + PICKED * len(frame.attrs.get("picks", ()))
+    empty = [name for name in frame if (frame[name].isna() | (frame[name] == "")).all()]
+    cells = readable(frame.drop(columns=[*empty, *ELSEWHERE], errors="ignore"), {})
+    return facts, columns([list(map(str, cells)), *cells.to_numpy().tolist()], width=wide) if len(frame) else nothing
 
 
 def label_command(args: argparse.Namespace) -> CommandAnswer:
@@ -793,7 +806,7 @@ COMMANDS: tuple[
     (
         runs_command,
         "list the runs, newest first",
-        ("", "runs/smoke-sweep-20260101-120000-0a1b", "--lab offload --verdict failed --set tp=2"),
+        ("", "--lab offload --verdict failed --set tp=2", "--columns tp,memory_drift,reload/seconds --to runs.html"),
         (
             file("dir", "DIR", "a folder of runs, such as that of a sweep", nargs="?"),
             command_option("--lab", "LAB", "only runs of this lab", lab_names),
@@ -801,6 +814,18 @@ COMMANDS: tuple[
             command_option("--status", "WORD", f"only runs that are {', '.join(ENDS)}"),
             command_option("--verdict", "WORD", f"only runs whose verdict is {', '.join(ANSWERS)}"),
             command_option("--set", "KEY=VALUE", "only runs with this setting; may be repeated", **MANY),
+            command_option(
+                "--columns",
+                "A,B",
+                "further columns: settings, checks (their number), PHASE/METRIC (the median)",
+                default="",
+            ),
+            flag("--sweeps", "the settings of each sweep instead of its runs, with the spread of every number"),
+            file(
+                "--to",
+                "FILE",
+                "write the table: .html is a page to sort and filter offline; or .csv, .parquet, .md, .tex, .json",
+            ),
         ),
     ),
     (

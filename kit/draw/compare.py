@@ -12,6 +12,7 @@ from kit.draw.chart import Plot
 from kit.draw.data import Tables
 from kit.draw.matrix import Matrix
 from kit.draw.picture import Picture, message, paint
+from kit.draw.points import Points
 from kit.draw.style import Look, theme
 from kit.errors import BadInput
 from kit.results import Run, compare
@@ -51,9 +52,34 @@ def plot_against(runs: Sequence[Run], *, theme_name: str = "light", table: pd.Da
     return paint([[plot]], "\n".join([heading, *warned]), look, Tables())
 
 
+def plot_over(frame: pd.DataFrame, x: str, y: str, *, theme_name: str = "light") -> Picture:
+    """A number of runs over another column of their table, such as a setting: a point for each run, colours for labs."""
+    look, unit = theme(theme_name), ""
+    if not pd.api.types.is_numeric_dtype(frame[y]):
+        raise BadInput(f"{y} has no numbers to plot")
+    if y.endswith("]"):
+        unit = y.rpartition("[")[2].removesuffix("]")
+    kept = frame.dropna(subset=[y])
+    kept = kept.sort_values(x, kind="stable", key=lambda cells: cells if is_numeric(cells) else cells.astype(str))
+    if kept.empty:
+        return message(f"no chosen run has a number {y}", look)
+    places = kept[x].map(lambda cell: f"{cell:g}" if isinstance(cell, float) else str(cell))
+    points = pd.DataFrame({"place": places, "lane": kept["lab"], "kind": kept["lab"], "value": kept[y].astype(float)})
+    looks = {lab: Look(place, lab) for place, lab in enumerate(kept["lab"].unique())}
+    name = y.partition(" [")[0]
+    chart = Points(rows=lambda _: points, looks=looks, title=f"{name} by {x}", label=name, about=x, unit=unit)
+    return paint([[Plot("", [chart])]], f"{counted(len(kept), 'run')}, one point each", look, Tables())
+
+
+def is_numeric(cells: pd.Series[Any]) -> bool:
+    return bool(pd.api.types.is_numeric_dtype(cells))
+
+
 def changed_most(table: pd.DataFrame, rows: int) -> pd.DataFrame:
     """The phases and metrics that changed, in the table's order; of each run the rank where it did. What has no ratio is left out."""
     table = informative(table)
+    if table.empty:  # runs without records
+        return table
     table = table[(table["found_in"] == "both") & (table["ratio"] > 0) & (table["base"] > 0)]
     table = table.assign(metric=labels(table), apart=table["ratio"].where(table["ratio"] >= 1, 1 / table["ratio"]))
     table = table.drop_duplicates(["phase", "metric", "run"])

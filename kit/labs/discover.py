@@ -29,11 +29,10 @@ from kit.labs.definition import (
 )
 from kit.machine import has_gpu_driver
 from kit.megatron.config import dtype_on, forced_tf32
-from kit.results import Rule, Run, list_runs, old
-from kit.results.comparison import in_words
+from kit.results import Rule, list_runs, old
 from kit.results.records import flat
 from kit.results.run import STATUSES
-from kit.results.verdict import tally, without_parts
+from kit.results.runtable import Facts, facts_on_disk, run_frame
 from kit.routing import NCCL2
 from kit.world import World, asked, warm
 from kit.world.asked import check_layout, check_ranks
@@ -418,25 +417,12 @@ def setting_text(value: Any) -> str:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-COLUMNS = ("run", "label", "lab", "started", "status", "answer", "verdict", "fault", "set", "dir")
 ANSWERS = ("failed", "passed", "not judged")
 ENDS = (*STATUSES, "interrupted", "damaged")
 
 
-def describe_folder(path: Path) -> dict[str, Any]:
-    row: dict[str, Any] = {"run": str(path), "label": "", "lab": "", "set": {}, "fault": None, "answer": "not judged"}
-    try:
-        run = Run(path)
-        stored = run.stored_verdict()
-        counts = "not judged" if stored is None else tally(without_parts(stored))
-        row |= {"id": run.id, "label": run.label, "started": run.info().get("started")}
-    except BadInput as error:
-        return {**row, "status": "damaged", "verdict": str(error)}
-    if stored is not None and stored.answer is not None:
-        row["answer"] = "passed" if stored.answer else "failed"
-    same = defaults(run.lab)  # empty for an unknown lab, so all settings count as changed
-    changed = {name: value for name, value in flat(run.config).items() if name not in same or value != same[name]}
-    return {**row, "lab": run.lab, "set": changed, "fault": run.fault, "status": run.status, "verdict": counts}
+def describe_folder(path: Path) -> Facts:
+    return facts_on_disk(path, defaults)
 
 
 @functools.cache
@@ -465,28 +451,20 @@ def select_runs(
     wanted = {"lab": lab, "fault": fault, "status": status, "answer": verdict}
     rows = [describe_folder(path) for path in folders]
     if config:
-        own = {row["run"]: flat(Run(Path(row["run"])).config) for row in rows if row["status"] != "damaged"}
-        known = sorted({name for settings in own.values() for name in settings})
+        known = sorted({name for row in rows for name in row["config"]})
         if known and (unknown := [name for name in config if name not in known]):
             raise BadInput(f"no run has a setting {unknown[0]!r}; {hint(unknown[0], known)}")
         values = {name: json_value(value) for name, value in config.items()}
-        rows = [row for row in rows if values.items() <= own.get(row["run"], {}).items()]
+        rows = [row for row in rows if all(row["config"].get(name, ...) == value for name, value in values.items())]
     return [row for row in rows if all(one is None or one == (row[name] or "") for name, one in wanted.items())]
 
 
 def table(folder: Path, **asked: Any) -> pd.DataFrame:
-    import pandas as pd
-
-    rows = [
-        {**row, "run": row["id"], "fault": row["fault"] or "", "set": in_line(row["set"]), "dir": row["run"]}
-        for row in select_runs(list_runs(folder), **asked)
-        if row["status"] != "damaged"
-    ]
-    return pd.DataFrame(rows, columns=list(COLUMNS))
-
-
-def in_line(config: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={in_words(value)}" for name, value in config.items())
+    """The runs, with their ids, for programs."""
+    rows = [row for row in select_runs(list_runs(folder), **asked) if row["status"] != "damaged"]
+    frame = run_frame(rows)
+    frame = frame.assign(run=[row["id"] for row in rows], answer=[row["answer"] for row in rows])
+    return frame.assign(dir=[row["run"] for row in rows]).rename(columns={"differs": "set"})
 
 
 def json_value(value: Any) -> Any:

@@ -70,6 +70,7 @@ NAMED = re.compile(r"(?P<lab>.+)-\d{8}-\d{6}-[0-9a-f]{4}")  # as create_run name
 RUN_ID = re.compile(r"[^/\\\x00-\x1f\x7f]{1,255}")  # older kits took the name of any folder
 LONGEST = 120  # characters of a label
 SHOWN_NAMES = 4  # of several runs with one name
+BROKEN = ("stopped", "interrupted", "failed")
 STATUSES = ("running", "finished", "stopped", "failed")  # in a file; a reader also knows `interrupted`
 
 
@@ -106,11 +107,11 @@ class Run:
             if not path.is_file():
                 sweep = (self.dir / INDEX).is_file() and "; it holds the runs of a sweep: `kit runs DIR` lists them"
                 raise BadInput(f"{self.dir} is not a run: it has no run.json{sweep or ''}")
-            stamp = _stamp([path])
+            stamp = stamp_of([path])
         except PermissionError:
             raise BadInput(f"cannot read {path}: Permission denied") from None
         if self._info is None or self._info[0] != stamp:
-            self._info = stamp, _checked_info(path, read_json(path))
+            self._info = stamp, checked_info(path, read_json(path))
         return self._info[1]
 
     @property
@@ -141,18 +142,16 @@ class Run:
 
         The file of a run that was killed says `running` for ever; it is interrupted once the process that wrote it is gone.
         """
-        info = self.info()
-        return "interrupted" if info["status"] == "running" and is_gone(str(info.get("owner"))) else str(info["status"])
+        return status_in(self.info())
 
     @property
     def broke(self) -> bool:
-        return self.status in {"stopped", "interrupted", "failed"}
+        return self.status in BROKEN
 
     @property
     def ended(self) -> str:
         """The status of a run that did not come to its end, else empty. Another system's ledger, which has no owner, may stay `running`."""
-        under_way = self.status == "running" and bool(self.info().get("owner")) and not self._complete
-        return self.status if self.broke or under_way else ""
+        return early_end(self.info(), complete=self._complete)
 
     @property
     def fault(self) -> str | None:
@@ -210,8 +209,7 @@ class Run:
     def label(self) -> str:
         """A person's name for the run, or a note on it; set it with `run.label = "..."`. Empty without one."""
         path = self.dir / LABEL
-        text = read_json(path) if path.is_file() else ""
-        return " ".join(text.split()) if isinstance(text, str) else ""
+        return label_in(path) if path.is_file() else ""
 
     @label.setter
     def label(self, text: str) -> None:
@@ -315,7 +313,7 @@ class Run:
         import pandas as pd
 
         paths = sorted(self.dir.glob(PATTERN))
-        stamp = _stamp(paths)
+        stamp = stamp_of(paths)
         if self._loaded is None or self._loaded[0] != stamp:
             self._files = {path.name: self._files.get(path.name) or File(path) for path in paths}
             frames = [file.read() for file in self._files.values()] or [to_frame([])]
@@ -333,6 +331,11 @@ def unused_gpu(gpu: Mapping[str, Any], device: str | None, why: str | None) -> s
     return f"this box has {there}: {why}"
 
 
+def label_in(path: Path) -> str:
+    text = read_json(path)
+    return " ".join(text.split()) if isinstance(text, str) else ""
+
+
 def memory_snapshots(run: Run) -> str:
     """PyTorch's memory snapshots of a run, or why there are none; empty where none were asked for."""
     if not run.config.get("memory_snapshot"):
@@ -347,11 +350,38 @@ def memory_snapshots(run: Run) -> str:
 
 def list_runs(folder: str | Path) -> list[Path]:
     """The run folders inside `folder`, and inside its sweeps, the one whose run.json changed last first."""
-    root = user_path(folder)
-    sweeps = [path.parent for path in root.glob(f"*/{INDEX}")]
-    files = [path for folder in (root, *sweeps) for path in folder.glob("*/run.json")]
-    dated = [(path.stat().st_mtime_ns, path.parent) for path in files]
-    return [parent for _, parent in sorted(dated, reverse=True)]
+    dated = dated_runs(user_path(folder))
+    return [Path(path) for _, path in sorted(dated, reverse=True)]
+
+
+def dated_runs(folder: str | Path, *, sweeps: bool = True) -> Iterator[tuple[int, str]]:
+    """Without the objects of pathlib: thousands of runs are listed while a person waits."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            changed = state_of(f"{entry.path}/run.json")[1]
+            if changed:
+                yield changed, entry.path
+            elif sweeps and state_of(f"{entry.path}/{INDEX}")[1]:
+                yield from dated_runs(entry.path, sweeps=False)
+
+
+def state_of(path: str) -> tuple[int, int]:
+    """A file's size and time of change; zeros if there is none."""
+    try:
+        stat = os.stat(path)  # noqa: PTH116 - as in `dated_runs`
+    except OSError:
+        return 0, 0
+    return stat.st_size, stat.st_mtime_ns
+
+
+def status_in(info: Mapping[str, Any]) -> str:
+    return "interrupted" if info["status"] == "running" and is_gone(str(info.get("owner"))) else str(info["status"])
+
+
+def early_end(info: Mapping[str, Any], *, complete: bool = False) -> str:
+    status = status_in(info)
+    under_way = status == "running" and bool(info.get("owner")) and not complete
+    return status if status in BROKEN or under_way else ""
 
 
 def find_run(word: str | Path | None = None) -> Path:
@@ -413,12 +443,12 @@ def _entry(folder: Path, key: str) -> str:
     return ""
 
 
-def _stamp(paths: Sequence[Path]) -> Stamp:
+def stamp_of(paths: Sequence[Path]) -> Stamp:
     stats = [(path.name, path.stat()) for path in paths]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
-def _checked_info(path: Path, info: object) -> dict[str, Any]:
+def checked_info(path: Path, info: object) -> dict[str, Any]:
     if not isinstance(info, dict) or not all(isinstance(info.get(key), str) for key in ("run", "lab", "status")):
         raise BadInput(f"{path} is damaged: it must be a JSON object with run, lab and status")
     if not RUN_ID.fullmatch(info["run"]):
@@ -489,7 +519,7 @@ class File:
     def read(self) -> pd.DataFrame:
         import pandas as pd
 
-        if self._stamp == (stamp := _stamp([self.path])):
+        if self._stamp == (stamp := stamp_of([self.path])):
             return self.frame
         data = read_bytes(self.path, self.size - len(self.last))
         grown = len(data) > len(self.last) and data.startswith(self.last)

@@ -88,6 +88,14 @@ def tally(rows: Sequence[VerdictRow]) -> str:
     return f"{failed} failed, {passed} passed, {unmeasured} not measured" if rows else "no checks"
 
 
+def measured_of(rows: Sequence[VerdictRow], *, ended: bool = False) -> str:
+    """In a table of runs: "15 of 22 measured, all passed". Of a run that did not come to its end, nothing has passed yet."""
+    measured = [row for row in rows if row.passed is not None]
+    failed = sum(row.passed is False for row in measured)
+    words = f"{failed} failed" if failed else "so far" if ended else "all passed"
+    return f"{len(measured)} of {len(rows)} measured{f', {words}' if measured else ''}"
+
+
 def headline(rows: Iterable[VerdictRow]) -> str:
     """The verdict as a sentence: "2 of 9 checks fail: fds_return, threads_return"."""
     heads = without_parts(rows)

@@ -19,14 +19,16 @@ from typing import Any, NamedTuple
 import ipywidgets as widgets
 
 from kit.labs.definition import Definition, Field
-from kit.labs.discover import describe_folder, in_line
+from kit.labs.discover import describe_folder
 from kit.labs.lab import Lab
 from kit.results import runs_dir
 from kit.results.run import Plotter, run_name, runs_of_lab
+from kit.results.runtable import in_line
 from kit.view import look, named
 from kit.view.exploring import ExploreTab
 from kit.view.model import BUSY, OVER, PanelController, PanelModel
-from kit.view.tabs import CompareTab, LogsTab, PlotsTab, TablesTab, VerdictTab, WhatIfTab
+from kit.view.runs import RunsTab
+from kit.view.tabs import LogsTab, PlotsTab, TablesTab, VerdictTab, WhatIfTab
 
 OFFERED = 25  # earlier runs in the menu
 # Buttons in order of use: action, label, icon, tooltip.
@@ -42,7 +44,7 @@ TABS = {
     "Verdict": VerdictTab,
     "Tables": TablesTab,
     "Logs": LogsTab,
-    "Compare": CompareTab,
+    "Runs": RunsTab,
 }
 
 

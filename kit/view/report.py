@@ -30,15 +30,17 @@ from kit.draw.data import RunData
 from kit.draw.picture import Picture
 from kit.draw.style import THEMES
 from kit.errors import BadInput
-from kit.labs.discover import rules_of
+from kit.labs.discover import describe_folder, rules_of
 from kit.results import NotMeasured, Rule, Run, Verdict, VerdictRow, trace
-from kit.results.comparison import Comparison, compact, machine, run_differences
+from kit.results.comparison import Comparison, compact, machine, run_differences, settings_of_runs
 from kit.results.frames import readable
 from kit.results.records import ESCAPES, PATTERN, flat, output_file, to_json, write_text
 from kit.results.run import memory_snapshots
+from kit.results.runtable import run_frame
 from kit.results.units import ROW, amount
 from kit.results.verdict import MARKS, SIGNS, cells, folded_rows, tally, without_parts, worst_first
 from kit.view.named import album, tables
+from kit.view.runs import FACES, grid_html
 
 SUFFIXES = (".html", ".htm")
 TAIL = 60  # lines of a rank's log
@@ -77,6 +79,7 @@ def report_page(runs: Sequence[Run], *, processes: int = 1, tell: Callable[[str]
         kit=kit.__version__,
         themes=THEMES,
         chapters=sorted(chapters, key=lambda chapter: chapter["weight"]),
+        run_grid=run_grid(runs) if len(runs) > 1 else None,
         compared=compared or None,
     )
 
@@ -111,6 +114,17 @@ PARTS: list[
 
 def do_part(number: int) -> dict[str, Any]:
     return PARTS[number]()
+
+
+def run_grid(runs: Sequence[Run]) -> dict[str, str]:
+    """The runs as the table of all runs shows them, with the settings that differ; the checks' numbers are columns to choose."""
+    rows = [describe_folder(run.dir) for run in runs]
+    apart = [name for name in settings_of_runs(runs) if any(name in row["config"] for row in rows)]
+    checks = list(
+        dict.fromkeys(name for row in rows for name in row["numbers"] if "/" not in name and name not in apart)
+    )
+    frame = run_frame(rows, [*apart, *checks])
+    return {"html": grid_html(frame, frame.attrs["picks"][len(apart) :]), "style": FACES}
 
 
 def comparison(runs: Sequence[Run]) -> dict[str, Any]:

@@ -21,13 +21,10 @@ import ipywidgets as widgets
 import pandas as pd
 
 from kit.draw.album import OVERVIEW, Album, WhatIf
-from kit.draw.compare import plot_against
 from kit.draw.data import read
 from kit.draw.picture import SHEET, Picture, inline
 from kit.errors import KitError
-from kit.labs.discover import describe_folder, in_line, rules_of
-from kit.results import Run, VerdictRow, list_runs, runs_dir, write_trace
-from kit.results.comparison import Comparison, compact
+from kit.results import Run, VerdictRow, write_trace
 from kit.results.records import rank_name
 from kit.results.run import run_name
 from kit.results.units import amount
@@ -46,7 +43,6 @@ GRID_SHEET = """
 .kit-grid th { position:sticky; top:0; background:var(--jp-layout-color0, Canvas); }
 .kit-grid td, .kit-grid th { padding:1px 10px; white-space:nowrap; max-width:36em; overflow:hidden; text-overflow:ellipsis; }
 """
-MANY = 300  # listed runs; searching finds older ones
 RECORDS = "records"  # the table of every record
 TRACE = ".trace.json"
 KINDS = {
@@ -362,94 +358,6 @@ def linked(path: Path) -> str:
     kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
     data = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
     return f'<a style="text-decoration:underline" download="{name}" href="{data}">Download {name}</a>'
-
-
-# -- comparison ------------------------------------------------------------------------------------------------------------
-
-
-def listed_runs(folder: Path, words: str = "") -> list[tuple[str, str]]:
-    """The runs whose line has all of these words, newest first, with their folders."""
-    runs = []
-    for path in list_runs(folder):
-        with contextlib.suppress(KitError, OSError):  # damaged, or removed in the meantime
-            row = describe_folder(path)
-            if row["status"] == "damaged":
-                continue
-            when = str(row["started"] or "")[:19].replace("T", " ")
-            fault = f"fault {row['fault']}" if row["fault"] else ""
-            ended = [row["status"] if row["status"] != "finished" else "", row["answer"]]
-            parts = [row["label"], row["lab"], when, *ended, fault, in_line(row["set"]), path.name]
-            line = " · ".join(filter(None, parts))
-            if all(word.lower() in line.lower() for word in words.split()):
-                runs.append((line, str(path)))
-        if len(runs) == MANY:
-            break
-    return runs
-
-
-class CompareTab(Tab):
-    """A picture of the largest changes and a table of all changes, on request."""
-
-    def __init__(self, model: PanelModel) -> None:
-        super().__init__(model)
-        which, example = "runs that have all of these words", "lab, fault, verdict, setting, date, label"
-        first = model.definition.name
-        self.words = look.labelled_control(
-            widgets.Text, "Search", which, width="26em", placeholder=example, value=first
-        )
-        hint_text = "two runs or more: Ctrl or Shift with a click or with the arrows"
-        self.runs = look.labelled_control(widgets.SelectMultiple, "Runs", hint_text, width="100%", rows=8)
-        primary = {"button_style": "primary", "disabled": True}
-        self.go = look.button("Compare", "exchange", "compare the chosen runs", self.compare, **primary)
-        self.picture = widgets.HTML(layout={"width": "100%"})
-        self.grid = Grid("largest changes")
-        chosen = [self.words, self.runs, look.flex_box(self.go)]
-        self.widget = widgets.VBox([look.sheet(SHEET), *chosen, self.notice, self.picture, self.grid.widget])
-        self.words.observe(self._changed, "value")
-        self.runs.observe(self._chosen, "value")
-        model.observe(self._changed, ["run", "state"])
-        self.grid.widget.layout.display = "none"
-        self._chosen()
-
-    def _changed(self, _: Any = None) -> None:
-        if not self._visible:
-            return
-        runs = listed_runs(runs_dir(), self.words.value)
-        chosen = set(self.runs.value) or {path for _, path in runs[:2]}  # by default the last two
-        if list(self.runs.options) != runs:
-            self.runs.options = runs
-            self.runs.value = [path for _, path in runs if path in chosen]
-        if not runs:
-            self._say(f"No run in {runs_dir()} matches these words.")
-
-    def _chosen(self, _: Any = None) -> None:
-        few = len(self.runs.value) < 2
-        self.go.disabled = few
-        self._say("Choose two runs or more, with Ctrl or Shift held down." if few else "")
-
-    def compare(self) -> pd.DataFrame | None:
-        """Compare the chosen runs with the oldest of them; returns the table, or None if that failed."""
-        compared = self._attempt(self._compare)
-        if compared is None:
-            return None
-        settings = compared.settings_in_words
-        differ = "; ".join(f"{name}: {' / '.join(values)}" for name, values in settings.items())
-        words = [f"Checks that changed in {run}: {', '.join(rows)}." for run, rows in compared.answers.items()]
-        words += [f"Settings that differ: {differ}."] if differ else []
-        words += ["The settings are the same."] if not compared.settings else []
-        words += [f"Warning: {why}." for why in (*compared.warnings, *compared.notes)]
-        words += [f"{compared.alone} rows exist in only one run; they are last."] if compared.alone else []
-        self._say(" ".join(words))
-        return compared.table
-
-    def _compare(self) -> Comparison:
-        """Compare the chosen runs and show what changed."""
-        compared = Comparison([Run(Path(folder), rules=rules_of) for folder in reversed(self.runs.value)])
-        picture = plot_against(compared.runs, table=compared.table)
-        self.picture.value = inline(picture, f"Largest changes from {compared.runs[0].id}")
-        self.grid.show(compact(compared.table), name="largest changes")
-        self.grid.widget.layout.display = None
-        return compared
 
 
 # -- what the run would have been with other settings: a lab's forecast as a table that follows its controls -----------

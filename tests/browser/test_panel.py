@@ -205,7 +205,7 @@ def test_a_lab_is_stepped_a_fault_is_seen_and_a_limit_flips_the_verdict(page, se
         panel.locator("a[download]").click()
     assert Path(download.value.path()).read_bytes() == written.read_bytes()
     snap(page, artefacts, "export", done)
-    for name, part in (("Tables", "table"), ("Compare", "select"), ("Logs", "p, pre"), ("Plots", "svg, img")):
+    for name, part in (("Tables", "table"), ("Runs", ".kit-runs tbody tr"), ("Logs", "p, pre"), ("Plots", "svg, img")):
         tab(panel, name)
         contents(panel).locator(part).first.wait_for(timeout=30_000)
         idle(page)

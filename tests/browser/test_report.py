@@ -48,8 +48,22 @@ def test_it_is_readable(page, report, artefacts, width):
         paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(22, 27, 34)"}[scheme]
         page.screenshot(path=artefacts / f"report-{width}-{scheme}.png", full_page=True)
-    assert all(url.startswith(("file:", "data:")) for url in requests)
+    assert all(url.startswith(("file:", "data:", "blob:")) for url in requests)
     assert page.errors == []
+
+
+def test_the_runs_are_sorted_and_filtered_by_clicks_without_a_network(page, report, artefacts):
+    page.goto(report.as_uri())
+    page.locator("summary", has_text="table to sort and filter").click()
+    rows = page.locator(".kit-runs tbody tr")
+    rows.nth(1).wait_for()
+    assert rows.count() == 2
+    page.locator(".kit-runs thead th", has_text="fault").locator("button").last.click()
+    page.locator(".dtcc-list-button", has_text="leaked-group").click()
+    rows.nth(1).wait_for(state="detached")
+    assert "leaked-group" in rows.first.inner_text()
+    page.screenshot(path=artefacts / "report-runs.png")
+    assert (page.errors, page.strays) == ([], [])
 
 
 def test_the_picture_is_of_the_theme(page, report):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import pytest
 import kit
 from kit.cli import main
 from kit.errors import BadInput
-from kit.labs.discover import find
-from kit.results import Verdict, VerdictRow, create_run
+from kit.labs.discover import describe_folder, find
+from kit.results import Row, Verdict, VerdictRow, create_run, list_runs
 from kit.results.comparison import labelled
-from kit.view.tabs import listed_runs
+from kit.results.run import INDEX
+from kit.results.runtable import COMMON, pickable, run_frame, sweep_frame
+from kit.view.runs import save_runs
 
 
 @pytest.fixture
@@ -41,18 +44,7 @@ def test_runs_are_filtered(make: Callable[..., str]) -> None:
     open_one = make("offload", tp=2)
     every = kit.runs()
     assert set(every["run"]) == {plain, broken, open_one}
-    assert list(every.columns) == [
-        "run",
-        "label",
-        "lab",
-        "started",
-        "status",
-        "answer",
-        "verdict",
-        "fault",
-        "set",
-        "dir",
-    ]
+    assert {*every.columns} == {*COMMON} - {"differs"} | {"set", "answer", "dir"}
     for asked, found in (
         ({"lab": "smoke"}, {plain, broken}),
         ({"fault": "leaked-group"}, {broken}),
@@ -66,7 +58,7 @@ def test_runs_are_filtered(make: Callable[..., str]) -> None:
     ):
         assert set(kit.runs(**asked)["run"]) == found, asked
     row = every.set_index("run").loc[broken]
-    assert (row["set"], row["verdict"], row["answer"]) == ("cycles=5", "1 failed, 0 passed, 0 not measured", "failed")
+    assert (row["set"], row["verdict"], row["answer"]) == ("cycles=5", "1 of 1 measured, 1 failed", "failed")
     assert kit.load(row["dir"]).id == broken
 
 
@@ -103,7 +95,6 @@ def test_a_run_has_a_name_of_a_persons_own(make: Callable[..., str], capsys: pyt
     run, other = kit.load(row["dir"]), kit.load(kit.runs(cycles=5)["dir"][0])
     assert row["label"] == run.label == "the new driver"
     assert labelled([run, other]) == {first: "the new driver, cycles=4", second: f"{second}, cycles=5"}
-    assert [line.split(" · ")[0] for line, _ in listed_runs(run.dir.parent, "driver passed")] == ["the new driver"]
     main(["show", first])
     assert "label: the new driver" in capsys.readouterr().out
     main(["label", first, ""])
@@ -135,3 +126,101 @@ def test_the_command_filters_as_the_table(
     assert [row["id"] for row in json.loads(capsys.readouterr().out)] == [ids[number] for number in found]
     main(["runs", *words])
     assert ("there is no run like that in" in capsys.readouterr().out) == (not found)
+
+
+@pytest.fixture
+def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A sweep over two numbers of cycles, twice each, and a run beside it that was stopped."""
+    monkeypatch.setenv("KIT_RUNS", str(tmp_path))
+    folder = tmp_path / "smoke-sweep-20260101-120000-0a1b"
+    for number, (cycles, seconds, drift) in enumerate(
+        [(2, 1.0, 5.0), (4, 3.0, 6.0), (2, 2.0, 9.0), (4, 7.0, None)], start=1
+    ):
+        config = dataclasses.asdict(find("smoke").config(cycles=cycles))
+        writer = create_run(
+            tmp_path, "smoke", config, {"host": "box-7", "cpu": {"affinity": 2}}, out=folder / f"{number:02}"
+        )
+        about = {"run": writer.id, "lab": "smoke", "phase": "make", "rank": 0, "time": 1e9}
+        writer.append([Row(**about, cycle=cycle, metric="seconds", value=seconds, unit="s") for cycle in range(cycles)])
+        passed = None if drift is None else drift < 8
+        writer.write_verdict(
+            Verdict(
+                [
+                    VerdictRow("memory_drift", drift, 8.0, "MiB", passed, ""),
+                    VerdictRow("fds_return", 0.0, 0.0, "1", True, ""),
+                ]
+            )
+        )
+        writer.finish()
+    (folder / INDEX).write_text("{}")
+    stopped = create_run(tmp_path, "smoke", dataclasses.asdict(find("smoke").config()), {})
+    stopped.write_verdict(Verdict([VerdictRow("fds_return", 0.0, 0.0, "1", True, "")]))
+    stopped.finish("stopped", stopped=True)
+    return tmp_path
+
+
+def test_a_setting_a_check_and_a_metric_are_columns_of_the_table_of_runs(swept: Path) -> None:
+    rows = sorted(map(describe_folder, list_runs(swept)), key=lambda row: row["name"])
+    assert pickable(rows)[:3] == ["cycles", "fds_return", "memory_drift"]  # what differs, then the checks
+    assert "make/seconds" in pickable(rows[1:])
+    frame = run_frame(rows, ["cycles", "memory_drift", "make/seconds"])
+    assert list(frame.columns) == [*COMMON, "cycles", "memory_drift [MiB]", "make/seconds [s]"]
+    picked = frame.set_index("run")[["cycles", "memory_drift [MiB]", "make/seconds [s]"]]
+    sweep = "smoke-sweep-20260101-120000-0a1b"
+    assert picked.loc[f"{sweep}/03"].tolist() == [2, 9.0, 2.0]
+    assert picked.loc[f"{sweep}/04"].isna().tolist() == [False, True, False]
+    assert frame.set_index("run")["verdict"].tolist() == [
+        "1 of 1 measured, so far",
+        "2 of 2 measured, all passed",
+        "2 of 2 measured, all passed",
+        "2 of 2 measured, 1 failed",
+        "1 of 2 measured, all passed",
+    ]
+    assert frame["sweep"].tolist() == ["", *[sweep] * 4]
+    assert frame["machine"].tolist()[1] == "box-7, 2 cores"
+    with pytest.raises(
+        BadInput, match="no run has a setting, check or PHASE/METRIC 'memory_drif'; did you mean 'memory_drift'"
+    ):
+        run_frame(rows, ["memory_drif"])
+
+
+def test_a_sweep_has_a_row_for_each_combination_with_the_spread_of_every_number(swept: Path) -> None:
+    rows = sorted(map(describe_folder, list_runs(swept)), key=lambda row: row["name"])
+    frame = sweep_frame(rows, ["memory_drift", "make/seconds"]).set_index("differs")
+    assert list(frame.index) == ["cycles=2", ""]  # 4 cycles are the lab's own
+    assert frame.loc["cycles=2", ["runs", "runs that passed", "memory_drift [MiB]", "make/seconds [s]"]].tolist() == [
+        2,
+        "1 of 2",
+        "7 (5 to 9)",
+        "1.5 (1 to 2)",
+    ]
+    assert frame.loc["", "memory_drift [MiB]"] == "6"
+
+
+def test_facts_of_a_run_follow_its_files(swept: Path) -> None:
+    folder = next(path for path in list_runs(swept) if path.name == "01")
+    assert describe_folder(folder)["label"] == ""
+    kit.load(folder).label = "the first"
+    assert describe_folder(folder)["label"] == "the first"
+
+
+def test_the_command_shows_picked_columns_and_writes_a_page_that_needs_no_network(
+    swept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["runs", "--columns", "make/seconds", "--lab", "smoke", "--status", "finished"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split()[0] == "run"
+    assert "make/seconds [s]" in head
+    assert len(lines) == 4
+    assert main(["runs", "--sweeps", "--columns", "make/seconds"]) == 0
+    assert "1.5 (1 to 2)" in capsys.readouterr().out
+    assert main(["runs", "--columns", "nothing"]) == 2
+    assert main(["runs", "--to", str(swept / "runs.html")]) == 0
+    page = (swept / "runs.html").read_text()
+    assert "smoke-sweep-20260101-120000-0a1b/03" in page
+    assert "searchList" in page
+    assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//(?!itables\.org)""", page)
+    assert main(["runs", "--to", str(swept / "runs.csv")]) == 0
+    assert (swept / "runs.csv").read_text().count("smoke") >= 5
+    with pytest.raises(BadInput, match="no known ending"):
+        save_runs(run_frame([]), swept / "runs.doc")

@@ -9,7 +9,9 @@ from typing import Any
 from kit.labs.definition import Step
 from kit.labs.discover import find, validate
 from kit.measure import provenance
+from kit.public import load
 from kit.results import Row, create_run
+from kit.results.records import read_json, write_json
 
 MIB = 2**20
 RANKS = 4
@@ -39,6 +41,18 @@ def made_up(folder: Path, records: int) -> Path:
             )
     writer.finish()
     return writer.dir
+
+
+def made_up_runs(folder: Path, count: int) -> None:
+    """This many runs, each with its verdict, as small as a run can be: copies of one with other names."""
+    first = made_up(folder, 1000)
+    load(first).verdict().write(first / "verdict.json")
+    info, verdict = read_json(first / "run.json"), (first / "verdict.json").read_bytes()
+    for number in range(count - 1):
+        name = f"offload-20260101-120000-{number:04x}"
+        (copy := folder / name).mkdir()
+        write_json(copy / "run.json", {**info, "run": name, "config": {**info["config"], "seed": number}})
+        (copy / "verdict.json").write_bytes(verdict)
 
 
 def facts_of(step: Step, rank: int) -> list[tuple[str, float, str]]:

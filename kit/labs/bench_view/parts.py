@@ -12,12 +12,14 @@ import kit
 from kit.draw.data import read
 from kit.draw.general import every_record
 from kit.labs.bench import Bench, Samples, run_part, show_progress
-from kit.labs.bench_view.made_up import RANKS, made_up
+from kit.labs.bench_view.made_up import RANKS, made_up, made_up_runs
 from kit.labs.discover import find
 from kit.labs.lab import Drive
 from kit.measure.turns import seconds_of
 from kit.public import load
+from kit.results.runtable import KEPT
 from kit.view.model import PanelModel
+from kit.view.runs import RunsTab
 from kit.view.tabs import Grid, PlotsTab, VerdictTab
 
 # Each with the limit that moves in it.
@@ -74,7 +76,27 @@ def filtering(bench: Bench, folder: Path) -> Iterator[Samples]:
     yield Samples(what=title, values=values, unit="ms", note=MADE_UP)
 
 
-PARTS = {"opening": open_runs, "panels": panels, "moving": moving, "filtering": filtering}
+def listing(bench: Bench, folder: Path) -> Iterator[Samples]:
+    """From the folder of runs to the first page of their table, by a process that has read none of them and by one that has."""
+    made_up_runs(runs := folder.parent / "listed", bench.config.runs)
+    model = PanelModel(find("smoke"))
+
+    def listed() -> None:
+        RunsTab(model).visible = True
+
+    with patch.dict(os.environ, {"KIT_RUNS": str(runs)}):
+        listed()  # loads the grid's library
+        for which in ("read anew", "read before"):
+            values = []
+            for _ in range(bench.config.opens):
+                if which == "read anew":
+                    KEPT.clear()
+                values.append(seconds_of(listed))
+            title = f"the table of {bench.config.runs} runs, {which}"
+            yield Samples(what=title, values=values, metric="runs_listed", note="copies of one small run")
+
+
+PARTS = {"opening": open_runs, "panels": panels, "moving": moving, "filtering": filtering, "listing": listing}
 
 
 def measure_view(drive: Drive) -> None:

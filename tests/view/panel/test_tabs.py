@@ -23,15 +23,14 @@ from kit.results import NotMeasured, Run
 from kit.view import tabs
 from kit.view.model import PanelModel
 from kit.view.panel import make_panel
+from kit.view.runs import RunsTab
 from kit.view.tabs import (
     KINDS,
-    CompareTab,
     Grid,
     PlotsTab,
     TablesTab,
     WhatIfTab,
     in_larger_units,
-    listed_runs,
     matching_rows,
 )
 from tests.results.conftest import read_back
@@ -352,44 +351,55 @@ def test_tables_of_a_lab_that_the_run_has_nothing_for_say_so(finished, folder, t
 # -- comparison ------------------------------------------------------------------------------------------------------------
 
 
-def test_runs_are_listed_newest_first_and_found_by_words(finished, folder):
-    lines = [line for line, _ in listed_runs(folder, "smoke")]
-    assert [line.rpartition(" · ")[2] for line in lines] == ["leaking", "plain"]
-    assert "fault leaked-group" in lines[0]
-    assert [path for _, path in listed_runs(folder, "smoke leaked")] == [str(folder / "leaking")]
-    assert listed_runs(folder, "nothing of it") == []
-    broken = folder / "broken"
-    broken.mkdir()
-    (broken / "run.json").write_text("{")
-    assert len(listed_runs(folder, "broken")) == 0
+def choose(tab, *names):
+    places = {row["name"]: at for at, row in enumerate(tab._rows)}
+    tab.grid.selected_rows = [places[name] for name in names]
 
 
-def test_two_runs_are_compared(smoke, folder):
-    tab = CompareTab(smoke)
-    assert tab.go.disabled
+def test_two_runs_are_compared_with_the_older_one(smoke, folder):
+    tab = RunsTab(smoke)
+    assert tab.grid is None  # nobody has looked
     tab.visible = True
-    assert list(tab.runs.value) == [
-        str(folder / "leaking"),
-        str(folder / "plain"),
-    ]  # the last two, unless a person selected others
+    assert (tab.show.disabled, tab.go.disabled) == (True, True)
+    choose(tab, "leaking", "plain")
+    assert tab.chosen == [folder / "plain", folder / "leaking"]
     tab.go.click()
-    assert "fault: null / leaked-group" in message(tab)  # compared with the older run
+    assert "fault: null / leaked-group" in message(tab)
     assert "<svg" in tab.picture.value
     assert "Largest changes from" in tab.picture.value
-    assert list(tab.grid.frame.columns) == ["phase", "metric", "rank", "base", "value", "ratio", "n", "unit"]
-    (row,) = tab.grid.frame.query('metric == "groups" and phase == "count" and rank == 0').to_dict("records")
+    assert list(tab.changes.frame.columns) == ["phase", "metric", "rank", "base", "value", "ratio", "n", "unit"]
+    (row,) = tab.changes.frame.query('metric == "groups" and phase == "count" and rank == 0').to_dict("records")
     assert (row["base"], row["value"], row["ratio"]) == (1, 2.5, 2.5)
 
 
-def test_one_run_is_not_compared_and_words_that_find_nothing_are_reported(smoke, folder):
-    tab = CompareTab(smoke)
+def test_a_chosen_run_is_shown_and_stays_chosen_while_columns_change(smoke, folder):
+    tab = RunsTab(smoke)
     tab.visible = True
-    tab.runs.value = [str(folder / "plain")]
-    assert tab.go.disabled
-    assert "two runs or more" in message(tab)
-    tab.words.value = "nothing-of-it"
-    assert tab.runs.options == ()
-    assert message(tab).startswith("No run in")
+    choose(tab, "plain")
+    assert (tab.show.disabled, tab.go.disabled) == (False, True)
+    tab.columns.value = ["cycles", "count/groups"]
+    assert tab.chosen == [folder / "plain"]
+    assert list(tab.frame.columns)[-2:] == ["cycles", "count/groups"]
+    tab.show.click()
+    assert smoke.run.dir == folder / "plain"
+    assert tab.chosen == [folder / "plain"]
+
+
+def test_a_number_is_plotted_over_a_setting_and_the_table_is_exported(smoke, folder, tmp_path):
+    tab = RunsTab(smoke)
+    tab.visible = True
+    tab.columns.value = ["cycles", "count/groups"]
+    assert (tab.y.value, tab.x.value) == ("took [s]", "cycles")
+    tab.y.value, tab.x.value = "count/groups", "fault"
+    tab.draw.click()
+    assert 'aria-label="count/groups over fault"' in tab.picture.value
+    tab.path.value = str(tmp_path / "runs.csv")
+    tab.write.click()
+    assert "count/groups" in (tmp_path / "runs.csv").read_text()
+    assert 'download="runs.csv"' in tab.link.value
+    tab.path.value = str(tmp_path / "runs.doc")
+    tab.write.click()
+    assert "no known ending" in message(tab)
 
 
 # -- export ----------------------------------------------------------------------------------------------------------------

@@ -641,7 +641,7 @@ def verdict_limit():
 def test_a_panel_is_stepped_with_its_buttons():
     panel = kit.panel("smoke", cycles=1)
     assert isinstance(panel, Panel)
-    assert panel.tab.titles == ("Plots", "Verdict", "Tables", "Logs", "Compare")
+    assert panel.tab.titles == ("Plots", "Verdict", "Tables", "Logs", "Runs")
     assert [tab.visible for tab in panel.tabs.values()] == [True, False, False, False, False]
     assert "application/vnd.jupyter.widget-view+json" in panel._repr_mimebundle_()
     try:
