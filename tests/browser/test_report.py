@@ -55,7 +55,7 @@ def test_it_is_readable(page, report, artefacts, width):
 def test_the_runs_are_sorted_and_filtered_by_clicks_without_a_network(page, report, artefacts):
     page.goto(report.as_uri())
     page.locator("summary", has_text="table to sort and filter").click()
-    rows = page.locator(".kit-runs tbody tr")
+    rows = page.locator(".kit-runs table.dataTable tbody tr")
     rows.nth(1).wait_for()
     assert rows.count() == 2
     page.locator(".kit-runs thead th", has_text="fault").locator("button").last.click()
