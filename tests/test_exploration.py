@@ -140,6 +140,7 @@ def test_a_desk_that_waits_for_a_replica_that_died_asleep_is_seen() -> None:
     [
         (ShareWorlds(scheduler=f"{WRONG}:joins_twice"), 0, "no_request_lost"),
         (ShareWorlds(scheduler=f"{WRONG}:never_admits_late"), 2, "no_deadlock"),
+        (ShareWorlds(planner=f"{WRONG}:plans_for_three"), 4, "no_starvation"),
         (StreamWorlds(implementation=f"{WRONG}:logs_nothing"), 0, "metrics_true"),
         (StreamWorlds(sampler=f"{WRONG}:LeavesTheLast"), 0, "no_deadlock"),
         (StreamWorlds(implementation="tests.loop.right_cores:WholeSteps"), 3, ""),

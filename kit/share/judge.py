@@ -6,6 +6,7 @@ A rule raises `Missing` (null), which names the event, if the ledger lacks an ev
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -266,7 +267,36 @@ def no_starvation(ledger: DeskLedger) -> Violations:
             if row.time - begun > limit * 1.001 and (wait, begun) not in reported:
                 reported.add((wait, begun))
                 yield f"{row}: {wait} since {row.time - begun:.3f} s (limit {limit:g} s)"
+    yield from left_waiting(ledger)
     return f"longest wait {longest:.3f} s, limit {limit:g} s"
+
+
+def left_waiting(ledger: DeskLedger) -> Iterator[str]:
+    """Yield a violation per pipeline that waits for its first replica although the devices of one are idle, for longer than between two
+    looks of the desk at such pipelines. Right planners serve it at once; `static` may not.
+    """
+    limit = ledger.limit("watchdog_ms", 0) / 1000
+    if not limit or ledger.limits.get("planner") in ("static", ON_PURPOSE):
+        return
+    waited: dict[str, float] = {}
+    before: Row | None = None
+    for row, books in ledger.replay():
+        if before is not None and row.time > before.time and books.plan is None:
+            fits = {name for name in books.clusters if could_be_served(books, name)}
+            waited = {name: waited.get(name, 0.0) + row.time - before.time for name in fits}
+            for name in [name for name, seconds in waited.items() if seconds > limit]:
+                yield f"{row}: {name} has had no replica for {waited[name]:.3f} s although devices of one were idle (limit {limit:g} s)"
+                waited[name] = -math.inf
+        before = row
+
+
+def could_be_served(books: Books, name: str) -> bool:
+    if books.active.get(name) or (name, "generation") not in books.waiting or not has_work(books, name):
+        return False
+    if name not in books.admitted or any(who == name for who, _ in books.sleeping | books.waking):
+        return False
+    idle = books.idle()
+    return any(bundle <= idle for bundle in sleeping_bundles(books, name))
 
 
 class Wait(NamedTuple):

@@ -43,6 +43,13 @@ def swaps_at_every_event(view: View) -> None:
     gap_ratio(view)
 
 
+def plans_for_three(view: View) -> None:
+    """Does not see the pipelines after the third."""
+    later = {name: view.shares.pop(name) for name in [*view.shares][3:]}
+    gap_ratio(view)
+    view.shares |= later
+
+
 def first_come(view: View) -> None:
     """A right one, of other code: whoever came first gets all that is idle; nobody is shrunk unless another has nothing."""
     PLANNERS["fifo"](view)
