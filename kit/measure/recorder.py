@@ -34,6 +34,7 @@ from kit import machine, nccl
 from kit.errors import BadInput, KitError
 from kit.measure.phase import Metric, PhaseMeter, between_phases, current_device, watch_files
 from kit.results.records import (
+    PATTERN,
     SCHEMA,
     SEALED,
     AsId,
@@ -212,22 +213,35 @@ class Recorder:
             self._append([Row(metric="lost_records", value=lost, unit="1", time=time.time())], OUTSIDE, 0)
             self._warn(f"{lost} records of rank {self.rank} were lost; those before and after are in {self.dir}")
         self._writer.close()
-        if self._run is None:
-            return
+        if self._run is not None:
+            self._end_run(self._run, error, lost)
+        with suppress(OSError, KitError):  # the run then has no seal, as if a rank had not closed
+            self._seal()
+
+    def _end_run(self, run: dict[str, Any], error: BaseException | None, lost: int) -> None:
         stopped = isinstance(error, KeyboardInterrupt)
-        self._run["status"] = "stopped" if stopped else "finished" if error is None else "failed"
-        self._run["finished"] = utc()
+        run["status"] = "stopped" if stopped else "finished" if error is None else "failed"
+        run["finished"] = utc()
         if error is not None:
-            self._run["error"] = f"{type(error).__name__}: {error}"
+            run["error"] = f"{type(error).__name__}: {error}"
         elif lost:
-            self._run["error"] = f"{lost} records of rank 0 were lost"
-        if self.world_size == 1:  # other ranks may still append
-            with suppress(OSError):
-                self._run[SEALED] = {"records": {self._writer.path.name: seal(self._writer.path)}}
+            run["error"] = f"{lost} records of rank 0 were lost"
         try:
             self._write_run()
         except KitError as failure:
             self._warn(f"the run still reads as running: {failure}")
+
+    def _seal(self) -> None:
+        """The rank that closes last writes the count and digest of all ranks' rows; if one never closes, the run has none."""
+        mark = f".closed-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-"
+        (self.dir / f"{mark}{self.rank}").touch()
+        closed = list(self.dir.glob(f"{mark}*"))
+        if len(closed) < self.world_size:
+            return
+        files = {path.name: seal(path) for path in self.dir.glob(PATTERN)}
+        rewrite_json(self.dir / "run.json", {**read_json(self.dir / "run.json"), SEALED: {"records": files}})
+        for path in closed:
+            path.unlink(missing_ok=True)
 
     def __enter__(self) -> Recorder:
         return self

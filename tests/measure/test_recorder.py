@@ -276,7 +276,7 @@ def test_ranks_of_one_machine_share_a_file_and_machines_do_not(tmp_path, monkeyp
     with Recorder(tmp_path) as rec:
         rec.record("x", 1)
     assert [row["rank"] for row in rows(tmp_path, name)] == [3]
-    assert [p.name for p in tmp_path.iterdir()] == [name]
+    assert [p.name for p in tmp_path.glob("[!.]*")] == [name]  # the hidden file says that this rank has closed
 
 
 def test_ranks_that_write_at_once_lose_and_tear_nothing(tmp_path):
@@ -290,6 +290,26 @@ def test_ranks_that_write_at_once_lose_and_tear_nothing(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("last", [0, 1])
+def test_the_rank_that_closes_last_seals_the_rows_of_all(tmp_path, monkeypatch, last):
+    """Ranks on two machines, each with its own file."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    ranks = [Recorder(tmp_path / "r", rank=rank, world_size=2) for rank in range(2)]
+    for rec in ranks:
+        rec.record("x", 1)
+    first = ranks[1 - last]
+    first.close()
+    assert "sealed" not in run_json(tmp_path / "r")
+    ranks[last].record("x", 2)
+    ranks[last].close()
+    run = Run(tmp_path / "r")
+    assert (run.notes, len(run_json(tmp_path / "r")["sealed"]["records"])) == ([], 2)
+    assert sorted(p.name for p in run.dir.iterdir()) == ["records.node0.jsonl", "records.node1.jsonl", "run.json"]
+    file = run.dir / f"records.node{last}.jsonl"
+    file.write_text(file.read_text().partition("\n")[2])
+    assert Run(run.dir).notes == [f"{file.name}: 1 row of 2 is missing"]
+
+
 def test_the_documented_script_under_torchrun(tmp_path):
     """Phases of both ranks arrive, and the weights are restored: training continues with a finite loss."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
