@@ -36,7 +36,7 @@ from kit.labs.definition import NAMES, Definition, fields, holder, known_fields,
 from kit.labs.discover import ANSWERS, ENDS, describe_folder, discover, find, select_runs, tagged
 from kit.results.comparison import Comparison, answers_changed, compact, in_words, labelled
 from kit.results.frames import json_rows, readable, summary_of
-from kit.results.records import flat, output_file, read_json, to_json, user_path
+from kit.results.records import flat, output_file, read_json, to_json, user_path, write_text
 from kit.results.rules import suspect_in
 from kit.results.run import INDEX, find_run, memory_snapshots, write_junit
 from kit.results.runtable import run_frame, sweep_frame
@@ -519,7 +519,20 @@ def load_all(words: Sequence[Path | None]) -> list[results.Run]:
 def export_command(args: argparse.Namespace) -> CommandAnswer:
     from kit.view.named import save_table
 
+    if Path(args.to).suffix.lower() in {".yaml", ".yml"}:
+        return write_text_file(lambda: write_settings(load_all(args.dirs), args.to))
     return write_text_file(lambda: save_table(load_all(args.dirs), args.table, args.to))
+
+
+def write_settings(runs: Sequence[results.Run], to: Path) -> Path:
+    """The settings of a run, for `kit run LAB --config`."""
+    import yaml
+
+    if len(runs) > 1:
+        raise BadInput(f"{to.name} takes the settings of one run, not of {len(runs)}")
+    path = output_file(to)
+    write_text(path, f"# settings of {runs[0].id}\n{yaml.safe_dump(runs[0].config, sort_keys=False)}")
+    return path
 
 
 def trace_command(args: argparse.Namespace) -> CommandAnswer:
@@ -873,7 +886,12 @@ COMMANDS: tuple[
                 "records (default), verdict, times, memory, compare, or another table of the lab",
                 default="records",
             ),
-            file("--to", "FILE", "output file; the suffix is the format", required=True),
+            file(
+                "--to",
+                "FILE",
+                "output file; the suffix is the format; .yaml: the settings, for `kit run --config`",
+                required=True,
+            ),
         ),
     ),
     (

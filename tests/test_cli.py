@@ -20,7 +20,9 @@ import pytest
 import kit
 from kit import machine
 from kit.cli import STILL_AT_WORK, main, parse_words, parser
-from kit.labs.discover import discover, tagged
+from kit.labs.definition import as_settings
+from kit.labs.discover import discover, find, tagged, validate
+from kit.public import settings_from_file
 from kit.results import Row, Verdict, VerdictRow, create_run
 from kit.world import leftovers
 
@@ -636,3 +638,15 @@ def test_a_command_that_takes_long_says_so(capfd: pytest.CaptureFixture[str], mo
         while "drawn" not in printed:
             printed += capfd.readouterr().err
     assert "kit: report has worked for 0 s: 1 of 2 runs are drawn\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("lab", "given"), [("offload", {"cycles": 2, "size": "tiny"}), ("share", {"a.steps": 2, "devices": 4})]
+)
+def test_the_settings_of_a_run_are_a_file_for_another_run(lab: str, given: dict[str, Any], tmp_path: Path) -> None:
+    config = validate(find(lab), given)
+    writer = create_run(tmp_path, lab, as_settings(config), {}, out=tmp_path / "run")
+    writer.finish()
+    assert main(["export", str(writer.dir), "--to", str(tmp_path / "settings.yaml")]) == 0
+    assert validate(find(lab), settings_from_file(tmp_path / "settings.yaml")) == config
+    assert main(["export", str(writer.dir), str(writer.dir), "--to", str(tmp_path / "two.yaml")]) == 2

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
-from kit.errors import BadInput, KitError
+from kit.errors import BadInput, KitError, hint
 from kit.machine import is_gone, owner
-from kit.results.frames import export, rows_of
+from kit.results.frames import export, read_ids, rows_of
 from kit.results.old import current_settings
 from kit.results.records import (
     COLUMNS,
@@ -72,6 +72,13 @@ LONGEST = 120  # characters of a label
 SHOWN_NAMES = 4  # of several runs with one name
 BROKEN = ("stopped", "interrupted", "failed")
 STATUSES = ("running", "finished", "stopped", "failed")  # in a file; a reader also knows `interrupted`
+
+
+class Provenance(dict[str, Any]):
+    """What a table is of. pandas copies a table's attrs with every operation on it; these stay the same."""
+
+    def __deepcopy__(self, _: object) -> Provenance:
+        return self
 
 
 class Run:
@@ -235,8 +242,29 @@ class Run:
         return [*filter(None, [status.get(self.status), cpu]), *self._load()[1], *self.alterations]
 
     def frame(self) -> pd.DataFrame:
-        """The records as a table: run, lab, cycle, phase, rank, metric, value, unit, time, text, ids, start. Yours to change."""
-        return self._load()[0].copy()
+        """The records as a table: run, lab, cycle, phase, rank, metric, value, unit, time, text, ids, start. Yours to change.
+
+        `attrs["provenance"]` says which run they are of, with its settings, machine and versions.
+        """
+        frame = self._load()[0].copy()
+        frame.attrs["provenance"] = Provenance(self.about())
+        return frame
+
+    def table(self, metric: str) -> pd.DataFrame:
+        """A metric with a row for each cycle and phase, in the order in which they ran, and for each of its ids; a column for each rank."""
+        frame = self.frame()
+        rows = frame[frame["metric"] == metric]
+        if rows.empty:
+            raise BadInput(f"{self.id} has no metric {metric!r}; {hint(metric, frame['metric'].unique())}")
+        ids = {text: read_ids(text) for text in rows["ids"].unique()}
+        names = sorted({name for known in ids.values() for name in known})
+        columns: dict[str, list[Any]] = {name: [ids[text].get(name, "") for text in rows["ids"]] for name in names}
+        wide = rows.assign(**columns).pivot_table(
+            index=["cycle", "phase", *names], columns="rank", values="value", aggfunc="last", sort=False, dropna=False, observed=True
+        )  # fmt: skip
+        wide = wide.dropna(how="all")
+        wide.attrs = {**frame.attrs, "unit": rows["unit"].iloc[0]}
+        return wide
 
     def verdict(self, **tolerances: float) -> Verdict:
         """The lab's checks put to the records; where the lab has none here, the verdict that the run stored.

@@ -7,6 +7,8 @@
 %ranks wait             wait for the background cells and show their results
 %ranks status           the ranks: pid, device, phase
 %ranks stacks           what each rank is doing right now
+%ranks push x y         give the ranks these variables of the notebook: numbers, text, lists, dicts, arrays
+%ranks pull x           make x in the notebook a list of the ranks' values of x
 %ranks restart          start fresh ranks, even if the old ones hang
 %ranks stop             close the World
 
@@ -18,6 +20,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
+import re
 import sys
 import traceback
 import weakref
@@ -26,6 +30,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import IPython
+from IPython.core.completer import CompletionContext, SimpleCompletion, context_matcher
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
@@ -35,7 +40,9 @@ from kit.public import Pending, World, prepare_waiting, wait, waiting_line
 from kit.view.progress import Progress, ranks_short, stacks_by_rank
 
 OWN = tuple(f"{Path(inspect.getfile(module)).parent}/" for module in (errors, IPython))
-ACTIONS = ("status", "stacks", "wait", "restart", "stop")
+ACTIONS = ("status", "stacks", "wait", "push", "pull", "restart", "stop")
+DOTTED = re.compile(r"(?:([A-Za-z_][\w.]*)\.)?(\w*)$")
+COMPLETION_S = 1.0
 
 
 class MagicParser(argparse.ArgumentParser):
@@ -105,6 +112,9 @@ class RankMagics(Magics):
             raise UsageError(
                 f"%ranks accepts {', '.join(ACTIONS)}, not {action!r}; put code for the ranks into a %%ranks cell"
             )
+        if action in {"push", "pull"}:
+            self._move(action, words_after)
+            return None
         if words_after:
             raise UsageError(f"%ranks {action} accepts no further arguments, not {' '.join(words_after)!r}")
         return self._wait() if action == "wait" else self._act(action)
@@ -128,6 +138,39 @@ class RankMagics(Magics):
         finally:
             world.observer = before
         return shown_values(dict(zip(chosen, texts, strict=True)))
+
+    def _move(self, action: str, names: list[str]) -> None:
+        world = self.world()
+        if not names or not all(name.isidentifier() for name in names):
+            raise UsageError(f"%ranks {action} accepts names of variables, such as `%ranks {action} x`")
+        if world is None:
+            raise UsageError(f"%ranks {action}: no World is open; a %%ranks cell starts one")
+        for name in names:
+            if action == "pull":
+                self._names[name] = world.eval(f"{name}.tolist() if hasattr({name}, 'tolist') else {name}")
+            elif name not in self._names:
+                raise UsageError(f"%ranks push: the notebook has no variable {name!r}")
+            else:
+                world.run(f"{name} = __import__('json').loads({as_json(name, self._names[name])!r})")
+
+    def complete(self, context: CompletionContext) -> dict[str, Any]:
+        """Names on rank 0 in a %%ranks cell, while it is idle."""
+        in_cell = context.full_text.startswith("%%ranks") and context.cursor_line > 0
+        before, world = context.text_until_cursor, self.world() if in_cell else None
+        if world is None or world.state != "idle":
+            return {"completions": []}
+        match = DOTTED.search(before)
+        owner, start = match.groups() if match else (None, "")
+        try:
+            (names,) = world.eval(
+                f"dir({owner or ''}) if {bool(owner)} else list(globals())", ranks=[0], timeout_s=COMPLETION_S
+            )
+        except (KitError, SyntaxError):  # no such name there, or rank 0 has become busy
+            return {"completions": []}
+        prefix = f"{owner}." if owner else ""
+        hidden = start.startswith("_")
+        shown = [name for name in sorted(names) if name.startswith(start) and (hidden or not name.startswith("_"))]
+        return {"completions": [SimpleCompletion(prefix + name) for name in shown], "matched_fragment": prefix + start}
 
     def _wait(self) -> RankValues | None:
         """Wait for all background cells; the first error is raised once all have ended."""
@@ -190,6 +233,14 @@ AFTER_INTERRUPT = {
 }
 
 
+def as_json(name: str, value: Any) -> str:
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    try:
+        return json.dumps(plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadInput(f"%ranks push sends numbers, text, lists, dicts and arrays; {name}: {error}") from None
+
+
 def is_lab(value: object) -> bool:
     return type(value).__module__.startswith("kit.labs") and hasattr(value, "__dict__")
 
@@ -244,6 +295,12 @@ def load_extension(ipython: Any) -> None:
     magics = RankMagics(ipython)
     ipython.register_magics(magics)
     ipython.events.register("post_run_cell", magics.notice)
+
+    @context_matcher()  # type: ignore[untyped-decorator]
+    def names_on_ranks(context: CompletionContext) -> dict[str, Any]:
+        return magics.complete(context)
+
+    ipython.Completer.custom_matchers.append(names_on_ranks)
     prepare_waiting()
     # kit.errors does not depend on notebooks.
     KitError._render_traceback_ = render  # type: ignore[attr-defined]

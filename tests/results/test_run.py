@@ -519,3 +519,21 @@ def test_a_run_is_found_by_path_id_and_age_also_in_a_sweep(make_run, tmp_path, m
     assert find_run("sweep/01") == old
     with pytest.raises(BadInput, match="it holds the runs of a sweep: `kit runs DIR` lists them"):
         Run(tmp_path / "sweep")
+
+
+def test_a_table_has_a_column_per_rank_and_knows_where_it_is_from(make_run, record):
+    rows = [record(cycle=cycle, phase=phase, rank=rank, value=10.0 * cycle + rank, time=10.0 * cycle + (phase == "a"))
+            for cycle in (1, 2) for phase in ("b", "a") for rank in (0, 1)]  # fmt: skip
+    rows += [
+        record(metric="error", ids={"tensor": name}, value=value, unit="1") for name, value in (("w", 1.0), ("b", 2.0))
+    ]
+    run = Run(make_run(rows))
+    table = run.table("seconds")
+    assert list(table.index) == [(1, "b"), (1, "a"), (2, "b"), (2, "a")]
+    assert table.loc[(2, "a")].to_dict() == {0: 20.0, 1: 21.0}
+    assert run.table("error").xs("b", level="tensor").to_numpy().tolist() == [[2.0]]
+    for frame in (run.frame(), run.frame().head(1), table):
+        assert frame.attrs["provenance"]["run"]["id"] == run.id
+    assert (table.attrs["unit"], run.table("error").attrs["unit"]) == ("s", "1")
+    with pytest.raises(BadInput, match="has no metric 'secnds'; did you mean 'seconds'"):
+        run.table("secnds")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from IPython.core.completer import provisionalcompleter
 from IPython.core.error import UsageError
 
 from kit.errors import BadInput, KitError, RankError, RankTimeout
@@ -107,7 +109,9 @@ def test_a_deadline(cell, world):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("%ranks bogus", "status, stacks, wait, restart, stop"),
+        ("%ranks bogus", "status, stacks, wait, push, pull, restart, stop"),
+        ("%ranks push", "%ranks push accepts names of variables, such as `%ranks push x`"),
+        ("%ranks push not_here", "the notebook has no variable 'not_here'"),
         ("%ranks status 3", "accepts no further arguments"),
         ("%%ranks --timeout soon\n1", "invalid float value: 'soon'"),
         ("%%ranks --bogus\n1", "usage: %%ranks [0,2-3] [--timeout SECONDS]"),
@@ -130,3 +134,31 @@ def test_wrong_seconds(cell, seconds):
 def test_status_is_the_world(cell, world):
     assert cell("%ranks")[0].result is world
     assert cell("%ranks status")[0].result is world
+
+
+def test_variables_go_to_the_ranks_and_come_back(cell, shell):
+    shell.user_ns.update(numbers={"a": [1, 2.5]}, array=np.arange(3), wrong=object())
+    assert cell("%ranks push numbers array")[0].success
+    assert cell("%%ranks\nback = torch.tensor(array) * (rank + 1) + numbers['a'][0]")[0].success
+    assert cell("%ranks pull back")[0].success
+    assert shell.user_ns["back"] == [[1, 2, 3], [1, 3, 5]]
+    result, shown = cell("%ranks push wrong")
+    assert isinstance(result.error_in_exec, BadInput)
+    assert "wrong: Object of type object is not JSON serializable" in shown
+
+
+def test_names_on_ranks_are_completed(cell, shell):
+    assert cell("%%ranks\nonly_on_ranks = torch.ones(2)")[0].success
+
+    def completed(text):
+        with provisionalcompleter():
+            return {completion.text for completion in shell.Completer.completions(text, len(text))}
+
+    assert "only_on_ranks" in completed("%%ranks\nonly_on")
+    assert any(name.endswith("dist.all_reduce") or name == "all_reduce" for name in completed("%%ranks\ndist.all_red"))
+    assert "only_on_ranks" not in completed("only_on")
+    assert "only_on_ranks" not in completed("%%ranks\nno.such.only_on")
+
+
+def test_the_waiting_agent_is_shown(cell):
+    assert "waits for the next World (pid " in cell("%ranks status")[1]
