@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -48,6 +49,9 @@ def test_notebooks_are_copied_with_what_they_point_at(tmp_path: Path, capfd: pyt
     assert cli.main(["notebook", "--copy", str(tmp_path / "mine")]) == 0
     assert (tmp_path / "mine/notebooks/00_start.ipynb").is_file()
     assert (tmp_path / "mine/docs/recorder.md").is_file()
+    pages = [page for page in (tmp_path / "mine").rglob("*") if page.suffix in {".md", ".ipynb"}]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)", page.read_text())]
+    assert [f"{page}: {link}" for page, link in links if not (page.parent / link).exists()] == []
     assert cli.main(["notebook", "--copy", str(tmp_path / "mine")]) == 2
     assert "is not an empty folder" in capfd.readouterr().err
     for words in ([], ["00", "--copy", str(tmp_path / "x")]):

@@ -88,16 +88,16 @@ def find_notebook(name: str) -> Path:
 
 
 def copy_all(to: Path) -> Path:
-    """Copy the notebooks, and the pages and examples that they link to, to a folder."""
+    """Copy the notebooks, and all that they and the pages link to, to a folder."""
     target = user_path(to).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise BadInput(f"cannot copy the notebooks to {target}: it is not an empty folder")
     try:
-        for name in ("notebooks", "docs"):
+        for name in ("notebooks", "docs", "data/reference"):
             shutil.copytree(
                 shipped(name), target / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
             )
-        for name in ("README.md", "CONTRIBUTING.md"):
+        for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"):
             shutil.copy(shipped(name), target)
     except OSError as error:
         raise BadInput(f"cannot copy the notebooks to {target}: {error}") from error

@@ -302,7 +302,8 @@ class Parameters:
             f'<p class="kit-bad">✗ {look.text(why)}</p>' for why in dict.fromkeys(model.problems.values())
         )
         self.problems.value = f'<div role="alert">{problems}</div>' if problems else ""
-        self.refused.value = refused_html(model.refused)
+        chose = model.given or model.fault  # on untouched defaults nothing is excluded by what a person chose
+        self.refused.value = refused_html(model.refused) if chose else ""
         self.remark.value = look.status_html(model.remark)
 
 
@@ -332,13 +333,13 @@ def fault_html(model: PanelModel) -> str:
 
 
 def refused_html(refused: Mapping[str, Mapping[Any, str]]) -> str:
-    """The choices marked (no), folded, each with its reason."""
+    """The choices marked (no), with their reasons folded."""
     rows = [(name, choice, why) for name, choices in refused.items() for choice, why in choices.items()]
     if not rows:
         return ""
     lines = "".join(f"<li>{look.text(f'{name}={_words(choice)}')}: {look.text(why)}</li>" for name, choice, why in rows)
-    count = "1 choice is" if len(rows) == 1 else f"{len(rows)} choices are"
-    return f"<details><summary>{count} excluded by other settings</summary><ul>{lines}</ul></details>"
+    named = ", ".join(f"{name}={_words(choice)}" for name, choice, _ in rows)
+    return f"<details><summary>Excluded by other settings: {look.text(named)}</summary><ul>{lines}</ul></details>"
 
 
 def _words(choice: Any) -> str:

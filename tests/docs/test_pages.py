@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,16 @@ def test_the_first_snippets_of_the_readme_run_as_pasted(
     assert capfd.readouterr().out.splitlines() == ["[0] x is 3.0", "[1] x is 3.0", "[3.0, 3.0]"]
     with pytest.raises(kit.RankTimeout, match="rank 0 in a collective, waiting for rank 1"):
         exec(second, names)
+
+
+def test_the_first_result_comes_soon() -> None:
+    page = (ROOT / "README.md").read_text()
+    assert len(page[: page.index("```\n[0] x is 3.0")].split()) <= 350
+    cells = json.loads((ROOT / "notebooks" / "00_start.ipynb").read_text())["cells"]
+    first = next(
+        at for at, cell in enumerate(cells) if "doctor" in "".join(cell["source"]) and cell["cell_type"] == "code"
+    )
+    assert sum(len("".join(cell["source"]).split()) for cell in cells[: first + 1]) <= 350
 
 
 def test_the_lab_of_contributing_passes_and_catches_its_fault(

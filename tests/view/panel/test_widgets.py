@@ -101,12 +101,15 @@ def test_every_control_has_a_label_and_says_what_it_is_for(lab):
 def test_a_refused_choice_is_marked_and_explained():
     model = PanelModel(find("offload"))
     settings = Parameters(model)
+    assert settings.refused.value == ""  # nothing is excluded by settings that nobody touched
     drop = settings.controls["mode"].parts[0]
     assert {"exact", "manual", "official"} <= {label for label, _ in pairs(drop)}
     settings.controls["include_world"].parts[0].value = True
     assert {"exact", "manual (no)", "official (no)"} <= {label for label, _ in pairs(drop)}
     assert drop.value == "exact"
     assert "needs mode=exact" in drop.tooltip
+    assert "Excluded by other settings: " in settings.refused.value
+    assert "mode=manual, mode=official" in settings.refused.value.partition("</summary>")[0]
     assert "needs mode=exact" in settings.refused.value
     drop.value = "manual"
     assert "include_world=true needs mode=exact" in settings.problems.value
