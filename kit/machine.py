@@ -361,6 +361,16 @@ def free_memory(proc: Path = Path("/proc/self"), meminfo: Path = Path("/proc/mem
     return max(0, min([int(fields["MemAvailable"].split()[0]) * 1024, *left]))
 
 
+def oom_kills(proc: Path = Path("/proc/self")) -> int | None:
+    """Return how many processes of this control group the kernel has killed because memory ran out; None if it does not count them."""
+    version, folders = _folders("memory", proc)
+    file = folders[0] / ("memory.events" if version == 2 else "memory.oom_control") if folders else None
+    if file is None or not file.exists():
+        return None
+    counts = dict(line.split() for line in file.read_text().splitlines())
+    return int(counts["oom_kill"]) if "oom_kill" in counts else None
+
+
 def _levels(controller: str, proc: Path) -> tuple[int | None, list[tuple[Path, int, int]]]:
     """Return the version of control groups with this controller, and each level with a limit: folder, limit and use."""
     version, folders = _folders(controller, proc)

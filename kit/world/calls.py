@@ -188,9 +188,10 @@ class WorldCall:
             why_gone = how_ended(status)
         text = f"rank {member.rank} (pid {member.pid} on {member.host}) {why_gone} in phase {phase!r}{AGAIN}"
         if status == -signal.SIGKILL:
-            text += (
-                "\nIf nobody sent it, the kernel may have been out of memory: see dmesg, or memory.events of the cgroup"
+            unknown = (
+                "If nobody sent it, the kernel may have been out of memory: see dmesg, or memory.events of the cgroup"
             )
+            text += f"\n{self.crew.out_of_memory(member.node) or unknown}"
         elif answer is None:
             log = self.crew.read_log(member, -20_000, 20_000).decode(errors="replace")
             _, fatal, dump = log.rpartition("Fatal Python error")

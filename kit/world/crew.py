@@ -60,6 +60,7 @@ class Crew:
         self.agents: dict[int, AgentEnd] = {}
         self.exits: list[Exit] = []
         self.generation = -1
+        self._oom_kills: int | None = None  # before these ranks started
         self._key = secrets.token_bytes(32)
         self.folder = leftovers.base() / leftovers.mark(self.id)
         self.folder.mkdir(mode=0o700)
@@ -130,6 +131,7 @@ class Crew:
         address = self._listen().address
         self.generation += 1
         self.members, self.exits = [], []
+        self._oom_kills = machine.oom_kills()
         for agent in self.agents.values():
             agent.link.send({"do": "launch", "with": self._order(agent.node, address)})
         joined = self._joined = {}
@@ -397,6 +399,16 @@ class Crew:
 
         self._hear_until(lambda: 0 not in self.agents or ((agent := first()) and agent.status is not None), seconds)
         return first()
+
+    def out_of_memory(self, node: int) -> str:
+        """How many processes of this machine's control group the kernel has killed for memory since these ranks started; empty if none."""
+        kills = (machine.oom_kills() or 0) - (self._oom_kills or 0) if node == 0 else 0
+        if kills <= 0:
+            return ""
+        most = machine.cgroup_limit("memory").maximum
+        limit = f", which may use {most / 2**30:.2f} GiB" if most else ""
+        killed = "a process" if kills == 1 else f"{kills} processes"
+        return f"Out of memory: the kernel has killed {killed} of this control group{limit}; use fewer ranks or a smaller size"
 
     def refuse_death(self) -> None:
         """Raise if a rank that has joined, or torchrun, has ended. For a World that waits until others have started."""
