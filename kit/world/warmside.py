@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,6 +43,9 @@ class WaitingProcess:
         self.lock = threading.Lock()  # held while a child is forked or forgotten
         self.cancelled: set[int] = set()
         self.children: dict[int, int] = {}  # number of the order -> pid
+        self.awaited: dict[
+            int, str
+        ] = {}  # number -> folder of a World whose agent, which will remove it, is not there yet
         self.loaded: WorldLink | None = None  # to the process that has Megatron too
         threading.Thread(target=self.listen, daemon=True).start()
 
@@ -51,16 +55,20 @@ class WaitingProcess:
                 order = self.link.recv()
                 if order["do"] == "cancel":
                     self.cancel(order["number"])
-                else:
-                    self.orders.put(order)
-        if self.first:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        os.killpg(0, signal.SIGKILL)
+                    continue
+                if order["do"] == "fork":
+                    self.awaited[order["number"]] = order["folder"]
+                self.orders.put(order)
+        with self.lock:  # from here on nothing is forked
+            for folder in [*map(Path, self.awaited.values()), self.folder] if self.first else ():
+                shutil.rmtree(folder, ignore_errors=True)
+            os.killpg(0, signal.SIGKILL)
 
     def cancel(self, number: int) -> None:
         """Whatever became of an order: end its process, or see that it is never forked."""
         with self.lock:
             self.cancelled.add(number)
+            self.awaited.pop(number, None)
             if pid := self.children.get(number):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -68,6 +76,7 @@ class WaitingProcess:
                 self.loaded.send({"do": "cancel", "number": number})
 
     def tell(self, **message: Any) -> None:
+        self.awaited.pop(message.get("forked", -1), None)
         with contextlib.suppress(ChannelClosed):
             self.link.send(message)
 
@@ -125,6 +134,9 @@ class WaitingProcess:
         if pid == 0:
             become_agent(order, self.mark_at)
         if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                while os.getpgid(pid) == os.getpgid(0):  # until then it ends with this process, and cannot tidy up
+                    time.sleep(0.0005)
             self.tell(forked=order["number"], pid=pid, started=machine.start_time(pid))
             threading.Thread(target=self.wait_for, args=(order["number"], pid), daemon=True).start()
 

@@ -207,9 +207,15 @@ def test_the_end_of_a_forked_agent_has_its_status(tmp_path: Path) -> None:
 KERNEL = """
 import sys
 from kit.world import World, warm
+class Observer:
+    def tick(self, _):
+        print("ready", flush=True)
+        sys.stdin.read()
 if sys.argv[1] == "importing":
     warm.prepare_waiting()
     while warm._current is None: pass
+elif sys.argv[1] == "ordered":
+    World(1, device="cpu", observer=Observer())  # torch is being imported; no agent is there yet
 else:
     World(1, device="cpu").close()
 print("ready", flush=True)
@@ -218,7 +224,7 @@ if sys.argv[1] != "ends": sys.stdin.read()
 
 
 @pytest.mark.parametrize(
-    "when", ["importing", *(pytest.param(when, marks=pytest.mark.slow) for when in ("waiting", "ends"))]
+    "when", ["importing", "ordered", *(pytest.param(when, marks=pytest.mark.slow) for when in ("waiting", "ends"))]
 )
 def test_it_ends_with_the_kernel(when: str) -> None:
     command = [sys.executable, "-c", KERNEL, when]
