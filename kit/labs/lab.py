@@ -459,7 +459,7 @@ class Lab:
         )
         quiet: dict[str, Any] = {"phase": step.phase, "observer": drive.quiet, "on_news": write}
         observer.started(step.phase, ranks)
-        began = time.time()
+        began = time.monotonic()
         try:
             if ranks:
                 self.world.submit(f"{RANKSIDE}:open_step", args={"name": step.phase}, ranks=ranks, **quiet).result()
@@ -478,8 +478,8 @@ class Lab:
                         )
                         measured.result()
                 else:
-                    ended = time.time()
-                    write(NOTEBOOK, [Row(metric="seconds", value=ended - began, unit="s", time=ended).facts()])
+                    seconds = time.monotonic() - began
+                    write(NOTEBOOK, [Row(metric="seconds", value=seconds, unit="s", time=time.time()).facts()])
         finally:
             observer.ended()
 

@@ -216,16 +216,18 @@ def _error_sentence(error: BaseException) -> str:
 
 
 class RealClock:
-    """Unix seconds. `wait` blocks for up to the given seconds and returns when something may have arrived.
+    """Unix seconds, by a clock that does not jump when the system's is set. `wait` blocks for up to the given seconds and returns when
+    something may have arrived.
 
     For calls in flight on ranks: `RealClock(lambda seconds: kit.wait(pendings, timeout_s=seconds))`.
     """
 
     def __init__(self, wait: Callable[[float], object] = time.sleep) -> None:
         self._wait = wait
+        self._began = time.time() - time.monotonic()
 
     def now(self) -> float:
-        return time.time()
+        return self._began + time.monotonic()
 
     def wait(self, seconds: float) -> bool:
         self._wait(max(0.0, seconds))

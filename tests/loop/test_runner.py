@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,27 @@ def test_what_is_due_at_once_happens_in_the_order_of_its_scheduling() -> None:
     assert (seen, clock.now()) == (["a", "b", "c"], 1.0)
     with pytest.raises(ValueError, match="must be finite and at least 0"):
         clock.after(float("nan"), lambda: None)
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_clock_of_the_system_that_is_set_neither_ends_nor_prolongs_a_run(
+    monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    class SetsTheClock:
+        """A port that answers at once, and sets the system's clock with its first answer."""
+
+        def send(self, command: Command) -> Iterable[Event]:
+            monkeypatch.setattr("time.time", lambda: real() + 3600 * hours)
+            return [Event("answer", command.pipeline)]
+
+        def take(self) -> Iterable[Event]:
+            return ()
+
+    real, ledger = time.time, Memory()
+    Runner({"a": Asks(3)}, {"port": SetsTheClock()}, clock=RealClock(), ledger=ledger, deadline_s=600).run()
+    times = [row.time for row in ledger]
+    assert times == sorted(times)
+    assert abs(times[-1] - times[0]) < 600
 
 
 def test_a_wait_for_a_moment_that_has_passed_takes_no_time() -> None:
