@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from kit.errors import BadInput, KitError
-from kit.labs.definition import Definition, Fault, as_settings, fields
+from kit.labs.definition import Definition, Fault, as_settings, fields, in_a_notebook
 from kit.labs.discover import check_target, discover, find, find_fault, rules_of
 from kit.labs.explored import FAILED_WORLDS
 from kit.loop.explore import (
@@ -345,6 +345,8 @@ def chosen_code(definition: Definition, settings: Mapping[str, Any]) -> dict[str
 
 def checked(definition: Definition, settings: Mapping[str, Any]) -> None:
     own = own_settings(definition)
+    if why := in_a_notebook(settings, [name for name in own if name in settings]):
+        raise BadInput(f"{why}: worlds run in other processes")
     for name, value in settings.items():
         if name not in own:
             raise BadInput(f"{name} is drawn for each world; explore {definition.name} takes only {', '.join(own)}")

@@ -323,6 +323,13 @@ def own_code(config: Any, names: Sequence[str]) -> tuple[str, ...]:
     )
 
 
+def in_a_notebook(config: Any, names: Sequence[str]) -> str:
+    """Why own code cannot run in the processes that explore; empty if it can."""
+    values = {name: config.get(name) if isinstance(config, Mapping) else getattr(config, name) for name in names}
+    defined = [name for name, value in values.items() if str(value).startswith("__main__:")]
+    return f"{defined[0]}={values[defined[0]]} is code of this notebook; write it to a module" if defined else ""
+
+
 def working(step: Step, roles: Sequence[Role]) -> list[int]:
     return sorted(rank for role in roles if not step.roles or role.name in step.roles for rank in role.ranks)
 

@@ -232,9 +232,9 @@ class Lab:
         if world is not None:
             config = {"ranks": world.ranks, **config}
         self.given = dict(config)
-        first = world.worlds[0] if isinstance(world, Worlds) else world
+        self._first = world.worlds[0] if isinstance(world, Worlds) else world  # of those that were given
         self.bug = find_fault(definition, fault)
-        self._take(configure(definition, config, self.bug, world=first))
+        self._take(configure(definition, config, self.bug, world=self._first))
         if world is not None:
             check_given(world, self.config, self._sizes, isolate=definition.isolate)
         self._given = world
@@ -355,7 +355,7 @@ class Lab:
         job fits, follow from the device."""
         device = self.world.device
         if device != ("cuda" if runs_on_gpus(self.config.device) else "cpu"):
-            self._take(configure(self.definition, {**self.given, "device": device}, self.bug))
+            self._take(configure(self.definition, {**self.given, "device": device}, self.bug, world=self._first))
             self._writer.set_config(self._settings)
 
     def _watch(self, steps: int, *, ends: bool = False) -> None:

@@ -256,13 +256,14 @@ class Run:
         rows = frame[frame["metric"] == metric]
         if rows.empty:
             raise BadInput(f"{self.id} has no metric {metric!r}; {hint(metric, frame['metric'].unique())}")
+        if rows["value"].isna().all():
+            raise BadInput(f"{metric!r} has no numbers; frame() has its rows, with their ids and texts")
         ids = {text: read_ids(text) for text in rows["ids"].unique()}
         names = sorted({name for known in ids.values() for name in known})
         columns: dict[str, list[Any]] = {name: [ids[text].get(name, "") for text in rows["ids"]] for name in names}
-        wide = rows.assign(**columns).pivot_table(
-            index=["cycle", "phase", *names], columns="rank", values="value", aggfunc="last", sort=False, dropna=False, observed=True
-        )  # fmt: skip
-        wide = wide.dropna(how="all")
+        places = ["cycle", "phase", *names, "rank"]
+        last = rows.assign(**columns).groupby(places, sort=False, dropna=False, observed=True)["value"].last()
+        wide = last.unstack("rank")
         wide.attrs = {**frame.attrs, "unit": rows["unit"].iloc[0]}
         return wide
 

@@ -6,6 +6,7 @@ The key never appears in a command line that the kit runs: each command gets it 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
 import shutil
@@ -23,6 +24,7 @@ PRINT, SLURM, SSH = "print", "slurm", "ssh:"
 SSH_COMMAND = "ssh -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=4 {host} {{command}}"
 SRUN_COMMAND = "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} sh -c {{command}}"
 OWN_OF_A_MACHINE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+SCONTROL_S = 10.0
 WAYS = f"'{PRINT}', '{SSH}HOST1,HOST2', '{SLURM}', or a command with {{command}} and, if you like, {{node}}"
 
 
@@ -53,18 +55,32 @@ def for_hosts(template: str, hosts: list[str], nodes: int, has: str) -> tuple[st
 def slurm_hosts() -> list[str]:
     """The other machines of this allocation; the notebook's own is the one that runs this process."""
     listed = os.environ.get("SLURM_JOB_NODELIST")
-    own = os.environ.get("SLURMD_NODENAME") or os.uname().nodename.partition(".")[0]
+    own = (os.environ.get("SLURMD_NODENAME") or os.uname().nodename).partition(".")[0]
     if not listed:
         raise BadInput(
             "launch='slurm' works inside an allocation (salloc or sbatch), and SLURM_JOB_NODELIST is not set"
         )
     if shutil.which("scontrol") is None or shutil.which("srun") is None:
         raise BadInput("launch='slurm' needs scontrol and srun on the PATH")
+    hosts = machines_of(listed)
+    if own not in {host.partition(".")[0] for host in hosts}:
+        raise BadInput(
+            f"launch='slurm' needs the notebook on a machine of the allocation ({listed}), and this one is {own}"
+        )
+    return [host for host in hosts if host.partition(".")[0] != own]
+
+
+@functools.cache  # a panel checks its settings at every keystroke
+def machines_of(listed: str) -> tuple[str, ...]:
+    """The names in Slurm's list of hosts, which may be written as ranges."""
     command = ["scontrol", "show", "hostnames", listed]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BadInput(f"launch='slurm' cannot ask scontrol for the machines: {error}") from error
     if done.returncode:
         raise BadInput(f"scontrol {how_ended(done.returncode)}: {done.stderr.strip()}")
-    return [host for host in done.stdout.split() if host != own]
+    return tuple(done.stdout.split())
 
 
 def from_template(template: str, node: int) -> str:

@@ -135,10 +135,12 @@ def two_hosts(
 ) -> Iterator[tuple[World, OtherHost]]:
     monkeypatch.setattr(module, "print", far_host, raising=False)
     options = {"device": "cpu", "logs": tmp_path, "env": {"GLOO_SOCKET_IFNAME": far_host.near}, "start_timeout_s": 90}
-    with World(4, nodes=2, endpoint=f"10.99.36.1:{free_port()}", **options) as world:
-        yield world, far_host
-    assert wait_for(lambda: holdings(os.getpid())["processes"] == [])
-    far_host.mend()
+    try:
+        with World(4, nodes=2, endpoint=f"10.99.36.1:{free_port()}", **options) as world:
+            yield world, far_host
+        assert wait_for(lambda: holdings(os.getpid())["processes"] == [])
+    finally:
+        far_host.mend()
 
 
 LABS_OVER_HOSTS: dict[str, dict[str, Any]] = {
@@ -294,6 +296,14 @@ def test_ssh_and_slurm_are_commands_for_each_other_machine(tmp_path: Path, monke
     assert ["--nodelist=gpu1" in commands[0], "--nodelist=gpu3" in commands[1]] == [True, True]
     with pytest.raises(BadInput, match="this Slurm allocation has, beside this one, 2 machines, and nodes=2 needs 1"):
         launch_commands("slurm", 2)
+    monkeypatch.setenv("SLURMD_NODENAME", "login.cluster")
+    with pytest.raises(BadInput, match=re.escape("on a machine of the allocation (gpu[1-3]), and this one is login")):
+        launch_commands("slurm", 3)
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nsleep 60\n")
+    monkeypatch.setattr("kit.world.launch.SCONTROL_S", 0.1)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-4]")
+    with pytest.raises(BadInput, match=r"cannot ask scontrol for the machines: .*timed out"):
+        launch_commands("slurm", 3)
 
 
 @pytest.mark.slow

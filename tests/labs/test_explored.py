@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 import kit
+from kit.errors import BadInput
 from kit.labs.definition import EXPLORED, as_settings, made
+from kit.labs.explored import FAILED_WORLDS, no_world_fails
 from kit.labs.share import lab as share
 from kit.labs.share.ledgers import judged_phases
 from kit.labs.share.worlds import ShareWorlds, layouts
@@ -22,6 +24,7 @@ from kit.results.run import to_frame
 from tests.labs.share.conftest import simulated as simulated_share
 from tests.labs.simulated import failed, passed, why
 from tests.labs.stream.conftest import simulated as simulated_stream
+from tests.results.conftest import make_record
 
 WRONG, DESIGNS = "tests.loop.wrong_cores", "tests.loop.right_cores"
 SMALL = {"steps": 1, "groups": 2, "group": 2}
@@ -80,6 +83,28 @@ def test_only_own_cores_are_explored(lab: Any, settings: dict[str, Any], *, expl
     assert (EXPLORED in lab.LAB.plan(config)) is explores
     asked = next(rule for rule in lab.LAB.load_rules() if rule.name == "no_world_fails")
     assert asked.asked(as_settings(config)) is explores
+
+
+@pytest.mark.parametrize(("lab", "name"), [(share, "planner"), (stream, "implementation")])
+def test_code_of_a_notebook_is_not_explored_and_the_rule_says_why(lab: Any, name: str) -> None:
+    """Worlds run in other processes, whose `__main__` is another one."""
+    config = made(lab.LAB.config, {name: "__main__:Mine"})
+    assert EXPLORED not in lab.LAB.plan(config)
+    asked = next(rule for rule in lab.LAB.load_rules() if rule.name == "no_world_fails")
+    reason = f"{name}=__main__:Mine is code of this notebook; write it to a module"
+    assert asked.asked(as_settings(config))
+    assert reason in str(asked.unanswerable(as_settings(config)))
+    with pytest.raises(BadInput, match=f"^{reason}: worlds run in other processes"):
+        kit.explore(lab.LAB.name, **{name: "__main__:Mine"})
+
+
+def test_what_own_code_records_of_worlds_counts_for_nothing() -> None:
+    rows = [
+        make_record(phase="explored", rank=-1, metric=FAILED_WORLDS, value=20, unit="1", text="20 of 20 worlds failed"),
+        make_record(phase="explored", rank=0, metric=FAILED_WORLDS, value=0, unit="1", text="no rule failed"),
+        make_record(phase="stream", rank=-1, metric=FAILED_WORLDS, value=0, unit="1", text="no rule failed"),
+    ]
+    assert no_world_fails(to_frame(rows), {}).value == 20
 
 
 def test_what_does_not_run_the_own_code_does_not_count() -> None:

@@ -537,3 +537,13 @@ def test_a_table_has_a_column_per_rank_and_knows_where_it_is_from(make_run, reco
     assert (table.attrs["unit"], run.table("error").attrs["unit"]) == ("s", "1")
     with pytest.raises(BadInput, match="has no metric 'secnds'; did you mean 'seconds'"):
         run.table("secnds")
+
+
+def test_a_table_of_many_ids_has_only_the_rows_that_were_recorded(make_run, record):
+    ids = [{"group": number, "sample": number * 3 % 601, "version": number * 7 % 601} for number in range(601)]
+    rows = [record(metric="tokens", ids=row, value=1.0, unit="1", rank=rank) for row in ids for rank in (0, 1)]
+    rows += [record(metric="completed", ids=row, value=None, unit="1") for row in ids]
+    run = Run(make_run(rows))
+    assert run.table("tokens").shape == (601, 2)
+    with pytest.raises(BadInput, match="'completed' has no numbers"):
+        run.table("completed")

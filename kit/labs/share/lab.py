@@ -17,6 +17,7 @@ from kit.labs.definition import (
     Step,
     WorldCount,
     check_fits,
+    in_a_notebook,
     own_code,
 )
 from kit.labs.share.faults import FAULTS
@@ -282,7 +283,7 @@ def roles(config: ShareConfig) -> tuple[Role, ...]:
 def plan(config: ShareConfig) -> list[Step]:
     """Each loop starts from version 0: first every pipeline alone, then all together. The phase rehearse, in which ranks die, is last."""
     own = own_code(config, OWN)
-    explored = [EXPLORED] if own and config.worlds else []
+    explored = [EXPLORED] if own and config.worlds and not in_a_notebook(config, OWN) else []
     if config.simulated:
         phases = {MAIN: 3, "scripted": 3, "rehearse": 6}
         if own == ("pipeline",):  # no script runs it

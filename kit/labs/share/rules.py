@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kit.labs.definition import made, own_code
+from kit.labs.definition import in_a_notebook, made, own_code
 from kit.labs.explored import no_world_fails
 from kit.labs.share.lab import ALONE, BETWEEN_LOOKS_S, MAIN, OWN, TRAINER, ShareConfig, role_names
 from kit.labs.share.ledgers import (
@@ -581,7 +581,11 @@ RULES: tuple[Rule, ...] = (
     rule(others_untouched, cannot=alone_here),
     rule(namespaces_apart, cannot=alone_here),
     rule(nothing_left, cannot=no_ranks),
-    rule(no_world_fails, when=lambda config: bool(config["worlds"] and own_code(config, OWN))),
+    rule(
+        no_world_fails,
+        when=lambda config: bool(config["worlds"] and own_code(config, OWN)),
+        cannot=lambda config: in_a_notebook(config, OWN),
+    ),
     rule(loops_right),
     rule(devices_used, limit=MOST_IDLE),
     rule(no_thrash, limit=judge.MOST_SLEEPS),

@@ -16,6 +16,7 @@ from kit.labs.definition import (
     Step,
     WorldCount,
     check_fits,
+    in_a_notebook,
     model_of,
     own_code,
 )
@@ -171,7 +172,7 @@ class StreamConfig(JobConfig):
     def runs(self, phase: str) -> bool:
         if phase not in phase_wanted(self.phases) or (self.simulated and phase not in ON_SIMULATED_RANKS):
             return False
-        explored = bool(self.worlds and own_code(self, OWN))
+        explored = bool(self.worlds and own_code(self, OWN) and not in_a_notebook(self, OWN))
         possible = {
             EXPLORED.phase: explored,
             "resume": self.steps > 1,

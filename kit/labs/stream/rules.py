@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from kit.labs.definition import EXPLORED, own_code
+from kit.labs.definition import EXPLORED, in_a_notebook, own_code
 from kit.labs.explored import no_world_fails
 from kit.labs.stream import tables
 from kit.labs.stream.lab import ALL, OWN, phase_wanted
@@ -520,7 +520,11 @@ def resumes(config: Mapping[str, Any]) -> bool:
 
 
 def explores(config: Mapping[str, Any]) -> bool:
-    return bool(config["worlds"] and EXPLORED.phase in phases_in(config) and own_code(config, OWN))
+    return bool(
+        config["worlds"]
+        and (EXPLORED.phase in phases_in(config) or in_a_notebook(config, OWN))
+        and own_code(config, OWN)
+    )
 
 
 # Rules of a loop's ledger, in every loop: lockstep, stream, and rehearse, which has a failed step and a dead replica.
@@ -547,7 +551,7 @@ RULES: tuple[Rule, ...] = (
         when=resumes,
         cannot=lambda config: "" if config["steps"] > 1 else "a single step leaves nothing to resume",
     ),
-    rule(no_world_fails, when=explores),
+    rule(no_world_fails, when=explores, cannot=lambda config: in_a_notebook(config, OWN)),
     rule(no_deadlock),
     rule(controller_answers, limit=50, unit="ms", when=ran("stream")),
     rule(logger_is_harmless, cannot=no_rehearsal),
