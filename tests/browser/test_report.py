@@ -59,7 +59,7 @@ def test_the_runs_are_sorted_and_filtered_by_clicks_without_a_network(page, repo
     rows.nth(1).wait_for()
     assert rows.count() == 2
     page.locator(".kit-runs thead th", has_text="fault").locator("button").last.click()
-    page.locator(".dtcc-list-button", has_text="leaked-group").click()
+    page.locator(".dtcc-dropdown button", has_text="leaked-group").click()
     rows.nth(1).wait_for(state="detached")
     assert "leaked-group" in rows.first.inner_text()
     page.screenshot(path=artefacts / "report-runs.png")
