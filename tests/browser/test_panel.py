@@ -144,8 +144,10 @@ MARKS: set[str] = set()  # of ranks that were seen while the kernel that started
 
 
 def ranks_of(server) -> list[int]:
-    """Return the running processes of Worlds that this server's kernels started. A rank forked from a waiting agent lacks their environment,
-    so it is known by its mark."""
+    """Return the running processes of Worlds that this server's kernels started.
+
+    A rank that was forked from a waiting agent lacks their environment, so it is known by its mark.
+    """
     marks = {int(entry.name): mark for entry in Path("/proc").iterdir() if (mark := machine.marked(entry.name))}
     for mark in set(marks.values()):
         with contextlib.suppress(OSError):
