@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kit.world.crew import Crew
 from tests import lanes
 from tests.holdings import nothing_added
 
@@ -71,6 +72,16 @@ def note_ranks(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(note_ranks)
+start_of_crew = Crew.start
+
+
+def start_noted(crew: Crew, *, launch: bool = True) -> None:
+    """The ranks of a World may come from an agent that waits, so no process of theirs is started here."""
+    STARTED.append(f"a World of {crew.plan.ranks} ranks")
+    start_of_crew(crew, launch=launch)
+
+
+Crew.start = start_noted  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True)

@@ -58,8 +58,8 @@ MUTANTS = (
     mutant("planner:gap_ratio", "heapq.heappush(waiting, (gaps.order(share), name))", "pass", "one replica a pipeline"),
     mutant("planner:gap_ratio", "starts.clear()", "pass", "what is left of a donor is not seen"),
     mutant("planner:idle_replica", " and replica not in share.touched", "", "a replica is touched twice"),
-    mutant("planner:from_donors", "donated[name] <= spare[name]", "True", "donors give more than they can spare"),
-    mutant("planner:from_donors", "[-percent for percent in percents]", "percents", "who has least left gives"),
+    mutant("planner:from_donors", "names.count(name) <= spare[name]", "True", "donors give more than they can spare"),
+    mutant("planner:from_donors", "-percent[name] for name", "percent[name] for name", "who has least left gives"),
     mutant(
         "planner:Supply.__init__",
         "pipeline.leaving or replica in pipeline.out",
