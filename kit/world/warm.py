@@ -18,6 +18,7 @@ import socket
 import subprocess
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,7 +72,7 @@ class ForkedAgent:
         deadline = time.monotonic() + seconds
         while (status := self.poll()) is None:
             if self.pid is None:
-                self.status = self.waiting.cancel(self.number)
+                self.waiting.cancel(self.number)
             elif time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired("the World's agent", seconds)
             time.sleep(0.002)
@@ -120,11 +121,14 @@ class WaitingAgent:
             self.link.send({"do": do, "number": number, "gpu": self.conditions.gpu, **begins, **order})
         return number
 
-    def cancel(self, number: int) -> int:
-        """See to it that an order is not carried out, or no further; a status for what was never started."""
+    def cancel(self, number: int) -> None:
+        """See to it that an order is not carried out, or no further; an agent that was never forked counts as ended."""
         with contextlib.suppress(ChannelClosed):
             self.link.send({"do": "cancel", "number": number})
-        return -signal.SIGKILL
+        with self.answered:
+            if agent := self.agents.get(number):
+                agent.status = -signal.SIGKILL
+            self._end_if_retired()
 
     def fork(self, plan: WorldPlan, folder: Path, log: Path, arguments: list[str]) -> ForkedAgent:
         with self.answered:
@@ -213,6 +217,7 @@ class WaitingAgent:
 
 _lock = threading.RLock()
 _current: WaitingAgent | None = None
+_started: weakref.WeakSet[WaitingAgent] = weakref.WeakSet()  # with those that were replaced, but have Worlds
 
 
 def is_wanted() -> bool:
@@ -227,6 +232,7 @@ def waiting_agent(wanted: Conditions) -> WaitingAgent:
             if _current is not None:
                 _current.retire()
             _current = WaitingAgent(wanted)
+            _started.add(_current)
         return _current
 
 
@@ -288,12 +294,13 @@ def end_waiting() -> None:
 
 
 def forget_waiting() -> None:
-    """In a process forked from the notebook: close its copy of the channel, or it would outlive the notebook."""
+    """In a process forked from the notebook: close its copies of the channels, or their agents would outlive the notebook."""
     global _lock, _current  # noqa: PLW0603 - another thread may have held the lock
     _lock = threading.RLock()
-    if _current is not None:
-        _current.link.close()
-        _current = None
+    _current = None
+    for waiting in _started:
+        waiting.link.close()
+    _started.clear()
 
 
 os.register_at_fork(after_in_child=forget_waiting)

@@ -152,6 +152,27 @@ def test_the_replaced_one_stays_until_its_worlds_have_ended(tmp_path: Path, monk
     assert before.gone.wait(10)
 
 
+def test_the_replaced_one_ends_with_a_start_that_is_interrupted_before_it_forked(
+    tmp_path: Path, monkeypatch: Any, nothing_left: None
+) -> None:
+    with start(tmp_path):
+        before = current()
+
+    class Replacing:
+        def tick(self, _: object) -> None:
+            assert current() is before
+            monkeypatch.setattr(warm, "_current", None)
+            before.retire()
+            raise KeyboardInterrupt
+
+    os.kill(before.process.pid, signal.SIGSTOP)
+    with pytest.raises(KeyboardInterrupt):
+        start(tmp_path, observer=Replacing())
+    os.kill(before.process.pid, signal.SIGCONT)
+    assert before.gone.wait(10)
+    monkeypatch.undo()
+
+
 def test_none_where_it_is_switched_off(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv(warm.SETTING, "off")
     monkeypatch.setattr(warm, "_current", None)
@@ -238,20 +259,30 @@ def test_it_ends_with_the_kernel(when: str) -> None:
     assert wait_for(lambda: not [folder for folder in leftovers.base().iterdir() if f":{kernel.pid}:" in folder.name])
 
 
-def test_a_process_forked_from_the_notebook_does_not_keep_it(tmp_path: Path) -> None:
-    with start(tmp_path):
-        pass
-    waiting = current()
-    forked = os.fork()
-    if not forked:
-        signal.pause()
-        os._exit(0)
-    try:
-        warm.end_waiting()
-        assert waiting.gone.is_set()
-    finally:
-        os.kill(forked, signal.SIGKILL)
-        os.waitpid(forked, 0)
+FORKING = """
+import os, signal, sys
+from kit.world import warm
+for mine in "12":
+    os.environ["MINE"] = mine
+    warm.waiting_agent(warm.conditions(sys.executable, "cpu", 1)).look("json:loads", megatron=False)  # until heard, a replaced one stays
+forked = os.fork()
+if forked:
+    print(forked, flush=True)
+signal.pause()
+"""
+
+
+def test_a_process_forked_from_the_notebook_keeps_none() -> None:
+    with subprocess.Popen([sys.executable, "-c", FORKING], stdout=subprocess.PIPE) as kernel:
+        assert kernel.stdout is not None
+        forked = int(kernel.stdout.readline())
+        try:
+            assert len(marked(kernel.pid)) == 2
+            kernel.kill()
+            assert wait_for(lambda: not marked(kernel.pid))
+        finally:
+            kernel.kill()
+            os.kill(forked, signal.SIGKILL)
 
 
 def test_code_is_looked_up_afresh_each_time(tmp_path: Path, monkeypatch: Any) -> None:
@@ -276,6 +307,8 @@ def test_a_look_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: Any) -
     (tmp_path / "mine.py").write_text(
         "import time, pathlib, os\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(600)"
     )
-    why = warm.look_up("mine:make", sys.executable, "cpu", 2, megatron=False, seconds=0.5)
-    assert why == "it did not answer within 0.5 s"
-    assert wait_for(lambda: not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists())
+    waiting, pid = current(), tmp_path / "pid"
+    number = waiting.look("mine:make", megatron=False)
+    assert wait_for(lambda: pid.exists() and pid.read_text())
+    assert waiting.hear_look(number, 0.01) == "it did not answer within 0.01 s"
+    assert wait_for(lambda: not Path(f"/proc/{pid.read_text()}").exists())
