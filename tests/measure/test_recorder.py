@@ -289,7 +289,6 @@ def test_ranks_that_write_at_once_lose_and_tear_nothing(tmp_path):
     assert sorted(seen) == [(rank, cycle) for rank in range(2) for cycle in range(300)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("last", [0, 1])
 def test_the_rank_that_closes_last_seals_the_rows_of_all(tmp_path, monkeypatch, last):
     """Ranks on two machines, each with its own file."""
@@ -310,6 +309,7 @@ def test_the_rank_that_closes_last_seals_the_rows_of_all(tmp_path, monkeypatch, 
     assert Run(run.dir).notes == [f"{file.name}: 1 row of 2 is missing"]
 
 
+@pytest.mark.slow
 def test_the_documented_script_under_torchrun(tmp_path):
     """Phases of both ranks arrive, and the weights are restored: training continues with a finite loss."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
