@@ -13,6 +13,8 @@ import io
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from datetime import UTC, datetime
 from functools import partial
 from multiprocessing import get_context
@@ -29,7 +31,7 @@ from kit.draw.compare import plot_against
 from kit.draw.data import RunData
 from kit.draw.picture import Picture
 from kit.draw.style import THEMES
-from kit.errors import BadInput
+from kit.errors import BadInput, KitError
 from kit.labs.discover import describe_folder, rules_of
 from kit.results import NotMeasured, Rule, Run, Verdict, VerdictRow, trace
 from kit.results.comparison import Comparison, compact, machine, run_differences, settings_of_runs
@@ -92,18 +94,21 @@ def make_parts(runs: Sequence[Run], processes: int, tell: Callable[[str], None])
     parts: list[dict[str, Any]] = []
     PARTS[:] = tasks
     with contextlib.ExitStack() as stack:
+        stack.callback(PARTS.clear)
         if processes > 1 and several:
             for run in runs:
                 run.frame()  # read once, before the fork
-            pool = stack.enter_context(
-                get_context("fork").Pool(processes, signal.signal, (signal.SIGINT, signal.SIG_IGN))
-            )
-            made: Iterable[dict[str, Any]] = pool.imap(do_part, range(len(tasks)))
+            pool = ProcessPoolExecutor(processes, get_context("fork"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
+            stack.callback(pool.shutdown, cancel_futures=True)
+            made: Iterable[dict[str, Any]] = pool.map(do_part, range(len(tasks)))
         else:
             made = map(do_part, range(len(tasks)))
-        for number, part in enumerate(made):
-            tell(f"{number} of {len(runs)} runs are drawn")
-            parts.append(part)
+        try:
+            for number, part in enumerate(made):
+                tell(f"{number} of {len(runs)} runs are drawn")
+                parts.append(part)
+        except BrokenProcessPool as error:
+            raise KitError(f"the report is not written, because a process that draws it broke: {error}") from error
     return parts
 
 

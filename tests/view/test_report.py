@@ -6,7 +6,9 @@ import base64
 import gzip
 import io
 import json
+import os
 import re
+import signal
 from html.parser import HTMLParser
 
 import pytest
@@ -15,13 +17,14 @@ from PIL import Image
 import kit
 from kit.draw.data import read
 from kit.draw.general import time_of_phases
-from kit.errors import BadInput
+from kit.errors import BadInput, KitError
 from kit.labs.discover import rules_of
 from kit.results import VerdictRow, trace
 from kit.results.comparison import Comparison, run_differences
 from kit.results.records import to_json
 from kit.results.units import ROW
 from kit.results.verdict import Verdict
+from kit.view import report
 from kit.view.report import CHANGES, MOST, changed_answers, report_page, table_cells, tail, write_report
 
 
@@ -158,6 +161,28 @@ def test_runs_are_reported_worst_first_and_compared(make_run, tmp_path):
     assert [text for text, _ in table["rows"][0]][:4] == [slow.id, "create", "fds", "0"]
     assert table["rows"][0][6] == ("2", 2.0)
     assert len(table["rows"]) <= CHANGES
+
+
+class TwoWords(Exception):  # noqa: N818 - pickle makes it from its message alone, and fails
+    def __init__(self, first, second):
+        super().__init__(f"{first} {second}")
+
+
+def killed(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raises_two_words(*_):
+    raise TwoWords("not", "drawn")
+
+
+@pytest.mark.parametrize("breaks", [killed, raises_two_words])
+def test_a_drawing_process_that_breaks_ends_the_report(make_run, monkeypatch, breaks):
+    monkeypatch.setattr(report, "comparison", breaks)
+    monkeypatch.setattr(report, "chapter", lambda *_: {})
+    with pytest.raises(KitError, match="a process that draws it broke"):
+        report.make_parts([make_run(), make_run()], processes=2, tell=str)
+    assert report.PARTS == []
 
 
 def test_what_passed_is_folded_and_what_was_not_measured_for_one_reason_is_one_row(make_run):
