@@ -300,6 +300,7 @@ class Lab:
             self._writer.finish()
         except BaseException as error:
             self._failed(error)
+            raise_as_break(error)
             raise
         self.judged = run
         return run
@@ -405,6 +406,7 @@ class Lab:
                     write(error.rank, [Row(metric="failed", value=1, unit="1", time=time.time()).facts()])
             if not (self.definition.goes_on and isinstance(error, KitError)):
                 self._failed(error)
+                raise_as_break(error)
                 raise
             self._go_on(step.phase, error, write)
         self.done += 1
@@ -602,6 +604,12 @@ class Lab:
     def _idle(self, ranks: Iterable[int]) -> list[int]:
         wanted = set(ranks)
         return [row["rank"] for row in self.world.status() if row["state"] == "idle" and row["rank"] in wanted]
+
+
+def raise_as_break(error: BaseException) -> None:
+    """BadInput means that nothing ran. Once a phase runs, for example code under test that asks for the impossible, the run broke."""
+    if isinstance(error, BadInput):
+        raise KitError(str(error)) from error
 
 
 def ranks_by_role(roles: Sequence[Role]) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import kit
-from kit.errors import BadInput
+from kit.errors import BadInput, KitError
 from kit.labs.definition import Definition, Role, Step
 from kit.labs.discover import find
 from kit.labs.lab import Lab, Stepped
@@ -323,6 +323,22 @@ def test_a_refused_start_leaves_the_run_before_as_it_was_and_nothing_of_it_besid
     controller.wait()
     assert (model.state, model.live) == ("failed", True)  # its ranks did not start, and its own run is shown
     assert model.run.dir != before
+
+
+def test_bad_input_in_a_phase_breaks_the_run(made: Make, own: Definition, tmp_path: Path) -> None:
+    """An own controller may ask for what the kit refuses, when ranks live and rows exist."""
+    (tmp_path / "asks_late.py").write_text(
+        "from kit.errors import BadInput\ndef wrongly(drive):\n    drive.record('asked', 1, '1')\n    raise BadInput('no such port')"
+    )
+    asks = dataclasses.replace(find("share"), plan=lambda _: [Step(1, "work", driver="asks_late:wrongly")])
+    model, controller = made(asks, simulated=True)
+    controller.run_all()
+    controller.wait()
+    assert (model.state, model.failure.kind, model.live) == ("failed", "error", True)
+    assert model.failure.message == "no such port"
+    with pytest.raises(KitError, match="no such port") as broke, Lab(asks, {"simulated": True}) as lab:
+        lab.run()
+    assert not isinstance(broke.value, BadInput)  # `kit run` ends with 3, not 2
 
 
 def test_a_lab_is_taken_over_as_it_stands(own: Definition, nothing_left: None) -> None:
