@@ -166,7 +166,8 @@ def run_frame(rows: Sequence[Facts], picks: Iterable[str] = ()) -> pd.DataFrame:
     cells = [[picked_cell(row, name) for name in picks] for row in rows]
     units = {name: next((row[at][1] for row in cells if row[at][1]), "") for at, name in enumerate(picks)}
     for at, name in enumerate(picks):
-        if rows and all(row[at][0] is None for row in cells):
+        known = any(name in row["config"] or name in row["numbers"] for row in rows)
+        if rows and not known and all(row[at][0] is None for row in cells):
             raise BadInput(f"no run has a setting, check or PHASE/METRIC {name!r}; {hint(name, pickable(rows))}")
     heads = {name: f"{name} [{unit_word(unit)}]" if unit_word(unit) else name for name, unit in units.items()}
     table = [

@@ -210,7 +210,8 @@ class RunsTab(Tab):
             return None
         settings = compared.settings_in_words
         differ = "; ".join(f"{name}: {' / '.join(values)}" for name, values in settings.items())
-        words = [f"Settings that differ: {differ}."] if differ else []
+        words = [f"Checks that changed in {run}: {', '.join(rows)}." for run, rows in compared.answers.items()]
+        words += [f"Settings that differ: {differ}."] if differ else []
         words += ["The settings are the same."] if not compared.settings else []
         words += [f"Warning: {why}." for why in (*compared.warnings, *compared.notes)]
         words += [f"{compared.alone} rows exist in only one run; they are last."] if compared.alone else []

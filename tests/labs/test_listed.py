@@ -178,6 +178,8 @@ def test_a_setting_a_check_and_a_metric_are_columns_of_the_table_of_runs(swept: 
     ]
     assert frame["sweep"].tolist() == ["", *[sweep] * 4]
     assert frame["machine"].tolist()[1] == "box-7, 2 cores"
+    unset = [{**row, "config": {**row["config"], "layers": None}} for row in rows]
+    assert run_frame(unset, ["layers"])["layers"].isna().all()  # null in every run, and offered by `pickable`
     with pytest.raises(
         BadInput, match="no run has a setting, check or PHASE/METRIC 'memory_drif'; did you mean 'memory_drift'"
     ):

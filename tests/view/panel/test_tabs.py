@@ -365,6 +365,7 @@ def test_two_runs_are_compared_with_the_older_one(smoke, folder):
     assert tab.chosen == [folder / "plain", folder / "leaking"]
     tab.go.click()
     assert "fault: null / leaked-group" in message(tab)
+    assert f"Checks that changed in {smoke.run.id}: groups_return_to_baseline: pass → FAIL" in message(tab)
     assert "<svg" in tab.picture.value
     assert "Largest changes from" in tab.picture.value
     assert list(tab.changes.frame.columns) == ["phase", "metric", "rank", "base", "value", "ratio", "n", "unit"]
