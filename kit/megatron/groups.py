@@ -171,11 +171,15 @@ def talk(over: list[Any] | None = None) -> list[dict[str, Any]]:
     results = []
     for group in megatron_groups() if over is None else over:
         ranks = dist.get_process_group_ranks(group)
-        on_gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
-        value = torch.tensor([(dist.get_rank() + 1) ** 2], dtype=torch.float64, device="cuda" if on_gpu else "cpu")
-        dist.all_reduce(value, group=group)
-        right = value.item() == sum((rank + 1) ** 2 for rank in ranks)
-        results.append({"group": group.group_desc, "ranks": ranks, "sum": float(value.item()), "exact": right})
+        expected = sum((rank + 1) ** 2 for rank in ranks)
+        sums = []
+        for kind in sorted({device.type for device in group._device_types}):  # each may have a backend of its own
+            if kind == "cpu" or torch.cuda.is_available():
+                value = torch.tensor([(dist.get_rank() + 1) ** 2], dtype=torch.float64, device=kind)
+                dist.all_reduce(value, group=group)
+                sums.append(float(value.item()))
+        exact = all(total == expected for total in sums)
+        results.append({"group": group.group_desc, "ranks": ranks, "sum": sums[-1], "exact": exact})
     return results
 
 

@@ -157,8 +157,9 @@ def talk_by_name() -> tuple[dict[str, list[int]], list[str]]:
     wrong: list[str] = []
     for name, group in {WORLD: dist.group.WORLD, **standing()}.items():
         try:
-            answered[name] = _gather(group)
-            text = wrong_sum(group, answered[name])
+            first, *others = [_gather(group, device) for device in _devices(group)]
+            answered[name] = first
+            text = wrong_sum(group, first) if all(ranks == first for ranks in others) else f"ranks {first} and {others}"
         except Exception as error:  # noqa: BLE001 - as above
             wrong.append(f"{name}: {first_line(error)}")
             break
@@ -167,20 +168,22 @@ def talk_by_name() -> tuple[dict[str, list[int]], list[str]]:
 
 
 def wrong_sum(group: Any, ranks: Sequence[int]) -> str:
-    """What is wrong with a sum over a group of these ranks; empty if it is right."""
-    total, expected = _sum_of_squares(group), sum((rank + 1) ** 2 for rank in ranks)
-    return "" if total == expected else f"a sum over ranks {[*ranks]} is {total:g}, not {expected}"
+    """What is wrong with a sum over a group of these ranks, by any of its backends; empty if nothing is."""
+    expected = sum((rank + 1) ** 2 for rank in ranks)
+    totals = {device: _sum_of_squares(group, device) for device in _devices(group)}
+    wrong = [f"{total:g} on {device}" for device, total in totals.items() if total != expected]
+    return f"a sum over ranks {[*ranks]} is {', '.join(wrong)}, not {expected}" if wrong else ""
 
 
-def _gather(group: Any) -> list[int]:
-    own_rank = torch.tensor([dist.get_rank()], dtype=torch.int64, device=_device(group))
+def _gather(group: Any, device: str) -> list[int]:
+    own_rank = torch.tensor([dist.get_rank()], dtype=torch.int64, device=device)
     out = [torch.full_like(own_rank, -1) for _ in range(dist.get_world_size(group))]
     _wait(dist.all_gather(out, own_rank, group=group, async_op=True))
     return [int(rank.item()) for rank in out]
 
 
-def _sum_of_squares(group: Any) -> float:
-    value = torch.tensor([(dist.get_rank() + 1) ** 2], dtype=torch.float64, device=_device(group))
+def _sum_of_squares(group: Any, device: str) -> float:
+    value = torch.tensor([(dist.get_rank() + 1) ** 2], dtype=torch.float64, device=device)
     _wait(dist.all_reduce(value, group=group, async_op=True))
     return float(value.item())
 
@@ -190,9 +193,10 @@ def _wait(work: Any) -> None:
         work.wait(PATIENCE)
 
 
-def _device(group: Any) -> str:
-    devices = {str(torch.device(device).type) for device in group._device_types}
-    return "cuda" if "cuda" in devices and torch.cuda.is_available() else "cpu"
+def _devices(group: Any) -> list[str]:
+    """The kinds of device that a group serves here, each by a backend of its own: `cpu:gloo,cuda:nccl` has two."""
+    served = {str(torch.device(device).type) for device in group._device_types}
+    return [kind for kind in ("cpu", "cuda") if kind in served and (kind == "cpu" or torch.cuda.is_available())]
 
 
 def moved_names(before: Seen, after: Seen) -> list[str]:

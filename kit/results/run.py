@@ -239,7 +239,12 @@ class Run:
             if (why := unused_gpu(gpu, ran.get("device"), ran.get("why")))
             else ""
         )
-        return [*filter(None, [status.get(self.status), cpu]), *self._load()[1], *self.alterations]
+        shared = (
+            "all ranks shared one GPU, so NCCL went over sockets: times of collectives and memory of communicators say nothing of NVLink"
+            if ran.get("device") == "cuda" and len(gpu.get("gpus") or ()) == 1 and self.config.get("ranks") != 1
+            else ""
+        )
+        return [*filter(None, [status.get(self.status), cpu, shared]), *self._load()[1], *self.alterations]
 
     def frame(self) -> pd.DataFrame:
         """The records as a table: run, lab, cycle, phase, rank, metric, value, unit, time, text, ids, start. Yours to change.

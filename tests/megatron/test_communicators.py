@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from kit.errors import BadInput
-from kit.megatron import groups
+from kit.megatron import groups, observe
 
 MIB = 2**20
 
@@ -137,3 +139,15 @@ def test_a_routed_communicator_is_finalized_as_torchs_own_destroy_does(
     monkeypatch.setattr(groups.c10d, "_BackendWrapper", Wrapper, raising=False)
     groups.finalize(Group())
     assert Group.backends["cuda"] == ["finalized"] * routed
+
+
+def test_both_backends_of_a_group_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SimpleNamespace(_device_types=[torch.device("cpu"), torch.device("cuda")])
+    assert observe._devices(group) == ["cpu"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert observe._devices(group) == ["cpu", "cuda"]
+    sums = {"cpu": 4.0, "cuda": 5.0}
+    monkeypatch.setattr(observe, "_sum_of_squares", lambda _, device: sums[device])
+    assert observe.wrong_sum(group, [0, 1]) == "a sum over ranks [0, 1] is 4 on cpu, not 5"
+    sums["cpu"] = 5.0
+    assert observe.wrong_sum(group, [0, 1]) == ""

@@ -110,6 +110,17 @@ def test_a_killed_run_loads_is_partial_and_exports(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("device", "gpus", "ranks", "says"),
+    [("cuda", 1, 2, True), ("cuda", 1, 1, False), ("cuda", 2, 2, False), ("cpu", 0, 2, False)],
+)
+def test_ranks_that_share_the_only_gpu_say_nothing_of_nvlink(folder, device, gpus, ranks, says):
+    info = json.loads((folder / "run.json").read_text())
+    about = {**info["provenance"], "world": {"device": device}, "gpu": {"gpus": [{"name": "H100"}] * gpus}}
+    (folder / "run.json").write_text(json.dumps({**info, "provenance": about, "config": {"ranks": ranks}}))
+    assert any("say nothing of NVLink" in note for note in Run(folder).notes) == says
+
+
+@pytest.mark.parametrize(
     ("info", "complete", "passed"),
     [
         ({"status": "finished", "fault": "leak"}, False, False),
