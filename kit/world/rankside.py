@@ -27,6 +27,7 @@ import tempfile
 import threading
 import traceback
 import types
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -187,8 +188,11 @@ def call_number(order: Message) -> int:
 
 def collective_counts() -> dict[str, int]:
     """Per registered group, by name, how many collectives this rank has entered."""
-    numbers = {name: sequence_number(group) for group, name in registered_groups()}
-    return {name: number - _numbered[name] for name, number in numbers.items() if number is not None}
+    counts: dict[str, int] = {}
+    for group, name in registered_groups():
+        if (number := sequence_number(group)) is not None:
+            counts[name] = number - _numbered.get(counted_group(group), 0)
+    return counts
 
 
 def sequence_number(group: Any) -> int | None:
@@ -202,12 +206,19 @@ def registered_groups() -> list[tuple[Any, str]]:
     return list(dist.distributed_c10d._world.pg_names.items())  # the only list of groups
 
 
-_transfers: Counter[tuple[str, str, int]] = (
-    Counter()
-)  # by "send" or "recv", the group's name and the peer's rank in the group
-_numbered: Counter[str] = (
-    Counter()
+# By group, as a name comes again for a group that is made after its first one was destroyed.
+_transfers: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, int]]] = (
+    weakref.WeakKeyDictionary()
+)  # by "send" or "recv" and the peer's rank in the group
+_numbered: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = (
+    weakref.WeakKeyDictionary()
 )  # how many transfers have a number in the group's sequence: with gloo all, with NCCL none
+
+
+def counted_group(registered: Any) -> dist.ProcessGroup:
+    """The group whose transfers are counted: the living one inside a handle of kit.megatron.handles."""
+    group: dist.ProcessGroup = getattr(registered, "kit_inner", None) or registered
+    return group
 
 
 def count_transfers() -> None:
@@ -220,13 +231,14 @@ def counted(kind: str, post: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(post)
     def post_counted(group: dist.ProcessGroup, tensors: list[torch.Tensor], *args: Any, **named: Any) -> Any:
         peer = args[0] if args else named["dstRank" if kind == "send" else "srcRank"]
-        name, before = group.group_name, sequence_number(group)
-        _transfers[kind, name, peer] += 1
+        before = sequence_number(group)
+        _transfers.setdefault(group, Counter())[kind, peer] += 1
         try:
             return post(group, tensors, *args, **named)
         finally:
             after = sequence_number(group)
-            _numbered[name] += 0 if before is None or after is None else after - before
+            if before is not None and after is not None:
+                _numbered[group] = _numbered.get(group, 0) + after - before
 
     return post_counted
 
@@ -236,8 +248,9 @@ def transfer_counts(kind: str, first: int) -> dict[str, int]:
     counts: dict[str, int] = {}
     members = dist.distributed_c10d._world.pg_group_ranks
     for group, name in registered_groups():
+        posted = _transfers.get(counted_group(group), Counter())
         for rank, number_in_group in members.get(group, {}).items():
-            if count := _transfers[kind, name, number_in_group]:
+            if count := posted[kind, number_in_group]:
                 counts[f"{name}/{first + rank}"] = count
     return counts
 

@@ -133,6 +133,30 @@ def test_a_hang_of_a_pipeline_is_blamed_on_the_stage_that_does_not_send(
     assert pending.result() == [0, 1]
 
 
+def test_what_a_destroyed_group_did_does_not_count_for_one_of_its_name(world: World) -> None:
+    world.run("""
+from kit.megatron.handles import adopt
+from kit.world import rankside
+def make():
+    return dist.new_group([0, 1], use_local_synchronization=True)
+def send(group, times):
+    for _ in range(times):
+        dist.send(torch.ones(1), 1, group=group) if rank == 0 else dist.recv(torch.ones(1), 0, group=group)
+def counts():
+    sent, received = (rankside.transfer_counts(kind, 0).get(f"{name}/{1 - rank}", 0) for kind in ("send", "recv"))
+    return [rankside.collective_counts()[name], sent, received]
+group = make()
+name = group.group_name
+send(group, 5)
+""")
+    assert world.eval("counts()") == [[0, 5, 0], [0, 0, 5]]
+    world.run("dist.destroy_process_group(group); group = make()")
+    assert world.eval("group.group_name == name and counts()") == [[0, 0, 0]] * 2
+    world.run("group = adopt(group, maker='test'); send(group, 2)")
+    assert world.eval("counts()") == [[0, 2, 0], [0, 0, 2]]
+    world.run("dist.destroy_process_group(group)")
+
+
 def test_an_error_is_of_its_call_alone(world: World, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     other = world.submit(f"{FLIGHT}:wait_for", args={"gate": str(gate)}, ranks=[0])
