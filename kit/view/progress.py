@@ -143,9 +143,7 @@ class Progress:
         self._about = text
 
     def ended(self) -> None:
-        """The wait for a call is over. A call that timed out may end again, with its late answer."""
-        if not self._under_way:
-            return
+        """The wait for a call is over."""
         self._under_way -= 1
         self._calls = min(self._calls + 1, self._total)
         if self._drew:

@@ -374,6 +374,7 @@ class Pending:
         self.deadline = time.monotonic() + timeout_s
         self._on_news = on_news
         self._cancelled = False
+        self._observed = True
         self.settled = False
         self._ticked = time.monotonic()
         observer.started(self.phase, self.ranks)
@@ -394,7 +395,7 @@ class Pending:
                 raise Cancelled(f"the call of phase {self.phase!r} on {ranks_word(self.ranks)} was cancelled")
             if not self.settled:
                 waited = self.timeout_s if timeout_s is None else timeout_s
-                self.observer.ended()  # of the wait: no bar stays beside ranks that hang
+                self._end_observing()  # no bar stays beside ranks that hang
                 raise timeouts([call.timeout(waited) for call in self.calls if not call.settled], waited)
             if error := call_failure(self.calls):
                 raise error
@@ -446,6 +447,12 @@ class Pending:
             for call in self.calls:
                 call.show(self.observer.output, last=True)
         finally:
+            self._end_observing()
+
+    def _end_observing(self) -> None:
+        """Once: the observer may have other calls under way."""
+        if self._observed:
+            self._observed = False
             self.observer.ended()
 
     def _hand_on_news(self) -> None:

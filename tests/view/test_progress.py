@@ -103,9 +103,8 @@ def test_ranks_that_are_started_are_not_those_that_a_call_waits_for():
     notes = Notes()
     watch = Progress(line=notes, after_s=0)
     watch.started("hang", [0, 1])
-    watch.ended()  # the wait; the ranks hang
+    watch.ended()
     watch.tick(())
-    watch.ended()  # the call, with its late answer
     assert (notes.lines[-1][1], notes.left) == ("hang · 0 s", 1)
 
 

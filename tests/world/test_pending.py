@@ -15,7 +15,7 @@ import pytest
 import kit
 from kit.errors import BadInput, Cancelled, KitError, RankDied, RankError, RankTimeout
 from kit.world import World, channel
-from kit.world.world import Worlds
+from kit.world.world import Printer, Worlds
 from tests.holdings import wait_for
 
 pytestmark = pytest.mark.timeout(60)
@@ -112,6 +112,25 @@ def test_a_deadline_ends_a_wait_and_a_late_answer_is_still_a_result(world: World
     assert (info.value.ranks, info.value.phase) == ((1,), "wait_for")
     gate.touch()
     assert late.result(10) == [1]
+
+
+def test_a_call_ends_once_for_its_observer_however_often_its_result_is_asked_for(world: World, tmp_path: Path) -> None:
+    class Ends(Printer):
+        count = 0
+
+        def ended(self) -> None:
+            self.count += 1
+
+    gate, observer = tmp_path / "gate", Ends()
+    pending = world.submit(f"{FLIGHT}:wait_for", args={"gate": str(gate)}, ranks=[0], observer=observer)
+    counts = []
+    for _ in range(2):
+        with pytest.raises(RankTimeout):
+            pending.result(0.01)
+        counts.append(observer.count)
+    gate.touch()
+    assert pending.result() == [0]
+    assert [*counts, observer.count] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("stuck", ["code", "device"])
