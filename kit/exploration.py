@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 SEEDS = 1000
 AT_A_TIME = 20  # seeds of one order to a worker
 IN_A_RUN_S = 20.0  # in which a run explores; the same again to make a failure small
+HEARD_S = 0.1  # between two calls of `tell` while a failure is made small
 SLACK_S = 20.0  # beyond the limit of a world: a process starts, or is busy
 
 
@@ -200,7 +201,7 @@ def explore(
 
     It ends at the first failure, unless `every` world is wanted, and begins no more worlds after `limit_s`; the failure with the lowest
     seed is made small. `like`: the settings of a run whose layout all worlds have. `tell` hears how many worlds are done, of how many, and
-    how many failed.
+    how many failed; an exception of it ends the exploration, also while a failure is made small.
     """
     definition, bug = explorable(lab), find_fault(find(lab), fault)
     checked(definition, settings)
@@ -211,18 +212,26 @@ def explore(
 
     def made_small(outcome: Outcome) -> Failure | None:
         """None if the process does not survive the seed once more: then only the seed is known."""
-        answer = crew[0].ask({"shrink": outcome.seed, "shrink_s": shrink_s}, shrink_s + SLACK_S + 2 * BUSY * wall_s)
+        crew[0].tell({"shrink": outcome.seed, "shrink_s": shrink_s})
+        until = time.monotonic() + shrink_s + SLACK_S + 2 * BUSY * wall_s
+        while crew[0].answers.empty() and time.monotonic() < until:
+            report()
+            time.sleep(HEARD_S)
+        answer = crew[0].next(HEARD_S)
         if answer is None:
             return None
         failure = kept(definition, settings, bug, answer, out)
         failure.seed = outcome.seed
         return failure
 
+    def report() -> None:
+        tell(len(done.outcomes), seeds, sum(bool(seen.findings) for seen in done.outcomes))
+
     try:
         with workers(definition, settings, bug, wall_s, jobs or os.cpu_count() or 1, like=like) as crew:
             for outcome in outcomes(crew, range(first, first + seeds), every=every, until=began + limit_s):
                 done.outcomes.append(outcome)
-                tell(len(done.outcomes), seeds, sum(bool(seen.findings) for seen in done.outcomes))
+                report()
             done.outcomes.sort(key=lambda outcome: outcome.seed)
             done.seconds = time.monotonic() - began
             failed = [outcome for outcome in done.outcomes if outcome.findings]

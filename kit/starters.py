@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import keyword
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -109,7 +110,7 @@ def write_starter(kind: str, name: str, folder: Path) -> Written:
     """Write `NAME.py` and `test_NAME.py` into the folder; the command that runs the code under test."""
     if kind not in STARTERS:
         raise BadInput(f"there is no kind {kind!r}; {hint(kind, STARTERS)}")
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise BadInput(f"NAME is the name of a Python module, such as my_{kind}, not {name!r}")
     if importlib.util.find_spec(name) is not None:
         raise BadInput(f"a module {name!r} exists already; choose another name")

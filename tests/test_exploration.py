@@ -87,6 +87,18 @@ def test_a_wrong_core_is_found_made_small_and_replayed(lab: str, settings: dict[
         assert rule in failed
 
 
+def test_an_exploration_is_ended_while_its_failure_is_made_small() -> None:
+    told: list[tuple[int, ...]] = []
+
+    def end_at_the_same_counts(*counts: int) -> None:
+        if counts in told:  # no further world is done
+            raise InterruptedError
+        told.append(counts)
+
+    with pytest.raises(InterruptedError):
+        kit.explore("stream", seeds=SEEDS, implementation=f"{WRONG}:drops_the_last", tell=end_at_the_same_counts)
+
+
 @pytest.mark.slow
 def test_a_core_that_never_returns_and_one_that_ends_its_process_are_named() -> None:
     done = kit.explore("share", seeds=4, wall_s=0.3, planner=f"{WRONG}:never_returns", every=True)

@@ -59,6 +59,7 @@ def test_only_names_that_the_two_need_are_kept() -> None:
     [
         ("relaeser", "mine", "there is no kind 'relaeser'; did you mean 'releaser'?"),
         ("releaser", "My-Code", "NAME is the name of a Python module, such as my_releaser, not 'My-Code'"),
+        ("releaser", "class", "NAME is the name of a Python module, such as my_releaser, not 'class'"),
         ("releaser", "json", "a module 'json' exists already"),
         ("releaser", "taken", "test_taken.py exists already"),
     ],

@@ -11,7 +11,7 @@ from kit.exploration import SEEDS, Exploration, chosen_code, explore
 from kit.labs.discover import find_fault
 from kit.view import look
 from kit.view.look import Tab
-from kit.view.model import BUSY, Mail, PanelModel
+from kit.view.model import BUSY, OVER, Mail, PanelModel
 
 ASIDE = "Runs the controller, sampler, desk or planner that the settings name in random worlds, without ranks."
 
@@ -81,5 +81,5 @@ class ExploreTab(Tab):
 
     def _show(self, done: Exploration) -> None:
         self._say(done.sentence(), bad=not done.passed)
-        if done.failure is not None and self.model.state not in BUSY:
+        if done.failure is not None and (self.model.state == "idle" or self.model.state in OVER):
             self.model.show(self.model.open(done.failure.dir))

@@ -157,7 +157,9 @@ class Panel:
             tab.visible = index == self.tab.selected_index
 
     def close(self) -> None:
-        """End the ranks. The widgets stay and show the last state."""
+        """End the ranks and an exploration. The widgets stay and show the last state."""
+        if (exploring := self.tabs.get("Explore")) is not None:
+            exploring.ends.set()
         self.controller.close()
 
     def __repr__(self) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kit.exploration import Exploration, Failure
 from kit.labs.discover import find
 from kit.view.exploring import ExploreTab
 from kit.view.panel import make_panel
@@ -51,6 +52,19 @@ def test_an_exploration_that_fails_or_is_ended_says_so_and_shows_nothing(monkeyp
     assert ">ended<" in explored(tab)
     assert panel.model.run is None
     panel.close()
+
+
+def test_closing_the_panel_ends_the_exploration_and_a_live_run_stays_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    panel = make_panel(find("stream"), {"simulated": True})
+    tab = panel.tabs["Explore"]
+    failure = Failure(world={}, rule="r", why="w", findings={}, sizes={}, events=0, line="", dir=Path("failed"))
+    failed = Exploration(lab="stream", settings={}, failure=failure)
+    panel.model.state = "ready"
+    monkeypatch.setattr(panel.model, "open", pytest.fail)
+    tab._show(failed)
+    assert panel.model.run is None
+    panel.close()
+    assert tab.ends.is_set()
 
 
 def test_a_lab_without_worlds_has_no_such_tab() -> None:
