@@ -7,7 +7,8 @@
 %ranks wait             wait for the background cells and show their results
 %ranks status           the ranks: pid, device, phase
 %ranks stacks           what each rank is doing right now
-%ranks push x y         give the ranks these variables of the notebook: numbers, text, lists, dicts, arrays
+%ranks push x y         give the ranks these variables of the notebook: numbers, text, lists, dicts with text as keys;
+                        arrays and tuples become lists
 %ranks pull x           make x in the notebook a list of the ranks' values of x
 %ranks restart          start fresh ranks, even if the old ones hang
 %ranks stop             close the World
@@ -43,6 +44,11 @@ OWN = tuple(f"{Path(inspect.getfile(module)).parent}/" for module in (errors, IP
 ACTIONS = ("status", "stacks", "wait", "push", "pull", "restart", "stop")
 DOTTED = re.compile(r"(?:([A-Za-z_][\w.]*)\.)?(\w*)$")
 COMPLETION_S = 1.0
+# Without running code of a property, which may take long or wait for other ranks.
+NAMES_OF = (
+    "(lambda value: [] if hasattr(type(value), '__get__') else dir(value))(__import__('functools').reduce("
+    "__import__('inspect').getattr_static, {0}[1:], {{**vars(__import__('builtins')), **globals()}}[{0}[0]]))"
+)
 
 
 class MagicParser(argparse.ArgumentParser):
@@ -162,9 +168,8 @@ class RankMagics(Magics):
         match = DOTTED.search(before)
         owner, start = match.groups() if match else (None, "")
         try:
-            (names,) = world.eval(
-                f"dir({owner or ''}) if {bool(owner)} else list(globals())", ranks=[0], timeout_s=COMPLETION_S
-            )
+            code = NAMES_OF.format(owner.split(".")) if owner else "list(globals())"
+            (names,) = world.eval(code, ranks=[0], timeout_s=COMPLETION_S)
         except (KitError, SyntaxError):  # no such name there, or rank 0 has become busy
             return {"completions": []}
         prefix = f"{owner}." if owner else ""
@@ -236,9 +241,22 @@ AFTER_INTERRUPT = {
 def as_json(name: str, value: Any) -> str:
     plain = value.tolist() if hasattr(value, "tolist") else value
     try:
-        return json.dumps(plain)
+        text = json.dumps(plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise BadInput(f"%ranks push sends numbers, text, lists, dicts and arrays; {name}: {error}") from None
+    if (key := other_key(plain)) is not None:
+        raise BadInput(f"%ranks push sends dicts with text as keys; {name} has the key {key[0]!r}")
+    return text
+
+
+def other_key(value: Any) -> tuple[Any] | None:
+    """A key in it that is not text, which JSON would turn into text; None if there is none."""
+    if isinstance(value, dict):
+        keys = ((key,) for key in value if not isinstance(key, str))
+        return next(keys, None) or other_key(list(value.values()))
+    if isinstance(value, list | tuple):
+        return next(filter(None, map(other_key, value)), None)
+    return None
 
 
 def is_lab(value: object) -> bool:

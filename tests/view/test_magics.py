@@ -145,6 +145,8 @@ def test_variables_go_to_the_ranks_and_come_back(cell, shell):
     result, shown = cell("%ranks push wrong")
     assert isinstance(result.error_in_exec, BadInput)
     assert "wrong: Object of type object is not JSON serializable" in shown
+    shell.user_ns["wrong"] = [{"a": {1: "x"}}]  # JSON would make it {"1": "x"}
+    assert "%ranks push sends dicts with text as keys; wrong has the key 1" in cell("%ranks push wrong")[1]
 
 
 def test_names_on_ranks_are_completed(cell, shell):
@@ -158,6 +160,11 @@ def test_names_on_ranks_are_completed(cell, shell):
     assert any(name.endswith("dist.all_reduce") or name == "all_reduce" for name in completed("%%ranks\ndist.all_red"))
     assert "only_on_ranks" not in completed("only_on")
     assert "only_on_ranks" not in completed("%%ranks\nno.such.only_on")
+    asking = "class Own:\n    asked = 0\n    @property\n    def late(self):\n        Own.asked += 1\n        return self\nown = Own()"
+    assert cell(f"%%ranks\n{asking}")[0].success
+    assert any(name.endswith("late") for name in completed("%%ranks\nown.la"))
+    completed("%%ranks\nown.late.as")
+    assert repr(cell("%%ranks 0\nOwn.asked")[0].result) == "[0] 0"  # a property may wait for other ranks
 
 
 def test_the_waiting_agent_is_shown(cell):
