@@ -70,7 +70,8 @@ OF_THE_STEP = exposed_by(
         "moe-aux-unscaled",
         "the load-balancing loss of experts is divided like the main loss",
         "grad_parity",
-        set=EXPERTS,
+        set={**EXPERTS, "dtype": "float32"},
+        needs={"dtype": ("float32",)},  # its effect is within the rounding of bfloat16
         patch={f"{STEP}._aux_guess": f"{BUGS}:aux_scale_of_one", f"{STEP}._correct_aux": f"{BUGS}:left_out"},
     ),
     Fault(

@@ -56,7 +56,7 @@ ALSO = {
     "moe-aux-summed": {"metric_parity", "later_steps"},
     "schedule-by-steps": {"later_steps", "result_parity", "update"},
 }
-WITHIN_ROUNDING = {"moe-aux-unscaled"}  # in bfloat16
+WITHIN_ROUNDING = {fault.name for fault in FAULTS if "dtype" in fault.needs}  # of bfloat16, where they are refused
 SMALLER = {"layers": 1, "microbatches": 5}
 
 
@@ -92,6 +92,12 @@ def test_rounding_in_bfloat16_hides_no_fault(split: Split, name: str) -> None:
     assert failed(right) == set()
     assert {row.passed for row in right if row.check == check} == {True}
     assert check in failed(split(fault=name, **settings).verdict())
+
+
+def test_a_fault_within_the_rounding_of_bfloat16_is_refused_there() -> None:
+    assert {"moe-aux-unscaled"} == WITHIN_ROUNDING
+    with pytest.raises(BadInput, match="cannot be detected with dtype=bfloat16; use dtype=float32"):
+        kit.run("split", fault="moe-aux-unscaled", dtype="bfloat16")
 
 
 @pytest.mark.slow
