@@ -57,6 +57,7 @@ FILES = (
     "tests/test_on_gpu.py",
     "tests/test_public.py",
     "tests/test_routing.py",
+    "tests/test_starters.py",
     "tests/test_ways.py",
     "tests/test_wheel.py",
     "tests/view/panel/",
