@@ -457,7 +457,9 @@ def receivers_answer(frame: pd.DataFrame, config: Config) -> Measured:
 
 def served_in(phase: str, config: Config) -> list[int]:
     names = {"refresh": ("replica",), "expand": ("sleeper",)}.get(phase, ("replica", "sleeper"))
-    settings = SyncConfig(**{field.name: config[field.name] for field in dataclasses.fields(SyncConfig)})
+    # An older run lacks later settings.
+    known = {field.name for field in dataclasses.fields(SyncConfig)} & config.keys()
+    settings = SyncConfig(**{name: config[name] for name in known})
     return [rank for role in roles(settings) if role.name in names for rank in role.ranks]
 
 
