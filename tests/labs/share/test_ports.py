@@ -63,7 +63,8 @@ class Calls:
 def test_a_pipelines_meter_begins_with_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine, time passes between the first rows and the loop's start."""
     rows, meter = Memory(), Meter()
-    monkeypatch.setattr(time, "time", lambda: 10.0)
+    for name, now in (("time", 10.0), ("monotonic", 3.0)):
+        monkeypatch.setattr(time, name, lambda now=now: now)
     side = LoopSide(clock=RealClock(), ports={}, ledger=rows, deadline_s=1.0)
     ledger = opened(side, {"a": meter}, share())
     ledger.write(Row(metric="begins", time=10.5, ids={"pipeline": "a"}))
