@@ -67,6 +67,16 @@ def waiting_agent() -> tuple[str, str]:
     return waiting.folder.name, os.readlink(f"/proc/self/fd/{waiting.link.fileno()}")
 
 
+def waits_for_a_world(pid: int) -> bool:
+    """Whether a process is the waiting agent of a notebook that lives: its folder is named like its mark, those of its forks are not."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return False
+    mark = machine.marked(pid)
+    return "--wait" in words and mark in {Path(word).name for word in words} and not leftovers.is_dead(str(mark))
+
+
 def is_segment(name: str, owner: int) -> bool:
     """Whether a file of /dev/shm may belong to a World of this owner. Worlds of other test workers run beside it: torch's file names
     contain the pid of the process that made the file, and a file of a living process with another owner does not count."""

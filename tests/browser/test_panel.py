@@ -17,9 +17,8 @@ import kit
 from kit import machine
 from kit.labs.discover import find
 from kit.results import create_run
-from kit.world import leftovers
 from tests.browser.test_notebooks import menu
-from tests.holdings import wait_for
+from tests.holdings import wait_for, waits_for_a_world
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
@@ -157,16 +156,7 @@ def ranks_of(server) -> list[int]:
                 in Path(f"/proc/{mark.split(':')[1]}/environ").read_bytes()
             ):
                 MARKS.add(mark)
-    return [pid for pid, mark in marks.items() if mark in MARKS and not waits_for_a_world(pid, mark)]
-
-
-def waits_for_a_world(pid: int, mark: str) -> bool:
-    """Whether a process is the waiting agent of a kernel that lives: its folder is named like its mark, those of its forks are not."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:
-        return False
-    return "--wait" in words and mark in {Path(word).name for word in words} and not leftovers.is_dead(mark)
+    return [pid for pid, mark in marks.items() if mark in MARKS and not waits_for_a_world(pid)]
 
 
 def test_a_lab_is_stepped_a_fault_is_seen_and_a_limit_flips_the_verdict(page, server, artefacts):

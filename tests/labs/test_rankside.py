@@ -49,7 +49,7 @@ class Typed(LabConfig):
 
 def begin(config: type[LabConfig] = LabConfig, device: str = "cpu", **more: Any) -> None:
     role = {"name": "", "ranks": [0], "phases": f"{__name__}:Phases"}
-    where: dict[str, Any] = {"devices": [device], "world_sizes": [1], "meeting": "here"}
+    where: dict[str, Any] = {"devices": [device], "nodes": [0], "world_sizes": [1], "meeting": "here"}
     rankside.begin(
         roles=[role], config_type=f"{config.__module__}:{config.__qualname__}", config={}, fault=None, **where, **more
     )
