@@ -1017,7 +1017,7 @@ def test_the_judge_needs_the_standard_library_only() -> None:
     ).stdout.split()
     assert not {name.split(".")[0] for name in seen} & {"pandas", "numpy", "torch", "pydantic", "matplotlib"}
     rooms = {name.split(".")[1] for name in seen if name.startswith("kit.")}
-    assert rooms <= {"errors", "results", "stream"}
+    assert rooms <= {"errors", "results", "stream", "target"}
     judges = {name.split(".")[2] for name in seen if name.startswith("kit.stream.")}
     assert judges == {"backed", "given_up", "history", "judge", "requests"}
 
