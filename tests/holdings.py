@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,28 +43,29 @@ def nothing_added() -> Iterator[None]:
 
 
 def holdings(owner: int) -> dict[str, list[Any]]:
-    """Everything that a World could leave behind, at this moment. This process's own waiting agent may stay."""
-    waiting, channel = waiting_agent() if owner == os.getpid() else ("", "")
+    """Everything that a World could leave behind, at this moment. This process's own waiting agents may stay."""
+    waiting = waiting_agents() if owner == os.getpid() else {}
     return {
-        "processes": [pid for pid in marked(owner) if machine.marked(pid) != waiting],
+        "processes": [pid for pid in marked(owner) if machine.marked(pid) not in waiting],
         "folders": [
-            path.name for path in leftovers.base().iterdir() if f":{owner}:" in path.name and path.name != waiting
+            path.name for path in leftovers.base().iterdir() if f":{owner}:" in path.name and path.name not in waiting
         ],
         "shared memory": sorted(path.name for path in Path("/dev/shm").iterdir() if is_segment(path.name, owner)),
         "fds": sorted(
-            os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink() and is_channel(fd, channel)
+            os.readlink(fd)
+            for fd in Path("/proc/self/fd").iterdir()
+            if fd.is_symlink() and is_channel(fd, waiting.values())
         )
         if owner == os.getpid()
         else [],
     }
 
 
-def waiting_agent() -> tuple[str, str]:
-    """The mark of this process's waiting agent, and the end of its channel that this process holds."""
-    waiting = warm._current
-    if waiting is None or waiting.gone.is_set():
-        return "", ""
-    return waiting.folder.name, os.readlink(f"/proc/self/fd/{waiting.link.fileno()}")
+def waiting_agents() -> dict[str, str]:
+    """The marks of this process's waiting agent, and of replaced ones that still have Worlds, each with the end of its channel here."""
+    alive = [agent for agent in warm._started if not agent.gone.is_set()]
+    kept = [agent for agent in alive if agent is warm._current or agent.agents or agent.looks]
+    return {agent.folder.name: os.readlink(f"/proc/self/fd/{agent.link.fileno()}") for agent in kept}
 
 
 def waits_for_a_world(pid: int) -> bool:
@@ -93,14 +94,14 @@ def memory_files() -> list[str]:
     return [one.name for one in shared_memory().values() if one.name.startswith(MEMFD)]
 
 
-def is_channel(fd: Path, but: str) -> bool:
+def is_channel(fd: Path, but: Collection[str]) -> bool:
     """Whether a descriptor is of a kind that a World opens. Other files (fonts, caches) do not count, whatever their names."""
     try:
         target = os.readlink(fd)
     except FileNotFoundError:
         return False
     kinds = ("socket:", "pipe:", "/memfd:kit", "/dev/shm/kit", f"{leftovers.base()}/")
-    return target != but and target.startswith(kinds)
+    return target not in but and target.startswith(kinds)
 
 
 def wait_for(condition: object, seconds: float = 10.0) -> bool:
