@@ -316,18 +316,19 @@ WorldCount = Annotated[
 
 def own_code(config: Any, names: Sequence[str]) -> tuple[str, ...]:
     """Those of these settings that name code from outside the kit; `config` is a config, or the settings of a run."""
-    return tuple(
-        name
-        for name in names
-        if from_outside(config.get(name) if isinstance(config, Mapping) else getattr(config, name))
-    )
+    return tuple(name for name in names if from_outside(setting_of(config, name)))
 
 
 def in_a_notebook(config: Any, names: Sequence[str]) -> str:
     """Why own code cannot run in the processes that explore; empty if it can."""
-    values = {name: config.get(name) if isinstance(config, Mapping) else getattr(config, name) for name in names}
-    defined = [name for name, value in values.items() if str(value).startswith("__main__:")]
-    return f"{defined[0]}={values[defined[0]]} is code of this notebook; write it to a module" if defined else ""
+    targets = {name: str(setting_of(config, name)) for name in names}
+    notebooks = (f"{name}={target}" for name, target in targets.items() if target.startswith("__main__:"))
+    setting = next(notebooks, "")
+    return f"{setting} is code of this notebook; write it to a module" if setting else ""
+
+
+def setting_of(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name)
 
 
 def working(step: Step, roles: Sequence[Role]) -> list[int]:
