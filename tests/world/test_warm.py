@@ -201,7 +201,7 @@ def test_an_interrupted_start_leaves_nothing_and_the_next_one_works(tmp_path: Pa
 
 def test_one_that_cannot_import_torch_is_reported_with_its_last_words(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('torch is broken')")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(KitError, match=r"(?s)torchrun exited with status 1 .*ImportError: torch is broken"):
         start(tmp_path)
 
