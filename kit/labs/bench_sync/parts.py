@@ -39,10 +39,8 @@ GIB, GB = 2**30, 1e9
 COPIES = 5
 # Otherwise copies below about 190 MB go through the processor's cache, which first fetches the bytes to be overwritten.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x8000"}
-WORLD: dict[str, Any] = {
-    "env": ENVIRONMENT,
-    "timeout_s": 1800.0,
-}  # the limit of a call with all turns on a busy machine
+# The limit is that of a call with all turns on a busy machine.
+WORLD: dict[str, Any] = {"env": ENVIRONMENT, "timeout_s": 1800.0}
 NOT_HERE = "not installed"
 OVER_MEMCPY = ("shm", "shm+whole", "shm+whole+fresh", "shm+cache")
 GROUPS = ("broadcast", "per-tensor", "rendezvous")
@@ -61,7 +59,7 @@ def ask_rates(bench: Bench, shape: Shape, ways: Sequence[str], *, receivers: int
     asked: dict[str, Any] = {"shape": shape.arguments(), "receivers": receivers, "ways": list(ways)}
     asked |= {"rounds": rounds or bench.config.rounds, "meeting": f"bench-{secrets.token_hex(8)}"}
     with bench.world(receivers + 2, device="cpu", **WORLD) as world:
-        answer: dict[str, Any] = world.call(f"{WAYS}:rates", **asked)[0]
+        answer: dict[str, Any] = world.call(f"{WAYS}:transfer_seconds", **asked)[0]
     return answer
 
 

@@ -363,7 +363,9 @@ def plot_modes(runs: Sequence[Run], *, theme_name: str = "light") -> Picture:
     )
     if len(modes.runs) < len(runs):
         raise BadInput(f"two of these runs have the same mode; give one run per mode (here: {', '.join(modes.runs)})")
-    looks = {way: Look(number, marker=MARKERS[number % len(MARKERS)]) for way, number in numbered(modes.runs).items()}
+    looks = {
+        way: Look(number, marker=MARKERS[number % len(MARKERS)]) for way, number in look_numbers(modes.runs).items()
+    }
     left = Lines(
         rows=left_behind,
         heading="{panel} while released",
@@ -388,7 +390,7 @@ def mode_of(run: Run) -> str:
     return run.fault or (own.rpartition(":")[2] if not own.startswith(OURS) else str(run.config["mode"]))
 
 
-def numbered(ways: Iterable[str]) -> dict[str, int]:
+def look_numbers(ways: Iterable[str]) -> dict[str, int]:
     """Numbers for colours and shapes: a mode has its own, as in the picture of the bench; others take what is free."""
     shown = list(ways)
     own = {way: WAYS.index(way) for way in shown if way in WAYS}

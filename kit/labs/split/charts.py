@@ -89,13 +89,12 @@ def metric_errors(data: RunData) -> pd.DataFrame:
     table = table[table["step"] == 1].sort_values("level", ascending=False, kind="stable")  # tokens first
     per = table["normalizer"].map(lambda unit: "" if unit == "none" else singular(unit))
     names = per.groupby(table["metric"], sort=False).agg(lambda units: " or ".join(filter(None, dict.fromkeys(units))))
+    order = {count: place for place, count in enumerate(data.config["chunks"])}
     cells: list[dict[str, Any]] = []
     for (level, metric), rows in table.groupby(["level", "metric"], sort=False):
         name = f"{metric}  {f'per {names[str(metric)]}' if names[str(metric)] else ''}".strip()
         about, head = {"row": name}, f"{level},\n"
-        for row in rows.sort_values("chunks", key=lambda chunks: chunks.map(list(data.config["chunks"]).index)).to_dict(
-            "records"
-        ):
+        for row in rows.sort_values("chunks", key=lambda counts: counts.map(order)).to_dict("records"):
             is_lost = pd.isna(row["split"]) and pd.notna(row["sync"])
             cell = {
                 "column": head + (counted(row["chunks"], "chunk") if row["chunks"] else "all chunks"),

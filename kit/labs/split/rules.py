@@ -606,14 +606,10 @@ def within_noise(
 
 def noise_of(frame: pd.DataFrame, kinds: Sequence[str]) -> tuple[float, float] | None:
     """The largest noise of these kinds, and what clipping may add; None in a run without it."""
-    numbers = [of_kinds(frame, metric, kinds) for metric in ("noise", "reach")]
-    return None if not all(map(math.isfinite, numbers)) else (numbers[0], numbers[1])
-
-
-def of_kinds(frame: pd.DataFrame, metric: str, kinds: Sequence[str]) -> float:
-    rows = with_ids(frame[frame["metric"] == metric], "of")
-    rows = rows[rows["of"].isin(kinds)]
-    return float(rows["value"].max()) if len(rows) else math.nan
+    rows = with_ids(frame[frame["metric"].isin(["noise", "reach"])], "of")
+    largest = rows[rows["of"].isin(kinds)].groupby("metric")["value"].max()
+    noise, reach = (float(largest.get(metric, math.nan)) for metric in ("noise", "reach"))
+    return (noise, reach) if math.isfinite(noise) and math.isfinite(reach) else None
 
 
 def one_step(config: Config) -> str:

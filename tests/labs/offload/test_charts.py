@@ -9,7 +9,7 @@ import pytest
 from kit.draw.data import read
 from kit.draw.style import THEMES
 from kit.errors import BadInput
-from kit.labs.offload.charts import WAYS, host_memory, numbered, places_of, plot_modes
+from kit.labs.offload.charts import WAYS, host_memory, look_numbers, places_of, plot_modes
 from kit.results import Row, Run, Verdict, VerdictRow, create_run
 from kit.view.named import plot_run
 from tests.seen import axes_of, words
@@ -207,6 +207,6 @@ def test_modes_need_runs_that_can_be_distinguished(make_offload, tmp_path):
 
 
 def test_a_mode_has_its_own_colour_whichever_are_shown():
-    assert numbered(["exact", "official"]) == {"exact": 0, "official": 3}
-    assert numbered(["manual", "mine", "kept-handle"]) == {"manual": 2, "mine": 0, "kept-handle": 1}
-    assert len(set(numbered([*WAYS, "one", "two"]).values())) == len(WAYS) + 2
+    assert look_numbers(["exact", "official"]) == {"exact": 0, "official": 3}
+    assert look_numbers(["manual", "mine", "kept-handle"]) == {"manual": 2, "mine": 0, "kept-handle": 1}
+    assert len(set(look_numbers([*WAYS, "one", "two"]).values())) == len(WAYS) + 2

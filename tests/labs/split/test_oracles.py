@@ -291,7 +291,7 @@ def noise_in(dtype: torch.dtype, steps: int = 2) -> dict[str, noise.Noise]:
     now = torch.nn.functional.pad(plain_logprobs(from_weights(geometry, weights), rows["input_ids"]).detach(), (1, 0))
     for name in ("prev_logprobs", "generation_logprobs", "reference_logprobs"):
         rows[name] = now - math.log(1.2) * (torch.arange(12) % 4 == 0)
-    arithmetic = noise.Arithmetic(
+    arithmetic = noise.OracleTraining(
         geometry=geometry,
         exact=functools.partial(float64_step, ClippedPolicyGradient(level="tokens")),
         settings=TOLD,

@@ -87,7 +87,7 @@ def timed_together(work: Callable[[], object]) -> float:
 
 
 def make_extra(number: int) -> None:
-    """Groups of all ranks, in a global of Megatron's. It holds those that were there before no longer."""
+    """Groups of all ranks, in a global of Megatron's. Earlier groups are no longer referenced."""
     everyone = list(range(dist.get_world_size()))
     made = [dist.new_group(everyone, group_desc=f"MORE_{index}") for index in range(number)]
     setattr(parallel_state(), EXTRA, made)

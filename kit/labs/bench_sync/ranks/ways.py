@@ -273,7 +273,9 @@ class Ways:
         return digest(torch.tensor(list(text.encode()), dtype=torch.uint8), "sha256")
 
 
-def rates(*, shape: dict[str, Any], receivers: int, meeting: str, ways: Sequence[str], rounds: int) -> dict[str, Any]:
+def transfer_seconds(
+    *, shape: dict[str, Any], receivers: int, meeting: str, ways: Sequence[str], rounds: int
+) -> dict[str, Any]:
     """Seconds of each way, turn by turn, as the sender saw them."""
     end = Ways(shape, receivers, meeting)
     works = {name: end.way(name) for name in ways}

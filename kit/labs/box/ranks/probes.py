@@ -128,10 +128,8 @@ class Probes:
         backend = group._get_backend(where)
         try:
             stats = [dict(backend.memory_stats())]
-        except (
-            AttributeError,
-            RuntimeError,
-        ) as error:  # a torch built for an older NCCL, or NCCL's memory manager is off
+        # A torch that was built for an older NCCL has no such call; with NCCL's memory manager switched off it raises.
+        except (AttributeError, RuntimeError) as error:
             self.record("suspend_refused", 1, text=f"NCCL's memory statistics: {error_line(error)}")
             return
         self.meet()
@@ -423,9 +421,8 @@ class Probes:
 
         groups.install()
         standin.install()
-        once = dist.new_group(
-            list(range(dist.get_world_size()))
-        )  # what a process keeps of its first group is not a leak
+        # A first group, used once: what a process keeps of it for good is not a leak.
+        once = dist.new_group(list(range(dist.get_world_size())))
         bits_of(once)
         dist.destroy_process_group(once)
         del once

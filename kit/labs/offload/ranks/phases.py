@@ -20,7 +20,7 @@ from kit.labs.offload.lab import KIT_MODEL
 from kit.labs.offload.ranks import oracle, rehearsals
 from kit.labs.offload.ranks.job import JobContext, context_for
 from kit.labs.offload.ranks.oracle import Steps, unequal
-from kit.labs.offload.ranks.releaser import around, make_releaser, reported
+from kit.labs.offload.ranks.releaser import KitReleaser, around, make_releaser, reported
 from kit.labs.offload.ranks.watch import JobWatch, any_rank
 from kit.labs.rankside import Context, digest_of_hashes
 from kit.measure.observers.births import Births, Names, replaced_names, take_names
@@ -228,7 +228,9 @@ class Offload:
 
     def rehearse_restore(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Make an allocation of a reload fail on one rank, twice."""
-        if self.config.kinds and not self.broken and rehearsals.may_retry(self.releaser):
+        # The kit's releaser promises that `restore` may be called again after an error; your own does with `retries = True`.
+        may_retry = isinstance(self.releaser, KitReleaser) or bool(getattr(self.releaser, "retries", False))
+        if may_retry and self.config.kinds and not self.broken:
             assert self.job_context
             self._twice("restore-fails", rehearsals.restore_fails, self.job_context, self.releaser, self._state)
 
@@ -264,9 +266,8 @@ class Offload:
         self.steps, self.job = [], load(self.config.model)(self.ctx)
 
     def _enter(self) -> None:
-        self.on_entry = (
-            self.on_entry or ownership.describe_state()
-        )  # before the first control: what that leaves shows too
+        if not self.on_entry:  # before the first control, so that what the control leaves behind shows too
+            self.on_entry = ownership.describe_state()
         self.scope = contextlib.ExitStack()
         self.scope.enter_context(ownership.as_found(timeout_s=self.config.meet_timeout_s))
         groups.install()  # handles first, so that what a person patches lies around them and not below

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from kit.errors import RehearsedError
 from kit.labs.offload.ranks.job import JobContext
 from kit.labs.offload.ranks.releaser import KitReleaser
 from kit.measure.observers import births
@@ -98,11 +99,6 @@ def refusing(victim: Any) -> Iterator[list[str]]:
 # -- an allocation of a reload that fails on one rank ----------------------------------------------------------------------
 
 
-def may_retry(releaser: Any) -> bool:
-    """Whether `restore` may be called again after an error: the kit's promises it, your own where it says `retries = True`."""
-    return isinstance(releaser, KitReleaser) or bool(getattr(releaser, "retries", False))
-
-
 def restore_fails(ctx: JobContext, releaser: Any, look: Callable[[], TensorState]) -> Iterator[Finding]:
     """Let the middle allocation of a reload fail on the last rank. Every rank must raise and free its tensors again, the error must name
     rank and tensor, and a retry must bring every bit back."""
@@ -119,10 +115,16 @@ def restore_fails(ctx: JobContext, releaser: Any, look: Callable[[], TensorState
     yield Finding("restore_refused", len(refused))
     yield Finding("restore_silent", int(error is None))
     yield Finding("restore_kept", max(0, live_bytes() - level))
-    yield Finding("restore_unnamed", int(error is not None and not is_named(error, last, names, refused)), error or "")
-    yield Finding(
-        "retry_raised", int((again := error_text(lambda: releaser.restore(released))) is not None), again or ""
-    )
+
+    # The refused tensor is known on the rank that refused it alone. The last part of any of its names is enough: your
+    # own code may call it by another path.
+    last_parts = [name.rpartition(".")[2] for storage in refused for name in names.get(storage, [])]
+    words = error or ""
+    names_both = f"rank {last}" in words and (not last_parts or any(part in words for part in last_parts))
+    yield Finding("restore_unnamed", int(error is not None and not names_both), words)
+
+    second_error = error_text(lambda: releaser.restore(released))
+    yield Finding("retry_raised", int(second_error is not None), second_error or "")
     differing = tensor_differences(before, look().prints())
     yield Finding("retry_differs", len(differing), "; ".join(map(str, differing[:2])))
 
@@ -134,12 +136,6 @@ def error_text(call: Callable[[], object]) -> str | None:
     except Exception as error:  # noqa: BLE001 - the code under test may raise anything
         return "; ".join(map(str, births.chain(error)))
     return None
-
-
-def is_named(error: str, rank: int, names: dict[int, list[str]], refused: list[int]) -> bool:
-    """Whether an error names the rank, and where this rank knows it the tensor, by the last part of any of its names."""
-    parts = [name.rpartition(".")[2] for storage in refused for name in names.get(storage, [])]
-    return f"rank {rank}" in error and (not parts or any(part in error for part in parts))
 
 
 @contextlib.contextmanager
@@ -159,10 +155,6 @@ def refusing_allocation(at: int) -> Iterator[list[int]]:
 
 
 # -- the caller's groups, globals and random state, after success and after an error ------------------------------------------
-
-
-class OnPurposeError(Exception):
-    """Raised by the rehearsal; whatever surfaces in its place hides it."""
 
 
 def not_as_found(before_build: dict[str, Any]) -> list[str]:
@@ -185,20 +177,17 @@ def borrowing(body: Callable[[], None], *, fails: bool) -> list[str]:
     """Run a body inside `as_found`, which then ends well or with an error; return what is wrong afterwards."""
     before = ownership.describe_state()
     wrong = []
-    quiet = {"kit.megatron.ownership:log.error": f"{__name__}:say_nothing"}  # the rehearsed error is logged by design
+    quiet = {"kit.megatron.ownership:log.error": lambda *_, **__: None}  # the rehearsed error is logged by design
     try:
         with replaced(quiet), ownership.as_found():
             body()
             if fails:
-                raise OnPurposeError  # noqa: TRY301 - the rehearsed error
-    except OnPurposeError:
+                raise RehearsedError  # noqa: TRY301 - whatever surfaces in its place hides it
+    except RehearsedError:
         pass
     except Exception as error:  # noqa: BLE001 - which error surfaces is the question
         wrong.append(f"the original error was hidden by {type(error).__name__}: {error}")
     return [*wrong, *changes_since(before)]
-
-
-def say_nothing(*args: object, **kwargs: object) -> None: ...
 
 
 def make_a_group() -> None:

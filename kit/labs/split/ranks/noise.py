@@ -27,7 +27,7 @@ WHOLE = 1.0  # an error below this is absolute, as in the check of the float64 c
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Arithmetic:
+class OracleTraining:
     """What a plain step needs: `exact` has the loss, `settings` are those of the optimizer."""
 
     geometry: Geometry
@@ -104,33 +104,31 @@ class Noise(NamedTuple):
     reach: float = 0.0
 
 
-def measure(arithmetic: Arithmetic, start: Tensors, batches: Sequence[Batch], *, floor: float) -> dict[str, Noise]:
+def measure(training: OracleTraining, start: Tensors, batches: Sequence[Batch], *, floor: float) -> dict[str, Noise]:
     """Of gradients and weights, of what later steps compute, and of the first step against float64 (`exact`). Errors of numbers below
     `floor` are absolute."""
-    wide = replace(arithmetic, dtype=torch.float64, device=torch.device("cpu"))
-    plain, scaled = (arithmetic.train(start, batches, factor) for factor in (1.0, ODD))
+    wide = replace(training, dtype=torch.float64, device=torch.device("cpu"))
+    plain, scaled = (training.train(start, batches, factor) for factor in (1.0, ODD))
     later = [oracle.overall(a, b) for a, b in zip(scaled.gradients[1:], plain.gradients[1:], strict=True)]
-    later += [off(a, b, floor) for a, b in zip(scaled.tables[1:], plain.tables[1:], strict=True)]
+    later += [worst_apart(a, b, floor) for a, b in zip(scaled.tables[1:], plain.tables[1:], strict=True)]
     sure = oracle.certain(plain.gradients[0])
     for gradients in plain.gradients[1:]:
         sure = {name: sure[name] & mask for name, mask in oracle.certain(gradients).items()}
     kept = [{name: torch.where(sure[name], way.weights[name], 0.0) for name in sure} for way in (scaled, plain)]
+    exact_table, exact_gradients = wide.gradients(start, batches[0])
+    against_exact = max(
+        worst_apart(plain.tables[0], exact_table, WHOLE),
+        oracle.overall(plain.gradients[0], exact_gradients),
+    )
     return {
         "gradients": Noise(oracle.overall(scaled.gradients[0], plain.gradients[0])),
         "weights": Noise(
             oracle.overall(*kept), max(plain.reaches[1:], default=0.0) * oracle.overall(start, plain.weights)
         ),
         "later": Noise(max(later, default=0.0), max(plain.reaches[1:], default=0.0)),
-        "exact": Noise(
-            against(wide.gradients(start, batches[0]), (plain.tables[0], plain.gradients[0])), plain.reaches[0]
-        ),
+        "exact": Noise(against_exact, plain.reaches[0]),
     }
 
 
-def against(exact: tuple[Mapping[str, float], Tensors], coarse: tuple[Mapping[str, float], Tensors]) -> float:
-    """The largest error of a step's metrics and gradients in a coarse dtype."""
-    return max(off(coarse[0], exact[0], WHOLE), oracle.overall(coarse[1], exact[1]))
-
-
-def off(a: Mapping[str, float], b: Mapping[str, float], floor: float) -> float:
+def worst_apart(a: Mapping[str, float], b: Mapping[str, float], floor: float) -> float:
     return max((oracle.apart(a[name], number, floor) for name, number in b.items()), default=0.0)

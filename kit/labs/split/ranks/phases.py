@@ -30,8 +30,6 @@ from kit.train.plain import from_weights, plain_logprobs
 from kit.train.protocol import Batch, Loss, SplitContext, StepResult, cut, cuts, make_split
 
 NUMBERS = ("global_loss", "grad_norm", "lr", "wd", "global_valid_seqs", "global_valid_toks", "updated")
-
-
 SAME_DIRECTION = {"float32": 1e-5, "bfloat16": 1e-2}  # the error beyond a factor at which gradients have one
 CLIPS = (
     "_clip_grads_with_norm_",
@@ -190,7 +188,7 @@ class SplitSide:
         ctx = backends.LossContext(
             rank=0, world_size=self.ctx.world_size, device=self.device, config=self.config, level=level
         )
-        coarse = noise.Arithmetic(
+        coarse = noise.OracleTraining(
             geometry=self.megatron.model_config.geometry,
             exact=functools.partial(oracle.float64_step, backends.of_recipe(ctx)),
             settings=self.settings,
@@ -281,9 +279,8 @@ class SplitSide:
 
         trained = self._drive(self.backend, case, plain=False, first_loss=backends.WrappedLoss(loss, small))
         if self.ctx.rank == 0 and not self.config.balancing_loss:  # that loss is not scaled with the other
-            expected = {
-                name: value * scale for name, value in self.cut.gradients[0].items()
-            }  # right or wrong, but not scaled
+            # The gradients of the judged step may be wrong; what counts is that they scale with the loss.
+            expected = {name: value * scale for name, value in self.cut.gradients[0].items()}
             self.record("small_gradient_error", oracle.overall(trained.gradients[0], expected))
 
     def end(self, cycle: int) -> None:  # noqa: ARG002 - as above

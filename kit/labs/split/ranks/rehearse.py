@@ -62,6 +62,12 @@ class FailingScene:
         result: StepResult = self.step.finish()
         return result
 
+    def abandon(self, batch: Batch, loss: Loss | None = None) -> None:
+        """Half a step: it begins, is fed once, and is aborted."""
+        self.begin(loss)
+        self.feed(batch)
+        self.step.abort()
+
     def changed(self, before: dict[str, str]) -> list[str]:
         after = self.backend.state(self.job)
         return sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
@@ -169,9 +175,7 @@ def unchanged_kinds(changed: list[str]) -> int:
 def aborted(scene: FailingScene, batch: Batch) -> None:
     """Abort half a step: every bit must be as before, and the next step must equal one without the abort."""
     before, version = scene.backend.state(scene.job), scene.step.version
-    scene.begin(DrawingLoss(scene.loss))
-    scene.feed(batch)
-    scene.step.abort()
+    scene.abandon(batch, DrawingLoss(scene.loss))
     scene.note_hooks("abort")
     scene.note_changed("abort_changed", before)
     scene.note("abort_gradients", scene.backend.nonzero_gradients(scene.job))
@@ -405,9 +409,7 @@ def groups_of_steps(scene: FailingScene, batch: Batch) -> None:
     with Births() as born:
         for _ in range(2):
             scene.whole(batch)
-            scene.begin()
-            scene.feed(batch)
-            scene.step.abort()
+            scene.abandon(batch)
             gc.collect()
             levels.append(len(born.alive()))
     first, second = levels[1], levels[2] - levels[1]
@@ -439,16 +441,11 @@ def kept_by(job: Any) -> Kept:
 def memory_of_steps(scene: FailingScene, batch: Batch) -> None:
     """What each of two finished steps, and then each of two aborted ones, leaves behind, after a first that may make what stays. Apart,
     because one kind of end may clear what the other leaves."""
-
-    def abort_one() -> None:
-        scene.begin()
-        scene.feed(batch)
-        scene.step.abort()
-
-    for end, take in (("finish", lambda: scene.whole(batch)), ("abort", abort_one)):
+    ends: dict[str, Callable[[Batch], object]] = {"finish": scene.whole, "abort": scene.abandon}
+    for end, take in ends.items():
         levels = []
         for _ in range(3):
-            take()
+            take(batch)
             levels.append(kept_by(scene.job))
         steps = [Kept(*map(operator.sub, after, before)) for before, after in itertools.pairwise(levels)]
         for name, least in (("bytes", KEPT_BYTES), ("graphs", 0), ("hooks", 0)):
