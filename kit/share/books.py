@@ -56,7 +56,7 @@ OF_REQUESTS = frozenset(
     {"acquire", "queued", "granted", "expired", "withdrawn", "release", "planned_release", "released"}
 )
 MOVES = frozenset({"left", "shrunk", "expand", "expanded"})
-OF_REPLICAS = MOVES | {"error", "died"}
+OF_REPLICAS = MOVES | {"error", "died", "restarted"}
 CHANGES = OF_MEMBERSHIP | OF_REQUESTS | OF_REPLICAS
 
 Request = tuple[str, Any, Any]  # to a replica: pipeline, group, sample
@@ -234,6 +234,7 @@ class Books:
         elif row.event == "commit":
             self.plan = None
         elif row.event == "clusters":
+            self._forget_earlier(row.who)
             self.clusters[row.who] = {name: numbers(row[name]) for name in CLUSTERS if name in row.ids}
             self.tp[row.who] = int(row.get("tp", 1))
             self.active[row.who] = set()
@@ -244,6 +245,13 @@ class Books:
                 self._take_request(row)
             if row.event in OF_REPLICAS and ("replica" in row.ids or row.event in MOVES):
                 self._take_replica(row, replica_of(row))
+
+    def _forget_earlier(self, name: str) -> None:
+        """Forget what a pipeline of this name did before it died: new ranks register in its place."""
+        for names in (self.admitted, self.set_up, self.handed_over, self.leaving, self.closing):
+            names.discard(name)
+        for pairs in (self.out, self.dead, self.over):
+            pairs -= {pair for pair in pairs if pair[0] == name}
 
     def _take_membership(self, row: Row) -> None:
         match row.event:
@@ -315,6 +323,8 @@ class Books:
                 self.lose(one)
             case "died" if row.get("core") != name:
                 self.lose(one)
+            case "restarted":
+                self.dead.discard(one)
 
     def lose(self, one: tuple[str, int]) -> None:
         if one[1] in self.replicas(one[0]):

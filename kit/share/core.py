@@ -14,6 +14,7 @@
 | devices | expanded (who, replica), then joined (replica) | answers the command `expand` (replica, devices) to "devices" |
 | devices | error (of, who, replica, why) | none: a shrink or an expand failed |
 | devices | died (who; replica) | none: without a replica the whole pipeline is gone, and its devices are free |
+| devices | restarted (who; replica) | none: new ranks replace those that died. The replica may wake, or the pipeline may register, again |
 | clock | alarm (number) | answers the command `after` (number, ms) |
 
 A cycle orders all shrinks (`left`), then grants and orders all expands (`expand`), then commits. Operations that arrive during a cycle
@@ -227,6 +228,16 @@ def on_died(t: DeskTurn, event: Event) -> None:
         lose(t, name, replica)
     else:
         drop_pipeline(t, name, "died")
+
+
+def on_restarted(t: DeskTurn, event: Event) -> None:
+    """Forget the death of a replica, or of a pipeline. One that is alive is left as it is."""
+    name, replica = event.get("who", event.pipeline), event.get("replica", -1)
+    if name not in t.pipelines and replica < 0:
+        t.left -= {name}
+    elif name in t.pipelines and replica in t.pipelines[name].dead:
+        t.change(name, dead=t.pipelines[name].dead - {replica})
+        t.due = True
 
 
 def lose(t: DeskTurn, name: str, replica: int) -> None:
@@ -604,6 +615,7 @@ HANDLERS: dict[str, Callable[[DeskTurn, Event], None]] = {
     "shrunk": on_shrunk,
     "expanded": on_expanded,
     "died": on_died,
+    "restarted": on_restarted,
     "error": on_error,
     "alarm": on_alarm,
     "taken": lambda *_: None,  # only the ledger needs it

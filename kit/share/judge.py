@@ -828,6 +828,45 @@ def dead_pipeline_leaves(ledger: DeskLedger) -> Violations:
     return f"{', '.join(sorted(deaths))} died; its devices were idle {slowest:.3f} s later"
 
 
+def dead_replaced(ledger: DeskLedger) -> Violations:
+    """Do replicas and pipelines serve again once new ranks have replaced their dead ones?"""
+    limit = ledger.limit("watchdog_ms", 0) / 1000
+    restarts = [row for row in ledger.of("restarted") if row.get("core") in (None, ledger.desk)]
+    if not restarts:
+        raise NotMeasured("no dead rank was replaced")
+    unused: dict[tuple[str, int], tuple[Row, float]] = {}  # how long a pipeline without replica could have used it
+    registers: set[str] = set()
+    before: Row | None = None
+    for row, books in ledger.replay():
+        if before is not None and books.plan is None:
+            for (name, replica), (restarted, seconds) in unused.items():
+                if name in books.clusters and lacks(books, name, replica):
+                    unused[name, replica] = restarted, seconds + row.time - before.time
+        before = row
+        if row.event == "restarted" and "replica" in row.ids:
+            unused[replica_of(row)] = row, 0.0
+        elif row.event == "restarted":
+            registers.add(row.who)
+        elif row.event in ("expand", "died") and "replica" in row.ids:
+            unused.pop(replica_of(row), None)
+        elif row.event == "clusters":
+            registers.discard(row.who)
+        elif row.event == "error" and row.get("of") == "register" and row.who in registers:
+            yield f"{row}: the restarted pipeline was refused: {row.get('why', '')}"
+    for restarted, seconds in unused.values():
+        if seconds > limit:
+            yield f"{restarted}: the pipeline had no replica for {seconds:.3f} s although this one could wake (limit {limit:g} s)"
+    return f"{len(restarts)} times new ranks replaced dead ones"
+
+
+def lacks(books: Books, name: str, replica: int) -> bool:
+    """Whether a pipeline with work has no replica, and this one could wake."""
+    moving = any(who == name for who, _ in books.sleeping | books.waking)
+    return (
+        has_work(books, name) and not books.active[name] and not moving and books.bundle(name, replica) <= books.idle()
+    )
+
+
 BY_DEMAND = (plan_as_specified, fair_share)  # of the kit's own desk and planner only
 RULES = (
     one_owner,
@@ -849,4 +888,5 @@ RULES = (
     version_after_wake,
     no_deadlock,
     dead_pipeline_leaves,
+    dead_replaced,
 )

@@ -411,6 +411,33 @@ def test_the_second_starts_after_the_first_hand_over_and_the_first_trains_on_whe
     assert message(d.do("admit", "a"), "admitted") == [("admitted", "a")]
 
 
+def test_each_pipeline_of_three_waits_for_its_neighbour_only() -> None:
+    d = Drive(3, "abc", admission_ms=9000).join("a", target=10, **TRAINER_0).join("b", target=10, **TRAINER_1)
+    d.join("c", trainer=(2,), generation=(0, 1))
+    d.do("acquire", "a", kind="training")
+    assert message(d.do("release", "a", kind="training"), "admitted") == [("admitted", "b")]
+    d.do("acquire", "b", kind="generation")
+    assert message(d.do("acquire", "a", kind="training"), "granted", "queued") == [("queued", "a"), ("granted", "a")]
+    d.do("acquire", "b", kind="training")
+    assert message(d.do("release", "b", kind="training"), "admitted") == [("admitted", "c")]
+    assert message(d.do("acquire", "b", kind="training"), "granted", "queued") == []
+    assert ("granted", "b") in message(d.do("acquire", "c", kind="generation", target=4), "granted")
+
+
+def test_new_ranks_replace_dead_ones() -> None:
+    d = Drive().join("a", target=10, generation=(0,)).join("b", trainer=(1,))
+    d.do("died", who="a", replica=0)
+    assert message(d.do("restarted", who="a", replica=0), "expand") == [("expand", "a")]
+    assert message(d.do("restarted", who="a", replica=0), "expand") == []  # it is alive
+    d.do("died", who="b")
+    assert "already registered" in why(d.do("register", "b", trainer=(1,)))
+    d.do("restarted", who="b", replica=0)  # a replica of nobody
+    assert "already registered" in why(d.do("register", "b", trainer=(1,)))
+    d.do("restarted", who="b")
+    d.join("b", trainer=(1,))
+    assert message(d.do("acquire", "b", kind="training"), "granted") == [("granted", "b")]
+
+
 def test_each_side_of_the_admission_has_a_limit_that_is_reported() -> None:
     d = Drive(admission_ms=9000).join("a", target=10, **TRAINER_0).join("b", **TRAINER_1)
     assert d.alarm("admission") == []  # a's alarm; a was admitted

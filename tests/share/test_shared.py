@@ -18,6 +18,7 @@ from kit.results import Row
 from kit.results.rules import Missing, NotMeasured, settle
 from kit.share.books import DeskLedger
 from kit.share.judge import RULES, pipeline_rows, plan_valid
+from kit.share.planner import View, fifo
 from kit.share.simulated import DeskSimulation
 from kit.share.state import Cluster
 from kit.share.stuck import waits_of
@@ -185,6 +186,29 @@ def test_a_fault_is_seen_by_the_check_that_it_names(fault: Fault) -> None:
     with replaced(fault.patch):
         wrong = scenario.run()
     assert fault.caught_by in violations(rows_of(wrong.rows))
+
+
+class NeverTrustsAgain:
+    """A planner that keeps a list of its own of lost replicas, and never looks at one of them again."""
+
+    def __init__(self) -> None:
+        self.awake: set[tuple[str, int]] = set()
+        self.lost: set[tuple[str, int]] = set()
+
+    def __call__(self, view: View) -> None:
+        taken = {(share.name, replica) for share in view.shares.values() for replica in share.touched}
+        self.lost |= self.awake & taken
+        for share in view.shares.values():
+            share.touched |= {replica for name, replica in self.lost if name == share.name}
+        fifo(view)
+        self.awake = {(share.name, replica) for share in view.shares.values() for replica in share.active}
+
+
+def test_a_planner_that_leaves_the_replaced_asleep_is_seen() -> None:
+    recovery = SCENARIOS["recovery"]
+    wrong = violations(rows_of(replace(recovery, planner=NeverTrustsAgain()).run().rows))
+    assert "the pipeline had no replica for 7.9" in wrong["dead_replaced"]
+    assert violations(rows_of(replace(recovery, planner=fifo).run().rows)) == {}
 
 
 def test_devices_that_a_sleeper_has_not_left_are_not_idle() -> None:

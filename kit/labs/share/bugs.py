@@ -222,6 +222,16 @@ REPORTS_MAKE_NO_PLAN = {**core.HANDLERS, "progress": makes_no_plan}
 PROGRESS_IS_UNCLAMPED = {**core.HANDLERS, "progress": reports_unclamped}
 EVERY_THIRD_ALARM_IS_DROPPED = {**core.HANDLERS, "alarm": drops_every_third_alarm}
 DEATHS_ARE_IGNORED = {**core.HANDLERS, "died": ignores}
+RESTARTS_ARE_IGNORED = {**core.HANDLERS, "restarted": ignores}
+
+
+def adds_nothing_again(t: DeskTurn, event: Event) -> None:
+    out = t.pipelines[event.pipeline].out
+    core.on_resize(t, event)
+    t.change(event.pipeline, out=out | t.pipelines[event.pipeline].out)
+
+
+REMOVED_FOR_GOOD = {**core.HANDLERS, "resize": adds_nothing_again}
 
 
 def watches_nobody(t: DeskTurn) -> None:

@@ -256,6 +256,22 @@ OF_THE_DESK = exposed_by(
         where="notebook",
     ),
     Fault(
+        "removed-for-good",
+        "a replica that a resize allows again stays away",
+        "no_starvation",
+        scene={"scenario": "refilled"},
+        patch={"kit.share.core:HANDLERS": "kit.labs.share.bugs:REMOVED_FOR_GOOD"},
+        where="notebook",
+    ),
+    Fault(
+        "dead-for-good",
+        "the desk ignores that new ranks replaced dead ones",
+        "dead_replaced",
+        scene={"scenario": "recovery"},
+        patch={"kit.share.core:HANDLERS": "kit.labs.share.bugs:RESTARTS_ARE_IGNORED"},
+        where="notebook",
+    ),
+    Fault(
         "takes-one-by-one",
         "two pipelines each take one device and then wait for the other's",
         "no_deadlock",

@@ -31,6 +31,7 @@ class Scenario:
     settings: Mapping[str, Any] = field(default_factory=dict)
     planner: Callable[[View], object] | None = None
     any_planner: bool = False  # every right planner passes, however it shares
+    restarts: bool = False  # your own desk need not know that ranks restart
     devices: Mapping[str, Any] = field(default_factory=dict)  # options of the simulated devices
     until_s: float = 10.0
 
@@ -68,7 +69,12 @@ class Scenario:
 
 
 def for_config(config: ShareConfig) -> list[str]:
-    return [name for name, scenario in SCENARIOS.items() if scenario.any_planner or not is_own(config)]
+    restarts = config.scheduler == SCHEDULER
+    return [
+        name
+        for name, scenario in SCENARIOS.items()
+        if (scenario.any_planner or not is_own(config)) and (restarts or not scenario.restarts)
+    ]
 
 
 def is_own(config: ShareConfig) -> bool:
@@ -152,13 +158,21 @@ PREEMPTED = replace(
 UNREPORTED = replace(
     PREEMPTED, lines={"a": ((5, "acquire", {"kind": GENERATION, "target": 5}),), "b": trains(200, 600)}
 )
+# a trains for the second time once b is set up, b once c is.
 STAGGERED = replace(
     PAIR,
     lines={
         "a": (*generates(5), *trains(200, 600), *trains(700, 900)),
-        "b": ((610, "progress", {"completed": 0, "target": 10}), (1500, "acquire", {"kind": GENERATION})),
+        "b": (
+            (610, "progress", {"completed": 0, "target": 10}),
+            (1500, "acquire", {"kind": GENERATION}),
+            *trains(1600, 1800),
+            *trains(1900, 2100),
+        ),
+        "c": generates(2500),
     },
-    settings={"admission_ms": 4000},
+    clusters={**PAIR.clusters, "c": {"trainer": (2,), "generation": (2,)}},
+    settings={"devices": 3, "admission_ms": 4000},
 )
 QUITTER = replace(CROWD, lines={**CROWD.lines, "d": (*trains(204, 1600), (300, "unregister", {}))})
 STUCK = Scenario(
@@ -241,6 +255,33 @@ RESIZED = Scenario(
     clusters={"a": {"generation": (0, 1, 2)}, "b": {"trainer": (1,)}},
     settings={"devices": 3},
 )
+# All replicas are removed, and only then one is allowed again: a planner has no other choice.
+REFILLED = Scenario(
+    lines={"a": (*generates(5), (300, "resize", {"remove": (0, 1)}), (900, "resize", {"add": (1,)}))},
+    clusters={"a": {"generation": (0, 1)}},
+    any_planner=True,
+)
+# New ranks replace a's only replica, and then the trainer of b, which registers again.
+RECOVERY = Scenario(
+    lines={
+        "a": (
+            *generates(5),
+            (300, "died", {"who": "a", "replica": 0}),
+            (1100, "restarted", {"who": "a", "replica": 0}),
+        ),
+        "b": (
+            *trains(200, 900),
+            (400, "died", {"who": "b"}),
+            (1400, "restarted", {"who": "b"}),
+            (1410, "register", {"trainer": (1,)}),
+            (1411, "admit", {}),
+            *trains(1420, 2500),
+        ),
+    },
+    clusters={"a": {"generation": (0,)}, "b": {"trainer": (1,)}},
+    any_planner=True,
+    restarts=True,
+)
 # Replica 1 of a is ordered to sleep for b and dies before it answers.
 LOST = replace(
     PAIR,
@@ -294,6 +335,8 @@ SCENARIOS: Mapping[str, Scenario] = {
     "gangs": GANGS,
     "rivals": RIVALS,
     "resized": RESIZED,
+    "refilled": REFILLED,
+    "recovery": RECOVERY,
     "lost while falling asleep": LOST,
     "cannot sleep": STAYS,
     "estimates": ESTIMATES,

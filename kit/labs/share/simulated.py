@@ -5,12 +5,12 @@ A scene has failures that must not end a run. Each is a separate run with its ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kit.errors import KitError
-from kit.labs.share.lab import DESK, PipelineConfig, ShareConfig
+from kit.labs.share.lab import DESK, SCHEDULER, PipelineConfig, ShareConfig
 from kit.loop.messages import Command, Event, Sink
 from kit.loop.runner import Port, Runner, Stalled, VirtualClock
 from kit.results import Row
@@ -24,6 +24,7 @@ LATE = (
     20  # times the seconds that all pipelines take one after the other, beside some limits: what takes longer is stuck
 )
 SHORT_MS = 50  # a limit that a scene reaches
+REPLACED_AFTER_DEATH = "replicas are replaced after they died"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +72,24 @@ def dies(pipeline: str) -> tuple[tuple[str, Event], ...]:
     )
 
 
+def replicas_die(pipeline: str) -> Iterator[tuple[str, Event]]:
+    """Desk and core are informed that both replicas of a pipeline are dead."""
+    for replica in (0, 1):
+        yield DESK, Event("died", DESK, who=pipeline, replica=replica)
+        yield pipeline, Event("died", pipeline, replica=replica, why="killed, on purpose")
+
+
 SCENES = (
     Scene(name="a pipeline dies while it generates", at=("completed", {"pipeline": "a"}), then=dies("a")),
     Scene(name="a pipeline dies while it trains", at=("microbatch", {"pipeline": "a"}), then=dies("a")),
     Scene(name="a pipeline dies while a replica of it wakes", at=("taken", {"who": "a"}), then=dies("a")),
     Scene(name="a pipeline dies while a replica of it falls asleep", at=("shrink", {"pipeline": "b"}), then=dies("b")),
+    Scene(
+        name=REPLACED_AFTER_DEATH,
+        at=("completed", {"pipeline": "b"}),
+        then=(*replicas_die("b"), *((DESK, Event("restarted", DESK, who="b", replica=replica)) for replica in (0, 1))),
+        settings={"on_dead_replica": "go-on"},
+    ),
     Scene(name="a replica cannot wake", devices={"broken": (("a", 0),)}),
     Scene(
         name="a resize to a replica that is gone",
@@ -93,9 +107,17 @@ SCENES = (
 
 
 def scenes(config: ShareConfig) -> list[Scene]:
-    """The scenes that a config allows: all need both pipelines, those that lose a replica also another replica."""
+    """The scenes that a config allows: all need both pipelines, those that lose a replica also another replica. Your own desk need not know
+    that ranks restart."""
+    if len(config.names) < 2:
+        return []
     spare = config.planner != "static" and config.loops["a"].replicas > 1
-    return [scene for scene in SCENES if len(config.names) > 1 and (spare or "broken" not in scene.devices)]
+    restarts = config.scheduler == SCHEDULER and config.loops["b"].replicas > 1
+    return [
+        scene
+        for scene in SCENES
+        if (spare or "broken" not in scene.devices) and (restarts or scene.name != REPLACED_AFTER_DEATH)
+    ]
 
 
 class Stage(Devices):
@@ -116,7 +138,11 @@ class Stage(Devices):
         if self.runner is not None and not self.posted and row.event == name and ids.items() <= row.ids.items():
             self.posted = True
             self.runner.inbox += self.scene.then
-            self.dead |= {event.who for _, event in self.scene.then if event.name == "died"}
+            for event in [event for core, event in self.scene.then if core == DESK and event.name == "died"]:
+                if (replica := event.get("replica")) is None:
+                    self.dead.add(event.who)
+                else:
+                    self.sleepers[event.who].remove(replica)
 
 
 # -- a run ----------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from kit.labs.definition import Fault
 from kit.labs.share.drive import simulate_pipelines
 from kit.labs.share.faults import OF_A_PIPELINE, OF_THE_DESK
 from kit.labs.share.lab import LAB
-from kit.labs.share.simulated import SCENES
+from kit.labs.share.simulated import REPLACED_AFTER_DEATH, SCENES
 from kit.target import replaced
 from tests.labs.share.conftest import share, simulated
 from tests.labs.simulated import failed, passed, why
@@ -30,6 +30,8 @@ ALSO = {
     "drops-alarms": {"no_deadlock", "planned_release_once"},
     "waits-for-all": {"no_deadlock"},
     "waits-for-the-dead": {"no_deadlock"},
+    "removed-for-good": {"devices_used", "fair_share"},
+    "dead-for-good": {"devices_used", "fair_share", "no_deadlock", "no_starvation", "plan_as_specified"},
     "takes-one-by-one": {"no_starvation"},
     "dead-coordinator": {
         "devices_conserved",
@@ -128,6 +130,7 @@ def test_scenes_happen() -> None:
     assert dead == [{"a"}, {"a"}, {"a"}, {"b"}]
     assert ends["the desk fails"] == {"a", "b", "desk"}
     assert [name for name, some in ends.items() if not some] == [
+        REPLACED_AFTER_DEATH,
         "a replica cannot wake",
         "a resize to a replica that is gone",
         "the second is set up while the first trains",
