@@ -210,8 +210,9 @@ ENDED = "`kit clean` ends it"
 NOT_ENDED = "may only have inherited KIT_WORLD, so `kit clean` does not end it; `kill` it if it is yours"
 
 
-def line_of(one: Mapping[str, Any]) -> str:
-    return f"pid {one['pid']}, started {one['since']}: {one['command']}  ({ENDED if one['sure'] else NOT_ENDED})"
+def line_of(leftover: Mapping[str, Any]) -> str:
+    ending = ENDED if leftover["sure"] else NOT_ENDED
+    return f"pid {leftover['pid']}, started {leftover['since']}: {leftover['command']}  ({ending})"
 
 
 def clean(*, dry_run: bool, yes: bool) -> Found:

@@ -66,7 +66,8 @@ def no_suspend(nccl: Version | None, torch: str, *, gpus: int | None = None) -> 
         return "there is no NCCL: this torch is built without CUDA"
     if nccl < SUSPENDS:
         return f"NCCL {version_text(nccl)} cannot suspend communicators: {version_text(SUSPENDS)} or newer is needed"
-    if torch_release(torch) < SUSPENDS_TORCH:
+    major, minor = torch.split(".")[:2]  # of 2.13.0+cu130
+    if (int(major), int(minor)) < SUSPENDS_TORCH:
         return f"torch {torch} does not show how communicators are suspended: 2.12 or newer is needed"
     return ""
 
@@ -88,12 +89,6 @@ def no_code(nccl: Version | None, cuda: str, capability: tuple[int, int]) -> str
     if int(cuda.partition(".")[0]) >= 13 and capability < OLDEST_WITH_CUDA_13:
         return f"NCCL {version_text(nccl)} for CUDA {cuda} has no kernels for {architecture}: use a build for CUDA 12"
     return ""
-
-
-def torch_release(version: str) -> tuple[int, int]:
-    """Return the major and minor version: (2, 13) for 2.13.0+cu130."""
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import logging
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -167,7 +166,7 @@ def made_with(group: Any) -> Any:
 def backends(group: Any) -> list[Any]:
     from torch import device
 
-    return [group._get_backend(device(one)) for one in group._device_types]
+    return [group._get_backend(device(served)) for served in group._device_types]
 
 
 def is_routed(group: Any) -> bool:
@@ -205,12 +204,8 @@ def install_torchcomms() -> None:
     module._new_process_group_helper = _helper(module._new_process_group_helper)
     if hasattr(module, "_new_group_via_split_group"):
         module._new_group_via_split_group = new_group
-    module.logger.addFilter(said_already)
-
-
-def said_already(record: logging.LogRecord) -> bool:
-    """torch warns with every group that it routes; a lab makes hundreds, and has it in its records."""
-    return not str(record.msg).startswith("Using TorchComms backend")
+    # torch warns with every group that it routes; a lab makes hundreds, and has it in its records.
+    module.logger.addFilter(lambda record: not str(record.msg).startswith("Using TorchComms backend"))
 
 
 def new_comm(plain: Any, backend: str, device: Any, *args: Any, **kwargs: Any) -> Any:
@@ -333,9 +328,9 @@ def hints_of(options: Any) -> tuple[dict[str, str], set[str]]:
     return hints, lost | others
 
 
-def changes(one: Any, plain: Any) -> dict[str, Any]:
-    """The fields of one that differ from the defaults."""
-    values = {name: getattr(one, name) for name in dir(one) if not name.startswith("_")}
+def changes(options: Any, plain: Any) -> dict[str, Any]:
+    """The fields of options that differ from the defaults."""
+    values = {name: getattr(options, name) for name in dir(options) if not name.startswith("_")}
     return {
         name: value for name, value in values.items() if not callable(value) and value != getattr(plain, name, None)
     }
@@ -427,19 +422,16 @@ def group_by_split(module: Any, given: dict[str, Any]) -> Any:
     else:
         (partition,) = partitions([call])
     if not partition.made:
-        partition.made.append(split_groups(module, partition, given, backend))
+        group = module.split_group(
+            split_ranks=[list(ranks) for ranks in partition.groups],
+            timeout=given["timeout"],
+            pg_options=given["pg_options"],
+            group_desc=given["group_desc"],
+            # A group that was asked for without a backend has WORLD's, for the host as well.
+            backend=None if backend == OVER_NCCL2 else f"cuda:{NCCL2}",
+        )
+        partition.made.append(group)
     return partition.made[0] if mine else module.GroupMember.NON_GROUP_MEMBER
-
-
-def split_groups(module: Any, partition: Partition, given: dict[str, Any], backend: str) -> Any:
-    """All groups of a partition. What was asked for without a backend has WORLD's, for the host as well."""
-    return module.split_group(
-        split_ranks=[list(ranks) for ranks in partition.groups],
-        timeout=given["timeout"],
-        pg_options=given["pg_options"],
-        group_desc=given["group_desc"],
-        backend=None if backend == OVER_NCCL2 else f"cuda:{NCCL2}",
-    )
 
 
 def planned(act: Callable[[], None], undo: Callable[[], None]) -> None:

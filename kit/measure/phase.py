@@ -249,7 +249,7 @@ def looking() -> Iterator[None]:
 
 
 def between_phases(device: str) -> list[Metric]:
-    """What this process holds besides tensors, and how long the look took. Call it outside a phase, so that it adds no time to one."""
+    """What this process holds besides tensors, and the seconds that the measurement took. Outside of a phase it adds no time to one."""
     start = time.perf_counter()
     held = holdings(device)
     rows = [Metric(name, float(value), "B" if name in BYTES else "1") for name, value in held.items()]

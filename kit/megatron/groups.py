@@ -34,6 +34,7 @@ import json
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -114,6 +115,7 @@ def destroy(mode: str = "exact", *, include_world: bool = False, timeout_s: floa
     stats["bytes"] = {source: before[source] - size for source, size in process_memory().items()}
     stats["left_names"] = registered_left()
     stats["left"] = len(stats["left_names"])
+    # A snapshot is plain JSON, also where own code keeps it in a file: whatever is not would raise here, before it is needed.
     stats["snapshot"] = json.loads(json.dumps(taken))
     if failed:
         raise DestroyFailed(failed, stats)
@@ -149,7 +151,7 @@ def reload(taken: dict[str, Any], *, timeout_s: float = 60.0) -> dict[str, Any]:
         return {"mode": taken["mode"], "reloaded": 0, "seconds": 0.0}
     start = time.perf_counter()
     if taken["mode"] in KEEPING:
-        count = resume(timeout_s=timeout_s)
+        count = wake_suspended(timeout_s=timeout_s)
     elif taken["mode"] in EXACT:
         count = rebuild(taken, timeout_s=timeout_s)
     else:
@@ -259,12 +261,12 @@ def release(*, include_world: bool, timeout_s: float, abort: bool) -> tuple[int,
         handle.kit_inner = None
         watched.append((title(facts), weakref.ref(inner)))
         boxes.append([inner])
-        del inner
+        del inner  # only its box refers to it now
     if include_world:
         c10d._update_default_pg(None)
         c10d._world.tags_to_pg.clear()
         c10d._unregister_all_process_groups()
-        c10d._world.group_count = 0
+        c10d._world.group_count = 0  # as torch's own destroy of WORLD does
     # Drop the last references to gloo groups, all at once: each winds down by itself, without its peers.
     threads = [threading.Thread(target=box.clear, name="kit-let-go") for box in boxes]
     for thread in threads:
@@ -283,10 +285,11 @@ def finalize(group: Any) -> None:
                 backend.get_comm().finalize()
 
 
-def reset_globals() -> None:
-    """Reset every global of parallel_state to its value after a fresh import: None, or an empty dict."""
+def reset_globals(before: Mapping[str, Any] | None = None) -> None:
+    """Set every global of parallel_state to its value in `before`, or else to that after a fresh import: None, or an empty dict."""
+    before = before or {}
     for name, value in megatron_globals().items():
-        setattr(parallel_state(), name, {} if isinstance(value, dict) else None)
+        setattr(parallel_state(), name, before.get(name, {} if isinstance(value, dict) else None))
 
 
 def rebuild(snapshot: dict[str, Any], *, timeout_s: float) -> int:
@@ -295,11 +298,13 @@ def rebuild(snapshot: dict[str, Any], *, timeout_s: float) -> int:
     default = c10d._world.default_pg
     rank, size = _place(world, default)
     meet("reload", rank, size, timeout_s)
+    # The store still has the addresses of the groups before, under the same names: each generation has a prefix of its own.
     state.generation += 1
     store: Any = c10d.PrefixStore(f"kit/{state.generation}", state.store)
     if world:
         default = _make_world(world, store, rank, size)
     made = [_make(plain, store, default, rank) for plain in snapshot["groups"]]
+    # torch names new groups by this count: a lower one would give a name that a rebuilt group already has.
     c10d._world.group_count = max(c10d._world.group_count, snapshot["group_count"])
     for name, value in snapshot["globals"].items():
         setattr(parallel_state(), name, decode(value, made))
@@ -340,6 +345,7 @@ def _make(plain: dict[str, Any], store: Any, default: Any, rank: int) -> Handle:
             plain["name"],
             backend_options=make_options(plain["options"], plain["timeout_s"]),
             timeout=dt.timedelta(seconds=plain["timeout_s"]),
+            # torch itself puts "user:" before a caller's tag, and makes a tag for a group without one.
             pg_tag=tag.removeprefix("user:") if tag.startswith("user:") else None,
             device_id=torch.device(plain["bound_device"]) if plain["bound_device"] else None,
             group_desc=plain["description"],
@@ -431,7 +437,7 @@ def suspend(*, include_world: bool, timeout_s: float) -> dict[str, Any]:
     return {"suspended": done, "skipped": skipped, "failed": failed}
 
 
-def resume(*, timeout_s: float) -> int:
+def wake_suspended(*, timeout_s: float) -> int:
     """Put every suspended group back into its handle, in the same order; return their number."""
     meet("resume", dist.get_rank(), dist.get_world_size(), timeout_s)
     count = len(asleep)

@@ -109,6 +109,7 @@ def rekey(old: Any, new: Any) -> None:
     """Make `new` the key under which torch's registry knows the group `old`."""
     for table in _registry():
         if old in table:
+            # The order of torch's tables is the order of creation, in which groups are destroyed and made again.
             same_order = {new if key is old else key: value for key, value in table.items()}
             table.clear()
             table.update(same_order)

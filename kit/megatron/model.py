@@ -135,6 +135,7 @@ def initialise(config: ModelConfig) -> torch.device:
         raise BadInput("Megatron's parallel state is already initialised: destroy it before building another job")
     on_gpu = torch.cuda.is_available()
     if on_gpu:
+        # Without it cuBLAS may sum in another order in every run, and torch refuses to call it in deterministic mode.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         deterministic()
     parallel_state().initialize_model_parallel(
@@ -219,7 +220,7 @@ def network(config: ModelConfig, device: torch.device, stage: int = 0) -> Any:
         pipeline_model_parallel_size=config.pp,
         virtual_pipeline_model_parallel_size=config.vpp,
         expert_model_parallel_size=config.ep if config.experts else 1,
-        use_cpu_initialization=True,
+        use_cpu_initialization=True,  # the same first weights with a GPU and without
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -279,7 +280,7 @@ def _chunk(config: ModelConfig, device: torch.device, stage: int) -> Any:
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=config.overlap_grad_reduce,
         use_distributed_optimizer=config.distributed_optimizer,
-        check_for_nan_in_grad=False,
+        check_for_nan_in_grad=False,  # it would raise where the step is to be skipped
     )
     chunk = DistributedDataParallel(model.config, ddp_config, model)
     chunk.broadcast_params()

@@ -121,7 +121,7 @@ def _leads_to(group: Any, reached: dict[int, str], keep: list[Any]) -> str:
 
 def holders(**roots: Any) -> list[tuple[str, Any]]:
     """Every place that the roots lead to and that holds what stands for a group."""
-    violations = []
+    places = []
     todo = deque(roots.items())  # breadth first: the shortest way is the name
     seen: set[int] = set()
     while todo:
@@ -129,11 +129,11 @@ def holders(**roots: Any) -> list[tuple[str, Any]]:
         if isinstance(value, _LEAVES):
             continue
         if is_group(value):
-            violations.append((path, value))
+            places.append((path, value))
         elif id(value) not in seen:
             seen.add(id(value))
             todo += [(f"{path}.{key}", child) for key, child in _parts(value)]
-    return sorted(violations, key=lambda violation: violation[0])
+    return sorted(places, key=lambda place: place[0])
 
 
 def _parts(value: Any) -> Any:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from kit.errors import KitError
 from kit.megatron import groups, standin
-from kit.megatron.handles import Handle, c10d, forget, megatron_globals, parallel_state, registered, state
+from kit.megatron.handles import Handle, c10d, forget, megatron_globals, registered, state
 from kit.train.plain import Numerics
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def _look() -> _OnEntry:
     from megatron.core.tensor_parallel import random
 
     undo: list[Callable[[], object]] = [
-        partial(_set_globals, megatron_globals()),
+        partial(groups.reset_globals, megatron_globals()),
         *(partial(setattr, module, name, getattr(module, name)) for module, name in _singletons()),
     ]
     if (tracker := random._CUDA_RNG_STATE_TRACKER) is not None:
@@ -72,11 +72,6 @@ def _look() -> _OnEntry:
     distributed = dist.is_initialized()
     made = [weakref.ref(group) for group in registered()] if distributed else []
     return _OnEntry(groups=made, distributed=distributed, snapshot=groups.snapshot(), undo=undo)
-
-
-def _set_globals(before: dict[str, Any]) -> None:
-    for name, value in megatron_globals().items():
-        setattr(parallel_state(), name, before.get(name, {} if isinstance(value, dict) else None))
 
 
 @contextlib.contextmanager

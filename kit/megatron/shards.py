@@ -161,8 +161,8 @@ def by_rank(chunks: Sequence[Any], tensors: Callable[[Any], torch.Tensor]) -> Te
 def full_tensors(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Every full tensor on the job's rank 0, in its own dtype, one parameter's at a time; nothing elsewhere. Collective.
 
-    Each comes from the first rank that has it, experts of all ranks too. Every rank runs it to its end: those that send wait. What
-    no other tensor rank has a part of may be a view of the live weights.
+    Each comes from the first rank that has it, experts of all ranks too. Every rank must exhaust the iterator; senders block until rank 0
+    receives. What no other tensor rank has a part of may be a view of the live weights.
     """
     own = [part for chunk in chunks for part in parts_of_chunk(chunk)]
     rank = dist.get_rank()

@@ -84,7 +84,7 @@ class MegatronSplit(SplitStep):
     def _open(self) -> None:
         self.fed, self.microbatches = [], 0
         self.random = random_states()
-        self.router = router_state(self.job.chunks)
+        self.router = [KeptBuffer(buffer, buffer.clone()) for buffer in router_buffers(self.job.chunks).values()]
         clear_aux()
         zero_gradients(self.job)
         self._hook()
@@ -367,10 +367,6 @@ def router_buffers(chunks: list[Any]) -> dict[str, torch.Tensor]:
     routers = [(name, module) for name, module in modules if getattr(module, "expert_bias", None) is not None]
     kinds = ("expert_bias", "local_tokens_per_expert")
     return {f"{name}.{kind}": getattr(module, kind) for name, module in routers for kind in kinds}
-
-
-def router_state(chunks: list[Any]) -> list[KeptBuffer]:
-    return [KeptBuffer(buffer, buffer.clone()) for buffer in router_buffers(chunks).values()]
 
 
 def restore_buffers(state: list[KeptBuffer]) -> None:

@@ -39,6 +39,7 @@ __all__ = [
     "Arena",
     "Item",
     "Mover",
+    "flat_bytes",
     "hashes",
     "inventory",
     "named_tensors",
@@ -325,7 +326,7 @@ class Mover:
                 moves.append(Move(there, device_address, item.size) if out else Move(device_address, there, item.size))
             transfer(moves, fresh=fresh, threads=copy_threads())
         else:
-            pairs = ((_bytes(item), self.arena.view(offset, item.size)) for item, offset, _ in self._waiting)
+            pairs = ((flat_bytes(item), self.arena.view(offset, item.size)) for item, offset, _ in self._waiting)
             copy_on_streams(((there, on_device) for on_device, there in pairs) if out else pairs, self.device)
 
     def close(self) -> None:
@@ -351,7 +352,8 @@ def _allocate(item: Item) -> None:
         raise KitError(f"{item.kind} {item.name} could not be brought back ({item.size} B): {error}") from error
 
 
-def _bytes(item: Item) -> torch.Tensor:
+def flat_bytes(item: Item) -> torch.Tensor:
+    """All bytes of an item, as a view of its storage."""
     return torch.empty(0, dtype=torch.uint8, device=item.storage.device).set_(item.storage)
 
 

@@ -209,12 +209,15 @@ def _outcomes(run: Run) -> dict[tuple[object, ...], tuple[str, float]]:
     return dict(zip(keys, zip(known_rows["text"], known_rows["value"].tolist(), strict=True), strict=True))
 
 
-def _differ(one: tuple[str, float] | None, other: tuple[str, float] | None) -> bool:
+def _differ(before: tuple[str, float] | None, after: tuple[str, float] | None) -> bool:
     """Whether an outcome is missing in one run, or differs. Equal texts may both have no value; NaN without a text always differs."""
-    if one is None or other is None or one[0] != other[0]:
+    if before is None or after is None:
         return True
-    without_values = one[0] and math.isnan(one[1]) and math.isnan(other[1])
-    return not without_values and one[1] != other[1]
+    (text, value), (other_text, other_value) = before, after
+    if text != other_text:
+        return True
+    without_values = text and math.isnan(value) and math.isnan(other_value)
+    return not without_values and value != other_value
 
 
 def _medians(run: Run) -> pd.DataFrame:

@@ -59,13 +59,8 @@ WHOLE = range(-(2**63), 2**63)  # the whole numbers that a table can hold
 # What a terminal would obey: sequences of ANSI (colours, titles), then single control characters but tab and end of line.
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
-UNREADABLE = (
-    ValueError,
-    LookupError,
-    TypeError,
-    ArithmeticError,
-    RecursionError,
-)  # what a line that is no row raises
+# What a line that is no row raises.
+UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError)
 
 QUOTED = ("kind", "group", "sample", "step", "update", "replica", "number")  # the ids by which a finding names a row
 
@@ -537,9 +532,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    with replacing(
-        path
-    ) as temporary:  # half a character, as in an odd file name, is spelled out, which JSON reads back
+    with replacing(path) as temporary:
+        # Half a character, as in an odd file name, is spelled out, which JSON reads back.
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
 
 

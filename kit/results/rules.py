@@ -59,9 +59,8 @@ class Measured:
 
 
 Finding = Measured | Sequence[Measured]
-Violations = Generator[
-    str, None, str
-]  # yields a sentence for each violation, and returns one that sums up what was looked at
+# Yields a sentence for each violation, and returns one that sums up what was looked at.
+Violations = Generator[str, None, str]
 Measure = Callable[["pd.DataFrame", Mapping[str, Any]], Finding | Violations]
 
 

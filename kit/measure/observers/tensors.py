@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import hashlib
-import itertools
 import random
 import sys
 import types
@@ -103,7 +102,10 @@ class TensorState:
         self.shared: dict[str, str] = {}  # further names of tensors, with the name under which they are listed
         tensors = list(walk(roots, self.shared))
         self._kinds = _kinds([value for _, value in tensors])
-        self._settings = dict(itertools.chain.from_iterable(itertools.starmap(_settings_of, tensors)))
+        self._settings: dict[str, Any] = {}  # plain values of optimizers
+        for path, value in tensors:
+            if isinstance(value, torch.optim.Optimizer):
+                self._settings |= _settings_of(path, value)
         self.tensors = [
             Tensor(path, self._kinds.get(_storage(value), "other"), value)
             for path, value in tensors
@@ -128,7 +130,7 @@ class TensorState:
 
     def prints(self) -> dict[str, Print]:
         """A digest of every tensor by name. A flat buffer with other tensors in it is represented by those tensors."""
-        filled = [resident for resident in self.tensors if resident.tensor.numel()]
+        filled = [entry for entry in self.tensors if entry.tensor.numel()]
         spans: dict[int, list[tuple[int, int, str]]] = {}
         for name, _, tensor in filled:
             start = _start(tensor)
@@ -136,7 +138,7 @@ class TensorState:
         whole = {
             place: max(of, key=lambda span: (span[1] - span[0], -len(span[2]), span[2])) for place, of in spans.items()
         }
-        params = [resident.tensor for resident in self.tensors if isinstance(resident.tensor, torch.nn.Parameter)]
+        params = [entry.tensor for entry in self.tensors if isinstance(entry.tensor, torch.nn.Parameter)]
         grads = [tensor for param in params for name, tensor in _of_tensor(param) if name in GRADIENTS]
         named = {id(tensor) for tensor in (*params, *grads)}  # they get a digest although others lie within them
         prints: dict[str, Print] = {}
@@ -148,8 +150,12 @@ class TensorState:
 
     def samples(self) -> Samples:
         """A few values of every tensor, as they are at this moment; nothing waits for the device."""
-        filled = [resident for resident in self.tensors if resident.tensor.numel() and _has_memory(resident.tensor)]
-        return {name: _sample(tensor).clone() for name, _, tensor in filled}
+        samples = {}
+        for name, _, tensor in self.tensors:
+            # While released a tensor is a view of a storage without bytes: reading it would read foreign memory.
+            if tensor.numel() and tensor.untyped_storage().nbytes() >= _start(tensor) + _extent(tensor):
+                samples[name] = _sample(tensor).clone()
+        return samples
 
 
 class Resident(NamedTuple):
@@ -179,8 +185,14 @@ Samples = dict[str, torch.Tensor]
 
 def late(before: Mapping[str, Print], arrived: Samples) -> list[str]:
     """The names of the tensors that had no memory, or other values than before."""
-    values = {name: print_.sample for name, print_ in before.items() if print_.device}
-    return [name for name in values if name not in arrived or _other(values[name], arrived[name])]
+    names = []
+    for name, print_ in before.items():
+        if not print_.device:
+            continue  # a plain value of an optimizer, of which there is no sample
+        expected, came = print_.sample, arrived.get(name)
+        if came is None or came.dtype != expected.dtype or tensor_digest(came) != tensor_digest(expected):
+            names.append(name)
+    return names
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +222,7 @@ def tensor_differences(
     for name in [*before, *(name for name in after if name not in before)]:
         old, new = before.get(name), after.get(name)
         kind = (old or new or _NOTHING).kind
-        if zeroed and kind == "grads" and (new is None or (old is not None and old[1:6] == new[1:6] and _zero(new))):
+        if zeroed and kind == "grads" and _is_dropped(old, new):
             continue
         attribute, largest = _difference(old, new)
         if new is None and name in (shared or {}):
@@ -234,9 +246,14 @@ def _difference(old: Print | None, new: Print | None) -> tuple[str, float | None
     return "", None
 
 
-def _zero(print_: Print) -> bool:
-    dtype = getattr(torch, print_.dtype.removeprefix("torch."))
-    return print_.digest == tensor_digest(torch.zeros(print_.shape, dtype=dtype))
+def _is_dropped(old: Print | None, new: Print | None) -> bool:
+    """Whether a gradient is gone, or came back to its place as zeros."""
+    if new is None:
+        return True
+    if old is None or (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
+        return False
+    zeros = torch.zeros(new.shape, dtype=getattr(torch, new.dtype.removeprefix("torch.")))
+    return (old.part_of, old.at) == (new.part_of, new.at) and new.digest == tensor_digest(zeros)
 
 
 def _kinds(values: list[Any]) -> dict[int, str]:
@@ -291,26 +308,20 @@ def _print(tensor: torch.Tensor, kind: str, part_of: str, at: int) -> Print:
     )
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() >= _start(tensor) + _extent(tensor)
-
-
-def _other(sample: torch.Tensor, arrived: torch.Tensor) -> bool:
-    return sample.dtype != arrived.dtype or tensor_digest(sample) != tensor_digest(arrived)
-
-
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
     return flat[:: -(-flat.numel() // SAMPLE)]
 
 
-def _settings_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _settings_of(path: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The plain values of an optimizer by name: those of its groups, and of its state beside tensors."""
-    if not isinstance(value, torch.optim.Optimizer):
-        return
-    for kind, tables in (("param_groups", value.param_groups), ("state", value.state.values())):
+    settings = {}
+    for kind, tables in (("param_groups", optimizer.param_groups), ("state", optimizer.state.values())):
         for place, table in enumerate(tables):
-            yield from ((f"{path}.{kind}.{place}.{key}", item) for key, item in table.items() if _is_plain(item))
+            for key, item in table.items():
+                if _is_plain(item):
+                    settings[f"{path}.{kind}.{place}.{key}"] = item
+    return settings
 
 
 def _is_plain(value: Any) -> bool:

@@ -15,7 +15,7 @@ from kit.measure import host
 from kit.measure.phase import device_memory, host_memory_metrics, seconds_on_device
 from kit.megatron import groups, model
 from kit.megatron.config import ModelConfig
-from kit.megatron.tensors import Item, Mover, offload_natively, reload_natively
+from kit.megatron.tensors import Item, Mover, flat_bytes, offload_natively, reload_natively
 
 # A private mapping of nothing. PROT_READ | PROT_WRITE is 3, MAP_PRIVATE | MAP_ANONYMOUS is 0x22.
 _PROT, _MAP = 3, 0x22
@@ -96,7 +96,7 @@ def _warm(mover: Mover, *, out: bool) -> float:
         return seconds_on_device(lambda: host.libc.memcpy(arena.address(0), arena.address(half), half)) * total / half
     places = [arena.reserve(item.size) for item in items]
     arena.clear()
-    pairs = [(arena.view(place, item.size), flat_view(item)) for place, item in zip(places, items, strict=True)]
+    pairs = [(arena.view(place, item.size), flat_bytes(item)) for place, item in zip(places, items, strict=True)]
 
     def copy() -> None:
         for pinned, tensor in pairs:  # the places hold what the tensors hold: the way back changes nothing
@@ -128,14 +128,10 @@ def _into_new(source: int, size: int, *, pieces: bool) -> float:
 # -- what a job's own code would do, one tensor at a time: copies alone, which give nothing back -------------------------------
 
 
-def flat_view(item: Item) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=item.storage.device).set_(item.storage)
-
-
 def one_by_one(items: Sequence[Item], block: torch.Tensor | None = None) -> tuple[float, float]:
     """Seconds out and back of what one line of code does: each tensor into memory that is new, with `.cpu()` on CUDA, and back to where it
     was. With a block of host memory each goes to its place in that instead."""
-    flats = [flat_view(item) for item in items]
+    flats = [flat_bytes(item) for item in items]
     if block is None:
         kept: list[torch.Tensor] = []
         out = seconds_on_device(

@@ -225,7 +225,7 @@ def restores_alone(releaser: KitReleaser) -> State:
 def keeps_a_second_copy(releaser: KitReleaser) -> State:
     """Until the next reload, which makes another."""
     stats = restore_tensors(releaser)
-    vars(releaser)["second"] = [tensors._bytes(item).clone() for item in releaser.ctx.mover.items()]
+    vars(releaser)["second"] = [tensors.flat_bytes(item).clone() for item in releaser.ctx.mover.items()]
     return stats
 
 
