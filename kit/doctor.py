@@ -82,6 +82,7 @@ def examine() -> Found:
         "memory": {"free": machine.free_memory(), "machine": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")},
         "cgroup": machine.cgroup_limits(),
         "most_ranks": max(0, min(limit.most for limit in limits)),
+        "threads": {"a_rank": machine.threads_a_rank(LEAST_RANKS), "set": os.environ.get("OMP_NUM_THREADS")},
         "shm": ask_shm(),
         "runs": runs,
         "leftovers": [leftover.to_json() for leftover in leftovers.find_leftovers()],
@@ -199,11 +200,22 @@ def box_rows(found: Found) -> list[tuple[str, str]]:
         ("memory", f"{size(found['memory']['free'])} free of {size(found['memory']['machine'])}"),
         ("cgroup", caps if limits["version"] else "none"),
         ("ranks", f"at most {found['most_ranks']}"),
+        ("threads", threads_line(found)),
         ("shm", shm["why"] or f"{size(shm['free'])} free of {size(shm['total'])}"),
         ("runs", f"{runs['path']}: {room}"),
         *(("leftovers", text) for text in list(map(line_of, found["leftovers"])) or ["none"]),
         ("git", f"{git['commit'][:12]}, {state}" if git["commit"] else f"none: {git['why']}"),
     ]
+
+
+def threads_line(found: Found) -> str:
+    if given := found["threads"]["set"]:
+        return f"{given} for the computations of a rank: OMP_NUM_THREADS is set"
+    share, cores, limit = found["threads"]["a_rank"], found["cores"]["usable"], found["cgroup"]["pids_max"]
+    words = f"{share} for the computations of each of {LEAST_RANKS} ranks, fewer with more ranks"
+    if share < max(1, cores // LEAST_RANKS):
+        words += f"; half of the limit of {limit or 'this user'} processes and threads is less than {cores} cores"
+    return f"{words}; set OMP_NUM_THREADS to change it"
 
 
 ENDED = "`kit clean` ends it"

@@ -332,6 +332,15 @@ def user_limit() -> MemoryLimit:
     return MemoryLimit(most, used, None)
 
 
+def threads_a_rank(ranks: int) -> int:
+    """How many threads each of so many ranks should compute with here: its share of the cores, and together at most half of the processes
+    and threads that the control group or the user may have. More cores than that are common in containers of large machines."""
+    most = cgroup_limit("pids").maximum
+    users = resource.getrlimit(resource.RLIMIT_NPROC)[0] if os.geteuid() else resource.RLIM_INFINITY
+    tasks = [limit // 2 for limit in (most, users) if limit is not None and limit != resource.RLIM_INFINITY]
+    return max(1, min([len(os.sched_getaffinity(0)), *tasks]) // ranks)
+
+
 def cgroup_limits(proc: Path = Path("/proc/self")) -> dict[str, int | None]:
     """Return both limits as one flat JSON-able dict: version, memory_max, memory_used (bytes), pids_max, pids_used."""
     memory, pids = cgroup_limit("memory", proc), cgroup_limit("pids", proc)

@@ -97,6 +97,18 @@ def test_other_environments_with_megatron_are_listed_with_the_line_to_use(monkey
     assert f"ranks use      {message}; to use it: export KIT_PYTHON=/opt/x/bin/python" in lines
 
 
+def test_the_line_about_threads_says_what_limits_them():
+    found = {"threads": {"a_rank": 25, "set": None}, "cores": {"usable": 64}, "cgroup": {"pids_max": 100}}
+    limited = "half of the limit of 100 processes and threads is less than 64 cores"
+    assert limited in doctor.threads_line(found)
+    found["threads"]["a_rank"] = 32
+    assert doctor.threads_line(found).startswith(
+        "32 for the computations of each of 2 ranks, fewer with more ranks; set"
+    )
+    found["threads"]["set"] = "4"
+    assert doctor.threads_line(found) == "4 for the computations of a rank: OMP_NUM_THREADS is set"
+
+
 def test_a_gpu_in_a_line():
     gpu = {"name": "H200", "memory_mib": 143771, "memory_free_mib": 140000, "pcie_gen_max": 5, "pcie_width": 16}
     message = doctor.gpu_lines({"driver": "580.95", "gpus": [gpu]})

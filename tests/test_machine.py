@@ -157,3 +157,18 @@ def test_all_threads_run_on_the_cores_that_are_named():
     finally:
         machine.pin(before)
     assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize(
+    ("tasks", "ranks", "threads"), [(None, 2, 32), (4096, 2, 32), (100, 2, 25), (100, 16, 3), (100, 80, 1)]
+)
+def test_ranks_compute_with_their_share_of_the_cores_unless_the_container_may_not_have_so_many_threads(
+    monkeypatch: pytest.MonkeyPatch, tasks: int | None, ranks: int, threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(machine, "cgroup_limit", lambda _: machine.MemoryLimit(tasks, 9, 2))
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (machine.resource.RLIM_INFINITY,) * 2)
+    assert machine.threads_a_rank(ranks) == threads
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (64, 64))
+    assert machine.threads_a_rank(2) == 16
