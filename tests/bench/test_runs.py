@@ -37,7 +37,9 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "view": {"records": 3500, "many": 5000, "moves": 2, "opens": 2, "panels": 1, "runs": 50},
     "world": {
-        **dict.fromkeys(("starts", "megatron", "deaths", "kernels", "helps", "restarts", "phases", "flights"), 1),
+        **dict.fromkeys(
+            ("starts", "megatron", "deaths", "kernels", "helps", "restarts", "phases", "flights", "hosts"), 1
+        ),
         "steps": 3,
     },
 }
@@ -60,10 +62,20 @@ JUDGED = {
             1,
         ),
         "second_over_first": 2,
+        **dict.fromkeys(("started_on_two", "stepped_on_two"), 1),
+        **dict.fromkeys(("cut_named", "far_side_left"), 2),  # with two and with eight ranks
     },
 }
 # Why a row may have no number on this machine.
-SILENT = ("not installed", "needs a GPU", "no GPU driver", "mode=suspend", "no locks of other processes", "torchcomms")
+SILENT = (
+    "not installed",
+    "needs a GPU",
+    "no GPU driver",
+    "mode=suspend",
+    "no locks of other processes",
+    "torchcomms",
+    "network namespaces",
+)
 
 
 @pytest.mark.slow

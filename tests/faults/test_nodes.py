@@ -18,10 +18,13 @@ import pytest
 
 import kit
 from kit.errors import BadInput, KitError, RankDied, RankTimeout
+from kit.labs.bench_world.hosts import SecondHost
+from kit.tls import make_certificate
 from kit.world import World, leftovers
 from kit.world import crew as module
 from kit.world.channel import WorldLink, WorldListener
-from kit.world.launch import launch_commands
+from kit.world.launch import agent_command, launch_commands
+from tests.faults.test_strangers import Proxy
 from tests.holdings import holdings, wait_for
 
 pytestmark = [pytest.mark.timeout(150)]
@@ -83,48 +86,21 @@ def addresses_listening_at(port: int) -> list[str]:
     return [line[1].partition(":")[0] for line in lines if line[3] == "0A" and line[1].endswith(f":{port:04X}")]
 
 
-def run_ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
-class OtherHost(OtherMachine):
-    """A second host: a network namespace behind a cable that can be cut."""
+class OtherHost(SecondHost, OtherMachine):
+    """A second host, where the command that is printed runs as a person there would run it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.name = f"kit{os.getpid()}"
-        self.near, self.far = f"{self.name}a", f"{self.name}b"
-        run_ip("netns", "add", self.name)
-        run_ip("link", "add", self.near, "type", "veth", "peer", "name", self.far, "netns", self.name)
-        for device, address, inside in (
-            (self.near, "10.99.36.1/30", ()),
-            (self.far, "10.99.36.2/30", ("-n", self.name)),
-        ):
-            run_ip(*inside, "address", "add", address, "dev", device)
-            run_ip(*inside, "link", "set", device, "up")
-        run_ip("-n", self.name, "link", "set", "lo", "up")
-        self.prefix = ["ip", "netns", "exec", self.name]
+        OtherMachine.__init__(self)
+        SecondHost.__init__(self)
         self.device = self.far
-
-    def cut(self) -> None:
-        run_ip("link", "set", self.near, "down")
-
-    def mend(self) -> None:
-        run_ip("link", "set", self.near, "up")
-
-    def remove(self) -> None:
-        run_ip("link", "delete", self.near)  # a namespace ends only after its last process
-        run_ip("netns", "delete", self.name)
 
 
 @pytest.fixture(scope="module")
 def far_host() -> Iterator[OtherHost]:
-    if os.getuid() or not shutil.which("ip"):
-        pytest.skip("network namespaces need root and the command ip")
     try:
         other = OtherHost()
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"this container cannot make network namespaces: {error.stderr.decode().strip()}")
+    except KitError as error:
+        pytest.skip(str(error))
     yield other
     other.remove()
 
@@ -136,7 +112,7 @@ def two_hosts(
     monkeypatch.setattr(module, "print", far_host, raising=False)
     options = {"device": "cpu", "logs": tmp_path, "env": {"GLOO_SOCKET_IFNAME": far_host.near}, "start_timeout_s": 90}
     try:
-        with World(4, nodes=2, endpoint=f"10.99.36.1:{free_port()}", **options) as world:
+        with World(4, nodes=2, endpoint=far_host.free_endpoint(), **options) as world:
             yield world, far_host
         assert wait_for(lambda: holdings(os.getpid())["processes"] == [])
     finally:
@@ -159,8 +135,7 @@ def test_a_lab_passes_over_two_hosts(
     far_host: OtherHost, lab: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", far_host.near)
-    launch = f"{shlex.join(far_host.prefix)} env GLOO_SOCKET_IFNAME={far_host.far} sh -c {{command}}"
-    where = {"nodes": 2, "endpoint": f"10.99.36.1:{free_port()}", "launch": launch, "device": "cpu"}
+    where = {"nodes": 2, "endpoint": far_host.free_endpoint(), "launch": far_host.launch, "device": "cpu"}
     run = kit.run(lab, out=tmp_path / "run", **where, **LABS_OVER_HOSTS[lab])
     verdict = run.verdict()
     assert (verdict.passed, [row for row in verdict if row.passed is False]) == (True, [])
@@ -252,6 +227,28 @@ def command_of(process: Path) -> list[str]:
 
 
 @pytest.mark.slow
+def test_a_link_of_an_agent_that_was_tampered_with_is_the_reason(
+    tmp_path: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxies: list[Proxy] = []
+
+    def through_a_proxy(python: str, agent: Path, arguments: list[str], env: dict[str, str]) -> str:
+        proxies.append(Proxy(arguments[1]))
+        return agent_command(python, agent, ["--connect", proxies[0].address, *arguments[2:]], env)
+
+    monkeypatch.setattr(module, "agent_command", through_a_proxy)
+    options = {"device": "cpu", "logs": tmp_path, "env": {"GLOO_SOCKET_IFNAME": "lo"}}
+    launch = "GLOO_SOCKET_IFNAME=lo exec sh -c {command}"
+    with World(2, nodes=2, endpoint=f"127.0.0.1:{free_port()}", launch=launch, **options) as world:
+        proxies[0].flip = "listener"
+        assert world._crew.ask(1, "log", rank=1, offset=0, limit=10) is None
+        said = r"is gone with the agent of machine 1; a link to it was broken: receiving failed: tampered or wrong key"
+        with pytest.raises(RankDied, match=said):
+            world.run("import time; time.sleep(50)")  # until the agent, which has heard of it, ends its ranks
+    proxies[0].thread.join()
+
+
+@pytest.mark.slow
 def test_a_launch_that_fails_says_so_at_once(tmp_path: Path, nothing_left: None) -> None:
     launch = "echo no route to machine {node} >&2; exit 255; {command}"
     said = r"the launch of machine 1 exited with status 255 before its agent joined: no route to machine 1$"
@@ -327,8 +324,10 @@ def test_an_agent_without_a_notebook_ends_with_a_sentence(tmp_path: Path) -> Non
 
 def test_the_folder_of_an_agent_that_was_killed_is_listed(nothing_left: None) -> None:
     key = secrets.token_bytes(32)
-    listener = WorldListener(key, "127.0.0.1")
-    command = [sys.executable, "-m", "kit.world.agent", "--connect", listener.address, "--node", "1"]
+    certificate = make_certificate()
+    listener = WorldListener(key, "127.0.0.1", certificate)
+    where = ["--connect", listener.address, "--certificate", certificate.fingerprint]
+    command = [sys.executable, "-m", "kit.world.agent", *where, "--node", "1"]
     env = {**os.environ, "KIT_KEY": key.hex(), "PYTHONPATH": os.pathsep.join(sys.path)}
     links: list[WorldLink] = []
     with subprocess.Popen(command, env=env, start_new_session=True) as process:

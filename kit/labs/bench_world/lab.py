@@ -1,8 +1,8 @@
 """Bench world: how fast a World starts, steps, restarts and reports a death. `make peers` compares it with other tools.
 
 Every first start uses fresh processes and warm files: after the first sample the libraries are in the page cache. A second one
-follows at once, in the same process. Two ranks on the CPU
-over gloo, even if there is a GPU. A sample counts only if the result was correct: the sum, the named rank, the fresh pids.
+follows at once, in the same process. Two ranks on the CPU over gloo, even if there is a GPU. Two hosts are two network namespaces. A
+sample counts only if the result was correct: the sum, the named rank, the fresh pids.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 from kit.labs.definition import BenchConfig, Definition, Option, Step, driven_parts
 
-PARTS = ("start", "megatron", "step", "death", "restart", "calls", "notebook", "help")
+PARTS = ("start", "megatron", "step", "death", "restart", "calls", "hosts", "notebook", "help")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +29,7 @@ class BenchWorldConfig(BenchConfig):
         "restarts": 3,
         "phases": 5,
         "flights": 2,
+        "hosts": 1,
     }
 
     starts: Annotated[int, Option("starts of a World", low=1, high=1000)] = 7
@@ -38,6 +39,7 @@ class BenchWorldConfig(BenchConfig):
     deaths: Annotated[int, Option("ranks that are killed", low=1, high=1000)] = 7
     restarts: Annotated[int, Option("restarts of a World", low=1, high=1000)] = 7
     flights: Annotated[int, Option("comparisons of calls in flight with calls one after another", low=1, high=1000)] = 5
+    hosts: Annotated[int, Option("starts on two hosts beside one (with root)", low=1, high=1000)] = 5
     kernels: Annotated[int, Option("notebook processes that are killed", low=1, high=1000)] = 5
     helps: Annotated[int, Option("calls of kit --help", low=1, high=1000)] = 7
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 import threading
@@ -10,10 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kit import machine
-from kit.errors import KitError, RankDied
+from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.bench import Bench, Part, Samples, ratios, run_part, show_progress, unmeasured, without_details
+from kit.labs.bench_world.hosts import SecondHost
 from kit.labs.lab import Drive
 from kit.measure.turns import seconds_of
 from kit.world import World, asked, leftovers, warm
@@ -30,6 +33,8 @@ VANISHED = "SIGKILL of the notebook's process to nothing left"
 PHASE_S = 0.1
 SETTLE_S = 0.1  # delay before the kill, so rank 0 is inside the collective
 GONE_S = 10.0
+CUT_DEADLINE_S = 3.0
+FAR_GONE_S = 30.0
 WIDE = 8  # ranks for the row on calls in flight
 FLYING = 100
 EMPTY = f"{FUNCTIONS}:rank_number"
@@ -269,6 +274,84 @@ def seconds_until_gone(fits: Callable[[str], bool], known: list[int], since: flo
     return None
 
 
+def two_hosts(bench: Bench) -> Iterator[Samples]:
+    """Two network namespaces as two hosts, beside one host; then their cable is cut in a step."""
+    started, stepped = f"{STARTED}: on two hosts, over on one", f"{STEPPED}: on two hosts, over on one"
+    named = "a cable cut in a step, from the deadline to the exception that names the far ranks"
+    left = "the same, from the cut to nothing left on the far host"
+    try:
+        other = SecondHost()
+    except KitError as error:
+        yield unmeasured(started, error, metric="started_on_two", unit="x")
+        yield unmeasured(stepped, error, metric="stepped_on_two", unit="x")
+        for ranks in (2, WIDE):
+            yield unmeasured(f"{named}, {ranks} ranks", error, metric="cut_named")
+            yield unmeasured(f"{left}, {ranks} ranks", error, metric="far_side_left")
+        return
+    try:
+        for number in range(bench.config.hosts):
+            show_progress(f"{started}, {number + 1} of {bench.config.hosts}")
+            starts, steps = zip(
+                *(step_from_cold(bench, where) for where in (options_on(other, bench), {})), strict=True
+            )
+            yield ratios("started_on_two", started, starts[:1], starts[1:])
+            yield ratios("stepped_on_two", stepped, steps[:1], steps[1:])
+        for ranks in (2, WIDE):
+            show_progress(f"{named}, {ranks} ranks")
+            seconds, gone = cut_once(bench, other, ranks)
+            yield Samples(what=f"{named}, {ranks} ranks", values=[seconds], metric="cut_named")
+            yield Samples(what=f"{left}, {ranks} ranks", values=[gone], metric="far_side_left")
+    finally:
+        other.remove()
+
+
+def options_on(other: SecondHost, bench: Bench) -> dict[str, Any]:
+    return {
+        "nodes": 2,
+        "endpoint": other.free_endpoint(),
+        "launch": other.launch,
+        "env": {"GLOO_SOCKET_IFNAME": other.near},
+        "start_timeout_s": bench.config.timeout_s,
+    }
+
+
+def step_from_cold(bench: Bench, where: dict[str, Any]) -> tuple[float, float]:
+    """Seconds of a start to the first all-reduce, and the median of a step."""
+    warm.end_waiting()
+    began = time.perf_counter()
+    with World(2, device="cpu", logs=bench.logs, observer=OutputListener(), **where) as world:
+        all_reduce(world)
+        took = time.perf_counter() - began
+        return took, statistics.median(seconds_of(lambda: world.run("pass")) for _ in range(bench.config.steps))
+
+
+def cut_once(bench: Bench, other: SecondHost, ranks: int) -> tuple[float, float]:
+    """Cut the cable while the far ranks hang and the near ones wait for them."""
+    far = tuple(range(ranks // 2, ranks))
+    hang = f"import time\nif rank >= {ranks // 2}: time.sleep(600)\ndist.barrier()"
+    with World(ranks, device="cpu", logs=bench.logs, observer=OutputListener(), **options_on(other, bench)) as world:
+        pending = world.submit_code(hang, timeout_s=CUT_DEADLINE_S)
+        due = time.perf_counter() + CUT_DEADLINE_S
+        other.cut()
+        cut = time.perf_counter()
+        try:
+            pending.result()
+        except RankTimeout as error:
+            named = time.perf_counter() - due
+            if error.culprits != far:
+                raise
+        else:
+            raise KitError("ranks behind a cut cable answered")
+    try:
+        while other.pids():
+            if (gone := time.perf_counter() - cut) > 2 * FAR_GONE_S:
+                raise KitError(f"{gone:.0f} s after the cable was cut, the far host still had processes")
+            time.sleep(0.1)
+        return named, time.perf_counter() - cut
+    finally:
+        other.mend()
+
+
 PARTS: dict[str, Part] = {
     "start": start_worlds,
     "megatron": start_with_megatron,
@@ -276,6 +359,7 @@ PARTS: dict[str, Part] = {
     "death": death,
     "restart": restart,
     "calls": in_flight,
+    "hosts": two_hosts,
     "notebook": notebook_start,
     "help": ask_for_help,
 }

@@ -12,6 +12,10 @@ RULES = (
     median_rule("death_told", "Is the death of a rank reported at once?", 0.5, "s"),
     median_rule("restarted", "Are fresh processes there soon after a restart?", 1.0, "s"),
     median_rule("at_once_over_in_turn", "Do calls in flight at once cost little more than one after another?", 2.0),
+    median_rule("started_on_two", "Does a start on two hosts take hardly longer than on one?", 1.5),
+    median_rule("stepped_on_two", "Does a step on two hosts cost little more than on one?", 2.0),
+    median_rule("cut_named", "Is a lost host named soon after the deadline?", 2.0, "s"),
+    median_rule("far_side_left", "Is nothing left on a lost host soon?", 30.0, "s"),
     median_rule("vanished", "Is nothing left soon after the notebook's process was killed?", 2.0, "s"),
     median_rule("helped", "Does kit --help answer at once?", 0.3, "s"),
 )
