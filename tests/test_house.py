@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "bench": {*ROOMS, FACE},  # labs that measure the kit itself, each with its rank side under `ranks`
     FACE: set(ROOMS),
 }
-EVERYBODYS = {"errors", "machine", "nccl", "routing", "target"}  # modules beside the rooms
+EVERYBODYS = {"errors", "machine", "nccl", "routing", "target", "tls"}  # modules beside the rooms
 ONLY_IN = {
     "megatron": {"megatron"},
     "xxhash": {"sync"},

@@ -31,6 +31,7 @@ from kit.results.run import SNAPSHOTS, Plotter
 from kit.results.units import amount, columns, table_html
 from kit.results.verdict import Verdict, checked_tolerances
 from kit.target import load_callable, replaced
+from kit.tls import make_certificate
 from kit.world import World
 from kit.world.calls import Pending, WorldObserver, wait
 from kit.world.world import Printer, Worlds
@@ -523,6 +524,7 @@ class Lab:
             "nodes": [seat["node"] for seat in self.world.status()],
             "world_sizes": self._sizes,
             "meeting": f"kit-{secrets.token_hex(8)}",
+            "certificate": dataclasses.asdict(make_certificate()) if self.config.nodes > 1 else None,
             "snapshots": str(self.dir / SNAPSHOTS) if self._snapshots else None,
         }
         answers = self.world.call(f"{RANKSIDE}:begin", args=args, timeout_s=self._own_limit)

@@ -28,6 +28,7 @@ from kit.measure.phase import History, between_phases, watch_files
 from kit.megatron.config import forced_tf32
 from kit.results.records import Recording, Row
 from kit.target import load, replaced
+from kit.tls import Certificate
 from kit.train.plain import Numerics, full_float32
 from kit.world import channel
 
@@ -49,6 +50,7 @@ class Context(Recording):
     config: Any
     devices: tuple[str, ...] = ()  # of all ranks
     nodes: tuple[int, ...] = ()  # the machine of each rank; none where all are on one
+    certificate: Certificate | None = None  # for links between machines
 
     def _send(self, row: Row) -> None:
         channel.publish(row.facts())
@@ -106,6 +108,7 @@ def begin(
     nodes: list[int],
     world_sizes: list[int],
     meeting: str,
+    certificate: dict[str, str] | None = None,
     snapshots: str | None = None,
 ) -> dict[str, Any]:
     """Make the phases object of this rank's role. Returns this rank's proportional memory, and on rank 0 its provenance. With a folder
@@ -128,6 +131,7 @@ def begin(
         device=torch.device(devices[rank]),
         devices=tuple(devices),
         nodes=tuple(nodes) if len({*nodes}) > 1 else (),
+        certificate=Certificate(**certificate) if certificate else None,
         config=made(load(config_type), config),
     )
     for name, flag in routing.FLAGS.items():

@@ -1,8 +1,8 @@
 """A connection between a sender of weights and one receiver. It carries small JSON messages, raw bytes and file descriptors.
 
 On one machine it is an abstract Unix socket, which leaves no file behind and accepts callers of the same user only; between machines it is
-TCP, where a caller must know the secret. Every wait has a deadline, and an error names the end that did not answer and the awaited message.
-Limits: raw bytes are neither encrypted nor signed.
+TCP under TLS, where a caller must know the secret and compares the certificate with its fingerprint. Every wait has a deadline, and an
+error names the end that did not answer and the awaited message.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from typing import Any, Self
 
 from kit.errors import KitError
+from kit.tls import Certificate, EncryptedSocket, Tampered
 
 HEADER = struct.Struct("!I")  # length of the JSON; descriptors come with the first byte
 LIMIT = 64 * 2**20
@@ -36,6 +37,14 @@ class PeerGone(KitError):  # noqa: N818 - it is a state, reported as such
 
     def __init__(self, peer: str, waiting_for: str) -> None:
         super().__init__(f"{peer} is gone (waiting for {waiting_for})")
+        self.peer = peer
+
+
+class PeerTampered(PeerGone):
+    """What arrived is not what the other end sent, or that end has another key."""
+
+    def __init__(self, peer: str, waiting_for: str, why: Tampered) -> None:
+        KitError.__init__(self, f"the connection to {peer} is broken: {why} (waiting for {waiting_for})")
         self.peer = peer
 
 
@@ -90,8 +99,12 @@ class Link:
             fds: list[int] = []
             head = b""
             while len(head) < HEADER.size:
-                more, got, _, _ = socket.recv_fds(self._sock, HEADER.size - len(head), FDS)
-                fds += got
+                left = HEADER.size - len(head)
+                if isinstance(self._sock, EncryptedSocket):
+                    more = self._sock.recv(left)
+                else:
+                    more, got, _, _ = socket.recv_fds(self._sock, left, FDS)
+                    fds += got
                 if not more:
                     raise EOFError
                 head += more
@@ -160,6 +173,8 @@ class Link:
             yield
         except TimeoutError:
             raise PeerSilent(self.peer, waiting_for, self.timeout_s) from None
+        except Tampered as error:
+            raise PeerTampered(self.peer, waiting_for, error) from None
         except (OSError, EOFError):
             raise PeerGone(self.peer, waiting_for) from None
 
@@ -172,6 +187,9 @@ class Link:
 
 def ready(links: Iterable[Link], timeout_s: float) -> list[Link]:
     """Return the links with a message or the end of the connection to receive: as soon as any has one, or at the timeout."""
+    links = list(links)
+    if decrypted := [link for link in links if isinstance(link._sock, EncryptedSocket) and link._sock.held]:
+        return decrypted
     poll, by_fd = select.poll(), {}
     for link in links:
         poll.register(link._sock, select.POLLIN)
@@ -188,15 +206,20 @@ class Listener:
     """The sender's end, which receivers call at `address`; knowing the address is enough. With a `name` that both ends know, the address
     need not be sent: it is `address_of(name)`."""
 
-    def __init__(self, *, tcp_host: str | None = None, name: str | None = None) -> None:
+    def __init__(
+        self, *, tcp_host: str | None = None, certificate: Certificate | None = None, name: str | None = None
+    ) -> None:
+        self._tls = certificate.context() if certificate is not None else None
         self._secret = name or secrets.token_hex(16)
         if tcp_host is None:
             self._sock = socket.socket(socket.AF_UNIX)
             self._sock.bind(_PLACE + (name or secrets.token_hex(8)).encode())
             place = {"unix": self._sock.getsockname()[1:].decode()}
         else:
+            assert certificate is not None
             self._sock = socket.create_server((tcp_host, 0))
-            place = {"host": tcp_host, "port": self._sock.getsockname()[1]}
+            port = self._sock.getsockname()[1]
+            place = {"host": tcp_host, "port": port, "certificate": certificate.fingerprint}
         self._sock.listen(64)
         self._called: dict[str, Link] = {}
         self.address: dict[str, Any] = {**place, "secret": self._secret}
@@ -218,6 +241,8 @@ class Listener:
                     if missing:
                         raise PeerSilent(", ".join(missing), "a call", timeout_s) from None
                     break
+                if self._tls is not None:
+                    sock = EncryptedSocket.answering(sock, self._tls)
                 hello = self._caller(sock, end)
                 if hello is None:
                     sock.close()
@@ -282,6 +307,10 @@ def call(
     sock.settimeout(timeout_s)
     try:
         sock.connect(place)
+        if not unix:
+            sock = EncryptedSocket.calling(sock, address["certificate"])
+    except Tampered as error:
+        raise PeerTampered(peer, "a connection", error) from None
     except OSError:
         sock.close()
         raise PeerGone(peer, "a connection") from None

@@ -43,9 +43,9 @@ STATUS_S = 1.0  # for another thread to note the status that it has just taken
 class Node:
     """What the agent's threads and, after the fork, its ranks share. A rank finds here how to reach the notebook."""
 
-    def __init__(self, address: str, key: bytes, node: int, folder: Path) -> None:
-        self.key, self.node, self.folder = key, node, folder
-        self.link: WorldLink = connect(address, key)
+    def __init__(self, address: str, key: bytes, certificate: str, node: int, folder: Path) -> None:
+        self.key, self.certificate, self.node, self.folder = key, certificate, node, folder
+        self.link: WorldLink = connect(address, key, certificate)
         self.link.limit_silence()
         self.launched = threading.Event()
         self.order: Message = {}
@@ -176,7 +176,7 @@ def plain_logging() -> None:
 NODE: Node
 
 
-def begin_again(node: int) -> None:
+def begin_again(node: int, ranks: int) -> None:
     """On another machine than the notebook's: make the folder, and start this program once more, with the World's mark in the environment
     that the kernel shows, and without the key. So `kit clean` finds on this machine what an agent that was killed left."""
     folder = leftovers.base() / leftovers.mark(f"node{node}-{secrets.token_hex(3)}")
@@ -188,6 +188,7 @@ def begin_again(node: int) -> None:
     key = os.environ.pop("KIT_KEY", None) or sys.stdin.readline().strip()
     (folder / "key").write_text(key)
     os.environ[machine.MARK] = folder.name
+    os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_a_rank(ranks)))
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], "--folder", str(folder)])  # noqa: S606 - itself
 
 
@@ -197,11 +198,14 @@ def agent_main(arguments: list[str] | None = None, *, preload: str) -> NoReturn:
     parser = argparse.ArgumentParser(prog="python -m kit.world.agent", description=__doc__)
     parser.add_argument("--connect", required=True, metavar="HOST:PORT", help="where the notebook listens")
     parser.add_argument("--node", type=int, required=True, help="this machine's number, from 1 on")
+    parser.add_argument("--ranks", type=int, default=1, help="number of this machine's ranks, which share its cores")
+    text = "fingerprint of the certificate of a notebook on another machine"
+    parser.add_argument("--certificate", default="", metavar="SHA256", help=text)
     text = "owner-only folder with the key; made where it is not given: KIT_KEY has the key, else the first input line"
     parser.add_argument("--folder", type=Path, help=text)
     options = parser.parse_args(arguments)
     if options.folder is None:
-        begin_again(options.node)
+        begin_again(options.node, options.ranks)
     if os.getpgid(0) != os.getpid():
         os.setpgid(0, 0)  # so that the end takes only what was started here
     leftovers.adopt_orphans()
@@ -211,7 +215,7 @@ def agent_main(arguments: list[str] | None = None, *, preload: str) -> NoReturn:
     key = bytes.fromhex(key_file.read_text())
     key_file.unlink()  # read once; the ranks get it through the fork
     try:
-        NODE = Node(options.connect, key, options.node, folder)
+        NODE = Node(options.connect, key, options.certificate, options.node, folder)
     except (OSError, ChannelClosed) as error:
         shutil.rmtree(folder, ignore_errors=True)
         sys.exit(f"no notebook answers at {options.connect}: {error}")

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from kit import machine
 from kit.errors import BadInput, how_ended
 from kit.target import is_target
+from kit.tls import check_openssl
 
 RANK_BYTES = 300 * 2**20  # with torch loaded and one group: about 250 MiB resident, of which the fork shares part
 RANK_TASKS = 24  # threads of a rank over gloo
@@ -43,6 +44,7 @@ def check_layout(ranks: int, nodes: int, endpoint: str) -> None:
             f"{nodes} nodes need endpoint='host:port' with a port of this machine that the others reach, not {endpoint!r}"
         )
     if nodes > 1:
+        check_openssl()
         check_host(host.strip("[]"))
     if nodes == 1 and endpoint:
         raise BadInput("endpoint= is for several nodes; leave it out, or give nodes=2 or more")
@@ -335,7 +337,7 @@ NOT_INHERITED |= {"KIT_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_S
 
 def agent_environment(neighbours: int, nodes: int = 1, given: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a World's processes on this machine, where `neighbours` ranks work; without the mark."""
-    defaults = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // neighbours))}
+    defaults = {"OMP_NUM_THREADS": str(machine.threads_a_rank(neighbours))}
     if nodes == 1:  # nothing listens beyond this machine
         defaults |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     env = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}

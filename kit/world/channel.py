@@ -7,8 +7,8 @@ Both ends hold a key made for one World. A connection opens with a handshake in 
     listener  -> caller    proof("listener")
     then, both ways        length | mac | JSON          mac = HMAC-SHA256(session key, direction, sequence number, JSON)
 
-so a frame cannot be forged, replayed, reordered or read as anything but JSON. It does not encrypt: over TCP whoever can read the
-network can read the frames. Standard library only; both sides use it.
+so a frame cannot be forged, replayed, reordered or read as anything but JSON. Between machines all of it is under TLS, with a certificate
+made for one World, which a caller compares with its fingerprint. Standard library only; both sides use it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.errors import KitError
+from kit.tls import Certificate, EncryptedSocket, Tampered
 
 Message = dict[str, Any]
 
@@ -45,6 +46,10 @@ ATTEMPTS = 3  # a listener that strangers flood drops ranks too
 
 class ChannelClosed(KitError):  # noqa: N818 - it is a state, reported as such
     """The other end is gone, or could not prove the key."""
+
+
+class TamperedChannel(ChannelClosed):
+    """What arrived is not what the other end sent, or that end has another key."""
 
 
 class Malformed(KitError):  # noqa: N818 - reported with the rank that sent it
@@ -78,6 +83,10 @@ def end_with_the_other_machine(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 5)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 5)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+
+
+def closed(doing: str, error: OSError) -> ChannelClosed:
+    return (TamperedChannel if isinstance(error, Tampered) else ChannelClosed)(f"{doing}: {error}")
 
 
 class TooLargeError(ValueError):
@@ -116,7 +125,7 @@ class WorldLink:
             try:
                 self._sock.sendall(HEADER.pack(len(payload)) + mac + payload)
             except OSError as error:
-                raise ChannelClosed(f"sending failed: {error}") from error
+                raise closed("sending failed", error) from error
 
     def recv(self) -> Message:
         while (message := self._take()) is None:
@@ -135,7 +144,7 @@ class WorldLink:
         except BlockingIOError:
             raise
         except OSError as error:
-            raise ChannelClosed(f"receiving failed: {error}") from error
+            raise closed("receiving failed", error) from error
         if not chunk:
             raise ChannelClosed("the other end closed the channel")
         self._buffer += chunk
@@ -153,7 +162,7 @@ class WorldLink:
         mac, payload = bytes(self._buffer[HEADER.size : start]), bytes(self._buffer[start:end])
         del self._buffer[:end]
         if not hmac.compare_digest(mac, hmac.digest(self._in, self._received.to_bytes(8, "big") + payload, "sha256")):
-            raise ChannelClosed("a frame with a wrong signature")
+            raise TamperedChannel("a frame with a wrong signature: tampered or wrong key")
         self._received += 1
         try:
             message: Message = json.loads(payload)
@@ -209,15 +218,16 @@ def read_exactly(sock: socket.socket, size: int) -> bytes:
     return data
 
 
-def connect(address: str, key: bytes) -> WorldLink:
-    """Call a listener: a path of a Unix socket, or host:port. Call again if it drops us, as it may while strangers flood it."""
+def connect(address: str, key: bytes, fingerprint: str = "") -> WorldLink:
+    """Call a listener: a path of a Unix socket, or host:port, where `fingerprint` is that of its certificate. Call again if it drops us, as
+    it may while strangers flood it."""
     for _ in range(ATTEMPTS - 1):
         with contextlib.suppress(Dropped, BrokenPipeError, ConnectionResetError):
-            return call_once(address, key)
-    return call_once(address, key)
+            return call_once(address, key, fingerprint)
+    return call_once(address, key, fingerprint)
 
 
-def call_once(address: str, key: bytes) -> WorldLink:
+def call_once(address: str, key: bytes, fingerprint: str) -> WorldLink:
     if "/" in address:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.connect(address)
@@ -225,6 +235,7 @@ def call_once(address: str, key: bytes) -> WorldLink:
         host, _, port = address.rpartition(":")
         sock = socket.create_connection((host.strip("[]"), int(port)), timeout=30)
         end_with_the_other_machine(sock)
+        sock = EncryptedSocket.calling(sock, fingerprint)
     try:
         return greet(sock, key)
     except BaseException:
@@ -238,7 +249,7 @@ def greet(sock: socket.socket, key: bytes) -> WorldLink:
     nonce = secrets.token_bytes(NONCE)
     sock.sendall(nonce + proof(key, b"caller", theirs, nonce))
     if not hmac.compare_digest(read_exactly(sock, MAC), proof(key, b"listener", theirs, nonce)):
-        raise ChannelClosed("the listener does not hold this World's key")
+        raise TamperedChannel("the listener does not hold this World's key: tampered or wrong key")
     sock.settimeout(None)
     return WorldLink(sock, proof(key, b"session", theirs, nonce), caller=True)
 
@@ -256,9 +267,10 @@ class Stranger:
 class WorldListener:
     """Accepts callers that hold the key; drops everyone else without harm. Open only while a caller is expected."""
 
-    def __init__(self, key: bytes, place: Path | str) -> None:
-        """`place` is the path of a Unix socket, or a host."""
+    def __init__(self, key: bytes, place: Path | str, certificate: Certificate | None = None) -> None:
+        """`place` is the path of a Unix socket, or a host, which needs a certificate."""
         self._key = key
+        self._tls = certificate.context() if certificate is not None else None
         if isinstance(place, Path):
             self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._sock.bind(str(place))
@@ -305,10 +317,12 @@ class WorldListener:
                 sock, _ = self._sock.accept()
                 sock.setblocking(False)
                 if sock.family != socket.AF_UNIX:
+                    assert self._tls is not None
                     end_with_the_other_machine(sock)
+                    sock = EncryptedSocket.answering(sock, self._tls)
                 nonce = secrets.token_bytes(NONCE)
                 with contextlib.suppress(OSError):
-                    sock.send(nonce)
+                    sock.sendall(nonce)
                 self._strangers[sock.fileno()] = Stranger(sock, nonce, time.monotonic())
 
     def _hear(self, stranger: Stranger) -> bool | None:

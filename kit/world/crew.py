@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from kit import machine
 from kit.errors import KitError, RankDied, RankError, ending, how_ended
+from kit.tls import make_certificate
 from kit.world import asked, leftovers, warm
 from kit.world.agentside import read_log
 from kit.world.asked import CREWS, WorldPlan
@@ -24,6 +25,7 @@ from kit.world.channel import (
     Exit,
     Malformed,
     Message,
+    TamperedChannel,
     WorldLink,
     WorldListener,
     WorldMember,
@@ -62,6 +64,8 @@ class Crew:
         self.generation = -1
         self._oom_kills: int | None = None  # before these ranks started
         self._key = secrets.token_bytes(32)
+        self._certificate = make_certificate() if plan.nodes > 1 else None
+        self.tampered = ""  # what is known of a link that was tampered with
         self.folder = leftovers.base() / leftovers.mark(self.id)
         self.folder.mkdir(mode=0o700)
         self.logs = plan.logs or self.folder / "logs"  # by default they end with the World
@@ -92,24 +96,29 @@ class Crew:
     def _listen(self) -> WorldListener:
         if self._listener is None:
             host = self.plan.endpoint.rpartition(":")[0].strip("[]")
-            self._listener = WorldListener(self._key, self.folder / "s" if self.plan.nodes == 1 else host)
+            place = self.folder / "s" if self.plan.nodes == 1 else host
+            self._listener = WorldListener(self._key, place, self._certificate)
         return self._listener
 
     def _start_agent(self, listener: WorldListener) -> None:
         (self.folder / "key").touch(mode=0o600)
         (self.folder / "key").write_text(self._key.hex())
-        arguments = ["--node", "0", "--connect", listener.address, "--folder", str(self.folder)]
+        where = ["--connect", listener.address]
+        if self._certificate is not None:
+            where += ["--certificate", self._certificate.fingerprint]
+        others = [*where, "--ranks", str(self.plan.neighbours)]
+        arguments = [*where, "--node", "0", "--folder", str(self.folder)]
         self._process = warm.fork_agent(self.plan, self.folder, self._agent_log, arguments)
         if self._process is None:
             self._process = self._start_cold(arguments)
         for node, template in enumerate(self.plan.launch, start=1):
-            text = agent_command(self.plan.python.path, warm.AGENT, listener.address, node, self.plan.env)
+            text = agent_command(self.plan.python.path, warm.AGENT, [*others, "--node", str(node)], self.plan.env)
             output = self.logs / f"machine{node}.log"
             self._launched.append(Launched.start(node, template, text, self._key, output))
         for node in () if self.plan.launch else range(1, self.plan.nodes):
             print(
                 f"on machine {node} of {self.plan.nodes - 1} others, where the kit is installed, run:\n"
-                f"  KIT_KEY={self._key.hex()} python -m kit.world.agent --connect {listener.address} --node {node}"
+                f"  KIT_KEY={self._key.hex()} python -m kit.world.agent {' '.join(others)} --node {node}"
             )
 
     def _start_cold(self, arguments: list[str]) -> subprocess.Popen[bytes]:
@@ -297,13 +306,18 @@ class Crew:
                         self._hear_watch(member)  # what it reported before it answered
                     member.news += message.pop("news", ())
                     call.hear(member, message)
-        except ChannelClosed:
+        except ChannelClosed as error:
+            self._note_tampering(error)
             if member.call is not None and member.rank not in member.call.answers:
                 member.call.gone.add(member.rank)
             return False
         except MALFORMED as error:
             self.refuse(member, error)
         return True
+
+    def _note_tampering(self, error: Exception) -> None:
+        if isinstance(error, TamperedChannel):
+            self.tampered = f"; a link to it was broken: {error}"
 
     def refuse(self, member: WorldMember, error: Exception) -> None:
         """End the World of a rank that sent what no rank of the kit sends."""
@@ -334,7 +348,8 @@ class Crew:
                 while readable_message([agent.link.fileno()], 0):
                     for message in agent.link.arrived():
                         self._note(agent, message)
-            except (ChannelClosed, *MALFORMED):
+            except (ChannelClosed, *MALFORMED) as error:
+                self._note_tampering(error)
                 agent.link.close()
                 del self.agents[agent.node]
 

@@ -12,7 +12,7 @@ import shlex
 import shutil
 import string
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -129,8 +129,8 @@ class Launched(NamedTuple):
             self.process.wait(10.0)
 
 
-def agent_command(python: str, agent: Path, address: str, node: int, env: Mapping[str, str]) -> str:
+def agent_command(python: str, agent: Path, arguments: Sequence[str], env: Mapping[str, str]) -> str:
     """The command line of an agent. `env`: the variables of the World's ranks, except each machine's own name for its network."""
     given = [f"{name}={value}" for name, value in env.items() if name not in OWN_OF_A_MACHINE]
     settings = ["env", *given] if given else []
-    return shlex.join([*settings, python, str(agent), "--connect", address, "--node", str(node)])
+    return shlex.join([*settings, python, str(agent), *arguments])

@@ -467,7 +467,7 @@ def rank_main() -> None:
     stacks = (node.folder / f"stack{RANK.number}").open("a")
     faulthandler.register(leftovers.STACK_SIGNAL, file=stacks, all_threads=True)
     faulthandler.enable(file=sys.stderr.fileno(), all_threads=False)
-    work, watch = (connect(node.order["address"], node.key) for _ in range(2))
+    work, watch = (connect(node.order["address"], node.key, node.certificate) for _ in range(2))
     threading.Thread(target=RANK.watch, args=(watch,), daemon=True, name="kit-watch").start()
     watch.send(RANK.hello("watch"))
     if str(Path.cwd()) not in sys.path:

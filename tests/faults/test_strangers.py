@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -9,21 +10,34 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kit.errors import KitError, RankDied
+from kit.tls import EncryptedSocket, make_certificate
 from kit.world import World
 from kit.world.asked import CREWS
-from kit.world.channel import HEADER, LIMIT, MAC, NONCE, PENDING, ChannelClosed, WorldLink, WorldListener, connect
+from kit.world.channel import (
+    HEADER,
+    LIMIT,
+    MAC,
+    NONCE,
+    PENDING,
+    ChannelClosed,
+    TamperedChannel,
+    WorldLink,
+    WorldListener,
+    connect,
+)
 from kit.world.crew import Crew
 from kit.world.world import Printer
 
 pytestmark = pytest.mark.timeout(20)
 KEY = b"k" * 32
+CERTIFICATE = make_certificate()
 
 
 def admitted(listener: WorldListener, seconds: float = 5.0) -> list[WorldLink]:
@@ -37,7 +51,7 @@ def admitted(listener: WorldListener, seconds: float = 5.0) -> list[WorldLink]:
 
 def meet(listener: WorldListener, key: bytes = KEY) -> tuple[WorldLink, WorldLink]:
     made: list[WorldLink] = []
-    thread = threading.Thread(target=lambda: made.append(connect(listener.address, key)))
+    thread = threading.Thread(target=lambda: made.append(connect(listener.address, key, CERTIFICATE.fingerprint)))
     thread.start()
     (link,) = admitted(listener)
     thread.join()
@@ -46,7 +60,7 @@ def meet(listener: WorldListener, key: bytes = KEY) -> tuple[WorldLink, WorldLin
 
 @pytest.fixture(params=["unix", "tcp"])
 def listener(request: pytest.FixtureRequest, tmp_path: Path):
-    made = WorldListener(KEY, tmp_path / "s") if request.param == "unix" else WorldListener(KEY, "127.0.0.1")
+    made = WorldListener(KEY, tmp_path / "s" if request.param == "unix" else "127.0.0.1", CERTIFICATE)
     yield made
     made.close()
 
@@ -91,7 +105,7 @@ def test_a_wrong_key_is_refused_at_both_ends(listener: WorldListener) -> None:
 
     def call() -> None:
         try:
-            connect(listener.address, b"x" * 32)
+            connect(listener.address, b"x" * 32, CERTIFICATE.fingerprint)
         except (ChannelClosed, OSError) as error:
             failed.append(error)
 
@@ -120,7 +134,8 @@ def test_a_listener_that_does_not_hold_the_key_is_refused() -> None:
     server = socket.create_server(("127.0.0.1", 0))
 
     def impostor() -> None:
-        sock, _ = server.accept()
+        accepted, _ = server.accept()
+        sock = EncryptedSocket.answering(accepted, CERTIFICATE.context())
         sock.sendall(os.urandom(NONCE))
         sock.recv(NONCE + MAC)
         sock.sendall(os.urandom(MAC))
@@ -129,9 +144,105 @@ def test_a_listener_that_does_not_hold_the_key_is_refused() -> None:
     thread = threading.Thread(target=impostor)
     thread.start()
     with pytest.raises(ChannelClosed, match="does not hold"):
-        connect(f"127.0.0.1:{server.getsockname()[1]}", KEY)
+        connect(f"127.0.0.1:{server.getsockname()[1]}", KEY, CERTIFICATE.fingerprint)
     thread.join()
     server.close()
+
+
+@pytest.fixture
+def tcp_listener() -> Iterator[WorldListener]:
+    listener = WorldListener(KEY, "127.0.0.1", CERTIFICATE)
+    yield listener
+    listener.close()
+
+
+def test_another_certificate_is_refused_before_anything_is_sent(tcp_listener: WorldListener) -> None:
+    """Whoever answers at the address of a World, even with its key, is not its notebook without the certificate."""
+    failed: list[Exception] = []
+
+    def call() -> None:
+        try:
+            connect(tcp_listener.address, KEY, make_certificate().fingerprint)
+        except OSError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert admitted(tcp_listener, 1.0) == []
+    thread.join()
+    assert [str(error) for error in failed] == [
+        "the listener's certificate is another than this World's: tampered or wrong key"
+    ]
+
+
+def test_a_listener_without_tls_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=lambda: server.accept()[0].sendall(os.urandom(NONCE)))
+        thread.start()
+        with pytest.raises(OSError, match=r"the other end does not speak TLS|tampered or wrong key"):
+            connect(f"127.0.0.1:{server.getsockname()[1]}", KEY, CERTIFICATE.fingerprint)
+        thread.join()
+
+
+class Proxy:
+    """Passes on what goes between a caller and a listener, and keeps it; flips a bit of the next part towards `flip`."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self.target = (host, int(port))
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.server.getsockname()[1]}"
+        self.passed = bytearray()
+        self.flip = ""
+        self.thread = threading.Thread(target=self.pass_on)
+        self.thread.start()
+
+    def pass_on(self) -> None:
+        caller, _ = self.server.accept()
+        self.server.close()
+        listener = socket.create_connection(self.target)
+        back = threading.Thread(target=self.copy, args=(listener, caller, "caller"))
+        back.start()
+        self.copy(caller, listener, "listener")
+        back.join()
+        caller.close()
+        listener.close()
+
+    def copy(self, source: socket.socket, target: socket.socket, towards: str) -> None:
+        with contextlib.suppress(OSError):
+            while part := bytearray(source.recv(1 << 16)):
+                self.passed += part
+                if self.flip == towards:
+                    part[-1] ^= 1
+                    self.flip = ""
+                target.sendall(part)
+            target.shutdown(socket.SHUT_WR)
+
+
+@pytest.mark.parametrize("towards", ["caller", "listener"])
+def test_a_changed_bit_ends_both_ends_with_the_reason_and_nothing_is_readable(
+    tcp_listener: WorldListener, towards: str
+) -> None:
+    proxy = Proxy(tcp_listener.address)
+    made: list[WorldLink] = []
+    thread = threading.Thread(target=lambda: made.append(connect(proxy.address, KEY, CERTIFICATE.fingerprint)))
+    thread.start()
+    (here,) = admitted(tcp_listener)
+    thread.join()
+    (there,) = made
+    there.send({"secret": "from the rank"})
+    assert here.recv() == {"secret": "from the rank"}
+    here.send({"secret": "x" * 100_000})  # many records, and all of them are there after one look
+    assert there.recv() == {"secret": "x" * 100_000}
+    assert b"secret" not in proxy.passed
+    proxy.flip = towards
+    sender, receiver = (here, there) if towards == "caller" else (there, here)
+    sender.send({"n": 1})
+    for link in (receiver, sender):  # TLS lets the other end know
+        with pytest.raises(TamperedChannel, match="receiving failed: tampered or wrong key"):
+            link.recv()
+        link.close()
+    proxy.thread.join()
 
 
 def pair() -> tuple[WorldLink, WorldLink, socket.socket, socket.socket]:

@@ -6,25 +6,32 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from kit.errors import KitError
-from kit.sync.link import HEADER, Link, Listener, PeerGone, PeerSilent, call
+from kit.sync.link import HEADER, Link, Listener, PeerGone, PeerSilent, PeerTampered, call
+from kit.tls import make_certificate
 
 Pair = tuple[Link, Link]
+
+
+def over_tcp() -> Listener:
+    return Listener(tcp_host="127.0.0.1", certificate=make_certificate())
 
 
 @pytest.fixture(params=["unix", "tcp"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """The sender's and the receiver's end of a link."""
-    with Listener(tcp_host="127.0.0.1" if request.param == "tcp" else None) as listener:
+    with over_tcp() if request.param == "tcp" else Listener() as listener:
         links: dict[str, Link] = {}
         thread = threading.Thread(target=lambda: links.update(listener.accept(["receiver 1"], 5)))
         thread.start()
-        theirs = call(listener.address, "receiver 1", peer="sender", timeout_s=0.3)
+        theirs = call(listener.address, "receiver 1", peer="sender", timeout_s=5)
         thread.join()
+    theirs.wait_at_most(0.3)
     links["receiver 1"].timeout_s = 0.3
     with links["receiver 1"], theirs:
         yield links["receiver 1"], theirs
@@ -88,14 +95,16 @@ def test_descriptors() -> None:
 
 
 def test_strangers_and_those_who_do_not_come() -> None:
-    with Listener(tcp_host="127.0.0.1") as listener:
+    with over_tcp() as listener, ThreadPoolExecutor(3) as pool:  # a call returns once it is answered
         with socket.create_connection((listener.address["host"], listener.address["port"])) as odd:
             odd.sendall(HEADER.pack(2) + b"[]")  # not a message of the kit
-        wrong = call({**listener.address, "secret": "no"}, "receiver 1", peer="sender", timeout_s=1)
-        other = call(listener.address, "receiver 7", peer="sender", timeout_s=1)
-        right = call(listener.address, "receiver 2", peer="sender", timeout_s=1)
-        with pytest.raises(PeerSilent, match=r"receiver 1 did not answer within 0\.5 s \(waiting for a call\)"):
-            listener.accept(["receiver 1", "receiver 2"], 0.5)
+        addresses = {"receiver 1": {**listener.address, "secret": "no"}} | dict.fromkeys(
+            ["receiver 7", "receiver 2"], listener.address
+        )
+        calls = [pool.submit(call, address, name, peer="sender", timeout_s=5) for name, address in addresses.items()]
+        with pytest.raises(PeerSilent, match=r"receiver 1 did not answer within 1 s \(waiting for a call\)"):
+            listener.accept(["receiver 1", "receiver 2"], 1)
+        wrong, other, right = (each.result() for each in calls)
         with wrong, right, other:
             with pytest.raises(PeerGone):
                 wrong.receive()
@@ -105,6 +114,29 @@ def test_strangers_and_those_who_do_not_come() -> None:
             with kept:
                 kept.send({"kind": "begin"})
                 other.expect("begin")
+
+
+def test_another_certificate_is_refused() -> None:
+    with over_tcp() as listener, ThreadPoolExecutor(1) as pool:
+        address = {**listener.address, "certificate": make_certificate().fingerprint}
+        calling = pool.submit(call, address, "receiver 1", peer="sender", timeout_s=5)
+        with pytest.raises(PeerSilent):
+            listener.accept(["receiver 1"], 0.5)
+        with pytest.raises(PeerTampered, match=r"the connection to sender is broken: .*wrong key \(waiting for a conn"):
+            calling.result()
+
+
+@pytest.mark.parametrize("pair", ["tcp"], indirect=True)
+def test_what_somebody_else_wrote_into_the_connection_is_named_at_both_ends(pair: Pair) -> None:
+    mine, theirs = pair
+    mine.send({"kind": "begin"})
+    theirs.expect("begin")
+    record = bytes([23, 3, 3, 0, 32]) + os.urandom(32)  # TLS application data, with another key
+    socket.socket.sendall(mine._sock, record)
+    with pytest.raises(PeerTampered, match=r"the connection to sender is broken: tampered or wrong key"):
+        theirs.receive_bytes(memoryview(bytearray(7)))
+    with pytest.raises(PeerTampered, match=r"the connection to receiver 1 is broken: tampered or wrong key"):
+        mine.expect("done")
 
 
 def test_of_two_calls_under_one_name_the_later_counts_and_who_has_left_did_not_call() -> None:

@@ -61,16 +61,15 @@ class Side:
                 self.group = group if self.ctx.rank in ranks else self.group
 
     def meet(self) -> None:
-        """Open the sender's end on rank 0. On one machine its name is its address; on several the others get the address. Collective."""
+        """Open the sender's end on rank 0. On one machine its name is its address; on several the others need its port too. Collective."""
+        name, certificate = self.ctx.meeting, self.ctx.certificate
+        host = os.environ["MASTER_ADDR"] if self.ctx.nodes else None  # of torchrun's endpoint, which all machines reach
         if self.ctx.rank == 0:
-            host = (
-                os.environ["MASTER_ADDR"] if self.ctx.nodes else None
-            )  # of torchrun's endpoint, which all machines reach
-            self.listener = self.scope.enter_context(Listener(name=self.ctx.meeting, tcp_host=host))
-        if self.ctx.nodes:
-            address = [self.listener.address if self.ctx.rank == 0 else {}]
-            dist.broadcast_object_list(address, src=0)
-            self.address = address[0]
+            self.listener = self.scope.enter_context(Listener(name=name, tcp_host=host, certificate=certificate))
+        if certificate is not None:
+            port = [self.listener.address["port"] if self.ctx.rank == 0 else 0]  # not the secret: gloo does not encrypt
+            dist.broadcast_object_list(port, src=0)
+            self.address = {"host": host, "port": port[0], "secret": name, "certificate": certificate.fingerprint}
 
     def as_job(self) -> contextlib.AbstractContextManager[None]:
         return serve.as_world(self.group)
