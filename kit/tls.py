@@ -87,6 +87,7 @@ class EncryptedSocket(socket.socket):
         self._guard = threading.Lock()
         self._agreed = False
         self._early = bytearray()  # sent before the handshake was over
+        self._failure = ""  # after it nothing can be received
 
     @classmethod
     def answering(cls, sock: socket.socket, context: ssl.SSLContext) -> EncryptedSocket:
@@ -175,14 +176,21 @@ class EncryptedSocket(socket.socket):
 
     def _decrypt(self, most: int) -> bytes:
         data = b""
+        if self._failure:
+            raise Tampered(self._failure)
         try:
             with self._guard, contextlib.suppress(ssl.SSLWantReadError):
                 while self._agreed and len(data) < most:
-                    data += self._tls.read(most - len(data))
+                    part = self._tls.read(most - len(data))
+                    if not part:
+                        raise ssl.SSLEOFError(0, "the other end has ended the encryption")
+                    data += part
         except ssl.SSLError as error:
             with contextlib.suppress(OSError):
                 self._flush()  # the alert that lets the other end know
-            raise self._broken(error) from None
+            broken = self._broken(error)
+            self._failure = str(broken)
+            raise broken from None
         return data
 
     def _broken(self, error: ssl.SSLError) -> Tampered:
