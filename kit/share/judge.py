@@ -445,7 +445,20 @@ def plan_as_specified(ledger: DeskLedger) -> Violations:
             ]
             if differing != [shrinks, expands]:
                 yield f"{row} shrinks {differing[0]} and expands {differing[1]}; specified: {shrinks} and {expands}"
+    yield from not_planned(ledger)
     return f"{len(plans)} plans"
+
+
+def not_planned(ledger: DeskLedger) -> Iterator[str]:
+    """Yield a violation per turn in which other replicas than before may serve, a plan would move some, and the desk makes none."""
+    changed = {
+        ledger.turn[row.at]: row for row in ledger.of("died", "restarted", "resize") if row.get("core") == ledger.desk
+    }
+    for row, books in ledger.turns():
+        if books.plan is None and (change := changed.get(ledger.turn[row.at])):
+            shrinks, _, expands = map(sorted, specified(books))
+            if shrinks or expands:
+                yield f"{change}: no plan follows; specified: it shrinks {shrinks} and expands {expands}"
 
 
 def fair_share(ledger: DeskLedger) -> Violations:

@@ -605,14 +605,20 @@ def capacity_kept(ledger: LoopLedger) -> Violations:
     return ", ".join(counts)
 
 
+REQUESTED = ("sent", "started", "tokens", "completed")
+
+
 def _occupied(ledger: LoopLedger, name: str, limit: int) -> Violations:
-    """Count groups in the buffer or in flight, from the permit or `reserved` on. A permit returned early does not free its place."""
+    """Count groups in the buffer or in flight, from the permit or `reserved` on. A permit returned early does not free its place; one taken
+    just after `reserved` is early enough for the first request."""
     permit, leaving = name[:-1], "selected" if name == "places" else "ready"
     where = "are in the buffer" if name == "places" else "are in flight"
     inside: set[Id] = set()
     holding: set[Id] = set()
     leave, most = set[int](), 0
+    dispatched: set[int] = set()
     for rows in ledger.life.values():
+        dispatched |= {row.at for row in [row for row in rows if row.event in REQUESTED][:1] or rows[:1]}
         own_rows = [
             row for row in rows if row.event in (permit, f"{permit}_back", leaving, "selected") or ends_group(row)
         ]
@@ -623,7 +629,7 @@ def _occupied(ledger: LoopLedger, name: str, limit: int) -> Violations:
         group = row.get("group")
         if row.event == permit and group is not None:
             holding.add(group)
-        elif row.event == "reserved" and ledger.by_event[permit] and group not in holding:
+        elif row.at in dispatched and ledger.by_event[permit] and group not in holding:
             yield f"{row}: dispatched without a {permit}"
         if row.event in (permit, "reserved") and group is not None:
             inside.add(group)

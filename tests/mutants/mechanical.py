@@ -55,7 +55,7 @@ class Room(NamedTuple):
 
 OFFLOAD = "run offload --set cycles=2 --set steps=1 --set timeout_s=30 --set meet_timeout_s=5"
 SPLIT = "run split --set chunks=[1,2] --set microbatches=4 --set steps=2 --set timeout_s=45"
-SYNC = "run sync --set cycles=2 --set sweep=false --set tp=1 --set replicas=2 --set timeout_s=60 --set deadline_s=10"
+SYNC = "run sync --set ranks=3 --set cycles=2 --set sweep=false --set tp=1 --set replicas=2 --set timeout_s=60 --set deadline_s=10"
 STREAM = "run stream --set simulated=true --set ranks=1"
 
 ROOMS = (

@@ -221,15 +221,12 @@ class System:
         group = self.buffer[number] = Group(number, target, self.version, [Sample(length) for length in lengths])
         targeted = {"target": target} if self.sampler in ("strict", "in-order") else {}
         reserved = {"group": number, "version": self.version, **targeted}
-        early = self.fault == "gate-checked-early"
-        if early:
-            self.log("reserved", **reserved)
-        self.log("place", group=number)
-        self.log("slot", group=number)
-        if not early:
-            self.log("reserved", **reserved)
+        if self.fault != "gate-checked-early" or number:
+            self.log("place", group=number)
+        self.log("reserved", **reserved)
         if heir is not None:
             self.log("replaced", group=heir, by=number)
+        self.log("slot", group=number)
         self.send()
         if number == 3 and self.fault == "discard-and-requeue":
             self.discard(group)

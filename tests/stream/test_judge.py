@@ -206,7 +206,7 @@ FAULTS: list[tuple[str, dict[str, Any], str, str]] = [  # fault, settings, the c
         "publish_before_use",
         r"`hold` .* never continued, although the weights were published by row \d+",
     ),
-    ("gate-checked-early", {}, "capacity_kept", r"of group 0 .* dispatched without a place"),
+    ("gate-checked-early", {}, "capacity_kept", r"of group 0, .* dispatched without a place"),
     ("waits-at-the-end", {"prompts": 6}, "ends_cleanly", r"the data ended but the loop did not"),
     ("partial-step", {"prompts": 7}, "ends_cleanly", r"step 3 is unfinished although the loop ended without an error"),
     ("no-abort", {"breaks": 1}, "abort_on_failure", r"step 1 was not aborted; `error` of step 1"),

@@ -222,6 +222,14 @@ REPORTS_MAKE_NO_PLAN = {**core.HANDLERS, "progress": makes_no_plan}
 PROGRESS_IS_UNCLAMPED = {**core.HANDLERS, "progress": reports_unclamped}
 EVERY_THIRD_ALARM_IS_DROPPED = {**core.HANDLERS, "alarm": drops_every_third_alarm}
 DEATHS_ARE_IGNORED = {**core.HANDLERS, "died": ignores}
+
+
+def loses_without_a_plan(t: DeskTurn, name: str, replica: int) -> None:
+    due = t.due
+    lose(t, name, replica)
+    t.due = due
+
+
 RESTARTS_ARE_IGNORED = {**core.HANDLERS, "restarted": ignores}
 
 

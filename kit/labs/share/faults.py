@@ -256,6 +256,14 @@ OF_THE_DESK = exposed_by(
         where="notebook",
     ),
     Fault(
+        "no-plan-after-a-loss",
+        "the device of a replica that died stays idle until something else happens",
+        "plan_as_specified",
+        scene={"scenario": "left over"},
+        patch={"kit.share.core:lose": "kit.labs.share.bugs:loses_without_a_plan"},
+        where="notebook",
+    ),
+    Fault(
         "removed-for-good",
         "a replica that a resize allows again stays away",
         "no_starvation",

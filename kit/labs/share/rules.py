@@ -244,8 +244,10 @@ def slept_in_flight(frame: pd.DataFrame, config: ShareConfig) -> Iterator[str]:
 def weights_after_wake(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:  # noqa: ARG001 - as above
     """Does every woken replica have the weights of the version that it serves?
 
-    SHA-256 of all tensors of each replica after each sync, against the trainer's of that version.
+    SHA-256 of all tensors of each replica after each sync, against the trainer's of that version; at sleep_level=1 also of each rank's
+    tensors as it wakes, against those with which it fell asleep.
     """
+    yield from lost_asleep(frame)
     trained = rows_by_pipeline(frame, MAIN, "digest", "pipeline", "version")
     digests = {(row["pipeline"], int(row["version"])): row["text"] for row in trained.to_dict("records")}
     rows = rows_by_pipeline(frame, MAIN, "served", "pipeline", "version", "replica").to_dict("records")
@@ -262,6 +264,17 @@ def weights_after_wake(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violat
             place = f"replica {replica} of {name}"
             yield f"version {version} was published on {place} {count} times and hashed {times} times"
     return f"all tensors of a replica matched the trainer's version {len(rows)} times"
+
+
+def lost_asleep(frame: pd.DataFrame) -> Iterator[str]:
+    """Yield a violation per wake of a rank with other weights than it had when it fell asleep."""
+    asleep: dict[tuple[str, int, int], str] = {}
+    for row in recorded_on_ranks(frame, MAIN, "kept", "pipeline", "replica", "when").to_dict("records"):
+        rank = str(row["pipeline"]), int(row["replica"]), int(row["rank"])
+        if row["when"] == "sleeps":
+            asleep[rank] = row["text"]
+        elif asleep.get(rank, row["text"]) != row["text"]:
+            yield f"replica {rank[1]} of {rank[0]} woke with other weights than those with which it fell asleep (rank {rank[2]})"
 
 
 MOST_IDLE = 0.4  # of the device time; rounding to whole replicas can leave a third idle

@@ -255,6 +255,13 @@ RESIZED = Scenario(
     clusters={"a": {"generation": (0, 1, 2)}, "b": {"trainer": (1,)}},
     settings={"devices": 3},
 )
+# Each has half of the devices, or nearly; then a loses a replica, and b has one for its device.
+LEFT_OVER = Scenario(
+    lines={"a": (*generates(5), (300, "died", {"who": "a", "replica": 1})), "b": generates(10)},
+    clusters={"a": {"generation": (0, 1)}, "b": {"generation": (1, 2)}},
+    settings={"devices": 3},
+    any_planner=True,
+)
 # All replicas are removed, and only then one is allowed again: a planner has no other choice.
 REFILLED = Scenario(
     lines={"a": (*generates(5), (300, "resize", {"remove": (0, 1)}), (900, "resize", {"add": (1,)}))},
@@ -335,6 +342,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "gangs": GANGS,
     "rivals": RIVALS,
     "resized": RESIZED,
+    "left over": LEFT_OVER,
     "refilled": REFILLED,
     "recovery": RECOVERY,
     "lost while falling asleep": LOST,

@@ -63,6 +63,7 @@ class SplitConfig(JobConfig):
     ] = "megatron"
     tp: Annotated[int, Option("tensor parallel size", low=1, high=64)] = 1
     pp: Annotated[int, Option("pipeline parallel size", low=1, high=64)] = 1
+    cp: Annotated[int, Option("context parallel size; only 1, because both backends need whole sequences", low=1)] = 1
     ep: Annotated[int, Option("expert parallel size", low=1, high=64)] = 1
     experts: Annotated[int, Option("experts per layer; 0: a dense model", low=0, high=256)] = 0
     aux_loss: Annotated[float, Option("coefficient of the load-balancing loss", low=0, high=10)] = 0.01
@@ -157,6 +158,11 @@ class SplitConfig(JobConfig):
             )
         repeats = len(set(self.chunks)) < len(self.chunks)
         refuse_if(repeats, f"chunks={list(self.chunks)} repeats a number: give each number once")
+        refuse_if(
+            self.cp > 1,
+            f"cp={self.cp} is not supported: a split step counts, shifts and masks the tokens of whole rows, and neither Megatron's local "
+            "attention nor the plain model of backend=fsdp2 works on a part of a sequence; leave out cp",
+        )
         check(model_config(self), self.ranks)
         refuse_if(
             self.ep > 1 and not self.experts,

@@ -16,7 +16,15 @@ from typing import Any
 from kit.errors import KitError
 from kit.labs.lab import Drive
 from kit.labs.stream.lab import StreamConfig, settings
-from kit.labs.stream.sides import PIPELINE, LiveLoop, Losing, SimulatedLoop, StreamLoop, broken_logger
+from kit.labs.stream.sides import (
+    PIPELINE,
+    LiveLoop,
+    Losing,
+    SimulatedLoop,
+    StreamLoop,
+    broken_logger,
+    rehearsals,
+)
 from kit.loop.messages import Command, Event
 from kit.loop.runner import Core
 from kit.results import Run
@@ -126,7 +134,12 @@ def stop_and_continue(drive: Drive, limits: StreamSettings) -> None:
 
 def rehearse(drive: Drive) -> None:
     """Failures that must not end training: the logger raises at every step, a microbatch of the first step raises, and the last replica
-    is killed while it decodes."""
+    is killed while it decodes. On simulated ranks each failure has a loop of its own."""
+    if drive.config.simulated:
+        for scene in rehearsals(drive.config):
+            limits = dataclasses.replace(settings(drive.config), **scene.settings)
+            run_controller(SimulatedLoop(drive, scene.options), limits)
+        return
     loop = LiveLoop(drive, Losing)
     drive.submit("fail_next", role=TRAINER).result()
     limits = dataclasses.replace(settings(drive.config), on_dead_replica="go-on", step_retries=1)

@@ -40,7 +40,7 @@ PHASES = {
     "resume_lockstep": 4,
     "rehearse": 5,
 }  # and their cycles
-ON_SIMULATED_RANKS = (EXPLORED.phase, "stream", "resume")  # phases; the others compare what ranks compute
+ON_SIMULATED_RANKS = (EXPLORED.phase, "stream", "resume", "rehearse")  # phases; the others compare what ranks compute
 ALL = "all"
 
 
@@ -177,7 +177,8 @@ class StreamConfig(JobConfig):
             EXPLORED.phase: explored,
             "resume": self.steps > 1,
             "resume_lockstep": self.steps > 1,
-            "rehearse": self.replicas > 1,
+            # Random worlds have the failures that are rehearsed on simulated ranks.
+            "rehearse": not own_code(self, OWN) if self.simulated else self.replicas > 1,
         }
         return possible.get(phase, True)
 

@@ -6,7 +6,7 @@ import bisect
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -71,6 +71,14 @@ def ledger(frame: pd.DataFrame, phase: str) -> LoopLedger | None:
     return next(reversed(loops(frame, phase)), None)
 
 
+def whole_loops(frame: pd.DataFrame, phases: Sequence[str]) -> Iterator[tuple[str, LoopLedger]]:
+    """The ledgers that are judged: each loop of the phase rehearse, and the last of another phase, where one before it was stopped."""
+    for phase in phases:
+        yield from (
+            (phase, rows) for rows in (loops(frame, phase) if phase == "rehearse" else loops(frame, phase)[-1:])
+        )
+
+
 def needed(frame: pd.DataFrame, phase: str, lacking: str = "no phase recorded a ledger") -> LoopLedger:
     if (rows := ledger(frame, phase)) is None:
         raise Missing(lacking)
@@ -94,9 +102,7 @@ def in_every_loop(by_ledger: ByLedger, phases: Sequence[str]) -> Measure:
     def measure(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
         last: Measured | None = None
         lacking: list[NotMeasured] = []
-        for phase in with_own_code(config, phases):
-            if (rows := ledger(frame, phase)) is None:
-                continue
+        for phase, rows in whole_loops(frame, with_own_code(config, phases)):
             try:
                 answer = settle(by_ledger(rows))
             except NotMeasured as error:
@@ -273,12 +279,16 @@ def no_rehearsal(config: Mapping[str, Any]) -> str:
 def no_deadlock(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     """Did every loop end on its own?"""
     judged = with_own_code(config, (*LOOPS, *RESUMED, "rehearse"))
-    begun = {phase: rows for phase in judged if (rows := ledger(frame, phase)) is not None}
+    begun = [*whole_loops(frame, judged)]
     if not begun:
         raise Missing("no phase recorded a ledger")
-    stuck = [phase for phase, rows in begun.items() if rows.ended is None]
-    waiting = "; ".join(f"{phase} waits: {waiting_for(begun[phase])}" for phase in stuck)
-    why = f"no end: {', '.join(stuck)}; {waiting}" if stuck else f"all {len(begun)} loops ended on their own"
+    stuck = [(phase, rows) for phase, rows in begun if rows.ended is None]
+    waiting = "; ".join(f"{phase} waits: {waiting_for(rows)}" for phase, rows in stuck)
+    why = (
+        f"no end: {', '.join(phase for phase, _ in stuck)}; {waiting}"
+        if stuck
+        else f"all {len(begun)} loops ended on their own"
+    )
     return Measured(float(len(stuck)), why)
 
 

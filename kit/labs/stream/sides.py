@@ -14,21 +14,25 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from kit.labs.lab import Drive
+from kit.labs.stream.lab import StreamConfig
 from kit.loop.messages import Command, Event, Memory
 from kit.loop.runner import Port, RealClock, Runner
 from kit.stream.live import TRAINER, LiveRanks, OpenDesk, Prompts, RunLedger, written_rows
 from kit.stream.ports import replica_role
 from kit.stream.settings import Resume, StreamSettings
 from kit.stream.sides import Logger, LoopSide, silent
-from kit.stream.simulated import durations, simulated_side
+from kit.stream.simulated import System, durations, simulated_side
 
 PIPELINE = "a"
 ASKS_S = 0.02  # initial interval between two questions from outside
 ASKS = 50  # questions after which the interval grows, so their number grows with the logarithm of the time
+DIES_S = 0.2  # when a replica dies, in virtual time: while it decodes its first samples
+MANY_GROUPS = 80
 REHEARSED = {"microbatch": 1}  # commands that fail once on simulated ranks, and the step at which they fail
 
 
@@ -45,6 +49,37 @@ def raises_every_second_time() -> Logger:
             raise RuntimeError("a logger that raises every second time, on purpose")
 
     return log
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """A loop on simulated ranks with failures that must not end it. `settings` are other ones of the controller, `options` those of the
+    simulated ranks."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def dies_and_joins(number: int) -> Callable[[System], None]:
+    """A replica dies while it decodes and joins again."""
+
+    def prepare(system: System) -> None:
+        system.schedule("died", number, DIES_S)
+        system.schedule("joined", number, 2 * DIES_S)
+
+    return prepare
+
+
+def rehearsals(config: StreamConfig) -> Iterator[Rehearsal]:
+    """A request fails, and its group is replaced or lacks in its step; the last replica dies. The first loop is long enough to show how
+    requests are spread over replicas."""
+    failing = {"fails": {**REHEARSED, "generate": 1}}
+    longer = {"steps": max(config.steps, MANY_GROUPS // config.groups)}
+    yield Rehearsal(settings={"on_failed": "replace", **longer}, options=failing)
+    if config.groups > 1:
+        yield Rehearsal(settings={"on_failed": "shrink", "floor": 1}, options=failing)
+    if config.replicas > 1:
+        yield Rehearsal(settings={"on_dead_replica": "go-on"}, options={"prepare": dies_and_joins(config.replicas - 1)})
 
 
 class StreamLoop(Protocol):
@@ -70,15 +105,18 @@ class StreamLoop(Protocol):
 
 
 class SimulatedLoop:
-    def __init__(self, drive: Drive) -> None:
+    """`options` of the simulated ranks; without any, those of the fault's scene."""
+
+    def __init__(self, drive: Drive, options: Mapping[str, Any] | None = None) -> None:
         self.drive = drive
+        self.options = {"fails": REHEARSED, **(options or drive.scene)}
         self.logger: Logger = raises_every_second_time()
         self.step_retries = 1
 
     @contextlib.contextmanager
     def side(self, limits: StreamSettings, start: Resume | None, *, stops: bool) -> Iterator[LoopSide]:
         config = self.drive.config
-        scene = {"fails": REHEARSED, **(self.drive.scene if start is None else {})}  # a fault shows before a resume
+        scene = self.options if start is None else {"fails": REHEARSED}  # a fault shows before a resume
         # Time is virtual, so a loop that is stopped has the rows with which the phase `stream` begins.
         with contextlib.nullcontext(Memory()) if stops else written_rows(self.drive) as rows:
             yield simulated_side(limits, durations(config), ledger=rows, resume=start, pipeline=PIPELINE, **scene)

@@ -178,6 +178,15 @@ def test_a_wake_while_memory_is_read_is_in_its_own_right(right: list[Facts]) -> 
     assert failed(verdict_of(rows)) == {"peak_fits"}
 
 
+@pytest.mark.parametrize(("woke", "expected"), [("same", set()), ("other", {"weights_after_wake"})])
+def test_weights_in_host_memory_come_back_as_they_were(right: list[Facts], woke: str, expected: set[str]) -> None:
+    rows = copy.deepcopy(right)
+    for when, text in (("sleeps", "same"), ("wakes", woke), ("sleeps", "next"), ("wakes", "next")):
+        ids = {"pipeline": "a", "replica": 0, "when": when}
+        rows.append({**fact("kept", 1.0, text=text, ids=ids), "phase": "shared", "rank": 1})
+    assert failed(verdict_of(rows)) == expected
+
+
 @pytest.mark.parametrize("check", ["one_owner", "memory_down_asleep"])
 def test_what_an_observer_could_not_see_is_not_judged(right: list[Facts], check: str) -> None:
     rows = copy.deepcopy(right)

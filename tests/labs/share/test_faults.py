@@ -17,7 +17,14 @@ from tests.labs.simulated import failed, passed, why
 ALSO = {
     "double-allocation": {"devices_conserved", "plan_as_specified", "plan_valid", "priority_kept"},
     "expand-first": {"devices_conserved", "no_deadlock", "one_owner", "priority_kept"},
-    "lost-device": {"devices_used", "dead_pipeline_leaves", "fair_share", "no_deadlock", "no_starvation"},
+    "lost-device": {
+        "devices_used",
+        "dead_pipeline_leaves",
+        "fair_share",
+        "no_deadlock",
+        "no_starvation",
+        "plan_as_specified",
+    },
     "no-floor": {"fair_share", "plan_as_specified"},
     "no-validation": {"devices_conserved", "one_owner", "plan_as_specified"},
     "one-shot-generation": {"devices_used", "fair_share", "no_deadlock", "no_request_lost", "plan_as_specified"},

@@ -65,7 +65,7 @@ def test_every_sampler_has_places_by_itself(sampler: str) -> None:
 
 def test_a_simulated_run_needs_no_trainer() -> None:
     config = StreamConfig(simulated=True, ranks=1, replicas=8, group=3)
-    assert [step.phase for step in plan(config)] == ["stream", "resume"]
+    assert [step.phase for step in plan(config)] == ["stream", "resume", "rehearse"]
     assert [(role.ranks, role.world) for role in roles(config)] == [((0,), 0)]
 
 

@@ -1,4 +1,4 @@
-"""How many questions a loop gets from outside: enough in a short loop, and few more in a long one."""
+"""How many questions a loop gets from outside, and what the rehearsed failures of simulated loops show."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import pytest
 from kit.labs.stream import sides
 from kit.labs.stream.rules import QUESTIONS_ASKED
 from kit.loop.messages import Command
+from kit.stream import core, generation
+from tests.labs.simulated import failed
+from tests.labs.stream.conftest import simulated
 
 
 @pytest.fixture
@@ -49,3 +52,16 @@ def test_a_controller_that_was_blocked_is_late_with_each_question(monkeypatch: p
         asker.send(Command("answer", "asker", question=question))
     assert len(waiting) >= 19
     assert asker.seconds[0] == pytest.approx(0.38)
+
+
+def nothing(*_: object) -> None: ...
+
+
+def test_a_rehearsed_replica_that_joins_again_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(core.HANDLERS, "joined", nothing)
+    assert "publish_before_use" in failed(simulated()[0])
+
+
+def test_a_rehearsed_step_does_not_wait_for_its_failed_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "shrink_step", nothing)
+    assert failed(simulated()[0]) == {"no_deadlock"}

@@ -222,6 +222,7 @@ class LeasedReplica:
 
     def shrink(self) -> dict[str, Any]:
         actor = self.actor
+        self.note_kept("sleeps")
         with self.lease.timed("sleep"):
             aborted = self.abort_requests()
             self.ctx.record("in_flight", len(actor.engine.in_flight), replica=self.number, aborted=aborted)
@@ -259,7 +260,15 @@ class LeasedReplica:
             for weight, kept in zip(weights, self.kept, strict=bool(self.kept)):
                 weight.data.copy_(kept)
             self.kept = []
+        self.note_kept("wakes")
         self.lease.note_resident("awake")
+
+    def note_kept(self, when: str) -> None:
+        """At level 1, record the digest of this rank's weights: a sync comes before the next request and would hide that they were lost."""
+        if self.level == 1:
+            weights = enumerate(self.actor.replica.chunks[0].parameters())
+            table = {str(number): hashes.digest(weight.detach(), DIGEST) for number, weight in weights}
+            self.ctx.record("kept", None, text=rankside.digest_of_hashes(table), when=when, replica=self.number)
 
     def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:
         with self.lease.timed("receive"):
