@@ -38,3 +38,14 @@ def test_a_callers_job_that_was_released_inside_trains_on(ranks):
         assert rank["job"]["same"]
         assert rank["job"]["destroyed"] > 15
         assert rank["job"]["steps"] == 2
+
+
+def test_a_random_tracker_made_inside_is_not_kept():
+    from megatron.core.tensor_parallel import random
+
+    from kit.megatron.ownership import as_found
+
+    before = random._CUDA_RNG_STATE_TRACKER
+    with as_found():
+        random._CUDA_RNG_STATE_TRACKER = object()
+    assert random._CUDA_RNG_STATE_TRACKER is before
