@@ -69,10 +69,8 @@ BESIDE = (
     "tests/browser/",
     "tests/docs/",
     "tests/labs/share/",
-    "tests/labs/split/",
     "tests/labs/stream/",
     "tests/test_notebooks.py",
-    "tests/test_public.py",
     "tests/test_ways.py",
     "tests/view/panel/",
 )
