@@ -57,6 +57,15 @@ STARTERS = {
         "failure_is_clean",
         {"ranks": 3, "replicas": 2, "tp": 1, "layers": 2, "cycles": 2, "sweep": False, "deadline_s": 10.0},
     ),
+    "receiver": Starter(
+        "sync",
+        "receiver",
+        "own_receiver",
+        "ByName",
+        "ByNameWithQueriesFirst",
+        "bit_exact",
+        {"ranks": 3, "replicas": 2, "tp": 1, "layers": 2, "cycles": 2, "sweep": False, "deadline_s": 10.0},
+    ),
     "sampler": Starter(
         "stream",
         "sampler",

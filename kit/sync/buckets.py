@@ -429,10 +429,17 @@ class Whole:
 
 class Cut:
     """Shards: the destinations of each full tensor, and the part that each destination takes. Full tensors are shard 0. A tensor split over
-    several buckets is copied once all its pieces have arrived."""
+    several buckets is copied once all its pieces have arrived. `load` takes each full tensor with its name instead, if it is given; the
+    tensor may be overwritten as soon as `load` has returned."""
 
-    def __init__(self, destinations: Mapping[str, Sequence[Destination]], own: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        destinations: Mapping[str, Sequence[Destination]],
+        own: Sequence[torch.Tensor],
+        load: Callable[[str, torch.Tensor], None] | None = None,
+    ) -> None:
         self.destinations = destinations
+        self.load = load or self.copy
         self._own = own
 
     def own(self) -> Sequence[torch.Tensor]:
@@ -449,8 +456,11 @@ class Cut:
         for view in bucket_views(self.layout, index, buffer):
             full = self._whole(view)
             if full is not None:
-                for into, take in self.destinations[view.spec.name]:
-                    into.copy_(take(full))
+                self.load(view.spec.name, full)
+
+    def copy(self, name: str, full: torch.Tensor) -> None:
+        for into, take in self.destinations[name]:
+            into.copy_(take(full))
 
     def _whole(self, view: BucketView) -> torch.Tensor | None:
         spec, start, tensor = view

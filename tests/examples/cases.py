@@ -19,6 +19,7 @@ GROWTH = {"groups": False, "cycles": 6, "layers": 12}
 FSDP = {"backend": "fsdp2"}
 UNVERIFIED = {"verify": "none"}
 PILES = {"cycles": 4}
+TWO_RANKS = {"ranks": 5, "infer_tp": 2, "verify_share": 0.5}
 
 
 @dataclass(frozen=True)
@@ -111,4 +112,9 @@ CASES = (
     Case("sync", "socket_transport:SocketsThatDropTheLastBucket", "bit_exact", UNVERIFIED),
     Case("sync", "socket_transport:SocketsInHalfPrecision", "bit_exact", UNVERIFIED),
     Case("sync", "socket_transport:SocketsThatStayOpen", "nothing_piles_up", PILES),
+    # the sync lab, receiving sides
+    Case("sync", "own_receiver:ByName", field="receiver", given=TWO_RANKS),
+    Case("sync", "own_receiver:ByNameWithQueriesFirst", "bit_exact", field="receiver"),
+    Case("sync", "own_receiver:ByNameWithAPackedHead", field="receiver"),
+    Case("sync", "own_receiver:ByNameWithAStaleHead", "logits_equal", field="receiver"),
 )

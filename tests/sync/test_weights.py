@@ -28,7 +28,12 @@ def cut(of: Tensors) -> Cut:
     return Cut(places(of), [*of.values()])
 
 
-@pytest.mark.parametrize("kind", [Whole, cut])
+def loaded(of: Tensors) -> Cut:
+    """Each full tensor is handed on with its name, whole, to whoever copies it."""
+    return Cut(places(of), [*of.values()], lambda name, full: of[name, 0].copy_(full))
+
+
+@pytest.mark.parametrize("kind", [Whole, cut, loaded])
 def test_every_dtype_and_what_is_split_arrives(kind: Any) -> None:
     assert sum(spec.size > LAYOUT.bucket_bytes for spec in LAYOUT.specs) == 1
     mine = tensors(0)

@@ -11,6 +11,7 @@ BUGS = "kit.labs.sync.ranks.bugs"
 CALL, SENDING, STEPS = "kit.sync.receiver:Call", "kit.sync.sender:Sending", "kit.sync.sender:STEPS"
 TRAINER, REPLICA = "kit.labs.sync.ranks.trainer:SyncTrainer", "kit.labs.sync.ranks.replica:SyncReplica"
 SHARDS = "kit.megatron.shards"
+KITS = {"receiver": ("",)}
 WITH_A_COPY = {"kit.labs.sync.ranks.trainer:streams": f"{BUGS}:keeps_a_copy"}
 
 FAULTS = exposed_by(
@@ -70,6 +71,7 @@ FAULTS = exposed_by(
         "the ranks of a replica swap their shards",
         "bit_exact",
         set=TWO_RANKS,
+        needs=KITS,
         patch={f"{REPLICA}.destinations": f"{BUGS}:takes_the_next_ranks_shards"},
     ),
     Fault(
@@ -82,6 +84,7 @@ FAULTS = exposed_by(
         "shared-layout-error",
         "both ends load and export queries in a wrong order of heads, so every tensor arrives bit for bit",
         "names_right",
+        needs=KITS,
         patch={
             f"{SHARDS}:full_tensors": f"{BUGS}:full_tensors_by_heads",
             f"{SHARDS}:destinations": f"{BUGS}:destinations_by_heads",
@@ -91,12 +94,14 @@ FAULTS = exposed_by(
         "transposed-tensor",
         "a square tensor is loaded transposed, which no comparison of shapes sees",
         "logits_equal",
+        needs=KITS,
         patch={f"{REPLICA}.destinations": f"{BUGS}:transposes_a_square_tensor"},
     ),
     Fault(
         "old-tensor",
         "a tensor is loaded into memory that the model no longer uses",
         "every_parameter_written",
+        needs=KITS,
         patch={f"{REPLICA}.destinations": f"{BUGS}:writes_into_an_old_tensor"},
     ),
     Fault(

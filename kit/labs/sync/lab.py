@@ -44,6 +44,13 @@ class SyncConfig(JobConfig):
             names=TRANSPORTS,
         ),
     ] = "auto"
+    receiver: Annotated[
+        str,
+        Option(
+            "your own receiving side, module:attr; attr(ctx) has load, and may have finalize, forward, sleep and wake",
+            target=True,
+        ),
+    ] = ""
     bucket_mib: Annotated[
         float | None, Option("bucket size in MiB; null: from the sizes of the tensors", low=0.001, high=65536)
     ] = None

@@ -91,6 +91,11 @@ class Group:
         self.group = self.store = None
 
 
+class LoadsNothing:
+    def __init__(self, ctx):
+        self.size = ctx.world_size
+
+
 class Raises(Files):
     def receive(self, index, into):
         if index == 1:
@@ -147,6 +152,13 @@ def test_one_that_raises_ends_the_run_and_its_error_is_reported() -> None:
         run("mine:Raises")
     assert caught.value.phase == "refresh"
     assert "mine.py" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_receiving_side_that_cannot_load_is_refused() -> None:
+    with pytest.raises(kit.RankError, match=r"mine:LoadsNothing.*has no load\(name, tensor\)") as caught:
+        run("auto", receiver="mine:LoadsNothing")
+    assert caught.value.phase == "prepare"
 
 
 def test_the_documentation_names_the_example() -> None:

@@ -265,7 +265,7 @@ def endure(replica: SyncReplica, scene: str) -> None:
             awake = replica.sleeper and not replica.replica.asleep
             note(replica, "kept_wrong", int(receiver.routed) + int(awake), scene)
             if awake:
-                replica.replica.sleep()
+                replica.sleep()
 
 
 def not_derived(replica: SyncReplica) -> int:

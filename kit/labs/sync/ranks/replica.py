@@ -6,14 +6,15 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from kit.errors import KitError
+from kit.errors import BadInput, KitError
 from kit.labs import rankside
-from kit.labs.sync.lab import replica_model, roles
+from kit.labs.sync.lab import SyncConfig, replica_model, roles
 from kit.labs.sync.ranks.contents import Contents, listed_names
 from kit.labs.sync.ranks.side import Side, error_of, fill, logits_error
 from kit.labs.sync.ranks.watch import Forwards, SeenWeights, SyncWatch, judge_forwards, sha256
@@ -25,9 +26,22 @@ from kit.sync.hashes import digest
 from kit.sync.link import call
 from kit.sync.receiver import SENDER, Call, Receiver
 from kit.sync.serving import Serving
+from kit.target import load
 
 FIRST = 3  # tensors that a comparison names
 SYNCED = "synced"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverContext:
+    """`ctx` for your own receiving side: the model to load into, whose weights are the base, and the ranks that share it."""
+
+    rank: int  # within the replica
+    world_size: int
+    group: Any
+    device: torch.device
+    config: SyncConfig
+    chunks: Sequence[Any]
 
 
 class SyncReplica(Side):
@@ -51,6 +65,13 @@ class SyncReplica(Side):
         with self.as_job():
             self.replica = serve.ServingModel(config)
             fill(self.replica.chunks, config.geometry, model.DTYPES[config.dtype], self.config.seed)
+            own = self.own_receiver()
+        # Your code works on parameters, which may not be written in place where gradients are recorded.
+        self.load = torch.no_grad()(own.load) if own else None
+        self.logits = torch.no_grad()(getattr(own, "forward", self.replica.logits))
+        self.derive, self.allocate, self.let_go = (
+            getattr(own, method, nothing) for method in ("finalize", "wake", "sleep")
+        )
         self.contents = Contents(self.replica.chunks)
         self.meet()
         tokens = self.prompt(config.geometry.vocab)
@@ -60,7 +81,7 @@ class SyncReplica(Side):
             if self.ctx.device.type == "cuda":
                 torch.cuda.set_device(self.ctx.device)  # every thread begins with the first GPU
             with standin.on_this_thread():
-                return self.replica.logits(tokens)
+                return self.logits(tokens).float()
 
         self.forwards = Forwards(forward, lambda: self.receiver, wait)
         self.serving = Serving(self.forwards, group=self.group, timeout_s=wait)
@@ -69,6 +90,25 @@ class SyncReplica(Side):
         self.receiver.make = self.watch.wrap_make(self.receiver.make)
         self.receiver.calls = self.watch.wrap_call(Call)
         self.count()
+
+    def own_receiver(self) -> Any:
+        """Your own receiving side; None without one. Inside `as_job`."""
+        target = self.config.receiver
+        if not target:
+            return None
+        own = load(target)(
+            ReceiverContext(
+                rank=dist.get_rank(),
+                world_size=dist.get_world_size(),
+                group=self.group,
+                device=self.ctx.device,
+                config=self.config,
+                chunks=self.replica.chunks,
+            )
+        )
+        if not hasattr(own, "load"):
+            raise BadInput(f"receiver={target}: the object it returned has no load(name, tensor)")
+        return own
 
     def new_receiver(self, weights: Callable[[], Any]) -> Receiver:
         return Receiver(
@@ -197,9 +237,11 @@ class SyncReplica(Side):
     def wake(self) -> None:
         self.replica.wake()
         self.contents.poison()
+        self.allocate()
         self.watch.point("wake")
 
     def sleep(self) -> None:
+        self.let_go()
         self.replica.sleep()
 
     @contextlib.contextmanager
@@ -209,7 +251,8 @@ class SyncReplica(Side):
             yield
 
     def finalize(self) -> None:
-        """Nothing is derived from these weights; the point shows that the receiver asked for it."""
+        """The kit derives nothing from these weights; the point shows that the receiver asked for it."""
+        self.derive()
         self.watch.point("derive")
 
     def digests(self, algorithm: str) -> dict[str, str]:
@@ -236,12 +279,12 @@ class SyncReplica(Side):
 
     def weights(self) -> SeenWeights:
         own = [parameter.data for parameter in self.replica.chunks[0].parameters()]
-        return SeenWeights(Cut(self.destinations(), own), self.watch)
+        return SeenWeights(Cut(self.destinations(), own, self.load), self.watch)
 
     def leave(self) -> None:
         """Lose the route and sleep, which makes room for the trainer."""
         self.receiver.routed = False
-        self.replica.sleep()
+        self.sleep()
         resident = TensorState(chunks=self.replica.chunks).resident(self.ctx.device.type)
         kept = [item for item in resident if item.kind == "weights"]
         self.ctx.record("asleep_tensors", len(kept), text="; ".join(map(str, kept[:3])))
@@ -288,6 +331,10 @@ class SyncReplica(Side):
     def record_state(self) -> None:
         self.ctx.record("version", self.receiver.version)
         self.ctx.record("routed", int(self.receiver.routed))
+
+
+def nothing() -> None:
+    """What the kit does where your own receiving side lacks a method."""
 
 
 def spell_buckets(numbers: Sequence[int]) -> str:
