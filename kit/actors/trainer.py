@@ -29,7 +29,8 @@ from kit.errors import KitError
 from kit.measure.phase import log_steps
 from kit.megatron import model, shards, split
 from kit.megatron.groups import destroy, snapshot
-from kit.sync.buckets import automatic, lay_out, specs_of
+from kit.megatron.tensors import Mover
+from kit.sync.buckets import Spec, automatic, lay_out, specs_of
 from kit.sync.cache import BASE, Cache
 from kit.sync.link import Listener
 from kit.sync.sender import Sender, Target
@@ -68,6 +69,7 @@ class TrainerActor:
         self.previous: dict[Key, torch.Tensor] = {}  # by the weights when the step began
         self.reference: dict[Key, torch.Tensor] = {}
         self.version = 0  # of the weights
+        self.caches: list[Cache] = []
         self.job: model.Training
         self.step: Split
         if self.first:  # replicas call as soon as their first phase runs
@@ -85,26 +87,42 @@ class TrainerActor:
 
     def reset(self) -> None:
         self.settle()
-        self.job = model.assemble_job(self.config.trainer_model, self.device, optimizer_settings(self.config))
-        shards.load_full(self.job.chunks, self.base)
-        self.job.optimizer.reload_model_params()
-        self.step = make_split(self.config.trainer, self.context(), "trainer")
+        self.build_jobs()
         self.open = None
         self.updates, self.began = 0, 0.0
         self.previous, self.reference = {}, {}
         self.keep(0)
+        self.build_senders()
+
+    def build_jobs(self) -> None:
+        self.job = model.assemble_job(self.config.trainer_model, self.device, optimizer_settings(self.config))
+        shards.load_full(self.job.chunks, self.base)
+        self.job.optimizer.reload_model_params()
+        self.step = make_split(self.config.trainer, self.context(), "trainer")
+
+    @property
+    def movers(self) -> list[Mover]:
+        """Of all jobs, in the order in which they come to the device."""
+        return [self.job.mover]
+
+    def build_senders(self) -> None:
         specs = specs_of(self.gather())
         if self.first:
-            self.cache = Cache(lay_out(specs, automatic(specs)), timeout_s=self.config.deadline_s)
-            self.sender = Sender(
-                self.cache,
-                self.listener,
-                place=place_of(self.ctx, self.ctx.rank),
-                rank=0,
-                device=self.ctx.device,
-                transport=self.config.transport,
-                timeout_s=self.config.deadline_s,
-            )
+            self.sender = self.sender_of(specs, self.listener)
+
+    def sender_of(self, specs: Sequence[Spec], listener: Listener) -> Sender:
+        """A sender of tensors of this layout, with a cache of its own, which `settle` closes."""
+        cache = Cache(lay_out(specs, automatic(specs)), timeout_s=self.config.deadline_s)
+        self.caches.append(cache)
+        return Sender(
+            cache,
+            listener,
+            place=place_of(self.ctx, self.ctx.rank),
+            rank=0,
+            device=self.ctx.device,
+            transport=self.config.transport,
+            timeout_s=self.config.deadline_s,
+        )
 
     def context(self) -> SplitContext:
         return SplitContext(
@@ -124,9 +142,10 @@ class TrainerActor:
         """Give up an open step, the copies of the last loop, and the host memory of what was moved."""
         if hasattr(self, "step"):
             self.give_up()
-            self.job.mover.close()
-        if hasattr(self, "cache"):
-            self.cache.close()
+            for mover in self.movers:
+                mover.close()
+        while self.caches:
+            self.caches.pop().close()
         if self.first:
             self.inbox.clear({key.group for key in self.inbox.stored})
 

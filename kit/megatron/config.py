@@ -13,7 +13,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kit.errors import BadInput
 
@@ -45,6 +45,22 @@ GEOMETRIES = {
     ),
     "qwen2.5-0.5b": Geometry(hidden=896, layers=24, heads=14, kv_heads=2, ffn=4864, vocab=151_936, rope_base=1_000_000),
 }
+
+
+LoraTargets = Literal["all", "attention", "mlp"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LoraOptions:
+    """Low-rank adapters on the linear layers of attention, of the MLP, or on all: W x + (alpha / rank) B A x."""
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: LoraTargets = "all"
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -173,10 +173,16 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-@_quiet()
 def assemble_job(config: ModelConfig, device: torch.device, settings: Settings = DEFAULTS) -> Training:
     """Build the job on existing groups; several jobs of one layout may share them."""
-    chunks = [_chunk(config, device, stage) for stage in range(config.vpp or 1)]
+    networks = [network(config, device, stage) for stage in range(config.vpp or 1)]
+    return job_of(config, networks, device, settings)
+
+
+@_quiet()
+def job_of(config: ModelConfig, networks: list[Any], device: torch.device, settings: Settings = DEFAULTS) -> Training:
+    """Wrap these networks, one per virtual stage, into a job with its own gradient buffers and optimizer."""
+    chunks = [_chunk(config, stage) for stage in networks]
     optimizer = _optimizer(config, chunks, settings)
     scheduler = _scheduler(optimizer, settings)
     from megatron.core.distributed import finalize_model_grads
@@ -272,10 +278,9 @@ def network(config: ModelConfig, device: torch.device, stage: int = 0) -> Any:
     return model
 
 
-def _chunk(config: ModelConfig, device: torch.device, stage: int) -> Any:
+def _chunk(config: ModelConfig, model: Any) -> Any:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    model = network(config, device, stage)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=config.overlap_grad_reduce,

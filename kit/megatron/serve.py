@@ -30,8 +30,9 @@ from torch.distributed import distributed_c10d as c10d
 from kit.errors import BadInput, KitError
 from kit.measure.host import huge_pages, trim
 from kit.megatron import model, standin
-from kit.megatron.config import ModelConfig
+from kit.megatron.config import LoraOptions, ModelConfig
 from kit.megatron.handles import parallel_state
+from kit.megatron.lora import AdapterNetwork, FrozenBase
 from kit.train.arithmetic import uniform
 
 
@@ -47,7 +48,28 @@ class ServingModel:
         self.config = config
         self.device = model.initialise(config)
         self.chunks: list[Any] = [model.network(config, self.device).eval()]
+        self.base: FrozenBase | None = None
+        self.adapters: list[AdapterNetwork] = []
         self._away: list[tuple[torch.UntypedStorage, int]] = []
+
+    def adapt(self, options: LoraOptions, count: int) -> None:
+        """Make room for this many low-rank adapters; the caller loads them."""
+        self.base = FrozenBase(self.chunks[0], self.device)
+        self.adapters = [AdapterNetwork(self.base, options) for _ in range(count)]
+
+    def applying(self, adapter: int) -> contextlib.AbstractContextManager[None]:
+        """Inside, forwards run with this adapter."""
+        if adapter == NO_ADAPTER:
+            return contextlib.nullcontext()
+        if self.base is None or not 0 <= adapter < len(self.adapters):
+            raise KitError(f"adapter {adapter} is not on this replica, which has {len(self.adapters)}")
+        return self.base.applying(self.adapters[adapter])
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Those of the base and of all adapters."""
+        yield from self.chunks[0].named_parameters()
+        for number, adapter in enumerate(self.adapters):
+            yield from adapter.named_parameters(prefix=f"adapter{number}")
 
     @property
     def asleep(self) -> bool:
@@ -66,7 +88,7 @@ class ServingModel:
         if self.asleep:
             raise KitError("this replica is asleep already")
         storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        for name, param in self.chunks[0].named_parameters():
+        for name, param in self.named_parameters():
             storage = param.untyped_storage()
             if not storage.resizable():
                 raise KitError(f"the storage of {name} cannot be resized, so it cannot be released")
@@ -87,7 +109,7 @@ class ServingModel:
             storage.resize_(size)
             if self.device.type == "cpu":
                 huge_pages(storage.data_ptr(), size)
-        for param in self.chunks[0].parameters():
+        for _, param in self.named_parameters():
             param.data.fill_(float("nan"))
         self._away = []
 
@@ -177,6 +199,7 @@ def as_world(group: Any) -> Iterator[None]:
 
 # -- answers, token by token -------------------------------------------------------------------------------------------
 
+NO_ADAPTER = -1
 AtSync = Literal["keep", "recompute", "abort", "drain"]
 Ended = Literal["end", "length", "cancelled", "aborted"]
 KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer, [length, 1, groups, head]
@@ -195,6 +218,7 @@ class PromptRequest:
     max_tokens: int
     min_tokens: int = 0  # `end` is masked for this many tokens
     temperature: float = 1.0
+    adapter: int = NO_ADAPTER  # that its forwards run with
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -279,26 +303,27 @@ class Prefix:
 
 
 class PrefixCache:
-    """Prefixes by (version, tokens). Above `limit` bytes the least recently used is dropped."""
+    """Prefixes by (version, adapter, tokens). Above `limit` bytes the least recently used is dropped."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.size = 0
-        self._kept: OrderedDict[tuple[int, tuple[int, ...]], Prefix] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int, tuple[int, ...]], Prefix] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def get(self, version: int, tokens: tuple[int, ...]) -> Prefix | None:
-        prefix = self._kept.get((version, tokens))
+    def get(self, version: int, tokens: tuple[int, ...], adapter: int = NO_ADAPTER) -> Prefix | None:
+        key = version, adapter, tokens
+        prefix = self._kept.get(key)
         if prefix is not None:
-            self._kept.move_to_end((version, tokens))
+            self._kept.move_to_end(key)
         return prefix
 
-    def put(self, version: int, tokens: tuple[int, ...], prefix: Prefix) -> None:
+    def put(self, version: int, tokens: tuple[int, ...], prefix: Prefix, adapter: int = NO_ADAPTER) -> None:
         if prefix.size > self.limit:
             return
-        self._kept[version, tokens] = prefix
+        self._kept[version, adapter, tokens] = prefix
         self.size += prefix.size
         while self.size > self.limit:
             self.size -= self._kept.popitem(last=False)[1].size
@@ -398,7 +423,7 @@ class Engine:
             flight.context, logits = self._prefill(flight.request)
             flight.kept = False
         for at in range(flight.context.sequence_len_offset, len(sequence)):
-            logits = self._forward(flight.context, sequence[at : at + 1])
+            logits = self._forward(flight.context, sequence[at : at + 1], flight.request.adapter)
         assert logits is not None  # the last token never has KV before its successor is sampled
         return logits
 
@@ -409,25 +434,25 @@ class Engine:
         length = len(request.prompt)
         context: Any = StaticInferenceContext(1, length + request.max_tokens)
         layers: dict[int, KV] = context.key_value_memory_dict
-        prefix = self.prefixes.get(self.version, request.prompt)
+        prefix = self.prefixes.get(self.version, request.prompt, request.adapter)
         if prefix is not None:
             for layer, pair in prefix.layers.items():
                 layers[layer] = tuple(_lengthened(tensor, context.max_sequence_length) for tensor in pair)  # type: ignore[assignment]
             context.increment_sequence_len_offset(length)
             context.enable_decode_mode()
             return context, prefix.logits
-        logits = self._forward(context, request.prompt)
+        logits = self._forward(context, request.prompt, request.adapter)
         kept = {layer: (keys[:length].clone(), values[:length].clone()) for layer, (keys, values) in layers.items()}
-        self.prefixes.put(self.version, request.prompt, Prefix(kept, logits))
+        self.prefixes.put(self.version, request.prompt, Prefix(kept, logits), request.adapter)
         return context, logits
 
-    def _forward(self, context: Any, tokens: Sequence[int]) -> torch.Tensor:
+    def _forward(self, context: Any, tokens: Sequence[int], adapter: int) -> torch.Tensor:
         """Append tokens to a context and return the logits after them: float32 [vocabulary], the same on every rank."""
         device, start = self.replica.device, context.sequence_len_offset
         ids = torch.tensor([[*tokens]], device=device)
         positions = torch.arange(start, start + len(tokens), device=device)[None]
         # After the prompt a forward creates nothing on a device that it names.
-        with standin.off() if start else contextlib.nullcontext():
+        with standin.off() if start else contextlib.nullcontext(), self.replica.applying(adapter):
             output: torch.Tensor = self.replica.chunks[0](
                 ids, positions, None, inference_context=context, runtime_gather_output=True
             )

@@ -54,6 +54,15 @@ LAYER = {
     "mlp.linear_fc1.weight": (GATE_UP, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
     "mlp.linear_fc2.weight": (COLUMNS, ("mlp.down_proj.weight",)),
     "mlp.router.weight": (WHOLE, ("mlp.gate.weight",)),
+    # The low-rank adapters of kit.megatron.lora.
+    "self_attention.linear_qkv.lora_A": (WHOLE, ("self_attn.qkv_proj.lora_A",)),
+    "self_attention.linear_qkv.lora_B": (QKV, tuple(f"self_attn.{x}_proj.lora_B" for x in "qkv")),
+    "self_attention.linear_proj.lora_A": (COLUMNS, ("self_attn.o_proj.lora_A",)),
+    "self_attention.linear_proj.lora_B": (WHOLE, ("self_attn.o_proj.lora_B",)),
+    "mlp.linear_fc1.lora_A": (WHOLE, ("mlp.gate_up_proj.lora_A",)),
+    "mlp.linear_fc1.lora_B": (GATE_UP, ("mlp.gate_proj.lora_B", "mlp.up_proj.lora_B")),
+    "mlp.linear_fc2.lora_A": (COLUMNS, ("mlp.down_proj.lora_A",)),
+    "mlp.linear_fc2.lora_B": (WHOLE, ("mlp.down_proj.lora_B",)),
 }
 EXPERT = {
     "linear_fc1.weight": (GATE_UP, ("gate_proj.weight", "up_proj.weight")),

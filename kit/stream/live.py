@@ -176,7 +176,7 @@ class LiveRanks(Port):
     def _sync(self, command: Command) -> None:
         """One call for the trainer and one for each replica, so a death is an event at once."""
         names = [name for name in map(replica_role, numbers(command.replicas)) if name in self.orders]
-        args = {"version": command.version, "at_sync": command.at_sync, "replicas": names}
+        args = self._sync_args(command, names)
         left, ids = {TRAINER, *names}, {"version": command.version}
         failures: list[str] = []
 
@@ -203,6 +203,9 @@ class LiveRanks(Port):
 
         for role in (*names, TRAINER):
             self._call(role, "sync", args, functools.partial(ended, role))
+
+    def _sync_args(self, command: Command, names: Sequence[str]) -> dict[str, Any]:
+        return {"version": command.version, "at_sync": command.at_sync, "replicas": names}
 
     def patient(self, seconds: float) -> float:
         """Wait at most this long, and not beyond the deadline of a call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from kit.errors import BadInput
+from kit.megatron.config import ModelConfig
+from kit.megatron.lora import refuse_unsupported
 from kit.megatron.shards import COLUMNS, GATE_UP, QKV, ROWS, WHOLE, ShardPlace, join, made_of, part_of_tensor, views
 from kit.world import World
 
@@ -234,3 +237,40 @@ def test_tensors_that_do_not_fit_are_refused_by_name_on_every_rank(world: World,
 
 def test_a_rank_needs_its_own_stages_tensors_alone(world: World) -> None:
     assert ask(world, "own_alone", **STAGES) == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("targets", "layout"),
+    [
+        ("all", {"tp": 2, "layers": 2}),
+        ("all", {"layers": 2}),
+        pytest.param("attention", {"tp": 2, "distributed_optimizer": True}, marks=pytest.mark.slow),
+        pytest.param("mlp", {"tp": 2, "size": "odd"}, marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_on_one_base_are_plain_models_with_merged_weights(
+    world: World, targets: str, layout: dict[str, Any]
+) -> None:
+    ranks = world.call("tests.megatron.ranks.lora:adapted", targets=targets, **layout)
+    for rank in ranks:
+        assert rank["base_trains"] == []
+        assert rank["loaded"] == [[], []]
+        assert max(rank["logits"] + rank["merged"]) <= 1e-5 < rank["apart"]
+        assert {name: far for name, far in rank["gradients"].items() if far > 1e-4} == {}
+        assert rank["stepped"]
+        assert rank["grad_norm"] == pytest.approx(rank["norm"], rel=1e-4)
+        assert rank["trained"]
+        assert rank["other"] == []
+        assert rank["base"] == []
+
+
+def test_a_job_that_no_adapter_can_have_is_refused() -> None:
+    refusals = {
+        "pp": "pp=2 is not allowed with adapters: it must be 1",
+        "overlap_grad_reduce": "overlap_grad_reduce=True is not allowed with adapters: the base has no gradients whose reduction "
+        "could be overlapped",
+        "experts": "experts=4 is not allowed with adapters: experts have linear layers of their own, which get no adapter",
+    }
+    for setting, sentence in refusals.items():
+        with pytest.raises(BadInput, match=re.escape(sentence)):
+            refuse_unsupported(ModelConfig(**{setting: {"pp": 2, "overlap_grad_reduce": True, "experts": 4}[setting]}))

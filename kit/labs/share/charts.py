@@ -409,6 +409,9 @@ CHARTS = Charts(
             "unused",
             seconds_in("seconds", *tables.USES[:-1], "unused"),
         ),
+        "idle": Table(
+            "Idle devices by cause", lambda data: tables.idle(data.records), units=seconds_in(*tables.CAUSES)
+        ),
         "switches": Table(
             "Every switch",
             lambda data: tables.switches(data.records),

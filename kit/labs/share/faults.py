@@ -518,4 +518,54 @@ OF_RANKS = exposed_by(
     ),
 )
 
-FAULTS = (*OF_RANKS, *OF_THE_DESK, *OF_A_PIPELINE)
+# Two adapters; each trains twice.
+OF_ADAPTERS = exposed_by(
+    {"scenario": "C", "adapters": 2, "steps": 4, "groups": 2, "group": 2, "warm": 2, "rehearse": False},
+    Fault(
+        "adapter-name-reused",
+        "a replica keeps the second adapter under the name of the first",
+        "adapters_apart",
+        patch={"kit.megatron.serve:ServingModel.applying": "kit.labs.share.ranks.bugs:applies_the_first"},
+    ),
+    Fault(
+        "adapter-mixed",
+        "an adapter trains on the groups of another one",
+        "adapters_apart",
+        patch={
+            "kit.actors.adapters:AdapterTrainer.take_turn": "kit.labs.share.ranks.bugs:takes_the_next_turn",
+            "kit.actors.adapters:AdapterTrainer.batch_of": "kit.labs.share.ranks.bugs:takes_any_group",
+        },
+    ),
+    Fault(
+        "adapter-optimizer-shared",
+        "an adapter goes on with the optimizer state of the one before it",
+        "adapter_numbers",
+        patch={"kit.actors.adapters:AdapterTrainer.begin": "kit.labs.share.ranks.bugs:takes_the_optimizer_along"},
+    ),
+    Fault(
+        "base-trained",
+        "a step of an adapter changes the base too",
+        "base_unchanged",
+        patch={"kit.labs.share.ranks.adapters:AdaptersTrainer.fill_cache": "kit.labs.share.ranks.bugs:moves_the_base"},
+    ),
+    Fault(
+        "base-sent-renamed",
+        "tensors that training never changes are sent under the adapter's names",
+        "trained_changed",
+        patch={"kit.actors.adapters:AdapterTrainer.fill_cache": "kit.labs.share.ranks.bugs:sends_what_never_changes"},
+    ),
+    Fault(
+        "merged-twice",
+        "a replica merges the adapter into the base and applies it again",
+        "adapters_apart",
+        patch={"kit.megatron.lora:LowRankPair.forward": "kit.labs.share.ranks.bugs:adds_twice_while_serving"},
+    ),
+    Fault(
+        "adapter-never-unloaded",
+        "a sleeping replica keeps its adapters",
+        "adapters_unloaded",
+        patch={"kit.megatron.serve:ServingModel.named_parameters": "kit.labs.share.ranks.bugs:forgets_adapters"},
+    ),
+)
+
+FAULTS = (*OF_RANKS, *OF_ADAPTERS, *OF_THE_DESK, *OF_A_PIPELINE)

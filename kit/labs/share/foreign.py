@@ -69,7 +69,15 @@ ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("verify", "async"), (lambda value: isinstance(value, bool), "must be true or false")),
 }
 CLUSTERS = ("actor_train", "actor_infer", "reference", "critic")  # with `device_mapping` and `offload_nccl`
-ADAPTERS = re.compile(r"(^|\.)adapters(\.|$)")
+ADAPTER = re.compile(r"(actor_\w+)\.model_args\.adapters\.([^.]+)\.(\w+)")  # cluster, adapter, option
+ATTENTION, MLP = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
+TARGETS = {"all": ATTENTION | MLP, "attention": ATTENTION, "mlp": MLP}
+# What cannot be together with adapters, by the end of its key.
+NOT_WITH_ADAPTERS = {
+    "use_sequence_packing": "packs rows of several adapters into one microbatch, which can only have one",
+    "use_dynamic_batching_in_train": "mixes rows of several adapters in one microbatch, which can only have one",
+    "overlap_grad_reduce": "starts to reduce gradients of adapters that do not train in this step",
+}
 REWARDS = re.compile(r"(rewards?(\.\w+)?)\.device_mapping")
 
 
@@ -124,7 +132,7 @@ def resolved(value: Any, values: Mapping[str, Any]) -> Any:
 def known(given: Mapping[str, Any]) -> set[str]:
     places = {place for places_of_setting in PLACES.values() for place in places_of_setting}
     offloads = {"offload_nccl", *(f"{cluster}.offload_nccl" for cluster in CLUSTERS)}
-    return places | offloads | {key for key in given if REWARDS.fullmatch(key)}
+    return places | offloads | {key for key in given if REWARDS.fullmatch(key) or ADAPTER.fullmatch(key)}
 
 
 def pipeline_settings(given: Mapping[str, Any], pipeline: str) -> dict[str, Any]:
@@ -140,15 +148,56 @@ def pipeline_settings(given: Mapping[str, Any], pipeline: str) -> dict[str, Any]
         settings[f"{pipeline}.{cluster}"] = devices[0]
     most = max(device for devices in settings.values() for device in devices) + 1
     settings |= {f"{pipeline}.{name}": values[name] for name in ("tp", "infer_tp", "steps") if name in values}
+    adapters = adapter_settings(given)
+    settings |= {f"{pipeline}.{name}": value for name, value in adapters.items()}
     if "sleep_level" in values:
         settings["sleep_level"] = values["sleep_level"]
-    # The window of an asynchronous loop: versions between generation and training.
-    if "ratio" in values:
+    # The window of an asynchronous loop: versions between generation and training. That of adapters follows from their number.
+    if "ratio" in values and not adapters:
         settings[f"{pipeline}.window"] = -int(-values["ratio"] // 1)
-    elif "async" in values:
+    elif "async" in values and not adapters:
         settings[f"{pipeline}.window"] = values.get("age", 1) if values["async"] else 0
     # `offload_nccl`, absent or true: another value was refused.
     return settings | {"release_groups": True, "devices": max(most, values.get("devices", 0))}
+
+
+def adapter_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a file's adapters, which must be alike; none without adapters."""
+    names: dict[str, set[str]] = {}
+    options: dict[str, Any] = {}
+    for key, value in given.items():
+        if (match := ADAPTER.fullmatch(key)) is None:
+            continue
+        cluster, adapter, option = match.groups()
+        names.setdefault(cluster, set()).add(adapter)
+        if option == "lora_target":
+            option, value = "lora_targets", target_of(key, value)  # noqa: PLW2901 - as a setting has it
+        elif option not in ("lora_rank", "lora_alpha"):
+            raise BadInput(f"{key} is not known; an adapter has lora_rank, lora_alpha and lora_target")
+        if options.setdefault(option, value) != value:
+            raise BadInput(
+                f"{key}={value}, but another adapter has {options[option]}; those of a pipeline must be alike"
+            )
+    if not names:
+        return {}
+    trained = names.get("actor_train", set())
+    for cluster, others in names.items():
+        if others != trained:
+            raise BadInput(
+                f"{cluster} has the adapters {sorted(others)}, and actor_train {sorted(trained)}; name the same"
+            )
+    for key, value in given.items():
+        if value is True and (why := NOT_WITH_ADAPTERS.get(key.rpartition(".")[2])):
+            raise BadInput(f"{key}=true is not possible with adapters: it {why}; use false")
+    return {"adapters": len(trained), **options}
+
+
+def target_of(key: str, value: Any) -> str:
+    layers = TARGETS["all"] if value == "all-linear" else {*str(value).replace(" ", "").split(",")}
+    targets = next((name for name, known_layers in TARGETS.items() if known_layers == layers), "")
+    if not targets:
+        raise BadInput(f"{key}={value!r} must be all-linear, or all layers of attention, of the MLP, or of both")
+    return targets
 
 
 def allowed_values(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -169,10 +218,6 @@ def refuse_what_is_missing(given: Mapping[str, Any]) -> None:
                 f"{cluster}.offload_nccl=false: a cluster on shared devices must release its communicators; use true"
             )
     for key, value in given.items():
-        if ADAPTERS.search(key) and value:
-            raise BadInput(
-                f"{key}: pipelines with adapters are not part of this lab, which trains and syncs all weights; remove the adapters"
-            )
         if key == "actor_train.strategy_args.strategy_name" and str(value).startswith("deepspeed"):
             raise BadInput(
                 f"{key}={value}: DeepSpeed is not part of this lab, which trains with Megatron; use megatron_train"

@@ -48,6 +48,7 @@ class Ranks(LiveRanks):
         self.ended_by: KitError | None = None  # the death of its trainer
         self.gone = False  # true once none of its ranks is on a device
         self.late: list[tuple[str, list[Event]]] = []  # events to report once a role is off its devices
+        self.woke: set[str] = set()  # replicas that have had no sync since they woke
 
     def move(self, command: Command) -> None:
         """A shrink or an expand; it begins when the replica has no other call. A dead replica answers nothing."""
@@ -104,9 +105,18 @@ class Ranks(LiveRanks):
                 return self._refused(name, Event("error", DESK, of=command.name, why=why, **ids))
             if command.name == "expand":
                 self.orders[name], self.active[name] = [], set()
+                self.woke.add(name)
             return [*self.observer.look(), Event("shrunk" if command.name == "shrink" else "expanded", DESK, **ids)]
 
         self._call(name, command.name, {}, ended)
+
+    def _sync_args(self, command: Command, names: Sequence[str]) -> dict[str, Any]:
+        """A trainer of adapters sends those that a replica lacks: all to one that woke."""
+        args = super()._sync_args(command, names)
+        if self.drive.config.adapters:
+            args["woke"] = sorted(self.woke & {*names})
+            self.woke -= {*names}
+        return args
 
     def _refused(self, name: str, error: Event) -> list[Event]:
         """A replica that cannot wake frees its devices before the desk is informed. One that cannot sleep may still hold them."""

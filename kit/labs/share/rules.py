@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.labs.definition import in_a_notebook, made, own_code
 from kit.labs.explored import no_world_fails
+from kit.labs.share.adapters import ADAPTER_RULES
 from kit.labs.share.lab import ALONE, BETWEEN_LOOKS_S, MAIN, OWN, TRAINER, ShareConfig, role_names
 from kit.labs.share.ledgers import (
     LOOP_RULES,
@@ -383,7 +384,8 @@ def describe(outcome: tuple[float | None, str] | None) -> str:
 def stale(config: Mapping[str, Any]) -> str:
     if (why := no_ranks(config)) or "pipelines" not in config:
         return why
-    windows = [f"{name}.window={loop.window}" for name, loop in share_config(config).loops.items() if loop.window]
+    loops_of_run = share_config(config).loops.items()
+    windows = [f"{name}.window={loop.window}" for name, loop in loops_of_run if loop.window != loop.own_window]
     if windows:
         return f"{', '.join(windows)}: the version that generates a sample depends on timing; use window=0"
     return ""
@@ -460,7 +462,7 @@ def dead_and_seen(frame: pd.DataFrame, config: ShareConfig) -> Iterator[str]:
     """Devices that a dead pipeline still held, according to observers, after the desk had removed it; and outcomes of the others that
     differ from those alone."""
     dead = {row.who for ledger in ledgers(frame, "rehearse") for row in ledger.of("died") if "replica" not in row.ids}
-    for name in [name for name, loop in config.loops.items() if not loop.window and name not in dead]:
+    for name in [name for name, loop in config.loops.items() if loop.window == loop.own_window and name not in dead]:
         yield from departed(frame, config, name, "rehearse")[0]
     for where, ledger in every_ledger(frame, ("rehearse",)):
         for name in {row.who for row in ledger.of("died") if "replica" not in row.ids}:
@@ -599,6 +601,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda config: bool(config["worlds"] and own_code(config, OWN)),
         cannot=lambda config: in_a_notebook(config, OWN),
     ),
+    *ADAPTER_RULES,
     rule(loops_right),
     rule(devices_used, limit=MOST_IDLE),
     rule(no_thrash, limit=judge.MOST_SLEEPS),

@@ -17,12 +17,14 @@ from kit.results import NotMeasured
 from kit.results.ledger import PerFrame
 from kit.results.records import Row, numbers
 from kit.share.books import Books, DeskLedger, cluster_of, replica_of, request_of
-from kit.share.judge import is_needy
+from kit.share.judge import has_work, is_needy, sleeping_bundles
+from kit.share.state import GENERATION
 from kit.share.stuck import device_requests, flights
 from kit.stream.ports import TRAINER, calls
 
 USES = ("training", "generating", "waiting", "switching", "idle")
 NOBODY = "-"
+CAUSES = ("no request", "switch", "starved", "planner")  # of idle devices
 
 
 # -- the ledger ------------------------------------------------------------------------------------------------------------
@@ -126,6 +128,31 @@ def uses(book: DeskLedger) -> pd.DataFrame:
     table = pd.DataFrame(used, columns=["device", "pipeline", "what", "use", "left", "right"])
     table = table[table["right"] > table["left"]].reset_index(drop=True)
     return table.assign(seconds=table["right"] - table["left"])
+
+
+def idle(frame: pd.DataFrame, phase: str = MAIN) -> pd.DataFrame:
+    """One row per device: the seconds in which it had no owner, by cause.
+
+    `switch`: a plan is in progress. `planner`: a request that waits, or a sleeping replica of a pipeline with work, could have it now.
+    `starved`: one of these needs it, but another device that it also needs has an owner. `no request`: nobody needs it.
+    """
+    book = ledger(frame, phase)
+    spells = [(key, cause, right - left) for key, cause, left, right in over_time(book.replay(), idle_by_cause)]
+    table = pd.DataFrame(spells, columns=["device", "cause", "seconds"])
+    sums = table.pivot_table(index="device", columns="cause", values="seconds", aggfunc="sum", fill_value=0.0)
+    devices = pd.RangeIndex(book.limit("devices", 0), name="device")
+    return sums.reindex(index=devices, columns=[*CAUSES], fill_value=0.0).reset_index().rename_axis(columns=None)
+
+
+def idle_by_cause(books: Books) -> dict[int, str]:
+    free = books.idle()
+    if books.plan is not None:
+        return dict.fromkeys(free, "switch")
+    needs = [frozenset(books.clusters[name][cluster]) for name, cluster in books.waiting if cluster != GENERATION]
+    needs += [bundle for name in books.clusters if has_work(books, name) for bundle in sleeping_bundles(books, name)]
+    causes = dict.fromkeys(free, "no request")
+    causes |= {device: "starved" for devices in needs for device in devices & free}
+    return causes | {device: "planner" for devices in needs if devices <= free for device in devices}
 
 
 def of_span(

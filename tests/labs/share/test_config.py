@@ -43,7 +43,7 @@ from tests.labs.share.conftest import share
         ({"planner": "fair"}, "planner must be one of gap-ratio, fifo, static, or module:attr, not 'fair'"),
         ({"scheduler": "desk"}, "scheduler must be 'module:attr', not 'desk'"),
         ({"gate": "6"}, "gate must be one of"),
-        ({"scenario": "C"}, "scenario must be one of A, B, E, F"),
+        ({"scenario": "G"}, "scenario must be one of A, B, C, D, E, F"),
         ({"a.steps": 0}, "a.steps must be a whole number from 1 to 10000, not 0"),
         ({"sleep_level": 3}, "sleep_level must be one of 2, 1, not 3"),
     ],
@@ -86,7 +86,7 @@ def test_old_names_are_accepted_with_a_sentence() -> None:
 
 
 def test_a_config_is_the_same_after_it_was_stored() -> None:
-    for given in ({}, {"scenario": "F"}, {"gate": "2"}, {"pipelines": 3, "b.infer_tp": 2}):
+    for given in ({}, {"scenario": "D"}, {"scenario": "F"}, {"gate": "2"}, {"pipelines": 3, "b.infer_tp": 2}):
         config = share(**given)
         assert made(ShareConfig, json.loads(json.dumps(as_settings(config)))) == config
 

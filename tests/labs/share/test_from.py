@@ -51,6 +51,9 @@ ROLL: dict[str, Any] = {
 }
 
 
+SERVES_MATH = {**ROLL["actor_infer"], "model_args": {"adapters": {"math": {"lora_rank": 8}}}}
+
+
 def changed(content: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {**content, **changes}
 
@@ -59,6 +62,28 @@ def trained_by(*, model_args: dict[str, Any] | None = None, **strategy: Any) -> 
     trainer = ROLL["actor_train"]
     strategy = {**trainer["strategy_args"], **strategy}
     return changed(ROLL, actor_train={**trainer, "model_args": model_args, "strategy_args": strategy})
+
+
+def adapted(adapters: dict[str, Any], **more: Any) -> dict[str, Any]:
+    content = trained_by(model_args={"adapters": adapters})
+    return changed(content, actor_train={**content["actor_train"], **more})
+
+
+def test_adapters_become_settings() -> None:
+    each = {"lora_target": "all-linear", "lora_rank": 8, "lora_alpha": 8}
+    content = adapted({"Sokoban1": each, "Sokoban2": each}, use_sequence_packing=False)
+    served = {**each, "lora_target": "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"}
+    infer = {**ROLL["actor_infer"], "model_args": {"adapters": {"Sokoban1": served, "Sokoban2": served}}}
+    found, unknown = settings_of({"one": changed(content, actor_infer=infer)})
+    assert {name: found[f"a.{name}"] for name in ("adapters", "lora_rank", "lora_alpha", "lora_targets")} == {
+        "adapters": 2,
+        "lora_rank": 8,
+        "lora_alpha": 8,
+        "lora_targets": "all",
+    }
+    assert "a.window" not in found
+    assert not any("adapters" in key for key in unknown)
+    assert share(**found).loops["a"].window == 1
 
 
 def test_two_files_become_two_pipelines() -> None:
@@ -121,7 +146,12 @@ REFUSED = [
     (changed(ROLL, model_update_transport="pigeon"), "must be one of cpu_serialize"),
     (changed(ROLL, verify_model_after_sync="yes"), "must be true or false"),
     (changed(ROLL, async_generation_ratio=-1), "must be a number of at least 0"),
-    (trained_by(model_args={"adapters": {"math": {"lora_rank": 8}}}), "adapters.math.lora_rank: pipelines with adapters"),
+    (adapted({"math": {"lora_rank": 8}, "code": {"lora_rank": 16}}), "code.lora_rank=16, but another adapter has 8; those of a"),
+    (adapted({"math": {"lora_target": "q_proj"}}), "lora_target='q_proj' must be all-linear, or all layers of attention"),
+    (adapted({"math": {"dropout": 0.1}}), "math.dropout is not known; an adapter has lora_rank, lora_alpha and lora_target"),
+    (adapted({"math": {"lora_rank": 8}}, use_sequence_packing=True), "use_sequence_packing=true is not possible with adapters"),
+    (adapted({"math": {"lora_rank": 8}}, overlap_grad_reduce=True), "overlap_grad_reduce=true is not possible with adapters"),
+    (changed(ROLL, actor_infer=SERVES_MATH), "actor_infer has the adapters ['math'], and actor_train []; name the same"),
     (trained_by(strategy_name="deepspeed_train"), "strategy_name=deepspeed_train: DeepSpeed is not part of this lab"),
 ]  # fmt: skip
 

@@ -61,7 +61,7 @@ def run(places: None) -> kit.Run:
 
 def on_ranks(**changed: Any) -> kit.Run:
     config = {**CONFIG, **changed}
-    if config.get("scenario") == "A":  # the one scenario with a single pipeline
+    if config.get("scenario") in ("A", "C"):  # the scenarios here with a single pipeline
         config = {name: value for name, value in config.items() if not name.startswith("b.")}
     return kit.run("share", **{name: [*value] if isinstance(value, tuple) else value for name, value in config.items()})
 
@@ -207,3 +207,22 @@ def test_three_pipelines_with_different_tp_compute_what_they_compute_alone(place
         alone = computed(found, f"alone_{name}", name)
         assert alone
         assert computed(found, "shared", name) == alone
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # 6 ranks on two cores
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"scenario": "C", "adapters": 2, "tp": 2, "train": (0, 1), "infer_tp": 2},
+        {"scenario": "D", "b.adapters": 2},
+        {"scenario": "C", "adapters": 1, "lora_merged": True},
+    ],
+    ids=["C with tp=2", "D", "merged"],
+)
+def test_adapters_pass_every_check(places: None, more: dict[str, Any]) -> None:
+    steps = {"a.steps" if more["scenario"] == "C" else "b.steps": 4}
+    verdict = {row.check: row for row in on_ranks(**{**more, **steps}).verdict()}
+    assert {check: row.why for check, row in verdict.items() if row.passed is False} == {}
+    apart = ("adapters_apart", "base_unchanged", "adapter_numbers", "trained_changed", "adapters_unloaded")
+    assert all(verdict[check].passed for check in (*apart, "same_numbers"))

@@ -10,6 +10,7 @@ import pytest
 from kit.draw.data import read
 from kit.labs.share import tables
 from kit.results import NotMeasured
+from kit.share.books import Books
 from kit.view import named
 from tests.labs.share import runs
 from tests.labs.share.runs import BY_HAND, make
@@ -44,6 +45,28 @@ def test_every_second_of_a_device_has_a_use(by_hand):
         (0, "-", "idle", 12, 14),
         (1, "-", "idle", 0, 14),
     ]
+
+
+def test_each_idle_second_has_a_cause(by_hand):
+    nothing = dict.fromkeys(tables.CAUSES, 0.0)
+    assert tables.idle(by_hand).to_dict("records") == [
+        {
+            "device": 0,
+            **nothing,
+            "planner": 1.0,
+            "no request": 2.0,
+        },  # a's replica could wake at once; at the end nobody needs it
+        {"device": 1, **nothing, "switch": 2.0, "no request": 12.0},
+    ]
+
+
+def test_an_idle_device_of_a_request_that_needs_another_one_too_is_starved():
+    books = Books(3)
+    books.clusters, books.tp = {"a": {"trainer": (0, 1)}, "b": {"trainer": (1,)}}, {"a": 1, "b": 1}
+    books.waiting, books.held = {("a", "trainer"): ("training", 1, 0, 0.0)}, {("b", "trainer"): "training"}
+    assert tables.idle_by_cause(books) == {0: "starved", 2: "no request"}
+    books.held = {}
+    assert tables.idle_by_cause(books) == {0: "planner", 1: "planner", 2: "no request"}
 
 
 def test_leases_are_counted_by_device_and_owner(by_hand):

@@ -11,7 +11,7 @@ import torch
 
 from kit.megatron import ownership, serve
 from kit.megatron.config import GEOMETRIES, ModelConfig
-from kit.megatron.serve import Answer, AtSync, Engine, Prefix, PrefixCache, PromptRequest
+from kit.megatron.serve import NO_ADAPTER, Answer, AtSync, Engine, Prefix, PrefixCache, PromptRequest
 from kit.train.arithmetic import END, VOCAB, encode
 from tests.megatron.ranks.common import attempt
 from tests.megatron.ranks.recompute import verify
@@ -236,11 +236,11 @@ def restarted() -> dict[str, Any]:
 class Unsalted(PrefixCache):
     """A prefix cache with a bug: it ignores the version, and a sync does not clear it."""
 
-    def get(self, version: int, tokens: tuple[int, ...]) -> Any:
-        return super().get(0, tokens)
+    def get(self, version: int, tokens: tuple[int, ...], adapter: int = NO_ADAPTER) -> Any:
+        return super().get(0, tokens, adapter)
 
-    def put(self, version: int, tokens: tuple[int, ...], prefix: Any) -> None:
-        super().put(0, tokens, prefix)
+    def put(self, version: int, tokens: tuple[int, ...], prefix: Any, adapter: int = NO_ADAPTER) -> None:
+        super().put(0, tokens, prefix, adapter)
 
     def clear(self) -> None:
         pass
@@ -257,8 +257,8 @@ def prefixes() -> dict[str, Any]:
             """Make the cache count its hits and misses."""
             plain, tally = cache.get, [0, 0]
 
-            def get(version: int, tokens: tuple[int, ...]) -> Prefix | None:
-                found = plain(version, tokens)
+            def get(version: int, tokens: tuple[int, ...], adapter: int = NO_ADAPTER) -> Prefix | None:
+                found = plain(version, tokens, adapter)
                 tally[found is None] += 1
                 return found
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from kit.actors.adapters import AdapterTrainer, first_tensors
 from kit.actors.replica import ReplicaActor
-from kit.actors.trainer import Weights
+from kit.actors.trainer import TrainerActor, Weights
 from kit.labs.rankside import Context
 from kit.labs.share.lab import PipelineConfig
 from kit.labs.share.ranks import loop_of
+from kit.labs.share.ranks.adapters import AdaptersTrainer
 from kit.labs.share.ranks.roles import LeasedReplica, LeasedTrainer
+from kit.megatron.lora import LowRankPair
+from kit.megatron.serve import ServingModel
+from kit.train.protocol import Batch
 
 take_memory, expand, sync, end = LeasedReplica.take_memory, LeasedReplica.expand, LeasedReplica.sync, LeasedReplica.end
 begin, finish = LeasedTrainer.begin, LeasedTrainer.finish
@@ -129,3 +136,51 @@ def leaks_a_group(replica: LeasedReplica) -> None:
 
 def destroys_nothing(**_: Any) -> dict[str, Any]:
     return {"snapshot": {}}
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------------
+
+apply, take_turn, begin_step = ServingModel.applying, AdapterTrainer.take_turn, AdapterTrainer.begin
+fill_cache, add = AdapterTrainer.fill_cache, LowRankPair.forward
+
+
+def applies_the_first(replica: ServingModel, adapter: int) -> AbstractContextManager[None]:
+    return apply(replica, min(adapter, 0))
+
+
+def takes_the_next_turn(trainer: AdapterTrainer, version: int) -> None:
+    take_turn(trainer, version + 1)
+
+
+def takes_any_group(trainer: AdapterTrainer, groups: Sequence[int]) -> Batch:
+    return TrainerActor.batch_of(trainer, groups)
+
+
+def takes_the_optimizer_along(trainer: AdapterTrainer, step: int, update: int) -> None:
+    """Adam's moments of the adapter before this one."""
+    before = trainer.jobs[trainer.turn - 1]
+    trainer.job.optimizer.load_state_dict(copy.deepcopy(before.optimizer.state_dict()))
+    begin_step(trainer, step, update)
+
+
+def moves_the_base(trainer: AdaptersTrainer) -> None:
+    with torch.no_grad():
+        next(trainer.actor.frozen.network.parameters()).mul_(1.001)
+    trainer.actor.fill_cache()
+
+
+def sends_what_never_changes(trainer: AdapterTrainer) -> None:
+    adapter = (trainer.version - 1) % trainer.config.adapters
+    weights = {(name, 0): tensor for name, tensor in first_tensors(trainer.config, adapter).items()}
+    trainer.gather_adapter(adapter)  # collective
+    if trainer.first:
+        trainer.senders[adapter].build(trainer.own_version(adapter), weights)
+
+
+def adds_twice_while_serving(pair: LowRankPair, x: torch.Tensor) -> torch.Tensor:
+    added = add(pair, x)
+    return added if torch.is_grad_enabled() else 2 * added
+
+
+def forgets_adapters(replica: ServingModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    yield from replica.chunks[0].named_parameters()

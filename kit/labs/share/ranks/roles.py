@@ -37,9 +37,9 @@ from kit.sync.sender import Target
 class LeasedTrainer:
     """A trainer with a lease. `alone`: the pipeline has its devices to itself, and its trainer stays on them."""
 
-    def __init__(self, ctx: Context) -> None:
+    def __init__(self, ctx: Context, actor: type[TrainerActor] = TrainerActor, **options: Any) -> None:
         self.ctx = context_of(ctx)
-        self.actor = TrainerActor(self.ctx, on_version=self.note_version)
+        self.actor = actor(self.ctx, on_version=self.note_version, **options)
         self.lease = DeviceLock(self.ctx)
         self.folder = Path()
         self.alone = False
@@ -57,8 +57,9 @@ class LeasedTrainer:
         self.lease.take(self.folder, together=alone)
         self.bring_groups_back()
         self.actor.reset()
-        self.actor.job.mover.release()  # at least once, so its host memory does not count as growth later
-        self.actor.job.mover.restore()
+        for mover in self.actor.movers:
+            mover.release()  # at least once, so its host memory does not count as growth later
+            mover.restore()
         if not alone:
             self.leave()
 
@@ -78,14 +79,15 @@ class LeasedTrainer:
             self.lease.take(self.folder)
             with self.lease.timed("onload"):
                 self.bring_groups_back()
-                self.actor.job.mover.restore()
+                for mover in self.actor.movers:
+                    mover.restore()
             self.lease.note_resident("held")
 
     def leave(self) -> None:
-        mover = self.actor.job.mover
         with self.lease.timed("offload"):
-            if not mover.away:  # else a move failed
-                mover.release()
+            for mover in self.actor.movers:
+                if not mover.away:  # else a move failed
+                    mover.release()
             self.let_groups_go()
         self.lease.note_resident("asleep")
         self.lease.free()
@@ -162,12 +164,15 @@ class LeasedTrainer:
         """Send the cached version to these replicas; version 0 only compares digests. Skips replicas that have fallen asleep."""
         if not self.actor.first or not replicas:
             return {}
-        if version != self.actor.version:
-            raise KitError(f"cannot send version {version}: the trainer is at version {self.actor.version}")
+        self.refuse_other_version(version)
         with self.lease.timed("send"):
             weights = None if version else self.base_on_host
             report = self.actor.sender.sync(version or BASE, self.targets(replicas), weights)
         return {"bytes": report.bytes}
+
+    def refuse_other_version(self, version: int) -> None:
+        if version != self.actor.version:
+            raise KitError(f"cannot send version {version}: the trainer is at version {self.actor.version}")
 
     def base_on_host(self) -> dict[tuple[str, int], torch.Tensor]:
         return self.host
@@ -181,9 +186,9 @@ class LeasedTrainer:
 class LeasedReplica:
     """A replica with a lease. `blank`: its weights belong to no version."""
 
-    def __init__(self, ctx: Context) -> None:
+    def __init__(self, ctx: Context, actor: type[ReplicaActor] = ReplicaActor) -> None:
         self.ctx = context_of(ctx)
-        self.actor = ReplicaActor(self.ctx, sequential=True)
+        self.actor = actor(self.ctx, sequential=True)
         self.number = replica_number(self.ctx.role)
         self.level = ctx.config.sleep_level
         self.lease = DeviceLock(self.ctx)
@@ -245,7 +250,7 @@ class LeasedReplica:
         """Free the device's memory; at level 1 the weights stay in host memory."""
         replica = self.actor.replica
         if self.level == 1 and not replica.asleep:
-            self.kept = [weight.detach().to("cpu", copy=True) for weight in replica.chunks[0].parameters()]
+            self.kept = [weight.detach().to("cpu", copy=True) for _, weight in replica.named_parameters()]
         self.actor.sleep()
 
     def take_memory(self) -> None:
@@ -256,7 +261,7 @@ class LeasedReplica:
         self.lease.take(self.folder)
         with self.lease.timed("wake"):
             self.take_memory()
-            weights = self.actor.replica.chunks[0].parameters()
+            weights = [weight for _, weight in self.actor.replica.named_parameters()]
             for weight, kept in zip(weights, self.kept, strict=bool(self.kept)):
                 weight.data.copy_(kept)
             self.kept = []
@@ -266,8 +271,8 @@ class LeasedReplica:
     def note_kept(self, when: str) -> None:
         """At level 1, record the digest of this rank's weights: a sync comes before the next request and would hide that they were lost."""
         if self.level == 1:
-            weights = enumerate(self.actor.replica.chunks[0].parameters())
-            table = {str(number): hashes.digest(weight.detach(), DIGEST) for number, weight in weights}
+            weights = self.actor.replica.named_parameters()
+            table = {name: hashes.digest(weight.detach(), DIGEST) for name, weight in weights}
             self.ctx.record("kept", None, text=rankside.digest_of_hashes(table), when=when, replica=self.number)
 
     def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:

@@ -1,0 +1,154 @@
+"""Pipelines with adapters: their config and phases, and each check on the rows of a right run and on one wrong row. No ranks."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kit.actors.adapters import adapter_of_group, steps_of_adapter
+from kit.errors import BadInput
+from kit.labs.definition import as_settings
+from kit.labs.share.adapters import ADAPTER_RULES
+from kit.labs.share.drive import simulate_pipelines
+from kit.labs.share.lab import plan, roles
+from kit.megatron.config import GEOMETRIES, LoraOptions
+from kit.megatron.lora import initial_adapter
+from kit.results import Row
+from kit.results.rules import judge
+from kit.results.run import to_frame
+from kit.sync.buckets import automatic, lay_out, specs_of
+from tests.labs.share.conftest import share
+from tests.labs.simulated import failed, passed, why
+
+CONFIG = share(scenario="C", adapters=2, steps=4, groups=2, group=2)
+Facts = dict[str, Any]
+
+
+def records() -> Iterator[Facts]:
+    loop = CONFIG.loops["a"]
+    for version in range(loop.steps + 1):
+        for where in ("trainer", "replica 0", "replica 1"):
+            yield row("base_digest", text="base", version=version, where=where)
+            for adapter in range(2):
+                text = f"{adapter} at {steps_of_adapter(version, adapter, 2)}"
+                yield row("adapter_digest", text=text, adapter=adapter, version=version, where=where)
+    for group in range(loop.steps * loop.groups):
+        for sample in range(loop.group):
+            ids = {"group": group, "sample": sample, "adapter": adapter_of_group(loop, group)}
+            yield row("trained_row", **ids)
+            yield row("own_adapter_error", "verify", 1e-7, **ids)
+            yield row("other_adapter_gap", "verify", 0.1, **ids)
+    for step in range(loop.steps):
+        yield row("apart_from_alone", "verify", 0.0, step=step, adapter=step % 2)
+    for replica in range(2):
+        yield row("adapter_bytes_asleep", value=0.0, replica=replica)
+    yield row("fds", "end", 5.0)
+
+
+def row(metric: str, phase: str = "shared", value: float | None = None, text: str = "", **ids: Any) -> Facts:
+    return {"metric": metric, "phase": phase, "value": value, "text": text, "ids": {**ids, "pipeline": "a"}}
+
+
+def verdict_of(rows: list[Facts]) -> Any:
+    made = (Row(run="test", lab="share", cycle=3, rank=0, time=1.0, **facts) for facts in rows)
+    return judge(to_frame(made), as_settings(CONFIG), ADAPTER_RULES)
+
+
+NAMES = {rule.name for rule in ADAPTER_RULES}
+WRONG: list[tuple[str, str, dict[str, Any]]] = [
+    ("adapters_apart", "trained_row", {"adapter": 1}),
+    ("adapters_apart", "own_adapter_error", {"value": 0.1}),
+    ("base_unchanged", "base_digest", {"text": "another"}),
+    ("adapter_numbers", "apart_from_alone", {"value": 3.0}),
+    ("trained_changed", "adapter_digest", {"text": "another"}),
+    ("adapters_unloaded", "adapter_bytes_asleep", {"value": 4096.0}),
+]
+
+
+def test_a_right_run_passes() -> None:
+    verdict = verdict_of([*records()])
+    assert failed(verdict) == set()
+    assert all(passed(verdict, name) for name in NAMES)
+
+
+@pytest.mark.parametrize(("check", "metric", "change"), WRONG)
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_wrong_row_fails_its_check(check: str, metric: str, change: dict[str, Any], place: int) -> None:
+    rows = copy.deepcopy([*records()])
+    changed = [facts for facts in rows if facts["metric"] == metric][place]
+    for name, value in change.items():
+        of_row = changed if name in changed else changed["ids"]
+        of_row[name] = 1 - of_row[name] if name == "adapter" else value
+    assert check in failed(verdict_of(rows))
+
+
+@pytest.mark.parametrize("rule", ADAPTER_RULES, ids=lambda rule: rule.name)
+def test_missing_rows_fail_a_complete_run(rule: Any) -> None:
+    metrics = {metric for check, metric, _ in WRONG if check == rule.name}
+    assert metrics
+    for metric in metrics:
+        rows = [facts for facts in records() if facts["metric"] != metric]
+        assert rule.name in failed(verdict_of(rows))
+
+
+def test_samples_that_no_adapter_stands_out_in_prove_nothing() -> None:
+    rows = [facts | ({"value": 1e-6} if facts["metric"] == "other_adapter_gap" else {}) for facts in records()]
+    assert "no sample distinguishes an adapter from the others" in why(verdict_of(rows), "adapters_apart")
+
+
+def test_a_step_that_trains_nothing_or_two_adapters_is_named() -> None:
+    rows = copy.deepcopy([*records()])
+    for facts in rows:
+        if facts["metric"] == "adapter_digest" and facts["ids"]["version"] == 1 and facts["ids"]["adapter"] == 1:
+            facts["text"] = "1 at 1"
+    assert "step 0 of a changed adapter 1" in why(verdict_of(rows), "trained_changed")
+
+
+def test_scenarios_with_adapters() -> None:
+    one, two = share(scenario="C").loops, share(scenario="D").loops
+    assert {name: loop.adapters for name, loop in one.items()} == {"a": 4}
+    assert {name: loop.adapters for name, loop in two.items()} == {"a": 0, "b": 4}
+    assert (two["a"].window, two["b"].window, two["b"].sampler) == (0, 3, "in-order")
+    phases = {role.name: role.phases for role in roles(share(scenario="D"))}
+    assert phases["a trainer"].endswith("roles:LeasedTrainer")
+    assert phases["b trainer"].endswith("adapters:AdaptersTrainer")
+    assert [step.roles for step in plan(share(scenario="D")) if step.phase == "verify"] == [("b trainer",)]
+    assert "verify" not in {step.phase for step in plan(share())}
+
+
+def test_a_window_that_adapters_cannot_have_is_refused() -> None:
+    with pytest.raises(
+        BadInput, match=r"a\.window=1 is not allowed with a\.adapters=4: each adapter trains on samples of its"
+    ):
+        share(**{"a.adapters": 4, "a.window": 1})
+
+
+def test_only_a_single_adapter_can_be_merged() -> None:
+    with pytest.raises(
+        BadInput, match=r"a\.lora_merged=true needs a\.adapters=1, because a merged base serves one adapter"
+    ):
+        share(scenario="C", lora_merged=True)
+    assert share(scenario="A", adapters=1, lora_merged=True).loops["a"].window == 0
+
+
+def test_groups_belong_to_adapters_in_turn() -> None:
+    loop = CONFIG.loops["a"]
+    assert [adapter_of_group(loop, group) for group in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [steps_of_adapter(version, 1, 2) for version in range(6)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_simulated_run_with_adapters_ends() -> None:
+    done = simulate_pipelines(share(scenario="D", steps=4, simulated=True))
+    assert {name: end.why for name, end in done.ended.items()} == dict.fromkeys(("a", "b", "desk"), "done")
+
+
+def test_an_adapter_is_sent_in_hardly_more_than_its_own_bytes() -> None:
+    specs = specs_of(
+        {(name, 0): value for name, value in initial_adapter(GEOMETRIES["125m"], LoraOptions(), 1).items()}
+    )
+    own = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in specs)
+    assert own <= lay_out(specs, automatic(specs)).total <= 1.2 * own
