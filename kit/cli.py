@@ -42,6 +42,7 @@ from kit.results.run import INDEX, find_run, memory_snapshots, write_junit
 from kit.results.runtable import run_frame, sweep_frame
 from kit.results.units import ROW, columns
 from kit.results.verdict import MARKS
+from kit.trackers import TRACKERS, USAGE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -186,6 +187,10 @@ def fault_names(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
     return [fault.name for fault in find(parsed_args.lab).faults]
 
 
+def tracker_names(**_: Any) -> list[str]:
+    return [*TRACKERS]
+
+
 def run_names(prefix: str, **_: Any) -> list[str]:
     from argcomplete.completers import FilesCompleter
 
@@ -251,7 +256,9 @@ def run_command(args: argparse.Namespace) -> CommandAnswer:
     fault = next(iter(args.fault), None)
 
     def once(config: Mapping[str, Any], out: Path | None) -> CommandAnswer:
-        return run_lab(args.lab, {**settings, **config}, out, strict=args.strict, fault=fault, tolerances=tolerances)
+        return run_lab(
+            args.lab, {**settings, **config}, out, strict=args.strict, fault=fault, tolerances=tolerances, log=args.log
+        )
 
     if not swept and args.repeat == 1:
         answer = once({}, args.out)
@@ -784,6 +791,7 @@ COMMANDS: tuple[
             "share --from pipeline1.yaml --from pipeline2.yaml",
             "offload --sweep tp=1,2 --sweep mode=exact,abort --repeat 3 --out runs/sweep",
             "sync --like sync-20260101-120000-0a1b --junit sync.xml",
+            "stream --log tensorboard:boards",
         ),
         (
             LAB,
@@ -813,6 +821,13 @@ COMMANDS: tuple[
             file("--tolerances", "FILE", "limits of the checks from a JSON file: {name: number}"),
             file("--out", "DIR", "folder of the run or sweep; default: a new one in the runs folder"),
             file("--junit", "FILE", "also write the verdict as JUnit XML, for CI"),
+            command_option(
+                "--log",
+                "TRACKER",
+                f"also log the numbers to a tracker: {USAGE}; may be repeated",
+                tracker_names,
+                **MANY,
+            ),
             STRICT,
         ),
     ),

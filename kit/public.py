@@ -95,9 +95,16 @@ class World(room.World):
 
 
 def prepare_lab(
-    name: str, config: Mapping[str, Any], *, out: str | os.PathLike[str] | None = None, **options: Any
+    name: str,
+    config: Mapping[str, Any],
+    *,
+    out: str | os.PathLike[str] | None = None,
+    log: str | Sequence[str] = (),
+    **options: Any,
 ) -> Lab:
     """Make a lab: check its config and make its folder. Its ranks start with its first step. `options` are passed to Lab."""
+    from kit.trackers import tracker_opener
+
     return Lab(
         find(name),
         config,
@@ -105,6 +112,7 @@ def prepare_lab(
         observe=lambda calls: Progress(total=calls),
         plotter=plot,
         panel=panel_of,
+        follow=tracker_opener(log),
         **options,
     )
 
@@ -132,10 +140,14 @@ def run(
     out: str | os.PathLike[str] | None = None,
     tolerances: Mapping[str, float] | None = None,
     world: room.World | Worlds | None = None,
+    log: str | Sequence[str] = (),
     **config: Any,
 ) -> Run:
-    """Run a lab from its first phase to its verdict; on the ranks of `world`, if one is given."""
-    with prepare_lab(name, config, fault=fault, out=out, tolerances=tolerances, world=world) as made:
+    """Run a lab from its first phase to its verdict; on the ranks of `world`, if one is given.
+
+    With `log`, its numbers also go to an experiment tracker: `tensorboard:DIR`, `wandb[:PROJECT]`, `trackio[:PROJECT]`, or several.
+    """
+    with prepare_lab(name, config, fault=fault, out=out, tolerances=tolerances, world=world, log=log) as made:
         return made.run()
 
 

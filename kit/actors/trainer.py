@@ -38,6 +38,9 @@ from kit.train.arithmetic import PAD
 from kit.train.losses import ClippedPolicyGradient
 from kit.train.protocol import Batch, Loss, Split, SplitContext, make_split, valid
 
+# Results of an update that are recorded where the split step gives them, beside its loss and gradient norm.
+LOGGED = ("lr", "gen_kl_error", "kl_penalty", "approx_entropy", "sampling_importance_ratio")
+
 
 class Open(NamedTuple):
     step: int
@@ -89,7 +92,7 @@ class TrainerActor:
         self.settle()
         self.build_jobs()
         self.open = None
-        self.updates, self.began = 0, 0.0
+        self.updates, self.began, self.advantage_s = 0, 0.0, 0.0
         self.previous, self.reference = {}, {}
         self.keep(0)
         self.build_senders()
@@ -185,6 +188,7 @@ class TrainerActor:
         self.began = time.perf_counter()
         self.step.begin(self.loss(), self.config.update_samples, self.config.micro_batch)
         self.open = Open(step, update)
+        self.advantage_s = 0.0
 
     def loss(self) -> Loss:
         return ClippedPolicyGradient(**self.config.loss_options)
@@ -218,6 +222,11 @@ class TrainerActor:
         if self.first:
             for metric in ("global_loss", "grad_norm"):
                 self.ctx.record(metric, result[metric], step=step, update=update)
+            more = {**result.get("metrics", {}), "lr": result.get("lr")}  # own code may leave them out
+            for metric in LOGGED:
+                if isinstance(value := more.get(metric), (int, float)):
+                    self.ctx.record(metric, value, step=step, update=update)
+            self.ctx.record("advantage_seconds", self.advantage_s, "s", step=step, update=update)
 
     def abort(self, step: int) -> None:
         if self.open is not None and self.open.step != step:
@@ -277,7 +286,9 @@ class TrainerActor:
         count, length = len(rows), self.config.length
         ids = torch.full((count, length), PAD)
         numbers = {name: torch.zeros(count, length) for name in ("token_mask", "advantages", "generation_logprobs")}
+        began = time.perf_counter()
         advantage = advantages({row.key: row.reward for row in rows})
+        self.advantage_s += time.perf_counter() - began
         for place, row in enumerate(rows):
             begin, end = len(row.prompt), len(row.tokens)
             ids[place, :end] = torch.tensor(row.tokens)

@@ -23,6 +23,7 @@ from kit.world.asked import RANK_BYTES
 
 if TYPE_CHECKING:
     from kit.results import Rule
+    from kit.results.curves import Curves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -385,6 +386,7 @@ class Definition:
     `phases` names (`module:attr`) a class that each rank instantiates once with a Context: it has a method for every phase of the
     plan, called with the cycle; a lab without ranks has none. `rules` names a sequence of kit.results.Rule, `presets` sets of their
     tolerances by name, `charts` a kit.draw.album.Charts with plots and tables. `preload` is imported before ranks start.
+    `curves` names a kit.results.curves.Curves that makes points of the lab's own, such as one per optimizer update.
     `first` names the settings that the panel shows first; without it, all.
     `roles` gives the roles of a config's ranks, in one World or several, in rank order; without it all ranks have one role.
     With `isolate`, a World that dies does not end the others.
@@ -404,6 +406,7 @@ class Definition:
     rules: str
     presets: str = ""
     charts: str = ""
+    curves: str = ""
     foreign: str = ""
     worlds: str = ""
     first: tuple[str, ...] = ()
@@ -440,6 +443,10 @@ class Definition:
     def all_rules(self) -> Sequence[Rule]:
         """The lab's own rules and the common ones; each applies only to the runs that it concerns."""
         return (*self.load_rules(), *load("kit.results.growth:EVERY_LAB"))
+
+    def curves_of_run(self) -> Sequence[Curves]:
+        """The curves of a new run: those by cycle, and the lab's own."""
+        return [load(name)() for name in ("kit.results.curves:CycleCurves", self.curves) if name]
 
     def load_presets(self) -> Mapping[str, Mapping[str, float]]:
         return dict(load(self.presets)) if self.presets else {}

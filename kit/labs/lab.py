@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from kit import routing
 from kit.errors import BadInput, KitError, RankDied, RankError
@@ -23,6 +23,7 @@ from kit.labs.definition import Definition, LabConfig, Role, Step, as_settings, 
 from kit.labs.discover import configure, find_fault, refuse_device, runs_on_gpus
 from kit.measure.recorder import provenance
 from kit.results import Row, Run, create_run, runs_dir
+from kit.results.curves import Curves
 from kit.results.frames import GPU
 from kit.results.growth import gpu_of_rank
 from kit.results.records import NOTEBOOK, Recording, label, rank_name, write_text
@@ -52,6 +53,13 @@ class PhaseRow(NamedTuple):
     cycle: int
     phase: str
     status: str
+
+
+class Follower(Protocol):
+    """Gets the rows of a run as they are recorded. It must not raise."""
+
+    def see(self, rows: Sequence[Row]) -> None: ...
+    def close(self) -> None: ...
 
 
 class Quiet(Printer):
@@ -223,8 +231,9 @@ class Lab:
         plotter: Plotter | None = None,
         panel: Callable[[Lab], object] | None = None,
         world: World | Worlds | None = None,
+        follow: Callable[[str, Mapping[str, Any], Sequence[Curves]], Follower] | None = None,
     ) -> None:
-        """`observe` makes an observer for a number of calls; `plotter` and `panel` come from a package that labs do not import."""
+        """`observe` makes an observer for a number of calls; the other callables come from a package that labs do not import."""
         self.definition = definition
         self.name = definition.name
         self._plotter = plotter
@@ -251,6 +260,13 @@ class Lab:
         self._writer = create_run(runs_dir(), self.name, self._settings, self._about, out=out, fault=fault)
         self.dir = self._writer.dir
         self.world: World | Worlds
+        self._follower: Follower | None = None
+        if follow is not None:
+            try:
+                self._follower = follow(self._writer.id, self._settings, definition.curves_of_run())
+            except BaseException as error:
+                self._failed(error)
+                raise
 
     # -- the public part ----------------------------------------------------------------------------------------------
 
@@ -298,6 +314,7 @@ class Lab:
             self._refuse_broken()
             run = Run(self.dir, rules=lambda _: self._rules, plotter=self._plotter, complete=True)
             self._writer.write_verdict(run.verdict(**self.tolerances))
+            self._end_following()
             self._writer.finish()
         except BaseException as error:
             self._failed(error)
@@ -561,6 +578,8 @@ class Lab:
             for facts in every
         ]
         self._writer.append(rows)
+        if self._follower is not None:
+            self._follower.see(rows)
         return rows
 
     def _append_answers(self, metric: str, answers: Mapping[int, Any], names: Sequence[str]) -> None:
@@ -591,6 +610,7 @@ class Lab:
         self.error = words.partition("\n")[0]
         call = f"{RANKSIDE}:memory_history"
         keep: tuple[Callable[[], object], ...] = (
+            self._end_following,
             lambda: self._snapshots and self.world.call(call, ranks=self._idle(range(self.config.ranks)), timeout_s=60),
             lambda: write_text(self.dir / "logs" / "error.txt", words + "\n"),
             lambda: self._writer.write_verdict(self.verdict()),
@@ -599,6 +619,10 @@ class Lab:
         for each in keep:
             with contextlib.suppress(KitError, OSError):
                 each()
+
+    def _end_following(self) -> None:
+        if self._follower is not None:
+            self._follower.close()
 
     def _left(self, ranks: Iterable[int]) -> list[int]:
         return [rank for rank in ranks if rank not in self._lost]

@@ -285,6 +285,7 @@ LAB = Definition(
     rules="kit.labs.stream.rules:RULES",
     presets="kit.labs.stream.rules:PRESETS",
     charts="kit.labs.stream.charts:CHARTS",
+    curves="kit.stream.curves:UpdateCurves",
     worlds="kit.labs.stream.worlds:StreamWorlds",
     first=("size", "ranks", "tp", "replicas", "steps", "groups", "group", "sampler", "window", "at_sync"),
     faults=FAULTS,

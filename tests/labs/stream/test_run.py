@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kit.stream.ports import replica_role
 from kit.stream.settings import opening
 from tests.labs.parts import logged_steps
 from tests.labs.simulated import failed
+from tests.test_trackers import read_board
 
 # Checks that so short a run may leave unanswered, on a machine of any speed.
 TOO_SHORT = {
@@ -43,16 +45,38 @@ def dawdling(*given: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def run(places: None) -> Iterator[kit.Run]:
+def boards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("boards")
+
+
+@pytest.fixture(scope="module")
+def run(places: None, boards: Path) -> Iterator[kit.Run]:
+    log = f"tensorboard:{boards}" if find_spec("tensorboard") else ()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sides, "opening", dawdling)
-        yield kit.run("stream", steps=3, groups=2, group=2, layers=1, lr=3e-3, slots=4, answer=[8, 16], decode=2)
+        yield kit.run(
+            "stream", log=log, steps=3, groups=2, group=2, layers=1, lr=3e-3, slots=4, answer=[8, 16], decode=2
+        )
 
 
 def test_every_check_has_an_answer_and_none_fails(run: kit.Run) -> None:
     verdict = run.verdict()
     assert failed(verdict) == set()
     assert {row.check for row in verdict if row.passed is None} <= TOO_SHORT
+
+
+def test_tensorboard_has_every_update_of_every_loop_once(run: kit.Run, boards: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    board, frame = read_board(boards / run.id), run.frame()
+    for phase in ("lockstep", "stream", "resume"):
+        for name in ("train/global_loss", "train/grad_norm", "train/lr", "train/gen_kl_error", "rollout/reward"):
+            assert [x for x, _ in board[f"{phase}/{name}"]] == [1, 2, 3], name
+        for name in ("logprobs", "advantage", "training", "clear", "sync", "exposed_generation", "tokens_per_second"):
+            assert [x for x, _ in board[f"{phase}/timing/{name}"]] == [1, 2, 3], name
+        losses = frame[(frame["phase"] == phase) & (frame["metric"] == "global_loss")]["value"]
+        assert [value for _, value in board[f"{phase}/train/global_loss"]] == pytest.approx([*losses], rel=1e-6)
+    steps = [x for x, _ in board["verify/seconds"]]
+    assert steps == [3]  # by cycle
 
 
 def test_the_trainers_log_has_a_line_for_each_step(run: kit.Run) -> None:

@@ -1,0 +1,109 @@
+"""The training curves of each loop of a run: a point per optimizer update, from the loop's ledger and the trainer's rows.
+
+A point waits for the next update to be logged, because its groups are cleared after its own, and for the trainer's results, which
+arrive within a second. A loop without results, such as a simulated one, gives its points when it closes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from statistics import fmean
+
+from kit.results.curves import CurvePoint
+from kit.results.records import Row
+from kit.stream.history import ends_group
+
+UpdateKey = tuple[int, int]  # the numbers of a step and of an update in it
+SECONDS = "s_"  # begins the name of a logged time
+PLACES = {"step", "update", "version", "pipeline", "core", "to"}  # ids of a row of the log that are no counts
+
+
+class LoopCurves:
+    """The updates of one loop. x is the number of updates so far."""
+
+    def __init__(self, phase: str) -> None:
+        self._phase = phase
+        self._logged: list[UpdateKey] = []
+        self._given = 0  # of those that were logged
+        self._values: defaultdict[UpdateKey, dict[str, float]] = defaultdict(dict)
+        self._answered: set[UpdateKey] = set()  # whose results the trainer has recorded
+        self._samples: defaultdict[object, list[Row]] = defaultdict(list)  # complete ones by group
+        self._trained: defaultdict[UpdateKey, list[Row]] = defaultdict(list)
+        self._clearing: dict[UpdateKey, float] = {}  # since when
+
+    def see(self, row: Row) -> Iterator[CurvePoint]:
+        key = (row.number("step"), row.number("update")) if {"step", "update"} <= row.ids.keys() else None
+        if row.value is not None:
+            if key and len(row.ids) == len(key):
+                self._answered.add(key)
+                seconds = row.metric.endswith("_seconds")
+                name = f"timing/{row.metric.removesuffix('_seconds')}" if seconds else f"train/{row.metric}"
+                self._values[key][name] = row.value
+        elif row.event == "completed":
+            self._samples[row["group"]].append(row)
+        elif row.event == "trained" and key:
+            self._trained[key] += self._samples.pop(row["group"], [])
+        elif ends_group(row):
+            self._samples.pop(row["group"], None)
+        elif row.event == "metrics" and key:
+            self._values[key] |= {f"counts/{name}": float(row[name]) for name in row.ids.keys() - PLACES}
+        elif row.event in ("logged", "logger_failed") and key:
+            self._log(key, row)
+            yield from self._ready(self._logged[self._given : -1])
+        elif row.event == "clear" and key:
+            self._clearing[key] = row.time
+        elif row.get("of") == "clear" and key in self._clearing:
+            self._values[key]["timing/clear"] = row.time - self._clearing.pop(key)
+
+    def close(self) -> Iterator[CurvePoint]:
+        yield from map(self._point, self._logged[self._given :])
+
+    def _log(self, key: UpdateKey, row: Row) -> None:
+        """Keep the times of an update, and what its samples tell."""
+        values = self._values[key]
+        for name in row.ids:
+            if name.startswith(SECONDS):
+                values[f"timing/{name.removeprefix(SECONDS)}"] = float(row[name])
+        samples = self._trained.pop(key, [])
+        rewards, lengths = ([float(sample[name]) for sample in samples] for name in ("reward", "length"))
+        if samples:
+            values |= {
+                "rollout/samples": float(len(samples)),
+                "rollout/reward": fmean(rewards),
+                "rollout/reward_min": min(rewards),
+                "rollout/reward_max": max(rewards),
+                "rollout/length": fmean(lengths),
+            }
+        if total := values.get("timing/total"):
+            values["timing/tokens_per_second"] = sum(lengths) / total
+        self._logged.append(key)
+
+    def _ready(self, keys: Iterable[UpdateKey]) -> Iterator[CurvePoint]:
+        for key in keys:
+            if key not in self._answered:
+                break
+            yield self._point(key)
+
+    def _point(self, key: UpdateKey) -> CurvePoint:
+        self._given += 1
+        self._answered.discard(key)
+        values = self._values.pop(key)
+        return CurvePoint("update", self._given, {f"{self._phase}/{name}": value for name, value in values.items()})
+
+
+class UpdateCurves:
+    """The curves of every loop of a run."""
+
+    def __init__(self) -> None:
+        self._loops: dict[str, LoopCurves] = {}
+
+    def see(self, rows: Iterable[Row]) -> Iterator[CurvePoint]:
+        for row in rows:
+            if row.phase not in self._loops:
+                self._loops[row.phase] = LoopCurves(row.phase)
+            yield from self._loops[row.phase].see(row)
+
+    def close(self) -> Iterator[CurvePoint]:
+        for loop in self._loops.values():
+            yield from loop.close()
