@@ -66,15 +66,14 @@ class LoopCurves:
             if name.startswith(SECONDS):
                 values[f"timing/{name.removeprefix(SECONDS)}"] = float(row[name])
         samples = self._trained.pop(key, [])
-        rewards, lengths = ([float(sample[name]) for sample in samples] for name in ("reward", "length"))
+        # Ledgers of other systems may lack rewards.
+        rewards = [float(reward) for sample in samples if (reward := sample.get("reward", "")) != ""]
+        lengths = [sample.number("length", 0) for sample in samples]
         if samples:
-            values |= {
-                "rollout/samples": float(len(samples)),
-                "rollout/reward": fmean(rewards),
-                "rollout/reward_min": min(rewards),
-                "rollout/reward_max": max(rewards),
-                "rollout/length": fmean(lengths),
-            }
+            values |= {"rollout/samples": float(len(samples)), "rollout/length": fmean(lengths)}
+        if rewards:
+            ends = {"rollout/reward_min": min(rewards), "rollout/reward_max": max(rewards)}
+            values |= {"rollout/reward": fmean(rewards), **ends}
         if total := values.get("timing/total"):
             values["timing/tokens_per_second"] = sum(lengths) / total
         self._logged.append(key)

@@ -298,6 +298,16 @@ def render(error: KitError) -> list[str]:
     return [place, *lines] if place else lines
 
 
+def show_interrupt(
+    shell: Any, kind: type[BaseException], error: Any, stack: TracebackType, tb_offset: int | None = None
+) -> None:
+    """Show an interrupt of the kit's code by the line of the cell that called it, any other one as IPython does."""
+    if any(frame.filename.startswith(OWN[0]) for frame in traceback.extract_tb(stack)):
+        lines = [asked_at(stack), f"\x1b[31mKeyboardInterrupt\x1b[0m: {str(error) or 'the call was interrupted'}"]
+        error._render_traceback_ = lambda: [line for line in lines if line]
+    shell.showtraceback((kind, error, stack), tb_offset=tb_offset)
+
+
 def asked_at(stack: TracebackType | None) -> str:
     """The line of user code that made the failing call; empty for a magic, because its line is visible."""
     frames = [f for f in traceback.extract_tb(stack) if not f.filename.startswith(OWN)]
@@ -320,5 +330,7 @@ def load_extension(ipython: Any) -> None:
 
     ipython.Completer.custom_matchers.append(names_on_ranks)
     prepare_waiting()
+    if not ipython.custom_exceptions:  # else a person has their own display of exceptions
+        ipython.set_custom_exc((KeyboardInterrupt,), show_interrupt)
     # kit.errors does not depend on notebooks.
     KitError._render_traceback_ = render  # type: ignore[attr-defined]

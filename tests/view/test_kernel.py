@@ -92,8 +92,11 @@ def test_a_bar_after_two_seconds_is_one_display(client):
     assert any("answered: 0 · waiting for: 1" in content["data"]["text/plain"] for _, content in outputs)
 
 
-def test_an_interrupt_gives_the_prompt_back(client):
-    execute(client, "%load_ext kit")
+SLOW = "print('begun', flush=True)\nimport time\nfor _ in range(600): time.sleep(0.1)"
+
+
+def interrupted(client, code):
+    """Run a cell, interrupt it once it has begun, and return the lines that it ends with."""
     pressed = []
 
     def press(text):
@@ -101,10 +104,25 @@ def test_an_interrupt_gives_the_prompt_back(client):
             pressed.append(text)
             client.manager.interrupt_kernel()
 
-    code = "%%ranks\nprint('begun', flush=True)\nimport time\nfor _ in range(600): time.sleep(0.1)"
     reply, _, outputs = execute(client, code, on_stream=press)
     assert reply["status"] == "error"
-    shown = "\n".join(outputs[-1][1]["traceback"])
+    return outputs[-1][1]["traceback"]
+
+
+def test_an_interrupted_call_shows_its_line_and_no_frames_of_the_kit(client):
+    execute(client, "%load_ext kit")
+    execute(client, "%%ranks\nrank")
+    lines = interrupted(client, f"slow = {SLOW!r}\nworld.run(slow)")
+    assert lines[0] == "line 2 of the cell: world.run(slow)"
+    assert "KeyboardInterrupt" in lines[1]
+    assert len(lines) == 2
+    lines = interrupted(client, SLOW)  # without the kit: as ever
+    assert "Traceback" in "\n".join(lines)
+
+
+def test_an_interrupt_gives_the_prompt_back(client):
+    execute(client, "%load_ext kit")
+    shown = "\n".join(interrupted(client, f"%%ranks\n{SLOW}"))
     assert "KeyboardInterrupt" in shown
     assert "are usable" in shown
     assert "kit/world" not in shown

@@ -181,6 +181,37 @@ def every_loop(data: RunData) -> pd.DataFrame:
     return table.assign(place=table["loop"].map(LOOP), words=[amount(total, "s") for total in table["total"]])
 
 
+# -- learning ------------------------------------------------------------------------------------------------------------
+
+
+def rewards(data: RunData) -> pd.DataFrame:
+    """The mean reward of the samples of each update, with their range."""
+    table = tables.updates(data.records, shown_loop(data)[0])
+    names = {"update": "x", "rollout/reward": "value", "rollout/reward_min": "low", "rollout/reward_max": "high"}
+    if not names.keys() <= {*table}:
+        raise NotMeasured("the ledger has no rewards")
+    return table.rename(columns=names)[[*names.values()]].dropna()
+
+
+def losses(data: RunData) -> pd.DataFrame:
+    return results_by_update(data, {"train/global_loss": ""})
+
+
+def divergences(data: RunData) -> pd.DataFrame:
+    names = {"train/gen_kl_error": "of the policies that generated", "train/kl_penalty": "of the reference policy"}
+    return results_by_update(data, names)
+
+
+def results_by_update(data: RunData, names: dict[str, str]) -> pd.DataFrame:
+    """Results of the trainer: a line for each of these names that it gave."""
+    table = tables.updates(data.records, shown_loop(data)[0])
+    given = [name for name in names if name in table]
+    if not given:
+        raise NotMeasured("the trainer recorded no such results")
+    lines = table.melt("update", given, var_name="kind").dropna()
+    return lines.assign(x=lines["update"], kind=lines["kind"].map(names))
+
+
 # -- groups and tokens ---------------------------------------------------------------------------------------------------
 
 
@@ -347,16 +378,30 @@ DRIFT = Lines(
     height=2.8,
     zero=True,
 )
+UPDATE = "optimizer update"
+REWARDS = Lines(
+    rows=rewards, heading="Reward of the samples: mean and range", label="reward", about=UPDATE, height=2.6, zero=True
+)
+LOSSES = Lines(rows=losses, heading="Loss", label="loss", about=UPDATE, height=2.6)
+DIVERGENCES = Lines(
+    rows=divergences,
+    heading="KL divergence of the trained policy",
+    label="KL per token",
+    about=UPDATE,
+    height=2.6,
+    zero=True,
+)
 CHARTS = Charts(
     plots={
         "versions": Plot("Versions over time, by replica", [VERSIONS, BUFFER], below=True),
         "steps": Plot("Where the time went", [STEPS, EVERY_LOOP]),
         "groups": Plot("Lag of tokens, ends of groups", [LAGS, ENDS]),
+        "learning": Plot("Reward, loss and KL by update", [REWARDS, LOSSES, DIVERGENCES]),
         "drift": DRIFT,
         "recomputed": Matrix(rows=recomputed_tokens, title="Recomputation", heading=" ", heads=False),
     },
     what_if=WHAT_IF,
-    overview=(("versions",), ("steps",), ("groups",), ("drift",), ("recomputed",), ("verdict",)),
+    overview=(("versions",), ("steps",), ("groups",), ("learning",), ("drift",), ("recomputed",), ("verdict",)),
     words=heading,
     ready=lambda data: bool(data.order) and tables.shown(data.records) != "",
     tables={
@@ -366,6 +411,7 @@ CHARTS = Charts(
         "bound": Table(
             "Measured against bound", lambda data: tables.bound(data.records), units={"measured": ROW, "bound": ROW}
         ),
+        "updates": Table("Every update", lambda data: tables.updates(data.records)),
         "drift": Table("Drift by lag and position", lambda data: tables.drift(data.records, data.run.dir), "mismatch"),
         "lags": Table("Lag of trained tokens", lambda data: tables.lags(data.records), "lag"),
         "ends": Table("How groups ended", lambda data: tables.ends(data.records)),

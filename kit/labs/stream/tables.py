@@ -18,6 +18,7 @@ import pandas as pd
 from kit.results import Missing, NotMeasured, Row, Unjudged, with_ids
 from kit.results.frames import rows_of
 from kit.results.records import NOTEBOOK
+from kit.stream.curves import LoopCurves
 from kit.stream.history import ENDS
 from kit.stream.ports import PARTS, TRAINER, Meter, drifted, spent
 
@@ -183,6 +184,22 @@ def steps(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
     if not lines:
         raise NotMeasured(f"no step ended in the phase {phase}")
     return pd.DataFrame(lines)
+
+
+def updates(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:
+    """One row per optimizer update: the trainer's results, and counts, times and rollouts, as `--log` sends them to a tracker."""
+    curves = LoopCurves(phase)
+    rows = rows_of(frame[(frame["phase"] == phase) & (frame["ids"] != "")])
+    points = [point for row in rows for point in curves.see(row)]
+    points += curves.close()
+    if not points:
+        raise NotMeasured(f"no update ended in the phase {phase}")
+    return pd.DataFrame(
+        [
+            {"update": point.x, **{name.removeprefix(f"{phase}/"): value for name, value in point.values.items()}}
+            for point in points
+        ]
+    )
 
 
 def lags(frame: pd.DataFrame, phase: str = "stream") -> pd.DataFrame:

@@ -17,11 +17,14 @@ from kit.labs.stream import tables
 from kit.labs.stream.charts import (
     WHAT_IF,
     buffer_over_time,
+    divergences,
     drift_by_position,
     every_loop,
     lanes_of,
     last_steps,
+    losses,
     recomputed_tokens,
+    rewards,
     tokens_by_lag,
 )
 from kit.labs.stream.lab import StreamConfig, settings
@@ -35,6 +38,7 @@ from tests.seen import axes_of, boxes, titles, words
 
 BEGAN = 1.8e9
 VERIFIED = {"tokens": 900, "decidable": 850, "wrong_stamps": 0, "samples": 80, "samples_over_syncs": 20}
+RESULTS = {"global_loss": 1.0, "grad_norm": 2.0, "gen_kl_error": 0.25}  # of the first step, then less
 CALLS = [
     ("reset", 0.1),
     ("sync", 0.2),
@@ -81,6 +85,11 @@ def make_stream(tmp_path):
                 for name, value in drifted([0.01 * position, -0.1 * lag]).items():
                     tell(cycle, "verify", 0, name, value, time=clock, ids=ids)
 
+        def tell_results(cycle, phase, row, when):
+            for name, value in RESULTS.items() if row.event == "finish" else ():
+                ids = {name: row[name] for name in ("step", "update")}
+                tell(cycle, phase, 0, name, value / (1 + row["step"]), time=when, ids=ids)
+
         def tell_paces(cycle, phase, clock, known):
             for loop in ("stream", "bound") if phase == "bound" else ():
                 for metric, value in pace(known[loop]).items():
@@ -116,6 +125,7 @@ def make_stream(tmp_path):
                 )
                 for row in rows:
                     tell(cycle, phase, -1, row.event, None, time=began + row.time, ids=row.ids)
+                    tell_results(cycle, phase, row, began + row.time)
                 clock = began + rows[-1].time
                 known[phase] = rows
                 tell_paces(cycle, phase, clock, known)
@@ -179,6 +189,32 @@ BY_HAND = [
 ]  # fmt: skip
 
 
+def test_reward_loss_and_kl_are_drawn_by_update(make_stream):
+    run = make_stream(reference="recomputed")
+    data = read(run)
+    assert losses(data)[["x", "value"]].values.tolist() == [
+        [1, 1.0],
+        [2, 0.5],
+        [3, pytest.approx(1 / 3)],
+        [4, 0.25],
+        [5, 0.2],
+    ]
+    assert divergences(data)["kind"].unique().tolist() == [
+        "of the policies that generated"
+    ]  # the only one that was recorded
+    rows = tables.ledger(run.frame(), "stream")
+    trained = {row["group"] for row in rows if row.event == "trained" and row["step"] == 0}
+    gained = [float(row["reward"]) for row in rows if row.event == "completed" and row["group"] in trained]
+    assert rewards(data).iloc[0].tolist() == [1, sum(gained) / len(gained), min(gained), max(gained)]
+
+
+def test_a_ledger_without_rewards_or_results_has_no_picture_of_them(make_stream):
+    data = read(make_stream(until="stream", ledgers={"stream": BY_HAND}, steps=2, groups=1, group=2))
+    for table in (rewards, losses, divergences):
+        with pytest.raises(NotMeasured):
+            table(data)
+
+
 @pytest.mark.drawn(1, of="themes")
 @pytest.mark.parametrize("theme_name", THEMES)
 def test_it_tells_the_story(make_stream, theme_name):
@@ -188,7 +224,7 @@ def test_it_tells_the_story(make_stream, theme_name):
     )
     assert [title.split(" (")[0].split(" of ")[0] for title in titles(picture)] == [
         "Phase stream: a bar is a sample, its colour the weight version", "Groups in the buffer",
-        "Time", "Time", "Lag", "How 20 groups ended", "Drift",
+        "Time", "Time", "Lag", "How 20 groups ended", "Reward", "Loss", "KL divergence", "Drift",
     ]  # fmt: skip
     assert {"trainer", "replica 0", "replica 1", "version 0", "limit, 8 places", "limit: 1 version"} <= words(picture)
     assert (

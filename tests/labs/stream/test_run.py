@@ -68,15 +68,15 @@ def test_every_check_has_an_answer_and_none_fails(run: kit.Run) -> None:
 def test_tensorboard_has_every_update_of_every_loop_once(run: kit.Run, boards: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     board, frame = read_board(boards / run.id), run.frame()
-    for phase in ("lockstep", "stream", "resume"):
+    for phase in ("lockstep", "stream"):
         for name in ("train/global_loss", "train/grad_norm", "train/lr", "train/gen_kl_error", "rollout/reward"):
             assert [x for x, _ in board[f"{phase}/{name}"]] == [1, 2, 3], name
         for name in ("logprobs", "advantage", "training", "clear", "sync", "exposed_generation", "tokens_per_second"):
             assert [x for x, _ in board[f"{phase}/timing/{name}"]] == [1, 2, 3], name
         losses = frame[(frame["phase"] == phase) & (frame["metric"] == "global_loss")]["value"]
         assert [value for _, value in board[f"{phase}/train/global_loss"]] == pytest.approx([*losses], rel=1e-6)
-    steps = [x for x, _ in board["verify/seconds"]]
-    assert steps == [3]  # by cycle
+    assert [x for x, _ in board["resume/train/lr"]] == [1, 2, 3]  # before and after the stop
+    assert [x for x, _ in board["verify/seconds"]] == [3]  # by cycle
 
 
 def test_the_trainers_log_has_a_line_for_each_step(run: kit.Run) -> None:
