@@ -36,9 +36,9 @@ from kit.labs.definition import NAMES, Definition, fields, holder, known_fields,
 from kit.labs.discover import ANSWERS, ENDS, describe_folder, discover, find, select_runs, tagged
 from kit.results.comparison import Comparison, answers_changed, compact, in_words, labelled
 from kit.results.frames import json_rows, readable, summary_of
-from kit.results.records import flat, output_file, read_json, to_json, user_path, write_text
+from kit.results.records import flat, output_file, read_json, to_json, user_path
 from kit.results.rules import suspect_in
-from kit.results.run import INDEX, find_run, memory_snapshots, write_junit
+from kit.results.run import INDEX, find_run, memory_snapshots, save_settings, write_junit
 from kit.results.runtable import run_frame, sweep_frame
 from kit.results.units import ROW, columns
 from kit.results.verdict import MARKS
@@ -532,14 +532,9 @@ def export_command(args: argparse.Namespace) -> CommandAnswer:
 
 
 def write_settings(runs: Sequence[results.Run], to: Path) -> Path:
-    """The settings of a run, for `kit run LAB --config`."""
-    import yaml
-
     if len(runs) > 1:
         raise BadInput(f"{to.name} takes the settings of one run, not of {len(runs)}")
-    path = output_file(to)
-    write_text(path, f"# settings of {runs[0].id}\n{yaml.safe_dump(runs[0].config, sort_keys=False)}")
-    return path
+    return save_settings(runs[0].config, to, f"settings of {runs[0].id}")
 
 
 def trace_command(args: argparse.Namespace) -> CommandAnswer:

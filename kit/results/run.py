@@ -759,6 +759,17 @@ def trace(run: Run) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "otherData": {"run": run.id}, "traceEvents": heads + ordered}
 
 
+def save_settings(settings: Mapping[str, Any], path: str | Path, about: str) -> Path:
+    """Write settings for `kit run LAB --config`, with a comment that says what they are."""
+    import yaml
+
+    target = output_file(path)
+    if target.suffix.lower() not in {".yaml", ".yml"}:
+        raise BadInput(f"settings are written as .yaml or .yml, not {target.name!r}")
+    write_text(target, f"# {about}\n{yaml.safe_dump(dict(settings), sort_keys=False)}")
+    return target
+
+
 def write_trace(run: Run, path: str | Path) -> Path:
     target = output_file(path)
     write_text(target, to_json(trace(run)) + "\n")

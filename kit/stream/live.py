@@ -256,7 +256,13 @@ def written_rows(records: Records) -> Iterator[Memory]:
     try:
         yield rows
     finally:
-        records.append([dataclasses.replace(row, time=base + row.time) for row in rows])
+        starts = (None if row.start is None else base + row.start for row in rows)
+        records.append(
+            [
+                dataclasses.replace(row, time=base + row.time, start=start)
+                for row, start in zip(rows, starts, strict=True)
+            ]
+        )
 
 
 class Prompts(Port):

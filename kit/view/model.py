@@ -48,7 +48,7 @@ from kit.labs.lab import Lab
 from kit.results import Rule, Run, Verdict, load_tolerances, newest_run, runs_dir, save_tolerances
 from kit.results.records import flat, user_path
 from kit.results.rules import applicable
-from kit.results.run import Plotter, run_name
+from kit.results.run import Plotter, run_name, save_settings
 from kit.results.verdict import checked_tolerances
 from kit.view.progress import CallWatch, EndedBy, PhaseState, RunProgress, failure_of, marks
 
@@ -216,6 +216,19 @@ class PanelModel(HasTraits):
 
     def load_tolerances(self, path: str | os.PathLike[str]) -> None:
         self.take(load_tolerances(user_path(path)))
+
+    def save_settings(self, path: str | os.PathLike[str]) -> None:
+        """Write the chosen settings as YAML for `kit run --config`; the remark has the command, or why there is no file."""
+        try:
+            if self.problems:
+                raise BadInput("settings that are refused are not saved")
+            target = user_path(path)
+            fault = f" --fault {self.fault}" if self.fault else ""
+            command = f"kit run {self.definition.name} --config {target}{fault}"
+            save_settings(plain_value(self._given), target, command)
+            self.remark = f"saved; run them with: {command}"
+        except KitError as error:
+            self.remark = str(error)
 
     # -- the run that is shown --------------------------------------------------------------------------------------------
 

@@ -223,6 +223,7 @@ def asked_by() -> tuple[str, str]:
 # -- the settings, and the faults as a menu ------------------------------------------------------------------------------
 
 NO_FAULT = ""
+SETTINGS_FILE = "settings.yaml"
 OWN = "own code (module:attr)"
 LABEL = {"description_width": "11.5em"}
 
@@ -244,11 +245,16 @@ class Parameters:
             style=LABEL,
         )
         self.reset = look.button("Defaults", "undo", "all settings back to the lab's defaults, no fault", model.reset)
+        file = "a YAML file with the settings that differ from the defaults, for kit run --config"
+        self.path = look.labelled_control(
+            widgets.Text, "settings file", file, value=SETTINGS_FILE, style={"description_width": "initial"}
+        )
+        self.save = look.button("Save settings", "download", "write the settings to the file", self._save)
         self.about, self.problems, self.refused, self.remark = (widgets.HTML() for _ in range(4))
         self.more = widgets.Accordion([self._grid(folded_names)], titles=(f"More settings ({len(folded_names)})",))
         self.groups = widgets.Accordion()  # of nested configs
         grids = [self._grid(first, self.fault), self.about, *([self.more] if folded_names else []), self.groups]
-        self.form = widgets.VBox([*grids, look.flex_box(self.reset, self.refused)])
+        self.form = widgets.VBox([*grids, look.flex_box(self.reset, self.path, self.save, self.refused)])
         self.line = look.classed(look.button("", "", "show or hide the settings", self._turn), "kit-line")
         self.widget = widgets.VBox([self.line, self.form, self.problems, self.remark])
         self.fault.observe(lambda change: model.set_fault(change["new"] or None), "value")
@@ -276,6 +282,9 @@ class Parameters:
     def _turn(self) -> None:
         self.form.layout.display = "none" if self.open else None
         self._show()
+
+    def _save(self) -> None:
+        self.model.save_settings(self.path.value.strip() or SETTINGS_FILE)
 
     def _fold(self, _: Any = None) -> None:
         """Once there is a run, its verdict and picture come first; errors must stay visible."""

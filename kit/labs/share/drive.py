@@ -12,12 +12,13 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kit.labs.lab import Drive
 from kit.labs.share.lab import ALONE, DESK, PIPELINE, TRAINER, ShareConfig
+from kit.labs.share.ledgers import spans
 from kit.labs.share.observer import Observer
 from kit.labs.share.ports import AlarmClock, Live, LiveDevices, Ranks, every, started
 from kit.labs.share.scenarios import SCENARIOS, for_config
@@ -25,8 +26,10 @@ from kit.labs.share.simulated import AS_CONFIGURED, Scene, ShareSide, refuse_bro
 from kit.labs.stream.lab import settings
 from kit.loop.messages import Command, Event, Memory
 from kit.loop.runner import Core, Port, RealClock, Runner, Stalled
-from kit.results import Row
+from kit.results import Row, Unjudged
+from kit.results.records import Id
 from kit.share import core
+from kit.share.books import DeskLedger
 from kit.share.member import Member, Own
 from kit.share.planner import PLANNERS
 from kit.share.simulated import DeskSimulation, Ports
@@ -81,6 +84,8 @@ def together(drive: Drive, scene: Scene) -> None:
     if config.simulated:
         with written_rows(drive) as rows:
             ended = simulate_pipelines(config, scene, rows).ended
+            with contextlib.suppress(Unjudged):  # a ledger that does not add up has no owners; the rules say so
+                rows.extend(owned_devices(rows))
         if scene is AS_CONFIGURED:
             refuse_broken(ended, (*config.names, DESK))
         return
@@ -89,6 +94,15 @@ def together(drive: Drive, scene: Scene) -> None:
         parts = {name: kinds.get(name, Ranks)(drive, name, observer=observer) for name in config.names}
         desk: dict[str, Port] = {"devices": LiveDevices(parts, observer), "clock": AlarmClock()}
         run_cores(under_desk(config, scene), config, live_side(drive, parts, desk, observer))
+
+
+def owned_devices(rows: Iterable[Row]) -> Iterator[Row]:
+    """A span for the timeline for each owner of each device, which on ranks the observer sees."""
+    for span in spans(DeskLedger(rows)):
+        at: dict[str, Any] = {"start": span.left, "time": span.right, "text": f"{span.pipeline}.{span.role}"}
+        for device in span.devices:
+            ids: dict[str, Id] = {"track": f"device {device}", "device": device}
+            yield Row(metric="owned", value=span.right - span.left, unit="s", ids=ids, **at)
 
 
 def simulate_pipelines(config: ShareConfig, scene: Scene = AS_CONFIGURED, rows: Memory | None = None) -> DeskSimulation:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 
 from kit.draw.data import read
 from kit.labs.share import tables
+from kit.labs.share.drive import together
+from kit.labs.share.lab import ShareConfig
+from kit.labs.share.simulated import AS_CONFIGURED
 from kit.results import NotMeasured
 from kit.share.books import Books
 from kit.view import named
@@ -26,6 +31,18 @@ def by_hand(tmp_path):
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory):
     return make(tmp_path_factory.mktemp("share"))
+
+
+def test_a_simulated_run_has_a_track_for_each_device_in_its_timeline():
+    config, rows = ShareConfig(simulated=True, ranks=0), []
+    together(SimpleNamespace(config=config, append=rows.extend), AS_CONFIGURED)
+    first, last = rows[0].time, max(row.time for row in rows)
+    owned = sorted((row for row in rows if row.metric == "owned"), key=lambda row: (row["track"], row.start))
+    assert {row["track"] for row in owned} == {f"device {device}" for device in range(config.devices)}
+    assert {row.text.partition(".")[0] for row in owned} == {*config.names}
+    for row, after in itertools.pairwise(owned):
+        assert first <= row.start <= row.time <= last
+        assert row["track"] != after["track"] or row.time <= after.start
 
 
 def test_every_second_of_a_device_has_a_use(by_hand):

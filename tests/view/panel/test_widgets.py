@@ -15,6 +15,7 @@ import pytest
 import kit
 from kit.labs.definition import Definition, LabConfig, Option
 from kit.labs.discover import find
+from kit.public import settings_from_file
 from kit.results import create_run
 from kit.view import look, tabs
 from kit.view.model import PanelModel
@@ -116,6 +117,32 @@ def test_a_refused_choice_is_marked_and_explained():
     assert "start" not in model.can
     drop.value = "exact"
     assert settings.problems.value == ""
+
+
+def test_chosen_settings_are_saved_for_the_command_line(tmp_path):
+    model = PanelModel(find("offload"), {"cycles": 2})
+    settings = Parameters(model)
+    settings.controls["mode"].parts[0].value = "manual"
+    settings.path.value = str(tmp_path / "mine.yaml")
+    settings.save.click()
+    assert f"kit run offload --config {tmp_path}/mine.yaml" in settings.remark.value
+    assert settings_from_file(tmp_path / "mine.yaml") == {"cycles": 2, "mode": "manual"}
+    settings.controls["include_world"].parts[0].value = True  # refused
+    settings.path.value = str(tmp_path / "refused.yaml")
+    settings.save.click()
+    assert "settings that are refused are not saved" in settings.remark.value
+    model.reset()
+    settings.path.value = str(tmp_path / "mine.txt")
+    settings.save.click()
+    assert ".yaml" in settings.remark.value
+    assert [path.name for path in tmp_path.glob("*.*")] == ["mine.yaml"]
+
+
+def test_settings_of_pipelines_are_saved_as_they_are_given(tmp_path):
+    model = PanelModel(find("share"), {"a": {"steps": 3}})
+    model.save_settings(tmp_path / "two.yaml")
+    again = PanelModel(find("share"), settings_from_file(tmp_path / "two.yaml"))
+    assert again.given == model.given
 
 
 def test_a_tick_that_would_be_refused_is_greyed_out():
