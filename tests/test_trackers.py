@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -41,7 +41,7 @@ def loop_rows(phase: str = "stream") -> list[Row]:
             ids = {"step": row["step"], "update": row["update"]}
             late.append((at + 4, Row(metric="global_loss", value=float(at), time=row.time, ids=ids, rank=0)))
         rows += [result for due, result in late if due == at]
-    return [Row(**{**{name: getattr(row, name) for name in Row.__slots__}, "phase": phase}) for row in rows]
+    return [replace(row, phase=phase) for row in rows]
 
 
 def test_a_cycle_is_one_point_with_the_median_over_ranks() -> None:
@@ -92,6 +92,17 @@ def test_a_loop_without_results_of_a_trainer_has_its_points_at_the_end() -> None
     curves = UpdateCurves()
     assert [*curves.see([row for row in loop_rows() if row.value is None])] == []
     assert [point.x for point in curves.close()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_is_no_number_is_left_out() -> None:
+    odd = {"metrics": {"note": "warm"}, "completed": {"reward": "none"}, "logged": {"s_sync": "?"}}
+    rows = [replace(row, ids={**row.ids, **odd.get(row.event, {})}) for row in loop_rows()]
+    curves = UpdateCurves()
+    points = [*curves.see(rows), *curves.close()]
+    assert [point.x for point in points] == [1, 2, 3, 4, 5, 6]
+    names = {name for point in points for name in point.values}
+    assert not names & {"stream/counts/note", "stream/rollout/reward", "stream/timing/sync"}
+    assert names >= {"stream/counts/groups", "stream/rollout/length", "stream/timing/training"}
 
 
 @dataclass

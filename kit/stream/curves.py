@@ -6,8 +6,9 @@ arrive within a second. A loop without results, such as a simulated one, gives i
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from statistics import fmean
 
 from kit.results.curves import CurvePoint
@@ -47,7 +48,7 @@ class LoopCurves:
         elif ends_group(row):
             self._samples.pop(row["group"], None)
         elif row.event == "metrics" and key:
-            self._values[key] |= {f"counts/{name}": float(row[name]) for name in row.ids.keys() - PLACES}
+            self._values[key] |= numbers_in(row, {name: f"counts/{name}" for name in row.ids.keys() - PLACES})
         elif row.event in ("logged", "logger_failed") and key:
             self._log(key, row)
             yield from self._ready(self._logged[self._given : -1])
@@ -62,14 +63,14 @@ class LoopCurves:
     def _log(self, key: UpdateKey, row: Row) -> None:
         """Keep the times of an update, and what its samples tell."""
         values = self._values[key]
-        for name in row.ids:
-            if name.startswith(SECONDS):
-                values[f"timing/{name.removeprefix(SECONDS)}"] = float(row[name])
+        times = (name for name in row.ids if name.startswith(SECONDS))
+        values |= numbers_in(row, {name: f"timing/{name.removeprefix(SECONDS)}" for name in times})
         samples = self._trained.pop(key, [])
-        # Ledgers of other systems may lack rewards.
-        rewards = [float(reward) for sample in samples if (reward := sample.get("reward", "")) != ""]
-        lengths = [sample.number("length", 0) for sample in samples]
-        if samples:
+        rewards, lengths = (
+            [number for sample in samples for number in numbers_in(sample, {name: name}).values()]
+            for name in ("reward", "length")
+        )
+        if lengths:
             values |= {"rollout/samples": float(len(samples)), "rollout/length": fmean(lengths)}
         if rewards:
             ends = {"rollout/reward_min": min(rewards), "rollout/reward_max": max(rewards)}
@@ -89,6 +90,15 @@ class LoopCurves:
         self._answered.discard(key)
         values = self._values.pop(key)
         return CurvePoint("update", self._given, {f"{self._phase}/{name}": value for name, value in values.items()})
+
+
+def numbers_in(row: Row, names: Mapping[str, str]) -> dict[str, float]:
+    """The ids of a row that are numbers, under other names. Ledgers of other systems and of own code may lack some."""
+    given = {}
+    for name, new in names.items():
+        with contextlib.suppress(ValueError):
+            given[new] = float(str(row.get(name, "")))
+    return given
 
 
 class UpdateCurves:
