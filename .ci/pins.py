@@ -1,4 +1,4 @@
-"""Writes constraints.txt: the versions that pip resolves for `.[dev,hf]`, from each Python named on the command line.
+"""Writes constraints.txt: the versions that pip resolves for `.[dev,hf,log]`, from each Python named on the command line.
 
 One file serves all of them. A line has a marker only if versions differ between Pythons; the newest Python's line also holds
 for newer ones. Nothing is installed. Local versions (`+cpu`) are removed, so that the machine's package index decides which build
@@ -27,7 +27,7 @@ def resolve(python: str) -> tuple[tuple[int, int], dict[str, str]]:
         pip = [Path(folder) / "venv/bin/python", "-m", "pip"]  # a new environment: a dry run omits installed packages
         subprocess.run([python, "-m", "venv", Path(folder) / "venv"], check=True)
         dry = [*pip, "install", "--dry-run", "--quiet", "--report", report]
-        subprocess.run([*dry, ".[dev,hf]", *HELD], cwd=HERE, check=True)
+        subprocess.run([*dry, ".[dev,hf,log]", *HELD], cwd=HERE, check=True)
         found = json.loads(report.read_text())
     major, minor = found["environment"]["python_version"].split(".")
     pins = {}
