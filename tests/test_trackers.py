@@ -94,6 +94,15 @@ def test_a_loop_without_results_of_a_trainer_has_its_points_at_the_end() -> None
     assert [point.x for point in curves.close()] == [1, 2, 3, 4, 5, 6]
 
 
+def test_an_update_counts_even_if_the_loop_stopped_before_it_was_logged() -> None:
+    rows = loop_rows()
+    unlogged = next(row for row in rows if row.event == "logged")
+    curves = UpdateCurves()
+    points = [*curves.see([row for row in rows if row is not unlogged]), *curves.close()]
+    assert [point.x for point in points] == [1, 2, 3, 4, 5, 6]
+    assert ["stream/timing/sync" in point.values for point in points] == [False, True, True, True, True, True]
+
+
 def test_what_is_no_number_is_left_out() -> None:
     odd = {"metrics": {"note": "warm"}, "completed": {"reward": "none"}, "logged": {"s_sync": "?"}}
     rows = [replace(row, ids={**row.ids, **odd.get(row.event, {})}) for row in loop_rows()]

@@ -1,6 +1,6 @@
 """The training curves of each loop of a run: a point per optimizer update, from the loop's ledger and the trainer's rows.
 
-A point waits for the next update to be logged, because its groups are cleared after its own, and for the trainer's results, which
+A point waits for the metrics of the next update, because its groups are cleared after its own, and for the trainer's results, which
 arrive within a second. A loop without results, such as a simulated one, gives its points when it closes.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 
 from kit.results.curves import CurvePoint
@@ -25,8 +25,8 @@ class LoopCurves:
 
     def __init__(self, phase: str) -> None:
         self._phase = phase
-        self._logged: list[UpdateKey] = []
-        self._given = 0  # of those that were logged
+        self._ended: list[UpdateKey] = []
+        self._given = 0  # of those that ended
         self._values: defaultdict[UpdateKey, dict[str, float]] = defaultdict(dict)
         self._answered: set[UpdateKey] = set()  # whose results the trainer has recorded
         self._samples: defaultdict[object, list[Row]] = defaultdict(list)  # complete ones by group
@@ -49,35 +49,19 @@ class LoopCurves:
             self._samples.pop(row["group"], None)
         elif row.event == "metrics" and key:
             self._values[key] |= numbers_in(row, {name: f"counts/{name}" for name in row.ids.keys() - PLACES})
-        elif row.event in ("logged", "logger_failed") and key:
-            self._log(key, row)
-            yield from self._ready(self._logged[self._given : -1])
+            self._values[key] |= rollout_values(self._trained.pop(key, []))
+            self._ended.append(key)
+            yield from self._ready(self._ended[self._given : -1])
+        elif row.event in ("logged", "logger_failed") and key and key in self._values:
+            times = (name for name in row.ids if name.startswith(SECONDS))
+            self._values[key] |= numbers_in(row, {name: f"timing/{name.removeprefix(SECONDS)}" for name in times})
         elif row.event == "clear" and key:
             self._clearing[key] = row.time
         elif row.get("of") == "clear" and key in self._clearing:
             self._values[key]["timing/clear"] = row.time - self._clearing.pop(key)
 
     def close(self) -> Iterator[CurvePoint]:
-        yield from map(self._point, self._logged[self._given :])
-
-    def _log(self, key: UpdateKey, row: Row) -> None:
-        """Keep the times of an update, and what its samples tell."""
-        values = self._values[key]
-        times = (name for name in row.ids if name.startswith(SECONDS))
-        values |= numbers_in(row, {name: f"timing/{name.removeprefix(SECONDS)}" for name in times})
-        samples = self._trained.pop(key, [])
-        rewards, lengths = (
-            [number for sample in samples for number in numbers_in(sample, {name: name}).values()]
-            for name in ("reward", "length")
-        )
-        if lengths:
-            values |= {"rollout/samples": float(len(samples)), "rollout/length": fmean(lengths)}
-        if rewards:
-            ends = {"rollout/reward_min": min(rewards), "rollout/reward_max": max(rewards)}
-            values |= {"rollout/reward": fmean(rewards), **ends}
-        if total := values.get("timing/total"):
-            values["timing/tokens_per_second"] = sum(lengths) / total
-        self._logged.append(key)
+        yield from map(self._point, self._ended[self._given :])
 
     def _ready(self, keys: Iterable[UpdateKey]) -> Iterator[CurvePoint]:
         for key in keys:
@@ -88,8 +72,25 @@ class LoopCurves:
     def _point(self, key: UpdateKey) -> CurvePoint:
         self._given += 1
         self._answered.discard(key)
-        values = self._values.pop(key)
+        values = self._values.pop(key, {})  # wrong code may end an update twice
+        if (total := values.get("timing/total")) and "rollout/tokens" in values:
+            values["timing/tokens_per_second"] = values["rollout/tokens"] / total
         return CurvePoint("update", self._given, {f"{self._phase}/{name}": value for name, value in values.items()})
+
+
+def rollout_values(samples: Sequence[Row]) -> dict[str, float]:
+    """What the complete samples of an update tell."""
+    rewards, lengths = (
+        [number for sample in samples for number in numbers_in(sample, {name: name}).values()]
+        for name in ("reward", "length")
+    )
+    values = {"rollout/samples": float(len(samples))}
+    if lengths:
+        values |= {"rollout/tokens": sum(lengths), "rollout/length": fmean(lengths)}
+    if rewards:
+        ends = {"rollout/reward_min": min(rewards), "rollout/reward_max": max(rewards)}
+        values |= {"rollout/reward": fmean(rewards), **ends}
+    return values
 
 
 def numbers_in(row: Row, names: Mapping[str, str]) -> dict[str, float]:
