@@ -129,7 +129,7 @@ class RunsTab(Tab):
         acts = look.flex_box(self.show, self.go, self.y, self.x, self.draw, self.path, self.write, self.link)
         parts = [look.sheet(SHEET + FACES), look.flex_box(self.sweeps), self.more, self.place, acts, self.notice]
         self.widget = widgets.VBox([*parts, self.picture, self.changes.widget])
-        self.sweeps.observe(self._changed, "value")
+        self.sweeps.observe(self._picked, "value")
         self.columns.observe(self._picked, "value")
         model.observe(self._changed, ["run", "state"])
         self._count()
@@ -147,7 +147,10 @@ class RunsTab(Tab):
         if not self._visible or self.model.state in BUSY:
             return
         before = self.chosen
-        self._rows = [row for path in list_runs(runs_dir()) if (row := describe_folder(path))["status"] != "damaged"]
+        rows = [row for path in list_runs(runs_dir()) if (row := describe_folder(path))["status"] != "damaged"]
+        if self.grid is not None and rows == self._rows:
+            return
+        self._rows = rows
         self._filling = True
         kept, names = self.columns.value, pickable(self._rows)
         if list(self.columns.options) != names:

@@ -100,7 +100,8 @@ class PlotsTab(Tab):
         self.svg = look.button("Save SVG", "picture-o", f"{keep}svg", lambda: self.save("svg"))
         self.pictures = widgets.VBox(layout={"width": "100%", "min_height": "120px"})
         controls = look.flex_box(self.choice, self.png, self.svg)
-        self.widget = widgets.VBox([look.sheet(SHEET), controls, self.notice, self.pictures])
+        self.absent = widgets.HTML()
+        self.widget = widgets.VBox([look.sheet(SHEET), controls, self.notice, self.absent, self.pictures])
         model.observe(self._changed, ["run", "revision", "tolerances", "state"])
         self.choice.observe(self._choose, "value")
 
@@ -132,9 +133,13 @@ class PlotsTab(Tab):
             self._offer()
         for button in (self.png, self.svg, self.choice):
             button.disabled = self._album is None
-        if self._album is None or self._album.data.frame.empty:
+        missing = self._album is None or self._album.data.frame.empty
+        # The page keeps the DOM of every picture that is taken out, so those of the last run are hidden and drawn over.
+        self.pictures.layout.display = "none" if missing else None
+        self.absent.layout.display = None if missing else "none"
+        if self._album is None or missing:
             words = NOTHING if self._album is None else "There are no measurements yet."
-            self.pictures.children = [widgets.HTML(f"<p>{look.span_html('faint', words)}</p>")]
+            self.absent.value = f"<p>{look.span_html('faint', words)}</p>"
             return
         every = [name for _, name in self.choice.options if name != OVERVIEW]
         with uncollected():
@@ -591,6 +596,10 @@ class VerdictTab(Tab):
             elif self.rows[limit.rule].limit != limit:
                 self.rows[limit.rule].aim(limit)
         asked = [self.rows[limit.rule] for limit in limits]
+        # The page keeps the DOM of every row that is put elsewhere, so rows move only when a verdict says so.
+        if self.model.verdict is None and {row.widget for row in asked} == {*self.body.children}:
+            self._show()
+            return
         ordered = sorted(
             asked, key=lambda row: min((ORDER.index(answer.passed) for answer in self._answers(row.limit)), default=1)
         )

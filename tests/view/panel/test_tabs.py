@@ -119,6 +119,20 @@ def test_nothing_is_drawn_while_nobody_looks(offload, drawn):
     assert "limit 5 MiB" in words(tab)
 
 
+def test_pictures_stay_on_the_page_while_there_is_nothing_to_draw(offload, drawn):
+    """Those that are taken out are kept by the page: it grew with every run."""
+    tab = PlotsTab(offload)
+    tab.visible = True
+    shown = tab.pictures.children
+    run = offload.run
+    offload.run = None
+    assert (tab.pictures.layout.display, tab.pictures.children) == ("none", shown)
+    assert "There is no run yet" in tab.absent.value
+    offload.run = run
+    assert (tab.pictures.layout.display, tab.absent.layout.display) == (None, "none")
+    assert tab.pictures.children == shown
+
+
 def page(tab):
     return "".join(part.value for part in tab.pictures.children)
 
@@ -230,7 +244,7 @@ def test_without_a_run_a_person_is_reported_what_to_do(tmp_path, monkeypatch):
     model = PanelModel(find("smoke"))
     tab = PlotsTab(model)
     tab.visible = True
-    assert "press Start" in page(tab)
+    assert "press Start" in tab.absent.value
     assert tab.png.disabled
     tables = TablesTab(model)
     tables.visible = True

@@ -583,12 +583,19 @@ def test_rows_are_made_when_somebody_looks_and_then_know_what_was_measured_befor
     assert tab.rows == rows
 
 
-def test_the_worst_come_first(finished):
+def test_the_worst_come_first_and_stay_there_until_a_verdict_says_otherwise(finished):
     model = PanelModel(find("smoke"))
     tab = tabs.VerdictTab(model)
     model.take({"memory_drift": -1e6})
     model.show(finished)
-    assert tab.body.children[0] is tab.rows["memory_drift"].widget
+    ordered = tab.body.children
+    assert ordered[0] is tab.rows["memory_drift"].widget
+    moves: list = []
+    tab.body.observe(moves.append, "children")
+    verdict = model.verdict
+    model.set_trait("verdict", None)
+    model.set_trait("verdict", verdict)
+    assert (tab.body.children, moves) == (ordered, [])
 
 
 @pytest.mark.parametrize("lab", LABS)
