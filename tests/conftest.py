@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,32 @@ def pytest_collection_finish() -> None:
     """Exempt everything imported so far from garbage collection; otherwise each `gc.collect()` in a test scans all of it again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def strict() -> Iterator[None]:
+    """Turn warnings into errors: a drawing whose layout does not fit only warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of this test's runs."""
+    monkeypatch.setenv("KIT_RUNS", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """One thread, as on ranks: on a busy machine the threads of small models wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -19,12 +19,6 @@ from kit.world import leftovers
 from tests.holdings import holdings
 
 
-@pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("KIT_RUNS", str(tmp_path / "runs"))
-    return tmp_path / "runs"
-
-
 def test_names() -> None:
     for name in kit.__all__:
         assert getattr(kit, name) is not None

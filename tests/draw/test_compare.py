@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 
 from kit.draw.compare import changed_most, plot_against
@@ -14,13 +12,7 @@ from kit.results import Row, Run, compare, create_run
 from kit.results.comparison import labelled, settings_of_runs
 from tests.seen import words
 
-
-@pytest.fixture(autouse=True)
-def strict():
-    """Turn warnings into errors, because a layout that does not fit only warns."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
+pytestmark = pytest.mark.usefixtures("strict")
 
 
 @pytest.fixture

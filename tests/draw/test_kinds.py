@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import pandas as pd
 import pytest
@@ -20,13 +19,7 @@ from kit.draw.style import LIGHT, Look, looks_of
 from kit.results import NotMeasured, Verdict, VerdictRow
 from tests.seen import axes_of, bars, boxes, colours, titles, words
 
-
-@pytest.fixture(autouse=True)
-def strict():
-    """Turn warnings into errors, because a layout that does not fit only warns."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
+pytestmark = pytest.mark.usefixtures("strict")
 
 
 def drawn(chart, *limits, below=False, more=()):

@@ -15,6 +15,7 @@ from kit.labs.discover import find, validate
 from kit.results import Verdict
 from tests.examples.cases import CASES, Case
 from tests.holdings import nothing_added
+from tests.labs.parts import failed
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -56,10 +57,6 @@ def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def unanswered(verdict: Verdict) -> set[str]:
     return {row.check for row in verdict if row.passed is None} - ASKED_FOR
-
-
-def failed(verdict: Verdict) -> set[str]:
-    return {row.check.partition("/")[0] for row in verdict if row.passed is False}
 
 
 NULLS: dict[str, set[str]] = {}

@@ -159,13 +159,6 @@ LAB = Definition(
 
 
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of this test's runs."""
-    monkeypatch.setenv("KIT_RUNS", str(tmp_path / "runs"))
-    return tmp_path / "runs"
-
-
-@pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Definition]:
     """The test lab; its module lies in the working folder, where the ranks look for it."""
     (tmp_path / "own_lab.py").write_text(SOURCE)

@@ -1,15 +1,80 @@
-"""Helpers for tests of several labs: how a run is judged where it broke, and the training steps in its ranks' logs."""
+"""Helpers for tests of several labs: what a verdict says, made-up rows, how a broken run is judged, and training steps in ranks' logs."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+import pandas as pd
 
 import kit
 from kit.labs.discover import rules_of
-from kit.results import judge
+from kit.results import Row, Rule, Verdict, VerdictRow, judge
 from kit.results.records import STEP_LINE
+
+
+def failed(verdict: Verdict) -> set[str]:
+    return {row.check.partition("/")[0] for row in verdict if row.passed is False}
+
+
+def unanswered(verdict: Verdict) -> set[str]:
+    """The checks that were not measured, except `nothing_piles_up`: it needs three cycles, and most runs of tests are shorter."""
+    return {row.check for row in verdict if row.passed is None} - {"nothing_piles_up"}
+
+
+def passed(verdict: Verdict, check: str) -> bool | None:
+    return next(row.passed for row in verdict if row.check == check)
+
+
+def why(verdict: Verdict, check: str) -> str:
+    return next(row.why for row in verdict if row.check == check)
+
+
+class Answers(dict[str, VerdictRow]):
+    """The rules' answers to some rows, by check. A rule is asked when its answer is looked up: most tests look at one of thirty."""
+
+    def __init__(
+        self,
+        frame: pd.DataFrame,
+        config: Mapping[str, Any],
+        rules: Sequence[Rule],
+        tolerances: Mapping[str, float] | None = None,
+    ) -> None:
+        self.frame, self.config, self.tolerances = frame, config, tolerances
+        self.rules = {rule.name: rule for rule in rules if rule.asked(config)}
+
+    def __missing__(self, check: str) -> VerdictRow:
+        rule = self.rules[check.partition("/")[0]]
+        for row in judge(self.frame, self.config, [rule], self.tolerances):
+            self[row.check] = row
+        return dict(self)[check]
+
+    def __contains__(self, check: object) -> bool:
+        return check in self.rules
+
+
+def rows_of_metric(run: kit.Run, phase: str, metric: str) -> pd.DataFrame:
+    frame = run.frame()
+    return frame[(frame["phase"] == phase) & (frame["metric"] == metric)]
+
+
+def made_up_row(
+    about: dict[str, Any],
+    name: str,
+    value: float | None,
+    ids: dict[str, Any] | None = None,
+    text: str = "",
+    *,
+    old: bool = False,
+) -> Row:
+    """A row at its place; `old`: as older kits wrote it, which coded texts and ids in names and numbers."""
+    if old:
+        path = "/".join([name, *map(str, (ids or {}).values())])
+        return Row(**about, metric=path, value=1 if value is None else value, unit="1")
+    return Row(**about, metric=name, value=value, unit="1", ids=ids or {}, text=text)
 
 
 def failing_parts(run: kit.Run) -> list[tuple[str, str]]:

@@ -16,6 +16,9 @@ from kit.results.rules import judge
 from kit.results.run import to_frame
 from kit.target import load_callable, replaced
 from kit.world.world import Printer
+from tests.labs.parts import failed, passed, why
+
+__all__ = ["Notebook", "failed", "passed", "run", "why"]
 
 
 class Notebook(Recording):
@@ -54,15 +57,3 @@ def run(lab: Definition, fault: Fault | None, folder: Path = Path(), **config: A
     frame = to_frame(dataclasses.replace(row, run="test", lab=lab.name, cycle=1) for row in drive.rows)
     suspect = f"fault {fault.name!r}" if fault and not error else ""  # a broken run is judged as far as its records go
     return judge(frame, as_settings(drive.config), lab.load_rules(), suspect=suspect), error
-
-
-def failed(verdict: Verdict) -> set[str]:
-    return {row.check for row in verdict if row.passed is False}
-
-
-def passed(verdict: Verdict, check: str) -> bool | None:
-    return next(row.passed for row in verdict if row.check == check)
-
-
-def why(verdict: Verdict, check: str) -> str:
-    return next(row.why for row in verdict if row.check == check)

@@ -21,8 +21,8 @@ from kit.labs.stream.rules import lockstep_is_the_kits, with_own_code
 from kit.labs.stream.worlds import LOOP_SIZES, MANNERS, StreamWorlds
 from kit.loop.explore import Worlds, play, world_of
 from kit.results.run import to_frame
+from tests.labs.parts import failed, passed, why
 from tests.labs.share.conftest import simulated as simulated_share
-from tests.labs.simulated import failed, passed, why
 from tests.labs.stream.conftest import simulated as simulated_stream
 from tests.results.conftest import make_record
 

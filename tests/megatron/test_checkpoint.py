@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from kit.megatron.config import Geometry, ModelConfig, check, read_geometry
 from kit.megatron.shards import WEIGHTS, Folder
 from kit.train.plain import initial_weights
 from kit.world import World
+from tests.worlds import world_of
 
-ROOT = Path(__file__).parents[2]
 GEOMETRY = Geometry(
     hidden=64,
     layers=2,
@@ -163,11 +163,7 @@ def test_a_job_takes_a_geometry_for_its_size() -> None:
         check(ModelConfig(size=odd, tp=2), 2)
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with World(2, device="cpu", env=environment, logs=tmp_path_factory.mktemp("logs")) as made:
-        yield made
+world = world_of(2)
 
 
 def ask(world: World, function: str, **arguments: Any) -> list[Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,18 +11,14 @@ import torch
 from kit.errors import BadInput
 from kit.megatron.serve import Prefix, PrefixCache, PromptRequest, distribution, pick
 from kit.world import World
+from tests.worlds import world_of
 
-ROOT = Path(__file__).parents[2]
 LIMIT = 1e-5
 
 each_width = pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with World(2, device="cpu", env=environment, logs=tmp_path_factory.mktemp("logs")) as made:
-        yield made
+world = world_of(2)
 
 
 def ask(world: World, function: str, **arguments: Any) -> Any:

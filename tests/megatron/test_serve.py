@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from kit.world import World
+from tests.worlds import world_of
 
-ROOT = Path(__file__).parents[2]
 # The trainer's config on two ranks, and the tensor-parallel size of the replicas on the other two.
 PAIRS: dict[str, dict[str, Any]] = {
     "tp2 to tp1": {"trainer": {"tp": 2}, "infer_tp": 1},
@@ -27,11 +26,7 @@ ALIKE = [name for name in PAIRS if "tp2 to tp2" in name or "dp2" in name]
 pytestmark = pytest.mark.slow  # a sync run in `make test` already serves, sleeps and wakes
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with World(4, device="cpu", env=environment, logs=tmp_path_factory.mktemp("logs")) as made:
-        yield made
+world = world_of(4)
 
 
 def ask(world: World, function: str, **arguments: Any) -> list[Any]:

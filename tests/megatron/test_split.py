@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kit.world import World
+from tests.worlds import world_of
 
-ROOT = Path(__file__).parents[2]
 OVERLAP = {"overlap_grad_reduce": True, "distributed_optimizer": True}
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with World(2, device="cpu", env=environment, logs=tmp_path_factory.mktemp("logs")) as made:
-        yield made
+world = world_of(2)
 
 
 def ask(world: World, function: str, **arguments: Any) -> list[Any]:

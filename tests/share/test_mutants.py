@@ -13,7 +13,7 @@ from kit.loop.explore import outcome_of
 from tests.mutants.mutant import Mutant, compiled
 from tests.share import test_core, test_planner, test_schedules, test_shared
 from tests.share.chaos import rows_of, violations
-from tests.stream.test_mutants import broken, calls
+from tests.stream.test_mutants import broken, calls, killer
 
 
 def mutant(place: str, old: str, new: str, bug: str) -> Mutant:
@@ -283,16 +283,6 @@ def check_world(seed: int) -> None:
     assert outcome_of(ShareWorlds(), seed).findings == {}
 
 
-def killer() -> int | None:
-    """Return the number of the first case that fails."""
-    for number, case in enumerate(cases()):
-        try:
-            case()
-        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - whatever it is, it was noticed
-            return number
-    return None
-
-
 @pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.bug.replace(" ", "-"))
 def test_every_mutant_applies_to_the_source(one: Mutant) -> None:
     compiled(one)
@@ -309,4 +299,4 @@ def test_the_desk_as_it_is_passes_every_case() -> None:
 @pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.bug.replace(" ", "-"))
 def test_a_broken_rule_is_noticed(one: Mutant) -> None:
     with broken(one):
-        assert killer() is not None, one.bug
+        assert killer(cases()) is not None, one.bug

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +11,8 @@ import torch
 from kit.train.fsdp import Schedule
 from kit.train.options import Settings
 from kit.world import World
+from tests.worlds import world_of
 
-ROOT = Path(__file__).parents[2]
 EXACT = ("lr", "wd", "global_valid_seqs", "global_valid_toks", "version")
 GRADIENTS, PARAMETERS, METRICS, LOSS = 1e-6, 1e-5, 1e-6, 1e-6
 FIXED = {"gradients": GRADIENTS, "parameters": PARAMETERS, "metrics": METRICS, "loss": LOSS}
@@ -25,11 +23,7 @@ REGROUPED_EXTREMES = 4e-6
 NARROW = {"gradients": 2e-2, "parameters": 1e-3, "metrics": 5e-2, "loss": 1e-3}
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with World(2, device="cpu", env=environment, logs=tmp_path_factory.mktemp("logs")) as made:
-        yield made
+world = world_of(2)
 
 
 def ask(world: World, function: str, **arguments: Any) -> list[Any]:

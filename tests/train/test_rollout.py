@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -18,13 +16,7 @@ PROMPTS, GROUP = 10, 4
 Made = tuple[dict[str, torch.Tensor], Batch]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """One thread, as on ranks: on a busy machine the threads of small models wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make(seed: int = 3, warm_steps: int = 8) -> Made:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import warnings
 
 import matplotlib as mpl
 import pytest
@@ -17,13 +16,7 @@ from kit.errors import BadInput
 from kit.labs.bench_view.made_up import made_up
 from kit.view import named
 
-
-@pytest.fixture(autouse=True)
-def strict():
-    """Turn warnings into errors, because a layout that does not fit only warns."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
+pytestmark = pytest.mark.usefixtures("strict")
 
 
 @pytest.fixture(scope="module")

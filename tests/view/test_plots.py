@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import matplotlib as mpl
 import pytest
 
@@ -25,12 +23,7 @@ def words(picture):
     return {text.get_text() for text in picture.findobj(mpl.text.Text)}
 
 
-@pytest.fixture(autouse=True)
-def strict():
-    """Turn warnings into errors, because a layout that does not fit only warns."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
+pytestmark = pytest.mark.usefixtures("strict")
 
 
 @pytest.mark.parametrize("theme_name", THEMES)

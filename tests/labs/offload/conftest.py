@@ -112,7 +112,3 @@ def failed(verdict: Verdict, *, times: bool = False) -> set[str]:
 
 def unanswered(verdict: Verdict) -> set[str]:
     return {row.check for row in verdict if row.passed is None}
-
-
-def why(verdict: Verdict, check: str) -> str:
-    return next(row.why for row in verdict if row.check == check)

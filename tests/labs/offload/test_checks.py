@@ -12,18 +12,19 @@ from kit.labs.discover import find
 from kit.labs.offload.lab import OffloadConfig
 from kit.results import Row, VerdictRow, judge, to_frame
 from kit.results.growth import gpu_of_rank
+from tests.labs.parts import Answers
 
 MIB = 2**20
 CONFIG = asdict(OffloadConfig(ranks=1, tp=1, cycles=10, size="125m", dtype="float32"))
 Fact = tuple[int, str, str, float]
 
 
-def answers(rows: Iterable[Fact], **config: object) -> dict[str, VerdictRow]:
+def answers(rows: Iterable[Fact], **config: object) -> Answers:
     records = [
         Row(run="r", lab="offload", cycle=c, phase=p, rank=0, metric=m, value=v, unit="1", time=0)
         for c, p, m, v in rows
     ]
-    return {row.check: row for row in judge(to_frame(records), {**CONFIG, **config}, find("offload").load_rules())}
+    return Answers(to_frame(records), {**CONFIG, **config}, find("offload").load_rules())
 
 
 def gpu(
@@ -173,7 +174,7 @@ def test_the_way_back_against_the_training_after_it() -> None:
 
 
 def test_what_is_missing_is_not_judged() -> None:
-    assert {row.passed for row in answers([]).values()} == {None}
+    assert {row.passed for row in judge(to_frame([]), CONFIG, find("offload").load_rules())} == {None}
     partial = [(1, "fingerprint", "groups_watched", 20.0), (1, "verify", "stale_holders", 0.0)]
     row = answers(partial)["handles_alive"]
     assert (row.passed, "recorded 1 times, not 10" in row.why) == (None, True)
@@ -208,8 +209,7 @@ def two_ranks(*, fell: float, reported: Iterable[str] = ("driver_used",), job: f
 
 
 def judged(frame: pd.DataFrame, check: str) -> VerdictRow:
-    (row,) = [one for one in judge(frame, {**CONFIG, "ranks": 2}, find("offload").load_rules()) if one.check == check]
-    return row
+    return Answers(frame, {**CONFIG, "ranks": 2}, find("offload").load_rules())[check]
 
 
 def test_ranks_on_one_gpu_do_not_each_claim_what_left_it() -> None:
@@ -321,8 +321,7 @@ def test_times_among_ranks_that_share_a_gpu_are_no_product_numbers(gpus_of: tupl
             for r, c, p, m, v in rows
         ]
     )
-    checks = find("offload").load_rules()
-    (row,) = [one for one in judge(frame, {**CONFIG, "ranks": 2, "cycles": 4}, checks) if one.check == "time_steady"]
+    row = Answers(frame, {**CONFIG, "ranks": 2, "cycles": 4}, find("offload").load_rules())["time_steady"]
     assert row.passed
     assert row.why.endswith("; shared GPU, not a product number") == message
 

@@ -9,7 +9,8 @@ import pytest
 
 import kit
 from kit.errors import BadInput
-from tests.labs.offload.conftest import ROOT, failed, why
+from tests.labs.offload.conftest import ROOT, failed
+from tests.labs.parts import why
 
 Offload = Callable[..., kit.Run]
 

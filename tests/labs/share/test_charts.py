@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pandas as pd
 import pytest
 
@@ -25,13 +23,7 @@ from kit.view.named import album, plot_run
 from tests.labs.share.runs import BY_HAND, HIGH, LOW, make
 from tests.seen import axes_of, titles, words
 
-
-@pytest.fixture(autouse=True)
-def strict():
-    """Make warnings errors: a layout that does not fit only warns."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
+pytestmark = pytest.mark.usefixtures("strict")
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ import pytest
 from kit.labs.share.adapters import ADAPTER_RULES
 from kit.labs.share.rules import RULES
 from kit.results.records import NOTEBOOK
+from tests.labs.parts import failed, passed, why
 from tests.labs.share.conftest import share
 from tests.labs.share.evidence import CONFIG, MIB, Facts, fact, records, verdict_of
-from tests.labs.simulated import failed, passed, why
 
 OF_RANKS = {
     "same_numbers",

@@ -10,8 +10,8 @@ from kit.labs.share.faults import OF_A_PIPELINE, OF_THE_DESK
 from kit.labs.share.lab import LAB
 from kit.labs.share.simulated import REPLACED_AFTER_DEATH, SCENES
 from kit.target import replaced
+from tests.labs.parts import failed, passed, why
 from tests.labs.share.conftest import share, simulated
-from tests.labs.simulated import failed, passed, why
 
 # Other checks that a bug fails, besides the one it is listed under.
 ALSO = {

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import kit
+from tests.labs.parts import failed, passed, why
 from tests.labs.share.conftest import share, simulated
-from tests.labs.simulated import failed, passed, why
 
 
 @pytest.mark.parametrize("gate", ["1", "2", "2.5", "3", "4"])

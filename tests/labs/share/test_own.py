@@ -21,8 +21,8 @@ from kit.share.core import Scheduler
 from kit.share.member import Desk, Pipeline
 from kit.share.planner import View
 from kit.share.state import DeskState
+from tests.labs.parts import failed, passed, why
 from tests.labs.share.conftest import share, simulated
-from tests.labs.simulated import failed, passed, why
 
 SMALL = {"steps": 2, "groups": 2, "group": 2}
 

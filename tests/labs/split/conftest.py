@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import kit
-from kit.results import Verdict
 from tests.holdings import nothing_added
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -374,16 +373,3 @@ def split(world: kit.World) -> Callable[..., kit.Run]:
         return made[key]
 
     return run
-
-
-def failed(verdict: Verdict) -> set[str]:
-    return {row.check.partition("/")[0] for row in verdict if row.passed is False}
-
-
-def unanswered(verdict: Verdict) -> set[str]:
-    """Return the unanswered checks, except `nothing_piles_up`: it needs three cycles, and most runs here are shorter."""
-    return {row.check for row in verdict if row.passed is None} - {"nothing_piles_up"}
-
-
-def why(verdict: Verdict, check: str) -> str:
-    return next(row.why for row in verdict if row.check == check)

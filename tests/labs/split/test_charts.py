@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 
 import pytest
 
@@ -13,10 +12,11 @@ from kit.draw.data import read
 from kit.draw.style import THEMES
 from kit.labs.split.charts import gradient_errors, metric_errors, step_calls
 from kit.labs.split.lab import SplitConfig, cases_of
-from kit.results import Row, Verdict, VerdictRow, create_run
+from kit.results import Verdict, VerdictRow, create_run
 from kit.results.verdict import without_parts
 from kit.view import named
 from kit.view.named import album, plot_run
+from tests.labs.parts import made_up_row
 from tests.seen import axes_of, words
 
 METRICS = {"loss": 0.5, "probs_ratio": 1.0, "probs_ratio_max": 1.2, "num_valid_samples": 40.0}
@@ -24,12 +24,7 @@ NORMALIZERS = {"probs_ratio": "tokens", "probs_ratio_max": "none", "num_valid_sa
 COUNTS = {"global_valid_seqs": 40.0, "global_valid_toks": 200.0}
 
 
-@pytest.fixture(autouse=True)
-def strict():
-    """Make warnings errors: a layout that does not fit only warns."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
+pytestmark = pytest.mark.usefixtures("strict")
 
 
 @pytest.fixture
@@ -44,13 +39,7 @@ def make_split(tmp_path):
 
         def tell(cycle, phase, rank, rows):
             about = {"run": writer.id, "lab": "split", "cycle": cycle, "phase": phase, "rank": rank, "time": clock}
-            writer.append([as_record(about, *row) for row in rows])
-
-        def as_record(about, name, value, ids=None, text=""):
-            if old:  # texts and ids used to be coded in names and numbers
-                path = "/".join([name, *map(str, (ids or {}).values())])
-                return Row(**about, metric=path, value=1 if value is None else value, unit="1")
-            return Row(**about, metric=name, value=value, unit="1", ids=ids or {}, text=text)
+            writer.append([made_up_row(about, *row, old=old) for row in rows])
 
         def numbers(level, factors, *, plain):
             rows = []

@@ -9,7 +9,8 @@ import pytest
 
 from kit.labs.discover import find
 from kit.labs.split.lab import SplitConfig
-from kit.results import Row, VerdictRow, judge, to_frame
+from kit.results import Row, VerdictRow, to_frame
+from tests.labs.parts import Answers
 
 CONFIG = asdict(SplitConfig(ranks=2, level="tokens", chunks=(1,), steps=2, dtype="float32"))
 Fact = tuple[int, str, str, float, dict[str, str | int]]
@@ -25,17 +26,12 @@ RESULT = {
 ROUNDING = 1.5e-5
 
 
-def answers(
-    rows: Iterable[Fact], tolerances: Mapping[str, float] | None = None, *, rule: str = "", **config: object
-) -> dict[str, VerdictRow]:
-    """The verdict's rows; with `rule` those of one rule, which takes less time."""
+def answers(rows: Iterable[Fact], tolerances: Mapping[str, float] | None = None, **config: object) -> Answers:
     records = [
         Row(run="r", lab="split", cycle=c, phase=p, rank=0, metric=m, value=v, unit="1", time=0, ids=i)
         for c, p, m, v, i in rows
     ]
-    full = {**CONFIG, **config}
-    checks = [check for check in find("split").load_rules() if check.asked(full) and rule in ("", check.name)]
-    return {row.check: row for row in judge(to_frame(records), full, checks, tolerances)}
+    return Answers(to_frame(records), {**CONFIG, **config}, find("split").load_rules(), tolerances)
 
 
 def results(phase: str, change: Mapping[str, float] | None = None, step: int = 1) -> list[Fact]:
@@ -110,7 +106,7 @@ def later(norm: float, noise: list[Fact], dtype: str, *, moved: float | None = N
     gradients: list[Fact] = [(1, "compare", "gradient_error", 0.0, {"step": step}) for step in (1, 2)]
     rows = results("sync") + results("split", {"grad_norm": norm}, step=2) + gradients + noise
     tolerances = None if moved is None else {"later_steps": moved}
-    return answers(rows, tolerances, rule="later_steps", dtype=dtype, **config)["later_steps"]
+    return answers(rows, tolerances, dtype=dtype, **config)["later_steps"]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +172,7 @@ def test_noise_of_the_kits_formulas_lowers_no_limit_of_other_formulas(config: di
 )
 def test_in_bfloat16_only_the_norm_of_a_result_is_rounded(change: dict[str, float], rounding: float | None) -> None:
     noise = [] if rounding is None else noises(rounding, of="gradients")
-    rows = answers(results("sync") + results("split", change) + noise, rule="result_parity", dtype="bfloat16")
+    rows = answers(results("sync") + results("split", change) + noise, dtype="bfloat16")
     assert rows["result_parity"].passed is False
     exact = rows["result_parity/other numbers"]
     assert (exact.passed, exact.limit) == (False, 1e-6)
@@ -192,8 +188,8 @@ def test_the_norm_of_a_result_in_bfloat16_is_held_against_noise(
 ) -> None:
     noise = [] if rounding is None else noises(rounding, of="gradients")
     facts = results("sync") + results("split", {"grad_norm": norm}) + noise
-    rows = answers(facts, rule="result_parity", dtype="bfloat16")
+    rows = answers(facts, dtype="bfloat16")
     assert (rows["result_parity"].passed, rows["result_parity/grad_norm"].limit) == (passed, pytest.approx(limit))
     assert rows["result_parity/other numbers"].passed is True
-    moved = answers(facts, {"result_parity": 1e-3}, rule="result_parity", dtype="bfloat16")
+    moved = answers(facts, {"result_parity": 1e-3}, dtype="bfloat16")
     assert moved["result_parity"].passed is False

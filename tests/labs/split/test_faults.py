@@ -10,7 +10,7 @@ import kit
 from kit.errors import BadInput
 from kit.labs.definition import Fault
 from kit.labs.split.faults import FAULTS, KIT_LOSS, KIT_SPLIT
-from tests.labs.split.conftest import failed
+from tests.labs.parts import failed
 
 Split = Callable[..., kit.Run]
 CONFIGS = {repr(fault.set): fault for fault in FAULTS}  # faults with equal configs share one run without a fault

@@ -12,7 +12,8 @@ from kit.errors import BadInput
 from kit.labs.split.lab import SplitConfig
 from kit.labs.split.ranks.phases import NUMBERS, whole_result
 from kit.results import exit_code
-from tests.labs.split.conftest import ROOT, failed, unanswered, why
+from tests.labs.parts import failed, unanswered, why
+from tests.labs.split.conftest import ROOT
 
 Split = Callable[..., kit.Run]
 ONE = {"steps": 1, "layers": 1, "microbatches": 2, "chunks": [1], "level": "tokens"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pandas as pd
 import pytest
 
 import kit
@@ -13,18 +12,12 @@ from kit.labs.discover import find
 from kit.labs.split import rules
 from kit.labs.split.ranks.phases import SplitSide as Phases
 from kit.results import with_ids
-from tests.labs.parts import failing_parts, logged_steps
-from tests.labs.split.conftest import failed, unanswered, why
+from tests.labs.parts import failed, failing_parts, logged_steps, rows_of_metric, unanswered, why
 
 Split = Callable[..., kit.Run]
 LEVELS = ("tokens", "sequences")
 CASES = [("tokens", 1), ("tokens", 2), ("tokens", 0), ("sequences", 1), ("sequences", 2), ("sequences", 0)]
 METRICS = 17  # of a clipped policy gradient
-
-
-def of(run: kit.Run, phase: str, metric: str) -> pd.DataFrame:
-    frame = run.frame()
-    return frame[(frame["phase"] == phase) & (frame["metric"] == metric)]
 
 
 def test_every_check_passes_or_says_why_not(split: Split) -> None:
@@ -113,16 +106,16 @@ def test_records_of_every_rank_and_call(split: Split) -> None:
     run = split()
     results = rules.results(run.frame(), "split").set_index(["step", "name"])
     reported = [results.loc[key] for key in ((1, "global_loss"), (2, "grad_norm"), (1, "probs_ratio"))]
-    reported += [of(run, "split", metric) for metric in ("reductions_most", "wrong_versions")]
+    reported += [rows_of_metric(run, "split", metric) for metric in ("reductions_most", "wrong_versions")]
     for rows in reported:
         assert sorted(zip(rows["cycle"], rows["rank"], strict=True)) == [(c, r) for c in range(1, 7) for r in (0, 1)]
-    assert set(of(run, "compare", "parameter_error")["rank"]) == {0, 1}
-    rows = with_ids(of(run, "split", "call_seconds").query("rank == 1"), "call", "order")
+    assert set(rows_of_metric(run, "compare", "parameter_error")["rank"]) == {0, 1}
+    rows = with_ids(rows_of_metric(run, "split", "call_seconds").query("rank == 1"), "call", "order")
     calls = [len(each) for _, each in rows.groupby("cycle")]
     assert calls == [3, 4, 6] * 2  # begin, the cuts of four microbatches, finish
     assert rows["call"].tolist()[:3] == ["begin", "microbatch", "finish"]
     assert (rows["value"] > 0).all()
-    assert float(of(run, "prepare", "ratios_off_one")["value"].min()) > 0.5  # most ratios differ from 1
+    assert float(rows_of_metric(run, "prepare", "ratios_off_one")["value"].min()) > 0.5  # most ratios differ from 1
 
 
 def test_the_rate_moves_and_every_step_differs(split: Split) -> None:

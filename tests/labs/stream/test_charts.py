@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import warnings
 
 import pandas as pd
 import pytest
@@ -50,12 +49,7 @@ CALLS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def strict():
-    """Make warnings errors: a layout that does not fit only warns."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
+pytestmark = pytest.mark.usefixtures("strict")
 
 
 def events(ledger):

@@ -13,7 +13,8 @@ from kit.labs.definition import Fault
 from kit.labs.stream.faults import OF_RANKS, OF_THE_CONTROLLER
 from kit.labs.stream.lab import LAB
 from kit.results import Verdict, list_runs, runs_dir
-from tests.labs.simulated import failed, passed, run, why
+from tests.labs.parts import failed, passed, why
+from tests.labs.simulated import run
 from tests.labs.stream.conftest import simulated
 
 # With wrong stamps or another temperature, the recomputed distributions are not those that tokens were drawn from.

@@ -11,7 +11,8 @@ from kit.labs.definition import Fault
 from kit.labs.stream.lab import LAB
 from kit.labs.stream.rules import ledger
 from kit.results import Verdict
-from tests.labs.simulated import failed, passed, run
+from tests.labs.parts import failed, passed
+from tests.labs.simulated import run
 
 # A request of the first group cannot be sent, so the group fails.
 REQUEST = 12

@@ -18,7 +18,7 @@ from kit.labs.stream.drive import PIPELINE
 from kit.loop.messages import Event
 from kit.stream.core import Controller, resume_from
 from kit.stream.settings import Resume, StreamSettings
-from tests.labs.simulated import failed, passed, why
+from tests.labs.parts import failed, passed, why
 from tests.labs.stream.conftest import simulated
 from tests.stream.test_foreign import Windowed
 

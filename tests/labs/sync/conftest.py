@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import kit
-from kit.results import Verdict
 from tests.holdings import nothing_added
 
 SMALL = {"layers": 2, "cycles": 2, "sweep": False, "deadline_s": 10}
@@ -49,16 +48,3 @@ def sync(_places: None) -> Iterator[Callable[..., kit.Run]]:
     yield run
     for world in worlds.values():
         world.close()
-
-
-def failed(verdict: Verdict) -> set[str]:
-    return {row.check for row in verdict if row.passed is False}
-
-
-def unanswered(verdict: Verdict) -> set[str]:
-    """Return the unanswered checks, except `nothing_piles_up`: it needs three cycles, and most runs here are shorter."""
-    return {row.check for row in verdict if row.passed is None} - {"nothing_piles_up"}
-
-
-def why(verdict: Verdict, check: str) -> str:
-    return next(row.why for row in verdict if row.check == check)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import warnings
 from dataclasses import replace
 
 import pandas as pd
@@ -19,9 +18,10 @@ from kit.draw.style import THEMES
 from kit.labs.sync import rules
 from kit.labs.sync.charts import rates_by_size, sync_events, sync_stages
 from kit.labs.sync.lab import SyncConfig
-from kit.results import NotMeasured, Row, create_run, with_ids
+from kit.results import NotMeasured, create_run, with_ids
 from kit.view import named
 from kit.view.named import plot_run
+from tests.labs.parts import made_up_row
 from tests.seen import axes_of, colours, titles, words
 
 SENDER = {"gather": 0.02, "pack": 0.01, "send": 0.03, "verify": 0.004, "teardown": 0.001, "finalize": 0, "publish": 0}
@@ -32,12 +32,7 @@ MIB = 2**20
 RATES = {"shm": {MIB: 6e9, 8 * MIB: 9e9}, "broadcast": {MIB: 0.5e9, 8 * MIB: 1.5e9}, "serialize": {MIB: 1e9}}
 
 
-@pytest.fixture(autouse=True)
-def strict():
-    """Make warnings errors: a layout that does not fit only warns."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
+pytestmark = pytest.mark.usefixtures("strict")
 
 
 @pytest.fixture
@@ -53,13 +48,7 @@ def make_sync(tmp_path):
 
         def tell(cycle, phase, rank, rows):
             about = {"run": writer.id, "lab": "sync", "cycle": cycle, "phase": phase, "rank": rank, "time": clock}
-            writer.append([as_record(about, *row) for row in rows])
-
-        def as_record(about, name, value, ids=None, text=""):
-            if old:  # texts and ids used to be coded in names and numbers
-                path = "/".join([name, *map(str, (ids or {}).values())])
-                return Row(**about, metric=path, value=1 if value is None else value, unit="1")
-            return Row(**about, metric=name, value=value, unit="1", ids=ids or {}, text=text)
+            writer.append([made_up_row(about, *row, old=old) for row in rows])
 
         def happened(names, pace):
             return [

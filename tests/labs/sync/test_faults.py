@@ -13,7 +13,7 @@ from kit.labs.definition import Fault
 from kit.labs.sync.faults import FAULTS
 from kit.labs.sync.rules import healing
 from kit.results import list_runs, runs_dir
-from tests.labs.sync.conftest import failed, unanswered, why
+from tests.labs.parts import failed, unanswered, why
 
 Sync = Callable[..., kit.Run]
 CONFIGS = {repr(fault.set): fault for fault in FAULTS}  # faults with equal configs share one run without a fault

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import pandas as pd
 import pytest
 
 import kit
@@ -13,18 +12,12 @@ from kit.labs.discover import find
 from kit.labs.sync.lab import SyncConfig
 from kit.labs.sync.rules import attempts, points, required_order
 from kit.results import Measured, judge, with_ids
-from tests.labs.parts import failing_parts, logged_steps
-from tests.labs.sync.conftest import failed, unanswered, why
+from tests.labs.parts import failed, failing_parts, logged_steps, rows_of_metric, unanswered, why
 
 Sync = Callable[..., kit.Run]
 APART = {"ranks": 4, "replicas": 2, "placement": "apart"}
 EQUAL = {"ranks": 6, "replicas": 2, "infer_tp": 2}
 EXCUSE = "the layouts differ, so sums round differently"
-
-
-def of(run: kit.Run, phase: str, metric: str) -> pd.DataFrame:
-    frame = run.frame()
-    return frame[(frame["phase"] == phase) & (frame["metric"] == metric)]
 
 
 def test_every_check_passes_or_says_why_not(sync: Sync) -> None:
@@ -63,7 +56,7 @@ def test_forwards_are_attempted_at_every_point(sync: Sync) -> None:
     table, missing = attempts(run.frame(), run.config)
     assert missing == []
     first = table[(table["cycle"] == 1) & (table["rank"] == 4)]
-    buckets = int(of(run, "refresh", "buckets")["value"].max())
+    buckets = int(rows_of_metric(run, "refresh", "buckets")["value"].max())
     assert list(zip(first["point"], first["bucket"], strict=True)) == required_order("refresh", buckets)
     forwards = dict(zip(first["point"], first["forward"], strict=True))
     assert forwards["begin"] == "version -1"
@@ -78,21 +71,25 @@ def test_a_run_that_breaks_is_not_blamed_for_what_it_did_not_get_to(sync: Sync) 
 
 def test_replicas_serve_while_weights_arrive(sync: Sync) -> None:
     run = sync(sweep=True, sweep_mib=2)
-    assert (of(run, "refresh", "served")["value"] >= 2).all()
-    assert (of(run, "refresh", "versions_differ")["value"] == 1).all()
-    assert set(of(run, "refresh", "served")["rank"]) == {4}  # the others share devices with the trainer, so they sleep
-    assert set(of(run, "expand", "version")["rank"]) == {0, 2, 3}
+    assert (rows_of_metric(run, "refresh", "served")["value"] >= 2).all()
+    assert (rows_of_metric(run, "refresh", "versions_differ")["value"] == 1).all()
+    assert set(rows_of_metric(run, "refresh", "served")["rank"]) == {
+        4
+    }  # the others share devices with the trainer, so they sleep
+    assert set(rows_of_metric(run, "expand", "version")["rank"]) == {0, 2, 3}
 
 
 def test_a_run_has_more_than_one_bucket(sync: Sync) -> None:
     run = sync(sweep=True, sweep_mib=2)
-    buckets = of(run, "refresh", "buckets")["value"]
+    buckets = rows_of_metric(run, "refresh", "buckets")["value"]
     assert (buckets >= 8).all()
-    assert (of(run, "refresh", "bytes")["value"] == of(run, "expand", "bytes")["value"].max()).all()
+    assert (
+        rows_of_metric(run, "refresh", "bytes")["value"] == rows_of_metric(run, "expand", "bytes")["value"].max()
+    ).all()
 
 
 def test_every_way_of_the_comparison_has_a_rate(sync: Sync) -> None:
-    rates = with_ids(of(sync(sweep=True, sweep_mib=2), "sweep", "rate"), "transport")
+    rates = with_ids(rows_of_metric(sync(sweep=True, sweep_mib=2), "sweep", "rate"), "transport")
     assert set(rates["transport"]) == {"memcpy", "shm", "broadcast", "serialize", "per-tensor"}
     assert len(rates) == rates["ids"].nunique() == 1 + 3 * 4 + 1
 
@@ -142,7 +139,7 @@ def test_apart_nobody_sleeps(sync: Sync, refresh: str) -> None:
         stopped = stopped[(stopped["path"] == "stream") & ~stopped["point"].isin(["begin", "activate", "end"])]
         assert set(stopped[stopped["rank"] >= 2]["routed"]) == {0}
         assert set(stopped[stopped["rank"] >= 2]["forward"]) == {"waits"}
-    assert set(of(run, "refresh", "version")["rank"]) == {0, 2, 3}
+    assert set(rows_of_metric(run, "refresh", "version")["rank"]) == {0, 2, 3}
     assert "expand" not in set(run.frame()["phase"])
 
 

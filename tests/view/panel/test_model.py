@@ -21,10 +21,7 @@ from kit.view.tabs import VerdictTab
 LABS = sorted(tagged())
 
 
-@pytest.fixture(autouse=True)
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("KIT_RUNS", str(tmp_path / "runs"))
-    return tmp_path / "runs"
+pytestmark = pytest.mark.usefixtures("runs")
 
 
 def smoke_run(runs: Path, *, drift_mib: float = 20, cycles: int = 2, lab: str = "smoke", second: int = 1) -> Path:

@@ -31,10 +31,7 @@ def finished(tmp_path_factory):
     return kit.run("smoke", cycles=2, out=tmp_path_factory.mktemp("run") / "run")
 
 
-@pytest.fixture(autouse=True)
-def runs(tmp_path, monkeypatch):
-    """An empty runs folder, so that no panel shows runs of others."""
-    monkeypatch.setenv("KIT_RUNS", str(tmp_path / "runs"))
+pytestmark = pytest.mark.usefixtures("runs")  # an empty folder, so that no panel shows runs of others
 
 
 def tree(widget):
