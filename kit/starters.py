@@ -151,7 +151,7 @@ def example_code(starter: Starter, names: Mapping[str, str]) -> str:
     """The example without its docstring, its other bugs, and what only those need."""
     text = (shipped("docs") / "examples" / f"{starter.example}.py").read_text()
     tree, lines = ast.parse(text), text.splitlines(keepends=True)
-    kept = needed(tree, {starter.right, starter.wrong})
+    kept = names_needed(tree, {starter.right, starter.wrong})
     for node in reversed(tree.body):
         first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -173,7 +173,7 @@ def names_bound(node: ast.stmt) -> Iterator[str]:
             yield target.id
 
 
-def needed(tree: ast.Module, wanted: set[str]) -> set[str]:
+def names_needed(tree: ast.Module, wanted: set[str]) -> set[str]:
     """These names and all that their definitions use, directly or not."""
     uses = {
         name: {used.id for used in ast.walk(node) if isinstance(used, ast.Name)}

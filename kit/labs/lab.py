@@ -94,9 +94,8 @@ class Drive(Recording):
     quiet: Quiet
     tell: Callable[[Mapping[str, Any]], None]  # adds to the run's provenance
     restart: Callable[[], None]
-    lost: set[int] = dataclasses.field(
-        default_factory=set
-    )  # ranks that the step ended on purpose; no later call goes to them
+    # Ranks that the step ended on purpose; no later call goes to them.
+    lost: set[int] = dataclasses.field(default_factory=set)
     flying: list[Pending] = dataclasses.field(default_factory=list)
 
     def submit(

@@ -217,7 +217,7 @@ def meet(what: str, rank: int, size: int, timeout_s: float, report: str = "") ->
         raise KitError(
             f"{what}: ranks {missing} did not arrive within {timeout_s:g} s; the other ranks are waiting"
         ) from error
-    if number > 1:
+    if number > 1:  # all ranks have begun this round, so nobody reads the keys of the round before any more
         state.store.delete_key(f"kit/{what}/{number - 1}/{rank}")
 
 

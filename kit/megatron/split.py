@@ -139,7 +139,7 @@ class MegatronSplit(SplitStep):
 
     def _need_even(self, group: Any) -> None:
         """Refuse uneven numbers of microbatches: Megatron's average of the experts' loss over data ranks assumes equal ones."""
-        own = torch.tensor([self.microbatches, -self.microbatches], device=self.device)
+        own = torch.tensor([self.microbatches, -self.microbatches], device=self.device)  # both ends in one collective
         dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
         most, least = own[0].item(), -own[1].item()
         if most != least:
@@ -167,7 +167,7 @@ class MegatronSplit(SplitStep):
         dist.all_reduce(total, group=data_group())
         missing = [1.0 / total.item() - fed.scale / own for fed in self.fed]
         worst = torch.tensor([max(map(abs, missing)) * total.item()], dtype=torch.float64, device=self.device)
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # all ranks decide alike: the further pass is collective
         if worst.item() < 1e-9:
             return
         for fed, scale in zip(self.fed, missing, strict=True):
@@ -191,6 +191,7 @@ class MegatronSplit(SplitStep):
         return result
 
     def _give_up(self) -> None:
+        # A reduction that is under way would write into the buffers that are zeroed below.
         for group in bucket_groups(self.job.chunks[0]):
             if group.grad_reduce_handle is not None:
                 group.grad_reduce_handle.wait()
@@ -301,6 +302,7 @@ def step_optimizer(job: Job, gbs: int, sequences: float, tokens: float, table: d
 
 
 def finite_gradients(job: Job) -> bool:
+    """Whether the gradients of all ranks are finite. Every rank gets the same answer, since an update is collective."""
     chunk = job.chunks[0]
     total = torch.zeros(1, dtype=torch.float64, device=job.device)
     for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:

@@ -36,6 +36,7 @@ OPERATIONS = [
     "progress",
     "progress_end",
 ]
+# From the desk.
 ANSWERS = [
     "registered",
     "admitted",
@@ -46,7 +47,7 @@ ANSWERS = [
     "released",
     "resized",
     "unregistered",
-]  # from the desk
+]
 
 # The rows that change the books, by what they change.
 OF_MEMBERSHIP = frozenset(
@@ -83,9 +84,8 @@ class DeskLedger(Ledger):
         self.limits: Mapping[str, Any] = next((row.ids for row in self.by_event["limits"]), {})
         self.desk = str(self.limits.get("pipeline", "desk"))
         self.turn: dict[int, int] = {}
-        self._books = [
-            Books(self.limit("devices", 0))
-        ]  # before the first row, the second, ... as far as they were read
+        # Before the first row, the second, ... as far as they were read.
+        self._books = [Books(self.limit("devices", 0))]
         self._replayed: list[tuple[Row, Books]] | None = None  # all of it, once a rule has read that far
         turn = 0
         once: list[Row] = []
@@ -98,9 +98,8 @@ class DeskLedger(Ledger):
             once.append(row)
         self.index(once)
         asked = {self.turn[row.at]: row for row in self.rows if row.event in OPERATIONS}
-        expired = {
-            (row.who, self.turn[row.at]) for row in self.by_event["expired"]
-        }  # the error ends an earlier request
+        # The error of a request that expired ends an earlier request.
+        expired = {(row.who, self.turn[row.at]) for row in self.by_event["expired"]}
         self.refused = {  # operations that the same turn answers with an error
             operation.at
             for row in self.by_event["error"]

@@ -26,11 +26,8 @@ TO = {
     "next_prompt": "data",
     "ended": "runner",
 }
-BEFORE = (
-    "capacity",
-    "resumed",
-    "joined",
-)  # opening notes, before the first event; the controller's caller writes the first two
+# Opening notes, before the first event; the controller's caller writes the first two.
+BEFORE = ("capacity", "resumed", "joined")
 
 
 def notes_backed(ledger: LoopLedger) -> Violations:

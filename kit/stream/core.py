@@ -350,16 +350,8 @@ Handler = Callable[[StreamTurn, Event], None]
 TRAINERS = ("begin", "microbatch", "finish", "abort", "clear", "logprobs")  # commands to the trainer
 
 
-RESUMED = (
-    "version",
-    "updates",
-    "steps",
-    "step",
-    "buffer",
-    "owed",
-    "prompt",
-    "counts",
-)  # what a resume reads of a state
+# What a resume reads of a state.
+RESUMED = ("version", "updates", "steps", "step", "buffer", "owed", "prompt", "counts")
 
 
 def resume_from(state: Any) -> Resume:

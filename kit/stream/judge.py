@@ -580,13 +580,8 @@ def tokens_conserved(ledger: LoopLedger) -> Violations:
     return f"{generated} tokens generated = {trained} trained + {generated - trained} wasted"
 
 
-GATED = (
-    "strict",
-    "in-order",
-    "weight-fifo",
-    "ready-first",
-    "capacity",
-)  # these start at most (window + version + 1) batches
+# These start at most (window + version + 1) batches.
+GATED = ("strict", "in-order", "weight-fifo", "ready-first", "capacity")
 TARGETED = ("strict", "in-order")
 LOST = ("failed", "dropped", "aborted")  # ends after which another group may take the group's place in the batch
 PERMITS = (("place", "place_back", "group"), ("slot", "slot_back", "group"), ("acquire", "release", "kind"))

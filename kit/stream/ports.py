@@ -74,9 +74,8 @@ class Meter:
             self._where.pop(row.number("replica"), None)
         elif name in ("sent", "completed", "failed", "cancelled") and "sample" in ids:
             for replica, requests in self._where.items():
-                if (
-                    name == "sent" or ids.get("replica", replica) == replica
-                ):  # not a late answer of a replica that it has left
+                # An answer of another replica is a late one, of a replica that the sample has left.
+                if name == "sent" or ids.get("replica", replica) == replica:
                     requests.discard((ids["group"], ids["sample"]))
             if name == "sent" and row.number("replica") in self._where:
                 self._where[row.number("replica")].add((ids["group"], ids["sample"]))

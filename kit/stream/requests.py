@@ -51,9 +51,8 @@ def _choices(ledger: LoopLedger) -> Iterator[tuple[Row, float]]:
     states = bool(ledger.by_event["published"])
     for row in ledger.rows:
         replica, key = row.get("replica"), (row.get("group"), row.get("sample"))
-        if replica is not None and row.event == (
-            "published" if states else "joined"
-        ):  # one that joins lacks the weights
+        # One that joins lacks the weights until they are published.
+        if replica is not None and row.event == ("published" if states else "joined"):
             version = row.number("version") if states else ledger.start
             serves[replica] = max(version, serves.get(replica, version))
         elif replica is not None and row.event in ("left", "died"):

@@ -293,9 +293,8 @@ class CallWatch:
         """Mark the ranks that caused the failure, not those that only waited."""
         if self.left:
             state = self._phases[self.done]
-            done = (
-                self._answered if failure.kind == "timeout" else ()
-            )  # else an answer may come from a rank that only waited
+            # Else an answer may come from a rank that only waited.
+            done = self._answered if failure.kind == "timeout" else ()
             after = [mark if mark == "absent" else "waiting" for mark in state.ranks]
             for mark, ranks in (("done", done), ("failed", failure.ranks)):
                 for rank in ranks:

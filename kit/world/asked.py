@@ -248,9 +248,8 @@ def candidates() -> list[tuple[str, str]]:
         for inside in INSIDE:
             paths = sorted(Path(home).expanduser().glob(f"{inside}/bin/python".removeprefix("/")))
             candidates += [(str(path), f"found under {home}") for path in paths]
-    places = {
-        path: (path, reason) for path, reason in candidates[::-1] if Path(path).exists()
-    }  # the first of a path counts
+    # Backwards, so that of equal paths the first counts.
+    places = {path: (path, reason) for path, reason in candidates[::-1] if Path(path).exists()}
     return [places[path] for path in dict.fromkeys(path for path, _ in candidates) if path in places]
 
 

@@ -189,7 +189,7 @@ def call_number(order: Message) -> int:
 def collective_counts() -> dict[str, int]:
     """Per registered group, by name, how many collectives this rank has entered."""
     counts: dict[str, int] = {}
-    for group, name in registered_groups():
+    for group, name in named_groups():
         if (number := sequence_number(group)) is not None:
             counts[name] = number - _numbered.get(counted_group(group), 0)
     return counts
@@ -202,17 +202,15 @@ def sequence_number(group: Any) -> int | None:
     return None
 
 
-def registered_groups() -> list[tuple[Any, str]]:
+def named_groups() -> list[tuple[Any, str]]:
     return list(dist.distributed_c10d._world.pg_names.items())  # the only list of groups
 
 
 # By group, as a name comes again for a group that is made after its first one was destroyed.
-_transfers: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, int]]] = (
-    weakref.WeakKeyDictionary()
-)  # by "send" or "recv" and the peer's rank in the group
-_numbered: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = (
-    weakref.WeakKeyDictionary()
-)  # how many transfers have a number in the group's sequence: with gloo all, with NCCL none
+# By "send" or "recv" and the peer's rank in the group.
+_transfers: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, int]]] = weakref.WeakKeyDictionary()
+# How many transfers have a number in the group's sequence: with gloo all, with NCCL none.
+_numbered: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def counted_group(registered: Any) -> dist.ProcessGroup:
@@ -224,10 +222,10 @@ def counted_group(registered: Any) -> dist.ProcessGroup:
 def count_transfers() -> None:
     """Count what this process sends to and receives from each peer. A group's sequence number does not have the peer, or no transfers."""
     for kind in ("send", "recv"):
-        setattr(dist.ProcessGroup, kind, counted(kind, getattr(dist.ProcessGroup, kind)))
+        setattr(dist.ProcessGroup, kind, counting_transfers(kind, getattr(dist.ProcessGroup, kind)))
 
 
-def counted(kind: str, post: Callable[..., Any]) -> Callable[..., Any]:
+def counting_transfers(kind: str, post: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(post)
     def post_counted(group: dist.ProcessGroup, tensors: list[torch.Tensor], *args: Any, **named: Any) -> Any:
         peer = args[0] if args else named["dstRank" if kind == "send" else "srcRank"]
@@ -247,7 +245,7 @@ def transfer_counts(kind: str, first: int) -> dict[str, int]:
     """How many transfers of this kind were posted, by "group/peer"; `first` is the notebook's number of rank 0 of this World."""
     counts: dict[str, int] = {}
     members = dist.distributed_c10d._world.pg_group_ranks
-    for group, name in registered_groups():
+    for group, name in named_groups():
         posted = _transfers.get(counted_group(group), Counter())
         for rank, number_in_group in members.get(group, {}).items():
             if count := posted[kind, number_in_group]:
@@ -417,9 +415,8 @@ def awaited(frame: FrameType | None) -> str:
     """What the innermost Python frame waits for: "ranks", a "device", or "" for nothing."""
     if frame is None:
         return ""
-    innermost = [
-        inner for inner, _ in itertools.islice(traceback.walk_stack(frame), 3)
-    ]  # a decorator or two may stand between
+    # A decorator or two may stand between.
+    innermost = [inner for inner, _ in itertools.islice(traceback.walk_stack(frame), 3)]
     if any(inner.f_globals.get("__name__", "").startswith(WAITING_MODULES) for inner in innermost):
         return "ranks"
     if WAITING_CALL.search(current_call(frame)):
@@ -435,9 +432,8 @@ def current_call(frame: FrameType) -> str:
     source = linecache.getline(frame.f_code.co_filename, line)
     text = source.encode()[column : end if end_line == line else None].decode(errors="replace")
     depth = 0
-    for index in range(
-        len(text) - 1, -1, -1
-    ):  # from the end back to the bracket that opens the last call: `f(a)(b, c)`
+    # From the end back to the bracket that opens the last call: `f(a)(b, c)`.
+    for index in range(len(text) - 1, -1, -1):
         depth += (text[index] == ")") - (text[index] == "(")
         if depth == 0 and text[index] == "(":
             return text[: index + 1]

@@ -145,9 +145,8 @@ def peak_fits(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     for device, (start, end) in itertools.product(range(run.devices), sorted(readings(levels))):
         then = [lease for lease in held if lease.device == device and lease.since <= end and lease.until > start]
         holders = {lease.owner for lease in then if lease.since <= start and end < lease.until}
-        busy = {
-            lease.owner for lease in then
-        }  # who came or went while it was read may have had memory in its own right
+        # Who came or went while it was read may have had memory in its own right.
+        busy = {lease.owner for lease in then}
         others = [owner for owner in replicas if role_of(owner) not in busy and device in devices_of(run, owner)]
         size = sum(levels[owner].at(end) - replicas[owner] for owner in others) if holders else 0.0
         if size > over:

@@ -292,7 +292,7 @@ def covered(spans: Iterable[Sequence[float]], since: float, until: float) -> flo
 # -- requests --------------------------------------------------------------------------------------------------------------
 
 
-class Wait(NamedTuple):
+class DeviceWait(NamedTuple):
     """A request from its start to its end: granted, withdrawn, refused, or gone with its pipeline; `open` if it has no end.
 
     Two kinds are not requests for devices: `admission`, and `suspended`: the pipeline has demand and a lease of generation, but all its
@@ -310,7 +310,7 @@ class Wait(NamedTuple):
 ENDS = {"granted": "granted", "error": "refused", "gone": "gone"}  # else it was withdrawn
 
 
-def waits(book: DeskLedger) -> list[Wait]:
+def waits(book: DeskLedger) -> list[DeviceWait]:
     last = book.rows[-1].time
     waited = []
     expired = book.of("expired")
@@ -321,13 +321,13 @@ def waits(book: DeskLedger) -> list[Wait]:
         if answer is not None and end == "refused" and any(row.at < answer.at for row in late):
             end = "expired"
         right = last if answer is None else answer.time
-        waited.append(Wait(request.who, cluster, str(request["kind"]), request.time, right, end))
+        waited.append(DeviceWait(request.who, cluster, str(request["kind"]), request.time, right, end))
     admitted = {row.who: row.time for row in book.of("admitted")}
     for row in book.of("admit"):
         end = "granted" if row.who in admitted else "open"
-        waited.append(Wait(row.who, "generation", "admission", row.time, admitted.get(row.who, last), end))
+        waited.append(DeviceWait(row.who, "generation", "admission", row.time, admitted.get(row.who, last), end))
     for name, _, left, right in over_time(book.replay(), suspended):
-        waited.append(Wait(name, "generation", "suspended", left, right, "granted" if right < last else "open"))
+        waited.append(DeviceWait(name, "generation", "suspended", left, right, "granted" if right < last else "open"))
     kept = [wait for wait in waited if wait.right > wait.left or wait.kind not in ("admission", "suspended")]
     return sorted(kept, key=lambda wait: wait.left)
 

@@ -56,16 +56,13 @@ class Worker:
     desk: str = DESK
     step_number: int = 0
     left: list[int] = field(default_factory=list)  # milliseconds of the groups that nobody generates
-    running: dict[int, tuple[int, int]] = field(
-        default_factory=dict
-    )  # by replica: its alarm and the group's milliseconds
+    # By replica: its alarm and the group's milliseconds.
+    running: dict[int, tuple[int, int]] = field(default_factory=dict)
     awake: set[int] = field(default_factory=set)
     completed: int = 0
     serial: int = 0
-    busy: tuple[int, str] = (
-        -1,
-        "",
-    )  # the alarm at whose ring it releases the trainer's devices, and for what it has them
+    # The alarm at whose ring it releases the trainer's devices, and for what it has them.
+    busy: tuple[int, str] = (-1, "")
     generates: bool = True  # else it waits for the answer to its request
     admitted: bool = False
     leaving: bool = False
@@ -307,7 +304,7 @@ class ShareWorlds:
 
         def happen(runner: Runner) -> None:
             for milliseconds, *fate in world["happens"]:
-                clock.after(milliseconds / 1000, lambda fate=fate: runner.inbox.extend(events_of(names, *fate)))  # type: ignore[misc]
+                clock.after(milliseconds / 1000, lambda fate=fate: runner.inbox.extend(events_of_fate(names, *fate)))  # type: ignore[misc]
 
         until_s = 3 * config.request_ms / 1000
         simulate(cores, {}, clock, devices, until_s=until_s, a_second=A_SECOND, prepare=happen, rows=rows)
@@ -485,7 +482,7 @@ def serial_ms(world: World) -> int:
     )
 
 
-def events_of(names: Sequence[str], fate: str, at: int, replica: int) -> Iterator[tuple[str, Event]]:
+def events_of_fate(names: Sequence[str], fate: str, at: int, replica: int) -> Iterator[tuple[str, Event]]:
     name = names[at]
     match fate:
         case "pipeline dies":

@@ -62,13 +62,11 @@ class StreamWorlds:
 
     def __init__(self, like: Mapping[str, Any] | None = None, **settings: Any) -> None:
         self.like: StreamConfig | None = None if like is None else made(StreamConfig, like)
-        self.kept = (
-            () if self.like is None else MANNERS + LOOP_SIZES * is_small(self.like)
-        )  # of worlds, as in the config
+        # What worlds have as the config has it.
+        self.kept = () if self.like is None else MANNERS + LOOP_SIZES * is_explorable(self.like)
         self.settings = settings
-        self.own_code = bool(
-            own_code(settings, OWN)
-        )  # it may wait for whole steps, unless a config says that it does not
+        # Own code may wait for whole steps, unless a config says that it does not.
+        self.own_code = bool(own_code(settings, OWN))
 
     def draw(self, rng: random.Random) -> World:
         world = self.draw_any(rng)
@@ -165,7 +163,7 @@ class StreamWorlds:
         for ledger in (resumed, whole) if resumed.rows else (whole,):
             ask(judged, "no_deadlock", lambda ledger=ledger: ends_well(ledger))  # type: ignore[misc]
             for rule in RULES:
-                ask(judged, rule.__name__, lambda rule=rule, ledger=ledger: recorded(rule, ledger))  # type: ignore[misc]
+                ask(judged, rule.__name__, lambda rule=rule, ledger=ledger: answer_of_rule(rule, ledger))  # type: ignore[misc]
         if resumed.rows:
             ask(judged, "resume_equals", lambda: resume_equals(whole, resumed))
         return judged
@@ -201,7 +199,7 @@ class StreamWorlds:
         for name, least in BOUNDS.items():
             for value in sorted({least, (world[name] + least) // 2, world[name] - 1}):
                 if least <= value < world[name] and not (name == "window" and world["sampler"] == "strict"):
-                    yield fitting({**world, name: value})
+                    yield consistent_world({**world, name: value})
         low, _ = world["lengths"]
         plain = {
             "tail": False,
@@ -235,7 +233,7 @@ def ask(judged: Judged, name: str, violations: Callable[[], Measured | Violation
         judged.findings |= {name: measured.why} if measured.value else {}
 
 
-def recorded(rule: Callable[[LoopLedger], Measured | Violations], ledger: LoopLedger) -> Measured:
+def answer_of_rule(rule: Callable[[LoopLedger], Measured | Violations], ledger: LoopLedger) -> Measured:
     """The answer of a rule. A loop that has cleared a step has done all that rules look at: its core left the missing rows out."""
     try:
         return settle(rule(ledger))
@@ -299,7 +297,7 @@ def loop_settings(world: Mapping[str, Any]) -> StreamSettings:
     )
 
 
-def is_small(config: StreamConfig) -> bool:
+def is_explorable(config: StreamConfig) -> bool:
     return config.groups * (config.window + 1) * config.group <= MOST and config.replicas <= MOST
 
 
@@ -311,10 +309,10 @@ def with_loop(world: World, config: StreamConfig, kept: tuple[str, ...]) -> Worl
     fails = {name: at for name, at in world["fails"].items() if name != "generate" or plan.on_failed != "stop"}
     resume = world["resume"] if config.runs("resume") else 0
     # Again, since what follows from the loop is as in the config too.
-    return {**fitting({**world, **loop, "fails": fails, "resume": resume}), **loop}
+    return {**consistent_world({**world, **loop, "fails": fails, "resume": resume}), **loop}
 
 
-def fitting(world: World) -> World:
+def consistent_world(world: World) -> World:
     """The world with the settings that follow from others within what they allow."""
     groups = world["groups"]
     updates = world["updates"] if groups % world["updates"] == 0 else 1

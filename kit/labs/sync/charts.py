@@ -67,7 +67,7 @@ def sync_events(data: RunData) -> pd.DataFrame:
     if path is None or not has_syncs(data):
         raise NotMeasured("no sync recorded its events")
     cycle = int(every[every["phase"] == path]["cycle"].max())
-    events = rules.events(data.records, path, cycle)
+    events = rules.sync_events(data.records, path, cycle)
     last = events[events["rank"] != 0].groupby("rank")["seconds"].max().sort_values(ascending=False)
     ranks = [0] * bool((events["rank"] == 0).any()) + sorted(int(rank) for rank in last.index[: LANES - 1])
     boxes: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
 """The tables of a sync run, the required order of a sync, and the rules.
 
-`stages`, `syncs`, `transports`, `events` and `digests` take `run.frame()` and return a pandas table; they raise `NotMeasured` if the run
-ended before.
+`stages`, `syncs`, `transports`, `sync_events` and `digests` take `run.frame()` and return a pandas table; they raise `NotMeasured` if the
+run ended before.
 
 The lab's own samples are held against the required order: points, versions, routes and attempted forwards. A successful sync has the points
 of `required_order` on every receiver; `bucket` and `write` come once per bucket, from 0 on. If a rank did not end the phase, or raised in
@@ -134,7 +134,7 @@ def memcpy(frame: pd.DataFrame) -> float:
     return float(rows[rows["transport"] == "memcpy"]["value"].median())
 
 
-def events(frame: pd.DataFrame, path: str, cycle: int) -> pd.DataFrame:
+def sync_events(frame: pd.DataFrame, path: str, cycle: int) -> pd.DataFrame:
     """What happened on each rank, in its order: rank, order, event, seconds since the sender began."""
     rows = all_events(frame)
     table = rows[(rows["phase"] == path) & (rows["cycle"] == cycle)].rename(columns={"value": "seconds"})

@@ -31,10 +31,8 @@ from kit.train.protocol import Batch, Loss, SplitContext, StepResult, cut, cuts,
 
 NUMBERS = ("global_loss", "grad_norm", "lr", "wd", "global_valid_seqs", "global_valid_toks", "updated")
 SAME_DIRECTION = {"float32": 1e-5, "bfloat16": 1e-2}  # the error beyond a factor at which gradients have one
-CLIPS = (
-    "_clip_grads_with_norm_",
-    "clip_grads_with_norm_",
-)  # in torch.nn.utils.clip_grad; clip_grad_norm_ calls the first
+# In torch.nn.utils.clip_grad; clip_grad_norm_ calls the first.
+CLIPS = ("_clip_grads_with_norm_", "clip_grads_with_norm_")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -43,10 +43,8 @@ from kit.target import replaced
 # version became active.
 EXTRA = "rehearsed.weight"
 ALONE = "alone"
-LATE, MIDDLE = (
-    "late",
-    "middle",
-)  # they run twice, to tell what is made once from what every failure leaves behind
+# These scenes run twice, to tell what is made once from what every failure leaves behind.
+LATE, MIDDLE = "late", "middle"
 PACKED = "packed"
 TOO_LATE = "activate"
 ANY = (Exception,)  # code under test may raise anything

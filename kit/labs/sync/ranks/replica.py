@@ -147,9 +147,8 @@ class SyncReplica(Side):
 
     def compare(self) -> None:
         """Get the trainer's digests and logits and record the differences. Collective over trainer and replicas."""
-        with call(
-            self.address, self.receiver.name, peer=SENDER, timeout_s=self.config.deadline_s
-        ) as link:  # the sender's `send_truth`
+        # The other end is the sender's `send_truth`.
+        with call(self.address, self.receiver.name, peer=SENDER, timeout_s=self.config.deadline_s) as link:
             truth, _ = link.expect("truth")
             wanted = torch.empty(truth["shape"], dtype=torch.float32)
             link.receive_bytes(transports.memory(wanted.view(-1).view(torch.uint8)))

@@ -154,9 +154,8 @@ class SyncWatch:
     points: list[Point] = field(default_factory=list)
     homes: set[Place] = field(default_factory=set)  # shared memory from which buckets were sent
     known: dict[int, str] = field(default_factory=dict)
-    beginnings: dict[int, str] = field(
-        default_factory=dict
-    )  # SHA-256 of the first bytes of each bucket that was last written
+    # SHA-256 of the first bytes of each bucket that was last written.
+    beginnings: dict[int, str] = field(default_factory=dict)
     path: str = "base"
     recorded: Counter[str] = field(default_factory=Counter)  # number of recorded syncs by path
 
