@@ -32,6 +32,7 @@ from kit.megatron.serve import (
 from kit.train.arithmetic import uniform
 from kit.train.protocol import Batch
 
+Tokens = tuple[int, ...]
 # The right code, before a fault replaces it.
 leave, weights_changed = Engine._leave, Engine.weights_changed
 get_prefix, put_prefix = PrefixCache.get, PrefixCache.put
@@ -70,12 +71,12 @@ def draws_once(engine: Engine, flight: Flight) -> None:
     flight.write(token, float(after[token]), engine.version)
 
 
-def gets_any_version(cache: PrefixCache, version: int, tokens: tuple[int, ...]) -> Prefix | None:  # noqa: ARG001 - the bug ignores it
-    return get_prefix(cache, 0, tokens)
+def gets_any_version(cache: PrefixCache, version: int, tokens: Tokens, *adapter: int) -> Prefix | None:  # noqa: ARG001 - the bug ignores it
+    return get_prefix(cache, 0, tokens, *adapter)
 
 
-def puts_any_version(cache: PrefixCache, version: int, tokens: tuple[int, ...], prefix: Prefix) -> None:  # noqa: ARG001 - as above
-    put_prefix(cache, 0, tokens, prefix)
+def puts_any_version(cache: PrefixCache, version: int, tokens: Tokens, prefix: Prefix, *adapter: int) -> None:  # noqa: ARG001 - as above
+    put_prefix(cache, 0, tokens, prefix, *adapter)
 
 
 def keeps_prefixes(cache: PrefixCache) -> None:
