@@ -147,11 +147,14 @@ def load_library(text: str) -> Any:
     name, _, target = text.partition(":")
     if name not in TRACKERS:
         raise BadInput(f"--log {text!r} names no tracker; {hint(name, TRACKERS)}")
-    if name == "tensorboard":
-        if not target:
-            raise BadInput(f"--log {text} needs a folder, as in tensorboard:DIR")
-        make_folder(user_path(target))
+    if name == "tensorboard" and not target:
+        raise BadInput(f"--log {text} needs a folder, as in tensorboard:DIR")
     try:
-        return importlib.import_module(TRACKERS[name][1])
+        library = importlib.import_module(TRACKERS[name][1])
     except ImportError as error:
         raise BadInput(f"--log {name} needs the package {name}: pip install {name} ({error})") from error
+    except Exception as error:
+        raise BadInput(f"--log {name}: the package cannot be loaded: {type(error).__name__}: {error}") from error
+    if name == "tensorboard":
+        make_folder(user_path(target))
+    return library

@@ -313,13 +313,13 @@ class Lab:
             self._refuse_broken()
             run = Run(self.dir, rules=lambda _: self._rules, plotter=self._plotter, complete=True)
             self._writer.write_verdict(run.verdict(**self.tolerances))
-            self._end_following()
             self._writer.finish()
         except BaseException as error:
             self._failed(error)
             raise_as_break(error)
             raise
         self.judged = run
+        self._end_following()
         return run
 
     def verdict(self) -> Verdict:
@@ -609,11 +609,11 @@ class Lab:
         self.error = words.partition("\n")[0]
         call = f"{RANKSIDE}:memory_history"
         keep: tuple[Callable[[], object], ...] = (
-            self._end_following,
             lambda: self._snapshots and self.world.call(call, ranks=self._idle(range(self.config.ranks)), timeout_s=60),
             lambda: write_text(self.dir / "logs" / "error.txt", words + "\n"),
             lambda: self._writer.write_verdict(self.verdict()),
             lambda: self._writer.finish(self.error, stopped=name == "stopped"),
+            self._end_following,  # a tracker may wait for its server, and a person may interrupt that: the run is kept before
         )
         for each in keep:
             with contextlib.suppress(KitError, OSError):
