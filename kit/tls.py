@@ -60,7 +60,10 @@ def check_openssl() -> None:
 def make_certificate() -> Certificate:
     check_openssl()
     command = [*OPENSSL.split(), "-keyout", "/dev/stdout", "-out", "/dev/stdout"]
-    done = subprocess.run(command, input=CONFIG, capture_output=True, text=True, timeout=OPENSSL_S, check=False)
+    try:
+        done = subprocess.run(command, input=CONFIG, capture_output=True, text=True, timeout=OPENSSL_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KitError(f"openssl could not make a certificate: {error}") from None
     if done.returncode:
         raise KitError(f"openssl could not make a certificate: {done.stderr.strip()}")
     _, begin, certificate = done.stdout.partition("-----BEGIN CERTIFICATE-----")
@@ -139,6 +142,13 @@ class EncryptedSocket(socket.socket):
                 records = self._leaving.read()
             super().sendall(records, flags)
 
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError(
+            "an encrypted connection has only sendall, recv and recv_into: these would not be encrypted"
+        )
+
+    send = sendmsg = sendto = sendfile = recvmsg = recvfrom = _refuse
+
     @property
     def held(self) -> bool:
         """Whether something was read from the network that `recv` has not returned."""
@@ -149,7 +159,7 @@ class EncryptedSocket(socket.socket):
         chunk = super().recv(RAW, flags)
         if not chunk:
             if not self._agreed:
-                raise Tampered("the other end ended the handshake: tampered or wrong key")
+                raise ConnectionResetError("the other end ended the handshake")
             raise EOFError
         with self._guard:
             self._arrived.write(chunk)
@@ -164,8 +174,7 @@ class EncryptedSocket(socket.socket):
                 self._agreed = True
         except ssl.SSLError as error:
             raise self._broken(error) from None
-        finally:
-            self._flush()
+        self._flush()
         if self._agreed and self._early:
             self.sendall(self._early)
             self._early.clear()
@@ -186,15 +195,15 @@ class EncryptedSocket(socket.socket):
                         raise ssl.SSLEOFError(0, "the other end has ended the encryption")
                     data += part
         except ssl.SSLError as error:
-            with contextlib.suppress(OSError):
-                self._flush()  # the alert that lets the other end know
             broken = self._broken(error)
             self._failure = str(broken)
             raise broken from None
         return data
 
     def _broken(self, error: ssl.SSLError) -> Tampered:
-        reason = error.reason or str(error)
+        with contextlib.suppress(OSError):
+            self._flush()  # the alert that lets the other end know
+        reason = getattr(error, "reason", None) or str(error)  # only OpenSSL's own errors have one
         if reason in PLAIN and not self._agreed:
             return Tampered("the other end does not speak TLS")
         return Tampered(f"tampered or wrong key ({reason.lower().replace('_', ' ')})")

@@ -528,6 +528,7 @@ class Lab:
     def _enter(self) -> dict[int, Any]:
         """Begin the lab on every rank; returns what each reports of itself."""
         config = type(self.config)
+        nodes = [seat["node"] for seat in self.world.status()]
         args = {
             "roles": [
                 {"name": role.name, "ranks": role.ranks, "phases": role.phases or self.definition.phases}
@@ -537,10 +538,10 @@ class Lab:
             "config": self._settings,
             "fault": dataclasses.asdict(self.bug) if self.bug else None,
             "devices": [seat["device"] for seat in self.world.status()],
-            "nodes": [seat["node"] for seat in self.world.status()],
+            "nodes": nodes,
             "world_sizes": self._sizes,
             "meeting": f"kit-{secrets.token_hex(8)}",
-            "certificate": dataclasses.asdict(make_certificate()) if self.config.nodes > 1 else None,
+            "certificate": dataclasses.asdict(make_certificate()) if len({*nodes}) > 1 else None,
             "snapshots": str(self.dir / SNAPSHOTS) if self._snapshots else None,
         }
         answers = self.world.call(f"{RANKSIDE}:begin", args=args, timeout_s=self._own_limit)

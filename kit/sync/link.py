@@ -80,12 +80,18 @@ class Link:
         self.timeout_s = timeout_s
         self._sock.settimeout(timeout_s)
 
+    @property
+    def carries_fds(self) -> bool:
+        return not isinstance(self._sock, EncryptedSocket)
+
     def send(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
         data = json.dumps(message, separators=(",", ":")).encode()
         if len(data) > LIMIT:
             size = f"{len(data) / 2**20:.0f} MiB"
             raise KitError(f"a message of {size} to {self.peer} exceeds the limit of {LIMIT >> 20} MiB")
         fds = fds or []
+        if fds and not self.carries_fds:
+            raise KitError(f"descriptors cannot be sent to {self.peer}: its connection is one between machines")
         with self._named(f"room for {message.get('kind', 'a message')}"):
             rest = HEADER.pack(len(data)) + data
             if fds:
@@ -100,11 +106,11 @@ class Link:
             head = b""
             while len(head) < HEADER.size:
                 left = HEADER.size - len(head)
-                if isinstance(self._sock, EncryptedSocket):
-                    more = self._sock.recv(left)
-                else:
+                if self.carries_fds:
                     more, got, _, _ = socket.recv_fds(self._sock, left, FDS)
                     fds += got
+                else:
+                    more = self._sock.recv(left)
                 if not more:
                     raise EOFError
                 head += more
@@ -197,6 +203,10 @@ def ready(links: Iterable[Link], timeout_s: float) -> list[Link]:
     return [by_fd[fd] for fd, _ in poll.poll(max(0.0, timeout_s * 1000))]
 
 
+def tcp_family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def address_of(name: str) -> dict[str, Any]:
     """The address of the listener with this name on this machine."""
     return {"unix": (_PLACE[1:] + name.encode()).decode(), "secret": name}
@@ -217,7 +227,7 @@ class Listener:
             place = {"unix": self._sock.getsockname()[1:].decode()}
         else:
             assert certificate is not None
-            self._sock = socket.create_server((tcp_host, 0))
+            self._sock = socket.create_server((tcp_host, 0), family=tcp_family(tcp_host))
             port = self._sock.getsockname()[1]
             place = {"host": tcp_host, "port": port, "certificate": certificate.fingerprint}
         self._sock.listen(64)
@@ -303,7 +313,7 @@ def call(
     """Call a listener under a name that it expects. `hello` is added to the first message."""
     unix = "unix" in address
     place: Any = b"\0" + address["unix"].encode() if unix else (address["host"], address["port"])
-    sock = socket.socket(socket.AF_UNIX if unix else socket.AF_INET)
+    sock = socket.socket(socket.AF_UNIX if unix else tcp_family(address["host"]))
     sock.settimeout(timeout_s)
     try:
         sock.connect(place)

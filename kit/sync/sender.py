@@ -315,7 +315,9 @@ class Sending:
         sender, report, layout, version = self.sender, self.report, self.layout, self.report.version
         self.digests = Digests(layout, version, algorithm=sender.verify, share=sender.share)
         for target in self.targets:
-            kind = best_transport(sender.place, target.place) if sender.transport == "auto" else sender.transport
+            kind = sender.transport
+            if kind == "auto":
+                kind = best_transport(sender.place, target.place, fds=self.links[target.name].carries_fds)
             self.sharing.setdefault(kind, []).append(target)
         places = {
             target.name: {"transport": kind, "ranks": self.ranks(kind), "place": place}

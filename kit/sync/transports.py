@@ -211,11 +211,12 @@ class RankPlace(NamedTuple):
     gpu: str = ""
 
 
-def best_transport(sender: RankPlace, receiver: RankPlace) -> str:
-    """Return the best transport between two ranks. `serialize` and `per-tensor` are used on request only: `serialize` if the ends cannot
-    share a group (different builds of torch, only one open port), `per-tensor` for comparison."""
+def best_transport(sender: RankPlace, receiver: RankPlace, *, fds: bool = True) -> str:
+    """Return the best transport between two ranks; `fds` says whether their link carries descriptors, which `shm` needs. `serialize` and
+    `per-tensor` are used on request only: `serialize` if the ends cannot share a group (different builds of torch, only one open port),
+    `per-tensor` for comparison."""
     if sender.host == receiver.host:
-        return "ipc" if sender.gpu and sender.gpu == receiver.gpu else "shm"
+        return "ipc" if sender.gpu and sender.gpu == receiver.gpu else "shm" if fds else "rendezvous"
     return "broadcast" if sender.world == receiver.world else "rendezvous"
 
 

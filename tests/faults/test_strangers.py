@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
+import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -17,7 +20,7 @@ from typing import Any
 import pytest
 
 from kit.errors import KitError, RankDied
-from kit.tls import EncryptedSocket, make_certificate
+from kit.tls import Certificate, EncryptedSocket, make_certificate
 from kit.world import World
 from kit.world.asked import CREWS
 from kit.world.channel import (
@@ -37,7 +40,14 @@ from kit.world.world import Printer
 
 pytestmark = pytest.mark.timeout(20)
 KEY = b"k" * 32
-CERTIFICATE = make_certificate()
+
+
+@functools.cache
+def certificate() -> Certificate:
+    """One for all tests here."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no command openssl, which makes certificates")
+    return make_certificate()
 
 
 def admitted(listener: WorldListener, seconds: float = 5.0) -> list[WorldLink]:
@@ -51,7 +61,8 @@ def admitted(listener: WorldListener, seconds: float = 5.0) -> list[WorldLink]:
 
 def meet(listener: WorldListener, key: bytes = KEY) -> tuple[WorldLink, WorldLink]:
     made: list[WorldLink] = []
-    thread = threading.Thread(target=lambda: made.append(connect(listener.address, key, CERTIFICATE.fingerprint)))
+    fingerprint = certificate().fingerprint
+    thread = threading.Thread(target=lambda: made.append(connect(listener.address, key, fingerprint)))
     thread.start()
     (link,) = admitted(listener)
     thread.join()
@@ -60,7 +71,7 @@ def meet(listener: WorldListener, key: bytes = KEY) -> tuple[WorldLink, WorldLin
 
 @pytest.fixture(params=["unix", "tcp"])
 def listener(request: pytest.FixtureRequest, tmp_path: Path):
-    made = WorldListener(KEY, tmp_path / "s" if request.param == "unix" else "127.0.0.1", CERTIFICATE)
+    made = WorldListener(KEY, tmp_path / "s" if request.param == "unix" else "127.0.0.1", certificate())
     yield made
     made.close()
 
@@ -105,7 +116,7 @@ def test_a_wrong_key_is_refused_at_both_ends(listener: WorldListener) -> None:
 
     def call() -> None:
         try:
-            connect(listener.address, b"x" * 32, CERTIFICATE.fingerprint)
+            connect(listener.address, b"x" * 32, certificate().fingerprint)
         except (ChannelClosed, OSError) as error:
             failed.append(error)
 
@@ -131,11 +142,12 @@ def test_a_flood_of_silent_callers_is_bounded(listener: WorldListener) -> None:
 
 def test_a_listener_that_does_not_hold_the_key_is_refused() -> None:
     """A rank must not take orders from an arbitrary process at the address."""
+    context = certificate().context()
     server = socket.create_server(("127.0.0.1", 0))
 
     def impostor() -> None:
         accepted, _ = server.accept()
-        sock = EncryptedSocket.answering(accepted, CERTIFICATE.context())
+        sock = EncryptedSocket.answering(accepted, context)
         sock.sendall(os.urandom(NONCE))
         sock.recv(NONCE + MAC)
         sock.sendall(os.urandom(MAC))
@@ -144,14 +156,14 @@ def test_a_listener_that_does_not_hold_the_key_is_refused() -> None:
     thread = threading.Thread(target=impostor)
     thread.start()
     with pytest.raises(ChannelClosed, match="does not hold"):
-        connect(f"127.0.0.1:{server.getsockname()[1]}", KEY, CERTIFICATE.fingerprint)
+        connect(f"127.0.0.1:{server.getsockname()[1]}", KEY, certificate().fingerprint)
     thread.join()
     server.close()
 
 
 @pytest.fixture
 def tcp_listener() -> Iterator[WorldListener]:
-    listener = WorldListener(KEY, "127.0.0.1", CERTIFICATE)
+    listener = WorldListener(KEY, "127.0.0.1", certificate())
     yield listener
     listener.close()
 
@@ -175,12 +187,52 @@ def test_another_certificate_is_refused_before_anything_is_sent(tcp_listener: Wo
     ]
 
 
+def shake_hands_and_leave(address: tuple[str, int]) -> None:
+    """Speak TLS as anybody can, and end it in order."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with (
+        socket.create_connection(address, 5) as sock,
+        context.wrap_socket(sock) as encrypted,
+        contextlib.suppress(OSError),  # the listener closes at once
+    ):
+        encrypted.unwrap()
+
+
+def test_a_stranger_that_speaks_tls_and_leaves_does_not_end_the_listener(tcp_listener: WorldListener) -> None:
+    host, _, port = tcp_listener.address.rpartition(":")
+    thread = threading.Thread(target=shake_hands_and_leave, args=((host, int(port)),))
+    thread.start()
+    while thread.is_alive():
+        assert tcp_listener.welcome() == []
+    here, there = meet(tcp_listener)
+    here.close()
+    there.close()
+
+
+def test_a_listener_that_leaves_in_the_handshake_has_not_tampered() -> None:
+    fingerprint = certificate().fingerprint
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def leave() -> None:
+            sock, _ = server.accept()
+            sock.recv(1 << 16)
+            sock.close()
+
+        thread = threading.Thread(target=leave)
+        thread.start()
+        with pytest.raises(ConnectionResetError, match="the other end ended the handshake"):
+            EncryptedSocket.calling(socket.create_connection(server.getsockname()), fingerprint)
+        thread.join()
+
+
 def test_a_listener_without_tls_is_refused() -> None:
+    fingerprint = certificate().fingerprint
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=lambda: server.accept()[0].sendall(os.urandom(NONCE)))
         thread.start()
         with pytest.raises(OSError, match=r"the other end does not speak TLS|tampered or wrong key"):
-            connect(f"127.0.0.1:{server.getsockname()[1]}", KEY, CERTIFICATE.fingerprint)
+            connect(f"127.0.0.1:{server.getsockname()[1]}", KEY, fingerprint)
         thread.join()
 
 
@@ -225,7 +277,7 @@ def test_a_changed_bit_ends_both_ends_with_the_reason_and_nothing_is_readable(
 ) -> None:
     proxy = Proxy(tcp_listener.address)
     made: list[WorldLink] = []
-    thread = threading.Thread(target=lambda: made.append(connect(proxy.address, KEY, CERTIFICATE.fingerprint)))
+    thread = threading.Thread(target=lambda: made.append(connect(proxy.address, KEY, certificate().fingerprint)))
     thread.start()
     (here,) = admitted(tcp_listener)
     thread.join()

@@ -14,12 +14,13 @@ import pytest
 from kit.errors import KitError
 from kit.sync.link import HEADER, Link, Listener, PeerGone, PeerSilent, PeerTampered, call
 from kit.tls import make_certificate
+from tests.faults.test_strangers import shake_hands_and_leave
 
 Pair = tuple[Link, Link]
 
 
-def over_tcp() -> Listener:
-    return Listener(tcp_host="127.0.0.1", certificate=make_certificate())
+def over_tcp(host: str = "127.0.0.1") -> Listener:
+    return Listener(tcp_host=host, certificate=make_certificate())
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -92,6 +93,35 @@ def test_descriptors() -> None:
             theirs.expect("segment")
         assert set(Path("/proc/self/fd").iterdir()) <= before  # an unwanted descriptor is closed
     os.close(fd)
+
+
+@pytest.mark.parametrize("pair", ["tcp"], indirect=True)
+def test_descriptors_are_refused_between_machines_and_nothing_leaves_unencrypted(pair: Pair) -> None:
+    mine, theirs = pair
+    with pytest.raises(KitError, match="descriptors cannot be sent to receiver 1"):
+        mine.send({"kind": "segment"}, [0])
+    with pytest.raises(NotImplementedError):
+        socket.send_fds(mine._sock, [b"plain"], [0])
+    with pytest.raises(NotImplementedError):
+        mine._sock.send(b"plain")
+    mine.send({"kind": "begin"})
+    theirs.expect("begin")
+
+
+ADDRESSES = Path("/proc/net/if_inet6")
+WITHOUT_IPV6 = pytest.mark.skipif(not ADDRESSES.exists() or not ADDRESSES.read_text(), reason="this box has no IPv6")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=WITHOUT_IPV6)])
+def test_a_stranger_that_speaks_tls_and_leaves_does_not_end_the_listener(host: str) -> None:
+    with over_tcp(host) as listener, ThreadPoolExecutor(2) as pool:
+        stranger = pool.submit(shake_hands_and_leave, (host, listener.address["port"]))
+        with pytest.raises(PeerSilent):
+            listener.accept(["receiver 1"], 0.3)
+        stranger.result()
+        calling = pool.submit(call, listener.address, "receiver 1", peer="sender", timeout_s=5)
+        with listener.accept(["receiver 1"], 5)["receiver 1"], calling.result():
+            pass
 
 
 def test_strangers_and_those_who_do_not_come() -> None:

@@ -28,6 +28,7 @@ from kit.sync.link import Listener, PeerFailed, PeerSilent
 from kit.sync.receiver import Call
 from kit.sync.sender import Report, Sending, SyncFailed
 from kit.sync.transports import Shm, TransportContext
+from kit.tls import make_certificate
 from tests.holdings import wait_for
 from tests.sync.ranks.service import (
     HERE,
@@ -147,13 +148,20 @@ def test_versions_come_by_every_path(scene: Scene, kind: str) -> None:
 def test_receivers_of_one_sync_at_different_places(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.transports["r2"] = THERE
     for version, other in enumerate(("rendezvous", "serialize", "rendezvous"), start=1):
-        monkeypatch.setattr(module, "best_transport", lambda here, there, by=other: "shm" if there == here else by)
+        monkeypatch.setattr(module, "best_transport", lambda here, there, by=other, **_: "shm" if there == here else by)
         assert scene.works(version, "paused" if version == 3 else "serving").transports == {"shm": 1, other: 1}
     # Where one of two transports breaks, both are given back.
     scene.receivers["r2"].calls = failing("look", trouble)
     error, (first, _) = scene.fails(4)
     assert error.peer == "r2"
     assert "the disk is on fire" in str(first)
+
+
+def test_a_link_between_machines_carries_no_shared_memory_to_a_receiver_beside_the_sender(gloo: None) -> None:
+    with nothing_kept(), Listener(tcp_host="127.0.0.1", certificate=make_certificate()) as listener:
+        scene = Scene(listener)
+        assert scene.works(1).transports == {"rendezvous": 2}
+        scene.sender.cache.close()
 
 
 def test_the_base_is_published_where_it_is_equal(scene: Scene) -> None:
@@ -396,7 +404,7 @@ class Breaking(Shm):
 def test_all_transports_are_closed_although_one_breaks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.transports["r2"] = THERE
     kinds = {HERE: f"{__name__}:Refusing", THERE: f"{__name__}:Noting"}
-    monkeypatch.setattr(module, "best_transport", lambda _, there: kinds[there])
+    monkeypatch.setattr(module, "best_transport", lambda _, there, **__: kinds[there])
     Noting.closed.clear()
     error, *_ = scene.sync(1)
     assert "it does not close" in str(error)

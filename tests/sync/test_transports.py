@@ -254,6 +254,7 @@ def test_the_choice(receiver: RankPlace, expected: str) -> None:
 
 def test_hosts_without_gpus_share_memory() -> None:
     assert best_transport(RankPlace("a", 0), RankPlace("a", 0)) == "shm"
+    assert best_transport(RankPlace("a", 0), RankPlace("a", 0), fds=False) == "rendezvous"
 
 
 def test_names() -> None:
