@@ -600,7 +600,7 @@ def capacity_kept(ledger: LoopLedger) -> Violations:
     return ", ".join(counts)
 
 
-REQUESTED = ("sent", "started", "tokens", "completed")
+REQUESTED = ("sent", "started", "tokens", "completed", "ready")  # events of a group only once it has been dispatched
 
 
 def _occupied(ledger: LoopLedger, name: str, limit: int) -> Violations:
@@ -613,7 +613,7 @@ def _occupied(ledger: LoopLedger, name: str, limit: int) -> Violations:
     leave, most = set[int](), 0
     dispatched: set[int] = set()
     for rows in ledger.life.values():
-        dispatched |= {row.at for row in [row for row in rows if row.event in REQUESTED][:1] or rows[:1]}
+        dispatched |= {row.at for row in [row for row in rows if row.event in REQUESTED][:1]}
         own_rows = [
             row for row in rows if row.event in (permit, f"{permit}_back", leaving, "selected") or ends_group(row)
         ]

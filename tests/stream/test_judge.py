@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import json
 import random
 import re
@@ -614,6 +615,15 @@ def test_a_place_that_comes_back_early_frees_nothing() -> None:
         "of group 1 (row 5, 5.000 s): 2 groups are in the buffer, places: 1" in violations(timed(rows))["capacity_kept"]
     )
     assert not violations(timed([*rows[:4], rows[-1], *rows[4:-1]]))
+
+
+@pytest.mark.parametrize("events", list(itertools.permutations(("place", "slot", "reserved"))), ids="-".join)
+def test_a_group_that_is_dropped_before_its_first_request_needed_no_permit_yet(events: tuple[str, ...]) -> None:
+    rows: list[Row] = [
+        {"event": "capacity", "places": 1, "slots": 1},
+        *({"event": name, "group": 0} for name in (*events, "dropped")),
+    ]
+    assert "capacity_kept" not in violations(timed(rows))
 
 
 @pytest.mark.parametrize(
