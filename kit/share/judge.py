@@ -843,7 +843,6 @@ def dead_pipeline_leaves(ledger: DeskLedger) -> Violations:
 
 def dead_replaced(ledger: DeskLedger) -> Violations:
     """Do replicas and pipelines serve again once new ranks have replaced their dead ones?"""
-    limit = ledger.limit("watchdog_ms", 0) / 1000
     restarts = [row for row in ledger.of("restarted") if row.get("core") in (None, ledger.desk)]
     if not restarts:
         raise NotMeasured("no dead rank was replaced")
@@ -860,15 +859,19 @@ def dead_replaced(ledger: DeskLedger) -> Violations:
             unused[replica_of(row)] = row, 0.0
         elif row.event == "restarted":
             registers.add(row.who)
-        elif row.event in ("expand", "died") and "replica" in row.ids:
-            unused.pop(replica_of(row), None)
-        elif row.event == "clusters":
-            registers.discard(row.who)
+        elif row.event in ("expand", "died", "clusters"):  # without a replica: of all of the pipeline, gone or new
+            ended = {(row.who, row.number("replica", replica)) for _, replica in unused}
+            unused = {key: waited for key, waited in unused.items() if key not in ended}
+            if row.event == "clusters":
+                registers.discard(row.who)
         elif row.event == "error" and row.get("of") == "register" and row.who in registers:
             yield f"{row}: the restarted pipeline was refused: {row.get('why', '')}"
-    for restarted, seconds in unused.values():
-        if seconds > limit:
-            yield f"{restarted}: the pipeline had no replica for {seconds:.3f} s although this one could wake (limit {limit:g} s)"
+    limit = ledger.limit("watchdog_ms", 0) / 1000
+    late = [(restarted, seconds) for restarted, seconds in unused.values() if seconds > limit]
+    if late and not limit:
+        raise NotMeasured("the ledger has no `limits` event with `watchdog_ms`")
+    for restarted, seconds in late:
+        yield f"{restarted}: the pipeline had no replica for {seconds:.3f} s although this one could wake (limit {limit:g} s)"
     return f"{len(restarts)} times new ranks replaced dead ones"
 
 

@@ -17,7 +17,7 @@ from kit.loop.runner import Runner
 from kit.results import Row
 from kit.results.rules import Missing, NotMeasured, settle
 from kit.share.books import DeskLedger
-from kit.share.judge import RULES, pipeline_rows, plan_valid
+from kit.share.judge import RULES, dead_replaced, pipeline_rows, plan_valid
 from kit.share.planner import View, fifo
 from kit.share.simulated import DeskSimulation
 from kit.share.state import Cluster
@@ -204,11 +204,35 @@ class NeverTrustsAgain:
         self.awake = {(share.name, replica) for share in view.shares.values() for replica in share.active}
 
 
+def left_asleep() -> list[dict[str, Any]]:
+    return rows_of(replace(SCENARIOS["recovery"], planner=NeverTrustsAgain()).run().rows)
+
+
 def test_a_planner_that_leaves_the_replaced_asleep_is_seen() -> None:
-    recovery = SCENARIOS["recovery"]
-    wrong = violations(rows_of(replace(recovery, planner=NeverTrustsAgain()).run().rows))
-    assert "the pipeline had no replica for 7.9" in wrong["dead_replaced"]
-    assert violations(rows_of(replace(recovery, planner=fifo).run().rows)) == {}
+    assert "the pipeline had no replica for 7.9" in violations(left_asleep())["dead_replaced"]
+    assert violations(rows_of(replace(SCENARIOS["recovery"], planner=fifo).run().rows)) == {}
+
+
+def test_how_long_the_replaced_may_stay_asleep_is_not_judged_without_a_limit() -> None:
+    rows = [{key: value for key, value in row.items() if key != "watchdog_ms"} for row in left_asleep()]
+    with pytest.raises(NotMeasured, match="`watchdog_ms`"):
+        settled(dead_replaced, DeskLedger(rows))
+
+
+def test_a_replaced_replica_is_gone_with_its_pipeline() -> None:
+    """Once the pipeline registers again, its replica is a new one."""
+    rows = left_asleep()
+    begin = next(at for at, row in enumerate(rows) if row["event"] == "restarted" and row.get("core")) + 1
+    registered = ("clusters", "admit", "admitted", "progress", "acquire", "queued")
+    own = [row for row in rows[:begin] if row.get("pipeline") == "a" and row.get("core", "desk") == "desk"]
+    again: list[dict[str, Any]] = [
+        {"event": "died", "who": "a", "pipeline": "a", "core": "desk"},
+        {"event": "gone", "how": "died", "idle": (0, 1), "pipeline": "a"},
+        *(row for row in own if row["event"] in registered),
+    ]
+    again = [{**row, "time": 1.1} for row in again]
+    assert settled(dead_replaced, DeskLedger(rows)).value == 1
+    assert settled(dead_replaced, DeskLedger([*rows[:begin], *again, *rows[begin:]])).value == 0
 
 
 def test_devices_that_a_sleeper_has_not_left_are_not_idle() -> None:
