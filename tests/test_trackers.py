@@ -88,6 +88,17 @@ def test_loops_of_a_run_have_points_of_their_own() -> None:
     assert {name.partition("/")[0] for name, _ in seen} == {"lockstep", "stream"}
 
 
+def test_loops_of_one_phase_share_no_point() -> None:
+    """Each numbers its updates from 0, as the loops of the phase rehearse do."""
+    ledger = [row for row in loop_rows() if row.value is None]
+    points = []
+    for rows in (ledger, [*ledger, *ledger]):
+        curves = UpdateCurves()
+        points.append([*curves.see(rows), *curves.close()])
+    once, again = points
+    assert again == [*once, *(point._replace(x=point.x + len(once)) for point in once)]
+
+
 def test_a_loop_without_results_of_a_trainer_has_its_points_at_the_end() -> None:
     curves = UpdateCurves()
     assert [*curves.see([row for row in loop_rows() if row.value is None])] == []

@@ -21,10 +21,15 @@ PLACES = {"step", "update", "version", "pipeline", "core", "to"}  # ids of a row
 
 
 class LoopCurves:
-    """The updates of one loop. x is the number of updates so far."""
+    """The updates of a phase's loops, one after the other. x is the number of updates so far, in all of them."""
 
     def __init__(self, phase: str) -> None:
         self._phase = phase
+        self._before = 0  # updates of the loops before this one
+        self._opening = False
+        self._begin()
+
+    def _begin(self) -> None:
         self._ended: list[UpdateKey] = []
         self._given = 0  # of those that ended
         self._values: defaultdict[UpdateKey, dict[str, float]] = defaultdict(dict)
@@ -34,6 +39,12 @@ class LoopCurves:
         self._clearing: dict[UpdateKey, float] = {}  # since when
 
     def see(self, row: Row) -> Iterator[CurvePoint]:
+        if row.value is None:
+            if self._opening and row.event != "resumed":  # a loop that another one continues numbers its updates on
+                yield from self.close()
+                self._before += self._given
+                self._begin()
+            self._opening = row.event == "capacity"
         key = (row.number("step"), row.number("update")) if {"step", "update"} <= row.ids.keys() else None
         if row.value is not None:
             if key and len(row.ids) == len(key):
@@ -75,7 +86,9 @@ class LoopCurves:
         values = self._values.pop(key, {})  # wrong code may end an update twice
         if (total := values.get("timing/total")) and "rollout/tokens" in values:
             values["timing/tokens_per_second"] = values["rollout/tokens"] / total
-        return CurvePoint("update", self._given, {f"{self._phase}/{name}": value for name, value in values.items()})
+        return CurvePoint(
+            "update", self._before + self._given, {f"{self._phase}/{name}": value for name, value in values.items()}
+        )
 
 
 def rollout_values(samples: Sequence[Row]) -> dict[str, float]:
