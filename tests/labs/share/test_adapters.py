@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ from kit.labs.definition import as_settings
 from kit.labs.share.adapters import ADAPTER_RULES
 from kit.labs.share.drive import simulate_pipelines
 from kit.labs.share.lab import plan, roles
+from kit.labs.share.ranks.adapters import AdaptersTrainer
+from kit.labs.share.ranks.roles import LeasedTrainer
 from kit.megatron.config import GEOMETRIES, LoraOptions
 from kit.megatron.lora import initial_adapter
 from kit.results import Row
@@ -93,6 +96,23 @@ def test_missing_rows_fail_a_complete_run(rule: Any) -> None:
     for metric in metrics:
         rows = [facts for facts in records() if facts["metric"] != metric]
         assert rule.name in failed(verdict_of(rows))
+
+
+@pytest.mark.parametrize("config", [{}, {"pipelines": ["a", "b"]}, {"loops": 3, "model": {"layers": 2}}])
+def test_the_config_of_another_system_has_no_adapters(config: dict[str, Any]) -> None:
+    assert not any(rule.when(config) for rule in ADAPTER_RULES)
+
+
+def test_an_aborted_step_leaves_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step may be tried again with other groups."""
+    monkeypatch.setattr(LeasedTrainer, "begin", lambda *_: None)
+    trainer = object.__new__(AdaptersTrainer)
+    trainer.actor = types.SimpleNamespace(version=1)  # type: ignore[assignment]
+    trainer.forget()
+    for version in (0, 1):
+        trainer.rows[version][0, 0] = None  # type: ignore[assignment]
+    trainer.begin(1, 0)
+    assert [version for version, rows in trainer.rows.items() if rows] == [0]
 
 
 def test_samples_that_no_adapter_stands_out_in_prove_nothing() -> None:

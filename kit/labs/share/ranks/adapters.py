@@ -59,9 +59,14 @@ class AdaptersTrainer(LeasedTrainer):
             if not version or name.startswith(ADAPTER)
         }
 
+    def begin(self, step: int, update: int) -> None:
+        # An attempt before this one was aborted, and may have had other groups.
+        self.rows.pop(self.actor.version, None)
+        super().begin(step, update)
+
     def note_samples(self, rows: Sequence[SampleRow], _: Batch) -> None:
         for row in rows:
-            self.rows[self.actor.version][row.key] = row  # again, if the step is tried again
+            self.rows[self.actor.version][row.key] = row
             self.ctx.record("trained_row", None, group=row.group, sample=row.sample, adapter=self.actor.turn)
 
     def fill_cache(self) -> None:

@@ -272,7 +272,8 @@ class LeasedReplica:
         """At level 1, record the digest of this rank's weights: a sync comes before the next request and would hide that they were lost."""
         if self.level == 1:
             weights = self.actor.replica.named_parameters()
-            table = {name: hashes.digest(weight.detach(), DIGEST) for name, weight in weights}
+            with self.lease.timed("check"):
+                table = {name: hashes.digest(weight.detach(), DIGEST) for name, weight in weights}
             self.ctx.record("kept", None, text=rankside.digest_of_hashes(table), when=when, replica=self.number)
 
     def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:
