@@ -529,6 +529,7 @@ class Lab:
         """Begin the lab on every rank; returns what each reports of itself."""
         config = type(self.config)
         nodes = [seat["node"] for seat in self.world.status()]
+        certificate = make_certificate() if len({*nodes}) > 1 else None
         args = {
             "roles": [
                 {"name": role.name, "ranks": role.ranks, "phases": role.phases or self.definition.phases}
@@ -541,10 +542,12 @@ class Lab:
             "nodes": nodes,
             "world_sizes": self._sizes,
             "meeting": f"kit-{secrets.token_hex(8)}",
-            "certificate": dataclasses.asdict(make_certificate()) if len({*nodes}) > 1 else None,
+            "fingerprint": certificate.fingerprint if certificate else "",
             "snapshots": str(self.dir / SNAPSHOTS) if self._snapshots else None,
         }
         answers = self.world.call(f"{RANKSIDE}:begin", args=args, timeout_s=self._own_limit)
+        if certificate is not None:
+            self.world.call(f"{RANKSIDE}:hold_certificate", ranks=[0], pem=certificate.pem, timeout_s=self._own_limit)
         return dict(enumerate(answers))
 
     @property

@@ -50,7 +50,9 @@ class Context(Recording):
     config: Any
     devices: tuple[str, ...] = ()  # of all ranks
     nodes: tuple[int, ...] = ()  # the machine of each rank; none where all are on one
-    certificate: Certificate | None = None  # for links between machines
+    certificate: Certificate | None = (
+        None  # for links between machines; only rank 0, which is called, has its private key
+    )
 
     def _send(self, row: Row) -> None:
         channel.publish(row.facts())
@@ -108,7 +110,7 @@ def begin(
     nodes: list[int],
     world_sizes: list[int],
     meeting: str,
-    certificate: dict[str, str] | None = None,
+    fingerprint: str = "",
     snapshots: str | None = None,
 ) -> dict[str, Any]:
     """Make the phases object of this rank's role. Returns this rank's proportional memory, and on rank 0 its provenance. With a folder
@@ -131,7 +133,7 @@ def begin(
         device=torch.device(devices[rank]),
         devices=tuple(devices),
         nodes=tuple(nodes) if len({*nodes}) > 1 else (),
-        certificate=Certificate(**certificate) if certificate else None,
+        certificate=Certificate("", fingerprint) if fingerprint else None,
         config=made(load(config_type), config),
     )
     for name, flag in routing.FLAGS.items():
@@ -162,6 +164,13 @@ def begin(
     if history is not None:
         history.start()
     return {"provenance": about, "pss": pss(), **routing_record(context.config)}
+
+
+def hold_certificate(*, pem: str) -> None:
+    """The private key of the lab's certificate, for the rank that other machines call."""
+    context = _running().context
+    assert context.certificate is not None
+    context.certificate = Certificate(pem, context.certificate.fingerprint)
 
 
 def run_phase(*, cycle: int, name: str) -> None:

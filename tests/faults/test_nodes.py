@@ -123,7 +123,7 @@ LABS_OVER_HOSTS: dict[str, dict[str, Any]] = {
     "smoke": {},
     "offload": {"tp": 1},
     "split": {},
-    "sync": {"ranks": 4, "replicas": 2, "tp": 1, "placement": "apart", "sweep": False},
+    "sync": {"ranks": 4, "replicas": 3, "tp": 1, "placement": "apart", "sweep": False},
 }
 
 
@@ -143,6 +143,9 @@ def test_a_lab_passes_over_two_hosts(
         rows = run.frame()
         kinds = rows[rows["metric"] == "transport_receivers"]["ids"].astype(str)
         assert kinds.str.contains("broadcast").any()  # across the cable
+        assert kinds.str.contains(
+            "rendezvous"
+        ).any()  # beside the sender, where a link under TLS carries no descriptors
         assert not kinds.str.contains("serialize").any()
 
 
