@@ -86,6 +86,7 @@ def examine() -> Found:
         "shm": ask_shm(),
         "runs": runs,
         "leftovers": [leftover.to_json() for leftover in leftovers.find_leftovers()],
+        "openssl": shutil.which("openssl"),
         "git": git_state(Path(__file__).resolve().parents[1]),
     }
 
@@ -203,6 +204,7 @@ def box_rows(found: Found) -> list[tuple[str, str]]:
         ("threads", threads_line(found)),
         ("shm", shm["why"] or f"{size(shm['free'])} free of {size(shm['total'])}"),
         ("runs", f"{runs['path']}: {room}"),
+        ("openssl", found["openssl"] or "none: labs over several machines need it, for their certificates"),
         *(("leftovers", text) for text in list(map(line_of, found["leftovers"])) or ["none"]),
         ("git", f"{git['commit'][:12]}, {state}" if git["commit"] else f"none: {git['why']}"),
     ]

@@ -86,12 +86,13 @@ def test_routing_says_whether_it_was_asked_for_and_what_came_of_it(requested, ef
     assert lines()["torchcomms"] == "not requested; not importable: torchcomms is not installed"
 
 
-def test_other_environments_with_megatron_are_listed_with_the_line_to_use(monkeypatch):
+def test_other_environments_with_megatron_and_a_missing_openssl_are_listed(monkeypatch):
     both = {"path": "/opt/x/bin/python", "where": "found under /opt", "verdict": "has both", "fit": True}
     monkeypatch.setattr(
         doctor, "ask_interpreters", lambda _: ([{**both, "chosen": is_it} for is_it in (True, False)], None)
     )
-    lines = doctor.describe_box(doctor.examine()).splitlines()
+    lines = doctor.describe_box(doctor.examine() | {"openssl": None}).splitlines()
+    assert "openssl     none: labs over several machines need it, for their certificates" in lines
     message = "/opt/x/bin/python (found under /opt): has both"
     assert f"ranks use   -> {message}" in lines
     assert f"ranks use      {message}; to use it: export KIT_PYTHON=/opt/x/bin/python" in lines

@@ -65,7 +65,7 @@ class Crew:
         self._oom_kills: int | None = None  # before these ranks started
         self._key = secrets.token_bytes(32)
         self._certificate = make_certificate() if plan.nodes > 1 else None
-        self.tampered = ""  # what is known of a link that was tampered with
+        self._broken_links: dict[tuple[str, int], str] = {}  # of this generation's ranks and agents, and why
         self.folder = leftovers.base() / leftovers.mark(self.id)
         self.folder.mkdir(mode=0o700)
         self.logs = plan.logs or self.folder / "logs"  # by default they end with the World
@@ -140,6 +140,7 @@ class Crew:
         address = self._listen().address
         self.generation += 1
         self.members, self.exits = [], []
+        self._broken_links.clear()
         self._oom_kills = machine.oom_kills()
         for agent in self.agents.values():
             agent.link.send({"do": "launch", "with": self._order(agent.node, address)})
@@ -307,7 +308,7 @@ class Crew:
                     member.news += message.pop("news", ())
                     call.hear(member, message)
         except ChannelClosed as error:
-            self._note_tampering(error)
+            self._note_tampering(error, "rank", member.rank)
             if member.call is not None and member.rank not in member.call.answers:
                 member.call.gone.add(member.rank)
             return False
@@ -315,9 +316,15 @@ class Crew:
             self.refuse(member, error)
         return True
 
-    def _note_tampering(self, error: Exception) -> None:
+    def _note_tampering(self, error: Exception, end: str, number: int) -> None:
         if isinstance(error, TamperedChannel):
-            self.tampered = f"; a link to it was broken: {error}"
+            self._broken_links[end, number] = str(error)
+
+    def tampering(self, member: WorldMember) -> str:
+        """What is known of a link to this rank, or to the agent of its machine, that was tampered with."""
+        links = self._broken_links
+        why = links.get(("rank", member.rank)) or links.get(("agent", member.node))
+        return f"; a link to it was broken: {why}" if why else ""
 
     def refuse(self, member: WorldMember, error: Exception) -> None:
         """End the World of a rank that sent what no rank of the kit sends."""
@@ -349,7 +356,7 @@ class Crew:
                     for message in agent.link.arrived():
                         self._note(agent, message)
             except (ChannelClosed, *MALFORMED) as error:
-                self._note_tampering(error)
+                self._note_tampering(error, "agent", agent.node)
                 agent.link.close()
                 del self.agents[agent.node]
 

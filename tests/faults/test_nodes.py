@@ -18,6 +18,7 @@ import pytest
 
 import kit
 from kit.errors import BadInput, KitError, RankDied, RankTimeout
+from kit.labs.bench_world import hosts
 from kit.labs.bench_world.hosts import SecondHost
 from kit.tls import make_certificate
 from kit.world import World, leftovers
@@ -93,6 +94,30 @@ class OtherHost(SecondHost, OtherMachine):
         OtherMachine.__init__(self)
         SecondHost.__init__(self)
         self.device = self.far
+
+
+def test_a_second_host_that_cannot_be_finished_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(words[1:])
+        if "address" in words:
+            raise subprocess.CalledProcessError(2, words, stderr="no room")
+        taken = f"10.99.{os.getpid() % 256}.0/24"
+        return subprocess.CompletedProcess(words, 1 if "delete" in words else 0, "a route" if taken in words else "")
+
+    monkeypatch.setattr(hosts, "IP", "ip")
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(KitError, match="no room"):
+        SecondHost()
+    name = f"kit{os.getpid()}"
+    free = f"10.99.{(os.getpid() + 1) % 256}.1/30"  # the first network has a route
+    assert commands[-3:] == [
+        ["address", "add", free, "dev", f"{name}a"],
+        ["link", "delete", f"{name}a"],
+        ["netns", "delete", name],
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kit.errors import KitError, RankDied
-from kit.tls import Certificate, EncryptedSocket, make_certificate
+from kit.tls import Certificate, EncryptedSocket, Tampered, make_certificate
 from kit.world import World
 from kit.world.asked import CREWS
 from kit.world.channel import (
@@ -224,6 +225,37 @@ def test_a_listener_that_leaves_in_the_handshake_has_not_tampered() -> None:
         with pytest.raises(ConnectionResetError, match="the other end ended the handshake"):
             EncryptedSocket.calling(socket.create_connection(server.getsockname()), fingerprint)
         thread.join()
+
+
+def test_why_a_handshake_broke_is_said_although_its_caller_has_left() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.sendall(bytes([22, 3, 1, 0, 5, 1, 0, 0, 1, 0]))  # a client's greeting that is too short
+    theirs.close()
+    context = certificate().context()
+    with EncryptedSocket.answering(ours, context) as sock, pytest.raises(Tampered, match="tampered or wrong key"):
+        sock.recv(1)
+
+
+def test_an_openssl_that_hangs_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate()
+    monkeypatch.setattr("kit.tls.OPENSSL_S", 0.0)
+    with pytest.raises(KitError, match=r"openssl could not make a certificate: .*timed out"):
+        make_certificate()
+
+
+def test_a_broken_link_is_the_reason_of_its_own_ranks_only() -> None:
+    crew = Crew.__new__(Crew)
+    crew._broken_links = {}
+    members: list[Any] = [SimpleNamespace(rank=rank, node=rank // 2) for rank in range(4)]
+    crew._note_tampering(TamperedChannel("wrong key"), "rank", 0)
+    crew._note_tampering(ChannelClosed("it left"), "rank", 1)
+    crew._note_tampering(TamperedChannel("a flipped bit"), "agent", 1)
+    assert [crew.tampering(member).rpartition(": ")[2] for member in members] == [
+        "wrong key",
+        "",
+        "a flipped bit",
+        "a flipped bit",
+    ]
 
 
 def test_a_listener_without_tls_is_refused() -> None:

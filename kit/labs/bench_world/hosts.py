@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -20,6 +21,20 @@ def run_ip(*words: str) -> str:
         raise KitError(f"this container cannot make network namespaces: {error.stderr.strip()}") from error
 
 
+def delete(kind: str, name: str) -> None:
+    """`ip` itself says what it could not delete: an error here would hide the one that led here, and leave out what is deleted next."""
+    subprocess.run([str(IP), kind, "delete", name], check=False)
+
+
+def free_network() -> str:
+    """The first three numbers of a network to which this machine has no route."""
+    for number in range(os.getpid(), os.getpid() + 256):
+        network = f"10.99.{number % 256}"
+        if not run_ip("-4", "route", "show", "to", "root", f"{network}.0/24").strip():
+            return network
+    raise KitError("this machine has routes to each of the networks 10.99.0 to 10.99.255")
+
+
 class SecondHost:
     """`near` and `far` are the ends of the cable, here and there."""
 
@@ -28,18 +43,22 @@ class SecondHost:
             raise KitError("network namespaces need root and the command ip")
         self.name = f"kit{os.getpid()}"
         self.near, self.far = f"{self.name}a", f"{self.name}b"
-        network = f"10.99.{os.getpid() % 256}"
+        network = free_network()
         self.address, self.far_address = f"{network}.1", f"{network}.2"
-        run_ip("netns", "add", self.name)
-        run_ip("link", "add", self.near, "type", "veth", "peer", "name", self.far, "netns", self.name)
-        for device, address, inside in (
-            (self.near, self.address, ()),
-            (self.far, self.far_address, ("-n", self.name)),
-        ):
-            run_ip(*inside, "address", "add", f"{address}/30", "dev", device)
-            run_ip(*inside, "link", "set", device, "up")
-        run_ip("-n", self.name, "link", "set", "lo", "up")
         self.prefix = ["ip", "netns", "exec", self.name]
+        with contextlib.ExitStack() as added:
+            run_ip("netns", "add", self.name)
+            added.callback(delete, "netns", self.name)
+            run_ip("link", "add", self.near, "type", "veth", "peer", "name", self.far, "netns", self.name)
+            added.callback(delete, "link", self.near)  # before its namespace, which ends only after its last process
+            for device, address, inside in (
+                (self.near, self.address, ()),
+                (self.far, self.far_address, ("-n", self.name)),
+            ):
+                run_ip(*inside, "address", "add", f"{address}/30", "dev", device)
+                run_ip(*inside, "link", "set", device, "up")
+            run_ip("-n", self.name, "link", "set", "lo", "up")
+            self._added = added.pop_all()
 
     def free_endpoint(self) -> str:
         with socket.socket() as sock:
@@ -61,5 +80,4 @@ class SecondHost:
         run_ip("link", "set", self.near, "up")
 
     def remove(self) -> None:
-        run_ip("link", "delete", self.near)  # a namespace ends only after its last process
-        run_ip("netns", "delete", self.name)
+        self._added.close()
