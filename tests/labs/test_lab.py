@@ -219,6 +219,40 @@ def test_a_world_that_is_given_is_used_and_left_alive(own: Definition, runs: Pat
             Lab(own, {"ranks": 2}, world=world)
 
 
+class Told:
+    """A World whose ranks are on these machines; `calls` is what they were told."""
+
+    device = "cpu"
+
+    def __init__(self, nodes: list[int]) -> None:
+        self.nodes = nodes
+        self.calls: list[tuple[str, Any, dict[str, Any]]] = []
+
+    def status(self) -> list[dict[str, Any]]:
+        return [{"device": "cpu", "node": node} for node in self.nodes]
+
+    def call(self, target: str, *, timeout_s: float, ranks: Any = None, args: Any = None, **given: Any) -> list[Any]:
+        assert timeout_s > 0
+        self.calls.append((target.partition(":")[2], ranks, {**(args or {}), **given}))
+        return [{} for _ in self.nodes]
+
+    def close(self) -> None:
+        self.calls.append(("close", None, {}))
+
+
+def test_ranks_on_several_machines_get_a_certificate_and_rank_0_its_key(own: Definition, runs: Path) -> None:
+    with Lab(own, {"ranks": 2}) as lab:
+        for nodes in ([0, 0], [0, 1]):  # the config says nothing of machines: a given World may span some
+            world: Any = Told(nodes)
+            lab.world = world
+            lab._enter()
+            (_, ranks, given), *others = world.calls
+            assert (ranks, "PRIVATE KEY" in str(given), bool(given["fingerprint"])) == (None, False, nodes[1] == 1)
+            assert [(name, ranks, "PRIVATE KEY" in told["pem"]) for name, ranks, told in others] == [
+                ("hold_certificate", [0], True)
+            ] * nodes[1]
+
+
 @pytest.mark.slow
 def test_a_step_by_hand_and_a_run_take_a_world(nothing_left: None, runs: Path) -> None:
     with kit.World(2, device="cpu") as world:

@@ -63,7 +63,9 @@ class Side:
     def meet(self) -> None:
         """Open the sender's end on rank 0. On one machine its name is its address; on several the others need its port too. Collective."""
         name, certificate = self.ctx.meeting, self.ctx.certificate
-        host = os.environ["MASTER_ADDR"] if self.ctx.nodes else None  # of torchrun's endpoint, which all machines reach
+        host = None
+        if self.ctx.nodes:
+            host = os.environ["MASTER_ADDR"].strip("[]")  # of torchrun's endpoint, which all machines reach
         if self.ctx.rank == 0:
             self.listener = self.scope.enter_context(Listener(name=name, tcp_host=host, certificate=certificate))
         if certificate is not None:
