@@ -14,13 +14,13 @@ import pytest
 from kit.errors import KitError
 from kit.sync.link import HEADER, Link, Listener, PeerGone, PeerSilent, PeerTampered, call
 from kit.tls import make_certificate
-from tests.faults.test_strangers import shake_hands_and_leave
+from tests.faults.test_strangers import certificate, shake_hands_and_leave
 
 Pair = tuple[Link, Link]
 
 
 def over_tcp(host: str = "127.0.0.1") -> Listener:
-    return Listener(tcp_host=host, certificate=make_certificate())
+    return Listener(tcp_host=host, certificate=certificate())
 
 
 @pytest.fixture(params=["unix", "tcp"])

@@ -28,7 +28,7 @@ from kit.sync.link import Listener, PeerFailed, PeerSilent
 from kit.sync.receiver import Call
 from kit.sync.sender import Report, Sending, SyncFailed
 from kit.sync.transports import Shm, TransportContext
-from kit.tls import make_certificate
+from tests.faults.test_strangers import certificate
 from tests.holdings import wait_for
 from tests.sync.ranks.service import (
     HERE,
@@ -158,7 +158,7 @@ def test_receivers_of_one_sync_at_different_places(scene: Scene, monkeypatch: py
 
 
 def test_a_link_between_machines_carries_no_shared_memory_to_a_receiver_beside_the_sender(gloo: None) -> None:
-    with nothing_kept(), Listener(tcp_host="127.0.0.1", certificate=make_certificate()) as listener:
+    with nothing_kept(), Listener(tcp_host="127.0.0.1", certificate=certificate()) as listener:
         scene = Scene(listener)
         assert scene.works(1).transports == {"rendezvous": 2}
         scene.sender.cache.close()
