@@ -452,7 +452,9 @@ def plan_as_specified(ledger: DeskLedger) -> Violations:
 def not_planned(ledger: DeskLedger) -> Iterator[str]:
     """Yield a violation per turn in which other replicas than before may serve, a plan would move some, and the desk makes none."""
     changed = {
-        ledger.turn[row.at]: row for row in ledger.of("died", "restarted", "resize") if row.get("core") == ledger.desk
+        ledger.turn[row.at]: row
+        for row in ledger.of("died", "restarted", "resize")
+        if row.get("core") in (None, ledger.desk)
     }
     for row, books in ledger.turns():
         if books.plan is None and (change := changed.get(ledger.turn[row.at])):
