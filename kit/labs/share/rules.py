@@ -241,13 +241,13 @@ def slept_in_flight(frame: pd.DataFrame, config: ShareConfig) -> Iterator[str]:
                 yield f"replica {replica} of {name} slept {slept} times and counted {counts[name, replica]} times"
 
 
-def weights_after_wake(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:  # noqa: ARG001 - as above
+def weights_after_wake(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:
     """Does every woken replica have the weights of the version that it serves?
 
     SHA-256 of all tensors of each replica after each sync, against the trainer's of that version; at sleep_level=1 also of each rank's
     tensors as it wakes, against those with which it fell asleep.
     """
-    yield from lost_asleep(frame)
+    yield from lost_asleep(frame, share_config(config))
     trained = rows_by_pipeline(frame, MAIN, "digest", "pipeline", "version")
     digests = {(row["pipeline"], int(row["version"])): row["text"] for row in trained.to_dict("records")}
     rows = rows_by_pipeline(frame, MAIN, "served", "pipeline", "version", "replica").to_dict("records")
@@ -266,15 +266,28 @@ def weights_after_wake(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violat
     return f"all tensors of a replica matched the trainer's version {len(rows)} times"
 
 
-def lost_asleep(frame: pd.DataFrame) -> Iterator[str]:
-    """Yield a violation per wake of a rank with other weights than it had when it fell asleep."""
+def lost_asleep(frame: pd.DataFrame, config: ShareConfig) -> Iterator[str]:
+    """Yield a violation per wake of a rank with other weights than it had when it fell asleep. At sleep_level=1 every wake must have the
+    records of both; runs of older kits have none at all."""
     asleep: dict[tuple[str, int, int], str] = {}
+    compared = Counter[tuple[str, int]]()
     for row in recorded_on_ranks(frame, MAIN, "kept", "pipeline", "replica", "when").to_dict("records"):
         rank = str(row["pipeline"]), int(row["replica"]), int(row["rank"])
         if row["when"] == "sleeps":
             asleep[rank] = row["text"]
-        elif asleep.get(rank, row["text"]) != row["text"]:
-            yield f"replica {rank[1]} of {rank[0]} woke with other weights than those with which it fell asleep (rank {rank[2]})"
+        elif rank in asleep:
+            compared[rank[:2]] += 1
+            if asleep[rank] != row["text"]:
+                yield f"replica {rank[1]} of {rank[0]} woke with other weights than those with which it fell asleep (rank {rank[2]})"
+    if config.sleep_level != 1 or not (frame["metric"] == "kept").any():
+        return
+    for ledger in ledgers(frame, MAIN):
+        for (name, replica), woken in Counter(replica_of(row) for row in ledger.of("expanded")).items():
+            if (count := compared[name, replica]) < woken * config.loops[name].infer_tp:
+                lacking(
+                    frame,
+                    f"replica {replica} of {name} woke {woken} times, and its weights were compared {count} times",
+                )
 
 
 MOST_IDLE = 0.4  # of the device time; rounding to whole replicas can leave a third idle

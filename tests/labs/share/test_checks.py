@@ -188,6 +188,18 @@ def test_weights_in_host_memory_come_back_as_they_were(right: list[Facts], woke:
     assert failed(verdict_of(rows)) == expected
 
 
+@pytest.mark.parametrize("lacks", ["", "sleeps", "wakes"])
+def test_weights_in_host_memory_are_compared_at_every_wake(right: list[Facts], lacks: str) -> None:
+    kept: list[Facts] = []
+    for woken in matching(right, "expanded", phase="shared"):
+        for when in {"sleeps", "wakes"} - {lacks}:
+            ids = {"pipeline": woken["ids"]["who"], "replica": woken["ids"]["replica"], "when": when}
+            kept.append({**fact("kept", woken["time"], text="same", ids=ids), "phase": "shared", "rank": 1})
+    kept.sort(key=lambda row: str(row["ids"]["when"]))
+    config = dataclasses.replace(CONFIG, sleep_level=1)
+    assert failed(verdict_of([*right, *kept], config)) == ({"weights_after_wake"} if lacks else set())
+
+
 @pytest.mark.parametrize("check", ["one_owner", "memory_down_asleep"])
 def test_what_an_observer_could_not_see_is_not_judged(right: list[Facts], check: str) -> None:
     rows = copy.deepcopy(right)
