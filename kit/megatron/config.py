@@ -54,9 +54,9 @@ LoraTargets = Literal["all", "attention", "mlp"]
 class LoraOptions:
     """Low-rank adapters on the linear layers of attention, of the MLP, or on all: W x + (alpha / rank) B A x."""
 
-    rank: int = 8
-    alpha: float = 16.0
-    targets: LoraTargets = "all"
+    rank: int
+    alpha: float
+    targets: LoraTargets
 
     @property
     def scale(self) -> float:

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from kit.errors import BadInput
 from kit.megatron import model, shards
-from kit.megatron.config import Geometry, LoraOptions, ModelConfig
+from kit.megatron.config import Geometry, LoraOptions, LoraTargets, ModelConfig
 from kit.megatron.tensors import Mover
 from kit.train.options import DEFAULTS, Settings
 
@@ -46,8 +46,8 @@ LAYERS = {
 }
 
 
-def layers_of(options: LoraOptions) -> dict[str, tuple[bool, str, tuple[str, ...]]]:
-    kinds = LAYERS if options.targets == "all" else (options.targets,)
+def layers_of(targets: LoraTargets) -> dict[str, tuple[bool, str, tuple[str, ...]]]:
+    kinds = LAYERS if targets == "all" else (targets,)
     return {name: layer for kind in kinds for name, layer in LAYERS[kind].items()}
 
 
@@ -73,7 +73,7 @@ class FrozenBase:
         for param in network.parameters():
             param.requires_grad_(False)
         for number, layer in enumerate(shards.unwrapped(network).decoder.layers):
-            for name in layers_of(LoraOptions()):
+            for name in layers_of("all"):
                 layer.get_submodule(name).register_forward_hook(functools.partial(self._add, f"{number}.{name}"))
 
     @contextlib.contextmanager
@@ -141,7 +141,7 @@ class AdapterNetwork(nn.Module):
             own = nn.Module()
             own.layer_number = layer.layer_number
             own.self_attention, own.mlp = nn.Module(), nn.Module()
-            for name, (by_columns, _, _) in layers_of(options).items():
+            for name, (by_columns, _, _) in layers_of(options.targets).items():
                 part, _, linear = name.partition(".")
                 pair = self.pairs[f"{number}.{name}"] = LowRankPair(
                     layer.get_submodule(name), options, by_columns=by_columns
@@ -184,7 +184,7 @@ def initial_adapter(geometry: Geometry, options: LoraOptions, seed: int) -> dict
     generator = torch.Generator().manual_seed(seed)
     full: dict[str, torch.Tensor] = {}
     for layer in range(geometry.layers):
-        for _, shared, names in layers_of(options).values():
+        for _, shared, names in layers_of(options.targets).values():
             width = inputs.get(shared, hidden)
             drawn = torch.rand(options.rank, width, generator=generator) * 2 - 1
             full[f"model.layers.{layer}.{shared}.lora_A"] = drawn / math.sqrt(width)
@@ -211,6 +211,8 @@ def merged_weights(
 def shared_name(owner: str, options: LoraOptions) -> str:
     """The name of the full A of a layer such as `model.layers.0.self_attn.q_proj`."""
     shared = next(
-        shared for _, shared, names in layers_of(options).values() if any(owner.endswith(f".{name}") for name in names)
+        shared
+        for _, shared, names in layers_of(options.targets).values()
+        if any(owner.endswith(f".{name}") for name in names)
     )
     return f"{'.'.join(owner.split('.')[:3])}.{shared}.lora_A"

@@ -96,7 +96,12 @@ class PipelineConfig(StreamConfig):
         int, Option("how many versions older than its training step a group may be; 0: in order", low=0, high=64)
     ] = 0
     adapters: Annotated[
-        int, Option("low-rank adapters that train in turn on a frozen base; 0: all weights are trained", low=0, high=64)
+        int,
+        Option(
+            "low-rank adapters that train in turn on a frozen base; 0: all weights are trained; in scenario C, and for b in D, 0 means 4",
+            low=0,
+            high=64,
+        ),
     ] = 0
     lora_rank: Annotated[int, Option("rank of each adapter", low=1, high=512)] = 4
     lora_alpha: Annotated[float, Option("an adapter is scaled by alpha / rank", low=0.01, high=4096)] = 8.0

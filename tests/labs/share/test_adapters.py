@@ -18,7 +18,7 @@ from kit.labs.share.drive import simulate_pipelines
 from kit.labs.share.lab import plan, roles
 from kit.labs.share.ranks.adapters import AdaptersTrainer
 from kit.labs.share.ranks.roles import LeasedTrainer
-from kit.megatron.config import GEOMETRIES, LoraOptions
+from kit.megatron.config import GEOMETRIES
 from kit.megatron.lora import initial_adapter
 from kit.results import Row
 from kit.results.rules import judge
@@ -168,7 +168,7 @@ def test_a_simulated_run_with_adapters_ends() -> None:
 
 def test_an_adapter_is_sent_in_hardly_more_than_its_own_bytes() -> None:
     specs = specs_of(
-        {(name, 0): value for name, value in initial_adapter(GEOMETRIES["125m"], LoraOptions(), 1).items()}
+        {(name, 0): value for name, value in initial_adapter(GEOMETRIES["125m"], CONFIG.loops["a"].lora, 1).items()}
     )
     own = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in specs)
     assert own <= lay_out(specs, automatic(specs)).total <= 1.2 * own
