@@ -55,7 +55,7 @@ STARTERS = {
         "Files",
         "FilesThatStayAfterAFailure",
         "failure_is_clean",
-        {"ranks": 3, "replicas": 2, "tp": 1, "layers": 2, "cycles": 2, "sweep": False, "deadline_s": 10.0},
+        {"ranks": 3, "replicas": 2, "tp": 1, "layers": 2, "cycles": 2, "sweep": False},
     ),
     "receiver": Starter(
         "sync",
@@ -64,7 +64,7 @@ STARTERS = {
         "ByName",
         "ByNameWithQueriesFirst",
         "bit_exact",
-        {"ranks": 3, "replicas": 2, "tp": 1, "layers": 2, "cycles": 2, "sweep": False, "deadline_s": 10.0},
+        {"ranks": 3, "replicas": 2, "tp": 1, "layers": 2, "cycles": 2, "sweep": False},
     ),
     "sampler": Starter(
         "stream",
