@@ -47,10 +47,11 @@ class Scenario:
 
     def with_own(self, config: ShareConfig, settings: dict[str, Any]) -> ShareConfig:
         """The scenario's pipelines, devices and limits, with the planner and the desk of a run."""
+        # A scripted pipeline may lack one of the two; a config has both.
         loops = {
             name: PipelineConfig(
-                train=numbers(ids["trainer"]),
-                infer=numbers(ids.get("generation", ids["trainer"])),
+                train=numbers(ids["trainer"] if "trainer" in ids else ids["generation"]),
+                infer=numbers(ids["generation"] if "generation" in ids else ids["trainer"]),
                 infer_tp=int(str(ids.get("tp", 1))),
             )
             for name, ids in self.clusters.items()

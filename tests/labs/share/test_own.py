@@ -11,8 +11,10 @@ import pytest
 import kit
 from docs.examples.own_planner import keeps_half, takes_turns
 from kit.errors import BadInput
+from kit.labs.discover import find, validate
 from kit.labs.share.drive import desk_settings, simulate_pipelines
 from kit.labs.share.lab import ShareConfig
+from kit.labs.share.scenarios import SCENARIOS, for_config
 from kit.labs.share.worlds import ShareWorlds
 from kit.loop import limit
 from kit.loop.explore import play, world_of
@@ -23,6 +25,7 @@ from kit.share.planner import View
 from kit.share.state import DeskState
 from tests.labs.parts import failed, passed, why
 from tests.labs.share.conftest import share, simulated
+from tests.share.chaos import rows_of, violations
 
 SMALL = {"steps": 2, "groups": 2, "group": 2}
 
@@ -260,3 +263,12 @@ def test_on_ranks_both_pipelines_compute_what_they_compute_without_it(
     verdict = kit.run("share", gate="5", pipeline=of(Right), rehearse=False, worlds=0, **SMALL).verdict()
     assert failed(verdict) == set()
     assert passed(verdict, "same_numbers") is True
+
+
+OWN_PLANNER = validate(find("share"), {"simulated": True, "planner": "docs.examples.own_planner:takes_turns"})
+
+
+@pytest.mark.parametrize("name", for_config(OWN_PLANNER))
+def test_a_right_planner_of_ones_own_passes_every_scene_that_it_gets(name: str) -> None:
+    rows = rows_of(SCENARIOS[name].run(OWN_PLANNER).rows)
+    assert violations(rows) == {}
