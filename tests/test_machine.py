@@ -130,7 +130,9 @@ def test_without_yama_there_is_no_ptrace_scope(tmp_path):
 
 
 def test_who_holds_the_lock_of_a_file_is_seen_from_outside(tmp_path):
-    hold = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print(); sys.stdin.read()"
+    hold = (
+        "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    )
     path = tmp_path / "lock"
     path.touch()
     inode = path.stat().st_ino

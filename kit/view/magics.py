@@ -310,7 +310,10 @@ def show_interrupt(
 
 def asked_at(stack: TracebackType | None) -> str:
     """The line of user code that made the failing call; empty for a magic, because its line is visible."""
-    frames = [f for f in traceback.extract_tb(stack) if not f.filename.startswith(OWN)]
+    calls = traceback.extract_tb(stack)
+    # Below the kit's first frame the standard library may follow, as in a wait.
+    first = next((at for at, frame in enumerate(calls) if frame.filename.startswith(OWN[0])), len(calls))
+    frames = [frame for frame in calls[:first] if not frame.filename.startswith(OWN)]
     if not frames or not frames[-1].line or frames[-1].line.startswith("get_ipython().run_"):
         return ""
     frame = frames[-1]
