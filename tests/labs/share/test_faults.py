@@ -49,6 +49,7 @@ ALSO = {
     "dead-for-good": {"devices_used", "fair_share", "no_deadlock", "no_starvation", "plan_as_specified"},
     "takes-one-by-one": {"no_starvation"},
     "dead-coordinator": {
+        "dead_replaced",
         "devices_conserved",
         "devices_used",
         "fair_share",
@@ -59,6 +60,7 @@ ALSO = {
         "plan_valid",
         "planned_release_once",
         "progress_ended",
+        "priority_kept",
     },
     "stale-routing": {"empty_set_suspends", "loops_right"},
     "raises-when-empty": {"no_deadlock"},
