@@ -182,18 +182,16 @@ class AdaptersReplica(LeasedReplica):
         replicas: Sequence[str],
         woke: Sequence[str] = (),  # noqa: ARG002 - as the trainer's
     ) -> dict[str, Any]:
-        with self.lease.timed("receive"):
-            if self.blank:
-                self.actor.load_first()
-            self.actor.sync(version, at_sync, replicas)
-        self.blank = False
-        with self.lease.timed("check"):
-            table = self.actor.digests(DIGEST)
-        if self.actor.first:
-            self.ctx.record("served", None, text=rankside.digest_of_hashes(table), version=version, replica=self.number)
-            record_parts(self.ctx, table, version=version, where=self.ctx.role)
+        answer = super().sync(version, at_sync, replicas)
         self.actor.merge()
-        return {}
+        return answer
+
+    def fill_blank(self, version: int) -> None:  # noqa: ARG002 - the base and first adapters are never sent
+        self.actor.load_first()
+
+    def note_served(self, table: dict[str, str], version: int) -> None:
+        super().note_served(table, version)
+        record_parts(self.ctx, table, version=version, where=self.ctx.role)
 
 
 def record_parts(ctx: PipelineContext, table: dict[str, str], **ids: Any) -> None:

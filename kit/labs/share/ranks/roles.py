@@ -278,12 +278,20 @@ class LeasedReplica:
 
     def sync(self, version: int, at_sync: str, replicas: Sequence[str]) -> dict[str, Any]:
         with self.lease.timed("receive"):
-            if self.blank and not version:
-                shards.load_full(self.actor.replica.chunks, self.actor.base)
+            if self.blank:
+                self.fill_blank(version)
             self.actor.sync(version, at_sync, replicas)
         self.blank = False
         with self.lease.timed("check"):
             table = self.actor.digests(DIGEST)
         if self.actor.first:
-            self.ctx.record("served", None, text=rankside.digest_of_hashes(table), version=version, replica=self.number)
+            self.note_served(table, version)
         return {}
+
+    def fill_blank(self, version: int) -> None:
+        """Load what no sync brings after a wake: version 0, which is not sent."""
+        if not version:
+            shards.load_full(self.actor.replica.chunks, self.actor.base)
+
+    def note_served(self, table: dict[str, str], version: int) -> None:
+        self.ctx.record("served", None, text=rankside.digest_of_hashes(table), version=version, replica=self.number)
