@@ -835,7 +835,7 @@ COMMANDS: tuple[
             command_option("--lab", "LAB", "only runs of this lab", lab_names),
             command_option("--fault", "NAME", 'only runs with this fault; "": only those without one'),
             command_option("--status", "WORD", f"only runs that are {', '.join(ENDS)}"),
-            command_option("--verdict", "WORD", f"only runs whose verdict is {', '.join(ANSWERS)}"),
+            command_option("--verdict", "WORD", f"only runs with this verdict: {', '.join(ANSWERS)}"),
             command_option("--set", "KEY=VALUE", "only runs with this setting; may be repeated", **MANY),
             command_option(
                 "--columns",

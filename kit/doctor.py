@@ -298,7 +298,7 @@ TAG = "box"
 
 
 class Preflight:
-    """Steps a lab whose phases are probes, and reports each of them. A rule belongs to the probe that its name begins with."""
+    """Steps a lab made of probes, and reports each of them. A rule belongs to the probe that its name begins with."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say

@@ -333,7 +333,7 @@ def user_limit() -> MemoryLimit:
 
 
 def threads_a_rank(ranks: int) -> int:
-    """How many threads each of so many ranks should compute with here: its share of the cores, and together at most half of the processes
+    """How many threads each rank should compute with here: its share of the cores, and together at most half of the processes
     and threads that the control group or the user may have. More cores than that are common in containers of large machines."""
     most = cgroup_limit("pids").maximum
     users = resource.getrlimit(resource.RLIMIT_NPROC)[0] if os.geteuid() else resource.RLIM_INFINITY

@@ -297,5 +297,5 @@ def settings_from_file(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:
         raise BadInput(f"{path} is damaged: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise BadInput(f"{path} holds no settings; it must be one object such as {{cycles: 5}}")
+        raise BadInput(f"{path} has no settings; it must be one object such as {{cycles: 5}}")
     return values

@@ -1,6 +1,6 @@
 """`kit reference --out DIR`: run every lab and every bench at this box's sizes and keep the results, to compare with.
 
-Each part is a process of its own, as a person would start it, and a run of its own. Its files are written when it ends, and a part whose
+Each part is a separate process, as a person would start it, with a separate run. Its files are written when it ends, and a part whose
 files exist does not run again, so an interrupted reference resumes. A part that reached its time limit with records counts as run. The
 reference needs no Jupyter and no network.
 

@@ -5,7 +5,7 @@ in effect; and what ranks do for them beyond torch.
 without a message. Whether it is in effect is read from the groups' backend objects. torch makes communicators by `new_comm` and passes
 neither the group's rank and size (torchcomms then reads the environment, which describes the whole job), nor the number of the GPU, the
 timeout or NCCL's options, which torchcomms would take as hints. `install` puts all of them in, around torch's own functions. Groups are
-made by torch's `_new_process_group_helper` as without routing, each with a communicator of its own: torch's way with torchcomms, to split
+made by torch's `_new_process_group_helper` as without routing, each with its own communicator: torch's way with torchcomms, to split
 WORLD's, takes no options, and on GPUs makes no gloo groups. Has run with a stand-in for torchcomms only, over gloo.
 
 **nccl2** is `torch.distributed.ProcessGroupNCCL2`, in builds after 2.13. Under a bound default group every rank of the World takes part
@@ -282,7 +282,7 @@ def _helper(plain: Any) -> Any:
 
 
 def _settle(group: Any, options: Any, timeout: Any, lost: set[str]) -> None:
-    """Count the group, and give it the timeout: a routed backend starts with one of its own."""
+    """Count the group, and set its timeout: a routed backend starts with another default."""
     routed = is_routed(group)
     state.groups += 1
     state.routed += routed

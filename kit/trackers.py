@@ -1,6 +1,6 @@
 """Experiment trackers that a run's numbers go to: `--log NAME[:TARGET]`. Their libraries are optional, and missing ones are bad input.
 
-A point has an axis of its own, the cycle or the optimizer update, so a tracker never gets two values of a name at one x.
+The axis of a point is the cycle or the optimizer update, so a tracker never gets two values of a name at one x.
 """
 
 from __future__ import annotations

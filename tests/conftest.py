@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 import os
 import signal
 import subprocess
@@ -34,8 +35,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def draw(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep n of the tests marked `drawn(n)` for each file and group, and every other one of the slow tests in lanes.SAMPLED, chosen by the
-    commit's hash."""
+    """Keep n of the tests marked `drawn(n)` for each file and group, and a third of the slow tests in lanes.SAMPLED, chosen by the commit's
+    hash."""
     commit = head()
     groups: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
@@ -46,7 +47,7 @@ def draw(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out: set[pytest.Item] = set()
     for group in groups.values():
         mark = group[0].get_closest_marker("drawn")
-        kept = mark.args[0] if mark else (len(group) + 1) // 2
+        kept = mark.args[0] if mark else math.ceil(len(group) / 3)
         order = sorted(group, key=lambda item: hashlib.sha256(f"{commit} {item.nodeid}".encode()).digest())
         left_out |= set(order[kept:])
     if left_out:

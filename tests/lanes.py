@@ -74,7 +74,7 @@ BESIDE = (
     "tests/test_ways.py",
     "tests/view/panel/",
 )
-# Of the slow tests in these, which are many variants of one thing, a run takes every other one (see `draw` in conftest.py).
+# Of the slow tests in these, which are many variants of one thing, a run takes a third (see `draw` in conftest.py).
 SAMPLED = (
     "tests/bench/",
     "tests/examples/",

@@ -316,7 +316,9 @@ def test_a_sweep_with_repeats_is_one_folder(cli: Cli, tmp_path: Path) -> None:
     listed = cli.json("runs")
     assert [Path(row["run"]).name for row in listed] == ["04", "03", "02", "01"]  # newest first
     assert listed[1]["set"] == {"ranks": 1, "cycles": 1, "groups": 1}
-    assert "cycles=1 groups=1" in cli("runs", folder)[0]
+    assert (
+        "groups=1 " in cli("runs", folder)[0]
+    )  # cut to the terminal's width, what differs among these runs comes first
     assert cli.json("show")["id"] == listed[0]["id"]
     assert cli.json("show", listed[2]["id"])["run"] == str(folder / "02")
     assert len(cli.json("compare", folder)["runs"]) == 3

@@ -71,7 +71,7 @@ def test_settings_from_a_file(tmp_path: Path) -> None:
     assert read("run.json", '{"timeout_s": 1e-1}') == {"timeout_s": 0.1}
     for name, text, sentence in (
         ("run.toml", "", "settings are read from .json, .yaml or .yml"),
-        ("run.yml", "- 1", "holds no settings; it must be one object"),
+        ("run.yml", "- 1", "has no settings; it must be one object"),
         ("torn.yml", "a: [", "torn.yml is damaged: while parsing"),
         ("torn.json", "{", "torn.json is damaged"),
         ("bytes.yml", "\x00", "bytes.yml is damaged"),

@@ -2,7 +2,7 @@
 
 Version v of the loop is the base with every adapter after v steps in all; adapter `v % adapters` trains next. A step's groups belong to
 one adapter: groups are numbered in order, so each follows from its number. Each adapter has its own job (optimizer, scheduler, step count)
-and its own sender and receivers, whose versions count its own steps. Adapters at their version 0 are not sent: both sides make them from
+and its own sender and receivers. Versions count its steps. Adapters at their version 0 are not sent: both sides make them from
 the seed, as they make the base.
 """
 
@@ -82,7 +82,7 @@ class AdapterTrainer(TrainerActor):
         self.take_turn(0)
 
     def new_job(self, adapter: int) -> tuple[model.Training, Split]:
-        """An adapter at its version 0, with an optimizer of its own."""
+        """An adapter at version 0, with its own optimizer."""
         config = self.config
         self.job = lora.assemble_adapter(
             self.frozen, config.trainer_model, config.lora, first_tensors(config, adapter), optimizer_settings(config)

@@ -114,7 +114,7 @@ class TrainerActor:
             self.sender = self.sender_of(specs, self.listener)
 
     def sender_of(self, specs: Sequence[Spec], listener: Listener) -> Sender:
-        """A sender of tensors of this layout, with a cache of its own, which `settle` closes."""
+        """A sender of tensors of this layout, with its own cache; `settle` closes it."""
         cache = Cache(lay_out(specs, automatic(specs)), timeout_s=self.config.deadline_s)
         self.caches.append(cache)
         return Sender(

@@ -79,7 +79,7 @@ class Album:
         self.plots = {name: plot for name, plot in plots.items() if self._has(plot)}
 
     def _has(self, plot: Plot) -> bool:
-        """Whether the run has rows for a plot. One whose rows cannot be made is listed: drawing it, and no other, raises the error."""
+        """Whether the run has rows for a plot. A plot is listed even if making its rows fails: only drawing that plot raises the error."""
         try:
             return bool(plot.drawings(self.data, self.data.verdict()))
         except Exception:  # noqa: BLE001 - a partial or damaged run may break anything

@@ -24,7 +24,7 @@ from kit.results.units import size_unit, time_unit, unit_word
 
 EVERY_RULE = "*"  # among the limits of a plot that shows the whole verdict
 FRAME = 0.95  # inches of a chart's title, legend and axis
-INNER = 0.3  # inches less for a chart on whose axis stands another one
+INNER = 0.3  # inches less for a chart that shares its axis with the chart below it
 LETTER = 0.066  # inches of a letter of the small type, on average
 HANDLE = 0.44  # inches of a mark in a legend with the space around it
 LEGEND_LINE = 12.8  # points
@@ -41,7 +41,7 @@ class ChartScene(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A rule whose limit is drawn. `panel` is how the names of those panels begin that have it. It is added to the column `base` of the
+    """Draws the limit of a rule. Panels whose names begin with `panel` have it. It is added to the column `base` of the
     rows, or to `start`, if they have one."""
 
     rule: str
@@ -65,7 +65,7 @@ class Mark(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart(abc.ABC):
     """A chart's spec. A subclass is a kind of chart and says which columns of the rows it reads; in all of them a `kind` has a look, and
-    each value of `panel` has a drawing of its own.
+    each value of `panel` has its own drawing.
 
     `rows` is called with the run's data, or with its verdict if the chart is `judged`; it may raise NotMeasured. Lists call the chart by
     its `title`; `heading`, if it differs, stands above the axes. It, `label` (of the values), `about` (of the other axis) and the words
@@ -88,7 +88,7 @@ class Chart(abc.ABC):
 
     @abc.abstractmethod
     def draw(self, ax: Axes, table: pd.DataFrame, marks: Sequence[Mark], scale: Scale, theme: Theme) -> list[Any]:
-        """Draw rows and marks, whose values are in the scale's unit, onto the axes; return the marks of the legend."""
+        """Draw rows and marks onto the axes, with values in the scale's unit; return the marks of the legend."""
 
     def inches(self, rows: pd.DataFrame) -> float:  # noqa: ARG002 - of some kinds it depends on the rows
         return self.height

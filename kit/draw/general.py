@@ -127,7 +127,7 @@ def own_lines(data: RunData) -> pd.DataFrame:
         lines = lines_apart(rows.pivot_table(index="at", columns="rank", values="value"), "rank")
         parts.append(lines.assign(panel=name, axis="cycle" if is_once else "record"))
     if not parts:
-        raise NotMeasured("the job recorded no numbers of its own")
+        raise NotMeasured("the job recorded no numbers")
     return pd.concat(parts)
 
 

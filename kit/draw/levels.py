@@ -1,4 +1,4 @@
-"""Levels by phase or by another place: bars whose parts stand on one another."""
+"""Levels by phase or by another place: stacked bars."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Picture(Figure):
 def paint(
     rows: Sequence[Sequence[Plot]], heading: str, theme: Theme, data: Any = None, verdict: Verdict | None = None
 ) -> Picture:
-    """Rows of plots in one picture. Each plot has a part of its own, so that long names in one do not push the others in."""
+    """Rows of plots in one picture. Each plot has its own part, so that long names in one do not narrow the others."""
     verdict = Verdict() if verdict is None else verdict
     with mpl.rc_context(theme.rc()):
         heights = [max(plot.height(data, verdict) for plot in row) for row in rows]

@@ -1,6 +1,6 @@
 """What benches share on the notebook side: parts that start Worlds, and what they measured, recorded sample by sample.
 
-A bench is a lab without ranks of its own; each part is a driven step. What is compared is measured in one part, in turns, and the rules
+A bench is a lab without ranks; each part is a driven step. What is compared is measured in one part, in turns, and the rules
 are about ratios to a control of the same run where there is one. If a part breaks, a record has the reason and the next part runs.
 """
 

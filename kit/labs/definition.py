@@ -109,12 +109,12 @@ class JobConfig(LabConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BenchConfig(LabConfig):
-    """The settings of a bench: a lab without ranks of its own, whose parts start the Worlds that they measure. With `quick`, settings
+    """The settings of a bench: a lab without ranks. Its parts start the Worlds that they measure. With `quick`, settings
     that were not given are those of QUICK."""
 
     QUICK: ClassVar[Mapping[str, Any]] = {}
 
-    ranks: Annotated[int, Option("a bench has no ranks of its own", low=0, high=0)] = 0
+    ranks: Annotated[int, Option("a bench has no ranks", low=0, high=0)] = 0
     quick: Annotated[bool, Option("measure less; takes a minute or two")] = False
     parts: Annotated[str, Option("parts to measure, separated by commas; X means every X.Y; empty: all of them")] = ""
 

@@ -177,7 +177,7 @@ def refused_here(lab: Definition, config: LabConfig, fault: Fault | None) -> Ite
 def one_machine_only(lab: Definition, config: LabConfig) -> str:
     worlds = len({role.world for role in lab.roles_of(config)})
     if not config.ranks:
-        return f"lab {lab.name!r} has no ranks of its own"
+        return f"lab {lab.name!r} has no ranks"
     return f"lab {lab.name!r} has {worlds} Worlds, which run on one machine" if worlds > 1 else ""
 
 
@@ -270,7 +270,7 @@ def _read(lab: Definition, *layers: Mapping[str, Any]) -> LabConfig | dict[str, 
             if held is not None and place[:1] == [held.name]:  # [holder, name, setting] of a nested config
                 place = [".".join(filter(None, place[1:3]))]
             name = place[0] if place else ""
-            if name.partition(".")[2] not in wrong or name in given:  # else it was said of the setting for all
+            if name.partition(".")[2] not in wrong or name in given:  # else the sentence names the setting for all
                 wrong.setdefault(name, _field_sentence(row, name, known, given))
         return wrong
     return config

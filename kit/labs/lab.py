@@ -152,7 +152,7 @@ class Drive(Recording):
 
 
 class NoRanks(Worlds):
-    """The Worlds of a lab without ranks, whose drivers start those that they need."""
+    """The Worlds of a lab without ranks: its drivers start those that they need."""
 
     def __init__(self, observer: WorldObserver | None) -> None:
         self.names, self.worlds, self.isolate = (), [], False
@@ -369,7 +369,7 @@ class Lab:
             raise ValueError("step {!r} names the role {!r}, which this lab lacks".format(*wrong[0]))
 
     def _settle_device(self) -> None:
-        """Make the config anew if the ranks' device is not the one that the presence of a GPU driver promised: its dtype, and whether the
+        """Make the config again if the ranks' device is not the one that the presence of a GPU driver promised: its dtype, and whether the
         job fits, follow from the device."""
         device = self.world.device
         if device != ("cuda" if runs_on_gpus(self.config.device) else "cpu"):

@@ -38,9 +38,9 @@ class Judged:
 class Worlds(Protocol):
     """Made with the settings that name own code, which `own` lists, and `like`, the settings of a run whose layout worlds are to have.
 
-    `phase`: the lab's phase to whose rows a ledger belongs.
+    `phase`: the lab's phase that has the ledger's rows.
 
-    `rooms`: the modules whose bugs worlds should show; `beyond`: faults in them that no world can show, each with its reason.
+    `rooms`: the modules in which worlds should show bugs; `beyond`: faults in them that no world can show, each with its reason.
     """
 
     own: ClassVar[tuple[str, ...]]
@@ -130,8 +130,8 @@ def play(worlds: Worlds, world: World, wall_s: float = WALL_S) -> Played:
 def last_words(rows: Memory) -> str:
     if not rows:
         return "there is no row"
-    whose = f" of {rows[-1].who}" if rows[-1].who else ""
-    return f"the last of {len(rows)} rows is `{rows[-1].event}`{whose} at {rows[-1].time:.3f} s"
+    owner = f" of {rows[-1].who}" if rows[-1].who else ""
+    return f"the last of {len(rows)} rows is `{rows[-1].event}`{owner} at {rows[-1].time:.3f} s"
 
 
 @dataclass(slots=True)

@@ -40,7 +40,7 @@ def returning(who: Callable[[], str]) -> Iterator[None]:
 
 
 class time_limit:  # noqa: N801 - reads as a statement
-    """Raise an exception in this block after so many seconds. An outer block that ends sooner is its limit too.
+    """Raise an exception in this block after `seconds`. An outer block that ends sooner is its limit too.
 
     In the main thread a signal also interrupts what waits; another thread is interrupted at its next line of Python.
     While this process has had less than half of that time on a processor, as on a busy machine, the limit is `at_most` seconds.

@@ -1,5 +1,5 @@
 """What the Python that runs this has for ranks, and what it can do: packages that import, code for this box's GPUs, parts of the
-environment that matter for a release. `kit doctor` asks in a process of its own, a preflight asks on its ranks.
+environment that matter for a release. `kit doctor` asks in a separate process, a preflight asks on its ranks.
 
 Nothing here starts a kernel. A question about a GPU starts CUDA in this process.
 """
@@ -66,7 +66,7 @@ def stack_findings() -> list[dict[str, str | None]]:
         (
             "precision-aware optimizer",
             known_option(optimizer, "use_precision_aware_optimizer"),
-            "where a job uses it, Transformer Engine's optimizer holds state of its own types: hash it before and after",
+            "where a job uses it, Transformer Engine's optimizer holds state of special types: hash it before and after",
         ),
         (
             "CPU-offloaded optimizer",
@@ -76,7 +76,7 @@ def stack_findings() -> list[dict[str, str | None]]:
         (
             "CUDA graphs",
             known_option(model, "cuda_graph_impl", "enable_cuda_graph"),
-            "where a job captures them, they hold addresses and communicators: capture anew after a reload",
+            "where a job captures them, they hold addresses and communicators: capture them again after a reload",
         ),
         (
             "torch_memory_saver",

@@ -65,7 +65,7 @@ def device_memory(device: str) -> DeviceMemory | None:
         return None
     import torch
 
-    # One raw reading: memory_allocated(), memory_reserved(), ... each flatten all statistics anew.
+    # One raw reading: memory_allocated(), memory_reserved(), ... each flatten all statistics again.
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     free, total = torch.cuda.mem_get_info(device)
     allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]["current"]
@@ -239,7 +239,7 @@ class PhaseMeter:
 
 @contextlib.contextmanager
 def looking() -> Iterator[None]:
-    """A look that cannot wait until the phase ends: its time is overhead. It must not wait for the device, whose work is the phase's."""
+    """A measurement that cannot wait until the phase ends: its time is overhead. It must not wait for the device."""
     began = time.perf_counter()
     try:
         yield

@@ -503,7 +503,7 @@ def git_state(root: Path) -> dict[str, Any]:
         return {**nothing, "why": why and _public(why)}
     folder, commit = top.splitlines()
     if Path(folder).resolve() != root:  # installed inside somebody else's repository
-        return {**nothing, "why": "the kit is not a checkout of its own"}
+        return {**nothing, "why": "the kit is not in a git checkout"}
     changed, why = machine.output("git", "--no-optional-locks", "-C", str(root), "status", "--porcelain")
     return {"commit": commit, "dirty": None if changed is None else bool(changed), "why": why and _public(why)}
 

@@ -175,7 +175,7 @@ def talk(over: list[Any] | None = None) -> list[dict[str, Any]]:
         ranks = dist.get_process_group_ranks(group)
         expected = sum((rank + 1) ** 2 for rank in ranks)
         sums = []
-        for kind in sorted({device.type for device in group._device_types}):  # each may have a backend of its own
+        for kind in sorted({device.type for device in group._device_types}):  # each may have its own backend
             if kind == "cpu" or torch.cuda.is_available():
                 value = torch.tensor([(dist.get_rank() + 1) ** 2], dtype=torch.float64, device=kind)
                 dist.all_reduce(value, group=group)
@@ -298,7 +298,7 @@ def rebuild(snapshot: dict[str, Any], *, timeout_s: float) -> int:
     default = c10d._world.default_pg
     rank, size = _place(world, default)
     meet("reload", rank, size, timeout_s)
-    # The store still has the addresses of the groups before, under the same names: each generation has a prefix of its own.
+    # The store still has the addresses of the groups before, under the same names: each generation has its own prefix.
     state.generation += 1
     store: Any = c10d.PrefixStore(f"kit/{state.generation}", state.store)
     if world:

@@ -265,7 +265,7 @@ def initialised() -> bool:
 
 
 def megatron_globals() -> dict[str, Any]:
-    """The module's state: private names whose value is data. Functions, classes and modules are not state."""
+    """The module's state: private names that hold data. Functions, classes and modules are not state."""
     return {
         name: value
         for name, value in vars(parallel_state()).items()

@@ -194,7 +194,7 @@ def _wait(work: Any) -> None:
 
 
 def _devices(group: Any) -> list[str]:
-    """The kinds of device that a group serves here, each by a backend of its own: `cpu:gloo,cuda:nccl` has two."""
+    """The kinds of device that a group serves here, each by its own backend: `cpu:gloo,cuda:nccl` has two."""
     served = {str(torch.device(device).type) for device in group._device_types}
     return [kind for kind in ("cpu", "cuda") if kind in served and (kind == "cpu" or torch.cuda.is_available())]
 

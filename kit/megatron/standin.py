@@ -77,7 +77,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     mixed: Any = sys.modules[f"{optimizer.__name__}.optimizer"]  # the package has a name that hides it
 
     def give(value: Any) -> Any:
-        # A function of its own for every name: torch's compiler refuses to load where two names share one.
+        # A separate function for every name: torch's compiler refuses to load where two names share one.
         return lambda *_, **__: value
 
     cuda: Any = torch.cuda

@@ -87,7 +87,7 @@ def named_tensors(chunks: list[Any], optimizer: Any) -> Iterator[tuple[str, str,
 
 
 def ddp_buffers(chunk: Any) -> list[Any]:
-    """Megatron's parameter and gradient buffers; none for a plain module, whose `buffers` is a method."""
+    """Megatron's parameter and gradient buffers; none for a plain module, where `buffers` is a method."""
     return [*chunk.buffers, *chunk.expert_parallel_buffers] if isinstance(chunk.buffers, list) else []
 
 

@@ -63,7 +63,7 @@ def compare(runs: Sequence[Run]) -> pd.DataFrame:
 
 
 class Comparison:
-    """Runs and the first of them, as the command line, the panel and a report show it: computed once, said in one way."""
+    """Runs and the first of them, as the command line, the panel and a report show it: computed once, in the same words."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = runs
@@ -83,8 +83,8 @@ class Comparison:
     @property
     def notes(self) -> list[str]:
         """What a reader of the numbers should know of single runs."""
-        said = [f"{run.id}: {note}" for run in self.runs for note in run.notes]
-        return said + [f"{run.id}: there are no records" for run in self.runs if run.frame().empty]
+        notes = [f"{run.id}: {note}" for run in self.runs for note in run.notes]
+        return notes + [f"{run.id}: there are no records" for run in self.runs if run.frame().empty]
 
     @property
     def changed(self) -> pd.DataFrame:

@@ -229,7 +229,7 @@ def json_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def readable(frame: pd.DataFrame, units: Mapping[str, str]) -> pd.DataFrame:
-    """Every cell as people read it: numbers rounded, with their unit beside them and not in a column of its own."""
+    """Every cell as people read it: numbers rounded, with their unit beside them and not in a separate column."""
     made = frame.astype(object)
     for name in frame:
         unit = units.get(str(name), "")

@@ -34,7 +34,7 @@ RENAMED = {
 PER_PIPELINE = {"share": ("pace_ms", "train_pace_ms")}
 SINGLE = ("A", "E")  # scenarios of `share` in which the settings of the second pipeline meant nothing
 
-# A tolerance has the name of its rule; each had one of its own before.
+# A tolerance has the name of its rule; in older runs it had a separate name.
 TOLERANCES: dict[str, tuple[str, ...]] = {
     "abort_changed": ("abort_is_clean",),
     "advantage_error": ("advantage_by_group",),

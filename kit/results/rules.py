@@ -121,7 +121,7 @@ def settle(found: Measured | Violations) -> Measured: ...
 @overload
 def settle(found: Finding | Violations) -> Finding: ...
 def settle(found: Finding | Violations) -> Finding:
-    """The number of violations and the first of them; without any, the summary. What stops a rule after its first violation is said."""
+    """The number of violations and the first of them; without any, the summary. A rule that stops at its first violation says so."""
     if not isinstance(found, Generator):
         return found
     violations: list[str] = []

@@ -558,7 +558,7 @@ class File:
         data = read_bytes(self.path, self.size - len(self.last))
         grown = len(data) > len(self.last) and data.startswith(self.last)
         if self.size and not (self.last.endswith(b"\n") and grown):
-            self._start()  # it ended within a line, was edited, or was written anew
+            self._start()  # it ended within a line, was edited, or was rewritten
             data = read_bytes(self.path)
         self._stamp = stamp  # only now: a file that could not be read is tried again
         data = data.removeprefix(self.last)

@@ -123,11 +123,16 @@ def machine_in_short(provenance: Mapping[str, Any]) -> str:
 
 def pickable(rows: Sequence[Facts]) -> list[str]:
     """The names of further columns: settings, those that differ first; checks with a number; metrics by phase of the newest run."""
-    settings = dict.fromkeys(name for row in rows for name in row["config"])
-    apart = [name for name in settings if any(row["config"].get(name) != rows[0]["config"].get(name) for row in rows)]
+    settings, apart = dict.fromkeys(name for row in rows for name in row["config"]), settings_apart(rows)
     checks = dict.fromkeys(name for row in rows for name in row["numbers"] if "/" not in name)
     newest = next((Path(row["run"]) for row in rows if row["status"] != "damaged"), None)
     return list(dict.fromkeys([*apart, *checks, *settings, *(metrics_by_phase(newest) if newest else ())]))
+
+
+def settings_apart(rows: Sequence[Facts]) -> list[str]:
+    """The settings in which these runs differ from each other."""
+    names = dict.fromkeys(name for row in rows for name in row["config"])
+    return [name for name in names if any(row["config"].get(name) != rows[0]["config"].get(name) for row in rows)]
 
 
 def metrics_by_phase(folder: Path) -> list[str]:
@@ -170,11 +175,15 @@ def run_frame(rows: Sequence[Facts], picks: Iterable[str] = ()) -> pd.DataFrame:
         if rows and not known and all(row[at][0] is None for row in cells):
             raise BadInput(f"no run has a setting, check or PHASE/METRIC {name!r}; {hint(name, pickable(rows))}")
     heads = {name: f"{name} [{unit_word(unit)}]" if unit_word(unit) else name for name, unit in units.items()}
+    apart = settings_apart(rows)
     table = [
         {
             **{name: row[name] for name in ("label", "lab", "status", "verdict", "machine", "sweep")},
             "run": row["name"],
-            "differs": in_line(row["set"]),
+            # A narrow terminal cuts the end of a cell, and the settings that all runs share are the ones to miss.
+            "differs": in_line(
+                {name: row["set"][name] for name in dict.fromkeys([*apart, *row["set"]]) if name in row["set"]}
+            ),
             "fault": row["fault"] or "",
             "started": str(row["started"] or "")[:19].replace("T", " "),
             "took [s]": row["took"],

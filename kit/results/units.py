@@ -27,7 +27,7 @@ def amount(value: float | None, unit: str = "") -> str:
 
 
 def digits(value: float, most: int = 3) -> str:
-    """So many digits, of a whole number or one above them all those before the point: 0.0123, 1450, 1234567, never 1.45e+03."""
+    """A number with this many digits; a larger number keeps all digits before the point: 0.0123, 1450, 1234567, never 1.45e+03."""
     if abs(value) >= 1e15 or 0 < abs(value) < 1e-4:
         return f"{value:.3g}"
     rounded = f"{value:.{most}g}"

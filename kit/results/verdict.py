@@ -259,7 +259,7 @@ def checked_tolerances(tolerances: Mapping[str, Any], allowed: Sequence[str] | N
 def load_tolerances(path: Path) -> dict[str, float]:
     data = read_json(path)
     if not isinstance(data, dict):
-        raise BadInput(f'{path} holds no tolerance set; it must be one JSON object like {{"memory_drift": 50}}')
+        raise BadInput(f'{path} has no tolerances; it must be one JSON object like {{"memory_drift": 50}}')
     texts = {name: WORDS.get(value, value) for name, value in data.items() if isinstance(value, str)}
     return checked_tolerances({**data, **texts})
 

@@ -151,7 +151,7 @@ def idle_too_early(ledger: DeskLedger) -> Iterator[str]:
     """Yield a violation per device that the desk states idle although an observer saw its owner on it, or a replica on it is awake or
     falls asleep while its pipeline leaves."""
     seen: dict[int, str] = {}  # by observers: the owner of a device
-    died: set[str] = set()  # whose ranks have left their devices
+    died: set[str] = set()  # their ranks have left their devices
     for row, books in ledger.replay():
         if row.event == "taken":
             seen[row["device"]] = row.who

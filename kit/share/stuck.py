@@ -56,7 +56,7 @@ def flights(ledger: DeskLedger) -> Iterator[tuple[Row, dict[Request, Row]]]:
 
 
 def stranded(ledger: DeskLedger) -> dict[Request, tuple[Row, Row]]:
-    """The requests whose replica left and that were never sent again, although their group goes on: the rows that sent them, and
+    """Requests that were never sent again after their replica left, although their group goes on: the rows that sent them, and
     `left`."""
     stranded_pairs: dict[Request, tuple[Row, Row]] = {}
     for row, flying in flights(ledger):

@@ -33,7 +33,7 @@ class LoopCurves:
         self._ended: list[UpdateKey] = []
         self._given = 0  # of those that ended
         self._values: defaultdict[UpdateKey, dict[str, float]] = defaultdict(dict)
-        self._answered: set[UpdateKey] = set()  # whose results the trainer has recorded
+        self._answered: set[UpdateKey] = set()  # the trainer has recorded their results
         self._samples: defaultdict[object, list[Row]] = defaultdict(list)  # complete ones by group
         self._trained: defaultdict[UpdateKey, list[Row]] = defaultdict(list)
         self._clearing: dict[UpdateKey, float] = {}  # since when

@@ -805,7 +805,7 @@ def resume_equals(whole: LoopLedger, resumed: LoopLedger) -> Violations:
         too_old = settle(no_sample_too_old(resumed))
         if too_old.value:
             yield too_old.why
-    # Without a window, a sampler whose groups have a target trains the same ones again; others may have given some up.
+    # Without a window, a sampler that gives groups a target trains the same ones again; others may have given some up.
     strict = resumed.setting("sampler") == "strict" or (
         resumed.limit("window") == 0 and resumed.setting("sampler") in (None, "in-order")
     )

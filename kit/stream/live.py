@@ -222,7 +222,7 @@ class LiveRanks(Port):
         return [*dead, Event("error", self.pipeline, **{**dict(command.ids), "of": command.name, "why": why})]
 
     def _lost(self, name: str, error: KitError) -> list[Event]:
-        """A replica that died, or whose call raised: it gets no more calls."""
+        """A replica that died, or in which a call raised: it gets no more calls."""
         if name == TRAINER or isinstance(error, RankTimeout):
             raise error
         self.orders.pop(name, None)

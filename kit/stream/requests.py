@@ -1,4 +1,4 @@
-"""The rules of requests: each attempt at a sample has a number of its own, and requests are spread over the replicas."""
+"""The rules of requests: each attempt at a sample has its own number, and requests are spread over the replicas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CROWDED = 0.9  # 0: each to the least busy replica, about 0.5: at random, 1: eac
 
 
 def attempts_distinct(ledger: LoopLedger) -> Violations:
-    """Does each request of a sample have an attempt number of its own, so that a late answer is not taken for the current one's?"""
+    """Does each request of a sample have its own attempt number, so that a late answer is not taken for the current one's?"""
     sent = ledger.need("sent", "group", "sample", "attempt")
     before: dict[tuple[Id, Id, Id], Row] = {}
     for row in sent:

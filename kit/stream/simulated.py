@@ -302,7 +302,7 @@ def simulated_side(
     a_second: int = A_SECOND,
     **failures: Any,
 ) -> LoopSide:
-    """All ports of one pipeline on a clock of its own. `failures` are `fail_at` and `fails` of the system; `prepare` may schedule deaths
+    """All ports of one pipeline on its own clock. `failures` are `fail_at` and `fails` of the system; `prepare` may schedule deaths
     and joins."""
     clock = VirtualClock()
     options: dict[str, Any] = {} if resume is None else {"first": resume.next, "again": resume.open}

@@ -141,7 +141,7 @@ class Call:
                 return
 
     def reason_of_the_sender(self, error: BaseException) -> PeerFailed | None:
-        """If the sender or another receiver has failed, a transport raises an error of its own, and the reason is on the link, or soon."""
+        """If the sender or another receiver has failed, a transport raises an error, and the reason is on the link, or will be soon."""
         patience_s = CONSEQUENCE_S if isinstance(error, TransportFailed) else 0.0
         if isinstance(error, KitError) and not isinstance(error, PeerGone | TransportFailed):
             return None

@@ -125,7 +125,7 @@ class PlainModel(nn.Module):
     ) -> torch.Tensor:
         """Logits, [rows, length, vocab], float32 (float64 in float64).
 
-        `segments` numbers the sequences that share a row: a token sees those before it of its own number. With a `cache` the
+        `segments` numbers the sequences that share a row: a token attends only to earlier tokens of its own sequence. With a `cache` the
         tokens stand at `start` and see what is cached before, and each other.
         """
         length = input_ids.shape[1]

@@ -261,7 +261,7 @@ def of_microbatches(seen: Sequence[Mapping[str, torch.Tensor]], names: Iterable[
 def plain_metrics(
     seen: Sequence[Mapping[str, torch.Tensor]], loss: Loss, group: dist.ProcessGroup | None, device: torch.device
 ) -> dict[str, float]:
-    """Metrics of a plain step, whose microbatches are already divided by the true counts."""
+    """Metrics of a plain step: its microbatches are already divided by the true counts."""
     raw = over_ranks(of_microbatches(seen, loss.normalizers()), group, device)
     return normalised(raw, {}, tokens=1.0, sequences=1.0)
 

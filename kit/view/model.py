@@ -254,7 +254,7 @@ class PanelModel(HasTraits):
         self.show(self.open(folder))
 
     def follow_failed(self, folder: Path) -> None:
-        """Follow a run whose ranks did not even start."""
+        """Follow a run that ended before its ranks started."""
         if self._live != folder:
             self.follow(folder)
 

@@ -80,7 +80,7 @@ class Notebook(Line):
             self._handle.update(data, raw=True)
 
     def leave(self) -> None:
-        """The next bar is a display of its own, in the output of its own cell."""
+        """The next bar is a new display, in the output of its cell."""
         self._handle = None
 
 

@@ -56,7 +56,7 @@ LARGEST = 2**20  # bytes of a timeline on the page
 def write_report(
     runs: Sequence[Run], to: str | Path, *, processes: int = 1, tell: Callable[[str], None] = lambda _: None
 ) -> Path:
-    """`processes` share the work where there are several runs; they are forked, so a process with threads of its own asks for one."""
+    """`processes` share the work where there are several runs; they are forked, so a process that has threads asks for one."""
     if Path(to).suffix.lower() not in SUFFIXES:
         raise BadInput(f"the report's file must end in {' or '.join(SUFFIXES)}, not {Path(to).name!r}")
     target = output_file(to)

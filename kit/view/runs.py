@@ -1,4 +1,4 @@
-"""The table of all runs: a tab of the panel, a page of its own, and the head of a report.
+"""The table of all runs: a tab of the panel, a page, and the head of a report.
 
 The grid is DataTables, by itables: its script comes with the library, so a page works without a network.
 """
@@ -35,7 +35,7 @@ FACES = """
 
 
 def grid_options(frame: pd.DataFrame, hidden: Sequence[str] = ()) -> dict[str, Any]:
-    """What the grid is told. Empty columns and `hidden` ones are shown by the menu in a head."""
+    """The grid's options. Empty columns and `hidden` ones are shown by the menu in a head."""
     unseen = [at for at, name in enumerate(frame) if name in hidden or is_empty(frame[name])]
     return {
         "columnControl": HEADS,

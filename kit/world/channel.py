@@ -414,7 +414,7 @@ class AgentEnd:
     node: int
     link: WorldLink
     silent: bool = False  # a question got no answer in time, and nothing has come since
-    ended: int = -1  # the last generation whose ranks torchrun has seen the end of
+    ended: int = -1  # the last generation of ranks that ended, as torchrun reported
     error: str = ""  # torchrun's account of it
     statuses: dict[int, int] = field(default_factory=dict)
     answers: dict[int, Any] = field(default_factory=dict)

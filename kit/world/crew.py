@@ -465,7 +465,7 @@ class Crew:
         return answer.encode("latin-1") if answer else b""
 
     def describe(self, members: Sequence[WorldMember]) -> dict[int, str]:
-        """The stack or state of each rank whose own side thread does not answer; machines are asked all at once."""
+        """The stack or state of each rank that does not answer; all machines are asked at once."""
         local = [m for m in members if m.node == 0]
         remote = [m for m in members if m.node != 0]
         texts = {m.rank: leftovers.describe_leftover(m.pid, m.started, self.folder / f"stack{m.rank}") for m in local}

@@ -67,7 +67,7 @@ SETTINGS = (
     Setting(
         "NCCL_RAS_ENABLE",
         "0",
-        "NCCL's RAS has a thread and sockets of its own that come and go: the counts of threads and sockets would not be exact",
+        "NCCL's RAS opens and closes a thread and sockets: the counts of threads and sockets would not be exact",
     ),
     Setting(
         "NCCL_ALGO",
@@ -178,7 +178,7 @@ def spare(device: str) -> None:
 
 
 def restore() -> None:
-    """In a rank, which has a driver of its own."""
+    """In a rank, which has its own driver."""
     if _plain is not None:
         setattr(_C, COUNT, _plain)
 

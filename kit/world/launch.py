@@ -117,8 +117,8 @@ class Launched(NamedTuple):
         """Raise if the command has failed. One that ended well may have left its agent in the background."""
         if status := self.process.poll():
             words = self.log.read_text(errors="replace").strip().splitlines()[-3:]
-            said = ": " + " | ".join(words) if words else ""
-            raise KitError(f"the launch of machine {self.node} {how_ended(status)} before its agent joined{said}")
+            output = ": " + " | ".join(words) if words else ""
+            raise KitError(f"the launch of machine {self.node} {how_ended(status)} before its agent joined{output}")
 
     def end(self, within_s: float) -> None:
         """Wait until the command has ended with its agent; end one that has lost its machine."""

@@ -34,7 +34,7 @@ SESSION = "session"  # the file in a World's folder
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leftover:
-    """A process with the mark of a World whose notebook is gone. `sure`: it runs in that World's session."""
+    """A process with the mark of a World that lost its notebook. `sure`: it runs in that World's session."""
 
     world: str
     pid: int
@@ -74,7 +74,7 @@ def find_leftovers() -> list[Leftover]:
 
 
 def dead_folders(found: Iterable[Leftover]) -> list[Path]:
-    """Folders of Worlds whose notebook is gone and that none of these leftovers belongs to."""
+    """Folders of Worlds that lost their notebook, and to which none of these leftovers belongs."""
     used = {leftover.world for leftover in found}
     return [path for path in base().iterdir() if is_dead(path.name) and path.name not in used]
 

@@ -45,7 +45,7 @@ from kit.world import agentside, leftovers
 from kit.world.channel import ChannelClosed, Message, WorldLink, connect, reporting, take_reports
 from kit.world.device import choose_device, prepare_device, restore
 
-KEPT = 2_000  # cells whose source tracebacks can show
+KEPT = 2_000  # cells with source that tracebacks can show
 SHOWN = 10_000  # characters of a shown value: a notebook cell, not a dump
 VICTIM = ("gloo/transport", "NCCL error", "ncclRemoteError", "Connection closed by peer", "Connection reset by peer")
 

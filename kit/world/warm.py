@@ -1,7 +1,7 @@
 """The notebook's end of the waiting agent (kit.world.warmside): one process that has torch imported, from which Worlds' agents are forked.
 
 The first World of this process starts it, or `prepare_waiting` before that, and every later World is spared the imports. A World gets an
-agent from it only if an agent of its own would begin alike: the same Python, environment, kind of device, cores, limits and umask, and no
+agent from it only if a new agent would begin alike: the same Python, environment, kind of device, cores, limits and umask, and no
 imported file has changed since. Else it is replaced. A World with `env=` or several machines always starts its own.
 """
 
@@ -193,7 +193,7 @@ class WaitingAgent:
             self.looks[message["seen"]] = message["status"], message["why"]
 
     def usable(self, wanted: Conditions) -> bool:
-        """Whether what it forks begins as a process of its own would."""
+        """Whether a process that it forks begins as a new process would."""
         if self.gone.is_set() or self.process.poll() is not None or self.conditions != wanted:
             return False
         return all(state_of_file(path) == state for path, state in list(self.files.items()))

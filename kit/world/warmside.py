@@ -180,7 +180,7 @@ def load_and_serve(link: WorldLink, folder: Path, mark_at: int, gpu: bool) -> No
 
 
 def become_agent(order: Message, mark_at: int) -> NoReturn:
-    """Take on everything that an agent of its own start would have: session, mark, output, folder, random state."""
+    """Take on everything that a newly started agent would have: session, mark, output, folder, random state."""
     from kit.world.agentside import agent_main
 
     try:

@@ -1,6 +1,6 @@
 """World: live torchrun ranks that stay between cells; the package's docstring has the life of one. Worlds: several, driven as one.
 
-Each of several Worlds is a torchrun job and a process group of its own, as a trainer and its inference replicas are. A rank's number
+Each of several Worlds is a separate torchrun job and process group, as a trainer and its inference replicas are. A rank's number
 counts through all of them, in calls, answers, errors and logs. When a rank dies, all Worlds end, as one World does; with `isolate=True`
 only its own World ends, and the others go on.
 """

@@ -102,7 +102,7 @@ def test_git_tells_commit_and_dirt_of_the_checkout_itself(tmp_path):
     assert git_state(tmp_path) == {"commit": commit, "dirty": False, "why": None}
     (tmp_path / "a/file").write_text("2")
     assert git_state(tmp_path) == {"commit": commit, "dirty": True, "why": None}
-    assert git_state(tmp_path / "a")["why"] == "the kit is not a checkout of its own"
+    assert git_state(tmp_path / "a")["why"] == "the kit is not in a git checkout"
 
 
 def test_missing_tools_are_reasons_not_errors(tmp_path, monkeypatch):

@@ -1,1 +1,1 @@
-"""Box: the preflight. Probes on live ranks measure what a box can do, each in a phase of its own."""
+"""Box: the preflight. Probes on live ranks measure what a box can do, each in its own phase."""

@@ -372,7 +372,7 @@ def keeps(frame: pd.DataFrame, seen: Source) -> tuple[pd.Series | float, str]:
 def highest(
     frame: pd.DataFrame, seen: Source, phase: str, metric: str | None = None, *, add: bool = False
 ) -> pd.Series:
-    """The most of all cycles, for each that has memory of its own."""
+    """The most of all cycles, for each part with separate memory."""
     return by_owner(frame, seen, phase, metric, add=add).groupby(seen.owner).max()
 
 

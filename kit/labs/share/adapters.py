@@ -52,7 +52,7 @@ def adapter_to_train(loop: PipelineConfig, group: Any) -> int:
 def adapters_apart(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:
     """Is each adapter trained and served only with its own rows?
 
-    Every sample is recomputed by a plain model with the merged weights of the adapter whose turn its group is for, and of every other one.
+    Every sample is recomputed by a plain model with the merged weights of its group's adapter, and of every other adapter.
     """
     count = decidable = 0
     for name, loop in loops_of(config).items():
@@ -115,7 +115,7 @@ def adapter_numbers(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violation
 
 
 def trained_changed(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:
-    """Does a step change the adapter whose turn it is and no other, and do replicas serve what was trained?"""
+    """Does a step change only the adapter that it trains, and do replicas serve what was trained?"""
     steps = served = 0
     for name, loop in loops_of(config).items():
         least = (loop.steps + 1) * loop.adapters

@@ -67,7 +67,7 @@ GATES: dict[str, dict[str, Any]] = {
     "4": {},
     "5": {},  # with pipeline=
 }
-# The settings that each pipeline has of its own.
+# Each pipeline has its own value of these settings.
 OF_A_PIPELINE = (
     *("train", "infer", "tp", "infer_tp", "steps", "groups", "group", "micro_batch", "answer", "numbers", "decode"),
     *("lr", "warm", "slots", "window", "pace_ms", "train_pace_ms"),

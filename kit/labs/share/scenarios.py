@@ -321,7 +321,7 @@ ESTIMATES = Scenario(
 
 
 def takes_all(view: View) -> None:
-    """A planner whose plans are not feasible; the desk refuses them."""
+    """A planner that makes infeasible plans; the desk refuses them."""
     for share in view.shares.values():
         for replica in list(share.free):
             view.expand(share.name, replica)

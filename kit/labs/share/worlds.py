@@ -49,7 +49,7 @@ INCIDENTS = ("happens", "broken", "frail")
 
 @dataclass(slots=True)
 class Worker:
-    """A pipeline whose replicas generate groups, one at a time each; it trains once all groups of a step are complete."""
+    """A pipeline with replicas that generate one group at a time each; it trains once all groups of a step are complete."""
 
     name: str
     pipeline: Mapping[str, Any]  # as in a world
@@ -61,7 +61,7 @@ class Worker:
     awake: set[int] = field(default_factory=set)
     completed: int = 0
     serial: int = 0
-    # The alarm at whose ring it releases the trainer's devices, and for what it has them.
+    # The alarm that makes it release the trainer's devices, and what it has them for.
     busy: tuple[int, str] = (-1, "")
     generates: bool = True  # else it waits for the answer to its request
     admitted: bool = False
@@ -185,7 +185,7 @@ class Worker:
                 yield command
 
     def loses(self, replica: int) -> Iterator[Command]:
-        """What the replica generated is lost; another one begins anew."""
+        """What the replica generated is lost; another one starts from the beginning."""
         self.awake.discard(replica)
         if replica in self.running:
             self.left.insert(0, self.running.pop(replica)[1])
@@ -230,7 +230,7 @@ class ShareWorlds:
     phase: ClassVar[str] = MAIN
     rooms: ClassVar[tuple[str, ...]] = ("kit.share.core", "kit.share.planner", "kit.share.state")
     beyond: ClassVar[Mapping[str, str]] = {
-        "no-validation": "the desk's trial of a plan matters only with a planner whose plans are wrong",
+        "no-validation": "the desk's trial of a plan matters only with a planner that makes wrong plans",
         "ignores-the-next-step": "how long devices stay idle is judged over a run of the lab: a right planner may waste a small world's",
     }
 

@@ -282,7 +282,7 @@ def result_parity(frame: pd.DataFrame, config: Config) -> Measured | list[Measur
 
     A norm may be summed in float32 in any order, tensor by tensor or shard by shard. The rounding that this allows
     (`oracle.norm_rounding`: about sqrt(n) times EPS with n elements in the largest tensor, 1.5e-5 in the tiny model) is excluded.
-    In bfloat16 the norm has a row and a limit of its own; the other numbers are as exact as in float32.
+    In bfloat16 the norm has its own row and limit; the other numbers are as exact as in float32.
     """
     if config.get("dtype") != "bfloat16":
         return fields_apart(frame, config, FIELDS)

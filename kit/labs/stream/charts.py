@@ -241,7 +241,7 @@ def ends_of_groups(data: RunData) -> pd.DataFrame:
 
 
 def drift_by_position(data: RunData) -> pd.DataFrame:
-    """A line for each lag, whose name has the means over its tokens."""
+    """A line for each lag; its name has the means over its tokens."""
     table = tables.drift(data.records, data.run.dir)
     weighted = table[["KL", "ratio"]].mul(table["tokens"], axis=0).groupby(table["lag"]).sum()
     means = weighted.div(table.groupby("lag")["tokens"].sum(), axis=0)

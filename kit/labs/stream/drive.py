@@ -134,7 +134,7 @@ def stop_and_continue(drive: Drive, limits: StreamSettings) -> None:
 
 def rehearse(drive: Drive) -> None:
     """Failures that must not end training: the logger raises at every step, a microbatch of the first step raises, and the last replica
-    is killed while it decodes. On simulated ranks each failure has a loop of its own."""
+    is killed while it decodes. On simulated ranks each failure has a separate loop."""
     if drive.config.simulated:
         for scene in rehearsals(drive.config):
             limits = dataclasses.replace(settings(drive.config), **scene.settings)

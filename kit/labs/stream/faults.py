@@ -47,7 +47,7 @@ OF_THE_CONTROLLER = exposed_by(
     ),
     Fault(
         "lost-group",
-        "a group whose task crashes when it is complete never ends",
+        "a group never ends if its task crashes when it is complete",
         "every_group_once",
         patch={f"{GENERATION}:complete": f"{BUGS}:loses_every_fifth"},
     ),
@@ -59,7 +59,7 @@ OF_THE_CONTROLLER = exposed_by(
     ),
     Fault(
         "failed-sample-counts",
-        "a sample whose request failed counts as complete",
+        "a sample counts as complete although its request failed",
         "groups_whole",
         set={"on_failed": "replace"},
         scene={"fails": {"generate": 3}},

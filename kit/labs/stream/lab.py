@@ -46,7 +46,7 @@ ALL = "all"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamConfig(JobConfig):
-    """A trainer, replicas that generate, and a controller between them. Trainer ranks come first; each replica is a World of its own."""
+    """A trainer, replicas that generate, and a controller between them. Trainer ranks come first; each replica is a separate World."""
 
     ranks: Annotated[int, Option("total number of trainer and replica ranks", low=1, high=4096)] = 3
     tp: Annotated[int, Option("tensor parallel size of the trainer", low=1, high=64)] = 1

@@ -92,7 +92,7 @@ def lockstep_is_the_kits(config: Mapping[str, Any]) -> str:
 
 
 def with_own_code(config: Mapping[str, Any], phases: Sequence[str]) -> list[str]:
-    """Those of these phases whose loop runs the own code, if there is any."""
+    """Those of these phases in which the loop runs the user's own code, if there is any."""
     return [phase for phase in phases if "lockstep" not in phase or not lockstep_is_the_kits(config)]
 
 
@@ -232,7 +232,7 @@ def resume_equals(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
 
 
 def continues(frame: pd.DataFrame, phase: str, resumed: LoopLedger) -> Measured:
-    """The ledger of a resumed loop against that of the whole loop, which ran in a phase of its own."""
+    """The ledger of a resumed loop against that of the whole loop, which ran in another phase."""
     return settle(judge.resume_equals(needed(frame, phase, f"the phase {phase} recorded no ledger"), resumed))
 
 

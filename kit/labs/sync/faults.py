@@ -217,7 +217,7 @@ FAULTS = exposed_by(
     ),
     Fault(
         "failed-discard",
-        "discarding a version that failed raises an error of its own",
+        "discarding a version that failed raises another error",
         "failure_is_clean",
         patch={"kit.sync.cache:Cache.discard": f"{BUGS}:discards_with_an_error"},
     ),

@@ -354,7 +354,7 @@ def logits_equal(frame: pd.DataFrame, config: Config) -> Measured:
 
 
 def older_kit(frame: pd.DataFrame) -> None:
-    """Refuse a run whose replicas hashed their weights and did not look for changes."""
+    """Refuse a run in which replicas hashed their weights and did not look for changes."""
     seen = frame[frame["phase"] == "base"]["metric"]
     if "tensors_hashed" in seen.to_numpy() and "tensors_unchanged" not in seen.to_numpy():
         raise NotMeasured("this run was recorded before the lab observed changes and writes")
@@ -363,7 +363,7 @@ def older_kit(frame: pd.DataFrame) -> None:
 def trained_changed(frame: pd.DataFrame, config: Config) -> Measured:
     """Did every tensor that training changed also change on every replica?
 
-    Changes on each end are seen in the tensors of its own model, whatever was gathered, named and sent."""
+    Changes on each end are read from that end's model, whatever was gathered, named and sent."""
     older_kit(frame)
     rows = select(frame, metric="tensors_unchanged")
     trained = select(frame, phase="verify", metric="tensors_trained")["value"]
@@ -545,7 +545,7 @@ def failure_is_clean(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: 
 def sleepers_release(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: ARG001 - as above
     """Does a sleeping replica release its weights?"""
     if not shares(frame):
-        raise NotMeasured("no replica sleeps: the trainer has devices of its own")
+        raise NotMeasured("no replica sleeps: the trainer shares no device with them")
     rows = frame[frame["metric"] == "asleep_tensors"]
     if rows.empty:
         raise Missing("no sleeping replica was looked at")

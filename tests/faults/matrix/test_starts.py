@@ -83,10 +83,13 @@ def test_a_start(tmp_path: Path, kind: str, n: int) -> None:
     """Either the start fails with a clear error, or the World is up and its first call names who is gone."""
     number, rank, most_s = STARTS[kind]
     strikes = Strikes(number, rank=rank, after_s=moment(kind, n, most_s))
-    with pytest.raises(KitError) as caught:
+    # Ranks that run do not need torchrun, so one that is stopped after it started them hinders nobody.
+    may_go_on = number == signal.SIGSTOP and not rank
+    with pytest.raises(KitError) if not may_go_on else contextlib.suppress(KitError) as caught:
         start(tmp_path, strikes)
+    assert strikes.struck
     assert nothing_of(os.getpid())
-    if isinstance(caught.value, RankDied) and rank:
+    if caught and isinstance(caught.value, RankDied) and rank:
         assert caught.value.signal == number.name
     with World(1, device="cpu", logs=tmp_path) as after:
         assert after.eval("rank") == [0]

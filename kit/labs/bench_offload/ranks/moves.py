@@ -37,7 +37,7 @@ def out_and_back(*, size: str, cycles: int) -> dict[str, Any]:
 def _tensors(job: model.Training, cycles: int) -> dict[str, Any]:
     mover, cuda = job.mover, job.device.type == "cuda"
     sizes = [item.size for item in mover.items()]
-    # Host memory that is supplied already, and not pinned: the driver copies to and from it by way of its own.
+    # Host memory that is supplied already, and not pinned: the driver copies to and from it through its own pinned buffer.
     pageable = torch.ones(sum(sizes), dtype=torch.uint8) if cuda else None
     times: dict[str, list[float]] = {}
     resident: list[tuple[int, int]] = []

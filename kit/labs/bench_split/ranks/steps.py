@@ -112,7 +112,7 @@ def turns(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, l
 
 
 def way_seconds(*, job: dict[str, Any], chunks: list[int], rounds: int) -> dict[str, Any]:
-    """The plain step, the same once more, and the step cut in so many calls."""
+    """The plain step, the same once more, and the step in several calls."""
     stepper = Stepper(SplitConfig(chunks=tuple(chunks), **job))
     data = stepper.data()
     ways: dict[str, int | None] = {PLAIN: None, AGAIN: None} | {str(count): count for count in chunks}

@@ -405,7 +405,7 @@ class Probes:
         """A barrier over the host, without work on the GPU."""
         dist.all_reduce(torch.zeros(1))
 
-    # -- with Megatron: groups destroyed exactly and made anew, tiny training jobs ---------------------------------------
+    # -- with Megatron: groups destroyed exactly and made again, tiny training jobs ---------------------------------------
 
     def has_megatron(self) -> bool:
         if MEGATRON_MISSING:
@@ -413,7 +413,7 @@ class Probes:
         return not MEGATRON_MISSING
 
     def rebuild(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """Ten groups are destroyed exactly and made anew inside their handles, twice: levels, seconds, options and bits."""
+        """Ten groups are destroyed exactly and made again inside their handles, twice: levels, seconds, options and bits."""
         if not self.has_megatron():
             return
         from kit.megatron import groups, standin
@@ -428,7 +428,7 @@ class Probes:
         del once
         levels = {"without": self.level()}
         made = [make_group(number) for number in range(SEVERAL)]
-        # In Megatron's module a destroy finds them: some in names of its own, the others in a further one.
+        # In Megatron's module a destroy finds them: some in Megatron's names, the others in one more name.
         own = ("_TENSOR_MODEL_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP")
         further = "_MORE_FOR_THE_PREFLIGHT_GROUPS"
         names = {**dict(zip(own, made, strict=False)), further: made[len(own) :]}

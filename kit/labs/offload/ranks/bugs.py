@@ -259,7 +259,7 @@ def makes_groups_without_timeout(*args: Any, backend_options: Any = None, **kwar
 
 
 def makes_the_job_under_a_second_patch(lab: Offload) -> None:
-    """Another wrapper of new_group makes a group of its own beside the inner one, and forgets it."""
+    """Another wrapper of new_group makes a second group beside the inner one, and forgets it."""
     inner = dist.new_group
 
     def new_group_twice(*args: Any, **kwargs: Any) -> Any:

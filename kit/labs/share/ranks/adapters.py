@@ -1,4 +1,4 @@
-"""The ranks of a pipeline whose trainer trains adapters in turn, and how their numbers are checked: each adapter is trained again alone,
+"""The ranks of a pipeline that trains adapters in turn, and how their numbers are checked: each adapter is trained again alone,
 and each sample is recomputed by a plain model with the merged weights of its adapter."""
 
 from __future__ import annotations

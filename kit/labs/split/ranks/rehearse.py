@@ -334,7 +334,7 @@ def remainder(scene: FailingScene, batch: Batch) -> None:
 
 
 def many_calls(scene: FailingScene, batch: Batch) -> None:
-    """A step whose number of tokens half precision cannot hold. Not tried where that takes too many calls.
+    """A step with a number of tokens that half precision cannot represent. Not tried where that takes too many calls.
 
     The sum over all data ranks is odd: beyond 2,048 half precision holds even numbers only, so an even sum could come out right."""
     rows = with_parity(batch, odd=dist.get_rank(split.data_group()) == 0)

@@ -290,7 +290,7 @@ def writes_into_an_old_tensor(replica: SyncReplica) -> Mapping[str, Sequence[Des
 
 
 def wakes_without_constants(replica: SyncReplica) -> None:
-    """What no sync brings is made anew, and left empty."""
+    """What no sync brings is allocated again, and left empty."""
     wake(replica)
     for _, tensor in constants(replica.replica.chunks):
         tensor.zero_()

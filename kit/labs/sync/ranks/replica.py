@@ -34,7 +34,7 @@ SYNCED = "synced"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverContext:
-    """`ctx` for your own receiving side: the model to load into, whose weights are the base, and the ranks that share it."""
+    """`ctx` for your own receiving side: the model to load into, which holds the base weights, and the ranks that share it."""
 
     rank: int  # within the replica
     world_size: int
