@@ -63,6 +63,7 @@ class Theme:
             "axes.edgecolor": self.faint,
             "axes.titlelocation": "left",
             "axes.titlesize": 10.0,
+            "axes.titley": 1.0,  # else matplotlib measures every tick to place it
             "axes.titleweight": "bold",
             "axes.grid": True,
             "axes.grid.axis": "y",

@@ -52,7 +52,7 @@ JUDGED = {
     "split": {"whole_over_plain": 2, "five_over_plain": 2, "peak_over_plain": 4, "metrics_over_bare": 12},
     "stream": {"possible_over_gain": 1, "exposed_over_plain": 1, "error_over_gain": 1},
     "sync": {"shm_over_memcpy": 1, "small_shm_over_memcpy": 1, "shm_over_group": 2, "automatic_over_fixed": 2},
-    "view": {"run_opened": 2, "verdict_moved": 1, "runs_listed": 2, "plot_moved": 4},
+    "view": {"run_opened": 2, "verdict_moved": 1, "runs_listed": 2, "plot_moved": 4, "moved_over_first": 4},
     "world": {
         **dict.fromkeys(
             (

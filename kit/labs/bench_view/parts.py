@@ -11,7 +11,8 @@ from unittest.mock import patch
 import kit
 from kit.draw.data import read
 from kit.draw.general import every_record
-from kit.labs.bench import Bench, Samples, run_part, show_progress
+from kit.draw.picture import inline
+from kit.labs.bench import Bench, Samples, ratios, run_part, show_progress
 from kit.labs.bench_view.made_up import RANKS, made_up, made_up_runs
 from kit.labs.discover import find
 from kit.labs.lab import Drive
@@ -19,6 +20,7 @@ from kit.measure.turns import seconds_of
 from kit.public import load
 from kit.results.runtable import KEPT
 from kit.view.model import PanelModel
+from kit.view.named import album
 from kit.view.runs import RunsTab
 from kit.view.tabs import Grid, PlotsTab, VerdictTab
 
@@ -48,23 +50,40 @@ def moving(bench: Bench, folder: Path) -> Iterator[Samples]:
     """A limit that moves by a different step each time, including everything sent to the browser; the first move is not counted."""
     records, moves = len(load(folder).frame()), bench.config.moves
 
-    def moved(title: str, metric: str, limit: str, tab_of: Callable[[PanelModel], object]) -> Samples:
+    def opened(tab_of: Callable[[PanelModel], object]) -> PanelModel:
         model = PanelModel(find("offload"))
         model.show(load(folder))
-        _shown = tab_of(model)
-        _, *values = [1e3 * seconds_of(partial(model.move, limit, float(1000 + step))) for step in range(moves + 1)]
-        words = f"a limit moved, to {title}, {records} records"
-        return Samples(what=words, values=values, metric=metric, unit="ms", note=MADE_UP)
+        tab_of(model)
+        return model
 
-    def plot(model: PanelModel, name: str) -> PlotsTab:
+    def plot(model: PanelModel, name: str) -> None:
         tab = PlotsTab(model)
         tab.visible = True
         tab.choice.value = name
-        return tab
 
-    yield moved("the verdict shown anew", "verdict_moved", "memory_drift", VerdictTab)
+    def move(model: PanelModel, limit: str, step: int) -> float:
+        return 1e3 * seconds_of(partial(model.move, limit, float(1000 + step)))
+
+    model = opened(VerdictTab)
+    title = f"a limit moved, to the verdict shown anew, {records} records"
+    _, *values = [move(model, "memory_drift", step) for step in range(moves + 1)]
+    yield Samples(what=title, values=values, metric="verdict_moved", unit="ms", note=MADE_UP)
+
+    drawn = album(load(folder))
+
+    def first_drawing(name: str) -> float:
+        return 1e3 * seconds_of(lambda: inline(drawn.draw(name), name))
+
     for name, limit in PLOTS.items():
-        yield moved(f"the plot {name!r} drawn anew", "plot_moved", limit, partial(plot, name=name))
+        model = opened(partial(plot, name=name))
+        anew, first = [], []
+        for step in range(moves + 1):
+            anew.append(move(model, limit, step))
+            first.append(first_drawing(name))
+        title = f"a limit moved, to the plot {name!r} drawn anew, {records} records"
+        yield Samples(what=title, values=anew[1:], metric="plot_moved", unit="ms", note=MADE_UP)
+        against = f"{title}, over its first drawing"
+        yield ratios("moved_over_first", against, anew[1:], first[1:], note=MADE_UP)
 
 
 def filtering(bench: Bench, folder: Path) -> Iterator[Samples]:

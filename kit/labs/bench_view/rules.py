@@ -7,4 +7,5 @@ RULES = (
     median_rule("verdict_moved", "Is the verdict shown at once when a limit moves?", 100.0, "ms"),
     median_rule("runs_listed", "Is the first page of the table of runs there soon?", 1.0, "s"),
     median_rule("plot_moved", "Is a plot drawn at once when a limit moves?", 300.0, "ms"),
+    median_rule("moved_over_first", "Is a plot drawn anew sooner than for the first time?", 0.9),
 )
