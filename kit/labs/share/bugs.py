@@ -239,6 +239,12 @@ def adds_nothing_again(t: DeskTurn, event: Event) -> None:
     t.change(event.pipeline, out=out | t.pipelines[event.pipeline].out)
 
 
+def joins_the_dead(t: DeskTurn, event: Event) -> None:
+    t.waking |= {(event.who, event.replica)}
+    core.on_expanded(t, event)
+
+
+LATE_ANSWERS_COUNT = {**core.HANDLERS, "expanded": joins_the_dead}
 REMOVED_FOR_GOOD = {**core.HANDLERS, "resize": adds_nothing_again}
 
 

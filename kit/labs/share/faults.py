@@ -248,6 +248,14 @@ OF_THE_DESK = exposed_by(
         where="notebook",
     ),
     Fault(
+        "joins-the-dead",
+        "the late answer of a replica that died while it woke makes it active",
+        "no_deadlock",
+        scene={"scenario": "lost while waking"},
+        patch={"kit.share.core:HANDLERS": "kit.labs.share.bugs:LATE_ANSWERS_COUNT"},
+        where="notebook",
+    ),
+    Fault(
         "wakes-what-was-removed",
         "a replica wakes that a resize has removed",
         "no_deadlock",

@@ -300,7 +300,11 @@ LOST = replace(
     clusters={"a": {"generation": (0, 1)}, "b": {"trainer": (1,)}},
     devices={"hangs": (("shrink", "a", 1),)},
 )
-# As before, but the replica says that it cannot leave its devices: the desk must end, because nobody may have them.
+# Replica 1 of a dies while it wakes, and its answer arrives afterwards.
+LATE_ANSWER = replace(
+    LOST, lines={"a": (*generates(5), (15, "died", {"who": "a", "replica": 1})), "b": trains(200, 900)}, devices={}
+)
+# As LOST, but the replica says that it cannot leave its devices: the desk must end, because nobody may have them.
 STAYS = replace(
     LOST,
     lines={
@@ -347,6 +351,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "refilled": REFILLED,
     "recovery": RECOVERY,
     "lost while falling asleep": LOST,
+    "lost while waking": LATE_ANSWER,
     "cannot sleep": STAYS,
     "estimates": ESTIMATES,
     "release": RELEASE,
