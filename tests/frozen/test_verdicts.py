@@ -22,6 +22,8 @@ LATER = {
     "requests_spread": {},
     # null in all of them: nobody looked
     "nothing_stays": {},
+    "rows_copied": {},
+    "means_averaged": {},
     "every_sample_trained": {},
     "draws_independent": {},
     "devices_used": {

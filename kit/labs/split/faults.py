@@ -195,6 +195,12 @@ OF_THE_STEP = exposed_by(
         patch={f"{STEP}._open": f"{BUGS}:adds_a_hook"},
     ),
     Fault(
+        "sums-means",
+        "metrics that are means are added up over data-parallel ranks",
+        "means_averaged",
+        patch={"kit.train.protocol:over_ranks": f"{BUGS}:adds_up_means"},
+    ),
+    Fault(
         "left-in-eval",
         "abort leaves the model in evaluation mode",
         "hooks_restored",
@@ -236,6 +242,14 @@ FAULTS = OF_THE_STEP + exposed_by(
         set={"backend": "fsdp2", "batching": "packed", "token_budget": 48, "layers": 1, "microbatches": 5},
         needs={"implementation": (KIT_SPLIT,), "backend": ("fsdp2",)},
         patch={"kit.train.fsdp:FsdpSplit.fill": f"{BUGS}:pads_with_real_rows"},
+    ),
+    Fault(
+        "keeps-rows",
+        "the microbatch that is held back until finish is the caller's rows, not a copy",
+        "rows_copied",
+        set={"backend": "fsdp2"},
+        needs={"implementation": (KIT_SPLIT,), "backend": ("fsdp2",)},
+        patch={"kit.train.fsdp:FsdpSplit._run": f"{BUGS}:holds_the_callers_rows"},
     ),
     Fault(
         "mask-not-shifted",

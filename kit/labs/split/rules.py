@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from kit.labs.split.faults import KIT_LOSS, KIT_MODEL
+from kit.labs.split.faults import KIT_LOSS, KIT_MODEL, KIT_SPLIT
 from kit.labs.split.lab import cases_of
 from kit.results import Measured, Missing, NotMeasured, Unjudged, incomplete, select, with_ids
 from kit.results.frames import read_ids
@@ -67,6 +67,8 @@ PROMISES = {
     "nonfinite_ticks_off": "wrong versions after a non-finite step",
     "nonfinite_next_differs": "tensors that differ after the step that follows a non-finite one",
     "masked_reach": "numbers changed by masked places",
+    "overwritten_differs": "tensors that differ if the caller overwrites its rows",
+    "mean_wrong": "wrong means",
 }
 
 
@@ -437,6 +439,17 @@ def nothing_stays(frame: pd.DataFrame, _: Config) -> Measured:
     return promised(frame, "bytes_kept", "graphs_kept", "hooks_kept", right=right)
 
 
+def rows_copied(frame: pd.DataFrame, _: Config) -> Measured:
+    """May the caller overwrite its rows after microbatch?"""
+    right = "a step whose rows the caller overwrites before finish equals one with rows that stay, bit for bit"
+    return promised(frame, "overwritten_differs", right=right)
+
+
+def means_averaged(frame: pd.DataFrame, _: Config) -> Measured:
+    """Are metrics that are means averaged over microbatches and data ranks?"""
+    return promised(frame, "mean_wrong", right="reward is the mean over microbatches and data ranks")
+
+
 def nonfinite_skipped(frame: pd.DataFrame, _: Config) -> Measured:
     """Is the update skipped if a loss or gradient is not finite?"""
     promises = ("nonfinite_updated", "nonfinite_changed", "nonfinite_ticks_off", "nonfinite_next_differs")
@@ -626,6 +639,16 @@ def no_oracle(config: Config) -> str:
     return "" if config["model"] == KIT_MODEL else f"model={config['model']} has no float64 model to compare with"
 
 
+def is_kits_step(config: Config) -> bool:
+    return bool(config["implementation"] == KIT_SPLIT)
+
+
+def regrouped(config: Config) -> str:
+    return (
+        "" if config["batching"] == "fixed" else f"batching={config['batching']} makes other microbatches of the rows"
+    )
+
+
 def one_backend(config: Config) -> str:
     only_megatron = "backend=megatron runs Megatron only; use backend=fsdp2 to compare both backends"
     return "" if config["backend"] == "fsdp2" else only_megatron
@@ -649,6 +672,8 @@ RULES = (
     rule(misuse_raises),
     rule(groups_return_to_baseline),
     rule(nothing_stays),
+    rule(rows_copied, when=is_kits_step),
+    rule(means_averaged, when=is_kits_step, cannot=regrouped),
     rule(nonfinite_skipped),
     rule(replicas_counted_once),
     replace(by_noise(oracle, 1e-5, "exact", coarse=0.05), cannot=no_oracle),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ hook, restore, give_up, pieces_of = (
     MegatronSplit._give_up,
     MegatronSplit._pieces,
 )
-metrics, step_metrics = MegatronSplit._metrics, MegatronSplit._step_metrics
+metrics, step_metrics, over_ranks = MegatronSplit._metrics, MegatronSplit._step_metrics, protocol.over_ranks
 normalise, reduce, update = MegatronSplit._normalise, MegatronSplit._reduce, MegatronSplit._update
 raw_loss, open_step = MegatronSplit._raw_loss, MegatronSplit._open
 valid, weight, assemble = protocol.valid, ClippedPolicyGradient._weight, backends.assemble
@@ -221,6 +222,14 @@ def abort_keeps_random(step: MegatronSplit) -> None:
     give_up(step)
 
 
+def adds_up_means(
+    local: Mapping[str, float], group: dist.ProcessGroup | None, device: torch.device
+) -> dict[str, float]:
+    ranks = dist.get_world_size(group)
+    means = over_ranks(local, group, device)
+    return {name: value * ranks if protocol.kind(name) == "mean" else value for name, value in means.items()}
+
+
 def counts_one_column_early(batch: Batch) -> torch.Tensor:
     sequences = batch["sample_mask"].double().sum()
     tokens = (batch["token_mask"][:, :-1] * batch["sample_mask"][:, None]).double().sum()
@@ -232,6 +241,15 @@ def counts_one_column_early(batch: Batch) -> torch.Tensor:
 
 def pads_with_real_rows(step: Any, pieces: list[Batch], most: int) -> list[Batch]:  # noqa: ARG001 - as above
     return pieces + pieces[:1] * (most - len(pieces))
+
+
+def holds_the_callers_rows(step: Any, pieces: list[Batch]) -> list[dict[str, torch.Tensor]]:
+    ready: list[Batch] = [*step.held, *pieces]
+    step.held = [ready.pop()]
+    seen: list[dict[str, torch.Tensor]] = []
+    for piece in ready:
+        seen += step.forward_backward(piece, step.loss, tokens=1.0, sequences=1.0, sync=False)
+    return seen
 
 
 # -- the loss and the job, which the plain and the split step share ------------------------------------------------------

@@ -21,13 +21,14 @@ import torch
 import torch.distributed as dist
 
 from kit.errors import RehearsedError
+from kit.labs.split.faults import KIT_SPLIT
 from kit.labs.split.lab import SplitConfig
 from kit.labs.split.ranks.backends import WrappedLoss
 from kit.labs.split.ranks.oracle import true_counts
 from kit.measure.observers.births import Births
 from kit.measure.observers.tensors import live_bytes, live_graphs
 from kit.megatron import observe, split
-from kit.train.protocol import Batch, Loss, Misuse, StepResult, valid
+from kit.train.protocol import Batch, Loss, Misuse, StepResult, cuts, valid
 
 HALF_PRECISION = 2**11  # float16 cannot count beyond it in steps of one
 MANY_CALLS = 100
@@ -152,6 +153,7 @@ def rehearse_all(made: FailingScene) -> FailingScene:
         not_finite,
         groups_of_steps,
         memory_of_steps,
+        *((overwritten, mean_metric) if made.config.implementation == KIT_SPLIT else ()),
     ):
         scene = made.fresh()
         before = scene.backend.state(scene.job)
@@ -452,3 +454,43 @@ def memory_of_steps(scene: FailingScene, batch: Batch) -> None:
             grown = min(getattr(step, name) for step in steps)
             counts = f"{getattr(levels[0], name)} after the first {end}, {getattr(levels[2], name)} after the third"
             scene.note(f"{name}_kept", max(0, grown - least), counts if grown > least else "", end=end)
+
+
+# -- what the kit's own step promises beyond the protocol ---------------------------------------------------------------------
+
+
+def overwritten(scene: FailingScene, batch: Batch) -> None:
+    """The caller overwrites its rows between microbatch and finish: the step must equal one with rows that stay."""
+    scene.begin()
+    passed = {name: value.clone() for name, value in batch.items()}
+    scene.step.microbatch(passed)
+    for value in passed.values():
+        value.zero_()
+    scene.step.finish()
+    scene.note("overwritten_differs", differs_from_control(scene, batch))
+
+
+def mean_metric(scene: FailingScene, batch: Batch) -> None:
+    """The loss also reports `reward`, which is a mean over microbatches and data ranks. Not tried where other microbatches than these are
+    made of the rows."""
+    if scene.config.batching != "fixed":
+        return
+
+    def mean(rows: Batch) -> torch.Tensor:
+        return rows["input_ids"].double().mean()
+
+    def with_mean(logprobs: torch.Tensor, rows: Batch, **counts: float) -> Any:
+        value, seen = scene.loss(logprobs, rows, **counts)
+        return value, {**seen, "reward": mean(rows)}
+
+    scene.begin(WrappedLoss(scene.loss, with_mean, {**scene.loss.normalizers(), "reward": None}))
+    scene.feed(batch)
+    reported = scene.step.finish()["metrics"]["reward"]
+    pieces = list(cuts(batch, scene.config.micro_batch))
+    total = torch.stack([*map(mean, pieces)]).sum().to(scene.job.device)
+    dist.all_reduce(total, group=split.data_group())
+    expected = float(total) / len(pieces) / dist.get_world_size(split.data_group())
+    wrong = (
+        f"reward is {reported:g} instead of {expected:g}" if not math.isclose(reported, expected, rel_tol=1e-6) else ""
+    )
+    scene.note("mean_wrong", int(bool(wrong)), wrong)
