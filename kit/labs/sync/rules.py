@@ -51,6 +51,7 @@ FAILURES = {
     "left_unlisted": "process groups left behind that torch does not list",
     "not_derived": "undos after which nothing was derived from the old weights",
     "silent": "failures without an error",
+    "compared_again": "versions with the same compared tensors as the one before (verify_share)",
     "served_wrong": "wrong forwards during the failure",
     "next_failed": "failures of the next sync",
 }

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from kit.errors import KitError
+from kit.labs.sync.lab import SyncConfig
 from kit.labs.sync.ranks.rehearsals import counting_leftovers, misnamed, not_derived
 from kit.labs.sync.rules import failure_is_clean
 from kit.sync.buckets import Spec, lay_out
@@ -111,19 +112,22 @@ def test_what_one_failure_left_may_be_made_once_and_two_leave_a_leak() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scene", "peer", "tensors", "sentences"),
+    ("scene", "peer", "tensors", "sentences", "share"),
     [
-        ("late", "rank 4", (), []),
-        ("missing", "rank 4", ("b",), []),
-        ("packed", "rank 3", ("a",), []),  # whichever receiver saw it first
-        ("late", "rank 3", (), ["the error names rank 3 instead of rank 4"]),
-        ("missing", "rank 4", ("a",), ["the error names tensor a instead of tensor b"]),
-        ("wrong-bytes", "rank 4", ("a",), ["the error names tensor a instead of 2 tensors (a, b)"]),
-        ("alone", "rank 4", (), ["the error names rank 4 instead of the sender"]),
+        ("late", "rank 4", (), [], 1.0),
+        ("missing", "rank 4", ("b",), [], 1.0),
+        ("packed", "rank 3", ("a",), [], 1.0),  # whichever receiver saw it first
+        ("late", "rank 3", (), ["the error names rank 3 instead of rank 4"], 1.0),
+        ("missing", "rank 4", ("a",), ["the error names tensor a instead of tensor b"], 1.0),
+        ("wrong-bytes", "rank 4", ("a",), ["the error names tensor a instead of 2 tensors (a, b)"], 1.0),
+        ("alone", "rank 4", (), ["the error names rank 4 instead of the sender"], 1.0),
+        ("wrong-bytes", "rank 4", ("a",), [], 0.5),  # the other one was not compared
+        ("wrong-bytes", "rank 4", (), ["the error names no tensor instead of 2 tensors (a, b)"], 0.5),
+        ("wrong-bytes", "rank 4", ("c",), ["the error names tensor c instead of 2 tensors (a, b)"], 0.5),
     ],
 )
 def test_what_is_wrong_with_an_error_is_told(
-    scene: str, peer: str, tensors: tuple[str, ...], sentences: list[str]
+    scene: str, peer: str, tensors: tuple[str, ...], sentences: list[str], share: float
 ) -> None:
     class RehearsedFailureError(KitError):
         pass
@@ -131,7 +135,9 @@ def test_what_is_wrong_with_an_error_is_told(
     failure = RehearsedFailureError(f"{peer} failed")
     failure.peer, failure.tensors = peer, tensors  # type: ignore[attr-defined]
     layout = lay_out([Spec(name, 0, torch.uint8, (8,)) for name in "ab"], 512)
-    trainer: Any = SimpleNamespace(digests={"a": "", "b": ""}, cache=SimpleNamespace(layout=layout))
+    trainer: Any = SimpleNamespace(
+        digests={"a": "", "b": ""}, cache=SimpleNamespace(layout=layout), config=SyncConfig(verify_share=share)
+    )
     error = SyncFailed("the refresh with version 3", 2, failure)
     assert [*misnamed(trainer, scene, error, 2, ["rank 3", "rank 4"])] == sentences
     assert next(misnamed(trainer, scene, error, 3, ["rank 4"])) == "the error does not say that version 3 stays"
