@@ -72,8 +72,9 @@ def base_weights(config: Any) -> Weights:
 
 
 def optimizer_settings(config: Any) -> Settings:
-    """A constant learning rate: every update moves the weights far enough for versions to differ."""
-    return Settings(lr=config.lr, first_lr=config.lr, last_lr=config.lr, warmup=0, decay=1_000_000)
+    """Every update moves the weights far enough for versions to differ, and has another learning rate, so a lost schedule shows."""
+    samples = config.steps * config.groups * config.group
+    return Settings(lr=config.lr, first_lr=config.lr, last_lr=config.lr / 2, warmup=0, decay=samples)
 
 
 def place_of(ctx: ActorContext, rank: int) -> RankPlace:

@@ -143,8 +143,8 @@ class SimulatedReplica:
         self.turn()
 
     def generate(self, command: Command) -> None:
-        if self.system.fails.get("generate") == command.group:
-            del self.system.fails["generate"]
+        if command.group in self.system.failing:
+            self.system.failing.discard(command.group)
             ids = {"group": command.group, "sample": command.sample, "replica": self.number}
             self.system.say("failed", **ids, why=REHEARSED)
             return
@@ -171,8 +171,8 @@ class SimulatedReplica:
 class System(Simulated):
     """Every port of one pipeline. `prompts` None: the data never ends. A resumed run gets the groups `again`, then those from `first`.
 
-    `fails` maps a command to the step at which the trainer answers it with an error, once; `generate` to a group of which a request fails,
-    `sync` to a version that is not sent.
+    `fails` maps a command to the step at which the trainer answers it with an error, once; `generate` to a group, or to groups, of each of
+    which a request fails; `sync` to a version that is not sent.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class System(Simulated):
         first: int = 0,
         again: Sequence[int] = (),
         fail_at: Mapping[int, str] | None = None,
-        fails: Mapping[str, int] | None = None,
+        fails: Mapping[str, int | Sequence[int]] | None = None,
     ) -> None:
         answers: dict[str, Callable[[Command], Answers]] = {
             **dict.fromkeys(TRAINERS, self.trainer),
@@ -202,6 +202,8 @@ class System(Simulated):
         self.replicas = {number: SimulatedReplica(number, self) for number in range(replicas)}
         self.prompts = itertools.chain(again, range(first, prompts) if prompts is not None else itertools.count(first))
         self.fails = dict(fails or {})
+        failing = self.fails.pop("generate", ())
+        self.failing = {failing} if isinstance(failing, int) else {*failing}
         self.trainer_free = 0.0
         self.weights_move = (0.0, 0.0)  # start and end of the trainer's last finish
         self.syncing: set[int] = set()  # replicas that the current sync has not reached

@@ -378,6 +378,12 @@ OF_RANKS = exposed_by(
         patch={f"{TRAINER}.batch_of": f"{RANK_BUGS}:rescores"},
     ),
     Fault(
+        "schedule-starts-again",
+        "a resumed trainer gets its weights and its optimizer, but not the place in its learning rate schedule",
+        "resume_equals",
+        patch={f"{TRAINER}.load": f"{RANK_BUGS}:loads_without_the_schedule"},
+    ),
+    Fault(
         "blocks-the-loop",
         "the controller blocks while it waits for the trainer and answers no questions",
         "controller_answers",

@@ -33,6 +33,7 @@ ASKS_S = 0.02  # initial interval between two questions from outside
 ASKS = 50  # questions after which the interval grows, so their number grows with the logarithm of the time
 DIES_S = 0.2  # when a replica dies, in virtual time: while it decodes its first samples
 MANY_GROUPS = 80
+FAILS_EVERY = 5  # of so many groups a request fails
 REHEARSED = {"microbatch": 1}  # commands that fail once on simulated ranks, and the step at which they fail
 
 
@@ -71,13 +72,13 @@ def dies_and_joins(number: int) -> Callable[[System], None]:
 
 
 def rehearsals(config: StreamConfig) -> Iterator[Rehearsal]:
-    """A request fails, and its group is replaced or lacks in its step; the last replica dies. The first loop is long enough to show how
-    requests are spread over replicas."""
-    failing = {"fails": {**REHEARSED, "generate": 1}}
+    """Requests fail, and their groups are replaced or one lacks in its step; the last replica dies. The first loop is long enough to show
+    how requests are spread over replicas, and that failures between which groups complete do not end it."""
     longer = {"steps": max(config.steps, MANY_GROUPS // config.groups)}
-    yield Rehearsal(settings={"on_failed": "replace", **longer}, options=failing)
+    now_and_then = {"fails": {**REHEARSED, "generate": range(1, MANY_GROUPS, FAILS_EVERY)}}
+    yield Rehearsal(settings={"on_failed": "replace", **longer}, options=now_and_then)
     if config.groups > 1:
-        yield Rehearsal(settings={"on_failed": "shrink", "floor": 1}, options=failing)
+        yield Rehearsal(settings={"on_failed": "shrink", "floor": 1}, options={"fails": {**REHEARSED, "generate": 1}})
     if config.replicas > 1:
         yield Rehearsal(settings={"on_dead_replica": "go-on"}, options={"prepare": dies_and_joins(config.replicas - 1)})
 

@@ -37,7 +37,7 @@ Tokens = tuple[int, ...]
 leave, weights_changed = Engine._leave, Engine.weights_changed
 get_prefix, put_prefix = PrefixCache.get, PrefixCache.put
 reset, sync, decode, request = Replica.reset, Replica.sync, Replica.decode, Replica.request
-microbatch, assemble, batch_of = Trainer.microbatch, Trainer.assemble, Trainer.batch_of
+microbatch, assemble, batch_of, load_saved = Trainer.microbatch, Trainer.assemble, Trainer.batch_of, Trainer.load
 
 
 # -- engines --------------------------------------------------------------------------------------------------------------
@@ -196,6 +196,12 @@ def masks_the_last(trainer: Trainer, rows: Sequence[SampleRow]) -> Batch:
 def divides_by_previous(trainer: Trainer, rows: Sequence[SampleRow]) -> Batch:
     batch = assemble(trainer, rows)
     return {**batch, "generation_logprobs": batch["prev_logprobs"]}
+
+
+def loads_without_the_schedule(trainer: Trainer, version: int) -> None:
+    weights, optimizer, _ = trainer.saved
+    trainer.saved = weights, optimizer, trainer.job.scheduler.state_dict()
+    load_saved(trainer, version)
 
 
 def rescores(trainer: Trainer, groups: Sequence[int]) -> Batch:
