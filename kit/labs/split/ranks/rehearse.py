@@ -24,7 +24,7 @@ from kit.errors import RehearsedError
 from kit.labs.split.faults import KIT_SPLIT
 from kit.labs.split.lab import SplitConfig
 from kit.labs.split.ranks.backends import WrappedLoss
-from kit.labs.split.ranks.oracle import true_counts
+from kit.labs.split.ranks.oracle import NOTHING_SEEN, true_counts
 from kit.measure.observers.births import Births
 from kit.measure.observers.tensors import live_bytes, live_graphs
 from kit.megatron import observe, split
@@ -383,6 +383,8 @@ def nothing_valid(scene: FailingScene, batch: Batch) -> None:
             for name, value in numbers.items()
             if math.isnan(value) or (math.isinf(value) and name not in extremes)
         }
+        if scene.config.implementation == KIT_SPLIT:
+            broken |= {name: numbers[name] for name in extremes if numbers[name] != NOTHING_SEEN}
         wrong = ", ".join(f"{name} is {value:g}" for name, value in broken.items())
     scene.note_rows(wrong, fine, call="step without any valid token")
 

@@ -24,7 +24,7 @@ from kit.errors import BadInput, RehearsedError
 from kit.labs.sync.lab import SyncConfig
 from kit.labs.sync.ranks.contents import listed_names
 from kit.labs.sync.ranks.replica import SyncReplica
-from kit.labs.sync.ranks.side import Side, error_of
+from kit.labs.sync.ranks.side import ANY, Side, error_of
 from kit.labs.sync.ranks.trainer import SyncTrainer
 from kit.labs.sync.ranks.watch import WAITS, SeenTransport, judge_forwards, sha256
 from kit.measure.observers.births import Births, registered_groups
@@ -48,7 +48,6 @@ LATE, MIDDLE = "late", "middle"
 PACKED, WRONG_BYTES = "packed", "wrong-bytes"
 SURE = 0.25  # a smaller share of the tensors may be none of them, so wrong bytes may arrive unseen
 TOO_LATE = "activate"
-ANY = (Exception,)  # code under test may raise anything
 CLOSED_S = 0.5  # how long threads and sockets that are being closed may take
 REFILL = "refill"  # fails nowhere
 

@@ -126,6 +126,7 @@ def logits_error(logits: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 EXPECTED = (KitError, OSError)
+ANY = (Exception,)  # code under test may raise anything
 
 
 def error_of(call: Callable[[], object], kinds: tuple[type[Exception], ...] = EXPECTED) -> Exception | None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from kit.labs import rankside
 from kit.labs.sync.lab import SyncConfig, trainer_model
 from kit.labs.sync.ranks.contents import Contents
-from kit.labs.sync.ranks.side import Side, error_of, fill, logits_error
+from kit.labs.sync.ranks.side import ANY, Side, error_of, fill, logits_error
 from kit.labs.sync.ranks.watch import SyncWatch, sha256
 from kit.measure.phase import MEMFD, SHM, Place, log_steps, shared_memory
 from kit.megatron import model, serve, shards
@@ -87,7 +87,7 @@ class SyncTrainer(Side):
         self.update_truth()
         targets = self.targets()
         if self.sends:
-            error = error_of(lambda: self.sender.sync(BASE, targets, self.other_base))
+            error = error_of(lambda: self.sender.sync(BASE, targets, self.other_base), ANY)
             named = (
                 isinstance(error, SyncFailed)
                 and error.tensors == (max(self.digests),)
