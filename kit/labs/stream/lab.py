@@ -102,7 +102,7 @@ class StreamConfig(JobConfig):
     ] = (4, 20)
     numbers: Annotated[int, Option("upper bound (exclusive) of the numbers in a prompt", low=1, high=10)] = 10
     decode: Annotated[int, Option("tokens that a replica decodes before it takes new orders", low=1, high=4096)] = 4
-    lr: Annotated[float, Option("learning rate", low=1e-8, high=1)] = 1e-3
+    lr: Annotated[float, Option("learning rate at the start; it falls to half", low=1e-8, high=1)] = 1e-3
     warm: Annotated[int, Option("updates on right answers before version 0, so some samples are right", low=0)] = 30
     deadline_s: Annotated[float, Option("longest wait of the controller", low=0.5, high=3600, unit="s")] = 60.0
     pace_ms: Annotated[float, Option("least time of a replica per token, as with a larger model", low=0, unit="ms")] = (
