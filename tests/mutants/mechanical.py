@@ -17,6 +17,7 @@ import argparse
 import ast
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.mutants.catalogue import SETUPS
 from tests.mutants.mutant import ROOT
 from tests.mutants.table import markdown
 
@@ -40,6 +42,7 @@ LAB_S = 240.0  # beyond all deadlines of the labs at these settings
 TESTS_S = 600.0
 WORLDS = 100  # random ones, in which the cores run after the lab's own settings
 SEEN_BY_LAB = ("check", "broke")
+SURE = 1.96  # standard deviations of an interval of 95 %
 # A decorator that is gone raises at the import, nearly always; the last two need a person to name variables.
 UNUSED = ("RemoveDecorator", "VariableReplacer", "VariableInserter")
 
@@ -53,9 +56,20 @@ class Room(NamedTuple):
     tests: tuple[str, ...]
 
 
-OFFLOAD = "run offload --set cycles=2 --set steps=1 --set timeout_s=30 --set meet_timeout_s=5"
-SPLIT = "run split --set chunks=[1,2] --set microbatches=4 --set steps=2 --set timeout_s=45"
-SYNC = "run sync --set ranks=3 --set cycles=2 --set sweep=false --set tp=1 --set replicas=2 --set timeout_s=60 --set deadline_s=10"
+def runs_of(lab: str) -> tuple[str, ...]:
+    """The commands of all setups in which mutants of the lab run that were written by hand."""
+    return tuple(
+        " ".join([f"run {lab} --set ranks={setup.ranks}", *map(set_by, setup.config.items())])
+        for setup in SETUPS.values()
+        if setup.lab == lab
+    )
+
+
+def set_by(setting: tuple[str, Any]) -> str:
+    name, value = setting
+    return f"--set {name}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
+
+
 STREAM = "run stream --set simulated=true --set ranks=1"
 
 ROOMS = (
@@ -69,19 +83,19 @@ ROOMS = (
             "kit/measure/host.py",
             "kit/labs/offload/ranks/releaser.py",
         ),
-        (OFFLOAD, f"{OFFLOAD} --set tp=1 --set distributed_optimizer=true --set include_world=true"),
+        runs_of("offload"),
         ("tests/megatron", "tests/measure"),
     ),
     Room(
         "split",
         ("kit/megatron/split.py", "kit/train/protocol.py", "kit/train/losses.py", "kit/train/plain.py"),
-        (SPLIT, f"{SPLIT} --set level=tokens --set pp=2"),
+        runs_of("split"),
         ("tests/train", "tests/megatron"),
     ),
     Room(
         "sync",
         ("kit/sync/*.py", "kit/megatron/shards.py", "kit/megatron/serve.py"),
-        (SYNC, f"{SYNC} --set placement=apart --set refresh=paused"),
+        runs_of("sync"),
         ("tests/sync", "tests/megatron"),
     ),
     Room(
@@ -92,6 +106,7 @@ ROOMS = (
             f"{STREAM} --set sampler=strict --set window=0 --set at_sync=abort",
             f"{STREAM} --set window=2 --set replicas=3",
             f"explore stream --seeds {WORLDS}",
+            "run stream --set steps=3 --set worlds=0",
         ),
         ("tests/stream", "tests/loop"),
     ),
@@ -102,6 +117,7 @@ ROOMS = (
             "run share --set simulated=true",
             "run share --set simulated=true --set scenario=F",
             f"explore share --seeds {WORLDS}",
+            "run share --set a.steps=2 --set b.steps=2 --set rehearse=false --set worlds=0",
         ),
         ("tests/share", "tests/loop"),
     ),
@@ -393,6 +409,16 @@ def read(results: Path, seed: str) -> list[Outcome]:
     return [Outcome(**line) for line in lines if line["seed"] == seed]
 
 
+def share_in_words(seen: int, total: int) -> str:
+    """A number, its share, and the 95 % interval (Wilson) of that share, since a draw is a sample."""
+    if not total:
+        return "0"
+    share, spread = seen / total, SURE**2 / total
+    middle = (share + spread / 2) / (1 + spread)
+    half = SURE * math.sqrt(share * (1 - share) / total + spread / total / 4) / (1 + spread)
+    return f"{seen} ({share:.0%}; {max(0.0, middle - half):.0%} to {min(1.0, middle + half):.0%})"
+
+
 def section(outcomes: Sequence[Outcome], seed: str) -> str:
     """Return the part of the page about drawn mutants."""
     rows = []
@@ -407,7 +433,7 @@ def section(outcomes: Sequence[Outcome], seed: str) -> str:
         counted = len(states) - count["equivalent"]
         by_lab = count["check"] + count["broke"]
         either = by_lab + count["tests"]
-        shares = [f"{seen} ({seen / max(counted, 1):.0%})" for seen in (by_lab, either)]
+        shares = [share_in_words(seen, counted) for seen in (by_lab, either)]
         rows.append(
             [name, len(states), count["check"], count["broke"], *shares, count["survived"], count["equivalent"]]
         )
@@ -428,7 +454,7 @@ def section(outcomes: Sequence[Outcome], seed: str) -> str:
             "",
             f"`python -m tests.mutants.mechanical` draws places and operators (cosmic-ray) by a hash of the parent commit, `{seed[:12]}`,",
             "and runs the labs with cut-down settings on each; what they let through goes to the nearest quick tests.",
-            "A room gets mutants in proportion to its statements.",
+            "A room gets mutants in proportion to its statements. Shares have their 95 % interval (Wilson).",
             "",
             markdown(head, rows),
             "",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.mutants import mechanical
+from tests.mutants.catalogue import SETUPS
 from tests.mutants.mechanical import (
     EQUIVALENT,
     ROOMS,
@@ -60,6 +62,13 @@ def test_at_most_one_in_ten_is_called_equivalent() -> None:
     assert all(len(why) > 20 for why in EQUIVALENT.values()), "an argument for each"
 
 
+def test_rooms_with_setups_run_all_of_them_on_what_no_run_before_has_seen() -> None:
+    runs = {room.name: room.runs for room in ROOMS}
+    assert {lab: len(runs[lab]) for lab in ("offload", "split", "sync")} == Counter(s.lab for s in SETUPS.values())
+    assert runs["split"][0].startswith("run split --set ranks=2 --set chunks=[1,2] --set microbatches=4")
+    assert any(run.endswith("--set transport=broadcast") for run in runs["sync"])
+
+
 def test_the_page_counts_what_the_lab_sees_alone_and_what_the_tests_add(tmp_path: Path) -> None:
     page = tmp_path / "mutants.md"
     page.write_text("# Mutants\n\nwords\n\n## By check\n\nrows\n")
@@ -69,7 +78,7 @@ def test_the_page_counts_what_the_lab_sees_alone_and_what_the_tests_add(tmp_path
     text = page.read_text()
     assert text.startswith("# Mutants\n\nwords\n\n## Drawn by a library\n")
     assert text.endswith("\n## By check\n\nrows\n")
-    assert text.count("| share | 4 | 1 | 1 | 2 (50%) | 3 (75%) | 1 | 0 |") == 1
+    assert text.count("| share | 4 | 1 | 1 | 2 (50%; 15% to 85%) | 3 (75%; 30% to 95%) | 1 | 0 |") == 1
     assert "share-3" in text
     assert "share-0" not in text
 
