@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 import torch
 
-from kit.machine import host
 from kit.megatron.model import DTYPES
+from kit.sync.link import Listener, address_of
 from kit.sync.transports import RankPlace
+from kit.tls import Certificate
 from kit.train.arithmetic import END, encode, problem
 from kit.train.options import Settings
 from kit.train.plain import from_weights, initial_weights
@@ -33,6 +34,13 @@ class ActorContext(Protocol):
     def device(self) -> torch.device: ...
     @property
     def config(self) -> Any: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def certificate(self) -> Certificate | None: ...
+    @property
+    def ports(self) -> dict[str, int]: ...
+    def machine_of(self, rank: int) -> str: ...
     def world_of(self, rank: int) -> str: ...
     def record(self, metric: str, value: float | None, unit: str = "1", *, text: str = "", **ids: Any) -> None: ...
 
@@ -42,14 +50,21 @@ DIGEST = "sha256"  # of weights
 LESSON = 16  # problems of one supervised update
 
 
-def rows_address(meeting: str) -> str:
-    """Where samples arrive."""
-    return f"{meeting}-rows"
+def listen(ctx: ActorContext, purpose: str) -> Listener:
+    """On rank 0: where samples arrive ("rows"), or receivers of weights call ("sync")."""
+    listener = Listener(name=f"{ctx.meeting}-{purpose}", tcp_host=ctx.host or None, certificate=ctx.certificate)
+    if ctx.host:
+        ctx.ports[purpose] = listener.address["port"]
+    return listener
 
 
-def syncs_address(meeting: str) -> str:
-    """Where receivers of weights call."""
-    return f"{meeting}-sync"
+def address_for(ctx: ActorContext, purpose: str) -> dict[str, Any]:
+    """Where this rank calls rank 0: by name on its machine, where links carry descriptors too, else by its port."""
+    name = f"{ctx.meeting}-{purpose}"
+    if ctx.certificate is None or ctx.machine_of(ctx.rank) == ctx.machine_of(0):
+        return address_of(name)
+    certificate = ctx.certificate.fingerprint
+    return {"host": ctx.host, "port": ctx.ports[purpose], "secret": name, "certificate": certificate}
 
 
 def rest(began: float, pace_ms: float) -> None:
@@ -79,7 +94,7 @@ def optimizer_settings(config: Any) -> Settings:
 
 def place_of(ctx: ActorContext, rank: int) -> RankPlace:
     """The location of a rank: this machine and its World. Each replica is a separate World."""
-    return RankPlace(host=host(), world=ctx.world_of(rank))
+    return RankPlace(host=ctx.machine_of(rank), world=ctx.world_of(rank))
 
 
 class Idle:

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from kit.actors.common import ActorContext, base_weights, rest, rows_address, syncs_address
+from kit.actors.common import ActorContext, address_for, base_weights, rest
 from kit.actors.samples import Key, Outbox, SampleRow
 from kit.megatron import serve, shards
 from kit.megatron.groups import destroy
 from kit.megatron.serve import Answer, Engine, PromptRequest
 from kit.sync.buckets import Cut
 from kit.sync.hashes import digest
-from kit.sync.link import address_of
 from kit.sync.receiver import Receiver
 from kit.train.arithmetic import END, encode, min_tokens, problem, reward
 from kit.train.rollout import Problem
@@ -51,7 +50,7 @@ class ReplicaActor:
         self.replica = serve.ServingModel(self.config.replica_model)
         self.base = base_weights(self.config)
         if self.first:
-            self.outbox = Outbox(rows_address(self.ctx.meeting), self.name, self.config.deadline_s)
+            self.outbox = Outbox(address_for(self.ctx, "rows"), self.name, self.config.deadline_s)
             self.scope.callback(self.outbox.close)
 
     def reset(self) -> None:
@@ -62,7 +61,7 @@ class ReplicaActor:
             f"rank {self.ctx.rank}",
             self.weights,
             self,
-            address=address_of(syncs_address(self.ctx.meeting)),
+            address=address_for(self.ctx, "sync"),
             device=self.ctx.device,
             timeout_s=self.config.deadline_s,
         )

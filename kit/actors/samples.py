@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from kit.errors import KitError
-from kit.sync.link import Link, Listener, PeerGone, address_of, call
+from kit.sync.link import Link, Listener, PeerGone, call
 
 TRAINER = "the trainer"
 
@@ -65,8 +65,8 @@ class SampleRow:
 
 
 class Outbox:
-    def __init__(self, meeting: str, replica: str, timeout_s: float) -> None:
-        self._link = call(address_of(meeting), replica, peer=TRAINER, timeout_s=timeout_s)
+    def __init__(self, address: dict[str, Any], replica: str, timeout_s: float) -> None:
+        self._link = call(address, replica, peer=TRAINER, timeout_s=timeout_s)
 
     def send(self, row: SampleRow) -> None:
         self._link.send({"kind": "row", **dataclasses.asdict(row)})
@@ -78,9 +78,9 @@ class Outbox:
 class Inbox:
     """The trainer's end, on its rank 0. One thread per replica reads until that replica leaves, so none waits for a training step."""
 
-    def __init__(self, meeting: str, timeout_s: float) -> None:
+    def __init__(self, listener: Listener, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._listener = Listener(name=meeting)
+        self._listener = listener
         self._changed = threading.Condition()
         self._rows: dict[Key, SampleRow] = {}
         self._links: dict[str, Link] = {}

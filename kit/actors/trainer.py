@@ -18,11 +18,10 @@ import torch.distributed as dist
 from kit.actors.common import (
     ActorContext,
     base_weights,
+    listen,
     optimizer_settings,
     place_of,
     rest,
-    rows_address,
-    syncs_address,
 )
 from kit.actors.samples import Inbox, Key, SampleRow, advantages
 from kit.errors import KitError
@@ -76,9 +75,9 @@ class TrainerActor:
         self.job: model.Training
         self.step: Split
         if self.first:  # replicas call as soon as their first phase runs
-            self.inbox = Inbox(rows_address(ctx.meeting), self.config.deadline_s)
+            self.inbox = Inbox(listen(ctx, "rows"), self.config.deadline_s)
             self.scope.callback(self.inbox.close)
-            self.listener = self.scope.enter_context(Listener(name=syncs_address(ctx.meeting)))
+            self.listener = self.scope.enter_context(listen(ctx, "sync"))
 
     # -- the loop's life ------------------------------------------------------------------------------------------------
 
@@ -125,6 +124,7 @@ class TrainerActor:
             device=self.ctx.device,
             transport=self.config.transport,
             timeout_s=self.config.deadline_s,
+            config={"host": self.ctx.host} if self.ctx.host else {},
         )
 
     def context(self) -> SplitContext:

@@ -308,6 +308,12 @@ class Role:
     phases: str = ""
 
 
+def world_sizes(roles: Sequence[Role]) -> tuple[int, ...]:
+    """How many ranks each World of these roles has."""
+    count = 1 + max(role.world for role in roles)
+    return tuple(sum(len(role.ranks) for role in roles if role.world == number) for number in range(count))
+
+
 # Own cores in random worlds with the layout of the run, as `kit explore` runs them.
 EXPLORED = Step(0, "explored", driver="kit.exploration:explored")
 WorldCount = Annotated[

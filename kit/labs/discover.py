@@ -26,6 +26,7 @@ from kit.labs.definition import (
     fields,
     holder,
     known_fields,
+    world_sizes,
 )
 from kit.machine import has_gpu_driver
 from kit.megatron.config import dtype_on, forced_tf32
@@ -35,7 +36,7 @@ from kit.results.run import STATUSES
 from kit.results.runtable import Facts, facts_on_disk, run_frame
 from kit.routing import NCCL2
 from kit.world import World, asked, warm
-from kit.world.asked import check_layout, check_ranks
+from kit.world.asked import check_layout, check_ranks, check_worlds
 from kit.world.launch import launch_commands
 
 if TYPE_CHECKING:
@@ -154,14 +155,18 @@ def refused_here(lab: Definition, config: LabConfig, fault: Fault | None) -> Ite
     if config.memory_snapshot and config.device == "cpu":
         why = "PyTorch records no memory history on the CPU"
         yield "memory_snapshot", f"memory_snapshot=true needs CUDA: {why}; use cuda or auto"
-    if config.nodes > 1 and (why := one_machine_only(lab, config)):
-        yield "nodes", f"nodes={config.nodes} is not possible here: {why}; leave nodes=1"
+    if config.nodes > 1 and not config.ranks:
+        yield "nodes", f"nodes={config.nodes} is not possible here: lab {lab.name!r} has no ranks; leave nodes=1"
     rules: list[tuple[str, Callable[[], object]]] = [
         ("ranks", lambda: check_ranks(config.ranks // config.nodes)),
         ("launch", lambda: launch_commands(config.launch, config.nodes)),
     ]
     if config.nodes > 1 or config.endpoint:
-        rules.append(("endpoint", lambda: check_layout(config.ranks, config.nodes, config.endpoint)))
+        sizes = world_sizes(lab.roles_of(config))
+        if len(sizes) > 1:
+            rules.append(("endpoint", lambda: check_worlds(sizes, config.nodes, config.endpoint)))
+        else:
+            rules.append(("endpoint", lambda: check_layout(config.ranks, config.nodes, config.endpoint)))
     if fault is not None:
         yield from undetectable(lab, config, fault)
         rules.insert(0, ("", lambda: refuse_device(fault, "cuda" if on_cuda else "cpu")))
@@ -172,13 +177,6 @@ def refused_here(lab: Definition, config: LabConfig, fault: Fault | None) -> Ite
             rule()
         except BadInput as error:
             yield name, str(error)
-
-
-def one_machine_only(lab: Definition, config: LabConfig) -> str:
-    worlds = len({role.world for role in lab.roles_of(config)})
-    if not config.ranks:
-        return f"lab {lab.name!r} has no ranks"
-    return f"lab {lab.name!r} has {worlds} Worlds, which run on one machine" if worlds > 1 else ""
 
 
 def undetectable(lab: Definition, config: LabConfig, fault: Fault) -> Iterator[tuple[str, str]]:

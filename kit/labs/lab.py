@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from kit import routing
 from kit.errors import BadInput, KitError, RankDied, RankError
-from kit.labs.definition import Definition, LabConfig, Role, Step, as_settings, roles_by_rank, working
+from kit.labs.definition import Definition, LabConfig, Role, Step, as_settings, roles_by_rank, working, world_sizes
 from kit.labs.discover import configure, find_fault, refuse_device, runs_on_gpus
 from kit.measure.recorder import provenance
 from kit.results import Row, Run, create_run, runs_dir
@@ -360,7 +360,7 @@ class Lab:
         """Keep a config and everything that follows from it."""
         self.config = config
         self.roles = self.definition.roles_of(config)
-        self._sizes = ranks_by_role(self.roles)
+        self._sizes = world_sizes(self.roles)
         self._settings = as_settings(config)
         self._rules = applicable(self.definition.all_rules(), self._settings)
         self.steps: Sequence[Step] = self.definition.plan(config)
@@ -397,9 +397,9 @@ class Lab:
             "env": routing_env(self.config) or None,
         }
         places = devices(self.roles, self._sizes)
-        if len(self._sizes) > 1:
-            return Worlds(self._sizes, isolate=self.definition.isolate, devices=places, **settings)
         machines = {name: getattr(self.config, name) for name in ("nodes", "endpoint", "launch")}
+        if len(self._sizes) > 1:
+            return Worlds(self._sizes, isolate=self.definition.isolate, devices=places, **machines, **settings)
         return World(self._sizes[0], devices=places[0] if places else (), **machines, **settings)
 
     def _step(self) -> Stepped:
@@ -542,12 +542,16 @@ class Lab:
             "nodes": nodes,
             "world_sizes": self._sizes,
             "meeting": f"kit-{secrets.token_hex(8)}",
+            "host": self.world.host if certificate else "",
             "fingerprint": certificate.fingerprint if certificate else "",
             "snapshots": str(self.dir / SNAPSHOTS) if self._snapshots else None,
         }
-        answers = self.world.call(f"{RANKSIDE}:begin", args=args, timeout_s=self._own_limit)
         if certificate is not None:
-            self.world.call(f"{RANKSIDE}:hold_certificate", ranks=[0], pem=certificate.pem, timeout_s=self._own_limit)
+            self.world.call(f"{RANKSIDE}:hold_key", ranks=[0], pem=certificate.pem, timeout_s=self._own_limit)
+        answers = self.world.call(f"{RANKSIDE}:begin", args=args, timeout_s=self._own_limit)
+        ports, *_ = [answer.pop("ports") for answer in answers]
+        if ports:
+            self.world.call(f"{RANKSIDE}:learn_ports", ports=ports, timeout_s=self._own_limit)
         return dict(enumerate(answers))
 
     @property
@@ -639,11 +643,6 @@ def raise_as_break(error: BaseException) -> None:
     """BadInput means that nothing ran. Once a phase runs, for example code under test that asks for the impossible, the run broke."""
     if isinstance(error, BadInput):
         raise KitError(str(error)) from error
-
-
-def ranks_by_role(roles: Sequence[Role]) -> tuple[int, ...]:
-    count = 1 + max(role.world for role in roles)
-    return tuple(sum(len(role.ranks) for role in roles if role.world == number) for number in range(count))
 
 
 def devices(roles: Sequence[Role], sizes: Sequence[int]) -> list[list[int]]:

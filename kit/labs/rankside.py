@@ -50,9 +50,10 @@ class Context(Recording):
     config: Any
     devices: tuple[str, ...] = ()  # of all ranks
     nodes: tuple[int, ...] = ()  # the machine of each rank; none where all are on one
-    certificate: Certificate | None = (
-        None  # for links between machines; only rank 0, which is called, has its private key
-    )
+    host: str = ""  # the address of rank 0's machine that other machines reach; empty on one machine
+    # For links between machines; only rank 0, which is called, has its private key.
+    certificate: Certificate | None = None
+    ports: dict[str, int] = field(default_factory=dict)  # where rank 0 is called by other machines, by purpose
 
     def _send(self, row: Row) -> None:
         channel.publish(row.facts())
@@ -110,6 +111,7 @@ def begin(
     nodes: list[int],
     world_sizes: list[int],
     meeting: str,
+    host: str = "",
     fingerprint: str = "",
     snapshots: str | None = None,
 ) -> dict[str, Any]:
@@ -133,7 +135,8 @@ def begin(
         device=torch.device(devices[rank]),
         devices=tuple(devices),
         nodes=tuple(nodes) if len({*nodes}) > 1 else (),
-        certificate=Certificate("", fingerprint) if fingerprint else None,
+        host=host,
+        certificate=Certificate(_pem, fingerprint) if fingerprint else None,
         config=made(load(config_type), config),
     )
     for name, flag in routing.FLAGS.items():
@@ -163,14 +166,21 @@ def begin(
         )
     if history is not None:
         history.start()
-    return {"provenance": about, "pss": pss(), **routing_record(context.config)}
+    return {"provenance": about, "pss": pss(), "ports": context.ports, **routing_record(context.config)}
 
 
-def hold_certificate(*, pem: str) -> None:
-    """The private key of the lab's certificate, for the rank that other machines call."""
-    context = _running().context
-    assert context.certificate is not None
-    context.certificate = Certificate(pem, context.certificate.fingerprint)
+_pem = ""
+
+
+def hold_key(*, pem: str) -> None:
+    """Before the lab begins, on the rank that other machines call: the certificate of the lab's links with its private key."""
+    global _pem  # noqa: PLW0603 - as above
+    _pem = pem
+
+
+def learn_ports(*, ports: dict[str, int]) -> None:
+    """Where rank 0 is called, once the lab has begun there."""
+    _running().context.ports = ports
 
 
 def run_phase(*, cycle: int, name: str) -> None:

@@ -214,23 +214,25 @@ def address_of(name: str) -> dict[str, Any]:
 
 class Listener:
     """The sender's end, which receivers call at `address`; knowing the address is enough. With a `name` that both ends know, the address
-    need not be sent: it is `address_of(name)`."""
+    need not be sent to callers on this machine: it is `address_of(name)`, also if callers of other machines are let in at `tcp_host`."""
 
     def __init__(
         self, *, tcp_host: str | None = None, certificate: Certificate | None = None, name: str | None = None
     ) -> None:
         self._tls = certificate.context() if certificate is not None else None
         self._secret = name or secrets.token_hex(16)
-        if tcp_host is None:
-            self._sock = socket.socket(socket.AF_UNIX)
-            self._sock.bind(_PLACE + (name or secrets.token_hex(8)).encode())
-            place = {"unix": self._sock.getsockname()[1:].decode()}
-        else:
+        local = socket.socket(socket.AF_UNIX)
+        local.bind(_PLACE + (name or secrets.token_hex(8)).encode())
+        local.listen(64)
+        self._socks = [local]
+        place: dict[str, Any] = {"unix": local.getsockname()[1:].decode()}
+        if tcp_host is not None:
             assert certificate is not None
-            self._sock = socket.create_server((tcp_host, 0), family=tcp_family(tcp_host))
-            port = self._sock.getsockname()[1]
+            self._socks.append(socket.create_server((tcp_host, 0), family=tcp_family(tcp_host), backlog=64))
+            port = self._socks[1].getsockname()[1]
             place = {"host": tcp_host, "port": port, "certificate": certificate.fingerprint}
-        self._sock.listen(64)
+        for sock in self._socks:
+            sock.setblocking(False)
         self._called: dict[str, Link] = {}
         self.address: dict[str, Any] = {**place, "secret": self._secret}
 
@@ -244,14 +246,10 @@ class Listener:
                 # After its first message a caller waits for the sender: anything to receive is the end of the connection.
                 self._forget(*(name for name, link in self._called.items() if link.waits()))
                 missing = [name for name in names if name not in self._called]
-                self._sock.settimeout(max(0.001, end - time.monotonic()) if missing else 0.0)
-                try:
-                    sock, _ = self._sock.accept()
-                except (TimeoutError, BlockingIOError):
-                    if missing:
-                        raise PeerSilent(", ".join(missing), "a call", timeout_s) from None
+                if (sock := self._next_caller(missing, end, timeout_s)) is None:
                     break
-                if self._tls is not None:
+                if sock.family != socket.AF_UNIX:
+                    assert self._tls is not None
                     sock = EncryptedSocket.answering(sock, self._tls)
                 hello = self._caller(sock, end)
                 if hello is None:
@@ -282,6 +280,18 @@ class Listener:
                     link.send({"kind": FAILED, "why": why})
                 link.close()
 
+    def _next_caller(self, missing: list[str], end: float, timeout_s: float) -> socket.socket | None:
+        """The next connection; None if nobody calls and nobody is missing."""
+        poll, by_fd = select.poll(), {sock.fileno(): sock for sock in self._socks}
+        for fd in by_fd:
+            poll.register(fd, select.POLLIN)
+        while calling := poll.poll(max(0.001, end - time.monotonic()) * 1000 if missing else 0):
+            with contextlib.suppress(BlockingIOError):  # it has left again
+                return by_fd[calling[0][0]].accept()[0]
+        if missing:
+            raise PeerSilent(", ".join(missing), "a call", timeout_s)
+        return None
+
     def _caller(self, sock: socket.socket, end: float) -> dict[str, Any] | None:
         if sock.family == socket.AF_UNIX:
             _, uid, _ = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
@@ -298,7 +308,8 @@ class Listener:
 
     def close(self) -> None:
         self._forget(*self._called, why="the listener was closed")
-        self._sock.close()
+        for sock in self._socks:
+            sock.close()
 
     def __enter__(self) -> Self:
         return self

@@ -38,6 +38,11 @@ def check_layout(ranks: int, nodes: int, endpoint: str) -> None:
             raise BadInput(f"{name} must be at most {MOST_RANKS}, not {_spelled(value)}")
     if ranks % nodes:
         raise BadInput(f"{ranks} ranks cannot be spread evenly over {nodes} nodes; give a multiple of {nodes}")
+    check_endpoint(nodes, endpoint)
+    check_ranks(ranks // nodes)
+
+
+def check_endpoint(nodes: int, endpoint: str) -> None:
     host, colon, port = endpoint.rpartition(":")
     if nodes > 1 and not (colon and host and port.isdigit() and 0 < int(port) < 65536):
         raise BadInput(
@@ -48,7 +53,18 @@ def check_layout(ranks: int, nodes: int, endpoint: str) -> None:
         check_host(host.strip("[]"))
     if nodes == 1 and endpoint:
         raise BadInput("endpoint= is for several nodes; leave it out, or give nodes=2 or more")
-    check_ranks(ranks // nodes)
+
+
+def check_worlds(sizes: Sequence[int], nodes: int, endpoint: str) -> None:
+    """Several Worlds, each of them on one machine: see `spread`."""
+    for size in sizes:
+        check_layout(size, 1, "")
+    if nodes > len(sizes):
+        raise BadInput(
+            f"nodes={nodes} exceeds the {len(sizes)} Worlds, each of which is on one machine; use at most {len(sizes)}"
+        )
+    check_endpoint(nodes, endpoint)
+    check_ranks(max(part.neighbours for part in spread(sizes, nodes)))
 
 
 def check_host(host: str) -> None:
@@ -348,10 +364,29 @@ def agent_environment(neighbours: int, nodes: int = 1, given: Mapping[str, str] 
 
 @dataclass(frozen=True, slots=True)
 class NodePart:
-    """Where a World stands among several: its ranks' numbers begin at `first`, and all Worlds together have `total` ranks."""
+    """The place of a World among several. Its ranks' numbers begin at `first`. It is on machine number `machine` of `machines`, where 0 is
+    the notebook's own, together with ranks of other Worlds: `before` of earlier ones, `neighbours` with its own."""
 
     first: int
-    total: int
+    before: int
+    neighbours: int
+    machine: int = 0
+    machines: int = 1
+
+
+def spread(sizes: Sequence[int], machines: int) -> list[NodePart]:
+    """Worlds of these sizes on machines in turn, the first one on the notebook's."""
+    on = [number % machines for number in range(len(sizes))]
+    return [
+        NodePart(
+            first=sum(sizes[:number]),
+            before=sum(size for at, size in zip(on[:number], sizes, strict=False) if at == machine),
+            neighbours=sum(size for at, size in zip(on, sizes, strict=True) if at == machine),
+            machine=machine,
+            machines=machines,
+        )
+        for number, machine in enumerate(on)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -375,6 +410,21 @@ class WorldPlan:
         return range(self.part.first, self.part.first + self.ranks)
 
     @property
-    def neighbours(self) -> int:
-        """How many ranks work on one machine, those of other Worlds among them."""
-        return self.part.total // self.nodes
+    def host(self) -> str:
+        """This machine's address that other machines reach; empty with one."""
+        return self.endpoint.rpartition(":")[0].strip("[]")
+
+    @property
+    def machines(self) -> range:
+        """Where its ranks are."""
+        return range(self.nodes) if self.nodes > 1 else range(self.part.machine, self.part.machine + 1)
+
+    @property
+    def job_machines(self) -> int:
+        """How many machines it and the Worlds beside it are on."""
+        return max(self.nodes, self.part.machines)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether agents on other machines call the notebook."""
+        return self.machines != range(1)

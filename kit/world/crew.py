@@ -64,7 +64,7 @@ class Crew:
         self.generation = -1
         self._oom_kills: int | None = None  # before these ranks started
         self._key = secrets.token_bytes(32)
-        self._certificate = make_certificate() if plan.nodes > 1 else None
+        self._certificate = make_certificate() if plan.is_remote else None
         self._broken_links: dict[tuple[str, int], str] = {}  # of this generation's ranks and agents, and why
         self.folder = leftovers.base() / leftovers.mark(self.id)
         self.folder.mkdir(mode=0o700)
@@ -95,34 +95,35 @@ class Crew:
 
     def _listen(self) -> WorldListener:
         if self._listener is None:
-            host = self.plan.endpoint.rpartition(":")[0].strip("[]")
-            place = self.folder / "s" if self.plan.nodes == 1 else host
+            place = self.plan.host if self.plan.is_remote else self.folder / "s"
             self._listener = WorldListener(self._key, place, self._certificate)
         return self._listener
 
     def _start_agent(self, listener: WorldListener) -> None:
-        (self.folder / "key").touch(mode=0o600)
-        (self.folder / "key").write_text(self._key.hex())
         where = ["--connect", listener.address]
         if self._certificate is not None:
             where += ["--certificate", self._certificate.fingerprint]
-        others = [*where, "--ranks", str(self.plan.neighbours)]
-        arguments = [*where, "--node", "0", "--folder", str(self.folder)]
-        self._process = warm.fork_agent(self.plan, self.folder, self._agent_log, arguments)
-        if self._process is None:
-            self._process = self._start_cold(arguments)
-        for node, template in enumerate(self.plan.launch, start=1):
+        others = [*where, "--ranks", str(self.plan.part.neighbours)]
+        if 0 in self.plan.machines:
+            (self.folder / "key").touch(mode=0o600)
+            (self.folder / "key").write_text(self._key.hex())
+            arguments = [*where, "--node", "0", "--folder", str(self.folder)]
+            self._process = warm.fork_agent(self.plan, self.folder, self._agent_log, arguments)
+            if self._process is None:
+                self._process = self._start_cold(arguments)
+        away = [machine for machine in self.plan.machines if machine]
+        for node, template in zip(away, self.plan.launch, strict=False):
             text = agent_command(self.plan.python.path, warm.AGENT, [*others, "--node", str(node)], self.plan.env)
             output = self.logs / f"machine{node}.log"
             self._launched.append(Launched.start(node, template, text, self._key, output))
-        for node in () if self.plan.launch else range(1, self.plan.nodes):
+        for node in () if self.plan.launch else away:
             print(
-                f"on machine {node} of {self.plan.nodes - 1} others, where the kit is installed, run:\n"
+                f"on machine {node} of {self.plan.job_machines - 1} others, where the kit is installed, run:\n"
                 f"  KIT_KEY={self._key.hex()} python -m kit.world.agent {' '.join(others)} --node {node}"
             )
 
     def _start_cold(self, arguments: list[str]) -> subprocess.Popen[bytes]:
-        env = asked.agent_environment(self.plan.neighbours, self.plan.nodes, self.plan.env)
+        env = asked.agent_environment(self.plan.part.neighbours, self.plan.job_machines, self.plan.env)
         with open(self._agent_log, "ab", opener=owner_only) as log:
             process = subprocess.Popen(
                 [self.plan.python.path, str(warm.AGENT), *arguments],
@@ -178,20 +179,25 @@ class Crew:
 
     def _order(self, node: int, address: str) -> Message:
         plan = self.plan
-        host, _, port = plan.endpoint.rpartition(":")
+        port = plan.endpoint.rpartition(":")[2]
         arguments = [
-            *(f"--nnodes={plan.nodes}", f"--node-rank={node}", f"--nproc-per-node={plan.ranks // plan.nodes}"),
+            *(
+                f"--nnodes={plan.nodes}",
+                f"--node-rank={plan.machines.index(node)}",
+                f"--nproc-per-node={plan.ranks // plan.nodes}",
+            ),
             *("--rdzv-backend=static", f"--rdzv-id=kit-{self.id}-{self.generation}", "--max-restarts=0"),
             *("--run-path", "--start-method=fork", "--monitor-interval=0.05"),
-            *((f"--master-addr={host}", f"--master-port={port}") if plan.nodes > 1 else ()),
+            *((f"--master-addr={plan.host}", f"--master-port={port}") if plan.nodes > 1 else ()),
         ]
         return {
             "generation": self.generation,
             "torchrun": arguments,
             "address": address,
-            "store": ["127.0.0.1", 0] if plan.nodes == 1 else [host.strip("[]"), int(port)] if node == 0 else None,
+            "store": ["127.0.0.1", 0] if plan.nodes == 1 else [plan.host, int(port)] if node == 0 else None,
             "first": plan.part.first,
-            "neighbours": plan.neighbours,
+            "before": plan.part.before,
+            "neighbours": plan.part.neighbours,
             "device": plan.device,
             "devices": list(plan.devices),
             "preload": list(plan.preload),
@@ -215,7 +221,7 @@ class Crew:
             self.tick()
             if time.monotonic() > deadline:
                 raise KitError(f"{self._missing(what)} after {self.plan.start_timeout_s:g} s; {self._last_words()}")
-            if time.monotonic() - printed > 5 and self.plan.nodes > 1:
+            if time.monotonic() - printed > 5 and self.plan.is_remote:
                 printed = time.monotonic()
                 print(self._missing(what))
 
@@ -226,7 +232,7 @@ class Crew:
                 return
             (hello,) = messages
             if hello["role"] == "agent":
-                if not is_valid_hello(hello, node=range(self.plan.nodes), pid=None):
+                if not is_valid_hello(hello, node=self.plan.machines, pid=None):
                     raise Malformed(f"{hello}")
                 link.limit_silence()
                 self.agents[hello["node"]] = AgentEnd(hello["node"], link)
@@ -262,7 +268,7 @@ class Crew:
     def _missing(self, noun: str) -> str:
         if noun == "agents":
             number, noun = self.plan.nodes, "machines"
-            absent = sorted(set(range(number)) - set(self.agents))
+            absent = sorted(set(self.plan.machines) - set(self.agents))
         else:
             number, steps = self.plan.ranks, {rank: len(self._joined.get(rank, {})) for rank in self.plan.numbers}
             absent = [rank for rank, done in steps.items() if done < min(1 + min(steps.values()), 2)]
@@ -419,7 +425,10 @@ class Crew:
         def first() -> Exit | None:
             return min(self.exits, key=lambda one: (one.victim, one.at), default=None)
 
-        self._hear_until(lambda: 0 not in self.agents or ((agent := first()) and agent.status is not None), seconds)
+        first_machine = self.plan.machines[0]
+        self._hear_until(
+            lambda: first_machine not in self.agents or ((agent := first()) and agent.status is not None), seconds
+        )
         return first()
 
     def out_of_memory(self, node: int) -> str:
@@ -431,6 +440,10 @@ class Crew:
         limit = f", which may use {most / 2**30:.2f} GiB" if most else ""
         killed = "a process" if kills == 1 else f"{kills} processes"
         return f"Out of memory: the kernel has killed {killed} of this control group{limit}; use fewer ranks or a smaller size"
+
+    def kill_rank(self, member: WorldMember) -> None:
+        """SIGKILL a rank, on whatever machine; the World has to notice by itself."""
+        self.ask(member.node, "kill_rank", rank=member.rank)
 
     def refuse_death(self) -> None:
         """Raise if a rank that has joined, or torchrun, has ended. For a World that waits until others have started."""

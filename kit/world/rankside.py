@@ -72,7 +72,7 @@ class Rank:
         devices = order["devices"]
         prepare_device(os.environ, order["device"], node.folder)
         self.device, self.why, needed = choose_device(
-            order["device"], order["first"] + local_rank, order["neighbours"], tuple(devices), local_rank
+            order["device"], order["before"] + local_rank, order["neighbours"], tuple(devices), local_rank
         )
         self.seat = devices[local_rank] if devices else self.device.index
         for name, value in needed.items():

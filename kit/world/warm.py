@@ -238,9 +238,9 @@ def waiting_agent(wanted: Conditions) -> WaitingAgent:
 
 def fork_agent(plan: WorldPlan, folder: Path, log: Path, arguments: list[str]) -> ForkedAgent | None:
     """Order an agent for a World; None if it must start one itself."""
-    if plan.nodes > 1 or plan.env or not is_wanted():
+    if plan.job_machines > 1 or plan.env or not is_wanted():
         return None
-    wanted = conditions(plan.python.path, plan.device, plan.neighbours)
+    wanted = conditions(plan.python.path, plan.device, plan.part.neighbours)
     with _lock:  # so that it is not retired before it has the order
         return waiting_agent(wanted).fork(plan, folder, log, arguments)
 

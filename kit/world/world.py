@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
@@ -153,8 +152,14 @@ class World(RankCalls):
 
         `part` and `look` are for Worlds: this one is one of several, its ranks wait for `launch`, and `look` is called while they start.
         """
-        asked.check_layout(ranks, nodes, endpoint)
-        commands = launch_commands(launch, nodes)
+        several = part is not None
+        if part is None:
+            asked.check_layout(ranks, nodes, endpoint)
+            part = NodePart(first=0, before=0, neighbours=ranks // nodes)
+        commands = launch_commands(launch, max(nodes, part.machines))
+        if part.machines > 1 and commands:  # each of several Worlds is on one machine
+            commands = (commands[part.machine - 1],) if part.machine else ()
+        by_hand = (nodes > 1 or part.machine > 0) and not commands
         asked.check_seconds("timeout_s", timeout_s)
         if start_timeout_s is not None:
             asked.check_seconds("start_timeout_s", start_timeout_s)
@@ -183,17 +188,17 @@ class World(RankCalls):
                 env=asked.check_env(env or {}),
                 preload=asked.check_preload(preload),
                 logs=None if logs is None else asked.writable_folder(logs),
-                start_timeout_s=start_timeout_s or (START_TIMEOUT_S if nodes == 1 or commands else BY_HAND_S),
+                start_timeout_s=start_timeout_s or (BY_HAND_S if by_hand else START_TIMEOUT_S),
                 # Ranks give up on a collective after the notebook did, so that the notebook's diagnosis comes first.
                 group_timeout_s=max(1800.0, 2 * timeout_s),
-                part=part or NodePart(0, ranks),
+                part=part,
                 devices=asked.check_gpu_numbers(devices, ranks),
             ),
             tick=self._tick,
         )
         atexit.register(self.close)
         try:
-            self._crew.start(launch=part is None)
+            self._crew.start(launch=not several)
         except BaseException:
             atexit.unregister(self.close)
             self._closed = True
@@ -263,6 +268,15 @@ class World(RankCalls):
             {name: getattr(m, name) for name in names} | {"state": ended or ("busy" if m.busy else "idle")}
             for m in self._crew.members
         ]
+
+    @property
+    def host(self) -> str:
+        """The address of this machine that other machines reach; empty where all ranks are here."""
+        return self._crew.plan.host
+
+    def kill_rank(self, rank: int) -> None:
+        """SIGKILL a rank, on whatever machine it is, to rehearse its death."""
+        self._crew.kill_rank(next(member for member in self._crew.members if member.rank == rank))
 
     @property
     def pids(self) -> list[int]:
@@ -388,14 +402,15 @@ class Worlds(RankCalls):
         devices: Sequence[Sequence[int]] = (),
         timeout_s: float = TIMEOUT_S,
         observer: WorldObserver | None = None,
+        nodes: int = 1,
+        endpoint: str = "",
         **options: Any,
     ) -> None:
-        """`devices` has a list of GPU numbers for each World; `options` are World's."""
+        """`devices` has a list of GPU numbers for each World; `options` are World's. With several nodes each World is on one of them, in
+        turn, the first one on this machine."""
         if not sizes:
             raise BadInput("Worlds need at least one size, a number of ranks")
-        for size in sizes:
-            asked.check_layout(size, 1, "")
-        asked.check_ranks(sum(sizes))
+        asked.check_worlds(sizes, nodes, endpoint)
         if devices and len(devices) != len(sizes):
             raise BadInput(f"devices has {len(devices)} lists for {len(sizes)} Worlds; give one list per World")
         for size, places in zip(sizes, devices, strict=False):
@@ -409,13 +424,14 @@ class Worlds(RankCalls):
         self._lock = threading.RLock()
         self._turn = threading.RLock()
         try:
-            for number, (first, size) in enumerate(zip(accumulate(sizes, initial=0), sizes, strict=False)):
+            for number, (size, part) in enumerate(zip(sizes, asked.spread(sizes, nodes), strict=True)):
                 made = World(
                     size,
                     timeout_s=timeout_s,
                     observer=self.observer,
                     devices=devices[number] if devices else (),
-                    part=NodePart(first, sum(sizes)),
+                    part=part,
+                    endpoint=endpoint,
                     look=self._look_at_start,
                     **options,
                 )
@@ -463,6 +479,13 @@ class Worlds(RankCalls):
         self._observer = observer
         for world in self.worlds:
             world.observer = observer
+
+    @property
+    def host(self) -> str:
+        return self.worlds[0].host
+
+    def kill_rank(self, rank: int) -> None:
+        next(world for world in self.worlds if rank in world.numbers).kill_rank(rank)
 
     @property
     def pids(self) -> list[int]:

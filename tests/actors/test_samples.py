@@ -11,6 +11,7 @@ import pytest
 
 from kit.actors.samples import Inbox, Key, Outbox, SampleRow
 from kit.errors import KitError
+from kit.sync.link import Listener, address_of
 
 
 def row(group: int, sample: int = 0, attempt: int = 0, replica: str = "replica 0") -> SampleRow:
@@ -31,9 +32,9 @@ def row(group: int, sample: int = 0, attempt: int = 0, replica: str = "replica 0
 @pytest.fixture
 def ends() -> Iterator[tuple[Inbox, Outbox, Outbox]]:
     name = f"kit-test-{secrets.token_hex(8)}"
-    inbox = Inbox(name, 5.0)
+    inbox = Inbox(Listener(name=name), 5.0)
     with ThreadPoolExecutor(2) as pool:
-        calls = [pool.submit(Outbox, name, replica, 5.0) for replica in ("replica 0", "replica 1")]
+        calls = [pool.submit(Outbox, address_of(name), replica, 5.0) for replica in ("replica 0", "replica 1")]
         inbox.accept(["replica 0", "replica 1"])
         one, other = (each.result() for each in calls)
     yield inbox, one, other

@@ -23,6 +23,7 @@ from kit.labs.bench_world.hosts import SecondHost
 from kit.tls import make_certificate
 from kit.world import World, leftovers
 from kit.world import crew as module
+from kit.world.asked import check_worlds, spread
 from kit.world.channel import WorldLink, WorldListener
 from kit.world.launch import agent_command, launch_commands
 from tests.faults.test_strangers import Proxy
@@ -149,6 +150,17 @@ LABS_OVER_HOSTS: dict[str, dict[str, Any]] = {
     "offload": {"tp": 1},
     "split": {},
     "sync": {"ranks": 4, "replicas": 3, "tp": 1, "placement": "apart", "sweep": False},
+    "stream": {
+        "steps": 3,
+        "groups": 2,
+        "group": 2,
+        "layers": 1,
+        "lr": 3e-3,
+        "slots": 4,
+        "answer": [8, 16],
+        "decode": 2,
+        "ranks": 3,
+    },
 }
 
 
@@ -168,9 +180,7 @@ def test_a_lab_passes_over_two_hosts(
         rows = run.frame()
         kinds = rows[rows["metric"] == "transport_receivers"]["ids"].astype(str)
         assert kinds.str.contains("broadcast").any()  # across the cable
-        assert kinds.str.contains(
-            "rendezvous"
-        ).any()  # beside the sender, where a link under TLS carries no descriptors
+        assert kinds.str.contains("shm").any()  # beside the sender
         assert not kinds.str.contains("serialize").any()
 
 
@@ -301,6 +311,21 @@ def test_a_launch_that_cannot_be_is_one_sentence(launch: str, said: str, monkeyp
         World(2, nodes=2, endpoint="127.0.0.1:4000", launch=launch)
     with pytest.raises(BadInput, match="launch= is for several nodes"):
         World(2, launch=launch)
+
+
+def test_what_lends_devices_between_worlds_stays_on_one_machine() -> None:
+    with pytest.raises(BadInput, match="nodes=2, but pipelines share the devices of one machine"):
+        kit.lab("share", nodes=2, endpoint="127.0.0.1:4000")
+
+
+def test_each_of_several_worlds_is_on_one_machine() -> None:
+    parts = spread([2, 1, 3, 1], 2)
+    assert [(part.machine, part.first, part.before, part.neighbours) for part in parts] == [
+        (0, 0, 0, 5), (1, 2, 0, 2), (0, 3, 2, 5), (1, 6, 1, 2),
+    ]  # fmt: skip
+    assert [(part.before, part.neighbours) for part in spread([2, 1], 1)] == [(0, 3), (2, 3)]
+    with pytest.raises(BadInput, match="nodes=3 exceeds the 2 Worlds, each of which is on one machine; use at most 2"):
+        check_worlds([1, 1], 3, "127.0.0.1:4000")
 
 
 def test_ssh_and_slurm_are_commands_for_each_other_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,7 +222,7 @@ def test_a_world_that_is_given_is_used_and_left_alive(own: Definition, runs: Pat
 class Told:
     """A World whose ranks are on these machines; `calls` is what they were told."""
 
-    device = "cpu"
+    device, host = "cpu", "10.0.0.1"
 
     def __init__(self, nodes: list[int]) -> None:
         self.nodes = nodes
@@ -234,7 +234,10 @@ class Told:
     def call(self, target: str, *, timeout_s: float, ranks: Any = None, args: Any = None, **given: Any) -> list[Any]:
         assert timeout_s > 0
         self.calls.append((target.partition(":")[2], ranks, {**(args or {}), **given}))
-        return [{} for _ in self.nodes]
+        return [
+            {"ports": {"sync": 7} if number == 0 and len({*self.nodes}) > 1 else {}}
+            for number in range(len(self.nodes))
+        ]
 
     def close(self) -> None:
         self.calls.append(("close", None, {}))
@@ -246,11 +249,15 @@ def test_ranks_on_several_machines_get_a_certificate_and_rank_0_its_key(own: Def
             world: Any = Told(nodes)
             lab.world = world
             lab._enter()
-            (_, ranks, given), *others = world.calls
-            assert (ranks, "PRIVATE KEY" in str(given), bool(given["fingerprint"])) == (None, False, nodes[1] == 1)
-            assert [(name, ranks, "PRIVATE KEY" in told["pem"]) for name, ranks, told in others] == [
-                ("hold_certificate", [0], True)
-            ] * nodes[1]
+            several = nodes[1] == 1
+            names = [name for name, _, _ in world.calls]
+            assert names == (["hold_key", "begin", "learn_ports"] if several else ["begin"])
+            keys, (_, ranks, given) = world.calls[: names.index("begin")], world.calls[names.index("begin")]
+            assert (ranks, "PRIVATE KEY" in str(given), bool(given["fingerprint"])) == (None, False, several)
+            assert given["host"] == ("10.0.0.1" if several else "")
+            held = [(name, ranks, "PRIVATE KEY" in given["pem"]) for name, ranks, given in keys]
+            assert held == [("hold_key", [0], True)] * several
+            assert world.calls[len(keys) + 1 :] == [("learn_ports", None, {"ports": {"sync": 7}})] * several
 
 
 @pytest.mark.slow

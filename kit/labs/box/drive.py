@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import time
 from pathlib import Path
 
@@ -43,7 +41,7 @@ def killed_rank(drive: Drive) -> None:
     ranks = range(drive.config.ranks)
     drive.submit("hold", ranks=ranks).result()
     began = time.monotonic()
-    os.kill(drive.world.pids[ranks[-1]], signal.SIGKILL)
+    drive.world.kill_rank(ranks[-1])
     try:
         drive.submit("meet", ranks=ranks, timeout_s=NOTICE_S).result()
         drive.record("death_missed", 1, text="a call to the killed rank returned")

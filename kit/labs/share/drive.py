@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import signal
 import tempfile
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -126,7 +124,7 @@ def kill(drive: Drive, role: str) -> None:
     ranks = drive.roles[role]
     drive.lost |= {*ranks}
     drive.record("killed", None, text=role)
-    os.kill(drive.world.pids[ranks[0]], signal.SIGKILL)
+    drive.world.kill_rank(ranks[0])
 
 
 class WakingDies(Ranks):

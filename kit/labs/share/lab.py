@@ -223,6 +223,8 @@ class ShareConfig(JobConfig):
     def __post_init__(self) -> None:
         if self.gate == "5" and self.pipeline == PIPELINE:
             raise BadInput("gate=5 needs your own pipeline; give it as pipeline=module:attr")
+        if self.nodes > 1:
+            raise BadInput(f"nodes={self.nodes}, but pipelines share the devices of one machine; leave nodes=1")
         self._default(GATES.get(self.gate, {}))
         if self.scenario in ("E", "F"):
             self._default(LARGER)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
-import signal
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -191,7 +189,7 @@ class Losing(LiveRanks):
             ranks = self.drive.roles[replica_role(last)]
             self.drive.lost |= {*ranks}
             self.killed_at = time.time()
-            os.kill(self.drive.world.pids[ranks[0]], signal.SIGKILL)
+            self.drive.world.kill_rank(ranks[0])
         if any(event.name == "died" for event in arrived):
             self.drive.record("named_seconds", time.time() - self.killed_at, "s")
         return arrived

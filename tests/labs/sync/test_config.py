@@ -11,7 +11,7 @@ import torch
 import kit
 from kit.errors import BadInput
 from kit.labs import definition
-from kit.labs.lab import ranks_by_role
+from kit.labs.definition import world_sizes
 from kit.labs.rankside import Context
 from kit.labs.sync.lab import SyncConfig, plan, roles
 from kit.labs.sync.lab import fits as sync_fits
@@ -105,8 +105,8 @@ def test_only_who_shares_a_device_wakes() -> None:
     assert [step.phase for step in plan(apart)] == [
         "prepare", "base", "train", "refresh", "verify", "train", "refresh", "verify", "rehearse", "end",
     ]  # fmt: skip
-    assert ranks_by_role(roles(apart)) == (4,)
-    assert ranks_by_role(roles(SyncConfig(worlds="two"))) == (2, 3)
+    assert world_sizes(roles(apart)) == (4,)
+    assert world_sizes(roles(SyncConfig(worlds="two"))) == (2, 3)
 
 
 @pytest.mark.parametrize(

@@ -452,15 +452,18 @@ def raises_in_flush(transport: SeenTransport) -> None:
     raise OSError("rehearsed error of the sender's transport") from reason
 
 
+flipped: dict[int, torch.Tensor] = {}  # packed buffers, by address: a second transport must not flip the bit back
+
+
 def flips_a_packed_bit(transport: SeenTransport, index: int, buffer: torch.Tensor) -> None:
-    if index == 0:
+    if index == 0 and buffer.data_ptr() not in flipped:
         buffer[0] ^= 1
-        vars(transport)["flipped"] = buffer
+        flipped[buffer.data_ptr()] = buffer
     send(transport, index, buffer)
 
 
 def flips_the_bit_back(transport: SeenTransport) -> None:
     """The packed bytes may be the only copy of the active version."""
-    if "flipped" in vars(transport):
-        vars(transport).pop("flipped")[0] ^= 1
+    while flipped:
+        flipped.popitem()[1][0] ^= 1
     close(transport)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kit.actors.common import address_for
 from kit.errors import BadInput, KitError
 from kit.labs import rankside
 from kit.labs.sync.lab import SyncConfig, replica_model, roles
@@ -73,7 +74,6 @@ class SyncReplica(Side):
             getattr(own, method, nothing) for method in ("finalize", "wake", "sleep")
         )
         self.contents = Contents(self.replica.chunks)
-        self.meet()
         tokens = self.prompt(config.geometry.vocab)
         wait = self.config.deadline_s
 
@@ -115,7 +115,7 @@ class SyncReplica(Side):
             f"rank {self.ctx.rank}",
             weights,
             self,
-            address=self.address,
+            address=address_for(self.ctx, "sync"),
             device=self.ctx.device,
             timeout_s=self.config.deadline_s,
         )
@@ -148,7 +148,9 @@ class SyncReplica(Side):
     def compare(self) -> None:
         """Get the trainer's digests and logits and record the differences. Collective over trainer and replicas."""
         # The other end is the sender's `send_truth`.
-        with call(self.address, self.receiver.name, peer=SENDER, timeout_s=self.config.deadline_s) as link:
+        with call(
+            address_for(self.ctx, "sync"), self.receiver.name, peer=SENDER, timeout_s=self.config.deadline_s
+        ) as link:
             truth, _ = link.expect("truth")
             wanted = torch.empty(truth["shape"], dtype=torch.float32)
             link.receive_bytes(transports.memory(wanted.view(-1).view(torch.uint8)))

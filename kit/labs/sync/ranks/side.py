@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kit.actors.common import listen
 from kit.errors import KitError
 from kit.labs import rankside
 from kit.labs.bystander import Bystander
@@ -20,7 +20,6 @@ from kit.measure.phase import shared_memory
 from kit.megatron import groups, ownership, serve, shards, standin
 from kit.megatron.config import Geometry
 from kit.sync import transports
-from kit.sync.link import Listener, address_of
 from kit.sync.sender import SyncLog
 from kit.train.plain import PlainModel
 
@@ -33,8 +32,9 @@ class Side:
     def __init__(self, ctx: rankside.Context) -> None:
         self.ctx = ctx
         self.config: SyncConfig = ctx.config
-        self.address = address_of(ctx.meeting)
         self.scope = contextlib.ExitStack()
+        if ctx.rank == 0:
+            self.listener = self.scope.enter_context(listen(ctx, "sync"))
         self.group: Any = None
         self.bystander: Bystander | None = None
         gpu = ""
@@ -59,19 +59,6 @@ class Side:
             if ranks[0] in own_world:
                 group = dist.new_group([rank - before for rank in ranks])
                 self.group = group if self.ctx.rank in ranks else self.group
-
-    def meet(self) -> None:
-        """Open the sender's end on rank 0. On one machine its name is its address; on several the others need its port too. Collective."""
-        name, certificate = self.ctx.meeting, self.ctx.certificate
-        host = None
-        if self.ctx.nodes:
-            host = os.environ["MASTER_ADDR"].strip("[]")  # of torchrun's endpoint, which all machines reach
-        if self.ctx.rank == 0:
-            self.listener = self.scope.enter_context(Listener(name=name, tcp_host=host, certificate=certificate))
-        if certificate is not None:
-            port = [self.listener.address["port"] if self.ctx.rank == 0 else 0]  # not the secret: gloo does not encrypt
-            dist.broadcast_object_list(port, src=0)
-            self.address = {"host": host, "port": port[0], "secret": name, "certificate": certificate.fingerprint}
 
     def as_job(self) -> contextlib.AbstractContextManager[None]:
         return serve.as_world(self.group)

@@ -56,7 +56,6 @@ class SyncTrainer(Side):
             self.job.mover.restore()
         tensors = self.gather()
         self.total = sum(tensor.nbytes for tensor in tensors.values())
-        self.meet()
         if self.sends:
             self.cache = memory_of(self.config, tensors)
             self.scope.callback(self.cache.close)
@@ -70,6 +69,7 @@ class SyncTrainer(Side):
                 verify=self.config.verify,
                 share=self.config.verify_share,
                 timeout_s=self.config.deadline_s,
+                config={"host": self.ctx.host} if self.ctx.host else {},
             )
             self.sender.make = self.watch.wrap_make(self.sender.make)
         self.count()
