@@ -72,7 +72,7 @@ def test_a_new_panel_has_the_labs_settings_its_plan_and_may_start(name: str) -> 
     assert model.can == {"start", "step", "run"}
 
 
-@pytest.mark.drawn(2, of="choices")
+@pytest.mark.drawn(1, of="choices")
 @pytest.mark.parametrize("name", LABS)
 def test_every_choice_is_refused_beforehand_exactly_where_choosing_it_is_a_problem(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -98,7 +98,7 @@ def test_every_choice_is_refused_beforehand_exactly_where_choosing_it_is_a_probl
     assert tried
 
 
-@pytest.mark.drawn(2, of="fields")
+@pytest.mark.drawn(1, of="fields")
 @pytest.mark.parametrize("name", LABS)
 def test_every_field_explains_what_it_cannot_be_at_once(name: str) -> None:
     model = PanelModel(find(name))

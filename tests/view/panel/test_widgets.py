@@ -59,6 +59,7 @@ def pairs(drop):
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn(2, of="controls")
 @pytest.mark.parametrize("lab", LABS)
 def test_every_control_tells_the_model_and_shows_it(lab):
     model = PanelModel(find(lab))
