@@ -21,7 +21,7 @@ from kit.labs.definition import (
     own_code,
 )
 from kit.labs.share.faults import FAULTS
-from kit.labs.stream.lab import StreamConfig
+from kit.labs.stream.lab import StreamConfig, check_range
 from kit.machine import free_gpu_bytes
 from kit.megatron.config import LoraOptions, LoraTargets, model_bytes
 from kit.stream.ports import replica_number
@@ -70,7 +70,7 @@ GATES: dict[str, dict[str, Any]] = {
 # Each pipeline has its own value of these settings.
 OF_A_PIPELINE = (
     *("train", "infer", "tp", "infer_tp", "steps", "groups", "group", "micro_batch", "answer", "numbers", "decode"),
-    *("lr", "warm", "slots", "window", "pace_ms", "train_pace_ms"),
+    *("lr", "warm", "slots", "window", "pace_ms", "train_pace_ms", "tail", "tools", "tool_ms", "reward_ms"),
     *("adapters", "lora_rank", "lora_alpha", "lora_targets", "lora_merged"),
 )
 
@@ -95,6 +95,10 @@ class PipelineConfig(StreamConfig):
     window: Annotated[
         int, Option("how many versions older than its training step a group may be; 0: in order", low=0, high=64)
     ] = 0
+    reward_ms: Annotated[
+        tuple[int, ...],
+        Option("shortest and longest wait for the last reward of a step, with a long tail; without devices", unit="ms"),
+    ] = (0, 0)
     adapters: Annotated[
         int,
         Option(
@@ -112,6 +116,7 @@ class PipelineConfig(StreamConfig):
 
     def __post_init__(self) -> None:
         if self.ranks:  # else this is only what was given
+            check_range("reward_ms", self.reward_ms)
             StreamConfig.__post_init__(self)
 
     @property

@@ -100,6 +100,20 @@ class StreamConfig(JobConfig):
     answer: Annotated[
         tuple[int, ...], Option("fewest and most tokens of an answer; each sample's minimum is drawn from this range")
     ] = (4, 20)
+    tail: Annotated[
+        bool,
+        Option(
+            "lengths of answers have a long tail: each has exactly the length that is drawn from the range of answer"
+        ),
+    ] = False
+    tools: Annotated[
+        int,
+        Option("tool calls of each answer, with tail=true; meanwhile its replica keeps the request", low=0, high=100),
+    ] = 0
+    tool_ms: Annotated[tuple[int, ...], Option("shortest and longest wait for a tool, with a long tail", unit="ms")] = (
+        200,
+        2000,
+    )
     numbers: Annotated[int, Option("upper bound (exclusive) of the numbers in a prompt", low=1, high=10)] = 10
     decode: Annotated[int, Option("tokens that a replica decodes before it takes new orders", low=1, high=4096)] = 4
     lr: Annotated[float, Option("learning rate at the start; it falls to half", low=1e-8, high=1)] = 1e-3
@@ -142,6 +156,9 @@ class StreamConfig(JobConfig):
             raise BadInput(
                 f"answer={list(self.answer)} must be two numbers: the fewest and the most tokens of an answer"
             )
+        check_range("tool_ms", self.tool_ms)
+        if self.tools and not self.tail:
+            raise BadInput(f"tools={self.tools} needs tail=true, because tools are called at known places of an answer")
         if unknown := {*phase_wanted(self.phases)} - {*PHASES}:
             raise BadInput(
                 f"phases={self.phases!r} names {', '.join(sorted(unknown))!r}; use {ALL}, or a list of {', '.join(PHASES)}"
@@ -212,6 +229,11 @@ class StreamConfig(JobConfig):
     def loss_options(self) -> dict[str, Any]:
         cut = {"importance": "tokens", "truncation": "tis", "band_high": 2.0} if self.correction else {}
         return {**cut, **({"kl": 0.05} if self.reference == "recomputed" else {})}
+
+
+def check_range(name: str, numbers: tuple[int, ...]) -> None:
+    if len(numbers) != 2 or not 0 <= numbers[0] <= numbers[1]:
+        raise BadInput(f"{name}={list(numbers)} must be two numbers: the shortest and the longest wait")
 
 
 def phase_wanted(phases: str) -> tuple[str, ...]:
