@@ -108,6 +108,7 @@ def on_cpu() -> tuple[ReferencePart, ...]:
         bench("stream", "learns"),
         lab_part("share"),
         bench("share", "together", "scheduler", called="together"),
+        bench("share", "load", "seeds", called="load"),
         bench("share", "makespan"),
         bench("share", "switch"),
         bench("world", "start", "megatron", called="start"),

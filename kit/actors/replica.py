@@ -24,9 +24,11 @@ from kit.sync.buckets import Cut
 from kit.sync.hashes import digest
 from kit.sync.receiver import Receiver
 from kit.train.arithmetic import END, encode, min_tokens, problem, reward
+from kit.train.draws import answer_length, tool_stalls
 from kit.train.rollout import Problem
 
 Happened = dict[str, int | str]
+TOOLS_ASKED_EVERY_S = 0.05  # while all requests wait for tools; new orders wait as long
 
 
 class ReplicaActor:
@@ -41,6 +43,9 @@ class ReplicaActor:
         self.first = ctx.rank == ctx.roles[ctx.role][0]
         self.scope = contextlib.ExitStack()
         self.attempts: dict[Key, int] = {}
+        # By request: the seconds of its tool calls by the number of tokens before each, and when its last call is answered.
+        self.tools: dict[str, dict[int, float]] = {}
+        self.answered: dict[str, float] = {}
         self.replica: serve.ServingModel
         self.engine: Engine
         self.receiver: Receiver
@@ -56,7 +61,7 @@ class ReplicaActor:
     def reset(self) -> None:
         shards.load_full(self.replica.chunks, self.base)
         self.engine = Engine(self.replica)
-        self.attempts = {}
+        self.attempts, self.tools, self.answered = {}, {}, {}
         self.receiver = Receiver(
             f"rank {self.ctx.rank}",
             self.weights,
@@ -76,11 +81,13 @@ class ReplicaActor:
         began = time.monotonic()
         happened = [self.take(order) for order in orders]
         before = self.engine.in_flight
-        answers = self.engine.decode(self.config.decode)
+        answers, called = self.write_tokens()
         after = self.engine.in_flight | {answer.request.id: len(answer.tokens) for answer in answers}
         written = 0
         for name, first in before.items():
             count = after[name] - first
+            if not count:  # it waits for a tool
+                continue
             written += count
             happened.append(
                 {
@@ -94,7 +101,28 @@ class ReplicaActor:
         happened += [self.complete(answer) for answer in answers]
         if written:
             rest(began, self.config.pace_ms * (written if self.sequential else self.config.decode))
-        return happened
+        elif before:
+            time.sleep(TOOLS_ASKED_EVERY_S)
+        return happened + [self.call_tool(name, after[name]) for name in called]
+
+    def write_tokens(self) -> tuple[list[Answer], list[str]]:
+        """Decode requests that wait for no tool, each until it calls one. Return the answers that ended, and the requests that call."""
+        now = time.monotonic()
+        ready = {name for name in self.engine.in_flight if self.answered.get(name, now) <= now}
+        answers, called = list[Answer](), list[str]()
+        for _ in range(self.config.decode):
+            answers += self.engine.decode(1, ready)
+            called += [name for name in self.engine.in_flight if name in ready and self.at_a_tool(name)]
+            ready -= {*called}
+        return answers, called
+
+    def at_a_tool(self, name: str) -> bool:
+        return self.engine.in_flight[name] in self.tools.get(name, ())
+
+    def call_tool(self, name: str, tokens: int) -> Happened:
+        seconds = self.tools[name][tokens]
+        self.answered[name] = time.monotonic() + seconds
+        return {"event": "tool_called", **request_key(name)._asdict(), "ms": round(1000 * seconds)}
 
     def take(self, order: dict[str, Any]) -> Happened:
         key = Key(order["group"], order["sample"])
@@ -103,6 +131,8 @@ class ReplicaActor:
                 return {"event": "cancelled", **key._asdict(), "tokens": 0}
             return {"event": "cancelled", **key._asdict(), "tokens": len(self.engine.cancel(request_name(key)).tokens)}
         self.attempts[key] = order["attempt"]
+        self.tools[request_name(key)] = tool_stalls(self.config, *key)
+        self.answered.pop(request_name(key), None)
         self.engine.start(self.request(key))
         return {"event": "started", **key._asdict(), "version": self.engine.version}
 
@@ -112,6 +142,10 @@ class ReplicaActor:
     def request(self, key: Key) -> PromptRequest:
         """The request of a sample: a function of the seed, its group and its number."""
         seed, (low, high) = self.config.seed, self.config.answer
+        if self.config.tail:
+            least = high = answer_length(self.config, *key)
+        else:
+            least = min_tokens(seed, key.group, key.sample, low=low, high=high - 1)
         return PromptRequest(
             id=request_name(key),
             prompt=tuple(encode(self.problem(key).prompt)),
@@ -119,7 +153,7 @@ class ReplicaActor:
             seed=seed + key.group,
             end=END,
             max_tokens=high,
-            min_tokens=min_tokens(seed, key.group, key.sample, low=low, high=high - 1),
+            min_tokens=least,
             temperature=self.config.temperature,
         )
 

@@ -33,7 +33,7 @@ from kit.megatron import model, standin
 from kit.megatron.config import LoraOptions, ModelConfig
 from kit.megatron.handles import parallel_state
 from kit.megatron.lora import AdapterNetwork, FrozenBase
-from kit.train.arithmetic import uniform
+from kit.train.draws import uniform
 
 
 class ServingModel:

@@ -10,6 +10,7 @@ A step that fails is aborted; its groups that are not in the weights yet become 
 |---|---|---|
 | data | next_prompt | prompt (group) or exhausted |
 | replica | generate (group, sample, replica, attempt) | started, tokens (.., version, first, count), then a last answer |
+| | | tool_called (.., ms): no tokens for so long |
 | | | the last answer: completed (.., version, newest, length, reward), failed (.., why) or cancelled |
 | replica | cancel (group, sample, replica) | cancelled, unless the last answer came first |
 | replica | | joined, left, died (replica) |
@@ -584,6 +585,7 @@ HANDLERS: dict[str, Handler] = {
     "exhausted": generation.on_exhausted,
     "started": ignore,
     "tokens": generation.on_tokens,
+    "tool_called": ignore,
     "completed": generation.on_completed,
     "failed": generation.on_failed,
     "cancelled": generation.on_cancelled,

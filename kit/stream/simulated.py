@@ -53,6 +53,7 @@ class Durations:
     clear_s: float = 0.0
     sync_s: float = 0.05
     length: Callable[[int, int], int] = field(default_factory=lambda: drawn_length(8, 32))
+    tools: Callable[[int, int], Mapping[int, float]] = lambda *_: {}  # seconds of each call, by the tokens before it
     reward: Callable[[int, int], str] = lambda _, sample: str(sample % 2)  # it varies within every group
 
     def of_trainer(self, command: Command) -> float:
@@ -71,11 +72,15 @@ class Paced(Protocol):
     @property
     def answer(self) -> tuple[int, ...]: ...
     @property
+    def tail(self) -> bool: ...
+    @property
     def decode(self) -> int: ...
     @property
     def pace_ms(self) -> float: ...
     @property
     def train_pace_ms(self) -> float: ...
+    def drawn_length(self, group: int, sample: int) -> int: ...
+    def tool_calls(self, group: int, sample: int) -> Mapping[int, float]: ...
 
 
 def durations(config: Paced) -> Durations:
@@ -83,7 +88,8 @@ def durations(config: Paced) -> Durations:
     paces = {"token_s": config.pace_ms / 1000, "train_s": config.train_pace_ms * config.group / 1000}
     own_paces: dict[str, Any] = {name: seconds for name, seconds in paces.items() if seconds}
     low, high = config.answer
-    return Durations(length=drawn_length(low, high, config.seed), span=config.decode, **own_paces)
+    length = config.drawn_length if config.tail else drawn_length(low, high, config.seed)
+    return Durations(length=length, tools=config.tool_calls, span=config.decode, **own_paces)
 
 
 @dataclass(slots=True)
@@ -91,7 +97,9 @@ class SimulatedRequest:
     group: int
     sample: int
     length: int
+    tools: Mapping[int, float]
     done: int = 0
+    ready: float = 0.0  # when its last tool call is answered
     oldest: int = -1
     newest: int = -1
 
@@ -119,10 +127,27 @@ class SimulatedReplica:
         self.busy = bool(self.orders or self.requests)
         if self.orders:
             self.system.clock.after(self.orders.pop(0)() or 0.0, self.turn)
-        elif self.requests:
-            tokens = {key: min(durations.span, request.length - request.done) for key, request in self.requests.items()}
+        elif tokens := self.next_tokens():
             seconds = sum(tokens.values()) * durations.token_s / min(len(tokens), durations.batch)
             self.system.clock.after(seconds, lambda: self.decoded(tokens))
+
+    def next_tokens(self) -> dict[tuple[int, int], int]:
+        """How many tokens each request gets next. If all wait for tools, the replica is idle until the first is answered."""
+        now, span = self.system.clock.now(), self.system.durations.span
+        tokens = {
+            key: min(
+                span,
+                request.length - request.done,
+                *(stop - request.done for stop in request.tools if stop > request.done),
+            )
+            for key, request in self.requests.items()
+            if request.ready <= now
+        }
+        if self.requests and not tokens:
+            self.busy = False
+            first = min(request.ready for request in self.requests.values())
+            self.system.clock.after(first - now, lambda: self.order(lambda: None))
+        return tokens
 
     def decoded(self, tokens: Mapping[tuple[int, int], int]) -> None:
         for key, count in tokens.items() if not self.gone else ():
@@ -135,6 +160,11 @@ class SimulatedReplica:
             if count:
                 self.system.say("tokens", **ids, first=request.done, count=count)
                 request.done += count
+            if request.done in request.tools:
+                seconds = request.tools[request.done]
+                request.ready = self.system.clock.now() + seconds
+                called = {name: ids[name] for name in ("group", "sample", "replica")}
+                self.system.say("tool_called", **called, ms=round(1000 * seconds))
             if request.done == request.length:
                 del self.requests[key]
                 ids |= {"version": request.oldest, "newest": request.newest, "length": request.length}
@@ -148,8 +178,9 @@ class SimulatedReplica:
             ids = {"group": command.group, "sample": command.sample, "replica": self.number}
             self.system.say("failed", **ids, why=REHEARSED)
             return
-        length = self.system.durations.length(command.group, command.sample)
-        self.requests[command.group, command.sample] = SimulatedRequest(command.group, command.sample, length)
+        key = command.group, command.sample
+        length, tools = self.system.durations.length(*key), self.system.durations.tools(*key)
+        self.requests[key] = SimulatedRequest(*key, length, tools)
 
     def cancel(self, command: Command) -> None:
         if self.requests.pop((command.group, command.sample), None) is not None:

@@ -1,32 +1,14 @@
-"""The arithmetic task of reinforcement learning loops, and pseudo-random numbers that depend only on their key.
+"""The arithmetic task of reinforcement learning loops.
 
 Prompts such as "7+5=", one token for each character, a reward for each answer. The vocabulary has 16 tokens, so that a tiny model can learn
 the task and random weights sometimes write the right digit. A problem depends on seed and index alone, a minimum length on seed, index and
 sample. Limits: sums and differences of two numbers below `limit`; no answer is negative.
-
-The numbers have no generator and no state, so that the order of calls, other requests and restarts change nothing. Equal keys give equal
-numbers on every machine.
 """
 
 from __future__ import annotations
 
-import hashlib
-
+from kit.train.draws import uniform, whole_number
 from kit.train.rollout import Problem
-
-Part = int | str | tuple[int, ...]
-
-
-def uniform(*key: Part) -> float:
-    """A number in [0, 1) with 53 random bits, from a hash of the key."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
-
-
-def whole_number(low: int, high: int, *key: Part) -> int:
-    """A whole number from low to high, both included."""
-    return low + int(uniform(*key) * (high - low + 1))
-
 
 CHARACTERS = "0123456789+-*="
 END, PAD = len(CHARACTERS), len(CHARACTERS) + 1

@@ -11,6 +11,7 @@ import pytest
 
 from kit.labs.bench import Bench
 from kit.labs.bench_share import parts as share
+from kit.labs.bench_share.rules import RULES
 from kit.labs.share import tables
 from kit.results import Row
 from kit.results.run import to_frame
@@ -75,3 +76,30 @@ def test_the_scheduler_has_a_row_for_each_size_and_question() -> None:
     questions = ["bundle_moved", "plan_from_nothing"]
     assert [(row.ids["tp"], row.metric) for row in rows] == [(tp, name) for tp in (1, 8) for name in questions]
     assert all(row.median for row in rows)
+
+
+def test_loops_are_compared_with_the_bound_of_their_own_run() -> None:
+    loops = [share.Loops(shared=12.0, serial=20.0, static=15.0), share.Loops(shared=9.0, serial=16.0, static=10.0)]
+    rows = {row.what: row for row in share.compared("two", loops, [10.0, 10.0], "note")}
+    assert rows["two, together, over the bound"].values == [1.2, 0.9]
+    assert rows["two, together, over the bound"].metric == "shared_over_bound"
+    assert rows["two, one after the other, over the bound"].values == [2.0, 1.6]
+    fastest = rows["two, the bound over the fastest loop"]
+    assert fastest.values == [10 / 12, 10 / 9]  # the second loop cannot be: it is faster than its bound
+    rule = next(rule for rule in RULES if rule.name == fastest.metric)
+    assert [rule.holds(value, 1.0) for value in fastest.values] == [True, False]
+
+
+def test_all_device_time_is_in_one_share(tmp_path: Path) -> None:
+    shares = share.device_shares(make(tmp_path, phases=("shared",), memory=False).frame())
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert [use for use in shares if use.startswith("idle")] == [f"idle, {cause}" for cause in tables.CAUSES]
+    assert shares["work of owners"] > 0
+
+
+def test_the_load_on_a_virtual_clock_has_every_row() -> None:
+    bench = SimpleNamespace(config=SimpleNamespace(load_steps=1, seeds=2))
+    rows = list(share.on_virtual_clock(cast("Bench", bench)))
+    assert {row.metric for row in rows} == {"loop_over_bound", "bound_over_fastest", "virtual_over_serial"}
+    assert all(len(row.values) == 2 for row in rows)
+    assert all(value <= 1 for row in rows if row.metric == "bound_over_fastest" for value in row.values)

@@ -7,7 +7,8 @@ import statistics
 
 import pytest
 
-from kit.train.arithmetic import CHARACTERS, END, PAD, VOCAB, encode, min_tokens, problem, reward, uniform, whole_number
+from kit.train.arithmetic import CHARACTERS, END, PAD, VOCAB, encode, min_tokens, problem, reward
+from kit.train.draws import uniform, whole_number
 from kit.train.rollout import Problem
 
 SUM = Problem(prompt="7+5=", answer="12")

@@ -1,8 +1,8 @@
 """Bench share: the cost of time sharing compared with its bound, whether it changes numbers, the time of a switch, and the scheduler's
 speed.
 
-Parts are independent; `scheduler` needs no ranks. Ranks of the part `makespan` wait for each token and each trained sample, as with a
-larger model, so the loops are measured instead of the ranks' competition for this machine's cores.
+Parts are independent; `scheduler` and `seeds` need no ranks. Ranks of the parts `load` and `makespan` wait for each token and each trained
+sample, as with a larger model, so the loops are measured instead of the ranks' competition for this machine's cores.
 """
 
 from __future__ import annotations
@@ -12,15 +12,28 @@ from typing import Annotated, Any, ClassVar
 
 from kit.labs.definition import BenchConfig, Definition, Option, Step, driven_parts
 
-PARTS = ("together", "makespan", "switch", "scheduler")
+PARTS = ("together", "load", "seeds", "makespan", "switch", "scheduler")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchShareConfig(BenchConfig):
-    QUICK: ClassVar[dict[str, Any]] = {"steps": 2, "paced_steps": 2, "runs": 1, "rounds": 20, "plans": 3}
+    QUICK: ClassVar[dict[str, Any]] = {
+        "parts": "together,load,seeds,scheduler",
+        "steps": 2,
+        "load_steps": 2,
+        "loads": 1,
+        "seeds": 5,
+        "paced_steps": 2,
+        "runs": 1,
+        "rounds": 20,
+        "plans": 3,
+    }
 
     steps: Annotated[int, Option("steps of each pipeline that is compared", low=1, high=1000)] = 5
-    paced_steps: Annotated[int, Option("steps of each paced pipeline", low=1, high=1000)] = 9
+    loads: Annotated[int, Option("runs of the part load, each with another seed", low=1, high=100)] = 5
+    load_steps: Annotated[int, Option("steps of each pipeline in the parts load and seeds", low=1, high=1000)] = 3
+    seeds: Annotated[int, Option("runs of the part seeds, on a virtual clock", low=1, high=1000)] = 25
+    paced_steps: Annotated[int, Option("steps of each pipeline in the part makespan", low=1, high=1000)] = 9
     runs: Annotated[int, Option("runs of the part switch, each with one or two switches", low=1, high=100)] = 5
     rounds: Annotated[int, Option("devices that training takes and gives back", low=1, high=100_000)] = 100
     plans: Annotated[int, Option("plans from nothing", low=1, high=1000)] = 9

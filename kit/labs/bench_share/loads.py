@@ -31,4 +31,4 @@ STANDARD: dict[str, Any] = {**PACED, "tail": True, "train_pace_ms": 60, "groups"
 STANDARD |= {"a.answer": (8, 128), "a.slots": 2, "a.reward_ms": (200, 1000)}
 STANDARD |= {"b.answer": (6, 48), "b.slots": 4, "b.tools": 2, "b.tool_ms": (200, 2000), "b.reward_ms": (1000, 8000)}
 STANDARD |= {"admission_ms": 0}  # both begin at once, as jobs that are already set up
-SEEDS = (1234, 1235, 1236, 1237, 1238)  # one for each run; more follow by one
+FIRST_SEED = 1234  # of the first run; each next run has the next one

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from kit.labs.bench import Bench, Part, Samples, run_part, show_progress
+from kit.labs.bench_share.loads import EVEN, FIRST_SEED, STANDARD
+from kit.labs.definition import made
 from kit.labs.lab import Drive
 from kit.labs.share import tables
+from kit.labs.share.drive import own_part, simulate_alone, simulate_pipelines
+from kit.labs.share.lab import DESK, ShareConfig
+from kit.labs.share.planned import planned_work
+from kit.labs.share.simulated import refuse_broken
 from kit.loop.messages import Event
 from kit.results import with_ids
 from kit.share.core import Scheduler
 from kit.share.state import DeskSettings, DeskState, DeskTurn, Plan
 from kit.world.world import Worlds
 
-# B's answers are half as long as A's, so a static half of the devices is too little for A: 1.38 times the bound by arithmetic. Each trains
-# where the planner lets it generate first. A replica needs 20 ms per token; two groups per pipeline are in flight at once.
-TWO_PACED: dict[str, Any] = {
-    "a.train": (1,),
-    "b.train": (0,),
-    "a.answer": (12, 12),
-    "b.answer": (6, 6),
-    "pace_ms": 20,
-}
-TWO_PACED |= {"train_pace_ms": 5, "groups": 24, "group": 2, "slots": 2, "decode": 2, "layers": 1, "warm": 0}
-TWO_PACED |= {"controls": "all", "rehearse": False}
 # 174 MiB of weights. A replica handles orders after each token, so a switch hardly waits for a call in flight.
 LARGE: dict[str, Any] = {"size": "125m", "layers": 1, "warm": 0, "steps": 2, "groups": 2, "group": 2}
 LARGE |= {"answer": (4, 4), "decode": 1, "deadline_s": 120.0, "rehearse": False}
@@ -62,29 +57,120 @@ def owners(frame: pd.DataFrame) -> tuple[int, int, bool]:
     return int(rows["value"].sum()), int(rows["two_owners"].sum()), bool(rows["blind"].max())
 
 
-def makespan(bench: Bench) -> Iterator[Samples]:
-    """Two unequal pipelines: together, each alone, in sequence, and each on half of the devices, in one run."""
-    steps = bench.config.paced_steps
-    frame = bench.lab("share", "makespan", **TWO_PACED, steps=steps).frame()
-    by, loops = tables.arithmetic(frame), tables.loops(frame).set_index("loop")
-    work = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in by.work.items())
-    alone = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in by.alone.items())
-    note = (
-        f"2 devices, K={steps} steps of 24 groups of 2; answers of 12 (A) and 6 (B) tokens at 20 ms; device-seconds of work {work}; alone "
-        f"{alone}; bound {by.bound:.1f} s = max(work / devices, longest alone) + switches / devices; paced, not real, times"
+# -- paced loads ---------------------------------------------------------------------------------------------------------------
+
+
+class Loops(NamedTuple):
+    """Seconds of the same work: `shared` under the desk, `serial` one after the other, `static` with a part of the devices each."""
+
+    shared: float
+    serial: float
+    static: float
+
+
+def standard(bench: Bench) -> Iterator[Samples]:
+    """Pipelines whose devices are idle at different times, with several seeds."""
+    steps = bench.config.load_steps
+    settings = [{**STANDARD, "steps": steps, "seed": FIRST_SEED + turn} for turn in range(bench.config.loads)]
+    bounds = [planned(each) for each in settings]  # before any run
+    frames = [bench.lab("share", f"load-{turn}", **each).frame() for turn, each in enumerate(settings)]
+    loops = [measured_loops(frame) for frame in frames]
+    note = f"2 devices, K={steps} steps of 6 groups of 4, {len(loops)} seeds; long answers, tools, rewards; paced, not real, times"
+    yield from compared("two pipelines that wait", loops, bounds, note)
+    yield Samples(
+        what="two pipelines that wait, time together over one after the other",
+        values=[each.shared / each.serial for each in loops],
+        metric="shared_over_serial",
+        unit="ratio",
+        note=note,
     )
+    yield from device_time(frames, note)
 
-    def over(title: str, seconds: float, metric: str = "loop_over_bound", how: str = "") -> Samples:
-        words = f"{title} over the bound{how}"
-        return Samples(
-            what=words, values=[seconds / by.bound], metric=metric, unit="ratio", note=f"{note}; {seconds:.1f} s"
+
+def on_virtual_clock(bench: Bench) -> Iterator[Samples]:
+    """The same pipelines with the kit's desk and controllers on simulated ranks, with more seeds."""
+    steps, loops, bounds = bench.config.load_steps, list[Loops](), list[float]()
+    for turn in range(bench.config.seeds):
+        show_progress(f"seed {turn + 1} of {bench.config.seeds}")
+        settings = {**STANDARD, "steps": steps, "seed": FIRST_SEED + turn, "simulated": True}
+        bounds.append(planned(settings))
+        loops.append(simulated_loops(made(ShareConfig, settings)))
+    note = f"the same load on simulated ranks and a virtual clock, {len(loops)} seeds"
+    yield from compared("simulated", loops, bounds, note, judged=False)
+    values = [each.shared / each.serial for each in loops]
+    title = "simulated, time together over one after the other"
+    yield Samples(what=title, values=values, metric="virtual_over_serial", unit="ratio", note=note)
+
+
+def makespan(bench: Bench) -> Iterator[Samples]:
+    """Pipelines that use all devices alone, one with twice the work of the other: sharing cannot gain."""
+    settings = {**EVEN, "steps": bench.config.paced_steps}
+    bound = planned(settings)
+    loops = measured_loops(bench.lab("share", "makespan", **settings).frame())
+    note = f"2 devices, K={bench.config.paced_steps} steps of 24 groups of 2; answers of 12 (A) and 6 (B) tokens at 20 ms; paced"
+    yield from compared("two pipelines that never wait", [loops], [bound], note)
+
+
+def planned(settings: Mapping[str, Any]) -> float:
+    return planned_work(made(ShareConfig, settings)).bound
+
+
+def measured_loops(frame: pd.DataFrame) -> Loops:
+    seconds = tables.loops(frame).set_index("loop")["seconds"]
+    return Loops(seconds["shared"], seconds["serial"], seconds["static"])
+
+
+def simulated_loops(config: ShareConfig) -> Loops:
+    alone = [simulate_alone(config, name, range(loop.replicas)) for name, loop in config.loops.items()]
+    halves = [simulate_alone(config, name, own_part(config, name)[1]) for name in config.loops]
+    together = simulate_pipelines(config)
+    refuse_broken(together.ended, (*config.names, DESK))
+    return Loops(together.seconds, sum(alone), max(halves))
+
+
+def compared(
+    title: str, loops: Sequence[Loops], bounds: Sequence[float], note: str, *, judged: bool = True
+) -> Iterator[Samples]:
+    """Each loop over the bound, and the bound over the fastest loop of its run."""
+    note = (
+        f"{note}; bound {statistics.median(bounds):.1f} s = max(work / devices, longest path), computed before the runs"
+    )
+    words = {"shared": "together", "serial": "one after the other", "static": "half of the devices each"}
+    for name, how in words.items():
+        seconds = [getattr(each, name) for each in loops]
+        yield Samples(
+            what=f"{title}, {how}, over the bound",
+            values=[took / bound for took, bound in zip(seconds, bounds, strict=True)],
+            metric="shared_over_bound" if name == "shared" and judged else "loop_over_bound",
+            unit="ratio",
+            note=f"{note}; median {statistics.median(seconds):.1f} s",
         )
+    fastest = [bound / min(each) for each, bound in zip(loops, bounds, strict=True)]
+    what = f"{title}, the bound over the fastest loop"
+    yield Samples(what=what, values=fastest, metric="bound_over_fastest", unit="ratio", note=note)
 
-    yield over("time of both pipelines", float(loops["seconds"]["shared"]), "shared_over_bound")
-    for loop, words in (("serial", "one after the other"), ("static", "half of the devices each")):
-        yield over(words, getattr(by, loop), how=", by arithmetic")
-        if loops["known by"][loop] == "measured":
-            yield over(words, float(loops["seconds"][loop]))
+
+def device_time(frames: Sequence[pd.DataFrame], note: str) -> Iterator[Samples]:
+    """The shares of all device time in use by owners, and of what keeps devices from it."""
+    shares = [device_shares(frame) for frame in frames]
+    for use in shares[0]:
+        values = [share[use] for share in shares]
+        yield Samples(what=f"device time: {use}", values=values, metric="device_time", unit="share", note=note)
+
+
+def device_shares(frame: pd.DataFrame) -> dict[str, float]:
+    uses, idle = tables.uses(tables.ledger(frame)), tables.idle(frame)
+    seconds, total = uses.groupby("use")["seconds"].sum(), uses["seconds"].sum()
+    used = {
+        "work of owners": seconds.reindex(["generating", "training"]).sum(),
+        "owner waits for tools, rewards or its next step": seconds.get("waiting", 0.0),
+        "replica falls asleep, wakes or waits for weights": seconds.get("switching", 0.0),
+    }
+    free = {f"idle, {cause}": idle[cause].sum() for cause in tables.CAUSES}
+    return {use: float(value / total) for use, value in {**used, **free}.items()}
+
+
+# -- a switch ------------------------------------------------------------------------------------------------------------------
 
 
 def time_switches(bench: Bench) -> Iterator[Samples]:
@@ -220,6 +306,8 @@ def one_bundle(tp: int, rounds: int) -> list[float]:
 
 PARTS: dict[str, Part] = {
     "together": compare_together,
+    "load": standard,
+    "seeds": on_virtual_clock,
     "makespan": makespan,
     "switch": time_switches,
     "scheduler": time_scheduler,

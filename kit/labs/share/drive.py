@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import tempfile
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,31 +24,29 @@ from kit.labs.share.scenarios import SCENARIOS, for_config
 from kit.labs.share.simulated import AS_CONFIGURED, Scene, ShareSide, refuse_broken, scenes, simulated_side
 from kit.labs.stream.lab import settings
 from kit.loop.messages import Command, Event, Memory
-from kit.loop.runner import Core, Port, RealClock, Runner, Stalled
+from kit.loop.runner import Core, Port, RealClock, Runner, Stalled, VirtualClock
 from kit.results import Row, Unjudged
 from kit.results.records import Id
 from kit.share import core
 from kit.share.books import DeskLedger
 from kit.share.member import Member, Own
 from kit.share.planner import PLANNERS
-from kit.share.simulated import DeskSimulation, Ports
+from kit.share.simulated import DeskSimulation, Devices, Ports
 from kit.share.state import Cluster, DeskSettings
 from kit.stream.core import Controller
 from kit.stream.live import OpenDesk, Prompts, RunLedger, written_rows
 from kit.stream.ports import Meter, StepLog, Watched, replica_role
+from kit.stream.rewards import AwaitsRewards
 from kit.stream.settings import opening
 from kit.stream.sides import LoopSide, silent
+from kit.stream.simulated import ADDRESSES, System, durations
 from kit.target import load_callable
+from kit.train.draws import reward_wait_s
 
 
 def alone(drive: Drive) -> None:
     name = drive.phase.removeprefix(ALONE)
     without_desk(drive, {name: range(drive.config.loops[name].replicas)})
-
-
-def serial(drive: Drive) -> None:
-    for name, loop in drive.config.loops.items():
-        without_desk(drive, {name: range(loop.replicas)})
 
 
 def static(drive: Drive) -> None:
@@ -112,6 +111,16 @@ def simulate_pipelines(config: ShareConfig, scene: Scene = AS_CONFIGURED, rows: 
     return DeskSimulation(rows, runners[0].ended, runners[0])
 
 
+def simulate_alone(config: ShareConfig, pipeline: str, replicas: Collection[int]) -> float:
+    """The seconds of one pipeline with these replicas and without a desk, on simulated ranks."""
+    clock, rows, loop = VirtualClock(), Memory(), config.loops[pipeline]
+    system = System(clock, durations(loop), replicas=loop.replicas, pipeline=pipeline)
+    ports: dict[str, Port] = {**dict.fromkeys(ADDRESSES, system), "clock": Devices(clock, {})}
+    side = ShareSide(clock=clock, ports=ports, ledger=rows, deadline_s=config.deadline_s)
+    run_cores({pipeline: without(config, pipeline, replicas)}, config, side)
+    return rows[-1].time
+
+
 def under_desk(config: ShareConfig, scene: Scene) -> dict[str, Core[Any]]:
     pipelines: dict[str, Core[Any]] = {name: member(config, name, **scene.settings) for name in config.names}
     return {**pipelines, DESK: load_callable(config.scheduler)(dataclasses.replace(config, **scene.limits))}
@@ -172,8 +181,8 @@ def without_desk(drive: Drive, replicas: Mapping[str, Collection[int]]) -> None:
             name: Ranks(drive, name, map(replica_role, numbers), observer=observer)
             for name, numbers in replicas.items()
         }
-        cores = {name: Without(controller(drive.config, name), name, numbers) for name, numbers in replicas.items()}
-        run_cores(cores, drive.config, live_side(drive, parts, {"desk": OpenDesk()}, observer))
+        cores = {name: without(drive.config, name, numbers) for name, numbers in replicas.items()}
+        run_cores(cores, drive.config, live_side(drive, parts, {"desk": OpenDesk(), "clock": AlarmClock()}, observer))
 
 
 # -- a run ----------------------------------------------------------------------------------------------------------------
@@ -244,8 +253,13 @@ def opened(side: LoopSide, meters: Mapping[str, Meter], config: ShareConfig) -> 
 # -- cores ----------------------------------------------------------------------------------------------------------------
 
 
-def controller(config: ShareConfig, pipeline: str, **changes: Any) -> Controller:
-    return Controller(dataclasses.replace(settings(config.loops[pipeline]), **changes), pipeline=pipeline)
+def controller(config: ShareConfig, pipeline: str, **changes: Any) -> Core[Any]:
+    loop = config.loops[pipeline]
+    core_of_it = Controller(dataclasses.replace(settings(loop), **changes), pipeline=pipeline)
+    if not loop.reward_ms[1]:
+        return core_of_it
+    seconds = functools.partial(reward_wait_s, loop.seed, loop.reward_ms)
+    return AwaitsRewards(core_of_it, pipeline, seconds)
 
 
 def member(config: ShareConfig, pipeline: str, **changes: Any) -> Member:
@@ -277,11 +291,18 @@ def desk_settings(config: ShareConfig) -> DeskSettings:
     )
 
 
+def without(config: ShareConfig, pipeline: str, replicas: Collection[int]) -> Without:
+    gone = [replica for replica in range(config.loops[pipeline].replicas) if replica not in replicas]
+    return Without(controller(config, pipeline), pipeline, gone)
+
+
 class Without:
-    def __init__(self, core: Controller, name: str, replicas: Collection[int]) -> None:
+    """A loop without a desk, with some of its replicas only."""
+
+    def __init__(self, core: Core[Any], name: str, gone: Collection[int]) -> None:
         self.core = core
         self.name = name
-        self.gone = [replica for replica in range(core.settings.replicas) if replica not in replicas]
+        self.gone = gone
 
     def begin(self) -> tuple[Any, tuple[Command, ...]]:
         state, commands = self.core.begin()

@@ -200,7 +200,7 @@ class ShareConfig(JobConfig):
     ] = PIPELINE
     controls: Annotated[
         Literal["alone", "all"],
-        Option("runs to compare with: each pipeline alone; all: also in sequence, and on half of the devices each"),
+        Option("runs to compare with: each pipeline alone; all: also all at once, each on its part of the devices"),
     ] = "alone"
     rehearse: Annotated[bool, Option("at the end, run all again and kill a replica and a trainer on purpose")] = True
     gate: Annotated[
@@ -349,7 +349,6 @@ def plan(config: ShareConfig) -> list[Step]:
         *alone,
         Step(3, MAIN, driver=f"{DRIVER}:shared"),
         *([Step(3, "verify", with_adapters)] if with_adapters else []),
-        *([Step(4, "serial", driver=f"{DRIVER}:serial")] if controls else []),
         *([Step(5, "static", driver=f"{DRIVER}:static")] if controls else []),
         *([Step(6, "rehearse", driver=f"{DRIVER}:rehearse")] if config.rehearse else []),
         Step(0, "end"),

@@ -77,7 +77,7 @@ def judged_phases(frame: pd.DataFrame, config: Mapping[str, Any]) -> tuple[str, 
     """All phases with ledgers, `shared` first; with own code only those that run it."""
     if own_code(config, OWN):
         return MAIN, "scripted", "rehearse"
-    return (MAIN, "scripted", *alone_phases(frame), "serial", "static", "rehearse")
+    return (MAIN, "scripted", *alone_phases(frame), "static", "rehearse")
 
 
 def every_ledger(frame: pd.DataFrame, phases: Iterable[str]) -> Iterator[tuple[str, DeskLedger]]:

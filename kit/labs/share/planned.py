@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kit.errors import BadInput
 from kit.labs.share.lab import PipelineConfig, ShareConfig
-from kit.train.tails import answer_length, reward_wait_s, tool_stalls
+from kit.train.draws import answer_length, reward_wait_s, tool_stalls
 
 
 class PlannedWork(NamedTuple):

@@ -21,7 +21,7 @@ from kit.stream.live import STUCK_S, LiveRanks
 from kit.stream.ports import replica_number, replica_role
 from kit.world.calls import Pending
 
-OF_REQUESTS = ("started", "tokens", "completed", "failed", "cancelled")
+OF_REQUESTS = ("started", "tokens", "tool_called", "completed", "failed", "cancelled")
 MOVES = ("begin", "finish", "abort")  # calls with which the trainer enters and leaves its devices
 
 

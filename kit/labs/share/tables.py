@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -16,7 +17,7 @@ from kit.labs.share.ledgers import HolderSpan, memory_source, over_time, recorde
 from kit.results import NotMeasured
 from kit.results.ledger import PerFrame
 from kit.results.records import Row, numbers
-from kit.share.books import Books, DeskLedger, cluster_of, replica_of, request_of
+from kit.share.books import Books, DeskLedger, Request, cluster_of, replica_of, request_of
 from kit.share.judge import has_work, is_needy, sleeping_bundles
 from kit.share.state import GENERATION
 from kit.share.stuck import device_requests, flights
@@ -73,10 +74,25 @@ class Work(NamedTuple):
 
 
 def work(book: DeskLedger) -> list[Work]:
-    """A replica works while it has open requests. When it leaves, they go elsewhere."""
-    busy = over_time(flights(book), lambda flying: {replica_of(sent): True for sent in flying.values()})
+    """A replica works while it has open requests that wait for no tool. When it leaves, they go elsewhere."""
+    busy = over_time(decoded(book), lambda flying: {replica_of(sent): True for sent in flying})
     generating = [Work(name, f"replica {number}", "generating", left, right) for (name, number), _, left, right in busy]
     return [*generating, *training(book)]
+
+
+def decoded(book: DeskLedger) -> Iterator[tuple[Row, list[Row]]]:
+    """Each row, and each end of a tool call, with the rows that sent the requests which wait for no tool before it."""
+    answered: dict[Request, float] = {}
+    for row, flying in flights(book):
+        for request, when in sorted(answered.items(), key=lambda call: call[1]):
+            if when <= row.time:
+                yield replace(row, time=when), [sent for key, sent in flying.items() if key not in answered]
+                del answered[request]
+        yield row, [sent for key, sent in flying.items() if key not in answered]
+        if row.event == "tool_called":
+            answered[request_of(row)] = row.time + row.number("ms") / 1000
+        elif row.event == "sent":  # again, elsewhere
+            answered.pop(request_of(row), None)
 
 
 def training(book: DeskLedger) -> Iterator[Work]:
@@ -424,8 +440,8 @@ def needed(book: DeskLedger, clusters: Mapping[str, Mapping[str, Sequence[int]]]
 class Arithmetic(NamedTuple):
     """Seconds calculated from the loops alone, and the device-seconds of work of each pipeline.
 
-    `bound` is max(device-seconds / devices, longest alone) + switching device-seconds / devices; `serial` the sum of the loops alone;
-    `static` the longest pipeline's work on its even part of the devices.
+    `bound` is max(device-seconds / devices, longest alone), `serial` the sum of the loops alone, `static` the longest pipeline's work on
+    its even part of the devices.
     """
 
     bound: float
@@ -445,10 +461,8 @@ def arithmetic(frame: pd.DataFrame) -> Arithmetic:
     clusters = {row.who: {"trainer": numbers(row.get("trainer", ()))} for row in book.of("clusters")}
     tp = {row.who: int(row.get("tp", 1)) for row in book.of("clusters")}
     busy = {name: needed(ledger(frame, ALONE + name), clusters, tp) for name in names}
-    table = uses(book)
-    switching = float(table[table["use"] == "switching"]["seconds"].sum())
     return Arithmetic(
-        bound=max(sum(busy.values()) / devices, *known.values()) + switching / devices,
+        bound=max(sum(busy.values()) / devices, *known.values()),
         serial=sum(known.values()),
         static=max(busy.values()) / (devices / len(names)),
         work=busy,
@@ -468,12 +482,12 @@ def loops(frame: pd.DataFrame) -> pd.DataFrame:
         least = by.bound
         lines.append(("bound", by.bound, "arithmetic"))
         lines += [(f"{name} alone", seconds, "measured") for name, seconds in by.alone.items()]
-    for loop in ("serial", "static"):
-        seconds = loop_seconds(frame, loop)
-        if seconds is not None:
-            lines.append((loop, seconds, "measured"))
-        elif by is not None and len(by.alone) > 1:
-            lines.append((loop, getattr(by, loop), "arithmetic"))
+    if by is not None and len(by.alone) > 1:
+        lines.append(("serial", by.serial, "arithmetic"))
+    if (seconds := loop_seconds(frame, "static")) is not None:
+        lines.append(("static", seconds, "measured"))
+    elif by is not None and len(by.alone) > 1:
+        lines.append(("static", by.static, "arithmetic"))
     ended = [line for line in lines if line[1] is not None]
     if not ended:
         raise NotMeasured("no loop ended")

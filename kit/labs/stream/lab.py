@@ -25,6 +25,7 @@ from kit.megatron.config import ModelConfig, check, model_bytes
 from kit.stream.ports import replica_role
 from kit.stream.settings import SAMPLERS, StreamSettings, refusals, refuse_lacking
 from kit.target import load_callable
+from kit.train.draws import answer_length, tool_stalls
 
 DRIVER = "kit.labs.stream.drive"
 LONGEST_PROMPT = 4  # of "9+9="
@@ -159,6 +160,8 @@ class StreamConfig(JobConfig):
         check_range("tool_ms", self.tool_ms)
         if self.tools and not self.tail:
             raise BadInput(f"tools={self.tools} needs tail=true, because tools are called at known places of an answer")
+        if self.tools and self.infer_tp > 1:  # each rank has its own clock, and would wait for another time
+            raise BadInput(f"tools={self.tools} needs infer_tp=1, not {self.infer_tp}")
         if unknown := {*phase_wanted(self.phases)} - {*PHASES}:
             raise BadInput(
                 f"phases={self.phases!r} names {', '.join(sorted(unknown))!r}; use {ALL}, or a list of {', '.join(PHASES)}"
@@ -207,6 +210,12 @@ class StreamConfig(JobConfig):
     def length(self) -> int:
         """Tokens of the longest sample: prompt and answer."""
         return LONGEST_PROMPT + self.answer[1]
+
+    def drawn_length(self, group: int, sample: int) -> int:
+        return answer_length(self, group, sample)
+
+    def tool_calls(self, group: int, sample: int) -> dict[int, float]:
+        return tool_stalls(self, group, sample)
 
     @property
     def update_samples(self) -> int:

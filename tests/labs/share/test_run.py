@@ -20,6 +20,7 @@ from kit.share import judge
 from kit.share.member import Member
 from kit.stream.history import LoopLedger
 from kit.stream.judge import publish_before_use
+from kit.train.draws import answer_length, tool_stalls
 from tests.holdings import holdings, wait_for
 from tests.labs.share.conftest import share
 from tests.loop.replaying import replay_rows
@@ -36,6 +37,10 @@ CONFIG: dict[str, Any] = {
     "lr": 3e-3,
     "a.answer": (3, 8),
     "b.answer": (3, 10),
+    "b.tail": True,
+    "b.tools": 1,
+    "b.tool_ms": (1, 50),
+    "b.reward_ms": (1, 50),
     "decode": 2,
 }
 NUMBERS = ("digest", "tokens_digest", "global_loss", "grad_norm")
@@ -97,6 +102,21 @@ def test_each_computes_what_it_computes_alone(run: kit.Run) -> None:
         assert len(alone) == (steps + 1) + steps * 4 + 2 * steps
         assert computed(run, "shared", name) == alone
     assert computed(run, "shared", "a") != computed(run, "shared", "b")
+
+
+def test_answers_have_their_drawn_lengths_and_wait_for_their_tools(run: kit.Run) -> None:
+    loop = share(**CONFIG).loops["b"]
+    rows = [row for row in ledger(run, "shared") if row.ids.get("pipeline") == "b"]
+    samples = {(row.number("group"), row.number("sample")) for row in rows if row.event == "completed"}
+    assert len(samples) == 3 * 2 * 2
+    for sample in samples:
+        own = [row for row in rows if (row.ids.get("group"), row.ids.get("sample")) == sample]
+        assert {row.number("length") for row in own if row.event == "completed"} == {answer_length(loop, *sample)}
+        stalls = [round(1000 * seconds) for seconds in tool_stalls(loop, *sample).values()]
+        called = [row for row in own if row.event == "tool_called"]
+        assert {row.number("ms") for row in called} == {*stalls}
+        after = [row.time for row in own if row.event == "completed"][-1]
+        assert all(after - row.time >= row.number("ms") / 1000 - 0.001 for row in called)
 
 
 def test_no_device_had_two_owners(run: kit.Run) -> None:
@@ -184,13 +204,13 @@ def test_memory_comes_down(run: kit.Run) -> None:
 @pytest.mark.timeout(600)  # up to 12 ranks on two cores
 @pytest.mark.parametrize(
     "more",
-    [{"scenario": "F"}, {"scenario": "A", "sleep_level": 1}, {"controls": "all"}],
+    [{"scenario": "F", "b.tools": 0}, {"scenario": "A", "sleep_level": 1}, {"controls": "all"}],
     ids=lambda more: "-".join(f"{name}={value}" for name, value in more.items()),
 )
 def test_other_sizes_levels_and_controls_compute_the_same(places: None, more: dict[str, Any]) -> None:
     found = on_ranks(**more)
     names = PIPELINES[:1] if more.get("scenario") == "A" else PIPELINES
-    phases = ("shared", "serial", "static") if more.get("controls") == "all" else ("shared",)
+    phases = ("shared", "static") if more.get("controls") == "all" else ("shared",)
     for name in names:
         alone = computed(found, f"alone_{name}", name)
         assert alone
@@ -200,7 +220,8 @@ def test_other_sizes_levels_and_controls_compute_the_same(places: None, more: di
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # 11 ranks on two cores
 def test_three_pipelines_with_different_tp_compute_what_they_compute_alone(places: None) -> None:
-    more = {"pipelines": 3, "steps": 2, "b.steps": 2, "b.tp": 2, "b.train": (0, 1), "b.infer_tp": 2, "rehearse": False}
+    more = {"pipelines": 3, "steps": 2, "b.steps": 2, "b.tp": 2, "b.train": (0, 1), "b.infer_tp": 2, "b.tools": 0}
+    more["rehearse"] = False
     found = on_ranks(**more)
     assert {row.check: row.why for row in found.verdict() if row.passed is False} == {}
     for name in "abc":

@@ -160,7 +160,7 @@ def test_loops_are_compared_with_the_bound(simulated):
     assert list(table.index) == ["shared", "bound", "a alone", "b alone", "serial", "static"]
     alone = table.loc[["a alone", "b alone"], "seconds"]
     assert table.loc["serial", "seconds"] == pytest.approx(alone.sum())
-    assert table.loc["bound", "seconds"] > alone.max()
+    assert table.loc["bound", "seconds"] >= alone.max()
     assert table.loc["shared", "times bound"] == pytest.approx(
         table.loc["shared", "seconds"] / table.loc["bound", "seconds"]
     )

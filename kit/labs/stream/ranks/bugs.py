@@ -29,7 +29,7 @@ from kit.megatron.serve import (
     distribution,
     pick,
 )
-from kit.train.arithmetic import uniform
+from kit.train.draws import uniform
 from kit.train.protocol import Batch
 
 Tokens = tuple[int, ...]

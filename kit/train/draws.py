@@ -1,11 +1,27 @@
-"""Lengths and waits with long tails, as real answers, tools and rewards have them. Each depends only on its key, so that they are known
-before a loop runs: any replica gives the same, also after a restart."""
+"""Pseudo-random numbers that depend only on their key, and the lengths and waits that are drawn with them.
+
+The numbers have no generator and no state, so that the order of calls, other requests and restarts change nothing. Equal keys give equal
+numbers on every machine. Lengths and waits have long tails, as those of real answers, tools and rewards, and are known before a loop runs.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from typing import Protocol
 
-from kit.train.arithmetic import Part, uniform
+Part = int | str | tuple[int, ...]
+
+
+def uniform(*key: Part) -> float:
+    """A number in [0, 1) with 53 random bits, from a hash of the key."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
+
+
+def whole_number(low: int, high: int, *key: Part) -> int:
+    """A whole number from low to high, both included."""
+    return low + int(uniform(*key) * (high - low + 1))
+
 
 TAIL = 1.2  # exponent of a Pareto distribution
 
