@@ -54,13 +54,16 @@ def test_half_a_bundle_is_rounded_up(left: tuple[int, int], bundles: tuple[int, 
     assert (len(a.active), len(b.active)) == bundles
 
 
-def test_a_pipeline_without_demand_gets_no_replica_and_keeps_its_last() -> None:
+def test_a_pipeline_without_demand_gets_no_replica_and_gives_its_last_to_one_that_lacks_it() -> None:
     a, b = share("a", 1, 4, set(), left=0, target=10), share("b", 1, 2, set(), left=1000)
     moves(a, b, idle={0, 1, 2, 3}, devices=4)
     assert (a.active, b.active) == (set(), {0, 1})
     a, b = share("a", 1, 4, {0, 1, 2, 3}, left=0, target=10), share("b", 1, 4, set(), left=1000)
     moves(a, b, idle=set(), devices=4)
-    assert (a.active, b.active) == ({3}, {0, 1, 2})
+    assert (a.active, b.active) == (set(), {0, 1, 2, 3})
+    a, b = share("a", 1, 4, {0, 1, 2, 3}, left=0, target=10), share("b", 1, 4, set(), left=0, target=10)
+    moves(a, b, idle=set(), devices=4)
+    assert (a.active, b.active) == ({0, 1, 2, 3}, set())
     a, b = share("a", 1, 4, set(), left=0, target=10), share("b", 1, 4, set(), left=0, target=7)
     assert moves(a, b, idle={0, 1, 2, 3}, devices=4) == ([], [])
 
