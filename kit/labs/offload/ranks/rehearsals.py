@@ -169,7 +169,7 @@ def not_as_found(before_build: dict[str, Any]) -> list[str]:
         dist.destroy_process_group(of_the_caller)
     for fails in (False, True):
         with without_default_group():
-            wrong += borrowing(make_a_default_group, fails=fails)
+            wrong += keeping_a_handle(make_a_default_group, fails=fails)
     return wrong
 
 
@@ -195,34 +195,44 @@ def make_a_group() -> None:
 
 
 def borrow_from_the_job(ctx: JobContext) -> list[str]:
-    """What is not as it was found while the job lives, after bodies that draw from its generators and make a group of which they keep the
-    handle: the group must die, although over gloo it would live as long as anything refers to it."""
+    """What is not as it was found while the job lives, after bodies that draw from its generators and make a group."""
+
+    def draw_and_make_a_group() -> Any:
+        observe.draw_from_tracker(ctx.device)
+        return dist.new_group(backend="gloo", group_desc="kept")
+
     wrong: list[str] = []
     for fails in (False, True):
-        handles: list[Any] = []
-        inside: list[weakref.ref[Any]] = []
-
-        def body(handles: list[Any] = handles, inside: list[weakref.ref[Any]] = inside) -> None:
-            observe.draw_from_tracker(ctx.device)
-            handles.append(dist.new_group(backend="gloo", group_desc="kept"))
-            with births.doors():
-                inside.append(weakref.ref(births.reach(handles[0])))
-
         before = observe.random_state()
-        wrong += borrowing(body, fails=fails)
-        ended = "an error" if fails else "success"
+        wrong += keeping_a_handle(draw_and_make_a_group, fails=fails)
         moved = [name for name, digest in observe.random_state().items() if before.get(name) != digest]
-        wrong += [f"{name} is in another state after {ended}" for name in moved]
-        gc.collect()
-        wrong += [
-            f"a group lives on after {ended} because its handle is kept" for group in inside if group() is not None
-        ]
+        wrong += [f"{name} is in another state after {'an error' if fails else 'success'}" for name in moved]
     return wrong
 
 
-def make_a_default_group() -> None:
+def keeping_a_handle(make: Callable[[], Any], *, fails: bool) -> list[str]:
+    """`borrowing` with a body that makes a group and keeps its handle: the group must die, although over gloo it would live as long as
+    anything refers to it."""
+    handles: list[Any] = []
+    inside: list[weakref.ref[Any]] = []
+
+    def body() -> None:
+        handles.append(make())
+        with births.doors():
+            inside.append(weakref.ref(births.reach(handles[0])))
+
+    wrong = borrowing(body, fails=fails)
+    gc.collect()
+    ended = "an error" if fails else "success"
+    alive = [group for group in inside if group() is not None]
+    return wrong + [f"a group lives on after {ended} because its handle is kept" for _ in alive]
+
+
+def make_a_default_group() -> Any:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    groups.install()
     dist.all_reduce(torch.ones(1))
+    return dist.group.WORLD
 
 
 def silence_of(group: Any) -> list[str]:
