@@ -218,6 +218,37 @@ class KeepsSomethingOnce(Step):
         job.setdefault("history", []).append(torch.zeros(1))
 
 
+class StoresRows(Step):
+    """Trains on the caller's rows, but only in finish."""
+
+    def _run(self, pieces: list[Batch]) -> list[dict[str, torch.Tensor]]:
+        self.stored = pieces
+        return []
+
+    def _close(self) -> Any:
+        self.seen += super()._run(self.stored)
+        return super()._close()
+
+
+class StoresCopies(StoresRows):
+    def _run(self, pieces: list[Batch]) -> list[dict[str, torch.Tensor]]:
+        return super()._run([{name: value.clone() for name, value in piece.items()} for piece in pieces])
+
+
+class ReportsMetrics(Step):
+    def _close(self) -> Any:
+        result = super()._close()
+        metrics = self._step_metrics(None, result["global_valid_seqs"], result["global_valid_toks"])
+        return {**result, "metrics": metrics}
+
+
+class AddsMeansUp(ReportsMetrics):
+    def _close(self) -> Any:
+        result = super()._close()
+        result["metrics"]["reward"] *= len(self.seen)
+        return result
+
+
 GROUPS: list[Any] = []
 
 
@@ -297,3 +328,16 @@ def test_what_steps_leave_behind_is_named(step: Any, kept: tuple[str, ...]) -> N
     rehearse.memory_of_steps(made, batch())
     assert [metric for metric, value, _, _ in made.found] == ["bytes_kept", "graphs_kept", "hooks_kept"] * 2
     assert tuple(f"{metric} {ids['end']}" for metric, value, _, ids in made.found if value) == kept
+
+
+@pytest.mark.parametrize(("step", "differs"), [(Step, False), (StoresCopies, False), (StoresRows, True)])
+def test_rows_that_the_caller_overwrites(step: Any, differs: bool) -> None:
+    made = scene(step, batches=[batch()])
+    made.whole(made.batches[0])
+    rehearse.overwritten(made, batch())
+    assert [bool(value) for _, value, *_ in made.found] == [differs]
+
+
+@pytest.mark.parametrize(("step", "wrong"), [(ReportsMetrics, 0), (AddsMeansUp, 1)])
+def test_a_metric_that_is_a_mean(step: Any, wrong: int) -> None:
+    assert found(step, rehearse.mean_metric) == [wrong]
