@@ -165,6 +165,15 @@ def test_a_single_world_tells_right_from_wrong(worlds: Worlds, seed: int, rule: 
     assert rule in findings if rule else findings == {}
 
 
+def test_the_end_of_the_data_is_no_reason_to_give_up_a_step_with_all_its_groups() -> None:
+    worlds = StreamWorlds()
+    world = world_of(worlds, 5)
+    assert play(worlds, world).findings == {}
+    with replaced({"kit.stream.core:is_stuck": f"{WRONG}:is_stuck_while_it_scores"}):
+        findings = play(worlds, world).findings
+    assert "the data ended with 6 of 6 groups" in findings["no_deadlock"]
+
+
 def test_bad_input_is_one_sentence() -> None:
     with pytest.raises(BadInput, match="lab 'smoke' has no random worlds; explore share or stream"):
         kit.explore("smoke")

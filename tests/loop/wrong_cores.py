@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from kit.labs.share.drive import desk_settings
@@ -9,7 +10,9 @@ from kit.loop.messages import Command, Event
 from kit.share.core import Scheduler
 from kit.share.planner import PLANNERS, View, gap_ratio
 from kit.share.state import DeskState
+from kit.stream import core
 from kit.stream.core import Controller
+from kit.stream.generation import StreamTurn
 from tests.stream.test_foreign import Windowed
 
 # -- planners ---------------------------------------------------------------------------------------------------------------
@@ -160,6 +163,19 @@ class LogsNothing(Controller):
 
 def logs_nothing(plan: Any, start: Any = None) -> Controller:
     return LogsNothing(plan, pipeline="a", resume=start)
+
+
+is_stuck = core.is_stuck
+
+
+def is_stuck_while_it_scores(t: StreamTurn) -> bool:
+    step = t.step
+    if step is None or not step.scoring:
+        return is_stuck(t)
+    t.step = replace(step, scoring=())
+    stuck = is_stuck(t)
+    t.step = step
+    return stuck
 
 
 # -- samplers -----------------------------------------------------------------------------------------------------------------

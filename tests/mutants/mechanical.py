@@ -100,11 +100,19 @@ ROOMS = (
     ),
     Room(
         "stream",
-        ("kit/stream/core.py", "kit/stream/settings.py", "kit/stream/ports.py", "kit/loop/*.py"),
+        (
+            "kit/stream/core.py",
+            "kit/stream/generation.py",
+            "kit/stream/settings.py",
+            "kit/stream/ports.py",
+            "kit/loop/messages.py",
+            "kit/loop/runner.py",
+        ),
         (
             STREAM,
             f"{STREAM} --set sampler=strict --set window=0 --set at_sync=abort",
             f"{STREAM} --set window=2 --set replicas=3",
+            f"{STREAM} --set places=16 --set sampler=docs.examples.own_sampler:InOrder",
             f"explore stream --seeds {WORLDS}",
             "run stream --set steps=3 --set worlds=0",
         ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -247,13 +248,15 @@ def ends_well(ledger: LoopLedger) -> Violations:
     """Does the controller end on its own, without an error?
 
     Of what happens in a world, only the data's end, rows that cannot be cleared, a sync that fails, and more failed steps than may be
-    retried are reasons for one.
+    retried are reasons for one. The data's end is none if the open step has all its groups.
     """
     ends = ledger.by_event["ended"]
     failed = [row.get("of") for row in ledger.by_event["error"]]
     steps = sum(name in FAILS for name in failed)
     excused = (
-        ledger.by_event["exhausted"] or {"clear", "sync"} & {*failed} or steps > (ledger.limit("step_retries") or 0)
+        (ledger.by_event["exhausted"] and not only_trains(ledger))
+        or {"clear", "sync"} & {*failed}
+        or steps > (ledger.limit("step_retries") or 0)
     )
     if not ends:
         yield f"the controller never ended; the last row is {ledger.rows[-1]}"
@@ -261,6 +264,16 @@ def ends_well(ledger: LoopLedger) -> Violations:
         if row.get("why") == "error" and not excused:
             yield f"{row}: ended with an error: {row.get('error', '')}"
     return "the controller ended"
+
+
+def only_trains(ledger: LoopLedger) -> bool:
+    """Whether the last step has all its groups, did not fail, and is no version yet: it needs no more data."""
+    selected = Counter(row.get("step") for row in ledger.by_event["selected"])
+    over = {row.get("step") for name in ("error", "bumped") for row in ledger.by_event[name]}
+    return any(
+        count == ledger.limit("groups_per_step") and step == max(selected) and step not in over
+        for step, count in selected.items()
+    )
 
 
 def draw_failures(rng: random.Random, groups: int, steps: int, retries: int) -> dict[str, int]:
@@ -350,6 +363,7 @@ def pace_of(world: Mapping[str, Any]) -> Durations:
         token_s=world["token_ms"] / 1000,
         span=world["span"],
         train_s=world["train_ms"] / 1000,
+        logprobs_s=world["train_ms"] / 2000,
         sync_s=world["sync_ms"] / 1000,
         length=length,
         reward=reward,
