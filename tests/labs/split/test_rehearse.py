@@ -332,7 +332,7 @@ def test_what_steps_leave_behind_is_named(step: Any, kept: tuple[str, ...]) -> N
 
 @pytest.mark.parametrize(("step", "differs"), [(Step, False), (StoresCopies, False), (StoresRows, True)])
 def test_rows_that_the_caller_overwrites(step: Any, differs: bool) -> None:
-    made = scene(step, batches=[batch()])
+    made = scene(step, batches=[batch()], loss=NegativeLogLikelihood(level="tokens"))
     made.whole(made.batches[0])
     rehearse.overwritten(made, batch())
     assert [bool(value) for _, value, *_ in made.found] == [differs]
