@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kit.loop.messages import Map
 from kit.share.books import Books, specified
-from kit.share.planner import PLANNERS, Share, View, gap_ratio, make_plan, violations
+from kit.share.planner import PLANNERS, Share, View, gap_ratio, make_plan, share_of, violations
 from kit.share.state import GENERATION, Cluster, DeskFields, Lease, Op, PipelineState, Plan, Request
 
 
@@ -52,6 +52,15 @@ def test_half_a_bundle_is_rounded_up(left: tuple[int, int], bundles: tuple[int, 
     a, b = share("a", 1, 3, set(), left=left[0]), share("b", 1, 3, set(), left=left[1])
     moves(a, b, idle={0, 1, 2}, devices=3)
     assert (len(a.active), len(b.active)) == bundles
+
+
+def test_a_pipeline_that_neither_asks_nor_generates_may_start_no_replica() -> None:
+    """Planners leave it out by themselves; your own need not."""
+    registered = PipelineState(Map({GENERATION: Cluster((0, 1), 1)}))
+    fields = DeskFields(idle=frozenset({0, 1}), pipelines=Map({"a": registered}))
+    assert list(share_of(fields, "a", []).free) == []
+    asks = replace(fields, requests=(Request("a", GENERATION, GENERATION, 1, 4),))
+    assert list(share_of(asks, "a", []).free) == [0, 1]
 
 
 def test_a_pipeline_without_demand_gets_no_replica_and_gives_its_last_to_one_that_lacks_it() -> None:
