@@ -428,25 +428,31 @@ def groups_return_to_baseline(frame: pd.DataFrame, _: Config) -> Measured:
     return promised(frame, "groups_kept", right=right)
 
 
+def need_rehearsal(frame: pd.DataFrame, name: str) -> None:
+    ended = frame[frame["metric"] == "rehearsal_raised"]
+    if len(ended) and not ended["ids"].astype(str).str.contains(name).any():
+        raise NotMeasured("the kit that made these records did not look for it")
+
+
 def nothing_stays(frame: pd.DataFrame, _: Config) -> Measured:
     """Does a step leave no tensor, graph or hook behind?
 
     In each of two rounds of a finished and an aborted step, after a first one."""
-    ended = frame[frame["metric"] == "rehearsal_raised"]
-    if len(ended) and not ended["ids"].astype(str).str.contains("memory_of_steps").any():
-        raise NotMeasured("the kit that made these records did not look for it")
+    need_rehearsal(frame, "memory_of_steps")
     right = "no tensor, graph or hook is added by another finished and aborted step"
     return promised(frame, "bytes_kept", "graphs_kept", "hooks_kept", right=right)
 
 
 def rows_copied(frame: pd.DataFrame, _: Config) -> Measured:
     """May the caller overwrite its rows after microbatch?"""
+    need_rehearsal(frame, "overwritten")
     right = "a step whose rows the caller overwrites before finish equals one with rows that stay, bit for bit"
     return promised(frame, "overwritten_differs", right=right)
 
 
 def means_averaged(frame: pd.DataFrame, _: Config) -> Measured:
     """Are metrics that are means averaged over microbatches and data ranks?"""
+    need_rehearsal(frame, "mean_metric")
     return promised(frame, "mean_wrong", right="reward is the mean over microbatches and data ranks")
 
 
