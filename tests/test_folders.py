@@ -115,7 +115,7 @@ def test_200_folders_make_reports(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Figures are made but not rendered, which would take most of the time; the test below renders some."""
-    monkeypatch.setattr("kit.view.report.data_uri", lambda picture: "data:,")
+    monkeypatch.setattr("kit.view.report.image_uri", lambda picture: "data:,")
     for folder in folders(tmp_path / "runs"):
         asked(capfd, "report", folder, "--to", tmp_path / "page.html")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import io
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -38,6 +40,13 @@ class Picture(Figure):
         self.savefig(buffer, format="png", dpi=110)
         return buffer.getvalue()
 
+    def _repr_html_(self) -> str | None:
+        """In the colours of the notebook's page. The dark theme is never the default, so such a picture stays dark."""
+        if to_hex(self.get_facecolor()) != LIGHT.paper:
+            return None
+        untrusted = '<p class="kit-untrusted">The picture is shown once the notebook is trusted.</p>'
+        return f"<style>{SHEET}</style>{inline(self, self.get_suptitle() or 'Picture')}{untrusted}"
+
     def save(self, path: str | Path) -> Path:
         path = Path(path)
         if path.suffix not in FORMATS:
@@ -45,13 +54,15 @@ class Picture(Figure):
         path.parent.mkdir(parents=True, exist_ok=True)
         stamp = {"Date": None} if path.suffix == ".svg" else None  # the same run makes the same file
         with mpl.rc_context(SVG):
-            self._settle()
+            self.settle()
             self.savefig(path, dpi=110, metadata=stamp)
         return path
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Lay out once and round: the solver's last digits differ from time to time, and names in the file with them."""
-        self.draw_without_rendering()
+        engine = self.get_layout_engine()
+        if engine is not None and self.axes:
+            engine.execute(self)
         self.set_layout_engine("none")
         parts = list(self.subfigs)
         while parts:
@@ -104,27 +115,50 @@ def message(words: str, theme: Theme) -> Picture:
 
 
 PLACES = {colour: f"--kit-{index}" for index, colour in enumerate(LIGHT.colours())}
-SHEET = "".join(
-    f"{where} {{{''.join(f'{name}:{colour};' for name, colour in zip(PLACES.values(), look.colours(), strict=True))}}}\n"
-    for where, look in ((".kit-picture", LIGHT), (DARK_PAGE, DARK))
-) + (".kit-picture svg { display:block; width:100%; height:auto; stroke-linejoin:round; stroke-linecap:butt; }")
+
+
+def variables(look: Theme) -> str:
+    """The theme's colours as the variables of a page."""
+    return "".join(f"{name}:{colour};" for name, colour in zip(PLACES.values(), look.colours(), strict=True))
+
+
+# A page that is not trusted loses this sheet, and with it what hides the words under a picture.
+SHEET = (
+    f".kit-picture {{{variables(LIGHT)}}}\n{DARK_PAGE} {{{variables(DARK)}}}\n.kit-untrusted {{ display:none; }}\n"
+    ".kit-picture svg { display:block; width:100%; height:auto; stroke-linejoin:round; stroke-linecap:butt; }"
+)
 
 
 def inline(picture: Picture, label: str) -> str:
     """A picture that was drawn in the light theme, as SVG in the colours of a page with `SHEET`. The label is for screen readers."""
+    text = coloured_svg(picture, secrets.token_hex(4))  # names in two pictures of one page must differ
+    head, rest = text.split(">", 1)
+    head = re.sub(r' (?:width|height)="[^"]*pt"', "", head)
+    named = f'{head} role="img" aria-label="{html.escape(label, quote=True)}">'
+    width = round(picture.get_size_inches()[0] * 96)
+    return f'<div class="kit-picture" style="max-width:{width}px">{named}{rest}</div>'
+
+
+def image_uri(picture: Picture) -> str:
+    """A picture that was drawn in the light theme, as an image that follows the theme of the browser."""
+    picture.settle()
+    text = coloured_svg(picture, "kit")
+    dark = f"@media (prefers-color-scheme: dark) {{ svg {{{variables(DARK)}}} }}"
+    shape = "stroke-linejoin:round; stroke-linecap:butt;"
+    sheet = f"<style>svg {{{variables(LIGHT)} {shape}}} {dark}</style>"
+    head, rest = text.split(">", 1)
+    return f"data:image/svg+xml;base64,{base64.b64encode(f'{head}>{sheet}{rest}'.encode()).decode()}"
+
+
+def coloured_svg(picture: Picture, salt: str) -> str:
+    """The drawing, with variables as colours."""
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    # Names in two pictures of one page must differ.
-    with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": secrets.token_hex(4)}):
+    with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": salt}):
         canvas: Any = FigureCanvasSVG(picture)
         canvas.print_svg(buffer, metadata=nothing)  # `savefig` would draw a second time
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     # matplotlib's own sheet would style every drawing of the page.
     text = re.sub(r"<style.*?</style>", "", text, count=1, flags=re.DOTALL)
-    text = COLOURED.sub(lambda found: f"var({PLACES[found[0]]})" if found[0] in PLACES else found[0], text)
-    head, rest = text.split(">", 1)
-    head = re.sub(r' (?:width|height)="[^"]*pt"', "", head)
-    named = f'{head} role="img" aria-label="{html.escape(label, quote=True)}">'
-    width = round(picture.get_size_inches()[0] * 96)
-    return f'<div class="kit-picture" style="max-width:{width}px">{named}{rest}</div>'
+    return COLOURED.sub(lambda found: f"var({PLACES[found[0]]})" if found[0] in PLACES else found[0], text)

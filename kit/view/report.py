@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import gzip
-import io
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,13 +22,11 @@ from typing import Any
 
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from PIL import Image
 
 import kit
-from kit.draw.album import Album
 from kit.draw.compare import plot_against
 from kit.draw.data import RunData
-from kit.draw.picture import Picture
+from kit.draw.picture import image_uri
 from kit.draw.style import THEMES
 from kit.errors import BadInput, KitError
 from kit.labs.discover import describe_folder, rules_of
@@ -47,7 +44,6 @@ from kit.view.runs import FACES, grid_html
 SUFFIXES = (".html", ".htm")
 TAIL = 60  # lines of a rank's log
 WIDE = 2000  # characters of a line of it
-DPI = 120
 MOST = 200  # rows of a table on the page
 CHANGES = 60  # of a comparison
 LARGEST = 2**20  # bytes of a timeline on the page
@@ -140,7 +136,7 @@ def comparison(runs: Sequence[Run]) -> dict[str, Any]:
         "answers": compared.answers,
         "settings": compared.settings_in_words,
         "ids": [run.id for run in runs],
-        "pictures": {name: data_uri(plot_against(runs, theme_name=name, table=compared.table)) for name in THEMES},
+        "picture": image_uri(plot_against(runs, table=compared.table)),
         "table": changed_answers(compared),
     }
 
@@ -165,7 +161,7 @@ def chapter(run: Run, number: int) -> dict[str, Any]:
         "passed": [row for row in rows if row["kind"] == MARKS[True].kind],
         "parts": [row for row in rows if row["parts"]],
         "trace": trace_of(run),
-        "pictures": pictures(drawn, limits),
+        "picture": image_uri(drawn.draw(tolerances=limits)),
         "tables": chapter_tables(drawn.data),
         "logs": logs(run) if run.broke else [],
         "config": {name: to_json(value) for name, value in flat(run.config).items()},
@@ -321,31 +317,7 @@ def changed_answers(compared: Comparison) -> dict[str, Any]:
     return table_cells(shown, "Largest changes", {"base": ROW, "value": ROW}, most=CHANGES)
 
 
-# -- pictures and logs -------------------------------------------------------------------------------------------------
-
-
-def pictures(drawn: Album, limits: Mapping[str, float]) -> dict[str, str]:
-    """The run's overview by theme. The second reuses the layout of the first, which halves the time."""
-    first, made = None, {}
-    for name in THEMES:
-        picture = drawn.draw(theme_name=name, tolerances=limits, like=first)
-        made[name] = data_uri(picture)
-        first = first or picture
-    return made
-
-
-def data_uri(picture: Picture) -> str:
-    """The inline picture in 128 colours: half the bytes and no visible difference."""
-    buffer = io.BytesIO()
-    picture.savefig(buffer, format="png", dpi=DPI, pil_kwargs={"compress_level": 0})  # it is read back at once
-    plain, small = Image.open(buffer).convert("RGB"), io.BytesIO()
-    few = plain.quantize(128, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
-    corner = (0, 0, 1, 1)
-    paper, colours = few.crop(corner).tobytes()[0], few.getpalette() or []
-    colours[3 * paper : 3 * paper + 3] = plain.crop(corner).tobytes()  # as the page's, to the last bit
-    few.putpalette(colours)
-    few.save(small, format="png")
-    return f"data:image/png;base64,{base64.b64encode(small.getvalue()).decode()}"
+# -- logs -------------------------------------------------------------------------------------------------
 
 
 def logs(run: Run) -> list[tuple[str, str]]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kit.draw.picture import PLACES
+from kit.draw.style import DARK, LIGHT
+
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
 
@@ -37,9 +40,9 @@ def test_run_all_shows_verdict_and_picture(page, server, artefacts):
     panel_waits(page, artefacts, "start")
     judged = cell_with(page, "run.verdict()")
     judged.locator(".jp-OutputArea", has_text="0 failed,").wait_for(timeout=120_000)
-    picture = cell_with(page, "run.plot()").locator(".jp-OutputArea img")
+    picture = cell_with(page, "run.plot()").locator(".jp-OutputArea .kit-picture")
     picture.wait_for(timeout=60_000)
-    assert picture.evaluate("image => image.complete && image.naturalWidth") >= 1000
+    assert picture.locator("svg").bounding_box()["width"] >= 700
     broken = cell_with(page, 'fault="leaked-group"')
     broken.locator(".jp-OutputArea", has_text="groups_return_to_baseline").wait_for(timeout=60_000)
     assert "✗ FAIL" in broken.inner_text()
@@ -57,6 +60,8 @@ def test_run_all_shows_verdict_and_picture(page, server, artefacts):
     menu(page, "Settings", "Theme", "JupyterLab Dark")
     page.locator('body[data-jp-theme-light="false"]').wait_for(state="attached", timeout=30_000)
     page.locator("#jupyterlab-splash").wait_for(state="detached", timeout=30_000)
+    paper = picture.evaluate(f"picture => getComputedStyle(picture).getPropertyValue('{PLACES[LIGHT.paper]}')")
+    assert paper == DARK.paper
     for name, cell in (("picture", picture), ("output", marks)):
         cell.scroll_into_view_if_needed()
         page.screenshot(path=artefacts / f"start-{name}-dark.png")
@@ -74,11 +79,11 @@ def test_offload_is_shown(page, server, artefacts):
     panel_waits(page, artefacts, "offload")
     judged = cell_with(page, "run.verdict()")
     judged.locator(".jp-OutputArea", has_text="0 failed,").wait_for(timeout=180_000)
-    modes = cell_with(page, "plot_modes(compared)").locator(".jp-OutputArea img")
+    modes = cell_with(page, "plot_modes(compared)").locator(".jp-OutputArea .kit-picture")
     modes.wait_for(timeout=180_000)
-    run = cell_with(page, "run.plot()").locator(".jp-OutputArea img")
+    run = cell_with(page, "run.plot()").locator(".jp-OutputArea .kit-picture")
     for name, picture in (("run", run), ("modes", modes)):
-        assert picture.evaluate("image => image.complete && image.naturalWidth") >= 1000
+        assert picture.locator("svg").bounding_box()["width"] >= 700
         picture.scroll_into_view_if_needed()
         page.screenshot(path=artefacts / f"offload-{name}.png")
     mine = cell_with(page, "implementation=").locator(".jp-OutputArea", has_text="old_groups_dead")
@@ -99,15 +104,15 @@ def test_a_weight_sync_is_shown(page, server, artefacts):
     mine.wait_for(timeout=180_000)
     assert "✗ FAIL" in mine.inner_text()
     shown = {
-        "run": cell_with(page, "run.plot()").locator(".jp-OutputArea img"),
-        "fault": cell_with(page, "broken.plot()").locator(".jp-OutputArea img"),
+        "run": cell_with(page, "run.plot()").locator(".jp-OutputArea .kit-picture"),
+        "fault": cell_with(page, "broken.plot()").locator(".jp-OutputArea .kit-picture"),
         "stages": cell_with(page, "rules.syncs(").locator(".jp-OutputArea table"),
         "transports": cell_with(page, "rules.transports(").locator(".jp-OutputArea table"),
         "faults": cell_with(page, "LAB.faults").locator(".jp-OutputArea table"),
         "own": mine,
     }
     for name in ("run", "fault"):
-        assert shown[name].evaluate("image => image.complete && image.naturalWidth") >= 1000
+        assert shown[name].locator("svg").bounding_box()["width"] >= 700
     for name, rows in (("stages", 10), ("transports", 4), ("faults", 12)):
         assert shown[name].locator("tbody tr").count() >= rows
     for name, part in shown.items():
@@ -128,15 +133,15 @@ def test_a_split_step_is_shown(page, server, artefacts):
     mine = cell_with(page, "implementation=").locator(".jp-OutputArea", has_text="FAIL grad_parity")
     mine.wait_for(timeout=180_000)
     shown = {
-        "run": cell_with(page, "run.plot()").locator(".jp-OutputArea img"),
-        "fault": cell_with(page, "broken.plot()").locator(".jp-OutputArea img"),
+        "run": cell_with(page, "run.plot()").locator(".jp-OutputArea .kit-picture"),
+        "fault": cell_with(page, "broken.plot()").locator(".jp-OutputArea .kit-picture"),
         "metrics": cell_with(page, "rules.metrics(").locator(".jp-OutputArea table"),
         "tensors": cell_with(page, "rules.tensors(").locator(".jp-OutputArea table"),
         "faults": cell_with(page, "LAB.faults").locator(".jp-OutputArea table"),
         "own": mine,
     }
     for name in ("run", "fault"):
-        assert shown[name].evaluate("image => image.complete && image.naturalWidth") >= 1000
+        assert shown[name].locator("svg").bounding_box()["width"] >= 700
     for name in ("metrics", "tensors", "faults"):
         assert shown[name].locator("tbody tr").count() >= 8
     for name, part in shown.items():
@@ -157,12 +162,12 @@ def test_a_stream_is_shown(page, server, artefacts):
     simulated = cell_with(page, "simulate(").locator(".jp-OutputArea", has_text="window 2")
     simulated.wait_for(timeout=60_000)
     shown = {
-        "run": cell_with(page, "run.plot()").locator(".jp-OutputArea img"),
+        "run": cell_with(page, "run.plot()").locator(".jp-OutputArea .kit-picture"),
         "steps": cell_with(page, "tables.steps(").locator(".jp-OutputArea table"),
         "replicas": cell_with(page, "tables.replicas(").locator(".jp-OutputArea table"),
         "simulated": simulated,
     }
-    assert shown["run"].evaluate("image => image.complete && image.naturalWidth") >= 1000
+    assert shown["run"].locator("svg").bounding_box()["width"] >= 700
     for name, rows in (("steps", 4), ("replicas", 2)):
         assert shown[name].locator("tbody tr").count() == rows
     for name, part in shown.items():

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 import kit
-from kit.draw.picture import PLACES, inline
+from kit.draw.picture import PLACES, SHEET, inline
 from kit.draw.style import DARK, LIGHT, THEMES
 from kit.errors import BadInput
 from kit.labs.bench_view.made_up import made_up
@@ -146,6 +146,13 @@ def test_in_a_page_a_picture_takes_the_colours_of_its_theme(run):
     assert all(f'id="{name}"' in page for name in used)
     again = inline(named.plot_run(run, "drift"), "Drift")
     assert not used & set(re.findall(r'id="(p\w{10})"', again))  # two pictures on a page share no ids
+
+
+def test_a_cell_shows_a_picture_in_the_colours_of_its_page_and_a_dark_one_as_it_is(run):
+    page = run.plot("drift")._repr_html_()
+    assert page.startswith(f"<style>{SHEET}</style>")
+    assert f"stroke: var({PLACES[LIGHT.series[0]]})" in page
+    assert run.plot("drift", theme="dark")._repr_html_() is None
 
 
 def test_both_themes_have_the_same_colours_in_the_same_places():
