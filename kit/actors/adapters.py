@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kit.actors.common import ActorContext, optimizer_settings
+from kit.actors.common import ActorContext, address_for, listen, optimizer_settings
 from kit.actors.replica import ReplicaActor
 from kit.actors.samples import Key
 from kit.actors.trainer import TrainerActor
@@ -24,7 +24,7 @@ from kit.megatron.serve import PromptRequest
 from kit.megatron.tensors import Mover
 from kit.sync.buckets import Cut, specs_of
 from kit.sync.hashes import digest
-from kit.sync.link import Listener, address_of
+from kit.sync.link import Listener
 from kit.sync.receiver import Receiver
 from kit.sync.sender import Sender
 from kit.train.protocol import Batch, Split, make_split
@@ -54,11 +54,6 @@ def named_in_loop(adapter: int, name: str) -> str:
     return f"{ADAPTER}{adapter}.{name}"
 
 
-def adapter_address(meeting: str, adapter: int) -> str:
-    """Where receivers of an adapter call."""
-    return f"{meeting}-{ADAPTER}{adapter}"
-
-
 class AdapterTrainer(TrainerActor):
     """`job` and `step` are those of the adapter that trains next, `turn`."""
 
@@ -72,7 +67,7 @@ class AdapterTrainer(TrainerActor):
         self.held: dict[str, list[int]] = {}  # the versions of the adapters on each replica
         if self.first:
             for adapter in range(self.config.adapters):
-                self.listeners.append(self.scope.enter_context(Listener(name=adapter_address(ctx.meeting, adapter))))
+                self.listeners.append(self.scope.enter_context(listen(ctx, f"{ADAPTER}{adapter}")))
 
     def build_jobs(self) -> None:
         self.frozen = lora.FrozenBase(model.network(self.config.trainer_model, self.device), self.device)
@@ -84,8 +79,9 @@ class AdapterTrainer(TrainerActor):
     def new_job(self, adapter: int) -> tuple[model.Training, Split]:
         """An adapter at version 0, with its own optimizer."""
         config = self.config
+        settings = optimizer_settings(config, steps_of_adapter(config.steps, adapter, config.adapters))
         self.job = lora.assemble_adapter(
-            self.frozen, config.trainer_model, config.lora, first_tensors(config, adapter), optimizer_settings(config)
+            self.frozen, config.trainer_model, config.lora, first_tensors(config, adapter), settings
         )
         return self.job, make_split(config.trainer, self.context(), "trainer")
 
@@ -176,7 +172,7 @@ class AdapterReplica(ReplicaActor):
                 f"rank {self.ctx.rank}",
                 lambda adapter=adapter: self.weights_of(adapter),  # type: ignore[misc]
                 self,
-                address=address_of(adapter_address(self.ctx.meeting, adapter)),
+                address=address_for(self.ctx, f"{ADAPTER}{adapter}"),
                 device=self.ctx.device,
                 timeout_s=self.config.deadline_s,
             )

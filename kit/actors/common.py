@@ -50,9 +50,13 @@ DIGEST = "sha256"  # of weights
 LESSON = 16  # problems of one supervised update
 
 
+def name_for(ctx: ActorContext, purpose: str) -> str:
+    return f"{ctx.meeting}-{purpose}"
+
+
 def listen(ctx: ActorContext, purpose: str) -> Listener:
-    """On rank 0: where samples arrive ("rows"), or receivers of weights call ("sync")."""
-    listener = Listener(name=f"{ctx.meeting}-{purpose}", tcp_host=ctx.host or None, certificate=ctx.certificate)
+    """On rank 0: where samples arrive ("rows"), or receivers of weights ("sync") or of an adapter call."""
+    listener = Listener(name=name_for(ctx, purpose), tcp_host=ctx.host or None, certificate=ctx.certificate)
     if ctx.host:
         ctx.ports[purpose] = listener.address["port"]
     return listener
@@ -60,7 +64,7 @@ def listen(ctx: ActorContext, purpose: str) -> Listener:
 
 def address_for(ctx: ActorContext, purpose: str) -> dict[str, Any]:
     """Where this rank calls rank 0: by name on its machine, where links carry descriptors too, else by its port."""
-    name = f"{ctx.meeting}-{purpose}"
+    name = name_for(ctx, purpose)
     if ctx.certificate is None or ctx.machine_of(ctx.rank) == ctx.machine_of(0):
         return address_of(name)
     certificate = ctx.certificate.fingerprint
@@ -86,9 +90,9 @@ def base_weights(config: Any) -> Weights:
     return {name: value.detach().to(DTYPES[model.dtype]) for name, value in plain.named_parameters()}
 
 
-def optimizer_settings(config: Any) -> Settings:
+def optimizer_settings(config: Any, steps: int) -> Settings:
     """Every update moves the weights far enough for versions to differ, and has another learning rate, so a lost schedule shows."""
-    samples = config.steps * config.groups * config.group
+    samples = steps * config.groups * config.group
     return Settings(lr=config.lr, first_lr=config.lr, last_lr=config.lr / 2, warmup=0, decay=samples)
 
 

@@ -97,7 +97,9 @@ class TrainerActor:
         self.build_senders()
 
     def build_jobs(self) -> None:
-        self.job = model.assemble_job(self.config.trainer_model, self.device, optimizer_settings(self.config))
+        self.job = model.assemble_job(
+            self.config.trainer_model, self.device, optimizer_settings(self.config, self.config.steps)
+        )
         shards.load_full(self.job.chunks, self.base)
         self.job.optimizer.reload_model_params()
         self.step = make_split(self.config.trainer, self.context(), "trainer")
@@ -136,7 +138,7 @@ class TrainerActor:
             chunks=self.job.chunks,
             optimizer=self.job.optimizer,
             scheduler=self.job.scheduler,
-            settings=optimizer_settings(self.config),
+            settings=optimizer_settings(self.config, self.config.steps),
             groups=snapshot().get("groups", []),
             job=self.job,
         )

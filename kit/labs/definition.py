@@ -321,6 +321,12 @@ WorldCount = Annotated[
 ]
 
 
+def check_transport(transport: str, nodes: int) -> None:
+    """Refuse memory of one machine for weights that go to others."""
+    if nodes > 1 and transport in {"shm", "ipc"}:
+        raise BadInput(f"transport={transport} works within one machine, but nodes={nodes}; use transport=auto")
+
+
 def own_code(config: Any, names: Sequence[str]) -> tuple[str, ...]:
     """Those of these settings that name code from outside the kit; `config` is a config, or the settings of a run."""
     return tuple(name for name in names if from_outside(setting_of(config, name)))

@@ -549,7 +549,9 @@ class Lab:
         if certificate is not None:
             self.world.call(f"{RANKSIDE}:hold_key", ranks=[0], pem=certificate.pem, timeout_s=self._own_limit)
         answers = self.world.call(f"{RANKSIDE}:begin", args=args, timeout_s=self._own_limit)
-        ports, *_ = [answer.pop("ports") for answer in answers]
+        ports: dict[str, int] = {}
+        for answer in answers:
+            ports |= answer.pop("ports")
         if ports:
             self.world.call(f"{RANKSIDE}:learn_ports", ports=ports, timeout_s=self._own_limit)
         return dict(enumerate(answers))
@@ -665,6 +667,8 @@ def check_given(world: World | Worlds, config: LabConfig, sizes: tuple[int, ...]
             f"this config needs {'a World' if len(sizes) == 1 else 'Worlds'} of {words} ranks, but world= has "
             f"{' and '.join(map(str, given))}; pass Worlds of these sizes, or leave out world="
         )
+    if isinstance(world, Worlds) and len({seat["node"] for seat in world.status()}) > 1:
+        raise BadInput("Worlds on several machines cannot be given; leave out world=, and use nodes= and endpoint=")
     if isinstance(world, Worlds) and world.isolate != isolate:
         raise BadInput(f"this lab needs Worlds made with isolate={isolate}; make new ones, or leave out world=")
     flag = routing.FLAGS.get(config.routing)

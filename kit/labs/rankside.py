@@ -117,7 +117,8 @@ def begin(
 ) -> dict[str, Any]:
     """Make the phases object of this rank's role. Returns this rank's proportional memory, and on rank 0 its provenance. With a folder
     for `snapshots` it keeps a history of its CUDA memory."""
-    global _session  # noqa: PLW0603 - one rank is one process and serves one lab
+    global _session, _pem  # noqa: PLW0603 - one rank is one process and serves one lab
+    pem, _pem = _pem, ""
     if _session is not None:  # of a lab that broke off, and was never ended here
         _session.restore()
         _session = None
@@ -136,7 +137,7 @@ def begin(
         devices=tuple(devices),
         nodes=tuple(nodes) if len({*nodes}) > 1 else (),
         host=host,
-        certificate=Certificate(_pem, fingerprint) if fingerprint else None,
+        certificate=Certificate(pem, fingerprint) if fingerprint else None,
         config=made(load(config_type), config),
     )
     for name, flag in routing.FLAGS.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import socket
 import threading
 import time
 from abc import abstractmethod
@@ -24,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from kit.errors import BadInput, KitError
 from kit.nccl import unbound
 from kit.sync.buckets import ALIGN
-from kit.sync.link import PeerSilent
+from kit.sync.link import PeerSilent, tcp_family
 from kit.sync.transports import DEPTH, Transport, TransportContext
 
 c10d: Any = _c10d  # its private functions have no types
@@ -228,8 +229,18 @@ class Rendezvous(Grouped):
 
     def offer(self) -> dict[str, Any]:
         host = self.ctx.config.get("host", "127.0.0.1")
-        self.store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self.wait)
-        return {"host": host, "port": self.store.port}
+        # By itself the store would listen at every address of this machine.
+        door = socket.create_server((host, 0), family=tcp_family(host))
+        port = door.getsockname()[1]
+        self.store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=self.wait,
+            master_listen_fd=door.detach(),
+        )
+        return {"host": host, "port": port}
 
     def join(self, offer: dict[str, Any]) -> None:
         if self.store is None:

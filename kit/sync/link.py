@@ -221,16 +221,17 @@ class Listener:
     ) -> None:
         self._tls = certificate.context() if certificate is not None else None
         self._secret = name or secrets.token_hex(16)
+        remote = []
+        if tcp_host is not None:
+            remote = [socket.create_server((tcp_host, 0), family=tcp_family(tcp_host), backlog=64)]
         local = socket.socket(socket.AF_UNIX)
         local.bind(_PLACE + (name or secrets.token_hex(8)).encode())
         local.listen(64)
-        self._socks = [local]
+        self._socks = [local, *remote]  # callers on this machine are let in first
         place: dict[str, Any] = {"unix": local.getsockname()[1:].decode()}
-        if tcp_host is not None:
+        for sock in remote:
             assert certificate is not None
-            self._socks.append(socket.create_server((tcp_host, 0), family=tcp_family(tcp_host), backlog=64))
-            port = self._socks[1].getsockname()[1]
-            place = {"host": tcp_host, "port": port, "certificate": certificate.fingerprint}
+            place = {"host": tcp_host, "port": sock.getsockname()[1], "certificate": certificate.fingerprint}
         for sock in self._socks:
             sock.setblocking(False)
         self._called: dict[str, Link] = {}
@@ -282,12 +283,15 @@ class Listener:
 
     def _next_caller(self, missing: list[str], end: float, timeout_s: float) -> socket.socket | None:
         """The next connection; None if nobody calls and nobody is missing."""
+        if self._socks[0].fileno() < 0:
+            raise KitError("the listener is closed")
         poll, by_fd = select.poll(), {sock.fileno(): sock for sock in self._socks}
         for fd in by_fd:
             poll.register(fd, select.POLLIN)
         while calling := poll.poll(max(0.001, end - time.monotonic()) * 1000 if missing else 0):
+            waiting = {fd for fd, _ in calling}
             with contextlib.suppress(BlockingIOError):  # it has left again
-                return by_fd[calling[0][0]].accept()[0]
+                return next(sock for fd, sock in by_fd.items() if fd in waiting).accept()[0]
         if missing:
             raise PeerSilent(", ".join(missing), "a call", timeout_s)
         return None

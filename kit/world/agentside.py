@@ -110,8 +110,8 @@ class Node:
         if not leftovers.end_children() and (value := os.environ.get(machine.MARK)):
             leftovers.end_carriers(value.__eq__, spare=os.getpid())
 
-    def on_kill_rank(self, rank: int) -> None:
-        leftovers.kill_process(*self.ranks[rank])
+    def on_kill_rank(self, rank: int) -> bool:
+        return rank in self.ranks and leftovers.kill_process(*self.ranks[rank])
 
     def on_log(self, rank: int, offset: int, limit: int) -> str:
         return read_log(Path(self.order["logs"]), rank, offset, limit).decode("latin-1")

@@ -31,15 +31,19 @@ CREWS: weakref.WeakSet[Any] = weakref.WeakSet()  # every `Crew` of this process
 
 
 def check_layout(ranks: int, nodes: int, endpoint: str) -> None:
-    for name, value in (("ranks", ranks), ("nodes", nodes)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise BadInput(f"{name} must be a whole number of at least 1, not {value!r}")
-        if value > MOST_RANKS:
-            raise BadInput(f"{name} must be at most {MOST_RANKS}, not {_spelled(value)}")
+    check_count("ranks", ranks)
+    check_count("nodes", nodes)
     if ranks % nodes:
         raise BadInput(f"{ranks} ranks cannot be spread evenly over {nodes} nodes; give a multiple of {nodes}")
     check_endpoint(nodes, endpoint)
     check_ranks(ranks // nodes)
+
+
+def check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise BadInput(f"{name} must be a whole number of at least 1, not {value!r}")
+    if value > MOST_RANKS:
+        raise BadInput(f"{name} must be at most {MOST_RANKS}, not {_spelled(value)}")
 
 
 def check_endpoint(nodes: int, endpoint: str) -> None:
@@ -59,6 +63,7 @@ def check_worlds(sizes: Sequence[int], nodes: int, endpoint: str) -> None:
     """Several Worlds, each of them on one machine: see `spread`."""
     for size in sizes:
         check_layout(size, 1, "")
+    check_count("nodes", nodes)
     if nodes > len(sizes):
         raise BadInput(
             f"nodes={nodes} exceeds the {len(sizes)} Worlds, each of which is on one machine; use at most {len(sizes)}"

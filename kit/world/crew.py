@@ -117,8 +117,10 @@ class Crew:
             output = self.logs / f"machine{node}.log"
             self._launched.append(Launched.start(node, template, text, self._key, output))
         for node in () if self.plan.launch else away:
+            numbers = self.plan.numbers
             print(
-                f"on machine {node} of {self.plan.job_machines - 1} others, where the kit is installed, run:\n"
+                f"for the World of ranks {numbers.start} to {numbers.stop - 1}, on machine {node} of {self.plan.job_machines - 1} others, "
+                "where the kit is installed, run:\n"
                 f"  KIT_KEY={self._key.hex()} python -m kit.world.agent {' '.join(others)} --node {node}"
             )
 
@@ -443,7 +445,10 @@ class Crew:
 
     def kill_rank(self, member: WorldMember) -> None:
         """SIGKILL a rank, on whatever machine; the World has to notice by itself."""
-        self.ask(member.node, "kill_rank", rank=member.rank)
+        if member.node == 0:
+            leftovers.kill_process(member.pid, member.started)
+        elif not self.ask(member.node, "kill_rank", rank=member.rank):
+            raise KitError(f"rank {member.rank} was not killed: the agent of machine {member.node} does not answer")
 
     def refuse_death(self) -> None:
         """Raise if a rank that has joined, or torchrun, has ended. For a World that waits until others have started."""
@@ -454,6 +459,8 @@ class Crew:
             raise RankDied(text, rank=death.rank, phase="start", **ending(death.status))
         if gone := self.torchrun_gone():
             raise KitError(f"torchrun {gone} while other Worlds started; {self._last_words()}")
+        if lost := [machine for machine in self.plan.machines if machine not in self.agents]:
+            raise KitError(f"the agent of machine {lost[0]} is gone while other Worlds started")
 
     def torchrun_gone(self) -> str | None:
         """How this machine's agent (torchrun) ended, or None while it lives."""

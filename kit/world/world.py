@@ -276,7 +276,10 @@ class World(RankCalls):
 
     def kill_rank(self, rank: int) -> None:
         """SIGKILL a rank, on whatever machine it is, to rehearse its death."""
-        self._crew.kill_rank(next(member for member in self._crew.members if member.rank == rank))
+        self._check_open()
+        (number,) = asked.check_chosen([rank], self.numbers)
+        with self._lock:
+            self._crew.kill_rank(next(member for member in self._crew.members if member.rank == number))
 
     @property
     def pids(self) -> list[int]:
@@ -485,6 +488,7 @@ class Worlds(RankCalls):
         return self.worlds[0].host
 
     def kill_rank(self, rank: int) -> None:
+        asked.check_chosen([rank], range(self.ranks))
         next(world for world in self.worlds if rank in world.numbers).kill_rank(rank)
 
     @property

@@ -149,7 +149,7 @@ LABS_OVER_HOSTS: dict[str, dict[str, Any]] = {
     "smoke": {},
     "offload": {"tp": 1},
     "split": {},
-    "sync": {"ranks": 4, "replicas": 3, "tp": 1, "placement": "apart", "sweep": False},
+    "sync": {"ranks": 4, "replicas": 3, "tp": 1, "placement": "apart", "sweep_mib": 1},
     "stream": {
         "steps": 3,
         "groups": 2,
@@ -159,7 +159,8 @@ LABS_OVER_HOSTS: dict[str, dict[str, Any]] = {
         "slots": 4,
         "answer": [8, 16],
         "decode": 2,
-        "ranks": 3,
+        "replicas": 3,
+        "ranks": 4,
     },
 }
 
@@ -182,6 +183,11 @@ def test_a_lab_passes_over_two_hosts(
         assert kinds.str.contains("broadcast").any()  # across the cable
         assert kinds.str.contains("shm").any()  # beside the sender
         assert not kinds.str.contains("serialize").any()
+    if lab == "stream":
+        rows = run.frame()
+        assert (
+            len(rows[(rows["metric"] == "named_seconds") & rows["value"].notna()]) == 1
+        )  # a replica over there was killed
 
 
 @pytest.mark.slow
@@ -211,6 +217,18 @@ def test_a_machine_that_is_lost_is_named_and_ends_by_itself(two_hosts: tuple[Wor
         assert (late.value.ranks, late.value.culprits) == ((0, 1, 2, 3), (2, 3))
         assert len(asked) == 1  # of two ranks there; the time does not grow with their number
     assert wait_for(lambda: other.process is not None and other.process.poll() is not None, 60)
+
+
+@pytest.mark.slow
+def test_a_rank_of_another_machine_is_killed_and_named(two_nodes: tuple[World, OtherMachine]) -> None:
+    world, _ = two_nodes
+    with pytest.raises(BadInput, match="ranks must be a list of some of 0 to 3"):
+        world.kill_rank(7)
+    pending = world.submit_code("import time\nif rank == 3: time.sleep(60)\ndist.barrier()", timeout_s=60)
+    world.kill_rank(3)
+    with pytest.raises(RankDied) as death:
+        pending.result()
+    assert (death.value.rank, death.value.signal) == (3, "SIGKILL")
 
 
 @pytest.mark.slow

@@ -159,6 +159,13 @@ def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_what_differs_between_the_runs_of_a_table_comes_first(swept: Path) -> None:
+    row = describe_folder(list_runs(swept)[0])
+    settings = [{"ranks": 1, "groups": groups} for groups in (1, 2)]
+    frame = run_frame([{**row, "config": values, "set": values} for values in settings])
+    assert frame["differs"].tolist() == ["groups=1 ranks=1", "groups=2 ranks=1"]
+
+
 def test_a_setting_a_check_and_a_metric_are_columns_of_the_table_of_runs(swept: Path) -> None:
     rows = sorted(map(describe_folder, list_runs(swept)), key=lambda row: row["name"])
     assert pickable(rows)[:3] == ["cycles", "fds_return", "memory_drift"]  # what differs, then the checks

@@ -16,6 +16,7 @@ from kit.labs.definition import (
     Step,
     WorldCount,
     check_fits,
+    check_transport,
     in_a_notebook,
     model_of,
     own_code,
@@ -158,6 +159,7 @@ class StreamConfig(JobConfig):
                 f"answer={list(self.answer)} must be two numbers: the fewest and the most tokens of an answer"
             )
         check_range("tool_ms", self.tool_ms)
+        check_transport(self.transport, self.nodes)
         if self.tools and not self.tail:
             raise BadInput(f"tools={self.tools} needs tail=true, because tools are called at known places of an answer")
         if self.tools and self.infer_tp > 1:  # each rank has its own clock, and would wait for another time

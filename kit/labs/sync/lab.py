@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from kit.errors import refuse_if
-from kit.labs.definition import Definition, JobConfig, Option, Role, Step, check_fits, model_of
+from kit.labs.definition import Definition, JobConfig, Option, Role, Step, check_fits, check_transport, model_of
 from kit.labs.sync.faults import FAULTS
 from kit.megatron.config import DTYPE_BYTES, ModelConfig, check, dtype_on, model_bytes
 
@@ -78,6 +78,7 @@ class SyncConfig(JobConfig):
             f"ranks={self.ranks} with {replicas} leaves {max(self.trainer_ranks, 0)} ranks for the trainer, "
             f"which needs a multiple of tp x pp = {self.tp * self.pp}",
         )
+        check_transport(self.transport, self.nodes)
         check(trainer_model(self), self.trainer_ranks)
         check(replica_model(self), self.infer_tp)
         overlap = self.placement == "overlap"

@@ -53,6 +53,7 @@ def send_once(trainer: SyncTrainer, target: Target) -> None:
             transport=name,
             verify="none",
             timeout_s=config.deadline_s,
+            config=trainer.sender.config,
         )
         rates = []
         for turn in range(TURNS + 1):
@@ -108,6 +109,8 @@ def ways(config: SyncConfig) -> list[tuple[str, int]]:
         if config.worlds == "two"
         else ["shm", "broadcast", "serialize", "per-tensor"]
     )
+    if config.nodes > 1:  # the replica that receives is on another machine
+        names.remove("shm")
     if config.ranks < 3:
         names = [name for name in names if name not in ONE_WORLD]
     return [(name, size) for name in names for size in (SIZES if name != "per-tensor" else (automatic(specs(config)),))]
