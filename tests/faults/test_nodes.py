@@ -152,7 +152,7 @@ LABS_OVER_HOSTS: dict[str, dict[str, Any]] = {
     "sync": {"ranks": 4, "replicas": 3, "tp": 1, "placement": "apart", "sweep_mib": 1},
     "stream": {
         "steps": 3,
-        "groups": 2,
+        "groups": 3,
         "group": 2,
         "layers": 1,
         "lr": 3e-3,
