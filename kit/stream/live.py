@@ -127,7 +127,7 @@ class LiveRanks(Port):
                 self._decode(name)
 
     def settle(self) -> None:
-        """Wait until no call is in flight, after a loop was stopped. Nobody hears of the answers."""
+        """Wait until no call is in flight, after a loop has ended. Nobody hears of the answers."""
         while self.flying:
             pendings = [pending for pending, _, _ in self.flying.values()]
             self.drive.wait(pendings, timeout_s=self.patient(self.drive.config.deadline_s))

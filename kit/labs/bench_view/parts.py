@@ -69,10 +69,9 @@ def moving(bench: Bench, folder: Path) -> Iterator[Samples]:
     _, *values = [move(model, "memory_drift", step) for step in range(moves + 1)]
     yield Samples(what=title, values=values, metric="verdict_moved", unit="ms", note=MADE_UP)
 
-    drawn = album(load(folder))
-
     def first_drawing(name: str) -> float:
-        return 1e3 * seconds_of(lambda: inline(drawn.draw(name), name))
+        fresh = album(load(folder))
+        return 1e3 * seconds_of(lambda: inline(fresh.draw(name), name))
 
     for name, limit in PLOTS.items():
         model = opened(partial(plot, name=name))

@@ -166,6 +166,7 @@ class LiveLoop:
         self.drive.record("answer_seconds", statistics.median(self.asker.seconds or [math.nan]), "s")
         if self.ranks.stuck is not None:
             raise self.ranks.stuck
+        self.ranks.settle()  # an own sampler may leave more requests than the loop trains
 
     def continued(self, version: int) -> LiveLoop:
         self.ranks.settle()
