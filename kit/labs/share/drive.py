@@ -217,7 +217,8 @@ def live_side(drive: Drive, parts: Mapping[str, Ranks], desk: Mapping[str, Port]
                 raise part.ended_by  # it was not killed on purpose
         drive.record("makespan", time.time() - began, "s", pipelines=" ".join(parts))
         drive.record("core_seconds", sum(runner.own), "s", events=len(runner.own))
-        gone = {name for name, part in parts.items() if part.gone}
+        # A pipeline may end with its trainer's last call, before all its replicas have left their devices.
+        gone = {name for name, part in parts.items() if part.ended_by is not None}
         refuse_broken({name: end for name, end in runner.ended.items() if name not in gone})
 
     ports: dict[str, Port] = {

@@ -16,7 +16,7 @@ from tests.labs.share.conftest import share, simulated
 # Other checks that a bug fails, besides the one it is listed under.
 ALSO = {
     "double-allocation": {"devices_conserved", "plan_as_specified", "plan_valid", "priority_kept"},
-    "expand-first": {"devices_conserved", "no_deadlock", "one_owner", "priority_kept"},
+    "expand-first": {"devices_conserved", "empty_set_suspends", "no_deadlock", "one_owner", "priority_kept"},
     "lost-device": {
         "devices_used",
         "dead_pipeline_leaves",
@@ -36,6 +36,7 @@ ALSO = {
         "plan_as_specified",
     },
     "planner-fails-after-loss": {"empty_set_suspends"},
+    "progress-unclamped": {"fair_share"},
     "planner-ignores-bundles": {"fair_share", "plan_as_specified"},
     "half-idle": {"fair_share", "no_deadlock", "no_starvation", "plan_as_specified"},
     "shrinks-for-nothing": {"no_thrash"},
