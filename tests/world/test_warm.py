@@ -177,7 +177,7 @@ def test_none_where_it_is_switched_off(tmp_path: Path, monkeypatch: Any) -> None
     monkeypatch.setenv(warm.SETTING, "off")
     monkeypatch.setattr(warm, "_current", None)
     warm.prepare_waiting()
-    plan: Any = SimpleNamespace(nodes=1, env={})
+    plan: Any = SimpleNamespace(job_machines=1, env={})
     assert (warm.fork_agent(plan, tmp_path, tmp_path, []), look_up("json:loads"), warm.waiting_line()) == (
         None,
         None,

@@ -55,6 +55,8 @@ ALSO = {
     "group-per-step": {"nothing_piles_up"},
     "moe-aux-summed": {"metric_parity", "later_steps"},
     "schedule-by-steps": {"later_steps", "result_parity", "update"},
+    "sums-means": set(),
+    "keeps-rows": set(),
 }
 WITHIN_ROUNDING = {fault.name for fault in FAULTS if "dtype" in fault.needs}  # of bfloat16, where they are refused
 SMALLER = {"layers": 1, "microbatches": 5}
