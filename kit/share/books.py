@@ -408,9 +408,7 @@ def share_out(books: Books, idle: set[int], shrinks: set[tuple[str, int]]) -> se
     budget = len(idle) + sum(len(books.active[name]) * books.tp[name] for name in known)
     if not budget:
         return expands
-    bundles = {
-        name: max(1, (2 * left[name] * budget + weight) // (2 * weight)) if left[name] else 0 for name in eligible
-    }
+    bundles = {name: max(1, (2 * left[name] * budget + weight) // (2 * weight)) for name in eligible}
 
     def gap(name: str) -> int:
         return parts[name] * budget - len(books.active[name]) * books.tp[name] * weight

@@ -98,7 +98,7 @@ class Gaps:
     """Shares of the budget as integers, so equal shares compare equal: everything is multiplied by `weight` x `budget`.
 
     share = remaining x tp / weight, with the weight summed over eligible pipelines; budget = idle devices and
-    active devices of known pipelines; bundles = floor(share x budget / tp + 0.5), at least one with work;
+    active devices of known pipelines; bundles = floor(share x budget / tp + 0.5), at least one;
     gap = share - the current part of the budget.
     """
 
@@ -111,14 +111,14 @@ class Gaps:
 
     def target(self, share: Share) -> int:
         doubled = 2 * share.remaining * self.budget + self.weight
-        return max(1, doubled // (2 * self.weight)) if share.remaining else 0
+        return max(1, doubled // (2 * self.weight) if self.weight else 0)
 
     def gap(self, share: Share) -> int:
         return share.remaining * share.tp * self.budget - len(share.active) * share.tp * self.weight
 
     def lacks(self, share: Share) -> bool:
-        """Without demand a pipeline keeps its replicas until another one lacks them, and gets none."""
-        return len(share.active) < self.bundles[share.name]
+        """Without demand a pipeline may keep a replica, and gets none."""
+        return share.remaining > 0 and len(share.active) < self.bundles[share.name]
 
     def order(self, share: Share) -> tuple[float, int, str]:
         """Sort key: largest relative gap (gap / share), then largest gap, then name."""

@@ -40,7 +40,7 @@ MUTANTS = (
     ),
     mutant("planner:Share.remaining", "2 * max(self.asks, 0)", "max(self.asks, 0)", "an estimate counts once"),
     mutant("planner:Share.remaining", "if self.target else", "+", "an estimate counts beside the report of progress"),
-    mutant("planner:Gaps.target", " if share.remaining else 0", "", "devices go to pipelines without demand"),
+    mutant("planner:Gaps.lacks", "share.remaining > 0 and ", "", "devices go to pipelines without demand"),
     mutant("planner:Share.is_known", " or self.asks > 0", "", "an estimate does not count"),
     mutant("planner:Share.is_eligible", "self.since >= 0 or ", "", "who has no replica never gets one"),
     mutant("planner:View.shrink", "share.touched.add(replica)", "pass", "a replica is shrunk and woken in one cycle"),

@@ -63,16 +63,13 @@ def test_a_pipeline_that_neither_asks_nor_generates_may_start_no_replica() -> No
     assert list(share_of(asks, "a", []).free) == [0, 1]
 
 
-def test_a_pipeline_without_demand_gets_no_replica_and_gives_its_last_to_one_that_lacks_it() -> None:
+def test_a_pipeline_without_demand_gets_no_replica_and_keeps_its_last() -> None:
     a, b = share("a", 1, 4, set(), left=0, target=10), share("b", 1, 2, set(), left=1000)
     moves(a, b, idle={0, 1, 2, 3}, devices=4)
     assert (a.active, b.active) == (set(), {0, 1})
     a, b = share("a", 1, 4, {0, 1, 2, 3}, left=0, target=10), share("b", 1, 4, set(), left=1000)
     moves(a, b, idle=set(), devices=4)
-    assert (a.active, b.active) == (set(), {0, 1, 2, 3})
-    a, b = share("a", 1, 4, {0, 1, 2, 3}, left=0, target=10), share("b", 1, 4, set(), left=0, target=10)
-    moves(a, b, idle=set(), devices=4)
-    assert (a.active, b.active) == ({0, 1, 2, 3}, set())
+    assert (a.active, b.active) == ({3}, {0, 1, 2})
     a, b = share("a", 1, 4, set(), left=0, target=10), share("b", 1, 4, set(), left=0, target=7)
     assert moves(a, b, idle={0, 1, 2, 3}, devices=4) == ([], [])
 

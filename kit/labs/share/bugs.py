@@ -82,7 +82,7 @@ def gaps_without_tp(gaps: Gaps, view: View) -> None:
 
 
 def lacks_without_demand(gaps: Gaps, share: Share) -> bool:
-    return len(share.active) < max(1, gaps.bundles[share.name])
+    return len(share.active) < gaps.bundles[share.name]
 
 
 def order_without_demand(gaps: Gaps, share: Share) -> tuple[float, int, str]:

@@ -137,7 +137,7 @@ WRONG: list[tuple[str, str, Change]] = [
     ("nothing_left", "a descriptor more", edit("fds", {"value": 6.0}, phase="end", rank=3)),
     ("nothing_left", "a temporary file more", edit("temp_files", {"value": 6.0}, phase="end", rank=3)),
     ("empty_set_suspends", "a request to nobody", add_behind("shrunk", "sent", SENT, at=-1, who="b")),
-    ("empty_set_suspends", "a request that is counted for ever", drop("completed", only=-1, pipeline="b")),
+    ("empty_set_suspends", "a request that is counted for ever", drop("completed", only=-1, pipeline="a")),
     ("no_deadlock", "a desk that does not end", drop("ended", pipeline="desk")),
     ("no_deadlock", "an error of a pipeline that lives", edit("ended", {"why": "error", "error": "stuck"}, pipeline="b")),
     ("dead_pipeline_leaves", "a death that nobody handles", drop("gone", phase="rehearse", pipeline="a")),
