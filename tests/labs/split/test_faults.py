@@ -33,7 +33,7 @@ ALSO = {
     "abort-keeps-grads": set(),
     "release-mid-step": GRADIENTS,
     "drops-last-microbatch": GRADIENTS | NUMBERS | {"chunk_invariance"},
-    "metrics-on-rank-0-alone": {"nonfinite_skipped"},
+    "metrics-on-rank-0-alone": {"means_averaged", "nonfinite_skipped"},
     "abort-keeps-random": set(),
     "norm-of-sums": {"later_steps", "update"},
     "loses-a-metric": {"metric_parity", "later_steps"},
