@@ -15,7 +15,7 @@ from kit.labs.discover import find, validate
 from kit.results import Verdict
 from tests.examples.cases import CASES, Case
 from tests.holdings import nothing_added
-from tests.labs.parts import failed
+from tests.labs.parts import failed, why
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -89,7 +89,7 @@ def wrong_with(case: Case) -> list[str]:
     verdict = verdict_of(case.lab, case.config)
     if case.fails:
         return [] if case.fails in failed(verdict) else [f"{case.fails} did not fail: {sorted(failed(verdict))} did"]
-    rows = [f"{row.check} failed: {row.why}" for row in verdict if row.passed is False]
+    rows = [f"{check} failed: {why(verdict, check)}" for check in sorted(failed(verdict))]
     if not case.field:  # for a user's own job, other checks cannot be judged than for the kit's
         rows += [f"{name} was not judged" for name in sorted(unanswered(verdict) - null_for_the_kit(case))]
     return rows

@@ -28,6 +28,7 @@ from kit.world.channel import WorldLink, WorldListener
 from kit.world.launch import agent_command, launch_commands
 from tests.faults.test_strangers import Proxy
 from tests.holdings import holdings, wait_for
+from tests.labs.parts import failed, why
 
 pytestmark = [pytest.mark.timeout(150)]
 
@@ -176,7 +177,7 @@ def test_a_lab_passes_over_two_hosts(
     where = {"nodes": 2, "endpoint": far_host.free_endpoint(), "launch": far_host.launch, "device": "cpu"}
     run = kit.run(lab, out=tmp_path / "run", **where, **LABS_OVER_HOSTS[lab])
     verdict = run.verdict()
-    assert (verdict.passed, [row for row in verdict if row.passed is False]) == (True, [])
+    assert {check: why(verdict, check) for check in failed(verdict)} == {}
     if lab == "sync":
         rows = run.frame()
         kinds = rows[rows["metric"] == "transport_receivers"]["ids"].astype(str)

@@ -105,10 +105,5 @@ def offload() -> Callable[..., kit.Run]:
     return run
 
 
-def failed(verdict: Verdict, *, times: bool = False) -> set[str]:
-    """Return the failed checks. `time_steady` counts only with `times`: a shared machine may be slow at any moment."""
-    return {row.check for row in verdict if row.passed is False} - (set() if times else {"time_steady"})
-
-
 def unanswered(verdict: Verdict) -> set[str]:
     return {row.check for row in verdict if row.passed is None}

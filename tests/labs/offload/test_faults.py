@@ -9,7 +9,7 @@ import pytest
 import kit
 from kit.labs.definition import Fault
 from kit.labs.offload.faults import FAULTS
-from tests.labs.offload.conftest import failed
+from tests.labs.parts import failed
 
 Offload = Callable[..., kit.Run]
 CONFIGS = {repr(fault.set): fault for fault in FAULTS}  # faults with equal configs share one run without a fault
@@ -71,7 +71,7 @@ CYCLES = {"slow-at-last": 4, "leaked-file": 3}  # these bugs show only against e
 @pytest.mark.parametrize("fault", JUDGED, ids=lambda fault: fault.name)
 def test_a_fault_fails_its_check_and_hardly_another(offload: Offload, fault: Fault) -> None:
     config = {"cycles": CYCLES.get(fault.name, 2), **fault.set}
-    broken = failed(offload(fault=fault.name, **config).verdict(), times=fault.caught_by == "time_steady")
+    broken = failed(offload(fault=fault.name, **config).verdict(), timed=fault.caught_by)
     assert {fault.caught_by} <= broken <= {fault.caught_by} | ALSO.get(fault.name, set())
 
 

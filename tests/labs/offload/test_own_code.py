@@ -9,8 +9,8 @@ import pytest
 
 import kit
 from kit.errors import BadInput
-from tests.labs.offload.conftest import ROOT, failed
-from tests.labs.parts import why
+from tests.labs.offload.conftest import ROOT
+from tests.labs.parts import failed, why
 
 Offload = Callable[..., kit.Run]
 

@@ -10,8 +10,8 @@ import kit
 from kit.errors import BadInput
 from kit.labs.discover import find
 from kit.results import Verdict
-from tests.labs.offload.conftest import failed, unanswered
-from tests.labs.parts import failing_parts, logged_steps, why
+from tests.labs.offload.conftest import unanswered
+from tests.labs.parts import failed, failing_parts, logged_steps, why
 
 Offload = Callable[..., kit.Run]
 NOT_HERE = {"residual", "comm_released", "others_untouched"}  # they need a GPU's driver

@@ -60,7 +60,9 @@ ALSO = {
 @pytest.mark.parametrize("fault", OF_THE_CONTROLLER, ids=lambda fault: fault.name)
 def test_a_rule_with_a_bug_fails_its_check_and_hardly_another(fault: Fault) -> None:
     verdict, error = simulated(fault.name, **fault.set)
-    assert {fault.caught_by} <= failed(verdict) <= {fault.caught_by} | ALSO.get(fault.name, set())
+    assert (
+        {fault.caught_by} <= failed(verdict, timed=fault.caught_by) <= {fault.caught_by} | ALSO.get(fault.name, set())
+    )
     assert bool(error) == (fault.exit == 3)
 
 
@@ -94,7 +96,7 @@ CONFIGS = {repr(fault.set): fault for fault in JUDGED}  # faults with equal conf
 @pytest.mark.drawn(4, of="faults")
 @pytest.mark.parametrize("fault", JUDGED, ids=lambda fault: fault.name)
 def test_a_rank_with_a_bug_fails_its_check_and_hardly_another(on_ranks: Callable[..., kit.Run], fault: Fault) -> None:
-    broke = failed(on_ranks(fault.name, **fault.set).verdict())
+    broke = failed(on_ranks(fault.name, **fault.set).verdict(), timed=fault.caught_by)
     assert {fault.caught_by} <= broke <= {fault.caught_by} | ALSO.get(fault.name, set())
 
 
@@ -115,7 +117,7 @@ def test_rounding_in_bfloat16_hides_no_bug(on_ranks: Callable[..., kit.Run], fau
     right = on_ranks(**settings).verdict()
     assert failed(right) == set()
     assert passed(right, fault.caught_by) is True
-    assert fault.caught_by in failed(on_ranks(fault.name, **settings).verdict())
+    assert fault.caught_by in failed(on_ranks(fault.name, **settings).verdict(), timed=fault.caught_by)
 
 
 @pytest.mark.slow
