@@ -351,10 +351,15 @@ class Books:
 # -- a second planner, written from the specification: every plan is compared with it ----------------------------------------
 
 
-def specified(books: Books) -> tuple[set[tuple[str, int]], list[tuple[str, str]], set[tuple[str, int]]]:
+SPECIFIED = ("gap-ratio", "home")  # planners
+
+
+def specified(
+    books: Books, planner: str = "gap-ratio"
+) -> tuple[set[tuple[str, int]], list[tuple[str, str]], set[tuple[str, int]]]:
     """Plan the shrinks, grants and expands: releases, then requests by priority and arrival, then shares of the remaining devices."""
     books, shrinks, grants, idle = before_sharing(books)
-    return shrinks, grants, share_out(books, idle, shrinks)
+    return shrinks, grants, share_out(books, idle, shrinks, lends=planner == "home")
 
 
 def before_sharing(books: Books) -> tuple[Books, set[tuple[str, int]], list[tuple[str, str]], set[int]]:
@@ -387,8 +392,11 @@ def before_sharing(books: Books) -> tuple[Books, set[tuple[str, int]], list[tupl
     return books, shrinks, grants, idle
 
 
-def share_out(books: Books, idle: set[int], shrinks: set[tuple[str, int]]) -> set[tuple[str, int]]:
-    """Activate replicas one by one for the pipeline that lacks most; return them, and add donors' replicas to `shrinks`."""
+def share_out(books: Books, idle: set[int], shrinks: set[tuple[str, int]], *, lends: bool) -> set[tuple[str, int]]:
+    """Activate replicas one by one for the pipeline that lacks most; return them, and add donors' replicas to `shrinks`.
+
+    `lends`: a pipeline without work keeps no last replica, donors without work come first, and replicas are chosen by `trained_on`.
+    """
     touched, expands = {*shrinks}, set[tuple[str, int]]()
     asks = {name: waits[2] for (name, cluster), waits in books.waiting.items() if waits[0] == "generation" == cluster}
     target = {name: books.progress(name)[1] for name in books.clusters}
@@ -408,7 +416,10 @@ def share_out(books: Books, idle: set[int], shrinks: set[tuple[str, int]]) -> se
     budget = len(idle) + sum(len(books.active[name]) * books.tp[name] for name in known)
     if not budget:
         return expands
-    bundles = {name: max(1, (2 * left[name] * budget + weight) // (2 * weight)) for name in eligible}
+    bundles = {
+        name: 0 if lends and not left[name] else max(1, (2 * left[name] * budget + weight) // (2 * weight))
+        for name in eligible
+    }
 
     def gap(name: str) -> int:
         return parts[name] * budget - len(books.active[name]) * books.tp[name] * weight
@@ -431,10 +442,11 @@ def share_out(books: Books, idle: set[int], shrinks: set[tuple[str, int]]) -> se
             spare = all(len(books.active[who]) - count >= bundles.get(who, 0) for who, count in counts.items())
             if spare and bundle <= idle.union(*(books.bundle(*donor) for donor in donors)):
                 percents = sorted(Fraction(left[who], target[who] or asks[who]) for who, _ in donors)
-                options.append((bool(donors), [-percent for percent in percents], replica, donors))
+                place = (max(percents, default=0) > 0, *trained_on(books, name, bundle)) if lends else ()
+                options.append((bool(donors), place, [-percent for percent in percents], replica, donors))
         if not options:
             return False
-        _, _, replica, donors = min(options, key=lambda option: option[:3])
+        *_, replica, donors = min(options, key=lambda option: option[:4])
         for who, pipeline in donors:
             books.active[who].discard(pipeline)
             shrinks.add((who, pipeline))
@@ -452,6 +464,16 @@ def share_out(books: Books, idle: set[int], shrinks: set[tuple[str, int]]) -> se
             acceptors.sort(key=lambda name: (Fraction(-gap(name), parts[name]), -gap(name), name))
         if not any(activate(name) for name in acceptors):
             return expands
+
+
+def trained_on(books: Books, name: str, bundle: frozenset[int]) -> tuple[int, int]:
+    """How often a device of a bundle is one on which another pipeline trains; and 0 if the pipeline itself trains on one, else 1."""
+    used = {
+        who: {device for cluster, devices in clusters.items() if cluster != "generation" for device in devices}
+        for who, clusters in books.clusters.items()
+    }
+    others = sum(len(devices & bundle) for who, devices in used.items() if who != name)
+    return others, 0 if used[name] & bundle else 1
 
 
 def off_balance(books: Books) -> bool:

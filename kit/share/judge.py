@@ -18,6 +18,7 @@ from kit.results.rules import Measured, Missing, NotMeasured, Violations
 from kit.results.units import counted
 from kit.share.books import (
     RUNS_ON,
+    SPECIFIED,
     TRAINER_CALLS,
     Books,
     DeskLedger,
@@ -434,11 +435,11 @@ def planner_of(ledger: DeskLedger) -> str:
 def plan_as_specified(ledger: DeskLedger) -> Violations:
     """Does an independent planner make the same plans?"""
     plans = need(ledger, "plan")
-    if (planner := planner_of(ledger)) != "gap-ratio":
-        raise NotMeasured(f"only the planner gap-ratio is specified; this run used {planner}")
+    if (planner := planner_of(ledger)) not in SPECIFIED:
+        raise NotMeasured(f"only the planners {' and '.join(SPECIFIED)} are specified; this run used {planner}")
     for row, books in ledger.replay():
         if row.event == "plan":
-            shrinks, _, expands = map(sorted, specified(books))
+            shrinks, _, expands = map(sorted, specified(books, planner))
             differing = [
                 sorted({(name, device) for name, _, devices in ops(row, which) for device in devices})
                 for which in ("shrinks", "expands")
@@ -456,9 +457,11 @@ def not_planned(ledger: DeskLedger) -> Iterator[str]:
         for row in ledger.of("died", "restarted", "resize")
         if row.get("core") in (None, ledger.desk)
     }
+    served: tuple[object, ...] = ()
     for row, books in ledger.turns():
-        if books.plan is None and (change := changed.get(ledger.turn[row.at])):
-            shrinks, _, expands = map(sorted, specified(books))
+        before, served = served, (books.dead, books.out, {*books.clusters})
+        if books.plan is None and before != served and (change := changed.get(ledger.turn[row.at])):
+            shrinks, _, expands = map(sorted, specified(books, planner_of(ledger)))
             if shrinks or expands:
                 yield f"{change}: no plan follows; specified: it shrinks {shrinks} and expands {expands}"
 
@@ -466,13 +469,13 @@ def not_planned(ledger: DeskLedger) -> Iterator[str]:
 def fair_share(ledger: DeskLedger) -> Violations:
     """Are devices moved whenever shares are more than 10 points off and a move helps?"""
     need(ledger, "plan")
-    if (planner := planner_of(ledger)) != "gap-ratio":
+    if (planner := planner_of(ledger)) not in SPECIFIED:
         raise NotMeasured(f"the planner {planner} does not share by demand")
     count = 0
     for row, books in ledger.turns():
         if books.plan is None and off_balance(books):
             count += 1
-            shrinks, _, expands = specified(books)
+            shrinks, _, expands = specified(books, planner)
             if shrinks or expands:
                 yield f"{row}: shares are unbalanced, and expanding {sorted(expands)} would help"
     return f"{count} times shares were unbalanced but no move would help"

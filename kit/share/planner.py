@@ -2,14 +2,15 @@
 devices among the generating pipelines.
 
 A planner decides the last part: it gets a view and calls `shrink` and `expand` on it. `gap-ratio` gives each pipeline devices in proportion
-to the remaining work of its step; `fifo` gives all to the first to arrive; `static` gives each a fixed equal part.
+to the remaining work of its step; `home` does too, but lends the devices of pipelines without work, and keeps pipelines off devices on
+which others train; `fifo` gives all to the first to arrive; `static` gives each a fixed equal part.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kit.share.state import GENERATION, NO_CLUSTER, DeskFields, Op, PipelineState, Plan, Request
@@ -19,7 +20,8 @@ from kit.share.state import GENERATION, NO_CLUSTER, DeskFields, Op, PipelineStat
 class Share:
     """One pipeline's generation. `completed` and `target` are its progress; `asks` is the target of its pending request, -1: none.
 
-    `touched`: replicas that this cycle has shrunk or activated, and lost ones; they do not change again.
+    `touched`: replicas that this cycle has shrunk or activated, and lost ones; they do not change again. `trains`: the devices that its
+    other requests take, such as those for training.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Share:
     target: int = 0
     asks: int = -1
     since: int = -1  # its position in order of arrival, -1: neither request nor lease
+    trains: frozenset[int] = frozenset()
 
     @property
     def free(self) -> Iterator[int]:
@@ -125,17 +128,28 @@ class Gaps:
         relative = len(share.active) / share.remaining  # 1 - relative gap, scaled
         return relative, -self.gap(share), share.name
 
+    def replicas(self, share: Share) -> Sequence[int]:
+        """The order in which replicas are tried on idle devices."""
+        return range(len(share.bundles))
+
+    def donors_order(self, share: Share, replica: int, percents: list[float]) -> tuple[object, ...]:  # noqa: ARG002 - others look at them
+        """Sort key of a replica that needs donors with these parts of work left: those with the largest parts come first."""
+        return (sorted([-percent for percent in percents], reverse=True),)
+
 
 def gap_ratio(view: View) -> None:
+    share_by_gaps(view, Gaps(view))
+
+
+def share_by_gaps(view: View, gaps: Gaps) -> None:
     """Activate replicas one by one, each for the pipeline that lacks most, on idle devices, else on devices of pipelines with too many."""
-    gaps = Gaps(view)
     waiting = [(gaps.order(share), share.name) for share in gaps.eligible if gaps.lacks(share)]
     heapq.heapify(waiting)
     starts: Counter[str] = Counter()
     while waiting:  # each iteration activates a replica for good or drops a pipeline
         _, name = heapq.heappop(waiting)
         share = view.shares[name]
-        replica = idle_replica(view, share, starts)
+        replica = idle_replica(view, gaps, share, starts)
         donors: tuple[tuple[str, int], ...] = ()
         if replica < 0:
             replica, donors = from_donors(view, gaps, share)
@@ -152,19 +166,21 @@ def gap_ratio(view: View) -> None:
             starts.clear()
 
 
-def idle_replica(view: View, share: Share, starts: Counter[str]) -> int:
+def idle_replica(view: View, gaps: Gaps, share: Share, starts: Counter[str]) -> int:
     """Return the first replica that fits on idle devices, or -1. Those before `starts` fit only if more devices become idle."""
-    for replica in range(starts[share.name], len(share.bundles)):
+    replicas = gaps.replicas(share)
+    for at in range(starts[share.name], len(replicas)):
+        replica = replicas[at]
         if share.bundles[replica] <= view.idle and replica not in share.active and replica not in share.touched:
-            starts[share.name] = replica + 1
+            starts[share.name] = at + 1
             return replica
     starts[share.name] = len(share.bundles)
     return -1
 
 
 def from_donors(view: View, gaps: Gaps, share: Share) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """Return a replica, or -1, and the donors' replicas that must sleep for it. Donors with the largest part of work left come first, then
-    the lowest replica. A donor keeps the bundles of its share."""
+    """Return a replica, or -1, and the donors' replicas that must sleep for it: first by the order of donors, then the lowest replica.
+    A donor keeps the bundles of its share."""
     spare = {gap.name: left for gap in gaps.eligible if (left := len(gap.active) - gaps.bundles[gap.name]) > 0}
     if not spare:
         return -1, ()
@@ -184,9 +200,46 @@ def from_donors(view: View, gaps: Gaps, share: Share) -> tuple[int, tuple[tuple[
         donors = sorted({owners[device] for device in missing})
         names = [name for name, _ in donors]
         if all(names.count(name) <= spare[name] for name in {*names}):
-            shares.append((sorted([-percent[name] for name in names], reverse=True), replica, tuple(donors)))
+            order = gaps.donors_order(share, replica, [percent[name] for name in names])
+            shares.append((order, replica, tuple(donors)))
     _, replica, chosen = min(shares, default=((), -1, ()))
     return replica, chosen
+
+
+# -- home -----------------------------------------------------------------------------------------------------------------
+
+
+class HomeGaps(Gaps):
+    """Without work a pipeline keeps no replica that another one lacks, and gives before others do. A replica wakes where the fewest other
+    pipelines train, since it would fall asleep for their steps and start its requests again; then where its own pipeline trains, which
+    generates nothing meanwhile."""
+
+    def __init__(self, view: View) -> None:
+        super().__init__(view)
+        self.trainers = Counter(device for share in view.shares.values() for device in share.trains)
+        self.ordered: dict[str, list[int]] = {}
+
+    def target(self, share: Share) -> int:
+        return super().target(share) if share.remaining else 0
+
+    def distance(self, share: Share, replica: int) -> tuple[int, bool]:
+        bundle = share.bundles[replica]
+        own = bundle & share.trains
+        return sum(self.trainers[device] for device in bundle) - len(own), not own
+
+    def replicas(self, share: Share) -> Sequence[int]:
+        if share.name not in self.ordered:
+            self.ordered[share.name] = sorted(
+                super().replicas(share), key=lambda replica: self.distance(share, replica)
+            )
+        return self.ordered[share.name]
+
+    def donors_order(self, share: Share, replica: int, percents: list[float]) -> tuple[object, ...]:
+        return any(percents), self.distance(share, replica), *super().donors_order(share, replica, percents)
+
+
+def home(view: View) -> None:
+    share_by_gaps(view, HomeGaps(view))
 
 
 # -- others ---------------------------------------------------------------------------------------------------------------
@@ -216,7 +269,7 @@ def static(view: View) -> None:
                 view.expand(share.name, replica)
 
 
-PLANNERS: dict[str, Planner] = {"gap-ratio": gap_ratio, "fifo": fifo, "static": static}
+PLANNERS: dict[str, Planner] = {"gap-ratio": gap_ratio, "home": home, "fifo": fifo, "static": static}
 
 
 # -- a cycle --------------------------------------------------------------------------------------------------------------
@@ -316,6 +369,7 @@ def share_of(f: DeskFields, name: str, shrunk: list[tuple[str, int]]) -> Share:
         target,
         asks,
         since,
+        frozenset().union(*(cluster.devices for name, cluster in pipeline.clusters.items() if name != GENERATION)),
     )
 
 

@@ -77,10 +77,14 @@ def test_the_scheduler_has_a_row_for_each_size_and_question() -> None:
 
 
 def test_loops_are_compared_with_the_bound_of_their_own_run() -> None:
-    loops = [share.Loops(shared=12.0, serial=20.0, static=15.0), share.Loops(shared=9.0, serial=16.0, static=10.0)]
+    loops = [
+        share.Loops(shared={"home": 12.0, "gap-ratio": 13.0}, serial=20.0, static=15.0),
+        share.Loops(shared={"home": 9.0, "gap-ratio": 14.0}, serial=16.0, static=10.0),
+    ]
     rows = {row.what: row for row in share.compared("two", loops, [10.0, 10.0], "note")}
-    assert rows["two, together, over the bound"].values == [1.2, 0.9]
-    assert rows["two, together, over the bound"].metric == "shared_over_bound"
+    assert rows["two, together (home), over the bound"].values == [1.2, 0.9]
+    assert rows["two, together (gap-ratio), over the bound"].values == [1.3, 1.4]
+    assert rows["two, together (home), over the bound"].metric == "shared_over_bound"
     assert rows["two, one after the other, over the bound"].values == [2.0, 1.6]
     fastest = rows["two, the bound over the fastest loop"]
     assert fastest.values == [10 / 12, 10 / 9]  # the second loop cannot be: it is faster than its bound
@@ -99,5 +103,6 @@ def test_the_load_on_a_virtual_clock_has_every_row() -> None:
     bench = SimpleNamespace(config=SimpleNamespace(load_steps=1, seeds=2))
     rows = list(share.on_virtual_clock(cast("Bench", bench)))
     assert {row.metric for row in rows} == {"loop_over_bound", "bound_over_fastest", "virtual_over_serial"}
+    assert all(any(f"({planner})" in row.what for row in rows) for planner in ("gap-ratio", "home"))
     assert all(len(row.values) == 2 for row in rows)
     assert all(value <= 1 for row in rows if row.metric == "bound_over_fastest" for value in row.values)

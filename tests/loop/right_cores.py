@@ -86,6 +86,7 @@ def on_thread(plan: Any, start: Any = None) -> Controller:
 OWN, HERE = "tests.labs.share.test_own", "tests.loop.right_cores"
 DESIGNS: dict[str, tuple[str, dict[str, str]]] = {
     "planner by demand": ("share", {"planner": "gap-ratio"}),
+    "planner by demand, near home": ("share", {"planner": "home"}),
     "planner by arrival": ("share", {"planner": "fifo"}),
     "planner that takes turns": ("share", {"planner": f"{OWN}:takes_turns"}),
     "planner by work left": ("share", {"planner": f"{HERE}:most_work_first"}),

@@ -663,7 +663,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
     ):
         with pytest.raises(BadInput, match=sentence):
             DeskSettings(**{"devices": 2, "pipelines": ("a",), **wrong})
-    with pytest.raises(BadInput, match="neither one of gap-ratio, fifo, static"):
+    with pytest.raises(BadInput, match="neither one of gap-ratio, home, fifo, static"):
         Scheduler(DeskSettings(devices=1, pipelines=("a",), planner="best"))
 
 

@@ -55,11 +55,24 @@ MUTANTS = (
     mutant("planner:Gaps.order", "relative, -self.gap(share)", "0, -self.gap(share)", "no relative gap"),
     mutant("planner:Gaps.order", "-self.gap(share), share.name", "0, share.name", "equal relative gaps by name"),
     mutant("planner:from_donors", " - gaps.bundles[gap.name]", "", "donors give their last"),
-    mutant("planner:gap_ratio", "heapq.heappush(waiting, (gaps.order(share), name))", "pass", "one replica a pipeline"),
-    mutant("planner:gap_ratio", "starts.clear()", "pass", "what is left of a donor is not seen"),
+    mutant(
+        "planner:share_by_gaps", "heapq.heappush(waiting, (gaps.order(share), name))", "pass", "one replica a pipeline"
+    ),
+    mutant("planner:share_by_gaps", "starts.clear()", "pass", "what is left of a donor is not seen"),
     mutant("planner:idle_replica", " and replica not in share.touched", "", "a replica is touched twice"),
     mutant("planner:from_donors", "names.count(name) <= spare[name]", "True", "donors give more than they can spare"),
-    mutant("planner:from_donors", "-percent[name] for name", "percent[name] for name", "who has least left gives"),
+    mutant("planner:Gaps.donors_order", "-percent for percent", "percent for percent", "who has least left gives"),
+    mutant("planner:HomeGaps.target", " if share.remaining else 0", "", "at home, the last replica is kept"),
+    mutant(
+        "planner:HomeGaps.distance", " - len(own), not own", " - len(own), True", "its own trainer is like any place"
+    ),
+    mutant(
+        "planner:HomeGaps.distance",
+        "self.trainers[device] for device in bundle",
+        "0 for _ in bundle",
+        "others' trainers too",
+    ),
+    mutant("planner:HomeGaps.donors_order", "any(percents), ", "", "at home, who has work gives first"),
     mutant(
         "planner:Supply.__init__",
         "pipeline.leaving or replica in pipeline.out",

@@ -11,7 +11,7 @@ from kit.errors import BadInput
 from kit.labs.definition import Fault
 from kit.labs.share.faults import OF_THE_DESK
 from kit.labs.share.ledgers import settled
-from kit.labs.share.scenarios import SCENARIOS
+from kit.labs.share.scenarios import SCENARIOS, Scenario, generates, trains
 from kit.loop.messages import Event
 from kit.loop.runner import Runner
 from kit.results import Row
@@ -186,6 +186,20 @@ def test_a_fault_is_seen_by_the_check_that_it_names(fault: Fault) -> None:
     with replaced(fault.patch):
         wrong = scenario.run()
     assert fault.caught_by in violations(rows_of(wrong.rows))
+
+
+def test_the_death_of_a_replica_that_a_pipeline_does_not_have_calls_for_no_plan() -> None:
+    """b could wake a second replica on the device that a left, but nothing has made the desk plan since a took its device."""
+    calm = Scenario(
+        lines={
+            "a": (*trains(300, 900), (300, "progress", {"completed": 1, "target": 1}), *generates(5, 1)),
+            "b": generates(6, 1),
+        },
+        clusters={"a": {"trainer": (0,), "generation": (0, 1), "tp": 2}, "b": {"generation": (1, 2)}},
+        settings={"devices": 3},
+    )
+    dies = replace(calm, lines={**calm.lines, "b": (*generates(6, 1), (400, "died", {"who": "a", "replica": 1}))})
+    assert [violations(rows_of(scenario.run().rows)) for scenario in (calm, dies)] == [{}, {}]
 
 
 class NeverTrustsAgain:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from kit.labs.share.planned import planned_work
 from kit.labs.share.simulated import refuse_broken
 from kit.loop.messages import Event
 from kit.results import with_ids
+from kit.share.books import SPECIFIED
 from kit.share.core import Scheduler
 from kit.share.state import DeskSettings, DeskState, DeskTurn, Plan
 from kit.world.world import Worlds
@@ -61,9 +63,9 @@ def owners(frame: pd.DataFrame) -> tuple[int, int, bool]:
 
 
 class Loops(NamedTuple):
-    """Seconds of the same work: `shared` under the desk, `serial` one after the other, `static` with a part of the devices each."""
+    """Seconds of the same work: `shared` under the desk, by planner; `serial` in turn; `static` with a part of the devices each."""
 
-    shared: float
+    shared: dict[str, float]
     serial: float
     static: float
 
@@ -71,15 +73,17 @@ class Loops(NamedTuple):
 def standard(bench: Bench) -> Iterator[Samples]:
     """Pipelines whose devices are idle at different times, with several seeds."""
     steps = bench.config.load_steps
-    settings = [{**STANDARD, "steps": steps, "seed": FIRST_SEED + turn} for turn in range(bench.config.loads)]
+    settings = [
+        {**STANDARD, "steps": steps, "seed": FIRST_SEED + turn, "planner": "home"} for turn in range(bench.config.loads)
+    ]
     bounds = [planned(each) for each in settings]  # before any run
     frames = [bench.lab("share", f"load-{turn}", **each).frame() for turn, each in enumerate(settings)]
-    loops = [measured_loops(frame) for frame in frames]
+    loops = [measured_loops(frame, "home") for frame in frames]
     note = f"2 devices, K={steps} steps of 6 groups of 4, {len(loops)} seeds; long answers, tools, rewards; paced, not real, times"
     yield from compared("two pipelines that wait", loops, bounds, note)
     yield Samples(
-        what="two pipelines that wait, time together over one after the other",
-        values=[each.shared / each.serial for each in loops],
+        what="two pipelines that wait, time together (home) over one after the other",
+        values=[each.shared["home"] / each.serial for each in loops],
         metric="shared_over_serial",
         unit="ratio",
         note=note,
@@ -88,7 +92,7 @@ def standard(bench: Bench) -> Iterator[Samples]:
 
 
 def on_virtual_clock(bench: Bench) -> Iterator[Samples]:
-    """The same pipelines with the kit's desk and controllers on simulated ranks, with more seeds."""
+    """The same pipelines with the kit's desk and controllers on simulated ranks, with more seeds and two planners."""
     steps, loops, bounds = bench.config.load_steps, list[Loops](), list[float]()
     for turn in range(bench.config.seeds):
         show_progress(f"seed {turn + 1} of {bench.config.seeds}")
@@ -97,16 +101,17 @@ def on_virtual_clock(bench: Bench) -> Iterator[Samples]:
         loops.append(simulated_loops(made(ShareConfig, settings)))
     note = f"the same load on simulated ranks and a virtual clock, {len(loops)} seeds"
     yield from compared("simulated", loops, bounds, note, judged=False)
-    values = [each.shared / each.serial for each in loops]
-    title = "simulated, time together over one after the other"
-    yield Samples(what=title, values=values, metric="virtual_over_serial", unit="ratio", note=note)
+    for planner in SPECIFIED:
+        values = [each.shared[planner] / each.serial for each in loops]
+        title = f"simulated, time together ({planner}) over one after the other"
+        yield Samples(what=title, values=values, metric="virtual_over_serial", unit="ratio", note=note)
 
 
 def makespan(bench: Bench) -> Iterator[Samples]:
     """Pipelines that use all devices alone, one with twice the work of the other: sharing cannot gain."""
     settings = {**EVEN, "steps": bench.config.paced_steps}
     bound = planned(settings)
-    loops = measured_loops(bench.lab("share", "makespan", **settings).frame())
+    loops = measured_loops(bench.lab("share", "makespan", **settings).frame(), "gap-ratio")
     note = f"2 devices, K={bench.config.paced_steps} steps of 24 groups of 2; answers of 12 (A) and 6 (B) tokens at 20 ms; paced"
     yield from compared("two pipelines that never wait", [loops], [bound], note)
 
@@ -115,17 +120,20 @@ def planned(settings: Mapping[str, Any]) -> float:
     return planned_work(made(ShareConfig, settings)).bound
 
 
-def measured_loops(frame: pd.DataFrame) -> Loops:
+def measured_loops(frame: pd.DataFrame, planner: str) -> Loops:
     seconds = tables.loops(frame).set_index("loop")["seconds"]
-    return Loops(seconds["shared"], seconds["serial"], seconds["static"])
+    return Loops({planner: seconds["shared"]}, seconds["serial"], seconds["static"])
 
 
 def simulated_loops(config: ShareConfig) -> Loops:
     alone = [simulate_alone(config, name, range(loop.replicas)) for name, loop in config.loops.items()]
     halves = [simulate_alone(config, name, own_part(config, name)[1]) for name in config.loops]
-    together = simulate_pipelines(config)
-    refuse_broken(together.ended, (*config.names, DESK))
-    return Loops(together.seconds, sum(alone), max(halves))
+    together: dict[str, float] = {}
+    for planner in SPECIFIED:
+        simulated = simulate_pipelines(dataclasses.replace(config, planner=planner))
+        refuse_broken(simulated.ended, (*config.names, DESK))
+        together[planner] = simulated.seconds
+    return Loops(together, sum(alone), max(halves))
 
 
 def compared(
@@ -135,17 +143,21 @@ def compared(
     note = (
         f"{note}; bound {statistics.median(bounds):.1f} s = max(work / devices, longest path), computed before the runs"
     )
-    words = {"shared": "together", "serial": "one after the other", "static": "half of the devices each"}
-    for name, how in words.items():
-        seconds = [getattr(each, name) for each in loops]
+    ways = {f"together ({planner})": [each.shared[planner] for each in loops] for planner in loops[0].shared}
+    shared = {*ways}
+    ways |= {
+        "one after the other": [each.serial for each in loops],
+        "half of the devices each": [each.static for each in loops],
+    }
+    for how, seconds in ways.items():
         yield Samples(
             what=f"{title}, {how}, over the bound",
             values=[took / bound for took, bound in zip(seconds, bounds, strict=True)],
-            metric="shared_over_bound" if name == "shared" and judged else "loop_over_bound",
+            metric="shared_over_bound" if how in shared and judged else "loop_over_bound",
             unit="ratio",
             note=f"{note}; median {statistics.median(seconds):.1f} s",
         )
-    fastest = [bound / min(each) for each, bound in zip(loops, bounds, strict=True)]
+    fastest = [bound / min(took) for *took, bound in zip(*ways.values(), bounds, strict=True)]
     what = f"{title}, the bound over the fastest loop"
     yield Samples(what=what, values=fastest, metric="bound_over_fastest", unit="ratio", note=note)
 

@@ -40,7 +40,7 @@ from tests.labs.share.conftest import share
         ({"pipelines": 0}, "pipelines must be a whole number from 1 to 26 or null, not 0"),
         ({"steps": "x"}, "steps must be a whole number from 1 to 10000, not 'x'"),
         ({"group": 3}, "pipeline a: group=3 samples do not fill whole microbatches of micro_batch=2"),
-        ({"planner": "fair"}, "planner must be one of gap-ratio, fifo, static, or module:attr, not 'fair'"),
+        ({"planner": "fair"}, "planner must be one of gap-ratio, home, fifo, static, or module:attr, not 'fair'"),
         ({"scheduler": "desk"}, "scheduler must be 'module:attr', not 'desk'"),
         ({"gate": "6"}, "gate must be one of"),
         ({"scenario": "G"}, "scenario must be one of A, B, C, D, E, F"),

@@ -122,6 +122,16 @@ def test_every_fault_has_a_name_of_its_own_and_a_patch_that_can_be_applied() -> 
     [
         {"scenario": "A"},
         {"scenario": "F"},
+        {"planner": "home"},
+        {
+            "planner": "home",
+            "pipelines": 6,
+            "devices": 4,
+            "steps": 2,
+            "infer": (0, 1, 2, 3),
+            "f.tp": 2,
+            "f.train": (2, 3),
+        },
         {"planner": "fifo"},
         {"planner": "static"},
         {"window": 1, "admission_ms": 0},
