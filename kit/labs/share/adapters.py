@@ -1,4 +1,4 @@
-"""The rules of the lab `share` about pipelines with adapters. All need the records of ranks."""
+"""The rules of the lab `share` about pipelines with adapters. All but `turns_fair` need the records of ranks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from kit.labs.definition import made
 from kit.labs.share.lab import MAIN, TRAINER, PipelineConfig, ShareConfig
-from kit.labs.share.ledgers import recorded_on_ranks
+from kit.labs.share.ledgers import loops, recorded_on_ranks
 from kit.results import Missing, NotMeasured, Unjudged
 from kit.results.rules import Violations, rule
 from kit.results.units import counted
+from kit.stream.history import ENDS
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from kit.stream.history import LoopLedger
 
 VERIFY = "verify"  # the phase in which trainers recompute
 ROUNDING = 1e-5  # of float32 log-probabilities: how far they may be from those of the merged weights
@@ -40,9 +43,12 @@ def rows_of_pipeline(
     rows = recorded_on_ranks(frame, phase, metric, "pipeline", *ids)
     own: list[Any] = rows[rows["pipeline"] == name].to_dict("records")
     if len(own) < count:
-        words = f"pipeline {name} recorded {metric} {len(own)} times in the phase {phase}, expected {count}"
-        raise (Unjudged if (frame["phase"] == "end").any() else Missing)(words)
+        raise lacking_rows(frame, f"pipeline {name} recorded {metric} {len(own)} times in the phase {phase}", count)
     return own
+
+
+def lacking_rows(frame: pd.DataFrame, recorded: str, expected: int) -> NotMeasured | Unjudged:
+    return (Unjudged if (frame["phase"] == "end").any() else Missing)(f"{recorded}, expected {expected}")
 
 
 def adapter_to_train(loop: PipelineConfig, group: Any) -> int:
@@ -156,7 +162,48 @@ def adapters_unloaded(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violati
     return f"{counted(count, 'time')} a replica fell asleep"
 
 
-ADAPTER_RULES = tuple(
-    rule(measure, when=with_adapters, cannot=without_ranks)
-    for measure in (adapters_apart, base_unchanged, adapter_numbers, trained_changed, adapters_unloaded)
+def turns_fair(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:
+    """Do adapters train in turn, each as soon as its own groups are complete?"""
+    run = loops_of(config)
+    selected = dict.fromkeys(run, 0)
+    for origin, ledger in loops(frame, (MAIN,)):
+        name = origin.rpartition(" ")[2]
+        if name in run:
+            selected[name] += len(ledger.of("selected"))
+            yield from unfair_turns(name, run[name], ledger)
+    for name, loop in run.items():
+        if selected[name] < loop.steps * loop.groups:
+            raise lacking_rows(frame, f"pipeline {name} selected {selected[name]} groups", loop.steps * loop.groups)
+    return f"{sum(selected.values())} groups were trained by the adapter whose turn it was, as soon as its step was complete"
+
+
+def unfair_turns(name: str, loop: PipelineConfig, ledger: LoopLedger) -> Iterator[str]:
+    """Yield a violation per group of another adapter that a complete step waits for. Before the sync of the last weights none may begin."""
+    step, may_begin = 0, False
+    complete: set[Any] = set()
+    for row in ledger.rows:
+        if row.event == "ready":
+            own = [group for group in complete if adapter_to_train(loop, group) == step % loop.adapters]
+            if may_begin and len(own) >= loop.groups:
+                yield f"{row}: adapter {step % loop.adapters} of {name} waits, although its {len(own)} groups are complete"
+            complete.add(row["group"])
+        elif row.event == "selected":
+            may_begin = False
+            complete.discard(row["group"])
+            if adapter_to_train(loop, row["group"]) != row["version"] % loop.adapters:
+                yield f"{row}: the group is taken in the turn of adapter {row['version'] % loop.adapters} of {name}"
+        elif row.event in ENDS:
+            complete.discard(row["group"])
+        elif row.event == "bumped":
+            step = row["version"]
+        elif row.event == "resume":
+            may_begin = True
+
+
+ADAPTER_RULES = (
+    *(
+        rule(measure, when=with_adapters, cannot=without_ranks)
+        for measure in (adapters_apart, base_unchanged, adapter_numbers, trained_changed, adapters_unloaded)
+    ),
+    rule(turns_fair, when=with_adapters),
 )

@@ -27,6 +27,7 @@ run_scenario = Scenario.run
 desk_step, member_step, adapted = Scheduler.step, Member.step, Member.adapted
 meets, measure_gaps, order = Supply.meets, Gaps.__init__, Gaps.order
 on_left, send, report_progress = generation.on_left, generation.send_waiting, stream.report_progress
+may_choose = stream.may_choose
 
 # -- the desk: who gets which devices -------------------------------------------------------------------------------------
 
@@ -340,6 +341,14 @@ def counts_too_early(t: StreamTurn, event: Event) -> None:
 OLD_SET_ROUTES = {**stream.HANDLERS, "left": routes_by_an_old_set}
 IN_FLIGHT_IS_FORGOTTEN = {**stream.HANDLERS, "left": forgets_what_was_in_flight}
 COUNTED_TOO_EARLY = {**stream.HANDLERS, "left": counts_too_early}
+
+
+def waits_for_every_adapter(t: StreamTurn) -> bool:
+    adapters = t.settings.window + 1
+    steps = min(adapters, t.last - t.version)
+    begins_round = t.version % adapters == 0
+    complete = sum(group.order >= 0 for group in t.buffer.values())
+    return may_choose(t) and not (begins_round and complete < steps * t.settings.groups)
 
 
 def reports_fifty_times(t: StreamTurn) -> None:

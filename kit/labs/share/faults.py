@@ -395,6 +395,14 @@ OF_A_PIPELINE = exposed_by(
         where="notebook",
     ),
     Fault(
+        "all-wait-for-slowest",
+        "adapters train only once all of them have their groups",
+        "turns_fair",
+        set={"scenario": "C", "slots": 2},
+        patch={"kit.stream.core:may_choose": "kit.labs.share.bugs:waits_for_every_adapter"},
+        where="notebook",
+    ),
+    Fault(
         "over-reports",
         "a pipeline reports fifty times its demand",
         "progress_true",

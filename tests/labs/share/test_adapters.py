@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import types
 from collections.abc import Iterator
@@ -49,7 +50,18 @@ def records() -> Iterator[Facts]:
         yield row("apart_from_alone", "verify", 0.0, step=step, adapter=step % 2)
     for replica in range(2):
         yield row("adapter_bytes_asleep", value=0.0, replica=replica)
+    yield from in_ledger(*loop_rows())
     yield row("fds", "end", 5.0)
+
+
+@functools.cache
+def loop_rows() -> tuple[Row, ...]:
+    return (*simulate_pipelines(CONFIG).rows,)
+
+
+def in_ledger(*rows: Row) -> Iterator[Facts]:
+    for written in rows:
+        yield {"metric": written.metric, "phase": "shared", "ids": {**written.ids}, "rank": -1}
 
 
 def row(metric: str, phase: str = "shared", value: float | None = None, text: str = "", **ids: Any) -> Facts:
@@ -57,7 +69,7 @@ def row(metric: str, phase: str = "shared", value: float | None = None, text: st
 
 
 def verdict_of(rows: list[Facts]) -> Any:
-    made = (Row(run="test", lab="share", cycle=3, rank=0, time=1.0, **facts) for facts in rows)
+    made = (Row(**{"run": "test", "lab": "share", "cycle": 3, "rank": 0, "time": 1.0, **facts}) for facts in rows)
     return judge(to_frame(made), as_settings(CONFIG), ADAPTER_RULES)
 
 
@@ -69,6 +81,7 @@ WRONG: list[tuple[str, str, dict[str, Any]]] = [
     ("adapter_numbers", "apart_from_alone", {"value": 3.0}),
     ("trained_changed", "adapter_digest", {"text": "another"}),
     ("adapters_unloaded", "adapter_bytes_asleep", {"value": 4096.0}),
+    ("turns_fair", "selected", {"pipeline": "another"}),
 ]
 
 
@@ -87,6 +100,19 @@ def test_a_wrong_row_fails_its_check(check: str, metric: str, change: dict[str, 
         of_row = changed if name in changed else changed["ids"]
         of_row[name] = 1 - of_row[name] if name == "adapter" else value
     assert check in failed(verdict_of(rows))
+
+
+def test_a_step_waits_for_no_group_of_another_adapter_and_takes_none() -> None:
+    """The first step, of groups 0 and 1, waits for group 2; or it takes group 2 in place of group 1."""
+    rows = [*records()]
+    place = {(facts["metric"], facts["ids"].get("group")): at for at, facts in enumerate(rows)}
+    late = [*rows]
+    late.insert(place["selected", 0], late.pop(place["ready", 2]))
+    assert "adapter 0 of a waits, although its 2 groups are complete" in why(verdict_of(late), "turns_fair")
+    assert failed(verdict_of(late)) == {"turns_fair"}
+    taken = copy.deepcopy(rows)
+    taken[place["selected", 1]]["ids"]["group"] = 2
+    assert "taken in the turn of adapter 0 of a" in why(verdict_of(taken), "turns_fair")
 
 
 @pytest.mark.parametrize("rule", ADAPTER_RULES, ids=lambda rule: rule.name)

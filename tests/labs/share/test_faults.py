@@ -102,7 +102,7 @@ def test_without_a_bug_every_check_of_a_ledger_passes() -> None:
     """One run covers the lab's pipelines, every script that exposes a fault, and every rehearsed scene."""
     verdict, error = simulated()
     assert (failed(verdict), error) == (set(), "")
-    assert all(passed(verdict, fault.caught_by) for fault in SIMULATED)
+    assert all(passed(verdict, fault.caught_by) for fault in SIMULATED if "scenario" not in fault.set)
     for check in ("same_numbers", "weights_after_wake", "peak_fits"):
         assert passed(verdict, check) is None
         assert "needs the records of ranks" in why(verdict, check)

@@ -246,5 +246,12 @@ def test_adapters_pass_every_check(places: None, more: dict[str, Any]) -> None:
     steps = {"a.steps" if more["scenario"] == "C" else "b.steps": 4}
     verdict = {row.check: row for row in on_ranks(**{**more, **steps}).verdict()}
     assert {check: row.why for check, row in verdict.items() if row.passed is False} == {}
-    apart = ("adapters_apart", "base_unchanged", "adapter_numbers", "trained_changed", "adapters_unloaded")
+    apart = (
+        "adapters_apart",
+        "base_unchanged",
+        "adapter_numbers",
+        "trained_changed",
+        "adapters_unloaded",
+        "turns_fair",
+    )
     assert all(verdict[check].passed for check in (*apart, "same_numbers"))
