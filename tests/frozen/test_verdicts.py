@@ -35,6 +35,7 @@ LATER = {
     "restore_failure_is_clean": {},
     "rehearsals_leave_nothing": {},
     "no_copy_kept": {},
+    "times_do_not_rise": {},
     "trained_changed": {},
     "every_parameter_written": {},
     "no_second_copy": {},

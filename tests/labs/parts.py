@@ -16,7 +16,7 @@ from kit.results import Row, Rule, Verdict, VerdictRow, judge
 from kit.results.records import STEP_LINE
 
 # Checks of wall time, which a shared machine may miss at any moment.
-OF_WALL_TIME = {"time_steady", "controller_answers", "death_named_in_time"}
+OF_WALL_TIME = {"time_steady", "times_do_not_rise", "controller_answers", "death_named_in_time"}
 
 
 def failed(verdict: Verdict, *, timed: str = "") -> set[str]:

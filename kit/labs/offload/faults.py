@@ -221,6 +221,13 @@ FAULTS = (
         patch={"kit.labs.offload.ranks.phases:Offload.reload": f"{BUGS}:reloads_slowly_in_the_last_two_cycles"},
     ),
     Fault(
+        "slower-each-cycle",
+        "from the third cycle on each reload takes 0.5 s longer than the one before",
+        "times_do_not_rise",
+        needs=KITS,
+        patch={"kit.labs.offload.ranks.phases:Offload.reload": f"{BUGS}:reloads_more_slowly_in_each_cycle"},
+    ),
+    Fault(
         "patch-left",
         "a function of torch.distributed stays patched at the end",
         "names_restored",

@@ -15,8 +15,11 @@ from kit.results.frames import Source, read_ids, source
 from kit.results.growth import (
     COUNTS,
     DRIFT_CYCLES,
+    LEAST_S,
     MIB,
+    RISING,
     SLOPE_CYCLES,
+    WARM_UP,
     by_owner,
     bystander_change,
     each_rank,
@@ -26,6 +29,7 @@ from kit.results.growth import (
     slope_limit,
     slopes,
     steady,
+    theil_sen,
     worst,
     worst_of,
 )
@@ -41,6 +45,8 @@ SEEN_BYTES = 64 * MIB  # below this a job's bytes drown in the interpreter's own
 SEEN_BY_DRIVER = 1024 * MIB  # below this they drown in what kernels and libraries take of a GPU meanwhile
 COMMUNICATORS = 32 * MIB  # below this the driver's pages and its own noise are most of what they took
 TOO_SMALL = "{:.1f} MiB are too small to see next to the interpreter's own memory; use a larger size"
+LEAST_RISE = 1.25  # from the second cycle to the last
+SPARE_COPY = 0.5  # of the state, above one copy of it on the host
 KINDS = ("weights", "grads", "optimizer")
 
 
@@ -283,9 +289,11 @@ def tensors_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
 
 
 def no_copy_kept(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """While released, do no more bytes of tensors exist in later cycles than in the first?
+    """While released, is there at most one copy of the state, and no more bytes of tensors in later cycles than in the first?
 
-    Those that Python refers to, on any device, above what the control adds over the same cycles."""
+    Tensors that Python refers to, on any device, above what the control adds over the same cycles."""
+    if (second := second_copy(frame)).value:
+        return second
     rows = frame[(frame["metric"] == "tensor_bytes") & frame["phase"].isin(["idle", "control"])]
     table = rows.pivot_table(index=["rank", "cycle"], columns="phase", values="value", aggfunc="last")
     if "idle" not in table:
@@ -299,6 +307,26 @@ def no_copy_kept(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     (rank, cycle), before, after = place, *(column["idle"][place] / MIB for column in (first, table))
     why = f"tensors: {before:.3f} MiB while released in the first cycle, {after:.3f} MiB in cycle {cycle} (rank {rank})"
     return Measured(max(0.0, float(added.max())) / MIB, why)
+
+
+def second_copy(frame: pd.DataFrame) -> Measured:
+    """MiB while released beyond one copy of the state on the host: what the training job of the control had there, and on a GPU its state
+    beside that. Less than `SPARE_COPY` is 0."""
+    if (frame["metric"] == "resident_bytes").sum() == 0:
+        return Measured(0.0)  # no cycle began
+    state = per_rank(frame, "fingerprint", "resident_bytes")
+    on_gpu = (frame["metric"] == "allocated").any()
+    beyond = {}
+    for metric in ("tensor_bytes", "rss"):
+        rows = frame[(frame["metric"] == metric) & frame["phase"].isin(["idle", "control"])]
+        levels = rows[rows["cycle"] == rows["cycle"].min()].groupby(["phase", "rank"])["value"].max()
+        if {"idle", "control"} <= {*rows["phase"]} and (metric == "tensor_bytes" or state.min() >= SEEN_BYTES):
+            copy_beside = state if on_gpu and metric == "rss" else 0
+            beyond[metric] = levels["idle"] - levels["control"] - copy_beside
+    worst_of_ranks = {metric: over.where(over >= SPARE_COPY * state, 0.0).max() for metric, over in beyond.items()}
+    metric = max(worst_of_ranks, key=lambda name: worst_of_ranks[name], default="")
+    over = worst_of_ranks.get(metric, 0.0) / MIB
+    return Measured(over, f"{metric} while released: {over:.1f} MiB more than one copy of the state needs")
 
 
 def copy_limit(config: Mapping[str, Any]) -> float:
@@ -393,6 +421,32 @@ def comm_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  
         raise NotMeasured(f"communicators took less than {COMMUNICATORS / MIB:.0f} MiB of driver memory")
     why = f"of {taken.max() / MIB:.0f} MiB per {seen.owner}, from {seen.label}{staying}"
     return Measured(float(((held - idle) / taken).min()), why)
+
+
+def times_do_not_rise(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
+    """Does some release and some reload take no longer than the one before?
+
+    The smallest step from one cycle to the next, after the first; from `RISING` cycles on the slope, if each takes longer than the one
+    before. A rise within what the cycles of the control differ does not count."""
+    control = seconds_of(frame, "control").iloc[WARM_UP:]
+    noise = (control.max() / control.min()).clip(lower=LEAST_RISE)
+    answers = []
+    for phase in ("release", "reload"):
+        each_rank(frame, config, phase, "seconds")
+        times = seconds_of(frame, phase).iloc[WARM_UP:]
+        first, last = times.iloc[0], times.iloc[-1]
+        least = times.diff().iloc[1:].min()
+        rises = theil_sen(times) if len(times) >= RISING - WARM_UP else least
+        rises = rises.where((least > 0) & (last > noise * first), 0.0)
+        rank: Any = rises.idxmax()
+        shown = ", ".join(f"{seconds * 1e3:.0f}" for seconds in times[rank])
+        why = f"{phase}: {shown} ms in cycles {times.index[0]} to {times.index[-1]} (rank {rank})"
+        answers.append(Measured(float(rises[rank]), why))
+    return max(answers, key=lambda answer: answer.value or 0.0)
+
+
+def seconds_of(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
+    return select(frame, phase=phase, metric="seconds").pivot_table(index="cycle", columns="rank", values="value")
 
 
 RULES = (
@@ -512,6 +566,7 @@ RULES = (
         unit="ratio",
         cycles=SLOPE_CYCLES,
     ),
+    rule(times_do_not_rise, limit=LEAST_S, unit="s/cycle", cycles=SLOPE_CYCLES),
     Rule(
         "others_untouched",
         "Does another process on the GPU keep its memory unchanged?",

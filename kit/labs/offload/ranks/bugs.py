@@ -31,6 +31,7 @@ as_found, new_process_group = ownership.as_found, c10d._new_process_group_helper
 
 LEAK_BYTES = 16 * 2**20
 SLOW_S = 1.5
+SLOWER_S = 0.5
 LATE_S = 0.3
 LOSSY = (
     "tensor_model_parallel_size",
@@ -241,6 +242,11 @@ def reloads_slowly_in_the_last_two_cycles(lab: Offload, cycle: int) -> None:
     reload_phase(lab, cycle)
     if cycle >= lab.config.cycles - 1:
         time.sleep(SLOW_S)
+
+
+def reloads_more_slowly_in_each_cycle(lab: Offload, cycle: int) -> None:
+    reload_phase(lab, cycle)
+    time.sleep(SLOWER_S * max(0, cycle - 2))
 
 
 def keeps_what_came_back(mover: tensors.Mover) -> State:
