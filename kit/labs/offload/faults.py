@@ -64,6 +64,14 @@ FAULTS = (
         patch={DESTROY: f"{BUGS}:leaks_a_descriptor_on_failure"},
     ),
     Fault(
+        "never-meets-again",
+        "ranks that gave up on a late one wait at another meeting than it does from then on",
+        "rehearsals_leave_nothing",
+        set={"meet_timeout_s": 5.0},
+        needs=DESTROYED,
+        patch={"kit.megatron.groups:meet": f"{BUGS}:forgets_to_withdraw"},
+    ),
+    Fault(
         "name-taken",
         "after a reload of WORLD torch counts groups from 1, so a new group would get a name that another group has",
         "every_group_communicates",

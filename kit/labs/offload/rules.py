@@ -240,9 +240,9 @@ def restore_failure_is_clean(frame: pd.DataFrame, config: Mapping[str, Any]) -> 
 
 
 def rehearsals_leave_nothing(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:  # noqa: ARG001 - measures are called alike
-    """Do failed releases and reloads leave no descriptor, socket, thread or group behind?
+    """Do failed releases and reloads leave no descriptor, socket, thread, group or arrival at a meeting behind?
 
-    What the second rehearsal of each failure adds."""
+    What the second rehearsal of each failure adds; and whether all ranks meet after a meeting that one of them missed."""
     rows = frame[frame["metric"] == "rehearsal_left"]
     if rows.empty:
         raise NotMeasured("no failure was rehearsed twice")
@@ -250,7 +250,7 @@ def rehearsals_leave_nothing(frame: pd.DataFrame, config: Mapping[str, Any]) -> 
     ids = read_ids(row["ids"])
     if not row["value"]:
         scenes = ", ".join(sorted({str(read_ids(text)["scene"]) for text in rows["ids"]}))
-        return Measured(0, f"nothing is added by a second failure ({scenes})")
+        return Measured(0, f"nothing is left by a failure ({scenes})")
     return Measured(float(row["value"]), f"{ids['kind']}: {row['text']} (rank {row['rank']}, scene {ids['scene']})")
 
 

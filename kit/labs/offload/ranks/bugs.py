@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kit.errors import KitError
 from kit.labs.offload.ranks.job import JobContext
 from kit.labs.offload.ranks.phases import Offload
 from kit.labs.offload.ranks.releaser import KitReleaser, State
@@ -27,6 +28,7 @@ from kit.target import replaced
 init, destroy, reload = KitReleaser.__init__, KitReleaser.destroy, KitReleaser.reload
 restore_tensors, move_back = KitReleaser.restore_tensors, tensors.Mover.restore
 make_job, reload_phase = Offload.make_job, Offload.reload
+meet = groups.meet
 as_found, new_process_group = ownership.as_found, c10d._new_process_group_helper
 
 LEAK_BYTES = 16 * 2**20
@@ -231,6 +233,14 @@ def keeps_a_second_copy(releaser: KitReleaser) -> State:
 
 
 # -- in other places -------------------------------------------------------------------------------------------------------
+
+
+def forgets_to_withdraw(what: str, rank: int, size: int, timeout_s: float, report: str = "") -> None:
+    try:
+        meet(what, rank, size, timeout_s, report)
+    except KitError:
+        groups._rounds[what] += 1
+        raise
 
 
 def leaves_a_patch(releaser: KitReleaser, ctx: JobContext) -> None:

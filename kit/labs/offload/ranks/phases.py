@@ -235,7 +235,8 @@ class Offload:
             self._twice("restore-fails", rehearsals.restore_fails, self.job_context, self.releaser, self._state)
 
     def rehearse_failure(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """Make one group impossible to destroy: the release must raise an error that names it. The kit's own release is tried twice."""
+        """Make one group impossible to destroy: the release must raise an error that names it. The kit's own release is tried twice, and
+        once a rank is late for a meeting."""
         if self.broken:
             return
         if self.config.implementation == KIT_RELEASER:  # your own may have replaced what makes groups
@@ -244,6 +245,11 @@ class Offload:
         if not (self.config.groups and self.config.mode in groups.EXACT and self.watch.standing):
             return
         if self.config.implementation == KIT_RELEASER:
+            if self.ctx.world_size > 1:
+                assert self.job_context
+                wrong = rehearsals.arrivals_left(self.job_context, self.config.meet_timeout_s)
+                text = findings_in_words(wrong)
+                self.ctx.record("rehearsal_left", len(wrong), text=text, scene="late-rank", kind="arrivals")
             self._twice("destroy-fails", rehearsals.destroy_fails, self.releaser)
         else:
             self._findings("destroy-fails", rehearsals.destroy_fails(self.releaser))

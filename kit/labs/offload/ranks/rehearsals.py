@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from kit.errors import RehearsedError
+from kit.errors import KitError, RehearsedError
 from kit.labs.offload.ranks.job import JobContext
 from kit.labs.offload.ranks.releaser import KitReleaser
 from kit.measure.observers import births
@@ -94,6 +94,38 @@ def refusing(victim: Any) -> Iterator[list[str]]:
     patch |= {place: guarded(place, lambda group: group is victim) for place in methods}
     with replaced(patch):
         yield attempts
+
+
+# -- a rank that is late for a meeting -------------------------------------------------------------------------------------
+
+SHORT_S = 0.5
+
+
+def arrivals_left(ctx: JobContext, timeout_s: float) -> list[str]:
+    """What is left of a meeting that the last rank missed: all must meet at the next try, and after another such meeting the late rank must
+    not meet alone."""
+
+    def meets(seconds: float) -> bool:
+        try:
+            groups.meet("rehearsal", ctx.rank, ctx.world_size, seconds)
+        except KitError:
+            return False
+        return True
+
+    late = ctx.rank == ctx.world_size - 1
+    wrong = []
+    if not late and meets(SHORT_S):
+        wrong.append("the ranks that came met without the late one")
+    dist.barrier()
+    if not meets(timeout_s):
+        wrong.append("at the next try the ranks do not meet")
+    if not late:
+        meets(SHORT_S)
+    dist.barrier()
+    if late and meets(SHORT_S):
+        wrong.append("the late rank met the arrivals of ranks that had given up")
+    dist.barrier()
+    return wrong
 
 
 # -- an allocation of a reload that fails on one rank ----------------------------------------------------------------------
