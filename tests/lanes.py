@@ -68,6 +68,7 @@ FILES = (
 BESIDE = (
     "tests/browser/",
     "tests/docs/",
+    "tests/examples/",
     "tests/labs/share/",
     "tests/labs/stream/",
     "tests/test_notebooks.py",

@@ -203,11 +203,15 @@ def select(frame: pd.DataFrame, **wanted: object) -> pd.DataFrame:
 
     Mind that pandas' own max, median and the like pass over NaN: a check of numbers that may be NaN must look for it.
     """
+    import numpy as np
+
+    has_all = np.ones(len(frame), dtype=bool)
     for column, value in wanted.items():
-        frame = frame[frame[column] == value]
-    if frame.empty:
+        has_all &= (frame[column] == value).to_numpy(dtype=bool)
+    rows = frame[has_all]  # cut once: each cut copies every column
+    if rows.empty:
         raise Missing("no records with " + ", ".join(f"{column} {value!r}" for column, value in wanted.items()))
-    return frame
+    return rows
 
 
 def null(why: NotMeasured, of: str = "") -> Measured:
