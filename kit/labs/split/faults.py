@@ -177,6 +177,13 @@ OF_THE_STEP = exposed_by(
         patch={f"{STEP}._reduce": f"{BUGS}:leaves_the_routers"},
     ),
     Fault(
+        "routers-moved-twice",
+        "a split step moves the biases that balance the experts twice as far",
+        "routers_match",
+        set={**EXPERTS, "router_bias": True},
+        patch={f"{STEP}._reduce": f"{BUGS}:moves_the_routers_twice"},
+    ),
+    Fault(
         "twice-divided",
         "gradients are divided twice by the number of data-parallel ranks",
         "grad_parity",

@@ -46,6 +46,7 @@ ALSO = {
     "wrong-clip": {"params_parity", "later_steps"},
     "scales-up": set(),
     "routers-left": {"later_steps", "params_parity", "nonfinite_skipped", "abort_is_clean"},
+    "routers-moved-twice": {"later_steps", "params_parity", "nonfinite_skipped", "abort_is_clean"},
     "lost-on-interrupt": {"misuse_raises", "version_ticks", "abort_is_clean"},
     "twice-divided": GRADIENTS | {"update"},
     "keeps-graphs": {"nothing_piles_up"},

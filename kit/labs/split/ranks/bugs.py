@@ -130,6 +130,14 @@ def leaves_the_routers(step: MegatronSplit) -> None:
     config.moe_router_enable_expert_bias = plain
 
 
+def moves_the_routers_twice(step: MegatronSplit) -> None:
+    biases = [module.expert_bias for module in step.job.chunks[0].modules() if hasattr(module, "expert_bias")]
+    before = [bias.clone() for bias in biases]
+    reduce(step)
+    for bias, old in zip(biases, before, strict=True):
+        bias.add_(bias - old)
+
+
 def reduces_twice(step: MegatronSplit) -> None:
     for group in split.bucket_groups(step.job.chunks[0]):
         group.start_grad_sync()
