@@ -15,6 +15,8 @@ GATE_UP = ("gate_proj", "up_proj")
 
 
 class ByName:
+    """Writes each tensor into the rows or columns that this rank holds of it."""
+
     def __init__(self, ctx: Any) -> None:
         self.model = getattr(ctx.chunks[0], "module", ctx.chunks[0])  # bfloat16 models are wrapped
         self.rank, self.size = ctx.rank, ctx.world_size

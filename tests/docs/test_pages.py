@@ -49,6 +49,13 @@ def test_the_first_result_comes_soon() -> None:
     assert sum(len("".join(cell["source"]).split()) for cell in cells[: first + 1]) <= 350
 
 
+def test_the_pages_stay_short() -> None:
+    """Pages written by hand; api.md, examples.md and mutants.md are generated."""
+    pages = {page for page in (ROOT / "docs").glob("*.md") if page.stem not in {"api", "examples", "mutants"}}
+    assert len(pages) > 15
+    assert sum(len(page.read_text().split()) for page in pages) <= 25_000
+
+
 def test_the_lab_of_contributing_passes_and_catches_its_fault(
     nothing_left: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

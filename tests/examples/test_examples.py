@@ -13,6 +13,7 @@ import pytest
 import kit
 from kit.labs.discover import find, validate
 from kit.results import Verdict
+from tests.examples import page
 from tests.examples.cases import CASES, Case
 from tests.holdings import nothing_added
 from tests.labs.parts import failed, why
@@ -115,11 +116,5 @@ def test_every_example_is_tried() -> None:
                 assert node.name in under_test
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.code)
-def test_the_documentation_has_the_verdict(case: Case) -> None:
-    module, _, name = case.code.partition(":")
-    page = (ROOT / "docs" / "own-code.md").read_text()
-    assert f"(examples/{module}.py)" in page
-    (row,) = [line for line in page.splitlines() if f"| `{name}` |" in line]
-    says = f"`{case.fails}` fails" if case.fails else "passes"
-    assert row.endswith(f"| {says} |")
+def test_the_page_of_examples_is_that_of_the_cases() -> None:
+    assert page.PAGE.read_text() == page.text(), "run `python -m tests.examples.page`"

@@ -1,0 +1,43 @@
+"""Write the page of examples, docs/examples.md, from the tested cases: `python -m tests.examples.page`."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from tests.examples.cases import CASES
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "examples.md"
+HEAD = """# Examples of own code, and their verdicts
+
+`python -m tests.examples.page` generates this page from the tested examples. Each file in [docs/examples](examples) has a correct
+implementation, and classes with one bug each. Run them from the root of the repository, with the command in the first lines of the file:
+
+```
+kit run offload --set implementation=docs.examples.repointed:Repointed
+```
+
+`passes`: no check fails, and all checks are measured that are measured for the kit's own code, except `restore_failure_is_clean`.
+"""
+
+
+def text() -> str:
+    """The page: by lab and file, what each class does, and the check that fails."""
+    page, section = HEAD, ("", "")
+    for case in CASES:
+        module, _, name = case.code.partition(":")
+        if case.lab != section[0]:
+            page += f"\n## The {case.lab} lab\n"
+        if (case.lab, module) != section:
+            page += f"\n| [{module}.py](examples/{module}.py) | what it does | verdict |\n|---|---|---|\n"
+            section = (case.lab, module)
+        classes = ast.parse((ROOT / "docs" / "examples" / f"{module}.py").read_text()).body
+        (body,) = (node for node in classes if isinstance(node, ast.ClassDef) and node.name == name)
+        does = (ast.get_docstring(body) or "").partition("\n")[0]
+        page += f"| `{name}` | {does} | {f'`{case.fails}` fails' if case.fails else 'passes'} |\n"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(text())
