@@ -242,7 +242,7 @@ def test_runs_from_top_to_bottom_and_shows_what_it_promises(path, tmp_path, monk
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_command_runs_one_with_other_parameters(tmp_path, monkeypatch):
-    """`kit notebook 01 -p cycles 5` sets the parameter in every run that the notebook makes with its parameters."""
+    """`kit notebook 01 -p cycles 2` sets the parameter in every run that the notebook makes with its parameters."""
     monkeypatch.setenv("KIT_RUNS", str(tmp_path / "runs"))
     command = [
         sys.executable,
@@ -252,14 +252,14 @@ def test_the_command_runs_one_with_other_parameters(tmp_path, monkeypatch):
         "01",
         "-p",
         "cycles",
-        "5",
+        "2",
         "--to",
         str(tmp_path / "offload.html"),
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'offload.html'}\n"), done.stderr
     cycles = [json.loads(path.read_text())["config"]["cycles"] for path in tmp_path.glob("runs/offload-*/run.json")]
-    assert sorted(cycles) == [1, 1, 5, 5, 5, 5]  # the runs with a fault and with own code need only one
+    assert sorted(cycles) == [1, 1, 2, 2, 2, 2]  # the runs with a fault and with own code need only one
     page = (tmp_path / "offload.html").read_text()
     assert "injected-parameters" in page
     assert "<script" not in page

@@ -77,10 +77,15 @@ def rows_of(frame: pd.DataFrame) -> list[Row]:
     ]
 
 
+def event_rows(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows that are events or commands: without a value, a unit and a text."""
+    return frame[frame["value"].isna() & (frame["unit"] == "") & (frame["text"].fillna("") == "")]
+
+
 def events_of(frame: pd.DataFrame, phase: str | None = None) -> list[Row]:
-    """The events of a table, of one phase or of all: rows with neither a value nor a text."""
-    frame = frame[frame["value"].isna() & (frame["text"] == "")]
-    return rows_of(frame if phase is None else frame[frame["phase"] == phase])
+    """The events of a table, of one phase or of all."""
+    rows = event_rows(frame)
+    return rows_of(rows if phase is None else rows[rows["phase"] == phase])
 
 
 def with_ids(frame: pd.DataFrame, *names: str) -> pd.DataFrame:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kit.errors import BadInput
+from kit.results.frames import event_rows
 from kit.results.records import NOTEBOOK, Row, Unjudged
 from kit.results.rules import Missing
 
@@ -102,7 +103,7 @@ class PerFrame(Generic[Read]):
 
 def events(frame: pd.DataFrame, phase: str, *, lab: str, main: str) -> pd.DataFrame:
     """The events of a lab's cores and ports in a phase, in order. In a run of another lab, all events count as the phase `main`."""
-    rows = frame[frame["value"].isna() & (frame["unit"] == "")]
+    rows = event_rows(frame)
     if (frame["lab"] == lab).any():
         return rows[(rows["phase"] == phase) & (rows["rank"] == NOTEBOOK)]
     return rows[rows["rank"] >= 0 if phase == main else rows["rank"] < NOTEBOOK].sort_values("time", kind="stable")

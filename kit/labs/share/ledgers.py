@@ -55,8 +55,7 @@ def phase_runs(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 def read_parts(frame: pd.DataFrame, phase: str) -> list[list[Row]]:
     """The runs of a phase. In a run of another lab, all events are one run of the phase `shared`."""
-    happened = events(frame, phase, lab="share", main=MAIN)
-    return [*phase_runs(rows_of(happened[happened["text"].fillna("") == ""]))]  # rows of observers have a text
+    return [*phase_runs(rows_of(events(frame, phase, lab="share", main=MAIN)))]
 
 
 def read_ledgers(frame: pd.DataFrame, phase: str) -> list[DeskLedger]:

@@ -15,6 +15,7 @@ import pandas as pd
 from kit.labs.share.lab import ALONE, MAIN
 from kit.labs.share.ledgers import HolderSpan, memory_source, over_time, recorded_on_ranks, runs, seats, spans
 from kit.results import NotMeasured
+from kit.results.frames import event_rows
 from kit.results.ledger import PerFrame
 from kit.results.records import Row, numbers
 from kit.share.books import Books, DeskLedger, Request, cluster_of, replica_of, request_of
@@ -33,7 +34,8 @@ CAUSES = ("no request", "switch", "starved", "planner")  # of idle devices
 
 def shown(frame: pd.DataFrame) -> str | None:
     """The loop to draw: `shared` if a replica woke in it, else the last phase in which one did."""
-    woken = frame[frame["value"].isna() & (frame["metric"] == "expanded")]
+    happened = event_rows(frame)
+    woken = happened[happened["metric"] == "expanded"]
     if len(woken) and not (woken["lab"] == "share").any():
         return MAIN  # another system's ledger
     phases = woken["phase"]

@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from kit.results import Missing, NotMeasured, Row, Unjudged, with_ids
-from kit.results.frames import rows_of
+from kit.results.frames import event_rows, rows_of
 from kit.results.records import NOTEBOOK
 from kit.stream.curves import LoopCurves
 from kit.stream.history import ENDS
@@ -37,7 +37,7 @@ def shown(frame: pd.DataFrame) -> str:
 
 def written(frame: pd.DataFrame) -> pd.DataFrame:
     """The records of events and commands. The lab's controller writes on the notebook side; another system's where it runs."""
-    rows = frame[frame["value"].isna() & (frame["ids"] != "")]
+    rows = event_rows(frame)
     own = rows["rank"] == NOTEBOOK
     return rows[own] if own.any() else rows
 

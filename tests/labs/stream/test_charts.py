@@ -69,7 +69,7 @@ def make_stream(tmp_path):
         clock, known = BEGAN, {}
 
         def tell(cycle, phase, rank, metric, value, **more):
-            unit = "s" if metric in ("seconds", "call") else "1"
+            unit = "" if value is None else "s" if metric in ("seconds", "call") else "1"
             about = {"run": writer.id, "lab": "stream", "cycle": cycle, "phase": phase, "rank": rank}
             writer.append([Row(**about, metric=metric, value=value, unit=unit, **more)])
 
