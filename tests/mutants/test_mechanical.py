@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.mutants import mechanical
+from tests.mutants import mechanical, reached
 from tests.mutants.catalogue import SETUPS
 from tests.mutants.mechanical import (
     EQUIVALENT,
@@ -23,6 +24,7 @@ from tests.mutants.mechanical import (
     write,
 )
 
+ADD = "ReplaceBinaryOperator_Add_Sub"
 SOURCE = """
 from __future__ import annotations
 
@@ -34,7 +36,14 @@ def add(first: int | None, second: int = 1) -> int | None:
 
 def outcome(room: str, state: str, number: int) -> Outcome:
     return Outcome(
-        id=f"{room}-{number}", room=room, file="kit/a.py", line=number, operator="AddNot", change="a -> b", state=state
+        id=f"{room}-{number}",
+        room=room,
+        file="kit/a.py",
+        unit="f",
+        line=number,
+        operator="AddNot",
+        change="a -> b",
+        state=state,
     )
 
 
@@ -72,13 +81,13 @@ def test_rooms_with_setups_run_all_of_them_on_what_no_run_before_has_seen() -> N
 def test_the_page_counts_what_the_lab_sees_alone_and_what_the_tests_add(tmp_path: Path) -> None:
     page = tmp_path / "mutants.md"
     page.write_text("# Mutants\n\nwords\n\n## By check\n\nrows\n")
-    states = ("check", "broke", "tests", "survived")
+    states = ("check", "broke", "tests", "survived", "untested")
     for _ in range(2):  # the second time in place of the first
-        write(page, [outcome("share", state, number) for number, state in enumerate(states)], "abc")
+        write(page, [outcome("share", state, number) for number, state in enumerate(states)])
     text = page.read_text()
     assert text.startswith("# Mutants\n\nwords\n\n## Drawn by a library\n")
     assert text.endswith("\n## By check\n\nrows\n")
-    assert text.count("| share | 4 | 1 | 1 | 2 (50%; 15% to 85%) | 3 (75%; 30% to 95%) | 1 | 0 |") == 1
+    assert text.count("| share | 5 | 1 | 1 | 2 (40%; 12% to 77%) | 3 (60%; 23% to 88%) | 1 | 1 | 0 |") == 1
     assert "share-3" in text
     assert "share-0" not in text
 
@@ -89,10 +98,74 @@ def test_the_commit_chooses_the_places_and_each_place_gets_one_mutant() -> None:
     chosen = drawn(room, 5, "a commit")
     assert chosen == drawn(room, 5, "a commit")
     assert chosen != drawn(room, 5, "another commit")
-    where = {place: (place.file, *position) for position, place in places(room)}
+    where = {place: (place.file, place.unit, place.source, *position) for position, place in places(room)}
     assert len({where[place] for place in chosen}) == 5
     for place in chosen:
         source = (mechanical.ROOT / place.file).read_text()
         changed = mechanical.mutate(source, mechanical.operators()[place.operator], place.occurrence)
         lines = list(zip(source.splitlines(), changed.splitlines(), strict=True))
         assert [number for number, (old, new) in enumerate(lines, 1) if old != new] == [place.line]
+
+
+def test_a_mutant_keeps_its_name_until_its_function_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("cosmic_ray", reason="cosmic-ray is not installed: pip install -e .[mutants]")
+    monkeypatch.setattr(mechanical, "ROOT", tmp_path)
+
+    def names(source: str) -> dict[str, str]:
+        (tmp_path / "a.py").write_text(source)
+        found = {place.unit: place.id for _, place in places(Room("small", ("a.py",), (), ())) if place.operator == ADD}
+        assert set(found) == {"first", "second"}
+        return found
+
+    functions = "def first(a):\n    return a + 1\n\n\ndef second(a):\n    return a + 2\n"
+    before = names(functions)
+    after = names("import os\n\n\n" + functions.replace("a + 1", "a + 3"))
+    assert before["first"] != after["first"]
+    assert before["second"] == after["second"]
+
+
+def test_a_beginning_of_the_draw_has_each_room_in_proportion() -> None:
+    queues = {
+        name: [mechanical.Place(name, "a.py", line, "AddNot", 0) for line in range(size)]
+        for name, size in (("small", 10), ("large", 30))
+    }
+    beginning = mechanical.in_turns(queues)[:20]
+    assert Counter(place.room for place in beginning) == {"small": 5, "large": 15}
+
+
+def test_what_nothing_saw_runs_again_once_its_lab_has_changed() -> None:
+    now = mechanical.judges(ROOMS[0])
+    by_state = {state: outcome(ROOMS[0].name, state, 0) for state in ("check", "tests", "survived", "untested")}
+    assert {state for state, each in by_state.items() if each.holds} == {"check", "tests"}
+    for each in by_state.values():
+        each.judges = now
+    assert all(each.holds for each in by_state.values())
+
+
+TWO_WAYS = """
+from __future__ import annotations
+
+
+def sign(number):
+    if number < 0:
+        sign = -1
+    elif number > 0:
+        sign = 1
+    else:
+        sign = (
+            0
+        )
+    return sign
+"""
+
+
+def test_statements_that_a_run_reaches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(reached, "FOLDER", tmp_path)
+    monkeypatch.setattr(reached, "_noted", set())
+    names: dict[str, Any] = {}
+    exec(reached.instrumented(TWO_WAYS, "a.py"), names)
+    assert [names["sign"](number) for number in (2, 0)] == [1, 0]
+    lines = reached.noted(tmp_path)
+    assert {line for _, line in lines} == {6, 8, 9, 11, 14}
+    assert not reached.noted(tmp_path)
+    assert [reached.statement_of(TWO_WAYS, line) for line in (5, 6, 7, 12, 14)] == [0, 6, 7, 11, 14]

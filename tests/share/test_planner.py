@@ -380,6 +380,7 @@ WRONG = [
     (5, Plan(expands=(op("b", GENERATION, 1, devices=(1,)),), shrinks=(op("a", GENERATION, 0),))),
     (5, Plan(expands=(op("b", GENERATION, 3, 3, devices=(3,)),))),
     (6, Plan(expands=(op("b", GENERATION, 4, devices=(3,)),))),
+    (6, Plan(expands=(op("b", GENERATION, -1, devices=(3,)),))),
     (6, Plan(shrinks=(op("a", GENERATION, 0),), expands=(op("b", GENERATION, 0, devices=(1,)),))),
     (6, Plan(grants=(op("a", "trainer", devices=(3,)),))),
     (6, Plan(expands=(op("a", GENERATION, 1, devices=(3,)),))),
