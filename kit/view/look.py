@@ -211,7 +211,7 @@ class Strip:
         self.grid = widgets.HTML()
         self.failure = widgets.HTML()
         self.scroll = classed(widgets.Box([self.grid]), "kit-scroll")
-        self.widget = widgets.VBox([self.notice, self.bar, self.scroll, self.failure])
+        self.widget = widgets.VBox([self.notice, self.bar, self.failure, self.scroll])
         model.observe(self._draw, ["phases", "state", "progress", "run"])
         model.observe(self._tell, ["notice", "state", "verdict", "run", "trouble"])
         model.observe(self._fail, "failure")

@@ -84,9 +84,8 @@ class ShownRun:
 
     def _offer(self, _: Any = None) -> None:
         model = self.model
-        free = model.state == "idle" or model.state in OVER
-        self.widget.disabled = not free
-        if not free:
+        if model.state != "idle" and model.state not in OVER:
+            self.widget.layout.display = "none"  # it would name another run than the one that is shown
             return
         lines = [earlier_run(path) for path in islice(runs_of_lab(runs_dir(), model.definition.name), OFFERED)]
         lines.sort(key=lambda line: not line.finished)

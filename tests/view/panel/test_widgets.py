@@ -425,7 +425,9 @@ def test_earlier_runs_are_a_menu_with_the_newest_finished_one_first(tmp_path):
     menu.value = folders[2]
     assert (str(model.run.dir), model.state) == (folders[2], "idle")
     model.state = "running"
-    assert menu.disabled
+    assert menu.layout.display == "none"
+    model.state = "finished"
+    assert menu.layout.display is None
 
 
 def test_a_tick_leaves_the_unfolded_traceback_alone():
