@@ -69,11 +69,15 @@ class Ranks(LiveRanks):
             if any(one.name == "shrink" for one in commands)
         }
         arrived = [event for event in super().take() if event.name not in OF_REQUESTS or event.replica not in leaving]
-        if self.ended_by is not None:
-            arrived += self._refuse(self.ended_by)
+        if (
+            self.ended_by is not None
+        ):  # with a call's error the pipeline might end before the desk is informed of the death
+            arrived = [event for event in arrived if (event.pipeline, event.name) != (self.pipeline, "error")]
         off = [report for report in self.late if not self.observer.holds(f"{self.pipeline}.{report[0]}")]
         self.late = [report for report in self.late if report not in off]
         arrived += [event for _, events in off for event in (*self.observer.look(), *events)]
+        if self.ended_by is not None and self.gone and not self.late:
+            arrived += self._refuse(self.ended_by)
         if any(event.get("of") in MOVES for event in arrived):
             arrived = [*self.observer.look(), *arrived]
         return arrived
