@@ -73,6 +73,12 @@ def test_a_group_has_the_version_at_its_reservation() -> None:
     assert [driver.state.buffer[number].version for number in (4, 5)] == [1, 1]
 
 
+def test_the_sampler_capacity_takes_groups_in_the_order_of_their_completion() -> None:
+    driver = Driver(small(sampler="capacity", min_groups=2))
+    driver.finish_group(2, 1)
+    assert driver.groups("selected") == [2, 1]
+
+
 def test_samples_of_a_group_go_to_one_replica_and_groups_to_the_one_with_the_fewest() -> None:
     driver = Driver(small(replicas=2, window=1))
     sent = [(one.group, one.sample, one.replica, one.attempt) for one in driver.wants("generate")]
@@ -403,11 +409,12 @@ def test_an_error_while_a_finish_is_under_way_waits_for_it_and_counts_it() -> No
     assert not [one for one in driver.did("sync") if one.version == 1]
 
 
-def test_answers_of_steps_that_were_never_opened_are_refused() -> None:
+@pytest.mark.parametrize("step", [0, 7])
+def test_answers_of_steps_that_were_never_opened_are_refused(step: int) -> None:
     driver = Driver(small(min_groups=2))
     before = driver.state
-    with pytest.raises(ForeignAnswer, match="answered microbatch of step 7; 0 steps were opened"):
-        driver.core.step(driver.state, Event("done", of="microbatch", step=7, update=0))
+    with pytest.raises(ForeignAnswer, match=f"answered microbatch of step {step}; 0 steps were opened"):
+        driver.core.step(driver.state, Event("done", of="microbatch", step=step, update=0))
     assert driver.state == before
 
 
