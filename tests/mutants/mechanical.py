@@ -50,9 +50,10 @@ LAB_S = 240.0  # beyond all deadlines of the labs at these settings
 TESTS_S = 600.0
 WORLDS = 100  # random ones, in which the cores run after the lab's own settings
 SEEN_BY_LAB = ("check", "broke")
-SEEN = (*SEEN_BY_LAB, "tests")
+SEEN = (*SEEN_BY_LAB, "tests", "mended")
 SAID_OF = {
     "tests": "seen by tests only",
+    "mended": "not seen; a test was written for it",
     "survived": "not seen",
     "untested": "let through by the lab; its tests have not run",
 }
@@ -180,7 +181,8 @@ class Place:
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """`state`: check, broke, tests, survived, or, before its tests ran, untested. `by`: what failed, or how the run broke."""
+    """`state`: check, broke, tests, survived; before its tests ran, untested; mended by a test that was written for it afterwards, which
+    a person notes. `by`: what failed, or how the run broke."""
 
     id: str
     room: str
@@ -636,7 +638,7 @@ def section(outcomes: Sequence[Outcome]) -> str:
         by_lab = count["check"] + count["broke"]
         either = by_lab + count["tests"]
         shares = [share_in_words(seen, counted) for seen in (by_lab, either)]
-        left = [count[state] for state in ("survived", "untested", "equivalent")]
+        left = [count["survived"] + count["mended"], count["untested"], count["equivalent"]]
         rows.append([name, len(states), count["check"], count["broke"], *shares, *left])
     head = ["room", "run", "a check", "run broke", "lab alone", "lab or tests", "survived", "untested", "equivalent"]
     left_rows = [

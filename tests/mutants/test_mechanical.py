@@ -135,8 +135,10 @@ def test_a_beginning_of_the_draw_has_each_room_in_proportion() -> None:
 
 def test_what_nothing_saw_runs_again_once_its_lab_has_changed() -> None:
     now = mechanical.judges(ROOMS[0])
-    by_state = {state: outcome(ROOMS[0].name, state, 0) for state in ("check", "tests", "survived", "untested")}
-    assert {state for state, each in by_state.items() if each.holds} == {"check", "tests"}
+    by_state = {
+        state: outcome(ROOMS[0].name, state, 0) for state in ("check", "tests", "mended", "survived", "untested")
+    }
+    assert {state for state, each in by_state.items() if each.holds} == {"check", "tests", "mended"}
     for each in by_state.values():
         each.judges = now
     assert all(each.holds for each in by_state.values())
