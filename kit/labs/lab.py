@@ -254,6 +254,7 @@ class Lab:
         self.error = ""  # the failure that ended it, in one line
         self.judged: Run | None = None  # the run, once it has its verdict
         self.observe = observe
+        self.moved: Callable[[], None] = lambda: None  # called when a phase or the run has ended; a panel follows by it
         self._observer: WorldObserver | None = None
         self._about = provenance()
         self._writer = create_run(runs_dir(), self.name, self._settings, self._about, out=out, fault=fault)
@@ -320,6 +321,7 @@ class Lab:
             raise
         self.judged = run
         self._end_following()
+        self.moved()
         return run
 
     def verdict(self) -> Verdict:
@@ -427,6 +429,7 @@ class Lab:
                 raise
             self._go_on(step.phase, error, write)
         self.done += 1
+        self.moved()
         return Stepped(step.cycle, step.phase, rows, done=self.done, planned=len(self.steps))
 
     def _go_on(self, phase: str, error: KitError, write: Write) -> None:
@@ -625,7 +628,7 @@ class Lab:
             lambda: self._writer.finish(self.error, stopped=name == "stopped"),
             self._end_following,  # a tracker may wait for its server, and a person may interrupt that: the run is kept before
         )
-        for each in keep:
+        for each in (*keep, self.moved):
             with contextlib.suppress(KitError, OSError):
                 each()
 

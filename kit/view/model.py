@@ -540,6 +540,20 @@ class PanelController:
             self._mail.send(lambda: self.model.follow(lab.dir))
         self._flush()
         self._mail.deliver()
+        lab.moved = self._moved
+
+    def _moved(self) -> None:
+        """Follow a step that another cell made; in a step of this panel there is nothing to follow."""
+        lab = self._lab
+        if self._busy or self._over or self._closed or lab is None:
+            return
+        if self.model.state == "idle":
+            self.model.state = "ready"
+            self.model.follow(lab.dir)
+        self._caught_up(lab)
+        self._watch.grew = True
+        self._flush()
+        self._mail.deliver()
 
     # -- in the controller's thread -------------------------------------------------------------------------------------------
 
@@ -601,7 +615,7 @@ class PanelController:
 
     def _caught_up(self, lab: Lab) -> bool:
         """Take over manual steps since the panel's last order; true if the lab has ended."""
-        if lab.done != self._watch.done:  # manual steps
+        if lab.done != self._watch.done or lab.error:  # manual steps
             self._watch.take(lab)
         if lab.judged is not None:
             self._end("finished", self.model.finished, lab.judged)

@@ -359,21 +359,30 @@ def test_a_lab_is_taken_over_as_it_stands(own: Definition, nothing_left: None) -
     assert lab.run() is lab.judged
 
 
-@pytest.mark.slow
-def test_what_is_done_by_hand_meanwhile_is_seen_with_the_next_button(own: Definition, nothing_left: None) -> None:
+def test_what_is_done_by_hand_meanwhile_is_seen_at_once(own: Definition, nothing_left: None) -> None:
     with Lab(own, {}) as lab:
-        lab.step()
         model = PanelModel(own, lab.given)
         controller = PanelController(model, lab=lab)
         lab.step()
+        assert (model.state, model.run.dir) == ("ready", lab.dir)
+        assert [row.status for row in model.phases] == ["done", "next", "to do", "to do"]
         controller.step()
         controller.wait()
-        assert (model.state, [row.status for row in model.phases]) == ("ready", ["done", "done", "done", "next"])
+        assert (model.state, [row.status for row in model.phases]) == ("ready", ["done", "done", "next", "to do"])
         run = lab.run()
-        controller.step()
-        controller.wait()
-        assert (model.state, model.run.dir) == ("finished", run.dir)
+        assert (model.state, model.run.dir, model.verdict.passed) == ("finished", run.dir, True)
         assert {row.status for row in model.phases} == {"done"}
+        controller.close()
+
+
+def test_a_step_by_hand_that_breaks_ends_the_run_in_the_panel(own: Definition, nothing_left: None) -> None:
+    with Lab(own, {"do": "raise"}) as lab:
+        model = PanelModel(own, lab.given)
+        controller = PanelController(model, lab=lab)
+        with pytest.raises(KitError):
+            lab.run()
+        assert model.state == "failed"
+        assert "failed" in [row.status for row in model.phases]
         controller.close()
 
 
