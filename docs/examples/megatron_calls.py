@@ -20,7 +20,7 @@ class GradBuffers:
 
 
 class GradBuffersThatAreReplaced(GradBuffers):
-    """A bug: replaces the buffers. Each parameter's main_grad still refers to the old one, which is never reduced again."""
+    """Replaces the buffers. Each parameter's main_grad still refers to the old one, which is never reduced again."""
 
     def release(self) -> None:
         for chunk in self.chunks:

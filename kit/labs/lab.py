@@ -254,7 +254,7 @@ class Lab:
         self.error = ""  # the failure that ended it, in one line
         self.judged: Run | None = None  # the run, once it has its verdict
         self.observe = observe
-        self.moved: Callable[[], None] = lambda: None  # called when a phase or the run has ended; a panel follows by it
+        self.followers: list[Callable[[], None]] = []  # panels, called when a phase or the run has ended
         self._observer: WorldObserver | None = None
         self._about = provenance()
         self._writer = create_run(runs_dir(), self.name, self._settings, self._about, out=out, fault=fault)
@@ -321,7 +321,7 @@ class Lab:
             raise
         self.judged = run
         self._end_following()
-        self.moved()
+        self._tell_panels()
         return run
 
     def verdict(self) -> Verdict:
@@ -429,7 +429,7 @@ class Lab:
                 raise
             self._go_on(step.phase, error, write)
         self.done += 1
-        self.moved()
+        self._tell_panels()
         return Stepped(step.cycle, step.phase, rows, done=self.done, planned=len(self.steps))
 
     def _go_on(self, phase: str, error: KitError, write: Write) -> None:
@@ -615,6 +615,11 @@ class Lab:
             answers[rank] = [Row(metric=metric, value=number, unit=unit, time=ended, text=text).facts()]
         self._append(0, BOUNDARY, answers)
 
+    def _tell_panels(self) -> None:
+        for follower in self.followers:
+            with contextlib.suppress(Exception):  # a panel that cannot be drawn must not end a step
+                follower()
+
     def _failed(self, error: BaseException) -> None:
         """Record the failure. An exception here must not hide the original error."""
         name = "stopped" if isinstance(error, KeyboardInterrupt) else type(error).__name__
@@ -628,7 +633,7 @@ class Lab:
             lambda: self._writer.finish(self.error, stopped=name == "stopped"),
             self._end_following,  # a tracker may wait for its server, and a person may interrupt that: the run is kept before
         )
-        for each in (*keep, self.moved):
+        for each in (*keep, self._tell_panels):
             with contextlib.suppress(KitError, OSError):
                 each()
 

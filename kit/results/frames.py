@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kit.errors import BadInput
 from kit.results.records import (
     COLUMNS,
+    NOTEBOOK,
     OPTIONAL,
     Id,
     Row,
@@ -78,8 +79,11 @@ def rows_of(frame: pd.DataFrame) -> list[Row]:
 
 
 def event_rows(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows that are events or commands: without a value, a unit and a text."""
-    return frame[frame["value"].isna() & (frame["unit"] == "") & (frame["text"].fillna("") == "")]
+    """The rows that are events or commands: without a value and a unit. The kit's labs write theirs on the notebook side, and there and on
+    ranks other rows with a text; an event of another system may have a text."""
+    rows = frame[frame["value"].isna() & (frame["unit"] == "")]
+    own = rows["rank"] == NOTEBOOK
+    return rows[own & (rows["text"].fillna("") == "")] if own.any() else rows
 
 
 def events_of(frame: pd.DataFrame, phase: str | None = None) -> list[Row]:

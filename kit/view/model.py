@@ -540,7 +540,7 @@ class PanelController:
             self._mail.send(lambda: self.model.follow(lab.dir))
         self._flush()
         self._mail.deliver()
-        lab.moved = self._moved
+        lab.followers.append(self._moved)
 
     def _moved(self) -> None:
         """Follow a step that another cell made; in a step of this panel there is nothing to follow."""

@@ -36,6 +36,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.labs.parts import OF_WALL_TIME
 from tests.mutants import reached
 from tests.mutants.catalogue import SETUPS
 from tests.mutants.mutant import ROOT
@@ -158,7 +159,7 @@ ROOMS = (
 EQUIVALENT: dict[str, str] = {}
 
 # Checks that a busy machine may fail: such a mutant is seen if a second run says so too.
-TIMED = {"time_steady", "reload_peak", "memory_drift", "memory_slope", "trains_before_straggler", "death_named_in_time"}
+TIMED = OF_WALL_TIME | {"reload_peak", "memory_drift", "memory_slope", "trains_before_straggler"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +182,8 @@ class Place:
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """`state`: check, broke, tests, survived; before its tests ran, untested; mended by a test that was written for it afterwards, which
-    a person notes. `by`: what failed, or how the run broke."""
+    """`state`: check, broke, tests, survived; before its tests ran, untested; mended by a test that was written for it afterwards, set by
+    hand. `by`: what failed, or how the run broke."""
 
     id: str
     room: str
@@ -618,7 +619,7 @@ def share_in_words(seen: int, total: int) -> str:
 ABOUT = """\
 `python -m tests.mutants.mechanical` draws {count} places and operators (cosmic-ray) by a hash, from each room in proportion to its
 statements. The lab runs with cut-down settings on each mutant; what that lets through goes to the nearest quick tests. The results are in
-[drawn.jsonl](../tests/mutants/drawn.jsonl); each holds until the source of its function changes. The order is by a hash too, so those
+`tests/mutants/drawn.jsonl`; each holds until the source of its function changes. The order is by a hash too, so those
 that have run are a sample of each room. Shares have their 95 % interval (Wilson). *lab or tests* counts an *untested* mutant, on which no
 test has run yet, as not seen."""
 

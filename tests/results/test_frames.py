@@ -9,11 +9,22 @@ import pandas as pd
 import pytest
 
 from kit.errors import BadInput, KitError
-from kit.results import Run, VerdictRow, compare, export, to_frame, with_ids
-from kit.results.frames import rows_of
+from kit.results import Row, Run, VerdictRow, compare, export, to_frame, with_ids
+from kit.results.frames import events_of, rows_of
 from kit.results.units import ROW
 from kit.results.verdict import Verdict
 from tests.results.conftest import read_back
+
+
+def test_an_event_of_another_system_may_have_a_text_and_an_observers_row_is_no_event() -> None:
+    def row(rank: int, metric: str, text: str = "", value: float | None = None, unit: str = "") -> Row:
+        return Row(metric=metric, rank=rank, text=text, value=value, unit=unit, time=1.0)
+
+    foreign = [row(0, "sent"), row(0, "failed", "out of memory"), row(0, "seconds", value=0.5, unit="s")]
+    assert [row.event for row in events_of(to_frame(foreign))] == ["sent", "failed"]
+    own = [row(-1, "sent"), row(-1, "seen_cores", "0-1"), row(0, "digest", "abc"), row(-1, "completed")]
+    assert [row.event for row in events_of(to_frame(own))] == ["sent", "completed"]
+
 
 PROVENANCE = {"torch": "2.13", "note": 'a "quote", ```, <b>, %, ü', "nested": {"cores": 2, "none": None}}
 VALUES = [

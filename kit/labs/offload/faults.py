@@ -232,6 +232,7 @@ FAULTS = (
         "slower-each-cycle",
         "from the third cycle on each reload takes 0.5 s longer than the one before",
         "times_do_not_rise",
+        set={"cycles": 6},
         needs=KITS,
         patch={"kit.labs.offload.ranks.phases:Offload.reload": f"{BUGS}:reloads_more_slowly_in_each_cycle"},
     ),

@@ -48,6 +48,7 @@ class Ranks(LiveRanks):
         self.ended_by: KitError | None = None  # the death of its trainer
         self.gone = False  # true once none of its ranks is on a device
         self.late: list[tuple[str, list[Event]]] = []  # events to report once a role is off its devices
+        self.held: list[Event] = []  # errors of calls that its trainer's death ended
         self.woke: set[str] = set()  # replicas that have had no sync since they woke
 
     def move(self, command: Command) -> None:
@@ -69,15 +70,17 @@ class Ranks(LiveRanks):
             if any(one.name == "shrink" for one in commands)
         }
         arrived = [event for event in super().take() if event.name not in OF_REQUESTS or event.replica not in leaving]
-        if (
-            self.ended_by is not None
-        ):  # with a call's error the pipeline might end before the desk is informed of the death
-            arrived = [event for event in arrived if (event.pipeline, event.name) != (self.pipeline, "error")]
+        if self.ended_by is not None:
+            # With a call's error the pipeline might end before the desk is informed of the death.
+            errors = [event for event in arrived if (event.pipeline, event.name) == (self.pipeline, "error")]
+            self.held += errors
+            arrived = [event for event in arrived if event not in errors]
         off = [report for report in self.late if not self.observer.holds(f"{self.pipeline}.{report[0]}")]
         self.late = [report for report in self.late if report not in off]
         arrived += [event for _, events in off for event in (*self.observer.look(), *events)]
         if self.ended_by is not None and self.gone and not self.late:
-            arrived += self._refuse(self.ended_by)
+            arrived += [*self.held, *self._refuse(self.ended_by)]
+            self.held = []
         if any(event.get("of") in MOVES for event in arrived):
             arrived = [*self.observer.look(), *arrived]
         return arrived

@@ -16,8 +16,7 @@ from typing import Any
 import pandas as pd
 
 from kit.results import Missing, NotMeasured, Row, Unjudged, with_ids
-from kit.results.frames import event_rows, rows_of
-from kit.results.records import NOTEBOOK
+from kit.results.frames import event_rows, events_of, rows_of
 from kit.stream.curves import LoopCurves
 from kit.stream.history import ENDS
 from kit.stream.ports import PARTS, TRAINER, Meter, drifted, spent
@@ -30,22 +29,13 @@ LOOPS = ("plain", "lockstep", "stream", "bound")
 
 def shown(frame: pd.DataFrame) -> str:
     """The loop to draw: `stream` if it began, else the last one with a complete sample in its ledger; empty if there is none."""
-    rows = written(frame)
+    rows = event_rows(frame)
     phases = [*rows[rows["metric"] == "completed"]["phase"]]
     return "stream" if "stream" in phases else str(phases[-1]) if phases else ""
 
 
-def written(frame: pd.DataFrame) -> pd.DataFrame:
-    """The records of events and commands. The lab's controller writes on the notebook side; another system's where it runs."""
-    rows = event_rows(frame)
-    own = rows["rank"] == NOTEBOOK
-    return rows[own] if own.any() else rows
-
-
 def ledger(frame: pd.DataFrame, phase: str) -> list[Row]:
-    rows = written(frame)
-    rows = rows[rows["phase"] == phase]
-    ledger_rows = rows_of(rows)
+    ledger_rows = events_of(frame, phase)
     if not any(row.event == "completed" for row in ledger_rows):
         raise NotMeasured(f"no sample was completed in the phase {phase}")
     return ledger_rows

@@ -63,7 +63,7 @@ ALSO = {
 }
 
 
-CYCLES = {"slow-at-last": 4, "slower-each-cycle": 4, "leaked-file": 3}  # these bugs show only against earlier cycles
+CYCLES = {"slow-at-last": 4, "leaked-file": 3}  # these bugs show only against earlier cycles
 
 
 @pytest.mark.slow

@@ -121,6 +121,7 @@ def test_every_fault_has_a_name_of_its_own_and_a_patch_that_can_be_applied() -> 
     "config",
     [
         {"scenario": "A"},
+        {"scenario": "C", "slots": 2},
         {"scenario": "F"},
         {"planner": "home"},
         {

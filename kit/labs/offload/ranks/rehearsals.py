@@ -105,15 +105,19 @@ def arrivals_left(ctx: JobContext, timeout_s: float) -> list[str]:
     """What is left of a meeting that the last rank missed: all must meet at the next try, and after another such meeting the late rank must
     not meet alone."""
 
+    wrong: list[str] = []
+
     def meets(seconds: float) -> bool:
         try:
             groups.meet("rehearsal", ctx.rank, ctx.world_size, seconds)
         except KitError:
             return False
+        except Exception as error:  # noqa: BLE001 - the others wait at the next barrier
+            wrong.append(f"a meeting raised {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            return False
         return True
 
     late = ctx.rank == ctx.world_size - 1
-    wrong = []
     if not late and meets(SHORT_S):
         wrong.append("the ranks that came met without the late one")
     dist.barrier()
