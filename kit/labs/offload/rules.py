@@ -568,7 +568,7 @@ RULES = (
         unit="ratio",
         cycles=SLOPE_CYCLES,
     ),
-    rule(times_do_not_rise, limit=LEAST_S, unit="s/cycle", cycles=RISING),
+    rule(times_do_not_rise, limit=LEAST_S, unit="s/cycle", when=lambda config: config["cycles"] >= RISING),
     Rule(
         "others_untouched",
         "Does another process on the GPU keep its memory unchanged?",

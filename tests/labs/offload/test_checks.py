@@ -375,11 +375,11 @@ def test_times_that_rise_in_each_cycle(seconds: tuple[float, ...], control: tupl
 
 
 def test_times_of_few_cycles_are_not_said_to_rise() -> None:
-    """Neither in a short run nor in one that broke after a few cycles."""
+    """A short run is not asked, and one that broke after a few cycles has no answer."""
     seconds = (0.9, 0.25, 0.50, 1.00)
     rows = [(c, p, "seconds", s) for c, s in enumerate(seconds, 1) for p in ("release", "reload", "control")]
-    for cycles in (4, 8):
-        assert answers(rows, cycles=cycles)["times_do_not_rise"].passed is None
+    assert "times_do_not_rise" not in answers(rows, cycles=4)
+    assert answers(rows, cycles=8)["times_do_not_rise"].passed is None
 
 
 @pytest.mark.parametrize(

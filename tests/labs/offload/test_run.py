@@ -17,7 +17,7 @@ Offload = Callable[..., kit.Run]
 NOT_HERE = {"residual", "comm_released", "others_untouched"}  # they need a GPU's driver
 STAYS = {"world_released"}  # WORLD is not released by default
 TOO_SMALL = {"reload_peak"}
-TOO_SHORT = {"memory_slope", "time_steady", "times_do_not_rise", "nothing_piles_up"}
+TOO_SHORT = {"memory_slope", "time_steady", "nothing_piles_up"}
 
 
 def of(run: kit.Run, phase: str, metric: str) -> list[float]:
