@@ -46,7 +46,6 @@ SEEN_BY_DRIVER = 1024 * MIB  # below this they drown in what kernels and librari
 COMMUNICATORS = 32 * MIB  # below this the driver's pages and its own noise are most of what they took
 TOO_SMALL = "{:.1f} MiB are too small to see next to the interpreter's own memory; use a larger size"
 LEAST_RISE = 2.0  # from the second cycle to the last
-SPARE_COPY = 0.5  # of the state, above one copy of it on the host
 KINDS = ("weights", "grads", "optimizer")
 
 
@@ -289,12 +288,9 @@ def tensors_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
 
 
 def no_copy_kept(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """While released, is there at most one copy of the state, and no more bytes of tensors in later cycles than in the first?
+    """While released, do no more bytes of tensors exist in later cycles than in the first?
 
-    Tensors that Python refers to, on any device, above what the control adds over the same cycles."""
-    # With Megatron's distributed optimizer the buffers of the controls' jobs are still there, so what was there before is not known.
-    if not config["distributed_optimizer"] and (second := second_copy(frame)).value:
-        return second
+    Those that Python refers to, on any device, above what the control adds over the same cycles."""
     rows = frame[(frame["metric"] == "tensor_bytes") & frame["phase"].isin(["idle", "control"])]
     table = rows.pivot_table(index=["rank", "cycle"], columns="phase", values="value", aggfunc="last")
     if "idle" not in table:
@@ -308,29 +304,6 @@ def no_copy_kept(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     (rank, cycle), before, after = place, *(column["idle"][place] / MIB for column in (first, table))
     why = f"tensors: {before:.3f} MiB while released in the first cycle, {after:.3f} MiB in cycle {cycle} (rank {rank})"
     return Measured(max(0.0, float(added.max())) / MIB, why)
-
-
-def second_copy(frame: pd.DataFrame) -> Measured:
-    """MiB while released beyond one copy of the state on the host: what the training job of the control had there, and on a GPU its state
-    beside that. Less than `SPARE_COPY` is 0, on a GPU less than a state."""
-    if (frame["metric"] == "resident_bytes").sum() == 0:
-        return Measured(0.0)  # no cycle began
-    state = per_rank(frame, "fingerprint", "resident_bytes")
-    on_gpu = (frame["metric"] == "allocated").any()
-    beyond = {}
-    for metric in ("tensor_bytes", "rss"):
-        rows = frame[(frame["metric"] == metric) & frame["phase"].isin(["idle", "control"])]
-        levels = rows[rows["cycle"] == rows["cycle"].min()].groupby(["phase", "rank"])["value"].max()
-        least = SEEN_BY_DRIVER if on_gpu else SEEN_BYTES
-        if {"idle", "control"} <= {*rows["phase"]} and (metric == "tensor_bytes" or state.min() >= least):
-            copy_beside = state if on_gpu and metric == "rss" else 0
-            beyond[metric] = levels["idle"] - levels["control"] - copy_beside
-    # A pinned buffer may have up to twice the bytes that were asked for.
-    spare = state if on_gpu else SPARE_COPY * state
-    worst_of_ranks = {metric: over.where(over >= spare, 0.0).max() for metric, over in beyond.items()}
-    metric = max(worst_of_ranks, key=lambda name: worst_of_ranks[name], default="")
-    over = worst_of_ranks.get(metric, 0.0) / MIB
-    return Measured(over, f"{metric} while released: {over:.1f} MiB more than one copy of the state needs")
 
 
 def copy_limit(config: Mapping[str, Any]) -> float:

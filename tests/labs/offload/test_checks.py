@@ -383,28 +383,6 @@ def test_times_of_few_cycles_are_not_said_to_rise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "idle", "control", "passed"),
-    [
-        ("tensor_bytes", 400, 400, True),  # one copy, kept in tensors of the host
-        ("tensor_bytes", 790, 400, False),
-        ("rss", 900, 900, True),
-        ("rss", 1090, 900, True),
-        ("rss", 1290, 900, False),
-    ],
-)
-def test_a_second_copy_that_is_there_from_the_first_cycle_on(
-    metric: str, idle: float, control: float, passed: bool
-) -> None:
-    rows = [(1, "fingerprint", "resident_bytes", 400.0 * MIB), (1, "idle", metric, idle * MIB)]
-    rows += [(c, p, "tensor_bytes", 0.0) for c in (1, 2, 3) for p in ("idle", "control") if metric != "tensor_bytes"]
-    rows += [(c, "idle", metric, idle * MIB) for c in (2, 3)]
-    rows += [(c, "control", metric, control * MIB) for c in (1, 2, 3)]
-    row = answers(rows, cycles=3, size="125m")["no_copy_kept"]
-    assert row.passed is passed
-    assert passed or row.why == f"{metric} while released: 390.0 MiB more than one copy of the state needs"
-
-
-@pytest.mark.parametrize(
     ("idle", "control", "passed"),
     [
         ((1.0, 1.0, 1.0), (2.0, 2.0, 2.0), True),
