@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import html
 import itertools
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -617,8 +618,10 @@ class Lab:
 
     def _tell_panels(self) -> None:
         for follower in self.followers:
-            with contextlib.suppress(Exception):  # a panel that cannot be drawn must not end a step
+            try:
                 follower()
+            except Exception:  # a panel that cannot be drawn must not end a step
+                logging.getLogger(__name__).exception("a panel could not follow the lab")
 
     def _failed(self, error: BaseException) -> None:
         """Record the failure. An exception here must not hide the original error."""

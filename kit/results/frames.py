@@ -79,8 +79,8 @@ def rows_of(frame: pd.DataFrame) -> list[Row]:
 
 
 def event_rows(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows that are events or commands: without a value and a unit. The kit's labs write theirs on the notebook side, and there and on
-    ranks other rows with a text; an event of another system may have a text."""
+    """The rows that are events or commands: they have neither a value nor a unit. A lab of the kit writes its events on the notebook side,
+    without a text. An event of another system may have one."""
     rows = frame[frame["value"].isna() & (frame["unit"] == "")]
     own = rows["rank"] == NOTEBOOK
     return rows[own & (rows["text"].fillna("") == "")] if own.any() else rows

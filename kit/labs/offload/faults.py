@@ -65,7 +65,7 @@ FAULTS = (
     ),
     Fault(
         "never-meets-again",
-        "ranks that gave up on a late one wait at another meeting than it does from then on",
+        "ranks that gave up waiting for a late rank count one meeting more than it does, and never meet it again",
         "rehearsals_leave_nothing",
         set={"meet_timeout_s": 5.0},
         needs=DESTROYED,

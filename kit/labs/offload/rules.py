@@ -405,11 +405,11 @@ def times_do_not_rise(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measure
 
     The slope after the first cycle, if each cycle takes longer than the one before and the last at least `LEAST_RISE` times the second.
     Fewer cycles than `RISING` rise by chance on a busy machine. A rise within what the cycles of the control differ does not count."""
-    control = seconds_of(frame, "control").iloc[WARM_UP:]
+    control = seconds_by_cycle(frame, "control").iloc[WARM_UP:]
     noise = (control.max() / control.min()).clip(lower=LEAST_RISE)
     answers = []
     for phase in ("release", "reload"):
-        times = seconds_of(frame, phase).iloc[WARM_UP:]
+        times = seconds_by_cycle(frame, phase).iloc[WARM_UP:]
         if len(times) < config["cycles"] - WARM_UP:
             raise Missing(f"{phase} ran in {len(times) + WARM_UP} of {config['cycles']} cycles")
         first, last = times.iloc[0], times.iloc[-1]
@@ -421,7 +421,7 @@ def times_do_not_rise(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measure
     return max(answers, key=lambda answer: answer.value or 0.0)
 
 
-def seconds_of(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
+def seconds_by_cycle(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
     return select(frame, phase=phase, metric="seconds").pivot_table(index="cycle", columns="rank", values="value")
 
 
