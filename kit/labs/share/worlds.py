@@ -32,6 +32,7 @@ from kit.target import load_callable
 SIZES = (1, 2, 2, 3, 4, 4, 4, 6, 8, 8, 12, 16, 32, 64)  # devices: mostly few, since most bugs need few
 CROWDS = (1, 2, 2, 2, 3, 3, 4, 5, 6)  # pipelines
 TENSOR_PARALLEL = (1, 1, 2, 2, 4)  # devices of a replica
+MANY = 12  # devices: one of them is less than the 10 points by which shares may be off
 PATIENCE = 20  # times the milliseconds that all pipelines take one after the other: what waits longer is stuck
 FATES = (
     "pipeline dies",
@@ -262,6 +263,9 @@ class ShareWorlds:
             world["frail"].append([at, rng.choice(spare)])
         if world["admission"] and rng.random() < 0.5:  # some pipelines come too late
             world["admission_ms"] = rng.choice([50, 500])
+        if not self.whole:
+            draw_losses(rng, world)
+            draw_restarts(rng, world)
         return world
 
     def draw_pipelines(self, rng: random.Random, devices: int) -> Iterator[dict[str, Any]]:
@@ -459,6 +463,24 @@ def draw_fates(rng: random.Random, world: World) -> None:
         when += rng.randint(1, 1 + world["sleep_ms"])  # while replicas still fall asleep
 
 
+def draw_losses(rng: random.Random, world: World) -> None:
+    """Where there are many devices, several replicas die: each loss is too small to put shares out of balance."""
+    if world["devices"] < MANY:
+        return
+    for _ in range(rng.choice([0, 8, 16])):
+        at = rng.randrange(len(world["pipelines"]))
+        if spare := spare_replicas(world["pipelines"][at]):
+            when = rng.randint(1, 1 + serial_ms(world) // rng.choice([8, 16, 32]))
+            world["happens"].append([when, "replica dies", at, rng.choice(spare)])
+
+
+def draw_restarts(rng: random.Random, world: World) -> None:
+    """New ranks replace some of the replicas that die."""
+    for when, fate, at, replica in [*world["happens"]]:
+        if fate == "replica dies" and rng.random() < 0.5:
+            world["happens"].append([when + rng.randint(1, 1 + serial_ms(world) // 8), "replica restarts", at, replica])
+
+
 def spare_replicas(pipeline: Mapping[str, Any]) -> range:
     return range(1, len(pipeline["infer"]) // pipeline["tp"])
 
@@ -490,6 +512,8 @@ def events_of_fate(names: Sequence[str], fate: str, at: int, replica: int) -> It
             yield name, Event("error", name, of="pipeline", why="killed, on purpose")
         case "replica dies":
             yield from events_of_death(name, replica)
+        case "replica restarts":
+            yield DESK, Event("restarted", DESK, who=name, replica=replica)
         case "replica removed":
             yield DESK, Event("resize", name, remove=(replica,))
         case "planned release":
