@@ -108,6 +108,7 @@ def test_what_a_fault_needs_stands_under_what_was_given(own: Definition) -> None
         ("offload", "leak-gloo", {"mode": "manual"}, "'leak-gloo' cannot be detected with mode=manual; use mode=exact or abort"),
         ("offload", "kept-handle", {"mode": "official"}, "mode=official; use mode=exact or abort"),
         ("offload", "leak-device", {"groups": False}, "'leak-device' cannot be detected with groups=false; use groups=true"),
+        ("share", "no-floor", {"planner": "fifo"}, "'no-floor' cannot be detected with planner=fifo; use planner=gap-ratio or home"),
         ("offload", "alias-broken", {"mode": "manual"}, "mode=manual; use mode=exact or abort or suspend"),
         ("offload", "slow-leak", {"mode": "official"}, "mode=official; use mode=exact or abort or suspend"),
         ("sync", "leaked-segment", {"transport": "broadcast"}, "with transport=broadcast; use transport=shm"),

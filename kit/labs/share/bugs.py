@@ -12,6 +12,7 @@ from kit.labs.share.scenarios import SCENARIOS, Scenario, trains
 from kit.loop.messages import Command, Event, Map
 from kit.results.records import Id
 from kit.share import core
+from kit.share.books import SPECIFIED
 from kit.share.core import Scheduler
 from kit.share.member import Joined, Member
 from kit.share.planner import PLANNERS, Gaps, Planner, Share, Supply, View, gap_ratio, make_plan, share_of
@@ -115,9 +116,9 @@ def swaps_at_every_event(view: View) -> None:
     gap_ratio(view)
 
 
-LOOKS_AT_FIRST_DEVICES = {**PLANNERS, "gap-ratio": looks_at_first_devices}
-KEEPS_HALF = {**PLANNERS, "gap-ratio": keeps_half}
-SWAPS_AT_EVERY_EVENT = {**PLANNERS, "gap-ratio": swaps_at_every_event}
+LOOKS_AT_FIRST_DEVICES = {**PLANNERS, **dict.fromkeys(SPECIFIED, looks_at_first_devices)}
+KEEPS_HALF = {**PLANNERS, **dict.fromkeys(SPECIFIED, keeps_half)}
+SWAPS_AT_EVERY_EVENT = {**PLANNERS, **dict.fromkeys(SPECIFIED, swaps_at_every_event)}
 
 
 def finds_no_violation(*_: object) -> list[str]:

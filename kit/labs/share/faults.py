@@ -4,8 +4,10 @@ from kit.labs.definition import Fault, exposed_by
 
 # Those of the desk and of pipelines show on simulated ranks. `scene` names the scripted run that exposes a bug of the desk.
 SIMULATED = {"simulated": True}
+BY_DEMAND: dict[str, tuple[str, ...]] = {"planner": ("gap-ratio", "home")}
 
-OF_THE_DESK = exposed_by(
+# These show only with a planner that shares by demand.
+OF_SHARING = exposed_by(
     SIMULATED,
     Fault(
         "double-allocation",
@@ -26,14 +28,6 @@ OF_THE_DESK = exposed_by(
         exit=3,
         scene={"scenario": "pair"},
         patch={"kit.share.core:advance": "kit.labs.share.bugs:advances_at_once"},
-        where="notebook",
-    ),
-    Fault(
-        "lost-device",
-        "the devices of a dead pipeline never become idle again",
-        "devices_conserved",
-        scene={"scenario": "death"},
-        patch={"kit.share.core:drop_pipeline": "kit.labs.share.bugs:drops_without_devices"},
         where="notebook",
     ),
     Fault(
@@ -94,6 +88,7 @@ OF_THE_DESK = exposed_by(
             "kit.share.planner:Gaps.order": "kit.labs.share.bugs:order_without_demand",
         },
         where="notebook",
+        needs={"planner": ("gap-ratio",)},
     ),
     Fault(
         "ignores-the-next-step",
@@ -152,22 +147,6 @@ OF_THE_DESK = exposed_by(
         where="notebook",
     ),
     Fault(
-        "stomps-planned-release",
-        "after a death, a pending planned release is forgotten",
-        "planned_release_once",
-        scene={"scenario": "release"},
-        patch={"kit.share.core:lose": "kit.labs.share.bugs:loses_and_forgets"},
-        where="notebook",
-    ),
-    Fault(
-        "released-while-falling-asleep",
-        "a planned release is answered while replicas fall asleep",
-        "planned_release_once",
-        scene={"scenario": "release"},
-        patch={"kit.share.core:finish_releases": "kit.labs.share.bugs:finishes_before_sleep"},
-        where="notebook",
-    ),
-    Fault(
         "progress-not-ended",
         "a finished progress stream is still counted",
         "progress_ended",
@@ -198,13 +177,6 @@ OF_THE_DESK = exposed_by(
         "no_starvation",
         scene={"scenario": "unreported"},
         patch={"kit.share.core:watch": "kit.labs.share.bugs:watches_nobody"},
-        where="notebook",
-    ),
-    Fault(
-        "drops-alarms",
-        "the desk ignores every third alarm, so that some limits never apply",
-        "no_starvation",
-        patch={"kit.share.core:HANDLERS": "kit.labs.share.bugs:EVERY_THIRD_ALARM_IS_DROPPED"},
         where="notebook",
     ),
     Fault(
@@ -272,35 +244,11 @@ OF_THE_DESK = exposed_by(
         where="notebook",
     ),
     Fault(
-        "removed-for-good",
-        "a replica that a resize allows again stays away",
-        "no_starvation",
-        scene={"scenario": "refilled"},
-        patch={"kit.share.core:HANDLERS": "kit.labs.share.bugs:REMOVED_FOR_GOOD"},
-        where="notebook",
-    ),
-    Fault(
-        "dead-for-good",
-        "the desk ignores that new ranks replaced dead ones",
-        "dead_replaced",
-        scene={"scenario": "recovery"},
-        patch={"kit.share.core:HANDLERS": "kit.labs.share.bugs:RESTARTS_ARE_IGNORED"},
-        where="notebook",
-    ),
-    Fault(
         "takes-one-by-one",
         "two pipelines each take one device and then wait for the other's",
         "no_deadlock",
         scene={"scenario": "gangs"},
         patch={"kit.labs.share.scenarios:Scenario.run": "kit.labs.share.bugs:runs_one_by_one"},
-        where="notebook",
-    ),
-    Fault(
-        "unnoted-gang",
-        "a request for several devices is never queued",
-        "no_starvation",
-        scene={"scenario": "gang"},
-        patch={"kit.share.core:queue": "kit.labs.share.bugs:queues_no_gang"},
         where="notebook",
     ),
     Fault(
@@ -320,18 +268,78 @@ OF_THE_DESK = exposed_by(
         where="notebook",
     ),
     Fault(
-        "planner-fails-after-loss",
-        "the planner raises once a replica is lost, which ends every pipeline",
-        "no_deadlock",
-        patch={"kit.share.core:make_plan": "kit.labs.share.bugs:plans_only_without_loss"},
-        where="notebook",
-    ),
-    Fault(
         "forgets-waiters",
         "requests that wait for a leaving pipeline get no answer",
         "no_request_lost",
         scene={"scenario": "quitter"},
         patch={"kit.share.core:wake_waiters": "kit.labs.share.bugs:waiters_sleep_on"},
+        where="notebook",
+    ),
+    needs=BY_DEMAND,
+)
+
+OF_EVERY_DESK = exposed_by(
+    SIMULATED,
+    Fault(
+        "lost-device",
+        "the devices of a dead pipeline never become idle again",
+        "devices_conserved",
+        scene={"scenario": "death"},
+        patch={"kit.share.core:drop_pipeline": "kit.labs.share.bugs:drops_without_devices"},
+        where="notebook",
+    ),
+    Fault(
+        "stomps-planned-release",
+        "after a death, a pending planned release is forgotten",
+        "planned_release_once",
+        scene={"scenario": "release"},
+        patch={"kit.share.core:lose": "kit.labs.share.bugs:loses_and_forgets"},
+        where="notebook",
+    ),
+    Fault(
+        "released-while-falling-asleep",
+        "a planned release is answered while replicas fall asleep",
+        "planned_release_once",
+        scene={"scenario": "release"},
+        patch={"kit.share.core:finish_releases": "kit.labs.share.bugs:finishes_before_sleep"},
+        where="notebook",
+    ),
+    Fault(
+        "drops-alarms",
+        "the desk ignores every third alarm, so that some limits never apply",
+        "no_starvation",
+        patch={"kit.share.core:HANDLERS": "kit.labs.share.bugs:EVERY_THIRD_ALARM_IS_DROPPED"},
+        where="notebook",
+    ),
+    Fault(
+        "removed-for-good",
+        "a replica that a resize allows again stays away",
+        "no_starvation",
+        scene={"scenario": "refilled"},
+        patch={"kit.share.core:HANDLERS": "kit.labs.share.bugs:REMOVED_FOR_GOOD"},
+        where="notebook",
+    ),
+    Fault(
+        "dead-for-good",
+        "the desk ignores that new ranks replaced dead ones",
+        "dead_replaced",
+        scene={"scenario": "recovery"},
+        patch={"kit.share.core:HANDLERS": "kit.labs.share.bugs:RESTARTS_ARE_IGNORED"},
+        where="notebook",
+    ),
+    Fault(
+        "unnoted-gang",
+        "a request for several devices is never queued",
+        "no_starvation",
+        scene={"scenario": "gang"},
+        patch={"kit.share.core:queue": "kit.labs.share.bugs:queues_no_gang"},
+        where="notebook",
+    ),
+    Fault(
+        "planner-fails-after-loss",
+        "the planner raises once a replica is lost, which ends every pipeline",
+        "no_deadlock",
+        patch={"kit.share.core:make_plan": "kit.labs.share.bugs:plans_only_without_loss"},
         where="notebook",
     ),
     Fault(
@@ -350,6 +358,8 @@ OF_THE_DESK = exposed_by(
         where="notebook",
     ),
 )
+
+OF_THE_DESK = (*OF_SHARING, *OF_EVERY_DESK)
 
 OF_A_PIPELINE = exposed_by(
     SIMULATED,

@@ -300,9 +300,14 @@ def devices_used(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     pipeline with work fits on them.
     """
     shares: list[tuple[float, str]] = []
+    is_split = False
     for where, ledger in every_ledger(frame, judged_phases(frame, config)):
-        if ledger.limits.get("planner") != "static":
+        if ledger.limits.get("planner") == "static":
+            is_split = True
+        else:
             shares += idle_share(where, ledger)
+    if not shares and is_split:
+        raise NotMeasured("the planner static gives each pipeline equal devices, whether it has work or not")
     if not shares:
         raise Missing("no ledger of a planner that shares devices has a pipeline with work")
     return Measured(*max(shares))

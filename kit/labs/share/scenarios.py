@@ -1,6 +1,6 @@
 """Small runs of the desk with scripted pipelines on simulated devices. Each exposes some bugs of the desk, and passes without them.
 
-Your own planner or desk runs only in those that hold for every planner. The others depend on how gap-ratio shares.
+Each runs the configured planner. Those without `any_planner` are about sharing by demand: only gap-ratio and home run in them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from kit.labs.share.lab import SCHEDULER, PipelineConfig, ShareConfig
 from kit.loop.runner import VirtualClock
 from kit.results.records import Id, numbers
+from kit.share.books import SPECIFIED
 from kit.share.core import Scheduler
 from kit.share.judge import ON_PURPOSE
 from kit.share.planner import PLANNERS, View
@@ -38,6 +39,8 @@ class Scenario:
     def run(self, config: ShareConfig | None = None) -> DeskSimulation:
         clock = VirtualClock()
         settings = {"devices": 2, "admission_ms": 0, "request_ms": 3000, "watchdog_ms": 500, **self.settings}
+        if config is not None and self.planner is None:
+            settings["planner"] = config.planner
         cores: dict[str, Any] = {name: Script(name, *self.script(name)) for name in self.clusters}
         if config is not None and is_own(config):
             cores["desk"] = load_callable(config.scheduler)(self.with_own(config, settings))
@@ -70,11 +73,12 @@ class Scenario:
 
 
 def for_config(config: ShareConfig) -> list[str]:
-    restarts = config.scheduler == SCHEDULER
+    kits_desk = config.scheduler == SCHEDULER
+    by_demand = kits_desk and config.planner in SPECIFIED
     return [
         name
         for name, scenario in SCENARIOS.items()
-        if (scenario.any_planner or not is_own(config)) and (restarts or not scenario.restarts)
+        if (scenario.any_planner or by_demand) and (kits_desk or not scenario.restarts)
     ]
 
 

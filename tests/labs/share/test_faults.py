@@ -8,7 +8,10 @@ from kit.labs.definition import Fault
 from kit.labs.share.drive import simulate_pipelines
 from kit.labs.share.faults import OF_A_PIPELINE, OF_THE_DESK
 from kit.labs.share.lab import LAB
+from kit.labs.share.scenarios import SCENARIOS
 from kit.labs.share.simulated import REPLACED_AFTER_DEATH, SCENES
+from kit.share.books import SPECIFIED
+from kit.share.planner import PLANNERS
 from kit.target import replaced
 from tests.labs.parts import failed, passed, why
 from tests.labs.share.conftest import share, simulated
@@ -95,6 +98,12 @@ def test_a_rule_with_a_bug_fails_its_check_and_hardly_another(fault: Fault) -> N
 )  # fmt: skip
 def test_a_deadlock_names_what_is_unanswered_and_who_holds_it(name: str, words: str) -> None:
     assert words in why(simulated(name)[0], "no_deadlock")
+
+
+def test_a_fault_that_a_scene_exposes_needs_a_planner_that_passes_the_scene() -> None:
+    for fault in OF_THE_DESK:
+        needs_sharing = "scenario" in fault.scene and not SCENARIOS[fault.scene["scenario"]].any_planner
+        assert not needs_sharing or {*fault.needs.get("planner", PLANNERS)} <= {*SPECIFIED}, fault.name
 
 
 @pytest.mark.slow

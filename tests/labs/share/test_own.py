@@ -19,10 +19,13 @@ from kit.labs.share.worlds import ShareWorlds
 from kit.loop import limit
 from kit.loop.explore import play, world_of
 from kit.loop.messages import Command, Event
+from kit.share.books import SPECIFIED
 from kit.share.core import Scheduler
+from kit.share.judge import ON_PURPOSE
 from kit.share.member import Desk, Pipeline
-from kit.share.planner import View
+from kit.share.planner import PLANNERS, View
 from kit.share.state import DeskState
+from kit.target import replaced
 from tests.labs.parts import failed, passed, why
 from tests.labs.share.conftest import share, simulated
 from tests.share.chaos import rows_of, violations
@@ -272,3 +275,24 @@ OWN_PLANNER = validate(find("share"), {"simulated": True, "planner": "docs.examp
 def test_a_right_planner_of_ones_own_passes_every_scene_that_it_gets(name: str) -> None:
     rows = rows_of(SCENARIOS[name].run(OWN_PLANNER).rows)
     assert violations(rows) == {}
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_scenes_run_the_configured_planner_and_only_those_that_it_can_pass(planner: str) -> None:
+    config = share(simulated=True, planner=planner)
+    names = for_config(config)
+    any_planner = [name for name, scenario in SCENARIOS.items() if scenario.any_planner]
+    assert names == ([*SCENARIOS] if planner in SPECIFIED else any_planner)
+    for name in names:
+        rows = rows_of(SCENARIOS[name].run(config).rows)
+        limits = next(row for row in rows if row["event"] == "limits")
+        assert limits["planner"] == (planner if SCENARIOS[name].planner is None else ON_PURPOSE)
+        assert violations(rows) == {}, name
+
+
+def test_a_wrong_planner_is_seen_by_a_scene_whatever_its_name() -> None:
+    """It looks only at the first device of a replica, which shows where replicas have several."""
+    config = share(simulated=True, planner="home")
+    with replaced({"kit.share.core:PLANNERS": "kit.labs.share.bugs:LOOKS_AT_FIRST_DEVICES"}):
+        rows = rows_of(SCENARIOS["whole bundles"].run(config).rows)
+    assert "the planner home made a plan that violates condition" in violations(rows)["no_deadlock"]
