@@ -9,7 +9,7 @@
 | pipeline | planned_release | released, once all replicas sleep; a second one joins the first |
 | pipeline | resize (add or remove) | resized, or error: allow replicas to be active again, or no longer |
 | pipeline | unregister | unregistered, once all replicas sleep; waiting requests get an error |
-| pipeline | progress (completed, target; stream), progress_end (stream) | none |
+| pipeline | progress (completed, target; stream, such as "adapter 3"), progress_end (stream) | none, or error |
 | devices | shrunk (who, replica) | answers left (replica, devices), after which the replica gets no requests and sleeps |
 | devices | expanded (who, replica), then joined (replica) | answers the command `expand` (replica, devices) to "devices" |
 | devices | error (of, who, replica, why) | none: a shrink or an expand failed |
@@ -536,12 +536,23 @@ def on_resize(t: DeskTurn, event: Event) -> None:
 
 
 def on_progress(t: DeskTurn, event: Event) -> None:
-    """Record how much of the awaited step is complete. A repeated report is not progress. New work may need idle devices."""
+    """Record how much of the awaited step is complete. A repeated report is not progress. New work may need idle devices.
+
+    A pipeline trains all of its weights or adapters, so it reports for each adapter or for none.
+    """
     pipeline = t.pipelines.get(event.pipeline)
     stream, report = event.get("stream", "training"), (min(event.completed, event.target), event.target)
     if pipeline is not None and pipeline.streams.get(stream) != report:
+        if others := [known for known in pipeline.streams if is_of_adapter(known) != is_of_adapter(stream)]:
+            why = f"{event.pipeline} reports progress of {others[0]} and cannot report {stream} too; report each adapter, or none"
+            refuse(t, event, why)
+            return
         t.change(event.pipeline, streams=pipeline.streams.put(stream, report), moved=pipeline.moved + 1)
         t.due |= pipeline.remaining == 0 < t.pipelines[event.pipeline].remaining
+
+
+def is_of_adapter(stream: str) -> bool:
+    return stream.startswith("adapter ")
 
 
 def on_progress_end(t: DeskTurn, event: Event) -> None:

@@ -642,7 +642,7 @@ def progress_true(ledger: DeskLedger) -> Violations:
         elif row.event in LOST and group is not None and "sample" not in row.ids:
             there[name].discard(group)
             lost.add(name)
-        elif row.event == "progress" and row.get("stream", "training") == "training" and name in size:
+        elif row.event == "progress" and name in size and is_of_training(row):
             count += 1
             if row["target"] > size[name] or (row["target"] < size[name] and name not in lost):
                 yield f"{row} reports that a step needs {row['target']} groups; it needs {size[name]}"
@@ -651,6 +651,12 @@ def progress_true(ledger: DeskLedger) -> Violations:
     if not count:
         raise Missing("no pipeline with a `capacity` event has a `progress` event")
     return f"{counted(count, 'report')} of {', '.join(sorted(size))}"
+
+
+def is_of_training(row: Row) -> bool:
+    """Whether a report is about a step that the loop trains, of all weights or of an adapter."""
+    stream = str(row.get("stream", "training"))
+    return stream == "training" or stream.startswith("adapter ")
 
 
 # -- requests, replicas and versions across sleep and wake: the pipelines' rows beside the desk's ------------------------------

@@ -462,6 +462,25 @@ def test_progress_is_clamped_by_stream_and_summed() -> None:
     assert d.state.pipelines["a"].remaining == 0
 
 
+def test_adapters_are_clamped_one_by_one_and_summed() -> None:
+    d = Drive(names="a").join("a", **TRAINER_0)
+    d.do("progress", "a", completed=9, target=4, stream="adapter 0")
+    d.do("progress", "a", completed=1, target=4, stream="adapter 1")
+    assert d.state.pipelines["a"].progress == (5, 8)
+    d.do("progress_end", "a", stream="adapter 0")
+    assert d.state.pipelines["a"].progress == (1, 4)
+
+
+@pytest.mark.parametrize(("first", "then"), [("adapter 1", "training"), ("validation", "adapter 0")])
+def test_a_pipeline_reports_each_adapter_or_none(first: str, then: str) -> None:
+    d = Drive(names="a").join("a", **TRAINER_0)
+    d.do("progress", "a", completed=0, target=4, stream=first)
+    refused = d.do("progress", "a", completed=0, target=9, stream=then)
+    why = f"a reports progress of {first} and cannot report {then} too; report each adapter, or none"
+    assert [(one.name, one.of, one.why) for one in refused] == [("error", "progress", why)]
+    assert d.state.pipelines["a"].progress == (0, 4)
+
+
 def test_a_suspended_pipeline_with_demand_gets_devices_as_soon_as_there_are_some() -> None:
     d = Drive(devices=1).join("a", target=5, trainer=(0,), generation=(0,)).join("b", trainer=(0,))
     d.do("acquire", "b", kind="training")

@@ -204,6 +204,11 @@ def reports_unclamped(t: DeskTurn, event: Event) -> None:
         t.change(event.pipeline, streams=streams, moved=pipeline.moved + 1)
 
 
+def forgets_the_adapter(t: DeskTurn, event: Event) -> None:
+    stream_name = "adapter 0" if core.is_of_adapter(event.get("stream", "")) else "training"
+    core.on_progress(t, Event(event.name, event.pipeline, **{**dict(event.ids), "stream": stream_name}))
+
+
 def makes_no_plan(t: DeskTurn, event: Event) -> None:
     due = t.due
     core.on_progress(t, event)
@@ -221,6 +226,7 @@ def drops_every_third_alarm(t: DeskTurn, event: Event) -> None:
 
 PROGRESS_NEVER_ENDS = {**core.HANDLERS, "progress_end": ignores}
 REPORTS_MAKE_NO_PLAN = {**core.HANDLERS, "progress": makes_no_plan}
+ADAPTERS_IN_ONE_STREAM = {**core.HANDLERS, "progress": forgets_the_adapter}
 PROGRESS_IS_UNCLAMPED = {**core.HANDLERS, "progress": reports_unclamped}
 EVERY_THIRD_ALARM_IS_DROPPED = {**core.HANDLERS, "alarm": drops_every_third_alarm}
 DEATHS_ARE_IGNORED = {**core.HANDLERS, "died": ignores}

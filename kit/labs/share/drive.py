@@ -33,6 +33,7 @@ from kit.share.member import Member, Own
 from kit.share.planner import PLANNERS
 from kit.share.simulated import DeskSimulation, Devices, Ports
 from kit.share.state import Cluster, DeskSettings
+from kit.stream.adapters import ReportsByAdapter
 from kit.stream.core import Controller
 from kit.stream.live import OpenDesk, Prompts, RunLedger, written_rows
 from kit.stream.ports import Meter, StepLog, Watched, replica_role
@@ -265,9 +266,12 @@ def controller(config: ShareConfig, pipeline: str, **changes: Any) -> Core[Any]:
 
 def member(config: ShareConfig, pipeline: str, **changes: Any) -> Member:
     core_of_it, known = controller(config, pipeline, **changes), clusters(config, pipeline)
-    if config.pipeline == PIPELINE or pipeline != config.names[-1]:
-        return Member(core_of_it, pipeline, known, desk=DESK)
-    return Own(core_of_it, pipeline, known, desk=DESK, make=load_callable(config.pipeline))
+    if config.pipeline != PIPELINE and pipeline == config.names[-1]:
+        return Own(core_of_it, pipeline, known, desk=DESK, make=load_callable(config.pipeline))
+    loop = config.loops[pipeline]
+    if loop.adapters:
+        core_of_it = ReportsByAdapter(core_of_it, pipeline, adapters=loop.adapters, groups=loop.groups)
+    return Member(core_of_it, pipeline, known, desk=DESK)
 
 
 def clusters(config: ShareConfig, pipeline: str) -> dict[str, Cluster]:

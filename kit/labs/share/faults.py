@@ -163,6 +163,14 @@ OF_SHARING = exposed_by(
         where="notebook",
     ),
     Fault(
+        "adapters-in-one-stream",
+        "the report of one adapter replaces that of another",
+        "progress_ended",
+        scene={"scenario": "by adapter"},
+        patch={"kit.share.core:HANDLERS": "kit.labs.share.bugs:ADAPTERS_IN_ONE_STREAM"},
+        where="notebook",
+    ),
+    Fault(
         "one-shot-generation",
         "a pipeline that lost its last replica is never considered again",
         "no_starvation",
@@ -418,6 +426,7 @@ OF_A_PIPELINE = exposed_by(
         "progress_true",
         patch={"kit.stream.core:report_progress": "kit.labs.share.bugs:reports_fifty_times"},
         where="notebook",
+        needs={"scenario": ("A", "B", "D", "E", "F")},  # adapters report otherwise
     ),
     Fault(
         "complete-at-once",
@@ -426,6 +435,7 @@ OF_A_PIPELINE = exposed_by(
         exit=3,
         patch={"kit.stream.core:report_progress": "kit.labs.share.bugs:reports_all_complete"},
         where="notebook",
+        needs={"scenario": ("A", "B", "D", "E", "F")},  # adapters report otherwise
     ),
     Fault(
         "request-before-shell",

@@ -153,6 +153,22 @@ STREAMS = replace(
         "b": (*generates(50), *trains(400, 600)),
     },
 )
+# a has adapters. What one has beyond its step is not another's.
+BY_ADAPTER = replace(
+    PAIR,
+    lines={
+        "a": (
+            (5, "progress", {"stream": "adapter 0", "completed": 9, "target": 4}),
+            (5, "progress", {"stream": "adapter 1", "completed": 1, "target": 4}),
+            (5, "acquire", {"kind": GENERATION}),
+            *trains(300, 500),
+            (600, "progress", {"stream": "adapter 0", "completed": 0, "target": 4}),
+            (800, "progress_end", {"stream": "adapter 0"}),
+            (900, "progress_end", {"stream": "adapter 1"}),
+        ),
+        "b": (*generates(50), *trains(400, 600), *trains(700, 850)),
+    },
+)
 ONE_DEVICE: dict[str, Id] = {"trainer": (0,), "generation": (0,)}
 PREEMPTED = replace(
     PAIR,
@@ -360,6 +376,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "estimates": ESTIMATES,
     "release": RELEASE,
     "streams": STREAMS,
+    "by adapter": BY_ADAPTER,
     "preempted": PREEMPTED,
     "unreported": UNREPORTED,
     "staggered": STAGGERED,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 import types
@@ -19,14 +20,19 @@ from kit.labs.share.drive import simulate_pipelines
 from kit.labs.share.lab import plan, roles
 from kit.labs.share.ranks.adapters import AdaptersTrainer
 from kit.labs.share.ranks.roles import LeasedTrainer
+from kit.labs.share.scenarios import SCENARIOS
 from kit.megatron.config import GEOMETRIES
 from kit.megatron.lora import initial_adapter
 from kit.results import Row
-from kit.results.rules import judge
+from kit.results.rules import judge, settle
 from kit.results.run import to_frame
+from kit.share.books import DeskLedger
+from kit.share.judge import progress_true
 from kit.sync.buckets import automatic, lay_out, specs_of
+from kit.target import replaced
 from tests.labs.share.conftest import share
 from tests.labs.simulated import failed, passed, why
+from tests.share.chaos import rows_of, violations
 
 CONFIG = share(scenario="C", adapters=2, steps=4, groups=2, group=2)
 Facts = dict[str, Any]
@@ -190,6 +196,51 @@ def test_groups_belong_to_adapters_in_turn() -> None:
 def test_a_simulated_run_with_adapters_ends() -> None:
     done = simulate_pipelines(share(scenario="D", steps=4, simulated=True))
     assert {name: end.why for name, end in done.ended.items()} == dict.fromkeys(("a", "b", "desk"), "done")
+
+
+def test_each_adapter_reports_its_own_next_step() -> None:
+    """Of two adapters with two steps each: what they lack is summed, and a stream ends with its adapter's last step."""
+    reports: dict[str, list[int | str]] = {"adapter 0": [], "adapter 1": []}
+    for written in loop_rows():
+        if "stream" in written.ids and written.get("to") == "desk":
+            reports[written["stream"]].append(written.get("completed", "ends"))
+    assert [*reports.values()] == [[0, 1, 2, 0, 1, 2, "ends"]] * 2
+    assert DeskLedger(loop_rows()).of("plan")[0]["demand"] == "a:4"  # two groups of each
+
+
+def test_an_adapter_that_reports_more_than_there_is_fails() -> None:
+    rows = [*loop_rows()]
+    at = next(
+        at for at, row in enumerate(rows) if (row.event, row.get("completed"), row.get("to")) == ("progress", 1, None)
+    )
+    wrong = dataclasses.replace(rows[at], ids={**rows[at].ids, "completed": 9})
+    assert settle(progress_true(DeskLedger(rows))).value == 0
+    assert (
+        "reports 9 complete groups; there are"
+        in settle(progress_true(DeskLedger([*rows[:at], wrong, *rows[at + 1 :]]))).why
+    )
+
+
+def test_the_excess_of_an_adapter_that_counts_for_another_is_seen() -> None:
+    with replaced({"kit.share.core:HANDLERS": "kit.labs.share.bugs:PROGRESS_IS_UNCLAMPED"}):
+        rows = rows_of(SCENARIOS["by adapter"].run().rows)
+    assert "according to the reports it is {'a': 3}" in violations(rows)["progress_ended"]
+
+
+def test_a_report_that_the_desk_refuses_counts_nowhere() -> None:
+    scene = SCENARIOS["by adapter"]
+    mixed = 250, "progress", {"completed": 0, "target": 50}
+    own = (*scene.lines["a"][:3], mixed, *scene.lines["a"][3:])
+    rows = rows_of(dataclasses.replace(scene, lines={**scene.lines, "a": own}).run().rows)
+    refused = "a reports progress of adapter 0 and cannot report training too"
+    assert next(row["why"] for row in rows if row["event"] == "error").startswith(refused)
+    assert violations(rows) == {}
+
+
+def test_an_own_side_of_the_desk_reports_for_the_whole_pipeline() -> None:
+    done = simulate_pipelines(share(scenario="D", steps=4, simulated=True, pipeline="tests.labs.share.test_own:Right"))
+    assert {name: end.why for name, end in done.ended.items()} == dict.fromkeys(("a", "b", "desk"), "done")
+    assert not [row for row in done.rows if row.event == "error"]
 
 
 def test_an_adapter_is_sent_in_hardly_more_than_its_own_bytes() -> None:

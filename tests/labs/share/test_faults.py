@@ -40,6 +40,7 @@ ALSO = {
     },
     "planner-fails-after-loss": {"empty_set_suspends"},
     "progress-unclamped": {"fair_share"},
+    "adapters-in-one-stream": {"plan_as_specified"},
     "planner-ignores-bundles": {"fair_share", "plan_as_specified"},
     "half-idle": {"fair_share", "no_deadlock", "no_starvation", "plan_as_specified"},
     "shrinks-for-nothing": {"no_thrash"},
