@@ -78,6 +78,9 @@ NOT_WITH_ADAPTERS = {
     "use_dynamic_batching_in_train": "mixes rows of several adapters in one microbatch, which can only have one",
     "overlap_grad_reduce": "starts to reduce gradients of adapters that do not train in this step",
 }
+# The keys of the checkpoint that replicas load, and those of one that only the trainer loads.
+BASE = ("hf_checkpoint", "pretrain", "actor_infer.model_args.model_name_or_path", "policy.model_name")
+OF_THE_TRAINER = ("load", "ref_load")
 REWARDS = re.compile(r"(rewards?(\.\w+)?)\.device_mapping")
 
 
@@ -189,7 +192,21 @@ def adapter_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in given.items():
         if value is True and (why := NOT_WITH_ADAPTERS.get(key.rpartition(".")[2])):
             raise BadInput(f"{key}=true is not possible with adapters: it {why}; use false")
+    refuse_another_base(given)
     return {"adapters": len(trained), **options}
+
+
+def refuse_another_base(given: Mapping[str, Any]) -> None:
+    """Adapters must be trained on the base on which replicas serve them."""
+    base = next((given[place] for place in BASE if given.get(place)), None)
+    for key, value in given.items():
+        if key.rpartition(".")[2] not in OF_THE_TRAINER or not value or value == base:
+            continue
+        if base is None:
+            why = f"cannot be compared with the base that replicas serve: name it as {BASE[0]}, or leave {key} out"
+        else:
+            why = f"is not the base that replicas serve ({base}): their adapters must be trained on it; leave {key} out"
+        raise BadInput(f"{key}={value} {why}")
 
 
 def target_of(key: str, value: Any) -> str:

@@ -64,6 +64,9 @@ def trained_by(*, model_args: dict[str, Any] | None = None, **strategy: Any) -> 
     return changed(ROLL, actor_train={**trainer, "model_args": model_args, "strategy_args": strategy})
 
 
+MATH = {"math": {"lora_rank": 8}}
+
+
 def adapted(adapters: dict[str, Any], **more: Any) -> dict[str, Any]:
     content = trained_by(model_args={"adapters": adapters})
     return changed(content, actor_train={**content["actor_train"], **more})
@@ -151,9 +154,18 @@ REFUSED = [
     (adapted({"math": {"dropout": 0.1}}), "math.dropout is not known; an adapter has lora_rank, lora_alpha and lora_target"),
     (adapted({"math": {"lora_rank": 8}}, use_sequence_packing=True), "use_sequence_packing=true is not possible with adapters"),
     (adapted({"math": {"lora_rank": 8}}, overlap_grad_reduce=True), "overlap_grad_reduce=true is not possible with adapters"),
+    (changed(adapted(MATH), pretrain="/qwen", load="/step-40"), "load=/step-40 is not the base that replicas serve (/qwen)"),
+    (changed(adapted(MATH, ref_load="/other"), hf_checkpoint="/qwen"), "actor_train.ref_load=/other is not the base that"),
+    (adapted(MATH, load="/qwen"), "load=/qwen cannot be compared with the base that replicas serve: name it as hf_checkpoint, or"),
     (changed(ROLL, actor_infer=SERVES_MATH), "actor_infer has the adapters ['math'], and actor_train []; name the same"),
     (trained_by(strategy_name="deepspeed_train"), "strategy_name=deepspeed_train: DeepSpeed is not part of this lab"),
 ]  # fmt: skip
+
+
+def test_a_trainer_may_load_the_base_that_replicas_serve() -> None:
+    own = changed(adapted(MATH, ref_load=None), hf_checkpoint="/qwen", load="${hf_checkpoint}")
+    assert settings_of({"one": own})[0]["a.adapters"] == 1
+    assert settings_of({"one": changed(ROLL, hf_checkpoint="/qwen", load="/step-40")})[0]["a.steps"] == 3  # no adapters
 
 
 def test_neither_megatron_by_name_nor_an_empty_list_of_adapters_is_refused() -> None:
