@@ -167,11 +167,20 @@ def test_a_single_world_tells_right_from_wrong(worlds: Worlds, seed: int, rule: 
 
 def test_the_end_of_the_data_is_no_reason_to_give_up_a_step_with_all_its_groups() -> None:
     worlds = StreamWorlds()
-    world = world_of(worlds, 5)
+    world = {**world_of(worlds, 5), "prompt_ms": 0}
     assert play(worlds, world).findings == {}
     with replaced({"kit.stream.core:is_stuck": f"{WRONG}:is_stuck_while_it_scores"}):
         findings = play(worlds, world).findings
     assert "the data ended with 6 of 6 groups" in findings["no_deadlock"]
+
+
+def test_a_prompt_at_hand_when_a_loop_stops_is_not_lost() -> None:
+    worlds = StreamWorlds()
+    world = world_of(worlds, 679)
+    assert play(worlds, world).findings == {}
+    with replaced({"kit.stream.core:resume_from": f"{WRONG}:forgets_the_prompt_at_hand"}):
+        findings = play(worlds, world).findings
+    assert "is in neither run" in findings["resume_equals"]
 
 
 def test_bad_input_is_one_sentence() -> None:

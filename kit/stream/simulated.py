@@ -43,6 +43,7 @@ def drawn_length(low: int, high: int, seed: int = 0) -> Callable[[int, int], int
 class Durations:
     """Seconds, except for `span` (tokens) and `batch` (requests). `train_s` and `logprobs_s` are per group."""
 
+    prompt_s: float = 0.0
     token_s: float = 0.01
     span: int = 8
     batch: int = 1
@@ -248,7 +249,7 @@ class System(Simulated):
 
     def prompt(self, _: Command) -> Answers:
         group = next(self.prompts, None)
-        yield 0.0, self.event("exhausted") if group is None else self.event("prompt", group=group)
+        yield self.durations.prompt_s, self.event("exhausted") if group is None else self.event("prompt", group=group)
 
     def request(self, command: Command) -> Answers:
         replica = self.replicas[command.replica]

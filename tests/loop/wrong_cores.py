@@ -13,6 +13,7 @@ from kit.share.state import DeskState
 from kit.stream import core
 from kit.stream.core import Controller
 from kit.stream.generation import StreamTurn
+from kit.stream.settings import Resume
 from tests.stream.test_foreign import Windowed
 
 # -- planners ---------------------------------------------------------------------------------------------------------------
@@ -165,7 +166,7 @@ def logs_nothing(plan: Any, start: Any = None) -> Controller:
     return LogsNothing(plan, pipeline="a", resume=start)
 
 
-is_stuck = core.is_stuck
+is_stuck, resume_from = core.is_stuck, core.resume_from
 
 
 def is_stuck_while_it_scores(t: StreamTurn) -> bool:
@@ -191,3 +192,8 @@ class LeavesTheLast(Windowed):
         metas = [self.buffer.meta_list[at] for at in ready]
         await self.buffer.remove(ready[:-1], remove_in_dp=False)
         return metas[0].concat(*metas[1:]), len(metas)
+
+
+def forgets_the_prompt_at_hand(state: Any) -> Resume:
+    start = resume_from(state)
+    return replace(start, open=tuple(group for group in start.open if group != state.prompt))

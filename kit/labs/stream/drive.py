@@ -195,10 +195,11 @@ class Stopped(Exception):  # noqa: N818 - not an error
 
 
 class Stopping:
-    """A controller that stops between two steps once it has reached a version, at the next event; `state` is its state then."""
+    """A controller that stops between two steps once it has reached a version, at the next event or `later`; `state` is its state then."""
 
-    def __init__(self, machine: Core[Any], until: int | None) -> None:
+    def __init__(self, machine: Core[Any], until: int | None, *, later: int = 0) -> None:
         self.core, self.until = machine, until
+        self.later = later  # how many more events between two steps it still handles
         self.state: Any = None
 
     def begin(self) -> tuple[Any, tuple[Command, ...]]:
@@ -208,6 +209,8 @@ class Stopping:
         if self.until is not None:
             core.refuse_state(state, ("version", "step"))
             if state.version >= self.until and state.step is None:
-                raise Stopped
+                if self.later == 0:
+                    raise Stopped
+                self.later -= 1
         self.state, commands = self.core.step(state, event)
         return self.state, commands

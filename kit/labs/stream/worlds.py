@@ -110,6 +110,8 @@ class StreamWorlds:
             "logger": rng.choice(["works", "works", "raises"]),
             "resume": rng.randint(1, steps - 1) if stops else 0,  # after this version also stopped and resumed; 0: not
             "happens": happens,
+            "prompt_ms": rng.choice([0, 0, 5, 50]),
+            "later": rng.choice([0, 0, 1, 2, 4]),  # how many events after that version it stops
         }
 
     def sizes(self, world: World) -> dict[str, int]:
@@ -133,7 +135,7 @@ class StreamWorlds:
         """Run the controller to its end or up to a version; returns its last state."""
         plan = loop_settings(world)
         make = load_callable(self.settings.get("implementation") or StreamConfig().implementation)
-        machine = Stopping(make(plan, *([] if start is None else [start])), until)
+        machine = Stopping(make(plan, *([] if start is None else [start])), until, later=world.get("later", 0))
 
         def happen(system: System) -> None:
             for milliseconds, event, replica in world["happens"]:
@@ -216,9 +218,11 @@ class StreamWorlds:
             "train_ms": 1,
             "sync_ms": 1,
             "token_ms": 1,
+            "prompt_ms": 0,
+            "later": 0,
         }
         for name, value in plain.items():
-            if world[name] != value and not (name == "retries" and world["fails"]):
+            if world.get(name, value) != value and not (name == "retries" and world["fails"]):
                 yield {**world, name: value}
 
 
@@ -360,6 +364,7 @@ def pace_of(world: Mapping[str, Any]) -> Durations:
         return "0.0" if flat else str(sample % 2)
 
     return Durations(
+        prompt_s=world.get("prompt_ms", 0) / 1000,  # an older line has none
         token_s=world["token_ms"] / 1000,
         span=world["span"],
         train_s=world["train_ms"] / 1000,
