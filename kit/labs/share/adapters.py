@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,13 @@ from kit.labs.share.ledgers import loops, recorded_on_ranks
 from kit.results import Missing, NotMeasured, Unjudged
 from kit.results.rules import Violations, rule
 from kit.results.units import counted
+from kit.share.books import TRAINER_CALLS
 from kit.stream.history import ENDS
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from kit.results.records import Row
     from kit.stream.history import LoopLedger
 
 VERIFY = "verify"  # the phase in which trainers recompute
@@ -171,6 +174,7 @@ def turns_fair(frame: pd.DataFrame, config: Mapping[str, Any]) -> Violations:
         if name in run:
             selected[name] += len(ledger.of("selected"))
             yield from unfair_turns(name, run[name], ledger)
+            yield from delayed_turns(name, run[name], ledger)
     for name, loop in run.items():
         if selected[name] < loop.steps * loop.groups:
             raise lacking_rows(frame, f"pipeline {name} selected {selected[name]} groups", loop.steps * loop.groups)
@@ -198,6 +202,38 @@ def unfair_turns(name: str, loop: PipelineConfig, ledger: LoopLedger) -> Iterato
             step = row["version"]
         elif row.event == "resume":
             may_begin = True
+
+
+def delayed_turns(name: str, loop: PipelineConfig, ledger: LoopLedger) -> Iterator[str]:
+    """Yield a violation per group of another adapter that becomes complete while a step has taken all of its groups and waits for nothing:
+    no devices, no call of the trainer, no reward. A step that is given up is not judged."""
+    step, taken, given_up = 0, 0, False
+    awaited = Counter[str]()
+    for row in ledger.rows:
+        if row.event == "ready":
+            if taken >= loop.groups and not given_up and not awaited.total():
+                yield f"{row}: adapter {step % loop.adapters} of {name} has taken its groups and waits for nothing, but does not train"
+        elif row.event == "selected":
+            taken += 1
+        elif row.event == "bumped":
+            step, taken, given_up = row["version"], 0, False
+            awaited.clear()
+        elif row.event in ("abort", "error", "unselected"):
+            given_up = True
+        elif "to" in row.ids:
+            if row.event in (*TRAINER_CALLS, "after") or (row.event == "acquire" and row["kind"] != "generation"):
+                awaited[row.event] += 1
+        elif answered := answered_call(row):
+            awaited[answered] = max(0, awaited[answered] - 1)
+
+
+def answered_call(row: Row) -> str:
+    """The call of a loop that an event answers, if it is one that a step waits for."""
+    if row.event == "done":
+        return str(row["of"])
+    if row.event == "granted" and row["kind"] != "generation":
+        return "acquire"
+    return "after" if row.event == "alarm" else ""
 
 
 ADAPTER_RULES = (

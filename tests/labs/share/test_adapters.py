@@ -28,6 +28,8 @@ from kit.results.rules import judge, settle
 from kit.results.run import to_frame
 from kit.share.books import DeskLedger
 from kit.share.judge import progress_true
+from kit.stream import core
+from kit.stream.generation import StreamTurn
 from kit.sync.buckets import automatic, lay_out, specs_of
 from kit.target import replaced
 from tests.labs.share.conftest import share
@@ -35,6 +37,7 @@ from tests.labs.simulated import failed, passed, why
 from tests.share.chaos import rows_of, violations
 
 CONFIG = share(scenario="C", adapters=2, steps=4, groups=2, group=2)
+feed, finish = core.feed, core.finish
 Facts = dict[str, Any]
 
 
@@ -119,6 +122,38 @@ def test_a_step_waits_for_no_group_of_another_adapter_and_takes_none() -> None:
     taken = copy.deepcopy(rows)
     taken[place["selected", 1]]["ids"]["group"] = 2
     assert "taken in the turn of adapter 0 of a" in why(verdict_of(taken), "turns_fair")
+
+
+def lacks_the_next(t: StreamTurn) -> bool:
+    """Whether the next adapter, if there is one, lacks groups."""
+    complete = sum(group.order >= 0 for group in t.buffer.values())
+    return t.version + 1 < t.last and complete < t.settings.groups
+
+
+def feeds_late(t: StreamTurn) -> None:
+    if not lacks_the_next(t):
+        feed(t)
+
+
+def begins_late(t: StreamTurn) -> None:
+    if "training" not in t.granted or not lacks_the_next(t):
+        feed(t)
+
+
+def finishes_late(t: StreamTurn) -> None:
+    if not lacks_the_next(t):
+        finish(t)
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong"), [("feed", "feeds_late"), ("feed", "begins_late"), ("finish", "finishes_late")]
+)
+def test_an_adapter_whose_groups_are_taken_trains_at_once(place: str, wrong: str) -> None:
+    """Each takes its groups in time, and then waits for those of the next."""
+    with replaced({f"kit.stream.core:{place}": f"{__name__}:{wrong}"}):
+        done = simulate_pipelines(CONFIG)
+    assert {name: end.why for name, end in done.ended.items()} == dict.fromkeys(("a", "desk"), "done")
+    assert "waits for nothing" in why(verdict_of([*in_ledger(*done.rows)]), "turns_fair")
 
 
 @pytest.mark.parametrize("rule", ADAPTER_RULES, ids=lambda rule: rule.name)
