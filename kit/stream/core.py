@@ -522,9 +522,13 @@ def close(t: StreamTurn) -> None:
 
 
 def report_progress(t: StreamTurn) -> None:
-    """Report to the desk, every 2 %, how much of the awaited step is generated. Prefetched groups count, up to the size of the step."""
+    """Report to the desk, every 2 %, how much of the awaited step is generated. Groups of a later step do not count: with all replicas
+    asleep, the loop would report a complete step and wait for ever."""
     need = t.need
-    there = min(need, (0 if t.step is None else len(t.step.groups)) + len(t.buffer) - t.unfinished)
+    complete = len(t.buffer) - t.unfinished
+    if complete and t.settings.window:
+        complete = sum(group.order >= 0 and group.target <= t.version for group in t.buffer.values())
+    there = min(need, (0 if t.step is None else len(t.step.groups)) + complete)
     if need > 0 and (part := 50 * there // need) != t.progress:
         t.progress = part
         t.do("progress", "desk", completed=there, target=need)

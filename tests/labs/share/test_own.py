@@ -268,6 +268,13 @@ def test_on_ranks_both_pipelines_compute_what_they_compute_without_it(
     assert passed(verdict, "same_numbers") is True
 
 
+def test_a_pipeline_that_prefetched_gets_a_replica_for_the_group_that_its_step_lacks() -> None:
+    """b has one group of its step and one of the next when its only replica falls asleep."""
+    settings = {"b.window": 1, "b.steps": 9, "groups": 2, "group": 2, "slots": 4, "tail": True, "admission_ms": 0}
+    done = simulate_pipelines(share(simulated=True, seed=59, **settings))
+    assert {name: end.why for name, end in done.ended.items()} == dict.fromkeys(("a", "b", "desk"), "done")
+
+
 OWN_PLANNER = validate(find("share"), {"simulated": True, "planner": "docs.examples.own_planner:takes_turns"})
 
 
