@@ -27,6 +27,7 @@ HEADER = struct.Struct("!I")  # length of the JSON; descriptors come with the fi
 LIMIT = 64 * 2**20
 FDS = 8
 BRIEF_S = 0.1
+NAMELESS = 64  # connections whose first message has not arrived; of more than these, the oldest is closed
 FAILED = "failed"  # kind of the message that says why this end cannot continue
 _PLACE = b"\0kit-sync-"
 CREDENTIALS = struct.Struct("3i")
@@ -235,6 +236,7 @@ class Listener:
         for sock in self._socks:
             sock.setblocking(False)
         self._called: dict[str, Link] = {}
+        self._nameless: dict[int, tuple[socket.socket, bytearray]] = {}  # their first messages have not arrived yet
         self.address: dict[str, Any] = {**place, "secret": self._secret}
 
     def accept(self, names: list[str], timeout_s: float) -> dict[str, Link]:
@@ -247,15 +249,9 @@ class Listener:
                 # After its first message a caller waits for the sender: anything to receive is the end of the connection.
                 self._forget(*(name for name, link in self._called.items() if link.waits()))
                 missing = [name for name in names if name not in self._called]
-                if (sock := self._next_caller(missing, end, timeout_s)) is None:
+                if (caller := self._next_caller(missing, end, timeout_s)) is None:
                     break
-                if sock.family != socket.AF_UNIX:
-                    assert self._tls is not None
-                    sock = EncryptedSocket.answering(sock, self._tls)
-                hello = self._caller(sock, end)
-                if hello is None:
-                    sock.close()
-                    continue
+                sock, hello = caller
                 name = str(hello["name"])
                 self._forget(name, why=f"a second receiver has the name {name}")
                 self._called[name] = Link(sock, name, timeout_s)
@@ -281,38 +277,71 @@ class Listener:
                     link.send({"kind": FAILED, "why": why})
                 link.close()
 
-    def _next_caller(self, missing: list[str], end: float, timeout_s: float) -> socket.socket | None:
-        """The next connection; None if nobody calls and nobody is missing."""
+    def _next_caller(
+        self, missing: list[str], end: float, timeout_s: float
+    ) -> tuple[socket.socket, dict[str, Any]] | None:
+        """The next connection that knows the secret, with its first message; None if nobody calls and nobody is missing. A connection that
+        sends nothing, or stops in its message, delays no other."""
         if self._socks[0].fileno() < 0:
             raise KitError("the listener is closed")
-        poll, by_fd = select.poll(), {sock.fileno(): sock for sock in self._socks}
-        for fd in by_fd:
-            poll.register(fd, select.POLLIN)
-        while calling := poll.poll(max(0.001, end - time.monotonic()) * 1000 if missing else 0):
-            waiting = {fd for fd, _ in calling}
-            with contextlib.suppress(BlockingIOError):  # it has left again
-                return next(sock for fd, sock in by_fd.items() if fd in waiting).accept()[0]
-        if missing:
-            raise PeerSilent(", ".join(missing), "a call", timeout_s)
-        return None
+        listening = {sock.fileno(): sock for sock in self._socks}
+        while True:
+            poll = select.poll()
+            for fd in [*listening, *self._nameless]:
+                poll.register(fd, select.POLLIN)
+            calling = {fd for fd, _ in poll.poll(max(0.001, end - time.monotonic()) * 1000 if missing else 0)}
+            if not calling and missing:
+                raise PeerSilent(", ".join(missing), "a call", timeout_s)
+            if not calling:
+                return None
+            for fd in calling & listening.keys():
+                with contextlib.suppress(BlockingIOError):  # it has left again
+                    self._let_in(listening[fd].accept()[0])
+            for fd in calling & self._nameless.keys():
+                sock, data = self._nameless.pop(fd)
+                try:
+                    hello = self._hear(sock, data)
+                except (OSError, EOFError, ValueError):
+                    sock.close()
+                    continue
+                if hello is not None:
+                    return sock, hello
+                self._nameless[fd] = sock, data
 
-    def _caller(self, sock: socket.socket, end: float) -> dict[str, Any] | None:
+    def _let_in(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
         if sock.family == socket.AF_UNIX:
             _, uid, _ = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
             if uid != os.getuid():
+                sock.close()
+                return
+        else:
+            assert self._tls is not None
+            sock = EncryptedSocket.answering(sock, self._tls)
+        if len(self._nameless) >= NAMELESS:
+            self._nameless.pop(next(iter(self._nameless)))[0].close()
+        self._nameless[sock.fileno()] = sock, bytearray()
+
+    def _hear(self, sock: socket.socket, data: bytearray) -> dict[str, Any] | None:
+        """The first message; None: more of it has to come. Raises if it is not that of a caller who knows the secret."""
+        while len(data) < (size := HEADER.size + (HEADER.unpack_from(data)[0] if len(data) >= HEADER.size else 0)):
+            try:
+                chunk = sock.recv(min(size, LIMIT) - len(data))
+            except BlockingIOError:
                 return None
-        link = Link(sock, "a caller", max(0.001, min(5.0, end - time.monotonic())))
-        try:
-            hello = link.message("its name")
-        except (KitError, ValueError):
-            return None
+            if not chunk:
+                raise EOFError
+            data += chunk
+        hello = json.loads(data[HEADER.size :])
         if not isinstance(hello, dict) or "name" not in hello:
-            return None
-        return hello if hmac.compare_digest(str(hello.get("secret", "")), self._secret) else None
+            raise ValueError("this is no caller's first message")
+        if not hmac.compare_digest(str(hello.get("secret", "")).encode(), self._secret.encode()):
+            raise ValueError("this is another secret")
+        return hello
 
     def close(self) -> None:
         self._forget(*self._called, why="the listener was closed")
-        for sock in self._socks:
+        for sock in [*self._socks, *(sock for sock, _ in self._nameless.values())]:
             sock.close()
 
     def __enter__(self) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -128,7 +129,7 @@ def test_strangers_and_those_who_do_not_come() -> None:
     with over_tcp() as listener, ThreadPoolExecutor(3) as pool:  # a call returns once it is answered
         with socket.create_connection((listener.address["host"], listener.address["port"])) as odd:
             odd.sendall(HEADER.pack(2) + b"[]")  # not a message of the kit
-        addresses = {"receiver 1": {**listener.address, "secret": "no"}} | dict.fromkeys(
+        addresses = {"receiver 1": {**listener.address, "secret": "nö"}} | dict.fromkeys(
             ["receiver 7", "receiver 2"], listener.address
         )
         calls = [pool.submit(call, address, name, peer="sender", timeout_s=5) for name, address in addresses.items()]
@@ -144,6 +145,20 @@ def test_strangers_and_those_who_do_not_come() -> None:
             with kept:
                 kept.send({"kind": "begin"})
                 other.expect("begin")
+
+
+@pytest.mark.parametrize("words", [b"", HEADER.pack(40), HEADER.pack(40) + b"{"])
+def test_silent_strangers_delay_no_receiver(words: bytes) -> None:
+    with over_tcp() as listener, contextlib.ExitStack() as strangers, ThreadPoolExecutor(1) as pool:
+        for place in (("127.0.0.1", listener.address["port"]), "\0" + listener._socks[0].getsockname()[1:].decode()):
+            silent = socket.socket(socket.AF_UNIX if isinstance(place, str) else socket.AF_INET)
+            strangers.enter_context(silent).connect(place)
+            silent.sendall(words)
+        calling = pool.submit(call, listener.address, "receiver 1", peer="sender", timeout_s=4)
+        with listener.accept(["receiver 1"], 20)["receiver 1"], calling.result():
+            pass
+        with pytest.raises(PeerSilent):
+            listener.accept(["receiver 2"], 0.1)
 
 
 def test_another_certificate_is_refused() -> None:
