@@ -18,7 +18,7 @@ COPIES := build/lab-$(shell git rev-parse --short HEAD 2>/dev/null || echo here)
 # The server's default address, so that the printed URL leads to it too.
 START := /lab/tree/$(COPIES)/notebooks/00_start.ipynb
 
-.PHONY: help env lab notebooks test test-all test-faults mutants peers lint pins
+.PHONY: help env lab notebooks test test-all test-faults mutants peers env-ray lint pins
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -52,6 +52,10 @@ mutants: env ## put bugs into the kit's code one by one, and list those that are
 
 peers: env ## measure other tools that keep ranks alive beside the kit, into data/reference/BOX
 	$(IN_VENV) python -m tests.peers.measure --out data/reference/$(BOX)
+
+env-ray: ## make build/ray, an environment with Ray; then run build/ray/bin/python -m pytest --every -m "slow or not slow" tests/faults/test_ray.py
+	$(PYTHON) -m venv build/ray
+	build/ray/bin/python -m pip install -q -c constraints.txt -e '.[dev]' 'ray>=2.40'
 
 lint: env ## check style, format and types
 	$(IN_VENV) ruff check .

@@ -83,8 +83,8 @@ class LabConfig:
     launch: Annotated[
         str,
         Option(
-            "how other machines start: print (shows the command to paste), ssh:HOST1,HOST2, slurm, or your own command with {command} "
-            "and {node}"
+            "how other machines start: print (shows the command to paste), ssh:HOST1,HOST2, slurm, ray, or your own command with "
+            "{command} and {node}"
         ),
     ] = "print"
     routing: Annotated[

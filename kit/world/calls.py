@@ -186,7 +186,7 @@ class WorldCall:
             )
         else:
             why_gone = how_ended(status)
-        text = f"rank {member.rank} (pid {member.pid} on {member.host}) {why_gone}{self.crew.tampering(member)} in phase {phase!r}{AGAIN}"
+        text = f"rank {member.rank} (pid {member.pid} on {member.host}) {why_gone}{self.crew.why_lost(member)} in phase {phase!r}{AGAIN}"
         if status == -signal.SIGKILL:
             unknown = (
                 "If nobody sent it, the kernel may have been out of memory: see dmesg, or memory.events of the cgroup"

@@ -32,9 +32,10 @@ from kit.world.channel import (
     malformed,
     readable_message,
 )
-from kit.world.launch import Launched, agent_command
+from kit.world.launch import LAST_WORDS_S, Launched, agent_command
 
 SENDING_S = 10
+LAUNCHES_END_S = 10.0  # a command that is ended earlier may take its agent along, before that has cleaned up
 DESCRIBED_S = 1.0  # machines that do not answer delay the report about the others by this, whatever their number
 
 
@@ -112,10 +113,15 @@ class Crew:
             if self._process is None:
                 self._process = self._start_cold(arguments)
         away = [machine for machine in self.plan.machines if machine]
-        for node, template in zip(away, self.plan.launch, strict=False):
-            text = agent_command(self.plan.python.path, warm.AGENT, [*others, "--node", str(node)], self.plan.env)
-            output = self.logs / f"machine{node}.log"
-            self._launched.append(Launched.start(node, template, text, self._key, output))
+        together = [away] if len(self.plan.launch) == 1 else [[node] for node in away]
+        for nodes, template in zip(together, self.plan.launch, strict=False):
+            texts = [
+                agent_command(self.plan.python.path, warm.AGENT, [*others, "--node", str(node)], self.plan.env)
+                for node in nodes
+            ]
+            first = self.plan.part.first
+            output = self.logs / f"machine{nodes[0]}{f'_rank{first}' if first else ''}.log"
+            self._launched.append(Launched.start(nodes, template, texts, self._key, output))
         for node in () if self.plan.launch else away:
             numbers = self.plan.numbers
             print(
@@ -257,8 +263,8 @@ class Crew:
         if self._process is not None and (status := self._process.poll()) is not None:
             raise KitError(f"torchrun {how_ended(status)} before the {what} joined; {self._last_words()}")
         for launched in self._launched:
-            if launched.node not in self.agents:
-                launched.check()
+            if not self.agents.keys() >= set(launched.nodes) and (text := launched.failure(" before its agent joined")):
+                raise KitError(text)
         for agent in self.agents.values():
             if agent.ended == self.generation and agent.error:
                 if not agent.statuses:
@@ -271,10 +277,14 @@ class Crew:
         if noun == "agents":
             number, noun = self.plan.nodes, "machines"
             absent = sorted(set(self.plan.machines) - set(self.agents))
+            launching = [
+                launched.last_words(1) for launched in self._launched if not self.agents.keys() >= set(launched.nodes)
+            ]
         else:
+            launching = []
             number, steps = self.plan.ranks, {rank: len(self._joined.get(rank, {})) for rank in self.plan.numbers}
             absent = [rank for rank, done in steps.items() if done < min(1 + min(steps.values()), 2)]
-        return f"{number - len(absent)} of {number} {noun} have joined; missing: {', '.join(map(str, absent))}"
+        return f"{number - len(absent)} of {number} {noun} have joined; missing: {', '.join(map(str, absent))}{''.join(launching)}"
 
     def _last_words(self, most: int = 12) -> str:
         log = self._agent_log
@@ -328,11 +338,15 @@ class Crew:
         if isinstance(error, TamperedChannel):
             self._broken_links[end, number] = str(error)
 
-    def tampering(self, member: WorldMember) -> str:
-        """What is known of a link to this rank, or to the agent of its machine, that was tampered with."""
+    def why_lost(self, member: WorldMember) -> str:
+        """That a link to this rank, or to the agent of its machine, was tampered with; else how the launch of a lost agent ended."""
         links = self._broken_links
         why = links.get(("rank", member.rank)) or links.get(("agent", member.node))
-        return f"; a link to it was broken: {why}" if why else ""
+        if why:
+            return f"; a link to it was broken: {why}"
+        launches = [] if member.node in self.agents else self._launched
+        failures = [launched.failure("", LAST_WORDS_S) for launched in launches if member.node in launched.nodes]
+        return "".join(f"; {text}" for text in failures if text)
 
     def refuse(self, member: WorldMember, error: Exception) -> None:
         """End the World of a rank that sent what no rank of the kit sends."""
@@ -538,8 +552,9 @@ class Crew:
                 if self._process.pid is not None:
                     leftovers.end_group(self._process.pid)
                 self._process.wait(10.0)
+        deadline = time.monotonic() + LAUNCHES_END_S
         for launched in self._launched:
-            launched.end(within_s=3.0)
+            launched.end(within_s=max(0.0, deadline - time.monotonic()))
         deadline = time.monotonic() + 10
         local_members = [m for m in self.members if m.node == 0]
         while any(machine.alive(m.pid, m.started) for m in local_members) and time.monotonic() < deadline:

@@ -1,35 +1,43 @@
-"""How the agents of a World's other machines are started: by a person, over ssh, in a Slurm allocation, or by a command of your own.
+"""How the agents of a World's other machines are started: by a person, over ssh, in a Slurm allocation, by Ray, or by a command of
+your own.
 
-The key never appears in a command line that the kit runs: each command gets it on its standard input, which ssh and srun pass on.
+The key never appears in a command line that the kit runs: each command gets it on its standard input, which ssh, srun and
+raylaunch.py pass on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
 import shlex
 import shutil
 import string
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kit.errors import BadInput, KitError, how_ended
+from kit.errors import BadInput, how_ended
 from kit.world import leftovers
 
-PRINT, SLURM, SSH = "print", "slurm", "ssh:"
+PRINT, SLURM, SSH, RAY = "print", "slurm", "ssh:", "ray"
 # A client that loses its machine ends by itself.
 SSH_COMMAND = "ssh -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=4 {host} {{command}}"
 SRUN_COMMAND = "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} sh -c {{command}}"
+# -P: the folder of the file has modules with common names
+RAY_COMMAND = "{python} -P {path} --machine {machine} --share {share:.6g} {{command}}"
 OWN_OF_A_MACHINE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SCONTROL_S = 10.0
-WAYS = f"'{PRINT}', '{SSH}HOST1,HOST2', '{SLURM}', or a command with {{command}} and, if you like, {{node}}"
+LAST_WORDS_S = 1.0  # for a launch that has lost its agent to end too
+WAYS = f"'{PRINT}', '{SSH}HOST1,HOST2', '{SLURM}', '{RAY}', or a command with {{command}} and, if you like, {{node}}"
 
 
-def launch_commands(launch: str, nodes: int) -> tuple[str, ...]:
-    """The shell command for each other machine, with {command} still in it; none where a person starts the agents."""
+def launch_commands(launch: str, nodes: int, share: float = 1.0) -> tuple[str, ...]:
+    """The shell command for each other machine, with {command} still in it; none where a person starts the agents. `share`: the part of a
+    machine that the World uses."""
     if not isinstance(launch, str):
         raise BadInput(f"launch must be {WAYS}, not {launch!r}")
     if nodes == 1 and launch != PRINT:
@@ -41,6 +49,13 @@ def launch_commands(launch: str, nodes: int) -> tuple[str, ...]:
         return for_hosts(SSH_COMMAND, hosts, nodes, f"launch={launch!r} names")
     if launch == SLURM:
         return for_hosts(SRUN_COMMAND, slurm_hosts(), nodes, "this Slurm allocation has, beside this one,")
+    if launch == RAY:
+        if importlib.util.find_spec("ray") is None:
+            raise BadInput(f"launch='ray' needs Ray in the notebook's environment: {sys.executable} -m pip install ray")
+        python, path = shlex.quote(sys.executable), shlex.quote(str(Path(__file__).with_name("raylaunch.py")))
+        return tuple(
+            RAY_COMMAND.format(python=python, path=path, machine=machine, share=share) for machine in range(1, nodes)
+        )
     return tuple(from_template(launch, node) for node in range(1, nodes))
 
 
@@ -94,31 +109,36 @@ def from_template(template: str, node: int) -> str:
 
 
 class Launched(NamedTuple):
-    """The local command that runs a machine's agent."""
+    """The local command that runs the agents of one or more machines."""
 
-    node: int
+    nodes: Sequence[int]
     text: str
     process: subprocess.Popen[bytes]
     log: Path
 
     @classmethod
-    def start(cls, node: int, template: str, command: str, key: bytes, log: Path) -> Launched:
-        text = template.replace("{command}", shlex.quote(command))
+    def start(cls, nodes: Sequence[int], template: str, commands: Sequence[str], key: bytes, log: Path) -> Launched:
+        text = template.replace("{command}", shlex.join(commands))
         with open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as output:
             process = subprocess.Popen(
                 ["/bin/sh", "-c", text], stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
             )
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as keys:  # it has ended, as `check` finds
+        with contextlib.suppress(BrokenPipeError), process.stdin as keys:  # it has ended, as `failure` finds
             keys.write(key.hex().encode() + b"\n")
-        return cls(node, text, process, log)
+        return cls(nodes, text, process, log)
 
-    def check(self) -> None:
-        """Raise if the command has failed. One that ended well may have left its agent in the background."""
-        if status := self.process.poll():
-            words = self.log.read_text(errors="replace").strip().splitlines()[-3:]
-            output = ": " + " | ".join(words) if words else ""
-            raise KitError(f"the launch of machine {self.node} {how_ended(status)} before its agent joined{output}")
+    def failure(self, when: str, within_s: float = 0.0) -> str:
+        """How the command failed; empty if it has not. One that ended well may have left its agent in the background."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if status := self.process.wait(within_s):
+                machines = ", ".join(map(str, self.nodes))
+                return f"the launch of machine {machines} {how_ended(status)}{when}{self.last_words(3)}"
+        return ""
+
+    def last_words(self, most: int) -> str:
+        words = self.log.read_text(errors="replace").strip().splitlines()[-most:]
+        return ": " + " | ".join(words) if words else ""
 
     def end(self, within_s: float) -> None:
         """Wait until the command has ended with its agent; end one that has lost its machine."""

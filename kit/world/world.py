@@ -25,7 +25,7 @@ from kit.world.asked import NodePart, WorldPlan
 from kit.world.calls import Pending, WorldCall, WorldObserver, look_at_members, ranks_word
 from kit.world.channel import WorldMember
 from kit.world.crew import Crew
-from kit.world.launch import PRINT, launch_commands
+from kit.world.launch import PRINT, RAY, launch_commands
 
 DEVICES = ("auto", "cpu", "cuda")
 TIMEOUT_S = 60.0
@@ -156,9 +156,11 @@ class World(RankCalls):
         if part is None:
             asked.check_layout(ranks, nodes, endpoint)
             part = NodePart(first=0, before=0, neighbours=ranks // nodes)
-        commands = launch_commands(launch, max(nodes, part.machines))
+        commands = launch_commands(launch, max(nodes, part.machines), ranks / nodes / part.neighbours)
         if part.machines > 1 and commands:  # each of several Worlds is on one machine
             commands = (commands[part.machine - 1],) if part.machine else ()
+        elif launch == RAY:
+            commands = commands[:1]  # in one placement group
         by_hand = (nodes > 1 or part.machine > 0) and not commands
         asked.check_seconds("timeout_s", timeout_s)
         if start_timeout_s is not None:

@@ -316,7 +316,7 @@ def test_a_launch_that_fails_says_so_at_once(tmp_path: Path, nothing_left: None)
 @pytest.mark.parametrize(
     ("launch", "said"),
     [
-        ("ssh", "launch must be 'print', 'ssh:HOST1,HOST2', 'slurm', or a command with {command}"),
+        ("ssh", "launch must be 'print', 'ssh:HOST1,HOST2', 'slurm', 'ray', or a command with {command}"),
         ("ssh:a,b", "launch='ssh:a,b' names 2 machines, and nodes=2 needs 1 beside this one"),
         ("ssh:-oProxyCommand=x", "launch= names '-oProxyCommand=x', which is no host name"),
         ("slurm", "launch='slurm' works inside an allocation"),

@@ -245,12 +245,12 @@ def test_an_openssl_that_hangs_is_a_sentence(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_broken_link_is_the_reason_of_its_own_ranks_only() -> None:
     crew = Crew.__new__(Crew)
-    crew._broken_links = {}
+    crew._broken_links, crew._launched, crew.agents = {}, [], {}
     members: list[Any] = [SimpleNamespace(rank=rank, node=rank // 2) for rank in range(4)]
     crew._note_tampering(TamperedChannel("wrong key"), "rank", 0)
     crew._note_tampering(ChannelClosed("it left"), "rank", 1)
     crew._note_tampering(TamperedChannel("a flipped bit"), "agent", 1)
-    assert [crew.tampering(member).rpartition(": ")[2] for member in members] == [
+    assert [crew.why_lost(member).rpartition(": ")[2] for member in members] == [
         "wrong key",
         "",
         "a flipped bit",
