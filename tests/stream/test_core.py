@@ -750,6 +750,13 @@ def test_progress_counts_what_is_there_of_the_awaited_step_and_nothing_of_the_ne
     assert [one.completed for one in driver.did("progress")] == [0, 1, 2, 3, 4]
 
 
+def test_progress_ends_at_the_size_of_the_step() -> None:
+    """This sampler takes any group, so all that are complete count, but no more than a step needs."""
+    driver = Driver(small(sampler="ready-first", places=8, slots=8, steps=5))
+    driver.finish_group(5, 3, 1, 0)
+    assert [(one.completed, one.target) for one in driver.did("progress")] == [(0, 2), (1, 2), (2, 2)]
+
+
 def test_progress_of_a_large_step_is_reported_every_two_percent() -> None:
     driver = Driver(small(groups=200, train_global_batch_size=400, places=400, slots=200, min_groups=200))
     driver.finish_group(*range(200))
