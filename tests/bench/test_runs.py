@@ -48,7 +48,7 @@ JUDGED = {
     "offload": {"out_over_memcpy": 1, "back_over_populate": 1, "left_resident": 1},
     "release": {"exact_over_common": 2},
     "routing": {"numbers_differ": 1},
-    "share": {"outcomes_differ": 1, "two_owners": 1, "bundle_moved": 2, "plan_from_nothing": 2},
+    "share": {"outcomes_differ": 1, "two_owners": 1, "bundle_moved": 2, "plan_from_nothing": 2, "large_plan": 2},
     "split": {"whole_over_plain": 2, "five_over_plain": 2, "peak_over_plain": 4, "metrics_over_bare": 12},
     "stream": {"possible_over_gain": 1, "exposed_over_plain": 1, "error_over_gain": 1},
     "sync": {"shm_over_memcpy": 1, "small_shm_over_memcpy": 1, "shm_over_group": 2, "automatic_over_fixed": 2},

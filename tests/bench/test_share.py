@@ -71,7 +71,7 @@ def test_owners_are_those_that_the_observer_counted() -> None:
 def test_the_scheduler_has_a_row_for_each_size_and_question() -> None:
     bench = SimpleNamespace(config=SimpleNamespace(rounds=3, plans=1))
     rows = list(share.time_scheduler(cast("Bench", bench)))  # this part needs no ranks
-    questions = ["bundle_moved", "plan_from_nothing"]
+    questions = ["bundle_moved", "plan_from_nothing", "large_plan"]
     assert [(row.ids["tp"], row.metric) for row in rows] == [(tp, name) for tp in (1, 8) for name in questions]
     assert all(row.median for row in rows)
 

@@ -29,7 +29,8 @@ from kit.world.world import Worlds
 # 174 MiB of weights. A replica handles orders after each token, so a switch hardly waits for a call in flight.
 LARGE: dict[str, Any] = {"size": "125m", "layers": 1, "warm": 0, "steps": 2, "groups": 2, "group": 2}
 LARGE |= {"answer": (4, 4), "decode": 1, "deadline_s": 120.0, "rehearse": False}
-PIPELINES, DEVICES = 32, 512  # for the part scheduler
+# Pipelines and devices for the part scheduler.
+SIZE, LARGE_SIZE = (32, 512), (64, 1024)
 
 
 def compare_together(bench: Bench) -> Iterator[Samples]:
@@ -244,28 +245,38 @@ def switched(frame: pd.DataFrame) -> dict[str, list[float]]:
 
 
 def time_scheduler(bench: Bench) -> Iterator[Samples]:
-    """The scheduler's own time on this machine, with 32 pipelines and 512 devices; nothing else runs."""
+    """The scheduler's own time on this machine; nothing else runs."""
     for tp in (1, 8):
         show_progress(f"the scheduler, tp={tp}")
-        about: dict[str, Any] = {"unit": "ms", "ids": {"tp": tp, "pipelines": PIPELINES, "devices": DEVICES}}
-        about["note"] = f"{PIPELINES} pipelines, {DEVICES} devices, replicas of {tp}; simulated"
-        moved = [1e3 * seconds for seconds in one_bundle(tp, bench.config.rounds)]
-        yield Samples(what=f"an event that moves one bundle, tp={tp}", values=moved, metric="bundle_moved", **about)
-        planned = [1e3 * from_nothing(tp) for _ in range(bench.config.plans)]
-        yield Samples(what=f"a plan from nothing, tp={tp}", values=planned, metric="plan_from_nothing", **about)
+        moved = [1e3 * seconds for seconds in one_bundle(tp, SIZE, bench.config.rounds)]
+        title = f"an event that moves one bundle, tp={tp}"
+        yield Samples(what=title, values=moved, metric="bundle_moved", **about_size(tp, SIZE))
+        for what, metric, size in (
+            ("a plan from nothing", "plan_from_nothing", SIZE),
+            ("a plan for 64 pipelines", "large_plan", LARGE_SIZE),
+        ):
+            planned = [1e3 * from_nothing(tp, size) for _ in range(bench.config.plans)]
+            yield Samples(what=f"{what}, tp={tp}", values=planned, metric=metric, **about_size(tp, size))
+
+
+def about_size(tp: int, size: tuple[int, int]) -> dict[str, Any]:
+    pipelines, devices = size
+    note = f"{pipelines} pipelines, {devices} devices, replicas of {tp}; simulated"
+    return {"unit": "ms", "ids": {"tp": tp, "pipelines": pipelines, "devices": devices}, "note": note}
 
 
 class Timed:
     """Feeds a scheduler and answers it at once; `seconds` has the time of each event that moved a replica."""
 
-    def __init__(self, tp: int) -> None:
-        names = tuple(f"p{number:02}" for number in range(PIPELINES))
-        self.core = Scheduler(DeskSettings(devices=DEVICES, pipelines=names, admission_ms=0))
+    def __init__(self, tp: int, size: tuple[int, int]) -> None:
+        pipelines, devices = size
+        names = tuple(f"p{number:02}" for number in range(pipelines))
+        self.core = Scheduler(DeskSettings(devices=devices, pipelines=names, admission_ms=0))
         self.state, _ = self.core.begin()
         self.seconds: list[float] = []
-        every = ",".join(map(str, range(DEVICES)))
+        every = ",".join(map(str, range(devices)))
         for at, name in enumerate(names):
-            self.feed(Event("register", name, generation=every, tp=tp, trainer=str(at * (DEVICES // PIPELINES))))
+            self.feed(Event("register", name, generation=every, tp=tp, trainer=str(at * (devices // pipelines))))
             self.feed(Event("admit", name))
             self.feed(Event("progress", name, completed=0, target=100 + at))
         self.names = names
@@ -281,9 +292,9 @@ class Timed:
             self.feed(Event(answer, "desk", who=command.pipeline, replica=command.replica))
 
 
-def from_nothing(tp: int) -> float:
+def from_nothing(tp: int, size: tuple[int, int]) -> float:
     """All pipelines wait for devices in use, which then become free at once: one plan for all of them."""
-    timed = Timed(tp)
+    timed = Timed(tp, size)
     state = timed.state
     for name in timed.names:  # requests arrive while no plan may be made
         busy = with_fields(state, plan=Plan(), sleeping=frozenset({("p00", 0)}))
@@ -292,25 +303,25 @@ def from_nothing(tp: int) -> float:
     begun = time.perf_counter()
     _, commands = timed.core.step(free, Event("progress", "p00", completed=1, target=100))
     seconds = time.perf_counter() - begun
-    assert sum(command.name == "expand" for command in commands) == DEVICES // tp
+    assert sum(command.name == "expand" for command in commands) == size[1] // tp
     return seconds
 
 
 def with_fields(state: DeskState, **fields: Any) -> DeskState:
-    turn = DeskTurn(state, DeskSettings(devices=DEVICES, pipelines=("p00",)), "desk")
+    turn = DeskTurn(state, DeskSettings(devices=1, pipelines=("p00",)), "desk")
     for name, value in fields.items():
         setattr(turn, name, value)
     return DeskState(turn)
 
 
-def one_bundle(tp: int, rounds: int) -> list[float]:
-    """Training acquires one device and releases it: events that move one replica, among 512 devices in use."""
-    timed = Timed(tp)
+def one_bundle(tp: int, size: tuple[int, int], rounds: int) -> list[float]:
+    """Training acquires one device and releases it: events that move one replica, with all devices in use."""
+    timed = Timed(tp, size)
     for name in timed.names:
         timed.feed(Event("acquire", name, kind="generation"))
     timed.seconds.clear()
     for number in range(rounds):
-        name = timed.names[number % PIPELINES]
+        name = timed.names[number % len(timed.names)]
         timed.feed(Event("acquire", name, kind="training"))
         timed.feed(Event("release", name, kind="training"))
     return timed.seconds

@@ -11,4 +11,5 @@ RULES = (
     median_rule("switch_over_parts", "Does a switch take hardly longer than its parts alone?", 1.3, "ratio"),
     median_rule("bundle_moved", "Does the scheduler move a bundle at once?", 1.0, "ms"),
     median_rule("plan_from_nothing", "Does the scheduler plan from nothing at once?", 25.0, "ms"),
+    median_rule("large_plan", "Does the scheduler plan for 64 pipelines and 1024 devices at once?", 100.0, "ms"),
 )
