@@ -189,6 +189,8 @@ def test_a_lab_passes_over_two_hosts(
         assert (
             len(rows[(rows["metric"] == "named_seconds") & rows["value"].notna()]) == 1
         )  # a replica over there was killed
+        launches = {path.name for path in (tmp_path / "run" / "logs").glob("machine*")}
+        assert launches == {"machine1_rank1.log", "machine1_rank3.log"}
 
 
 @pytest.mark.slow

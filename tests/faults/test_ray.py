@@ -21,6 +21,7 @@ from kit.errors import BadInput, KitError, RankDied
 from kit.labs.bench_world.hosts import SecondHost
 from kit.world import World, leftovers
 from kit.world.launch import launch_commands
+from kit.world.world import Worlds
 from tests.faults.test_nodes import LABS_OVER_HOSTS, command_of, free_port
 from tests.holdings import wait_for
 from tests.labs.parts import failed, why
@@ -92,6 +93,33 @@ def start_ray(words: list[str], output: Path, **env: str) -> subprocess.Popen[by
         if node.poll() is None:
             return node
     raise AssertionError(output.read_text())
+
+
+@pytest.mark.slow
+@needs_ray
+def test_of_several_worlds_each_has_a_small_cluster_of_its_own(tmp_path: Path, nothing_left: None) -> None:
+    options: dict[str, Any] = {"device": "cpu", "logs": tmp_path, "env": {"GLOO_SOCKET_IFNAME": "lo"}}
+    options |= {"endpoint": f"127.0.0.1:{free_port()}", "launch": "ray", "start_timeout_s": RAY_S, "isolate": True}
+    before = left_folders()
+    with Worlds([1, 1, 1, 1], nodes=2, **options) as worlds:
+        assert [row["node"] for row in worlds.status()] == [0, 1, 0, 1]
+        worlds.worlds[1].close()
+        assert worlds.worlds[3].eval("rank") == [0]  # the number in its own job
+        assert {path.name for path in tmp_path.glob("machine*")} == {"machine1_rank1.log", "machine1_rank3.log"}
+    assert not processes("kit-ray-")
+    assert left_folders() <= before
+
+
+@pytest.mark.slow
+@needs_ray
+def test_a_cluster_that_starts_here_ends_with_a_notebook_that_is_killed(tmp_path: Path) -> None:
+    start = f"World(2, nodes=2, endpoint='127.0.0.1:{free_port()}', launch='ray', logs={str(tmp_path)!r}, device='cpu')"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    before = left_folders()
+    with subprocess.Popen([sys.executable, "-c", f"from kit import World; {start}"], env=env) as notebook:
+        assert wait_for(lambda: processes("gcs_server", "kit-ray-"), RAY_S)
+        notebook.kill()
+    assert wait_for(lambda: not processes("kit-ray-") and left_folders() <= before, 60)
 
 
 @pytest.fixture(scope="module")
