@@ -8,11 +8,11 @@ sample, as with a larger model, so the loops are measured instead of the ranks' 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from kit.labs.definition import BenchConfig, Definition, Option, Step, driven_parts
 
-PARTS = ("together", "load", "seeds", "makespan", "switch", "scheduler")
+PARTS = ("together", "load", "seeds", "makespan", "switch", "adapters", "scheduler")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +35,10 @@ class BenchShareConfig(BenchConfig):
     seeds: Annotated[int, Option("runs of the part seeds, on a virtual clock", low=1, high=1000)] = 25
     paced_steps: Annotated[int, Option("steps of each pipeline in the part makespan", low=1, high=1000)] = 9
     runs: Annotated[int, Option("runs of the part switch, each with one or two switches", low=1, high=100)] = 5
+    serving: Annotated[
+        Literal["tiny", "125m", "qwen2.5-0.5b"], Option("size of the model that serves four adapters")
+    ] = "125m"
+    served: Annotated[int, Option("rounds of the part adapters, each with one row per adapter", low=1, high=1000)] = 7
     rounds: Annotated[int, Option("devices that training takes and gives back", low=1, high=100_000)] = 100
     plans: Annotated[int, Option("plans from nothing", low=1, high=1000)] = 9
 

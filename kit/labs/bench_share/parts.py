@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from kit.labs.bench import Bench, Part, Samples, run_part, show_progress
+from kit.labs.bench import Bench, Part, Samples, ratios, run_part, show_progress
 from kit.labs.bench_share.loads import EVEN, FIRST_SEED, STANDARD
 from kit.labs.definition import made
 from kit.labs.lab import Drive
@@ -29,6 +29,7 @@ from kit.world.world import Worlds
 # 174 MiB of weights. A replica handles orders after each token, so a switch hardly waits for a call in flight.
 LARGE: dict[str, Any] = {"size": "125m", "layers": 1, "warm": 0, "steps": 2, "groups": 2, "group": 2}
 LARGE |= {"answer": (4, 4), "decode": 1, "deadline_s": 120.0, "rehearse": False}
+ADAPTERS = 4  # on a replica, for the part adapters
 # Pipelines and devices for the part scheduler.
 SIZE, LARGE_SIZE = (32, 512), (64, 1024)
 
@@ -241,6 +242,23 @@ def switched(frame: pd.DataFrame) -> dict[str, list[float]]:
     return seconds
 
 
+# -- adapters --------------------------------------------------------------------------------------------------------------------
+
+
+def serve_adapters(bench: Bench) -> Iterator[Samples]:
+    """Rows of a replica with four adapters, one for each, compared with rows of its base alone, in turns."""
+    size = bench.config.serving
+    with bench.world(1, preload=("megatron.core",), timeout_s=300) as world:
+        (seconds,) = world.call(
+            "kit.labs.bench_share.ranks.serving:serve", size=size, adapters=ADAPTERS, rounds=bench.config.served
+        )
+    note = (
+        f"{size}, {ADAPTERS} rows at once, one for each adapter; control: as many rows of the base in the same rounds"
+    )
+    title = f"a row of a replica with {ADAPTERS} adapters over one of the base"
+    yield ratios("adapters_over_base", title, seconds["adapters"], seconds["base"], unit="ratio", note=note)
+
+
 # -- the scheduler alone -----------------------------------------------------------------------------------------------------
 
 
@@ -333,6 +351,7 @@ PARTS: dict[str, Part] = {
     "seeds": on_virtual_clock,
     "makespan": makespan,
     "switch": time_switches,
+    "adapters": serve_adapters,
     "scheduler": time_scheduler,
 }
 

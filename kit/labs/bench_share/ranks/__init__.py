@@ -1,0 +1,1 @@
+"""The bench of time sharing on a rank."""
