@@ -66,7 +66,7 @@ def processes(*words: str) -> list[int]:
 def test_without_a_cluster_a_small_one_plays_the_other_machines(tmp_path: Path, nothing_left: None) -> None:
     options: dict[str, Any] = {"device": "cpu", "logs": tmp_path, "env": {"GLOO_SOCKET_IFNAME": "lo"}}
     options |= {"endpoint": f"127.0.0.1:{free_port()}", "launch": "ray", "start_timeout_s": RAY_S}
-    with World(3, nodes=3, **options) as world, agents_are_killed():
+    with agents_are_killed(), World(3, nodes=3, **options) as world:
         world.run("t = torch.ones(1) * (rank + 1); dist.all_reduce(t)")
         assert world.eval("t.item()") == [6.0, 6.0, 6.0]
         assert [row["node"] for row in world.status()] == [0, 1, 2]
@@ -175,7 +175,7 @@ def test_a_cluster_that_was_there_runs_the_agents_and_stays(
     said = "the Ray cluster has 1 machines with a CPU beside this one, and the World needs 2"
     with pytest.raises(KitError, match=rf"the launch of machine 1, 2 exited with status 1 before .*{said}"):
         World(3, nodes=3, endpoint=cluster.free_endpoint(), **options)
-    with World(2, nodes=2, endpoint=cluster.free_endpoint(), **options) as world, agents_are_killed():
+    with agents_are_killed(), World(2, nodes=2, endpoint=cluster.free_endpoint(), **options) as world:
         over_there = set(cluster.pids())
         assert [pid in over_there for pid in world.pids] == [False, True]
         world.run("t = torch.ones(1) * (rank + 1); dist.all_reduce(t)")
