@@ -10,7 +10,7 @@ import pytest
 
 from kit.errors import KitError
 from kit.sync.link import Listener, PeerFailed
-from kit.sync.receiver import TransportFailed
+from kit.sync.receiver import Call, TransportFailed
 from kit.sync.sender import Sender, SyncFailed
 from kit.sync.transports import make
 from tests.sync.ranks.service import Host, at_once, receiver_of, sender_of, target, tensors
@@ -171,3 +171,15 @@ def test_a_receiver_whose_transport_breaks_because_of_another_is_not_blamed(scen
     error, (first, _) = scene.fails()
     assert error.peer == "r2"
     assert "the sender gave up: r2 failed" in str(first)
+
+
+def test_the_others_hear_who_is_gone(scene: Scene) -> None:
+    class Leaves(Call):
+        def store(self, message: dict[str, Any]) -> None:  # noqa: ARG002 - as the sender calls it
+            self.link.close()
+            raise OSError(WORDS)
+
+    scene.receivers["r2"].calls = Leaves
+    error, (first, _) = scene.fails()
+    assert error.peer == "r2"
+    assert "the sender gave up: r2 is gone" in str(first)

@@ -125,6 +125,8 @@ def test_a_cache_gives_the_same_logits(weights, ids) -> None:
         cache = model.empty_cache(3, 20)
         steps = [model(ids[:, at : at + 1], cache=cache, start=at) for at in range(20)]
         torch.testing.assert_close(torch.cat(steps, 1), model(ids))
+        pieces = [model(ids[:, at : at + 5], cache=cache, start=at) for at in range(0, 20, 5)]
+        torch.testing.assert_close(torch.cat(pieces, 1), model(ids))
 
 
 def test_weights_must_be_all_and_no_more(weights) -> None:
