@@ -53,6 +53,8 @@ class RunData(Tables):
     memory: Source
     cycle: str = "cycle"  # what a cycle is, in words
     cycle_words: Mapping[int, str] = field(default_factory=dict)  # names of cycles that say more than numbers
+    # The rows of each metric, and of each metric and phase: pictures ask for the same ones again and again.
+    selections: dict[tuple[str, str], pd.DataFrame] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def verdict(self, tolerances: Mapping[str, float] | None = None) -> Verdict:
         """The checks' answers. A run without checks here has those that it stored, and takes no tolerances."""
@@ -63,8 +65,14 @@ class RunData(Tables):
 
     def of(self, metric: str, phase: str = "") -> pd.DataFrame:
         """Finite values of a metric, of one phase or of all, with the number of their step."""
-        rows = self.frame[(self.frame["metric"] == metric) & self.frame["value"].notna()]
-        return rows[rows["phase"] == phase] if phase else rows
+        key = metric, phase
+        if key not in self.selections:
+            if phase:
+                rows = self.of(metric)
+                self.selections[key] = rows[rows["phase"] == phase]
+            else:
+                self.selections[key] = self.frame[(self.frame["metric"] == metric) & self.frame["value"].notna()]
+        return self.selections[key]
 
     def timed(self) -> pd.DataFrame:
         """The seconds of every phase and rank."""

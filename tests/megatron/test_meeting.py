@@ -33,3 +33,8 @@ def test_every_rank_reads_what_all_report(store: Any) -> None:
     assert groups.reports("restore", "", 0, 2, 5.0) == ["", "no memory"]
     store.set("kit/restore/2/1", "")
     assert groups.reports("restore", "", 0, 2, 5.0) == ["", ""]
+
+
+def test_a_snapshot_without_a_default_group_needs_one_to_be_there() -> None:
+    with pytest.raises(KitError, match="the default group is gone and this snapshot was taken without it"):
+        groups._place(None, None)

@@ -10,9 +10,9 @@ import pytest
 
 from kit.errors import KitError
 from kit.sync.link import Listener, PeerFailed
-from kit.sync.receiver import Call, TransportFailed
+from kit.sync.receiver import CONSEQUENCE_S, Call, TransportFailed
 from kit.sync.sender import Sender, SyncFailed
-from kit.sync.transports import make
+from kit.sync.transports import GRACE_S, make
 from tests.sync.ranks.service import Host, at_once, receiver_of, sender_of, target, tensors
 
 WORDS = "connection reset by somebody"
@@ -175,7 +175,7 @@ def test_a_receiver_whose_transport_breaks_because_of_another_is_not_blamed(scen
 
 def test_the_others_hear_who_is_gone(scene: Scene) -> None:
     class Leaves(Call):
-        def store(self, message: dict[str, Any]) -> None:  # noqa: ARG002 - as the sender calls it
+        def store(self, message: dict[str, Any]) -> None:
             self.link.close()
             raise OSError(WORDS)
 
@@ -183,3 +183,7 @@ def test_the_others_hear_who_is_gone(scene: Scene) -> None:
     error, (first, _) = scene.fails()
     assert error.peer == "r2"
     assert "the sender gave up: r2 is gone" in str(first)
+
+
+def test_a_receiver_waits_for_the_reason_longer_than_the_sender_needs_for_it() -> None:
+    assert CONSEQUENCE_S > GRACE_S

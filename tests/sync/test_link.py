@@ -66,6 +66,12 @@ def test_what_is_not_awaited_is_reported_with_its_reason(pair: Pair) -> None:
         theirs.expect("bucket")
 
 
+def test_a_message_that_is_too_large_says_its_size(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kit.sync.link.LIMIT", 2 << 20)
+    with pytest.raises(KitError, match="a message of 3 MiB to receiver 1 exceeds the limit of 2 MiB"):
+        pair[0].send({"kind": "x" * (3 << 20)})
+
+
 def test_who_closes_is_gone(pair: Pair) -> None:
     mine, theirs = pair
     theirs.close()
