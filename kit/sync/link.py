@@ -27,7 +27,8 @@ HEADER = struct.Struct("!I")  # length of the JSON; descriptors come with the fi
 LIMIT = 64 * 2**20
 FDS = 8
 BRIEF_S = 0.1
-NAMELESS = 64  # connections whose first message has not arrived; of more than these, the oldest is closed
+FIRST_LIMIT = 2**16  # bytes of a first message: whoever sends it has not shown the secret yet
+NAMELESS = 256  # connections whose first message has not arrived; of more than these, the oldest is closed
 FAILED = "failed"  # kind of the message that says why this end cannot continue
 _PLACE = b"\0kit-sync-"
 CREDENTIALS = struct.Struct("3i")
@@ -325,8 +326,10 @@ class Listener:
     def _hear(self, sock: socket.socket, data: bytearray) -> dict[str, Any] | None:
         """The first message; None: more of it has to come. Raises if it is not that of a caller who knows the secret."""
         while len(data) < (size := HEADER.size + (HEADER.unpack_from(data)[0] if len(data) >= HEADER.size else 0)):
+            if size > FIRST_LIMIT:
+                raise ValueError("this is too long for a first message")
             try:
-                chunk = sock.recv(min(size, LIMIT) - len(data))
+                chunk = sock.recv(size - len(data))
             except BlockingIOError:
                 return None
             if not chunk:

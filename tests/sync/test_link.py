@@ -167,6 +167,15 @@ def test_silent_strangers_delay_no_receiver(words: bytes) -> None:
             listener.accept(["receiver 2"], 0.1)
 
 
+def test_a_stranger_cannot_announce_a_large_first_message() -> None:
+    with Listener() as listener, socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(listener._socks[0].getsockname())
+        stranger.sendall(HEADER.pack(2**20))
+        with pytest.raises(PeerSilent):
+            listener.accept(["receiver 1"], 0.1)
+        assert stranger.recv(1) == b""
+
+
 def test_another_certificate_is_refused() -> None:
     with over_tcp() as listener, ThreadPoolExecutor(1) as pool:
         address = {**listener.address, "certificate": make_certificate().fingerprint}
