@@ -18,7 +18,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from kit.errors import KitError
 from kit.tls import Certificate, EncryptedSocket, Tampered
@@ -28,6 +28,7 @@ LIMIT = 64 * 2**20
 FDS = 8
 BRIEF_S = 0.1
 FIRST_LIMIT = 2**16  # bytes of a first message: whoever sends it has not shown the secret yet
+FIRST_S = 5.0  # a connection whose first message takes longer is closed
 NAMELESS = 256  # connections whose first message has not arrived; of more than these, the oldest is closed
 FAILED = "failed"  # kind of the message that says why this end cannot continue
 _PLACE = b"\0kit-sync-"
@@ -214,6 +215,14 @@ def address_of(name: str) -> dict[str, Any]:
     return {"unix": (_PLACE[1:] + name.encode()).decode(), "secret": name}
 
 
+class Nameless(NamedTuple):
+    """A connection whose first message has not arrived, or only this part of it."""
+
+    sock: socket.socket
+    until: float
+    data: bytearray
+
+
 class Listener:
     """The sender's end, which receivers call at `address`; knowing the address is enough. With a `name` that both ends know, the address
     need not be sent to callers on this machine: it is `address_of(name)`, also if callers of other machines are let in at `tcp_host`."""
@@ -237,7 +246,7 @@ class Listener:
         for sock in self._socks:
             sock.setblocking(False)
         self._called: dict[str, Link] = {}
-        self._nameless: dict[int, tuple[socket.socket, bytearray]] = {}  # their first messages have not arrived yet
+        self._nameless: dict[int, Nameless] = {}
         self.address: dict[str, Any] = {**place, "secret": self._secret}
 
     def accept(self, names: list[str], timeout_s: float) -> dict[str, Link]:
@@ -267,8 +276,8 @@ class Listener:
 
     @property
     def waiting(self) -> int:
-        """The number of receivers that have called and wait for the next `accept`."""
-        return len(self._called)
+        """The number of connections that wait for the next `accept`."""
+        return len(self._called) + len(self._nameless)
 
     def _forget(self, *names: str, why: str = "") -> None:
         for name in names:
@@ -287,27 +296,30 @@ class Listener:
             raise KitError("the listener is closed")
         listening = {sock.fileno(): sock for sock in self._socks}
         while True:
+            late = [fd for fd, stranger in self._nameless.items() if time.monotonic() > stranger.until]
+            for fd in late:
+                self._nameless.pop(fd).sock.close()
             poll = select.poll()
             for fd in [*listening, *self._nameless]:
                 poll.register(fd, select.POLLIN)
             calling = {fd for fd, _ in poll.poll(max(0.001, end - time.monotonic()) * 1000 if missing else 0)}
-            if not calling and missing:
-                raise PeerSilent(", ".join(missing), "a call", timeout_s)
-            if not calling:
-                return None
             for fd in calling & listening.keys():
                 with contextlib.suppress(BlockingIOError):  # it has left again
                     self._let_in(listening[fd].accept()[0])
             for fd in calling & self._nameless.keys():
-                sock, data = self._nameless.pop(fd)
+                stranger = self._nameless.pop(fd)
                 try:
-                    hello = self._hear(sock, data)
-                except (OSError, EOFError, ValueError):
-                    sock.close()
+                    hello = self._hear(stranger)
+                except (OSError, EOFError, ValueError, RecursionError):
+                    stranger.sock.close()
                     continue
                 if hello is not None:
-                    return sock, hello
-                self._nameless[fd] = sock, data
+                    return stranger.sock, hello
+                self._nameless[fd] = stranger
+            if missing and (not calling or time.monotonic() > end):
+                raise PeerSilent(", ".join(missing), "a call", timeout_s)
+            if not missing and not calling & listening.keys():
+                return None
 
     def _let_in(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -320,16 +332,17 @@ class Listener:
             assert self._tls is not None
             sock = EncryptedSocket.answering(sock, self._tls)
         if len(self._nameless) >= NAMELESS:
-            self._nameless.pop(next(iter(self._nameless)))[0].close()
-        self._nameless[sock.fileno()] = sock, bytearray()
+            self._nameless.pop(next(iter(self._nameless))).sock.close()
+        self._nameless[sock.fileno()] = Nameless(sock, time.monotonic() + FIRST_S, bytearray())
 
-    def _hear(self, sock: socket.socket, data: bytearray) -> dict[str, Any] | None:
+    def _hear(self, stranger: Nameless) -> dict[str, Any] | None:
         """The first message; None: more of it has to come. Raises if it is not that of a caller who knows the secret."""
+        data = stranger.data
         while len(data) < (size := HEADER.size + (HEADER.unpack_from(data)[0] if len(data) >= HEADER.size else 0)):
             if size > FIRST_LIMIT:
                 raise ValueError("this is too long for a first message")
             try:
-                chunk = sock.recv(size - len(data))
+                chunk = stranger.sock.recv(size - len(data))
             except BlockingIOError:
                 return None
             if not chunk:
@@ -344,7 +357,7 @@ class Listener:
 
     def close(self) -> None:
         self._forget(*self._called, why="the listener was closed")
-        for sock in [*self._socks, *(sock for sock, _ in self._nameless.values())]:
+        for sock in [*self._socks, *(stranger.sock for stranger in self._nameless.values())]:
             sock.close()
 
     def __enter__(self) -> Self:

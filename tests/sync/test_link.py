@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import os
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -167,13 +170,44 @@ def test_silent_strangers_delay_no_receiver(words: bytes) -> None:
             listener.accept(["receiver 2"], 0.1)
 
 
-def test_a_stranger_cannot_announce_a_large_first_message() -> None:
+@pytest.mark.parametrize("words", [HEADER.pack(2**20), HEADER.pack(50_000) + b"[" * 50_000, HEADER.pack(2) + b"[]"])
+def test_a_stranger_with_a_wrong_first_message_is_turned_away(words: bytes) -> None:
     with Listener() as listener, socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(listener._socks[0].getsockname())
-        stranger.sendall(HEADER.pack(2**20))
+        stranger.sendall(words)
         with pytest.raises(PeerSilent):
             listener.accept(["receiver 1"], 0.1)
         assert stranger.recv(1) == b""
+
+
+def test_strangers_that_send_byte_by_byte_do_not_move_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look at the clock takes it one second on, and there is always one more byte."""
+    now = itertools.count()
+    monkeypatch.setattr("kit.sync.link.FIRST_S", math.inf)
+    monkeypatch.setattr("kit.sync.link.time", SimpleNamespace(monotonic=lambda: next(now)))
+    with Listener() as listener, socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(listener._socks[0].getsockname())
+        stranger.sendall(b".")
+        monkeypatch.setattr(listener, "_hear", lambda _: None)
+        with pytest.raises(PeerSilent):
+            listener.accept(["receiver 1"], 60.0)
+        assert next(now) < 100
+
+
+def test_a_stranger_that_says_nothing_is_turned_away_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kit.sync.link.FIRST_S", -1.0)
+    with Listener() as listener, socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(listener._socks[0].getsockname())
+        for _ in range(2):
+            listener.accept([], 0.1)
+        assert stranger.recv(1) == b""
+
+
+def test_a_caller_that_has_not_said_its_name_counts_as_waiting() -> None:
+    with Listener() as listener, socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(listener._socks[0].getsockname())
+        assert listener.accept([], 0.1) == {}
+        assert listener.waiting == 1
 
 
 def test_another_certificate_is_refused() -> None:

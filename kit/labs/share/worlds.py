@@ -265,6 +265,7 @@ class ShareWorlds:
             world["admission_ms"] = rng.choice([50, 500])
         if not self.whole:
             draw_losses(rng, world)
+        if not (self.whole or self.own_desk):  # an own desk need not know that ranks restart
             draw_restarts(rng, world)
         return world
 
