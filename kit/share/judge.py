@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -618,36 +618,49 @@ def progress_ended(ledger: DeskLedger) -> Violations:
 def progress_true(ledger: DeskLedger) -> Violations:
     """Does every pipeline report the groups that its loop has and needs, no more?
 
-    A group is there from `ready` until it is trained or ends; a step needs `groups_per_step`, or fewer if groups were lost.
+    A group is there from `ready` until it is trained or ends; a step needs `groups_per_step`, or fewer if groups were lost. In the kit's
+    own ledgers the group belongs to one adapter, if there are any, and counts only in the reports of that one.
     """
     need(ledger, "capacity")
     if ledger.of("trained"):
         need(ledger, "ready")
     size = {row.who: row.number("groups_per_step") for row in ledger.of("capacity") if "groups_per_step" in row.ids}
+    # The window of adapters is one less than their number. Another system may number its groups in another way.
+    own = any("core" in row.ids for row in ledger.rows)
+    adapters = {row.who: row.number("window") + 1 for row in ledger.of("capacity") if own and "window" in row.ids}
     there: defaultdict[str, set[Any]] = defaultdict(set)
     trained: defaultdict[str, set[Any]] = defaultdict(set)
-    most: defaultdict[str, int] = defaultdict(int)  # of this step: a report may be on its way when groups end
+    # By pipeline and stream, of this step: a report may be on its way when groups end.
+    most: defaultdict[str, Counter[str]] = defaultdict(Counter)
+
+    def count_groups(name: str) -> Counter[str]:
+        counts = Counter({"training": len(there[name])})
+        if name in adapters and name in size:
+            counts.update(f"adapter {int(group) // size[name] % adapters[name]}" for group in there[name])
+        return counts
+
     lost: set[str] = set()
     count = 0
     for row in ledger.rows:
         name, group = row.who, row.get("group")
         if row.event == "ready":
             there[name].add(group)
-            most[name] = max(most[name], len(there[name]))
+            most[name] |= count_groups(name)
         elif row.event == "trained":
             trained[name].add(group)
         elif row.event == "bumped":
             there[name] -= trained[name]
-            most[name] = len(there[name])
+            most[name] = count_groups(name)
         elif row.event in LOST and group is not None and "sample" not in row.ids:
             there[name].discard(group)
             lost.add(name)
         elif row.event == "progress" and name in size and is_of_training(row):
             count += 1
+            stream = str(row.get("stream", "training")) if name in adapters else "training"
             if row["target"] > size[name] or (row["target"] < size[name] and name not in lost):
                 yield f"{row} reports that a step needs {row['target']} groups; it needs {size[name]}"
-            elif row["completed"] > most[name]:
-                yield f"{row} reports {row['completed']} complete groups; there are {most[name]}"
+            elif row["completed"] > most[name][stream]:
+                yield f"{row} reports {row['completed']} complete groups; there are {most[name][stream]}"
     if not count:
         raise Missing("no pipeline with a `capacity` event has a `progress` event")
     return f"{counted(count, 'report')} of {', '.join(sorted(size))}"

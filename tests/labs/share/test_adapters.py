@@ -29,7 +29,8 @@ from kit.results.run import to_frame
 from kit.share.books import DeskLedger
 from kit.share.judge import progress_true
 from kit.stream import core
-from kit.stream.generation import StreamTurn
+from kit.stream.adapters import Reports, ReportsByAdapter
+from kit.stream.generation import StreamState, StreamTurn
 from kit.sync.buckets import automatic, lay_out, specs_of
 from kit.target import replaced
 from tests.labs.share.conftest import share
@@ -37,7 +38,7 @@ from tests.labs.simulated import failed, passed, why
 from tests.share.chaos import rows_of, violations
 
 CONFIG = share(scenario="C", adapters=2, steps=4, groups=2, group=2)
-feed, finish = core.feed, core.finish
+feed, finish, reports_by_adapter = core.feed, core.finish, ReportsByAdapter.reports
 Facts = dict[str, Any]
 
 
@@ -254,6 +255,18 @@ def test_an_adapter_that_reports_more_than_there_is_fails() -> None:
         "reports 9 complete groups; there are"
         in settle(progress_true(DeskLedger([*rows[:at], wrong, *rows[at + 1 :]]))).why
     )
+
+
+def reports_groups_of_all(core_of_it: ReportsByAdapter, state: StreamState) -> Reports:
+    reports = reports_by_adapter(core_of_it, state)
+    complete = sum(completed for completed, _ in reports.values())
+    return {adapter: (min(complete, target), target) for adapter, (_, target) in reports.items()}
+
+
+def test_an_adapter_that_reports_the_groups_of_another_fails() -> None:
+    with replaced({"kit.stream.adapters:ReportsByAdapter.reports": f"{__name__}:reports_groups_of_all"}):
+        rows = simulate_pipelines(CONFIG).rows
+    assert "reports 1 complete groups; there are 0" in settle(progress_true(DeskLedger(rows))).why
 
 
 def test_the_excess_of_an_adapter_that_counts_for_another_is_seen() -> None:
