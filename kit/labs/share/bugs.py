@@ -20,7 +20,8 @@ from kit.share.simulated import DeskSimulation
 from kit.share.state import GENERATION, PRIORITY, DeskFields, DeskState, DeskTurn, Op, Plan, Request
 from kit.stream import core as stream
 from kit.stream import generation
-from kit.stream.generation import StreamTurn
+from kit.stream.adapters import Reports, ReportsByAdapter
+from kit.stream.generation import StreamState, StreamTurn
 
 advance, answer, drop, expand, grant = core.advance, core.answer, core.drop_pipeline, core.expand, core.grant
 lose, queue, shrink = core.lose, core.queue, core.shrink_replica
@@ -28,7 +29,7 @@ run_scenario = Scenario.run
 desk_step, member_step, adapted = Scheduler.step, Member.step, Member.adapted
 meets, measure_gaps, order = Supply.meets, Gaps.__init__, Gaps.order
 on_left, send, report_progress = generation.on_left, generation.send_waiting, stream.report_progress
-may_choose = stream.may_choose
+may_choose, reports_by_adapter = stream.may_choose, ReportsByAdapter.reports
 
 # -- the desk: who gets which devices -------------------------------------------------------------------------------------
 
@@ -371,6 +372,15 @@ def reports_all_complete(t: StreamTurn) -> None:
     before = len(t.commands)
     report_progress(t)
     t.commands[before:] = [replace_ids(report, completed=report.target) for report in t.commands[before:]]
+
+
+def adapters_report_fifty_times(loop: ReportsByAdapter, state: StreamState) -> Reports:
+    reports = reports_by_adapter(loop, state)
+    return {adapter: (50 * completed, 50 * target) for adapter, (completed, target) in reports.items()}
+
+
+def adapters_report_all_complete(loop: ReportsByAdapter, state: StreamState) -> Reports:
+    return {adapter: (target, target) for adapter, (_, target) in reports_by_adapter(loop, state).items()}
 
 
 def replace_ids(command: Command, **ids: Id) -> Command:

@@ -424,18 +424,22 @@ OF_A_PIPELINE = exposed_by(
         "over-reports",
         "a pipeline reports fifty times its demand",
         "progress_true",
-        patch={"kit.stream.core:report_progress": "kit.labs.share.bugs:reports_fifty_times"},
+        patch={
+            "kit.stream.core:report_progress": "kit.labs.share.bugs:reports_fifty_times",
+            "kit.stream.adapters:ReportsByAdapter.reports": "kit.labs.share.bugs:adapters_report_fifty_times",
+        },
         where="notebook",
-        needs={"scenario": ("A", "B", "D", "E", "F")},  # adapters report otherwise
     ),
     Fault(
         "complete-at-once",
         "a pipeline reports a step complete when it begins",
         "progress_true",
         exit=3,
-        patch={"kit.stream.core:report_progress": "kit.labs.share.bugs:reports_all_complete"},
+        patch={
+            "kit.stream.core:report_progress": "kit.labs.share.bugs:reports_all_complete",
+            "kit.stream.adapters:ReportsByAdapter.reports": "kit.labs.share.bugs:adapters_report_all_complete",
+        },
         where="notebook",
-        needs={"scenario": ("A", "B", "D", "E", "F")},  # adapters report otherwise
     ),
     Fault(
         "request-before-shell",

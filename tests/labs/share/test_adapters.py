@@ -15,9 +15,10 @@ import pytest
 from kit.actors.adapters import adapter_of_group, steps_of_adapter
 from kit.errors import BadInput
 from kit.labs.definition import as_settings
+from kit.labs.discover import find_fault
 from kit.labs.share.adapters import ADAPTER_RULES
 from kit.labs.share.drive import simulate_pipelines
-from kit.labs.share.lab import plan, roles
+from kit.labs.share.lab import LAB, plan, roles
 from kit.labs.share.ranks.adapters import AdaptersTrainer
 from kit.labs.share.ranks.roles import LeasedTrainer
 from kit.labs.share.scenarios import SCENARIOS
@@ -267,6 +268,16 @@ def test_an_adapter_that_reports_the_groups_of_another_fails() -> None:
     with replaced({"kit.stream.adapters:ReportsByAdapter.reports": f"{__name__}:reports_groups_of_all"}):
         rows = simulate_pipelines(CONFIG).rows
     assert "reports 1 complete groups; there are 0" in settle(progress_true(DeskLedger(rows))).why
+
+
+@pytest.mark.parametrize("name", ["over-reports", "complete-at-once"])
+def test_a_fault_of_reports_shows_with_adapters_too(name: str) -> None:
+    fault = find_fault(LAB, name)
+    assert fault is not None
+    assert not fault.needs
+    with replaced(fault.patch):
+        rows = simulate_pipelines(CONFIG).rows
+    assert settle(progress_true(DeskLedger(rows))).value
 
 
 def test_the_excess_of_an_adapter_that_counts_for_another_is_seen() -> None:
