@@ -218,7 +218,7 @@ def delayed_turns(name: str, loop: PipelineConfig, ledger: LoopLedger) -> Iterat
         elif row.event == "bumped":
             step, taken, given_up = row["version"], 0, False
             awaited.clear()
-        elif row.event in ("abort", "error", "unselected"):
+        elif row.event in ("abort", "unselected") or (row.event == "error" and row.get("of") in TRAINER_CALLS):
             given_up = True
         elif "to" in row.ids:
             if row.event in (*TRAINER_CALLS, "after") or (row.event == "acquire" and row["kind"] != "generation"):

@@ -158,6 +158,20 @@ def test_an_adapter_whose_groups_are_taken_trains_at_once(place: str, wrong: str
     assert "waits for nothing" in why(verdict_of([*in_ledger(*done.rows)]), "turns_fair")
 
 
+@pytest.mark.parametrize(
+    ("call", "given_up"),
+    [("generate", False), ("metrics", False), ("sync", False), ("progress", False), ("finish", True)],
+)
+def test_only_an_error_of_the_trainer_gives_a_step_up(call: str, given_up: bool) -> None:
+    with replaced({"kit.stream.core:feed": f"{__name__}:feeds_late"}):
+        rows = [*in_ledger(*simulate_pipelines(CONFIG).rows)]
+    error = {**row("error", of=call), "rank": -1}
+    with_errors = [
+        facts for written in rows for facts in ([written, error] if written["metric"] == "selected" else [written])
+    ]
+    assert ("waits for nothing" in why(verdict_of(with_errors), "turns_fair")) is not given_up
+
+
 @pytest.mark.parametrize("rule", ADAPTER_RULES, ids=lambda rule: rule.name)
 def test_missing_rows_fail_a_complete_run(rule: Any) -> None:
     metrics = {metric for check, metric, _ in WRONG if check == rule.name}
