@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from posixpath import normpath
 from typing import Any
 
 import yaml
@@ -78,9 +79,13 @@ NOT_WITH_ADAPTERS = {
     "use_dynamic_batching_in_train": "mixes rows of several adapters in one microbatch, which can only have one",
     "overlap_grad_reduce": "starts to reduce gradients of adapters that do not train in this step",
 }
-# The keys of the checkpoint that replicas load, and those of one that only the trainer loads.
-BASE = ("hf_checkpoint", "pretrain", "actor_infer.model_args.model_name_or_path", "policy.model_name")
-OF_THE_TRAINER = ("load", "ref_load")
+# The keys of the checkpoint that replicas load, the most specific first, and those of one that only the trainer loads.
+BASE = ("actor_infer.model_args.model_name_or_path", "hf_checkpoint", "pretrain", "policy.model_name")
+OF_THE_TRAINER = (
+    *(f"{cluster}{key}" for cluster in ("", "actor_train.") for key in ("load", "ref_load")),
+    "actor_train.model_args.model_name_or_path",
+)
+CONVERTED = "_torch_dist"  # ends the name of a checkpoint that was converted for Megatron
 REWARDS = re.compile(r"(rewards?(\.\w+)?)\.device_mapping")
 
 
@@ -198,15 +203,18 @@ def adapter_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def refuse_another_base(given: Mapping[str, Any]) -> None:
     """Adapters must be trained on the base on which replicas serve them."""
-    base = next((given[place] for place in BASE if given.get(place)), None)
+    base = next((normpath(str(given[place])) for place in BASE if given.get(place)), None)
     for key, value in given.items():
-        if key.rpartition(".")[2] not in OF_THE_TRAINER or not value or value == base:
+        if key not in OF_THE_TRAINER or not value:
             continue
         if base is None:
-            why = f"cannot be compared with the base that replicas serve: name it as {BASE[0]}, or leave {key} out"
-        else:
-            why = f"is not the base that replicas serve ({base}): their adapters must be trained on it; leave {key} out"
-        raise BadInput(f"{key}={value} {why}")
+            why = f"cannot be compared with the base that replicas serve: name it as hf_checkpoint, or leave {key} out"
+            raise BadInput(f"{key}={value} {why}")
+        if normpath(str(value)) not in (base, f"{base}{CONVERTED}"):
+            raise BadInput(
+                f"{key}={value} is not the base that replicas serve ({base}), or the kit cannot tell that its weights are the same; "
+                f"adapters must be trained on that base: leave {key} out, or name a converted base {base}{CONVERTED}"
+            )
 
 
 def target_of(key: str, value: Any) -> str:

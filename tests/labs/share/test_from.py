@@ -51,7 +51,9 @@ ROLL: dict[str, Any] = {
 }
 
 
-SERVES_MATH = {**ROLL["actor_infer"], "model_args": {"adapters": {"math": {"lora_rank": 8}}}}
+ADAPTERS_MATH: dict[str, Any] = {"adapters": {"math": {"lora_rank": 8}}}
+SERVES_MATH = {**ROLL["actor_infer"], "model_args": ADAPTERS_MATH}
+SERVES_OTHER = {**ROLL["actor_infer"], "model_args": {**ADAPTERS_MATH, "model_name_or_path": "/served"}}
 
 
 def changed(content: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -156,6 +158,15 @@ REFUSED = [
     (adapted({"math": {"lora_rank": 8}}, overlap_grad_reduce=True), "overlap_grad_reduce=true is not possible with adapters"),
     (changed(adapted(MATH), pretrain="/qwen", load="/step-40"), "load=/step-40 is not the base that replicas serve (/qwen)"),
     (changed(adapted(MATH, ref_load="/other"), hf_checkpoint="/qwen"), "actor_train.ref_load=/other is not the base that"),
+    (changed(adapted(MATH), pretrain="/qwen", load="/converted"), "or the kit cannot tell that its weights are the same; adapters"),
+    (
+        changed(trained_by(model_args={**ADAPTERS_MATH, "model_name_or_path": "/other"}), pretrain="/qwen"),
+        "actor_train.model_args.model_name_or_path=/other is not the base that replicas serve (/qwen)",
+    ),
+    (
+        changed(adapted(MATH), actor_infer=SERVES_OTHER, pretrain="/qwen", load="/qwen"),
+        "load=/qwen is not the base that replicas serve (/served)",
+    ),
     (adapted(MATH, load="/qwen"), "load=/qwen cannot be compared with the base that replicas serve: name it as hf_checkpoint, or"),
     (changed(ROLL, actor_infer=SERVES_MATH), "actor_infer has the adapters ['math'], and actor_train []; name the same"),
     (trained_by(strategy_name="deepspeed_train"), "strategy_name=deepspeed_train: DeepSpeed is not part of this lab"),
@@ -166,6 +177,19 @@ def test_a_trainer_may_load_the_base_that_replicas_serve() -> None:
     own = changed(adapted(MATH, ref_load=None), hf_checkpoint="/qwen", load="${hf_checkpoint}")
     assert settings_of({"one": own})[0]["a.adapters"] == 1
     assert settings_of({"one": changed(ROLL, hf_checkpoint="/qwen", load="/step-40")})[0]["a.steps"] == 3  # no adapters
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"critic": {"load": "/critic"}, "pretrain": "/qwen"},
+        {"load": "/models//qwen/", "hf_checkpoint": "/models/qwen"},
+        {"ref_load": "/models/Qwen3-4B_torch_dist", "hf_checkpoint": "/models/Qwen3-4B"},
+        {"actor_infer": SERVES_OTHER, "pretrain": "/qwen", "load": "/served"},
+    ],
+)
+def test_the_same_base_by_another_name_is_not_refused(more: dict[str, Any]) -> None:
+    assert settings_of({"one": changed(adapted(MATH), **more)})[0]["a.adapters"] == 1
 
 
 def test_neither_megatron_by_name_nor_an_empty_list_of_adapters_is_refused() -> None:
