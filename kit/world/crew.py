@@ -32,7 +32,7 @@ from kit.world.channel import (
     malformed,
     readable_message,
 )
-from kit.world.launch import LAST_WORDS_S, Launched, agent_command
+from kit.world.launch import Launched, agent_command
 
 SENDING_S = 10
 LAUNCHES_END_S = 10.0  # a command that is ended earlier may take its agent along, before that has cleaned up
@@ -88,6 +88,9 @@ class Crew:
         try:
             self._start_agent(self._listen())
             self._assemble(lambda: len(self.agents) == self.plan.nodes, "agents")
+            for launched in self._launched:
+                for note in launched.notes():
+                    print(note)
             if launch:
                 self.launch()
         except BaseException:
@@ -277,9 +280,8 @@ class Crew:
         if noun == "agents":
             number, noun = self.plan.nodes, "machines"
             absent = sorted(set(self.plan.machines) - set(self.agents))
-            launching = [
-                launched.last_words(1) for launched in self._launched if not self.agents.keys() >= set(launched.nodes)
-            ]
+            waiting = [launched for launched in self._launched if not self.agents.keys() >= set(launched.nodes)]
+            launching = [f"; {launched.name} says{words}" for launched in waiting if (words := launched.last_words(1))]
         else:
             launching = []
             number, steps = self.plan.ranks, {rank: len(self._joined.get(rank, {})) for rank in self.plan.numbers}
@@ -345,7 +347,7 @@ class Crew:
         if why:
             return f"; a link to it was broken: {why}"
         launches = [] if member.node in self.agents else self._launched
-        failures = [launched.failure("", LAST_WORDS_S) for launched in launches if member.node in launched.nodes]
+        failures = [launched.failure("", lost=True) for launched in launches if member.node in launched.nodes]
         return "".join(f"; {text}" for text in failures if text)
 
     def refuse(self, member: WorldMember, error: Exception) -> None:

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import shlex
 import shutil
+import signal
 import string
 import subprocess
 import sys
@@ -28,16 +29,19 @@ PRINT, SLURM, SSH, RAY = "print", "slurm", "ssh:", "ray"
 SSH_COMMAND = "ssh -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=4 {host} {{command}}"
 SRUN_COMMAND = "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} sh -c {{command}}"
 # -P: the folder of the file has modules with common names
-RAY_COMMAND = "{python} -P {path} --machine {machine} --share {share:.6g} {{command}}"
+RAY_COMMAND = "exec {python} -P {path} --notebook {notebook} --machine {machine} --share {share} {{command}}"
+RAYLAUNCH = str(Path(__file__).with_name("raylaunch.py"))
+NOTE = "note: "  # begins a line of a launch that the notebook prints
 OWN_OF_A_MACHINE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SCONTROL_S = 10.0
-LAST_WORDS_S = 1.0  # for a launch that has lost its agent to end too
+LAST_WORDS_S = 1.0  # for a launch by Ray that has lost its agent to end too
+TERMINATED_S = 3.0  # for a launch to clean up
 WAYS = f"'{PRINT}', '{SSH}HOST1,HOST2', '{SLURM}', '{RAY}', or a command with {{command}} and, if you like, {{node}}"
 
 
 def launch_commands(launch: str, nodes: int, share: float = 1.0) -> tuple[str, ...]:
     """The shell command for each other machine, with {command} still in it; none where a person starts the agents. `share`: the part of a
-    machine that the World uses."""
+    machine's GPUs that the World uses."""
     if not isinstance(launch, str):
         raise BadInput(f"launch must be {WAYS}, not {launch!r}")
     if nodes == 1 and launch != PRINT:
@@ -52,9 +56,10 @@ def launch_commands(launch: str, nodes: int, share: float = 1.0) -> tuple[str, .
     if launch == RAY:
         if importlib.util.find_spec("ray") is None:
             raise BadInput(f"launch='ray' needs Ray in the notebook's environment: {sys.executable} -m pip install ray")
-        python, path = shlex.quote(sys.executable), shlex.quote(str(Path(__file__).with_name("raylaunch.py")))
+        python, path = shlex.quote(sys.executable), shlex.quote(RAYLAUNCH)
         return tuple(
-            RAY_COMMAND.format(python=python, path=path, machine=machine, share=share) for machine in range(1, nodes)
+            RAY_COMMAND.format(python=python, path=path, notebook=os.getpid(), machine=machine, share=share)
+            for machine in range(1, nodes)
         )
     return tuple(from_template(launch, node) for node in range(1, nodes))
 
@@ -128,23 +133,35 @@ class Launched(NamedTuple):
             keys.write(key.hex().encode() + b"\n")
         return cls(nodes, text, process, log)
 
-    def failure(self, when: str, within_s: float = 0.0) -> str:
-        """How the command failed; empty if it has not. One that ended well may have left its agent in the background."""
+    @property
+    def name(self) -> str:
+        return f"the launch of machine {', '.join(map(str, self.nodes))}"
+
+    def failure(self, when: str, *, lost: bool = False) -> str:
+        """How the command failed; empty if it has not. One that ended well may have left its agent in the background. `lost`: its agent
+        is, so Ray's launch is about to end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            if status := self.process.wait(within_s):
-                machines = ", ".join(map(str, self.nodes))
-                return f"the launch of machine {machines} {how_ended(status)}{when}{self.last_words(3)}"
+            if status := self.process.wait(LAST_WORDS_S if lost and RAYLAUNCH in self.text else 0.0):
+                return f"{self.name} {how_ended(status)}{when}{self.last_words(3)}"
         return ""
 
     def last_words(self, most: int) -> str:
         words = self.log.read_text(errors="replace").strip().splitlines()[-most:]
         return ": " + " | ".join(words) if words else ""
 
+    def notes(self) -> list[str]:
+        lines = self.log.read_text(errors="replace").splitlines()
+        return [line.removeprefix(NOTE) for line in lines if line.startswith(NOTE)]
+
     def end(self, within_s: float) -> None:
         """Wait until the command has ended with its agent; end one that has lost its machine."""
         try:
             self.process.wait(within_s)
         except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(TERMINATED_S)
             leftovers.end_group(self.process.pid)
             self.process.wait(10.0)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import itertools
 import os
 import re
@@ -74,9 +75,23 @@ def find_leftovers() -> list[Leftover]:
 
 
 def dead_folders(found: Iterable[Leftover]) -> list[Path]:
-    """Folders of Worlds that lost their notebook, and to which none of these leftovers belongs."""
+    """Folders of Worlds that lost their notebook, and to which none of these leftovers belongs; folders of Ray that a launch left."""
     used = {leftover.world for leftover in found}
-    return [path for path in base().iterdir() if is_dead(path.name) and path.name not in used]
+    dead = [path for path in base().iterdir() if is_dead(path.name) and path.name not in used]
+    places = {Path(tempfile.gettempdir()), Path("/tmp")}  # noqa: S108 - the owner of what is in it is checked
+    return [*dead, *(path for place in places for path in place.glob("kit-ray-*") if is_unlocked(path))]
+
+
+def is_unlocked(folder: Path) -> bool:
+    """Whether it is this user's, and no process holds its lock: raylaunch.py does until its end, in whatever pid namespace."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return os.fstat(descriptor).st_uid == os.getuid()
+        finally:
+            os.close(descriptor)
+    return False
 
 
 def end_leftovers(found: Sequence[Leftover]) -> list[Path]:

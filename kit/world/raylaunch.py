@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import fcntl
 import os
+import select
 import shlex
 import shutil
 import signal
@@ -26,8 +28,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 START_S = 300.0  # the World's own time to start is shorter, unless somebody has set it
 ROOM_S = 300.0
-END_S = 10.0  # for the other agents to end too, once one has
+END_S = 4.0  # for the other agents to end too, once one has; the notebook waits longer
+SHORT = 24  # of a folder's path; Ray adds to it, and a Unix socket's ends at 107 bytes
 OUTPUT = 8_000  # bytes of an agent's output that are passed on
+NOTE = "note: "  # begins a line that the notebook prints, as launch.py has it
+# Ranks count all GPUs of their machine, as with every other way to launch.
+ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 REHEARSAL = "kit-rehearsal"  # a resource that marks the clusters that are started here
 
 
@@ -99,10 +105,10 @@ def bundles_of(machine: int, agents: int, share: float, *, joined: bool) -> list
         )
     bundles = []
     for node in others[machine - 1 : machine - 1 + agents]:
-        gpus = node["Resources"].get("GPU", 0.0) * share
-        need = {"CPU": 1.0, f"node:{node['NodeManagerAddress']}": 0.001}
+        gpus = round(node["Resources"].get("GPU", 0.0) * share, 3)
+        need = {f"node:{node['NodeManagerAddress']}": 0.001, "CPU": 1.0}
         if gpus:  # Ray gives parts of one GPU, or whole ones
-            need["GPU"] = float(int(gpus)) if gpus >= 1 else round(gpus, 3)
+            need["GPU"] = float(int(gpus)) if gpus >= 1 else gpus
         bundles.append(need)
     return bundles
 
@@ -110,19 +116,23 @@ def bundles_of(machine: int, agents: int, share: float, *, joined: bool) -> list
 def launch(options: argparse.Namespace, key: str, folder: str) -> int:
     joined = join_cluster(folder, len(options.command))
     bundles = bundles_of(options.machine, len(options.command), options.share, joined=joined)
-    say(f"waiting for room in the Ray cluster: {bundles}")
+    if not joined:
+        machines = ", ".join(str(options.machine + index) for index in range(len(bundles)))
+        say(f"{NOTE}there is no Ray cluster here: this machine plays machine {machines}")
+    needs = [
+        [f"{amount:g} {name}" if amount >= 0.01 else name for name, amount in bundle.items()] for bundle in bundles
+    ]
+    needed = ", ".join(" with ".join(need) for need in needs)
+    say(f"waiting until the Ray cluster has room for {needed}; `ray status` shows its use")
     group = placement_group(bundles)
     if not group.wait(ROOM_S):
-        raise SystemExit(f"the Ray cluster has had no room for {bundles} for {ROOM_S:g} s; `ray status` shows its use")
+        raise SystemExit(f"the Ray cluster has had no room for {needed} for {ROOM_S:g} s; `ray status` shows its use")
     say("waiting for Ray to start the agent")
     tasks = []
     for index, (bundle, command) in enumerate(zip(bundles, options.command, strict=True)):
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-        how: dict[str, Any] = {"num_cpus": 1, "max_retries": 0, "scheduling_strategy": place}
-        if "GPU" in bundle:
-            # Ranks count all GPUs of their machine, as with every other way to launch.
-            how["num_gpus"] = bundle["GPU"]
-            how["runtime_env"] = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+        how: dict[str, Any] = {"num_cpus": 1, "num_gpus": bundle.get("GPU", 0.0), "max_retries": 0}
+        how |= {"scheduling_strategy": place, "runtime_env": {"env_vars": ALL_GPUS}}
         tasks.append(ray.remote(run_agent).options(**how).remote(command, key))
     ended, _ = ray.wait(tasks)
     try:
@@ -134,22 +144,36 @@ def launch(options: argparse.Namespace, key: str, folder: str) -> int:
     return int(128 - status if status < 0 else status)
 
 
-def end_with_the_notebook(notebook: int, folder: str) -> None:
+def end_with_the_notebook(notebook: int, folder: str, signals: int) -> None:
+    """Or on SIGTERM: the main thread may be inside Ray, where it handles no signal."""
     while os.getppid() == notebook:
-        time.sleep(1.0)
+        readable, _, _ = select.select([signals], [], [], 1.0)
+        if readable and signal.SIGTERM in os.read(signals, 64):
+            break
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)  # what Ray runs for this process ends with it
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--notebook", type=int, required=True, help="process that starts this one, and ends it by its own end"
+    )
     parser.add_argument("--machine", type=int, required=True, help="number of the first agent's machine, from 1 on")
     parser.add_argument("--share", type=float, required=True, help="part of a machine's GPUs that the World uses")
     parser.add_argument("command", nargs="+", help="the agent's command, for each machine")
     options = parser.parse_args()
     key = sys.stdin.readline().strip()
-    with tempfile.TemporaryDirectory(prefix="kit-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        threading.Thread(target=end_with_the_notebook, args=(os.getppid(), folder), daemon=True).start()
+    root = tempfile.gettempdir()
+    if len(root) > SHORT:
+        root = "/tmp"  # noqa: S108 - the folder in it gets a name of its own
+    with tempfile.TemporaryDirectory(prefix="kit-ray-", dir=root, ignore_cleanup_errors=True) as folder:
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # so `kit clean` sees that it is in use
+        signals, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        signal.set_wakeup_fd(wakeup)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        threading.Thread(target=end_with_the_notebook, args=(options.notebook, folder, signals), daemon=True).start()
         try:
             return launch(options, key, folder)
         finally:

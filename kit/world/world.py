@@ -156,7 +156,8 @@ class World(RankCalls):
         if part is None:
             asked.check_layout(ranks, nodes, endpoint)
             part = NodePart(first=0, before=0, neighbours=ranks // nodes)
-        commands = launch_commands(launch, max(nodes, part.machines), ranks / nodes / part.neighbours)
+        share = 0.0 if device == "cpu" else ranks / nodes / part.neighbours
+        commands = launch_commands(launch, max(nodes, part.machines), share)
         if part.machines > 1 and commands:  # each of several Worlds is on one machine
             commands = (commands[part.machine - 1],) if part.machine else ()
         elif launch == RAY:

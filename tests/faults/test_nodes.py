@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from kit.world import World, leftovers
 from kit.world import crew as module
 from kit.world.asked import check_worlds, spread
 from kit.world.channel import WorldLink, WorldListener
-from kit.world.launch import agent_command, launch_commands
+from kit.world.launch import Launched, agent_command, launch_commands
 from tests.faults.test_strangers import Proxy
 from tests.holdings import holdings, wait_for
 from tests.labs.parts import failed, why
@@ -313,6 +314,21 @@ def test_a_launch_that_fails_says_so_at_once(tmp_path: Path, nothing_left: None)
     said = r"the launch of machine 1 exited with status 255 before its agent joined: no route to machine 1$"
     with pytest.raises(KitError, match=said):
         World(2, nodes=2, endpoint=f"127.0.0.1:{free_port()}", launch=launch, device="cpu", logs=tmp_path)
+
+
+def test_a_launch_that_waits_is_quoted_and_has_time_to_clean_up(tmp_path: Path) -> None:
+    waits = "trap 'echo cleaned up; exit' TERM; echo note: a rehearsal; echo waiting; while :; do sleep 0.05; done; {command}"
+    launches = [Launched.start([node], waits, ["agent"], b"key", tmp_path / f"log{node}") for node in (1, 2)]
+    assert wait_for(lambda: all(launched.last_words(1) == ": waiting" for launched in launches))
+    crew = module.Crew.__new__(module.Crew)
+    crew._launched, crew.agents = launches, {0: Any}
+    crew.plan = SimpleNamespace(nodes=3, machines=(0, 1, 2))
+    says = [f"the launch of machine {node} says: waiting" for node in (1, 2)]
+    assert crew._missing("agents") == "; ".join(["1 of 3 machines have joined", "missing: 1, 2", *says])
+    for launched in launches:
+        assert launched.notes() == ["a rehearsal"]
+        launched.end(within_s=0.0)
+        assert launched.last_words(1) == ": cleaned up"
 
 
 @pytest.mark.parametrize(

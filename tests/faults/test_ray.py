@@ -10,8 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ import pytest
 import kit
 from kit.errors import BadInput, KitError, RankDied
 from kit.labs.bench_world.hosts import SecondHost
-from kit.world import World, leftovers
+from kit.world import World, leftovers, warm
 from kit.world.launch import launch_commands
 from kit.world.world import Worlds
 from tests.faults.test_nodes import LABS_OVER_HOSTS, command_of, free_port
@@ -41,9 +43,56 @@ def test_without_ray_the_launch_is_refused_with_the_command_that_installs_it() -
         launch_commands("ray", 2)
 
 
+@needs_ray
+def test_a_machine_gives_the_share_of_its_gpus_that_the_world_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray's import sets it
+    from kit.world import raylaunch
+
+    nodes = [
+        {
+            "Alive": True,
+            "NodeID": str(gpus),
+            "NodeManagerAddress": f"10.0.0.{gpus}",
+            "Resources": {"CPU": 8, "GPU": gpus},
+        }
+        for gpus in (0, 2, 6)
+    ]
+    monkeypatch.setattr(raylaunch.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(raylaunch.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "0"))
+
+    def gpus_of(share: float) -> list[float | None]:
+        return [bundle.get("GPU") for bundle in raylaunch.bundles_of(1, 2, share, joined=True)]
+
+    assert gpus_of(1 / 3) == gpus_of(0.333333) == [0.667, 2.0]
+    assert gpus_of(0.0) == [None, None]
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    """The temporary folder of these tests, where nobody else's processes have theirs."""
+    warm.end_waiting()  # it would keep its folder in the other one
+    with (
+        tempfile.TemporaryDirectory(prefix="kr", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+        warm.end_waiting()
+
+
+@pytest.fixture
+def alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No cluster is found here."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if set(processes("gcs_server")) - set(processes("gcs_server", "kit-ray-")):
+        pytest.skip("a Ray cluster runs on this machine, and a launch would join it")
+    return place
+
+
 def left_folders() -> set[Path]:
-    """Of agents and of Ray."""
-    return {*leftovers.base().glob("node*"), *Path("/tmp").glob("kit-ray-*")}
+    """Of agents and of Ray, in the temporary folder of these tests."""
+    return {*leftovers.base().glob("node*"), *Path(tempfile.gettempdir()).glob("kit-ray-*")}
 
 
 @contextlib.contextmanager
@@ -63,10 +112,15 @@ def processes(*words: str) -> list[int]:
 
 @pytest.mark.slow
 @needs_ray
-def test_without_a_cluster_a_small_one_plays_the_other_machines(tmp_path: Path, nothing_left: None) -> None:
+def test_without_a_cluster_a_small_one_plays_the_other_machines(
+    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
+) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr("kit.world.crew.print", printed.append, raising=False)
     options: dict[str, Any] = {"device": "cpu", "logs": tmp_path, "env": {"GLOO_SOCKET_IFNAME": "lo"}}
     options |= {"endpoint": f"127.0.0.1:{free_port()}", "launch": "ray", "start_timeout_s": RAY_S}
     with agents_are_killed(), World(3, nodes=3, **options) as world:
+        assert printed[-1] == "there is no Ray cluster here: this machine plays machine 1, 2"
         world.run("t = torch.ones(1) * (rank + 1); dist.all_reduce(t)")
         assert world.eval("t.item()") == [6.0, 6.0, 6.0]
         assert [row["node"] for row in world.status()] == [0, 1, 2]
@@ -79,7 +133,9 @@ def test_without_a_cluster_a_small_one_plays_the_other_machines(tmp_path: Path, 
         said = r"is gone with the agent of machine [12]; the launch of machine 1, 2 was killed by SIGKILL"
         with pytest.raises(RankDied, match=said):
             world.run("dist.barrier()\nif rank: import time; time.sleep(100)", timeout_s=100)
-        assert wait_for(lambda: not processes("kit-ray-"), 60)
+        assert wait_for(lambda: not processes(f"{alone}/kit-ray-"), 60)
+        (folder,) = alone.glob("kit-ray-*")
+        assert folder in leftovers.dead_folders(())
 
 
 def start_ray(words: list[str], output: Path, **env: str) -> subprocess.Popen[bytes]:
@@ -97,7 +153,7 @@ def start_ray(words: list[str], output: Path, **env: str) -> subprocess.Popen[by
 
 @pytest.mark.slow
 @needs_ray
-def test_of_several_worlds_each_has_a_small_cluster_of_its_own(tmp_path: Path, nothing_left: None) -> None:
+def test_of_several_worlds_each_has_a_small_cluster_of_its_own(alone: Path, tmp_path: Path, nothing_left: None) -> None:
     options: dict[str, Any] = {"device": "cpu", "logs": tmp_path, "env": {"GLOO_SOCKET_IFNAME": "lo"}}
     options |= {"endpoint": f"127.0.0.1:{free_port()}", "launch": "ray", "start_timeout_s": RAY_S, "isolate": True}
     before = left_folders()
@@ -106,24 +162,30 @@ def test_of_several_worlds_each_has_a_small_cluster_of_its_own(tmp_path: Path, n
         worlds.worlds[1].close()
         assert worlds.worlds[3].eval("rank") == [0]  # the number in its own job
         assert {path.name for path in tmp_path.glob("machine*")} == {"machine1_rank1.log", "machine1_rank3.log"}
-    assert not processes("kit-ray-")
+    assert not processes(f"{alone}/kit-ray-")
     assert left_folders() <= before
 
 
 @pytest.mark.slow
 @needs_ray
-def test_a_cluster_that_starts_here_ends_with_a_notebook_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ended", ["the notebook", "its launch"])
+def test_a_cluster_that_starts_here_leaves_nothing(alone: Path, ended: str, tmp_path: Path) -> None:
     start = f"World(2, nodes=2, endpoint='127.0.0.1:{free_port()}', launch='ray', logs={str(tmp_path)!r}, device='cpu')"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     before = left_folders()
     with subprocess.Popen([sys.executable, "-c", f"from kit import World; {start}"], env=env) as notebook:
-        assert wait_for(lambda: processes("gcs_server", "kit-ray-"), RAY_S)
-        notebook.kill()
-    assert wait_for(lambda: not processes("kit-ray-") and left_folders() <= before, 60)
+        assert wait_for(lambda: processes("gcs_server", f"{alone}/kit-ray-"), RAY_S)
+        assert not set(alone.glob("kit-ray-*")) & set(leftovers.dead_folders(()))
+        if ended == "the notebook":
+            notebook.kill()
+        else:
+            (launch,) = processes("raylaunch.py", f"--notebook {notebook.pid} ")
+            os.killpg(launch, signal.SIGTERM)
+    assert wait_for(lambda: not processes(f"{alone}/kit-ray-") and left_folders() <= before, 60)
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecondHost]:
+def cluster(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecondHost]:
     """A Ray cluster of two nodes: this host, and a network namespace that claims two GPUs."""
     try:
         other = SecondHost()
@@ -170,7 +232,7 @@ def test_a_cluster_that_was_there_runs_the_agents_and_stays(
 ) -> None:
     for name, value in {**OPEN, "RAY_ADDRESS": f"{cluster.address}:6379"}.items():
         monkeypatch.setenv(name, value)
-    options: dict[str, Any] = {"device": "cpu", "logs": tmp_path, "env": {"GLOO_SOCKET_IFNAME": cluster.near}}
+    options: dict[str, Any] = {"device": "auto", "logs": tmp_path, "env": {"GLOO_SOCKET_IFNAME": cluster.near}}
     options |= {"launch": "ray", "start_timeout_s": RAY_S}
     said = "the Ray cluster has 1 machines with a CPU beside this one, and the World needs 2"
     with pytest.raises(KitError, match=rf"the launch of machine 1, 2 exited with status 1 before .*{said}"):
