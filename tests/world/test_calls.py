@@ -76,7 +76,7 @@ def test_of_ranks_that_exit_at_once_the_first_is_heard_before_it_is_judged() -> 
             first_exit=lambda: Exit(1, -9, 0.0),
             torchrun_gone=lambda: None,
             torchrun_pid=None,
-            tampering=lambda _: "",
+            why_lost=lambda _: "",
         )
         crew.hear = lambda member: Crew.hear(crew, member)
         ended: list[str] = []
