@@ -175,7 +175,8 @@ def test_a_lab_passes_over_two_hosts(
     far_host: OtherHost, lab: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", far_host.near)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # both hosts have the same cores, and each would start threads for all of them
+    # Both hosts have the same cores, and each would start threads for all of them.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     where = {"nodes": 2, "endpoint": far_host.free_endpoint(), "launch": far_host.launch, "device": "cpu"}
     run = kit.run(lab, out=tmp_path / "run", **where, **LABS_OVER_HOSTS[lab])
     verdict = run.verdict()
