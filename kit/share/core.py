@@ -538,12 +538,12 @@ def on_resize(t: DeskTurn, event: Event) -> None:
 def on_progress(t: DeskTurn, event: Event) -> None:
     """Record how much of the awaited step is complete. A repeated report is not progress. New work may need idle devices.
 
-    A pipeline trains all of its weights or adapters, so it reports for each adapter or for none.
+    A pipeline trains all of its weights or adapters, so it reports "training" or each adapter; validation goes with both.
     """
     pipeline = t.pipelines.get(event.pipeline)
     stream, report = event.get("stream", "training"), (min(event.completed, event.target), event.target)
     if pipeline is not None and pipeline.streams.get(stream) != report:
-        if others := [known for known in pipeline.streams if is_of_adapter(known) != is_of_adapter(stream)]:
+        if others := [known for known in pipeline.streams if are_mixed(known, stream)]:
             why = f"{event.pipeline} reports progress of {others[0]} and cannot report {stream} too; report each adapter, or none"
             refuse(t, event, why)
             return
@@ -553,6 +553,10 @@ def on_progress(t: DeskTurn, event: Event) -> None:
 
 def is_of_adapter(stream: str) -> bool:
     return stream.startswith("adapter ")
+
+
+def are_mixed(*streams: str) -> bool:
+    return "training" in streams and any(map(is_of_adapter, streams))
 
 
 def on_progress_end(t: DeskTurn, event: Event) -> None:

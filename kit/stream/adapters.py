@@ -13,9 +13,8 @@ from kit.loop.messages import Command, Event
 from kit.loop.runner import Core
 from kit.stream.generation import StreamState
 
-Reports = Mapping[
-    int, tuple[int, int]
-]  # by adapter: how many groups of its next step are complete, and how many the step has
+# By adapter: how many groups of its next step are complete, and how many the step has.
+Reports = Mapping[int, tuple[int, int]]
 
 
 class ReportsByAdapter:

@@ -471,7 +471,14 @@ def test_adapters_are_clamped_one_by_one_and_summed() -> None:
     assert d.state.pipelines["a"].progress == (1, 4)
 
 
-@pytest.mark.parametrize(("first", "then"), [("adapter 1", "training"), ("validation", "adapter 0")])
+def test_a_pipeline_with_adapters_may_validate() -> None:
+    d = Drive(names="a").join("a", **TRAINER_0)
+    d.do("progress", "a", completed=0, target=2, stream="validation")
+    d.do("progress", "a", completed=1, target=4, stream="adapter 0")
+    assert d.state.pipelines["a"].progress == (1, 6)
+
+
+@pytest.mark.parametrize(("first", "then"), [("adapter 1", "training"), ("training", "adapter 0")])
 def test_a_pipeline_reports_each_adapter_or_none(first: str, then: str) -> None:
     d = Drive(names="a").join("a", **TRAINER_0)
     d.do("progress", "a", completed=0, target=4, stream=first)

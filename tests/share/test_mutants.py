@@ -223,7 +223,7 @@ MUTANTS = (
     mutant("core:on_progress", "min(event.completed, event.target)", "event.completed", "reports are not clamped"),
     mutant("core:on_progress", "pipeline.streams.get(stream) != report", "True", "a heartbeat is progress"),
     mutant("core:on_progress", "t.due |= ", "_ = ", "new work makes no plan"),
-    mutant("core:on_progress", "is_of_adapter(known) != is_of_adapter(stream)", "False", "adapters and others mixed"),
+    mutant("core:on_progress", "are_mixed(known, stream)", "False", "adapters and others mixed"),
     mutant("core:on_progress_end", "pipeline.streams.without(stream)", "pipeline.streams", "a stream never ends"),
     mutant("core:lacks_replicas", "not t.active(name) and ", "", "the watchdog asks for who generates"),
     mutant(

@@ -4,7 +4,7 @@ from kit.labs.definition import Fault, exposed_by
 
 # Those of the desk and of pipelines show on simulated ranks. `scene` names the scripted run that exposes a bug of the desk.
 SIMULATED = {"simulated": True}
-BY_DEMAND: dict[str, tuple[str, ...]] = {"planner": ("gap-ratio", "home")}
+SHARES_BY_DEMAND: dict[str, tuple[str, ...]] = {"planner": ("gap-ratio", "home")}
 
 # These show only with a planner that shares by demand.
 OF_SHARING = exposed_by(
@@ -283,7 +283,7 @@ OF_SHARING = exposed_by(
         patch={"kit.share.core:wake_waiters": "kit.labs.share.bugs:waiters_sleep_on"},
         where="notebook",
     ),
-    needs=BY_DEMAND,
+    needs=SHARES_BY_DEMAND,
 )
 
 OF_EVERY_DESK = exposed_by(
