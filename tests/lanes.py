@@ -44,6 +44,7 @@ FILES = (
     "tests/labs/stream/test_run.py",
     "tests/labs/sync/test_faults.py",
     "tests/labs/sync/test_own.py",
+    "tests/labs/sync/test_own_sync.py",
     "tests/labs/sync/test_watch.py",
     "tests/labs/test_bystander.py",
     "tests/labs/test_lab.py",

@@ -117,4 +117,10 @@ CASES = (
     Case("sync", "own_receiver:ByNameWithQueriesFirst", "bit_exact", field="receiver"),
     Case("sync", "own_receiver:ByNameWithAPackedHead", field="receiver"),
     Case("sync", "own_receiver:ByNameWithAStaleHead", "logits_equal", field="receiver"),
+    # the sync lab, synchronisers
+    Case("sync", "broadcast_sync:Broadcasts", field="implementation"),
+    Case("sync", "broadcast_sync:BroadcastsWithAStaleTensor", "bit_exact", field="implementation"),
+    Case("sync", "checkpoint_sync:Folders", field="implementation"),
+    Case("sync", "checkpoint_sync:FoldersThatArePublishedFirst", "version_order", field="implementation"),
+    Case("sync", "bucket_sync:HostBuckets", field="implementation"),
 )

@@ -227,4 +227,5 @@ FAULTS = exposed_by(
         "failure_is_clean",
         patch={f"{CALL}.undo": f"{BUGS}:keeps_new_weights"},
     ),
+    needs={"implementation": ("",)},
 )

@@ -51,6 +51,14 @@ class SyncConfig(JobConfig):
             target=True,
         ),
     ] = ""
+    implementation: Annotated[
+        str,
+        Option(
+            "your own synchroniser, module:attr, in place of the kit's; attr(ctx) has sync, and may have expand and shrink; "
+            "or it has sync_weights",
+            target=True,
+        ),
+    ] = ""
     bucket_mib: Annotated[
         float | None, Option("bucket size in MiB; null: from the sizes of the tensors", low=0.001, high=65536)
     ] = None
@@ -101,6 +109,11 @@ class SyncConfig(JobConfig):
             self.oversize == "refuse" and self.bucket_mib is not None and self.bucket_mib * 2**20 < self.largest,
             f"bucket_mib={self.bucket_mib} is less than the largest tensor ({self.largest / 2**20:.3g} MiB) "
             "and oversize=refuse: use larger buckets or oversize=split",
+        )
+        refuse_if(
+            bool(self.implementation) and self.transport != "auto",
+            f"transport={self.transport} belongs to the kit's own synchroniser: leave it out with "
+            f"implementation={self.implementation}",
         )
         one_world = self.transport in ONE_WORLD
         refuse_if(
@@ -179,7 +192,7 @@ def plan(config: SyncConfig) -> list[Step]:
     expand = [("offload", ("trainer",)), ("expand", ("trainer", "sleeper"))] if config.shares else []
     cycle = [("train", ("trainer",)), *refresh, *expand, ("verify", ()), *([("shrink", ())] if config.shares else [])]
     steps = [Step(number, phase, who) for number in range(1, config.cycles + 1) for phase, who in cycle]
-    last = [*(["sweep"] if config.sweep else []), "rehearse", "end"]
+    last = [*(["sweep"] if config.sweep and not config.implementation else []), "rehearse", "end"]
     return [Step(0, "prepare"), Step(0, "base"), *steps, *(Step(0, phase) for phase in last)]
 
 

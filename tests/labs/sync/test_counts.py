@@ -141,6 +141,30 @@ def test_what_breaks_the_rule_is_reported(path: str, change: Callable[[Rows], No
     assert first.endswith(f"(rank 2, {path} in refresh, cycle 1)")
 
 
+OWN = ("begin", "publish", "end")  # the points of any synchroniser but the kit's
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "words"),
+    [
+        ("refresh", put("begin"), ""),
+        ("expand", put("begin", version=1), ""),
+        ("refresh", drop("publish"), "a version was published 0 times instead of once"),
+        ("refresh", lambda rows: rows.append(at(rows, "publish")), "a version was published 2 times instead of once"),
+        ("refresh", put("begin", version=1), "version 1 was published while version 1 was active"),
+        ("refresh", put("end", forward="waits"), "forwards still waited after the end"),
+    ],
+)
+def test_own_code_has_an_order_of_its_own_between_the_ends(
+    path: str, change: Callable[[Rows], None], words: str
+) -> None:
+    rows = [row for row in receiver(path) if row["point"] in OWN]
+    change(rows)
+    wrong, count, first = out_of_order(frame(rows), 1, own=True)
+    assert (wrong, count) == (int(bool(words)), 1)
+    assert first.startswith(words)
+
+
 def test_the_sender_closes_first() -> None:
     place = 2 + 2 * 2 + 2 + 1  # index of `close` in a refresh with two buckets
     wrong, _, first = out_of_order(frame(receiver("refresh"), sender("refresh", 100.5 + place)), 1)

@@ -6,12 +6,15 @@ from dataclasses import replace
 
 from kit.labs.rankside import Context
 from kit.labs.sync.ranks import rehearsals, sweep
+from kit.labs.sync.ranks.own import OwnReplica, OwnTrainer
 from kit.labs.sync.ranks.replica import SyncReplica
 from kit.labs.sync.ranks.side import Side
 from kit.labs.sync.ranks.trainer import SyncTrainer
 
 
 def side(ctx: Context) -> Side:
+    if ctx.config.implementation:
+        return OwnTrainer(ctx) if ctx.rank < ctx.config.trainer_ranks else OwnReplica(ctx)
     return TrainerPhases(ctx) if ctx.rank < ctx.config.trainer_ranks else ReplicaPhases(ctx)
 
 

@@ -66,7 +66,7 @@ class SyncReplica(Side):
         with self.as_job():
             self.replica = serve.ServingModel(config)
             fill(self.replica.chunks, config.geometry, model.DTYPES[config.dtype], self.config.seed)
-            own = self.own_receiver()
+            own = self.own_side = self.own_receiver()
         # Your code works on parameters, which may not be written in place where gradients are recorded.
         self.load = torch.no_grad()(own.load) if own else None
         self.logits = torch.no_grad()(getattr(own, "forward", self.replica.logits))
@@ -212,7 +212,8 @@ class SyncReplica(Side):
             for piece in pieces:
                 buckets.setdefault(layout.specs[piece.spec].name, []).append(index)  # type: ignore[union-attr]
         names = sorted(differing, key=lambda name: (buckets.get(name, [0])[0], name))
-        first = ", ".join(f"{name} ({spell_buckets(buckets.get(name, []))})" for name in names[:FIRST])
+        places = {name: f" ({spell_buckets(buckets.get(name, []))})" if layout else "" for name in names}
+        first = ", ".join(name + places[name] for name in names[:FIRST])
         more = f" and {len(names) - FIRST} more" if len(names) > FIRST else ""
         begins = self.watch.beginnings
         doubtful = sorted({index for name in names for index in buckets.get(name, ()) if index in begins})
@@ -305,7 +306,7 @@ class SyncReplica(Side):
         try:
             if not asleep:
                 self.serve()
-            self.record_received(self.receiver.join())
+            self.receive()
             if asleep:
                 self.count_written()
                 self.serving.start()
@@ -323,6 +324,10 @@ class SyncReplica(Side):
             for metric, count in judge_forwards(self.forwards, known, old, new)._asdict().items():
                 self.ctx.record(metric, count)
             self.ctx.record("versions_differ", int(known.get(old) != known[new]))
+
+    def receive(self) -> None:
+        """Take part in the next sync."""
+        self.record_received(self.receiver.join())
 
     def record_received(self, received: Call) -> None:
         self.record_log(received.log, received.began)

@@ -43,22 +43,24 @@ class Side:
         self.where = transports.RankPlace(host=ctx.machine_of(ctx.rank), world=ctx.world_of(ctx.rank), gpu=gpu)
 
     def enter(self) -> None:
-        """Create the groups of the trainer and of each replica. All ranks create all groups in the same order."""
-        config = self.config
+        """Create the groups of the trainer and of each replica."""
         if self.ctx.device.type == "cuda":
             self.bystander = Bystander(str(self.ctx.device))
             self.scope.callback(self.bystander.close)
-        self.scope.enter_context(ownership.as_found(timeout_s=config.deadline_s))
+        self.scope.enter_context(ownership.as_found(timeout_s=self.config.deadline_s))
         groups.install()
         standin.install()
-        first = config.trainer_ranks
-        jobs = [range(first), *(range(at, at + config.infer_tp) for at in range(first, config.ranks, config.infer_tp))]
-        before = sum(self.ctx.world_sizes[: self.ctx.world])
+        self.group = self.new_group()
+
+    def new_group(self) -> Any:
+        """A new group of this rank's job. All ranks create those of all jobs in the same order."""
+        own, before = None, sum(self.ctx.world_sizes[: self.ctx.world])
         own_world = range(before, before + self.ctx.world_sizes[self.ctx.world])
-        for ranks in jobs:
+        for ranks in (range(self.config.trainer_ranks), *replica_ranks(self.config)):
             if ranks[0] in own_world:
                 group = dist.new_group([rank - before for rank in ranks])
-                self.group = group if self.ctx.rank in ranks else self.group
+                own = group if self.ctx.rank in ranks else own
+        return own
 
     def as_job(self) -> contextlib.AbstractContextManager[None]:
         return serve.as_world(self.group)
@@ -91,6 +93,11 @@ class Side:
 
     def prompt(self, vocab: int) -> torch.Tensor:
         return torch.randint(0, vocab, (ROWS, LENGTH), generator=torch.Generator().manual_seed(self.config.seed))
+
+
+def replica_ranks(config: SyncConfig) -> list[range]:
+    """The ranks of each replica."""
+    return [range(at, at + config.infer_tp) for at in range(config.trainer_ranks, config.ranks, config.infer_tp)]
 
 
 def fill(chunks: Sequence[Any], geometry: Geometry, dtype: torch.dtype, seed: int) -> None:

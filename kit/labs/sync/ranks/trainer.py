@@ -44,7 +44,12 @@ class SyncTrainer(Side):
         self.named: set[str] = set()  # files in /dev/shm that were open during a sync
         self.most = 0  # peak bytes of memory files that appeared during syncs
         self.unlocked = 0  # points of a sync at which the sender's lock was free
-        self.watch = SyncWatch(lambda: self.sender.version, measure=self.weigh)
+        self.watch = SyncWatch(lambda: self.version, measure=self.weigh)
+
+    @property
+    def version(self) -> int:
+        """The version that replicas run."""
+        return self.sender.version
 
     def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
         self.enter()
@@ -56,23 +61,27 @@ class SyncTrainer(Side):
             self.job.mover.restore()
         tensors = self.gather()
         self.total = sum(tensor.nbytes for tensor in tensors.values())
-        if self.sends:
-            self.cache = memory_of(self.config, tensors)
-            self.scope.callback(self.cache.close)
-            self.sender = Sender(
-                self.cache,
-                self.listener,
-                place=self.where,
-                rank=0,
-                device=self.ctx.device,
-                transport=self.config.transport,
-                verify=self.config.verify,
-                share=self.config.verify_share,
-                timeout_s=self.config.deadline_s,
-                config={"host": self.ctx.host} if self.ctx.host else {},
-            )
-            self.sender.make = self.watch.wrap_make(self.sender.make)
+        self.make_sender(tensors)
         self.count()
+
+    def make_sender(self, tensors: dict[Key, torch.Tensor]) -> None:
+        if not self.sends:
+            return
+        self.cache = memory_of(self.config, tensors)
+        self.scope.callback(self.cache.close)
+        self.sender = Sender(
+            self.cache,
+            self.listener,
+            place=self.where,
+            rank=0,
+            device=self.ctx.device,
+            transport=self.config.transport,
+            verify=self.config.verify,
+            share=self.config.verify_share,
+            timeout_s=self.config.deadline_s,
+            config={"host": self.ctx.host} if self.ctx.host else {},
+        )
+        self.sender.make = self.watch.wrap_make(self.sender.make)
 
     def make_job(self) -> None:
         config = trainer_model(self.config)
@@ -164,7 +173,7 @@ class SyncTrainer(Side):
         for link in links.values():
             link.expect("judged")
             link.close()
-        self.ctx.record("version", self.sender.version)
+        self.ctx.record("version", self.version)
 
     def shrink(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self.job.mover.restore()

@@ -1,0 +1,217 @@
+"""A synchroniser in place of the kit's is judged as the kit's is: right ones pass, and each bug fails the check that is meant to see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import kit
+from kit.labs.discover import find, validate
+from kit.labs.sync.lab import LAB, SyncConfig
+from tests.labs.parts import failed, unanswered, why
+
+Sync = Callable[..., kit.Run]
+ROOT = Path(__file__).resolve().parents[3]
+BROADCASTS, FOLDERS, BUCKETS = (
+    f"docs.examples.{name}"
+    for name in ("broadcast_sync:Broadcasts", "checkpoint_sync:Folders", "bucket_sync:HostBuckets")
+)
+SMALL = {"ranks": 3, "replicas": 2, "tp": 1}
+APART = {"ranks": 3, "replicas": 2, "tp": 1, "placement": "apart"}
+TWO_RANKS = {"ranks": 5, "replicas": 2, "tp": 1, "infer_tp": 2}
+MINE = '''
+import contextlib
+import torch
+import torch.distributed as dist
+from docs.examples.broadcast_sync import Broadcasts
+from docs.examples.bucket_sync import HostBuckets
+from docs.examples.checkpoint_sync import Folders
+
+
+class FoldersWithAStaleTensor(Folders):
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        self.first = {}
+    def write(self, version, tensors):
+        self.first = self.first or {name: tensor.clone() for name, tensor in tensors.items()}
+        last = max(tensors)
+        super().write(version, {**tensors, last: self.first[last]})
+
+
+class SkipsAReplica(Broadcasts):
+    def write(self, version, tensors):
+        super().write(version, {} if self.ctx.rank == self.ctx.replicas[-1][0] else tensors)
+
+
+class WithoutTheGate(Broadcasts):
+    def write(self, version, tensors):
+        for name, tensor in tensors.items():
+            self.ctx.load(name, tensor)
+        with self.ctx.writing():
+            self.ctx.publish(version)
+
+
+class PublishesInTheMiddle(HostBuckets):
+    def received(self, group):
+        tensors = super().received(group)
+        if tensors and self.ctx.role == "replica":
+            self.ctx.publish(self.version)
+        return tensors
+    def expand(self, version, targets):
+        self.version = version
+        super().expand(version, targets)
+
+
+class GateForEveryBucket(HostBuckets):
+    """Forwards may run between two buckets."""
+    def expand(self, version, targets):
+        if self.ctx.role == "trainer":
+            super().expand(version, targets)
+            return
+        while tensors := self.received(self.groups[targets]):
+            with self.ctx.writing():
+                for name, tensor in tensors:
+                    self.ctx.load(name, tensor)
+        with self.ctx.writing():
+            self.ctx.publish(version)
+
+
+class KeepsTheOldCopy(Broadcasts):
+    """Waking replicas get the version before the active one."""
+    def sync(self, version, targets):
+        before = self.kept
+        super().sync(version, targets)
+        self.kept = before or self.kept
+
+
+class PublishesNothing(Broadcasts):
+    def write(self, version, tensors):
+        with self.ctx.writing():
+            for name, tensor in tensors.items():
+                self.ctx.load(name, tensor)
+
+
+class PublishesThoughItFailed(Broadcasts):
+    def write(self, version, tensors):
+        try:
+            super().write(version, tensors)
+        except Exception:
+            self.ctx.publish(version)
+
+
+class Named:
+    """As NeMo-RL's weight synchronizers are called: live weights to all, without a version."""
+    def __init__(self, ctx):
+        self.ctx = ctx
+        self.group = dist.new_group([0, *ctx.awake])
+
+    def sync_weights(self, *, timer=None, kv_scales=None):
+        if self.ctx.role == "trainer":
+            tensors = dict(self.ctx.full_tensors())
+            if self.ctx.rank == 0:
+                dist.broadcast_object_list([tensors], src=0, group=self.group)
+            return
+        tensors = [None]
+        dist.broadcast_object_list(tensors, src=0, group=self.group)
+        for name, tensor in tensors[0].items():
+            self.ctx.load(name, tensor)
+
+
+class NamedWithoutATensor(Named):
+    def sync_weights(self, *, timer=None, kv_scales=None):
+        load = self.ctx.load if self.ctx.role == "replica" else None
+        if load:
+            object.__setattr__(self.ctx, "load", lambda name, tensor: None if "norm" in name else load(name, tensor))
+        super().sync_weights(timer=timer, kv_scales=kv_scales)
+        if load:
+            object.__setattr__(self.ctx, "load", load)
+
+
+class Nothing:
+    def __init__(self, ctx):
+        pass
+'''
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _mine(_places: None) -> Iterator[None]:
+    """Ranks find `mine` in the working folder, and the examples beside the kit."""
+    Path("mine.py").write_text(MINE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "config"),
+    [
+        (BROADCASTS, SMALL),
+        (BROADCASTS, {**TWO_RANKS, "tp": 1}),
+        (FOLDERS, {**APART, "refresh": "paused"}),
+        (BUCKETS, {"ranks": 5, "tp": 2, "replicas": 3, "receiver": "docs.examples.own_receiver:ByName"}),
+        ("mine:Named", APART),
+    ],
+)
+def test_right_ones_pass(sync: Sync, code: str, config: dict[str, object]) -> None:
+    verdict = sync(implementation=code, **config).verdict()
+    assert failed(verdict) == set()
+    null = {"others_untouched", "cache_bounded", "sweep_arrived"}
+    null |= {"sleepers_release"} if config.get("placement") == "apart" else set()
+    null |= set() if code in {BROADCASTS, FOLDERS} else {"failure_is_clean"}
+    assert unanswered(verdict) - {"nothing_piles_up"} == null
+    if "failure_is_clean" in null:
+        assert "no retries = True" in why(verdict, "failure_is_clean")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "check", "says"),
+    [
+        ("mine:FoldersWithAStaleTensor", "bit_exact", "tensors_differ: 1"),
+        ("mine:SkipsAReplica", "trained_changed", "tensors_unchanged"),
+        ("mine:WithoutTheGate", "no_torn_reads", "tensors changed while the gate was open"),
+        ("mine:GateForEveryBucket", "no_torn_reads", "weights changed within several gates of one sync"),
+        ("mine:PublishesInTheMiddle", "version_order", "published"),
+        ("mine:KeepsTheOldCopy", "bit_exact", "tensors_differ"),
+        ("mine:PublishesNothing", "no_double_bump", "version"),
+        ("mine:PublishesThoughItFailed", "failure_is_clean", "failures without an error"),
+    ],
+)
+def test_a_wrong_one_fails_the_right_check(sync: Sync, code: str, check: str, says: str) -> None:
+    verdict = sync(implementation=code, **SMALL).verdict()
+    assert check in failed(verdict)
+    assert says in why(verdict, check)
+
+
+@pytest.mark.slow
+def test_a_wrong_one_without_versions_fails_too(sync: Sync) -> None:
+    verdict = sync(implementation="mine:NamedWithoutATensor", **APART).verdict()
+    assert {"bit_exact", "trained_changed", "every_parameter_written"} <= failed(verdict)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "says"), [("mine:Nothing", r"has no sync\(version, targets\)"), ("mine:Named", "has no expand")]
+)
+def test_what_it_lacks_is_named(code: str, says: str) -> None:
+    with pytest.raises(kit.RankError, match=says):
+        kit.run("sync", device="cpu", implementation=code, layers=2, **SMALL)
+
+
+def test_a_transport_of_the_kit_is_refused_with_it() -> None:
+    with pytest.raises(kit.BadInput, match="transport=shm belongs to the kit's own synchroniser"):
+        validate(find("sync"), {"implementation": BROADCASTS, "transport": "shm"})
+
+
+def test_transports_are_not_compared_for_it() -> None:
+    assert "sweep" not in {step.phase for step in LAB.plan(SyncConfig(implementation=BROADCASTS))}
+    assert "sweep" in {step.phase for step in LAB.plan(SyncConfig())}
+
+
+def test_the_examples_stay_short() -> None:
+    for module in (BROADCASTS, FOLDERS, BUCKETS):
+        path = ROOT / f"{module.partition(':')[0].replace('.', '/')}.py"
+        assert len(path.read_text().splitlines()) <= 60, path.name
