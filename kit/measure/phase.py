@@ -387,6 +387,11 @@ def shared_at(address: int) -> Place | None:
     return next((place for start, end, place, _ in _mappings() if start <= address < end), None)
 
 
+def shared_spans() -> list[tuple[int, int]]:
+    """The addresses at which each mapping of shared memory begins and ends."""
+    return [(start, end) for start, end, _, _ in _mappings()]
+
+
 def _mappings() -> Iterator[tuple[int, int, Place, str]]:
     """Where each mapping of shared memory begins and ends, of what, by which name."""
     for mapping in machine.mappings():

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from kit.measure import phase
 from kit.measure.observers import births, tensors
 from kit.measure.observers.births import Births
-from kit.measure.observers.tensors import TensorState, live_bytes, tensor_differences
+from kit.measure.observers.tensors import TensorState, held_bytes, live_bytes, tensor_differences
 
 
 @pytest.fixture
@@ -306,6 +306,24 @@ def test_a_state_is_all_of_it_by_kind() -> None:
     assert sizes["optimizer"] == 4 * (2 * elements + len(list(job.net.parameters())))
     job.net[0].weight.untyped_storage().resize_(0)
     assert bytes_by_kind(job)["weights"] == sizes["weights"] - 4 * 64
+
+
+def test_a_storage_has_every_name_that_leads_to_it() -> None:
+    job = Job()
+    names = job.state().names_by_storage()[job.net[0].weight.untyped_storage()._cdata]
+    assert names == ["chunks.0.0.weight", "optimizer.param_groups.0.params.0"]
+
+
+def test_held_bytes_count_shared_memory_once() -> None:
+    before = held_bytes()
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.truncate(2**20)
+        memory = mmap.mmap(file.fileno(), 2**20)
+        kept = [torch.zeros(2**18), torch.frombuffer(memory, dtype=torch.uint8)]
+        assert held_bytes() - before == 2**21
+        del kept
+        memory.close()
+    assert held_bytes() == before
 
 
 def test_what_is_not_as_it_was_is_named() -> None:

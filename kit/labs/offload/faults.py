@@ -15,7 +15,9 @@ GROUPS = {**WHOLE, "groups": (True,)}
 DESTROYED = {**KITS, "mode": EXACT, "groups": (True,)}
 
 BUGS = "kit.labs.offload.ranks.bugs"
-DESTROY, RELOAD, RESTORE = (f"{KIT_RELEASER}.{method}" for method in ("destroy", "reload", "restore_tensors"))
+DESTROY, RELOAD, RELEASE, RESTORE = (
+    f"{KIT_RELEASER}.{method}" for method in ("destroy", "reload", "release_tensors", "restore_tensors")
+)
 AS_FOUND = "kit.megatron.ownership:as_found"
 
 FAULTS = (
@@ -100,6 +102,14 @@ FAULTS = (
         set={"cycles": 2},
         needs=KITS,
         patch={RESTORE: f"{BUGS}:keeps_a_second_copy"},
+    ),
+    Fault(
+        "second-copy-at-once",
+        "a second copy of all tensors is made before the first release and never dropped",
+        "no_copy_kept",
+        set={"cycles": 2},
+        needs=KITS,
+        patch={RELEASE: f"{BUGS}:copies_before_the_first_release"},
     ),
     Fault(
         "stale-handles",

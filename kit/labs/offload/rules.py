@@ -288,9 +288,9 @@ def tensors_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
 
 
 def no_copy_kept(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """While released, do no more bytes of tensors exist in later cycles than in the first?
+    """While released, does one copy of the state exist, and in later cycles no more bytes of tensors than in the first?
 
-    Those that Python refers to, on any device, above what the control adds over the same cycles."""
+    Tensors that Python refers to, on any device, above what the control adds over the same cycles. Copies also count shared memory."""
     rows = frame[(frame["metric"] == "tensor_bytes") & frame["phase"].isin(["idle", "control"])]
     table = rows.pivot_table(index=["rank", "cycle"], columns="phase", values="value", aggfunc="last")
     if "idle" not in table:
@@ -303,7 +303,31 @@ def no_copy_kept(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     place: Any = added.iloc[::-1].idxmax()  # of equal cycles the last
     (rank, cycle), before, after = place, *(column["idle"][place] / MIB for column in (first, table))
     why = f"tensors: {before:.3f} MiB while released in the first cycle, {after:.3f} MiB in cycle {cycle} (rank {rank})"
-    return Measured(max(0.0, float(added.max())) / MIB, why)
+    return second_copy(frame) or Measured(max(0.0, float(added.max())) / MIB, why)
+
+
+def second_copy(frame: pd.DataFrame) -> Measured | None:
+    """The largest second copy of what was released, in MiB: what a release adds to the memory that it should only move. Less than half
+    of the state counts as none: it may be weights that are kept for replicas, or a buffer on the way."""
+    held = frame[frame["metric"].isin(["held_bytes", "resident_bytes", "left_bytes"])]
+    table = held.pivot_table(index=["rank", "cycle"], columns=["phase", "metric"], values="value", aggfunc="last")
+    wanted = [
+        ("fingerprint", "held_bytes"),
+        ("idle", "held_bytes"),
+        ("fingerprint", "resident_bytes"),
+        ("idle", "left_bytes"),
+    ]
+    if not {*wanted} <= {*table.columns}:  # records of an older kit
+        return None
+    training, idle, resident, left = (table[column] for column in wanted)
+    added = idle - training - left
+    place: Any = added.idxmax()
+    if not added[place] > resident[place] / 2:
+        return None
+    rank, cycle = place
+    copies = 1 + added[place] / resident[place]
+    why = f"{copies:.2f} copies of {resident[place] / MIB:.3f} MiB exist while released (rank {rank}, cycle {cycle})"
+    return Measured(float(added[place]) / MIB, why)
 
 
 def copy_limit(config: Mapping[str, Any]) -> float:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kit.measure.observers.births import is_group
+from kit.measure.phase import shared_memory, shared_spans
 
 KINDS = ("weights", "grads", "optimizer", "other")
 GRADIENTS = ("grad", "main_grad", "decoupled_grad")
@@ -122,10 +123,13 @@ class TensorState:
         return list(residents.values())
 
     def names_by_storage(self) -> dict[int, list[str]]:
-        """The names of all tensors in each storage, by its identity."""
+        """All names of all tensors in each storage, by its identity."""
+        longer: dict[str, list[str]] = {}
+        for name, shortest in self.shared.items():
+            longer.setdefault(shortest, []).append(name)
         names: dict[int, list[str]] = {}
         for name, _, tensor in self.tensors:
-            names.setdefault(_storage(tensor), []).append(name)
+            names.setdefault(_storage(tensor), []).extend([name, *longer.get(name, [])])
         return names
 
     def prints(self) -> dict[str, Print]:
@@ -353,6 +357,18 @@ def live_bytes() -> int:
     """Bytes of every tensor that Python refers to anywhere, on any device, each storage once. It walks all objects: some 30 ms."""
     storages = (tensor.untyped_storage() for tensor in live_tensors())
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def held_bytes() -> int:
+    """Bytes of every tensor on any device, and of this process's shared memory; tensors in shared memory count as that."""
+    spans = shared_spans()
+    storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in live_tensors())}
+    private = (
+        storage.nbytes()
+        for storage in storages.values()
+        if not any(start <= storage.data_ptr() < end for start, end in spans)
+    )
+    return sum(private) + sum(shared.size for shared in shared_memory().values())
 
 
 def live_graphs() -> int:

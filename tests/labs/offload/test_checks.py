@@ -10,6 +10,7 @@ import pytest
 
 from kit.labs.discover import find
 from kit.labs.offload.lab import OffloadConfig
+from kit.labs.offload.ranks.rehearsals import is_named
 from kit.results import Row, VerdictRow, judge, to_frame
 from kit.results.growth import gpu_of_rank
 from tests.labs.parts import Answers
@@ -398,6 +399,44 @@ def test_a_copy_that_is_kept(idle: tuple[float, ...], control: tuple[float, ...]
     row = answers(rows, cycles=3, size="tiny")["no_copy_kept"]
     assert row.passed is passed
     assert passed or "1.000 MiB while released in the first cycle, 2.000 MiB in cycle" in row.why
+
+
+@pytest.mark.parametrize(
+    ("idle", "left", "passed"),
+    [
+        (5.0, 0.0, True),  # what was on the device is on the host
+        (1.0, 0.0, True),  # host memory of an earlier cycle is used again
+        (6.9, 0.0, True),  # a buffer on the way
+        (9.0, 0.0, False),
+        (9.0, 4.0, True),  # what was not released is another check's matter
+    ],
+)
+def test_copies_while_released(idle: float, left: float, passed: bool) -> None:
+    sizes = {"held_bytes": idle, "left_bytes": left, "tensor_bytes": 1.0}
+    rows = [(c, "idle", metric, size * MIB) for metric, size in sizes.items() for c in (1, 2)]
+    rows += [
+        (c, "fingerprint", metric, size * MIB)
+        for c in (1, 2)
+        for metric, size in (("held_bytes", 5), ("resident_bytes", 4))
+    ]
+    row = answers(rows, cycles=2, size="tiny")["no_copy_kept"]
+    assert row.passed is passed
+    assert passed or row.why == "2.00 copies of 4.000 MiB exist while released (rank 0, cycle 1)"
+
+
+@pytest.mark.parametrize(
+    ("path", "words", "named"),
+    [
+        ("chunks.0.decoder.weight.main_param", "no memory for decoder.weight.main_param", True),
+        ("chunks.0.decoder.weight.main_param", "no memory for decoder.weight", False),
+        ("optimizer.param_groups.0.params.11", "rank 1: optimizer0.param11 could not be brought back", True),
+        ("optimizer.param_groups.0.params.11", "rank 1: param_groups[0]['params'][11]: no memory", True),
+        ("optimizer.param_groups.0.params.11", "rank 11: a parameter could not be brought back", False),
+        ("optimizer.param_groups.0.params.1", "optimizer0.param11 could not be brought back", False),
+    ],
+)
+def test_words_that_name_a_tensor(path: str, words: str, named: bool) -> None:
+    assert is_named(path, words) is named
 
 
 def test_a_reload_that_fails() -> None:

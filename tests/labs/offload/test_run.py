@@ -146,6 +146,7 @@ GRID = [
     {"ranks": 2, "tp": 1},
     {"ranks": 2, "tp": 1, "distributed_optimizer": True},
     {"ranks": 2, "tp": 1, "overlap_grad_reduce": True, "dtype": "bfloat16"},
+    {"ranks": 2, "tp": 2, "dtype": "bfloat16"},
     {"ranks": 4, "tp": 2, "pp": 2},
     {"ranks": 2, "tp": 1, "ep": 2, "experts": 2},
     {"ranks": 4, "tp": 1, "pp": 4, "layers": 4},

@@ -26,7 +26,8 @@ from kit.megatron.split import random_states, set_random_states
 from kit.target import replaced
 
 init, destroy, reload = KitReleaser.__init__, KitReleaser.destroy, KitReleaser.reload
-restore_tensors, move_back = KitReleaser.restore_tensors, tensors.Mover.restore
+release_tensors, restore_tensors = KitReleaser.release_tensors, KitReleaser.restore_tensors
+move_back = tensors.Mover.restore
 make_job, reload_phase = Offload.make_job, Offload.reload
 meet = groups.meet
 as_found, new_process_group = ownership.as_found, c10d._new_process_group_helper
@@ -223,6 +224,14 @@ def skips_the_next_zeroing_of_gradients(releaser: KitReleaser) -> State:
 
 def restores_alone(releaser: KitReleaser) -> State:
     return releaser.ctx.mover.restore()
+
+
+def copies_before_the_first_release(releaser: KitReleaser) -> State:
+    """The copies stay for as long as the job lives."""
+    own = vars(releaser)
+    if "second" not in own:
+        own["second"] = [tensors.flat_bytes(item).clone() for item in releaser.ctx.mover.items()]
+    return release_tensors(releaser)
 
 
 def keeps_a_second_copy(releaser: KitReleaser) -> State:

@@ -24,7 +24,15 @@ from kit.labs.offload.ranks.releaser import KitReleaser, around, make_releaser, 
 from kit.labs.offload.ranks.watch import JobWatch, any_rank
 from kit.labs.rankside import Context, digest_of_hashes
 from kit.measure.observers.births import Births, Names, replaced_names, take_names
-from kit.measure.observers.tensors import KINDS, Resident, TensorState, children_of, live_bytes, tensor_differences
+from kit.measure.observers.tensors import (
+    KINDS,
+    Resident,
+    TensorState,
+    children_of,
+    held_bytes,
+    live_bytes,
+    tensor_differences,
+)
 from kit.measure.phase import log_steps, looking
 from kit.megatron import groups, observe, ownership, standin, tensors
 from kit.target import load
@@ -137,6 +145,8 @@ class Offload:
             if kind in expected:
                 self.ctx.record("state_arithmetic", expected[kind], "B", kind=kind)
         self.ctx.record("resident_bytes", sum(item.size for item in resident if self._must_leave(item)), "B")
+        gc.collect()
+        self.ctx.record("held_bytes", held_bytes(), "B")
         self._communicators()
 
     def release(self, cycle: int) -> None:  # noqa: ARG002 - as above
@@ -147,6 +157,7 @@ class Offload:
         """Measure while released: the numbers of this phase show what a release frees."""
         gc.collect()  # here and not in release: the lab's own clean-up must not be timed
         self.ctx.record("tensor_bytes", live_bytes(), "B")
+        self.ctx.record("held_bytes", held_bytes(), "B")
 
         left = sorted(filter(self._must_leave, self._resident()), key=lambda item: -item.size)
         self.ctx.record("left_bytes", sum(item.size for item in left), "B")

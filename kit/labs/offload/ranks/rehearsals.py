@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -152,17 +153,27 @@ def restore_fails(ctx: JobContext, releaser: Any, look: Callable[[], TensorState
     yield Finding("restore_silent", int(error is None))
     yield Finding("restore_kept", max(0, live_bytes() - level))
 
-    # The refused tensor is known on the rank that refused it alone. The last part of any of its names is enough: your
-    # own code may call it by another path.
-    last_parts = [name.rpartition(".")[2] for storage in refused for name in names.get(storage, [])]
+    # The refused tensor is known on the rank that refused it alone.
+    own_names = [name for storage in refused for name in names.get(storage, [])]
     words = error or ""
-    names_both = f"rank {last}" in words and (not last_parts or any(part in words for part in last_parts))
+    names_both = f"rank {last}" in words and (not own_names or any(is_named(name, words) for name in own_names))
     yield Finding("restore_unnamed", int(error is not None and not names_both), words)
 
     second_error = error_text(lambda: releaser.restore(released))
     yield Finding("retry_raised", int(second_error is not None), second_error or "")
     differing = tensor_differences(before, look().prints())
     yield Finding("retry_differs", len(differing), "; ".join(map(str, differing[:2])))
+
+
+def is_named(path: str, words: str) -> bool:
+    """Whether words name a tensor by the last part of its path: your own code may come to it by another way. Of a tensor in a list they
+    have its number, after the list's name or its singular."""
+    parts = path.split(".")
+    number = parts[-1] if parts[-1].isdigit() else ""
+    last = next((part for part in reversed(parts) if not part.isdigit()), "")
+    if not number:
+        return last in words
+    return re.search(rf"{re.escape(last.removesuffix('s'))}.*?(?<!\d){number}(?!\d)", words) is not None
 
 
 def error_text(call: Callable[[], object]) -> str | None:
