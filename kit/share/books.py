@@ -150,7 +150,8 @@ class Books:
     set_up: set[str] = field(default_factory=set)
     handed_over: set[str] = field(default_factory=set)
     over: set[tuple[str, str]] = field(default_factory=set)  # sides of the admission that reached their limit
-    # Kind, number, target and time of a request.
+    asked: dict[tuple[str, str], int] = field(default_factory=dict)  # the row of an `acquire` that is not granted
+    # Kind, row, target and time of a request.
     waiting: dict[tuple[str, str], tuple[str, int, int, float]] = field(default_factory=dict)
     held: dict[tuple[str, str], str] = field(default_factory=dict)  # leases other than generation: their kind
     generating: set[str] = field(default_factory=set)  # pipelines with a lease of generation
@@ -213,6 +214,7 @@ class Books:
             {*self.set_up},
             {*self.handed_over},
             {*self.over},
+            {**self.asked},
             {**self.waiting},
             {**self.held},
             {*self.generating},
@@ -288,9 +290,11 @@ class Books:
                         self.free(row.who, cluster, row["release"])
                 if row["kind"] == "generation":
                     self.set_up.add(row.who)
+                self.asked[key] = row.at
             case "queued":
-                self.waiting[key] = (row["kind"], int(row["number"]), int(row.get("target", 0)), row.time)
+                self.waiting[key] = (row["kind"], self.asked.pop(key, row.at), int(row.get("target", 0)), row.time)
             case "granted":
+                self.asked.pop(key, None)
                 self.waiting.pop(key, None)
                 if row["kind"] != "generation":
                     self.held[key] = row["kind"]

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from kit.errors import BadInput
-from kit.loop.messages import Command, Event, Map
+from kit.loop.messages import NOTES, Command, Event, Map
 from kit.results.records import numbers
 from kit.share.planner import PLANNERS, Planner, is_off_balance, make_plan, violations
 from kit.share.state import (
@@ -61,7 +61,7 @@ class Scheduler:
     def begin(self) -> tuple[DeskState, tuple[Command, ...]]:
         settings = self.settings
         t = DeskTurn(DeskFields(idle=frozenset(range(settings.devices))), settings, self.desk)
-        t.note("limits", self.desk, **{**asdict(settings), "pipelines": ",".join(settings.pipelines)})
+        t.commands.append(limits_note(settings, self.desk))
         t.alarm(settings.watchdog_ms, "watchdog")
         return DeskState(t), tuple(t.commands)
 
@@ -73,6 +73,10 @@ class Scheduler:
             HANDLERS[event.name](t, event)
             settle_desk(t, self.planner)
         return DeskState(t), tuple(t.commands)
+
+
+def limits_note(settings: DeskSettings, desk: str) -> Command:
+    return Command("limits", NOTES, desk, **{**asdict(settings), "pipelines": ",".join(settings.pipelines)})
 
 
 def settle_desk(t: DeskTurn, planner: Planner) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kit.results.records import Row, numbers
 from kit.results.units import counted
@@ -192,19 +192,18 @@ def circle(books: Books, asked: Iterable[Row]) -> tuple[frozenset[str], str]:
         for device in books.clusters.get(row.who, {}).get(cluster_of(row), ()):
             if device in holds and holds[device][0] != row.who:
                 waits.setdefault(row.who, []).append((device, holds[device][0]))
-    for first in waits:
-        path: list[str] = []
-        todo = [first]
-        while todo:
-            name = todo.pop()
-            if name in path:
-                names = path[path.index(name) :]
-                return frozenset(names), "; ".join(
-                    f"{who} waits for {held_by_others(waits[who], holds)}" for who in names
-                )
-            path.append(name)
-            todo += [owner for _, owner in waits.get(name, ())][:1]
-    return frozenset(), ""
+    names = next(filter(None, (way_back(waits, (first,)) for first in waits)), ())
+    return frozenset(names), "; ".join(f"{who} waits for {held_by_others(waits[who], holds)}" for who in names)
+
+
+def way_back(waits: Mapping[str, Sequence[tuple[int, str]]], path: tuple[str, ...]) -> tuple[str, ...]:
+    """The pipelines of a path from the first one that its last one waits for, whatever else it waits for; empty if no path leads back."""
+    for _, owner in waits.get(path[-1], ()):
+        if owner in path:
+            return path[path.index(owner) :]
+        if names := way_back(waits, (*path, owner)):
+            return names
+    return ()
 
 
 def held_by_others(waits: list[tuple[int, str]], holds: dict[int, tuple[str, str]]) -> str:

@@ -28,8 +28,7 @@ def eviction_justified(ledger: LoopLedger) -> Violations:
     evidence = _failures(ledger)
     undone = _undone(ledger)
     chosen = _chosen(ledger)
-    stating = (row for name in ("capacity", "chosen") for row in ledger.by_event[name] if "evicts_by" in row.ids)
-    evicts_by = next((row["evicts_by"] for row in stating), None)
+    evicts_by = ledger.stated("evicts_by")
     last = max(row.at for name in BEGINS for row in ledger.by_event[name])
     before = [row for row in given_up if row.at < last]  # at its end a loop gives up whatever is left
     if before and ledger.setting("sampler") is None and ledger.setting("on_failed") is None:
@@ -156,9 +155,16 @@ def _not_too_old(ledger: LoopLedger, end: Row) -> str:
     return f"the group started at version {start}{intended}; at version {now} with window {window} it is not too old"
 
 
+def _is_filtered(ledger: LoopLedger, end: Row) -> bool:
+    """Whether a group was filtered by a loop that may filter groups."""
+    may_filter = ledger.setting("filter") in (None, True)
+    return may_filter and any(row.event == "filtered" for row in ledger.life[end["group"]])
+
+
 def _not_dropped(ledger: LoopLedger, end: Row) -> str:
-    filtered = any(row.event == "filtered" for row in ledger.life[end["group"]])
-    if filtered or ledger.is_empty(end["group"]) or ledger.setting("on_failed") is None:
+    if _is_filtered(ledger, end) or ledger.is_empty(end["group"]):
+        return ""
+    if ledger.setting("on_failed") is None and ledger.setting("filter") is None:
         return ""
     return "the group was neither filtered nor without a token"
 
@@ -166,8 +172,7 @@ def _not_dropped(ledger: LoopLedger, end: Row) -> str:
 def _not_failed(ledger: LoopLedger, end: Row, failures: Iterable[Row]) -> str:
     """Why a group may not end as `failed` or `replaced`; empty if it may."""
     on_failed = ledger.setting("on_failed")
-    filtered = any(row.event == "filtered" for row in ledger.life[end["group"]])
-    if not [*failures] and not filtered:
+    if not [*failures] and not _is_filtered(ledger, end):
         return "none of its requests failed"
     if on_failed == "stop":
         return "the loop continues although on_failed=stop"

@@ -127,6 +127,11 @@ class LoopLedger(Ledger):
 
     # -- settings ---------------------------------------------------------------------------------------------------------
 
+    def stated(self, name: str) -> Any:
+        """What a sampler's author states of it, in its settings or its answers."""
+        rows = (row for event in ("capacity", "chosen") for row in self.by_event[event] if name in row.ids)
+        return next((row[name] for row in rows), None)
+
     def setting(self, name: str) -> Any:
         """A setting from the row `capacity`."""
         return next((row.get(name) for row in self.by_event["capacity"]), None)

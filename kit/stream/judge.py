@@ -234,10 +234,14 @@ def _retried_too_often(ledger: LoopLedger) -> Iterator[str]:
             return
 
 
+def limits_age(ledger: LoopLedger) -> bool:
+    return ledger.setting("sampler") not in NO_AGE_LIMIT and ledger.stated("limits") != "start"
+
+
 def no_sample_too_old(ledger: LoopLedger) -> Violations:
     """Is every token within the window when its group trains?"""
     trained, sampler, worst = ledger.need("trained", "group"), ledger.setting("sampler"), 0
-    if sampler in NO_AGE_LIMIT:
+    if not limits_age(ledger):
         raise NotMeasured(f"the sampler {sampler} limits which groups start, not how old they are when trained")
     if not ledger.by_event["tokens"]:
         ledger.need("completed", "group", "sample", "version")
@@ -644,19 +648,41 @@ def admitted(ledger: LoopLedger) -> Violations:
         return (yield from _own_targets(ledger, window))
     if sampler not in GATED or window is None or batch is None or not ledger.by_event["bumped"]:
         return ""
+    ahead, started = 0 if sampler == "strict" else window, 0
+    for row, started in starts(ledger, batch):
+        now = ledger.version_at(row)
+        allowed = (ahead + now + 1) * batch
+        if started > allowed:
+            yield f"{row}: {counted(started, 'group')} started up to version {now}; the window allows {allowed}"
+        elif sampler in TARGETED and not now <= row.number("target", now) <= now + ahead:
+            yield f"{row}: started for version {row['target']} at version {now}; the window allows {now} to {now + ahead}"
+    return f"{counted(started, 'group')} started in time"
+
+
+def starts(ledger: LoopLedger, batch: int) -> Iterator[tuple[Row, int]]:
+    """Yield each start of a group, and how many groups have started since version 0 without those that were lost."""
     heirs = {row.get("by") for row in ledger.by_event["replaced"]}  # groups that replace another in its batch
-    ahead, started = 0 if sampler == "strict" else window, ledger.start * batch
+    started = ledger.start * batch
     for row in ledger.rows:
         started -= ends_group(row) and row.event in LOST
         if row.event == "reserved":
             started += row["group"] not in heirs
-            now = ledger.version_at(row)
-            allowed = (ahead + now + 1) * batch
-            if started > allowed:
-                yield f"{row}: {counted(started, 'group')} started up to version {now}; the window allows {allowed}"
-            elif sampler in TARGETED and not now <= row.number("target", now) <= now + ahead:
-                yield f"{row}: started for version {row['target']} at version {now}; the window allows {now} to {now + ahead}"
-    return f"{counted(started, 'group')} started in time"
+            yield row, started
+
+
+def _no_further_ahead(whole: LoopLedger, resumed: LoopLedger) -> Iterator[str]:
+    """Yield a violation for the first group that an own sampler starts further ahead of the version after a resume than any before the
+    stop, and than the window allows: as if no version had passed."""
+    window, batch = resumed.limit("window"), resumed.limit("groups_per_step")
+    if ":" not in str(resumed.setting("sampler")) or window is None or batch is None:
+        return
+    ahead = [started - whole.version_at(row) * batch for row, started in starts(whole, batch)]
+    most = max([(window + 1) * batch, *ahead])
+    for row, started in starts(resumed, batch):
+        if started - resumed.version_at(row) * batch > most:
+            now = resumed.version_at(row)
+            yield f"{row}: started {started - now * batch} groups ahead of version {now}; before the stop at most {most}"
+            return
 
 
 def _own_targets(ledger: LoopLedger, window: int) -> Violations:
@@ -801,7 +827,8 @@ def resume_equals(whole: LoopLedger, resumed: LoopLedger) -> Violations:
         if after > before + 1:
             yield f"group {before + 1} is in neither run, unlike groups {before} and {after}"
     yield from admitted(resumed)
-    if resumed.setting("sampler") not in NO_AGE_LIMIT and resumed.limit("window") is not None:
+    yield from _no_further_ahead(whole, resumed)
+    if limits_age(resumed) and resumed.limit("window") is not None:
         too_old = settle(no_sample_too_old(resumed))
         if too_old.value:
             yield too_old.why

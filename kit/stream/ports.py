@@ -178,6 +178,8 @@ def drifted(differences: Sequence[float]) -> dict[str, float]:
     }
 
 
+# What a sampler's author states of it: what it gives groups up by besides age, and `limits = "start"` if old groups may train.
+STATED = ("evicts_by", "limits")
 WINDOWS = ("max_staleness_versions", "max_lookahead_versions", "window")
 TICK_S = 1.0  # how far each poll advances the sampler's clock
 POLLS = 8
@@ -259,8 +261,8 @@ class Foreign:
         needed = self.sampler.required_buffer_capacity(settings.groups)
         if needed is not None and settings.places < needed:
             raise BadInput(f"places={settings.places} is too few: the sampler {settings.sampler} needs {needed}")
-        reason = getattr(self.sampler, "evicts_by", "")  # what else than age, as the sampler's author states it
-        self.declared: dict[str, Id] = {"evicts_by": str(reason)} if reason else {}
+        stated = {name: getattr(self.sampler, name, "") for name in STATED}
+        self.declared: dict[str, Id] = {name: str(value) for name, value in stated.items() if value}
         self.pipeline = pipeline
         self.version = 0 if resume is None else resume.version
         self.sampler.set_dispatch_index(self.version)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kit.labs.share.drive import desk_settings
+from kit.labs.share.desk import desk_settings
 from kit.loop.messages import Command, Event
 from kit.share.core import Scheduler
 from kit.share.planner import PLANNERS, View, gap_ratio

@@ -64,6 +64,14 @@ def advances_at_once(t: DeskTurn) -> None:
     t.sleeping = sleeping
 
 
+def numbers_backwards(t: DeskTurn, request: Request) -> None:
+    """Later requests get lower numbers, by which they are served and which the desk notes."""
+    before, highest = t.serial, 10**6
+    t.serial = highest - before
+    queue(t, request)
+    t.serial = before + t.serial - (highest - before)
+
+
 def drops_without_devices(t: DeskTurn, name: str, how: str) -> None:
     t.leases = Map({key: lease for key, lease in t.leases.items() if key[0] != name})
     drop(t, name, how)

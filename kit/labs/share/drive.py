@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.labs.lab import Drive
+from kit.labs.share.desk import Limited, desk_settings
 from kit.labs.share.lab import ALONE, DESK, PIPELINE, TRAINER, ShareConfig
 from kit.labs.share.ledgers import spans
 from kit.labs.share.observer import Observer
@@ -32,7 +33,7 @@ from kit.share.books import DeskLedger
 from kit.share.member import Member, Own
 from kit.share.planner import PLANNERS
 from kit.share.simulated import DeskSimulation, Devices, Ports
-from kit.share.state import Cluster, DeskSettings
+from kit.share.state import Cluster
 from kit.stream.adapters import ReportsByAdapter
 from kit.stream.core import Controller
 from kit.stream.live import OpenDesk, Prompts, RunLedger, written_rows
@@ -124,7 +125,7 @@ def simulate_alone(config: ShareConfig, pipeline: str, replicas: Collection[int]
 
 def under_desk(config: ShareConfig, scene: Scene) -> dict[str, Core[Any]]:
     pipelines: dict[str, Core[Any]] = {name: member(config, name, **scene.settings) for name in config.names}
-    return {**pipelines, DESK: load_callable(config.scheduler)(dataclasses.replace(config, **scene.limits))}
+    return {**pipelines, DESK: Limited(dataclasses.replace(config, **scene.limits))}
 
 
 # -- deaths on ranks ------------------------------------------------------------------------------------------------------
@@ -282,18 +283,6 @@ def clusters(config: ShareConfig, pipeline: str) -> dict[str, Cluster]:
 def scheduler(config: ShareConfig) -> core.Scheduler:
     planner = None if config.planner in PLANNERS else load_callable(config.planner)
     return core.Scheduler(desk_settings(config), desk=DESK, planner=planner)
-
-
-def desk_settings(config: ShareConfig) -> DeskSettings:
-    return DeskSettings(
-        devices=config.devices,
-        pipelines=config.names,
-        planner=config.planner,
-        request_ms=config.request_ms,
-        operation_ms=config.operation_ms,
-        admission_ms=config.admission_ms if len(config.names) > 1 else 0,
-        watchdog_ms=config.watchdog_ms,
-    )
 
 
 def without(config: ShareConfig, pipeline: str, replicas: Collection[int]) -> Without:

@@ -47,6 +47,14 @@ OF_SHARING = exposed_by(
         where="notebook",
     ),
     Fault(
+        "numbers-backwards",
+        "of requests with equal priority, the last is served first, and the desk notes lower numbers for later ones",
+        "priority_kept",
+        scene={"scenario": "crowd"},
+        patch={"kit.share.core:queue": "kit.labs.share.bugs:numbers_backwards"},
+        where="notebook",
+    ),
+    Fault(
         "no-floor",
         "a pipeline with little demand may be left without a replica",
         "no_starvation",

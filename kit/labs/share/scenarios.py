@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kit.labs.share.desk import Limited
 from kit.labs.share.lab import SCHEDULER, PipelineConfig, ShareConfig
 from kit.loop.runner import VirtualClock
 from kit.results.records import Id, numbers
@@ -18,7 +19,6 @@ from kit.share.judge import ON_PURPOSE
 from kit.share.planner import PLANNERS, View
 from kit.share.simulated import DeskSimulation, Devices, Script, simulate
 from kit.share.state import GENERATION, DeskSettings
-from kit.target import load_callable
 
 Line = tuple[int, str, dict[str, Id]]
 
@@ -43,7 +43,7 @@ class Scenario:
             settings["planner"] = config.planner
         cores: dict[str, Any] = {name: Script(name, *self.script(name)) for name in self.clusters}
         if config is not None and is_own(config):
-            cores["desk"] = load_callable(config.scheduler)(self.with_own(config, settings))
+            cores["desk"] = Limited(self.with_own(config, settings))
         else:
             cores["desk"] = Scheduler(DeskSettings(pipelines=tuple(self.clusters), **settings), planner=self.planner)
         return simulate(cores, {}, clock, Devices(clock, {}, **self.devices), until_s=self.until_s)

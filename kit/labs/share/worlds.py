@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from kit.labs.definition import NAMES, made, own_code
+from kit.labs.share.desk import Limited
 from kit.labs.share.drive import simulate_pipelines
 from kit.labs.share.lab import DESK, MAIN, OWN, PipelineConfig, ShareConfig
 from kit.labs.share.ledgers import LOOP_RULES, settled
@@ -27,7 +28,6 @@ from kit.share.books import DeskLedger
 from kit.share.judge import BY_DEMAND, MOST_SLEEPS, RULES, pipeline_rows, sleeps_in_a_row
 from kit.share.simulated import Answers, Devices, simulate
 from kit.stream.history import LoopLedger
-from kit.target import load_callable
 
 SIZES = (1, 2, 2, 3, 4, 4, 4, 6, 8, 8, 12, 16, 32, 64)  # devices: mostly few, since most bugs need few
 CROWDS = (1, 2, 2, 2, 3, 3, 4, 5, 6)  # pipelines
@@ -297,7 +297,7 @@ class ShareWorlds:
         cores: dict[str, Any] = {
             name: Worker(name, pipeline) for name, pipeline in zip(names, world["pipelines"], strict=True)
         }
-        cores[DESK] = load_callable(config.scheduler)(config)
+        cores[DESK] = Limited(config)
         devices = Mortal(
             clock,
             [(names[at], replica) for at, replica in world.get("frail", [])],  # an older line has none

@@ -12,7 +12,8 @@ import kit
 from docs.examples.own_planner import keeps_half, takes_turns
 from kit.errors import BadInput
 from kit.labs.discover import find, validate
-from kit.labs.share.drive import desk_settings, simulate_pipelines
+from kit.labs.share.desk import desk_settings
+from kit.labs.share.drive import simulate_pipelines
 from kit.labs.share.lab import ShareConfig
 from kit.labs.share.scenarios import SCENARIOS, for_config
 from kit.labs.share.worlds import ShareWorlds
@@ -142,6 +143,19 @@ def drops_alarms(config: ShareConfig) -> Scheduler:
     return DropsAlarms(desk_settings(config), planner=takes_turns)
 
 
+class SaysItIsPatient(Scheduler):
+    """Notes that requests may wait for days, and that it shares nothing, so that nothing of both would be judged."""
+
+    def begin(self) -> tuple[DeskState, tuple[Command, ...]]:
+        state, (limits, *others) = super().begin()
+        said = {**dict(limits.ids), "request_ms": 10**9, "planner": "static"}
+        return state, (Command(limits.name, limits.to, limits.pipeline, **said), *others)
+
+
+def says_it_is_patient(config: ShareConfig) -> Scheduler:
+    return SaysItIsPatient(desk_settings(config), planner=keeps_half)
+
+
 def of(kind: object) -> str:
     return f"{getattr(kind, '__module__', '')}:{getattr(kind, '__name__', '')}"
 
@@ -225,6 +239,7 @@ def test_an_own_planner_or_desk_that_is_right_passes(own: dict[str, object]) -> 
     ("own", "check", "words"),
     [
         ({"planner": of(keeps_half), **FOUR}, "devices_used", "most at once: devices [2, 3] for 0."),
+        ({"scheduler": of(says_it_is_patient), **FOUR}, "devices_used", "most at once: devices [2, 3] for 0."),
         ({"planner": of(looks_at_first_devices)}, "no_deadlock", "a.generation:0,1 takes the devices [1], which are not idle"),
         ({"scheduler": of(drops_alarms), "planner": of(takes_turns)}, "no_starvation", "the request waited for 60 s"),
     ],

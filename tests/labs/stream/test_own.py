@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import subprocess
 import sys
@@ -52,6 +53,60 @@ def test_an_own_sampler_that_ignores_its_resume_cursor_fails(sampler: type[InOrd
     assert passed(verdict, "resume_equals") is is_right
     assert failed(verdict) == (set() if is_right else {"resume_equals"})
     assert is_right or "started for version 0; the run began at version 3" in why(verdict, "resume_equals")
+
+
+class ReadyFirst(Windowed):
+    """Limits how many groups start, batch by batch, and takes whatever is ready, however old."""
+
+    def required_buffer_capacity(self, groups_per_step: int) -> int | None:
+        self.batch = groups_per_step
+        return super().required_buffer_capacity(groups_per_step)
+
+    def set_dispatch_index(self, resume_from_step: int) -> None:
+        self.started = resume_from_step * self.batch
+
+    async def admit(self, *, trainer_version_fn: Callable[[], int]) -> int | None:
+        while self.started >= (trainer_version_fn() + self.window + 1) * self.batch:
+            await asyncio.sleep(0.005)
+        self.started += self.batch
+        return None
+
+    async def evict(self, *, current_train_weight: int) -> int:
+        return 0
+
+    def should_abort_inflight(self, *, start_weight_version: int, current_train_weight: int) -> bool:
+        return False
+
+
+class ReadyFirstSaysSo(ReadyFirst):
+    limits = "start"
+
+
+class ReadyFirstFromZero(ReadyFirstSaysSo):
+    """Counts from nothing after a resume, as if no group had started."""
+
+    def set_dispatch_index(self, resume_from_step: int) -> None:
+        self.started = 0
+
+
+TAIL = {"places": 64, "slots": 24, "steps": 8, "tail": True, "worlds": 0, "window": 2}
+
+
+@pytest.mark.parametrize(
+    ("sampler", "too_old", "resumes"),
+    [(ReadyFirst, False, True), (ReadyFirstSaysSo, None, True), (ReadyFirstFromZero, None, False)],
+)
+def test_a_sampler_that_limits_only_which_groups_start_says_so(
+    sampler: type[ReadyFirst], too_old: bool | None, resumes: bool
+) -> None:
+    own = f"{sampler.__module__}:{sampler.__qualname__}"
+    verdict, error = simulated(sampler=own, **TAIL)
+    assert error == ""
+    assert (passed(verdict, "no_sample_too_old"), passed(verdict, "resume_equals")) == (too_old, resumes)
+    if sampler is ReadyFirstFromZero:
+        assert "groups ahead of version 4; before the stop at most 12" in why(verdict, "resume_equals")
+    if too_old is None:
+        assert failed(verdict) == (set() if resumes else {"resume_equals"})
 
 
 class ByPriority(Windowed):
