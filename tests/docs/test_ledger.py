@@ -92,6 +92,14 @@ def test_every_row_that_a_judge_reads_is_on_the_page() -> None:
     assert sorted(read - notes.union(*lines_of("Events"), *lines_of("The ledger of a desk"))) == []
 
 
+def test_every_setting_that_a_judge_reads_is_on_the_page() -> None:
+    sources = [(ROOT / "kit" / f"{name}.py").read_text() for name in (*JUDGES, "stream/requests")]
+    read = {name for source in sources for name in re.findall(r"\.(?:limit|setting|size|stated)\(\"(\w+)\"", source)}
+    assert len(read) > 12
+    lines = [line for line in PAGE.splitlines() if line.startswith(("| `capacity`", "| `limits`", "| `chosen`"))]
+    assert sorted(read - {*re.findall(r"\w+", " ".join(lines))}) == []
+
+
 def test_a_loops_ledger_may_leave_out_any_event(tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "docs" / "examples" / "ledger.py", tmp_path / "run"], check=True, cwd=ROOT)
     recorded = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()]

@@ -245,6 +245,11 @@ def logs_the_version_before(t: StreamTurn, step: OpenStep, chosen: tuple[Group, 
 # -- resume ---------------------------------------------------------------------------------------------------------------
 
 
+def prompts_ahead(state: StreamState) -> Resume:
+    start = resume_from(state)
+    return dataclasses.replace(start, next=start.next + 1, open=())
+
+
 def all_prompts_again(state: StreamState) -> Resume:
     return dataclasses.replace(resume_from(state), next=0, open=())
 

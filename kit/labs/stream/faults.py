@@ -228,6 +228,12 @@ OF_THE_CONTROLLER = exposed_by(
         patch={f"{CORE}:finish": f"{BUGS}:pretends_the_finish"},
     ),
     Fault(
+        "resume-skips",
+        "a run is resumed at prompts ahead of those that were trained, as after a saved position of the data that counts what was fetched",
+        "resume_equals",
+        patch={f"{CORE}:resume_from": f"{BUGS}:prompts_ahead"},
+    ),
+    Fault(
         "resume-replays",
         "after a resume, groups are trained a second time",
         "resume_equals",
