@@ -66,6 +66,15 @@ STARTERS = {
         "bit_exact",
         {"ranks": 3, "replicas": 2, "tp": 1, "layers": 2, "cycles": 2, "sweep": False},
     ),
+    "synchroniser": Starter(
+        "sync",
+        "implementation",
+        "broadcast_sync",
+        "Broadcasts",
+        "BroadcastsWithAStaleTensor",
+        "bit_exact",
+        {"ranks": 3, "replicas": 2, "tp": 1, "layers": 2, "cycles": 2},
+    ),
     "sampler": Starter(
         "stream",
         "sampler",
