@@ -60,7 +60,7 @@ RANK_FILES = {
     *(KIT / f"{name}.py" for name in EVERYBODYS - {"errors"}),
     *(KIT / "results" / f"{name}.py" for name in ("__init__", "records")),
     *(KIT / "world" / f"{name}.py" for name in ("__init__", "agent", "agentside", "channel", "device")),
-    *(KIT / "world" / f"{name}.py" for name in ("leftovers", "rankside", "warmside")),
+    *(KIT / "world" / f"{name}.py" for name in ("leftovers", "rankside", "rayside", "warmside")),
 }
 # Ranks may lack these two: test_hashes and test_checkpoint test that case.
 AT_HAND = {"xxhash", "safetensors"}

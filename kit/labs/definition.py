@@ -87,6 +87,10 @@ class LabConfig:
             "{command} and {node}"
         ),
     ] = "print"
+    engine: Annotated[
+        Literal["torchrun", "ray"],
+        Option("what starts the ranks: torchrun, or Ray as its actors; the controller of a loop is then an actor too"),
+    ] = "torchrun"
     routing: Annotated[
         Literal["torch", "torchcomms", "nccl2"],
         Option("backend of collectives: torch's own, torchcomms, or torch's nccl2 (CUDA only)"),
@@ -401,7 +405,7 @@ class Definition:
     `curves` names a kit.results.curves.Curves that makes points of the lab's own, such as one per optimizer update.
     `first` names the settings that the panel shows first; without it, all.
     `roles` gives the roles of a config's ranks, in one World or several, in rank order; without it all ranks have one role.
-    With `isolate`, a World that dies does not end the others.
+    With `isolate`, a World that dies does not end the others. With `hosted` and engine=ray, drivers run in an actor of Ray.
     With `goes_on`, a step that breaks does not keep the following ones from running: they get fresh ranks, and the run fails at its end.
     `tag` lists a lab apart from the others: "bench" for one that measures ways side by side, "box" for one about the machine.
     `foreign` names (`module:attr`) a function that converts files of other systems: called with their contents by name, it returns the
@@ -425,6 +429,7 @@ class Definition:
     tag: str = ""  # "bench" or "box": listed apart
     roles: Callable[[Any], Sequence[Role]] | None = None
     isolate: bool = False
+    hosted: bool = False
     goes_on: bool = False
     fits: Callable[[Any], None] | None = None
     faults: tuple[Fault, ...] = ()

@@ -25,6 +25,7 @@ from kit.labs.definition import (
     combined,
     fields,
     holder,
+    in_a_notebook,
     known_fields,
     world_sizes,
 )
@@ -36,8 +37,8 @@ from kit.results.run import STATUSES
 from kit.results.runtable import Facts, facts_on_disk, run_frame
 from kit.routing import NCCL2
 from kit.world import World, asked, warm
-from kit.world.asked import check_layout, check_ranks, check_worlds
-from kit.world.launch import launch_commands
+from kit.world.asked import check_engine, check_layout, check_ranks, check_worlds
+from kit.world.launch import RAY, TORCHRUN, launch_commands
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -155,9 +156,9 @@ def refused_here(lab: Definition, config: LabConfig, fault: Fault | None) -> Ite
     if config.memory_snapshot and config.device == "cpu":
         why = "PyTorch records no memory history on the CPU"
         yield "memory_snapshot", f"memory_snapshot=true needs CUDA: {why}; use cuda or auto"
-    if config.nodes > 1 and not config.ranks:
-        yield "nodes", f"nodes={config.nodes} is not possible here: lab {lab.name!r} has no ranks; leave nodes=1"
+    yield from misplaced(lab, config)
     rules: list[tuple[str, Callable[[], object]]] = [
+        ("engine", lambda: check_engine(config.engine, config.nodes, config.python)),
         ("ranks", lambda: check_ranks(config.ranks // config.nodes)),
         ("launch", lambda: launch_commands(config.launch, config.nodes)),
     ]
@@ -177,6 +178,16 @@ def refused_here(lab: Definition, config: LabConfig, fault: Fault | None) -> Ite
             rule()
         except BadInput as error:
             yield name, str(error)
+
+
+def misplaced(lab: Definition, config: LabConfig) -> Iterator[tuple[str, str]]:
+    """Where the lab's ranks, or own code of its controller, cannot run."""
+    for name, default in (("nodes", 1), ("engine", TORCHRUN)) if not config.ranks else ():
+        if (value := getattr(config, name)) != default:
+            yield name, f"{name}={value} is not possible here: lab {lab.name!r} has no ranks; leave {name}={default}"
+    here = [field.name for field in fields(lab.config) if field.option.here]
+    if config.engine == RAY and lab.hosted and (why := in_a_notebook(config, here)):
+        yield "engine", f"engine=ray runs the controller in another process: {why}"
 
 
 def undetectable(lab: Definition, config: LabConfig, fault: Fault) -> Iterator[tuple[str, str]]:

@@ -20,8 +20,20 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from kit import routing
 from kit.errors import BadInput, KitError, RankDied, RankError
-from kit.labs.definition import Definition, LabConfig, Role, Step, as_settings, roles_by_rank, working, world_sizes
+from kit.labs.definition import (
+    EXPLORED,
+    Definition,
+    LabConfig,
+    Role,
+    Step,
+    as_settings,
+    made,
+    roles_by_rank,
+    working,
+    world_sizes,
+)
 from kit.labs.discover import configure, find_fault, refuse_device, runs_on_gpus
+from kit.labs.hosted import ControllerActor, LentRanks, description, wait_for_lent
 from kit.measure.recorder import provenance
 from kit.results import Row, Run, create_run, runs_dir
 from kit.results.curves import Curves
@@ -32,10 +44,12 @@ from kit.results.rules import applicable
 from kit.results.run import SNAPSHOTS, Plotter
 from kit.results.units import amount, columns, table_html
 from kit.results.verdict import Verdict, checked_tolerances
-from kit.target import load_callable, replaced
+from kit.target import load, load_callable, replaced
 from kit.tls import make_certificate
 from kit.world import World
 from kit.world.calls import Pending, WorldObserver, wait
+from kit.world.channel import publish
+from kit.world.launch import RAY
 from kit.world.world import Printer, Worlds
 
 RANKSIDE = "kit.labs.rankside"
@@ -152,6 +166,56 @@ class Drive(Recording):
             )
 
 
+class HostedDrive(Drive):
+    """A driver's interface in the controller's actor."""
+
+    wait = staticmethod(wait_for_lent)  # type: ignore[assignment]
+
+
+def host_driver(
+    *,
+    lent: Mapping[str, Sequence[Any]],
+    driver: str,
+    patches: Mapping[str, str],
+    config_type: str,
+    config: Mapping[str, Any],
+    folder: str,
+    roles: Mapping[str, Sequence[int]],
+    **about: Any,
+) -> dict[str, Any]:
+    """Run a driven step in the controller's actor, on the ranks that were lent to it."""
+
+    def write(rank: int, rows: list[dict[str, Any]]) -> None:
+        publish({"rank": rank, "rows": rows})
+
+    def refuse(*_: object) -> None:
+        raise KitError(f"the driver {driver} needs engine=torchrun, because it does more with ranks than call them")
+
+    world: Any = LentRanks(lent)
+    drive = HostedDrive(
+        world=world,
+        config=made(load(config_type), config),
+        folder=Path(folder),
+        roles={name: tuple(ranks) for name, ranks in roles.items()},
+        write=write,
+        quiet=Quiet(Printer()),
+        tell=refuse,
+        restart=refuse,
+        **about,
+    )
+    error = None
+    try:
+        with replaced(patches):
+            load_callable(driver)(drive)
+            drive.finish()
+    except KitError as failure:
+        error = description(failure)
+    finally:
+        drive.cancel()
+        world.give_back()
+    return {"error": error, "lost": sorted(drive.lost)}
+
+
 class NoRanks(Worlds):
     """The Worlds of a lab without ranks: its drivers start those that they need."""
 
@@ -261,6 +325,7 @@ class Lab:
         self._writer = create_run(runs_dir(), self.name, self._settings, self._about, out=out, fault=fault)
         self.dir = self._writer.dir
         self.world: World | Worlds
+        self._controller: ControllerActor | None = None
         self._follower: Follower | None = None
         if follow is not None:
             try:
@@ -279,6 +344,11 @@ class Lab:
             self._watch(0)
         try:
             self.world = self._given or self._make()
+            if self.config.engine == RAY and self.definition.hosted:
+                logs, observer = self.dir / "logs", self._observer
+                self._controller = ControllerActor(
+                    self.config.ranks, python=self.world.python, logs=logs, observer=observer
+                )
             self._begin()
         except BaseException as error:
             self._failed(error)
@@ -343,6 +413,8 @@ class Lab:
         """End the ranks, unless their World was given. A run without a verdict is marked as failed. May be called repeatedly."""
         if self.judged is None and not self.error:
             self._failed(KitError(f"closed early: {self.done} of {len(self.steps)} phases were done"))
+        if self._controller is not None:
+            self._controller.close()
         if self.started and self._given is None:
             self.world.close()
 
@@ -398,6 +470,7 @@ class Lab:
             "logs": self.dir / "logs",
             "observer": self._observer,
             "env": routing_env(self.config) or None,
+            "engine": self.config.engine,
         }
         places = devices(self.roles, self._sizes)
         machines = {name: getattr(self.config, name) for name in ("nodes", "endpoint", "launch")}
@@ -487,10 +560,14 @@ class Lab:
             if ranks:
                 self.world.submit(f"{RANKSIDE}:open_step", args={"name": step.phase}, ranks=ranks, **quiet).result()
             try:
-                patches = [self.bug.patch_in(phase, "notebook") for phase in ("", step.phase)] if self.bug else []
-                with replaced({place: wrong for patch in patches for place, wrong in patch.items()}):
-                    load_callable(step.driver)(drive)
-                    drive.finish()
+                both = [self.bug.patch_in(phase, "notebook") for phase in ("", step.phase)] if self.bug else []
+                patches = {place: wrong for patch in both for place, wrong in patch.items()}
+                if self._controller is not None and step.driver != EXPLORED.driver:
+                    self._host(self._controller, step.driver, drive, patches, ranks)
+                else:
+                    with replaced(patches):
+                        load_callable(step.driver)(drive)
+                        drive.finish()
             finally:
                 drive.cancel()
                 self._lost |= drive.lost
@@ -505,6 +582,38 @@ class Lab:
                     write(NOTEBOOK, [Row(metric="seconds", value=seconds, unit="s", time=time.time()).facts()])
         finally:
             observer.ended()
+
+    def _host(
+        self,
+        controller: ControllerActor,
+        driver: str,
+        drive: Drive,
+        patches: Mapping[str, str],
+        ranks: Sequence[int],
+    ) -> None:
+        """Run the driver in the controller's actor."""
+        config = type(self.config)
+        args = {
+            "driver": driver,
+            "patches": patches,
+            "config_type": f"{config.__module__}:{config.__qualname__}",
+            "config": self._settings,
+            "folder": str(drive.folder),
+            "roles": drive.roles,
+            "scene": drive.scene,
+            "cycle": drive.cycle,
+            "phase": drive.phase,
+        }
+        answer = controller.run(
+            f"{__name__}:host_driver",
+            args,
+            world=self.world,
+            ranks=ranks,
+            phase=drive.phase,
+            observer=drive.quiet,
+            write=drive.write,
+        )
+        drive.lost |= {*answer["lost"]}
 
     def _begin(self) -> None:
         if self.bug:
@@ -671,6 +780,8 @@ def check_given(world: World | Worlds, config: LabConfig, sizes: tuple[int, ...]
     """Refuse a running World of another size, or one started without the flag that this routing needs."""
     if config.ranks != world.ranks:
         raise BadInput(f"ranks={config.ranks}, but the given World has {world.ranks}")
+    if config.engine != world.engine:
+        raise BadInput(f"engine={config.engine}, but the given World was made with engine={world.engine}")
     given = world.sizes if isinstance(world, Worlds) else (world.ranks,)
     if given != sizes:
         words = " and ".join(map(str, sizes))

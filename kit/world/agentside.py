@@ -30,7 +30,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from kit import machine
 from kit.world import leftovers
@@ -38,6 +38,16 @@ from kit.world.channel import ChannelClosed, Message, WorldLink, connect
 
 ENTRY = Path(__file__).with_name("agent.py")
 STATUS_S = 1.0  # for another thread to note the status that it has just taken
+
+
+class RankHost(Protocol):
+    """How a rank reaches the notebook, and the order to launch it."""
+
+    key: bytes
+    certificate: str
+    node: int
+    folder: Path
+    order: Message
 
 
 class Node:
@@ -89,7 +99,9 @@ class Node:
             threading.Thread(target=self.watch, args=(rank, pid), daemon=True).start()
 
     def watch(self, rank: int, pid: int) -> None:
-        """Report at once how a rank ended, without taking its status from torchrun."""
+        """Report at once how a rank ended, without taking its status from torchrun. The status of Ray's processes is not known."""
+        if self.order["ray"] is not None:
+            leftovers.wait_for_end(pid)
         child = next((process for process in list(multiprocessing.process._children) if process.pid == pid), None)  # type: ignore[attr-defined]
         status: int | None = None
         try:
@@ -131,6 +143,12 @@ def read_log(logs: Path, rank: int, offset: int, limit: int) -> bytes:
         return b""
 
 
+def store_socket(order: Message) -> socket.socket:
+    """Where the ranks' store is to listen. By itself it would listen on every interface, on a port that another process could take."""
+    family = socket.AF_INET6 if ":" in order["store"][0] else socket.AF_INET
+    return socket.create_server(tuple(order["store"]), family=family)
+
+
 def torchrun(order: Message) -> None:
     """Run torchrun's command line here until its ranks have ended. Its store listens on one address: the endpoint's, or loopback."""
     from torch._C._distributed_c10d import TCPStore
@@ -139,10 +157,8 @@ def torchrun(order: Message) -> None:
 
     arguments = list(order["torchrun"])
     if order["store"] is not None:
-        # torchrun's store would listen on every interface; it gets a socket of our own instead, so that no other process can take the port.
-        address = order["store"][0]
-        door = socket.create_server(tuple(order["store"]), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-        port = door.getsockname()[1]
+        door = store_socket(order)
+        address, port = order["store"][0], door.getsockname()[1]
 
         def store_at_address(host: str, port: int, size: int, master: bool, timeout: Any, **_: Any) -> TCPStore:
             return TCPStore(host, port, size, master, timeout, master_listen_fd=door.detach())
@@ -236,7 +252,10 @@ def agent_main(arguments: list[str] | None = None, *, preload: str) -> NoReturn:
         device.spare(order["device"])
         import_all(order["preload"])
         try:
-            torchrun(order)
+            if order["ray"] is None:
+                torchrun(order)
+            else:
+                importlib.import_module("kit.world.rayside").run_actors(NODE)
         except Exception as failure:  # noqa: BLE001 - torchrun's error is passed on; the notebook judges
             problem = f"{type(failure).__name__}: {failure}"
             statuses = {

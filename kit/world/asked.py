@@ -21,11 +21,13 @@ from kit import machine
 from kit.errors import BadInput, how_ended
 from kit.target import is_target
 from kit.tls import check_openssl
+from kit.world.launch import RAY, TORCHRUN
 
 RANK_BYTES = 300 * 2**20  # with torch loaded and one group: about 250 MiB resident, of which the fork shares part
 RANK_TASKS = 24  # threads of a rank over gloo
 MOST_PER_CORE = 16
 MOST_RANKS = 1_000_000
+ENGINES = (TORCHRUN, RAY)
 MOST_SECONDS = 2_000_000  # 23 days; the kernel's waits overflow after 24
 CREWS: weakref.WeakSet[Any] = weakref.WeakSet()  # every `Crew` of this process
 
@@ -147,6 +149,29 @@ def check_call(target: str, args: Mapping[str, Any] | None, keywords: Mapping[st
     except (TypeError, ValueError, RecursionError) as error:
         raise BadInput(f"arguments for ranks must be JSON values: {error}") from None
     return target.partition(":")[2], {"do": "call", "target": target, "with": arguments}
+
+
+def check_engine(engine: str, nodes: int, python: str | None) -> None:
+    """Refuse an engine that is unknown, or that the ranks' Python lacks; `python` as a person gave it."""
+    if engine not in ENGINES:
+        raise BadInput(f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
+    if engine != RAY:
+        return
+    if nodes > 1:
+        raise BadInput(
+            f"engine='ray' starts ranks on this machine, and nodes={nodes}; use launch='ray', by which torchrun runs on the others"
+        )
+    path = find_python(python or None).path
+    if not has_ray(path):
+        raise BadInput(f"engine='ray' needs Ray in the ranks' Python: {path} -m pip install ray")
+
+
+@functools.lru_cache(maxsize=64)
+def has_ray(python: str) -> bool:
+    if python == sys.executable:
+        return has_module("ray")
+    printed, _ = run_python(python, f"{inspect.getsource(has_module)}\nprint(has_module('ray'))", timeout_s=30)
+    return printed.strip() == "True"
 
 
 def check_gpu_numbers(devices: Sequence[int], ranks: int) -> tuple[int, ...]:
@@ -400,6 +425,7 @@ class WorldPlan:
     nodes: int
     endpoint: str
     launch: tuple[str, ...]  # the command for each other machine; none: a person starts the agents
+    engine: str  # what starts the ranks
     device: str
     python: Interpreter
     env: Mapping[str, str]
@@ -409,6 +435,7 @@ class WorldPlan:
     group_timeout_s: float
     part: NodePart
     devices: tuple[int, ...] = ()
+    asynchronous: bool = False  # each rank is an asynchronous actor of Ray
 
     @property
     def numbers(self) -> range:

@@ -19,7 +19,7 @@ import signal
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -107,11 +107,11 @@ class WorldCall:
         if self.gone:
             self.settle(self._death())
         elif not self.waiting():
-            self.settle(self._failure())
+            self.settle(self.failure())
         elif time.monotonic() > self.look_at:
             looks = look_at_members(self.crew.members)
             if all(is_abandoned(member.rank, looks) for member in self.waiting()):
-                self.settle(self._failure())
+                self.settle(self.failure())
             self.look_at = time.monotonic() + ABANDONED_S
 
     def settle(self, error: BaseException | None) -> None:
@@ -202,25 +202,8 @@ class WorldCall:
             text += f"\n{answer['traceback'].rstrip()}"
         return RankDied(text, rank=member.rank, phase=phase, **ending(status))
 
-    def _failure(self) -> RankError | Cancelled | None:
-        failed = [rank for rank, answer in self.answers.items() if "error" in answer]
-        causes = [r for r in failed if not self.answers[r]["victim"]] or failed
-        if not causes:
-            return None
-        texts: dict[str, list[int]] = {}
-        for rank in causes:
-            texts.setdefault(self.answers[rank]["traceback"], []).append(rank)
-        parts = [f"{ranks_word(sorted(ranks))}:\n{text.rstrip()}" for text, ranks in list(texts.items())[:TRACEBACKS]]
-        if len(texts) > TRACEBACKS:
-            parts.append(f"... and {len(texts) - TRACEBACKS} other tracebacks, in the ranks' logs")
-        if left := [m.rank for m in self.waiting()]:
-            parts.append(f"{ranks_word(left)} still in a collective, waiting for the failed one{AGAIN}")
-        first = self.answers[causes[0]]
-        same = tuple(sorted(texts[first["traceback"]]))
-        head = f"{ranks_word(sorted(causes))} failed in phase {self.phase!r}: {first['error']}"
-        about = {name: first[name] for name in ("traceback", "victim", "refused")}
-        text = "\n".join([head, *parts])
-        return RankError(text, rank=same[0], phase=self.phase, ranks=same, at=self.failed_at, **about)
+    def failure(self) -> RankError | None:
+        return failure_of(self.answers, [m.rank for m in self.waiting()], self.phase, self.failed_at)
 
     def timeout(self, seconds: float) -> RankTimeout:
         silent = self.waiting()
@@ -240,6 +223,30 @@ class WorldCall:
         again = f"The ranks keep running; the World is usable again once they answer; %ranks stacks looks again{AGAIN}"
         text = "\n".join([*lines, again])
         return RankTimeout(text, phase=self.phase, ranks=ranks, culprits=culprits, stacks=stacks)
+
+
+def failure_of(
+    answers: Mapping[int, Message], waiting: Sequence[int], phase: str, failed_at: float | None
+) -> RankError | None:
+    """The error of the ranks that raised; None if none did. `waiting`: those that have not answered."""
+    failed = [rank for rank, answer in answers.items() if "error" in answer]
+    causes = [r for r in failed if not answers[r]["victim"]] or failed
+    if not causes:
+        return None
+    texts: dict[str, list[int]] = {}
+    for rank in causes:
+        texts.setdefault(answers[rank]["traceback"], []).append(rank)
+    parts = [f"{ranks_word(sorted(ranks))}:\n{text.rstrip()}" for text, ranks in list(texts.items())[:TRACEBACKS]]
+    if len(texts) > TRACEBACKS:
+        parts.append(f"... and {len(texts) - TRACEBACKS} other tracebacks, in the ranks' logs")
+    if waiting:
+        parts.append(f"{ranks_word(waiting)} still in a collective, waiting for the failed one{AGAIN}")
+    first = answers[causes[0]]
+    same = tuple(sorted(texts[first["traceback"]]))
+    head = f"{ranks_word(sorted(causes))} failed in phase {phase!r}: {first['error']}"
+    about = {name: first[name] for name in ("traceback", "victim", "refused")}
+    text = "\n".join([head, *parts])
+    return RankError(text, rank=same[0], phase=phase, ranks=same, at=failed_at, **about)
 
 
 # -- looking at ranks from the side ---------------------------------------------------------------------------------------

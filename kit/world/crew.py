@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from kit import machine
 from kit.errors import KitError, RankDied, RankError, ending, how_ended
 from kit.tls import make_certificate
-from kit.world import asked, leftovers, warm
+from kit.world import asked, leftovers, raycluster, warm
 from kit.world.agentside import read_log
 from kit.world.asked import CREWS, WorldPlan
 from kit.world.channel import (
@@ -32,7 +32,7 @@ from kit.world.channel import (
     malformed,
     readable_message,
 )
-from kit.world.launch import Launched, agent_command
+from kit.world.launch import RAY, Launched, agent_command
 
 SENDING_S = 10
 LAUNCHES_END_S = 10.0  # a command that is ended earlier may take its agent along, before that has cleaned up
@@ -79,6 +79,7 @@ class Crew:
         self._joined: dict[int, dict[str, tuple[WorldLink, Message]]] = {}
         self.owner = os.getpid()
         self.inherited = False  # True in a process forked from the notebook: the World is its parent's
+        self._cluster = raycluster.hold(plan.python.path) if plan.engine == RAY else None
         CREWS.add(self)
 
     # -- starting ---------------------------------------------------------------------------------------------------
@@ -151,11 +152,12 @@ class Crew:
         """Start a generation of ranks under torchrun and wait until all have joined WORLD."""
         address = self._listen().address
         self.generation += 1
+        ray = None if self._cluster is None else self._ray_order(self._cluster)
         self.members, self.exits = [], []
         self._broken_links.clear()
         self._oom_kills = machine.oom_kills()
         for agent in self.agents.values():
-            agent.link.send({"do": "launch", "with": self._order(agent.node, address)})
+            agent.link.send({"do": "launch", "with": self._order(agent.node, address, ray)})
         joined = self._joined = {}
         self._assemble(lambda: len(joined) == self.plan.ranks, "ranks")  # each reports first on its watch link
         for links in joined.values():
@@ -188,7 +190,27 @@ class Crew:
         ended = self._hear_until(lambda: all(agent.ended >= self.generation for agent in self.agents.values()), seconds)
         return ended and len(self.agents) == self.plan.nodes
 
-    def _order(self, node: int, address: str) -> Message:
+    def _ray_order(self, cluster: raycluster.HeldCluster) -> Message:
+        """What the agent needs to start ranks as actors, once the cluster is there."""
+        deadline = time.monotonic() + self.plan.start_timeout_s
+        while (facts := cluster.facts()) is None:
+            self.hear_agents()
+            self._check_start("Ray cluster")
+            self.tick()
+            if time.monotonic() > deadline:
+                raise KitError(f"no Ray cluster after {self.plan.start_timeout_s:g} s: {cluster.last_words()}")
+            readable_message(self._agent_fds(), 0.05)
+        part, device = self.plan.part, "cpu" if self.plan.asynchronous else self.plan.device
+        order = raycluster.order_of(facts, ranks=self.plan.ranks, neighbours=part.neighbours, device=device)
+        about = {"namespace": cluster.namespace, "name": self.actor_name, "asynchronous": self.plan.asynchronous}
+        return {**order, **about}
+
+    @property
+    def actor_name(self) -> str:
+        """Of this generation's ranks as actors; a rank's own number follows."""
+        return f"{self.id}-{self.generation}"
+
+    def _order(self, node: int, address: str, ray: Message | None) -> Message:
         plan = self.plan
         port = plan.endpoint.rpartition(":")[2]
         arguments = [
@@ -213,6 +235,7 @@ class Crew:
             "devices": list(plan.devices),
             "preload": list(plan.preload),
             "logs": str(self.logs),
+            "ray": ray,
             "group_timeout_s": plan.group_timeout_s,
         }
 
@@ -562,6 +585,9 @@ class Crew:
         while any(machine.alive(m.pid, m.started) for m in local_members) and time.monotonic() < deadline:
             time.sleep(0.002)
         leftovers.end_carriers(leftovers.mark(self.id).__eq__)
+        if self._cluster is not None:
+            raycluster.release(self._cluster)
+            self._cluster = None
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

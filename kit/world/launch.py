@@ -24,6 +24,7 @@ from typing import NamedTuple
 from kit.errors import BadInput, how_ended
 from kit.world import leftovers
 
+TORCHRUN = "torchrun"
 PRINT, SLURM, SSH, RAY = "print", "slurm", "ssh:", "ray"
 # A client that loses its machine ends by itself.
 SSH_COMMAND = "ssh -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=4 {host} {{command}}"
@@ -33,6 +34,7 @@ RAY_COMMAND = "exec {python} -P {path} --notebook {notebook} --machine {machine}
 RAYLAUNCH = str(Path(__file__).with_name("raylaunch.py"))
 NOTE = "note: "  # begins a line of a launch that the notebook prints
 OWN_OF_A_MACHINE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+RAY_START_S = 300.0
 SCONTROL_S = 10.0
 LAST_WORDS_S = 1.0  # for a launch by Ray that has lost its agent to end too
 TERMINATED_S = 3.0  # for a launch to clean up

@@ -17,6 +17,7 @@ import fcntl
 import itertools
 import os
 import re
+import select
 import shutil
 import signal
 import stat
@@ -177,6 +178,24 @@ def kill_process(pid: int, started: int, *, group: bool = False) -> bool:
         kill_one = os.killpg if group and os.getpgid(pid) == pid else os.kill
         kill_one(pid, signal.SIGKILL)
     return True
+
+
+def interrupt_process(pid: int, started: int) -> None:
+    if machine.start_time(pid) == started:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGINT)
+
+
+def wait_for_end(pid: int) -> None:
+    """Of a process that need not be a child of this one."""
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        try:
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            poll.poll()
+        finally:
+            os.close(descriptor)
 
 
 def die_with_parent() -> None:

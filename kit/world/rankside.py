@@ -56,7 +56,8 @@ class Rank:
     `number` is the notebook's number for it: in one of several Worlds it counts through all of them, `rank` does not.
     """
 
-    def __init__(self, node: agentside.Node) -> None:
+    def __init__(self, node: agentside.RankHost) -> None:
+        self.node = node.node
         self.rank, self.world_size, local_rank = (
             int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         )
@@ -67,6 +68,7 @@ class Rank:
         self.busy = False
         self.call = 0  # the request it works at
         self.interrupted = 0  # the request that is to stop, which may not have begun yet
+        self.lent: Message | None = None  # the request that lent this rank to Ray, until Ray gives it back
         self.all_here = threading.Event()
         self.main = threading.main_thread()
         devices = order["devices"]
@@ -96,7 +98,7 @@ class Rank:
         return {
             "role": role,
             "rank": self.number,
-            "node": agentside.NODE.node,
+            "node": self.node,
             "pid": pid,
             "started": start_time(pid),
             "device": str(self.device),
@@ -129,28 +131,43 @@ class Rank:
         )
 
     def serve(self, work: WorldLink) -> None:
+        """Answer requests until the notebook is gone, or lends this rank."""
+        self.main = threading.current_thread()
+        if self.lent is not None:
+            request, self.lent = self.lent, None
+            self.send_reply(work, request, {"value": None})
         while True:
             request = work.recv()
             self.phase, self.call = request["phase"], request["id"]
-            try:
-                self.busy = True  # from here on an interrupt raises
-                stopped = self.interrupted == self.call  # before it began
-                reply = rank_failure(KeyboardInterrupt()) if stopped else answer_call(self.names, request)
-                self.busy = False
-            except KeyboardInterrupt as error:  # before the code began, or after it ended
-                self.busy = False
-                reply = rank_failure(error)
-            reply["id"] = request["id"]
-            reply["log"], reply["lost"] = LOG.flushed()
-            with reporting:
-                reply["news"] = take_reports()
-            try:
-                work.send(reply)
-            except (TypeError, ValueError, RecursionError) as error:  # not JSON, too big for the channel, or too deep
-                refused = TypeError(f"the value cannot be sent: {error}; it must be numbers, text, lists or dicts")
-                work.send({**reply, **rank_failure(refused), "value": None})
+            if request["do"] == "lend":
+                self.lent = request
+                return
+            reply = self.answer(request)
+            self.send_reply(work, request, reply)
             if reply.get("exiting"):
                 end_rank()
+
+    def answer(self, request: Message) -> Message:
+        try:
+            self.busy = True  # from here on an interrupt raises
+            stopped = self.interrupted == self.call  # before it began
+            reply = rank_failure(KeyboardInterrupt()) if stopped else answer_call(self.names, request)
+            self.busy = False
+        except KeyboardInterrupt as error:  # before the code began, or after it ended
+            self.busy = False
+            reply = rank_failure(error)
+        return reply
+
+    def send_reply(self, work: WorldLink, request: Message, reply: Message) -> None:
+        reply["id"] = request["id"]
+        reply["log"], reply["lost"] = LOG.flushed()
+        with reporting:
+            reply["news"] = take_reports()
+        try:
+            work.send(reply)
+        except (TypeError, ValueError, RecursionError) as error:  # not JSON, too big for the channel, or too deep
+            refused = TypeError(f"the value cannot be sent: {error}; it must be numbers, text, lists or dicts")
+            work.send({**reply, **rank_failure(refused), "value": None})
 
     def watch(self, link: WorldLink) -> None:
         try:
@@ -160,7 +177,7 @@ class Rank:
                     self.all_here.set()
                 elif message["do"] == "interrupt":
                     self.interrupted = message["call"]
-                    if self.busy and self.call == self.interrupted:
+                    if self.busy and self.call == self.interrupted and self.main is threading.main_thread():
                         signal.pthread_kill(self.main.ident or 0, signal.SIGINT)
                 elif message["do"] == "news":
                     with reporting:  # sent before an answer can be, so that nothing overtakes it
@@ -447,7 +464,6 @@ LOG: LogStream
 
 
 def rank_main() -> None:
-    global RANK, LOG  # noqa: PLW0603 - one rank is one process
     node = agentside.NODE
     agent = os.getppid()
     os.setpgid(0, 0)  # what this rank starts can be ended with it
@@ -457,9 +473,23 @@ def rank_main() -> None:
     node.link.close()  # the fork's copy; the agent's end must be its own
     tempfile.tempdir = None  # the agent's is the World's own folder
     restore()
+    work = join_notebook(node)
+    try:
+        RANK.serve(work)
+    except ChannelClosed:
+        end_rank()
+    except Exception:
+        traceback.print_exc()  # the rank's last words, which the notebook reads from its log
+        raise
+
+
+def join_notebook(node: agentside.RankHost) -> WorldLink:
+    """Make this process a rank of the notebook's World; returns the link on which it gets requests."""
+    global RANK, LOG  # noqa: PLW0603 - one rank is one process
     LOG = LogStream.install(node.order["logs"], call_number(node.order))
     RANK = Rank(node)
-    signal.signal(signal.SIGINT, on_interrupt)
+    if threading.current_thread() is threading.main_thread():  # an asynchronous actor works in another one
+        signal.signal(signal.SIGINT, on_interrupt)
     stacks = (node.folder / f"stack{RANK.number}").open("a")
     faulthandler.register(leftovers.STACK_SIGNAL, file=stacks, all_threads=True)
     faulthandler.enable(file=sys.stderr.fileno(), all_threads=False)
@@ -479,10 +509,4 @@ def rank_main() -> None:
         os._exit(1)
     work.send(RANK.hello("work"))
     RANK.phase = "idle"
-    try:
-        RANK.serve(work)
-    except ChannelClosed:
-        end_rank()
-    except Exception:
-        traceback.print_exc()  # the rank's last words, which the notebook reads from its log
-        raise
+    return work

@@ -1,4 +1,5 @@
 """For launch='ray': runs the agents of a World's other machines as tasks of a Ray cluster, in one placement group, until the World ends.
+For engine='ray': holds the cluster in which ranks are actors (`--hold`), until a line comes on standard input.
 
 A process of its own: the notebook never becomes a Ray driver, and a cluster that was there stays. The key comes on standard input and
 goes on as an argument, inside Ray. Run by path, so it imports nothing of the kit.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import fcntl
+import json
 import os
 import select
 import shlex
@@ -30,6 +32,7 @@ START_S = 300.0  # the World's own time to start is shorter, unless somebody has
 ROOM_S = 300.0
 END_S = 4.0  # for the other agents to end too, once one has; the notebook waits longer
 SHORT = 24  # of a folder's path; Ray adds to it, and a Unix socket's ends at 107 bytes
+HELD_CPUS = 2  # of a small cluster for engine='ray', whose actors ask for none
 OUTPUT = 8_000  # bytes of an agent's output that are passed on
 NOTE = "note: "  # begins a line that the notebook prints, as launch.py has it
 # Ranks count all GPUs of their machine, as with every other way to launch.
@@ -144,6 +147,16 @@ def launch(options: argparse.Namespace, key: str, folder: str) -> int:
     return int(128 - status if status < 0 else status)
 
 
+def hold_cluster(folder: str) -> int:
+    joined = join_cluster(folder, HELD_CPUS)
+    context = ray.get_runtime_context()
+    own = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+    facts = {"address": context.gcs_address, "joined": joined, "gpus": own["Resources"].get("GPU", 0.0)}
+    say(json.dumps({**facts, "auth": os.environ.get("RAY_AUTH_MODE", "")}))  # Ray sets it when it starts a cluster
+    sys.stdin.readline()
+    return 0
+
+
 def end_with_the_notebook(notebook: int, folder: str, signals: int) -> None:
     """Or on SIGTERM: the main thread may be inside Ray, where it handles no signal."""
     while os.getppid() == notebook:
@@ -159,11 +172,12 @@ def main() -> int:
     parser.add_argument(
         "--notebook", type=int, required=True, help="process that starts this one, and ends it by its own end"
     )
-    parser.add_argument("--machine", type=int, required=True, help="number of the first agent's machine, from 1 on")
-    parser.add_argument("--share", type=float, required=True, help="part of a machine's GPUs that the World uses")
-    parser.add_argument("command", nargs="+", help="the agent's command, for each machine")
+    parser.add_argument("--hold", action="store_true", help="hold the cluster, and start no agent")
+    parser.add_argument("--machine", type=int, default=1, help="number of the first agent's machine, from 1 on")
+    parser.add_argument("--share", type=float, default=1.0, help="part of a machine's GPUs that the World uses")
+    parser.add_argument("command", nargs="*", help="the agent's command, for each machine")
     options = parser.parse_args()
-    key = sys.stdin.readline().strip()
+    key = "" if options.hold else sys.stdin.readline().strip()
     root = tempfile.gettempdir()
     if len(root) > SHORT:
         root = "/tmp"  # noqa: S108 - the folder in it gets a name of its own
@@ -175,7 +189,7 @@ def main() -> int:
         signal.signal(signal.SIGTERM, lambda *_: None)
         threading.Thread(target=end_with_the_notebook, args=(options.notebook, folder, signals), daemon=True).start()
         try:
-            return launch(options, key, folder)
+            return hold_cluster(folder) if options.hold else launch(options, key, folder)
         finally:
             ray.shutdown()
 

@@ -25,7 +25,7 @@ from kit.world.asked import NodePart, WorldPlan
 from kit.world.calls import Pending, WorldCall, WorldObserver, look_at_members, ranks_word
 from kit.world.channel import WorldMember
 from kit.world.crew import Crew
-from kit.world.launch import PRINT, RAY, launch_commands
+from kit.world.launch import PRINT, RAY, RAY_START_S, TORCHRUN, launch_commands
 
 DEVICES = ("auto", "cpu", "cuda")
 TIMEOUT_S = 60.0
@@ -89,6 +89,18 @@ class RankCalls(abc.ABC):
         function, request = asked.check_call(target, args, {})
         return self._submit(request, phase or function, ranks, timeout_s, observer=observer, on_news=on_news)
 
+    def lend(
+        self,
+        ranks: Sequence[int],
+        *,
+        phase: str,
+        observer: WorldObserver | None = None,
+        on_news: Callable[[int, list[Any]], None] | None = None,
+    ) -> Pending:
+        """Lend ranks, which are actors of Ray, to callers by Ray. The call is in flight until Ray gives them back."""
+        seconds = asked.MOST_SECONDS
+        return self._submit({"do": "lend"}, phase, ranks, seconds, observer=observer, on_news=on_news)
+
     def _request(
         self, what: dict[str, Any], phase: str, ranks: Sequence[int] | None, timeout_s: float | None
     ) -> list[Any]:
@@ -140,19 +152,22 @@ class World(RankCalls):
         nodes: int = 1,
         endpoint: str = "",
         launch: str = PRINT,
+        engine: str = TORCHRUN,
         logs: str | os.PathLike[str] | None = None,
         start_timeout_s: float | None = None,
         observer: WorldObserver | None = None,
         devices: Sequence[int] = (),
         part: NodePart | None = None,
+        asynchronous: bool = False,
         look: Callable[[], None] = lambda: None,
     ) -> None:
         """`devices` places each rank on a GPU by its number; several ranks, and several Worlds, may share one. `launch`: how the agents
-        of other machines are started, see `launch.py`.
+        of other machines are started, see `launch.py`. `engine`: torchrun, or ray, whose actors the ranks then are.
 
         `part` and `look` are for Worlds: this one is one of several, its ranks wait for `launch`, and `look` is called while they start.
+        `asynchronous`: the actors are, and it starts them itself; a call on them is not interrupted, but finds `rayside.is_interrupted`.
         """
-        several = part is not None
+        several = part is not None and not asynchronous
         if part is None:
             asked.check_layout(ranks, nodes, endpoint)
             part = NodePart(first=0, before=0, neighbours=ranks // nodes)
@@ -163,6 +178,7 @@ class World(RankCalls):
         elif launch == RAY:
             commands = commands[:1]  # in one placement group
         by_hand = (nodes > 1 or part.machine > 0) and not commands
+        default_s = BY_HAND_S if by_hand else RAY_START_S if engine == RAY else START_TIMEOUT_S
         asked.check_seconds("timeout_s", timeout_s)
         if start_timeout_s is not None:
             asked.check_seconds("start_timeout_s", start_timeout_s)
@@ -170,6 +186,7 @@ class World(RankCalls):
             raise BadInput(f"device must be one of {', '.join(DEVICES)}, not {device!r}")
         if device == "cuda" and not has_gpu_driver():
             raise BadInput("device='cuda' needs a GPU driver, and this machine has none; use device='cpu' or 'auto'")
+        asked.check_engine(engine, max(nodes, part.machines), python)
         self.timeout_s = timeout_s
         self._count = f"{ranks} rank{'s' if ranks > 1 else ''}"
         self.observer: WorldObserver = observer or Printer()
@@ -187,11 +204,13 @@ class World(RankCalls):
                 endpoint=endpoint,
                 launch=commands,
                 device=device,
+                engine=engine,
+                asynchronous=asynchronous,
                 python=asked.find_python(python),
                 env=asked.check_env(env or {}),
                 preload=asked.check_preload(preload),
                 logs=None if logs is None else asked.writable_folder(logs),
-                start_timeout_s=start_timeout_s or (BY_HAND_S if by_hand else START_TIMEOUT_S),
+                start_timeout_s=start_timeout_s or default_s,
                 # Ranks give up on a collective after the notebook did, so that the notebook's diagnosis comes first.
                 group_timeout_s=max(1800.0, 2 * timeout_s),
                 part=part,
@@ -238,8 +257,8 @@ class World(RankCalls):
                 if self._crew.ready_to_launch():
                     self._crew.launch()
                 else:
-                    self._crew.close()
-                    self._crew = Crew(self._crew.plan, self._crew.tick)
+                    replaced, self._crew = self._crew, Crew(self._crew.plan, self._crew.tick)
+                    replaced.close()  # a Ray cluster stays for the new one
                     self._crew.start()
             except BaseException as error:
                 if isinstance(error, Exception):
@@ -304,6 +323,15 @@ class World(RankCalls):
     @property
     def device(self) -> str:
         return self._crew.members[0].device.partition(":")[0] if self._crew.members else self._crew.plan.device
+
+    @property
+    def engine(self) -> str:
+        return self._crew.plan.engine
+
+    @property
+    def actors(self) -> dict[int, str]:
+        """With engine=ray, the name of each rank's actor."""
+        return {member.rank: f"{self._crew.actor_name}-{member.rank}" for member in self._crew.members}
 
     @property
     def logs(self) -> Path:
@@ -493,6 +521,18 @@ class Worlds(RankCalls):
     def kill_rank(self, rank: int) -> None:
         asked.check_chosen([rank], range(self.ranks))
         next(world for world in self.worlds if rank in world.numbers).kill_rank(rank)
+
+    @property
+    def engine(self) -> str:
+        return self.worlds[0].engine
+
+    @property
+    def python(self) -> str:
+        return self.worlds[0].python
+
+    @property
+    def actors(self) -> dict[int, str]:
+        return {rank: name for world in self.worlds for rank, name in world.actors.items()}
 
     @property
     def pids(self) -> list[int]:

@@ -1,4 +1,5 @@
-"""`launch=ray`: the agents of other machines are tasks of a Ray cluster. `make env-ray` makes an environment where these tests run."""
+"""`launch=ray`: the agents of other machines are tasks of a Ray cluster. `engine=ray`: ranks are its actors, and so is the controller of
+`stream`. `make env-ray` makes an environment where these tests run."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ from typing import Any
 import pytest
 
 import kit
-from kit.errors import BadInput, KitError, RankDied
+from kit.errors import BadInput, KitError, RankDied, RankError
 from kit.labs.bench_world.hosts import SecondHost
 from kit.world import World, leftovers, warm
 from kit.world.launch import launch_commands
@@ -267,3 +269,106 @@ def test_a_lab_passes_over_a_cluster(
     assert left_folders() <= before
     verdict = run.verdict()
     assert {check: why(verdict, check) for check in failed(verdict)} == {}
+
+
+# -- engine=ray --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@needs_ray
+def test_ranks_are_actors_and_a_killed_one_is_named(alone: Path, tmp_path: Path, nothing_left: None) -> None:
+    with World(2, engine="ray", device="cpu", logs=tmp_path) as world:
+        world.run("t = torch.ones(1) * (rank + 1); dist.all_reduce(t)")
+        assert world.eval("t.item()") == [3.0, 3.0]
+        assert len(processes("gcs_server", f"{alone}/kit-ray-")) == 1
+        assert len({path.read_text().split()[3] for path in (Path(f"/proc/{pid}/stat") for pid in world.pids)}) == 1
+        with pytest.raises(RankDied, match=r"rank 1 \(pid \d+ on .*\) is gone") as died:
+            world.run("import os\nif rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()")
+        assert died.value.rank == 1
+        world.restart()
+        assert world.eval("rank") == [0, 1]
+        assert len(processes("gcs_server", f"{alone}/kit-ray-")) == 1  # the same cluster, or one after the other
+    assert not processes(f"{alone}/kit-ray-")
+    assert left_folders() == set()
+
+
+@pytest.mark.slow
+@needs_ray
+def test_a_start_that_fails_leaves_no_cluster(alone: Path, tmp_path: Path, nothing_left: None) -> None:
+    with pytest.raises(RankError, match=r"rank \d could not start: ModuleNotFoundError: No module named 'no_such'"):
+        World(2, engine="ray", device="cpu", logs=tmp_path, preload=["no_such"])
+    assert wait_for(lambda: not processes(f"{alone}/kit-ray-"), 10)
+    assert left_folders() == set()
+
+
+DECISIONS = (
+    *("next_prompt", "acquire", "generate", "selected", "logprobs", "begin", "microbatch", "finish", "trained"),
+    *("clear", "hold", "sync", "resume", "release", "ended"),
+)
+
+
+def decisions(run: kit.Run) -> list[tuple[str, str]]:
+    """What the controller did, in order."""
+    frame = run.frame()
+    rows = frame[(frame["phase"] == "lockstep") & frame["metric"].isin(DECISIONS) & (frame["rank"] == -1)]
+    return list(zip(rows["metric"], rows["ids"], strict=True))
+
+
+def weight_digests(run: kit.Run) -> list[tuple[str, str]]:
+    frame = run.frame()
+    rows = frame[(frame["phase"] == "lockstep") & (frame["metric"] == "digest")]
+    return list(zip(rows["ids"], rows["text"], strict=True))
+
+
+@pytest.mark.slow
+@needs_ray
+def test_without_staleness_the_controller_in_an_actor_decides_and_trains_the_same(
+    alone: Path, tmp_path: Path, nothing_left: None
+) -> None:
+    small = {"phases": "plain,lockstep", "replicas": 1, "ranks": 2, "steps": 3, "warm": 5, "device": "cpu"}
+    here = kit.run("stream", out=tmp_path / "here", **small)
+    by_ray = kit.run("stream", out=tmp_path / "ray", engine="ray", **small)
+    assert decisions(by_ray) == decisions(here)
+    assert len(decisions(here)) > 50
+    assert weight_digests(by_ray) == weight_digests(here)
+    assert len({digest for _, digest in weight_digests(here)}) == 4
+    assert {check: why(by_ray.verdict(), check) for check in failed(by_ray.verdict())} == {}
+    assert not processes(f"{alone}/kit-ray-")
+
+
+@pytest.mark.slow
+@needs_ray
+def test_a_controller_that_is_killed_is_named(alone: Path, tmp_path: Path, nothing_left: None) -> None:
+    small = {"phases": "stream", "replicas": 1, "ranks": 2, "steps": 50, "warm": 0, "device": "cpu"}
+    with kit.lab("stream", out=tmp_path / "run", engine="ray", **small) as lab:
+        lab.step()
+        assert lab._controller is not None
+        (pid,) = lab._controller.world.pids
+        records = lab.dir / "records.jsonl"
+
+        def kill_once_it_works() -> None:
+            wait_for(lambda: '"generate"' in records.read_text(), 60)
+            os.kill(pid, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill_once_it_works)
+        killer.start()
+        with pytest.raises(RankDied, match=r"^the controller's actor ended: rank 2 \(pid \d+ .*is gone"):
+            lab.step()
+        killer.join()
+    assert not processes(f"{alone}/kit-ray-")
+    assert left_folders() == set()
+
+
+@pytest.mark.slow
+@needs_ray
+def test_ranks_in_a_cluster_that_was_there_take_their_part_and_it_stays(
+    cluster: SecondHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
+) -> None:
+    for name, value in {**OPEN, "RAY_ADDRESS": f"{cluster.address}:6379"}.items():
+        monkeypatch.setenv(name, value)
+    with World(2, engine="ray", device="cpu", logs=tmp_path) as world:
+        assert not set(world.pids) & set(cluster.pids())  # on this machine, whatever is free on others
+        world.run("t = torch.ones(1) * (rank + 1); dist.all_reduce(t)")
+        assert world.eval("t.item()") == [3.0, 3.0]
+        assert free_in(cluster)["CPU"] == 6.0
+    assert wait_for(lambda: free_in(cluster) == {**free_in(cluster), "nodes": 2, "CPU": 8.0}, 60)

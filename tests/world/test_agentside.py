@@ -32,6 +32,7 @@ def test_a_status_that_torchrun_took_first_is_reported(monkeypatch: Any) -> None
     """The other thread always wins: the agent's call finds that the child no longer exists."""
     node = Node.__new__(Node)
     node.link = Sent()  # type: ignore[assignment]
+    node.order = {"ray": None}
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     child.start()
     joined = threading.Thread(target=child.join)

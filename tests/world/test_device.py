@@ -139,7 +139,7 @@ def test_a_rank_has_it_before_it_looks_for_its_gpu(
 
     monkeypatch.setattr(rankside, "choose_device", choose)
     order = {"device": "cuda", "first": 0, "before": 0, "neighbours": 1, "devices": []}
-    node: Any = SimpleNamespace(order=order, folder=tmp_path)
+    node: Any = SimpleNamespace(order=order, node=0, folder=tmp_path)
     rankside.Rank(node)
     assert {name: seen.get(name) for name in WHOLE} == made(tmp_path)
     assert "NCCL_HOSTID" not in seen

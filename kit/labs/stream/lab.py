@@ -313,6 +313,7 @@ LAB = Definition(
     plan=plan,
     roles=roles,
     isolate=True,
+    hosted=True,
     fits=fits,
     phases="kit.labs.stream.ranks.trainer:Trainer",
     rules="kit.labs.stream.rules:RULES",

@@ -1,0 +1,61 @@
+"""Ranks as actors of Ray: what needs no Ray. tests/faults/test_ray.py has the rest."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+
+import kit
+from kit.errors import BadInput
+from kit.labs.discover import complaints, find
+from kit.world import World, asked
+from kit.world.raycluster import ClusterFacts, order_of
+
+HERE = ClusterFacts(address="10.0.0.1:6379", joined=True, gpus=0.0, auth="")
+
+
+def needs(facts: ClusterFacts, neighbours: int, device: str) -> object:
+    return order_of(facts, ranks=1, neighbours=neighbours, device=device)["needs"]
+
+
+def test_in_a_cluster_that_was_there_an_actor_takes_a_cpu_and_its_part_of_the_gpus() -> None:
+    assert needs(HERE, 3, "auto") == {"CPU": 1.0}
+    gpus = HERE._replace(gpus=2.0)
+    assert needs(gpus, 1, "auto") == {"CPU": 1.0, "GPU": 2.0}
+    assert needs(gpus, 3, "cuda") == {"CPU": 1.0, "GPU": 0.666}  # three of them fit into two
+    assert needs(gpus, 3, "cpu") == {"CPU": 1.0}
+    assert needs(gpus._replace(joined=False), 3, "auto") == {}  # it was started for these ranks, and is small
+
+
+def test_an_engine_that_cannot_be_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadInput, match=r"^engine must be one of torchrun, ray, not 'mpi'$"):
+        World(2, engine="mpi")
+    with pytest.raises(BadInput, match=r"^engine='ray' starts ranks on this machine, and nodes=2; use launch='ray'"):
+        World(2, nodes=2, endpoint="127.0.0.1:4000", engine="ray")
+    monkeypatch.setattr(asked, "has_ray", lambda _: False)
+    said = rf"^engine='ray' needs Ray in the ranks' Python: {sys.executable} -m pip install ray$"
+    with pytest.raises(BadInput, match=said):
+        World(2, engine="ray", python=sys.executable)
+    with pytest.raises(BadInput, match=said):
+        kit.lab("smoke", engine="ray", python=sys.executable)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is here")
+def test_without_ray_the_python_of_the_ranks_is_found_to_lack_it() -> None:
+    assert not asked.has_ray(sys.executable)
+
+
+def test_what_a_lab_cannot_do_with_ray_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asked, "has_ray", lambda _: True)
+    own = {"engine": "ray", "implementation": "__main__:Mine"}
+    said = complaints(find("stream"), own, None)
+    assert said == {
+        "engine": "engine=ray runs the controller in another process: implementation=__main__:Mine is code of this notebook; "
+        "write it to a module"
+    }
+    assert complaints(find("bench-world"), {"engine": "ray"}, None) == {
+        "engine": "engine=ray is not possible here: lab 'bench-world' has no ranks; leave engine=torchrun"
+    }
+    assert complaints(find("smoke"), {"engine": "ray"}, None) == {}
