@@ -38,7 +38,7 @@ def main() -> int:
         subprocess.check_call([sys.executable, "-m", "venv", "--clear", str(VENV)])
         made.write_text(identity)
     pip = [str(VENV / "bin" / "python"), "-m", "pip"]
-    subprocess.check_call([*pip, "install", "-c", "constraints.txt", "-e", ".[dev]"], cwd=str(HERE))
+    subprocess.check_call([*pip, "install", "-c", "constraints.txt", "-e", ".[dev,hf]"], cwd=str(HERE))
     ready.write_text(dependencies)
     return 0
 

@@ -27,10 +27,24 @@ MAY_IMPORT = {
     "sync": {"measure"},
     "megatron": {"measure", "train"},
     "actors": {"measure", "megatron", "sync", "train"},
+    "engines": {"measure", "megatron", "sync"},
     "loop": {"results"},
     "stream": {"loop", "results"},
     "share": {"loop", "results"},
-    "labs": {"world", "results", "measure", "megatron", "actors", "train", "sync", "draw", "loop", "stream", "share"},
+    "labs": {
+        "world",
+        "results",
+        "measure",
+        "megatron",
+        "actors",
+        "engines",
+        "train",
+        "sync",
+        "draw",
+        "loop",
+        "stream",
+        "share",
+    },
     "draw": {"results"},
     "view": {"labs", "draw", "results", FACE},
     "bench": {*ROOMS, FACE},  # labs that measure the kit itself, each with its rank side under `ranks`
@@ -40,13 +54,14 @@ EVERYBODYS = {"errors", "machine", "nccl", "routing", "target", "tls"}  # module
 ONLY_IN = {
     "megatron": {"megatron"},
     "xxhash": {"sync"},
+    "transformers": {"engines"},
     "matplotlib": {"draw"},
     "ipywidgets": {"view"},
     "IPython": {"view"},
 }
 # Modules that ranks import by name; in a lab's own folder these are all under `ranks`.
 LABS_ON_RANKS = {KIT / "labs" / "rankside.py", KIT / "labs" / "bystander.py"}
-RANK_ROOMS = {"measure", "megatron", "actors", "train", "sync"}
+RANK_ROOMS = {"measure", "megatron", "actors", "engines", "train", "sync"}
 # A config's `fits` compares it with the machine: plain standard-library arithmetic, harmless where ranks load it.
 # Ranks also use the schema and the writer of records.
 BOTH_SIDES = (
@@ -62,8 +77,8 @@ RANK_FILES = {
     *(KIT / "world" / f"{name}.py" for name in ("__init__", "agent", "agentside", "channel", "device")),
     *(KIT / "world" / f"{name}.py" for name in ("leftovers", "rankside", "rayside", "warmside")),
 }
-# Ranks may lack these two: test_hashes and test_checkpoint test that case.
-AT_HAND = {"xxhash", "safetensors"}
+# Ranks may lack these: test_hashes, test_checkpoint and test_engines test that case.
+AT_HAND = {"xxhash", "safetensors", "transformers"}
 RANK_PACKAGES = {"torch", "numpy", "megatron", "kit"} | AT_HAND | set(sys.stdlib_module_names)
 HEAVY = {"torch", "numpy", "pandas", "pydantic", "matplotlib", "IPython", "ipywidgets", "megatron", "pyarrow", "jinja2"}
 LABS = {path.parent.name for path in (KIT / "labs").glob("*/__init__.py")}

@@ -78,7 +78,7 @@ def test_conda_users_get_the_same_lists() -> None:
     python, pip, from_pip = environment["dependencies"]
     assert python.startswith("python>=3.11")
     assert pip == "pip"
-    assert from_pip == {"pip": ["-c constraints.txt", "-e .[dev]"]}
+    assert from_pip == {"pip": ["-c constraints.txt", "-e .[dev,hf]"]}
 
 
 def test_the_two_commands_are_reported_and_run_by_ci() -> None:

@@ -398,10 +398,21 @@ class Applier(Protocol):
 
 class Weights(Protocol):
     """The weights that a receiver fills. `bind` prepares them for the buckets of a layout, or raises `Mismatch` before the first byte is
-    copied; `own` returns the tensors."""
+    copied; `keep` copies the weights and returns a function that puts the copies back."""
 
     def bind(self, layout: Layout) -> Applier: ...
-    def own(self) -> Sequence[torch.Tensor]: ...
+    def keep(self) -> Callable[[], None]: ...
+
+
+def keep_copies(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """Copy tensors; the function that is returned puts the copies back."""
+    copies = [(tensor.detach(), tensor.detach().clone()) for tensor in tensors]
+
+    def put_back() -> None:
+        for tensor, old in copies:
+            tensor.copy_(old)
+
+    return put_back
 
 
 class Whole:
@@ -426,6 +437,9 @@ class Whole:
     def own(self) -> list[torch.Tensor]:
         return list(self.tensors.values())
 
+    def keep(self) -> Callable[[], None]:
+        return keep_copies(self.own())
+
 
 class Cut:
     """Shards: the destinations of each full tensor, and the part that each destination takes. Full tensors are shard 0. A tensor split over
@@ -442,8 +456,8 @@ class Cut:
         self.load = load or self.copy
         self._own = own
 
-    def own(self) -> Sequence[torch.Tensor]:
-        return self._own
+    def keep(self) -> Callable[[], None]:
+        return keep_copies(self._own)
 
     def bind(self, layout: Layout) -> Self:
         wrong = [_uncut(spec, self.destinations.get(spec.name)) for spec in layout.specs]

@@ -114,7 +114,7 @@ class Call:
         self.transport: Transport | None = None
         self.digests: Digests | None = None
         self.stored: list[torch.Tensor] = []
-        self.before: list[torch.Tensor] = []  # a copy of the weights, while a refresh can be undone
+        self.before: Callable[[], None] | None = None  # puts the old weights back, while a refresh can be undone
         self.was = receiver.version, receiver.routed
         self.changing = False  # some serving weights may be new, some old
         self.in_doubt = False  # ready to run the version, but other ranks of the replica may not be
@@ -195,7 +195,7 @@ class Call:
         else:
             self.store(self.transport)
             with self.log.stage("keep"):
-                self.before = [tensor.detach().clone() for tensor in weights.own()]
+                self.before = weights.keep()
         self.log.event("received")
 
     def stream(self, transport: Transport) -> None:
@@ -262,7 +262,7 @@ class Call:
     def commit(self) -> None:
         """Let forwards run with the new weights: all ranks of the replica are ready. Nothing can be undone from here on."""
         self.committed = self.receiver.routed = True
-        self.before = []
+        self.before = None
         self.writing.close()
 
     def apply_bucket(self, index: int, buffer: torch.Tensor) -> None:
@@ -321,8 +321,7 @@ class Call:
         if self.in_doubt and self.mates:
             self.receiver.routed = False
         if self.before and self.changing:
-            for tensor, old in zip(self.receiver.weights().own(), self.before, strict=True):
-                tensor.detach().copy_(old)
+            self.before()
             self.receiver.host.finalize()
         if self.path == "stream" or self.woke:
             self.receiver.routed = False
@@ -336,7 +335,7 @@ class Call:
                 self.digests.close()
             with contextlib.suppress(KitError):
                 self.let_go()
-            self.before = []
+            self.before = None
 
 
 def wrong_bytes(differing: Sequence[tuple[int, str]]) -> str:

@@ -316,6 +316,15 @@ def probe_python(path: str, where: str) -> Interpreter:
     return Interpreter(path=path, where=where, torch=torch, megatron=megatron)
 
 
+@functools.lru_cache(maxsize=64)
+def python_has(path: str, module: str) -> bool:
+    """Whether an interpreter has a module, without importing it."""
+    if path == sys.executable:
+        return has_module(module)
+    find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    return run_python(path, find, timeout_s=30)[1] == ""
+
+
 def run_python(
     path: str, code: str, *arguments: str, timeout_s: float, env: Mapping[str, str] | None = None
 ) -> tuple[str, str]:

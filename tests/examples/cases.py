@@ -123,4 +123,8 @@ CASES = (
     Case("sync", "checkpoint_sync:Folders", field="implementation"),
     Case("sync", "checkpoint_sync:FoldersThatArePublishedFirst", "version_order", field="implementation"),
     Case("sync", "bucket_sync:HostBuckets", field="implementation"),
+    # the sync lab, engines
+    Case("sync", "own_engine:Plain", field="serve"),
+    Case("sync", "own_engine:PlainThatRemembers", "logits_equal", field="serve"),
+    Case("sync", "own_engine:PlainThatForgetsInTime", field="serve"),
 )

@@ -2,6 +2,7 @@
 
 from kit.labs.definition import Fault, exposed_by
 
+ENGINE = {"serve": "transformers"}
 QUICK = {"cycles": 2, "sweep": False}
 UNSEEN = {"verify": "none"}  # a comparison in transit would end the run before the check
 TWO_RANKS = {"ranks": 6, "replicas": 2, "infer_tp": 2}
@@ -11,7 +12,10 @@ BUGS = "kit.labs.sync.ranks.bugs"
 CALL, SENDING, STEPS = "kit.sync.receiver:Call", "kit.sync.sender:Sending", "kit.sync.sender:STEPS"
 TRAINER, REPLICA = "kit.labs.sync.ranks.trainer:SyncTrainer", "kit.labs.sync.ranks.replica:SyncReplica"
 SHARDS = "kit.megatron.shards"
-KITS = {"receiver": ("",)}
+IN_THE_RANK = ("megatron", "transformers")  # models whose tensors are the rank's own
+ENGINES_OWN = {"serve": ("transformers",)}
+KITS = {"receiver": ("",), "serve": ("megatron",)}
+HUGGING = "kit.engines.hugging:TransformersModel"
 WITH_A_COPY = {"kit.labs.sync.ranks.trainer:streams": f"{BUGS}:keeps_a_copy"}
 
 FAULTS = exposed_by(
@@ -21,6 +25,7 @@ FAULTS = exposed_by(
         "two rows of a tensor are swapped on arrival; its sum, minimum and maximum stay the same",
         "bit_exact",
         set=UNSEEN,
+        needs={"serve": IN_THE_RANK},
         patch={f"{CALL}.apply": f"{BUGS}:swaps_two_rows"},
     ),
     Fault(
@@ -108,13 +113,14 @@ FAULTS = exposed_by(
         "lost-constants",
         "a replica wakes without the tensors that no sync brings, such as the rotary table",
         "every_parameter_written",
-        needs={"placement": ("overlap",)},
+        needs={"placement": ("overlap",), "serve": IN_THE_RANK},
         patch={f"{REPLICA}.wake": f"{BUGS}:wakes_without_constants"},
     ),
     Fault(
         "finalized-again",
         "the step after a load also runs for tensors that were not loaded, at every sync",
         "every_parameter_written",
+        needs={"serve": IN_THE_RANK},
         patch={f"{REPLICA}.finalize": f"{BUGS}:finalizes_constants_again"},
     ),
     Fault(
@@ -167,6 +173,7 @@ FAULTS = exposed_by(
         "a forward reads one tensor before it passes the gate and the others after",
         "no_torn_reads",
         set=SERVING,
+        needs={"serve": IN_THE_RANK},
         patch={f"{REPLICA}.prepare": f"{BUGS}:reads_ahead"},
     ),
     Fault(
@@ -226,6 +233,45 @@ FAULTS = exposed_by(
         "a failed receiver keeps the new weights and serves with them",
         "failure_is_clean",
         patch={f"{CALL}.undo": f"{BUGS}:keeps_new_weights"},
+    ),
+    Fault(
+        "wrong-half",
+        "an engine loads gate projections into the half of the packed tensor that belongs to up projections, and the reverse",
+        "bit_exact",
+        set=ENGINE,
+        needs=ENGINES_OWN,
+        patch={f"{HUGGING}.load": f"{BUGS}:loads_into_the_wrong_half"},
+    ),
+    Fault(
+        "tied-name-skipped",
+        "an engine has its own copy of the tied head and does not load it, because no tensor with its name comes",
+        "bit_exact",
+        set=ENGINE,
+        needs=ENGINES_OWN,
+        patch={f"{HUGGING}.__init__": f"{BUGS}:unties_the_head"},
+    ),
+    Fault(
+        "buffer-not-sent",
+        "an engine's reload creates the rotary table again and leaves it empty, because no sync brings it",
+        "every_parameter_written",
+        set=ENGINE,
+        needs=ENGINES_OWN,
+        patch={"kit.engines.hosted:LoadedModel.finalize": f"{BUGS}:leaves_the_rotary_table_empty"},
+    ),
+    Fault(
+        "served-asleep",
+        "an engine that gets a request while it sleeps wakes without weights and answers",
+        "sleepers_release",
+        set=ENGINE,
+        needs={**ENGINES_OWN, "placement": ("overlap",)},
+        patch={f"{HUGGING}.logits": f"{BUGS}:answers_asleep"},
+    ),
+    Fault(
+        "finalize-twice",
+        "the step after a load runs twice",
+        "version_order",
+        set=ENGINE,
+        patch={f"{CALL}.finalize": f"{BUGS}:finalizes_twice"},
     ),
     needs={"implementation": ("",)},
 )

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from kit.errors import refuse_if
+from kit.errors import BadInput, refuse_if
 from kit.labs.definition import Definition, JobConfig, Option, Role, Step, check_fits, check_transport, model_of
 from kit.labs.sync.faults import FAULTS
 from kit.megatron.config import DTYPE_BYTES, ModelConfig, check, dtype_on, model_bytes
+from kit.world.asked import find_python, python_has
 
 TRANSPORTS = ("auto", "shm", "broadcast", "rendezvous", "serialize", "ipc", "per-tensor")
+SERVED = ("megatron", "transformers")
 ONE_WORLD = ("broadcast", "per-tensor")  # they create a group inside one World
 
 
@@ -44,6 +46,14 @@ class SyncConfig(JobConfig):
             names=TRANSPORTS,
         ),
     ] = "auto"
+    serve: Annotated[
+        str,
+        Option(
+            "model that replicas serve with: megatron (the kit's), transformers (Hugging Face), or your own engine as module:attr",
+            target=True,
+            names=SERVED,
+        ),
+    ] = "megatron"
     receiver: Annotated[
         str,
         Option(
@@ -89,6 +99,19 @@ class SyncConfig(JobConfig):
         check_transport(self.transport, self.nodes)
         check(trainer_model(self), self.trainer_ranks)
         check(replica_model(self), self.infer_tp)
+        refuse_if(
+            self.serve != "megatron" and self.infer_tp > 1,
+            f"serve={self.serve} puts a whole model on each rank, but infer_tp={self.infer_tp}: use infer_tp=1",
+        )
+        refuse_if(
+            self.serve != "megatron" and self.receiver != "",
+            f"receiver={self.receiver} loads into the kit's model, but serve={self.serve}: use one of the two",
+        )
+        refuse_if(
+            self.serve == "transformers" and not replica_model(self).geometry.qkv_bias,
+            f"serve={self.serve} serves Qwen2, whose query, key and value have biases, but size={self.size} has none: "
+            "use another size",
+        )
         overlap = self.placement == "overlap"
         refuse_if(
             overlap and self.replicas < 2,
@@ -208,6 +231,12 @@ def fits(config: SyncConfig) -> None:
     copies = whole * (GATHERED + CACHED + STAGED * config.awake)
     job, host = (jobs + whole * config.replicas) // config.ranks, copies // config.ranks
     check_fits(config, job=job, host=host, kept="for copies on the way to the replicas")
+    python = find_python(config.python or None).path if config.serve == "transformers" else ""
+    if python and not python_has(python, config.serve):
+        raise BadInput(
+            f"serve={config.serve} needs the package {config.serve} in the ranks' Python {python}: "
+            f"pip install 'lifecycle-kit[hf]'"
+        )
 
 
 LAB = Definition(

@@ -341,10 +341,15 @@ def healing(differ: pd.DataFrame) -> str:
 
 def rounds_otherwise(config: Config) -> str:
     """Why right replicas may round differently than the trainer; empty if they add in the same order."""
+    if config.get("serve", "megatron") != "megatron":
+        return "the engine computes in another order than the trainer"
     if config.get("receiver"):
         return "your own receiving side may have a forward that rounds differently"
     same_layout = config["tp"] == config["infer_tp"] and config["pp"] == 1
     return "" if same_layout else "the layouts differ, so sums round differently"
+
+
+NOISE_MARGIN = 8  # versions have other weights than the base, at which the noise of a few prompts was measured
 
 
 def rounding(config: Config) -> float:
@@ -364,6 +369,11 @@ def logits_equal(frame: pd.DataFrame, config: Config) -> Measured:
         incomplete(f"logits were compared {len(errors)} times instead of {wanted}")
     answer = worst(errors)
     why = f"{answer.why}; {same.sum():.0f} of {len(errors)} logits are identical bit for bit"
+    noise = frame[frame["metric"] == "logits_noise"]["value"]
+    if not noise.empty:
+        limit = min(NOISE_MARGIN * float(noise.max()), rounding(config))
+        measured = f"noise at rest {noise.max():.2g}, between the engine and a plain model with the base weights"
+        return Measured(answer.value, f"{why}; {measured}", limit=limit)
     if reason := rounds_otherwise(config):
         return Measured(answer.value, why, if_passed=reason)
     value = answer.value or (math.inf if same.min() < 1 else 0.0)
@@ -577,10 +587,12 @@ def failure_is_clean(frame: pd.DataFrame, config: Config) -> Measured:
 
 
 def sleepers_release(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: ARG001 - as above
-    """Does a sleeping replica release its weights?"""
+    """Does a sleeping replica release its weights?
+
+    An engine in place of the kit's model must also refuse a forward while it sleeps."""
     if not shares(frame):
         raise NotMeasured("no replica sleeps: the trainer shares no device with them")
-    rows = frame[frame["metric"] == "asleep_tensors"]
+    rows = frame[frame["metric"].isin(["asleep_tensors", "answered_asleep"])]
     if rows.empty:
         raise Missing("no sleeping replica was looked at")
     return worst(rows)

@@ -52,6 +52,16 @@ GIB = 2**30
             {"oversize": "refuse", "bucket_mib": 0.01},
             r"is less than the largest tensor \(0.0625 MiB\) and oversize=refuse",
         ),
+        (
+            {"serve": "transformers", "ranks": 6, "replicas": 2, "infer_tp": 2},
+            "serve=transformers puts a whole model on each rank, but infer_tp=2: use infer_tp=1",
+        ),
+        ({"serve": "mine:Engine", "receiver": "mine:Side"}, "receiver=mine:Side loads into the kit's model"),
+        (
+            {"serve": "transformers", "size": "125m", "layers": 2},
+            "whose query, key and value have biases, but size=125m",
+        ),
+        ({"serve": "sglang"}, "serve must be one of megatron, transformers, or module:attr"),
         ({"verify_share": 0}, "verify_share must be a number from 0.001 to 1, not 0"),
         ({"verify": "crc"}, "verify must be one of auto, none, xxh3, sha256"),
         ({"cycles": 0}, "cycles must be a whole number from 1"),
@@ -76,6 +86,13 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     sync_fits(SyncConfig(size="125m", layers=2))
     with pytest.raises(BadInput, match="for copies on the way to the replicas"):
         sync_fits(SyncConfig(size="qwen2.5-0.5b"))
+
+
+def test_a_package_that_the_ranks_lack_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kit.labs.sync.lab.python_has", lambda path, module: module != "transformers")
+    sync_fits(SyncConfig())
+    with pytest.raises(BadInput, match="serve=transformers needs the package transformers in the ranks' Python"):
+        sync_fits(SyncConfig(serve="transformers"))
 
 
 def test_replicas_are_counted_not_devices() -> None:

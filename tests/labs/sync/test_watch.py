@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from kit.engines.contents import sha256
 from kit.labs.sync.lab import SyncConfig
 from kit.labs.sync.ranks.trainer import SyncTrainer
-from kit.labs.sync.ranks.watch import WAITS, Forward, Forwards, SeenTransport, SyncWatch, judge_forwards, sha256
+from kit.labs.sync.ranks.watch import WAITS, Forward, Forwards, SeenTransport, SyncWatch, judge_forwards
 from kit.measure.phase import shared_memory
 from kit.sync.cache import Segment
 from kit.sync.serving import Serving

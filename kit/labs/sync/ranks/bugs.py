@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from kit.engines.hosted import EngineContext, LoadedModel
+from kit.engines.hugging import TransformersModel
 from kit.errors import KitError
 from kit.labs.sync.lab import SyncConfig
 from kit.labs.sync.ranks import phases  # noqa: F401 - see above
-from kit.labs.sync.ranks.contents import constants
 from kit.labs.sync.ranks.replica import SyncReplica
 from kit.labs.sync.ranks.trainer import SyncTrainer
 from kit.megatron import shards
@@ -36,6 +37,8 @@ close_group = Broadcast.close
 make_job, gather, refresh = SyncTrainer.make_job, SyncTrainer.gather, SyncTrainer.refresh
 prepare, destinations = SyncReplica.prepare, SyncReplica.destinations
 wake, finalize = SyncReplica.wake, SyncReplica.finalize
+finalize_call, finalize_engine = Call.finalize, LoadedModel.finalize
+make_engine, load_by_name, engine_logits = TransformersModel.__init__, TransformersModel.load, TransformersModel.logits
 full_tensors, all_destinations = shards.full_tensors, shards.destinations
 
 KEPT: list[Any] = []  # leaked buffers
@@ -165,7 +168,7 @@ def runs_at_once(call: Call, message: dict[str, Any]) -> None:
 
 def swaps_two_rows(call: Call, message: dict[str, Any]) -> None:
     apply(call, message)
-    rows = next(tensor for tensor in call.receiver.weights().own() if tensor.dim() == 2)
+    rows = next(tensor for _, tensor in host_of(call).model.versioned() if tensor.dim() == 2).detach()
     rows[[0, 1]] = rows[[1, 0]]
 
 
@@ -251,7 +254,7 @@ def discards_with_an_error(cache: Cache, version: int) -> None:
 
 def keeps_new_weights(call: Call) -> None:
     if host_of(call).last:
-        call.before = []
+        call.before = None
     undo(call)
 
 
@@ -292,14 +295,14 @@ def writes_into_an_old_tensor(replica: SyncReplica) -> Mapping[str, Sequence[Des
 def wakes_without_constants(replica: SyncReplica) -> None:
     """What no sync brings is allocated again, and left empty."""
     wake(replica)
-    for _, tensor in constants(replica.replica.chunks):
+    for _, tensor in replica.model.constants():
         tensor.zero_()
 
 
 def finalizes_constants_again(replica: SyncReplica) -> None:
     """A step that must run once per load runs at every sync, for tensors that were not loaded."""
     finalize(replica)
-    for _, tensor in constants(replica.replica.chunks):
+    for _, tensor in replica.model.constants():
         tensor.copy_(tensor.flip(0))
 
 
@@ -324,5 +327,40 @@ class ReadsAhead(Gate):
 
 def reads_ahead(replica: SyncReplica, cycle: int) -> None:
     prepare(replica, cycle)
-    weight = next(replica.replica.chunks[0].parameters())
+    _, weight = next(replica.model.versioned())
     replica.serving.gate = ReadsAhead(replica.serving.gate.timeout_s, weight)
+
+
+# -- in an engine ----------------------------------------------------------------------------------------------------------
+
+
+def loads_into_the_wrong_half(engine: TransformersModel, name: str, tensor: torch.Tensor) -> None:
+    halves = ("gate_proj", "up_proj") if "gate_proj" in name else ("up_proj", "gate_proj")
+    load_by_name(engine, name.replace(*halves), tensor)
+
+
+def unties_the_head(engine: TransformersModel, ctx: EngineContext) -> None:
+    make_engine(engine, ctx)
+    head = engine.model.lm_head
+    head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+
+
+def leaves_the_rotary_table_empty(model: LoadedModel) -> None:
+    finalize_engine(model)
+    for name, tensor in model.constants():
+        if "rotary" in name:
+            tensor.zero_()
+
+
+def answers_asleep(engine: TransformersModel, tokens: torch.Tensor) -> torch.Tensor:
+    if not engine._away:
+        return engine_logits(engine, tokens)
+    engine.wake()
+    logits = engine_logits(engine, tokens)
+    engine.sleep()
+    return logits
+
+
+def finalizes_twice(call: Call, message: dict[str, Any]) -> None:
+    host_of(call).finalize()
+    finalize_call(call, message)

@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 
+from kit.engines.contents import listed_names, sha256
 from kit.errors import BadInput, RehearsedError, refuse_if
 from kit.labs.sync.lab import SyncConfig
-from kit.labs.sync.ranks.contents import listed_names, versioned
 from kit.labs.sync.ranks.rehearsals import REFILL, counting_leftovers, note, step
-from kit.labs.sync.ranks.replica import SyncReplica, nothing
+from kit.labs.sync.ranks.replica import SyncReplica
 from kit.labs.sync.ranks.side import ANY, Side, error_of, replica_ranks
 from kit.labs.sync.ranks.trainer import SyncTrainer
-from kit.labs.sync.ranks.watch import sha256
 from kit.megatron import shards
-from kit.sync.buckets import Cut, Key
+from kit.sync.buckets import Key
 from kit.sync.cache import BASE
 from kit.sync.sender import Report, SyncLog, Target
 from kit.target import load
@@ -84,6 +83,10 @@ def common_context(side: Side, chunks: Sequence[Any]) -> dict[str, Any]:
         "chunks": chunks,
         "timeout_s": side.config.deadline_s,
     }
+
+
+def nothing() -> None:
+    """What is called where your code lacks a method."""
 
 
 class Labelled:
@@ -240,8 +243,8 @@ class OwnReplica(SyncReplica):
                 load=self.load_part,
                 writing=self.gate,
                 publish=self.publish,
-                receiver=self.own_side,
-                **common_context(self, self.replica.chunks),
+                receiver=getattr(self.model, "own", None),
+                **common_context(self, getattr(self.model, "chunks", ())),
             )
         )
         self.ctx.record("retries", int(retries(self.own_sync)))
@@ -253,10 +256,10 @@ class OwnReplica(SyncReplica):
         self.outside: set[str] = set()  # tensors that changed outside of the gate
         self.gates: list[set[str]] = []  # those that changed within each gate
         self.published: dict[str, str] = {}  # what the weights held when they got their label
-        self.cut = Cut(self.destinations(), [], self.load)
+        self.cut = self.model.weights(self.destinations())
 
     def hashed(self) -> dict[str, str]:
-        return {name: sha256(tensor) for name, tensor in versioned(self.replica.chunks)}
+        return {name: sha256(tensor) for name, tensor in self.model.versioned()}
 
     def changed_now(self) -> set[str]:
         """The tensors that changed since the last look."""
@@ -312,7 +315,7 @@ class OwnReplica(SyncReplica):
 
     def receive(self) -> None:
         """Your code brings a version. What it writes outside of the gate counts where forwards could run meanwhile."""
-        asleep, began, log = self.replica.asleep, time.time(), SyncLog()
+        asleep, began, log = self.model.asleep, time.time(), SyncLog()
         self.receiver.routed = self.receiver.routed and not asleep and self.config.refresh == "staged"
         if asleep:
             self.wake()
@@ -361,7 +364,7 @@ class OwnReplica(SyncReplica):
             self.compare()
             self.expected += 1
             self.watch.reset("rehearsed")
-            self.contents.poison()
+            self.model.poison()
             self.receive()
             self.count_written(REFILL)
             self.compare_weights(scene=REFILL)

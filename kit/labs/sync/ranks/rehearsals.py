@@ -20,13 +20,13 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from kit import machine
+from kit.engines.contents import listed_names, sha256
 from kit.errors import BadInput, RehearsedError
 from kit.labs.sync.lab import SyncConfig
-from kit.labs.sync.ranks.contents import listed_names
 from kit.labs.sync.ranks.replica import SyncReplica
 from kit.labs.sync.ranks.side import ANY, Side, error_of
 from kit.labs.sync.ranks.trainer import SyncTrainer
-from kit.labs.sync.ranks.watch import WAITS, SeenTransport, judge_forwards, sha256
+from kit.labs.sync.ranks.watch import WAITS, SeenTransport, judge_forwards
 from kit.measure.observers.births import Births, registered_groups
 from kit.measure.phase import MEMFD, resource_counts, temp_files
 from kit.sync.buckets import Destination
@@ -249,7 +249,7 @@ def take_next(replica: SyncReplica, scene: str, wanted: int) -> None:
 def refill(replica: SyncReplica) -> None:
     """A replica that does not serve loses all its weights; the next sync must write every tensor, even those that training left alone."""
     replica.watch.reset("rehearsed")
-    replica.contents.poison()
+    replica.model.poison()
     replica.receiver.join()
     replica.count_written(REFILL)
     replica.compare_weights(scene=REFILL)
@@ -280,7 +280,7 @@ def endure(replica: SyncReplica, scene: str) -> None:
             note(replica, "kept_wrong", int(not receiver.routed) + replica.compare_weights(scene=scene), scene)
         else:
             # The weights of a replica that paused or woke are undefined now: it must have no route, and sleep again if it woke.
-            awake = replica.sleeper and not replica.replica.asleep
+            awake = replica.sleeper and not replica.model.asleep
             note(replica, "kept_wrong", int(receiver.routed) + int(awake), scene)
             if awake:
                 replica.sleep()

@@ -13,16 +13,25 @@ import torch
 import torch.distributed as dist
 
 from kit.actors.common import address_for
-from kit.errors import BadInput, KitError
+from kit.engines.contents import Contents, listed_names, sha256
+from kit.engines.hosted import (
+    ENGINES,
+    EngineContext,
+    HostedModel,
+    LoadedModel,
+    MegatronModel,
+    OwnSide,
+    differing_digests,
+)
+from kit.errors import KitError
 from kit.labs import rankside
 from kit.labs.sync.lab import SyncConfig, replica_model, roles
-from kit.labs.sync.ranks.contents import Contents, listed_names
-from kit.labs.sync.ranks.side import Side, error_of, fill, logits_error
-from kit.labs.sync.ranks.watch import Forwards, SeenWeights, SyncWatch, judge_forwards, sha256
-from kit.measure.observers.tensors import TensorState, live_bytes
-from kit.megatron import model, serve, shards, standin
+from kit.labs.sync.ranks.side import ANY, Side, base_weights, error_of, fill, logits_error, plain_logits
+from kit.labs.sync.ranks.watch import Forwards, SeenWeights, SyncWatch, judge_forwards
+from kit.measure.observers.tensors import live_bytes
+from kit.megatron import model, standin
 from kit.sync import transports
-from kit.sync.buckets import Cut, Destination
+from kit.sync.buckets import Destination
 from kit.sync.hashes import digest
 from kit.sync.link import call
 from kit.sync.receiver import SENDER, Call, Receiver
@@ -30,6 +39,7 @@ from kit.sync.serving import Serving
 from kit.target import load
 
 FIRST = 3  # tensors that a comparison names
+PROMPTS = 8  # of the noise between an engine and the plain model
 SYNCED = "synced"
 
 
@@ -64,16 +74,8 @@ class SyncReplica(Side):
         self.enter()
         config = replica_model(self.config)
         with self.as_job():
-            self.replica = serve.ServingModel(config)
-            fill(self.replica.chunks, config.geometry, model.DTYPES[config.dtype], self.config.seed)
-            own = self.own_side = self.own_receiver()
-        # Your code works on parameters, which may not be written in place where gradients are recorded.
-        self.load = torch.no_grad()(own.load) if own else None
-        self.logits = torch.no_grad()(getattr(own, "forward", self.replica.logits))
-        self.derive, self.allocate, self.let_go = (
-            getattr(own, method, nothing) for method in ("finalize", "wake", "sleep")
-        )
-        self.contents = Contents(self.replica.chunks)
+            self.model = self.make_model()
+        self.contents = Contents(self.model)
         tokens = self.prompt(config.geometry.vocab)
         wait = self.config.deadline_s
 
@@ -81,7 +83,7 @@ class SyncReplica(Side):
             if self.ctx.device.type == "cuda":
                 torch.cuda.set_device(self.ctx.device)  # every thread begins with the first GPU
             with standin.on_this_thread():
-                return self.logits(tokens).float()
+                return self.model.logits(tokens).float()
 
         self.forwards = Forwards(forward, lambda: self.receiver, wait)
         self.serving = Serving(self.forwards, group=self.group, timeout_s=wait)
@@ -91,24 +93,42 @@ class SyncReplica(Side):
         self.receiver.calls = self.watch.wrap_call(Call)
         self.count()
 
-    def own_receiver(self) -> Any:
-        """Your own receiving side; None without one. Inside `as_job`."""
-        target = self.config.receiver
-        if not target:
-            return None
-        own = load(target)(
-            ReceiverContext(
+    def make_model(self) -> HostedModel:
+        """The model to serve with, with the base weights. Inside `as_job`."""
+        settings, config = self.config, replica_model(self.config)
+        dtype = model.DTYPES[config.dtype]
+        if settings.serve != "megatron":
+            return self.make_engine(dict(base_weights(config.geometry, dtype, settings.seed)))
+        kits = OwnSide(config) if settings.receiver else MegatronModel(config)
+        fill(kits.chunks, config.geometry, dtype, settings.seed)
+        if isinstance(kits, OwnSide):
+            ctx = ReceiverContext(
                 rank=dist.get_rank(),
                 world_size=dist.get_world_size(),
                 group=self.group,
                 device=self.ctx.device,
-                config=self.config,
-                chunks=self.replica.chunks,
+                config=settings,
+                chunks=kits.chunks,
             )
+            kits.receive_by(load(settings.receiver)(ctx), settings.receiver)
+        return kits
+
+    def make_engine(self, weights: Mapping[str, torch.Tensor]) -> LoadedModel:
+        settings, config = self.config, replica_model(self.config)
+        ctx = EngineContext(
+            geometry=config.geometry,
+            dtype=model.DTYPES[config.dtype],
+            device=self.ctx.device,
+            weights=weights,
+            timeout_s=settings.deadline_s,
+            config=settings,
         )
-        if not hasattr(own, "load"):
-            raise BadInput(f"receiver={target}: the object it returned has no load(name, tensor)")
-        return own
+        engine = LoadedModel(load(ENGINES.get(settings.serve, settings.serve))(ctx), settings.serve, ctx.device)
+        if settings.serve in ENGINES:  # an engine from outside is judged itself, so its noise limits nothing
+            prompts = [self.prompt(config.geometry.vocab, number) for number in range(1, PROMPTS + 1)]
+            errors = [logits_error(engine.logits(each).cpu(), plain_logits(config, weights, each)) for each in prompts]
+            self.ctx.record("logits_noise", max(errors))
+        return engine
 
     def new_receiver(self, weights: Callable[[], Any]) -> Receiver:
         return Receiver(
@@ -183,7 +203,7 @@ class SyncReplica(Side):
     def compare_changes(self, trained: Sequence[str]) -> None:
         """Record tensors that training changed and this replica did not, and constants that changed. Collective over a replica."""
         changed = set().union(*self.from_replica(self.contents.changed()))
-        same = sorted(set(trained) - changed)
+        same = sorted(name for name in trained if changed.isdisjoint(self.model.counterparts(name)))
         disturbed = self.contents.disturbed()
         self.ctx.record("tensors_trained", len(trained))
         self.ctx.record("tensors_unchanged", len(same), text=listed_names(same))
@@ -231,20 +251,17 @@ class SyncReplica(Side):
         self.count()
 
     def end(self, cycle: int) -> None:
-        del self.replica
+        del self.model
         super().end(cycle)
 
     # -- the receiver's host -------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        self.replica.wake()
-        self.contents.poison()
-        self.allocate()
+        self.model.wake()
         self.watch.point("wake")
 
     def sleep(self) -> None:
-        self.let_go()
-        self.replica.sleep()
+        self.model.sleep()
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -253,8 +270,7 @@ class SyncReplica(Side):
             yield
 
     def finalize(self) -> None:
-        """The kit derives nothing from these weights; the point shows that the receiver asked for it."""
-        self.derive()
+        self.model.finalize()
         self.watch.point("derive")
 
     def digests(self, algorithm: str) -> dict[str, str]:
@@ -263,7 +279,7 @@ class SyncReplica(Side):
     def hashes(self, of: Callable[[torch.Tensor], str]) -> dict[str, str]:
         """Digests of every full tensor of the replica, on each of its ranks. Collective over the replica."""
         with self.as_job():
-            own = {name: of(tensor) for name, tensor in shards.full_tensors(self.replica.chunks)}
+            own = differing_digests((name, of(tensor)) for name, tensor in self.model.full_tensors())
         table: dict[str, str] = self.from_replica(own)[0]
         return table
 
@@ -277,19 +293,20 @@ class SyncReplica(Side):
     def destinations(self) -> Mapping[str, Sequence[Destination]]:
         """Where each full tensor goes: the shards of this rank, and how they are cut."""
         with self.as_job():
-            return shards.destinations(self.replica.chunks)
+            return self.model.destinations()
 
     def weights(self) -> SeenWeights:
-        own = [parameter.data for parameter in self.replica.chunks[0].parameters()]
-        return SeenWeights(Cut(self.destinations(), own, self.load), self.watch)
+        return SeenWeights(self.model.weights(self.destinations()), self.watch)
 
     def leave(self) -> None:
         """Lose the route and sleep, which makes room for the trainer."""
         self.receiver.routed = False
         self.sleep()
-        resident = TensorState(chunks=self.replica.chunks).resident(self.ctx.device.type)
-        kept = [item for item in resident if item.kind == "weights"]
-        self.ctx.record("asleep_tensors", len(kept), text="; ".join(map(str, kept[:3])))
+        kept = self.model.resident()
+        self.ctx.record("asleep_tensors", len(kept), text="; ".join(kept[:3]))
+        if self.config.serve != "megatron":
+            refused = error_of(self.forwards.at_rest, ANY)
+            self.ctx.record("answered_asleep", int(refused is None))
 
     def serve(self) -> None:
         self.serving.start()
@@ -301,7 +318,7 @@ class SyncReplica(Side):
 
     def take(self) -> None:
         """Join a sync that must succeed while forwards run; afterwards this replica serves the new version."""
-        old, asleep, known = self.receiver.version, self.replica.asleep, self.watch.known
+        old, asleep, known = self.receiver.version, self.model.asleep, self.watch.known
         self.watch.reset(self.path_of(asleep=asleep))
         try:
             if not asleep:
@@ -337,10 +354,6 @@ class SyncReplica(Side):
     def record_state(self) -> None:
         self.ctx.record("version", self.receiver.version)
         self.ctx.record("routed", int(self.receiver.routed))
-
-
-def nothing() -> None:
-    """What the kit does where your own receiving side lacks a method."""
 
 
 def spell_buckets(numbers: Sequence[int]) -> str:

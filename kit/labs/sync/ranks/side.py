@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from kit.labs.bystander import Bystander
 from kit.labs.sync.lab import SyncConfig
 from kit.measure.phase import shared_memory
 from kit.megatron import groups, ownership, serve, shards, standin
-from kit.megatron.config import Geometry
+from kit.megatron.config import Geometry, ModelConfig
+from kit.megatron.model import DTYPES
 from kit.sync import transports
 from kit.sync.sender import SyncLog
 from kit.train.plain import PlainModel
@@ -91,8 +92,19 @@ class Side:
         for metric, value in self.bystander.ask().items() if self.bystander else ():
             self.ctx.record(metric, value, "B")
 
-    def prompt(self, vocab: int) -> torch.Tensor:
-        return torch.randint(0, vocab, (ROWS, LENGTH), generator=torch.Generator().manual_seed(self.config.seed))
+    def prompt(self, vocab: int, number: int = 0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.config.seed + number)
+        return torch.randint(0, vocab, (ROWS, LENGTH), generator=generator)
+
+
+def base_weights(geometry: Geometry, dtype: torch.dtype, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same base weights for any model: each full tensor is drawn from its name."""
+    with torch.device("meta"):
+        shapes = {name: param.shape for name, param in PlainModel(geometry).named_parameters()}
+    for name, shape in shapes.items():
+        generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+        full = torch.randn(shape, generator=generator)
+        yield name, (1 + 0.1 * full if full.dim() == 1 and "norm" in name else 0.05 * full).to(dtype)
 
 
 def replica_ranks(config: SyncConfig) -> list[range]:
@@ -101,16 +113,21 @@ def replica_ranks(config: SyncConfig) -> list[range]:
 
 
 def fill(chunks: Sequence[Any], geometry: Geometry, dtype: torch.dtype, seed: int) -> None:
-    """Fill in the same base weights for any layout: each full tensor is drawn from its name, then cut."""
-    with torch.device("meta"):
-        shapes = {name: param.shape for name, param in PlainModel(geometry).named_parameters()}
+    """Fill in the base weights for any layout."""
+    places = shards.destinations(chunks)
     with torch.no_grad():
-        for name, places in shards.destinations(chunks).items():
-            generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
-            full = torch.randn(shapes[name], generator=generator)
-            full = (1 + 0.1 * full if full.dim() == 1 and "norm" in name else 0.05 * full).to(dtype)
-            for into, take in places:
+        for name, full in base_weights(geometry, dtype, seed):
+            for into, take in places.get(name, ()):
                 into.copy_(take(full))
+
+
+def plain_logits(config: ModelConfig, tensors: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    """Logits of the last position from the plain model, which is loaded by tensor names only."""
+    plain = PlainModel(config.geometry, dtype=DTYPES[config.dtype], device="meta")
+    plain.load_state_dict(dict(tensors), assign=True)
+    with torch.no_grad():
+        logits: torch.Tensor = plain(tokens.to(next(iter(tensors.values())).device))
+    return logits[:, -1].float()
 
 
 def logits_error(logits: torch.Tensor, wanted: torch.Tensor) -> float:

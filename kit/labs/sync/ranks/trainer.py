@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kit.engines.contents import Contents, ModuleTensors, sha256
 from kit.labs import rankside
 from kit.labs.sync.lab import SyncConfig, trainer_model
-from kit.labs.sync.ranks.contents import Contents
-from kit.labs.sync.ranks.side import ANY, Side, error_of, fill, logits_error
-from kit.labs.sync.ranks.watch import SyncWatch, sha256
+from kit.labs.sync.ranks.side import ANY, Side, error_of, fill, logits_error, plain_logits
+from kit.labs.sync.ranks.watch import SyncWatch
 from kit.measure.phase import MEMFD, SHM, Place, log_steps, shared_memory
 from kit.megatron import model, serve, shards
-from kit.megatron.config import ModelConfig
 from kit.sync import transports
 from kit.sync.buckets import ALIGN, Key, Layout, automatic, lay_out, specs_of
 from kit.sync.cache import BASE, LARGEST, Cache, Ring
 from kit.sync.sender import Gathered, Report, Sender, SyncFailed, Target
 from kit.train.options import DEFAULTS
-from kit.train.plain import PlainModel
 
 MOVES = dataclasses.replace(DEFAULTS, first_lr=DEFAULTS.lr)  # no warm-up, so that the first step changes weights
 LEAST_BUCKETS = 8  # also for a model that would fit into fewer, because a run with one bucket proves little
@@ -54,7 +52,7 @@ class SyncTrainer(Side):
     def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
         self.enter()
         self.make_job()
-        self.contents = Contents(self.job.chunks)
+        self.contents = Contents(ModuleTensors(self.job.chunks))
         self.tokens = self.prompt(trainer_model(self.config).geometry.vocab)
         if self.config.shares:  # before anything is counted: the host memory for offloaded weights stays allocated
             self.job.mover.release()
@@ -304,12 +302,3 @@ def lock_is_free(cache: Cache) -> bool:
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(error_of, take).result() is None
-
-
-def plain_logits(config: ModelConfig, tensors: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """Logits of the last position from the plain model, which is loaded by tensor names only."""
-    plain = PlainModel(config.geometry, dtype=model.DTYPES[config.dtype], device="meta")
-    plain.load_state_dict(dict(tensors), assign=True)
-    with torch.no_grad():
-        logits: torch.Tensor = plain(tokens.to(next(iter(tensors.values())).device))
-    return logits[:, -1].float()

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kit.engines.contents import sha256
 from kit.labs.rankside import Context
 from kit.measure.phase import Place, shared_at
 from kit.sync.link import Link
@@ -33,14 +34,6 @@ LINGER_S = 0.02  # a forward stays inside this long when a writer arrives, to de
 BEGINNING = 2**16  # bytes of each bucket that are compared with those of other buckets
 WAITS, STUCK = "waits", "stuck"
 STEPS = ("verify", "apply", "teardown", "finalize", "publish", "activate", "end")
-
-
-def sha256(tensor: torch.Tensor) -> str:
-    """The lab's own hash of dtype, shape and all bytes. It reads a copy, because numpy would mark the storage as fixed in size."""
-    flat = tensor.detach().to("cpu", copy=True).contiguous()
-    hashed = hashlib.sha256(f"{flat.dtype} {tuple(flat.shape)}\n".encode())
-    hashed.update(flat.view(-1).view(torch.uint8).numpy().data)
-    return hashed.hexdigest()
 
 
 class Forward(NamedTuple):
@@ -293,8 +286,9 @@ class SeenWeights:
         self._weights = weights
         self._watch = watch
 
-    def own(self) -> Any:
-        return self._weights.own()
+    def keep(self) -> Callable[[], None]:
+        keep: Callable[[], None] = self._weights.keep()
+        return keep
 
     def bind(self, layout: Any) -> SeenWeights:
         self._applier = self._weights.bind(layout)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kit.labs.sync.ranks.contents import Contents, constants, versioned
+from kit.engines.contents import Contents, ModuleTensors, constants, versioned
 
 
 class Block(nn.Module):
@@ -53,7 +53,7 @@ def test_the_last_stages_copy_of_the_embedding_has_the_embeddings_name() -> None
 
 def test_a_tensor_that_changed_is_named_once() -> None:
     stage = Stage(1)
-    contents = Contents([stage])
+    contents = Contents(ModuleTensors([stage]))
     assert contents.changed() == {"decoder.layers.0.linear.weight", "scale", "count"}
     assert contents.changed() == set()
     stage.scale[1] += 1
@@ -63,7 +63,7 @@ def test_a_tensor_that_changed_is_named_once() -> None:
 
 def test_a_constant_is_compared_with_the_first_look() -> None:
     stage = Stage(1)
-    contents = Contents([stage])
+    contents = Contents(ModuleTensors([stage]))
     assert contents.disturbed() == []
     stage.table, stage.mask = stage.table.flip(0), torch.empty(0)
     assert contents.disturbed() == ["mask", "table"]
@@ -73,8 +73,8 @@ def test_a_constant_is_compared_with_the_first_look() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_no_one_wrote_is_counted_by_element(dtype: torch.dtype) -> None:
     stage = Stage(1).to(dtype)
-    contents = Contents([stage])
-    contents.poison()
+    contents = Contents(ModuleTensors([stage]))
+    contents.holder.poison()
     weight = stage.decoder.layers[0].linear.weight.data
     assert contents.unwritten() == {"count": 2, "decoder.layers.0.linear.weight": 4, "scale": 3}
     weight[0] = 1
