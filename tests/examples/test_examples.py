@@ -61,7 +61,7 @@ def unanswered(verdict: Verdict) -> set[str]:
 
 
 NULLS: dict[str, set[str]] = {}
-ASKED_FOR = {"restore_failure_is_clean"}  # judged only where own code says `retries = True`
+ASKED_FOR = {"restore_failure_is_clean", "rehearsals_leave_nothing"}  # judged only where own code says `retries = True`
 
 
 def null_for_the_kit(case: Case) -> set[str]:

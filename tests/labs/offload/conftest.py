@@ -40,6 +40,22 @@ class Retries(Whole):
     """Right: promises that a failed reload can be tried again, as the kit's can."""
     retries = True
 
+class Recovers(Retries):
+    """Right: a release that fails can be tried again too."""
+    def release(self):
+        try:
+            return super().release()
+        except Exception:
+            self.kit.restore_tensors()
+            self.failed()
+            raise
+    def failed(self): ...
+
+class LeaksWhenRefused(Recovers):
+    """A release that fails leaves a descriptor open."""
+    def failed(self):
+        vars(self).setdefault("leaked", []).append(open("/dev/null"))
+
 class RetriesAlone(Moves):
     """Promises it, but the other ranks know nothing of the one that failed."""
     retries = True
@@ -82,6 +98,7 @@ def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Run in a folder of the module, where ranks can import `mine` and the docs' examples; nothing may be left behind."""
     folder = tmp_path_factory.mktemp("offload")
     (folder / "mine.py").write_text(OWN)
+    (folder / "moved.py").write_text(Path(__file__).with_name("moved.py").read_text())
     for example in ("own_pair.py", "own_wrapper.py"):
         (folder / example).write_text((ROOT / "docs" / "examples" / example).read_text())
     with pytest.MonkeyPatch.context() as patch:

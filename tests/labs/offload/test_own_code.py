@@ -38,6 +38,33 @@ def test_a_reload_that_fails_is_rehearsed_where_own_code_says_that_it_may_be_ret
     right = offload(implementation="mine:Retries").verdict()
     assert failed(right) == set()
     assert why(right, "restore_failure_is_clean").startswith("tensors are away again after 2 failing reloads")
+    assert why(right, "rehearsals_leave_nothing") == "nothing is left by a failure (restore-fails)"
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(5, of="own code")
+def test_what_a_failed_release_of_own_code_leaves_is_found_out(offload: Offload) -> None:
+    right = offload(implementation="mine:Recovers").verdict()
+    assert failed(right) == set()
+    assert why(right, "rehearsals_leave_nothing") == "nothing is left by a failure (destroy-fails, restore-fails)"
+    leaky = offload(implementation="mine:LeaksWhenRefused").verdict()
+    assert failed(leaky) == {"rehearsals_leave_nothing"}
+    assert why(leaky, "rehearsals_leave_nothing").startswith("descriptors: ")
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(5, of="own code")
+def test_a_reload_that_makes_new_tensors_is_rehearsed_too(offload: Offload) -> None:
+    weights = {"groups": False, "grads": False, "optimizer": False}
+    right = offload(implementation="moved:Remade", **weights).verdict()
+    assert failed(right) == set()
+    assert why(right, "restore_failure_is_clean").startswith("tensors are away again after 2 failing reloads")
+    wrong = offload(implementation="moved:KeepsPart", **weights).verdict()
+    assert failed(wrong) == {"restore_failure_is_clean"}
+    unnamed = offload(implementation="moved:NamesNoTensor", **weights).verdict()
+    assert "names missing in the error: 1 (rank 1: the tensor in: rank 1: no memory for" in why(
+        unnamed, "restore_failure_is_clean"
+    )
 
 
 @pytest.mark.slow

@@ -40,7 +40,6 @@ from kit.target import load
 PATCHABLE = ("torch.distributed", "megatron.core")  # their functions must be the original ones at the end
 NAMED = 5  # tensors that differ, in records of their own
 SHOWN = 2  # of what differs, in a text
-SCALAR_BYTES = 8  # such as a step count: optimizers keep it on the host
 
 
 class Offload:
@@ -161,7 +160,7 @@ class Offload:
 
         left = sorted(filter(self._must_leave, self._resident()), key=lambda item: -item.size)
         self.ctx.record("left_bytes", sum(item.size for item in left), "B")
-        counted = [item for item in left if item.kind in self.config.kinds and item.size > SCALAR_BYTES]
+        counted = [item for item in left if item.kind in self.config.kinds and item.size > rehearsals.SCALAR_BYTES]
         self._count("left_tensors", counted)
 
         if self.config.groups:
@@ -239,29 +238,30 @@ class Offload:
 
     def rehearse_restore(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Make an allocation of a reload fail on one rank, twice."""
-        # The kit's releaser promises that `restore` may be called again after an error; your own does with `retries = True`.
-        may_retry = isinstance(self.releaser, KitReleaser) or bool(getattr(self.releaser, "retries", False))
+        # Where the kit moves the tensors, `restore` may be called again after an error.
+        may_retry = isinstance(self.releaser, KitReleaser) or self._promises_retries()
         if may_retry and self.config.kinds and not self.broken:
             assert self.job_context
             self._twice("restore-fails", rehearsals.restore_fails, self.job_context, self.releaser, self._state)
 
     def rehearse_failure(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """Make one group impossible to destroy: the release must raise an error that names it. The kit's own release is tried twice, and
-        once a rank is late for a meeting."""
+        """Make one group impossible to destroy: the release must raise an error that names it. Twice, if it may be tried again; and for the
+        kit's own release a rank is late for a meeting."""
         if self.broken:
             return
-        if self.config.implementation == KIT_RELEASER:  # your own may have replaced what makes groups
+        kits = self.config.implementation == KIT_RELEASER
+        if kits:  # your own may have replaced what makes groups
             assert self.job_context
             self.borrowed = rehearsals.borrow_from_the_job(self.job_context)
         if not (self.config.groups and self.config.mode in groups.EXACT and self.watch.standing):
             return
-        if self.config.implementation == KIT_RELEASER:
-            if self.ctx.world_size > 1:
-                assert self.job_context
-                wrong = rehearsals.arrivals_left(self.job_context, self.config.meet_timeout_s)
-                text = findings_in_words(wrong)
-                self.ctx.record("rehearsal_left", len(wrong), text=text, scene="late-rank", kind="arrivals")
-            self._twice("destroy-fails", rehearsals.destroy_fails, self.releaser)
+        if kits and self.ctx.world_size > 1:
+            assert self.job_context
+            wrong = rehearsals.arrivals_left(self.job_context, self.config.meet_timeout_s)
+            text = findings_in_words(wrong)
+            self.ctx.record("rehearsal_left", len(wrong), text=text, scene="late-rank", kind="arrivals")
+        if kits or self._promises_retries():
+            self._twice("destroy-fails", rehearsals.destroy_fails, self.releaser, returns=kits)
         else:
             self._findings("destroy-fails", rehearsals.destroy_fails(self.releaser))
 
@@ -290,17 +290,30 @@ class Offload:
         groups.install()  # handles first, so that what a person patches lies around them and not below
         standin.install()
 
-    def _twice(self, scene: str, rehearse: Callable[..., Iterable[rehearsals.Finding]], *args: Any) -> None:
-        """Rehearse twice: what the second time adds to descriptors, sockets, threads and groups was leaked by a failure."""
-        levels: list[dict[str, int]] = []
+    def _promises_retries(self) -> bool:
+        return bool(getattr(getattr(self.releaser, "own", self.releaser), "retries", False))
+
+    def _twice(
+        self, scene: str, rehearse: Callable[..., Iterable[rehearsals.Finding]], *args: Any, returns: bool = True
+    ) -> None:
+        """Rehearse twice: what the second time adds to descriptors, sockets, threads and groups was leaked by a failure. If a failure
+        `returns` everything, the level before counts too: gloo connects late. Otherwise the second time may go wrong in another way, which
+        proves nothing."""
+        levels = [self._held()] if returns else []
         for _ in range(2):
-            self._findings(scene, rehearse(*args))
-            gc.collect()
-            levels.append(self.watch.held())
-        for kind, first in levels[0].items():
-            second = levels[1][kind]
-            text = f"{first} after the first time, {second} after the second" if second > first else ""
-            self.ctx.record("rehearsal_left", max(0, second - first), text=text, scene=scene, kind=kind)
+            findings = [*rehearse(*args)]
+            if not returns and levels and any(finding.value for finding in findings):
+                return
+            self._findings(scene, findings)
+            levels.append(self._held())
+        for kind, last in levels.pop().items():
+            highest = max(level[kind] for level in levels)
+            text = f"{highest} until the first time, {last} after the second" if last > highest else ""
+            self.ctx.record("rehearsal_left", max(0, last - highest), text=text, scene=scene, kind=kind)
+
+    def _held(self) -> dict[str, int]:
+        gc.collect()
+        return self.watch.held()
 
     def _findings(self, scene: str, findings: Iterable[rehearsals.Finding]) -> None:
         for metric, value, text in findings:

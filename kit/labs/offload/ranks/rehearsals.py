@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import re
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kit.errors import KitError, RehearsedError
 from kit.labs.offload.ranks.job import JobContext
@@ -62,6 +64,8 @@ def failure_raises(releaser: Any) -> bool | None:
                 releaser.restore_tensors()
         except Exception as error:  # noqa: BLE001 - any error will do, if it names the group
             raised = any(name in str(link) for link in births.chain(error))
+            if isinstance(releaser, KitReleaser):  # it moved the tensors for your own pair, which raised
+                releaser.ctx.mover.restore()
     return False if raised is None and attempts else raised
 
 
@@ -135,29 +139,38 @@ def arrivals_left(ctx: JobContext, timeout_s: float) -> list[str]:
 
 # -- an allocation of a reload that fails on one rank ----------------------------------------------------------------------
 
+SCALAR_BYTES = 8  # such as a step count: optimizers keep it on the host
+
 
 def restore_fails(ctx: JobContext, releaser: Any, look: Callable[[], TensorState]) -> Iterator[Finding]:
-    """Let the middle allocation of a reload fail on the last rank. Every rank must raise and free its tensors again, the error must name
-    rank and tensor, and a retry must bring every bit back."""
+    """Let the middle allocation of a reload fail on the last rank, counted in a reload before. Every rank must raise and free its tensors
+    again, the error must name rank and tensor, and a retry must bring every bit back."""
+    names = StateNames(look())
+    released = releaser.release()
+    with allocations(names, ctx.device.type) as usual:
+        releaser.restore(released)
     state = look()
-    before, names = state.prints(), state.names_by_storage()
-    count = sum(item.kind in ctx.config.kinds for item in state.resident(ctx.device.type))
+    before, names, last = state.prints(), StateNames(state), ctx.world_size - 1
     del state
     released = releaser.release()
     gc.collect()
-    level, last = live_bytes(), ctx.world_size - 1
-    with refusing_allocation(count // 2 + 1 if ctx.rank == last else 0) as refused:
+    level = live_bytes()
+    with allocations(names, ctx.device.type, usual.made // 2 + 1 if ctx.rank == last else 0) as failing:
         error = error_text(lambda: releaser.restore(released))
     gc.collect()
-    yield Finding("restore_refused", len(refused))
+    yield Finding("restore_refused", len(failing.refused))
     yield Finding("restore_silent", int(error is None))
     yield Finding("restore_kept", max(0, live_bytes() - level))
 
     # The refused tensor is known on the rank that refused it alone.
-    own_names = [name for storage in refused for name in names.get(storage, [])]
+    own_names = [name for possible in failing.refused for name in possible]
     words = error or ""
-    names_both = f"rank {last}" in words and (not own_names or any(is_named(name, words) for name in own_names))
-    yield Finding("restore_unnamed", int(error is not None and not names_both), words)
+    unnamed = [] if f"rank {last}" in words else [f"rank {last}"]
+    if own_names and not any(is_named(name, words) for name in own_names):
+        unnamed.append("the tensor")
+    if not error:
+        unnamed = []
+    yield Finding("restore_unnamed", len(unnamed), f"{' and '.join(unnamed)} in: {words}" if unnamed else words)
 
     second_error = error_text(lambda: releaser.restore(released))
     yield Finding("retry_raised", int(second_error is not None), second_error or "")
@@ -185,20 +198,69 @@ def error_text(call: Callable[[], object]) -> str | None:
     return None
 
 
+class StateNames:
+    """The names of the state's tensors by storage, and by size and type. It keeps no tensor alive."""
+
+    def __init__(self, state: TensorState) -> None:
+        self.by_storage = state.names_by_storage()
+        self.by_size: dict[tuple[int, torch.dtype], list[str]] = {}
+        for _, _, tensor in state.tensors:
+            if tensor.nbytes > SCALAR_BYTES:
+                names = self.by_storage[int(tensor.untyped_storage()._cdata)]
+                self.by_size.setdefault((tensor.nbytes, tensor.dtype), []).extend(names)
+
+
+@dataclass(slots=True)
+class Allocations:
+    """How many allocations were made for tensors of the state, and the names that a refused one may have had."""
+
+    refused_at: int
+    made: int = 0
+    refused: list[list[str]] = field(default_factory=list)
+
+    def count(self, names: list[str], size: int) -> None:
+        self.made += 1
+        if self.made == self.refused_at:
+            self.refused.append(names)
+            raise torch.OutOfMemoryError(f"no memory for {size} bytes, on purpose")
+
+
 @contextlib.contextmanager
-def refusing_allocation(at: int) -> Iterator[list[int]]:
-    """Refuse the memory of one storage, the `at`-th that asks for some; 0: of none. Gives the storages that were refused."""
+def allocations(names: StateNames, device: str, refused_at: int = 0) -> Iterator[Allocations]:
+    """Count the storages that get memory again, and new tensors of the size and type of one of the state's; refuse one of them, or none."""
+    seen = Allocations(refused_at)
     plain: Any = torch.UntypedStorage.resize_
-    calls, refused = itertools.count(1), []
 
     def resize(storage: Any, size: int) -> Any:
-        if size and next(calls) == at:
-            refused.append(int(storage._cdata))
-            raise torch.OutOfMemoryError(f"no memory for {size} bytes, on purpose")
+        if size:
+            seen.count(names.by_storage.get(int(storage._cdata), []), size)
         return plain(storage, size)
 
-    with replaced({"torch:UntypedStorage.resize_": resize}):
-        yield refused
+    with replaced({"torch:UntypedStorage.resize_": resize}), NewTensors(seen, names, device):
+        yield seen
+
+
+class NewTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts tensors that operations of torch make on this thread; not what other threads or libraries allocate."""
+
+    def __init__(self, seen: Allocations, names: StateNames, device: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen, self.names, self.device = seen, names, device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in strided_tensors((args, kwargs))}
+        for tensor in strided_tensors(made):
+            names = self.names.by_size.get((tensor.nbytes, tensor.dtype))
+            if names and tensor.device.type == self.device and tensor.untyped_storage()._cdata not in given:
+                self.seen.count(names, tensor.nbytes)
+        return made
+
+
+def strided_tensors(values: Any) -> list[torch.Tensor]:
+    """The tensors with a storage in nested arguments or results of an operation."""
+    leaves = tree_leaves(values)
+    return [value for value in leaves if isinstance(value, torch.Tensor) and value.layout == torch.strided]
 
 
 # -- the caller's groups, globals and random state, after success and after an error ------------------------------------------
