@@ -3,7 +3,7 @@
 A tensor has the name that its module gives it, with layers numbered over all pipeline stages, so both ends use the same names. Nothing of
 the code under test takes part: neither its names nor the way it cuts and joins tensors. A version must bring parameters and persistent
 buffers. All other tensors of a module are constants: buffers that are not persistent, and plain attributes such as the table of rotary
-frequencies.
+frequencies. Your own receiving side may declare what it derives, which changes with a version, and parameters that are frozen: constants.
 
 Limits: tensors that no module holds are not seen; a constant that a module makes during a forward is not known.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -85,6 +85,12 @@ class ModuleTensors:
         with torch.no_grad():
             for _, tensor in self.versioned():
                 tensor.detach().fill_(poison_of(tensor.dtype))
+
+
+def is_declared(name: str, names: Iterable[str]) -> bool:
+    """Whether a tensor is in a list of whole names, their beginnings, or last parts."""
+    listed = tuple(names)
+    return name.startswith(listed) or name.rpartition(".")[2] in listed
 
 
 def versioned(chunks: Sequence[Any]) -> Named:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kit.engines.contents import Holder, ModuleTensors, Named, poison_of
+from kit.engines.contents import Holder, ModuleTensors, Named, is_declared, poison_of
 from kit.errors import BadInput
 from kit.measure.observers.tensors import TensorState
 from kit.megatron import serve, shards
@@ -90,12 +90,21 @@ class MegatronModel(ModuleTensors):
 
 
 class OwnSide(MegatronModel):
-    """The kit's model with a user's receiving side, an object with `load` and perhaps `finalize`, `forward`, `sleep` and `wake`."""
+    """The kit's model with a user's receiving side, an object with `load` and perhaps `finalize`, `forward`, `sleep` and `wake`, and with
+    lists of the tensors in the model that it has `derived`, and of `frozen` ones, which no version brings."""
 
     def receive_by(self, own: Any, target: str) -> None:
         if not hasattr(own, "load"):
             raise BadInput(f"receiver={target}: the object it returned has no load(name, tensor)")
         self.own = own
+        self.derived, self.frozen = (tuple(getattr(own, names, ())) for names in ("derived", "frozen"))
+
+    def versioned(self) -> Named:
+        yield from (named for named in super().versioned() if not is_declared(named[0], self.frozen))
+
+    def constants(self) -> Named:
+        yield from (named for named in super().constants() if not is_declared(named[0], self.derived))
+        yield from (named for named in super().versioned() if is_declared(named[0], self.frozen))
 
     def weights(self, destinations: Destinations) -> Cut:
         # Your code works on parameters, which may not be written in place where gradients are recorded.

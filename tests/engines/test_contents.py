@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from kit.engines.contents import Contents, ModuleTensors, constants, versioned
+from kit.engines.hosted import OwnSide
 
 
 class Block(nn.Module):
@@ -68,6 +71,22 @@ def test_a_constant_is_compared_with_the_first_look() -> None:
     stage.table, stage.mask = stage.table.flip(0), torch.empty(0)
     assert contents.disturbed() == ["mask", "table"]
     assert contents.disturbed() == ["mask", "table"]
+
+
+def test_what_a_receiver_derives_may_change_and_what_it_declares_frozen_may_not() -> None:
+    stage = Stage(1)
+    side = OwnSide.__new__(OwnSide)
+    side.chunks = [stage]
+    side.receive_by(SimpleNamespace(load=None, derived=["packed", "mas"], frozen=["scale"]), "mine:Side")
+    contents = Contents(side)
+    assert contents.disturbed() == []
+    stage.decoder.layers[0].linear.packed, stage.mask = torch.ones(2), torch.empty(0)
+    assert contents.disturbed() == []
+    side.poison()
+    assert set(contents.unwritten()) == {"count", "decoder.layers.0.linear.weight"}
+    stage.scale[1] += 1
+    stage.table[0] += 1
+    assert contents.disturbed() == ["scale", "table"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

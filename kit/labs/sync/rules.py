@@ -408,7 +408,8 @@ def trained_changed(frame: pd.DataFrame, config: Config) -> Measured:
 def every_parameter_written(frame: pd.DataFrame, config: Config) -> Measured:
     """Does a sync write every parameter and persistent buffer of a replica, and no constant?
 
-    The lab overwrites all of them in a replica that wakes, and at the end in one that does not serve. Constants must keep their bytes."""
+    The lab overwrites all of them in a replica that wakes, and at the end in one that does not serve. Constants must keep their bytes, and
+    so must parameters that your own receiving side declares `frozen`."""
     older_kit(frame)
     left = select(frame, metric="tensors_unwritten")
     constants = select(frame, metric="constants_changed")
@@ -417,7 +418,10 @@ def every_parameter_written(frame: pd.DataFrame, config: Config) -> Measured:
         incomplete(f"the weights of {ranks} of {receivers(config)} receivers were overwritten before a sync")
     answer = worst(pd.concat([left, constants]))
     syncs = f"{counted(len(left), 'sync')} to replicas without weights"
-    return dataclasses.replace(answer, why=f"{answer.why}; {syncs}, constants compared {len(constants)} times")
+    reasons = [answer.why, f"{syncs}, constants compared {len(constants)} times"]
+    if config.get("receiver") and constants["value"].any():
+        reasons.append("tensors that `finalize` derives must be in your receiver's list `derived`")
+    return dataclasses.replace(answer, why="; ".join(reasons))
 
 
 def no_torn_reads(frame: pd.DataFrame, config: Config) -> Measured:

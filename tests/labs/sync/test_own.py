@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d as c10d
 from kit.sync.transports import Transport
+from own_receiver import ByNameWithAPackedHead
 from own_transport import Files
 
 
@@ -91,6 +92,21 @@ class Group:
         self.group = self.store = None
 
 
+class PacksUnnamed(ByNameWithAPackedHead):
+    """Keeps its packed copy on the model, which no list declares."""
+    @property
+    def packed(self):
+        return self.model.packed
+
+    @packed.setter
+    def packed(self, value):
+        self.model.packed = value
+
+
+class Packs(PacksUnnamed):
+    derived = ["packed"]
+
+
 class LoadsNothing:
     def __init__(self, ctx):
         self.size = ctx.world_size
@@ -109,7 +125,8 @@ def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Run in a folder of the module, where ranks can import `mine` and the docs' example; nothing may be left behind."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "mine.py").write_text(OWN)
-    (folder / "own_transport.py").write_text((ROOT / "docs" / "examples" / "own_transport.py").read_text())
+    for example in ("own_receiver.py", "own_transport.py"):
+        (folder / example).write_text((ROOT / "docs" / "examples" / example).read_text())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KIT_RUNS", str(folder / "runs"))
         patch.chdir(folder)
@@ -152,6 +169,15 @@ def test_one_that_raises_ends_the_run_and_its_error_is_reported() -> None:
         run("mine:Raises")
     assert caught.value.phase == "refresh"
     assert "mine.py" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_packed_copy_on_the_model_is_no_constant_if_it_is_declared() -> None:
+    assert not run("auto", receiver="mine:Packs", cycles=1).verdict().failed
+    (row,) = run("auto", receiver="mine:PacksUnnamed", cycles=1).verdict().failed
+    assert row.check == "every_parameter_written"
+    assert "packed" in row.why
+    assert row.why.endswith("tensors that `finalize` derives must be in your receiver's list `derived`")
 
 
 @pytest.mark.slow

@@ -232,7 +232,7 @@ def allocations(names: StateNames, device: str, refused_at: int = 0) -> Iterator
     plain: Any = torch.UntypedStorage.resize_
 
     def resize(storage: Any, size: int) -> Any:
-        if size:
+        if size > storage.nbytes():
             seen.count(names.by_storage.get(int(storage._cdata), []), size)
         return plain(storage, size)
 
