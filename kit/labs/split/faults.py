@@ -214,6 +214,12 @@ OF_THE_STEP = exposed_by(
         patch={f"{STEP}._give_up": f"{BUGS}:gives_up_in_eval"},
     ),
     Fault(
+        "file-per-abort",
+        "every abort leaves a file open",
+        "nothing_stays",
+        patch={f"{STEP}._give_up": f"{BUGS}:gives_up_with_an_open_file"},
+    ),
+    Fault(
         "nan-applied",
         "NaN gradients are applied to the weights",
         "nonfinite_skipped",

@@ -62,6 +62,9 @@ PROMISES = {
     "bytes_kept": "bytes that each step adds",
     "graphs_kept": "tensors with a graph that each step adds",
     "hooks_kept": "hooks that each step adds",
+    "fds_kept": "file descriptors that each step adds",
+    "sockets_kept": "sockets that each step adds",
+    "threads_kept": "threads that each step adds",
     "nonfinite_updated": "updates with non-finite values",
     "nonfinite_changed": "tensors changed by a non-finite step",
     "nonfinite_ticks_off": "wrong versions after a non-finite step",
@@ -435,12 +438,13 @@ def need_rehearsal(frame: pd.DataFrame, name: str) -> None:
 
 
 def nothing_stays(frame: pd.DataFrame, _: Config) -> Measured:
-    """Does a step leave no tensor, graph or hook behind?
+    """Does a step leave no tensor, graph, hook, descriptor, socket or thread behind?
 
-    In each of two rounds of a finished and an aborted step, after a first one."""
+    In each of two steps after a first one: finished, aborted, and aborted after an error."""
     need_rehearsal(frame, "memory_of_steps")
-    right = "no tensor, graph or hook is added by another finished and aborted step"
-    return promised(frame, "bytes_kept", "graphs_kept", "hooks_kept", right=right)
+    of_process = [name for name in ("fds_kept", "sockets_kept", "threads_kept") if frame["metric"].eq(name).any()]
+    right = f"no tensor, graph{', hook, descriptor, socket or thread' if of_process else ' or hook'} is added by another step"
+    return promised(frame, "bytes_kept", "graphs_kept", "hooks_kept", *of_process, right=right)
 
 
 def rows_copied(frame: pd.DataFrame, _: Config) -> Measured:

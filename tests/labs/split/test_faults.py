@@ -52,6 +52,7 @@ ALSO = {
     "keeps-graphs": {"nothing_piles_up"},
     "hook-per-step": set(),
     "left-in-eval": set(),
+    "file-per-abort": set(),
     "drops-remainder": set(),
     "group-per-step": {"nothing_piles_up"},
     "moe-aux-summed": {"metric_parity", "later_steps"},

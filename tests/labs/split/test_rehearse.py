@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
+import threading
+import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ from kit.megatron import split
 from kit.train.losses import ClippedPolicyGradient, NegativeLogLikelihood
 from kit.train.protocol import Batch, Misuse, SplitStep, StepResult, cuts
 
+ENDS = ("finish", "abort", "error in microbatch", "error in finish")
 CONFIG = SplitConfig(ranks=1, steps=1, microbatches=2, micro_batch=3, chunks=(1,), level="tokens", dtype="float32")
 ROWS, LENGTH, WORDS = 6, 12, 40
 
@@ -30,6 +35,7 @@ class Job:
         net = torch.nn.Module()
         net.table = self.table
         self.chunks = [net]
+        self.optimizer = SimpleNamespace(step=lambda: None)
 
 
 class Step(SplitStep):
@@ -57,6 +63,7 @@ class Step(SplitStep):
 
     def _close(self) -> Any:
         sequences, tokens, _ = self._true_counts(None)
+        self.job.optimizer.step()
         with torch.no_grad():
             self.job.table -= self.job.table.grad
         return {"global_valid_seqs": sequences, "global_valid_toks": tokens}
@@ -206,6 +213,26 @@ class HooksEveryTime(Step):
         self.job.chunks[0].register_forward_hook(lambda *_: None)
 
 
+class OpensAFile(Step):
+    """Leaves a file open if a microbatch raises."""
+
+    def microbatch(self, data: Batch) -> None:
+        try:
+            super().microbatch(data)
+        except rehearse.RehearsedError:
+            weakref.finalize(self.job, os.close, os.open(os.devnull, os.O_RDONLY))
+            raise
+
+
+class LeavesAThread(Step):
+    """Every abort of an open step starts a thread, which runs until the job is gone."""
+
+    def _give_up(self) -> None:
+        over = threading.Event()
+        weakref.finalize(self.job, over.set)
+        threading.Thread(target=over.wait, daemon=True).start()
+
+
 class KeepsSomethingOnce(Step):
     """Right: a cache, a hook and a graph that its first step makes, and a number of every step."""
 
@@ -317,16 +344,18 @@ def test_groups_of_steps_are_counted(step: Any, kept: int) -> None:
     [
         (Step, ()),
         (KeepsSomethingOnce, ()),
-        (KeepsGraphs, ("graphs_kept finish",)),
+        (KeepsGraphs, ("graphs_kept finish", "graphs_kept error in finish")),
         (KeepsUntilAborted, ("graphs_kept finish",)),
-        (KeepsBytes, ("bytes_kept abort",)),
-        (HooksEveryTime, ("hooks_kept finish", "hooks_kept abort")),
+        (KeepsBytes, tuple(f"bytes_kept {end}" for end in ENDS[1:])),
+        (HooksEveryTime, tuple(f"hooks_kept {end}" for end in ENDS)),
+        (OpensAFile, ("fds_kept error in microbatch",)),
+        (LeavesAThread, ("threads_kept abort", "threads_kept error in microbatch", "threads_kept error in finish")),
     ],
 )
 def test_what_steps_leave_behind_is_named(step: Any, kept: tuple[str, ...]) -> None:
     made = scene(step)
     rehearse.memory_of_steps(made, batch())
-    assert [metric for metric, value, _, _ in made.found] == ["bytes_kept", "graphs_kept", "hooks_kept"] * 2
+    assert [metric for metric, value, _, _ in made.found] == [f"{name}_kept" for name in rehearse.Kept._fields] * 4
     assert tuple(f"{metric} {ids['end']}" for metric, value, _, ids in made.found if value) == kept
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -204,6 +206,12 @@ def adds_a_hook(step: MegatronSplit) -> None:
 def gives_up_in_eval(step: MegatronSplit) -> None:
     give_up(step)
     step.job.chunks[0].eval()
+
+
+def gives_up_with_an_open_file(step: MegatronSplit) -> None:
+    """It is closed when the job ends."""
+    give_up(step)
+    weakref.finalize(step.job.chunks[0], os.close, os.open(os.devnull, os.O_RDONLY))
 
 
 def applies_nan(step: MegatronSplit, sequences: float, tokens: float, table: dict[str, float]) -> StepResult:

@@ -27,6 +27,7 @@ from kit.labs.split.ranks.backends import WrappedLoss
 from kit.labs.split.ranks.oracle import NOTHING_SEEN, true_counts
 from kit.measure.observers.births import Births
 from kit.measure.observers.tensors import live_bytes, live_graphs
+from kit.measure.phase import resource_counts
 from kit.megatron import observe, split
 from kit.train.protocol import Batch, Loss, Misuse, StepResult, cuts, valid
 
@@ -426,11 +427,15 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 class Kept(NamedTuple):
-    """What a job holds between two steps: bytes of tensors, tensors with a graph behind them, hooks of modules and parameters."""
+    """What is held between two steps: bytes of tensors, tensors with a graph behind them, hooks of modules and parameters of a job; and
+    descriptors, sockets among them, and threads of the process."""
 
     bytes: int
     graphs: int
     hooks: int
+    fds: int
+    sockets: int
+    threads: int
 
 
 def kept_by(job: Any) -> Kept:
@@ -439,20 +444,27 @@ def kept_by(job: Any) -> Kept:
     hooks = sum(len(getattr(module, name)) for module in modules for name in HOOKS)
     hooks += sum(len(param._post_accumulate_grad_hooks or ()) for chunk in job.chunks for param in chunk.parameters())
     hooks += sum(len(param._backward_hooks or ()) for chunk in job.chunks for param in chunk.parameters())
-    return Kept(live_bytes(), live_graphs(), hooks)
+    counts = resource_counts()
+    return Kept(live_bytes(), live_graphs(), hooks, counts.fds, counts.sockets, counts.threads)
 
 
 def memory_of_steps(scene: FailingScene, batch: Batch) -> None:
-    """What each of two finished steps, and then each of two aborted ones, leaves behind, after a first that may make what stays. Apart,
-    because one kind of end may clear what the other leaves."""
-    ends: dict[str, Callable[[Batch], object]] = {"finish": scene.whole, "abort": scene.abandon}
+    """What each of two finished steps leaves behind, after a first that may make what stays; then aborted steps, and aborts after an error.
+    Apart, because one kind of end may clear what the other leaves."""
+    ends: dict[str, Callable[[], object]] = {
+        "finish": lambda: scene.whole(batch),
+        "abort": lambda: scene.abandon(batch),
+        "error in microbatch": lambda: (broken_microbatch(scene, batch, RehearsedError), scene.step.abort()),
+        "error in finish": lambda: (broken_finish(scene, batch), scene.step.abort()),
+    }
     for end, take in ends.items():
         levels = []
         for _ in range(3):
-            take(batch)
+            take()
             levels.append(kept_by(scene.job))
         steps = [Kept(*map(operator.sub, after, before)) for before, after in itertools.pairwise(levels)]
-        for name, least in (("bytes", KEPT_BYTES), ("graphs", 0), ("hooks", 0)):
+        for name in Kept._fields:
+            least = KEPT_BYTES if name == "bytes" else 0
             grown = min(getattr(step, name) for step in steps)
             counts = f"{getattr(levels[0], name)} after the first {end}, {getattr(levels[2], name)} after the third"
             scene.note(f"{name}_kept", max(0, grown - least), counts if grown > least else "", end=end)
