@@ -90,8 +90,8 @@ class MegatronModel(ModuleTensors):
 
 
 class OwnSide(MegatronModel):
-    """The kit's model with a user's receiving side, an object with `load` and perhaps `finalize`, `forward`, `sleep` and `wake`, and with
-    lists of the tensors in the model that it has `derived`, and of `frozen` ones, which no version brings."""
+    """The kit's model with a user's receiving side, an object with `load` and perhaps `finalize`, `abandon`, `forward`, `sleep` and `wake`,
+    and with lists of the tensors in the model that it has `derived`, and of `frozen` ones, which no version brings."""
 
     def receive_by(self, own: Any, target: str) -> None:
         if not hasattr(own, "load"):
@@ -112,6 +112,9 @@ class OwnSide(MegatronModel):
 
     def finalize(self) -> None:
         call_if_there(self.own, "finalize")
+
+    def abandon(self) -> None:
+        call_if_there(self.own, "abandon")
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:

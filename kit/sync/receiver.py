@@ -320,6 +320,8 @@ class Call:
         self.receiver.version, self.receiver.routed = self.was
         if self.in_doubt and self.mates:
             self.receiver.routed = False
+        if abandon := getattr(self.receiver.host, "abandon", None):
+            abandon()  # an engine must end its update before the old weights come back
         if self.before and self.changing:
             self.before()
             self.receiver.host.finalize()

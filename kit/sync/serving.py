@@ -112,6 +112,11 @@ class Serving:
     def running(self) -> bool:
         return self._thread is not None
 
+    @property
+    def gated(self) -> bool:
+        """Whether a writer is inside."""
+        return self._writing
+
     def start(self) -> None:
         if self.running:
             raise BadInput("the replica serves already")

@@ -3,6 +3,8 @@
 from kit.labs.definition import Fault, exposed_by
 
 ENGINE = {"serve": "transformers"}
+DOUBLE = {"receiver": "kit.sync.protocols:VllmCalls"}
+DOUBLES = {"receiver": ("kit.sync.protocols:VllmCalls", "kit.sync.protocols:SglangSession")}
 QUICK = {"cycles": 2, "sweep": False}
 UNSEEN = {"verify": "none"}  # a comparison in transit would end the run before the check
 TWO_RANKS = {"ranks": 6, "replicas": 2, "infer_tp": 2}
@@ -11,7 +13,7 @@ SERVING = {"placement": "apart", "ranks": 4, "replicas": 2}
 BUGS = "kit.labs.sync.ranks.bugs"
 CALL, SENDING, STEPS = "kit.sync.receiver:Call", "kit.sync.sender:Sending", "kit.sync.sender:STEPS"
 TRAINER, REPLICA = "kit.labs.sync.ranks.trainer:SyncTrainer", "kit.labs.sync.ranks.replica:SyncReplica"
-SHARDS = "kit.megatron.shards"
+SHARDS, PROTOCOLS = "kit.megatron.shards", "kit.sync.protocols:EngineDouble"
 IN_THE_RANK = ("megatron", "transformers")  # models whose tensors are the rank's own
 ENGINES_OWN = {"serve": ("transformers",)}
 KITS = {"receiver": ("",), "serve": ("megatron",)}
@@ -272,6 +274,32 @@ FAULTS = exposed_by(
         "version_order",
         set=ENGINE,
         patch={f"{CALL}.finalize": f"{BUGS}:finalizes_twice"},
+    ),
+    Fault(
+        "stale-prefix-cache",
+        "an engine serves prefixes that it cached with old weights",
+        "logits_equal",
+        set=DOUBLE,
+        needs=DOUBLES,
+        patch={f"{PROTOCOLS}.drop_prefixes": f"{BUGS}:keeps_prefixes"},
+    ),
+    Fault(
+        "finish-never-called",
+        "the update of an engine is never finished, so the weights keep their old label, and the next update is refused",
+        "no_double_bump",
+        exit=3,
+        set=DOUBLE,
+        needs=DOUBLES,
+        patch={f"{PROTOCOLS}.finalize": f"{BUGS}:never_finishes"},
+    ),
+    Fault(
+        "update-left-open",
+        "the update of an engine is not finished after a failure, so the next one is refused",
+        "failure_is_clean",
+        exit=3,
+        set=DOUBLE,
+        needs=DOUBLES,
+        patch={f"{PROTOCOLS}.abandon": f"{BUGS}:leaves_the_update_open"},
     ),
     needs={"implementation": ("",)},
 )

@@ -138,6 +138,17 @@ def test_who_does_not_answer_is_named() -> None:
     assert "not on rank 4, refresh, cycle 1" in blamed()["receivers_answer"]
 
 
+@pytest.mark.slow
+@pytest.mark.drawn(1, of="updates of an engine")
+@pytest.mark.parametrize("name", ["finish-never-called", "update-left-open"])
+def test_an_engine_refuses_the_update_after_one_that_is_open(name: str) -> None:
+    """The run breaks, and what was measured until then fails the check."""
+    fault = next(fault for fault in FAULTS if fault.name == name)
+    with pytest.raises(kit.RankError, match="start_weight_update: an update is open"):
+        kit.run("sync", fault=name, layers=2, deadline_s=10)
+    assert fault.caught_by in failed(kit.load(list_runs(runs_dir())[0]).verdict())
+
+
 def blamed() -> dict[str, str]:
     """Return the one check that failed in the newest run, `receivers_answer`, and why."""
     folder = list_runs(runs_dir())[0]

@@ -19,6 +19,7 @@ BROADCASTS, FOLDERS, BUCKETS = (
     for name in ("broadcast_sync:Broadcasts", "checkpoint_sync:Folders", "bucket_sync:HostBuckets")
 )
 SMALL = {"ranks": 3, "replicas": 2, "tp": 1}
+VLLM = {"receiver": "kit.sync.protocols:VllmCalls"}
 APART = {"ranks": 3, "replicas": 2, "tp": 1, "placement": "apart"}
 TWO_RANKS = {"ranks": 5, "replicas": 2, "tp": 1, "infer_tp": 2}
 MINE = '''
@@ -129,6 +130,45 @@ class NamedWithoutATensor(Named):
             object.__setattr__(self.ctx, "load", load)
 
 
+class Calls(Broadcasts):
+    """Drives an engine call by call: the kit's double of it."""
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        if ctx.role == "replica":
+            ctx.receiver.init_weight_transfer_engine()
+    def write(self, version, tensors):
+        with self.ctx.writing():
+            self.ctx.receiver.start_weight_update()
+            self.ctx.receiver.update_weights(tensors.items())
+            self.ctx.receiver.finish_weight_update(version)
+            self.ctx.publish(version)
+
+
+class CallsWithoutAFinish(Calls):
+    def write(self, version, tensors):
+        with self.ctx.writing():
+            if not self.ctx.receiver.updating:
+                self.ctx.receiver.start_weight_update()
+            self.ctx.receiver.update_weights(tensors.items())
+            self.ctx.publish(version)
+
+
+class CallsWithoutAStart(Calls):
+    def write(self, version, tensors):
+        with self.ctx.writing():
+            self.ctx.receiver.update_weights(tensors.items())
+
+
+class Session(Broadcasts):
+    """The engine closes the gate."""
+    def write(self, version, tensors):
+        with self.ctx.writing():
+            self.ctx.receiver.begin_weight_update()
+            self.ctx.receiver.update_weights_from_tensor(tensors.items())
+            self.ctx.receiver.end_weight_update(version)
+            self.ctx.publish(version)
+
+
 class Nothing:
     def __init__(self, ctx):
         pass
@@ -153,6 +193,8 @@ def _mine(_places: None) -> Iterator[None]:
         (FOLDERS, {**APART, "refresh": "paused"}),
         (BUCKETS, {"ranks": 5, "tp": 2, "replicas": 3, "receiver": "docs.examples.own_receiver:ByName"}),
         ("mine:Named", APART),
+        ("mine:Calls", {**SMALL, **VLLM}),
+        ("mine:Session", {**SMALL, "receiver": "kit.sync.protocols:SglangSession"}),
     ],
 )
 def test_right_ones_pass(sync: Sync, code: str, config: dict[str, object]) -> None:
@@ -160,7 +202,7 @@ def test_right_ones_pass(sync: Sync, code: str, config: dict[str, object]) -> No
     assert failed(verdict) == set()
     null = {"others_untouched", "cache_bounded", "sweep_arrived"}
     null |= {"sleepers_release"} if config.get("placement") == "apart" else set()
-    null |= set() if code in {BROADCASTS, FOLDERS} else {"failure_is_clean"}
+    null |= {"failure_is_clean"} if code in {BUCKETS, "mine:Named"} else set()
     assert unanswered(verdict) - {"nothing_piles_up"} == null
     if "failure_is_clean" in null:
         assert "no retries = True" in why(verdict, "failure_is_clean")
@@ -193,12 +235,29 @@ def test_a_wrong_one_without_versions_fails_too(sync: Sync) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("receiver", ["VllmCalls", "SglangSession"])
+def test_a_double_passes_with_the_kits_sender(sync: Sync, receiver: str) -> None:
+    assert failed(sync(receiver=f"kit.sync.protocols:{receiver}", **SMALL).verdict()) == set()
+
+
+@pytest.mark.slow
+def test_an_update_that_is_never_finished_keeps_its_label_and_its_prefixes(sync: Sync) -> None:
+    verdict = sync(implementation="mine:CallsWithoutAFinish", **VLLM, **SMALL).verdict()
+    assert {"no_double_bump", "logits_equal"} <= failed(verdict)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("code", "says"), [("mine:Nothing", r"has no sync\(version, targets\)"), ("mine:Named", "has no expand")]
+    ("code", "says"),
+    [
+        ("mine:Nothing", r"has no sync\(version, targets\)"),
+        ("mine:Named", "has no expand"),
+        ("mine:CallsWithoutAStart", "call start_weight_update first"),
+    ],
 )
 def test_what_it_lacks_is_named(code: str, says: str) -> None:
     with pytest.raises(kit.RankError, match=says):
-        kit.run("sync", device="cpu", implementation=code, layers=2, **SMALL)
+        kit.run("sync", device="cpu", implementation=code, layers=2, **SMALL, **(VLLM if "Calls" in code else {}))
 
 
 def test_a_transport_of_the_kit_is_refused_with_it() -> None:

@@ -26,6 +26,7 @@ from kit.sync.buckets import Bound, Destination, Key
 from kit.sync.cache import BASE, Cache
 from kit.sync.groups import Broadcast
 from kit.sync.link import PeerSilent
+from kit.sync.protocols import EngineDouble
 from kit.sync.receiver import Call
 from kit.sync.sender import STEPS, Gathered, OtherBase, Sending
 from kit.sync.serving import Gate
@@ -364,3 +365,18 @@ def answers_asleep(engine: TransformersModel, tokens: torch.Tensor) -> torch.Ten
 def finalizes_twice(call: Call, message: dict[str, Any]) -> None:
     host_of(call).finalize()
     finalize_call(call, message)
+
+
+# -- on a double of an engine ----------------------------------------------------------------------------------------------
+
+
+def keeps_prefixes(engine: EngineDouble) -> None: ...
+
+
+def never_finishes(engine: EngineDouble) -> None:
+    engine.driven = False
+    engine.drop_prefixes()
+
+
+def leaves_the_update_open(engine: EngineDouble) -> None:
+    engine.driven = False

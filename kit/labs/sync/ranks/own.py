@@ -289,6 +289,9 @@ class OwnReplica(SyncReplica):
                 self.inside = False
                 self.gates.append(self.changed_now())
 
+    def lock(self) -> contextlib.AbstractContextManager[None]:
+        return self.gate()
+
     def publish(self, version: int) -> None:
         self.receiver.version = version
         self.watch.point("publish")

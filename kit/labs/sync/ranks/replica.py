@@ -31,7 +31,7 @@ from kit.labs.sync.ranks.watch import Forwards, SeenWeights, SyncWatch, judge_fo
 from kit.measure.observers.tensors import live_bytes
 from kit.megatron import model, standin
 from kit.sync import transports
-from kit.sync.buckets import Destination
+from kit.sync.buckets import Cut, Destination
 from kit.sync.hashes import digest
 from kit.sync.link import call
 from kit.sync.receiver import SENDER, Call, Receiver
@@ -45,7 +45,8 @@ SYNCED = "synced"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverContext:
-    """`ctx` for your own receiving side: the model to load into, which holds the base weights, and the ranks that share it."""
+    """`ctx` for your own receiving side: the model to load into, which holds the base weights, and the ranks that share it. `loader()` is
+    the kit's way to write a tensor, bound to the model's memory of now, `forward` the model's, and no forward runs inside `writing()`."""
 
     rank: int  # within the replica
     world_size: int
@@ -53,6 +54,9 @@ class ReceiverContext:
     device: torch.device
     config: SyncConfig
     chunks: Sequence[Any]
+    loader: Callable[[], Callable[[str, torch.Tensor], None]]
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    writing: Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class SyncReplica(Side):
@@ -109,6 +113,9 @@ class SyncReplica(Side):
                 device=self.ctx.device,
                 config=settings,
                 chunks=kits.chunks,
+                loader=lambda: torch.no_grad()(Cut(self.destinations(), ()).copy),
+                forward=functools.partial(MegatronModel.logits, kits),
+                writing=self.lock,
             )
             kits.receive_by(load(settings.receiver)(ctx), settings.receiver)
         return kits
@@ -269,6 +276,14 @@ class SyncReplica(Side):
             self.watch.point("gate")
             yield
 
+    def lock(self) -> contextlib.AbstractContextManager[None]:
+        """The gate for a receiving side that closes it itself; where the kit's receiver has closed it, there is nothing to do."""
+        return contextlib.nullcontext() if self.serving.gated else self.serving.writing()
+
+    def abandon(self) -> None:
+        if isinstance(self.model, OwnSide):
+            self.model.abandon()
+
     def finalize(self) -> None:
         self.model.finalize()
         self.watch.point("derive")
@@ -353,6 +368,9 @@ class SyncReplica(Side):
 
     def record_state(self) -> None:
         self.ctx.record("version", self.receiver.version)
+        label = getattr(getattr(self.model, "own", None), "weight_version", None)
+        if isinstance(label, int):
+            self.ctx.record("version", label, label="engine")
         self.ctx.record("routed", int(self.receiver.routed))
 
 
