@@ -33,6 +33,7 @@ SHOWN_ELSEWHERE = {
     "parcel_charts",
     "parcel_lab",
     "ray_actors",
+    "ray_share",
     "tiny_lab",
     "weight_files",
 }
