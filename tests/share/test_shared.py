@@ -16,12 +16,12 @@ from kit.loop.messages import Event
 from kit.loop.runner import Runner
 from kit.results import Row
 from kit.results.rules import Missing, NotMeasured, settle
-from kit.share.books import DeskLedger
+from kit.share.books import Books, DeskLedger
 from kit.share.judge import RULES, dead_replaced, pipeline_rows, plan_valid
 from kit.share.planner import View, fifo
 from kit.share.simulated import DeskSimulation
 from kit.share.state import Cluster
-from kit.share.stuck import waits_of
+from kit.share.stuck import circle, waits_of
 from kit.stream import judge as stream_judge
 from kit.stream.history import LoopLedger
 from kit.stream.settings import opening
@@ -257,6 +257,29 @@ def test_devices_that_a_sleeper_has_not_left_are_not_idle() -> None:
     assert "was seen on it" in violations(rows)["devices_conserved"]
     unseen = [row for row in rows if row["event"] not in ("taken", "freed")]
     assert "has not fallen asleep" in violations(unseen)["devices_conserved"]
+
+
+def test_a_circle_is_found_through_any_owner() -> None:
+    """a waits for device 0 of c, which waits for nothing, and for device 1 of b, which waits for a."""
+    clusters = {"a": (0, 1), "b": (2,), "c": (3,)}
+    books = Books(
+        4,
+        {name: {"trainer": wanted, "critic": ()} for name, wanted in clusters.items()},
+        held={("a", "critic"): "values", ("b", "critic"): "values", ("c", "critic"): "values"},
+    )
+    for name, own in (("a", (2,)), ("b", (1,)), ("c", (0,))):
+        books.clusters[name]["critic"] = own
+    asked = [
+        Row(metric="acquire", time=0.0, ids={"pipeline": name, "cluster": "trainer", "kind": "training"})
+        for name in ("a", "b")
+    ]
+    names, words = circle(books, asked)
+    assert names == {"a", "b"}
+    assert words == (
+        "a waits for device 0, which c holds (critic) and device 1, which b holds (critic); "
+        "b waits for device 2, which a holds (critic)"
+    )
+    assert circle(books, asked[:1]) == (frozenset(), "")
 
 
 @pytest.mark.parametrize(
