@@ -603,20 +603,25 @@ def doctor(args: argparse.Namespace) -> CommandAnswer:
 
 
 def faults(args: argparse.Namespace) -> CommandAnswer:
+    labs = [find(args.lab)] if args.lab else discover().labs.values()
+    listed = [(lab.name, fault) for lab in labs for fault in lab.faults]
     rows = [
         {
-            "lab": lab.name,
+            "lab": lab,
             "name": fault.name,
             "breaks": fault.breaks,
             "check": fault.caught_by,
             "exit": fault.exit,
             "set": fault.set,
             "devices": fault.devices,
+            "bugs": fault.bugs,
         }
-        for lab in ([find(args.lab)] if args.lab else discover().labs.values())
-        for fault in lab.faults
+        for lab, fault in listed
     ]
-    cells = [[str(row[key]) for key in ("lab", "name", "check", "exit", "breaks")] for row in rows]
+    cells = []
+    for lab, fault in listed:
+        bugs = f" ({', '.join(fault.bugs)})" if fault.bugs else ""
+        cells.append([lab, fault.name, fault.caught_by, str(fault.exit), fault.breaks + bugs])
     return CommandAnswer(rows, columns([["lab", "fault", "detected by", "exit", "what breaks"], *cells]))
 
 

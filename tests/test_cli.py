@@ -234,7 +234,7 @@ def test_labs_and_faults(cli: Cli) -> None:
     assert dict(listed)["smoke"] == discover().labs["smoke"].summary
     out, _ = cli("faults", "--json")
     rows = json.loads(out)
-    assert all(set(row) == {"lab", "name", "breaks", "check", "exit", "set", "devices"} for row in rows)
+    assert all(set(row) == {"lab", "name", "breaks", "check", "exit", "set", "devices", "bugs"} for row in rows)
     assert {row["name"] for row in rows} >= {"leaked-group", "wrong-sum"}
     assert "groups_return_to_baseline" in cli("faults")[0]
     of_one, _ = cli("faults", "smoke", "--json")

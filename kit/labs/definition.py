@@ -364,7 +364,8 @@ class Fault:
     `where` says on which side; the code under test does not know. A replacement's module binds the original when it is imported.
     `caught_by` is the rule that detects it, `exit` the required exit status of the run, `set` the config that exposes it. `needs` are
     the values of a setting with which the rule detects the bug; with others the rule fails anyway or is not measured.
-    `scene` has further keyword arguments for a driver or a simulation, without which the bug does not show.
+    `scene` has further keyword arguments for a driver or a simulation, without which the bug does not show. `bugs` are the public bugs that
+    it shows, as owner/repository#number; docs/bugs.md has a row for each.
     """
 
     name: str
@@ -379,6 +380,7 @@ class Fault:
     patch: Mapping[str, str] = dataclasses.field(default_factory=dict)
     where: Literal["ranks", "notebook"] = "ranks"
     during: tuple[str, ...] = ()
+    bugs: tuple[str, ...] = ()
 
     def patch_in(self, phase: str, where: str) -> Mapping[str, str]:
         """What this fault replaces there in a phase, or with "" for the whole lab."""

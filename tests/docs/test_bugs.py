@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from kit.cli import pairs, parse_words
-from kit.labs.discover import find, find_fault, from_text, validate
+from kit.labs.discover import discover, find, find_fault, from_text, validate
 from tests.examples.cases import CASES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "bugs.md"
@@ -65,3 +65,18 @@ def test_a_command_of_the_page_shows_what_its_row_says(bug: Bug) -> None:
         assert (fault.caught_by, fault.exit) == (bug.check, 1)
     else:
         assert any(settings.items() <= case.config.items() and case.fails == bug.check for case in CASES)
+
+
+def test_faults_name_their_public_bugs_as_the_page_does() -> None:
+    def short(link: str) -> str:
+        return re.sub(r"https://github\.com/(.+)/(?:issues|pull)/", r"\1#", link)
+
+    named = {
+        (lab.name, fault.name): {*fault.bugs} for lab in discover().labs.values() for fault in lab.faults if fault.bugs
+    }
+    on_page = {
+        (bug.lab, bug.words[bug.words.index("--fault") + 1]): {*map(short, bug.links)}
+        for bug in BUGS
+        if "--fault" in bug.words
+    }
+    assert named == on_page

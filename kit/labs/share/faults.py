@@ -13,6 +13,7 @@ OF_SHARING = exposed_by(
         "double-allocation",
         "a device freed in a cycle is counted for every request of the cycle",
         "one_owner",
+        bugs=("THUDM/slime#180",),
         scene={"scenario": "crowd"},
         patch={
             "kit.share.planner:Supply.meets": "kit.labs.share.bugs:gives_twice",
@@ -534,6 +535,10 @@ OF_RANKS = exposed_by(
         "cache-after-offload",
         "the cache is built from memory after the weights were offloaded",
         "weights_after_wake",
+        bugs=(
+            "huggingface/trl#5312",
+            "radixark/miles#1958",
+        ),
         patch={
             "kit.labs.share.ranks.roles:LeasedTrainer.finish": "kit.labs.share.ranks.bugs:copies_before_the_update",
             "kit.labs.share.ranks.roles:LeasedTrainer.fill_cache": "kit.labs.share.ranks.bugs:builds_late",
@@ -600,6 +605,7 @@ OF_ADAPTERS = exposed_by(
         "base-sent-renamed",
         "tensors that training never changes are sent under the adapter's names",
         "trained_changed",
+        bugs=("verl-project/verl#7495",),
         patch={"kit.actors.adapters:AdapterTrainer.fill_cache": "kit.labs.share.ranks.bugs:sends_what_never_changes"},
     ),
     Fault(

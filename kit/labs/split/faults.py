@@ -45,6 +45,10 @@ OF_THE_STEP = exposed_by(
         "one-scalar-metrics",
         "every metric is divided by the loss's normalizer",
         "metric_parity",
+        bugs=(
+            "huggingface/trl#7012",
+            "verl-project/verl#4711",
+        ),
         set={"level": "sequences"},
         patch={f"{STEP}.begin": f"{BUGS}:by_one_scalar"},
     ),
@@ -70,6 +74,7 @@ OF_THE_STEP = exposed_by(
         "moe-aux-unscaled",
         "the load-balancing loss of experts is divided like the main loss",
         "grad_parity",
+        bugs=("NVIDIA/Megatron-LM#1652",),
         set={**EXPERTS, "dtype": "float32"},
         needs={"dtype": ("float32",)},  # its effect is within the rounding of bfloat16
         patch={f"{STEP}._aux_guess": f"{BUGS}:aux_scale_of_one", f"{STEP}._correct_aux": f"{BUGS}:left_out"},
@@ -180,6 +185,7 @@ OF_THE_STEP = exposed_by(
         "routers-moved-twice",
         "a split step moves the biases that balance the experts twice as far",
         "routers_match",
+        bugs=("pytorch/torchtitan#1593",),
         set={**EXPERTS, "router_bias": True},
         patch={f"{STEP}._reduce": f"{BUGS}:moves_the_routers_twice"},
     ),

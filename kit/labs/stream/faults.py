@@ -49,6 +49,7 @@ OF_THE_CONTROLLER = exposed_by(
         "lost-group",
         "a group never ends if its task crashes when it is complete",
         "every_group_once",
+        bugs=("verl-project/verl#6387",),
         patch={f"{GENERATION}:complete": f"{BUGS}:loses_every_fifth"},
     ),
     Fault(
@@ -61,6 +62,7 @@ OF_THE_CONTROLLER = exposed_by(
         "failed-sample-counts",
         "a sample counts as complete although its request failed",
         "groups_whole",
+        bugs=("NVIDIA-NeMo/RL#3589",),
         set={"on_failed": "replace"},
         scene={"fails": {"generate": 3}},
         patch={f"{CORE}:HANDLERS": f"{BUGS}:HANDLERS_COUNT_THE_FAILED"},
@@ -123,6 +125,7 @@ OF_THE_CONTROLLER = exposed_by(
         "evicts-too-early",
         "complete groups are evicted one version before they leave the window",
         "eviction_justified",
+        bugs=("PrimeIntellect-ai/prime-rl#1764",),
         set={"sampler": "windowed", "window": 1, "places": 16, "train_pace_ms": 100},
         patch={f"{CORE}:SAMPLERS": f"{BUGS}:EVICTS_TOO_EARLY"},
     ),
@@ -188,6 +191,7 @@ OF_THE_CONTROLLER = exposed_by(
         "resumes-too-early",
         "dispatch continues once a single replica has the new weights",
         "publish_before_use",
+        bugs=("allenai/open-instruct#1627",),
         patch={f"{CORE}:HANDLERS": f"{BUGS}:HANDLERS_RESUME_WITH_THE_FIRST"},
     ),
     Fault(
@@ -231,6 +235,7 @@ OF_THE_CONTROLLER = exposed_by(
         "resume-skips",
         "a run is resumed at prompts ahead of those that were trained, as after a saved position of the data that counts what was fetched",
         "resume_equals",
+        bugs=("NVIDIA-NeMo/RL#3599",),
         patch={f"{CORE}:resume_from": f"{BUGS}:prompts_ahead"},
     ),
     Fault(
@@ -299,6 +304,7 @@ OF_RANKS = exposed_by(
         "temperature-mismatch",
         "recorded log-probabilities are those of temperature 1",
         "behaviour_logprob",
+        bugs=("huggingface/trl#6789",),
         set={"temperature": 1.3},
         patch={f"{ENGINE}._sample": f"{RANK_BUGS}:records_untempered"},
     ),
@@ -312,6 +318,7 @@ OF_RANKS = exposed_by(
         "prefix-cache-survives",
         "cached prompts have no version and survive a sync",
         "no_stale_prefix",
+        bugs=("NovaSky-AI/SkyRL#2246",),
         set={**ACROSS, "at_sync": "recompute"},
         patch={
             f"{PREFIXES}.get": f"{RANK_BUGS}:gets_any_version",
