@@ -107,6 +107,23 @@ FAULTS = exposed_by(
         patch={f"{REPLICA}.destinations": f"{BUGS}:transposes_a_square_tensor"},
     ),
     Fault(
+        "queries-first",
+        "a fused layer is loaded as all queries, all keys, all values, but the model interleaves them group by group",
+        "bit_exact",
+        needs=KITS,
+        patch={f"{REPLICA}.destinations": f"{BUGS}:loads_queries_first"},
+    ),
+    Fault(
+        "parameter-not-sent",
+        "the lists of names on both ends lack a parameter, so nobody sends it and nobody misses it",
+        "every_parameter_written",
+        needs=KITS,
+        patch={
+            "kit.labs.sync.ranks.trainer:memory_of": f"{BUGS}:packs_all_but_one",
+            f"{REPLICA}.destinations": f"{BUGS}:expects_all_but_one",
+        },
+    ),
+    Fault(
         "old-tensor",
         "a tensor is loaded into memory that the model no longer uses",
         "every_parameter_written",

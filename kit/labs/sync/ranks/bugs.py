@@ -9,7 +9,7 @@ import contextlib
 import functools
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from kit.errors import KitError
 from kit.labs.sync.lab import SyncConfig
 from kit.labs.sync.ranks import phases  # noqa: F401 - see above
 from kit.labs.sync.ranks.replica import SyncReplica
-from kit.labs.sync.ranks.trainer import SyncTrainer
+from kit.labs.sync.ranks.trainer import SyncTrainer, memory_of
 from kit.megatron import shards
 from kit.sync.buckets import Bound, Destination, Key
 from kit.sync.cache import BASE, Cache
@@ -30,6 +30,7 @@ from kit.sync.protocols import EngineDouble
 from kit.sync.receiver import Call
 from kit.sync.sender import STEPS, Gathered, OtherBase, Sending
 from kit.sync.serving import Gate
+from kit.target import replaced
 
 tell, compare_base = Sending.tell, Sending.compare_base
 activate, apply, apply_bucket, look, undo = Call.activate, Call.apply, Call.apply_bucket, Call.look, Call.undo
@@ -40,7 +41,7 @@ prepare, destinations = SyncReplica.prepare, SyncReplica.destinations
 wake, finalize = SyncReplica.wake, SyncReplica.finalize
 finalize_call, finalize_engine = Call.finalize, LoadedModel.finalize
 make_engine, load_by_name, engine_logits = TransformersModel.__init__, TransformersModel.load, TransformersModel.logits
-full_tensors, all_destinations = shards.full_tensors, shards.destinations
+full_tensors, all_destinations, views = shards.full_tensors, shards.destinations, shards.views
 
 KEPT: list[Any] = []  # leaked buffers
 KEPT_GROUPS: list[Any] = []
@@ -290,6 +291,35 @@ def writes_into_an_old_tensor(replica: SyncReplica) -> Mapping[str, Sequence[Des
     places = dict(destinations(replica))
     last = max(places)
     places[last] = [(into.clone(), take) for into, take in places[last]]
+    return places
+
+
+def loads_queries_first(replica: SyncReplica) -> Mapping[str, Sequence[Destination]]:
+    """The layout of vLLM and of Hugging Face's fused models."""
+
+    def side_by_side(how: str, fused: torch.Tensor, place: Any) -> Sequence[torch.Tensor]:
+        interleaved = views(how, fused, place)
+        if how != shards.QKV:
+            return interleaved
+        rows = [view.numel() * len(fused) // fused.numel() for view in interleaved]
+        return [part.view(view.shape) for part, view in zip(torch.split(fused, rows), interleaved, strict=True)]
+
+    with replaced({"kit.megatron.shards:views": side_by_side}):
+        return destinations(replica)
+
+
+def not_listed(names: Iterable[str]) -> str:
+    return max(name for name in names if "input_layernorm" in name)
+
+
+def packs_all_but_one(config: SyncConfig, tensors: dict[Key, torch.Tensor]) -> Cache:
+    lacking = not_listed(name for name, _ in tensors)
+    return memory_of(config, {key: tensor for key, tensor in tensors.items() if key[0] != lacking})
+
+
+def expects_all_but_one(replica: SyncReplica) -> Mapping[str, Sequence[Destination]]:
+    places = dict(destinations(replica))
+    del places[not_listed(places)]
     return places
 
 
