@@ -14,6 +14,7 @@ from kit.world.asked import find_python, python_has
 TRANSPORTS = ("auto", "shm", "broadcast", "rendezvous", "serialize", "ipc", "per-tensor")
 SERVED = ("megatron", "transformers")
 ONE_WORLD = ("broadcast", "per-tensor")  # they create a group inside one World
+CLOSED_S = 0.5  # how long groups, threads and sockets that are being closed may take after a failed sync
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pandas as pd
 
-from kit.labs.sync.lab import SyncConfig, roles
+from kit.labs.sync.lab import CLOSED_S, SyncConfig, roles
 from kit.results import Measured, Missing, NotMeasured, Rule, incomplete, rule, select, with_ids
 from kit.results.frames import read_ids
 from kit.results.growth import DRIFT_CYCLES, bystander_change, compared, growth, worst
@@ -47,8 +47,8 @@ FAILURES = {
     "kept_wrong": "wrong weights or routes after the failure",
     "left_segments": "shared-memory segments left behind",
     "left_files": "temporary files left behind",
-    "left_groups": "process groups left behind",
-    "left_unlisted": "process groups left behind that torch does not list",
+    "left_groups": f"process groups still there after {CLOSED_S:g} s",
+    "left_unlisted": f"process groups that torch does not list, still there after {CLOSED_S:g} s",
     "not_derived": "undos after which nothing was derived from the old weights",
     "silent": "failures without an error",
     "compared_again": "versions with the same compared tensors as the one before (verify_share)",

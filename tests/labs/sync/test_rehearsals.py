@@ -94,6 +94,17 @@ def test_what_closes_soon_is_not_counted() -> None:
     assert left_by(lambda: None) == {}
 
 
+def test_a_group_that_a_thread_destroys_soon_is_not_counted() -> None:
+    groups = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1, dist.default_pg_timeout)]
+    groups.clear()  # the first may start threads that stay
+
+    def makes_one() -> None:
+        groups.append(dist.ProcessGroupGloo(dist.HashStore(), 0, 1, dist.default_pg_timeout))
+        threading.Timer(0.1, groups.clear).start()
+
+    assert left_by(makes_one) == {}
+
+
 def rows_of(*left: tuple[int, str, str, float]) -> pd.DataFrame:
     columns = ["rank", "metric", "ids", "value"]
     rows = [(rank, metric, json.dumps({"scene": scene}), value) for rank, metric, scene, value in left]
@@ -108,7 +119,7 @@ def test_what_one_failure_left_may_be_made_once_and_two_leave_a_leak() -> None:
     assert twice.value == 3
     assert twice.why.startswith("file descriptors left behind: 1 (rank 1, scene middle); ")
     group = failure_is_clean(rows_of(clean, (1, "left_unlisted", "late", 1.0)), {})
-    assert "process groups left behind that torch does not list: 1 (rank 1, scene late)" in group.why
+    assert "process groups that torch does not list, still there after 0.5 s: 1 (rank 1, scene late)" in group.why
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from kit import machine
 from kit.engines.contents import listed_names, sha256
 from kit.errors import BadInput, RehearsedError
-from kit.labs.sync.lab import SyncConfig
+from kit.labs.sync.lab import CLOSED_S, SyncConfig
 from kit.labs.sync.ranks.replica import SyncReplica
 from kit.labs.sync.ranks.side import ANY, Side, error_of
 from kit.labs.sync.ranks.trainer import SyncTrainer
@@ -50,7 +50,7 @@ PACKED, WRONG_BYTES = "packed", "wrong-bytes"
 # two versions: of 14 tensors, 1 time in 10,000 at this limit.
 SURE = 0.4
 TOO_LATE = "activate"
-CLOSED_S = 0.5  # how long threads and sockets that are being closed may take
+CLOSING = ("left_unlisted", "left_groups", "left_fds", "left_sockets", "left_threads")
 REFILL = "refill"  # fails nowhere
 
 CALL, TRANSPORT = "kit.sync.receiver:Call", "kit.labs.sync.ranks.watch:SeenTransport"
@@ -334,16 +334,16 @@ def counting_leftovers(side: Side, scene: str) -> Iterator[None]:
     counts = open_now(side)
     with Births() as births:
         yield
-        note(side, "left_unlisted", unlisted(births), scene)
-    note(side, "left_groups", max(0, len(c10d._world.pg_map) - groups), scene)
-    note(side, "left_segments", len(side.held() - held), scene)
-    note(side, "left_files", len(set(temp_files()) - files), scene)
-    end = time.monotonic() + CLOSED_S
-    while any(remaining := [max(0, after - before) for before, after in zip(counts, open_now(side), strict=True)]):
-        if time.monotonic() > end:
-            break
-        time.sleep(0.01)
-    for metric, number in zip(("left_fds", "left_sockets", "left_threads"), remaining, strict=True):
+        note(side, "left_segments", len(side.held() - held), scene)
+        note(side, "left_files", len(set(temp_files()) - files), scene)
+        end = time.monotonic() + CLOSED_S
+        while True:
+            opened = [max(0, after - before) for before, after in zip(counts, open_now(side), strict=True)]
+            remaining = [unlisted(births), max(0, len(c10d._world.pg_map) - groups), *opened]
+            if not any(remaining) or time.monotonic() > end:
+                break
+            time.sleep(0.01)
+    for metric, number in zip(CLOSING, remaining, strict=True):
         note(side, metric, number, scene)
 
 
