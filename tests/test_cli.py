@@ -25,6 +25,7 @@ from kit.labs.discover import discover, find, tagged, validate
 from kit.public import settings_from_file
 from kit.results import Row, Verdict, VerdictRow, create_run
 from kit.world import leftovers
+from tests.labs.parts import on_an_engine
 
 ROOT = Path(__file__).resolve().parents[1]
 SLOW = '''
@@ -351,7 +352,12 @@ def test_a_notebook_without_a_browser(cli: Cli, tmp_path: Path) -> None:
 JUDGED_THERE = ("box", "offload", "share", "split", "stream", "sync")
 DRAWN = [pytest.mark.slow, pytest.mark.drawn(4, of="faults")]
 FAULTS = [
-    pytest.param(lab.name, fault, id=f"{lab.name}-{fault.name}", marks=() if fault.name == "wrong-sum" else DRAWN)
+    pytest.param(
+        lab.name,
+        fault,
+        id=f"{lab.name}-{fault.name}",
+        marks=() if fault.name == "wrong-sum" else [*DRAWN, on_an_engine(fault.set)],
+    )
     for lab in discover().labs.values()
     for fault in lab.faults
     if lab.name not in JUDGED_THERE or fault.exit != 1 or "cpu" not in fault.devices

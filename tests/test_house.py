@@ -55,6 +55,7 @@ ONLY_IN = {
     "megatron": {"megatron"},
     "xxhash": {"sync"},
     "transformers": {"engines"},
+    "vllm": {"engines"},
     "matplotlib": {"draw"},
     "ipywidgets": {"view"},
     "IPython": {"view"},
@@ -78,7 +79,7 @@ RANK_FILES = {
     *(KIT / "world" / f"{name}.py" for name in ("leftovers", "rankside", "rayside", "warmside")),
 }
 # Ranks may lack these: test_hashes, test_checkpoint and test_engines test that case.
-AT_HAND = {"xxhash", "safetensors", "transformers"}
+AT_HAND = {"xxhash", "safetensors", "transformers", "vllm"}
 RANK_PACKAGES = {"torch", "numpy", "megatron", "kit"} | AT_HAND | set(sys.stdlib_module_names)
 HEAVY = {"torch", "numpy", "pandas", "pydantic", "matplotlib", "IPython", "ipywidgets", "megatron", "pyarrow", "jinja2"}
 LABS = {path.parent.name for path in (KIT / "labs").glob("*/__init__.py")}

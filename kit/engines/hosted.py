@@ -22,7 +22,10 @@ from kit.megatron.config import Geometry, ModelConfig
 from kit.sync.buckets import Cut, Destination
 
 Destinations = Mapping[str, Sequence[Destination]]
-ENGINES = {"transformers": "kit.engines.hugging:TransformersModel"}
+ENGINES = {
+    "transformers": "kit.engines.hugging:TransformersModel",
+    "vllm": "kit.engines.vllm:VllmModel",
+}
 
 
 class HostedModel(Holder, Protocol):
@@ -30,7 +33,8 @@ class HostedModel(Holder, Protocol):
 
     `full_tensors` gives every tensor as the model holds it, all of them on the replica's first rank. `destinations` says where each goes,
     `weights` fills them. `finalize` follows the last tensor of a version, and the old ones after a failure. `counterparts` are the names
-    here of a tensor that the trainer's module has under `name`. `resident` are weights that still have bytes."""
+    here of a tensor that the trainer's module has under `name`. `resident` are weights that still have bytes, `bytes_elsewhere` those of
+    tensors in other processes."""
 
     @property
     def asleep(self) -> bool: ...
@@ -39,10 +43,12 @@ class HostedModel(Holder, Protocol):
     def weights(self, destinations: Destinations) -> Cut: ...
     def finalize(self) -> None: ...
     def logits(self, tokens: torch.Tensor) -> torch.Tensor: ...
+    def cached_logits(self, tokens: torch.Tensor) -> torch.Tensor | None: ...
     def sleep(self) -> None: ...
     def wake(self) -> None: ...
     def counterparts(self, name: str) -> tuple[str, ...]: ...
     def resident(self) -> list[str]: ...
+    def bytes_elsewhere(self) -> int: ...
 
 
 class MegatronModel(ModuleTensors):
@@ -74,6 +80,9 @@ class MegatronModel(ModuleTensors):
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.model.logits(tokens)
 
+    def cached_logits(self, tokens: torch.Tensor) -> None:  # noqa: ARG002 - no forward keeps anything for the next one
+        return None
+
     def sleep(self) -> None:
         self.model.sleep()
 
@@ -87,6 +96,9 @@ class MegatronModel(ModuleTensors):
     def resident(self) -> list[str]:
         resident = TensorState(chunks=self.chunks).resident(self.model.device.type)
         return [str(item) for item in resident if item.kind == "weights"]
+
+    def bytes_elsewhere(self) -> int:
+        return 0
 
 
 class OwnSide(MegatronModel):
@@ -139,12 +151,16 @@ class EngineContext:
     device: torch.device
     weights: Mapping[str, torch.Tensor]
     timeout_s: float
+    python: str  # the interpreter of an engine that has its own
     config: Any
 
 
 class LoadedModel:
-    """An engine that takes whole tensors: an object with `full_tensors()`, `load(name, tensor)` and `logits(tokens)`, and perhaps
-    `constants()`, `finalize()`, `sleep()` and `wake()`."""
+    """An engine that takes whole tensors: an object with `full_tensors()`, `load(name, tensor)` and `logits(tokens)`.
+
+    It may have `constants()`, `begin()`, `finalize()`, `sleep()` and `wake()`. `begin` comes before the first tensor of a version, also
+    after a load that failed. `cached_logits` may use what the engine keeps of earlier requests. `live_bytes()` are those of its tensors
+    in other processes."""
 
     def __init__(self, engine: Any, target: str, device: torch.device) -> None:
         if lacking := [call for call in ("full_tensors", "load", "logits") if not hasattr(engine, call)]:
@@ -166,8 +182,10 @@ class LoadedModel:
         yield from self.engine.constants() if hasattr(self.engine, "constants") else ()
 
     def poison(self) -> None:
+        self.begin()
         for name, (dtype, shape) in self.shapes.items():
             self.load(name, torch.full(shape, poison_of(dtype), dtype=dtype))
+        self.finalize()
 
     def destinations(self) -> Destinations:
         """Places with the right dtype and shape and without memory: they are compared with what comes, and nothing is written to them."""
@@ -176,6 +194,9 @@ class LoadedModel:
 
     def weights(self, destinations: Destinations) -> Cut:
         return LoadedWeights(destinations, self)
+
+    def begin(self) -> None:
+        call_if_there(self.engine, "begin")
 
     @torch.no_grad()
     def load(self, name: str, tensor: torch.Tensor) -> None:
@@ -188,6 +209,9 @@ class LoadedModel:
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.engine.logits(tokens)
         return logits
+
+    def cached_logits(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        return self.engine.cached_logits(tokens) if hasattr(self.engine, "cached_logits") else None
 
     def sleep(self) -> None:
         call_if_there(self.engine, "sleep")
@@ -214,19 +238,32 @@ class LoadedModel:
             and tensor.untyped_storage()._cdata not in kept
         ]
 
+    def bytes_elsewhere(self) -> int:
+        return int(self.engine.live_bytes()) if hasattr(self.engine, "live_bytes") else 0
+
 
 class LoadedWeights(Cut):
     """The weights of a `LoadedModel`. What it held is put back by loading it."""
 
     def __init__(self, destinations: Destinations, model: LoadedModel) -> None:
-        super().__init__(destinations, [], model.load)
+        super().__init__(destinations, [], self.load_next)
         self.model = model
+        self.begun = False
+
+    def load_next(self, name: str, tensor: torch.Tensor) -> None:
+        if not self.begun:
+            self.model.begin()
+            self.begun = True
+        self.model.load(name, tensor)
 
     def keep(self) -> Callable[[], None]:
-        before = [(name, tensor.detach().clone()) for name, tensor in self.model.full_tensors()]
+        before: dict[str, torch.Tensor] = {}
+        for name, tensor in self.model.full_tensors():
+            before.setdefault(name, tensor.detach().clone())
 
         def put_back() -> None:
-            for name, tensor in before:
+            self.model.begin()
+            for name, tensor in before.items():
                 self.model.load(name, tensor)
 
         return put_back

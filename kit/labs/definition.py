@@ -102,7 +102,7 @@ class LabConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class JobConfig(LabConfig):
-    size: Annotated[Literal["tiny", "125m", "qwen2.5-0.5b"], Option("model size")] = "tiny"
+    size: Annotated[Literal["tiny", "small", "125m", "qwen2.5-0.5b"], Option("model size")] = "tiny"
     layers: Annotated[int | None, Option("number of layers; null: as in the model size", low=1, high=200)] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],

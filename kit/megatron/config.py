@@ -40,6 +40,7 @@ class Geometry:
 
 GEOMETRIES = {
     "tiny": Geometry(hidden=64, layers=4, heads=4, kv_heads=2, ffn=128, vocab=256, seq=32),
+    "small": Geometry(hidden=128, layers=4, heads=4, kv_heads=2, ffn=256, vocab=512, seq=64),
     "125m": Geometry(
         hidden=768, layers=12, heads=12, kv_heads=12, ffn=2048, vocab=50_304, qkv_bias=False, norm_eps=1e-5
     ),

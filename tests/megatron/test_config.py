@@ -28,7 +28,7 @@ def test_the_distributed_optimizer_divides_the_state_by_the_data_ranks():
 @pytest.mark.parametrize(
     ("settings", "ranks", "sentence"),
     [
-        ({"size": "7b"}, 1, "size '7b' is unknown: choose one of tiny, 125m, qwen2.5-0.5b"),
+        ({"size": "7b"}, 1, "size '7b' is unknown: choose one of tiny, small, 125m, qwen2.5-0.5b"),
         ({"dtype": "int8"}, 1, "dtype 'int8' is unknown"),
         ({"tp": 0}, 1, "tp=0 is not allowed: it must be at least 1"),
         ({"tp": 4}, 4, "tp=4 does not divide 2 key-value heads"),

@@ -15,6 +15,9 @@ CALL, SENDING, STEPS = "kit.sync.receiver:Call", "kit.sync.sender:Sending", "kit
 TRAINER, REPLICA = "kit.labs.sync.ranks.trainer:SyncTrainer", "kit.labs.sync.ranks.replica:SyncReplica"
 SHARDS, PROTOCOLS = "kit.megatron.shards", "kit.sync.protocols:EngineDouble"
 IN_THE_RANK = ("megatron", "transformers")  # models whose tensors are the rank's own
+VLLM = {"serve": "vllm", "placement": "apart", "ranks": 2, "tp": 1, "replicas": 1, "size": "small"}
+IN_VLLM = {"serve": ("vllm",)}
+VLLM_MODEL = "kit.engines.vllm:VllmModel"
 ENGINES_OWN = {"serve": ("transformers",)}
 KITS = {"receiver": ("",), "serve": ("megatron",)}
 HUGGING = "kit.engines.hugging:TransformersModel"
@@ -291,6 +294,40 @@ FAULTS = exposed_by(
         set=ENGINE,
         needs={**ENGINES_OWN, "placement": ("overlap",)},
         patch={f"{HUGGING}.logits": f"{BUGS}:answers_asleep"},
+    ),
+    Fault(
+        "prepacked-stale",
+        "vLLM packed its layers for the CPU: its own reload answers without an error and leaves the packed tied head old",
+        "bit_exact",
+        set=VLLM,
+        needs=IN_VLLM,
+        patch={f"{VLLM_MODEL}.linear": f"{BUGS}:PACKED"},
+    ),
+    Fault(
+        "stale-prefix-cache",
+        "vLLM answers a known prompt from keys and values of the old weights",
+        "logits_equal",
+        set=VLLM,
+        needs=IN_VLLM,
+        patch={f"{VLLM_MODEL}.drop_cache": f"{BUGS}:keeps_the_prefix_cache"},
+    ),
+    Fault(
+        "update-left-open",
+        "vLLM's update of the weights stays open, so that the next one is refused",
+        "receivers_answer",
+        exit=3,
+        set=VLLM,
+        needs=IN_VLLM,
+        patch={f"{VLLM_MODEL}.finish": f"{BUGS}:forgets_an_open_update"},
+    ),
+    Fault(
+        "finish-never-called",
+        "vLLM's update of the weights is not finished before the next one begins",
+        "receivers_answer",
+        exit=3,
+        set=VLLM,
+        needs=IN_VLLM,
+        patch={f"{VLLM_MODEL}.finalize": f"{BUGS}:never_finishes"},
     ),
     Fault(
         "finalize-twice",

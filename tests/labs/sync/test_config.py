@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,7 +62,13 @@ GIB = 2**30
             {"serve": "transformers", "size": "125m", "layers": 2},
             "whose query, key and value have biases, but size=125m",
         ),
-        ({"serve": "sglang"}, "serve must be one of megatron, transformers, or module:attr"),
+        ({"serve": "vllm", "size": "small"}, "vLLM does not sleep on a CPU: use placement=apart"),
+        (
+            {"serve": "vllm", "placement": "apart", "ranks": 4, "replicas": 2},
+            "heads whose width is a multiple of 32, but those of size=tiny have 16: use size=small",
+        ),
+        ({"serve": "vllm", "device": "cuda"}, "serve=vllm runs on a CPU here, but device=cuda"),
+        ({"serve": "sglang"}, "serve must be one of megatron, transformers, vllm, or module:attr"),
         ({"verify_share": 0}, "verify_share must be a number from 0.001 to 1, not 0"),
         ({"verify": "crc"}, "verify must be one of auto, none, xxh3, sha256"),
         ({"cycles": 0}, "cycles must be a whole number from 1"),
@@ -93,6 +100,15 @@ def test_a_package_that_the_ranks_lack_is_named(monkeypatch: pytest.MonkeyPatch)
     sync_fits(SyncConfig())
     with pytest.raises(BadInput, match="serve=transformers needs the package transformers in the ranks' Python"):
         sync_fits(SyncConfig(serve="transformers"))
+
+
+def test_an_engine_needs_its_own_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KIT_VLLM_PYTHON", raising=False)
+    engine = {"serve": "vllm", "placement": "apart", "ranks": 4, "replicas": 2, "size": "small"}
+    with pytest.raises(BadInput, match="serve=vllm needs a Python that has vLLM, and none was named: make env-vllm"):
+        sync_fits(SyncConfig(**engine))
+    with pytest.raises(BadInput, match=f"{sys.executable} does not have it"):
+        sync_fits(SyncConfig(**engine, replica_python=sys.executable))
 
 
 def test_replicas_are_counted_not_devices() -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 import kit
-from tests.labs.parts import failed, why
+from kit.labs.sync.faults import VLLM
+from tests.labs.parts import failed, vllm_python, why
 
 
 @pytest.mark.slow
@@ -21,3 +22,21 @@ def test_a_hugging_face_model_serves_and_sleeps(sync: Callable[..., kit.Run]) ->
     row = next(row for row in verdict if row.check == "logits_equal")
     assert 0 < row.measured <= row.limit < 1e-5  # the limit of a run without measured noise
     assert "noise at rest" in why(verdict, "logits_equal")
+
+
+IN_VLLM = {**VLLM, "layers": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not vllm_python(), reason="needs vLLM: make env-vllm, or KIT_VLLM_PYTHON")
+def test_vllm_serves_and_its_old_layer_is_named(sync: Callable[..., kit.Run]) -> None:
+    verdict = sync(**IN_VLLM).verdict()
+    assert failed(verdict) == set()
+    assert {"bit_exact", "logits_equal", "no_torn_reads", "failure_is_clean"} <= {
+        row.check for row in verdict if row.passed
+    }
+    stale = sync(fault="prepacked-stale", **IN_VLLM).verdict()
+    assert {"bit_exact", "logits_equal"} <= failed(stale)
+    row = next(row for row in stale if row.check == "bit_exact")
+    assert row.measured == 1  # the head, which has the embedding's name; every other layer is new
+    assert "model.embed_tokens.weight" in row.why

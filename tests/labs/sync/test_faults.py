@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import pandas as pd
 import pytest
@@ -14,8 +13,7 @@ from kit.labs.definition import Fault
 from kit.labs.sync.faults import FAULTS
 from kit.labs.sync.rules import healing
 from kit.results import list_runs, runs_dir
-from kit.world.asked import has_module
-from tests.labs.parts import failed, unanswered, why
+from tests.labs.parts import failed, on_an_engine, unanswered, why
 
 Sync = Callable[..., kit.Run]
 CONFIGS = {repr(fault.set): fault for fault in FAULTS}  # faults with equal configs share one run without a fault
@@ -57,14 +55,8 @@ ALSO = {
     "wrong-half": {"logits_equal", "no_torn_reads", "failure_is_clean"},
     "tied-name-skipped": {"logits_equal", "trained_changed", "no_torn_reads", "failure_is_clean"},
     "buffer-not-sent": {"logits_equal"},
+    "prepacked-stale": {"logits_equal", "trained_changed", "failure_is_clean", "no_torn_reads"},
 }
-
-
-def on_an_engine(settings: Mapping[str, Any]) -> Any:
-    """The mark of a test with these settings, which is skipped where their engine is not installed."""
-    engine = settings.get("serve", "megatron")
-    missing = engine == "transformers" and not has_module("transformers")
-    return pytest.mark.skipif(missing, reason=f"needs the package {engine}")
 
 
 @pytest.mark.slow

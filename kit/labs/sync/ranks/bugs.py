@@ -16,6 +16,7 @@ import torch
 
 from kit.engines.hosted import EngineContext, LoadedModel
 from kit.engines.hugging import TransformersModel
+from kit.engines.vllm import VllmModel
 from kit.errors import KitError
 from kit.labs.sync.lab import SyncConfig
 from kit.labs.sync.ranks import phases  # noqa: F401 - see above
@@ -390,6 +391,23 @@ def answers_asleep(engine: TransformersModel, tokens: torch.Tensor) -> torch.Ten
     logits = engine_logits(engine, tokens)
     engine.sleep()
     return logits
+
+
+PACKED = "packed"  # as vLLM does it
+
+
+def keeps_the_prefix_cache(engine: VllmModel) -> None:
+    """Nothing is dropped."""
+
+
+def never_finishes(engine: VllmModel) -> None:
+    """The update stays open until the next one begins."""
+    engine.drop_cache()
+
+
+def forgets_an_open_update(engine: VllmModel) -> None:
+    """It stays open in vLLM, which refuses the next one."""
+    engine.open = False
 
 
 def finalizes_twice(call: Call, message: dict[str, Any]) -> None:

@@ -128,9 +128,12 @@ class SyncReplica(Side):
             device=self.ctx.device,
             weights=weights,
             timeout_s=settings.deadline_s,
+            python=settings.engine_python,
             config=settings,
         )
-        engine = LoadedModel(load(ENGINES.get(settings.serve, settings.serve))(ctx), settings.serve, ctx.device)
+        own = load(ENGINES.get(settings.serve, settings.serve))(ctx)
+        self.scope.callback(getattr(own, "close", lambda: None))
+        engine = LoadedModel(own, settings.serve, ctx.device)
         if settings.serve in ENGINES:  # an engine from outside is judged itself, so its noise limits nothing
             prompts = [self.prompt(config.geometry.vocab, number) for number in range(1, PROMPTS + 1)]
             errors = [logits_error(engine.logits(each).cpu(), plain_logits(config, weights, each)) for each in prompts]
@@ -187,8 +190,11 @@ class SyncReplica(Side):
             self.weigh_tensors()
             self.before, self.watch.beginnings = self.watch.beginnings, {}
             logits = self.forwards.at_rest().cpu()
+            cached = self.model.cached_logits(self.prompt(wanted.shape[1]))
             link.send({"kind": "judged"})
         self.ctx.record("logits_error", logits_error(logits, wanted))
+        if cached is not None:
+            self.ctx.record("logits_error", logits_error(cached.cpu(), wanted), text="through the engine's cache")
         self.ctx.record("logits_same", int(torch.equal(logits, wanted)))
         known = self.watch.known.setdefault(self.receiver.version, sha256(logits))
         self.ctx.record("logits_moved", int(known != sha256(logits)))
@@ -218,10 +224,10 @@ class SyncReplica(Side):
 
     def weigh_tensors(self) -> None:
         """Record the bytes of all tensors of this rank. The first reading is the baseline, before any weights were sent."""
-        held = live_bytes()
+        held = live_bytes() + self.model.bytes_elsewhere()
         if self.held_first and held > self.held_first:
             gc.collect()
-            held = live_bytes()
+            held = live_bytes() + self.model.bytes_elsewhere()
         self.held_first = self.held_first or held
         self.ctx.record("tensor_bytes", held, "B")
 

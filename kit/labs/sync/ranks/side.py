@@ -25,6 +25,7 @@ from kit.sync.sender import SyncLog
 from kit.train.plain import PlainModel
 
 ROWS, LENGTH = 2, 8  # of the prompt; its logits are compared
+CACHED_LENGTH = 48  # more than a block of vLLM's prefix cache
 
 
 class Side:
@@ -94,7 +95,8 @@ class Side:
 
     def prompt(self, vocab: int, number: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.config.seed + number)
-        return torch.randint(0, vocab, (ROWS, LENGTH), generator=generator)
+        length = CACHED_LENGTH if self.config.serve == "vllm" else LENGTH
+        return torch.randint(0, vocab, (ROWS, length), generator=generator)
 
 
 def base_weights(geometry: Geometry, dtype: torch.dtype, seed: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,175 @@
+"""A vLLM engine as the model of a replica: a process with its own interpreter, which has vLLM, driven by this rank.
+
+The engine reads the base weights from a folder that this rank writes; nothing is downloaded. New weights go through vLLM's layerwise
+reload: `begin`, `load` for each tensor, `finalize`. Every call has a deadline. The process ends with its socket, or with its rank.
+
+Limits: a CPU, one rank, dense Qwen2 with heads of a size that vLLM's attention has; no sleep, which vLLM has on GPUs only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import tempfile
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kit.engines.contents import Named
+from kit.engines.hosted import EngineContext
+from kit.engines.hugging import qwen2_settings
+from kit.errors import KitError
+from kit.sync.buckets import dtype_name
+
+START_S, CALL_S = 110.0, 60.0
+SIDE = Path(__file__).with_name("vllmside.py")
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+class EngineFailed(KitError):  # noqa: N818 - it is what happened
+    """The engine's process raised, ended, or did not answer."""
+
+
+class VllmModel:
+    # vLLM packs weights for the CPU, and its own reload leaves the packed copy of a tied head old: here weights stay as they are.
+    linear = "kept"
+
+    def __init__(self, ctx: EngineContext) -> None:
+        self.open = False  # an update of the weights
+        self._calls = threading.Lock()  # forwards come from another thread
+        self._lines = [Connection(end.detach()) for end in socket.socketpair()]
+        line, theirs = self._lines
+        folder = self._folder = tempfile.TemporaryDirectory(prefix="kit-vllm-")
+        write_folder(Path(folder.name), ctx)
+        settings = {
+            "folder": folder.name,
+            "linear": self.linear,
+            "dtype": dtype_name(ctx.dtype),
+            "length": ctx.geometry.seq,
+        }
+        command = [ctx.python, "-P", str(SIDE), str(theirs.fileno()), json.dumps(settings)]
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self.process = subprocess.Popen(
+            command, env={**inherited, **ENVIRONMENT}, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+        )
+        theirs.close()
+        try:
+            self._answer(line, START_S)
+        finally:
+            folder.cleanup()
+
+    def full_tensors(self) -> Named:
+        return self._tensors("full_tensors")
+
+    def constants(self) -> Named:
+        return self._tensors("constants")
+
+    def begin(self) -> None:
+        """The first tensor of a version follows; a version that was not finished is finished first, as vLLM demands."""
+        if self.open:
+            self.finish()
+        self.call("begin")
+        self.open = True
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        host = tensor.detach().cpu().contiguous()
+        described = {"name": name, "dtype": dtype_name(host.dtype), "shape": list(host.shape)}
+        with self._calls:
+            self._send({"call": "load", **described})
+            self._lines[0].send_bytes(host.view(-1).view(torch.uint8).numpy().tobytes())
+            self._answer(self._lines[0])
+
+    def finalize(self) -> None:
+        if self.open:
+            self.finish()
+        self.drop_cache()
+
+    def finish(self) -> None:
+        self.call("finish")
+        self.open = False
+
+    def drop_cache(self) -> None:
+        """Keys and values of the old weights must not answer for the new ones."""
+        self.call("drop_cache")
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What follows the last token of each row. It fills the prefix cache and does not read it, so its bits are always the same."""
+        return self._logits(tokens, cached=False)
+
+    def cached_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The same with what the prefix cache has."""
+        return self._logits(tokens, cached=True)
+
+    def live_bytes(self) -> int:
+        (named,) = self._tensors("live_bytes")
+        return int(named[1])
+
+    def close(self) -> None:
+        self._lines[0].close()
+        try:
+            self.process.wait(CALL_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        with self._calls:
+            self._send({"call": name, **arguments})
+            return self._answer(self._lines[0])
+
+    def _logits(self, tokens: torch.Tensor, *, cached: bool) -> torch.Tensor:
+        with self._calls:
+            self._send({"call": "logits", "tokens": tokens.tolist(), "cached": cached})
+            (named,) = self._receive(self._answer(self._lines[0]))
+        return named[1]
+
+    def _tensors(self, kind: str) -> Named:
+        with self._calls:
+            self._send({"call": kind})
+            tensors = self._receive(self._answer(self._lines[0]))
+        yield from tensors
+
+    def _receive(self, described: list[Any]) -> list[tuple[str, torch.Tensor]]:
+        tensors = []
+        for name, dtype, shape in described:
+            raw = bytearray(self._lines[0].recv_bytes())
+            tensors.append((name, torch.frombuffer(raw, dtype=getattr(torch, dtype)).view(shape)))
+        return tensors
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            self._lines[0].send_bytes(json.dumps(message).encode())
+        except OSError as error:
+            raise EngineFailed(f"the vLLM engine has ended ({self.process.poll()}): {error}") from None
+
+    def _answer(self, line: Connection, within_s: float = CALL_S) -> Any:
+        try:
+            if not line.poll(within_s):
+                raise EngineFailed(f"the vLLM engine did not answer within {within_s:g} s")
+            answer = json.loads(line.recv_bytes())
+        except (EOFError, OSError):
+            raise EngineFailed(
+                f"the vLLM engine ended with {self.process.wait(CALL_S)}; its output is in this rank's log"
+            ) from None
+        if "error" in answer:
+            raise EngineFailed(f"the vLLM engine raised {answer['error']}")
+        return answer["result"]
+
+
+def write_folder(folder: Path, ctx: EngineContext) -> None:
+    from safetensors.torch import save_file
+
+    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **qwen2_settings(ctx.geometry)}
+    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": dtype_name(ctx.dtype)}))
+    save_file({**ctx.weights}, folder / "model.safetensors", metadata={"format": "pt"})

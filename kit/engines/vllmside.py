@@ -1,0 +1,181 @@
+"""The engine's side of `kit.engines.vllm`: a script for an interpreter that has vLLM and no kit. It answers calls until its socket closes.
+
+A layer that packed its weight for the CPU computes with the packed copy, and may have no other: the weight that counts is what the layer
+makes of the identity, bit for bit.
+Limits of that: a negative zero reads as zero.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+Named = Iterator[tuple[str, torch.Tensor]]
+PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+class Engine:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import vllm
+        from vllm.model_executor.layers import linear, utils
+
+        if settings["linear"] == "kept":
+            for module in (linear, utils):
+                if hasattr(module, "dispatch_cpu_unquantized_gemm"):
+                    module.dispatch_cpu_unquantized_gemm = keep_weight
+        self.llm = vllm.LLM(
+            model=settings["folder"],
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype=settings["dtype"],
+            max_model_len=settings["length"],
+            max_num_seqs=4,
+            block_size=32,
+            enable_prefix_caching=True,
+            logprobs_mode="raw_logits",
+            max_logprobs=-1,
+        )
+        self.config: Any = self.llm.llm_engine.vllm_config
+        self.model: Any = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+        self.open = False
+
+    def full_tensors(self) -> Named:
+        modules = dict(self.model.named_modules())
+        for name, parameter in self.model.named_parameters():
+            path, _, kind = name.rpartition(".")
+            tensor = parameter if parameter.numel() else read_packed(modules[path])
+            owner, _, packed = path.rpartition(".")
+            parts = PARTS.get(packed)
+            sizes = modules[path].output_sizes if parts else None
+            for part, piece in zip(parts or (packed,), tensor.split(sizes) if sizes else [tensor], strict=True):
+                yield f"{owner}.{part}.{kind}" if owner else f"{part}.{kind}", piece
+
+        head = modules["lm_head"]  # has the embedding's weight, and perhaps a packed copy
+        if getattr(head, "cpu_linear", torch.nn.functional.linear) is not torch.nn.functional.linear:
+            yield "model.embed_tokens.weight", read_packed(head)
+
+    def constants(self) -> Named:
+        yield from self.model.named_buffers()
+
+    def live_bytes(self) -> Named:
+        from torch._subclasses.fake_tensor import is_fake
+
+        gc.collect()
+        kinds = [
+            each for each in gc.get_objects() if type(each) is torch.Tensor or isinstance(each, torch.nn.Parameter)
+        ]
+        tensors = [tensor for tensor in kinds if tensor.device.type == "cpu" and not is_fake(tensor)]
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+        yield "live_bytes", torch.tensor(sum(storages.values()))
+
+    def begin(self) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
+
+        if self.open:
+            raise RuntimeError("begin, but an update is open: finish it first")
+        with self.in_engine():
+            initialize_layerwise_reload(self.model)
+        self.open = True
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if not self.open:
+            raise RuntimeError("load before begin")
+        with self.in_engine(), torch.no_grad():
+            self.model.load_weights([(name, tensor)])
+
+    def finish(self) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
+
+        if not self.open:
+            raise RuntimeError("finish before begin")
+        with self.in_engine(), torch.no_grad():
+            finalize_layerwise_reload(self.model, self.config.model_config)
+        self.open = False
+
+    def in_engine(self) -> Any:
+        from vllm.config import set_current_vllm_config
+
+        scope: Any = set_current_vllm_config(self.config)
+        return scope
+
+    def drop_cache(self) -> None:
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be dropped")
+
+    def logits(self, tokens: list[list[int]], *, cached: bool) -> torch.Tensor:
+        import vllm
+
+        how = vllm.SamplingParams(
+            temperature=0, max_tokens=1, logprobs=-1, detokenize=False, skip_reading_prefix_cache=not cached
+        )
+        outputs = self.llm.generate([{"prompt_token_ids": row} for row in tokens], how, use_tqdm=False)
+        rows = []
+        for output in outputs:
+            (answer,) = output.outputs
+            row = torch.empty(len(answer.logprobs[0]))
+            for token, entry in answer.logprobs[0].items():
+                row[token] = entry.logprob
+            if int(row.argmax()) != answer.token_ids[0]:
+                raise RuntimeError(
+                    f"the engine wrote token {answer.token_ids[0]}, and its logits favour {int(row.argmax())}"
+                )
+            rows.append(row)
+        return torch.stack(rows)
+
+
+def keep_weight(layer: Any, remove_weight: bool) -> None:  # noqa: ARG001 - as vLLM calls it
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+def read_packed(layer: Any) -> torch.Tensor:
+    width = getattr(layer, "input_size_per_partition", 0) or layer.embedding_dim
+    identity = torch.eye(width, dtype=layer.weight.dtype)
+    made: torch.Tensor = layer.quant_method.apply(layer, identity, None)
+    return made.t()
+
+
+def serve(line: Connection, engine: Engine) -> None:
+    while True:
+        try:
+            message = json.loads(line.recv_bytes())
+        except EOFError:
+            return
+        name = message.pop("call")
+        try:
+            if name == "load":
+                raw = bytearray(line.recv_bytes())
+                dtype = getattr(torch, message["dtype"])
+                engine.load(message["name"], torch.frombuffer(raw, dtype=dtype).view(message["shape"]))
+                answer(line, [])
+            elif name == "logits":
+                answer(line, [("logits", engine.logits(message["tokens"], cached=message["cached"]))])
+            else:
+                answer(line, list(getattr(engine, name)() or ()))
+        except Exception as error:  # noqa: BLE001 - whatever the engine raises is reported
+            traceback.print_exc()
+            line.send_bytes(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+
+
+def answer(line: Connection, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    flat = [(name, tensor.detach().contiguous()) for name, tensor in tensors]
+    described = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in flat]
+    line.send_bytes(json.dumps({"result": described}).encode())
+    for _, tensor in flat:
+        line.send_bytes(tensor.view(-1).view(torch.uint8).numpy().tobytes())
+
+
+if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with its rank
+    connection = Connection(int(sys.argv[1]))
+    made = Engine(json.loads(sys.argv[2]))
+    answer(connection, [])
+    serve(connection, made)
