@@ -304,7 +304,7 @@ FAULTS = exposed_by(
         patch={f"{VLLM_MODEL}.linear": f"{BUGS}:PACKED"},
     ),
     Fault(
-        "stale-prefix-cache",
+        "stale-vllm-cache",
         "vLLM answers a known prompt from keys and values of the old weights",
         "logits_equal",
         set=VLLM,
@@ -312,7 +312,7 @@ FAULTS = exposed_by(
         patch={f"{VLLM_MODEL}.drop_cache": f"{BUGS}:keeps_the_prefix_cache"},
     ),
     Fault(
-        "update-left-open",
+        "vllm-update-left-open",
         "vLLM's update of the weights stays open, so that the next one is refused",
         "receivers_answer",
         exit=3,
@@ -321,13 +321,13 @@ FAULTS = exposed_by(
         patch={f"{VLLM_MODEL}.finish": f"{BUGS}:forgets_an_open_update"},
     ),
     Fault(
-        "finish-never-called",
+        "vllm-finish-never-called",
         "vLLM's update of the weights is not finished before the next one begins",
         "receivers_answer",
         exit=3,
         set=VLLM,
         needs=IN_VLLM,
-        patch={f"{VLLM_MODEL}.finalize": f"{BUGS}:never_finishes"},
+        patch={f"{VLLM_MODEL}.finalize": f"{BUGS}:never_finishes_in_vllm"},
     ),
     Fault(
         "finalize-twice",

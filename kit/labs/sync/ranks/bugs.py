@@ -400,7 +400,7 @@ def keeps_the_prefix_cache(engine: VllmModel) -> None:
     """Nothing is dropped."""
 
 
-def never_finishes(engine: VllmModel) -> None:
+def never_finishes_in_vllm(engine: VllmModel) -> None:
     """The update stays open until the next one begins."""
     engine.drop_cache()
 
