@@ -18,8 +18,6 @@ from kit.results import Row, Rule, Verdict, VerdictRow, judge
 from kit.results.records import STEP_LINE
 from kit.world.asked import has_module, python_has
 
-ROOT = Path(__file__).resolve().parents[2]
-
 # Checks of wall time, which a shared machine may miss at any moment.
 OF_WALL_TIME = {"time_steady", "times_do_not_rise", "controller_answers", "death_named_in_time"}
 
@@ -115,9 +113,8 @@ STEP = (
 
 
 def vllm_python() -> str:
-    """The interpreter of `make env-vllm`, or the one that KIT_VLLM_PYTHON names; empty where there is none."""
-    made = ROOT / "build" / "vllm" / "bin" / "python"
-    named = os.environ.get("KIT_VLLM_PYTHON") or (str(made) if made.exists() else "")
+    """The interpreter that KIT_VLLM_PYTHON names, if it has vLLM; otherwise empty."""
+    named = os.environ.get("KIT_VLLM_PYTHON", "")
     return named if named and python_has(named, "vllm") else ""
 
 
@@ -125,6 +122,6 @@ def on_an_engine(settings: Mapping[str, Any]) -> Any:
     """The mark of a test with these settings, which is skipped where their engine is not installed."""
     engine = settings.get("serve", "megatron")
     if engine == "vllm":
-        return pytest.mark.skipif(not vllm_python(), reason="needs vLLM: make env-vllm, or KIT_VLLM_PYTHON")
+        return pytest.mark.skipif(not vllm_python(), reason="needs vLLM: make env-vllm, and KIT_VLLM_PYTHON")
     missing = engine == "transformers" and not has_module("transformers")
     return pytest.mark.skipif(missing, reason=f"needs the package {engine}")

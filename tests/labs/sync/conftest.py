@@ -8,7 +8,6 @@ import pytest
 
 import kit
 from tests.holdings import nothing_added
-from tests.labs.parts import vllm_python
 
 SMALL = {"layers": 2, "cycles": 2, "sweep": False, "deadline_s": 10}
 
@@ -20,8 +19,6 @@ def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KIT_RUNS", str(folder / "runs"))
         patch.chdir(folder)
-        if vllm_python():
-            patch.setenv("KIT_VLLM_PYTHON", vllm_python())
         with nothing_added():
             yield
 

@@ -28,7 +28,7 @@ IN_VLLM = {**VLLM, "layers": 2}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not vllm_python(), reason="needs vLLM: make env-vllm, or KIT_VLLM_PYTHON")
+@pytest.mark.skipif(not vllm_python(), reason="needs vLLM: make env-vllm, and KIT_VLLM_PYTHON")
 def test_vllm_serves_and_its_old_layer_is_named(sync: Callable[..., kit.Run]) -> None:
     verdict = sync(**IN_VLLM).verdict()
     assert failed(verdict) == set()
