@@ -18,6 +18,7 @@ import torch.distributed as dist
 from kit.errors import KitError
 from kit.labs.sync.lab import SyncConfig
 from kit.labs.sync.ranks.rehearsals import counting_leftovers, misnamed, not_derived
+from kit.labs.sync.ranks.watch import SeenWeights
 from kit.labs.sync.rules import failure_is_clean
 from kit.sync.buckets import Spec, lay_out
 from kit.sync.sender import SyncFailed
@@ -84,6 +85,16 @@ def makes_a_group() -> None:
 )
 def test_what_is_left_is_counted_by_kind(act: Callable[[], None], metrics: set[str]) -> None:
     assert metrics <= left_by(act).keys()
+
+
+def test_a_bucket_that_begins_like_the_one_before_is_seen_whatever_its_size() -> None:
+    watched: Any = SimpleNamespace(point=lambda *_: None, beginnings={}, repeats=set())
+    weights = SeenWeights(SimpleNamespace(bind=lambda _: SimpleNamespace(apply=lambda *_: None)), watched).bind(None)
+    for index, values in enumerate(([1, 2, 3], [4, 5], [4, 5, 6], [4, 6, 6])):
+        weights.apply(index, torch.tensor(values, dtype=torch.uint8))
+    assert watched.repeats == {2}
+    weights.apply(2, torch.tensor([7], dtype=torch.uint8))
+    assert watched.repeats == set()
 
 
 def test_what_closes_soon_is_not_counted() -> None:

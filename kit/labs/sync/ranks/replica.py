@@ -188,7 +188,7 @@ class SyncReplica(Side):
             self.compare_weights()
             self.compare_changes(truth["changed"])
             self.weigh_tensors()
-            self.before, self.watch.beginnings = self.watch.beginnings, {}
+            self.before, self.watch.beginnings, self.watch.repeats = self.watch.beginnings, {}, set()
             logits = self.forwards.at_rest().cpu()
             cached = self.model.cached_logits(self.prompt(wanted.shape[1]))
             link.send({"kind": "judged"})
@@ -251,7 +251,7 @@ class SyncReplica(Side):
         begins = self.watch.beginnings
         doubtful = sorted({index for name in names for index in buckets.get(name, ()) if index in begins})
         stale = [index for index in doubtful if trained and begins[index] == self.before.get(index)]
-        repeated = [index for index in doubtful if begins[index] == begins.get(index - 1)]
+        repeated = [index for index in doubtful if index in self.watch.repeats]
         notes = [
             f"bytes of the version before in {spell_buckets(stale)}" if stale else "",
             f"bytes of the bucket before in {spell_buckets(repeated)}" if repeated else "",

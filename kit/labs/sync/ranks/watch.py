@@ -149,6 +149,7 @@ class SyncWatch:
     known: dict[int, str] = field(default_factory=dict)
     # SHA-256 of the first bytes of each bucket that was last written.
     beginnings: dict[int, str] = field(default_factory=dict)
+    repeats: set[int] = field(default_factory=set)  # buckets that begin with the bytes of the one before
     path: str = "base"
     recorded: Counter[str] = field(default_factory=Counter)  # number of recorded syncs by path
 
@@ -285,6 +286,7 @@ class SeenWeights:
     def __init__(self, weights: Any, watch: SyncWatch) -> None:
         self._weights = weights
         self._watch = watch
+        self._before = b""  # how the last bucket began
 
     def keep(self) -> Callable[[], None]:
         keep: Callable[[], None] = self._weights.keep()
@@ -296,5 +298,11 @@ class SeenWeights:
 
     def apply(self, index: int, buffer: torch.Tensor) -> None:
         self._watch.point("write", index)
-        self._watch.beginnings[index] = hashlib.sha256(buffer[:BEGINNING].cpu().contiguous().numpy().data).hexdigest()
+        begins = buffer[:BEGINNING].cpu().contiguous().numpy().tobytes()
+        self._watch.beginnings[index] = hashlib.sha256(begins).hexdigest()
+        common = min(len(begins), len(self._before))
+        self._watch.repeats.discard(index)
+        if index and common and begins[:common] == self._before[:common]:
+            self._watch.repeats.add(index)
+        self._before = begins
         self._applier.apply(index, buffer)
