@@ -45,7 +45,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "view": {"records": 3500, "many": 5000, "moves": 2, "opens": 2, "panels": 1, "runs": 50},
     "world": {
         **dict.fromkeys(
-            ("starts", "megatron", "deaths", "kernels", "helps", "restarts", "phases", "flights", "hosts"), 1
+            ("starts", "megatron", "deaths", "kernels", "helps", "restarts", "phases", "flights", "hosts", "rays"), 1
         ),
         "steps": 3,
     },
@@ -74,7 +74,7 @@ JUDGED = {
             1,
         ),
         "second_over_first": 2,
-        **dict.fromkeys(("started_on_two", "stepped_on_two"), 1),
+        **dict.fromkeys(("started_on_two", "stepped_on_two", "start_over_ray", "loop_on_ray"), 1),
         **dict.fromkeys(("cut_named", "far_side_left"), 2),  # with two and with eight ranks
     },
 }

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 from kit.labs.definition import BenchConfig, Definition, Option, Step, driven_parts
 
-PARTS = ("start", "megatron", "step", "death", "restart", "calls", "hosts", "notebook", "help")
+PARTS = ("start", "megatron", "step", "death", "restart", "calls", "hosts", "ray", "notebook", "help")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +30,7 @@ class BenchWorldConfig(BenchConfig):
         "phases": 5,
         "flights": 2,
         "hosts": 1,
+        "rays": 1,
     }
 
     starts: Annotated[int, Option("starts of a World", low=1, high=1000)] = 7
@@ -40,6 +41,9 @@ class BenchWorldConfig(BenchConfig):
     restarts: Annotated[int, Option("restarts of a World", low=1, high=1000)] = 7
     flights: Annotated[int, Option("comparisons of calls in flight with calls one after another", low=1, high=1000)] = 5
     hosts: Annotated[int, Option("starts on two hosts beside one (with root)", low=1, high=1000)] = 5
+    rays: Annotated[
+        int, Option("starts on Ray beside Ray's own, and loops on Ray (where it is installed)", low=1, high=1000)
+    ] = 3
     kernels: Annotated[int, Option("notebook processes that are killed", low=1, high=1000)] = 5
     helps: Annotated[int, Option("calls of kit --help", low=1, high=1000)] = 7
 

@@ -6,6 +6,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +19,11 @@ from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.bench import Bench, Part, Samples, ratios, run_part, show_progress, unmeasured, without_details
 from kit.labs.bench_world.hosts import SecondHost
 from kit.labs.lab import Drive
+from kit.labs.stream import tables as stream_tables
 from kit.measure.turns import seconds_of
 from kit.world import World, asked, leftovers, warm
 from kit.world.calls import Pending, wait
+from kit.world.launch import RAY, RAY_START_S, TORCHRUN
 from kit.world.leftovers import carriers, end_carriers
 from kit.world.world import Printer
 
@@ -352,6 +355,66 @@ def cut_once(bench: Bench, other: SecondHost, ranks: int) -> tuple[float, float]
         other.mend()
 
 
+# Two actors of Ray that join a group, without the kit: the seconds from the import of Ray to their first all-reduce.
+OWN_ACTORS = """
+import sys, time
+began = time.perf_counter()
+import ray
+small = {"num_cpus": 2, "num_gpus": 0, "include_dashboard": False, "object_store_memory": 80_000_000, "log_to_driver": False}
+ray.init("local", logging_level="ERROR", _temp_dir=sys.argv[1], **small)
+
+class Actor:
+    def first_all_reduce(self, rank, store):
+        import torch
+        import torch.distributed as dist
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+        value = torch.ones(1) * (rank + 1)
+        dist.all_reduce(value)
+        return value.item()
+
+actors = [ray.remote(Actor).options(num_cpus=0).remote() for _ in range(2)]
+print(ray.get([actor.first_all_reduce.remote(rank, sys.argv[1] + "/store") for rank, actor in enumerate(actors)]))
+print(time.perf_counter() - began)
+ray.shutdown()
+"""
+
+
+def ray_by_itself(python: str) -> float:
+    """The folder's path is short, because Ray makes Unix sockets in it."""
+    with tempfile.TemporaryDirectory(prefix="kit-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        env = {**environment(), "RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo"}
+        printed, why = asked.run_python(python, OWN_ACTORS, folder, timeout_s=RAY_START_S, env=env)
+    if why or printed.splitlines()[:1] != [str([REDUCED] * 2)]:
+        raise KitError(f"Ray's own start failed: {why or printed}")
+    return float(printed.splitlines()[-1])
+
+
+def on_ray(bench: Bench) -> Iterator[Samples]:
+    """Ranks as actors of Ray beside actors that Ray starts by itself, and a loop with its controller in one beside the embedded loop."""
+    started = f"{STARTED}: as actors of Ray, minus Ray's own start of two actors that do the same"
+    looped = "a step of the loop with its controller in an actor of Ray, over the embedded loop's"
+    python = asked.find_python().path
+    if not asked.has_ray(python):
+        yield unmeasured(started, "Ray is not installed", metric="start_over_ray", unit="s")
+        yield unmeasured(looped, "Ray is not installed", metric="loop_on_ray", unit="x")
+        return
+    for number in range(bench.config.rays):
+        show_progress(f"{started}, {number + 1} of {bench.config.rays}")
+        by_itself = ray_by_itself(python)
+        ours, _ = step_from_cold(bench, {"engine": RAY})
+        note = f"Ray's own start takes {by_itself:.2f} s"
+        yield Samples(what=started, values=[ours - by_itself], metric="start_over_ray", note=note)
+    for number in range(bench.config.rays):
+        show_progress(f"{looped}, {number + 1} of {bench.config.rays}")
+        seconds = [step_of_loop(bench, engine, number) for engine in (RAY, TORCHRUN)]
+        yield ratios("loop_on_ray", looped, seconds[:1], seconds[1:])
+
+
+def step_of_loop(bench: Bench, engine: str, number: int) -> float:
+    run = bench.lab("stream", f"{engine}-{number}", engine=engine, device="cpu", phases="stream")
+    return float(stream_tables.steps(run.frame())["total"].median())
+
+
 PARTS: dict[str, Part] = {
     "start": start_worlds,
     "megatron": start_with_megatron,
@@ -360,6 +423,7 @@ PARTS: dict[str, Part] = {
     "restart": restart,
     "calls": in_flight,
     "hosts": two_hosts,
+    "ray": on_ray,
     "notebook": notebook_start,
     "help": ask_for_help,
 }

@@ -16,6 +16,10 @@ RULES = (
     median_rule("stepped_on_two", "Does a step on two hosts cost little more than on one?", 2.0),
     median_rule("cut_named", "Is a lost host named soon after the deadline?", 2.0, "s"),
     median_rule("far_side_left", "Is nothing left on a lost host soon?", 30.0, "s"),
+    median_rule(
+        "start_over_ray", "Does a start on Ray take hardly longer than Ray's own start of such actors?", 1.0, "s"
+    ),
+    median_rule("loop_on_ray", "Does a loop on Ray take hardly longer per step than the embedded one?", 1.2),
     median_rule("vanished", "Is nothing left soon after the notebook's process was killed?", 2.0, "s"),
     median_rule("helped", "Does kit --help answer at once?", 0.3, "s"),
 )
