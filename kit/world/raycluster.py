@@ -107,4 +107,4 @@ def order_of(facts: ClusterFacts, *, ranks: int, neighbours: int, device: str) -
         part = facts.gpus / neighbours
         if device != "cpu" and facts.gpus:  # Ray gives parts of one GPU, or whole ones
             needs["GPU"] = float(int(part)) if part >= 1 else int(part * 1000) / 1000
-    return {"address": facts.address, "auth": facts.auth, "ranks": ranks, "needs": needs}
+    return {"address": facts.address, "auth": facts.auth, "joined": facts.joined, "ranks": ranks, "needs": needs}

@@ -148,6 +148,7 @@ def launch(options: argparse.Namespace, key: str, folder: str) -> int:
 
 
 def hold_cluster(folder: str) -> int:
+    os.environ.update(ALL_GPUS)  # for the workers of a cluster that starts here
     joined = join_cluster(folder, HELD_CPUS)
     context = ray.get_runtime_context()
     own = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())

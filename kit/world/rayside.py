@@ -144,16 +144,18 @@ def needs_of(order: Message) -> str:
 
 
 def actor_options(ray: Any, order: Message, rank: int) -> dict[str, Any]:
-    """On this machine, with the World's mark in the environment that the kernel shows: `kit clean` looks there."""
+    """On this machine. In a cluster that was there, with the World's mark in the environment that the kernel shows, for `kit clean`.
+    Ray starts a fresh process for that. A cluster that ends with the notebook needs no mark, and has processes that wait."""
     strategies = importlib.import_module("ray.util.scheduling_strategies")
     node = ray.get_runtime_context().get_node_id()
+    marked = {machine.MARK: os.environ[machine.MARK], **EVERY_GPU}
     return {
         "name": f"{order['ray']['name']}-{order['first'] + rank}",
         "scheduling_strategy": strategies.NodeAffinitySchedulingStrategy(node, soft=False),
         "num_cpus": order["ray"]["needs"].get("CPU", 0),
         "num_gpus": order["ray"]["needs"].get("GPU", 0),
         "max_restarts": 0,
-        "runtime_env": {"env_vars": {machine.MARK: os.environ[machine.MARK], **EVERY_GPU}},
+        **({"runtime_env": {"env_vars": marked}} if order["ray"]["joined"] else {}),
     }
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from pathlib import Path
 
 import pytest
 
 import kit
 from kit.errors import BadInput
 from kit.labs.discover import complaints, find
-from kit.world import World, asked
+from kit.world import World, asked, launch
+from kit.world.launch import RAYLAUNCH, Launched
 from kit.world.raycluster import ClusterFacts, order_of
 
 HERE = ClusterFacts(address="10.0.0.1:6379", joined=True, gpus=0.0, auth="")
@@ -59,3 +61,27 @@ def test_what_a_lab_cannot_do_with_ray_is_refused(monkeypatch: pytest.MonkeyPatc
         "engine": "engine=ray is not possible here: lab 'bench-world' has no ranks; leave engine=torchrun"
     }
     assert complaints(find("smoke"), {"engine": "ray"}, None) == {}
+
+
+def test_a_launch_by_ray_that_lost_its_agent_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last words say why the machine is lost. Another launch, such as ssh, may go on for long, and is not waited for."""
+    monkeypatch.setattr(launch, "LAST_WORDS_S", 60.0)
+    log = tmp_path / "machine1.log"
+    ending = f"read key; : {RAYLAUNCH} {{command}}; sleep 0.3; echo Ray lost the task of an agent; exit 1"
+    lost = Launched.start([1], ending, ["true"], b"key", log)
+    assert lost.failure("") == ""  # it runs
+    said = "the launch of machine 1 exited with status 1: Ray lost the task of an agent"
+    assert lost.failure("", lost=True) == said
+    assert lost.failure(" before its agent joined") == said.replace(":", " before its agent joined:")
+    by_ssh = Launched.start([2], "read key; : {command}; exec sleep 60", ["true"], b"key", tmp_path / "machine2.log")
+    assert by_ssh.failure("", lost=True) == ""
+    by_ssh.process.kill()
+    by_ssh.end(60)
+
+
+def test_notes_of_a_launch_are_printed_without_their_mark(tmp_path: Path) -> None:
+    note = "there is no Ray cluster here: this machine plays machine 1"
+    lines = f"read key; echo waiting; echo 'note: {note}'; : {{command}}"
+    launched = Launched.start([1], lines, ["true"], b"key", tmp_path / "log")
+    launched.end(60)
+    assert launched.notes() == [note]
