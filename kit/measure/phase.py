@@ -387,6 +387,13 @@ def shared_at(address: int) -> Place | None:
     return next((place for start, end, place, _ in _mappings() if start <= address < end), None)
 
 
+def shared_bytes() -> int:
+    """Bytes of shared memory that this process itself has touched, and of what it holds by a descriptor and has not mapped."""
+    mapped = {place for _, _, place, _ in _mappings()}
+    unmapped = sum(shared.size for place, shared in shared_memory().items() if place not in mapped)
+    return machine.status().get("RssShmem", 0) + unmapped
+
+
 def shared_spans() -> list[tuple[int, int]]:
     """The addresses at which each mapping of shared memory begins and ends."""
     return [(start, end) for start, end, _, _ in _mappings()]

@@ -192,17 +192,20 @@ def circle(books: Books, asked: Iterable[Row]) -> tuple[frozenset[str], str]:
         for device in books.clusters.get(row.who, {}).get(cluster_of(row), ()):
             if device in holds and holds[device][0] != row.who:
                 waits.setdefault(row.who, []).append((device, holds[device][0]))
-    names = next(filter(None, (way_back(waits, (first,)) for first in waits)), ())
+    ends: set[str] = set()
+    names = next(filter(None, (way_back(waits, (first,), ends) for first in waits)), ())
     return frozenset(names), "; ".join(f"{who} waits for {held_by_others(waits[who], holds)}" for who in names)
 
 
-def way_back(waits: Mapping[str, Sequence[tuple[int, str]]], path: tuple[str, ...]) -> tuple[str, ...]:
-    """The pipelines of a path from the first one that its last one waits for, whatever else it waits for; empty if no path leads back."""
-    for _, owner in waits.get(path[-1], ()):
+def way_back(waits: Mapping[str, Sequence[tuple[int, str]]], path: tuple[str, ...], ends: set[str]) -> tuple[str, ...]:
+    """The pipelines of a path from the first one that its last one waits for, whatever else it waits for; empty if no path leads back.
+    `ends` are pipelines from which none does, and get more of them."""
+    for owner in dict.fromkeys(owner for _, owner in waits.get(path[-1], ())):
         if owner in path:
             return path[path.index(owner) :]
-        if names := way_back(waits, (*path, owner)):
+        if owner not in ends and (names := way_back(waits, (*path, owner), ends)):
             return names
+    ends.add(path[-1])
     return ()
 
 

@@ -166,6 +166,8 @@ def _not_dropped(ledger: LoopLedger, end: Row) -> str:
         return ""
     if ledger.setting("on_failed") is None and ledger.setting("filter") is None:
         return ""
+    if any(row.event == "filtered" for row in ledger.life[end["group"]]):
+        return "the group was filtered although filter=false"
     return "the group was neither filtered nor without a token"
 
 

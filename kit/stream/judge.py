@@ -242,7 +242,8 @@ def no_sample_too_old(ledger: LoopLedger) -> Violations:
     """Is every token within the window when its group trains?"""
     trained, sampler, worst = ledger.need("trained", "group"), ledger.setting("sampler"), 0
     if not limits_age(ledger):
-        raise NotMeasured(f"the sampler {sampler} limits which groups start, not how old they are when trained")
+        stated = ", as it states" * (sampler not in NO_AGE_LIMIT)
+        raise NotMeasured(f"the sampler {sampler} limits which groups start, not how old they are when trained{stated}")
     if not ledger.by_event["tokens"]:
         ledger.need("completed", "group", "sample", "version")
     window = 0 if sampler == "strict" else ledger.size("window")
@@ -644,45 +645,29 @@ def _occupied(ledger: LoopLedger, name: str, limit: int) -> Violations:
 def admitted(ledger: LoopLedger) -> Violations:
     """Check the gate: at most (window + version + 1) batches since version 0, and no batch beyond version + window."""
     sampler, window, batch = ledger.setting("sampler"), ledger.limit("window"), ledger.limit("groups_per_step")
-    if ":" in str(sampler) and window is not None:
+    if ":" in str(sampler) and window is not None and limits_age(ledger):
         return (yield from _own_targets(ledger, window))
-    if sampler not in GATED or window is None or batch is None or not ledger.by_event["bumped"]:
+    if (
+        (sampler not in GATED and limits_age(ledger))
+        or window is None
+        or batch is None
+        or not ledger.by_event["bumped"]
+    ):
         return ""
-    ahead, started = 0 if sampler == "strict" else window, 0
-    for row, started in starts(ledger, batch):
-        now = ledger.version_at(row)
-        allowed = (ahead + now + 1) * batch
-        if started > allowed:
-            yield f"{row}: {counted(started, 'group')} started up to version {now}; the window allows {allowed}"
-        elif sampler in TARGETED and not now <= row.number("target", now) <= now + ahead:
-            yield f"{row}: started for version {row['target']} at version {now}; the window allows {now} to {now + ahead}"
-    return f"{counted(started, 'group')} started in time"
-
-
-def starts(ledger: LoopLedger, batch: int) -> Iterator[tuple[Row, int]]:
-    """Yield each start of a group, and how many groups have started since version 0 without those that were lost."""
     heirs = {row.get("by") for row in ledger.by_event["replaced"]}  # groups that replace another in its batch
-    started = ledger.start * batch
+    lost = LOST if limits_age(ledger) or sampler in NO_AGE_LIMIT else (*LOST, "evicted")
+    ahead, started = 0 if sampler == "strict" else window, ledger.start * batch
     for row in ledger.rows:
-        started -= ends_group(row) and row.event in LOST
+        started -= ends_group(row) and row.event in lost
         if row.event == "reserved":
             started += row["group"] not in heirs
-            yield row, started
-
-
-def _no_further_ahead(whole: LoopLedger, resumed: LoopLedger) -> Iterator[str]:
-    """Yield a violation for the first group that an own sampler starts further ahead of the version after a resume than any before the
-    stop, and than the window allows: as if no version had passed."""
-    window, batch = resumed.limit("window"), resumed.limit("groups_per_step")
-    if ":" not in str(resumed.setting("sampler")) or window is None or batch is None:
-        return
-    ahead = [started - whole.version_at(row) * batch for row, started in starts(whole, batch)]
-    most = max([(window + 1) * batch, *ahead])
-    for row, started in starts(resumed, batch):
-        if started - resumed.version_at(row) * batch > most:
-            now = resumed.version_at(row)
-            yield f"{row}: started {started - now * batch} groups ahead of version {now}; before the stop at most {most}"
-            return
+            now = ledger.version_at(row)
+            allowed = (ahead + now + 1) * batch
+            if started > allowed:
+                yield f"{row}: {counted(started, 'group')} started up to version {now}; the window allows {allowed}"
+            elif sampler in TARGETED and not now <= row.number("target", now) <= now + ahead:
+                yield f"{row}: started for version {row['target']} at version {now}; the window allows {now} to {now + ahead}"
+    return f"{counted(started, 'group')} started in time"
 
 
 def _own_targets(ledger: LoopLedger, window: int) -> Violations:
@@ -827,7 +812,6 @@ def resume_equals(whole: LoopLedger, resumed: LoopLedger) -> Violations:
         if after > before + 1:
             yield f"group {before + 1} is in neither run, unlike groups {before} and {after}"
     yield from admitted(resumed)
-    yield from _no_further_ahead(whole, resumed)
     if limits_age(resumed) and resumed.limit("window") is not None:
         too_old = settle(no_sample_too_old(resumed))
         if too_old.value:

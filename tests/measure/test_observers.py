@@ -317,8 +317,9 @@ def test_a_storage_has_every_name_that_leads_to_it() -> None:
 def test_held_bytes_count_shared_memory_once() -> None:
     before = held_bytes()
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
-        file.truncate(2**20)
-        memory = mmap.mmap(file.fileno(), 2**20)
+        file.truncate(2**21)
+        memory = mmap.mmap(file.fileno(), 2**21)
+        memory[: 2**20] = bytes(2**20)  # the other half is a peer's
         kept = [torch.zeros(2**18), torch.frombuffer(memory, dtype=torch.uint8)]
         assert held_bytes() - before == 2**21
         del kept

@@ -409,7 +409,7 @@ EDITS: list[tuple[str, Edit, str, dict[str, Any]]] = [
     ("eviction_justified", ends_early("evicted"), r"the sampler capacity gives up no group", {"sampler": "capacity"}),
     ("eviction_justified", ends_early("aborted"), r"in-order gives up no unfinished group", {}),
     ("eviction_justified", ends_early("dropped", on_failed="shrink"), r"neither filtered nor without a token", {}),
-    ("eviction_justified", change("capacity", filter=False), r"neither filtered nor without a token", {"flat": (1, 4)}),
+    ("eviction_justified", change("capacity", filter=False), r"filtered although filter=false", {"flat": (1, 4)}),
     ("eviction_justified", ends_early("failed"), r"none of its requests failed", {}),
     ("eviction_justified", drop("failed"), r"`replaced` of group 1 .* none of its requests failed", {"fails": (1,)}),
     (

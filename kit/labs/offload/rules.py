@@ -291,9 +291,10 @@ def tensors_released(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured
 
 
 def no_copy_kept(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """While released, does one copy of the state exist, and in later cycles no more bytes of tensors than in the first?
+    """Does a release keep at most one copy of the state, and no more tensors in later cycles than in the first?
 
-    Tensors that Python refers to, on any device, above what the control adds over the same cycles. Copies also count shared memory."""
+    Growth: tensors that Python refers to, on any device, above what the control adds over the same cycles. Copies: these and shared
+    memory, in the first cycle."""
     rows = frame[(frame["metric"] == "tensor_bytes") & frame["phase"].isin(["idle", "control"])]
     table = rows.pivot_table(index=["rank", "cycle"], columns="phase", values="value", aggfunc="last")
     if "idle" not in table:
@@ -306,31 +307,37 @@ def no_copy_kept(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
     place: Any = added.iloc[::-1].idxmax()  # of equal cycles the last
     (rank, cycle), before, after = place, *(column["idle"][place] / MIB for column in (first, table))
     why = f"tensors: {before:.3f} MiB while released in the first cycle, {after:.3f} MiB in cycle {cycle} (rank {rank})"
-    return second_copy(frame) or Measured(max(0.0, float(added.max())) / MIB, why)
+    grown = Measured(max(0.0, float(added.max())) / MIB, why)
+    return max(filter(None, (second_copy(frame), grown)), key=lambda answer: answer.value or 0.0)
 
 
 def second_copy(frame: pd.DataFrame) -> Measured | None:
-    """The largest second copy of what was released, in MiB: what a release adds to the memory that it should only move. Less than half
-    of the state counts as none: it may be weights that are kept for replicas, or a buffer on the way."""
-    held = frame[frame["metric"].isin(["held_bytes", "resident_bytes", "left_bytes"])]
-    table = held.pivot_table(index=["rank", "cycle"], columns=["phase", "metric"], values="value", aggfunc="last")
-    wanted = [
-        ("fingerprint", "held_bytes"),
-        ("idle", "held_bytes"),
+    """The largest second copy of what was released, in MiB: what was held when the releaser was made, and from there what the first release
+    added beside the state. Less than half of the state counts as none: it may be weights that are kept for replicas, or a buffer on the
+    way."""
+    first = frame[frame["cycle"] <= 1]
+    metrics = ["made_bytes", "beside_bytes", "resident_bytes"]
+    table = first[first["metric"].isin(metrics)].pivot_table(
+        index="rank", columns=["phase", "metric"], values="value", aggfunc="last"
+    )
+    wanted = (
+        ("build", "made_bytes"),
+        ("fingerprint", "beside_bytes"),
         ("fingerprint", "resident_bytes"),
-        ("idle", "left_bytes"),
-    ]
+        ("idle", "beside_bytes"),
+    )
     if not {*wanted} <= {*table.columns}:  # records of an older kit
         return None
-    training, idle, resident, left = (table[column] for column in wanted)
-    added = idle - training - left
-    place: Any = added.idxmax()
-    if not added[place] > resident[place] / 2:
+    made, training, resident, idle = (table[column] for column in wanted)
+    copied = made + idle - training
+    more = (copied - resident).where(copied > 1.5 * resident).dropna()
+    if more.empty:
         return None
-    rank, cycle = place
-    copies = 1 + added[place] / resident[place]
-    why = f"{copies:.2f} copies of {resident[place] / MIB:.3f} MiB exist while released (rank {rank}, cycle {cycle})"
-    return Measured(float(added[place]) / MIB, why)
+    rank: Any = more.idxmax()
+    state = f"{copied[rank] / resident[rank]:.2f} copies of {resident[rank] / MIB:.3f} MiB"
+    return Measured(
+        float(more[rank]) / MIB, f"{state} exist while released, in tensors and shared memory (rank {rank})"
+    )
 
 
 def copy_limit(config: Mapping[str, Any]) -> float:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kit.measure.observers.births import is_group
-from kit.measure.phase import shared_memory, shared_spans
+from kit.measure.phase import shared_bytes, shared_spans
 
 KINDS = ("weights", "grads", "optimizer", "other")
 GRADIENTS = ("grad", "main_grad", "decoupled_grad")
@@ -360,7 +360,8 @@ def live_bytes() -> int:
 
 
 def held_bytes() -> int:
-    """Bytes of every tensor on any device, and of this process's shared memory; tensors in shared memory count as that."""
+    """Bytes of every tensor on any device, and of the pages of shared memory that this process has touched or holds by a descriptor alone.
+    Tensors in shared memory count as that."""
     spans = shared_spans()
     storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in live_tensors())}
     private = (
@@ -368,7 +369,7 @@ def held_bytes() -> int:
         for storage in storages.values()
         if not any(start <= storage.data_ptr() < end for start, end in spans)
     )
-    return sum(private) + sum(shared.size for shared in shared_memory().values())
+    return sum(private) + shared_bytes()
 
 
 def live_graphs() -> int:

@@ -401,27 +401,44 @@ def test_a_copy_that_is_kept(idle: tuple[float, ...], control: tuple[float, ...]
     assert passed or "1.000 MiB while released in the first cycle, 2.000 MiB in cycle" in row.why
 
 
+COPIED = [
+    (0, "build", "made_bytes", 0.0),
+    (1, "fingerprint", "beside_bytes", 1.0),
+    (1, "fingerprint", "resident_bytes", 4.0),
+    (1, "idle", "beside_bytes", 5.0),
+    (1, "idle", "tensor_bytes", 0.0),
+    (2, "idle", "tensor_bytes", 0.0),
+]
+
+
+def judged_copies(**changed: float) -> VerdictRow:
+    """The answer to `COPIED` with other numbers, in MiB: `made`, `idle`, or `grown` in the second cycle."""
+    places = {"made": 0, "idle": 3, "grown": 5}
+    rows = [(*row[:3], row[3] * MIB) for row in COPIED]
+    for name, size in changed.items():
+        rows[places[name]] = (*rows[places[name]][:3], size * MIB)
+    return answers(rows, cycles=2, size="tiny")["no_copy_kept"]
+
+
 @pytest.mark.parametrize(
-    ("idle", "left", "passed"),
+    ("sizes", "passed"),
     [
-        (5.0, 0.0, True),  # what was on the device is on the host
-        (1.0, 0.0, True),  # host memory of an earlier cycle is used again
-        (6.9, 0.0, True),  # a buffer on the way
-        (9.0, 0.0, False),
-        (9.0, 4.0, True),  # what was not released is another check's matter
+        ({}, True),  # what was on the device is on the host
+        ({"idle": 1.0}, True),  # nothing was kept: gradients that may be dropped
+        ({"idle": 6.9}, True),  # a buffer on the way
+        ({"made": 4.0, "idle": 1.0}, True),  # the place for the copy was there before
+        ({"idle": 9.0}, False),
+        ({"made": 4.0}, False),
     ],
 )
-def test_copies_while_released(idle: float, left: float, passed: bool) -> None:
-    sizes = {"held_bytes": idle, "left_bytes": left, "tensor_bytes": 1.0}
-    rows = [(c, "idle", metric, size * MIB) for metric, size in sizes.items() for c in (1, 2)]
-    rows += [
-        (c, "fingerprint", metric, size * MIB)
-        for c in (1, 2)
-        for metric, size in (("held_bytes", 5), ("resident_bytes", 4))
-    ]
-    row = answers(rows, cycles=2, size="tiny")["no_copy_kept"]
+def test_copies_while_released(sizes: dict[str, float], passed: bool) -> None:
+    row = judged_copies(**sizes)
     assert row.passed is passed
-    assert passed or row.why == "2.00 copies of 4.000 MiB exist while released (rank 0, cycle 1)"
+    assert passed or row.why.startswith("2.00 copies of 4.000 MiB exist while released")
+
+
+def test_the_larger_of_a_second_copy_and_growth_is_said() -> None:
+    assert [judged_copies(idle=9.0, grown=size).measured for size in (1.0, 8.0)] == [4.0, 8.0]
 
 
 @pytest.mark.parametrize(
@@ -431,7 +448,9 @@ def test_copies_while_released(idle: float, left: float, passed: bool) -> None:
         ("chunks.0.decoder.weight.main_param", "no memory for decoder.weight", False),
         ("optimizer.param_groups.0.params.11", "rank 1: optimizer0.param11 could not be brought back", True),
         ("optimizer.param_groups.0.params.11", "rank 1: param_groups[0]['params'][11]: no memory", True),
+        ("optimizer.param_groups.0.params.11", "params:\n 11 could not be brought back", True),
         ("optimizer.param_groups.0.params.11", "rank 11: a parameter could not be brought back", False),
+        ("optimizer.param_groups.0.params.1", "a parameter could not be brought back on rank 1", False),
         ("optimizer.param_groups.0.params.1", "optimizer0.param11 could not be brought back", False),
     ],
 )

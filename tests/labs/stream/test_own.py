@@ -104,7 +104,7 @@ def test_a_sampler_that_limits_only_which_groups_start_says_so(
     assert error == ""
     assert (passed(verdict, "no_sample_too_old"), passed(verdict, "resume_equals")) == (too_old, resumes)
     if sampler is ReadyFirstFromZero:
-        assert "groups ahead of version 4; before the stop at most 12" in why(verdict, "resume_equals")
+        assert "started up to version 4; the window allows 28" in why(verdict, "resume_equals")
     if too_old is None:
         assert failed(verdict) == (set() if resumes else {"resume_equals"})
 

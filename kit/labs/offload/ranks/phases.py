@@ -115,7 +115,9 @@ class Offload:
         yielded = self.scope.enter_context(around(self.ctx))
         self.make_job()
         self.job_context = context_for(self.ctx, self.job, yielded)
+        before = self._beside()
         self.releaser = make_releaser(self.job_context)
+        self.ctx.record("made_bytes", self._beside() - before, "B")
         wrong = self.watch.first_talk()  # over NCCL a communicator is there only after its first collective
         assert not wrong, wrong
 
@@ -144,8 +146,7 @@ class Offload:
             if kind in expected:
                 self.ctx.record("state_arithmetic", expected[kind], "B", kind=kind)
         self.ctx.record("resident_bytes", sum(item.size for item in resident if self._must_leave(item)), "B")
-        gc.collect()
-        self.ctx.record("held_bytes", held_bytes(), "B")
+        self.ctx.record("beside_bytes", self._beside(), "B")
         self._communicators()
 
     def release(self, cycle: int) -> None:  # noqa: ARG002 - as above
@@ -156,7 +157,7 @@ class Offload:
         """Measure while released: the numbers of this phase show what a release frees."""
         gc.collect()  # here and not in release: the lab's own clean-up must not be timed
         self.ctx.record("tensor_bytes", live_bytes(), "B")
-        self.ctx.record("held_bytes", held_bytes(), "B")
+        self.ctx.record("beside_bytes", self._beside(), "B")
 
         left = sorted(filter(self._must_leave, self._resident()), key=lambda item: -item.size)
         self.ctx.record("left_bytes", sum(item.size for item in left), "B")
@@ -369,6 +370,11 @@ class Offload:
         """Whether a tensor must be released: its kind is configured, or all kinds are, which includes tensors of no kind."""
         kinds = self.config.kinds
         return item.kind in kinds or len(kinds) == len(tensors.KINDS)
+
+    def _beside(self) -> int:
+        """Bytes that this process holds beside the job's state: its copy on the host, and whatever else the job and the releaser keep."""
+        gc.collect()
+        return held_bytes() - sum(item.size for item in self._resident())
 
     def _resident(self) -> list[Resident]:
         return self._state().resident(self.ctx.device.type)

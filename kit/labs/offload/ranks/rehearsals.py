@@ -165,7 +165,7 @@ def restore_fails(ctx: JobContext, releaser: Any, look: Callable[[], TensorState
     # The refused tensor is known on the rank that refused it alone.
     own_names = [name for possible in failing.refused for name in possible]
     words = error or ""
-    unnamed = [] if f"rank {last}" in words else [f"rank {last}"]
+    unnamed = [] if re.search(rf"rank {last}\b", words) else [f"rank {last}"]
     if own_names and not any(is_named(name, words) for name in own_names):
         unnamed.append("the tensor")
     if not error:
@@ -186,7 +186,8 @@ def is_named(path: str, words: str) -> bool:
     last = next((part for part in reversed(parts) if not part.isdigit()), "")
     if not number:
         return last in words
-    return re.search(rf"{re.escape(last.removesuffix('s'))}.*?(?<!\d){number}(?!\d)", words) is not None
+    name = re.escape(last.removesuffix("s"))
+    return re.search(rf"{name}\w*?\W{{0,4}}(?<!\d){number}(?!\d)", words) is not None
 
 
 def error_text(call: Callable[[], object]) -> str | None:
