@@ -66,12 +66,14 @@ class ControllerActor:
         lent = {
             rank: [world.actors[rank], seats[rank]["pid"], machine.start_time(seats[rank]["pid"])] for rank in ranks
         }
-        pendings = [world.lend(own, phase=phase, observer=observer, on_news=write) for own in given if own]
+        pendings: list[Pending] = []
         quiet: dict[str, Any] = {"phase": phase, "timeout_s": asked.MOST_SECONDS, "observer": observer}
-        running = self.world.submit(target, args={**args, "lent": lent}, on_news=hear, **quiet)
-        while not running.over():
-            wait([running, *(pending for pending in pendings if not pending.settled)])
         try:
+            # One by one: what was lent before another part refused is given back.
+            pendings.extend(world.lend(own, phase=phase, observer=observer, on_news=write) for own in given if own)
+            running = self.world.submit(target, args={**args, "lent": lent}, on_news=hear, **quiet)
+            while not running.over():
+                wait([running, *(pending for pending in pendings if not pending.settled)])
             answer = running.result()[0]
         except RankDied as error:
             text = f"the controller's actor ended: {error}"
@@ -144,7 +146,7 @@ class LentRanks:
         request = asked.check_call(target, args, {})[1]
         flying = {
             rank: asyncio.run_coroutine_threadsafe(self._answer(rank, phase, request), rayside.LOOP)
-            for rank in asked.check_chosen(ranks, range(len(self.actors)))
+            for rank in asked.check_chosen(ranks or [*self.actors], range(max(self.actors) + 1))
         }
         return LentCall(self, flying, phase, timeout_s)
 

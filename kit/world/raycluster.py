@@ -38,14 +38,18 @@ class HeldCluster:
         self._folder = leftovers.base() / leftovers.mark(secrets.token_hex(3))
         self._folder.mkdir(mode=0o700)
         self._log = self._folder / "log"
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [python, "-P", RAYLAUNCH, "--notebook", str(os.getpid()), "--hold"],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        try:
+            with self._log.open("wb") as log:
+                self.process = subprocess.Popen(
+                    [python, "-P", RAYLAUNCH, "--notebook", str(os.getpid()), "--hold"],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise KitError(f"the Ray cluster's process cannot start with {python}: {error.strerror}") from error
 
     def facts(self) -> ClusterFacts | None:
         """None while it is on its way."""

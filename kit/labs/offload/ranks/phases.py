@@ -303,7 +303,7 @@ class Offload:
         levels = [self._held()] if returns else []
         for _ in range(2):
             findings = [*rehearse(*args)]
-            if not returns and levels and any(finding.value for finding in findings):
+            if not returns and levels and (not findings or any(finding.value for finding in findings)):
                 return
             self._findings(scene, findings)
             levels.append(self._held())

@@ -90,12 +90,13 @@ def nothing() -> None:
 
 
 class Labelled:
-    """An object with `sync_weights`, which knows no version: the lab closes the gate around it, and publishes when it has returned."""
+    """An object with `sync_weights`, which knows no version: the lab closes the gate around it, and publishes when it has returned.
+
+    It has no `retries`: the rehearsed failure of a gate would come before its code is called."""
 
     def __init__(self, ctx: SynchroniserContext, own: Any) -> None:
         self.ctx = ctx
         self.own = own
-        self.retries = retries(own)
         self.close = getattr(own, "close", nothing)
 
     def sync(self, version: int, targets: Sequence[int]) -> None:  # noqa: ARG002 - as of any synchroniser
