@@ -308,6 +308,15 @@ def test_a_state_is_all_of_it_by_kind() -> None:
     assert bytes_by_kind(job)["weights"] == sizes["weights"] - 4 * 64
 
 
+def test_the_numbers_of_a_schedule_belong_to_the_state() -> None:
+    job = Job()
+    schedule = torch.optim.lr_scheduler.StepLR(job.optimizer, step_size=2)
+    before = TensorState(optimizer=job.optimizer, schedule=schedule).prints()
+    schedule.last_epoch += 3
+    (difference,) = tensor_differences(before, TensorState(optimizer=job.optimizer, schedule=schedule).prints())
+    assert (difference.name, difference.what) == ("schedule.last_epoch", "other numbers")
+
+
 def test_a_storage_has_every_name_that_leads_to_it() -> None:
     job = Job()
     names = job.state().names_by_storage()[job.net[0].weight.untyped_storage()._cdata]

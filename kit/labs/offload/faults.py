@@ -166,6 +166,13 @@ FAULTS = (
         patch={RESTORE: f"{BUGS}:halves_the_learning_rate"},
     ),
     Fault(
+        "schedule-rewound",
+        "the schedule of the learning rate is back at its beginning after the reload",
+        "tensors_restored",
+        needs=WHOLE,
+        patch={RESTORE: f"{BUGS}:rewinds_the_schedule"},
+    ),
+    Fault(
         "lost-optimizer-state",
         "Adam's first moments are zeros after the reload",
         "training_continues_bitwise",

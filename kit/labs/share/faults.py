@@ -523,6 +523,15 @@ OF_RANKS = exposed_by(
         },
     ),
     Fault(
+        "one-row-lost-asleep",
+        "a replica wakes without the last row of what it kept of a tensor in host memory; the next sync brings it",
+        "weights_after_wake",
+        set={"sleep_level": 1},
+        patch={
+            "kit.labs.share.ranks.roles:LeasedReplica.give_memory": "kit.labs.share.ranks.bugs:keeps_all_but_a_row",
+        },
+    ),
+    Fault(
         "base-assumed",
         "version 0 is published on replicas with other base weights",
         "weights_after_wake",

@@ -70,6 +70,13 @@ FAULTS = exposed_by(
         patch={STEPS: f"{BUGS}:PUBLISH_FIRST"},
     ),
     Fault(
+        "repeats-a-bucket",
+        "a receiver reads the bytes of its first bucket for the second one too",
+        "bit_exact",
+        set={**UNSEEN, "bucket_mib": 0.25},
+        patch={f"{CALL}.apply_bucket": f"{BUGS}:reads_the_first_bucket_again"},
+    ),
+    Fault(
         "dropped-bucket",
         "a receiver acknowledges its last bucket without applying it",
         "bit_exact",

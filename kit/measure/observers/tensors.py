@@ -2,10 +2,10 @@
 
 The code that moves tensors is not asked. The walk follows attributes, items and the attributes of parameters (`main_grad`), through the
 tree of modules first and else breadth first, so that a tensor gets its module's name or its shortest path. `TensorState` counts the bytes
-of each kind, takes a digest of every tensor and of the plain values in an optimizer's groups and states (learning rate, weight decay, step
-count), and notes which tensors share memory. A tensor that is neither parameter, buffer, gradient nor
-optimizer state has the kind "other": scratch. Limits: a tensor that only C++ or a closure refers to is not found; above `SAMPLE` elements
-the largest difference is that of a sample.
+of each kind, takes a digest of every tensor and of the plain values of optimizers and their schedules (learning rate, weight decay, steps
+so far), and notes which tensors share memory. A tensor that is neither parameter, buffer, gradient nor optimizer state is of the kind
+"other": scratch. Limits: a tensor that only C++ or a closure refers to is not found; above `SAMPLE` elements the largest difference is
+that of a sample.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from kit.measure.phase import shared_bytes, shared_spans
 
 KINDS = ("weights", "grads", "optimizer", "other")
 GRADIENTS = ("grad", "main_grad", "decoupled_grad")
+COUNTS_OF_SCHEDULES = ("num_steps", "last_epoch")  # by Megatron's name and by torch's
 OF_MODULES = ("_parameters", "_buffers", "_modules")
 SAMPLE = 4096  # elements of each tensor that are kept to say how far it is off
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
@@ -103,10 +104,12 @@ class TensorState:
         self.shared: dict[str, str] = {}  # further names of tensors, with the name under which they are listed
         tensors = list(walk(roots, self.shared))
         self._kinds = _kinds([value for _, value in tensors])
-        self._settings: dict[str, Any] = {}  # plain values of optimizers
+        self._settings: dict[str, Any] = {}  # plain values of optimizers and of their schedules
         for path, value in tensors:
             if isinstance(value, torch.optim.Optimizer):
                 self._settings |= _settings_of(path, value)
+            elif not {*COUNTS_OF_SCHEDULES}.isdisjoint(own := getattr(value, "__dict__", {})):
+                self._settings |= {f"{path}.{name}": item for name, item in own.items() if _is_plain(item)}
         self.tensors = [
             Tensor(path, self._kinds.get(_storage(value), "other"), value)
             for path, value in tensors

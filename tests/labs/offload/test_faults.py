@@ -43,6 +43,7 @@ ALSO = {
     },
     "alias-broken": {"restore_failure_is_clean", "tensors_restored"},
     "rate-halved": {"restore_failure_is_clean", "training_continues_bitwise"},
+    "schedule-rewound": {"restore_failure_is_clean", "training_continues_bitwise"},
     # How far the lab has come when the bytes are there depends on the machine.
     "lands-late": {
         "training_continues_bitwise",

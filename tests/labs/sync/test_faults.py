@@ -22,6 +22,7 @@ HERE = {fault.name: fault for fault in FAULTS if fault.exit == 1}
 ALSO = {
     "permuted-rows": {"logits_equal"},
     "stale-bucket": {"logits_equal", "trained_changed"},
+    "repeats-a-bucket": {"logits_equal"},
     "cache-after-offload": {
         "logits_equal",
         "no_torn_reads",
@@ -69,11 +70,12 @@ def test_a_fault_fails_its_check_and_hardly_another(sync: Sync, name: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.drawn(1, of="places of wrong bytes")
-@pytest.mark.parametrize("name", ["stale-bucket", "permuted-rows"])
+@pytest.mark.parametrize("name", ["stale-bucket", "permuted-rows", "repeats-a-bucket"])
 def test_wrong_bytes_are_named_by_tensor_and_bucket(sync: Sync, name: str) -> None:
     reason = why(sync(fault=name, **HERE[name].set).verdict(), "bit_exact")
     assert re.search(r"tensors_differ: \d+ after verify \(rank \d, cycle \d\): [\w.]+ \(buckets? \d", reason)
     assert ("bytes of the version before in bucket 0;" in reason) == (name == "stale-bucket")
+    assert ("bytes of the bucket before in bucket 1;" in reason) == (name == "repeats-a-bucket")
     assert "the replicas that differ do so up to the last cycle" in reason
 
 

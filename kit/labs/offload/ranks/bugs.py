@@ -199,6 +199,12 @@ def halves_the_learning_rate(releaser: KitReleaser) -> State:
     return stats
 
 
+def rewinds_the_schedule(releaser: KitReleaser) -> State:
+    stats = restore_tensors(releaser)
+    releaser.ctx.scheduler.num_steps = 0
+    return stats
+
+
 def loses_the_first_moments(releaser: KitReleaser) -> State:
     stats = restore_tensors(releaser)
     for item in releaser.ctx.mover.items():

@@ -25,6 +25,7 @@ from kit.megatron.serve import ServingModel
 from kit.train.protocol import Batch
 
 take_memory, expand, sync, end = LeasedReplica.take_memory, LeasedReplica.expand, LeasedReplica.sync, LeasedReplica.end
+give_memory = LeasedReplica.give_memory
 begin, finish = LeasedTrainer.begin, LeasedTrainer.finish
 digests = ReplicaActor.digests
 
@@ -42,6 +43,12 @@ def aborts_nothing(replica: LeasedReplica) -> int:
 
 def keeps_its_memory(replica: LeasedReplica) -> None:
     """A replica that sleeps keeps its weights."""
+
+
+def keeps_all_but_a_row(replica: LeasedReplica) -> None:
+    give_memory(replica)
+    for kept in replica.kept[:1]:
+        kept[-1] = 0
 
 
 LATE_S = 0.3

@@ -180,6 +180,15 @@ def drops_the_last_bucket(call: Call, index: int, buffer: torch.Tensor) -> None:
         apply_bucket(call, index, buffer)
 
 
+def reads_the_first_bucket_again(call: Call, index: int, buffer: torch.Tensor) -> None:
+    if index == 0:
+        vars(call)["first"] = buffer.clone()
+    elif index == 1:
+        common = min(buffer.numel(), vars(call)["first"].numel())
+        buffer = torch.cat([vars(call).pop("first")[:common], buffer[common:]])
+    apply_bucket(call, index, buffer)
+
+
 def reads_an_element_too_far(call: Call, index: int, buffer: torch.Tensor) -> None:
     if index == 0:
         _, _, size, offset = call.layout.buckets[0][0]
