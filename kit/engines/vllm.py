@@ -66,6 +66,10 @@ class VllmModel:
         theirs.close()
         try:
             self._answer(line, START_S)
+        except BaseException:
+            self.process.kill()
+            self.process.wait()
+            raise
         finally:
             folder.cleanup()
 
@@ -143,7 +147,7 @@ class VllmModel:
     def _receive(self, described: list[Any]) -> list[tuple[str, torch.Tensor]]:
         tensors = []
         for name, dtype, shape in described:
-            raw = bytearray(self._lines[0].recv_bytes())
+            raw = bytearray(self._bytes(self._lines[0], CALL_S))
             tensors.append((name, torch.frombuffer(raw, dtype=getattr(torch, dtype)).view(shape)))
         return tensors
 
@@ -154,17 +158,20 @@ class VllmModel:
             raise EngineFailed(f"the vLLM engine has ended ({self.process.poll()}): {error}") from None
 
     def _answer(self, line: Connection, within_s: float = CALL_S) -> Any:
-        try:
-            if not line.poll(within_s):
-                raise EngineFailed(f"the vLLM engine did not answer within {within_s:g} s")
-            answer = json.loads(line.recv_bytes())
-        except (EOFError, OSError):
-            raise EngineFailed(
-                f"the vLLM engine ended with {self.process.wait(CALL_S)}; its output is in this rank's log"
-            ) from None
+        answer = json.loads(self._bytes(line, within_s))
         if "error" in answer:
             raise EngineFailed(f"the vLLM engine raised {answer['error']}")
         return answer["result"]
+
+    def _bytes(self, line: Connection, within_s: float) -> bytes:
+        try:
+            if line.poll(within_s):
+                return line.recv_bytes()
+        except (EOFError, OSError):
+            ended = "closed its line" if (status := self.process.poll()) is None else f"ended with {status}"
+            raise EngineFailed(f"the vLLM engine {ended}; its output is in this rank's log") from None
+        self.process.kill()  # a late answer would be taken for that of the next call
+        raise EngineFailed(f"the vLLM engine did not answer within {within_s:g} s")
 
 
 def write_folder(folder: Path, ctx: EngineContext) -> None:

@@ -301,15 +301,7 @@ class OwnReplica(SyncReplica):
     # -- the phases ------------------------------------------------------------------------------------------------------
 
     def base(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        self.watch.reset("base")
-        try:
-            self.receive()
-        finally:
-            self.watch.record(self.ctx)
-        self.compare()
-        if self.sleeper:
-            self.leave()
-        self.count()
+        self.take_base(self.receive)
 
     def refresh(self, cycle: int) -> None:
         self.expected = cycle

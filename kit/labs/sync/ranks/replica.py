@@ -153,9 +153,12 @@ class SyncReplica(Side):
     def base(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """First the trainer pretends that a tensor differs, which must be refused; then the base is published."""
         self.ctx.record("base_accepted", int(error_of(self.receiver.join) is None))
+        self.take_base(lambda: self.record_received(self.receiver.join()))
+
+    def take_base(self, receive: Callable[[], None]) -> None:
         self.watch.reset("base")
         try:
-            self.record_received(self.receiver.join())
+            receive()
         finally:
             self.watch.record(self.ctx)
         self.compare()
