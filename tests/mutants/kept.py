@@ -1,4 +1,4 @@
-"""A process that runs the kit's commands for `mechanical.py`, so that a mutant does not pay for the imports of a new one.
+"""A process that runs the kit's commands and pytest for `mechanical.py`, so that a mutant does not pay for the imports of a new one.
 
     python -m tests.mutants.kept fork    each command in a fork of a process that has imported only what is not the kit
     python -m tests.mutants.kept stay    all commands in one process, with Worlds that its waiting agent forks
@@ -19,16 +19,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-OTHERS = ("numpy", "pandas", "torch", "IPython", "matplotlib", "pyarrow")
-KEPT = 2000  # characters of a command's output
+OTHERS = ("numpy", "pandas", "torch", "IPython", "matplotlib", "pyarrow", "megatron.core", "pytest")
+KEPT = 20_000  # characters of a command's output
 
 
 def command(words: list[str]) -> dict[str, Any]:
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
-            cli = importlib.import_module("kit.cli")
-            status = cli.main(words)
+            if words[0] == "pytest":
+                status = int(importlib.import_module("pytest").main(words[1:]))
+            else:
+                status = importlib.import_module("kit.cli").main(words)
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else 1
         except BaseException as error:  # noqa: BLE001 - whatever a mutant raises is its outcome

@@ -8,7 +8,8 @@ and of one commit orders the places and chooses one operator for each, so nobody
 their statements: the first so many of a draw are a sample of all of them, wherever it was stopped.
 
 A mutant is first judged by its lab alone, with cut-down settings, as a person would run it: a check that fails, or a run that breaks, sees
-it. What no lab sees is given to the nearest quick tests. A run, or a file of tests, that never reaches the changed statement is left out.
+it. What no lab sees is given to the nearest quick tests. A run or a test that never reaches the changed statement is left out; of the runs
+that reach it there are two, and each other one that reaches more statements of its function.
 
 Results are lines of JSON beside this file. The name of a mutant hashes the source of its function: a result holds while that is unchanged,
 and a mutant that nothing saw runs again once its lab or the tests have changed.
@@ -43,12 +44,23 @@ from tests.mutants.mutant import ROOT
 from tests.mutants.table import markdown
 
 RESULTS = Path(__file__).with_name("drawn.jsonl")
+KNOWN = ROOT / "build" / "drawn.json"  # the draws, and what runs and tests reach, each until its sources change
 PAGE = ROOT / "docs" / "mutants.md"
 TITLE = "## Drawn by a library"
 SEED = "97615f4ba6b9c3c12ae7245bf8fafa32875a40fd"  # the parent of the first commit with results
 COUNT = 300
 LAB_S = 240.0  # beyond all deadlines of the labs at these settings
 TESTS_S = 600.0
+PYTEST = ("-m", "not slow and not browser", "-q", "-p", "no:cacheprovider")
+RUNS = 2  # of a lab for each mutant, before only those count that reach more of its function
+LATE = (
+    "Timeout",
+    "SyncFailed",
+    "Stalled",
+    "gone",
+    "did not answer",
+    "no answer",
+)  # in the words of runs that a busy machine may break
 WORLDS = 100  # random ones, in which the cores run after the lab's own settings
 SEEN_BY_LAB = ("check", "broke")
 SEEN = (*SEEN_BY_LAB, "tests", "mended")
@@ -213,6 +225,7 @@ def digest(*words: object) -> str:
 # -- the draw -------------------------------------------------------------------------------------------------------------
 
 
+@cache
 def operators() -> dict[str, Any]:
     from cosmic_ray.operators.provider import OperatorProvider
 
@@ -227,9 +240,7 @@ def files_of(room: Room) -> list[str]:
 @cache
 def judges(room: Room) -> str:
     """Hash what may see a mutant of a room: its lab, and its tests."""
-    folders = [ROOT / "kit" / "labs" / room.name, *(ROOT / folder for folder in room.tests)]
-    paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    return digest(*(path.read_text() for path in paths))[:12]
+    return hash_of(ROOT / "kit" / "labs" / room.name, *(ROOT / folder for folder in room.tests))[:12]
 
 
 def statements(room: Room) -> int:
@@ -333,7 +344,7 @@ def drawn(room: Room, count: int, seed: str) -> list[Place]:
         if len(chosen) == count:
             break
         ways = sorted(by_place[where], key=lambda place: digest(seed, place.operator, place.within))
-        chosen += [place for place in ways if changes_the_program(place)][:1]
+        chosen += next(([place] for place in ways if changes_the_program(place)), [])
     return chosen
 
 
@@ -354,8 +365,26 @@ def shared_out(count: int) -> dict[str, int]:
 
 
 def draw(rooms: Sequence[Room], count: int, seed: str) -> list[Place]:
-    shares = shared_out(count)
-    return in_turns({room.name: drawn(room, shares[room.name], seed) for room in rooms})
+    shares, known = shared_out(count), Known()
+    queues: dict[str, list[Place]] = {}
+    for room in rooms:
+        key = digest("draw", shares[room.name], seed, hash_of(*sources(room)))
+        if key not in known:
+            known[key] = [asdict(place) for place in drawn(room, shares[room.name], seed)]
+        queues[room.name] = [Place(**place) for place in known[key]]
+    return in_turns(queues)
+
+
+class Known(dict[str, Any]):
+    """What took long to find out, by a hash of what it depends on; kept in a file."""
+
+    def __init__(self) -> None:
+        super().__init__(json.loads(KNOWN.read_text()) if KNOWN.exists() else {})
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        KNOWN.parent.mkdir(exist_ok=True)
+        KNOWN.write_text(json.dumps(self))
 
 
 def in_turns(queues: dict[str, list[Place]]) -> list[Place]:
@@ -417,16 +446,23 @@ class Copy:
             return "broke", [f"exit {status}: {last[:160]}"]
         return "survived", []
 
-    def ask(self, mode: str, words: list[str]) -> tuple[int, str]:
+    def ask(self, mode: str, words: list[str], limit_s: float = LAB_S) -> tuple[int, str]:
         """Have a kept process run a command. One that does not end is ended, and -1 its status."""
         process = self.kept.get(mode)
         if process is None or process.poll() is not None:
-            process = self.kept[mode] = self.start(
-                ["-m", "tests.mutants.kept", mode], stdin=subprocess.PIPE, errors=None
+            process = self.kept[mode] = subprocess.Popen(
+                [sys.executable, "-m", "tests.mutants.kept", mode],
+                cwd=self.folder,
+                env=self.environment,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
             )
         assert process.stdin is not None
         assert process.stdout is not None
-        late = threading.Timer(LAB_S, os.killpg, (process.pid, signal.SIGKILL))
+        late = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
         late.start()
         try:
             process.stdin.write(json.dumps(words) + "\n")
@@ -437,36 +473,17 @@ class Copy:
         late.cancel()
         if not answer:
             process.wait()
-            return -1, f"no answer within {LAB_S:g} s"
+            return -1, f"no answer within {limit_s:g} s"
         got = json.loads(answer)
         return got["status"], got["text"]
 
-    def start(self, arguments: Sequence[str], *, stdin: int, errors: int | None) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=self.folder,
-            env=self.environment,
-            text=True,
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL if errors is None else errors,
-            start_new_session=True,
-        )
-
-    def tests(self, files: Sequence[str]) -> tuple[str, list[str]]:
-        # A test that a hand-written mutant still fits the source sees any change of that source.
-        wanted = ["-m", "not slow and not browser", "-q", "-x", "-p", "no:cacheprovider", *files]
-        process = self.start(["-m", "pytest", *wanted], stdin=subprocess.DEVNULL, errors=subprocess.STDOUT)
-        try:
-            text, _ = process.communicate(timeout=TESTS_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            return "tests", [f"no end within {TESTS_S:g} s"]
+    def tests(self, names: Sequence[str], *more: str) -> tuple[str, list[str]]:
+        """Run these tests until one fails."""
+        status, text = self.ask("fork", ["pytest", *PYTEST, "-x", *more, *names], TESTS_S)
         failed = [line.partition(" - ")[0] for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        if process.returncode in (0, 5):  # 5: no test in these files
+        if status in (0, 5):  # 5: no test in these files
             return "survived", []
-        return "tests", failed or [f"exit {process.returncode}"]
+        return "tests", failed or [f"exit {status}: {text.strip()[-160:]}"]
 
     def close(self) -> None:
         for process in self.kept.values():
@@ -475,54 +492,92 @@ class Copy:
             process.wait()
 
 
+class Reach(NamedTuple):
+    lines: reached.Lines
+    seconds: float
+
+
 class Map:
-    """Which statements each run and each file of tests reaches without a mutant; looked up once, when first asked for."""
+    """Which statements each run and each test reaches without a mutant; looked up when first asked for, and kept in a file."""
 
     def __init__(self, folder: Path) -> None:
         self.copy = Copy(folder)
+        self.turn = reached.Turn(folder / "build" / "reached")
         self.lock = threading.Lock()
-        self.lines: dict[str, reached.Lines | None] = {}
+        self.known = Known()
         for file in {file for room in ROOMS for file in files_of(room)}:
             path = folder / file
             path.write_text(reached.instrumented(path.read_text(), file))
 
-    def of_run(self, room: Room, arguments: str) -> reached.Lines | None:
+    def of_run(self, room: Room, arguments: str) -> Reach | None:
         """None where the run fails without a mutant, three times."""
         with self.lock:
-            if arguments not in self.lines:
-                self.lines[arguments] = None
-                for _ in range(3):
-                    reached_by_run = self.reached(lambda: self.copy.run(arguments, room.mode))
-                    if reached_by_run is not None:
-                        self.lines[arguments] = reached_by_run
-                        break
-            return self.lines[arguments]
+            key = digest(arguments, hash_of(ROOT / "kit" / "labs" / room.name, *sources(room)))
+            for _ in range(3):
+                if key not in self.known:
+                    started, turn = time.monotonic(), self.turn.begin()
+                    if self.fine(*self.copy.run(arguments, room.mode)):
+                        self.known[key] = [as_text(self.turn.noted(turn)), time.monotonic() - started]
+            return as_reach(self.known[key]) if key in self.known else None
 
-    def of_tests(self, file: str) -> reached.Lines | None:
+    def of_tests(self, folder: str) -> dict[str, Reach]:
+        """By the name of a test; those that fail without a mutant are left out."""
         with self.lock:
-            if file not in self.lines:
-                self.lines[file] = self.reached(lambda: self.copy.tests([file]))
-            return self.lines[file]
+            key = digest(folder, hash_of(ROOT / folder, *sources(*ROOMS)))
+            if key not in self.known:
+                status, text = self.copy.ask(
+                    "fork", ["pytest", *PYTEST, "-p", "tests.mutants.turns", folder], 4 * TESTS_S
+                )
+                failed = {
+                    line.partition(" - ")[0].partition(" ")[2]
+                    for line in text.splitlines()
+                    if line.startswith(("FAILED", "ERROR"))
+                }
+                print(
+                    f"tests of {folder}: exit {status}; fails without a mutant: {', '.join(failed) or 'none'}",
+                    flush=True,
+                )
+                turns = json.loads((self.turn.folder / "tests.json").read_text())
+                self.known[key] = {
+                    name: [as_text(self.turn.noted(setup) | self.turn.noted(call)), seconds]
+                    for name, (setup, call, seconds) in turns.items()
+                    if name not in failed
+                }
+            return {name: as_reach(each) for name, each in self.known[key].items()}
 
-    def reached(self, run: Any) -> reached.Lines | None:
-        folder = self.copy.folder / "build" / "reached"
-        reached.noted(folder)
-        state, by = run()
-        lines = reached.noted(folder)
+    def fine(self, state: str, by: Sequence[str]) -> bool:
         if state != "survived":
             print(f"fails without a mutant: {state}, {', '.join(by)}", flush=True)
-        return lines if state == "survived" else None
+        return state == "survived"
+
+
+def as_text(lines: reached.Lines) -> str:
+    return " ".join(f"{file}:{line}" for file, line in sorted(lines))
+
+
+def as_reach(kept: Sequence[Any]) -> Reach:
+    places = [place.rpartition(":") for place in kept[0].split()]
+    return Reach({(file, int(line)) for file, _, line in places}, kept[1])
+
+
+def hash_of(*paths: Path) -> str:
+    files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    return digest(*(file.read_text() for file in files))
+
+
+def sources(*rooms: Room) -> list[Path]:
+    return [ROOT / file for room in rooms for file in files_of(room)]
 
 
 def judged(copy: Copy, known: Map, room: Room, place: Place, before: Outcome | None, *, tested: bool) -> Outcome:
     """Judge a mutant by its lab, unless that was done before, and by tests if asked."""
     started = time.monotonic()
-    line = reached.statement_of((ROOT / place.file).read_text(), place.line)
+    at = statements_at(room, place)
     change = copy.change(place)
     try:
-        state, by = ("untested", []) if before else by_lab(copy, known, room, (place.file, line))
+        state, by = ("untested", []) if before else by_lab(copy, known, room, place, at)
         if state == "untested" and tested:
-            state, by = by_tests(copy, known, room, (place.file, line))
+            state, by = by_tests(copy, known, room, at)
     finally:
         copy.restore(place)
     return Outcome(
@@ -540,11 +595,27 @@ def judged(copy: Copy, known: Map, room: Room, place: Place, before: Outcome | N
     )
 
 
-def by_lab(copy: Copy, known: Map, room: Room, at: tuple[str, int]) -> tuple[str, list[str]]:
+def statements_at(room: Room, place: Place) -> reached.Lines:
+    """The changed statement; outside of functions, those that read what it sets; a header, all of its function."""
+    source = (ROOT / place.file).read_text()
+    if line := reached.statement_of(source, place.line):
+        return {(place.file, line)}
+    if inside := reached.around(source, place.line):
+        return {(place.file, line) for line in inside}
+    names = reached.names_set_at(source, place.line)
+    return {(file, line) for file in files_of(room) for line in reached.mentions((ROOT / file).read_text(), names)}
+
+
+def by_lab(copy: Copy, known: Map, room: Room, place: Place, at: reached.Lines) -> tuple[str, list[str]]:
+    inside = {(place.file, line) for line in reached.around((ROOT / place.file).read_text(), place.line)} or at
+    covered: reached.Lines = set()
+    ran = 0
     for arguments in room.runs:
-        lines = known.of_run(room, arguments)
-        if lines is None or (at[1] and at not in lines):
+        reach = known.of_run(room, arguments)
+        if reach is None or not at & reach.lines or (ran >= RUNS and reach.lines & inside <= covered):
             continue
+        covered |= reach.lines & inside
+        ran += 1
         state, by = copy.run(arguments, room.mode)
         if doubtful(state, by):
             state, by = copy.run(arguments, room.mode)
@@ -555,13 +626,20 @@ def by_lab(copy: Copy, known: Map, room: Room, at: tuple[str, int]) -> tuple[str
 
 def doubtful(state: str, by: Sequence[str]) -> bool:
     """Whether a busy machine may be the reason."""
-    return state == "broke" or (state == "check" and set(by) <= TIMED)
+    late = state == "broke" and any(word in line for line in by for word in LATE)
+    return late or (state == "check" and set(by) <= TIMED)
 
 
-def by_tests(copy: Copy, known: Map, room: Room, at: tuple[str, int]) -> tuple[str, list[str]]:
-    files = sorted(str(path.relative_to(ROOT)) for folder in room.tests for path in (ROOT / folder).rglob("test_*.py"))
-    files = [file for file in files if not file.endswith("/test_mutants.py")]  # they want the source as it is
-    nearest = [file for file in files if (lines := known.of_tests(file)) is not None and (not at[1] or at in lines)]
+def by_tests(copy: Copy, known: Map, room: Room, at: reached.Lines) -> tuple[str, list[str]]:
+    """The tests that reach the statement, file by file, the quickest first."""
+    files: dict[str, dict[str, float]] = {}
+    for folder in room.tests:
+        for name, reach in known.of_tests(folder).items():
+            file = name.partition("::")[0]
+            if at & reach.lines and not file.endswith("/test_mutants.py"):  # they want the source as it is
+                files.setdefault(file, {})[name] = reach.seconds
+    order = sorted(files.values(), key=lambda tests: sum(tests.values()))
+    nearest = [name for tests in order for name in sorted(tests, key=lambda name: tests[name])]
     return copy.tests(nearest) if nearest else ("survived", [])
 
 

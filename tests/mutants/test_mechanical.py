@@ -161,13 +161,86 @@ def sign(number):
 """
 
 
-def test_statements_that_a_run_reaches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_statements_that_each_turn_reaches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    turn = reached.Turn(tmp_path)
     monkeypatch.setattr(reached, "FOLDER", tmp_path)
-    monkeypatch.setattr(reached, "_noted", set())
+    monkeypatch.setattr(reached, "TURN", reached.Turn(tmp_path))  # what another process has
     names: dict[str, Any] = {}
     exec(reached.instrumented(TWO_WAYS, "a.py"), names)
-    assert [names["sign"](number) for number in (2, 0)] == [1, 0]
-    lines = reached.noted(tmp_path)
-    assert {line for _, line in lines} == {6, 8, 9, 11, 14}
-    assert not reached.noted(tmp_path)
+    found = []
+    for number in (2, 0, 0):
+        names["sign"](1)  # between two turns
+        begun = turn.begin()
+        names["sign"](number)
+        found.append({line for _, line in turn.noted(begun)})
+        turn.now = 0
+    assert found == [{6, 8, 9, 14}, {6, 8, 11, 14}, {6, 8, 11, 14}]
     assert [reached.statement_of(TWO_WAYS, line) for line in (5, 6, 7, 12, 14)] == [0, 6, 7, 11, 14]
+
+
+CONSTANTS = """
+LIMIT = 3
+OTHER = 4
+
+
+class Waits:
+    limit: int = LIMIT
+
+    def more(self, times=2):
+        if times > self.limit:
+            return 0
+        return times
+
+
+def at_most(number):
+    return min(number, LIMIT)
+"""
+
+
+def test_a_constant_is_reached_where_it_is_read_and_a_header_by_its_function(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(mechanical, "ROOT", tmp_path)
+    (tmp_path / "a.py").write_text(CONSTANTS)
+    room = Room("small", ("a.py",), (), ())
+
+    def lines(number: int) -> set[int]:
+        found = mechanical.statements_at(room, mechanical.Place("small", "a.py", number, "AddNot", 0))
+        assert {file for file, _ in found} <= {"a.py"}
+        return {line for _, line in found}
+
+    assert lines(2) == {16}
+    assert lines(3) == set()
+    assert lines(7) == {10}
+    assert lines(9) == {10, 11, 12}
+    assert lines(11) == {11}
+
+
+def test_two_runs_and_those_that_reach_more_of_the_function(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(mechanical, "ROOT", tmp_path)
+    (tmp_path / "a.py").write_text(TWO_WAYS)
+    reaches = {
+        "one": {6, 8, 14},
+        "no": {8},
+        "same": {6, 8, 14},
+        "third": {6, 8, 14},
+        "more": {6, 7, 14},
+        "no more": {6, 7},
+    }
+    ran: list[str] = []
+
+    class Copy:
+        def run(self, arguments: str, mode: str) -> tuple[str, list[str]]:
+            ran.append(arguments)
+            return "survived", []
+
+    class Map:
+        def of_run(self, room: Room, arguments: str) -> mechanical.Reach:
+            return mechanical.Reach({("a.py", line) for line in reaches[arguments]}, 1.0)
+
+    room = Room("small", ("a.py",), tuple(reaches), ())
+    copy: Any = Copy()
+    known: Any = Map()
+    place = mechanical.Place("small", "a.py", 14, "AddNot", 0)
+    assert mechanical.by_lab(copy, known, room, place, {("a.py", 14)}) == ("untested", [])
+    assert ran == ["one", "same", "more"]
