@@ -31,7 +31,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -66,7 +66,7 @@ SEEN_BY_LAB = ("check", "broke")
 SEEN = (*SEEN_BY_LAB, "tests", "mended")
 SAID_OF = {
     "tests": "seen by tests only",
-    "mended": "not seen; a test was written for it",
+    "mended": "not seen; a check or a test was written for it",
     "survived": "not seen",
     "untested": "let through by the lab; its tests have not run",
 }
@@ -712,17 +712,17 @@ def share_in_words(seen: int, total: int) -> str:
 
 ABOUT = """\
 `python -m tests.mutants.mechanical` draws {count} places and operators (cosmic-ray) by a hash, from each room in proportion to its
-statements. The lab runs with cut-down settings on each mutant; what that lets through goes to the nearest quick tests. The results are in
-`tests/mutants/drawn.jsonl`; each holds until the source of its function changes. The order is by a hash too, so those
-that have run are a sample of each room. Shares have their 95 % interval (Wilson). *lab or tests* counts an *untested* mutant, on which no
-test has run yet, as not seen."""
+statements. The lab runs with cut-down settings on each mutant; what that lets through goes to the nearest quick tests. A run or a test that
+never reaches the changed statement is left out, and a lab runs at most twice unless a run reaches more of the function, so *lab alone* may
+be higher with all settings. The results are in `tests/mutants/drawn.jsonl`; each holds until the source of its function changes. The order
+is by a hash too, so those that have run are a sample of each room. Shares have their 95 % interval (Wilson). *mended* mutants were not
+seen until a check or a test was written for them; both shares count them, and *untested* ones, as not seen."""
 
 
-def section(outcomes: Sequence[Outcome]) -> str:
+def section(outcomes: Sequence[Outcome], drawn_by_room: Mapping[str, int]) -> str:
     """Return the part of the page about drawn mutants."""
     rows = []
-    names = [*dict.fromkeys(outcome.room for outcome in outcomes)]
-    for name in (*names, "all"):
+    for name in (*drawn_by_room, "all"):
         states = [
             "equivalent" if outcome.id in EQUIVALENT else outcome.state
             for outcome in outcomes
@@ -733,9 +733,11 @@ def section(outcomes: Sequence[Outcome]) -> str:
         by_lab = count["check"] + count["broke"]
         either = by_lab + count["tests"]
         shares = [share_in_words(seen, counted) for seen in (by_lab, either)]
-        left = [count["survived"] + count["mended"], count["untested"], count["equivalent"]]
-        rows.append([name, len(states), count["check"], count["broke"], *shares, *left])
-    head = ["room", "run", "a check", "run broke", "lab alone", "lab or tests", "survived", "untested", "equivalent"]
+        left = [count[state] for state in ("mended", "survived", "untested", "equivalent")]
+        size = sum(drawn_by_room.values()) if name == "all" else drawn_by_room[name]
+        rows.append([name, size, len(states), count["check"], count["broke"], *shares, *left])
+    head = ["room", "drawn", "run", "a check", "run broke", "lab alone", "lab or tests"]
+    head += ["mended", "survived", "untested", "equivalent"]
     left_rows = [
         [
             outcome.id,
@@ -762,10 +764,10 @@ def section(outcomes: Sequence[Outcome]) -> str:
     )
 
 
-def write(page: Path, outcomes: Sequence[Outcome]) -> None:
+def write(page: Path, outcomes: Sequence[Outcome], drawn_by_room: Mapping[str, int]) -> None:
     """Put the section in its place on the page: before the section "By check"."""
     before, _, after = page.read_text().partition("## By check")
-    page.write_text(f"{before.partition(TITLE)[0]}{section(outcomes)}\n## By check{after}")
+    page.write_text(f"{before.partition(TITLE)[0]}{section(outcomes, drawn_by_room)}\n## By check{after}")
 
 
 def main() -> None:
@@ -783,7 +785,8 @@ def main() -> None:
     if not asked.no_runs:
         run_all(rooms, asked.count, asked.seed, asked.results, asked.workers, tested=not asked.no_tests)
     if not asked.no_page:
-        write(PAGE, read(asked.results, draw(ROOMS, COUNT, asked.seed)))
+        places_drawn = draw(ROOMS, COUNT, asked.seed)
+        write(PAGE, read(asked.results, places_drawn), Counter(place.room for place in places_drawn))
 
 
 if __name__ == "__main__":

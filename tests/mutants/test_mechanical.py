@@ -82,13 +82,13 @@ def test_rooms_with_setups_run_all_of_them_on_what_no_run_before_has_seen() -> N
 def test_the_page_counts_what_the_lab_sees_alone_and_what_the_tests_add(tmp_path: Path) -> None:
     page = tmp_path / "mutants.md"
     page.write_text("# Mutants\n\nwords\n\n## By check\n\nrows\n")
-    states = ("check", "broke", "tests", "survived", "untested")
+    states = ("check", "broke", "tests", "survived", "untested", "mended")
     for _ in range(2):  # the second time in place of the first
-        write(page, [outcome("share", state, number) for number, state in enumerate(states)])
+        write(page, [outcome("share", state, number) for number, state in enumerate(states)], {"share": 9})
     text = page.read_text()
     assert text.startswith("# Mutants\n\nwords\n\n## Drawn by a library\n")
     assert text.endswith("\n## By check\n\nrows\n")
-    assert text.count("| share | 5 | 1 | 1 | 2 (40%; 12% to 77%) | 3 (60%; 23% to 88%) | 1 | 1 | 0 |") == 1
+    assert text.count("| share | 9 | 6 | 1 | 1 | 2 (33%; 10% to 70%) | 3 (50%; 19% to 81%) | 1 | 1 | 1 | 0 |") == 1
     assert "share-3" in text
     assert "share-0" not in text
 
