@@ -6,14 +6,13 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kit import machine
 from kit.labs.share.lab import roles
-from kit.labs.share.observer import Observer
+from kit.labs.share.watch import Watch
 from kit.machine import NVML_FINE, NVML_TOO_SMALL, NVML_UNKNOWN, gpu_process_bytes
 from tests.labs.share.conftest import share
 from tests.standins.compiled import shared_library
@@ -92,11 +91,9 @@ def test_an_observer_takes_no_host_memory_for_a_gpus(
 ) -> None:
     monkeypatch.setattr(machine, "gpu_bytes_by_pid", lambda: listed)
     monkeypatch.setattr(machine, "resident", lambda _: 3 * MIB)
-    world = SimpleNamespace(pids=[os.getpid()], device=device)
-    drive = SimpleNamespace(world=world, roles={"a trainer": (0,)}, lost=set(), config=SimpleNamespace(devices=1))
-    observer = Observer(drive, tmp_path, for_desk=False)  # type: ignore[arg-type]
-    observer.look()
-    seen = {(row.metric, row.value) for row in observer._rows if row.ids.get("who") == "a.trainer" and row.unit == "B"}
+    watch = Watch({os.getpid(): "a.trainer"}, tmp_path, [0], on_gpus=device == "cuda")
+    rows = watch.look().rows
+    seen = {(row.metric, row.value) for row in rows if row.ids.get("who") == "a.trainer" and row.unit == "B"}
     assert seen == metrics
 
 

@@ -56,9 +56,10 @@ def name_for(ctx: ActorContext, purpose: str) -> str:
 
 def listen(ctx: ActorContext, purpose: str) -> Listener:
     """On rank 0: where samples arrive ("rows"), or receivers of weights ("sync") or of an adapter call."""
-    listener = Listener(name=name_for(ctx, purpose), tcp_host=ctx.host or None, certificate=ctx.certificate)
+    name = name_for(ctx, purpose)
+    listener = Listener(name=name, tcp_host=ctx.host or None, certificate=ctx.certificate)
     if ctx.host:
-        ctx.ports[purpose] = listener.address["port"]
+        ctx.ports[name] = listener.address["port"]
     return listener
 
 
@@ -68,7 +69,7 @@ def address_for(ctx: ActorContext, purpose: str) -> dict[str, Any]:
     if ctx.certificate is None or ctx.machine_of(ctx.rank) == ctx.machine_of(0):
         return address_of(name)
     certificate = ctx.certificate.fingerprint
-    return {"host": ctx.host, "port": ctx.ports[purpose], "secret": name, "certificate": certificate}
+    return {"host": ctx.host, "port": ctx.ports[name], "secret": name, "certificate": certificate}
 
 
 def rest(began: float, pace_ms: float) -> None:

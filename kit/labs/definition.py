@@ -303,13 +303,22 @@ class Step(NamedTuple):
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Role:
     """The role of some ranks. `world`: the number of their World; `devices`: a device number per rank, if any; `phases`: the object
-    that each of these ranks makes once, if it differs from the lab's."""
+    that each of these ranks makes once, if it differs from the lab's. `machine`: where their World is, if not on all in turn; `called`:
+    ranks of other machines call the first of these, as they call rank 0."""
 
     name: str
     ranks: tuple[int, ...]
     world: int = 0
     devices: tuple[int, ...] = ()
     phases: str = ""
+    machine: int | None = None
+    called: bool = False
+
+
+def world_machines(roles: Sequence[Role]) -> tuple[int, ...]:
+    """The machine of each World of these roles; none where they are on all in turn."""
+    placed = {role.world: role.machine for role in roles if role.machine is not None}
+    return tuple(placed[world] for world in sorted(placed))
 
 
 def world_sizes(roles: Sequence[Role]) -> tuple[int, ...]:

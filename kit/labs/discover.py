@@ -27,6 +27,7 @@ from kit.labs.definition import (
     holder,
     in_a_notebook,
     known_fields,
+    world_machines,
     world_sizes,
 )
 from kit.machine import has_gpu_driver
@@ -163,9 +164,11 @@ def refused_here(lab: Definition, config: LabConfig, fault: Fault | None) -> Ite
         ("launch", lambda: launch_commands(config.launch, config.nodes)),
     ]
     if config.nodes > 1 or config.endpoint:
-        sizes = world_sizes(lab.roles_of(config))
+        roles = lab.roles_of(config)
+        sizes = world_sizes(roles)
         if len(sizes) > 1:
-            rules.append(("endpoint", lambda: check_worlds(sizes, config.nodes, config.endpoint)))
+            on = world_machines(roles)
+            rules.append(("endpoint", lambda: check_worlds(sizes, config.nodes, config.endpoint, on)))
         else:
             rules.append(("endpoint", lambda: check_layout(config.ranks, config.nodes, config.endpoint)))
     if fault is not None:

@@ -233,6 +233,11 @@ class LentCall:
         return True
 
 
+def cancel_lent(calls: Sequence[LentCall]) -> None:
+    for call in calls:
+        call.cancel()
+
+
 def wait_for_lent(
     calls: Sequence[LentCall], *, first: bool = True, timeout_s: float | None = None, overdue: bool = False
 ) -> list[LentCall]:

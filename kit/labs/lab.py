@@ -30,10 +30,11 @@ from kit.labs.definition import (
     made,
     roles_by_rank,
     working,
+    world_machines,
     world_sizes,
 )
 from kit.labs.discover import configure, find_fault, refuse_device, runs_on_gpus
-from kit.labs.hosted import ControllerActor, LentRanks, description, wait_for_lent
+from kit.labs.hosted import ControllerActor, LentRanks, cancel_lent, description, wait_for_lent
 from kit.measure.recorder import provenance
 from kit.results import Row, Run, create_run, runs_dir
 from kit.results.curves import Curves
@@ -47,7 +48,7 @@ from kit.results.verdict import Verdict, checked_tolerances
 from kit.target import load, load_callable, replaced
 from kit.tls import make_certificate
 from kit.world import World
-from kit.world.calls import Pending, WorldObserver, wait
+from kit.world.calls import Pending, WorldObserver, cancel_all, wait
 from kit.world.channel import publish
 from kit.world.launch import RAY
 from kit.world.world import Printer, Worlds
@@ -140,6 +141,7 @@ class Drive(Recording):
         return pending
 
     wait = staticmethod(wait)
+    cancel_all = staticmethod(cancel_all)
 
     def _send(self, row: Row) -> None:
         self.append([row])
@@ -154,8 +156,7 @@ class Drive(Recording):
 
     def cancel(self) -> list[Pending]:
         left = [one for one in self.flying if not one.settled]
-        for pending in left:
-            pending.cancel()
+        self.cancel_all(left)
         return left
 
     def finish(self) -> None:
@@ -170,6 +171,7 @@ class HostedDrive(Drive):
     """A driver's interface in the controller's actor."""
 
     wait = staticmethod(wait_for_lent)  # type: ignore[assignment]
+    cancel_all = staticmethod(cancel_lent)  # type: ignore[assignment]
 
 
 def host_driver(
@@ -475,7 +477,14 @@ class Lab:
         places = devices(self.roles, self._sizes)
         machines = {name: getattr(self.config, name) for name in ("nodes", "endpoint", "launch")}
         if len(self._sizes) > 1:
-            return Worlds(self._sizes, isolate=self.definition.isolate, devices=places, **machines, **settings)
+            return Worlds(
+                self._sizes,
+                isolate=self.definition.isolate,
+                devices=places,
+                machines=world_machines(self.roles),
+                **machines,
+                **settings,
+            )
         return World(self._sizes[0], devices=places[0] if places else (), **machines, **settings)
 
     def _step(self) -> Stepped:
@@ -655,12 +664,13 @@ class Lab:
             "nodes": nodes,
             "world_sizes": self._sizes,
             "meeting": f"kit-{secrets.token_hex(8)}",
-            "host": self.world.host if certificate else "",
+            "hosts": self.world.addresses if certificate else [],
             "fingerprint": certificate.fingerprint if certificate else "",
             "snapshots": str(self.dir / SNAPSHOTS) if self._snapshots else None,
         }
         if certificate is not None:
-            self.world.call(f"{RANKSIDE}:hold_key", ranks=[0], pem=certificate.pem, timeout_s=self._own_limit)
+            called = sorted({0, *(role.ranks[0] for role in self.roles if role.called)})
+            self.world.call(f"{RANKSIDE}:hold_key", ranks=called, pem=certificate.pem, timeout_s=self._own_limit)
         answers = self.world.call(f"{RANKSIDE}:begin", args=args, timeout_s=self._own_limit)
         ports: dict[str, int] = {}
         for answer in answers:

@@ -50,13 +50,22 @@ class Context(Recording):
     config: Any
     devices: tuple[str, ...] = ()  # of all ranks
     nodes: tuple[int, ...] = ()  # the machine of each rank; none where all are on one
-    host: str = ""  # the address of rank 0's machine that other machines reach; empty on one machine
-    # For links between machines; only rank 0, which is called, has its private key.
+    hosts: tuple[
+        str, ...
+    ] = ()  # the address of each rank's machine that other machines reach; none where all are on one
+    # For links between machines; only ranks that are called, such as rank 0, have its private key.
     certificate: Certificate | None = None
-    ports: dict[str, int] = field(default_factory=dict)  # where rank 0 is called by other machines, by purpose
+    ports: dict[str, int] = field(
+        default_factory=dict
+    )  # where ranks are called by other machines, by the name of the meeting
 
     def _send(self, row: Row) -> None:
         channel.publish(row.facts())
+
+    @property
+    def host(self) -> str:
+        """The address of rank 0's machine that other machines reach; empty on one machine."""
+        return self.hosts[0] if self.hosts else ""
 
     def world_of(self, rank: int) -> str:
         worlds = [world for world, size in enumerate(self.world_sizes) for _ in range(size)]
@@ -111,7 +120,7 @@ def begin(
     nodes: list[int],
     world_sizes: list[int],
     meeting: str,
-    host: str = "",
+    hosts: list[str] | None = None,
     fingerprint: str = "",
     snapshots: str | None = None,
 ) -> dict[str, Any]:
@@ -136,7 +145,7 @@ def begin(
         device=torch.device(devices[rank]),
         devices=tuple(devices),
         nodes=tuple(nodes) if len({*nodes}) > 1 else (),
-        host=host,
+        hosts=tuple(hosts or ()),
         certificate=Certificate(pem, fingerprint) if fingerprint else None,
         config=made(load(config_type), config),
     )
@@ -174,14 +183,14 @@ _pem = ""
 
 
 def hold_key(*, pem: str) -> None:
-    """Before the lab begins, on the rank that other machines call: the certificate of the lab's links with its private key."""
+    """Before the lab begins, on a rank that other machines call: the certificate of the lab's links with its private key."""
     global _pem  # noqa: PLW0603 - as above
     _pem = pem
 
 
 def learn_ports(*, ports: dict[str, int]) -> None:
-    """Where rank 0 is called, once the lab has begun there."""
-    _running().context.ports = ports
+    """Where ranks are called, once the lab has begun there."""
+    _running().context.ports.update(ports)
 
 
 def run_phase(*, cycle: int, name: str) -> None:

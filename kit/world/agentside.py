@@ -34,7 +34,7 @@ from typing import Any, NoReturn, Protocol
 
 from kit import machine
 from kit.world import leftovers
-from kit.world.channel import ChannelClosed, Message, WorldLink, connect
+from kit.world.channel import SILENCE_S, ChannelClosed, Message, WorldLink, connect
 
 ENTRY = Path(__file__).with_name("agent.py")
 STATUS_S = 1.0  # for another thread to note the status that it has just taken
@@ -177,11 +177,13 @@ def import_all(names: list[str]) -> None:
             importlib.import_module(name)
 
 
-def reap() -> None:
-    """Once a second: a zombie counts against the limit on processes."""
+def look_around(node: Node) -> None:
+    """Once a second: a zombie counts against the limit on processes, and the notebook's machine may be lost."""
     while True:
         time.sleep(1.0)
         leftovers.reap_orphans()
+        if node.link.silence() > SILENCE_S:
+            node.end()
 
 
 def plain_logging() -> None:
@@ -239,7 +241,7 @@ def agent_main(arguments: list[str] | None = None, *, preload: str) -> NoReturn:
         shutil.rmtree(folder, ignore_errors=True)
         sys.exit(f"no notebook answers at {options.connect}: {error}")
     threading.Thread(target=NODE.listen, daemon=True).start()
-    threading.Thread(target=reap, daemon=True).start()
+    threading.Thread(target=look_around, args=(NODE,), daemon=True).start()
     importlib.import_module("torch.distributed.run")
     importlib.import_module(preload)
     device = importlib.import_module("kit.world.device")

@@ -61,7 +61,7 @@ def check_endpoint(nodes: int, endpoint: str) -> None:
         raise BadInput("endpoint= is for several nodes; leave it out, or give nodes=2 or more")
 
 
-def check_worlds(sizes: Sequence[int], nodes: int, endpoint: str) -> None:
+def check_worlds(sizes: Sequence[int], nodes: int, endpoint: str, on: Sequence[int] = ()) -> None:
     """Several Worlds, each of them on one machine: see `spread`."""
     for size in sizes:
         check_layout(size, 1, "")
@@ -71,7 +71,7 @@ def check_worlds(sizes: Sequence[int], nodes: int, endpoint: str) -> None:
             f"nodes={nodes} exceeds the {len(sizes)} Worlds, each of which is on one machine; use at most {len(sizes)}"
         )
     check_endpoint(nodes, endpoint)
-    check_ranks(max(part.neighbours for part in spread(sizes, nodes)))
+    check_ranks(max(part.neighbours for part in spread(sizes, nodes, on)))
 
 
 def check_host(host: str) -> None:
@@ -413,9 +413,9 @@ class NodePart:
     machines: int = 1
 
 
-def spread(sizes: Sequence[int], machines: int) -> list[NodePart]:
-    """Worlds of these sizes on machines in turn, the first one on the notebook's."""
-    on = [number % machines for number in range(len(sizes))]
+def spread(sizes: Sequence[int], machines: int, on: Sequence[int] = ()) -> list[NodePart]:
+    """Worlds of these sizes `on` these machines; without it on all in turn, the first one on the notebook's."""
+    on = on or [number % machines for number in range(len(sizes))]
     return [
         NodePart(
             first=sum(sizes[:number]),

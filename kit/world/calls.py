@@ -68,6 +68,10 @@ class WorldCall:
     def waiting(self) -> list[WorldMember]:
         return [m for m in self.members if m.rank not in self.answers and m.rank not in self.gone]
 
+    def hopeful(self) -> bool:
+        """Whether an answer may still come."""
+        return not self.gone and any(not self.crew.is_lost(member) for member in self.waiting())
+
     def send(self) -> None:
         now = self.news_at = time.monotonic()
         for member in self.members:
@@ -413,12 +417,7 @@ class Pending:
 
         Ranks that do not stop within 3 s are ended, and their World with them.
         """
-        drive([self], until=0.0)
-        if self.settled:
-            return False
-        self._cancelled = True
-        stop_calls([self])
-        return True
+        return bool(cancel_all([self]))
 
     def over(self) -> bool:
         return self.settled or time.monotonic() >= self.deadline
@@ -524,7 +523,7 @@ def stop_calls(pendings: Sequence[Pending]) -> None:
             with contextlib.suppress(ChannelClosed):  # it is gone, which the wait that follows sees
                 member.watch.send({"id": 0, "do": "interrupt", "call": call.request["id"]})
     end = time.monotonic() + INTERRUPT_S
-    while any(call.waiting() and not call.gone for call in open_) and time.monotonic() < end:
+    while any(call.hopeful() for call in open_) and time.monotonic() < end:
         crews = {id(call.crew): call.crew for call in open_}.values()
         if readable_message([fd for crew in crews for fd in crew.filenos()], TICK_S):
             for pending in pendings:
@@ -547,6 +546,16 @@ def stop_calls(pendings: Sequence[Pending]) -> None:
     # The prompt is back; print why the ranks are not. A thread has no prompt: its owner reports in its own way.
     if stuck and threading.current_thread() is threading.main_thread():
         print(f"World ended: {ranks_word(stuck)} did not stop within {INTERRUPT_S:g} s; restart() starts fresh ranks")
+
+
+def cancel_all(pendings: Sequence[Pending]) -> list[Pending]:
+    """Cancel those that have not ended, all at once; returns them."""
+    drive(pendings, until=0.0)
+    left = [pending for pending in pendings if not pending.settled]
+    for pending in left:
+        pending._cancelled = True
+    stop_calls(left)
+    return left
 
 
 def call_failure(calls: Sequence[WorldCall]) -> BaseException | None:

@@ -21,6 +21,7 @@ import select
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -73,6 +74,7 @@ def readable_message(fds: Iterable[int], seconds: float) -> set[int]:
     return {fd for fd, _ in poll.poll(seconds * 1000)}
 
 
+LAST_ACK = slice(56, 60)  # in the kernel's struct tcp_info: milliseconds since the last acknowledgement
 SILENCE_S = 25  # a machine that has sent nothing for so long is lost
 
 
@@ -175,6 +177,19 @@ class WorldLink:
     def limit_sending(self, seconds: int) -> None:
         """Give up sending to an end that does not read. The kernel keeps the time: Python's timeouts cost a call more each way."""
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
+
+    @property
+    def peer(self) -> str:
+        """The address of the other end; empty within one machine."""
+        return "" if self._sock.family == socket.AF_UNIX else str(self._sock.getpeername()[0])
+
+    def silence(self) -> float:
+        """Seconds since the other machine's kernel was last heard; 0 within one machine. Unlike the kernel's own limits it goes on counting
+        when a message is sent into the silence."""
+        if self._sock.family == socket.AF_UNIX:
+            return 0.0
+        info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_ACK.stop)
+        return int.from_bytes(info[LAST_ACK], sys.byteorder) / 1000
 
     def limit_silence(self) -> None:
         """Also end with messages on their way. Not for links of ranks: an end that is busy may leave a large message unread for long."""
@@ -413,7 +428,7 @@ class Exit:
 class AgentEnd:
     node: int
     link: WorldLink
-    silent: bool = False  # a question got no answer in time, and nothing has come since
+    address: str = ""  # of its machine, for others
     ended: int = -1  # the last generation of ranks that ended, as torchrun reported
     error: str = ""  # torchrun's account of it
     statuses: dict[int, int] = field(default_factory=dict)

@@ -61,6 +61,8 @@ class Crew:
         self.id = secrets.token_hex(3)
         self.members: list[WorldMember] = []
         self.agents: dict[int, AgentEnd] = {}
+        # Machines whose agent left a question without an answer, and has sent nothing since. Several Worlds share what they know.
+        self.silent: set[int] = set()
         self.exits: list[Exit] = []
         self.generation = -1
         self._oom_kills: int | None = None  # before these ranks started
@@ -76,6 +78,7 @@ class Crew:
         self._listener: WorldListener | None = None
         self._launched: list[Launched] = []
         self._unnamed: list[WorldLink] = []  # proved the key, but have not sent their names
+        self._let_go_at = 0.0  # when it was first let go
         self._joined: dict[int, dict[str, tuple[WorldLink, Message]]] = {}
         self.owner = os.getpid()
         self.inherited = False  # True in a process forked from the notebook: the World is its parent's
@@ -269,7 +272,7 @@ class Crew:
                 if not is_valid_hello(hello, node=self.plan.machines, pid=None):
                     raise Malformed(f"{hello}")
                 link.limit_silence()
-                self.agents[hello["node"]] = AgentEnd(hello["node"], link)
+                self.agents[hello["node"]] = AgentEnd(hello["node"], link, link.peer)
             else:
                 known = is_valid_hello(hello, rank=self.plan.numbers, node=None, pid=None, started=None)
                 if not known or hello["role"] not in {"work", "watch"} or not hello.keys() >= set(HELLO):
@@ -390,6 +393,16 @@ class Crew:
     def calls(self) -> list[Any]:
         return list({id(m.call): m.call for m in self.members if m.call is not None}.values())
 
+    def is_lost(self, member: WorldMember) -> bool:
+        """Whether no answer is to be expected from its machine."""
+        return member.node in self.silent or member.node not in self.agents
+
+    def address_of(self, node: int) -> str:
+        """Where other machines reach this one; empty for a lost one."""
+        if node == 0:
+            return self.plan.host
+        return self.agents[node].address if node in self.agents else ""
+
     # -- talking to agents ------------------------------------------------------------------------------------------
 
     def _agent_fds(self) -> list[int]:
@@ -415,7 +428,7 @@ class Crew:
         return over
 
     def _note(self, agent: AgentEnd, message: Message) -> None:
-        agent.silent = False
+        self.silent.discard(agent.node)
         if "exit" in message:
             member = next((member for member in self.members if member.rank == message["exit"]), None)
             if member is not None and member.pid == message["pid"]:
@@ -442,7 +455,7 @@ class Crew:
         asked = {
             number: self.agents[question.node]
             for number, question in zip(numbers, questions, strict=True)
-            if question.node in self.agents and not self.agents[question.node].silent
+            if question.node in self.agents and question.node not in self.silent
         }
         for number, question in zip(numbers, questions, strict=True):
             if number in asked:
@@ -456,8 +469,7 @@ class Crew:
 
         while (left := len(unanswered())) and self._hear_until(lambda left=left: len(unanswered()) < left, seconds):  # type: ignore[misc]
             pass
-        for number in unanswered():
-            asked[number].silent = True
+        self.silent |= {asked[number].node for number in unanswered()}
         return [asked[number].answers.pop(number, None) if number in asked else None for number in numbers]
 
     def first_exit(self, seconds: float = 5.0) -> Exit | None:
@@ -563,13 +575,20 @@ class Crew:
         if self._listener is not None:
             self._listener.close(forked=True)
 
-    def close(self) -> None:
+    def let_go(self) -> None:
+        """Have everything end, without waiting for it; `close` follows."""
         if self.inherited:
             return
         self.kill()
         for agent in self.agents.values():
             agent.link.close()  # the agent takes the end of its channel as the end of the World
         self.agents.clear()
+        self._let_go_at = self._let_go_at or time.monotonic()
+
+    def close(self) -> None:
+        if self.inherited:
+            return
+        self.let_go()
         if self._process is not None:
             try:
                 self._process.wait(3.0)
@@ -577,7 +596,7 @@ class Crew:
                 if self._process.pid is not None:
                     leftovers.end_group(self._process.pid)
                 self._process.wait(10.0)
-        deadline = time.monotonic() + LAUNCHES_END_S
+        deadline = self._let_go_at + LAUNCHES_END_S
         for launched in self._launched:
             launched.end(within_s=max(0.0, deadline - time.monotonic()))
         deadline = time.monotonic() + 10

@@ -283,18 +283,20 @@ class World(RankCalls):
         return {m.rank: described.get(m.rank) or seen[m.rank].stack or "idle" for m in crew.members}
 
     def status(self) -> list[dict[str, Any]]:
-        """One row per rank: rank, pid, node, host, device, seat (the number of its device), reason for this device, phase, state."""
+        """One row per rank: rank, pid, node, host, device, seat (the number of its device), reason for this device, phase, and state: idle,
+        busy, lost (its machine does not answer), dead or closed."""
         names = ("rank", "pid", "node", "host", "device", "seat", "why", "phase")
         ended = self.state if self.state in {"closed", "dead"} else ""
         return [
-            {name: getattr(m, name) for name in names} | {"state": ended or ("busy" if m.busy else "idle")}
+            {name: getattr(m, name) for name in names}
+            | {"state": ended or ("lost" if self._crew.is_lost(m) else "busy" if m.busy else "idle")}
             for m in self._crew.members
         ]
 
     @property
-    def host(self) -> str:
-        """The address of this machine that other machines reach; empty where all ranks are here."""
-        return self._crew.plan.host
+    def addresses(self) -> list[str]:
+        """Of each rank's machine, for other machines; empty where all ranks of a job are here."""
+        return [self._crew.address_of(member.node) for member in self._crew.members]
 
     def kill_rank(self, rank: int) -> None:
         """SIGKILL a rank, on whatever machine it is, to rehearse its death."""
@@ -438,13 +440,14 @@ class Worlds(RankCalls):
         observer: WorldObserver | None = None,
         nodes: int = 1,
         endpoint: str = "",
+        machines: Sequence[int] = (),
         **options: Any,
     ) -> None:
-        """`devices` has a list of GPU numbers for each World; `options` are World's. With several nodes each World is on one of them, in
-        turn, the first one on this machine."""
+        """`devices` has a list of GPU numbers for each World; `options` are World's. With several nodes each World is on one of them:
+        `machines` has its number, 0 for this one; without it they are on all in turn, the first one here."""
         if not sizes:
             raise BadInput("Worlds need at least one size, a number of ranks")
-        asked.check_worlds(sizes, nodes, endpoint)
+        asked.check_worlds(sizes, nodes, endpoint, machines)
         if devices and len(devices) != len(sizes):
             raise BadInput(f"devices has {len(devices)} lists for {len(sizes)} Worlds; give one list per World")
         for size, places in zip(sizes, devices, strict=False):
@@ -454,11 +457,12 @@ class Worlds(RankCalls):
         self.timeout_s = timeout_s
         self.worlds: list[World] = []
         self._starting = True
+        self._silent: set[int] = set()  # machines
         self._observer: WorldObserver = observer or Printer()
         self._lock = threading.RLock()
         self._turn = threading.RLock()
         try:
-            for number, (size, part) in enumerate(zip(sizes, asked.spread(sizes, nodes), strict=True)):
+            for number, (size, part) in enumerate(zip(sizes, asked.spread(sizes, nodes, machines), strict=True)):
                 made = World(
                     size,
                     timeout_s=timeout_s,
@@ -470,6 +474,7 @@ class Worlds(RankCalls):
                     **options,
                 )
                 made._lock = self._lock  # ranks of several Worlds are called together
+                made._crew.silent = self._silent
                 if not isolate:
                     made.on_death = self._end_all
                 self.worlds.append(made)
@@ -495,6 +500,8 @@ class Worlds(RankCalls):
                 world.restart()
 
     def close(self) -> None:
+        for world in self.worlds:  # a lost machine is waited for once
+            world._crew.let_go()
         for world in self.worlds:
             world.close()
 
@@ -515,8 +522,8 @@ class Worlds(RankCalls):
             world.observer = observer
 
     @property
-    def host(self) -> str:
-        return self.worlds[0].host
+    def addresses(self) -> list[str]:
+        return [address for world in self.worlds for address in world.addresses]
 
     def kill_rank(self, rank: int) -> None:
         asked.check_chosen([rank], range(self.ranks))

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,15 +22,20 @@ import kit
 from kit.errors import BadInput, KitError, RankDied, RankTimeout
 from kit.labs.bench_world import hosts
 from kit.labs.bench_world.hosts import SecondHost
+from kit.labs.definition import world_machines
+from kit.labs.share.lab import roles
+from kit.results.frames import with_ids
 from kit.tls import make_certificate
 from kit.world import World, leftovers
 from kit.world import crew as module
+from kit.world.agentside import look_around
 from kit.world.asked import check_worlds, spread
-from kit.world.channel import WorldLink, WorldListener
+from kit.world.channel import SILENCE_S, WorldLink, WorldListener
 from kit.world.launch import Launched, agent_command, launch_commands
 from tests.faults.test_strangers import Proxy
 from tests.holdings import holdings, wait_for
 from tests.labs.parts import failed, why
+from tests.labs.share.conftest import share
 
 pytestmark = [pytest.mark.timeout(150)]
 
@@ -164,6 +170,7 @@ LABS_OVER_HOSTS: dict[str, dict[str, Any]] = {
         "replicas": 3,
         "ranks": 4,
     },
+    "share": {"steps": 2, "layers": 1, "groups": 3, "group": 2, "answer": [8, 12], "decode": 2},
 }
 
 
@@ -187,6 +194,15 @@ def test_a_lab_passes_over_two_hosts(
         assert kinds.str.contains("broadcast").any()  # across the cable
         assert kinds.str.contains("shm").any()  # beside the sender
         assert not kinds.str.contains("serialize").any()
+    if lab == "share":
+        rows = run.frame()
+        looks = with_ids(rows[(rows["phase"] == "shared") & (rows["metric"] == "seen_samples")], "machine", "blind")
+        assert sorted(looks["machine"].astype(int)) == [0, 1]  # an observer on each
+        if not looks["blind"].astype(int).any():
+            seen = with_ids(rows[(rows["phase"] == "shared") & (rows["metric"] == "seen_owner")], "device")
+            assert {"a.replica 1", "b.trainer", "b.replica 1"} <= {
+                *seen[seen["device"] == "1"]["text"]
+            }  # of the other one
     if lab == "stream":
         rows = run.frame()
         assert (
@@ -223,6 +239,52 @@ def test_a_machine_that_is_lost_is_named_and_ends_by_itself(two_hosts: tuple[Wor
         assert (late.value.ranks, late.value.culprits) == ((0, 1, 2, 3), (2, 3))
         assert len(asked) == 1  # of two ranks there; the time does not grow with their number
     assert wait_for(lambda: other.process is not None and other.process.poll() is not None, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_machine_that_is_lost_while_pipelines_share_devices_is_named(
+    far_host: OtherHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", far_host.near)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    where = {"nodes": 2, "endpoint": far_host.free_endpoint(), "launch": far_host.launch, "device": "cpu"}
+    limits = {"timeout_s": 8.0, "deadline_s": 8.0}
+    try:
+        with kit.lab("share", out=tmp_path / "run", **where, **limits, **LABS_OVER_HOSTS["share"]) as lab:
+            while lab.phases[lab.done].phase != "shared":
+                lab.step()
+            cutter = threading.Timer(0.5, far_host.cut)
+            cutter.start()
+            with pytest.raises(RankTimeout, match="no stack: its machine's agent does not answer"):
+                lab.step()
+            cutter.join()
+            states = {(row["node"], row["state"]) for row in lab.world.status()}
+            # Also ranks there that no call was waiting for, so that none is asked in vain.
+            assert {state for node, state in states if node} == {"lost"}
+            assert "lost" not in {state for node, state in states if not node}
+        assert wait_for(lambda: far_host.pids() == [], 30)  # the agents end by themselves, whatever they were sending
+    finally:
+        far_host.mend()
+    assert wait_for(lambda: holdings(os.getpid())["processes"] == [])
+
+
+def test_an_agent_ends_when_its_notebook_s_machine_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it sends: the kernel's own limit begins again with each message."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sock:
+        assert 0 <= WorldLink(sock, b"", caller=True).silence() < SILENCE_S
+
+    class EndedError(Exception): ...
+
+    def end() -> None:
+        raise EndedError
+
+    silences = iter([0.0, SILENCE_S - 1, SILENCE_S + 1])
+    node: Any = SimpleNamespace(link=SimpleNamespace(silence=lambda: next(silences)), end=end)
+    monkeypatch.setattr("kit.world.agentside.time.sleep", lambda _: None)
+    with pytest.raises(EndedError):
+        look_around(node)
+    assert [*silences] == []
 
 
 @pytest.mark.slow
@@ -352,9 +414,36 @@ def test_a_launch_that_cannot_be_is_one_sentence(launch: str, said: str, monkeyp
         World(2, launch=launch)
 
 
-def test_what_lends_devices_between_worlds_stays_on_one_machine() -> None:
-    with pytest.raises(BadInput, match="nodes=2, but pipelines share the devices of one machine"):
-        kit.lab("share", nodes=2, endpoint="127.0.0.1:4000")
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"devices": 3}, "devices=3 cannot be spread evenly over nodes=2; give a multiple of 2"),
+        (
+            {"devices": 4, "infer_tp": 2, "a.infer": [0, 3], "a.train": [1]},
+            "a's replica 0 uses the devices [0, 3], which are not on one machine: with devices=4 and nodes=2 each machine has 2",
+        ),
+        ({"simulated": True}, "nodes=2 is for live ranks; leave nodes=1 with simulated=true"),
+        ({"ranks": 6}, "ranks=6, but trainers, replicas and an observer on each other machine need 7; leave ranks out"),
+    ],
+)
+def test_shared_devices_that_machines_cannot_have_are_one_sentence(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(said)):
+        kit.lab("share", nodes=2, endpoint="127.0.0.1:4000", **settings)
+
+
+def test_pipelines_are_where_their_devices_are_and_an_observer_is_on_each_other_machine() -> None:
+    config = share(nodes=2, devices=4, **{"a.train": (0, 1), "b.train": (2,), "b.infer": (3,)})
+    on = {role.name: role.machine for role in roles(config)}
+    assert on == {"a trainer": 0, "a replica 0": 0, "a replica 1": 0, "b trainer": 1, "b replica 0": 1, "observer 1": 1}
+    assert [role.name for role in roles(config) if role.called] == ["a trainer", "b trainer"]
+    assert (config.ranks, [config.devices_on(machine) for machine in (0, 1)]) == (7, [[0, 1], [2, 3]])
+    parts = spread([2, 1, 1, 1, 1, 1], 2, world_machines(roles(config)))
+    assert [(part.machine, part.before, part.neighbours) for part in parts[2:]] == [
+        (0, 3, 4),
+        (1, 0, 3),
+        (1, 1, 3),
+        (1, 2, 3),
+    ]
 
 
 def test_each_of_several_worlds_is_on_one_machine() -> None:

@@ -222,10 +222,11 @@ def test_a_world_that_is_given_is_used_and_left_alive(own: Definition, runs: Pat
 class Told:
     """A World whose ranks are on these machines; `calls` is what they were told."""
 
-    device, host = "cpu", "10.0.0.1"
+    device = "cpu"
 
     def __init__(self, nodes: list[int]) -> None:
         self.nodes = nodes
+        self.addresses = [f"10.0.0.{1 + node}" for node in nodes]
         self.calls: list[tuple[str, Any, dict[str, Any]]] = []
 
     def status(self) -> list[dict[str, Any]]:
@@ -254,7 +255,7 @@ def test_ranks_on_several_machines_get_a_certificate_and_rank_0_its_key(own: Def
             assert names == (["hold_key", "begin", "learn_ports"] if several else ["begin"])
             keys, (_, ranks, given) = world.calls[: names.index("begin")], world.calls[names.index("begin")]
             assert (ranks, "PRIVATE KEY" in str(given), bool(given["fingerprint"])) == (None, False, several)
-            assert given["host"] == ("10.0.0.1" if several else "")
+            assert given["hosts"] == (["10.0.0.1", "10.0.0.2"] if several else [])
             held = [(name, ranks, "PRIVATE KEY" in given["pem"]) for name, ranks, given in keys]
             assert held == [("hold_key", [0], True)] * several
             assert world.calls[len(keys) + 1 :] == [("learn_ports", None, {"ports": {"sync": 7}})] * several

@@ -37,7 +37,9 @@ def test_who_looks_on_is_asked_though_there_is_always_something_to_hear() -> Non
             rank=0, call=None, work=SimpleNamespace(send_encoded=lambda _: None), asked=False, news=[]
         )
         member.watch = SimpleNamespace(send=lambda _: None)
-        crew: Any = SimpleNamespace(members=[member], filenos=lambda: [link.fileno()], take=lambda *_: None)
+        crew: Any = SimpleNamespace(
+            members=[member], is_lost=lambda _: False, filenos=lambda: [link.fileno()], take=lambda *_: None
+        )
         crew.read_log = lambda *_: b""
         member.log, member.since, member.phase = 0, 0.0, "idle"
         call = WorldCall(crew, [member], {"id": 1, "phase": "train"}, die=lambda *_: None)
@@ -105,6 +107,7 @@ def test_lost_machines_are_asked_all_at_once(monkeypatch: pytest.MonkeyPatch) ->
     sent: list[Any] = []
     crew = Crew.__new__(Crew)
     crew.agents = {node: AgentEnd(node, LostMachine(sent)) for node in range(1, 6)}  # type: ignore[arg-type]
+    crew.silent = set()
     waits: list[list[int]] = []
     monkeypatch.setattr(crew, "_hear_until", lambda done, seconds: waits.append(sorted(sent)) or done())
     ranks = [SimpleNamespace(rank=rank, node=1 + rank // 2) for rank in range(10)]
@@ -121,7 +124,7 @@ def test_an_agent_that_answers_slowly_is_heard_to_its_end(monkeypatch: pytest.Mo
     crew = Crew.__new__(Crew)
     agent = AgentEnd(1, LostMachine(sent))  # type: ignore[arg-type]
     monkeypatch.setattr(agent.link, "send", sent.append)
-    crew.agents = {1: agent}
+    crew.agents, crew.silent = {1: agent}, set()
 
     def hear_one(done: Any, seconds: float) -> bool:
         message = sent.pop(0)
@@ -131,4 +134,4 @@ def test_an_agent_that_answers_slowly_is_heard_to_its_end(monkeypatch: pytest.Mo
     monkeypatch.setattr(crew, "_hear_until", hear_one)
     texts = crew.describe([SimpleNamespace(rank=rank, node=1) for rank in range(3)])  # type: ignore[list-item]
     assert texts == {0: "stack 0", 1: "stack 1", 2: "stack 2"}
-    assert not agent.silent
+    assert crew.silent == set()

@@ -20,7 +20,7 @@ from kit.labs.share.desk import Limited, desk_settings
 from kit.labs.share.lab import ALONE, DESK, PIPELINE, TRAINER, ShareConfig
 from kit.labs.share.ledgers import spans
 from kit.labs.share.observer import Observer
-from kit.labs.share.ports import AlarmClock, Live, LiveDevices, Ranks, every, started
+from kit.labs.share.ports import AlarmClock, Live, LiveDevices, Ranks, every, pipeline_roles, started
 from kit.labs.share.scenarios import SCENARIOS, for_config
 from kit.labs.share.simulated import AS_CONFIGURED, Scene, ShareSide, refuse_broken, scenes, simulated_side
 from kit.labs.stream.lab import settings
@@ -88,7 +88,7 @@ def together(drive: Drive, scene: Scene) -> None:
         if scene is AS_CONFIGURED:
             refuse_broken(ended, (*config.names, DESK))
         return
-    with begun(drive, [*drive.roles], alone=False) as observer:
+    with begun(drive, pipeline_roles(drive), alone=False) as observer:
         kinds = LIVE_DEATHS if scene is DEATHS else {}
         parts = {name: kinds.get(name, Ranks)(drive, name, observer=observer) for name in config.names}
         desk: dict[str, Port] = {"devices": LiveDevices(parts, observer), "clock": AlarmClock()}
@@ -192,15 +192,16 @@ def without_desk(drive: Drive, replicas: Mapping[str, Collection[int]]) -> None:
 
 @contextlib.contextmanager
 def begun(drive: Drive, roles: Sequence[str], *, alone: bool) -> Iterator[Observer]:
-    """These roles at version 0, watched by an observer. Locks of devices are in the run's folder during the phase."""
+    """These roles at version 0, watched by an observer. Locks of this machine's devices are in the run's folder
+    during the phase."""
     with (
         tempfile.TemporaryDirectory(prefix="devices-", dir=drive.folder) as folder,
         Observer(drive, Path(folder), for_desk=not alone) as observer,
     ):
-        started(drive, roles, folder, alone=alone)
+        started(drive, roles, observer, alone=alone)
         observer.look()  # earlier events are not the desk's
         yield observer
-        every(drive, "vacate", [name for name in drive.roles if not {*drive.roles[name]} & drive.lost])
+        every(drive, "vacate", [name for name in pipeline_roles(drive) if not {*drive.roles[name]} & drive.lost])
 
 
 def live_side(drive: Drive, parts: Mapping[str, Ranks], desk: Mapping[str, Port], observer: Observer) -> ShareSide:

@@ -29,6 +29,7 @@ from kit.stream.ports import replica_number
 DRIVER = "kit.labs.share.drive"
 TRAINER = "trainer"
 DESK = "desk"
+OBSERVER = "observer "  # begins the role of a rank that watches those of its machine, where the notebook is not
 MAIN = "shared"  # the phase in which all pipelines run
 ALONE = "alone_"  # before a pipeline's name: the phase in which it runs alone
 LOCK = "device-{}.lock"  # the file of a device, which the rank that holds the device locks
@@ -229,8 +230,8 @@ class ShareConfig(JobConfig):
     def __post_init__(self) -> None:
         if self.gate == "5" and self.pipeline == PIPELINE:
             raise BadInput("gate=5 needs your own pipeline; give it as pipeline=module:attr")
-        if self.nodes > 1:
-            raise BadInput(f"nodes={self.nodes}, but pipelines share the devices of one machine; leave nodes=1")
+        if self.nodes > 1 and self.simulated:
+            raise BadInput(f"nodes={self.nodes} is for live ranks; leave nodes=1 with simulated=true")
         self._default(GATES.get(self.gate, {}))
         if self.scenario in ("E", "F"):
             self._default(LARGER)
@@ -239,9 +240,16 @@ class ShareConfig(JobConfig):
         count = self.pipelines or (1 if self.scenario in SINGLE else 2)
         object.__setattr__(self, "pipelines", count)
         object.__setattr__(self, "loops", {name: self._loop(name) for name in NAMES[:count]})
-        needed = 1 if self.simulated else sum(loop.ranks for loop in self.loops.values())
+        for name, loop in self.loops.items() if self.nodes > 1 else ():
+            self._check_machines(name, loop)
+        needed = 1 if self.simulated else sum(loop.ranks for loop in self.loops.values()) + self.nodes - 1
         if self.ranks not in (0, needed):
-            raise BadInput(f"ranks={self.ranks}, but trainers and replicas need {needed}; leave ranks out")
+            who = (
+                "trainers and replicas"
+                if self.nodes == 1
+                else "trainers, replicas and an observer on each other machine"
+            )
+            raise BadInput(f"ranks={self.ranks}, but {who} need {needed}; leave ranks out")
         object.__setattr__(self, "ranks", needed)
 
     def _default(self, values: dict[str, Any], only: str = "") -> None:
@@ -291,6 +299,26 @@ class ShareConfig(JobConfig):
         except BadInput as error:
             raise BadInput(f"pipeline {name}: {error}") from None
 
+    def _check_machines(self, name: str, loop: PipelineConfig) -> None:
+        """A trainer and a replica are a World each, and that is on one machine."""
+        if self.devices % self.nodes:
+            raise BadInput(
+                f"devices={self.devices} cannot be spread evenly over nodes={self.nodes}; give a multiple of {self.nodes}"
+            )
+        for role in role_names(loop):
+            devices = loop.on_devices(role)
+            if len({self.machine_of(device) for device in devices}) > 1:
+                raise BadInput(
+                    f"{name}'s {role} uses the devices {list(devices)}, which are not on one machine: with devices={self.devices} and "
+                    f"nodes={self.nodes} each machine has {self.devices // self.nodes}, in the order of their numbers"
+                )
+
+    def machine_of(self, device: int) -> int:
+        return device * self.nodes // self.devices
+
+    def devices_on(self, machine: int) -> list[int]:
+        return [device for device in range(self.devices) if self.machine_of(device) == machine]
+
     @property
     def names(self) -> tuple[str, ...]:
         return (*self.loops,)
@@ -311,23 +339,31 @@ def roles(config: ShareConfig) -> tuple[Role, ...]:
     if config.simulated:
         return (Role(name="idle", ranks=tuple(range(config.ranks)), phases="kit.actors.common:Idle"),)
     every: list[Role] = []
-    first = 0
+    first, here = 0, config.devices // config.nodes  # devices of a machine
     # With fewer GPUs than devices, several devices are the same one.
     gpus = 0 if config.device == "cpu" else len(free_gpu_bytes())
     for pipeline, loop in config.loops.items():
         for name, count in role_names(loop).items():
             kind = "Trainer" if name == TRAINER else "Replica"
             actor = f"adapters:Adapters{kind}" if loop.adapters else f"roles:Leased{kind}"
+            on = loop.on_devices(name)
             every.append(
                 Role(
                     name=f"{pipeline} {name}",
                     ranks=tuple(range(first, first + count)),
                     world=len(every),
-                    devices=tuple(device % gpus for device in loop.on_devices(name)) if gpus else (),
+                    devices=tuple(device % here % gpus for device in on) if gpus else (),
                     phases=f"kit.labs.share.ranks.{actor}",
+                    machine=config.machine_of(on[0]),
+                    called=name == TRAINER,
                 )
             )
             first += count
+    for machine in range(1, config.nodes):
+        phases = "kit.labs.share.ranks.observer:FarObserver"
+        name = f"{OBSERVER}{machine}"
+        every.append(Role(name=name, ranks=(first,), world=len(every), phases=phases, machine=machine))
+        first += 1
     return tuple(every)
 
 

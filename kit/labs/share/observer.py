@@ -1,32 +1,59 @@
-"""Observes the ranks from this process: holders of device locks, cores, memory, processor time, and the driver's numbers for each GPU.
+"""Observes the ranks of a run: those of this machine from this process, those of each other one from a rank there that does nothing else.
 Notebook side.
-
-The memory of a rank on a GPU is what the driver lists for its process on all GPUs together. A driver that lists other pids than this
-process sees (a container), or none, gives no number.
-
-A thread samples every 20 ms; `look` samples at once. Ranks are not involved and do not notice. If the kernel does not show the locks of
-other processes, `blind` is true and no owners are recorded.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
-import tempfile
-import threading
-import time
 from pathlib import Path
-from typing import Self
+from typing import Any, Protocol, Self
 
-from kit import machine
 from kit.labs.lab import Drive
-from kit.labs.share.lab import BETWEEN_LOOKS_S, DESK, LOCK, member_name
+from kit.labs.share.lab import DESK, OBSERVER, member_name
+from kit.labs.share.watch import Change, Samples, Sighting, Watch
 from kit.loop.messages import Event
-from kit.results.records import Id, Row, value_in_words
+from kit.results.records import Row
 
-EVERY_S = 0.02
-GPUS_EVERY_S = 1.0  # about the period of the driver's own average
-STEP = 256 * 1024  # bytes: smaller changes of memory are not recorded
+FAR_S = 5.0  # longest wait for an observer on another machine, which only looks
+
+
+def owner_of(role: str) -> str:
+    """The owner of devices: "a.replica 0" for the role "a replica 0"."""
+    return role.replace(" ", ".", 1)
+
+
+class Watcher(Protocol):
+    """Watches the ranks of one machine, on which `folder` has the locks of its devices."""
+
+    folder: Path
+
+    def start(self) -> None: ...
+    def look(self) -> Sighting: ...
+    def stop(self) -> Samples: ...
+
+
+class FarWatch:
+    """The watch of another machine, which a rank there keeps."""
+
+    def __init__(self, drive: Drive, names: dict[int, str], machine: int) -> None:
+        self.drive = drive
+        self.role = f"{OBSERVER}{machine}"
+        named = {str(pid): name for pid, name in names.items()}
+        self.folder = Path(self._ask("watch", names=named, machine=machine))
+
+    def _ask(self, method: str, **args: Any) -> Any:
+        timeout_s = min(FAR_S, self.drive.config.timeout_s)
+        (answer,) = self.drive.submit(method, role=self.role, args=args, timeout_s=timeout_s).result()
+        return answer
+
+    def start(self) -> None:
+        self._ask("start")
+
+    def look(self) -> Sighting:
+        rows, changes, owners = self._ask("look")
+        return Sighting([Row.placed(facts) for facts in rows], [Change(*change) for change in changes], owners)
+
+    def stop(self) -> Samples:
+        return Samples(*self._ask("stop"))
 
 
 class Observer:
@@ -35,149 +62,69 @@ class Observer:
     def __init__(self, drive: Drive, folder: Path, *, for_desk: bool) -> None:
         self.drive = drive
         self.for_desk = for_desk
-        pids = drive.world.pids
-        self.names = {
-            pids[rank]: member_name(name.replace(" ", ".", 1), place, len(ranks))
-            for name, ranks in drive.roles.items()
-            for place, rank in enumerate(ranks)
-            if rank not in drive.lost
-        }
-        self.samples = 0
-        self.shared_samples = 0  # samples with two owners of a device
         self._rows: list[Row] = []
         self._events: list[Event] = []
-        self._owners: dict[int, tuple[str, ...]] = {}
-        self._since: dict[int, float] = {}  # by device: since when it has its owners
-        self._bytes: dict[str, int] = {}
-        self._saw = time.time()
-        self._cores: dict[str, str] = {}
-        self._cpu: dict[int, dict[int, float]] = {}  # processor seconds of its owners then, by pid
-        self.on_gpus = drive.world.device == "cuda"
-        self._gpus = machine.busy_gpus() if self.on_gpus else []
-        self._next_gpus = 0.0
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kit-observer", daemon=True)
-        self.inodes: dict[int, int] = {}
-        for device in range(drive.config.devices):
-            file = folder / LOCK.format(device)
-            file.touch(mode=0o600)
-            self.inodes[file.stat().st_ino] = device
-        self.blind = not sees_locks(folder)
+        self._owners: dict[int, list[str]] = {}  # of devices, by machine
+        seats = drive.world.status()
+        self._machines = {owner_of(name): seats[ranks[0]]["node"] for name, ranks in drive.roles.items()}
+
+        def names(machine: int) -> dict[int, str]:
+            return {
+                seats[rank]["pid"]: member_name(owner_of(name), place, len(ranks))
+                for name, ranks in drive.roles.items()
+                for place, rank in enumerate(ranks)
+                if rank not in drive.lost and seats[rank]["node"] == machine and not name.startswith(OBSERVER)
+            }
+
+        on_gpus = drive.world.device == "cuda"
+        self._near = Watch(names(0), folder, drive.config.devices_on(0), on_gpus=on_gpus)
+        far = {machine: FarWatch(drive, names(machine), machine) for machine in range(1, drive.config.nodes)}
+        self._watchers: dict[int, Watcher] = {0: self._near, **far}
 
     def __enter__(self) -> Self:
+        for watcher in self._watchers.values():
+            watcher.start()
         self.look()
-        self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-        self.look()
-        self.drive.record("seen_samples", self.samples, two_owners=self.shared_samples, blind=int(self.blind))
+    def __exit__(self, failure: object, *_: object) -> None:
+        for machine, watcher in self._watchers.items():
+            if machine and failure is not None:  # it may be the reason that a rank does not answer
+                continue
+            taken, two_owners, blind = watcher.stop()
+            self._see(machine, watcher.look())
+            self.drive.record("seen_samples", taken, two_owners=two_owners, blind=int(blind), machine=machine)
         self.flush()
 
-    def _run(self) -> None:
-        while not self._over.wait(EVERY_S):
-            self._see()
+    def folder_of(self, role: str) -> str:
+        return str(self._watchers[self._machines[owner_of(role)]].folder)
 
     def look(self) -> list[Event]:
-        self._see()
+        for machine, watcher in self._watchers.items():
+            self._see(machine, watcher.look())
         return self.take()
 
-    def holds(self, role: str) -> bool:
-        self._see()
-        with self._lock:
-            return any(role in owners for owners in self._owners.values())
+    def holds(self, owner: str) -> bool:
+        machine = self._machines[owner]
+        self._see(machine, self._watchers[machine].look())
+        return owner in self._owners[machine]
 
     def take(self) -> list[Event]:
-        with self._lock:
-            events, self._events = self._events, []
+        self._see(0, self._near.take())
+        events, self._events = self._events, []
         return events
 
     def flush(self) -> None:
-        with self._lock:
-            rows, self._rows = self._rows, []
+        self._see(0, self._near.take())
+        rows, self._rows = self._rows, []
         if rows:
             self.drive.append(rows)
 
-    def _see(self) -> None:
-        with self._lock:
-            at = time.time()
-            if at - self._saw > BETWEEN_LOOKS_S:  # a busy machine; what happened meanwhile went unseen
-                self._rows.append(Row(metric="seen_gap", value=at - self._saw, unit="s", time=at, start=self._saw))
-            if not self.blind:
-                self._see_owners(at)
-            self._see_memory()
-            for pid, name in self.names.items():
-                self._see_cores(pid, name, at)
-            self._saw = at
-            if self._gpus and at >= self._next_gpus:
-                self._next_gpus = at + GPUS_EVERY_S
-                for number, share in enumerate(machine.busy_gpus()):
-                    self._rows.append(Row(metric="gpu_busy", value=share, unit="%", time=at, ids={"gpu": number}))
-
-    def _see_owners(self, at: float) -> None:
-        self.samples += 1
-        locks = machine.file_locks()
-        seen: dict[int, tuple[str, ...]] = {}
-        for inode, device in self.inodes.items():
-            pids = locks.get(inode, ())
-            owners = tuple(sorted(self.names.get(pid, f"pid {pid}").partition("#")[0] for pid in pids))
-            seen[device] = owners
-            if owners != self._owners.get(device, ()):
-                self._end_ownership(device, at)
-                self._since[device] = at
-                self._cpu[device] = {pid: machine.cpu_seconds(pid) or 0.0 for pid in pids}
-                text, ids = " ".join(owners), {"device": device}
-                self._rows.append(Row(metric="seen_owner", value=len(owners), unit="1", time=at, text=text, ids=ids))
-        # Freed devices come first, because a device may change owners between two samples.
-        changes = (("freed", self._owners, seen), ("taken", seen, self._owners)) if self.for_desk else ()
-        self._events += [
-            Event(name, DESK, who=owner.partition(".")[0], device=device, owner=owner)
-            for name, before, after in changes
-            for device, owners in before.items()
-            for owner in sorted({*owners} - {*after.get(device, ())})
-        ]
-        self.shared_samples += any(len(owners) > 1 for owners in seen.values())
-        self._owners = seen
-
-    def _end_ownership(self, device: int, at: float) -> None:
-        """A span for the timeline: the owner of a device until now and the processor time that it used, in kernel ticks."""
-        if owners := self._owners.get(device):
-            since = self._since[device]
-            used = sum((machine.cpu_seconds(pid) or before) - before for pid, before in self._cpu[device].items())
-            ids: dict[str, Id] = {"track": f"device {device}", "device": device, "cpu_s": f"{used:.3f}"}
-            text = " ".join(owners)
-            self._rows.append(Row(metric="owned", value=at - since, unit="s", time=at, text=text, start=since, ids=ids))
-
-    def _see_memory(self) -> None:
-        """A reading is somewhere between the start of its row and its time: ranks may go on between the two."""
-        start = time.time()
-        sizes: dict[int, int | None]
-        if self.on_gpus:
-            metric, sizes = "seen_on_gpus", {**machine.gpu_bytes_by_pid()}
-        else:
-            metric, sizes = "seen_resident", {pid: machine.resident(pid) for pid in self.names}
-        ended = time.time()
-        for pid, name in self.names.items():
-            size = sizes.get(pid)
-            if size is not None and abs(size - self._bytes.get(name, -STEP)) >= STEP:
-                self._bytes[name] = size
-                self._rows.append(Row(metric=metric, value=size, unit="B", time=ended, start=start, ids={"who": name}))
-
-    def _see_cores(self, pid: int, name: str, at: float) -> None:
-        try:
-            cores = value_in_words(tuple(sorted(os.sched_getaffinity(pid))))
-        except ProcessLookupError:
-            return
-        if cores != self._cores.get(name):
-            self._cores[name] = cores
-            self._rows.append(Row(metric="seen_cores", time=at, text=cores, ids={"who": name}))
-
-
-def sees_locks(folder: Path) -> bool:
-    """Whether the kernel shows a lock that this process holds on a file there."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        return os.getpid() in machine.file_locks().get(os.fstat(file.fileno()).st_ino, ())
+    def _see(self, machine: int, seen: Sighting) -> None:
+        self._rows += seen.rows
+        self._owners[machine] = seen.owners
+        if self.for_desk:
+            self._events += [
+                Event(change.name, DESK, who=change.owner.partition(".")[0], device=change.device, owner=change.owner)
+                for change in seen.changes
+            ]

@@ -12,8 +12,9 @@ from typing import Any
 
 from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.lab import Drive
-from kit.labs.share.lab import DESK, TRAINER
-from kit.labs.share.observer import EVERY_S, Observer
+from kit.labs.share.lab import DESK, OBSERVER, TRAINER
+from kit.labs.share.observer import Observer
+from kit.labs.share.watch import EVERY_S
 from kit.loop.messages import Command, Event
 from kit.loop.runner import Stalled
 from kit.results.records import Id
@@ -205,6 +206,8 @@ class Live:
 
     def wait(self, seconds: float) -> None:
         for part in self.parts:
+            if part.stuck is not None:
+                raise part.stuck
             part.start()
         flying = [pending for part in self.parts for pending, _, _ in part.flying.values()]
         if flying:
@@ -254,15 +257,28 @@ class AlarmClock:
         return max(0.0, self._due[0][0] - time.monotonic()) if self._due else 3600.0
 
 
-def started(drive: Drive, names: Sequence[str], folder: str, *, alone: bool) -> None:
+def pipeline_roles(drive: Drive) -> list[str]:
+    return [name for name in drive.roles if not name.startswith(OBSERVER)]
+
+
+def started(drive: Drive, names: Sequence[str], observer: Observer, *, alone: bool) -> None:
     """Reset the ranks of these roles to version 0, with no other rank on a device. Ranks that share a device do so in turn."""
-    every(drive, "vacate", [*drive.roles])
+    every(drive, "vacate", pipeline_roles(drive))
     for turn in [names] if alone else [[name] for name in names]:
-        every(drive, "reset", turn, folder=folder, alone=alone)
+        finished(
+            drive,
+            [
+                drive.submit("reset", args={"folder": observer.folder_of(name), "alone": alone}, role=name)
+                for name in turn
+            ],
+        )
 
 
-def every(drive: Drive, method: str, names: Sequence[str], **args: Any) -> None:
-    pendings = [drive.submit(method, args=args, role=name) for name in names]
+def every(drive: Drive, method: str, names: Sequence[str]) -> None:
+    finished(drive, [drive.submit(method, role=name) for name in names])
+
+
+def finished(drive: Drive, pendings: Sequence[Pending]) -> None:
     drive.wait(pendings, first=False)
     for pending in pendings:
         pending.result()

@@ -44,11 +44,12 @@ def context_of(ctx: Context) -> PipelineContext:
     pipeline, _, role = ctx.role.partition(" ")
     mine = {name.partition(" ")[2]: ranks for name, ranks in ctx.roles.items() if name.startswith(f"{pipeline} ")}
     first = min(rank for ranks in mine.values() for rank in ranks)
+    size = sum(map(len, mine.values()))
     return PipelineContext(
         pipeline=pipeline,
         place=ctx.roles[ctx.role].index(ctx.rank),
         rank=ctx.rank - first,
-        world_size=sum(map(len, mine.values())),
+        world_size=size,
         world_sizes=tuple(map(len, mine.values())),
         world=[*mine].index(role),
         role=role,
@@ -57,6 +58,10 @@ def context_of(ctx: Context) -> PipelineContext:
         device=ctx.device,
         config=loop_of(ctx, pipeline),
         devices=ctx.devices,
+        nodes=ctx.nodes[first : first + size],
+        hosts=ctx.hosts[first : first + size],
+        certificate=ctx.certificate,
+        ports=ctx.ports,
     )
 
 

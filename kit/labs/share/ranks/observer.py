@@ -1,0 +1,42 @@
+"""The rank that watches the others of its machine, where the notebook's process sees nothing."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kit.labs.rankside import Context
+from kit.labs.share.watch import Watch
+
+
+class FarObserver:
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self.folder: Path | None = None
+
+    def prepare(self, cycle: int) -> None: ...
+
+    def watch(self, names: Mapping[str, str], machine: int) -> str:
+        """Returns the folder for the locks of this machine's devices."""
+        self.folder = Path(tempfile.mkdtemp(prefix="devices-"))
+        devices, on_gpus = self.ctx.config.devices_on(machine), self.ctx.device.type == "cuda"
+        self.watcher = Watch({int(pid): name for pid, name in names.items()}, self.folder, devices, on_gpus=on_gpus)
+        return str(self.folder)
+
+    def start(self) -> None:
+        self.watcher.start()
+
+    def look(self) -> tuple[Any, ...]:
+        seen = self.watcher.look()
+        return [row.facts() for row in seen.rows], seen.changes, seen.owners
+
+    def stop(self) -> tuple[Any, ...]:
+        samples = self.watcher.stop()
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return samples
+
+    def end(self, cycle: int) -> None: ...
