@@ -284,7 +284,7 @@ class World(RankCalls):
 
     def status(self) -> list[dict[str, Any]]:
         """One row per rank: rank, pid, node, host, device, seat (the number of its device), reason for this device, phase, and state: idle,
-        busy, lost (its machine does not answer), dead or closed."""
+        busy, lost (its machine is silent), dead or closed."""
         names = ("rank", "pid", "node", "host", "device", "seat", "why", "phase")
         ended = self.state if self.state in {"closed", "dead"} else ""
         return [
@@ -295,7 +295,7 @@ class World(RankCalls):
 
     @property
     def addresses(self) -> list[str]:
-        """Of each rank's machine, for other machines; empty where all ranks of a job are here."""
+        """Where other machines reach each rank's; empty where all are here."""
         return [self._crew.address_of(member.node) for member in self._crew.members]
 
     def kill_rank(self, rank: int) -> None:
