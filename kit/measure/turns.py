@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+Way = TypeVar("Way", bound=Hashable)
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -13,10 +16,10 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def turn_by_turn(names: Sequence[str], rounds: int, timed: Callable[[str, int], float]) -> dict[str, list[float]]:
+def turn_by_turn(names: Sequence[Way], rounds: int, timed: Callable[[Way, int], float]) -> dict[Way, list[float]]:
     """Seconds of each. In every turn each runs once, in changing order, after a garbage collection. The first turn, -1, is not counted,
     because it allocates pages and makes connections."""
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[Way, list[float]] = {name: [] for name in names}
     gc.collect()
     gc.freeze()  # existing objects are not scanned in every turn
     try:

@@ -235,15 +235,18 @@ def bucket_views(layout: Layout, index: int, buffer: torch.Tensor) -> list[Bucke
 
 def live(layout: Layout, index: int, tensors: Mapping[Key, torch.Tensor]) -> list[BucketView]:
     """Return what `views` would return for a bucket packed from these live tensors. Contiguous tensors are not copied."""
-    keys = [layout.specs[piece.spec].key for piece in layout.buckets[index]]
-    if missing := {key: "is missing here" for key in keys if key not in tensors}:
+    specs, bucket = layout.specs, layout.buckets[index]
+    if missing := {key: "is missing here" for key in (specs[piece.spec].key for piece in bucket) if key not in tensors}:
         raise Mismatch(missing, missing, index, f"bucket {index}: ")
     in_bucket = []
-    for number, start, size, _ in layout.buckets[index]:
-        spec = layout.specs[number]
-        tensor = tensors[spec.key].detach()
+    for number, start, size, _ in bucket:
+        spec = specs[number]
+        tensor = tensors[spec.name, spec.shard].detach()
+        if size == spec.size:
+            in_bucket.append(BucketView(spec, start, tensor))
+            continue
         first = start // spec.dtype.itemsize
-        part = tensor if size == spec.size else tensor.reshape(-1)[first : first + size // spec.dtype.itemsize]
+        part = tensor.reshape(-1)[first : first + size // spec.dtype.itemsize]
         in_bucket.append(BucketView(spec, first, part))
     return in_bucket
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from kit.errors import BadInput
+from kit.measure.host import copy_threads
 from kit.sync.buckets import BucketView, Layout
 
 try:
@@ -41,17 +42,27 @@ def digest(tensor: torch.Tensor, algorithm: str) -> str:
     if algorithm not in _ALGORITHMS:
         hint = "; xxhash is not installed on this rank" if algorithm == "xxh3" else ""
         raise BadInput(f"digest {algorithm!r} is not available on this rank: use {', '.join(algorithms())}{hint}")
+    flat = _flat(tensor)
+    header = f"{flat.nbytes} {flat.dtype} {tuple(flat.shape)}\n".encode()
+    hashed = _ALGORITHMS[algorithm](header)
+    hashed.update(_bytes_at(flat.data_ptr(), flat.nbytes))
+    return str(hashed.hexdigest())
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's values as contiguous bytes on the host; not copied if they are that already."""
     if tensor.numel() and not (tensor.untyped_storage().nbytes() and tensor.data_ptr()):
         raise BadInput(
             f"cannot hash a tensor {tuple(tensor.shape)} without bytes: it was offloaded, or it only wraps other tensors"
         )
+    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
     # The bytes in memory of a lazily conjugated or negated tensor are not its values.
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    header = f"{flat.nbytes} {flat.dtype} {tuple(flat.shape)}\n".encode()
-    raw = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr()) if flat.nbytes else b""
-    hashed = _ALGORITHMS[algorithm](header)
-    hashed.update(raw)
-    return str(hashed.hexdigest())
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def _bytes_at(address: int, size: int) -> Any:
+    return (ctypes.c_ubyte * size).from_address(address) if size else b""
 
 
 _ALGORITHMS: dict[str, Callable[[bytes], Any]] = {"xxh3": xxhash.xxh3_128} if xxhash else {}
@@ -59,23 +70,24 @@ _ALGORITHMS["sha256"] = hashlib.sha256
 
 
 class Digests:
-    """Digests of live tensors on the sender and of received bytes on the receiver, computed on a separate thread: `add` the pieces of
-    each bucket, then `table()`.
+    """Digests of live tensors on the sender and of received bytes on the receiver: `add` or `add_packed` for each bucket, then `table()`.
+    They are computed on a separate thread where this rank has a core for it, else at once, while the bytes are in the processor's cache.
 
-    Each piece of a tensor in a bucket has one digest. With a share below 1 only some tensors are hashed, different ones per version;
-    both ends select the same ones by version and name.
+    Each piece of a tensor in a bucket has one digest, of its bytes: both ends have the same layout, which says dtype and shape. With a
+    share below 1 only some tensors are hashed, different ones per version; both ends select the same ones by version and name.
     """
 
     def __init__(self, layout: Layout, version: int, *, algorithm: str, share: float = 1.0) -> None:
         if algorithm not in (NONE, *algorithms()):
             raise BadInput(f"verify={algorithm} is not available on this rank: use {', '.join((NONE, *algorithms()))}")
-        self._algorithm = algorithm
+        self._layout = layout
+        self._hash = _ALGORITHMS.get(algorithm)
         self._wanted = {
             spec.name
             for spec in layout.specs
             if algorithm != NONE and zlib.crc32(f"{version} {spec.name}".encode()) < share * 2**32
         }
-        self._pool = ThreadPoolExecutor(1, "kit-digests")
+        self._pool = ThreadPoolExecutor(1, "kit-digests") if copy_threads() > 1 else None
         self._made: dict[int, Future[list[str]]] = {}
 
     @property
@@ -83,9 +95,12 @@ class Digests:
         return len(self._wanted)
 
     def add(self, index: int, pieces: Sequence[BucketView]) -> None:
-        """Start hashing a bucket; its bytes must not change until `table` or `wait`."""
-        if self._wanted:
-            self._made[index] = self._pool.submit(self._of, pieces)
+        """Hash what a bucket is packed from; its bytes must not change until `table` or `wait`."""
+        self._start(index, lambda: self._of_pieces(pieces))
+
+    def add_packed(self, index: int, buffer: torch.Tensor) -> None:
+        """The same for a bucket's bytes."""
+        self._start(index, lambda: self._of_bytes(index, buffer))
 
     def wait(self, index: int) -> None:
         if index in self._made:
@@ -106,7 +121,34 @@ class Digests:
         return differing
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
 
-    def _of(self, pieces: Sequence[BucketView]) -> list[str]:
-        return [digest(piece.tensor, self._algorithm) for piece in pieces if piece.spec.name in self._wanted]
+    def _start(self, index: int, work: Callable[[], list[str]]) -> None:
+        if not self._wanted:
+            return
+        if self._pool is not None:
+            self._made[index] = self._pool.submit(work)
+            return
+        made = self._made[index] = Future[list[str]]()
+        try:
+            made.set_result(work())
+        except BadInput as error:
+            made.set_exception(error)
+
+    def _of_pieces(self, pieces: Sequence[BucketView]) -> list[str]:
+        flat = [_flat(piece.tensor) for piece in pieces if piece.spec.name in self._wanted]
+        return [self._digest(tensor.data_ptr(), tensor.nbytes) for tensor in flat]
+
+    def _of_bytes(self, index: int, buffer: torch.Tensor) -> list[str]:
+        specs, host = self._layout.specs, buffer.cpu()
+        base = host.data_ptr()
+        return [
+            self._digest(base + offset, size)
+            for number, _, size, offset in self._layout.buckets[index]
+            if specs[number].name in self._wanted
+        ]
+
+    def _digest(self, address: int, size: int) -> str:
+        assert self._hash is not None
+        return str(self._hash(_bytes_at(address, size)).hexdigest())

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from kit.errors import KitError
-from kit.sync.buckets import Layout, Mismatch, Weights, bucket_views
+from kit.sync.buckets import Layout, Mismatch, Weights
 from kit.sync.cache import BASE, KeptMappings, starts
 from kit.sync.hashes import Digests
 from kit.sync.link import BRIEF_S, FAILED, Link, PeerFailed, PeerGone, call
@@ -274,7 +274,7 @@ class Call:
 
     def look(self, index: int, buffer: torch.Tensor) -> None:
         if self.digests is not None and self.digests.count:
-            self.digests.add(index, bucket_views(self.layout, index, buffer))
+            self.digests.add_packed(index, buffer)
 
     def receive(
         self, transport: Transport, device: torch.device, *, reuse: bool

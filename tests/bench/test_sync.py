@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+import kit
 from kit.errors import BadInput
 from kit.labs.bench_sync import lab, parts
 from kit.labs.bench_sync.lab import LAB, BenchSyncConfig, Shape, shape_of
+from kit.labs.bench_sync.ranks import stalls
 from kit.labs.bench_sync.ranks import ways as onranks
 
 CONFIG = BenchSyncConfig()
@@ -39,6 +44,7 @@ def test_ways_are_reported_in_words() -> None:
     assert parts.way_title("broadcast@16") == "broadcast, buckets of 16 MiB"
     assert parts.way_title("shm+cache") == "shm, by way of the cache"
     assert parts.way_title("shm+sha256") == "shm, verified by sha256"
+    assert parts.way_title("shm+expand+one") == "shm, from the cache, to the first alone"
     assert parts.way_title("file:dcp") == "dcp"
 
 
@@ -60,6 +66,7 @@ def test_ratios_are_taken_turn_by_turn_against_the_best(monkeypatch: pytest.Monk
         "shm+cache": [4.0, 4.0],
         "shm+whole": [1.0, 1.0],
         "shm+whole+fresh": [3.0, 3.0],
+        "shm+expand": [1.0, 3.0],
         "per-tensor": [8.0, 8.0],
         "broadcast@4": [10.0, 10.0],
     }
@@ -73,6 +80,95 @@ def test_ratios_are_taken_turn_by_turn_against_the_best(monkeypatch: pytest.Monk
     automatic = rows["broadcast over the best of per-tensor and fixed sizes, time"]
     assert (automatic.median, automatic.metric) == (1.375, "automatic_over_fixed")
     assert automatic.note == "that is per-tensor; automatic buckets are of 4 MiB"
+    assert not {"shm_over_copies", "expand_over_memcpy"} & {row.metric for row in rows.values()}
+    large = {row.metric: row for row in parts.compare_transports(bench, SHAPES["large"])}
+    assert list(large["shm_over_copies"].values) == pytest.approx([4 / 3, 0.8])
+    assert list(large["expand_over_memcpy"].values) == [1.0, 1.5]
+
+
+def test_two_receivers_are_compared_with_the_first_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = reported(memcpy=[1.0], shm=[3.0], broadcast=[9.0], serialize=[8.0])
+    made["seconds"]["shm+one"] = [2.0]
+    monkeypatch.setattr(parts, "ask_rates", lambda *_, **__: made)
+    bench: Any = None
+    rows = {row.metric: row for row in parts.two_receivers(bench, SHAPES["large"])}
+    assert rows["two_over_one"].values == [1.5]
+
+
+@pytest.mark.parametrize(("cores", "values"), [(5, ()), (6, [1.5])])
+def test_a_row_for_free_cores_has_values_only_where_there_are_some(
+    monkeypatch: pytest.MonkeyPatch, cores: int, values: Any
+) -> None:
+    monkeypatch.setattr(parts, "ask_rates", lambda *_, **__: reported(**{"shm": [2.0], "shm+xxh3": [3.0]}))
+    monkeypatch.setattr(parts.os, "sched_getaffinity", lambda _: set(range(cores)))
+    rows = {row.metric: row for row in parts.cost_of_digests(made_up({"xxh3": []}, verify="xxh3"), SHAPES["large"])}
+    assert (rows["verified"].values, rows["verified_beside"].values) == ([1.5], values)
+    assert bool(rows["verified_beside"].note) == (cores == 5)
+
+
+def made_up(answer: Any, **config: Any) -> Any:
+    """A bench with a World whose ranks answer this."""
+
+    @contextlib.contextmanager
+    def world(*_: Any, **__: Any) -> Iterator[Any]:
+        yield SimpleNamespace(call=lambda *_, **__: [answer])
+
+    return SimpleNamespace(world=world, config=BenchSyncConfig(**config))
+
+
+def test_two_terms_give_both_times() -> None:
+    first, last = Shape(name="", count=4096, bytes=4096), Shape(name="", count=64, bytes=2**22)
+    times = [shape.count * 3e-6 + shape.size() * 2e-10 for shape in (first, last)]
+    assert parts.terms_of(*times, first, last) == pytest.approx((3e-6, 2e-10))
+
+
+def test_two_terms_foretell_a_third_size_turn_by_turn() -> None:
+    first, between, last = 16 * 2**20, 64 * 2**20, 256 * 2**20
+    counts = {first: 4096, between: 1024, last: 64}
+    times = {size: counts[size] * 2e-6 + size * 1e-10 for size in counts}
+    taken = {first: [1.0, 1.0], between: [1.0, 3.0], last: [1.0, 1.0]}
+    ways = ("memcpy", *parts.TERM_WAYS)
+    answer = [{way: [times[size] * factor for factor in taken[size]] for way in ways} for size in counts]
+    rows = {row.what: row for row in parts.two_terms(made_up(answer))}
+    assert list(rows["two terms: shm, for each tensor"].values) == pytest.approx([2e-6, 2e-6])
+    assert list(rows["two terms: shm, for each GB"].values) == pytest.approx([0.1, 0.1])
+    assert "10.00 GB/s, and memcpy" in rows["two terms: shm, for each GB"].note
+    off = rows["two terms: shm, 64 MiB in tensors of 64 KiB foretold, off by"]
+    assert (off.metric, list(off.values)) == ("terms_foretell", pytest.approx([1.0, 3.0]))
+
+
+def test_a_pause_is_the_longest_time_without_a_forward() -> None:
+    spans = [(0.0, 1.0), (5.0, 6.0), (6.5, 7.0), (9.0, 9.5), (20.0, 21.0)]
+    assert stalls.longest_gap(spans, 5.5, 9.2) == 2.0
+    assert stalls.longest_gap(spans, 0.5, 9.2) == 4.0
+    assert stalls.longest_gap(spans, 9.6, 12.0) == 10.5  # it began before the sync and ended after it
+    assert stalls.longest_gap([], 1.0, 4.0) == 3.0
+
+
+def test_pauses_are_shares_of_the_time_of_a_sync() -> None:
+    answer = {"staged": [[2.0, 0.5, 7], [4.0, 0.4, 9]], "expansion": [[1.0, 1.0, 3]]}
+    rows = {row.what: row for row in parts.pauses(made_up(answer))}
+    staged = rows["a sync of 256 MiB, staged: share without a forward"]
+    assert (staged.metric, list(staged.values)) == ("staged_pause", [25.0, 10.0])
+    assert staged.note == "8 forwards meanwhile by the same replica"
+    other = rows["a sync of 256 MiB, expansion: share without a forward"]
+    assert (other.metric, other.note) == ("pause", "3 forwards meanwhile by another replica")
+
+
+@pytest.mark.slow
+def test_ranks_measure_pauses_and_shapes(nothing_left: None) -> None:
+    with kit.World(3, device="cpu") as world:
+        made = world.call(
+            f"{parts.STALLS}:stalls", mib=8, each_mib=4, meeting=f"bench-{secrets.token_hex(8)}", rounds=1
+        )
+        shapes = [{"size": 4096, "count": 4}, {"size": 8192, "count": 2}]
+        asked = {"meeting": f"bench-{secrets.token_hex(8)}", "ways": ["memcpy", "shm+expand", "shm+cache"], "rounds": 2}
+        seconds = world.call(f"{parts.WAYS}:seconds_by_shape", shapes=shapes, **asked)[0]
+    for total, paused, served in (turns[0] for turns in made[0].values()):
+        assert 0 < paused <= total
+        assert served >= 0
+    assert made[0]["staged"][0][2] > 0
+    assert [len(by_way["shm+expand"]) for by_way in seconds] == [2, 2]
 
 
 @pytest.mark.parametrize(("device", "first"), [("cuda", "gpus.ipc"), ("cpu", "model.transports")])

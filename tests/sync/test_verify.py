@@ -9,10 +9,18 @@ import pytest
 import torch
 
 from kit.errors import BadInput
-from kit.sync.buckets import Bound, Layout, Mismatch, bucket_views, lay_out, live, specs_of
+from kit.sync import hashes
+from kit.sync.buckets import Bound, Layout, Mismatch, lay_out, live, specs_of
 from kit.sync.hashes import Digests
 from kit.sync.receiver import wrong_bytes
 from tests.sync.ranks.service import KINDS, LAYOUT, Tensors, tensors
+
+
+@pytest.fixture(params=[1, 2], ids=["at once", "on a thread"], autouse=True)
+def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The cores of this rank: with a second one digests have a thread."""
+    monkeypatch.setattr(hashes, "copy_threads", lambda: request.param)
+    return int(request.param)
 
 
 def packed(layout: Layout, source: Tensors) -> list[torch.Tensor]:
@@ -38,7 +46,7 @@ def test_live_tensors_and_what_arrived_have_the_same_digests(share: float, algor
         sender, receiver = ends(version, share, algorithm)
         for index, buffer in enumerate(packed(LAYOUT, source)):
             sender.add(index, live(LAYOUT, index, source))
-            receiver.add(index, bucket_views(LAYOUT, index, buffer))
+            receiver.add_packed(index, buffer)
         assert receiver.differences(LAYOUT, sender.table()) == []
         assert sender.count == receiver.count
         counts.add(sender.count)
@@ -73,7 +81,7 @@ def test_one_changed_bit_is_found_wherever_it_is_looked_for() -> None:
             sender, receiver = ends(1, 1.0)
             for number, buffer in enumerate(buffers):
                 sender.add(number, live(LAYOUT, number, source))
-                receiver.add(number, bucket_views(LAYOUT, number, buffer))
+                receiver.add_packed(number, buffer)
             assert receiver.differences(LAYOUT, sender.table()) == [(index, LAYOUT.specs[piece.spec].name)]
             sender.close()
             receiver.close()
@@ -106,6 +114,20 @@ def test_nothing_is_looked_at_where_nothing_is_wanted() -> None:
     assert (mine.table(), mine.count) == ({}, 0)
     assert mine.differences(LAYOUT, theirs.table()) == []
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kit-digests")]
+
+
+def test_a_share_of_a_core_hashes_at_once(cores: int) -> None:
+    """Bytes that change after the call count only where a thread reads them later, which `wait` ends."""
+    buffer, *_ = packed(LAYOUT, tensors(1))
+    digests, other = ends(1, 1.0)
+    digests.add_packed(0, buffer)
+    digests.wait(0)
+    other.add_packed(0, buffer)
+    other.wait(0)
+    assert digests.table() == other.table()
+    assert any(thread.name.startswith("kit-digests") for thread in threading.enumerate()) == (cores > 1)
+    digests.close()
+    other.close()
 
 
 def test_its_thread_ends_with_it_also_where_hashing_raises() -> None:

@@ -58,6 +58,8 @@ class BenchSyncConfig(BenchConfig):
         "hash_mib": 64,
         "verify": "xxh3",
         "growth_mb": (10, 100),
+        "terms_mib": (4, 16, 64),
+        "stall_mib": 64,
         "receivers": (1, 2),
     }
 
@@ -65,12 +67,22 @@ class BenchSyncConfig(BenchConfig):
     model: Annotated[Literal["tiny", "125m", "qwen2.5-0.5b"], Option("model whose shapes are sent")] = "qwen2.5-0.5b"
     small: Annotated[int, Option("number of small tensors, of 32 KiB", low=1, high=1 << 20)] = 8192
     large: Annotated[int, Option("number of large tensors, of 4 MiB", low=1, high=1 << 20)] = 64
-    rounds: Annotated[int, Option("turns of each way", low=1, high=1000)] = 7
+    rounds: Annotated[int, Option("turns of each way", low=1, high=1000)] = 9
     slow_rounds: Annotated[int, Option("turns of each way through files", low=1, high=1000)] = 2
     buckets_mib: Annotated[tuple[int, ...], Option("fixed bucket sizes", unit="MiB")] = (1, 4, 8, 16, 64)
     hash_mib: Annotated[int, Option("bytes that are hashed alone", low=1, high=1 << 20, unit="MiB")] = 256
     verify: Annotated[str, Option("hash algorithms, separated by commas")] = "xxh3,sha256"
     growth_mb: Annotated[tuple[int, ...], Option("sizes of weights that grow", unit="MB")] = (10, 100, 1000, 2000)
+    terms_mib: Annotated[
+        tuple[int, int, int],
+        Option(
+            "sizes for the two terms: in tensors of 4 KiB, of 64 KiB (foretold from the others) and of 4 MiB",
+            unit="MiB",
+        ),
+    ] = (16, 64, 256)
+    stall_mib: Annotated[
+        int, Option("size of weights that arrive while a replica serves", low=4, high=1 << 20, unit="MiB")
+    ] = 256
     receivers: Annotated[tuple[int, ...], Option("numbers of receivers")] = (1, 2, 4)
     receivers_mb: Annotated[int, Option("size of weights to more receivers", low=1, high=1 << 20, unit="MB")] = 100
 
@@ -88,7 +100,7 @@ def plan(config: BenchSyncConfig) -> list[Step]:
     on_gpus = [f"gpus.{name}" for name in GPUS]
     kinds = ("transports", "receivers", "verified", "files")
     on_host = [f"{shape}.{kind}" for shape in config.shapes.split(",") for kind in kinds]
-    on_host += ["digests", "growth.bytes", "growth.receivers"]
+    on_host += ["terms", "stalls", "digests", "growth.bytes", "growth.receivers"]
     cuda = config.device == "cuda" or (config.device == "auto" and has_gpu_driver())
     return driven_parts(
         config, on_gpus + on_host if cuda else on_host + on_gpus, "kit.labs.bench_sync.parts:measure_sync"

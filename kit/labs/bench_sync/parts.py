@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import secrets
 import statistics
@@ -42,7 +43,9 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.cpu.x86_non_temp
 # The limit is that of a call with all turns on a busy machine.
 WORLD: dict[str, Any] = {"env": ENVIRONMENT, "timeout_s": 1800.0}
 NOT_HERE = "not installed"
-OVER_MEMCPY = ("shm", "shm+whole", "shm+whole+fresh", "shm+cache")
+QUICKEST = "xxh3"
+VERIFYING = 3  # ranks: two ends, and one that looks on
+OVER_MEMCPY = ("shm", "shm+whole", "shm+whole+fresh", "shm+cache", "shm+expand")
 GROUPS = ("broadcast", "per-tensor", "rendezvous")
 
 RANKS = {"ipc": 2, "shm": 2, "broadcast": 3}  # a group is a proper subset of the World: one rank is outside
@@ -76,7 +79,13 @@ def way_title(name: str) -> str:
     kind, *extras = rest.removeprefix("file:").split("+")
     if name == "copies":
         return "a copy on each end at once"
-    words = {"cache": "by way of the cache", "whole": "in one segment", "fresh": "mapped anew"}
+    words = {
+        "cache": "by way of the cache",
+        "expand": "from the cache",
+        "whole": "in one segment",
+        "fresh": "mapped anew",
+        "one": "to the first alone",
+    }
     size = [f"buckets of {mib} MiB"] * bool(mib)
     return ", ".join([kind, *(words.get(extra, f"verified by {extra}") for extra in extras), *size])
 
@@ -93,9 +102,16 @@ def compare_transports(bench: Bench, shape: Shape) -> Iterator[Samples]:
     seconds, title = answer["seconds"], f"{shape.name}, 1 receiver"
     yield from transfer_times(title, answer, ways)
     yield over_memcpy(title, seconds, "copies")
+    rules = (
+        {"shm": "shm_over_memcpy", "shm+expand": "expand_over_memcpy"}
+        if shape.large
+        else {"shm": "small_shm_over_memcpy"}
+    )
     for name in OVER_MEMCPY:
-        rule = ("shm_over_memcpy" if shape.large else "small_shm_over_memcpy") if name == "shm" else ""
-        yield over_memcpy(title, seconds, name, rule)
+        yield over_memcpy(title, seconds, name, rules.get(name, ""))
+    if shape.large:
+        words = f"{title}: shm over a copy on each end at once, time"
+        yield ratios("shm_over_copies", words, seconds["shm"], seconds["copies"])
     group, fastest = (
         min(names, key=lambda name: statistics.median(seconds[name]))
         for names in ([*GROUPS, *fixed], ["per-tensor", *fixed])
@@ -114,12 +130,14 @@ def over_memcpy(title: str, seconds: Seconds, name: str, rule: str = "") -> Samp
 
 
 def two_receivers(bench: Bench, shape: Shape) -> Iterator[Samples]:
-    ways = ["memcpy", "shm", "broadcast", "serialize"]
+    """One copy that both map, compared with memcpy and with the same copy for one of them."""
+    ways = ["memcpy", "shm", "shm+one", "broadcast", "serialize"]
     answer = ask_rates(bench, shape, ways, receivers=2)
-    title = f"{shape.name}, 2 receivers"
+    title, seconds = f"{shape.name}, 2 receivers", answer["seconds"]
     yield from transfer_times(title, answer, ways)
-    for name in ways[1:]:
-        yield over_memcpy(title, answer["seconds"], name)
+    for name in ("shm", "broadcast", "serialize"):
+        yield over_memcpy(title, seconds, name)
+    yield ratios("two_over_one", f"{title}: shm over shm to the first alone, time", seconds["shm"], seconds["shm+one"])
 
 
 def cost_of_digests(bench: Bench, shape: Shape) -> Iterator[Samples]:
@@ -133,7 +151,15 @@ def cost_of_digests(bench: Bench, shape: Shape) -> Iterator[Samples]:
     yield from transfer_times(title, answer, ways[1:])
     for name in ways[1:]:
         words = f"{title}: {way_title(name)}, time over unverified"
-        yield ratios("over_unverified", words, seconds[name], seconds["shm"])
+        rule = ("verified" if shape.large else "small_verified") if name == f"shm+{QUICKEST}" else "over_unverified"
+        yield ratios(rule, words, seconds[name], seconds["shm"])
+        if rule == "verified":
+            beside = f"{words}, where digests have cores of their own"
+            if len(os.sched_getaffinity(0)) >= 2 * VERIFYING:
+                yield ratios("verified_beside", beside, seconds[name], seconds["shm"])
+            else:
+                why = f"{VERIFYING} ranks have a second core each from {2 * VERIFYING} cores on"
+                yield Samples(what=beside, metric="verified_beside", unit="x", note=why)
     for name in algorithms:
         if name not in there:
             yield Samples(what=f"{title}: shm, verified by {name}", note=NOT_HERE)
@@ -152,6 +178,74 @@ def through_files(bench: Bench, shape: Shape) -> Iterator[Samples]:
             yield ratios("files_over_shm", words, seconds[name], seconds["shm"], who=who(name), note=place)
         else:
             yield Samples(what=f"{title}: {way_title(name)}", who=who(name), note=NOT_HERE)
+
+
+# -- two terms: time = tensors x seconds of a tensor + bytes / bandwidth -----------------------------------------------------
+
+TERM_WAYS = ("shm", "shm+cache", "shm+expand", "serialize", *GROUPS)
+EACH = (
+    4 * 2**10,
+    64 * 2**10,
+    4 * MIB,
+)  # bytes of a tensor: the first and the last are fitted, the middle one is foretold
+
+
+def two_terms(bench: Bench) -> Iterator[Samples]:
+    """Every transport over two sizes that differ in bytes and in the number of tensors, in one loop: the two terms of each turn, and how
+    well their medians foretell a size between them."""
+    shapes = [
+        Shape(name=f"{mib} MiB", count=mib * MIB // each, bytes=each)
+        for mib, each in zip(bench.config.terms_mib, EACH, strict=True)
+    ]
+    asked: dict[str, Any] = {"shapes": [shape.arguments() for shape in shapes], "rounds": bench.config.rounds}
+    asked |= {"ways": ["memcpy", *TERM_WAYS], "meeting": f"bench-{secrets.token_hex(8)}"}
+    with bench.world(3, device="cpu", **WORLD) as world:
+        many, middle, large = world.call(f"{WAYS}:seconds_by_shape", **asked)[0]
+    first, between, last = shapes
+    memcpy = last.size() / statistics.median(large["memcpy"]) / GB
+    for name in TERM_WAYS:
+        turns = [terms_of(*pair, first, last) for pair in zip(many[name], large[name], strict=True)]
+        title, ids = f"two terms: {way_title(name)}", {"way": way_title(name)}
+        a_tensor, a_byte = (statistics.median(term) for term in zip(*turns, strict=True))
+        rate = f"{1 / a_byte / GB:.2f} GB/s, and memcpy {memcpy:.2f} GB/s" if a_byte > 0 else ""
+        yield Samples(what=f"{title}, for each tensor", values=[turn[0] for turn in turns], ids=ids)
+        yield Samples(what=f"{title}, for each GB", values=[turn[1] * GB for turn in turns], note=rate, ids=ids)
+        foretold = between.count * a_tensor + between.size() * a_byte
+        off = [max(taken / foretold, foretold / taken) if foretold > 0 else math.inf for taken in middle[name]]
+        note = f"foretold {1e3 * foretold:.3g} ms, taken {1e3 * statistics.median(middle[name]):.3g} ms"
+        words = f"{title}, {between.name} in tensors of 64 KiB foretold, off by"
+        yield Samples(what=words, values=off, metric="terms_foretell", unit="x", note=note, ids=ids)
+
+
+def terms_of(many: float, large: float, first: Shape, last: Shape) -> tuple[float, float]:
+    """Seconds of a tensor and of a byte that give both times exactly."""
+    crossed = first.count * last.size() - last.count * first.size()
+    a_tensor = (many * last.size() - large * first.size()) / crossed
+    return a_tensor, (large * first.count - many * last.count) / crossed
+
+
+# -- how long serving stops --------------------------------------------------------------------------------------------------
+
+STALLS = "kit.labs.bench_sync.ranks.stalls"
+
+
+def pauses(bench: Bench) -> Iterator[Samples]:
+    """Each path with a replica whose forwards run throughout: the time without one, beside the time of the sync."""
+    asked: dict[str, Any] = {"mib": bench.config.stall_mib, "each_mib": 4, "rounds": bench.config.rounds}
+    with bench.world(3, device="cpu", **WORLD) as world:
+        answer = world.call(f"{STALLS}:stalls", meeting=f"bench-{secrets.token_hex(8)}", **asked)[0]
+    for path, turns in answer.items():
+        title, ids = f"a sync of {bench.config.stall_mib} MiB, {path}", {"path": path}
+        totals, paused, served = zip(*turns, strict=True)
+        yield Samples(what=f"{title}: total", values=totals, ids=ids)
+        yield Samples(what=f"{title}: without a forward", values=paused, ids=ids)
+        share = [100 * without / total for without, total in zip(paused, totals, strict=True)]
+        by = "by another replica" if path == "expansion" else "by the same replica"
+        note = f"{statistics.median(served):.0f} forwards meanwhile {by}"
+        metric = "staged_pause" if path == "staged" else "pause"
+        yield Samples(
+            what=f"{title}: share without a forward", values=share, metric=metric, unit="%", note=note, ids=ids
+        )
 
 
 def digest_rates(bench: Bench) -> Iterator[Samples]:
@@ -256,6 +350,8 @@ KINDS: dict[str, Callable[..., Iterator[Samples]]] = {
 def measure_sync(drive: Drive) -> None:
     config: BenchSyncConfig = drive.config
     parts: dict[str, Part] = {
+        "terms": two_terms,
+        "stalls": pauses,
         "digests": digest_rates,
         "growth.bytes": partial(growing_weights, megabytes=config.growth_mb, receivers=[1]),
         "growth.receivers": partial(growing_weights, megabytes=[config.receivers_mb], receivers=config.receivers),

@@ -8,6 +8,7 @@ in it, its end is not. Pages, plans of copies and mappings stay from turn to tur
 
 from __future__ import annotations
 
+import itertools
 import sys
 import tempfile
 import time
@@ -25,7 +26,7 @@ from kit.measure import host
 from kit.measure.phase import seconds_on_device
 from kit.measure.turns import seconds_of, turn_by_turn
 from kit.megatron.config import GEOMETRIES
-from kit.sync.buckets import Bound, Layout, automatic, bucket_views, lay_out, live, specs_of
+from kit.sync.buckets import Bound, Layout, automatic, lay_out, live, specs_of
 from kit.sync.cache import LARGEST, SLOTS, Cache, KeptMappings, Segment, starts
 from kit.sync.hashes import NONE, Digests, algorithms, digest
 from kit.sync.link import Link, Listener, address_of, call
@@ -40,7 +41,7 @@ PAGE = 4096
 NOISE = 8 * MIB
 TIMEOUT_S = 120.0
 SENDER = "the sender"
-EXTRAS = ("cache", "whole", "fresh")
+EXTRAS = ("cache", "expand", "whole", "fresh", "one")
 COPYING = ("memcpy", "copies")  # they bring nothing
 
 
@@ -77,17 +78,27 @@ class Ways:
     def __init__(self, wanted: dict[str, Any], receivers: int, meeting: str) -> None:
         self.rank = dist.get_rank()
         self.part = tuple(range(receivers + 1))
-        self.taking = self.rank in self.part
+        self.there = self.part  # the ranks that take part in the current way
         self.tensors = populated_tensors(wanted, filled=self.rank == 0) if self.taking else {}
         self.total = sum(tensor.nbytes for tensor in self.tensors.values())
-        self.links = self.meet(meeting)
+        self.all_links = self.links = self.meet(meeting)
         self.opened: list[Transport | Digests] = []
         self.kept = KeptMappings()
         self.segment: Segment | None = None
         self.cache: Cache | None = None
+        self.kept_version: Cache | None = None
         self._laid: dict[int, Laid] = {}
         self._room = torch.empty(0, dtype=torch.uint8)
         self._copied: torch.Tensor | None = None
+
+    @property
+    def taking(self) -> bool:
+        return self.rank in self.there
+
+    def begin(self, name: str) -> None:
+        """Restrict a way to the first receiver if its name says so."""
+        self.there = self.part[:2] if "one" in name.split("+") else self.part
+        self.links = dict(itertools.islice(self.all_links.items(), len(self.there) - 1))
 
     def meet(self, meeting: str) -> dict[str, Link]:
         names = [f"receiver {rank}" for rank in self.part[1:]]
@@ -112,8 +123,9 @@ class Ways:
     # -- ways --------------------------------------------------------------------------------------------------------------
 
     def way(self, name: str) -> Callable[[], None]:
-        """`memcpy`, `copies`, `file:NAME`, or `TRANSPORT[+cache][+whole][+fresh][+ALGORITHM][@MIB]`. `shm` goes through a
-        ring, as for receivers that pause, but for `cache`, and `whole`, which is one segment with room for all."""
+        """`memcpy`, `copies`, `file:NAME`, or `TRANSPORT[+cache][+expand][+whole][+fresh][+one][+ALGORITHM][@MIB]`. `shm` goes
+        through a ring, as for receivers that pause, but for `cache`, `expand`, whose cache has the version already, and `whole`, which
+        is one segment with room for all. `one`: to the first receiver only."""
         plain = {"memcpy": self.memcpy, "copies": self.copies}
         if name in plain:
             return plain[name]
@@ -124,12 +136,14 @@ class Ways:
         kind, *extras = rest.split("+")
         algorithm = next((extra for extra in extras if extra not in EXTRAS), NONE)
         size = int(float(mib or 0) * MIB)
-        slots = SLOTS if kind == "shm" and not {"cache", "whole"} & set(extras) else 0
+        slots = SLOTS if kind == "shm" and not {"cache", "expand", "whole"} & set(extras) else 0
         if slots and not size:
             size = min(LARGEST, self.laid(0).layout.bucket_bytes) if self.taking else 0
         if self.rank == 0:
             if "cache" in extras:
                 return lambda: self.send_cached(kind, size, algorithm)
+            if "expand" in extras:
+                return lambda: self.send_again(kind, size, algorithm)
             return lambda: self.send_bound(kind, size, algorithm, slots=slots)
         kept = None if "fresh" in extras else self.kept
         return lambda: self.receive(kind, size, algorithm, slots=slots, kept=kept)
@@ -194,11 +208,23 @@ class Ways:
             transport, digests = opened[0]
             out = cache.bucket(version, index)
             if digests:
-                digests.add(index, bucket_views(layout, index, out))
+                digests.add_packed(index, out)
             transport.send(index, out)
 
         cache.build(version, self.tensors, packed=packed)
         self.finish(*opened[0])
+
+    def send_again(self, kind: str, size: int, algorithm: str) -> None:
+        """The version that is in the cache, as to a replica that wakes."""
+        layout = self.laid(size).layout
+        if self.kept_version is None:
+            self.kept_version = Cache(layout)
+            self.kept_version.build(0, self.tensors)
+        cache = self.kept_version
+        transport, digests = self.open(kind, size, algorithm, segment=cache.segment(0), places=cache.starts)
+        for index in range(len(layout.buckets)):
+            transport.send(index, cache.bucket(0, index))
+        self.finish(transport, digests)
 
     def finish(self, transport: Transport, digests: Digests | None) -> None:
         transport.flush()
@@ -214,7 +240,7 @@ class Ways:
         for index, count in enumerate(layout.sizes):
             buffer = transport.receive(index, self._room[:count])
             if digests:
-                digests.add(index, bucket_views(layout, index, buffer))
+                digests.add_packed(index, buffer)
             bound.apply(index, buffer)
             if digests and (slots or buffer.data_ptr() == self._room.data_ptr()):
                 digests.wait(index)  # another bucket comes to the same place
@@ -263,7 +289,7 @@ class Ways:
 
     def close(self) -> None:
         self.close_opened()
-        for holder in (self.kept, self.segment, self.cache, *self.links.values()):
+        for holder in (self.kept, self.segment, self.cache, self.kept_version, *self.all_links.values()):
             if holder is not None:
                 holder.close()
 
@@ -283,11 +309,28 @@ def transfer_seconds(
         seconds = turn_by_turn(ways, rounds, lambda name, turn: one_turn(end, name, works[name], first=turn < 0))
     finally:
         end.close()
-    automatic = end.laid(0).layout.bucket_bytes if end.taking else 0
+    automatic = end.laid(0).layout.bucket_bytes if end.rank in end.part else 0
     return {"bytes": end.total, "automatic": automatic, "seconds": seconds}
 
 
+def seconds_by_shape(
+    *, shapes: Sequence[dict[str, Any]], meeting: str, ways: Sequence[str], rounds: int
+) -> list[dict[str, list[float]]]:
+    """The same to one receiver for each of several shapes, all in one loop."""
+    ends = [Ways(shape, 1, f"{meeting}-{number}") for number, shape in enumerate(shapes)]
+    works = {(at, name): end.way(name) for at, end in enumerate(ends) for name in ways}
+    try:
+        seconds = turn_by_turn(
+            [*works], rounds, lambda key, turn: one_turn(ends[key[0]], key[1], works[key], first=turn < 0)
+        )
+    finally:
+        for end in ends:
+            end.close()
+    return [{name: seconds[at, name] for name in ways} for at in range(len(ends))]
+
+
 def one_turn(end: Ways, name: str, work: Callable[[], None], *, first: bool) -> float:
+    end.begin(name)
     if first:
         for tensor in end.tensors.values() if end.rank else ():  # what was received is forgotten
             tensor.zero_()
@@ -303,7 +346,7 @@ def one_turn(end: Ways, name: str, work: Callable[[], None], *, first: bool) -> 
     if first and name not in COPYING:
         contents: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(contents, end.content())
-        if len({contents[rank] for rank in end.part}) > 1:
+        if len({contents[rank] for rank in end.there}) > 1:
             raise KitError(f"{name} did not bring what was sent")
     return taken
 
