@@ -38,6 +38,7 @@ FILES = (
     "tests/labs/share/test_rank_faults.py",
     "tests/labs/share/test_run.py",
     "tests/labs/split/test_faults.py",
+    "tests/labs/stream/test_engines.py",
     "tests/labs/stream/test_faults.py",
     "tests/labs/stream/test_given_up.py",
     "tests/labs/stream/test_own.py",

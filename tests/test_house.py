@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "sync": {"measure"},
     "megatron": {"measure", "train"},
     "actors": {"measure", "megatron", "sync", "train"},
-    "engines": {"measure", "megatron", "sync"},
+    "engines": {"measure", "megatron", "sync", "train"},
     "loop": {"results"},
     "stream": {"loop", "results"},
     "share": {"loop", "results"},

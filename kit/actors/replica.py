@@ -10,9 +10,10 @@ import contextlib
 import functools
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from kit.actors.common import ActorContext, address_for, base_weights, rest
@@ -52,15 +53,22 @@ class ReplicaActor:
         self.outbox: Outbox
 
     def prepare(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
-        self.replica = serve.ServingModel(self.config.replica_model)
         self.base = base_weights(self.config)
+        self.make_model()
         if self.first:
             self.outbox = Outbox(address_for(self.ctx, "rows"), self.name, self.config.deadline_s)
             self.scope.callback(self.outbox.close)
 
-    def reset(self) -> None:
+    def make_model(self) -> None:
+        self.replica = serve.ServingModel(self.config.replica_model)
+
+    def load_base(self) -> None:
+        """Version 0, and no request in flight."""
         shards.load_full(self.replica.chunks, self.base)
         self.engine = Engine(self.replica)
+
+    def reset(self) -> None:
+        self.load_base()
         self.attempts, self.tools, self.answered = {}, {}, {}
         self.receiver = Receiver(
             f"rank {self.ctx.rank}",
@@ -214,10 +222,13 @@ class ReplicaActor:
     def finalize(self) -> None:
         """Nothing is derived from these weights."""
 
+    def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return shards.full_tensors(self.replica.chunks)
+
     def digests(self, algorithm: str) -> dict[str, str]:
         """Digests of every full tensor, on each rank of the replica. Collective over the replica."""
         of_tensor = functools.partial(digest, algorithm=algorithm)
-        own = {name: of_tensor(tensor) for name, tensor in shards.full_tensors(self.replica.chunks)}
+        own = {name: of_tensor(tensor) for name, tensor in self.full_tensors()}
         tables: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(tables, own)
         table: dict[str, str] = tables[0]

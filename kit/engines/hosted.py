@@ -153,6 +153,7 @@ class EngineContext:
     timeout_s: float
     python: str  # the interpreter of an engine that has its own
     config: Any
+    writes: bool = False  # whether the engine also writes answers
 
 
 class LoadedModel:

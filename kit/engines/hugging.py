@@ -1,6 +1,7 @@
 """A Hugging Face model as the engine of a replica: Qwen2 of the package transformers, made from the kit's own geometry.
 
-Nothing is downloaded. Limits: one rank; a geometry with biases of query, key and value, as Qwen2 has.
+Nothing is downloaded. It writes answers with the kit's random numbers. Limits: one rank; a geometry with biases of query, key and value, as
+Qwen2 has.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from kit.engines.contents import ModuleTensors, Named, constants
 from kit.engines.hosted import EngineContext
 from kit.errors import KitError
 from kit.megatron.config import Geometry
+from kit.megatron.serve import PromptRequest, distribution, pick
+from kit.train.draws import uniform
 
 
 class TransformersModel:
@@ -25,6 +28,8 @@ class TransformersModel:
         self.model.requires_grad_(requires_grad=False)
         self.device = ctx.device
         self._away: list[tuple[torch.UntypedStorage, int]] = []
+        self._written: dict[str, tuple[PromptRequest, list[int]]] = {}  # requests in flight, with their tokens
+        self._caches: dict[str, Any] = {}  # keys and values, by request
 
     def full_tensors(self) -> Named:
         """The tied head counts where it has a memory of its own."""
@@ -59,6 +64,52 @@ class TransformersModel:
         for storage, size in self._away:
             storage.resize_(size)
         self._away = []
+
+    # -- answers ----------------------------------------------------------------------------------------------------------
+
+    def start(self, request: PromptRequest) -> None:
+        self._written[request.id] = request, []
+
+    @torch.no_grad()
+    def step(self) -> list[tuple[str, int, float]]:
+        if self._away:
+            raise KitError("this model is asleep: wake it and load its weights before it serves")
+        return [(name, *self._next(name)) for name in self._written]
+
+    def cancel(self, name: str) -> None:
+        self._written.pop(name, None)
+        self._caches.pop(name, None)
+
+    def pause(self, at_sync: str) -> None:
+        """Between two calls nothing runs here."""
+        if at_sync in ("abort", "drain"):
+            self._written = {}
+        if at_sync != "keep":
+            self._caches = {}
+
+    def resume(self) -> None: ...
+
+    def _next(self, name: str) -> tuple[int, float]:
+        """Each request has its own forward, so its bits do not depend on other requests."""
+        request, written = self._written[name]
+        logits = self._last_logits(name, (*request.prompt, *written))
+        number = uniform(request.seed, request.prompt, request.sample, len(request.prompt) + len(written))
+        token = pick(distribution(logits, request, len(written)), number)
+        written.append(token)
+        return token, float(self.recorded(logits, request, len(written) - 1)[token])
+
+    def recorded(self, logits: torch.Tensor, request: PromptRequest, written: int) -> torch.Tensor:
+        """The log-probabilities that are recorded: those that the token was sampled from."""
+        return distribution(logits, request, written)
+
+    def _last_logits(self, name: str, tokens: tuple[int, ...]) -> torch.Tensor:
+        import transformers
+
+        cache = self._caches.setdefault(name, transformers.DynamicCache(config=self.model.config))
+        new = torch.tensor([tokens[cache.get_seq_length() :]], device=self.device)
+        output = self.model(new, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits: torch.Tensor = output.logits[0, -1].float()
+        return logits
 
 
 def qwen2_settings(geometry: Geometry) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Limits: a CPU, one rank, dense Qwen2 with heads of a size that vLLM's attention 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -24,9 +25,13 @@ from kit.engines.contents import Named
 from kit.engines.hosted import EngineContext
 from kit.engines.hugging import qwen2_settings
 from kit.errors import KitError
+from kit.megatron.serve import PromptRequest
 from kit.sync.buckets import dtype_name
+from kit.train.draws import uniform
 
 START_S, CALL_S = 110.0, 60.0
+# By what a sync does with requests in flight: vLLM's mode, and whether it clears its cache. The controller has drained the engine.
+PAUSES = {"keep": ("keep", False), "recompute": ("keep", True), "abort": ("abort", True), "drain": ("abort", True)}
 SIDE = Path(__file__).with_name("vllmside.py")
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -44,6 +49,8 @@ class EngineFailed(KitError):  # noqa: N818 - it is what happened
 class VllmModel:
     # vLLM packs weights for the CPU, and its own reload leaves the packed copy of a tied head old: here weights stay as they are.
     linear = "kept"
+    # What vLLM records of the tokens that it samples. Its default, raw_logprobs, is without the temperature.
+    recorded = "processed_logprobs"
 
     def __init__(self, ctx: EngineContext) -> None:
         self.open = False  # an update of the weights
@@ -55,6 +62,7 @@ class VllmModel:
         settings = {
             "folder": folder.name,
             "linear": self.linear,
+            "recorded": self.recorded if ctx.writes else "raw_logits",
             "dtype": dtype_name(ctx.dtype),
             "length": ctx.geometry.seq,
         }
@@ -115,6 +123,26 @@ class VllmModel:
         """The same with what the prefix cache has."""
         return self._logits(tokens, cached=True)
 
+    # -- answers ----------------------------------------------------------------------------------------------------------
+
+    def start(self, request: PromptRequest) -> None:
+        number = uniform(request.seed, request.prompt, request.sample)
+        self.call("start", request={**dataclasses.asdict(request), "seed": int(number * 2**53)})
+
+    def step(self) -> list[tuple[str, int, float]]:
+        return [(name, token, logprob) for name, token, logprob in self.call("step")]
+
+    def cancel(self, name: str) -> None:
+        self.call("cancel", name=name)
+
+    def pause(self, at_sync: str) -> None:
+        """vLLM's own pause. To keep requests and clear the cache is to compute their keys and values again."""
+        mode, clear = PAUSES[at_sync]
+        self.call("pause", mode=mode, clear=clear)
+
+    def resume(self) -> None:
+        self.call("resume")
+
     def live_bytes(self) -> int:
         (named,) = self._tensors("live_bytes")
         return int(named[1])
@@ -127,7 +155,7 @@ class VllmModel:
             self.process.kill()
             self.process.wait()
 
-    def call(self, name: str, **arguments: Any) -> Any:
+    def call(self, name: str, /, **arguments: Any) -> Any:
         with self._calls:
             self._send({"call": name, **arguments})
             return self._answer(self._lines[0])

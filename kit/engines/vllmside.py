@@ -40,13 +40,16 @@ class Engine:
             max_model_len=settings["length"],
             max_num_seqs=4,
             block_size=32,
+            async_scheduling=False,  # a step gives the tokens of its own forward
             enable_prefix_caching=True,
-            logprobs_mode="raw_logits",
+            logprobs_mode=settings["recorded"],
             max_logprobs=-1,
         )
         self.config: Any = self.llm.llm_engine.vllm_config
         self.model: Any = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+        self.core: Any = self.llm.llm_engine.engine_core.engine_core
         self.open = False
+        self.salt = 0  # of the prefix cache: its blocks answer for prompts with the same salt only
 
     def full_tensors(self) -> Named:
         modules = dict(self.model.named_modules())
@@ -108,8 +111,45 @@ class Engine:
         return scope
 
     def drop_cache(self) -> None:
-        if not self.llm.reset_prefix_cache():
+        """vLLM does not free blocks that requests in flight use. Prompts of later requests have another salt and do not find them."""
+        self.salt += 1
+        if not self.llm.reset_prefix_cache() and not self.llm.llm_engine.has_unfinished_requests():
             raise RuntimeError("the prefix cache could not be dropped")
+
+    def salted(self, tokens: list[int]) -> Any:
+        return {"prompt_token_ids": tokens, "cache_salt": f"weights {self.salt}"}
+
+    def start(self, request: dict[str, Any]) -> None:
+        import vllm
+
+        how = vllm.SamplingParams(
+            temperature=request["temperature"],
+            max_tokens=request["max_tokens"],
+            min_tokens=request["min_tokens"],
+            stop_token_ids=[request["end"]],
+            seed=request["seed"],
+            logprobs=0,
+            detokenize=False,
+            output_kind=vllm.sampling_params.RequestOutputKind.DELTA,
+        )
+        self.llm.llm_engine.add_request(request["id"], self.salted(request["prompt"]), how)
+
+    def step(self) -> list[list[Any]]:
+        rows = []
+        for output in self.llm.llm_engine.step():
+            (piece,) = output.outputs
+            for token, entries in zip(piece.token_ids, piece.logprobs, strict=True):
+                rows.append([output.request_id, token, entries[token].logprob])
+        return rows
+
+    def cancel(self, name: str) -> None:
+        self.llm.llm_engine.abort_request([name])
+
+    def pause(self, mode: str, *, clear: bool) -> None:
+        self.core.pause_scheduler(mode, clear_cache=clear)
+
+    def resume(self) -> None:
+        self.core.resume_scheduler()
 
     def logits(self, tokens: list[list[int]], *, cached: bool) -> torch.Tensor:
         import vllm
@@ -117,7 +157,7 @@ class Engine:
         how = vllm.SamplingParams(
             temperature=0, max_tokens=1, logprobs=-1, detokenize=False, skip_reading_prefix_cache=not cached
         )
-        outputs = self.llm.generate([{"prompt_token_ids": row} for row in tokens], how, use_tqdm=False)
+        outputs = self.llm.generate([self.salted(row) for row in tokens], how, use_tqdm=False)
         rows = []
         for output in outputs:
             (answer,) = output.outputs
@@ -158,8 +198,10 @@ def serve(line: Connection, engine: Engine) -> None:
                 answer(line, [])
             elif name == "logits":
                 answer(line, [("logits", engine.logits(message["tokens"], cached=message["cached"]))])
+            elif name == "step":
+                line.send_bytes(json.dumps({"result": engine.step()}).encode())
             else:
-                answer(line, list(getattr(engine, name)() or ()))
+                answer(line, list(getattr(engine, name)(**message) or ()))
         except Exception as error:  # noqa: BLE001 - whatever the engine raises is reported
             traceback.print_exc()
             line.send_bytes(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())

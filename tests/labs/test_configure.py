@@ -157,7 +157,7 @@ def test_a_fault_names_a_check_that_its_own_settings_can_answer(lab: Definition)
 @pytest.mark.parametrize("lab", discover().labs.values(), ids=lambda lab: lab.name)
 def test_what_a_fault_sets_is_what_it_needs(lab: Definition, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KIT_VLLM_PYTHON", "python")  # engines, as if they were installed
-    monkeypatch.setattr("kit.labs.sync.lab.python_has", lambda path, module: True)
+    monkeypatch.setattr("kit.labs.served.python_has", lambda path, module: True)
     for fault in lab.faults:
         if "cpu" in fault.devices:
             assert complaints(lab, {}, fault) == {}

@@ -272,6 +272,9 @@ ENGINE, PREFIXES = "kit.megatron.serve:Engine", "kit.megatron.serve:PrefixCache"
 REPLICA, TRAINER = "kit.labs.stream.ranks.replica:Replica", "kit.labs.stream.ranks.trainer:Trainer"
 ADVANTAGES = "kit.actors.trainer:advantages"
 RANK_BUGS = "kit.labs.stream.ranks.bugs"
+KITS_MODEL = {"serve": ("megatron",)}
+HOSTED, ENGINES_OWN = {"serve": "transformers", "size": "small"}, {"serve": ("transformers", "vllm")}
+HUGGING, VLLM_MODEL = "kit.engines.hugging:TransformersModel", "kit.engines.vllm:VllmModel"
 
 # Bugs of ranks, and one of a port; runs on live ranks show them.
 OF_RANKS = exposed_by(
@@ -306,12 +309,14 @@ OF_RANKS = exposed_by(
         "behaviour_logprob",
         bugs=("huggingface/trl#6789",),
         set={"temperature": 1.3},
+        needs=KITS_MODEL,
         patch={f"{ENGINE}._sample": f"{RANK_BUGS}:records_untempered"},
     ),
     Fault(
         "one-draw-per-sample",
         "one random number chooses the tokens at all positions of a sample",
         "draws_independent",
+        needs=KITS_MODEL,
         patch={f"{ENGINE}._sample": f"{RANK_BUGS}:draws_once"},
     ),
     Fault(
@@ -320,6 +325,7 @@ OF_RANKS = exposed_by(
         "no_stale_prefix",
         bugs=("NovaSky-AI/SkyRL#2246",),
         set={**ACROSS, "at_sync": "recompute"},
+        needs=KITS_MODEL,
         patch={
             f"{PREFIXES}.get": f"{RANK_BUGS}:gets_any_version",
             f"{PREFIXES}.put": f"{RANK_BUGS}:puts_any_version",
@@ -331,13 +337,34 @@ OF_RANKS = exposed_by(
         "the KV cache is kept where the config says recompute",
         "kv_policy_kept",
         set={**ACROSS, "at_sync": "recompute"},
+        needs=KITS_MODEL,
         patch={f"{ENGINE}.weights_changed": f"{RANK_BUGS}:keeps_cache"},
+    ),
+    Fault(
+        "engine-untempered",
+        "an engine records log-probabilities of temperature 1, as vLLM does unless it is told otherwise",
+        "behaviour_logprob",
+        set={**HOSTED, "temperature": 1.3},
+        needs=ENGINES_OWN,
+        patch={f"{HUGGING}.recorded": f"{RANK_BUGS}:records_raw", f"{VLLM_MODEL}.recorded": f"{RANK_BUGS}:RAW"},
+    ),
+    Fault(
+        "engine-keeps-kv",
+        "an engine that is paused for a sync keeps the KV cache where the config says recompute",
+        "kv_policy_kept",
+        set={**ACROSS, **HOSTED, "at_sync": "recompute"},
+        needs=ENGINES_OWN,
+        patch={
+            f"{HUGGING}.pause": f"{RANK_BUGS}:pauses_and_keeps",
+            f"{VLLM_MODEL}.pause": f"{RANK_BUGS}:pauses_vllm_and_keeps",
+        },
     ),
     Fault(
         "torn-read",
         "a replica decodes while half of its weights are still old",
         "no_torn_generation",
         set={**ACROSS, "lr": 1e-2},
+        needs=KITS_MODEL,
         patch={
             f"{REPLICA}.sync": f"{RANK_BUGS}:tears_weights",
             f"{REPLICA}.decode": f"{RANK_BUGS}:decodes_torn",

@@ -21,6 +21,7 @@ from kit.labs.definition import (
     model_of,
     own_code,
 )
+from kit.labs.served import REPLICA_PYTHON, SERVE, check_engine_there, check_served
 from kit.labs.stream.faults import FAULTS, KIT_CORE
 from kit.megatron.config import ModelConfig, check, model_bytes
 from kit.stream.ports import replica_role
@@ -132,6 +133,8 @@ class StreamConfig(JobConfig):
         Option(f"phases that run beside prepare and end: all, or a list of {', '.join(PHASES)}, such as plain,stream"),
     ] = ALL
     worlds: WorldCount = 200
+    serve: Annotated[str, SERVE] = "megatron"
+    replica_python: Annotated[str, REPLICA_PYTHON] = ""
     transport: Annotated[
         str,
         Option(
@@ -164,6 +167,10 @@ class StreamConfig(JobConfig):
             raise BadInput(f"tools={self.tools} needs tail=true, because tools are called at known places of an answer")
         if self.tools and self.infer_tp > 1:  # each rank has its own clock, and would wait for another time
             raise BadInput(f"tools={self.tools} needs infer_tp=1, not {self.infer_tp}")
+        if self.tools and self.serve != "megatron":
+            raise BadInput(
+                f"tools={self.tools} needs serve=megatron: in serve={self.serve} all requests take each step together"
+            )
         if unknown := {*phase_wanted(self.phases)} - {*PHASES}:
             raise BadInput(
                 f"phases={self.phases!r} names {', '.join(sorted(unknown))!r}; use {ALL}, or a list of {', '.join(PHASES)}"
@@ -184,6 +191,7 @@ class StreamConfig(JobConfig):
             )
         check(self.trainer_model, self.trainer_ranks)
         check(self.replica_model, self.infer_tp)
+        check_served(self, self.replica_model)
         data_ranks = self.trainer_ranks // (self.tp * self.pp)
         if self.group % (data_ranks * self.micro_batch):
             raise BadInput(
@@ -275,7 +283,7 @@ def roles(config: StreamConfig) -> tuple[Role, ...]:
             name=name,
             ranks=tuple(range(first + number * size, first + (number + 1) * size)),
             world=number + 1,
-            phases="kit.labs.stream.ranks.replica:Replica",
+            phases=f"kit.labs.stream.ranks.replica:{'Replica' if config.serve == 'megatron' else 'EngineReplica'}",
         )
         for number, name in enumerate(config.replica_names)
     ]
@@ -299,6 +307,7 @@ def fits(config: StreamConfig) -> None:
         refuse_lacking(load_callable(config.sampler), config.sampler)
     if config.simulated:
         return
+    check_engine_there(config)
     trainer = config.trainer_model
     job = max(model_bytes(trainer, ranks=config.trainer_ranks, stage=stage)["total"] for stage in range(config.pp))
     whole = model_bytes(config.replica_model, ranks=1)["params"] * config.infer_tp

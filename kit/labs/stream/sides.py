@@ -140,8 +140,9 @@ class LiveLoop:
         self.asker: Asker
         pendings = [drive.submit("reset", role=role) for role in drive.roles]
         drive.wait(pendings, first=False)
-        for pending in pendings:
-            pending.result()
+        noises = [noise or 0.0 for pending in pendings for noise in pending.result()]
+        if noise := max(noises):
+            drive.submit("allow", args={"noise": noise}, role=TRAINER).result()
         self.ranks = kind(drive, drive.config.replica_names, pipeline=PIPELINE)
 
     @contextlib.contextmanager

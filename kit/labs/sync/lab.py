@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from kit.errors import BadInput, refuse_if
+from kit.errors import refuse_if
 from kit.labs.definition import Definition, JobConfig, Option, Role, Step, check_fits, check_transport, model_of
+from kit.labs.served import REPLICA_PYTHON, SERVE, check_engine_there, check_served
 from kit.labs.sync.faults import FAULTS
 from kit.megatron.config import DTYPE_BYTES, ModelConfig, check, dtype_on, model_bytes
-from kit.world.asked import find_python, python_has
 
 TRANSPORTS = ("auto", "shm", "broadcast", "rendezvous", "serialize", "ipc", "per-tensor")
-SERVED = ("megatron", "transformers", "vllm")
-HEAD = 32  # the least width of a head, and its step, in vLLM's attention on a CPU
 ONE_WORLD = ("broadcast", "per-tensor")  # they create a group inside one World
 CLOSED_S = 0.5  # how long groups, threads and sockets that are being closed may take after a failed sync
 
@@ -49,17 +46,8 @@ class SyncConfig(JobConfig):
             names=TRANSPORTS,
         ),
     ] = "auto"
-    serve: Annotated[
-        str,
-        Option(
-            "model that replicas serve with: megatron (the kit's), transformers (Hugging Face), vllm, or your own engine as module:attr",
-            target=True,
-            names=SERVED,
-        ),
-    ] = "megatron"
-    replica_python: Annotated[
-        str, Option("Python interpreter with vLLM, for serve=vllm; empty: KIT_VLLM_PYTHON in the environment")
-    ] = ""
+    serve: Annotated[str, SERVE] = "megatron"
+    replica_python: Annotated[str, REPLICA_PYTHON] = ""
     receiver: Annotated[
         str,
         Option(
@@ -105,32 +93,14 @@ class SyncConfig(JobConfig):
         check_transport(self.transport, self.nodes)
         check(trainer_model(self), self.trainer_ranks)
         check(replica_model(self), self.infer_tp)
-        refuse_if(
-            self.serve != "megatron" and self.infer_tp > 1,
-            f"serve={self.serve} puts a whole model on each rank, but infer_tp={self.infer_tp}: use infer_tp=1",
-        )
+        check_served(self, replica_model(self))
         refuse_if(
             self.serve != "megatron" and self.receiver != "",
             f"receiver={self.receiver} loads into the kit's model, but serve={self.serve}: use one of the two",
         )
         refuse_if(
-            self.serve == "vllm" and self.device == "cuda",
-            "serve=vllm runs on a CPU here, but device=cuda: use device=cpu",
-        )
-        refuse_if(
             self.serve == "vllm" and self.placement == "overlap",
             "serve=vllm has no sleeping replicas, because vLLM does not sleep on a CPU: use placement=apart",
-        )
-        shape = replica_model(self).geometry
-        refuse_if(
-            self.serve == "vllm" and shape.hidden // shape.heads % HEAD > 0,
-            f"serve=vllm needs heads whose width is a multiple of {HEAD}, but those of size={self.size} have "
-            f"{shape.hidden // shape.heads}: use size=small",
-        )
-        refuse_if(
-            self.serve in SERVED[1:] and not replica_model(self).geometry.qkv_bias,
-            f"serve={self.serve} serves Qwen2, whose query, key and value have biases, but size={self.size} has none: "
-            "use another size",
         )
         overlap = self.placement == "overlap"
         refuse_if(
@@ -173,10 +143,6 @@ class SyncConfig(JobConfig):
             self.transport == "ipc" and self.device == "cpu",
             "transport=ipc shares CUDA memory and needs device=cuda",
         )
-
-    @property
-    def engine_python(self) -> str:
-        return self.replica_python or os.environ.get("KIT_VLLM_PYTHON", "")
 
     @property
     def largest(self) -> int:
@@ -255,20 +221,7 @@ def fits(config: SyncConfig) -> None:
     copies = whole * (GATHERED + CACHED + STAGED * config.awake)
     job, host = (jobs + whole * config.replicas) // config.ranks, copies // config.ranks
     check_fits(config, job=job, host=host, kept="for copies on the way to the replicas")
-    if config.serve == "vllm":
-        python = config.engine_python
-        if not python or not python_has(python, "vllm"):
-            named = f"{python} does not have it" if python else "none was named"
-            raise BadInput(
-                f"serve=vllm needs a Python that has vLLM, and {named}: make env-vllm, then set KIT_VLLM_PYTHON=build/vllm/bin/python"
-            )
-        return
-    python = find_python(config.python or None).path if config.serve == "transformers" else ""
-    if python and not python_has(python, config.serve):
-        raise BadInput(
-            f"serve={config.serve} needs the package {config.serve} in the ranks' Python {python}: "
-            f"pip install 'lifecycle-kit[hf]'"
-        )
+    check_engine_there(config)
 
 
 LAB = Definition(

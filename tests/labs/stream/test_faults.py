@@ -13,7 +13,7 @@ from kit.labs.definition import Fault
 from kit.labs.stream.faults import OF_RANKS, OF_THE_CONTROLLER
 from kit.labs.stream.lab import LAB
 from kit.results import Verdict, list_runs, runs_dir
-from tests.labs.parts import failed, passed, why
+from tests.labs.parts import failed, on_an_engine, passed, why
 from tests.labs.simulated import run
 from tests.labs.stream.conftest import simulated
 
@@ -52,6 +52,8 @@ ALSO = {
     "temperature-mismatch": OF_TOKENS,
     "prefix-cache-survives": OF_TOKENS,
     "keeps-kv-silently": OF_TOKENS,
+    "engine-untempered": OF_TOKENS,
+    "engine-keeps-kv": OF_TOKENS,
     "torn-read": {*OF_TOKENS, "equals_plain", "resume_equals"},
 }
 
@@ -89,12 +91,13 @@ def test_what_fails_first_is_named() -> None:
 
 
 JUDGED = [fault for fault in OF_RANKS if fault.exit == 1]
+ON_RANKS = [pytest.param(fault, marks=on_an_engine(fault.set), id=fault.name) for fault in JUDGED]
 CONFIGS = {repr(fault.set): fault for fault in JUDGED}  # faults with equal configs share one run without a fault
 
 
 @pytest.mark.slow
 @pytest.mark.drawn(4, of="faults")
-@pytest.mark.parametrize("fault", JUDGED, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", ON_RANKS)
 def test_a_rank_with_a_bug_fails_its_check_and_hardly_another(on_ranks: Callable[..., kit.Run], fault: Fault) -> None:
     broke = failed(on_ranks(fault.name, **fault.set).verdict(), timed=fault.caught_by)
     assert {fault.caught_by} <= broke <= {fault.caught_by} | ALSO.get(fault.name, set())
@@ -102,7 +105,10 @@ def test_a_rank_with_a_bug_fails_its_check_and_hardly_another(on_ranks: Callable
 
 @pytest.mark.slow
 @pytest.mark.drawn(2, of="without faults")
-@pytest.mark.parametrize("fault", CONFIGS.values(), ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(fault, marks=on_an_engine(fault.set), id=fault.name) for fault in CONFIGS.values()],
+)
 def test_without_the_bug_ranks_pass(on_ranks: Callable[..., kit.Run], fault: Fault) -> None:
     verdict = on_ranks(**fault.set).verdict()
     assert failed(verdict) == set()
@@ -111,7 +117,7 @@ def test_without_the_bug_ranks_pass(on_ranks: Callable[..., kit.Run], fault: Fau
 
 @pytest.mark.slow
 @pytest.mark.drawn(2, of="faults in bfloat16")
-@pytest.mark.parametrize("fault", JUDGED, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", ON_RANKS)
 def test_rounding_in_bfloat16_hides_no_bug(on_ranks: Callable[..., kit.Run], fault: Fault) -> None:
     settings = {**fault.set, "dtype": "bfloat16"}
     right = on_ranks(**settings).verdict()

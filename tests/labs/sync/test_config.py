@@ -96,7 +96,7 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_package_that_the_ranks_lack_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kit.labs.sync.lab.python_has", lambda path, module: module != "transformers")
+    monkeypatch.setattr("kit.labs.served.python_has", lambda path, module: module != "transformers")
     sync_fits(SyncConfig())
     with pytest.raises(BadInput, match="serve=transformers needs the package transformers in the ranks' Python"):
         sync_fits(SyncConfig(serve="transformers"))

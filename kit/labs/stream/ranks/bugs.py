@@ -13,6 +13,8 @@ import torch
 
 from kit.actors.replica import Happened, request_name
 from kit.actors.samples import Key, SampleRow, advantages
+from kit.engines.hugging import TransformersModel
+from kit.engines.vllm import VllmModel
 from kit.labs.stream.ranks.oracle import Oracle
 from kit.labs.stream.ranks.replica import Replica
 from kit.labs.stream.ranks.trainer import Trainer
@@ -37,10 +39,11 @@ Tokens = tuple[int, ...]
 leave, weights_changed = Engine._leave, Engine.weights_changed
 get_prefix, put_prefix = PrefixCache.get, PrefixCache.put
 reset, sync, decode, request = Replica.reset, Replica.sync, Replica.decode, Replica.request
+record, pause, pause_vllm = TransformersModel.recorded, TransformersModel.pause, VllmModel.pause
 microbatch, assemble, batch_of, load_saved = Trainer.microbatch, Trainer.assemble, Trainer.batch_of, Trainer.load
 
 
-# -- engines --------------------------------------------------------------------------------------------------------------
+# -- the kit's engine --------------------------------------------------------------------------------------------------------------
 
 
 def stamps_the_end(engine: Engine, name: str, ended: Ended) -> Answer:
@@ -85,6 +88,23 @@ def keeps_prefixes(cache: PrefixCache) -> None:
 
 def keeps_cache(engine: Engine, version: int, at_sync: AtSync) -> list[Answer]:  # noqa: ARG001 - as above
     return weights_changed(engine, version, "keep")
+
+
+# -- engines of other makers ----------------------------------------------------------------------------------------------
+
+RAW = "raw_logprobs"  # vLLM's default
+
+
+def records_raw(engine: TransformersModel, logits: torch.Tensor, request: PromptRequest, written: int) -> torch.Tensor:
+    return record(engine, logits, dataclasses.replace(request, temperature=1.0), written)
+
+
+def pauses_and_keeps(engine: TransformersModel, at_sync: str) -> None:  # noqa: ARG001 - the bug ignores it
+    pause(engine, "keep")
+
+
+def pauses_vllm_and_keeps(engine: VllmModel, at_sync: str) -> None:  # noqa: ARG001 - as above
+    pause_vllm(engine, "keep")
 
 
 # -- replicas -------------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from kit.sync import hashes
 from kit.train.protocol import Batch, Loss
 
 EXACT = 1e-5  # how much a float32 log-probability may differ from that of its version
+MOST_NOISE = {torch.float32: EXACT, torch.bfloat16: 0.1}  # an engine that is noisier at rest fails
 NOISY = 16  # samples used to measure the noise of arithmetic
 
 
@@ -45,6 +46,7 @@ class Trainer(TrainerActor):
         self.weights: dict[int, dict[str, torch.Tensor]] = {}  # of every version, on rank 0, for the recomputation
         self.fed: list[FedSample] = []  # every sample that was trained in this loop, on rank 0
         self.of_update = 0  # where those of the open update begin
+        self.engine_noise = 0.0  # of the replicas' log-probabilities at rest, where an engine serves
 
     @property
     def dtype(self) -> torch.dtype:
@@ -53,6 +55,9 @@ class Trainer(TrainerActor):
     def reset(self) -> None:
         self.weights, self.fed, self.of_update = {}, [], 0
         super().reset()
+
+    def allow(self, noise: float) -> None:
+        self.engine_noise = noise
 
     def note_version(self, version: int, weights: Weights) -> None:
         """Record the digest of a version, and keep a copy of it in host memory where it is recomputed."""
@@ -125,8 +130,12 @@ class Trainer(TrainerActor):
         for version, weights in self.weights.items():
             table = {name: hashes.digest(tensor, DIGEST) for name, tensor in weights.items()}
             self.ctx.record("recomputed_by", None, text=rankside.digest_of_hashes(table), version=version)
-        noise = oracle.noise(self.weights, rows[:NOISY])
-        allowed = EXACT if self.dtype is torch.float32 else oracle.apart * noise
+        plain_noise = oracle.noise(self.weights, rows[:NOISY])
+        noise = max(plain_noise, self.engine_noise)
+        allowed = oracle.apart * noise if self.engine_noise or self.dtype is not torch.float32 else EXACT
+        if self.engine_noise:
+            allowed = min(allowed, MOST_NOISE[self.dtype])
+            self.ctx.record("engine_noise", self.engine_noise)
         judged = [oracle.judge(row) for row in rows]
         policies = [sample.policies(noise) for sample in judged]
         shuffled = [oracle.judge(sample) for sample in map(self.shuffled, rows[:NOISY])]

@@ -25,6 +25,7 @@ from kit.engines.hosted import (
 )
 from kit.errors import KitError
 from kit.labs import rankside
+from kit.labs.served import vllm_python
 from kit.labs.sync.lab import SyncConfig, replica_model, roles
 from kit.labs.sync.ranks.side import ANY, Side, base_weights, error_of, fill, logits_error, plain_logits
 from kit.labs.sync.ranks.watch import Forwards, SeenWeights, SyncWatch, judge_forwards
@@ -128,7 +129,7 @@ class SyncReplica(Side):
             device=self.ctx.device,
             weights=weights,
             timeout_s=settings.deadline_s,
-            python=settings.engine_python,
+            python=vllm_python(settings),
             config=settings,
         )
         own = load(ENGINES.get(settings.serve, settings.serve))(ctx)
