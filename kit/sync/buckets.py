@@ -23,6 +23,7 @@ import torch
 
 from kit.errors import BadInput, KitError
 from kit.measure.host import Move, libc, transfer
+from kit.sync.words import positions_of, write_words
 
 ALIGN = 512
 _PAGE = 4096
@@ -30,6 +31,7 @@ _MIB = 2**20
 PROBLEMS = 5  # tensors named in an error's text; the error has the keys of all
 
 Key = tuple[str, int]  # name and shard
+GAPS, WORDS = 1, 2  # in place of a shard: the gaps between the changed words of a full tensor, and those words
 
 
 class Spec(NamedTuple):
@@ -400,10 +402,10 @@ class Applier(Protocol):
 
 
 class Weights(Protocol):
-    """The weights that a receiver fills. `bind` prepares them for the buckets of a layout, or raises `Mismatch` before the first byte is
-    copied; `keep` copies the weights and returns a function that puts the copies back."""
+    """The weights that a receiver fills. `bind` prepares them for the buckets of a layout, or of `changes` to the weights of that layout,
+    and raises `Mismatch` before the first byte is copied; `keep` copies the weights and returns a function that puts the copies back."""
 
-    def bind(self, layout: Layout) -> Applier: ...
+    def bind(self, layout: Layout, changes: Layout | None = None) -> Applier: ...
     def keep(self) -> Callable[[], None]: ...
 
 
@@ -426,11 +428,15 @@ class Whole:
         self._bound: Bound | None = None
         self._seen: list[torch.Tensor] = []
 
-    def bind(self, layout: Layout) -> Bound:
+    def bind(self, layout: Layout, changes: Layout | None = None) -> Applier:
         pieces = itertools.chain(*layout.buckets)
         split = {piece.spec for piece in pieces if piece.size < layout.specs[piece.spec].size}
         wrong = [_unlike(spec, self.tensors.get(spec.key), split=at in split) for at, spec in enumerate(layout.specs)]
         _refuse(layout, self.tensors.keys(), wrong)
+        if changes is not None:
+            return Cut({name: [(tensor, as_it_is)] for (name, _), tensor in self.tensors.items()}, ()).bind(
+                layout, changes
+            )
         now = self.own()
         same = [*map(id, now)] == [*map(id, self._seen)]
         if self._bound is None or self._bound.layout != layout or not same:
@@ -442,6 +448,10 @@ class Whole:
 
     def keep(self) -> Callable[[], None]:
         return keep_copies(self.own())
+
+
+def as_it_is(full: torch.Tensor) -> torch.Tensor:
+    return full
 
 
 class Cut:
@@ -457,23 +467,40 @@ class Cut:
     ) -> None:
         self.destinations = destinations
         self.load = load or self.copy
+        self._loads = load is not None
         self._own = own
 
     def keep(self) -> Callable[[], None]:
         return keep_copies(self._own)
 
-    def bind(self, layout: Layout) -> Self:
+    def bind(self, layout: Layout, changes: Layout | None = None) -> Self:
         wrong = [_uncut(spec, self.destinations.get(spec.name)) for spec in layout.specs]
         _refuse(layout, {(name, 0) for name in self.destinations}, wrong)
-        self.layout = layout
-        self._partial: dict[str, tuple[torch.Tensor, int]] = {}
+        self.layout = layout if changes is None else changes
+        self.shapes = {spec.name: spec.shape for spec in layout.specs}
+        if self._loads and any(spec.shard for spec in self.layout.specs):
+            raise KitError("weights that are loaded by whole tensors cannot take changed words")
+        self._partial: dict[Key, tuple[torch.Tensor, int]] = {}
+        self._positions: dict[str, torch.Tensor] = {}
         return self
 
     def apply(self, index: int, buffer: torch.Tensor) -> None:
         for view in bucket_views(self.layout, index, buffer):
             full = self._whole(view)
             if full is not None:
-                self.load(view.spec.name, full)
+                self._take(view.spec, full)
+
+    def _take(self, spec: Spec, full: torch.Tensor) -> None:
+        if spec.shard == GAPS:
+            self._positions[spec.name] = positions_of(full)
+        elif spec.shard == WORDS:
+            self.write(spec.name, self._positions.pop(spec.name), full)
+        else:
+            self.load(spec.name, full)
+
+    def write(self, name: str, positions: torch.Tensor, words: torch.Tensor) -> None:
+        for into, take in self.destinations[name]:
+            write_words(into, take, self.shapes[name], positions, words)
 
     def copy(self, name: str, full: torch.Tensor) -> None:
         for into, take in self.destinations[name]:
@@ -483,13 +510,13 @@ class Cut:
         spec, start, tensor = view
         if tensor.shape == spec.shape:
             return tensor
-        full, missing = self._partial.pop(spec.name, (None, torch.Size(spec.shape).numel()))
+        full, missing = self._partial.pop(spec.key, (None, torch.Size(spec.shape).numel()))
         if full is None:
             full = torch.empty(spec.shape, dtype=spec.dtype, device=tensor.device)
         full.view(-1)[start : start + tensor.numel()] = tensor
         missing -= tensor.numel()
         if missing:
-            self._partial[spec.name] = full, missing
+            self._partial[spec.key] = full, missing
             return None
         return full
 

@@ -304,7 +304,7 @@ class Ring(Cache):
 def starts(sizes: Sequence[int], slots: int = 0) -> tuple[tuple[int, ...], int]:
     """Return the page-aligned start of each bucket and the total size: buckets lie one after another, or take turns in `slots` places."""
     if slots:
-        room = -(-max(sizes) // _PAGE) * _PAGE
+        room = -(-max(sizes, default=0) // _PAGE) * _PAGE
         return tuple(index % slots * room for index in range(len(sizes))), slots * room
     starts, end = [], 0
     for size in sizes:

@@ -23,7 +23,7 @@ from kit.sync.buckets import Layout, Mismatch, Weights
 from kit.sync.cache import BASE, KeptMappings, starts
 from kit.sync.hashes import Digests
 from kit.sync.link import BRIEF_S, FAILED, Link, PeerFailed, PeerGone, call
-from kit.sync.sender import KEEP, LAYOUT, SyncLog
+from kit.sync.sender import HOLDS, KEEP, LAYOUT, SyncLog
 from kit.sync.transports import Transport, TransportContext, make, received
 
 SENDER = "the sender"
@@ -59,7 +59,8 @@ class WrongBytes(KitError):  # noqa: N818 - it is what was found
 
 @dataclass(eq=False, repr=False)
 class Receiver:
-    """`version` is the last published version; `routed`: whether this receiver may get requests."""
+    """`version` is the last published version; `whole`: whether all weights are that version's; `routed`: whether this receiver may get
+    requests."""
 
     name: str
     weights: Callable[[], Weights]
@@ -71,6 +72,7 @@ class Receiver:
     kept: KeptMappings | None = None  # mappings kept between syncs, for a sender that keeps its memory
     layout: tuple[str, Layout | None] = "", None  # id and layout that the sender sent last; it is not sent again
     version: int = BASE
+    whole: bool = False
     routed: bool = False
 
     def __post_init__(self) -> None:
@@ -80,7 +82,7 @@ class Receiver:
     def join(self) -> Call:
         """Take part in the next sync, and return it once it has ended. On failure, restore the old state, then raise the error of this
         end or of the sender. If that cannot be restored either, this receiver has no route."""
-        hello = {LAYOUT: self.layout[0]}
+        hello = {LAYOUT: self.layout[0], HOLDS: self.version if self.whole else None}
         with call(self.address, self.name, peer=SENDER, timeout_s=PATIENCE * self.timeout_s, hello=hello) as link:
             sync = self.calls(self, link)
             try:
@@ -89,7 +91,7 @@ class Receiver:
                 try:
                     sync.undo()
                 except Exception as worse:  # noqa: BLE001 - the first error is the one to raise
-                    self.routed = False
+                    self.routed = self.whole = False
                     error.add_note(f"the undo failed too, and this receiver has no route any more: {worse}")
                 words = sync.reason_of_the_sender(error)
                 with contextlib.suppress(KitError):
@@ -164,7 +166,12 @@ class Call:
             self.log.event("begin")
             self.link.send({"kind": "base", "digests": self.receiver.host.digests(message["algorithm"])})
             return
+        base, changes = message["base"], message["changes"]
+        if base is not None and (base != self.receiver.version or not self.receiver.whole):
+            has = f"version {self.receiver.version}" if self.receiver.whole else "no whole version"
+            raise KitError(f"the sender sent changes to version {base}, but {self.receiver.name} has {has}")
         if message["path"] in STREAMS:
+            self.receiver.whole = False
             self.receiver.routed = False
             self.log.event("inactive")
         if message["path"] == "expand":
@@ -180,10 +187,10 @@ class Call:
         known = self.receiver.layout[1]
         if known is None:
             raise KitError("the sender sent no bucket layout")
-        self.layout = known
+        self.layout = known if changes is None else Layout.from_json(changes)
         self.slots = message["slots"]  # places in the sender's memory if it does not hold all buckets, else 0
         weights = self.receiver.weights()
-        self.applier = weights.bind(self.layout)
+        self.applier = weights.bind(known, None if changes is None else self.layout)
         self.digests = Digests(self.layout, message["version"], algorithm=message["verify"], share=message["share"])
         self.link.send({"kind": "ready"})
         self.log.event("ready")
@@ -246,6 +253,12 @@ class Call:
             self.receiver.host.finalize()
         self.link.send({"kind": "finalized"})
 
+    def acknowledge(self, message: dict[str, Any]) -> None:
+        """Only after changes: whether they led to the trainer's weights is the sender's to judge."""
+        with self.log.stage("acknowledge"):
+            digests = self.receiver.host.digests(message["algorithm"])
+        self.link.send({"kind": "acknowledged", "digests": digests})
+
     def publish(self, message: dict[str, Any]) -> None:
         self.receiver.version = message["version"]
         self.link.send({"kind": "published"})
@@ -262,6 +275,7 @@ class Call:
     def commit(self) -> None:
         """Let forwards run with the new weights: all ranks of the replica are ready. Nothing can be undone from here on."""
         self.committed = self.receiver.routed = True
+        self.receiver.whole = True
         self.before = None
         self.writing.close()
 
@@ -356,7 +370,7 @@ def names_in(differing: Sequence[tuple[int, str]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for _, name in differing))
 
 
-STEPS = ("verify", "apply", "teardown", "finalize", "publish", "activate", "end")
+STEPS = ("verify", "apply", "teardown", "finalize", "acknowledge", "publish", "activate", "end")
 ROOMY = 2  # a refresh stores a version on the GPU if this many times its bytes are free there
 
 

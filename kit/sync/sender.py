@@ -32,9 +32,10 @@ from typing import Any, Literal
 
 import torch
 
-from kit.errors import BadInput, KitError
+from kit.errors import BadInput, KitError, refuse_if
 from kit.sync.buckets import Bound, Key, live
 from kit.sync.cache import BASE, Cache
+from kit.sync.deltas import Changes, Delta, Packed, find_changes
 from kit.sync.hashes import AUTO, NONE, Digests, algorithms, digest
 from kit.sync.link import FAILED, Link, Listener, PeerFailed, PeerGone, PeerSilent, ready
 from kit.sync.transports import GRACE_S, RankPlace, Transport, TransportContext, best_transport, make
@@ -43,6 +44,7 @@ Gathered = Mapping[Key, torch.Tensor] | Bound
 
 
 LAYOUT = "layout_id"  # id of the bucket layout that a receiver got last
+HOLDS = "holds"  # the version of which a receiver has all weights, if it has
 KEEP = "keep"  # in a failure message: whether the receiver keeps the new version
 BUILDS = ("refresh", "stream")  # paths that make a version
 
@@ -75,6 +77,18 @@ class OtherBase(KitError):  # noqa: N818 - it is what was found
         super().__init__(
             f"{peer}'s base weights differ from the trainer's: {len(tensors)} of {count} tensors, {tensors[0]} first; "
             "a trainer that resumed with other weights must send a version"
+        )
+        self.peer = peer
+        self.tensors = tuple(tensors)
+
+
+class OtherResult(KitError):  # noqa: N818 - as above
+    """The weights of a receiver differ from the trainer's after it has applied changes: it had lost the version before."""
+
+    def __init__(self, peer: str, tensors: Sequence[str], version: int, base: int) -> None:
+        super().__init__(
+            f"{peer} has other weights than the trainer after the changes from version {base} to {version}: "
+            f"{len(tensors)} tensors, {tensors[0]} first; the next sync sends everything"
         )
         self.peer = peer
         self.tensors = tuple(tensors)
@@ -135,12 +149,16 @@ class Report:
     began: float = 0.0
     wall: float = 0.0
     verified: int = 0  # tensors with compared digests
+    base: int | None = None  # the version from which changes were sent; None: everything was
 
 
 @dataclass(eq=False, repr=False)
 class Sender:
     """`transport` is a name, `module:attr`, or "auto": chosen for each receiver by its location. Receivers verify a `share` of the tensors.
-    This end's transports get `config`."""
+    This end's transports get `config`.
+
+    With a `delta` a new version is sent as what changed since the active one, if every receiver has that one, and each acknowledges it with
+    digests of all its weights."""
 
     cache: Cache
     listener: Listener
@@ -153,9 +171,19 @@ class Sender:
     share: float = 1.0
     timeout_s: float = 60.0
     config: dict[str, Any] = field(default_factory=dict)
+    delta: Delta = "off"
 
     def __post_init__(self) -> None:
         self.verify = algorithms()[0] if self.verify == AUTO else self.verify
+        refuse_if(
+            self.delta != "off" and (self.verify == NONE or self.share < 1),
+            f"delta={self.delta} compares all weights after every sync: use it with digests of all tensors",
+        )
+        refuse_if(
+            self.delta != "off" and self.cache.slots > 0,
+            f"delta={self.delta} compares versions, but a ring keeps none: use a cache",
+        )
+        self.doubted: set[str] = set()  # receivers whose weights were others than they should have been
         self.make = make  # makes a transport by name; an observer may replace it
         self.layout_json = self.cache.layout.to_json()
         self.layout_id = hashlib.sha256(json.dumps(self.layout_json).encode()).hexdigest()
@@ -257,6 +285,9 @@ class Sending:
         self.ready: set[str] = set()  # receivers in replicas that are ready on every rank
         self.digests: Digests | None = None
         self.table: dict[str, list[str]] = {}
+        self.weights: Gathered = {}
+        self.changes: Changes | None = None  # what is sent in place of the whole version
+        self.sent: Digests | None = None  # of these changes
         # Packs live weights that are on the sender's GPU.
         self.pack: Callable[[int, torch.Tensor], None] | None = None
 
@@ -285,8 +316,11 @@ class Sending:
             self.abandon(error)
             raise
         finally:
-            if self.digests is not None:
-                self.digests.close()
+            for digests in (self.digests, self.sent):
+                if digests is not None:
+                    digests.close()
+            if self.changes is not None:
+                self.changes.close()
             for link in self.links.values():
                 link.close()
 
@@ -301,19 +335,14 @@ class Sending:
             began=self.report.began,
         )
         own = {name: digest(tensor, algorithm) for (name, _), tensor in named(weights).items()}
-        theirs = self.hear("base")
-        differing = {
-            peer: sorted(name for name in {*own, *message["digests"]} if own.get(name) != message["digests"].get(name))
-            for peer, message in theirs.items()
-        }
         self.report.verified = len(own)
-        if any(differing.values()):
-            peer, names = next((peer, names) for peer, names in differing.items() if names)
+        for peer, names in different(own, self.hear("base")):
             raise OtherBase(peer, names, len(own))
 
     def send(self, weights: Gathered) -> None:
-        sender, report, layout, version = self.sender, self.report, self.layout, self.report.version
-        self.digests = Digests(layout, version, algorithm=sender.verify, share=sender.share)
+        sender, report, version = self.sender, self.report, self.report.version
+        self.weights = weights
+        self.digests = Digests(self.layout, version, algorithm=sender.verify, share=sender.share)
         for target in self.targets:
             kind = sender.transport
             if kind == "auto":
@@ -324,9 +353,17 @@ class Sending:
             for kind, sharing in self.sharing.items()
             for place, target in enumerate(sharing, start=1)
         }
+        builds = report.path in BUILDS
+        compares = builds and sender.delta != "off" and self.all_hold_the_base()
+        if compares:
+            self.build(weights)
+            with self.log.stage("compare"):
+                self.changes = self.find_changes(weights)
+        layout = self.layout if self.changes is None else self.changes.layout
         report.transports = {kind: len(sharing) for kind, sharing in self.sharing.items()}
-        report.tensors, report.verified = len(layout.specs), self.digests.count
+        report.tensors, report.verified = len(self.layout.specs), self.digests.count
         report.bytes, report.buckets, report.bucket_bytes = layout.total, len(layout.buckets), layout.bucket_bytes
+        report.base = None if self.changes is None else self.changes.base
         self.tell(
             "begin",
             lambda name: {
@@ -341,51 +378,119 @@ class Sending:
             share=sender.share,
             slots=self.cache.slots,
             began=report.began,
+            base=report.base,
+            changes=None if self.changes is None else layout.to_json(),
         )
         self.hear("ready")
         self.log.event("ready")
-        last = time.perf_counter()
-        builds = report.path in BUILDS
-        if builds and on_gpu(named(weights).values(), sender.device):
-            weights = weights if isinstance(weights, Bound) else Bound(layout, weights)
-            self.pack = weights.pack
-            if self.cache.slots and self.sharing.keys() == {"ipc"}:
-                weights = PackedOnGpu(layout, weights.tensors)
-
-        def packed(index: int) -> None:
-            nonlocal last
-            assert self.digests is not None
-            if builds:
-                self.log.seconds["pack"] += time.perf_counter() - last
-            with self.log.stage("send"):
-                if not self.transports:
-                    with self.blaming():
-                        self.open()
-                if builds and self.digests.count:
-                    self.digests.add(index, live(layout, index, named(weights)))
-                with self.blaming():
-                    for transport in self.transports:
-                        transport.send(index, self.cache.bucket(version, index))
-                    for transport in self.transports if self.cache.slots else ():
-                        transport.ahead(index + 1, self.cache.slots)  # the next bucket's place is free then
-            last = time.perf_counter()
-
-        if builds:
-            self.cache.build(version, weights, packed)
-            report.copies = self.cache.copies
-            self.log.event("packed")
+        if self.changes is not None:
+            self.send_changes(self.changes)
+        elif builds and not compares:
+            self.build(self.packable(weights), send=True)
         else:
             for index in range(len(layout.buckets)):
-                packed(index)
+                self.pass_on(index)
         with self.log.stage("send"), self.blaming():
             for transport in self.transports:
                 transport.flush()
         self.log.event("sent")
         with self.log.stage("verify"):
-            self.table = self.digests.table() if builds else sender.digests
-            self.tell("verify", digests=self.table)
+            if builds:
+                self.table = self.digests.table()
+            table = self.sent.table() if self.sent is not None else self.table if builds else sender.digests
+            self.tell("verify", digests=table)
             self.hear("verified")
         self.log.event("verified")
+
+    def packable(self, weights: Gathered) -> Gathered:
+        """The live weights as they are packed. Those on the sender's GPU may be packed by a transport there."""
+        if not on_gpu(named(weights).values(), self.sender.device):
+            return weights
+        bound = weights if isinstance(weights, Bound) else Bound(self.layout, weights)
+        self.pack = bound.pack
+        if self.cache.slots and self.sharing.keys() == {"ipc"}:
+            return PackedOnGpu(self.layout, bound.tensors)
+        return bound
+
+    def build(self, weights: Gathered, *, send: bool = False) -> None:
+        """Pack the version into the cache, and send each bucket at once or leave that for later."""
+        last = time.perf_counter()
+
+        def packed(index: int) -> None:
+            nonlocal last
+            assert self.digests is not None
+            self.log.seconds["pack"] += time.perf_counter() - last
+            if self.digests.count:
+                self.digests.add(index, live(self.layout, index, named(weights)))
+            if send:
+                self.pass_on(index)
+            last = time.perf_counter()
+
+        self.cache.build(self.report.version, weights, packed)
+        self.report.copies = self.cache.copies
+        self.log.event("packed")
+
+    def pass_on(self, index: int) -> None:
+        """Send one packed bucket."""
+        with self.log.stage("send"):
+            if not self.transports:
+                with self.blaming():
+                    self.open()
+            bucket = (
+                self.cache.bucket(self.report.version, index) if self.changes is None else self.changes.bucket(index)
+            )
+            with self.blaming():
+                for transport in self.transports:
+                    transport.send(index, bucket)
+                for transport in self.transports if self.cache.slots else ():
+                    transport.ahead(index + 1, self.cache.slots)  # the next bucket's place is free then
+
+    # -- what changed ------------------------------------------------------------------------------------------------
+
+    def all_hold_the_base(self) -> bool:
+        """Whether every receiver has all weights of the active version, of which the cache has a copy."""
+        base, doubted = self.cache.active, self.sender.doubted
+        return base != BASE and all(
+            link.hello.get(HOLDS) == base and name not in doubted for name, link in self.links.items()
+        )
+
+    def base(self) -> tuple[int, Packed]:
+        """The version that all receivers have acknowledged, and its bytes."""
+        return self.cache.active, lambda index: self.cache.bucket(self.cache.active, index)
+
+    def find_changes(self, weights: Gathered) -> Changes | None:
+        """None if so much has changed that the whole version is sent, from the memory that it has already."""
+        base, old = self.base()
+        version = self.report.version
+        tensors = find_changes(
+            self.layout, old, lambda index: self.cache.bucket(version, index), named(weights), self.sender.delta
+        )
+        changes = Changes(base, tensors, self.layout.bucket_bytes)
+        if not changes.worth_sending(self.layout):
+            return None
+        changes.pack()
+        return changes
+
+    def send_changes(self, changes: Changes) -> None:
+        self.sent = Digests(changes.layout, self.report.version, algorithm=self.sender.verify)
+        with self.log.stage("send"), self.blaming():
+            self.open()  # also if nothing has changed
+        for index in range(len(changes.layout.buckets)):
+            self.sent.add(index, live(changes.layout, index, changes.tensors))
+            self.pass_on(index)
+
+    def acknowledge(self) -> None:
+        """Receivers of changes acknowledge them with digests of all their weights. Who has others than the trainer gets everything with the
+        next sync."""
+        assert self.changes is not None
+        algorithm = self.sender.verify
+        self.tell("acknowledge", algorithm=algorithm)
+        own = {name: digest(tensor, algorithm) for (name, _), tensor in named(self.weights).items()}
+        wrong = different(own, self.hear("acknowledged"))
+        self.report.verified = len(own)
+        self.sender.doubted |= {peer for peer, _ in wrong}
+        for peer, names in wrong:
+            raise OtherResult(peer, names, self.report.version, self.changes.base)
 
     # -- the steps after sending, in the order of `STEPS` ---------------------------------------------------------
 
@@ -406,6 +511,9 @@ class Sending:
     def finalize(self) -> None:
         with self.log.stage("finalize"):
             self.command("finalize", "finalized")
+        if self.changes is not None:
+            with self.log.stage("acknowledge"):
+                self.acknowledge()
 
     def publish(self) -> None:
         report = self.report
@@ -430,6 +538,7 @@ class Sending:
             broken = {replica for name, replica in self.replicas.items() if name not in answers}
             self.ready = {name for name, replica in self.replicas.items() if replica not in broken}
             self.report.answered = len(self.ready)
+            self.sender.doubted -= self.ready
             if first := unreachable or failed:
                 raise first
         self.log.event("activate")
@@ -483,15 +592,17 @@ class Sending:
         return [self.sender.rank, *(target.rank for target in self.sharing[kind])]
 
     def open(self) -> None:
+        sent: Changes | Cache = self.cache if self.changes is None else self.changes
+        segment = self.cache.segment(self.report.version) if self.changes is None else self.changes.segment
         for kind, sharing in self.sharing.items():
             context = TransportContext(
                 role="sender",
                 name="the sender",
                 links={target.name: self.links[target.name] for target in sharing},
-                sizes=self.layout.sizes,
-                starts=self.cache.starts,
-                segment=self.cache.segment(self.report.version),
-                pieces=self.layout.pieces,
+                sizes=sent.layout.sizes,
+                starts=sent.starts,
+                segment=segment,
+                pieces=sent.layout.pieces,
                 pack=self.pack,
                 device=self.sender.device,
                 timeout_s=self.sender.timeout_s,
@@ -556,6 +667,15 @@ def reason_behind(error: BaseException) -> PeerFailed | None:
             return PeerFailed(link.peer, "bytes", link.message)
         link = link.__cause__ or link.__context__
     return None
+
+
+def different(own: Mapping[str, str], answers: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """The receivers whose tensors have other digests, each with their names."""
+    differing = {
+        peer: sorted(name for name in {*own, *message["digests"]} if own.get(name) != message["digests"].get(name))
+        for peer, message in answers.items()
+    }
+    return [(peer, names) for peer, names in differing.items() if names]
 
 
 def named(weights: Gathered) -> Mapping[Key, torch.Tensor]:

@@ -21,6 +21,9 @@ VLLM_MODEL = "kit.engines.vllm:VllmModel"
 ENGINES_OWN = {"serve": ("transformers",)}
 KITS = {"receiver": ("",), "serve": ("megatron",)}
 HUGGING = "kit.engines.hugging:TransformersModel"
+DELTA = {"delta": "word", "dtype": "bfloat16", "lr": 3e-6, "cycles": 3}
+BY_WORD = {"delta": ("word",), "refresh": ("staged",)}
+UNACKNOWLEDGED = {f"{SENDING}.acknowledge": f"{BUGS}:takes_any_acknowledgement"}
 WITH_A_COPY = {"kit.labs.sync.ranks.trainer:streams": f"{BUGS}:keeps_a_copy"}
 
 FAULTS = exposed_by(
@@ -269,6 +272,30 @@ FAULTS = exposed_by(
         "a failed receiver keeps the new weights and serves with them",
         "failure_is_clean",
         patch={f"{CALL}.undo": f"{BUGS}:keeps_new_weights"},
+    ),
+    Fault(
+        "snapshot-before-ack",
+        "the sender compares the next version with what it has sent, before the receivers acknowledged that",
+        "bit_exact",
+        set=DELTA,
+        needs=BY_WORD,
+        patch={f"{SENDING}.base": f"{BUGS}:takes_what_it_sent_for_the_base", **UNACKNOWLEDGED},
+    ),
+    Fault(
+        "anchor-from-changed-only",
+        "the copy with which the next version is compared has only the tensors that were sent last",
+        "delta_bytes",
+        set=DELTA,
+        needs=BY_WORD,
+        patch={f"{SENDING}.base": f"{BUGS}:keeps_only_what_was_sent"},
+    ),
+    Fault(
+        "version-without-bytes",
+        "a receiver takes the label of a version and writes none of its changes",
+        "bit_exact",
+        set=DELTA,
+        needs=BY_WORD,
+        patch={"kit.sync.buckets:Cut.write": f"{BUGS}:writes_no_words", **UNACKNOWLEDGED},
     ),
     Fault(
         "wrong-half",

@@ -77,6 +77,14 @@ class SyncConfig(JobConfig):
         float,
         Option("share of the tensors that receivers compare; other tensors with every version", low=0.001, high=1),
     ] = 1.0
+    delta: Annotated[
+        Literal["off", "tensor", "word"],
+        Option(
+            "what a version sends to replicas with the one before: off: everything; tensor: changed tensors; "
+            "word: changed elements and their positions"
+        ),
+    ] = "off"
+    lr: Annotated[float, Option("learning rate of the trainer", low=1e-8, high=1)] = 1e-3
     deadline_s: Annotated[
         float, Option("how long each end of a sync waits for the other", low=0.5, high=3600, unit="s")
     ] = 30.0
@@ -127,6 +135,19 @@ class SyncConfig(JobConfig):
             bool(self.implementation) and self.transport != "auto",
             f"transport={self.transport} belongs to the kit's own synchroniser: leave it out with "
             f"implementation={self.implementation}",
+        )
+        refuse_if(
+            bool(self.implementation) and self.delta != "off",
+            f"delta={self.delta} belongs to the kit's own synchroniser: leave it out with implementation={self.implementation}",
+        )
+        refuse_if(
+            self.delta == "word" and (self.receiver != "" or self.serve != "megatron"),
+            f"{f'receiver={self.receiver}' if self.receiver else f'serve={self.serve}'} loads whole tensors, but delta=word sends "
+            "parts of them: use delta=tensor",
+        )
+        refuse_if(
+            self.delta != "off" and (self.verify == "none" or self.verify_share < 1),
+            f"delta={self.delta} compares all weights after every sync: leave verify and verify_share at their defaults",
         )
         one_world = self.transport in ONE_WORLD
         refuse_if(

@@ -27,7 +27,8 @@ from kit.results.units import counted
 Config = Mapping[str, Any]
 Measure = Callable[[pd.DataFrame, Config], Measured]
 
-MIB = 2**20
+MIB, KIB = 2**20, 2**10
+MUCH = 0.7  # of all bytes: a delta need not save less
 PATHS = ("refresh", "expand")
 SENDER = ("gather", "pack", "send", "verify", "apply", "teardown", "finalize", "publish", "activate")
 RECEIVER = ("receive", "verify", "keep", "gate", "apply", "teardown", "finalize")
@@ -590,6 +591,40 @@ def failure_is_clean(frame: pd.DataFrame, config: Config) -> Measured:
     return Measured(float(rows["value"].sum()), broken or f"{right} ({scenes})")
 
 
+def delta_bytes(frame: pd.DataFrame, config: Config) -> Measured:
+    """Does a version that is sent as changes need at most twice the bytes of what changed?
+
+    The bytes of all buckets that arrived on a receiver, beside what the lab's own comparison of the trainer's tensors needs."""
+    needed = select(frame, phase="train", metric="bytes_needed").set_index("cycle")["value"].to_dict()
+    whole = float(select(frame, metric="bytes")["value"].max())
+    arrived = select(frame, phase="refresh", metric="bytes_arrived")
+    bases = with_ids(select(frame, phase="refresh", metric="base_named"), "was")
+    later = arrived[arrived["cycle"] > 1]
+    if len(later) < (config["cycles"] - 1) * len(served_in("refresh", config)):
+        incomplete("the bytes of a version were not counted on every receiver")
+    changed = with_ids(select(frame, phase="train", metric="words_changed"), "of")
+    share = changed["value"].sum() / changed["of"].astype(float).sum()
+    least = min(needed[cycle] for cycle in later["cycle"]) / whole
+    if least > MUCH:
+        raise NotMeasured(
+            f"what changed needs {least:.0%} of all bytes: use delta=word, dtype=bfloat16 or a smaller lr"
+        )
+    other = bases[bases["value"].notna() & (bases["value"] != bases["was"].astype(float))]
+    if len(other):
+        row = other.iloc[0]
+        why = (
+            f"version {row['value']:.0f} was named as the one that is changed, but rank {row['rank']} had {row['was']}"
+        )
+        return Measured(math.inf, why)
+    ratios = later["value"] / later["cycle"].map(needed)
+    largest: Any = ratios.idxmax()
+    row, cycle = later.loc[largest], int(later["cycle"][largest])
+    why = f"{row['value'] / KIB:.1f} KiB arrived, {needed[cycle] / KIB:.1f} were needed (rank {row['rank']}, cycle {cycle})"
+    named = int(bases[bases["cycle"] > 1]["value"].notna().sum())
+    shares = f"{share:.2%} of all words changed per version; {named} of {len(later)} syncs sent changes"
+    return Measured(float(ratios.max()), f"{why}; {shares}; everything is {whole / KIB:.1f} KiB")
+
+
 def sleepers_release(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: ARG001 - as above
     """Does a sleeping replica release its weights?
 
@@ -661,6 +696,7 @@ RULES = (
         cache_bounded, limit=2, cannot=lambda config: kits_only(config, "your synchroniser keeps its copies anywhere")
     ),
     rule(sleepers_release),
+    rule(delta_bytes, limit=2, unit="ratio", cycles=2, when=lambda config: config["delta"] != "off"),
     rule(failure_is_clean),
     Rule(
         "others_untouched",

@@ -89,7 +89,7 @@ def test_what_is_left_is_counted_by_kind(act: Callable[[], None], metrics: set[s
 
 def test_a_bucket_that_begins_like_the_one_before_is_seen_whatever_its_size() -> None:
     watched: Any = SimpleNamespace(point=lambda *_: None, beginnings={}, repeats=set())
-    weights = SeenWeights(SimpleNamespace(bind=lambda _: SimpleNamespace(apply=lambda *_: None)), watched).bind(None)
+    weights = SeenWeights(SimpleNamespace(bind=lambda *_: SimpleNamespace(apply=lambda *_: None)), watched).bind(None)
     for index, values in enumerate(([1, 2, 3], [4, 5], [4, 5, 6], [4, 6, 6])):
         weights.apply(index, torch.tensor(values, dtype=torch.uint8))
     assert watched.repeats == {2}
@@ -179,3 +179,26 @@ def test_what_is_wrong_with_an_error_is_told(
 def test_after_an_undo_of_new_weights_everything_is_derived_again(points: list[str], wrong: int) -> None:
     replica: Any = SimpleNamespace(watch=SimpleNamespace(points=[SimpleNamespace(name=name) for name in points]))
     assert not_derived(replica) == wrong
+
+
+@pytest.mark.parametrize(
+    ("scene", "tensors", "right"),
+    [
+        ("wrong-bytes", ("b",), True),
+        ("wrong-bytes", ("a", "b"), True),  # everything was sent
+        ("wrong-bytes", ("a",), False),
+        ("packed", ("b",), True),
+        ("packed", ("c",), False),
+        ("lost", ("a", "b"), True),
+        ("lost", ("b",), False),
+    ],
+)
+def test_an_error_names_the_changed_tensors_or_all(scene: str, tensors: tuple[str, ...], right: bool) -> None:
+    failure = KitError("rank 4 failed")
+    failure.peer, failure.tensors = "rank 4", tensors  # type: ignore[attr-defined]
+    layout = lay_out([Spec(name, 0, torch.uint8, (8,)) for name in "ab"], 512)
+    trainer: Any = SimpleNamespace(
+        digests={"a": "", "b": ""}, cache=SimpleNamespace(layout=layout), config=SyncConfig(delta="word")
+    )
+    error = SyncFailed("the refresh with version 3", 2, failure)
+    assert (not [*misnamed(trainer, scene, error, 2, ["rank 4"], changed=["b"])]) == right

@@ -23,8 +23,9 @@ from kit.labs.sync.ranks import phases  # noqa: F401 - see above
 from kit.labs.sync.ranks.replica import SyncReplica
 from kit.labs.sync.ranks.trainer import SyncTrainer, memory_of
 from kit.megatron import shards
-from kit.sync.buckets import Bound, Destination, Key
+from kit.sync.buckets import Bound, Cut, Destination, Key
 from kit.sync.cache import BASE, Cache
+from kit.sync.deltas import Packed
 from kit.sync.groups import Broadcast
 from kit.sync.link import PeerSilent
 from kit.sync.protocols import EngineDouble
@@ -33,7 +34,7 @@ from kit.sync.sender import STEPS, Gathered, OtherBase, Sending
 from kit.sync.serving import Gate
 from kit.target import replaced
 
-tell, compare_base = Sending.tell, Sending.compare_base
+tell, compare_base, base = Sending.tell, Sending.compare_base, Sending.base
 activate, apply, apply_bucket, look, undo = Call.activate, Call.apply, Call.apply_bucket, Call.look, Call.undo
 close, discard = Call.close, Cache.discard
 close_group = Broadcast.close
@@ -153,6 +154,29 @@ def trusts_the_base(sending: Sending, weights: Gathered) -> None:
         compare_base(sending, weights)
 
 
+def takes_any_acknowledgement(sending: Sending) -> None:
+    """Nobody is asked for digests of the result."""
+
+
+def takes_what_it_sent_for_the_base(sending: Sending) -> tuple[int, Packed]:
+    """A copy of this version is the base of the next one, even if no receiver gets this one."""
+    active, bucket = base(sending)
+    cache, version, sender = sending.cache, sending.report.version, vars(sending.sender)
+    early = sender.get("early")
+    sender["early"] = [cache.bucket(version, index).clone() for index in range(len(sending.layout.buckets))]
+    return active, early.__getitem__ if early else bucket
+
+
+def keeps_only_what_was_sent(sending: Sending) -> tuple[int, Packed]:
+    """The rest of the copy is zero, as in new memory."""
+    active, bucket = base(sending)
+    cache, version, sender = sending.cache, sending.report.version, vars(sending.sender)
+    sent = sender.get("sent")
+    packed = [cache.bucket(version, index).clone() for index in range(len(sending.layout.buckets))]
+    sender["sent"] = [torch.where(new == bucket(index), 0, new) for index, new in enumerate(packed)]
+    return active, sent.__getitem__ if sent else bucket
+
+
 def keeps_its_group(transport: Broadcast) -> None:
     """In the first syncs of a run. Later syncs are made to fail, and their peers wait until a group is destroyed."""
     if len(KEPT_GROUPS) < LEAKED:
@@ -173,6 +197,10 @@ def swaps_two_rows(call: Call, message: dict[str, Any]) -> None:
     apply(call, message)
     rows = next(tensor for _, tensor in host_of(call).model.versioned() if tensor.dim() == 2).detach()
     rows[[0, 1]] = rows[[1, 0]]
+
+
+def writes_no_words(weights: Cut, name: str, positions: torch.Tensor, words: torch.Tensor) -> None:
+    """Nothing is written."""
 
 
 def drops_the_last_bucket(call: Call, index: int, buffer: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ from kit.labs.sync.ranks.trainer import SyncTrainer
 from kit.labs.sync.ranks.watch import WAITS, SeenTransport, judge_forwards
 from kit.measure.observers.births import Births, registered_groups
 from kit.measure.phase import MEMFD, resource_counts, temp_files
-from kit.sync.buckets import Destination
+from kit.sync.buckets import Destination, Key
 from kit.sync.cache import BASE
 from kit.sync.link import ready
 from kit.sync.receiver import Call
@@ -52,6 +52,7 @@ SURE = 0.4
 TOO_LATE = "activate"
 CLOSING = ("left_unlisted", "left_groups", "left_fds", "left_sockets", "left_threads")
 REFILL = "refill"  # fails nowhere
+LOST = "lost"  # the receivers have lost the weights that were changed, and do not know it
 
 CALL, TRANSPORT = "kit.sync.receiver:Call", "kit.labs.sync.ranks.watch:SeenTransport"
 DESTINATIONS = "kit.labs.sync.ranks.replica:SyncReplica.destinations"
@@ -116,6 +117,8 @@ def of_trainer(trainer: SyncTrainer) -> None:
     succeed(trainer, TOO_LATE, awake, ahead=1)
     trainer.update_truth()
     trainer.send_truth(awake)
+    if trainer.config.delta != "off":
+        fail_sync(trainer, LOST, awake, ahead=1)
     succeed(trainer, REFILL, awake, ahead=1)
 
 
@@ -142,9 +145,18 @@ def fail_sync(trainer: SyncTrainer, scene: str, targets: Sequence[Target], *, ah
         return []
     sender, version = trainer.sender, trainer.sender.version + ahead
     active = version if scene == TOO_LATE else sender.version
+    changes = trainer.config.delta != "off" and trainer.config.refresh == "staged" and ahead
+    changed: list[str] = []
+
+    def gather() -> dict[Key, torch.Tensor]:
+        tensors = trainer.gather()
+        changed.extend(trainer.oracle.names({name: tensor for (name, _), tensor in tensors.items()}) if changes else ())
+        return tensors
+
     with counting_leftovers(trainer, scene), replaced(AT_THE_SENDER.get(scene, {})):
-        error = error_of(lambda: sender.sync(version, targets, trainer.gather if ahead else None), ANY)
-    wrong = "; ".join(misnamed(trainer, scene, error, active, [target.name for target in targets]))
+        error = error_of(lambda: sender.sync(version, targets, gather if ahead else None), ANY)
+    peers = [target.name for target in targets]
+    wrong = "; ".join(misnamed(trainer, scene, error, active, peers, changed=changed))
     note(trainer, "unnamed", int(bool(wrong)), scene, f"{wrong}: {error}" if wrong else "")
     note(trainer, "kept_version", int(sender.version != active), scene)
     return sorted(error.tensors) if isinstance(error, SyncFailed) else []
@@ -161,9 +173,16 @@ def compares_others(config: SyncConfig) -> bool:
 
 
 def misnamed(
-    trainer: SyncTrainer, scene: str, error: Exception | None, active: int, peers: Sequence[str]
+    trainer: SyncTrainer,
+    scene: str,
+    error: Exception | None,
+    active: int,
+    peers: Sequence[str],
+    *,
+    changed: Sequence[str] = (),
 ) -> Iterator[str]:
-    """What is wrong with the error of a rehearsed failure, in words."""
+    """What is wrong with the error of a rehearsed failure, in words. If only `changed` tensors may be sent, it may name those or all:
+    where too much has changed, everything is sent."""
     if not isinstance(error, SyncFailed):
         yield f"{type(error).__name__} was raised instead of SyncFailed" if error else "no error was raised"
         return
@@ -175,14 +194,15 @@ def misnamed(
             yield f"the error names {error.peer or 'nobody'} instead of the sender"
         return
     last = peers[-1]
-    if error.peer not in (peers if scene == PACKED else [last]):
+    if error.peer not in (peers if scene in {PACKED, LOST} else [last]):
         yield f"the error names {error.peer or 'no receiver'} instead of {last}"
     elif str(error.peer) not in str(error):
         yield f"the error has the receiver {error.peer} and does not say it"
-    named, wanted = sorted(error.tensors), blamed(trainer, scene)
-    some_of_them = scene == WRONG_BYTES and compares_some(trainer.config) and named and {*named} <= {*wanted}
-    if named != wanted and not some_of_them:
-        yield f"the error names {counted_tensors(named)} instead of {counted_tensors(wanted)}"
+    everything = [spec.name for spec in trainer.cache.layout.specs]
+    named, wanted = sorted(error.tensors), [blamed(trainer, scene, sent) for sent in (changed, everything) if sent]
+    some_of_them = scene == WRONG_BYTES and compares_some(trainer.config) and named and {*named} <= {*wanted[-1]}
+    if named not in [sorted(names) for names in wanted] and not some_of_them:
+        yield f"the error names {counted_tensors(named)} instead of {counted_tensors(wanted[0])}"
 
 
 def counted_tensors(names: Sequence[str]) -> str:
@@ -195,11 +215,11 @@ def counted_tensors(names: Sequence[str]) -> str:
     )
 
 
-def blamed(trainer: SyncTrainer, scene: str) -> list[str]:
-    names, layout = sorted(trainer.digests), trainer.cache.layout
-    first = layout.specs[layout.buckets[0][0].spec].name
-    of_receivers = {"missing": names[-1:], "unfit": [names[0], names[-1]], "unsent": [EXTRA], WRONG_BYTES: names}
-    return {**of_receivers, PACKED: [first]}.get(scene, [])
+def blamed(trainer: SyncTrainer, scene: str, sent: Sequence[str]) -> Sequence[str]:
+    """The tensors that an error must name; these are sent, in this order."""
+    names = sorted(trainer.digests)
+    of_receivers = {"missing": names[-1:], "unfit": [names[0], names[-1]], "unsent": [EXTRA], LOST: names}
+    return {**of_receivers, WRONG_BYTES: sent, PACKED: sent[:1]}.get(scene, [])
 
 
 def accepted(trainer: SyncTrainer) -> int:
@@ -250,6 +270,8 @@ def refill(replica: SyncReplica) -> None:
     """A replica that does not serve loses all its weights; the next sync must write every tensor, even those that training left alone."""
     replica.watch.reset("rehearsed")
     replica.model.poison()
+    if replica.config.delta != "off":
+        join_failing(replica, LOST)
     replica.receiver.join()
     replica.count_written(REFILL)
     replica.compare_weights(scene=REFILL)

@@ -363,6 +363,8 @@ class SyncReplica(Side):
             print(f"a forward failed after a successful sync: {failed}")
         self.ctx.record("serves", int(failed is None and self.receiver.routed and served == known[new]))
         if not asleep:
+            self.ctx.record("bytes_arrived", self.watch.arrived, "B")
+            self.ctx.record("base_named", self.watch.base, was=old)
             for metric, count in judge_forwards(self.forwards, known, old, new)._asdict().items():
                 self.ctx.record(metric, count)
             self.ctx.record("versions_differ", int(known.get(old) != known[new]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from kit.engines.contents import Contents, ModuleTensors, sha256
 from kit.labs import rankside
 from kit.labs.sync.lab import SyncConfig, trainer_model
+from kit.labs.sync.ranks.oracle import ChangeOracle
 from kit.labs.sync.ranks.side import ANY, Side, error_of, fill, logits_error, plain_logits
 from kit.labs.sync.ranks.watch import SyncWatch
 from kit.measure.phase import MEMFD, SHM, Place, log_steps, shared_memory
@@ -26,7 +27,6 @@ from kit.sync.cache import BASE, LARGEST, Cache, Ring
 from kit.sync.sender import Gathered, Report, Sender, SyncFailed, Target
 from kit.train.options import DEFAULTS
 
-MOVES = dataclasses.replace(DEFAULTS, first_lr=DEFAULTS.lr)  # no warm-up, so that the first step changes weights
 LEAST_BUCKETS = 8  # also for a model that would fit into fewer, because a run with one bucket proves little
 
 
@@ -37,6 +37,7 @@ class SyncTrainer(Side):
         self.digests: dict[str, str] = {}
         self.changed: list[str] = []  # tensors that training changed since the truth before
         self.logits: torch.Tensor | None = None
+        self.oracle = ChangeOracle()
         self.shared: set[Place] = set()  # memory files that appeared during a sync
         self.outside: set[Place] = set()  # memory files that existed before, or appeared between syncs
         self.named: set[str] = set()  # files in /dev/shm that were open during a sync
@@ -78,13 +79,18 @@ class SyncTrainer(Side):
             share=self.config.verify_share,
             timeout_s=self.config.deadline_s,
             config={"host": self.ctx.host} if self.ctx.host else {},
+            delta=self.config.delta,
         )
         self.sender.make = self.watch.wrap_make(self.sender.make)
 
     def make_job(self) -> None:
         config = trainer_model(self.config)
+        # No warm-up, so that the first step changes weights.
+        settings = dataclasses.replace(
+            DEFAULTS, first_lr=self.config.lr, lr=self.config.lr, last_lr=self.config.lr / 10
+        )
         with self.as_job():
-            self.job = model.build(config, MOVES)
+            self.job = model.build(config, settings)
             self.job.mover.arena.open()  # now, so that its file is no growth after the first release
             fill(self.job.chunks, config.geometry, model.DTYPES[config.dtype], self.config.seed)
             self.job.optimizer.reload_model_params()
@@ -132,9 +138,20 @@ class SyncTrainer(Side):
         self.changed = [] if first else changed
         tensors = {name: tensor for (name, _), tensor in self.gather().items()}
         self.digests = {name: sha256(tensor) for name, tensor in tensors.items()}
+        if self.config.delta != "off" and self.sends:
+            self.record_changes(tensors)
         if self.logits is not None and self.sends:
             plain = plain_logits(trainer_model(self.config), tensors, self.tokens)
             self.ctx.record("plain_error", logits_error(plain, self.logits))
+
+    def record_changes(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """What changed since the truth before, and the bytes that this needs."""
+        if changed := self.oracle.compare(tensors):
+            self.ctx.record(
+                "words_changed", sum(each.changed for each in changed), of=sum(each.words for each in changed)
+            )
+            self.ctx.record("bytes_needed", sum(each.needed(self.config.delta) for each in changed), "B")
+        self.oracle.remember(tensors)
 
     def everywhere(self, names: set[str]) -> list[str]:
         """Names from all ranks of the trainer. Collective."""
@@ -263,16 +280,18 @@ class SyncTrainer(Side):
         return self.listener.waiting if self.sends else 0
 
     def held(self) -> set[Any]:
-        """Without the segments from which versions were sent, of which one is allowed with a ring, else two; files in /dev/shm always
-        count."""
+        """Without the segments from which versions were sent, of which one is allowed with a ring, else two; a version that changes were
+        sent of has one that nothing was sent from. Files in /dev/shm always count."""
         held = super().held()
-        homes = sorted(held & self.watch.homes)[: 1 if streams(self.config) else 2]
+        homes = sorted(held & (self.watch.homes if self.config.delta == "off" else self.shared))[
+            : 1 if streams(self.config) else 2
+        ]
         return held - set(homes) | {name for name in self.named if Path(name).exists()}
 
 
 def streams(config: SyncConfig) -> bool:
-    """Whether no copy of a version is needed: no replica sleeps, and none serves during a sync."""
-    return config.refresh == "paused" and not config.shares
+    """Whether no copy of a version is needed: no replica sleeps, none serves during a sync, and no later version is compared with it."""
+    return config.refresh == "paused" and not config.shares and config.delta == "off"
 
 
 def memory_of(config: SyncConfig, tensors: dict[Key, torch.Tensor]) -> Cache:

@@ -151,6 +151,8 @@ class SyncWatch:
     beginnings: dict[int, str] = field(default_factory=dict)
     repeats: set[int] = field(default_factory=set)  # buckets that begin with the bytes of the one before
     path: str = "base"
+    base: int | None = None  # the version that the last sync named as the one which it changed
+    arrived: int = 0  # bytes of the buckets of the last sync
     recorded: Counter[str] = field(default_factory=Counter)  # number of recorded syncs by path
 
     def point(self, name: str, bucket: int = 0) -> None:
@@ -162,7 +164,7 @@ class SyncWatch:
         self.points.append(Point(name, bucket, when, version, routed, logits))
 
     def reset(self, path: str) -> None:
-        self.path, self.points = path, []
+        self.path, self.points, self.base, self.arrived = path, [], None, 0
         if self.forwards is not None:
             self.forwards.reset()
 
@@ -184,6 +186,7 @@ class SyncWatch:
 
         class Seen(plain):  # type: ignore[misc, valid-type]
             def begin(self, message: dict[str, Any]) -> None:
+                watch.base = message.get("base")
                 watch.point("begin")
                 super().begin(message)
 
@@ -268,6 +271,7 @@ class SeenTransport:
 
     def receive(self, index: int, into: torch.Tensor) -> torch.Tensor:
         got: torch.Tensor = self._transport.receive(index, into)
+        self._watch.arrived += got.numel()
         self._watch.point("bucket", index)
         return got
 
@@ -292,8 +296,8 @@ class SeenWeights:
         keep: Callable[[], None] = self._weights.keep()
         return keep
 
-    def bind(self, layout: Any) -> SeenWeights:
-        self._applier = self._weights.bind(layout)
+    def bind(self, layout: Any, changes: Any = None) -> SeenWeights:
+        self._applier = self._weights.bind(layout, changes)
         return self
 
     def apply(self, index: int, buffer: torch.Tensor) -> None:
