@@ -231,7 +231,7 @@ def test_two_runs_and_those_that_reach_more_of_the_function(monkeypatch: pytest.
     ran: list[str] = []
 
     class Copy:
-        def run(self, arguments: str, mode: str) -> tuple[str, list[str]]:
+        def run(self, arguments: str, mode: str, limit_s: float) -> tuple[str, list[str]]:
             ran.append(arguments)
             return "survived", []
 
