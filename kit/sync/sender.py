@@ -146,7 +146,7 @@ class Report:
     bucket_bytes: int = 0
     transports: dict[str, int] = field(default_factory=dict)
     log: SyncLog = field(default_factory=SyncLog)
-    began: float = 0.0
+    began: float
     wall: float = 0.0
     verified: int = 0  # tensors with compared digests
     base: int | None = None  # the version from which changes were sent; None: everything was

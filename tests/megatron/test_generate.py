@@ -128,6 +128,7 @@ def test_bad_calls_are_named_and_change_nothing(world: World) -> None:
         "twice": "KitError: request 1.0 is already in flight",
         "long": "BadInput: request 0.1 may reach 44 tokens; the model's limit is 32",
         "token": "BadInput: request 0.2 holds a token outside of the vocabulary, which has 16",
+        "below": "BadInput: request 0.2 holds a token outside of the vocabulary, which has 16",
         "finished": "BadInput: request 0.0 can only go on from an unfinished answer to the same request",
         "other": "BadInput: request 2.0 can only go on from an unfinished answer to the same request",
         "cancel": "KitError: request nobody is not in flight",

@@ -318,6 +318,7 @@ def refused() -> dict[str, str]:
             "twice": lambda: engine.start(request(1)),
             "long": lambda: engine.start(request(0, 1, max_tokens=40)),
             "token": lambda: engine.start(dataclasses.replace(request(0, 2), prompt=(3, VOCAB))),
+            "below": lambda: engine.start(dataclasses.replace(request(0, 2), prompt=(3, -1))),
             "finished": lambda: engine.start(done[0].request, done[0]),
             "other": lambda: engine.start(request(2), done[0]),
             "cancel": lambda: engine.cancel("nobody"),
