@@ -104,6 +104,7 @@ def set_by(setting: tuple[str, Any]) -> str:
 
 STREAM = "run stream --set simulated=true --set ranks=1"
 LIVE = "run stream --set steps=3 --set worlds=0"
+ADAPTED = "run share --set scenario=C --set rehearse=false --set worlds=0"
 SMALL_SYNC = runs_of("sync")[0]
 
 ROOMS = (
@@ -132,6 +133,7 @@ ROOMS = (
         (
             *runs_of("sync"),
             LIVE,  # replicas decode there
+            ADAPTED,
             f"{SMALL_SYNC} --set receiver=kit.sync.protocols:VllmCalls",
             f"{SMALL_SYNC} --set receiver=kit.sync.protocols:SglangSession",
         ),
