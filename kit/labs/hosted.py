@@ -29,6 +29,7 @@ from kit.world.launch import RAY
 from kit.world.world import Worlds
 
 GIVEN_BACK_S = 10.0
+WATCHED_S = 1.0
 NewRows = Callable[[int, list[dict[str, Any]]], None]
 
 # -- on the notebook side --------------------------------------------------------------------------------------------------
@@ -53,8 +54,12 @@ class ControllerActor:
         phase: str,
         observer: WorldObserver,
         write: NewRows,
+        silent_s: float,
     ) -> Any:
-        """Call `target(lent=..., **args)` there, with these ranks lent to it; return its value, or raise what it describes as `error`."""
+        """Call `target(lent=..., **args)` there, with these ranks lent to it; return its value, or raise what it describes as `error`.
+
+        The call itself has no deadline, as a driver in this process has none; a process that is silent for `silent_s` is given up.
+        """
 
         def hear(_: int, values: list[Any]) -> None:
             for value in values:
@@ -73,9 +78,14 @@ class ControllerActor:
             pendings.extend(world.lend(own, phase=phase, observer=observer, on_news=write) for own in given if own)
             running = self.world.submit(target, args={**args, "lent": lent}, on_news=hear, **quiet)
             while not running.over():
-                wait([running, *(pending for pending in pendings if not pending.settled)])
+                wait([running, *(pending for pending in pendings if not pending.settled)], timeout_s=WATCHED_S)
+                running.refuse_silence(silent_s)
             answer = running.result()[0]
-        except RankDied as error:
+        except (RankDied, RankTimeout) as error:
+            for part in parts:
+                part.die("its ranks were lent to a controller, which cannot give them back any more")
+            if isinstance(error, RankTimeout):
+                raise
             text = f"the controller's actor ended: {error}"
             raise RankDied(text, rank=NOTEBOOK, phase=phase, signal=error.signal, exitcode=error.exitcode) from error
         finally:

@@ -621,6 +621,7 @@ class Lab:
             phase=drive.phase,
             observer=drive.quiet,
             write=drive.write,
+            silent_s=self.config.timeout_s,
         )
         drive.lost |= {*answer["lost"]}
 

@@ -103,7 +103,7 @@ class WorldCall:
             if not member.asked:
                 with contextlib.suppress(ChannelClosed):  # its end is seen on the other link
                     member.watch.send({"id": 0, "do": "news"})
-                    member.asked = True
+                    member.asked = now
 
     def advance(self) -> None:
         if self.settled:
@@ -421,6 +421,14 @@ class Pending:
 
     def over(self) -> bool:
         return self.settled or time.monotonic() >= self.deadline
+
+    def refuse_silence(self, seconds: float) -> None:
+        """Raise if a rank's process has not answered the question for news for so long, as a stopped one does not."""
+        since = min(
+            (member.asked for call in self.calls for member in call.waiting() if member.asked), default=math.inf
+        )
+        if time.monotonic() - since > seconds:
+            raise timeouts([call.timeout(seconds) for call in self.calls if not call.settled], seconds)
 
     def advance(self, *, tick: bool) -> None:
         if self.settled:

@@ -394,7 +394,7 @@ class WorldMember:
     call: Any = None  # the `kit.world.calls.WorldCall` that it has not answered
     since: float = 0.0
     log: int = 0  # how much of its log was shown
-    asked: bool = False  # for news, and has not answered
+    asked: float = 0.0  # for news, when; 0 once it has answered
     news: list[str] = field(default_factory=list)  # what it reported, not handed on yet
 
     @property
@@ -406,7 +406,7 @@ class WorldMember:
         messages = self.watch.arrived()
         for message in messages:
             if "news" in message:
-                self.asked, self.news = False, [*self.news, *message["news"]]
+                self.asked, self.news = 0.0, [*self.news, *message["news"]]
         return [message for message in messages if "news" not in message]
 
 

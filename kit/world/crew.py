@@ -386,7 +386,7 @@ class Crew:
         try:
             member.hear_watch()
         except ChannelClosed:
-            member.asked = False  # its end is heard of on the other link
+            member.asked = 0.0  # its end is heard of on the other link
         except MALFORMED as error:
             self.refuse(member, error)
 

@@ -201,7 +201,7 @@ def test_a_lab_passes_over_two_hosts(
         if not looks["blind"].astype(int).any():
             seen = with_ids(rows[(rows["phase"] == "shared") & (rows["metric"] == "seen_owner")], "device")
             assert {"a.replica 1", "b.trainer", "b.replica 1"} <= {
-                *seen[seen["device"] == "1"]["text"]
+                *seen[seen["device"].astype(int) == 1]["text"]
             }  # of the other one
     if lab == "stream":
         rows = run.frame()
@@ -260,8 +260,8 @@ def test_a_machine_that_is_lost_while_pipelines_share_devices_is_named(
                 lab.step()
             cutter.join()
             states = {(row["node"], row["state"]) for row in lab.world.status()}
-            # Also ranks there that no call was waiting for, so that none is asked in vain.
-            assert {state for node, state in states if node} == {"lost"}
+            # Also ranks there that no call was waiting for, so that none is asked in vain. A call that was cancelled has ended its World.
+            assert "lost" in {state for node, state in states if node} <= {"lost", "dead"}
             assert "lost" not in {state for node, state in states if not node}
         assert wait_for(lambda: far_host.pids() == [], 30)  # the agents end by themselves, whatever they were sending
     finally:

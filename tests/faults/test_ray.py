@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from typing import Any
 import pytest
 
 import kit
-from kit.errors import BadInput, KitError, RankDied, RankError
+from kit.errors import BadInput, KitError, RankDied, RankError, RankTimeout
 from kit.labs.bench_world.hosts import SecondHost
 from kit.world import World, leftovers, warm
 from kit.world.launch import launch_commands
@@ -67,6 +68,60 @@ def test_a_machine_gives_the_share_of_its_gpus_that_the_world_uses(monkeypatch: 
 
     assert gpus_of(1 / 3) == gpus_of(0.333333) == [0.667, 2.0]
     assert gpus_of(0.0) == [None, None]
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    ("address", "error", "said"),
+    [
+        (
+            "10.0.0.9:6379",
+            ConnectionError("no route\nand more"),
+            "Ray could not join RAY_ADDRESS=10.0.0.9:6379: no route",
+        ),
+        ("", RuntimeError("another version"), "Ray could not join this machine's cluster: another version"),
+        ("", ConnectionError("none is here"), "Ray did not start here within 0 s: it is too slow"),
+    ],
+)
+def test_a_cluster_that_cannot_be_joined_or_started_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, address: str, error: Exception, said: str
+) -> None:
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray's import sets it, as a start sets the next one
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    from kit.world import raylaunch
+
+    def init(where: str = "", **options: Any) -> None:
+        raise error if "address" in options else RuntimeError("it is too slow")
+
+    monkeypatch.setattr(raylaunch.ray, "init", init)
+    monkeypatch.setattr(raylaunch, "START_S", 0.0)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(SystemExit, match=f"^{re.escape(said)}$"):
+        raylaunch.join_cluster("/nowhere", 2)
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    ("machines", "said"),
+    [
+        (1, "the Ray cluster has 0 machines with a CPU beside this one, and the World needs 1"),
+        (2, "the Ray cluster has had no room for node:10.0.0.1 with 1 CPU for 300 s; `ray status` shows its use"),
+    ],
+)
+def test_a_cluster_without_room_is_one_sentence(monkeypatch: pytest.MonkeyPatch, machines: int, said: str) -> None:
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")
+    from kit.world import raylaunch
+
+    nodes = [
+        {"Alive": True, "NodeID": str(node), "NodeManagerAddress": f"10.0.0.{node}", "Resources": {"CPU": 8}}
+        for node in range(machines)
+    ]
+    monkeypatch.setattr(raylaunch, "join_cluster", lambda *_: True)
+    monkeypatch.setattr(raylaunch.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(raylaunch.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "0"))
+    monkeypatch.setattr(raylaunch, "placement_group", lambda _: SimpleNamespace(wait=lambda _: False))
+    with pytest.raises(SystemExit, match=f"^{re.escape(said)}$"):
+        raylaunch.launch(SimpleNamespace(command=["agent"], machine=1, share=0.0), "key", "/nowhere")  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -338,8 +393,17 @@ def test_without_staleness_the_controller_in_an_actor_decides_and_trains_the_sam
 
 @pytest.mark.slow
 @needs_ray
-def test_a_controller_that_is_killed_is_named(alone: Path, tmp_path: Path, nothing_left: None) -> None:
-    small = {"phases": "stream", "replicas": 1, "ranks": 2, "steps": 50, "warm": 0, "device": "cpu"}
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (signal.SIGKILL, r"^the controller's actor ended: rank 2 \(pid \d+ .*is gone"),
+        (signal.SIGSTOP, r"^no answer from rank 2 within 10 s"),
+    ],
+)
+def test_a_controller_that_ends_or_is_silent_is_named(
+    alone: Path, how: signal.Signals, said: str, tmp_path: Path, nothing_left: None
+) -> None:
+    small = {"phases": "stream", "replicas": 1, "ranks": 2, "steps": 50, "warm": 0, "device": "cpu", "timeout_s": 10.0}
     with kit.lab("stream", out=tmp_path / "run", engine="ray", **small) as lab:
         lab.step()
         assert lab._controller is not None
@@ -348,13 +412,18 @@ def test_a_controller_that_is_killed_is_named(alone: Path, tmp_path: Path, nothi
 
         def kill_once_it_works() -> None:
             wait_for(lambda: '"generate"' in records.read_text(), 60)
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, how)
 
         killer = threading.Thread(target=kill_once_it_works)
         killer.start()
-        with pytest.raises(RankDied, match=r"^the controller's actor ended: rank 2 \(pid \d+ .*is gone"):
+        with pytest.raises((RankDied, RankTimeout), match=said):
             lab.step()
         killer.join()
+        assert isinstance(lab.world, Worlds)
+        # At once, and not after those who were lent have been waited for and interrupted.
+        assert {world.dead for world in lab.world.worlds} == {
+            "its ranks were lent to a controller, which cannot give them back any more"
+        }
     assert not processes(f"{alone}/kit-ray-")
     assert left_folders() == set()
 

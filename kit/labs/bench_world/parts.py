@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import subprocess
@@ -42,7 +43,7 @@ WIDE = 8  # ranks for the row on calls in flight
 FLYING = 100
 EMPTY = f"{FUNCTIONS}:rank_number"
 HOLDER = (
-    "import sys\nfrom kit.world import World\nworld = World(2, device='cpu', logs=sys.argv[1])\n"
+    "import json, sys\nfrom kit.world import World\nworld = World(2, device='cpu', **json.loads(sys.argv[1]))\n"
     f"world.call('{FUNCTIONS}:first_all_reduce')\nprint('ready', flush=True)\nsys.stdin.read()"
 )
 ROOT = Path(__file__).resolve().parents[3]
@@ -231,9 +232,12 @@ def ask_for_help(bench: Bench) -> Iterator[Samples]:
     yield Samples(what="kit --help", values=values, metric="helped")
 
 
-def kernel_death_once(logs: Path) -> float:
-    """SIGKILL a process that has a World; seconds until all processes and folders of that World are gone."""
-    command = [sys.executable, "-c", HOLDER, str(logs)]
+def kernel_death_once(
+    logs: Path, before: Callable[[], None] = lambda: None, gone_s: float = GONE_S, **where: Any
+) -> float:
+    """SIGKILL a process that has a World; seconds until all processes and folders of that World are gone. `where`: options of the World;
+    `before`: called when it is there."""
+    command = [sys.executable, "-c", HOLDER, json.dumps({"logs": str(logs), **where})]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()) as holder:
         assert holder.stdout is not None
         printed = holder.stdout.readline()
@@ -243,18 +247,19 @@ def kernel_death_once(logs: Path) -> float:
             return mark.split(":")[1] == owner
 
         known = carriers(fits)
+        before()
         began = time.perf_counter()
         holder.kill()
-        if printed != b"ready\n" or len(known) < 3:
+        if printed != b"ready\n" or len(known) < 2:
             raise KitError(f"a World in another process did not start; its processes: {known}")
-        took = seconds_until_gone(fits, known, began, GONE_S)
+        took = seconds_until_gone(fits, known, began, gone_s)
         if took is None:
             end_carriers(fits)
-            raise KitError(f"{GONE_S:.0f} s after the SIGKILL of its notebook, a World still had processes")
+            raise KitError(f"{gone_s:.0f} s after the SIGKILL of its notebook, a World still had processes")
         while any(folder.name.split(":")[1:2] == [owner] for folder in leftovers.base().iterdir()):
             took = time.perf_counter() - began
-            if took > GONE_S:
-                raise KitError(f"{GONE_S:.0f} s after the SIGKILL of its notebook, a World still had its folder")
+            if took > gone_s:
+                raise KitError(f"{gone_s:.0f} s after the SIGKILL of its notebook, a World still had its folder")
     return took
 
 
@@ -282,6 +287,7 @@ def two_hosts(bench: Bench) -> Iterator[Samples]:
     started, stepped = f"{STARTED}: on two hosts, over on one", f"{STEPPED}: on two hosts, over on one"
     named = "a cable cut in a step, from the deadline to the exception that names the far ranks"
     left = "the same, from the cut to nothing left on the far host"
+    gone = "SIGKILL of the notebook's process behind a cut cable to nothing left on either host"
     try:
         other = SecondHost()
     except KitError as error:
@@ -290,6 +296,7 @@ def two_hosts(bench: Bench) -> Iterator[Samples]:
         for ranks in (2, WIDE):
             yield unmeasured(f"{named}, {ranks} ranks", error, metric="cut_named")
             yield unmeasured(f"{left}, {ranks} ranks", error, metric="far_side_left")
+        yield unmeasured(gone, error, metric="both_sides_left")
         return
     try:
         for number in range(bench.config.hosts):
@@ -301,9 +308,11 @@ def two_hosts(bench: Bench) -> Iterator[Samples]:
             yield ratios("stepped_on_two", stepped, steps[:1], steps[1:])
         for ranks in (2, WIDE):
             show_progress(f"{named}, {ranks} ranks")
-            seconds, gone = cut_once(bench, other, ranks)
+            seconds, seconds_left = cut_once(bench, other, ranks)
             yield Samples(what=f"{named}, {ranks} ranks", values=[seconds], metric="cut_named")
-            yield Samples(what=f"{left}, {ranks} ranks", values=[gone], metric="far_side_left")
+            yield Samples(what=f"{left}, {ranks} ranks", values=[seconds_left], metric="far_side_left")
+        show_progress(gone)
+        yield Samples(what=gone, values=[notebook_death_once(bench, other)], metric="both_sides_left")
     finally:
         other.remove()
 
@@ -346,11 +355,31 @@ def cut_once(bench: Bench, other: SecondHost, ranks: int) -> tuple[float, float]
         else:
             raise KitError("ranks behind a cut cable answered")
     try:
-        while other.pids():
-            if (gone := time.perf_counter() - cut) > 2 * FAR_GONE_S:
-                raise KitError(f"{gone:.0f} s after the cable was cut, the far host still had processes")
-            time.sleep(0.1)
-        return named, time.perf_counter() - cut
+        return named, seconds_until_empty(other, cut)
+    finally:
+        other.mend()
+
+
+def seconds_until_empty(other: SecondHost, since: float) -> float:
+    while other.pids():
+        if (gone := time.perf_counter() - since) > 2 * FAR_GONE_S:
+            raise KitError(f"{gone:.0f} s after the cable was cut, the far host still had processes")
+        time.sleep(0.1)
+    return time.perf_counter() - since
+
+
+def notebook_death_once(bench: Bench, other: SecondHost) -> float:
+    """SIGKILL a process that has a World on both hosts, just after the cable was cut; seconds until both have nothing of it."""
+    began = time.perf_counter()
+
+    def cut() -> None:
+        nonlocal began
+        other.cut()
+        began = time.perf_counter()
+
+    try:
+        near = kernel_death_once(bench.logs, cut, 2 * FAR_GONE_S, **options_on(other, bench))
+        return max(near, seconds_until_empty(other, began))
     finally:
         other.mend()
 

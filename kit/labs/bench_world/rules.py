@@ -16,6 +16,7 @@ RULES = (
     median_rule("stepped_on_two", "Does a step on two hosts cost little more than on one?", 2.0),
     median_rule("cut_named", "Is a lost host named soon after the deadline?", 2.0, "s"),
     median_rule("far_side_left", "Is nothing left on a lost host soon?", 30.0, "s"),
+    median_rule("both_sides_left", "Is nothing left anywhere when the notebook dies behind a cut cable?", 30.0, "s"),
     median_rule(
         "start_over_ray", "Does a start on Ray take hardly longer than Ray's own start of such actors?", 1.0, "s"
     ),
