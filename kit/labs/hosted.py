@@ -23,7 +23,7 @@ from kit.errors import BadInput, Cancelled, KitError, RankDied, RankError, RankP
 from kit.results.records import NOTEBOOK
 from kit.world import World, asked, leftovers, rayside
 from kit.world.asked import NodePart
-from kit.world.calls import GRACE_S, TICK_S, Pending, WorldObserver, failure_of, ranks_word, wait
+from kit.world.calls import GRACE_S, TICK_S, Pending, WorldObserver, failure_of, ranks_word, refuse_silence, wait
 from kit.world.channel import Message
 from kit.world.launch import RAY
 from kit.world.world import Worlds
@@ -79,7 +79,7 @@ class ControllerActor:
             running = self.world.submit(target, args={**args, "lent": lent}, on_news=hear, **quiet)
             while not running.over():
                 wait([running, *(pending for pending in pendings if not pending.settled)], timeout_s=WATCHED_S)
-                running.refuse_silence(silent_s)
+                refuse_silence(running, silent_s)
             answer = running.result()[0]
         except (RankDied, RankTimeout) as error:
             for part in parts:

@@ -422,14 +422,6 @@ class Pending:
     def over(self) -> bool:
         return self.settled or time.monotonic() >= self.deadline
 
-    def refuse_silence(self, seconds: float) -> None:
-        """Raise if a rank's process has not answered the question for news for so long, as a stopped one does not."""
-        since = min(
-            (member.asked for call in self.calls for member in call.waiting() if member.asked), default=math.inf
-        )
-        if time.monotonic() - since > seconds:
-            raise timeouts([call.timeout(seconds) for call in self.calls if not call.settled], seconds)
-
     def advance(self, *, tick: bool) -> None:
         if self.settled:
             return
@@ -492,6 +484,13 @@ def wait(pendings: Iterable[Pending], *, first: bool = True, timeout_s: float | 
         raise BadInput("kit.wait takes what submit() returned, in a list")
     drive(asked, until=math.inf if timeout_s is None else time.monotonic() + timeout_s, first=first)
     return [pending for pending in asked if pending.over()]
+
+
+def refuse_silence(pending: Pending, seconds: float) -> None:
+    """Raise if a rank's process has not answered the question for news for so long, as a stopped one does not."""
+    since = min((member.asked for call in pending.calls for member in call.waiting() if member.asked), default=math.inf)
+    if time.monotonic() - since > seconds:
+        raise timeouts([call.timeout(seconds) for call in pending.calls if not call.settled], seconds)
 
 
 def drive(pendings: Sequence[Pending], *, until: float, first: bool = False, overdue: bool = False) -> None:
