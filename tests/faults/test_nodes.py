@@ -484,6 +484,38 @@ def test_ssh_and_slurm_are_commands_for_each_other_machine(tmp_path: Path, monke
         launch_commands("slurm", 3)
 
 
+# Neither has a machine to go to here. They pass on what they are given as the real ones do: ssh its last word, for a shell, without this
+# environment; srun the words after its options.
+STAND_INS = {
+    "ssh": 'for last; do :; done\nexec env -i PATH="$PATH" GLOO_SOCKET_IFNAME=lo /bin/sh -c "$last"',
+    "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"',
+    "scontrol": "printf 'gpu1\\ngpu2\\n'",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launch", "told"), [("ssh:gpu2", "ssh -o BatchMode=yes"), ("slurm", "srun --overlap")])
+def test_stand_ins_for_ssh_and_srun_launch_the_other_machine(
+    launch: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
+) -> None:
+    for name, text in STAND_INS.items():
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/told\n{text}\n')
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", f"gpu[1-2],{tmp_path.name}")  # asked once in a process
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    options: dict[str, Any] = {"device": "cpu", "logs": tmp_path / "logs", "env": {"OF_THE_WORLD": "a 'b' $c"}}
+    with World(2, nodes=2, endpoint=f"127.0.0.1:{free_port()}", launch=launch, **options) as world:
+        world.run("t = torch.ones(1) * (rank + 1); dist.all_reduce(t)")
+        assert world.eval("[t.item(), __import__('os').environ['OF_THE_WORLD']]") == [[3.0, "a 'b' $c"]] * 2
+        key = world._crew._key.hex()
+    words = (tmp_path / "told").read_text()
+    assert told in words
+    assert "gpu2" in words
+    assert key not in words
+
+
 @pytest.mark.slow
 def test_a_machine_that_never_joins_is_named(
     tmp_path: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch

@@ -311,7 +311,7 @@ def test_a_cluster_that_was_there_runs_the_agents_and_stays(
 
 @pytest.mark.slow
 @needs_ray
-@pytest.mark.parametrize("lab", ["smoke", "stream"])
+@pytest.mark.parametrize("lab", ["smoke", "stream", "share"])
 def test_a_lab_passes_over_a_cluster(
     cluster: SecondHost, lab: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
 ) -> None:
