@@ -161,7 +161,7 @@ class LoadedModel:
 
     It may have `constants()`, `begin()`, `finalize()`, `sleep()` and `wake()`. `begin` comes before the first tensor of a version, also
     after a load that failed. `cached_logits` may use what the engine keeps of earlier requests. `live_bytes()` are those of its tensors
-    in other processes."""
+    in other processes, `resident()` the names of weights with memory there."""
 
     def __init__(self, engine: Any, target: str, device: torch.device) -> None:
         if lacking := [call for call in ("full_tensors", "load", "logits") if not hasattr(engine, call)]:
@@ -227,7 +227,10 @@ class LoadedModel:
         return shards.made_of(name)[1]
 
     def resident(self) -> list[str]:
-        """Tensors in the engine with bytes on the device and the size of a weight, whatever its layout is."""
+        """Tensors in the engine with bytes on the device and the size of a weight, whatever its layout is. An engine whose tensors are in
+        another process tells them itself."""
+        if hasattr(self.engine, "resident"):
+            return [*self.engine.resident()]
         wanted = {(dtype, shape.numel()) for dtype, shape in self.shapes.values()}
         kept = {tensor.untyped_storage()._cdata for _, tensor in self.constants()}
         return [

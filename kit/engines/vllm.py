@@ -3,18 +3,21 @@
 The engine reads the base weights from a folder that this rank writes; nothing is downloaded. New weights go through vLLM's layerwise
 reload: `begin`, `load` for each tensor, `finalize`. Every call has a deadline. The process ends with its socket, or with its rank.
 
-Limits: a CPU, one rank, dense Qwen2 with heads of a size that vLLM's attention has; no sleep, which vLLM has on GPUs only.
+Limits: a CPU, one rank, dense Qwen2 with heads of a size that vLLM's attention has; a sleeping engine
+keeps its memory, because vLLM frees it on GPUs only.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import mmap
 import os
 import socket
 import subprocess
 import tempfile
 import threading
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from kit.megatron.serve import PromptRequest
 from kit.sync.buckets import dtype_name
 from kit.train.draws import uniform
 
+ALIGNED = 64  # bytes
 START_S, CALL_S = 110.0, 60.0
 # By what a sync does with requests in flight: vLLM's mode, and whether it clears its cache. The controller has drained the engine.
 PAUSES = {"keep": ("keep", False), "recompute": ("keep", True), "abort": ("abort", True), "drain": ("abort", True)}
@@ -57,6 +61,7 @@ class VllmModel:
         self._calls = threading.Lock()  # forwards come from another thread
         self._lines = [Connection(end.detach()) for end in socket.socketpair()]
         line, theirs = self._lines
+        self._arena = Arena(ctx.weights)
         folder = self._folder = tempfile.TemporaryDirectory(prefix="kit-vllm-")
         write_folder(Path(folder.name), ctx)
         settings = {
@@ -65,13 +70,18 @@ class VllmModel:
             "recorded": self.recorded if ctx.writes else "raw_logits",
             "dtype": dtype_name(ctx.dtype),
             "length": ctx.geometry.seq,
+            "arena": self._arena.file,
         }
         command = [ctx.python, "-P", str(SIDE), str(theirs.fileno()), json.dumps(settings)]
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self.process = subprocess.Popen(
-            command, env={**inherited, **ENVIRONMENT}, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            command,
+            env={**inherited, **ENVIRONMENT},
+            pass_fds=[theirs.fileno(), self._arena.file],
+            stdin=subprocess.DEVNULL,
         )
         theirs.close()
+        os.close(self._arena.file)  # its mapping stays
         try:
             self._answer(line, START_S)
         except BaseException:
@@ -95,12 +105,8 @@ class VllmModel:
         self.open = True
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        host = tensor.detach().cpu().contiguous()
-        described = {"name": name, "dtype": dtype_name(host.dtype), "shape": list(host.shape)}
-        with self._calls:
-            self._send({"call": "load", **described})
-            self._lines[0].send_bytes(host.view(-1).view(torch.uint8).numpy().tobytes())
-            self._answer(self._lines[0])
+        offset = self._arena.put(name, tensor)
+        self.call("load", name=name, dtype=dtype_name(tensor.dtype), shape=list(tensor.shape), offset=offset)
 
     def finalize(self) -> None:
         if self.open:
@@ -122,6 +128,15 @@ class VllmModel:
     def cached_logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """The same with what the prefix cache has."""
         return self._logits(tokens, cached=True)
+
+    def sleep(self) -> None:
+        self.call("sleep")
+
+    def wake(self) -> None:
+        self.call("wake")
+
+    def resident(self) -> list[str]:
+        return [str(name) for name in self.call("resident")]
 
     # -- answers ----------------------------------------------------------------------------------------------------------
 
@@ -185,8 +200,8 @@ class VllmModel:
         except OSError as error:
             raise EngineFailed(f"the vLLM engine has ended ({self.process.poll()}): {error}") from None
 
-    def _answer(self, line: Connection, within_s: float = CALL_S) -> Any:
-        answer = json.loads(self._bytes(line, within_s))
+    def _answer(self, line: Connection, within_s: float | None = None) -> Any:
+        answer = json.loads(self._bytes(line, within_s or CALL_S))
         if "error" in answer:
             raise EngineFailed(f"the vLLM engine raised {answer['error']}")
         return answer["result"]
@@ -200,6 +215,30 @@ class VllmModel:
             raise EngineFailed(f"the vLLM engine {ended}; its output is in this rank's log") from None
         self.process.kill()  # a late answer would be taken for that of the next call
         raise EngineFailed(f"the vLLM engine did not answer within {within_s:g} s")
+
+
+class Arena:
+    """Memory that the engine's process maps, with a place for each tensor: vLLM reads a tensor when its layer is complete, so none may be
+    written over before the next version."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self.places: dict[str, tuple[int, int]] = {}
+        end = 0
+        for name, tensor in weights.items():
+            self.places[name] = end, tensor.nbytes
+            end += -(-tensor.nbytes // ALIGNED) * ALIGNED
+        self.file = os.memfd_create("kit-vllm")
+        os.ftruncate(self.file, end)
+        self._memory = torch.frombuffer(mmap.mmap(self.file, end), dtype=torch.uint8)
+
+    def put(self, name: str, tensor: torch.Tensor) -> int:
+        """Copy a tensor to its place; returns where that begins."""
+        offset, size = self.places.get(name, (0, 0))
+        if tensor.nbytes != size:
+            raise EngineFailed(f"{name} has {tensor.nbytes} bytes, but {size} in the base weights")
+        flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        self._memory[offset : offset + size].copy_(flat)
+        return offset
 
 
 def write_folder(folder: Path, ctx: EngineContext) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import math
+import mmap
 import signal
 import sys
 import traceback
@@ -48,6 +50,7 @@ class Engine:
         self.config: Any = self.llm.llm_engine.vllm_config
         self.model: Any = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
         self.core: Any = self.llm.llm_engine.engine_core.engine_core
+        self.arena = mmap.mmap(settings["arena"], 0)  # where tensors come
         self.open = False
         self.salt = 0  # of the prefix cache: its blocks answer for prompts with the same salt only
 
@@ -89,9 +92,12 @@ class Engine:
             initialize_layerwise_reload(self.model)
         self.open = True
 
-    def load(self, name: str, tensor: torch.Tensor) -> None:
+    def load(self, name: str, dtype: str, shape: list[int], offset: int) -> None:
         if not self.open:
             raise RuntimeError("load before begin")
+        tensor = torch.frombuffer(self.arena, dtype=getattr(torch, dtype), count=math.prod(shape), offset=offset).view(
+            shape
+        )
         with self.in_engine(), torch.no_grad():
             self.model.load_weights([(name, tensor)])
 
@@ -103,6 +109,18 @@ class Engine:
         with self.in_engine(), torch.no_grad():
             finalize_layerwise_reload(self.model, self.config.model_config)
         self.open = False
+
+    def keep(self) -> None:
+        """A copy of the weights in this process, for `reload_kept`."""
+        self.kept = [(name, tensor.detach().clone()) for name, tensor in self.full_tensors()]
+
+    def reload_kept(self) -> None:
+        """The engine's own load from memory: all tensors at once, without another process."""
+        self.begin()
+        with self.in_engine(), torch.no_grad():
+            self.model.load_weights(iter(self.kept))
+        self.finish()
+        self.drop_cache()
 
     def in_engine(self) -> Any:
         from vllm.config import set_current_vllm_config
@@ -151,9 +169,22 @@ class Engine:
     def resume(self) -> None:
         self.core.resume_scheduler()
 
+    def sleep(self) -> None:
+        """Level 2 discards the weights, where the device lets vLLM do so: on a CPU they stay, and only requests are refused."""
+        self.llm.sleep(level=2)
+
+    def wake(self) -> None:
+        self.llm.wake_up()
+
+    def resident(self) -> list[str]:
+        """Weights that have memory."""
+        return [name for name, tensor in self.model.named_parameters() if tensor.untyped_storage().nbytes()]
+
     def logits(self, tokens: list[list[int]], *, cached: bool) -> torch.Tensor:
         import vllm
 
+        if self.core.is_sleeping():
+            raise RuntimeError("the engine is asleep: wake it and load its weights before it serves")
         how = vllm.SamplingParams(
             temperature=0, max_tokens=1, logprobs=-1, detokenize=False, skip_reading_prefix_cache=not cached
         )
@@ -191,15 +222,10 @@ def serve(line: Connection, engine: Engine) -> None:
             return
         name = message.pop("call")
         try:
-            if name == "load":
-                raw = bytearray(line.recv_bytes())
-                dtype = getattr(torch, message["dtype"])
-                engine.load(message["name"], torch.frombuffer(raw, dtype=dtype).view(message["shape"]))
-                answer(line, [])
-            elif name == "logits":
+            if name == "logits":
                 answer(line, [("logits", engine.logits(message["tokens"], cached=message["cached"]))])
-            elif name == "step":
-                line.send_bytes(json.dumps({"result": engine.step()}).encode())
+            elif name in ("step", "resident"):
+                line.send_bytes(json.dumps({"result": getattr(engine, name)()}).encode())
             else:
                 answer(line, list(getattr(engine, name)(**message) or ()))
         except Exception as error:  # noqa: BLE001 - whatever the engine raises is reported

@@ -64,4 +64,5 @@ def check_engine_there(config: Any) -> None:
 
 
 def vllm_python(config: Any) -> str:
-    return config.replica_python or os.environ.get("KIT_VLLM_PYTHON", "")
+    """The interpreter that `replica_python` or the environment names; empty if none."""
+    return getattr(config, "replica_python", "") or os.environ.get("KIT_VLLM_PYTHON", "")

@@ -24,6 +24,7 @@ FILES = {
 PACKAGES = {"file:safetensors": "safetensors", "file:dcp": "torch"}
 # Names of plain copies; the number of the other GPU follows `PEER`.
 HOST, WITHIN, OUT, BACK, PEER = "memcpy", "within the GPU", "GPU to pinned memory", "pinned memory to GPU", "to GPU"
+SYNCED, LOADED = "a sync", "the engine's own load"
 IN_MEMORY = Path("/dev/shm")  # noqa: S108 - this path itself is measured
 SPARE = 1.25  # a checkpoint is slightly larger than its tensors
 GPUS = ("ipc", "shm", "broadcast")
@@ -61,6 +62,7 @@ class BenchSyncConfig(BenchConfig):
         "terms_mib": (4, 16, 64),
         "stall_mib": 64,
         "receivers": (1, 2),
+        "engine_rounds": 3,
     }
 
     shapes: Annotated[str, Option("weights to send, separated by commas: model, small, large")] = "model,small,large"
@@ -85,6 +87,8 @@ class BenchSyncConfig(BenchConfig):
     ] = 256
     receivers: Annotated[tuple[int, ...], Option("numbers of receivers")] = (1, 2, 4)
     receivers_mb: Annotated[int, Option("size of weights to more receivers", low=1, high=1 << 20, unit="MB")] = 100
+    engine_layers: Annotated[int, Option("layers of the model in vLLM, of 58 MiB each", low=1, high=1000)] = 5
+    engine_rounds: Annotated[int, Option("turns of a sync to vLLM", low=1, high=1000)] = 9
 
 
 def shape_of(config: BenchSyncConfig, key: str) -> Shape:
@@ -100,7 +104,7 @@ def plan(config: BenchSyncConfig) -> list[Step]:
     on_gpus = [f"gpus.{name}" for name in GPUS]
     kinds = ("transports", "receivers", "verified", "files")
     on_host = [f"{shape}.{kind}" for shape in config.shapes.split(",") for kind in kinds]
-    on_host += ["terms", "stalls", "digests", "growth.bytes", "growth.receivers"]
+    on_host += ["terms", "stalls", "engine", "digests", "growth.bytes", "growth.receivers"]
     cuda = config.device == "cuda" or (config.device == "auto" and has_gpu_driver())
     return driven_parts(
         config, on_gpus + on_host if cuda else on_host + on_gpus, "kit.labs.bench_sync.parts:measure_sync"

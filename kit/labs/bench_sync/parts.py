@@ -15,6 +15,7 @@ from typing import Any
 
 from kit.errors import BadInput
 from kit.labs.bench import KIT, Bench, Part, Samples, ratios, run_part, show_progress, unmeasured
+from kit.labs.bench_sync.engine import engine_sync
 from kit.labs.bench_sync.lab import (
     BACK,
     GPUS,
@@ -353,6 +354,7 @@ def measure_sync(drive: Drive) -> None:
         "terms": two_terms,
         "stalls": pauses,
         "digests": digest_rates,
+        "engine": engine_sync,
         "growth.bytes": partial(growing_weights, megabytes=config.growth_mb, receivers=[1]),
         "growth.receivers": partial(growing_weights, megabytes=[config.receivers_mb], receivers=config.receivers),
         **{f"gpus.{name}": partial(gpu_transport, name=name) for name in GPUS},

@@ -19,6 +19,8 @@ VLLM = {"serve": "vllm", "placement": "apart", "ranks": 2, "tp": 1, "replicas": 
 IN_VLLM = {"serve": ("vllm",)}
 VLLM_MODEL = "kit.engines.vllm:VllmModel"
 ENGINES_OWN = {"serve": ("transformers",)}
+ENGINES = {"serve": ("transformers", "vllm")}
+SMALL_ENGINE = {**ENGINE, "size": "small"}  # vLLM has no heads of the default size
 KITS = {"receiver": ("",), "serve": ("megatron",)}
 HUGGING = "kit.engines.hugging:TransformersModel"
 DELTA = {"delta": "word", "dtype": "bfloat16", "lr": 3e-6, "cycles": 3}
@@ -301,9 +303,12 @@ FAULTS = exposed_by(
         "wrong-half",
         "an engine loads gate projections into the half of the packed tensor that belongs to up projections, and the reverse",
         "bit_exact",
-        set=ENGINE,
-        needs=ENGINES_OWN,
-        patch={f"{HUGGING}.load": f"{BUGS}:loads_into_the_wrong_half"},
+        set=SMALL_ENGINE,
+        needs=ENGINES,
+        patch={
+            f"{HUGGING}.load": f"{BUGS}:loads_into_the_wrong_half",
+            f"{VLLM_MODEL}.load": f"{BUGS}:loads_into_the_wrong_half_of_vllm",
+        },
     ),
     Fault(
         "tied-name-skipped",
@@ -325,9 +330,9 @@ FAULTS = exposed_by(
         "served-asleep",
         "an engine that gets a request while it sleeps wakes without weights and answers",
         "sleepers_release",
-        set=ENGINE,
-        needs={**ENGINES_OWN, "placement": ("overlap",)},
-        patch={f"{HUGGING}.logits": f"{BUGS}:answers_asleep"},
+        set=SMALL_ENGINE,
+        needs={**ENGINES, "placement": ("overlap",)},
+        patch={f"{HUGGING}.logits": f"{BUGS}:answers_asleep", f"{VLLM_MODEL}.logits": f"{BUGS}:answers_asleep_in_vllm"},
     ),
     Fault(
         "prepacked-stale",

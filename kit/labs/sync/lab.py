@@ -106,10 +106,6 @@ class SyncConfig(JobConfig):
             self.serve != "megatron" and self.receiver != "",
             f"receiver={self.receiver} loads into the kit's model, but serve={self.serve}: use one of the two",
         )
-        refuse_if(
-            self.serve == "vllm" and self.placement == "overlap",
-            "serve=vllm has no sleeping replicas, because vLLM does not sleep on a CPU: use placement=apart",
-        )
         overlap = self.placement == "overlap"
         refuse_if(
             overlap and self.replicas < 2,

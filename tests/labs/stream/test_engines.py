@@ -18,6 +18,7 @@ OF_TOKENS = {"stamps_true", "behaviour_logprob", "draws_independent", "kv_policy
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("at_sync", ["keep", "recompute"])
 @pytest.mark.parametrize(
     "engine", [pytest.param(one, marks=on_an_engine(one), id=str(one["serve"])) for one in (HUGGING, VLLM)]
@@ -34,6 +35,7 @@ def test_an_engine_writes_answers_that_pass_every_check(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("fault", ["engine-untempered", "engine-keeps-kv"])
 @pytest.mark.parametrize("engine", [pytest.param(VLLM, marks=on_an_engine(VLLM), id="vllm")])
 def test_vllms_own_defaults_are_seen(on_ranks: Callable[..., kit.Run], engine: dict[str, object], fault: str) -> None:

@@ -62,7 +62,6 @@ GIB = 2**30
             {"serve": "transformers", "size": "125m", "layers": 2},
             "whose query, key and value have biases, but size=125m",
         ),
-        ({"serve": "vllm", "size": "small"}, "vLLM does not sleep on a CPU: use placement=apart"),
         (
             {"serve": "vllm", "placement": "apart", "ranks": 4, "replicas": 2},
             "heads whose width is a multiple of 32, but those of size=tiny have 16: use size=small",

@@ -28,6 +28,7 @@ IN_VLLM = {**VLLM, "layers": 2}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not vllm_python(), reason="needs vLLM: make env-vllm, and KIT_VLLM_PYTHON")
 def test_vllm_serves_and_its_old_layer_is_named(sync: Callable[..., kit.Run]) -> None:
     verdict = sync(**IN_VLLM).verdict()
@@ -40,3 +41,19 @@ def test_vllm_serves_and_its_old_layer_is_named(sync: Callable[..., kit.Run]) ->
     row = next(row for row in stale if row.check == "bit_exact")
     assert row.measured == 1  # the head, which has the embedding's name; every other layer is new
     assert "model.embed_tokens.weight" in row.why
+
+
+ASLEEP = {**IN_VLLM, "placement": "overlap", "ranks": 3, "replicas": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not vllm_python(), reason="needs vLLM: make env-vllm, and KIT_VLLM_PYTHON")
+def test_vllm_wakes_with_new_weights_and_says_that_its_sleep_frees_none(sync: Callable[..., kit.Run]) -> None:
+    verdict = sync(**ASLEEP).verdict()
+    assert failed(verdict) == set()
+    row = next(row for row in verdict if row.check == "sleepers_release")
+    assert row.passed is None
+    assert "vLLM frees no weights on a CPU: 16 keep their memory; a sleeping engine refused every forward" in row.why
+    assert "sleepers_release" in failed(sync(fault="served-asleep", **ASLEEP).verdict())
+    assert "bit_exact" in failed(sync(fault="wrong-half", **ASLEEP).verdict())

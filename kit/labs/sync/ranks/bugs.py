@@ -16,7 +16,7 @@ import torch
 
 from kit.engines.hosted import EngineContext, LoadedModel
 from kit.engines.hugging import TransformersModel
-from kit.engines.vllm import VllmModel
+from kit.engines.vllm import EngineFailed, VllmModel
 from kit.errors import KitError
 from kit.labs.sync.lab import SyncConfig
 from kit.labs.sync.ranks import phases  # noqa: F401 - see above
@@ -43,6 +43,7 @@ prepare, destinations = SyncReplica.prepare, SyncReplica.destinations
 wake, finalize = SyncReplica.wake, SyncReplica.finalize
 finalize_call, finalize_engine = Call.finalize, LoadedModel.finalize
 make_engine, load_by_name, engine_logits = TransformersModel.__init__, TransformersModel.load, TransformersModel.logits
+load_in_vllm, vllm_logits = VllmModel.load, VllmModel.logits
 full_tensors, all_destinations, views = shards.full_tensors, shards.destinations, shards.views
 
 KEPT: list[Any] = []  # leaked buffers
@@ -408,6 +409,11 @@ def loads_into_the_wrong_half(engine: TransformersModel, name: str, tensor: torc
     load_by_name(engine, name.replace(*halves), tensor)
 
 
+def loads_into_the_wrong_half_of_vllm(engine: VllmModel, name: str, tensor: torch.Tensor) -> None:
+    halves = ("gate_proj", "up_proj") if "gate_proj" in name else ("up_proj", "gate_proj")
+    load_in_vllm(engine, name.replace(*halves), tensor)
+
+
 def unties_the_head(engine: TransformersModel, ctx: EngineContext) -> None:
     make_engine(engine, ctx)
     head = engine.model.lm_head
@@ -428,6 +434,16 @@ def answers_asleep(engine: TransformersModel, tokens: torch.Tensor) -> torch.Ten
     logits = engine_logits(engine, tokens)
     engine.sleep()
     return logits
+
+
+def answers_asleep_in_vllm(engine: VllmModel, tokens: torch.Tensor) -> torch.Tensor:
+    try:
+        return vllm_logits(engine, tokens)
+    except EngineFailed:
+        engine.wake()
+        logits = vllm_logits(engine, tokens)
+        engine.sleep()
+        return logits
 
 
 PACKED = "packed"  # as vLLM does it
