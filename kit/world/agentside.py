@@ -213,18 +213,24 @@ def begin_again(node: int, ranks: int) -> None:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], "--folder", str(folder)])  # noqa: S606 - itself
 
 
-def agent_main(arguments: list[str] | None = None, *, preload: str) -> NoReturn:
-    """`preload`: the module of the ranks, imported once before they are forked. By default the arguments are those of the command."""
-    global NODE  # noqa: PLW0603 - the forked ranks find it here
+def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m kit.world.agent", description=__doc__)
     parser.add_argument("--connect", required=True, metavar="HOST:PORT", help="where the notebook listens")
     parser.add_argument("--node", type=int, required=True, help="this machine's number, from 1 on")
     parser.add_argument("--ranks", type=int, default=1, help="number of this machine's ranks, which share its cores")
     text = "fingerprint of the certificate of a notebook on another machine"
     parser.add_argument("--certificate", default="", metavar="SHA256", help=text)
+    text = "module to import, where it is there, before the first order comes"
+    parser.add_argument("--early", action="append", default=[], metavar="MODULE", help=text)
     text = "owner-only folder with the key; made where it is not given: KIT_KEY has the key, else the first input line"
     parser.add_argument("--folder", type=Path, help=text)
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def agent_main(arguments: list[str] | None = None, *, preload: str) -> NoReturn:
+    """`preload`: the module of the ranks, imported once before they are forked. By default the arguments are those of the command."""
+    global NODE  # noqa: PLW0603 - the forked ranks find it here
+    options = options_of(arguments)
     if options.folder is None:
         begin_again(options.node, options.ranks)
     if os.getpgid(0) != os.getpid():
@@ -246,6 +252,7 @@ def agent_main(arguments: list[str] | None = None, *, preload: str) -> NoReturn:
     importlib.import_module(preload)
     device = importlib.import_module("kit.world.device")
     plain_logging()
+    import_all(options.early)
     tempfile.tempdir = str(folder)  # torchrun's error files and log folders end with the World
     while True:
         NODE.launched.wait()

@@ -116,6 +116,8 @@ class Crew:
             (self.folder / "key").touch(mode=0o600)
             (self.folder / "key").write_text(self._key.hex())
             arguments = [*where, "--node", "0", "--folder", str(self.folder)]
+            if self._cluster is not None:
+                arguments += ["--early", raycluster.SLOWEST]  # while the cluster starts
             self._process = warm.fork_agent(self.plan, self.folder, self._agent_log, arguments)
             if self._process is None:
                 self._process = self._start_cold(arguments)

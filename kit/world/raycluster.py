@@ -18,6 +18,9 @@ from kit.world import leftovers
 from kit.world.launch import RAYLAUNCH
 
 ENDS_S = 10.0
+# Most of Ray's import, where it compiles a grammar. Ray itself is imported once the cluster is there, because it reads then how to
+# authenticate.
+SLOWEST = "jsonschema"
 
 
 class ClusterFacts(NamedTuple):

@@ -26,6 +26,7 @@ from kit.errors import BadInput, KitError, RankDied, RankError, RankTimeout
 from kit.labs.bench_world.hosts import SecondHost
 from kit.world import World, leftovers, warm
 from kit.world.launch import launch_commands
+from kit.world.raycluster import SLOWEST
 from kit.world.world import Worlds
 from tests.faults.test_nodes import LABS_OVER_HOSTS, command_of, free_port
 from tests.holdings import wait_for
@@ -44,6 +45,13 @@ def test_without_ray_the_launch_is_refused_with_the_command_that_installs_it() -
         World(2, nodes=2, endpoint="127.0.0.1:4000", launch="ray")
     with pytest.raises(BadInput, match=said):
         launch_commands("ray", 2)
+
+
+@needs_ray
+def test_what_an_agent_imports_while_the_cluster_starts_is_a_part_of_ray() -> None:
+    code = f"import sys, ray; print({SLOWEST!r} in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
 
 
 @needs_ray
