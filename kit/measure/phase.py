@@ -382,6 +382,15 @@ def shared_memory() -> dict[Place, Shared]:
     return {place: shared for place, shared in places.items() if not shared.name.startswith(_NOT_MEMORY)}
 
 
+def memory_pages() -> dict[Place, int]:
+    """Bytes of the pages that memfds and files of /dev/shm have, of those that this process holds open: whoever wrote them."""
+    return {
+        (f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}", about.st_ino): 512 * about.st_blocks
+        for name, about in machine.open_files()
+        if name.startswith((MEMFD, f"{SHM}/"))
+    }
+
+
 def shared_at(address: int) -> Place | None:
     """The shared memory in which an address of this process lies."""
     return next((place for start, end, place, _ in _mappings() if start <= address < end), None)

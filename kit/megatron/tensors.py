@@ -21,8 +21,8 @@ import itertools
 import os
 import time
 import warnings
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 __all__ = [
     "KINDS",
     "Arena",
+    "Elsewhere",
     "Item",
     "Mover",
     "flat_bytes",
@@ -248,6 +249,22 @@ def process_memory() -> dict[str, int]:
     return sources
 
 
+class Elsewhere(NamedTuple):
+    """Weights whose bytes are on the host already: a release frees their memory without a copy, and a reload calls `fill` once they have
+    memory again. A storage counts if these tensors are all that lies in it."""
+
+    tensors: Sequence[torch.Tensor]
+    fill: Callable[[], None]
+
+    def covers(self, item: Item) -> bool:
+        places = {
+            (tensor.data_ptr(), tuple(tensor.shape), tensor.stride()): tensor.nbytes
+            for tensor in self.tensors
+            if tensor.untyped_storage()._cdata == item.storage._cdata
+        }
+        return sum(places.values()) == item.size
+
+
 class Mover:
     """Moves one job's tensors. `release` and `restore` alternate; `away` names the kinds that are off the device."""
 
@@ -257,35 +274,44 @@ class Mover:
         self.device = device
         self.arena = Arena(device)
         self._waiting: list[tuple[Item, int, int]] = []
+        self._kept: list[tuple[Item, int]] = []  # what is elsewhere
+        self._elsewhere: Elsewhere | None = None
 
     @property
     def away(self) -> tuple[str, ...]:
         """The kinds that are off the device now, in fixed order."""
-        kinds = {item.kind for item, _, _ in self._waiting}
+        kinds = {item.kind for item, _ in self._all()}
         return tuple(kind for kind in KINDS if kind in kinds)
+
+    def _all(self) -> list[tuple[Item, int]]:
+        """What is off the device, with the addresses that it had."""
+        return [*((item, old) for item, _, old in self._waiting), *self._kept]
 
     def items(self) -> list[Item]:
         return inventory(self.chunks, self.optimizer, self.device)
 
-    def release(self, kinds: Iterable[str] = KINDS) -> dict[str, Any]:
+    def release(self, kinds: Iterable[str] = KINDS, *, elsewhere: Elsewhere | None = None) -> dict[str, Any]:
         """Copy out and free. Stats: tensors, bytes by kind, seconds, memory before and after, addresses."""
         wanted = tuple(kinds)
         if unknown := [kind for kind in wanted if kind not in KINDS]:
             raise BadInput(f"kind {unknown[0]!r} is unknown: choose from {', '.join(KINDS)}")
-        if self._waiting:
+        if self.away:
             raise KitError(f"{', '.join(self.away)} are already off the device: restore them first")
         items = [item for item in self.items() if item.kind in wanted]
         if fixed := [item.name for item in items if not item.storage.resizable()]:
             raise KitError(f"the storage of {fixed[0]} cannot be resized, so it cannot be released")
         before, start = process_memory(), time.perf_counter()
-        fresh = self.arena.grow(sum(-(-item.size // _ALIGN) * _ALIGN for item in items))
-        self._waiting = [(item, self.arena.reserve(item.size), item.storage.data_ptr()) for item in items]
+        kept = [item for item in items if elsewhere is not None and elsewhere.covers(item)]
+        moving = [item for item in items if item not in kept]
+        fresh = self.arena.grow(sum(-(-item.size // _ALIGN) * _ALIGN for item in moving))
+        self._waiting = [(item, self.arena.reserve(item.size), item.storage.data_ptr()) for item in moving]
         try:
             self._copy(out=True, fresh=fresh)
         except BaseException:  # everything is where it was
             self._waiting = []
             self.arena.clear()
             raise
+        self._kept, self._elsewhere = [(item, item.storage.data_ptr()) for item in kept], elsewhere
         for item in items:
             item.storage.resize_(0)
         self._give_back()
@@ -302,18 +328,22 @@ class Mover:
         """Bring everything back to where every view finds it. Nothing away: nothing is done. After an error everything is away as before,
         and may be brought back later."""
         before, start = process_memory(), time.perf_counter()
+        there = self._all()
         try:
-            for item, _, _ in self._waiting:
+            for item, _ in there:
                 _allocate(item)
             self._copy(out=False, fresh=True)
+            if self._elsewhere is not None:
+                self._elsewhere.fill()
         except BaseException:
-            for item, _, _ in self._waiting:
+            for item, _ in there:
                 item.storage.resize_(0)
             self._give_back()
             raise
-        moved = sum(item.storage.data_ptr() != old for item, _, old in self._waiting)
-        items = [item for item, _, _ in self._waiting]
+        moved = sum(item.storage.data_ptr() != old for item, old in there)
+        items = [item for item, _ in there]
         self._waiting = []
+        self._kept, self._elsewhere = [], None
         self.arena.clear()
         return self._stats(items, before, time.perf_counter() - start) | {"addresses_changed": moved}
 

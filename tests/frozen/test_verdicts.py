@@ -25,6 +25,8 @@ LATER = {
     "rows_copied": {},
     "means_averaged": {},
     "every_sample_trained": {},
+    "trainer_restored": {},
+    "weights_once": {},
     "draws_independent": {},
     "devices_used": {
         "share-one-shot-generation": "a pipeline with work is never given the idle devices",

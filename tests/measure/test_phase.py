@@ -1,11 +1,13 @@
 """A phase reports its time, levels, peak and own cost, and an exception inside it still propagates."""
 
+import os
 import socket
 
 import pytest
 import torch
 
 from kit.measure import PhaseMeter
+from kit.measure.phase import memory_pages
 
 MIB = 1 << 20
 LEVELS = ("rss", "anon_rss", "shared_rss", "groups", "fds", "sockets", "threads")
@@ -90,3 +92,17 @@ def test_device_memory_on_a_gpu():
     assert seen["peak_allocated"] - seen["allocated_before"] >= 80 * MIB
     assert quiet["peak_allocated"] == quiet["allocated"]
     assert seen["driver_used"] >= seen["reserved"] >= seen["allocated"]
+
+
+def test_files_of_memory_count_by_the_pages_that_they_have():
+    before = memory_pages()
+    descriptor = os.memfd_create("kit-test")
+    try:
+        os.ftruncate(descriptor, 4 * MIB)
+        (place,) = memory_pages().keys() - before.keys()
+        assert memory_pages()[place] == 0
+        os.pwrite(descriptor, b"x" * MIB, 0)
+        assert memory_pages()[place] == MIB
+    finally:
+        os.close(descriptor)
+    assert memory_pages() == before

@@ -13,7 +13,7 @@ import torch
 
 from kit.errors import KitError
 from kit.megatron import tensors
-from kit.megatron.tensors import Arena, Mover, copy_on_streams, pieces
+from kit.megatron.tensors import Arena, Elsewhere, Mover, copy_on_streams, pieces
 
 CUDA = torch.device("cuda", 0)
 
@@ -198,4 +198,52 @@ def test_a_restore_that_fails_names_the_tensor_leaves_all_away_and_may_be_tried_
     assert mover.away == ("weights", "grads")
     mover.restore()
     assert tensors.hashes([net], mover.optimizer) == before
+    mover.close()
+
+
+def test_what_is_elsewhere_is_freed_without_a_copy_and_filled_again():
+    """A storage counts only if the tensors that are elsewhere are all that lies in it."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)).requires_grad_(
+        requires_grad=False
+    )
+    first, second = (layer.weight.data for layer in model)
+    before = [first.clone(), second.clone()]
+    mover = Mover([model], None, torch.device("cpu"))
+    halves = list(first.chunk(2))
+
+    def fill() -> None:
+        assert torch.equal(second, before[1])
+        first.copy_(before[0] + 1)
+
+    mover.release(elsewhere=Elsewhere([*halves, *halves, second[:4]], fill))
+    assert mover.away == ("weights",)
+    left = sum(tensor.untyped_storage().nbytes() for tensor in (first, second))
+    assert left == 0
+    assert mover.arena.used == 512  # for the second, half of which is nowhere else
+    with pytest.raises(KitError, match="weights are already off the device"):
+        mover.release()
+    mover.restore()
+    assert torch.equal(first, before[0] + 1)
+    assert mover.away == ()
+    mover.close()
+
+
+def test_a_reload_whose_fill_fails_leaves_everything_away():
+    model = torch.nn.Linear(8, 8, bias=False)
+    before, fails = model.weight.detach().clone(), [True]
+
+    def fill() -> None:
+        if fails.pop():
+            fails.append(False)
+            raise KitError("no buckets")
+        model.weight.data.copy_(before)
+
+    mover = Mover([model], None, torch.device("cpu"))
+    mover.release(elsewhere=Elsewhere([model.weight.data], fill))
+    with pytest.raises(KitError, match="no buckets"):
+        mover.restore()
+    left = model.weight.untyped_storage().nbytes()
+    assert (mover.away, left) == (("weights",), 0)
+    mover.restore()
+    assert torch.equal(model.weight, before)
     mover.close()

@@ -8,6 +8,8 @@ DOUBLES = {"receiver": ("kit.sync.protocols:VllmCalls", "kit.sync.protocols:Sgla
 QUICK = {"cycles": 2, "sweep": False}
 UNSEEN = {"verify": "none"}  # a comparison in transit would end the run before the check
 TWO_RANKS = {"ranks": 6, "replicas": 2, "infer_tp": 2}
+IN_BUCKETS = {"arena": "cache"}
+KEPT_IN_BUCKETS = {"arena": ("cache",)}
 SERVING = {"placement": "apart", "ranks": 4, "replicas": 2}
 
 BUGS = "kit.labs.sync.ranks.bugs"
@@ -55,6 +57,38 @@ FAULTS = exposed_by(
             f"{TRAINER}.gather": f"{BUGS}:gathers_empty_tensors",
             **WITH_A_COPY,
         },
+    ),
+    Fault(
+        "copied-beside-buckets",
+        "an offload copies weights to the host although they are in buckets there already",
+        "weights_once",
+        set=IN_BUCKETS,
+        needs=KEPT_IN_BUCKETS,
+        patch={"kit.megatron.tensors:Elsewhere.covers": f"{BUGS}:covers_nothing"},
+    ),
+    Fault(
+        "unfilled-bucket",
+        "a bucket is handed out before it is filled",
+        "bit_exact",
+        set={**IN_BUCKETS, **UNSEEN},
+        needs=KEPT_IN_BUCKETS,
+        patch={f"{TRAINER}.to_send": f"{BUGS}:fills_the_last_bucket_late", f"{SENDING}.teardown": f"{BUGS}:fills_late"},
+    ),
+    Fault(
+        "overwritten-bucket",
+        "the trainer writes to a bucket that holds its weights while it is offloaded",
+        "trainer_restored",
+        set={**IN_BUCKETS, **UNSEEN},
+        needs=KEPT_IN_BUCKETS,
+        patch={f"{TRAINER}.offload": f"{BUGS}:writes_to_a_bucket"},
+    ),
+    Fault(
+        "restored-old-version",
+        "the trainer's weights come back from the buckets of the version before",
+        "trainer_restored",
+        set=IN_BUCKETS,
+        needs=KEPT_IN_BUCKETS,
+        patch={f"{TRAINER}.map_buckets": f"{BUGS}:maps_the_version_before"},
     ),
     Fault(
         "double-bump",

@@ -67,6 +67,12 @@ class SyncConfig(JobConfig):
         float | None, Option("bucket size in MiB; null: from the sizes of the tensors", low=0.001, high=65536)
     ] = None
     oversize: Annotated[Literal["refuse", "split"], Option("treatment of a tensor larger than a bucket")] = "split"
+    arena: Annotated[
+        Literal["own", "cache"],
+        Option(
+            "where an offloaded trainer's weights are on the host: own: in a copy of their own; cache: in the buckets that were sent"
+        ),
+    ] = "own"
     verify: Annotated[
         Literal["auto", "none", "xxh3", "sha256"],
         Option(
@@ -144,6 +150,10 @@ class SyncConfig(JobConfig):
         refuse_if(
             self.delta != "off" and (self.verify == "none" or self.verify_share < 1),
             f"delta={self.delta} compares all weights after every sync: leave verify and verify_share at their defaults",
+        )
+        refuse_if(
+            self.arena == "cache" and (self.placement == "apart" or self.implementation != ""),
+            "arena=cache keeps the weights of an offloaded trainer in the kit's buckets: use placement=overlap without implementation=",
         )
         one_world = self.transport in ONE_WORLD
         refuse_if(

@@ -29,6 +29,7 @@ Measure = Callable[[pd.DataFrame, Config], Measured]
 
 MIB, KIB = 2**20, 2**10
 MUCH = 0.7  # of all bytes: a delta need not save less
+MOST_BESIDE = 0.5  # copies of the weights: small models have much alignment
 PATHS = ("refresh", "expand")
 SENDER = ("gather", "pack", "send", "verify", "apply", "teardown", "finalize", "publish", "activate")
 RECEIVER = ("receive", "verify", "keep", "gate", "apply", "teardown", "finalize")
@@ -625,17 +626,53 @@ def delta_bytes(frame: pd.DataFrame, config: Config) -> Measured:
     return Measured(float(ratios.max()), f"{why}; {shares}; everything is {whole / KIB:.1f} KiB")
 
 
+def trainer_restored(frame: pd.DataFrame, config: Config) -> Measured:
+    """Does the trainer have its weights again after every offload, bit for bit?
+
+    SHA-256 of its tensors on every rank before the offload and after the reload."""
+    rows = offloads(frame, "restored_wrong")
+    wanted = trainer_ranks(config) * config["cycles"]
+    if len(rows) < wanted:
+        incomplete(f"the trainer's tensors were compared {len(rows)} times instead of {wanted}")
+    return worst(rows)
+
+
+def weights_once(frame: pd.DataFrame, config: Config) -> Measured:
+    """Does an offloaded trainer keep its weights on the host once?
+
+    Tensors outside of shared memory and pages of memory files without the buckets, on all ranks of the trainer; less what is no weight."""
+    rows = offloads(frame, "host_copies")
+    where = "are in the buckets" if config.get("arena") == "cache" else "have one copy beside the buckets"
+    return Measured(
+        float(rows["value"].max()), f"copies beside the buckets; arena={config.get('arena')}: weights {where}"
+    )
+
+
+def copies_allowed(config: Config) -> float:
+    return MOST_BESIDE + (config.get("arena") != "cache")
+
+
+def offloads(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
+    if not shares(frame):
+        raise NotMeasured("the trainer is not offloaded: it shares no device with replicas")
+    rows = frame[frame["metric"] == metric]
+    if rows.empty and not (frame["metric"] == "host_copies").any():
+        raise NotMeasured("this run was recorded before the lab observed the trainer's offloads")
+    return rows
+
+
 def sleepers_release(frame: pd.DataFrame, config: Config) -> Measured:
-    """Does a sleeping replica release its weights?
+    """Do a sleeping replica and an offloaded trainer release their weights?
 
     An engine in place of the kit's model must also refuse a forward while it sleeps."""
     if not shares(frame):
         raise NotMeasured("no replica sleeps: the trainer shares no device with them")
-    rows = frame[frame["metric"].isin(["asleep_tensors", "answered_asleep"])]
+    rows = frame[frame["metric"].isin(["asleep_tensors", "answered_asleep", "offloaded_left"])]
     if rows.empty:
         raise Missing("no sleeping replica was looked at")
     kept, answered = (rows[rows["metric"] == metric] for metric in ("asleep_tensors", "answered_asleep"))
-    if config.get("serve") == "vllm" and not answered["value"].any():
+    left = rows[rows["metric"] == "offloaded_left"]["value"].any()
+    if config.get("serve") == "vllm" and not answered["value"].any() and not left:
         raise NotMeasured(
             f"vLLM frees no weights on a CPU: {kept['value'].max():.0f} keep their memory; a sleeping engine refused every forward"
         )
@@ -702,6 +739,8 @@ RULES = (
     ),
     rule(sleepers_release),
     rule(delta_bytes, limit=2, unit="ratio", cycles=2, when=lambda config: config["delta"] != "off"),
+    rule(trainer_restored),
+    rule(weights_once, limit=copies_allowed, unit="copies"),
     rule(failure_is_clean),
     Rule(
         "others_untouched",

@@ -48,6 +48,11 @@ GIB = 2**30
             "needs at least one rank outside the sync group",
         ),
         ({"transport": "pigeon"}, "transport"),
+        (
+            {"arena": "cache", "placement": "apart"},
+            "arena=cache keeps the weights of an offloaded trainer in the kit's buckets: use placement=overlap",
+        ),
+        ({"arena": "cache", "implementation": "mine:Sync"}, "arena=cache .* without implementation="),
         ({"transport": "ipc", "device": "cpu"}, "transport=ipc shares CUDA memory"),
         (
             {"oversize": "refuse", "bucket_mib": 0.01},

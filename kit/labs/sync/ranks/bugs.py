@@ -23,8 +23,9 @@ from kit.labs.sync.ranks import phases  # noqa: F401 - see above
 from kit.labs.sync.ranks.replica import SyncReplica
 from kit.labs.sync.ranks.trainer import SyncTrainer, memory_of
 from kit.megatron import shards
-from kit.sync.buckets import Bound, Cut, Destination, Key
-from kit.sync.cache import BASE, Cache
+from kit.megatron.tensors import Elsewhere, Item
+from kit.sync.buckets import Bound, Cut, Destination, Key, Layout
+from kit.sync.cache import BASE, Cache, Segment
 from kit.sync.deltas import Packed
 from kit.sync.groups import Broadcast
 from kit.sync.link import PeerSilent
@@ -35,10 +36,12 @@ from kit.sync.serving import Gate
 from kit.target import replaced
 
 tell, compare_base, base = Sending.tell, Sending.compare_base, Sending.base
+teardown = Sending.teardown
 activate, apply, apply_bucket, look, undo = Call.activate, Call.apply, Call.apply_bucket, Call.look, Call.undo
 close, discard = Call.close, Cache.discard
 close_group = Broadcast.close
 make_job, gather, refresh = SyncTrainer.make_job, SyncTrainer.gather, SyncTrainer.refresh
+offload, map_buckets = SyncTrainer.offload, SyncTrainer.map_buckets
 prepare, destinations = SyncReplica.prepare, SyncReplica.destinations
 wake, finalize = SyncReplica.wake, SyncReplica.finalize
 finalize_call, finalize_engine = Call.finalize, LoadedModel.finalize
@@ -48,6 +51,7 @@ full_tensors, all_destinations, views = shards.full_tensors, shards.destinations
 
 KEPT: list[Any] = []  # leaked buffers
 KEPT_GROUPS: list[Any] = []
+LATE: list[Callable[[], None]] = []  # buckets that are filled later
 LEAKED = 2  # groups, before the rehearsed failures
 
 
@@ -99,6 +103,42 @@ def gathers_the_base(trainer: SyncTrainer) -> dict[Key, torch.Tensor]:
     """The weights that were gathered first, under the names of the new ones: for the sync and for the digests that replicas must have."""
     base = vars(trainer).setdefault("base_weights", {})
     return {key: base.setdefault(key, tensor.clone()) for key, tensor in gather(trainer).items()}
+
+
+def covers_nothing(elsewhere: Elsewhere, item: Item) -> bool:  # noqa: ARG001 - in place of `covers`
+    return False
+
+
+class LateBytes(Bound):
+    """Weights whose last bucket is filled when the sync is almost over."""
+
+    def pack(self, index: int, out: torch.Tensor, *, fresh: bool = False, hot: bool = False) -> None:
+        if index < len(self.layout.buckets) - 1:
+            super().pack(index, out, fresh=fresh, hot=hot)
+        else:
+            LATE.append(lambda: Bound.pack(self, index, out))
+
+
+def fills_the_last_bucket_late(trainer: SyncTrainer) -> Gathered:
+    return LateBytes(trainer.cache.layout, gather(trainer))
+
+
+def fills_late(sending: Sending) -> None:
+    teardown(sending)
+    while LATE:
+        LATE.pop()()
+
+
+def writes_to_a_bucket(trainer: SyncTrainer, cycle: int) -> None:
+    offload(trainer, cycle)
+    if trainer.sends:
+        trainer.cache.bucket(trainer.version, 0)[:4] ^= 1
+
+
+def maps_the_version_before(trainer: SyncTrainer) -> tuple[Layout, Sequence[int], Segment]:
+    layout, places, segment = map_buckets(trainer)
+    before = trainer.cache._spare if trainer.sends else []  # its memory is kept for the next version
+    return layout, places, before[0] if before else segment
 
 
 def resumes_with_other_weights(trainer: SyncTrainer) -> None:

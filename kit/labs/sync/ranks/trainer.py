@@ -8,24 +8,37 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from kit.engines.contents import Contents, ModuleTensors, sha256
+from kit.actors.common import address_for
+from kit.engines.contents import Contents, ModuleTensors, listed_names, sha256
 from kit.labs import rankside
 from kit.labs.sync.lab import SyncConfig, trainer_model
 from kit.labs.sync.ranks.oracle import ChangeOracle
 from kit.labs.sync.ranks.side import ANY, Side, error_of, fill, logits_error, plain_logits
 from kit.labs.sync.ranks.watch import SyncWatch
-from kit.measure.phase import MEMFD, SHM, Place, log_steps, shared_memory
+from kit.measure.observers.tensors import TensorState, held_bytes
+from kit.measure.phase import MEMFD, SHM, Place, log_steps, memory_pages, shared_bytes, shared_memory
 from kit.megatron import model, serve, shards
+from kit.megatron.tensors import KINDS, Elsewhere
 from kit.sync import transports
-from kit.sync.buckets import ALIGN, Key, Layout, automatic, lay_out, specs_of
-from kit.sync.cache import BASE, LARGEST, Cache, Ring
+from kit.sync.buckets import ALIGN, Cut, Key, Layout, automatic, lay_out, specs_of
+from kit.sync.cache import BASE, LARGEST, Cache, Ring, Segment
+from kit.sync.link import call
+from kit.sync.receiver import SENDER
 from kit.sync.sender import Gathered, Report, Sender, SyncFailed, Target
 from kit.train.options import DEFAULTS
+
+
+class HeldOnHost(NamedTuple):
+    private: int  # bytes of tensors outside of shared memory
+    weights: list[int]  # of these, of each storage of weights on the device
+    files: dict[Place, int]
+    homes: list[Place]  # files from which buckets were sent
+
 
 LEAST_BUCKETS = 8  # also for a model that would fit into fewer, because a run with one bucket proves little
 
@@ -42,6 +55,7 @@ class SyncTrainer(Side):
         self.outside: set[Place] = set()  # memory files that existed before, or appeared between syncs
         self.named: set[str] = set()  # files in /dev/shm that were open during a sync
         self.most = 0  # peak bytes of memory files that appeared during syncs
+        self.steps_sent = -1  # the trainer's steps when it sent a version last
         self.unlocked = 0  # points of a sync at which the sender's lock was free
         self.watch = SyncWatch(lambda: self.version, measure=self.weigh)
 
@@ -56,7 +70,7 @@ class SyncTrainer(Side):
         self.contents = Contents(ModuleTensors(self.job.chunks))
         self.tokens = self.prompt(trainer_model(self.config).geometry.vocab)
         if self.config.shares:  # before anything is counted: the host memory for offloaded weights stays allocated
-            self.job.mover.release()
+            self.job.mover.release(KINDS if self.config.arena == "own" else KINDS[1:])
             self.job.mover.restore()
         tensors = self.gather()
         self.total = sum(tensor.nbytes for tensor in tensors.values())
@@ -162,11 +176,68 @@ class SyncTrainer(Side):
 
     def refresh(self, cycle: int) -> None:
         self.deliver(cycle, self.targets(sleeping=False))
+        self.steps_sent = self.job.steps_done
         self.count()
 
     def offload(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Offload the trainer to make room for waking replicas, which get their weights from the cache."""
-        self.job.mover.release()
+        before = self.held_on_host()
+        lends = self.config.arena == "cache" and self.steps_sent == self.job.steps_done
+        self.job.mover.release(elsewhere=self.in_buckets() if lends else None)
+        self.record_offloaded(before)
+
+    def in_buckets(self) -> Elsewhere:
+        """The weights in the buckets of the version that was made from them; every rank of the trainer maps these."""
+        self.bucket_memory = self.map_buckets()
+        layout, _, _ = self.bucket_memory
+        with self.as_job():
+            places = shards.destinations(self.job.chunks)
+        # A stage of a pipeline has only some of the tensors.
+        weights = Cut({spec.name: places.get(spec.name, ()) for spec in layout.specs}, ())
+        tensors = [into for several in places.values() for into, _ in several]
+        return Elsewhere(tensors, torch.no_grad()(lambda: self.fill_from_buckets(weights)))
+
+    def map_buckets(self) -> tuple[Layout, Sequence[int], Segment]:
+        """The memory of the active version. Collective over the trainer."""
+        if not self.sends:
+            name = f"trainer {self.ctx.rank}"
+            with call(address_for(self.ctx, "sync"), name, peer=SENDER, timeout_s=self.config.deadline_s) as link:
+                message, (fd,) = link.expect("buckets")
+                return Layout.from_json(message["layout"]), message["starts"], Segment.attach(fd)
+        layout, segment = self.cache.layout, self.cache.segment(self.version)
+        names = [f"trainer {rank}" for rank in range(1, self.config.trainer_ranks)]
+        for link in self.listener.accept(names, self.config.deadline_s).values():
+            link.send({"kind": "buckets", "layout": layout.to_json(), "starts": self.cache.starts}, [segment.fd])
+            link.close()
+        return layout, self.cache.starts, segment
+
+    def fill_from_buckets(self, weights: Cut) -> None:
+        layout, starts, segment = self.bucket_memory
+        bound = weights.bind(layout)
+        for index, (start, size) in enumerate(zip(starts, layout.sizes, strict=True)):
+            bound.apply(index, segment.tensor[start : start + size])
+        if not self.sends:
+            segment.close()
+        del self.bucket_memory
+
+    def held_on_host(self) -> HeldOnHost:
+        """What this rank holds in tensors and in files of memory."""
+        state = TensorState(chunks=self.job.chunks, optimizer=self.job.optimizer)
+        weights = [item.size for item in state.resident(self.ctx.device.type) if item.kind == "weights"]
+        return HeldOnHost(held_bytes() - shared_bytes(), weights, memory_pages(), list(self.watch.homes))
+
+    def record_offloaded(self, before: HeldOnHost) -> None:
+        """Record copies of the weights on the host beside the buckets, and weights that did not leave. Collective over the trainer."""
+        with self.as_job():
+            tables: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(tables, (before, self.held_on_host()))
+        weights = sum(sum(was.weights) for was, _ in tables)
+        homes = {home for _, now in tables for home in now.homes}
+        files = {place: size for _, now in tables for place, size in now.files.items() if place not in homes}
+        held = sum(now.private for _, now in tables) + sum(files.values())
+        others = sum(was.private for was, _ in tables) - weights
+        self.ctx.record("offloaded_left", sum(len(now.weights) for _, now in tables))
+        self.ctx.record("host_copies", (held - others) / weights)
 
     def expand(self, cycle: int) -> None:
         self.deliver(cycle, self.targets(sleeping=True), asleep=True)
@@ -192,6 +263,8 @@ class SyncTrainer(Side):
 
     def shrink(self, cycle: int) -> None:  # noqa: ARG002 - as above
         self.job.mover.restore()
+        changed = self.contents.changed()
+        self.ctx.record("restored_wrong", len(changed), text=listed_names(sorted(changed)))
         self.count()
 
     def end(self, cycle: int) -> None:
