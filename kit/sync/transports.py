@@ -75,7 +75,7 @@ class Transport(abc.ABC):
     def __init__(self, ctx: TransportContext) -> None:
         self.ctx = ctx
         self._acknowledged = dict.fromkeys(ctx.links, -1)
-        self._reached = dict.fromkeys(ctx.links, -1.0)  # bucket - 0.5: waits for that bucket
+        self._reached = dict.fromkeys(ctx.links, -1)  # the last bucket that it waits for, or is done with
 
     # -- the sender ------------------------------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class Transport(abc.ABC):
 
     def absent(self, index: int) -> list[str]:
         """Return the receivers that have not announced that they wait for this bucket."""
-        return [self.ctx.links[name].peer for name, last in self._reached.items() if last < index - 0.5]
+        return [self.ctx.links[name].peer for name, last in self._reached.items() if last < index]
 
     def _hear(self, name: str) -> None:
         link = self.ctx.links[name]
@@ -172,7 +172,7 @@ class Transport(abc.ABC):
             return
         elif kind != "here":
             raise PeerFailed(link.peer, "done", message)
-        self._reached[name] = bucket if kind == "done" else bucket - 0.5
+        self._reached[name] = bucket
 
     def skip(self, message: dict[str, Any]) -> None:  # noqa: B027 - most transports have nothing to do
         """Drop a message that the sender sent before it left, with the bytes that follow it."""

@@ -178,6 +178,8 @@ ROOMS = (
 EQUIVALENT = {
     "sync-e46c5b34": "equivalent: the method does nothing, whatever its arguments are",
     "sync-3c3613e0": "equivalent: the same bytes by another way of copying; kit bench sync asks for its speed",
+    "share-b5414624": "equivalent: every caller gives the core, the name and the clusters by their place",
+    "stream-919d014d": "equivalent: the first event sets the second and the count to 1, whatever was there",
     "sync-9a59bfd5": "equivalent: both callers give `split` by its name and the others by their place",
     "sync-429ab7af": "equivalent: the logits are float32, so a tensor of float64 is a copy in any case",
     "split-563f2586": "equivalent: no ratio is below the band and above it, so either is the same as one of both",
@@ -196,12 +198,15 @@ WHY = {
     "offload-ef332806": ON_A_GPU,
     "stream-a1e8b92e": KITS_OWN,
     "stream-fbf9ca6e": "a figure of a table, which no check judges",
+    "stream-bd5c6690": "in every run of the lab a step may shrink to one group",
     "sync-224b7985": "no run of a lab fills the cache of prefixes",
     "sync-4c6e7de4": "a lab uses no cache after it was closed",
+    "sync-5e805f38": ON_A_GPU,
     "sync-520e039c": f"{WORDS}, from bucket 257 on",
     "sync-62e37df1": WORDS,
     "sync-76c0d7a3": WORDS,
     "sync-8c11f83b": "no run of a lab asks with a token below 0",
+    "sync-be2da639": WORDS,
     "sync-e8fe3135": "the lab sync has no experts",
 }
 
