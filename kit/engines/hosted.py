@@ -69,7 +69,8 @@ class MegatronModel(ModuleTensors):
         return shards.destinations(self.chunks)
 
     def parameters(self) -> list[torch.Tensor]:
-        return [parameter.data for parameter in self.chunks[0].parameters()]
+        scales = [scale for _, scale in shards.named_scales(self.chunks[0])]
+        return [*(parameter.data for parameter in self.chunks[0].parameters()), *scales]
 
     def weights(self, destinations: Destinations) -> Cut:
         return Cut(destinations, self.parameters())

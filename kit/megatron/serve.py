@@ -33,6 +33,7 @@ from kit.megatron import model, standin
 from kit.megatron.config import LoraOptions, ModelConfig
 from kit.megatron.handles import parallel_state
 from kit.megatron.lora import AdapterNetwork, FrozenBase
+from kit.megatron.shards import named_scales
 from kit.train.draws import uniform
 
 
@@ -88,7 +89,7 @@ class ServingModel:
         if self.asleep:
             raise KitError("this replica is asleep already")
         storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        for name, param in self.named_parameters():
+        for name, param in [*self.named_parameters(), *named_scales(self.chunks[0])]:
             storage = param.untyped_storage()
             if not storage.resizable():
                 raise KitError(f"the storage of {name} cannot be resized, so it cannot be released")

@@ -50,6 +50,8 @@ LAYER = {
     "self_attention.linear_qkv.weight": (QKV, tuple(f"self_attn.{x}_proj.weight" for x in "qkv")),
     "self_attention.linear_qkv.bias": (QKV, tuple(f"self_attn.{x}_proj.bias" for x in "qkv")),
     "self_attention.linear_proj.weight": (COLUMNS, ("self_attn.o_proj.weight",)),
+    "self_attention.core_attention.k_scale": (WHOLE, ("self_attn.attn.k_scale",)),
+    "self_attention.core_attention.v_scale": (WHOLE, ("self_attn.attn.v_scale",)),
     "pre_mlp_layernorm.weight": (WHOLE, ("post_attention_layernorm.weight",)),
     "mlp.linear_fc1.weight": (GATE_UP, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
     "mlp.linear_fc2.weight": (COLUMNS, ("mlp.down_proj.weight",)),
@@ -64,6 +66,7 @@ LAYER = {
     "mlp.linear_fc2.lora_A": (COLUMNS, ("mlp.down_proj.lora_A",)),
     "mlp.linear_fc2.lora_B": (WHOLE, ("mlp.down_proj.lora_B",)),
 }
+SCALES = ("k_scale", "v_scale")  # buffers of an attention layer, where a model has them (kit.megatron.scales)
 EXPERT = {
     "linear_fc1.weight": (GATE_UP, ("gate_proj.weight", "up_proj.weight")),
     "linear_fc2.weight": (COLUMNS, ("down_proj.weight",)),
@@ -212,7 +215,7 @@ def parts_of_chunk(chunk: Any) -> Iterator[ShardPart]:
     if config.num_moe_experts:
         local = config.num_moe_experts // parallel_state().get_expert_model_parallel_world_size()
         first_expert = parallel_state().get_expert_model_parallel_rank() * local
-    for name, param in module.named_parameters():
+    for name, param in [*module.named_parameters(), *named_scales(module)]:
         if ".experts." in name:
             group = parallel_state().get_expert_tensor_parallel_group()
         else:
@@ -225,6 +228,10 @@ def parts_of_chunk(chunk: Any) -> Iterator[ShardPart]:
         )
         how, full = made_of(name, first_layer=first_layer, first_expert=first_expert)
         yield ShardPart(name, param, how, full, place, group)
+
+
+def named_scales(module: Any) -> list[tuple[str, torch.Tensor]]:
+    return [named for named in module.named_buffers() if named[0].endswith(SCALES)]
 
 
 def made_of(name: str, *, first_layer: int = 0, first_expert: int = 0) -> tuple[str, tuple[str, ...]]:

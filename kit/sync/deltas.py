@@ -7,13 +7,13 @@ that is shorter. Names are those of the tensors; the second part of a key says w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from kit.sync.buckets import GAPS, WORDS, Bound, Key, Layout, bucket_views, lay_out, specs_of
 from kit.sync.cache import Segment, starts
-from kit.sync.words import bits, changed_positions, gaps_of
+from kit.sync.words import bits, changed_words, gaps_of
 
 Delta = Literal["off", "tensor", "word"]
 Packed = Callable[[int], torch.Tensor]  # the bytes of a bucket by its number
@@ -57,29 +57,39 @@ def find_changes(
 ) -> dict[Key, torch.Tensor]:
     """What changed from one packed version to another one, which these live weights are."""
     tensors: dict[Key, torch.Tensor] = {}
-    for key, parts in changed_parts(layout, old, new).items():
-        tensors |= {key: live[key]} if by == "tensor" else shortest(key, parts, live[key])
+    for key, pieces in changed_pieces(layout, old, new).items():
+        tensors |= {key: live[key]} if by == "tensor" else shortest(key, pieces, live[key])
     return tensors
 
 
-def shortest(
-    key: Key, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], whole: torch.Tensor
-) -> dict[Key, torch.Tensor]:
+class ChangedPiece(NamedTuple):
+    """A piece of a tensor: its first word's number in the tensor, which words changed, and all of its words."""
+
+    start: int
+    changed: torch.Tensor
+    words: torch.Tensor
+
+
+def shortest(key: Key, pieces: Sequence[ChangedPiece], whole: torch.Tensor) -> dict[Key, torch.Tensor]:
     """The changed words of a tensor with their gaps, or all of it."""
-    gaps, words = gaps_of(torch.cat([at for at, _ in parts])), torch.cat([words for _, words in parts])
+    count = sum(int(piece.changed.sum()) for piece in pieces)
+    if count * (whole.element_size() + 1) >= whole.nbytes:  # a gap takes a byte or more
+        return {key: whole}
+    places = [piece.changed.nonzero().view(-1) for piece in pieces]
+    gaps = gaps_of(torch.cat([at + piece.start for at, piece in zip(places, pieces, strict=True)]))
+    words = torch.cat([bits(piece.words).view(-1)[at] for at, piece in zip(places, pieces, strict=True)])
     if gaps.nbytes + words.nbytes >= whole.nbytes:
         return {key: whole}
-    return {(key[0], GAPS): gaps, (key[0], WORDS): words}
+    return {(key[0], GAPS): gaps, (key[0], WORDS): words.view(whole.dtype)}
 
 
-def changed_parts(layout: Layout, old: Packed, new: Packed) -> dict[Key, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The positions and new values of changed words, for each tensor that has any, by its pieces in the buckets."""
-    parts: dict[Key, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+def changed_pieces(layout: Layout, old: Packed, new: Packed) -> dict[Key, list[ChangedPiece]]:
+    """Where the tensors with changed words changed, by their pieces in the buckets."""
+    pieces: dict[Key, list[ChangedPiece]] = {}
     for index in range(len(layout.buckets)):
         pairs = zip(bucket_views(layout, index, old(index)), bucket_views(layout, index, new(index)), strict=True)
         for was, now in pairs:
-            at = changed_positions(was.tensor, now.tensor)
-            if len(at):
-                words = bits(now.tensor).view(-1)[at].view(now.tensor.dtype)
-                parts.setdefault(now.spec.key, []).append((at + now.start, words))
-    return parts
+            changed = changed_words(was.tensor, now.tensor)
+            if changed.any():
+                pieces.setdefault(now.spec.key, []).append(ChangedPiece(now.start, changed, now.tensor))
+    return pieces

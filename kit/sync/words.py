@@ -22,9 +22,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(BITS[tensor.element_size()])
 
 
-def changed_positions(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """The positions, in order, of the words that differ between two tensors of one shape and dtype."""
-    return (bits(old) != bits(new)).view(-1).nonzero().view(-1)
+def changed_words(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Which words differ between two tensors of one shape and dtype, in order."""
+    return (bits(old) != bits(new)).view(-1)
 
 
 def gaps_of(positions: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from kit.sync.cache import Ring
 from kit.sync.hashes import digest
 from kit.sync.receiver import Call
 from kit.sync.sender import STEPS, SyncFailed
-from kit.sync.words import changed_positions, gaps_of, positions_of, write_words
+from kit.sync.words import changed_words, gaps_of, positions_of, write_words
 from kit.target import replaced
 from tests.sync import test_service
 from tests.sync.ranks import service
@@ -35,6 +35,10 @@ def slightly(version: int) -> service.Tensors:
                 flat = tensor.view(-1)
                 flat[torch.randperm(len(flat), generator=generator)[:WORDS_EACH]] = float(number)
     return made
+
+
+def changed_positions(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    return changed_words(old, new).nonzero().view(-1)
 
 
 # -- words -----------------------------------------------------------------------------------------------------------------

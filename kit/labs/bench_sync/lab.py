@@ -61,6 +61,7 @@ class BenchSyncConfig(BenchConfig):
         "growth_mb": (10, 100),
         "terms_mib": (4, 16, 64),
         "stall_mib": 64,
+        "delta_model": "small",
         "receivers": (1, 2),
         "engine_rounds": 3,
     }
@@ -85,6 +86,9 @@ class BenchSyncConfig(BenchConfig):
     stall_mib: Annotated[
         int, Option("size of weights that arrive while a replica serves", low=4, high=1 << 20, unit="MiB")
     ] = 256
+    delta_model: Annotated[
+        Literal["tiny", "small", "125m"], Option("model that is trained, for what changes from version to version")
+    ] = "125m"
     receivers: Annotated[tuple[int, ...], Option("numbers of receivers")] = (1, 2, 4)
     receivers_mb: Annotated[int, Option("size of weights to more receivers", low=1, high=1 << 20, unit="MB")] = 100
     engine_layers: Annotated[int, Option("layers of the model in vLLM, of 58 MiB each", low=1, high=1000)] = 5
@@ -106,6 +110,7 @@ def plan(config: BenchSyncConfig) -> list[Step]:
     on_host = [f"{shape}.{kind}" for shape in config.shapes.split(",") for kind in kinds]
     on_host += ["terms", "stalls", "engine", "digests", "growth.bytes", "growth.receivers"]
     cuda = config.device == "cuda" or (config.device == "auto" and has_gpu_driver())
+    on_host.append("deltas")
     return driven_parts(
         config, on_gpus + on_host if cuda else on_host + on_gpus, "kit.labs.bench_sync.parts:measure_sync"
     )

@@ -30,6 +30,7 @@ from kit.labs.bench_sync.lab import (
     place_for,
     shape_of,
 )
+from kit.labs.bench_sync.versions import changed_words
 from kit.labs.lab import Drive
 from kit.machine import free_memory
 from kit.results import Run, with_ids
@@ -357,6 +358,7 @@ def measure_sync(drive: Drive) -> None:
         "engine": engine_sync,
         "growth.bytes": partial(growing_weights, megabytes=config.growth_mb, receivers=[1]),
         "growth.receivers": partial(growing_weights, megabytes=[config.receivers_mb], receivers=config.receivers),
+        "deltas": changed_words,
         **{f"gpus.{name}": partial(gpu_transport, name=name) for name in GPUS},
     }
     shape, _, kind = drive.phase.partition(".")

@@ -173,6 +173,17 @@ FAULTS = exposed_by(
         },
     ),
     Fault(
+        "scales-not-sent",
+        "the scales of keys and values are no parameters, so they are not sent with the weights",
+        "every_parameter_written",
+        set={"kv_scales": True},
+        needs={**KITS, "kv_scales": (True,)},
+        patch={
+            "kit.labs.sync.ranks.trainer:memory_of": f"{BUGS}:packs_no_scales",
+            f"{REPLICA}.destinations": f"{BUGS}:expects_no_scales",
+        },
+    ),
+    Fault(
         "old-tensor",
         "a tensor is loaded into memory that the model no longer uses",
         "every_parameter_written",

@@ -90,6 +90,9 @@ class SyncConfig(JobConfig):
             "word: changed elements and their positions"
         ),
     ] = "off"
+    kv_scales: Annotated[
+        bool, Option("attention layers have scales of keys and values, which travel with the weights")
+    ] = False
     lr: Annotated[float, Option("learning rate of the trainer", low=1e-8, high=1)] = 1e-3
     deadline_s: Annotated[
         float, Option("how long each end of a sync waits for the other", low=0.5, high=3600, unit="s")
@@ -141,6 +144,10 @@ class SyncConfig(JobConfig):
         refuse_if(
             bool(self.implementation) and self.delta != "off",
             f"delta={self.delta} belongs to the kit's own synchroniser: leave it out with implementation={self.implementation}",
+        )
+        refuse_if(
+            self.kv_scales and self.serve != "megatron",
+            f"kv_scales needs the kit's model on both ends, but serve={self.serve}: use serve=megatron",
         )
         refuse_if(
             self.delta == "word" and (self.receiver != "" or self.serve != "megatron"),

@@ -73,6 +73,7 @@ GIB = 2**30
         ),
         ({"serve": "vllm", "device": "cuda"}, "serve=vllm runs on a CPU here, but device=cuda"),
         ({"serve": "sglang"}, "serve must be one of megatron, transformers, vllm, or module:attr"),
+        ({"kv_scales": True, "serve": "transformers"}, "kv_scales needs the kit's model on both ends"),
         ({"delta": "word", "serve": "transformers"}, "serve=transformers loads whole tensors, but delta=word"),
         ({"delta": "word", "receiver": "mine:Side"}, "receiver=mine:Side loads whole tensors.*use delta=tensor"),
         ({"delta": "tensor", "implementation": "mine:Sync"}, "delta=tensor belongs to the kit's own synchroniser"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kit
-from kit.labs.sync.ranks.oracle import BLOCK, ChangedTensor, ChangeOracle, position_bits
+from kit.engines.changes import BLOCK, ChangedTensor, ChangeOracle, position_bits
 from kit.labs.sync.rules import delta_bytes
 from kit.results import Missing, NotMeasured
 from tests.labs.parts import failed, passed, why
@@ -87,6 +87,7 @@ def test_bytes_beyond_what_changed_and_another_base_are_seen() -> None:
         {"placement": "apart", "ranks": 4, "replicas": 2, "refresh": "paused", "transport": "broadcast"},
         {"ranks": 6, "replicas": 2, "infer_tp": 2, "bucket_mib": 0.0078125},
         {"worlds": "two", "transport": "rendezvous"},
+        {"kv_scales": True},
         {"delta": "tensor", "serve": "transformers"},
         {"delta": "tensor", "receiver": "kit.sync.protocols:VllmCalls"},
     ],

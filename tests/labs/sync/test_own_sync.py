@@ -111,6 +111,9 @@ class Named:
     def sync_weights(self, *, timer=None, kv_scales=None):
         if self.ctx.role == "trainer":
             tensors = dict(self.ctx.full_tensors())
+            sent = {name: float(tensor) for name, tensor in tensors.items() if name.endswith("_scale")}
+            if self.ctx.rank == 0 and sent != (kv_scales or {}):
+                raise ValueError(f"{kv_scales} are not the scales {sent}")
             if self.ctx.rank == 0:
                 dist.broadcast_object_list([tensors], src=0, group=self.group)
             return
@@ -193,6 +196,7 @@ def _mine(_places: None) -> Iterator[None]:
         (FOLDERS, {**APART, "refresh": "paused"}),
         (BUCKETS, {"ranks": 5, "tp": 2, "replicas": 3, "receiver": "docs.examples.own_receiver:ByName"}),
         ("mine:Named", APART),
+        ("mine:Named", {**APART, "kv_scales": True}),
         ("mine:Calls", {**SMALL, **VLLM}),
         ("mine:Session", {**SMALL, "receiver": "kit.sync.protocols:SglangSession"}),
     ],

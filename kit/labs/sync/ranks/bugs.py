@@ -402,6 +402,14 @@ def expects_all_but_one(replica: SyncReplica) -> Mapping[str, Sequence[Destinati
     return places
 
 
+def packs_no_scales(config: SyncConfig, tensors: dict[Key, torch.Tensor]) -> Cache:
+    return memory_of(config, {key: tensor for key, tensor in tensors.items() if not key[0].endswith(shards.SCALES)})
+
+
+def expects_no_scales(replica: SyncReplica) -> Mapping[str, Sequence[Destination]]:
+    return {name: places for name, places in destinations(replica).items() if not name.endswith(shards.SCALES)}
+
+
 def wakes_without_constants(replica: SyncReplica) -> None:
     """What no sync brings is allocated again, and left empty."""
     wake(replica)

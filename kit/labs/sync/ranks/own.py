@@ -22,6 +22,7 @@ from kit.labs.sync.ranks.replica import SyncReplica
 from kit.labs.sync.ranks.side import ANY, Side, error_of, replica_ranks
 from kit.labs.sync.ranks.trainer import SyncTrainer
 from kit.megatron import shards
+from kit.megatron.scales import scale_values
 from kit.sync.buckets import Key
 from kit.sync.cache import BASE
 from kit.sync.sender import Report, SyncLog, Target
@@ -101,7 +102,8 @@ class Labelled:
 
     def sync(self, version: int, targets: Sequence[int]) -> None:  # noqa: ARG002 - as of any synchroniser
         if not isinstance(self.ctx, SinkContext):
-            self.own.sync_weights(timer=None, kv_scales=None)
+            values = scale_values(self.ctx.chunks) if self.ctx.config.kv_scales else None
+            self.own.sync_weights(timer=None, kv_scales=values)
             return
         with self.ctx.writing():
             self.own.sync_weights(timer=None, kv_scales=None)

@@ -30,7 +30,7 @@ from kit.labs.sync.lab import SyncConfig, replica_model, roles
 from kit.labs.sync.ranks.side import ANY, Side, base_weights, error_of, fill, logits_error, plain_logits
 from kit.labs.sync.ranks.watch import Forwards, SeenWeights, SyncWatch, judge_forwards
 from kit.measure.observers.tensors import live_bytes
-from kit.megatron import model, standin
+from kit.megatron import model, scales, standin
 from kit.sync import transports
 from kit.sync.buckets import Cut, Destination
 from kit.sync.hashes import digest
@@ -105,6 +105,8 @@ class SyncReplica(Side):
         if settings.serve != "megatron":
             return self.make_engine(dict(base_weights(config.geometry, dtype, settings.seed)))
         kits = OwnSide(config) if settings.receiver else MegatronModel(config)
+        if settings.kv_scales:
+            scales.add_scales(kits.chunks)
         fill(kits.chunks, config.geometry, dtype, settings.seed)
         if isinstance(kits, OwnSide):
             ctx = ReceiverContext(

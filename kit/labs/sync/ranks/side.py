@@ -126,7 +126,8 @@ def fill(chunks: Sequence[Any], geometry: Geometry, dtype: torch.dtype, seed: in
 def plain_logits(config: ModelConfig, tensors: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
     """Logits of the last position from the plain model, which is loaded by tensor names only."""
     plain = PlainModel(config.geometry, dtype=DTYPES[config.dtype], device="meta")
-    plain.load_state_dict(dict(tensors), assign=True)
+    weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(shards.SCALES)}
+    plain.load_state_dict(weights, assign=True)
     with torch.no_grad():
         logits: torch.Tensor = plain(tokens.to(next(iter(tensors.values())).device))
     return logits[:, -1].float()

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 
 from kit.actors.common import address_for
+from kit.engines.changes import ChangeOracle
 from kit.engines.contents import Contents, ModuleTensors, listed_names, sha256
 from kit.labs import rankside
 from kit.labs.sync.lab import SyncConfig, trainer_model
-from kit.labs.sync.ranks.oracle import ChangeOracle
 from kit.labs.sync.ranks.side import ANY, Side, error_of, fill, logits_error, plain_logits
 from kit.labs.sync.ranks.watch import SyncWatch
 from kit.measure.observers.tensors import TensorState, held_bytes
 from kit.measure.phase import MEMFD, SHM, Place, log_steps, memory_pages, shared_bytes, shared_memory
-from kit.megatron import model, serve, shards
+from kit.megatron import model, scales, serve, shards
 from kit.megatron.tensors import KINDS, Elsewhere
 from kit.sync import transports
 from kit.sync.buckets import ALIGN, Cut, Key, Layout, automatic, lay_out, specs_of
@@ -106,6 +106,8 @@ class SyncTrainer(Side):
         with self.as_job():
             self.job = model.build(config, settings)
             self.job.mover.arena.open()  # now, so that its file is no growth after the first release
+            if self.config.kv_scales:
+                scales.add_scales(self.job.chunks)
             fill(self.job.chunks, config.geometry, model.DTYPES[config.dtype], self.config.seed)
             self.job.optimizer.reload_model_params()
 
@@ -140,6 +142,8 @@ class SyncTrainer(Side):
             began = time.perf_counter()
             steps = self.job.step(self.config.steps)
             seconds = time.perf_counter() - began
+            if self.config.kv_scales:
+                scales.calibrate(self.job.chunks)
         log_steps(steps, done=self.job.steps_done, seconds=seconds, device=str(self.ctx.device))
         self.update_truth()
 

@@ -1,4 +1,4 @@
-"""The lab's own comparison of two versions of the trainer's tensors, word by word. A word is one element.
+"""A lab's own comparison of two versions of tensors, word by word. A word is one element.
 
 Nothing of the code under test takes part. What a delta needs is counted by information: the changed words, and their positions in the
 fewest bits, where changes are equally likely everywhere in a tensor; each rounded up to a block of the bucket layout.
