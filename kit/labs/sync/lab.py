@@ -146,6 +146,10 @@ class SyncConfig(JobConfig):
             f"delta={self.delta} belongs to the kit's own synchroniser: leave it out with implementation={self.implementation}",
         )
         refuse_if(
+            self.delta != "off" and self.arena == "cache",
+            f"delta={self.delta} compares two versions of the weights, but arena=cache keeps one: use one of the two",
+        )
+        refuse_if(
             self.kv_scales and self.serve != "megatron",
             f"kv_scales needs the kit's model on both ends, but serve={self.serve}: use serve=megatron",
         )

@@ -73,6 +73,7 @@ GIB = 2**30
         ),
         ({"serve": "vllm", "device": "cuda"}, "serve=vllm runs on a CPU here, but device=cuda"),
         ({"serve": "sglang"}, "serve must be one of megatron, transformers, vllm, or module:attr"),
+        ({"delta": "word", "arena": "cache"}, "compares two versions of the weights, but arena=cache keeps one"),
         ({"kv_scales": True, "serve": "transformers"}, "kv_scales needs the kit's model on both ends"),
         ({"delta": "word", "serve": "transformers"}, "serve=transformers loads whole tensors, but delta=word"),
         ({"delta": "word", "receiver": "mine:Side"}, "receiver=mine:Side loads whole tensors.*use delta=tensor"),
