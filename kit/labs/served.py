@@ -7,6 +7,7 @@ from typing import Any
 
 from kit.errors import BadInput, refuse_if
 from kit.labs.definition import Option
+from kit.machine import has_gpu_driver
 from kit.megatron.config import ModelConfig
 from kit.world.asked import find_python, python_has
 
@@ -30,8 +31,8 @@ def check_served(config: Any, replica: ModelConfig) -> None:
         f"serve={serve} puts a whole model on each rank, but infer_tp={config.infer_tp}: use infer_tp=1",
     )
     refuse_if(
-        serve == "vllm" and config.device == "cuda",
-        "serve=vllm runs on a CPU here, but device=cuda: use device=cpu",
+        serve == "vllm" and (config.device == "cuda" or (config.device == "auto" and has_gpu_driver())),
+        f"serve=vllm runs on a CPU here, but device={config.device}: use device=cpu",
     )
     shape = replica.geometry
     refuse_if(

@@ -159,6 +159,10 @@ class SyncConfig(JobConfig):
             "parts of them: use delta=tensor",
         )
         refuse_if(
+            self.delta != "off" and self.serve == "vllm",
+            f"serve=vllm loads a packed layer only as a whole, but delta={self.delta} sends parts of it: use delta=off",
+        )
+        refuse_if(
             self.delta != "off" and (self.verify == "none" or self.verify_share < 1),
             f"delta={self.delta} compares all weights after every sync: leave verify and verify_share at their defaults",
         )

@@ -617,7 +617,9 @@ def delta_bytes(frame: pd.DataFrame, config: Config) -> Measured:
             f"version {row['value']:.0f} was named as the one that is changed, but rank {row['rank']} had {row['was']}"
         )
         return Measured(math.inf, why)
-    ratios = later["value"] / later["cycle"].map(needed)
+    ratios = (later["value"] / later["cycle"].map(needed)).dropna()  # 0 of 0 bytes where nothing changed
+    if ratios.empty:
+        raise NotMeasured("no word changed: use a larger lr")
     largest: Any = ratios.idxmax()
     row, cycle = later.loc[largest], int(later["cycle"][largest])
     why = f"{row['value'] / KIB:.1f} KiB arrived, {needed[cycle] / KIB:.1f} were needed (rank {row['rank']}, cycle {cycle})"

@@ -76,6 +76,10 @@ GIB = 2**30
         ({"delta": "word", "arena": "cache"}, "compares two versions of the weights, but arena=cache keeps one"),
         ({"kv_scales": True, "serve": "transformers"}, "kv_scales needs the kit's model on both ends"),
         ({"delta": "word", "serve": "transformers"}, "serve=transformers loads whole tensors, but delta=word"),
+        (
+            {"delta": "tensor", "serve": "vllm", "size": "small", "placement": "apart"},
+            "loads a packed layer only as a whole, but delta=tensor",
+        ),
         ({"delta": "word", "receiver": "mine:Side"}, "receiver=mine:Side loads whole tensors.*use delta=tensor"),
         ({"delta": "tensor", "implementation": "mine:Sync"}, "delta=tensor belongs to the kit's own synchroniser"),
         ({"delta": "tensor", "verify": "none"}, "compares all weights after every sync: leave verify"),

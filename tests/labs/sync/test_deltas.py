@@ -76,6 +76,9 @@ def test_bytes_beyond_what_changed_and_another_base_are_seen() -> None:
         delta_bytes(rows(arrived=10_000.0, needed=9000.0), CONFIG)
     with pytest.raises(Missing):
         delta_bytes(rows(arrived=1500.0, ranks=()), CONFIG)
+    with pytest.raises(NotMeasured, match="no word changed: use a larger lr"):
+        delta_bytes(rows(arrived=0.0, needed=0.0), CONFIG)
+    assert delta_bytes(rows(arrived=1500.0, needed=0.0), CONFIG).value == math.inf
 
 
 @pytest.mark.slow
