@@ -91,7 +91,7 @@ def test_an_observer_takes_no_host_memory_for_a_gpus(
 ) -> None:
     monkeypatch.setattr(machine, "gpu_bytes_by_pid", lambda: listed)
     monkeypatch.setattr(machine, "resident", lambda _: 3 * MIB)
-    watch = Watch({os.getpid(): "a.trainer"}, tmp_path, [0], on_gpus=device == "cuda")
+    watch = Watch({os.getpid(): "a.trainer"}, tmp_path, [0], place=0, on_gpus=device == "cuda")
     rows = watch.look().rows
     seen = {(row.metric, row.value) for row in rows if row.ids.get("who") == "a.trainer" and row.unit == "B"}
     assert seen == metrics

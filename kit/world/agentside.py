@@ -34,7 +34,7 @@ from typing import Any, NoReturn, Protocol
 
 from kit import machine
 from kit.world import leftovers
-from kit.world.channel import SILENCE_S, ChannelClosed, Message, WorldLink, connect
+from kit.world.channel import ASKED_S, SILENCE_S, ChannelClosed, Message, WorldLink, connect
 
 ENTRY = Path(__file__).with_name("agent.py")
 STATUS_S = 1.0  # for another thread to note the status that it has just taken
@@ -179,10 +179,12 @@ def import_all(names: list[str]) -> None:
 
 def look_around(node: Node) -> None:
     """Once a second: a zombie counts against the limit on processes, and the notebook's machine may be lost."""
+    looks = 0  # a machine that was paused itself has heard nothing either: first the kernel asks the other one
     while True:
         time.sleep(1.0)
         leftovers.reap_orphans()
-        if node.link.silence() > SILENCE_S:
+        looks = looks + 1 if node.link.silence() > SILENCE_S - ASKED_S else 0
+        if looks > ASKED_S:
             node.end()
 
 

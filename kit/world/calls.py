@@ -31,6 +31,7 @@ from kit.world.leftovers import users_part
 TICK_S = 0.05  # how often logs are read and the observer is asked, while ranks work
 # How long interrupted ranks have to stop. A World with one that cannot is ended, so that none is half usable.
 INTERRUPT_S = 3.0
+LOST_S = 0.5  # instead, if their machine is silent
 GRACE_S = 3.0  # after a failure in one of several Worlds: how long the others are waited for
 SHOWN_BYTES = 256 * 1024  # of one rank's output in one call; the rest is in its log
 ABANDONED_S = 0.5  # after a failure: how long ranks that only wait for the failed one are waited for
@@ -68,9 +69,11 @@ class WorldCall:
     def waiting(self) -> list[WorldMember]:
         return [m for m in self.members if m.rank not in self.answers and m.rank not in self.gone]
 
-    def hopeful(self) -> bool:
-        """Whether an answer may still come."""
-        return not self.gone and any(not self.crew.is_lost(member) for member in self.waiting())
+    def patience(self) -> float:
+        """How long to wait for ranks that are interrupted. A silent machine may only be slow."""
+        if self.gone or not self.waiting():
+            return 0.0
+        return LOST_S if all(self.crew.is_lost(member) for member in self.waiting()) else INTERRUPT_S
 
     def send(self) -> None:
         now = self.news_at = time.monotonic()
@@ -529,8 +532,8 @@ def stop_calls(pendings: Sequence[Pending]) -> None:
         for member in call.waiting():
             with contextlib.suppress(ChannelClosed):  # it is gone, which the wait that follows sees
                 member.watch.send({"id": 0, "do": "interrupt", "call": call.request["id"]})
-    end = time.monotonic() + INTERRUPT_S
-    while any(call.hopeful() for call in open_) and time.monotonic() < end:
+    began = time.monotonic()
+    while (waited := time.monotonic() - began) < max((call.patience() for call in open_), default=0.0):
         crews = {id(call.crew): call.crew for call in open_}.values()
         if readable_message([fd for crew in crews for fd in crew.filenos()], TICK_S):
             for pending in pendings:
@@ -541,7 +544,9 @@ def stop_calls(pendings: Sequence[Pending]) -> None:
     for call in open_:
         if left := [member.rank for member in call.waiting()]:
             stuck += left
-            why = f"it was interrupted and {ranks_word(left)} did not stop within {INTERRUPT_S:g} s in phase {call.phase!r}"
+            why = (
+                f"it was interrupted and {ranks_word(left)} did not stop within {waited:.2g} s in phase {call.phase!r}"
+            )
             call.die(why, KitError(f"this World is dead: {why}; restart() starts fresh ranks"))
     for pending in pendings:
         with pending.lock:
@@ -552,7 +557,7 @@ def stop_calls(pendings: Sequence[Pending]) -> None:
             pending._end()
     # The prompt is back; print why the ranks are not. A thread has no prompt: its owner reports in its own way.
     if stuck and threading.current_thread() is threading.main_thread():
-        print(f"World ended: {ranks_word(stuck)} did not stop within {INTERRUPT_S:g} s; restart() starts fresh ranks")
+        print(f"World ended: {ranks_word(stuck)} did not stop within {waited:.2g} s; restart() starts fresh ranks")
 
 
 def cancel_all(pendings: Sequence[Pending]) -> list[Pending]:

@@ -74,16 +74,18 @@ def readable_message(fds: Iterable[int], seconds: float) -> set[int]:
     return {fd for fd, _ in poll.poll(seconds * 1000)}
 
 
-LAST_ACK = slice(56, 60)  # in the kernel's struct tcp_info: milliseconds since the last acknowledgement
+# In the kernel's struct tcp_info: milliseconds since the last data, and since the last acknowledgement.
+LAST_DATA, LAST_ACK = slice(52, 56), slice(56, 60)
 SILENCE_S = 25  # a machine that has sent nothing for so long is lost
+ASKED_S = 5  # the kernel asks an idle one so often
 
 
 def end_with_the_other_machine(sock: socket.socket) -> None:
     """A machine that is lost closes nothing: the kernel asks an idle one, and its silence ends the connection."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 5)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ASKED_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASKED_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
 
 
@@ -189,7 +191,7 @@ class WorldLink:
         if self._sock.family == socket.AF_UNIX:
             return 0.0
         info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_ACK.stop)
-        return int.from_bytes(info[LAST_ACK], sys.byteorder) / 1000
+        return min(int.from_bytes(info[since], sys.byteorder) for since in (LAST_DATA, LAST_ACK)) / 1000
 
     def limit_silence(self) -> None:
         """Also end with messages on their way. Not for links of ranks: an end that is busy may leave a large message unread for long."""

@@ -258,6 +258,7 @@ class World(RankCalls):
                     self._crew.launch()
                 else:
                     replaced, self._crew = self._crew, Crew(self._crew.plan, self._crew.tick)
+                    self._crew.silent = replaced.silent
                     replaced.close()  # a Ray cluster stays for the new one
                     self._crew.start()
             except BaseException as error:
@@ -501,6 +502,7 @@ class Worlds(RankCalls):
 
     def close(self) -> None:
         for world in self.worlds:  # a lost machine is waited for once
+            world._give_up(KitError("this World was closed while the call was in flight"))
             world._crew.let_go()
         for world in self.worlds:
             world.close()

@@ -30,7 +30,7 @@ from kit.world import World, leftovers
 from kit.world import crew as module
 from kit.world.agentside import look_around
 from kit.world.asked import check_worlds, spread
-from kit.world.channel import SILENCE_S, WorldLink, WorldListener
+from kit.world.channel import ASKED_S, SILENCE_S, WorldLink, WorldListener
 from kit.world.launch import Launched, agent_command, launch_commands
 from tests.faults.test_strangers import Proxy
 from tests.holdings import holdings, wait_for
@@ -279,7 +279,13 @@ def test_an_agent_ends_when_its_notebook_s_machine_is_silent(monkeypatch: pytest
     def end() -> None:
         raise EndedError
 
-    silences = iter([0.0, SILENCE_S - 1, SILENCE_S + 1])
+    paused = [
+        0.0,
+        SILENCE_S + 60,
+        SILENCE_S + 61,
+        0.0,
+    ]  # the machine of the agent itself; then the kernel asks, and is answered
+    silences = iter([*paused, *range(SILENCE_S - ASKED_S + 1, SILENCE_S + 2)])
     node: Any = SimpleNamespace(link=SimpleNamespace(silence=lambda: next(silences)), end=end)
     monkeypatch.setattr("kit.world.agentside.time.sleep", lambda _: None)
     with pytest.raises(EndedError):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from kit.labs.definition import own_code
 from kit.labs.share.lab import ALONE, MAIN, OWN
 from kit.results import Measured, Missing, NotMeasured, with_ids
-from kit.results.frames import rows_of
+from kit.results.frames import read_ids, rows_of
 from kit.results.ledger import PerFrame, events
 from kit.results.records import Row, Unjudged, numbers
 from kit.results.rules import Violations, settle
@@ -294,13 +294,20 @@ def residents(frame: pd.DataFrame, phase: str) -> dict[str, ResidentBytes]:
     }
 
 
-def watched(frame: pd.DataFrame, phase: str) -> Callable[[float, float], float]:
-    """The seconds of an interval without those in which a busy machine kept the observer from looking."""
-    rows = frame[(frame["phase"] == phase) & (frame["metric"] == "seen_gap")]
-    spells = [*zip(rows["start"].tolist(), rows["time"].tolist(), strict=True)]
+def machines_of(rows: pd.DataFrame) -> pd.Series[int]:
+    """The machine on which each row was observed. Older runs, which do not name it, are of one."""
+    return rows["ids"].map(lambda text: read_ids(text).get("machine", 0)).astype(int)
 
-    def seconds(since: float, until: float) -> float:
-        return until - since - math.fsum(max(0.0, min(until, end) - max(since, start)) for start, end in spells)
+
+def watched(frame: pd.DataFrame, phase: str, config: Any) -> Callable[[int, float, float], float]:
+    """For a device, the seconds of an interval without those in which its machine was too busy for the observer to look."""
+    rows = recorded_on_ranks(frame, phase, "seen_gap")
+    machines = machines_of(rows)
+
+    def seconds(device: int, since: float, until: float) -> float:
+        here = rows[machines == config.machine_of(device)]
+        unseen = (max(0.0, min(until, gap.time) - max(since, gap.start)) for gap in here.itertuples())
+        return until - since - math.fsum(unseen)
 
     return seconds
 

@@ -4,16 +4,21 @@ Notebook side.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from kit.errors import KitError
 from kit.labs.lab import Drive
 from kit.labs.share.lab import DESK, OBSERVER, member_name
 from kit.labs.share.watch import Change, Samples, Sighting, Watch
 from kit.loop.messages import Event
 from kit.results.records import Row
 
-FAR_S = 5.0  # longest wait for an observer on another machine, which only looks
+FAR_S = 15.0  # longest wait for an observer on another machine, which only looks; a busy one may answer late
+
+CLOCKS_S = 0.01  # a replica takes longer to wake
+CLOCK_LOOKS = 5
 
 
 def owner_of(role: str) -> str:
@@ -38,7 +43,18 @@ class FarWatch:
         self.drive = drive
         self.role = f"{OBSERVER}{machine}"
         named = {str(pid): name for pid, name in names.items()}
+        self._refuse_other_clock(machine)
         self.folder = Path(self._ask("watch", names=named, machine=machine))
+
+    def _refuse_other_clock(self, machine: int) -> None:
+        """The checks compare times of several machines. A question and its answer are no proof of a smaller difference."""
+        for _ in range(CLOCK_LOOKS):
+            before, there, after = time.time(), self._ask("clock"), time.time()
+            if (apart := max(before - there, there - after)) > CLOCKS_S:
+                raise KitError(
+                    f"the clock of machine {machine} is off by {apart * 1e3:.0f} ms or more, and the lab compares times of machines: "
+                    "set their clocks by one source (chrony, NTP)"
+                )
 
     def _ask(self, method: str, **args: Any) -> Any:
         timeout_s = min(FAR_S, self.drive.config.timeout_s)
@@ -77,14 +93,18 @@ class Observer:
             }
 
         on_gpus = drive.world.device == "cuda"
-        self._near = Watch(names(0), folder, drive.config.devices_on(0), on_gpus=on_gpus)
+        self._near = Watch(names(0), folder, drive.config.devices_on(0), place=0, on_gpus=on_gpus)
         far = {machine: FarWatch(drive, names(machine), machine) for machine in range(1, drive.config.nodes)}
         self._watchers: dict[int, Watcher] = {0: self._near, **far}
 
     def __enter__(self) -> Self:
-        for watcher in self._watchers.values():
-            watcher.start()
-        self.look()
+        try:
+            for watcher in self._watchers.values():
+                watcher.start()
+            self.look()
+        except BaseException:  # of another machine's watcher; that of this one has a thread
+            self._near.stop()
+            raise
         return self
 
     def __exit__(self, failure: object, *_: object) -> None:

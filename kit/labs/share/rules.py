@@ -106,7 +106,7 @@ def owned_twice(frame: pd.DataFrame, config: ShareConfig) -> Iterator[str]:
     if not held:
         lacking(frame, "no rank recorded a lease")
     yield from taken_twice
-    seen, seconds = sights(frame, MAIN), watched(frame, MAIN)
+    seen, seconds = sights(frame, MAIN), watched(frame, MAIN, config)
     blind = rows_by_pipeline(frame, MAIN, "seen_samples", "blind")["blind"].astype(int).max()
     for device, periods in () if blind else seen.items():
         for sight in periods:
@@ -117,7 +117,7 @@ def owned_twice(frame: pd.DataFrame, config: ShareConfig) -> Iterator[str]:
             sight for sight in seen.get(lease.device, []) if sight.since <= lease.until and sight.until > lease.since
         ]
         unseen = not any(lease.owner in sight.owners for sight in then)
-        if unseen and seconds(lease.since, lease.until) > BETWEEN_LOOKS_S:
+        if unseen and seconds(lease.device, lease.since, lease.until) > BETWEEN_LOOKS_S:
             yield f"{lease.owner} recorded a lease of device {lease.device}, but no observer saw its lock"
     for row in (row for ledger in ledgers(frame, MAIN) for row in ledger.of("expanded")):
         owner = f"{row.who}.replica {row['replica']}"
@@ -182,14 +182,15 @@ def memory_down_asleep(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measur
     run, levels = share_config(config), residents(frame, MAIN)
     whole = weights_seen(run)
     kept, where, count = 0.0, "", 0
-    held, seconds = leases(frame, MAIN)[0], watched(frame, MAIN)
+    held, seconds = leases(frame, MAIN)[0], watched(frame, MAIN, run)
     for lease, rank in itertools.product(held, levels):
         of_trainer = lease.owner.endswith(f".{TRAINER}")
         if of_trainer or role_of(rank) != lease.owner or lease.device not in devices_of(run, rank):
             continue
         later = [again.since for again in held if again[:2] == lease[:2] and again.since >= lease.until]
         wakes = min(later, default=math.inf)
-        shortest = min(seconds(lease.since, lease.until), seconds(lease.until, wakes))
+        spells = ((lease.since, lease.until), (lease.until, wakes))
+        shortest = min(seconds(lease.device, *spell) for spell in spells)
         if shortest > BETWEEN_LOOKS_S and math.isfinite(lease.until):
             awake = max(levels[rank].between(lease.since, lease.until))
             asleep = min(levels[rank].between(lease.until, wakes))

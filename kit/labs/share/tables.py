@@ -13,7 +13,16 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from kit.labs.share.lab import ALONE, MAIN
-from kit.labs.share.ledgers import HolderSpan, memory_source, over_time, recorded_on_ranks, runs, seats, spans
+from kit.labs.share.ledgers import (
+    HolderSpan,
+    machines_of,
+    memory_source,
+    over_time,
+    recorded_on_ranks,
+    runs,
+    seats,
+    spans,
+)
 from kit.results import NotMeasured
 from kit.results.frames import event_rows
 from kit.results.ledger import PerFrame
@@ -224,7 +233,8 @@ def utilisation(frame: pd.DataFrame, phase: str = MAIN, *, paced: bool = False) 
     book = ledger(frame, phase)
     began, ended = ends(book)
     devices = pd.RangeIndex(book.limit("devices", 0), name="device")
-    busy = recorded_on_ranks(frame, phase, "gpu_busy", "gpu").groupby("gpu")["value"].mean() / 100
+    of_gpus = recorded_on_ranks(frame, phase, "gpu_busy", "gpu")
+    busy = of_gpus.groupby([machines_of(of_gpus), "gpu"])["value"].mean() / 100  # machines have as many GPUs each
     owned = recorded_on_ranks(frame, phase, "owned", "device", "cpu_s")
     if len(busy):
         by, used = "gpu", pd.Series([float(busy.iloc[device % len(busy)]) for device in devices], devices)

@@ -53,9 +53,13 @@ class Samples(NamedTuple):
 
 
 class Watch:
-    """`names` has the ranks of this machine by pid. The files that are locked for these devices are in the folder."""
+    """`names` has the ranks of this machine, whose number is `place`, by pid. The files that are locked for these devices are in the
+    folder."""
 
-    def __init__(self, names: Mapping[int, str], folder: Path, devices: Iterable[int], *, on_gpus: bool) -> None:
+    def __init__(
+        self, names: Mapping[int, str], folder: Path, devices: Iterable[int], *, place: int, on_gpus: bool
+    ) -> None:
+        self.place = place
         self.names = names
         self.folder = folder
         self.samples = 0
@@ -109,7 +113,10 @@ class Watch:
         with self._lock:
             at = time.time()
             if at - self._saw > BETWEEN_LOOKS_S:  # a busy machine; what happened meanwhile went unseen
-                self._rows.append(Row(metric="seen_gap", value=at - self._saw, unit="s", time=at, start=self._saw))
+                here: dict[str, Id] = {"machine": self.place}
+                self._rows.append(
+                    Row(metric="seen_gap", value=at - self._saw, unit="s", time=at, start=self._saw, ids=here)
+                )
             if not self.blind:
                 self._see_owners(at)
             self._see_memory()
@@ -119,7 +126,8 @@ class Watch:
             if self._gpus and at >= self._next_gpus:
                 self._next_gpus = at + GPUS_EVERY_S
                 for number, share in enumerate(machine.busy_gpus()):
-                    self._rows.append(Row(metric="gpu_busy", value=share, unit="%", time=at, ids={"gpu": number}))
+                    ids: dict[str, Id] = {"gpu": number, "machine": self.place}
+                    self._rows.append(Row(metric="gpu_busy", value=share, unit="%", time=at, ids=ids))
 
     def _see_owners(self, at: float) -> None:
         self.samples += 1

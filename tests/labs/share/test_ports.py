@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-import types
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kit.errors import KitError, RankDied, RankTimeout
 from kit.labs.share.drive import opened
+from kit.labs.share.observer import FarWatch
 from kit.labs.share.ports import AlarmClock, Live, Ranks
 from kit.loop.messages import Command, Event, Memory
 from kit.loop.runner import RealClock, Stalled
@@ -229,7 +231,7 @@ def died(rank: int) -> RankDied:
 
 
 def test_without_a_call_under_way_the_wait_ends_at_the_deadline(calls: Calls, ranks: Ranks) -> None:
-    live = Live(types.SimpleNamespace(config=calls.config), [ranks])  # type: ignore[arg-type]
+    live = Live(SimpleNamespace(config=calls.config), [ranks])  # type: ignore[arg-type]
     live.wait(0.0)
     live.heard -= calls.config.deadline_s
     with pytest.raises(Stalled, match="no call is in flight"):
@@ -245,3 +247,16 @@ def test_alarms_come_when_they_are_due() -> None:
     assert 59 < clock.left() <= 60
     time.sleep(0)
     assert clock.take() == []
+
+
+@pytest.mark.parametrize(("off", "right"), [(0.0, True), (0.2, False), (-0.2, False)])
+def test_another_machine_s_clock_that_is_off_is_refused(off: float, right: bool) -> None:
+    def submit(method: str, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(result=lambda: [time.time() + off if method == "clock" else "/the/folder"])
+
+    drive: Any = SimpleNamespace(config=SimpleNamespace(timeout_s=60.0), submit=submit)
+    if right:
+        assert FarWatch(drive, {}, 1).folder == Path("/the/folder")
+    else:
+        with pytest.raises(KitError, match=r"the clock of machine 1 is off by \d+ ms or more"):
+            FarWatch(drive, {}, 1)

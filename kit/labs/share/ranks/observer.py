@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kit.labs.rankside import Context
 from kit.labs.share.watch import Watch
+from kit.machine import MARK
+from kit.world import leftovers
 
 
 class FarObserver:
@@ -21,10 +25,16 @@ class FarObserver:
 
     def watch(self, names: Mapping[str, str], machine: int) -> str:
         """Returns the folder for the locks of this machine's devices."""
-        self.folder = Path(tempfile.mkdtemp(prefix="devices-"))
+        # In the folder of this machine's agent, which goes with it.
+        around = leftovers.base() / os.environ.get(MARK, "")
+        self.folder = Path(tempfile.mkdtemp(prefix="devices-", dir=around))
         devices, on_gpus = self.ctx.config.devices_on(machine), self.ctx.device.type == "cuda"
-        self.watcher = Watch({int(pid): name for pid, name in names.items()}, self.folder, devices, on_gpus=on_gpus)
+        named = {int(pid): name for pid, name in names.items()}
+        self.watcher = Watch(named, self.folder, devices, place=machine, on_gpus=on_gpus)
         return str(self.folder)
+
+    def clock(self) -> float:
+        return time.time()
 
     def start(self) -> None:
         self.watcher.start()
