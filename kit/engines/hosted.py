@@ -228,13 +228,12 @@ class LoadedModel:
         return shards.made_of(name)[1]
 
     def resident(self) -> list[str]:
-        """Tensors in the engine with bytes on the device and the size of a weight, whatever its layout is. An engine whose tensors are in
-        another process tells them itself."""
-        if hasattr(self.engine, "resident"):
-            return [*self.engine.resident()]
+        """Tensors in the engine with bytes on the device and the size of a weight, whatever its layout is; and what an engine reports of
+        tensors in another process."""
+        elsewhere = self.engine.resident() if hasattr(self.engine, "resident") else ()
         wanted = {(dtype, shape.numel()) for dtype, shape in self.shapes.values()}
         kept = {tensor.untyped_storage()._cdata for _, tensor in self.constants()}
-        return [
+        here = [
             f"{name}: {tensor.untyped_storage().nbytes()} B"
             for name, _, tensor in TensorState(engine=self.engine).tensors
             if (tensor.dtype, tensor.numel()) in wanted
@@ -242,6 +241,7 @@ class LoadedModel:
             and tensor.untyped_storage().nbytes()
             and tensor.untyped_storage()._cdata not in kept
         ]
+        return [*here, *elsewhere]
 
     def bytes_elsewhere(self) -> int:
         return int(self.engine.live_bytes()) if hasattr(self.engine, "live_bytes") else 0

@@ -3,8 +3,8 @@
 The engine reads the base weights from a folder that this rank writes; nothing is downloaded. New weights go through vLLM's layerwise
 reload: `begin`, `load` for each tensor, `finalize`. Every call has a deadline. The process ends with its socket, or with its rank.
 
-Limits: a CPU, one rank, dense Qwen2 with heads of a size that vLLM's attention has; a sleeping engine
-keeps its memory, because vLLM frees it on GPUs only.
+Limits: a CPU, one rank, dense Qwen2 with heads of a size that vLLM's attention has; a sleeping engine keeps its memory, because vLLM frees
+it on GPUs only.
 """
 
 from __future__ import annotations

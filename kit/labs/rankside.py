@@ -50,14 +50,12 @@ class Context(Recording):
     config: Any
     devices: tuple[str, ...] = ()  # of all ranks
     nodes: tuple[int, ...] = ()  # the machine of each rank; none where all are on one
-    hosts: tuple[
-        str, ...
-    ] = ()  # the address of each rank's machine that other machines reach; none where all are on one
+    # The address of each rank's machine that other machines reach; none where all are on one.
+    hosts: tuple[str, ...] = ()
     # For links between machines; only ranks that are called, such as rank 0, have its private key.
     certificate: Certificate | None = None
-    ports: dict[str, int] = field(
-        default_factory=dict
-    )  # where ranks are called by other machines, by the name of the meeting
+    # Where ranks are called by other machines, by the name of the meeting.
+    ports: dict[str, int] = field(default_factory=dict)
 
     def _send(self, row: Row) -> None:
         channel.publish(row.facts())

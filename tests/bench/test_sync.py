@@ -122,7 +122,7 @@ def test_two_terms_give_both_times() -> None:
     assert parts.terms_of(*times, first, last) == pytest.approx((3e-6, 2e-10))
 
 
-def test_two_terms_foretell_a_third_size_turn_by_turn() -> None:
+def test_two_terms_predict_a_third_size_turn_by_turn() -> None:
     first, between, last = 16 * 2**20, 64 * 2**20, 256 * 2**20
     counts = {first: 4096, between: 1024, last: 64}
     times = {size: counts[size] * 2e-6 + size * 1e-10 for size in counts}
@@ -133,8 +133,8 @@ def test_two_terms_foretell_a_third_size_turn_by_turn() -> None:
     assert list(rows["two terms: shm, for each tensor"].values) == pytest.approx([2e-6, 2e-6])
     assert list(rows["two terms: shm, for each GB"].values) == pytest.approx([0.1, 0.1])
     assert "10.00 GB/s, and memcpy" in rows["two terms: shm, for each GB"].note
-    off = rows["two terms: shm, 64 MiB in tensors of 64 KiB foretold, off by"]
-    assert (off.metric, list(off.values)) == ("terms_foretell", pytest.approx([1.0, 3.0]))
+    off = rows["two terms: shm, 64 MiB in tensors of 64 KiB predicted, off by"]
+    assert (off.metric, list(off.values)) == ("terms_predict", pytest.approx([1.0, 3.0]))
 
 
 def test_a_pause_is_the_longest_time_without_a_forward() -> None:

@@ -79,7 +79,7 @@ class BenchSyncConfig(BenchConfig):
     terms_mib: Annotated[
         tuple[int, int, int],
         Option(
-            "sizes for the two terms: in tensors of 4 KiB, of 64 KiB (foretold from the others) and of 4 MiB",
+            "sizes for the two terms: in tensors of 4 KiB, of 64 KiB (predicted from the others) and of 4 MiB",
             unit="MiB",
         ),
     ] = (16, 64, 256)

@@ -185,16 +185,13 @@ def through_files(bench: Bench, shape: Shape) -> Iterator[Samples]:
 # -- two terms: time = tensors x seconds of a tensor + bytes / bandwidth -----------------------------------------------------
 
 TERM_WAYS = ("shm", "shm+cache", "shm+expand", "serialize", *GROUPS)
-EACH = (
-    4 * 2**10,
-    64 * 2**10,
-    4 * MIB,
-)  # bytes of a tensor: the first and the last are fitted, the middle one is foretold
+# Bytes of a tensor: the first and the last are fitted, the middle one is predicted.
+EACH = (4 * 2**10, 64 * 2**10, 4 * MIB)
 
 
 def two_terms(bench: Bench) -> Iterator[Samples]:
     """Every transport over two sizes that differ in bytes and in the number of tensors, in one loop: the two terms of each turn, and how
-    well their medians foretell a size between them."""
+    well their medians predict a size between them."""
     shapes = [
         Shape(name=f"{mib} MiB", count=mib * MIB // each, bytes=each)
         for mib, each in zip(bench.config.terms_mib, EACH, strict=True)
@@ -212,11 +209,11 @@ def two_terms(bench: Bench) -> Iterator[Samples]:
         rate = f"{1 / a_byte / GB:.2f} GB/s, and memcpy {memcpy:.2f} GB/s" if a_byte > 0 else ""
         yield Samples(what=f"{title}, for each tensor", values=[turn[0] for turn in turns], ids=ids)
         yield Samples(what=f"{title}, for each GB", values=[turn[1] * GB for turn in turns], note=rate, ids=ids)
-        foretold = between.count * a_tensor + between.size() * a_byte
-        off = [max(taken / foretold, foretold / taken) if foretold > 0 else math.inf for taken in middle[name]]
-        note = f"foretold {1e3 * foretold:.3g} ms, taken {1e3 * statistics.median(middle[name]):.3g} ms"
-        words = f"{title}, {between.name} in tensors of 64 KiB foretold, off by"
-        yield Samples(what=words, values=off, metric="terms_foretell", unit="x", note=note, ids=ids)
+        predicted = between.count * a_tensor + between.size() * a_byte
+        off = [max(taken / predicted, predicted / taken) if predicted > 0 else math.inf for taken in middle[name]]
+        note = f"predicted {1e3 * predicted:.3g} ms, taken {1e3 * statistics.median(middle[name]):.3g} ms"
+        words = f"{title}, {between.name} in tensors of 64 KiB predicted, off by"
+        yield Samples(what=words, values=off, metric="terms_predict", unit="x", note=note, ids=ids)
 
 
 def terms_of(many: float, large: float, first: Shape, last: Shape) -> tuple[float, float]:

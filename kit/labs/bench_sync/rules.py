@@ -14,7 +14,7 @@ RULES = (
     median_rule("expand_over_memcpy", "Does a replica that wakes get its weights in the time of one copy?", 1.1),
     median_rule("shm_over_group", "Does shared memory take at most a quarter of the time of the best group?", 1 / 4),
     median_rule("delta_over_needed", "Does a delta bring at most twice the bytes of what changed?", 2.0),
-    median_rule("terms_foretell", "Do two terms foretell the time of a third size, within a factor of 2?", 2.0),
+    median_rule("terms_predict", "Do two terms predict the time of a third size, within a factor of 2?", 2.0),
     median_rule(
         "engine_sync_over_load", "Does a sync to vLLM take at most twice the time of its own load from memory?", 2.0
     ),

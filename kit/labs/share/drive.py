@@ -192,8 +192,7 @@ def without_desk(drive: Drive, replicas: Mapping[str, Collection[int]]) -> None:
 
 @contextlib.contextmanager
 def begun(drive: Drive, roles: Sequence[str], *, alone: bool) -> Iterator[Observer]:
-    """These roles at version 0, watched by an observer. Locks of this machine's devices are in the run's folder
-    during the phase."""
+    """These roles at version 0, watched by an observer. Locks of this machine's devices are in the run's folder during the phase."""
     with (
         tempfile.TemporaryDirectory(prefix="devices-", dir=drive.folder) as folder,
         Observer(drive, Path(folder), for_desk=not alone) as observer,

@@ -342,7 +342,7 @@ OF_RANKS = exposed_by(
     ),
     Fault(
         "engine-untempered",
-        "an engine records log-probabilities of temperature 1, as vLLM does unless it is told otherwise",
+        "an engine records log-probabilities of temperature 1, as vLLM does by default",
         "behaviour_logprob",
         set={**HOSTED, "temperature": 1.3},
         needs=ENGINES_OWN,

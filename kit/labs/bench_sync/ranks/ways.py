@@ -78,7 +78,7 @@ class Ways:
     def __init__(self, wanted: dict[str, Any], receivers: int, meeting: str) -> None:
         self.rank = dist.get_rank()
         self.part = tuple(range(receivers + 1))
-        self.there = self.part  # the ranks that take part in the current way
+        self.taking_part = self.part  # the ranks that take part in the current way
         self.tensors = populated_tensors(wanted, filled=self.rank == 0) if self.taking else {}
         self.total = sum(tensor.nbytes for tensor in self.tensors.values())
         self.all_links = self.links = self.meet(meeting)
@@ -93,12 +93,12 @@ class Ways:
 
     @property
     def taking(self) -> bool:
-        return self.rank in self.there
+        return self.rank in self.taking_part
 
     def begin(self, name: str) -> None:
         """Restrict a way to the first receiver if its name says so."""
-        self.there = self.part[:2] if "one" in name.split("+") else self.part
-        self.links = dict(itertools.islice(self.all_links.items(), len(self.there) - 1))
+        self.taking_part = self.part[:2] if "one" in name.split("+") else self.part
+        self.links = dict(itertools.islice(self.all_links.items(), len(self.taking_part) - 1))
 
     def meet(self, meeting: str) -> dict[str, Link]:
         names = [f"receiver {rank}" for rank in self.part[1:]]
@@ -346,7 +346,7 @@ def one_turn(end: Ways, name: str, work: Callable[[], None], *, first: bool) -> 
     if first and name not in COPYING:
         contents: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(contents, end.content())
-        if len({contents[rank] for rank in end.there}) > 1:
+        if len({contents[rank] for rank in end.taking_part}) > 1:
             raise KitError(f"{name} did not bring what was sent")
     return taken
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import time
@@ -12,8 +11,6 @@ from typing import Any
 
 from kit.labs.rankside import Context
 from kit.labs.share.watch import Watch
-from kit.machine import MARK
-from kit.world import leftovers
 
 
 class FarObserver:
@@ -25,9 +22,7 @@ class FarObserver:
 
     def watch(self, names: Mapping[str, str], machine: int) -> str:
         """Returns the folder for the locks of this machine's devices."""
-        # In the folder of this machine's agent, which goes with it.
-        around = leftovers.base() / os.environ.get(MARK, "")
-        self.folder = Path(tempfile.mkdtemp(prefix="devices-", dir=around))
+        self.folder = Path(tempfile.mkdtemp(prefix="kit-devices-"))
         devices, on_gpus = self.ctx.config.devices_on(machine), self.ctx.device.type == "cuda"
         named = {int(pid): name for pid, name in names.items()}
         self.watcher = Watch(named, self.folder, devices, place=machine, on_gpus=on_gpus)
@@ -45,8 +40,12 @@ class FarObserver:
 
     def stop(self) -> tuple[Any, ...]:
         samples = self.watcher.stop()
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        self._forget()
         return samples
 
-    def end(self, cycle: int) -> None: ...
+    def end(self, cycle: int) -> None:  # noqa: ARG002 - as for every role
+        self._forget()  # a loop that failed stopped no watch
+
+    def _forget(self) -> None:
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)

@@ -43,7 +43,7 @@ record, pause, pause_vllm = TransformersModel.recorded, TransformersModel.pause,
 microbatch, assemble, batch_of, load_saved = Trainer.microbatch, Trainer.assemble, Trainer.batch_of, Trainer.load
 
 
-# -- the kit's engine --------------------------------------------------------------------------------------------------------------
+# -- the kit's engine ----------------------------------------------------------------------------------------------------------
 
 
 def stamps_the_end(engine: Engine, name: str, ended: Ended) -> Answer:
