@@ -98,7 +98,7 @@ def test_bytes_beyond_what_changed_and_another_base_are_seen() -> None:
 )
 def test_right_code_passes(sync: Callable[..., kit.Run], config: dict[str, Any]) -> None:
     verdict = sync(**{**SLOWLY, "delta": "word", **config}).verdict()
-    assert failed(verdict) == set()
+    assert failed(verdict) == set(), verdict
     if "delta" not in config:
         assert passed(verdict, "delta_bytes")
         assert "2 of 2 syncs sent changes" in why(verdict, "delta_bytes") or "of 4 syncs" in why(verdict, "delta_bytes")
