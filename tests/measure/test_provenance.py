@@ -156,5 +156,5 @@ def test_megatrons_options_are_read_from_megatron():
     assert found["CUDA graphs"] == "Megatron knows cuda_graph_impl"
     assert megatron_fields("megatron.core.optimizer", "NoSuchConfig") == set()
     assert known_option(set(), "anything") is None
-    assert installed("torch", "torch") == __import__("importlib.metadata").metadata.version("torch")
+    assert installed("torch", "torch") == torch.__version__
     assert installed("no-such-package", "no_such_module") is None

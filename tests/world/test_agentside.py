@@ -52,9 +52,11 @@ def test_a_status_that_torchrun_took_first_is_reported(monkeypatch: Any) -> None
 @pytest.mark.parametrize("account_first", [True, False])
 def test_a_status_that_only_torchrun_knows_is_taken_whenever_it_comes(account_first: bool) -> None:
     crew = Crew.__new__(Crew)
-    crew.generation, crew.exits = 2, []
+    crew.generation, crew.exits, crew.silent = 2, [], set()
     crew.members = [SimpleNamespace(rank=3, pid=17)]  # type: ignore[list-item]
-    agent: Any = SimpleNamespace(ended=1, error="", statuses={3: 9}, answers={})  # statuses of the previous ranks
+    agent: Any = SimpleNamespace(
+        node=0, ended=1, error="", statuses={3: 9}, answers={}
+    )  # statuses of the previous ranks
     messages = [{"exit": 3, "pid": 17, "status": None, "at": 0.0}, {"ended": 2, "error": "", "statuses": {"3": -9}}]
     for message in messages[:: -1 if account_first else 1]:
         crew._note(agent, message)

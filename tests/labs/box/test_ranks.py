@@ -238,6 +238,7 @@ def test_suspend_is_asked_of_versions_first(monkeypatch: pytest.MonkeyPatch, lab
     lab.suspend(1)
     assert lab.ctx.values == {}
     monkeypatch.setattr(probes, "device", lambda: ON_GPU)
+    monkeypatch.setattr(probes.nccl, "running", lambda: None)
     lab.suspend(1)
     assert lab.ctx.texts == {"suspend_refused": "there is no NCCL: this torch is built without CUDA"}
 
