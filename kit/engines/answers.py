@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from kit.engines.hosted import LoadedModel
-from kit.errors import BadInput
+from kit.errors import BadInput, KitError
 from kit.megatron.config import Geometry, ModelConfig
 from kit.megatron.serve import Answer, AtSync, Ended, Engine, Flight, PromptRequest
 from kit.train.plain import from_weights
@@ -66,7 +66,8 @@ class WritingEngine(Engine):
         done = []
         for _ in range(n if self._flights else 0):
             for name, token, logprob in self.own.step():
-                flight = self._flights[name]
+                if (flight := self._flights.get(name)) is None:
+                    raise KitError(f"the engine wrote a token of request {name}, which it has not or has ended")
                 flight.context = self.own  # has its KV
                 flight.write(token, logprob, self.version)
                 if ended := flight.ended:
@@ -97,6 +98,8 @@ def engine_noise(
         with torch.no_grad():
             exact = plain(tokens)[:, -1]
         own = model.logits(tokens).cpu().double()
+        if own.isnan().any():
+            raise KitError("logits of the engine at rest are NaN")
         pair = [(logits / temperature).log_softmax(-1) for logits in (own, exact)]
         worst = max(worst, float((pair[0] - pair[1]).abs().max()))
     return worst

@@ -434,7 +434,7 @@ class Whole:
         wrong = [_unlike(spec, self.tensors.get(spec.key), split=at in split) for at, spec in enumerate(layout.specs)]
         _refuse(layout, self.tensors.keys(), wrong)
         if changes is not None:
-            return Cut({name: [(tensor, as_it_is)] for (name, _), tensor in self.tensors.items()}, ()).bind(
+            return Cut({name: [(tensor.detach(), as_it_is)] for (name, _), tensor in self.tensors.items()}, ()).bind(
                 layout, changes
             )
         now = self.own()

@@ -316,7 +316,7 @@ class Call:
             ranks=tuple(message["ranks"]),
             place=message["place"],
             pieces=self.layout.pieces,
-            kept=self.receiver.kept,
+            kept=self.receiver.kept if message["base"] is None else None,  # memory of changes is not kept
         )
 
     def let_go(self) -> None:

@@ -180,6 +180,10 @@ class Sender:
             f"delta={self.delta} compares all weights after every sync: use it with digests of all tensors",
         )
         refuse_if(
+            self.delta != "off" and any(spec.shard for spec in self.cache.layout.specs),
+            f"delta={self.delta} sends parts of whole tensors, but some of these are shards: use delta=off",
+        )
+        refuse_if(
             self.delta != "off" and self.cache.slots > 0,
             f"delta={self.delta} compares versions, but a ring keeps none: use a cache",
         )

@@ -11,7 +11,7 @@ import torch
 
 from kit.engines.answers import ServedModel, WritingEngine, engine_noise
 from kit.engines.hosted import EngineContext, LoadedModel
-from kit.errors import BadInput
+from kit.errors import BadInput, KitError
 from kit.megatron.config import GEOMETRIES, Geometry, ModelConfig
 from kit.megatron.serve import PromptRequest, distribution
 from kit.train.plain import initial_weights
@@ -46,6 +46,20 @@ def load(own: Any, seed: int) -> None:
     with torch.no_grad():
         for name, tensor in weights_of(seed).items():
             own.load(name, tensor)
+
+
+def test_a_token_that_nobody_asked_for_and_logits_that_are_no_numbers_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = hugging()
+    engine = writing(own)
+    engine.start(ASKED)
+    monkeypatch.setattr(own, "step", lambda: [("0.7", 3, -1.0)])
+    with pytest.raises(KitError, match=r"a token of request 0\.7, which it has not or has ended"):
+        engine.decode(1)
+    monkeypatch.setattr(LoadedModel, "logits", lambda _, tokens: torch.full((1, GEOMETRY.vocab), float("nan")))
+    with pytest.raises(KitError, match="logits of the engine at rest are NaN"):
+        engine_noise(LoadedModel(own, "transformers", CPU), GEOMETRY, weights_of(0), temperature=1.0, seed=0)
 
 
 def test_tokens_have_the_version_that_they_were_sampled_from() -> None:

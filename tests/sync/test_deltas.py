@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kit.errors import BadInput, KitError
-from kit.sync.buckets import GAPS, WORDS, Cut, lay_out, specs_of
+from kit.sync.buckets import GAPS, WORDS, Cut, Whole, lay_out, specs_of
 from kit.sync.cache import Ring
 from kit.sync.hashes import digest
 from kit.sync.receiver import Call
@@ -109,6 +109,14 @@ def test_whole_tensors_are_loaded_and_words_refused_where_code_loads_by_name() -
     assert loaded == ["a"]
     with pytest.raises(KitError, match="cannot take changed words"):
         weights.bind(whole, words)
+
+
+def test_a_parameter_takes_a_whole_tensor_of_a_delta() -> None:
+    layout = lay_out(specs_of({("a", 0): torch.zeros(4)}), 4096)
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    sent = torch.arange(4.0)
+    Whole({("a", 0): parameter}).bind(layout, layout).apply(0, sent.view(torch.uint8))
+    assert torch.equal(parameter.detach(), sent)
 
 
 # -- syncs -----------------------------------------------------------------------------------------------------------------

@@ -35,7 +35,10 @@ from kit.sync import hashes
 from kit.train.protocol import Batch, Loss
 
 EXACT = 1e-5  # how much a float32 log-probability may differ from that of its version
-MOST_NOISE = {torch.float32: EXACT, torch.bfloat16: 0.1}  # an engine that is noisier at rest fails
+MOST_NOISE = {
+    torch.float32: EXACT,
+    torch.bfloat16: 0.1,
+}  # the most that noise of an engine at rest excuses, unless a plain model has more
 NOISY = 16  # samples used to measure the noise of arithmetic
 
 
@@ -134,7 +137,7 @@ class Trainer(TrainerActor):
         noise = max(plain_noise, self.engine_noise)
         allowed = oracle.apart * noise if self.engine_noise or self.dtype is not torch.float32 else EXACT
         if self.engine_noise:
-            allowed = min(allowed, MOST_NOISE[self.dtype])
+            allowed = min(allowed, max(MOST_NOISE[self.dtype], oracle.apart * plain_noise))
             self.ctx.record("engine_noise", self.engine_noise)
         judged = [oracle.judge(row) for row in rows]
         policies = [sample.policies(noise) for sample in judged]
