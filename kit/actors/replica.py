@@ -22,7 +22,7 @@ from kit.megatron import serve, shards
 from kit.megatron.groups import destroy
 from kit.megatron.serve import Answer, Engine, PromptRequest
 from kit.sync.buckets import Cut
-from kit.sync.hashes import digest
+from kit.sync.hashes import differing_digests, digest
 from kit.sync.receiver import Receiver
 from kit.train.arithmetic import END, encode, min_tokens, problem, reward
 from kit.train.draws import answer_length, tool_stalls
@@ -228,7 +228,7 @@ class ReplicaActor:
     def digests(self, algorithm: str) -> dict[str, str]:
         """Digests of every full tensor, on each rank of the replica. Collective over the replica."""
         of_tensor = functools.partial(digest, algorithm=algorithm)
-        own = {name: of_tensor(tensor) for name, tensor in self.full_tensors()}
+        own = differing_digests((name, of_tensor(tensor)) for name, tensor in self.full_tensors())
         tables: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(tables, own)
         table: dict[str, str] = tables[0]

@@ -9,7 +9,7 @@ Limits: the undo of a `LoadedModel` loads a copy of the tensors that it held bef
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -276,12 +276,3 @@ class LoadedWeights(Cut):
 
 def call_if_there(owner: Any, method: str) -> None:
     getattr(owner, method, lambda: None)()
-
-
-def differing_digests(named: Iterator[tuple[str, str]]) -> dict[str, str]:
-    """Digests by name; of a name with several unlike tensors, such as a head apart from the embedding, all of them."""
-    table: dict[str, str] = {}
-    for name, digest in named:
-        if digest not in table.setdefault(name, digest):
-            table[name] += f" {digest}"
-    return table

@@ -13,7 +13,7 @@ import ctypes
 import hashlib
 import itertools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -47,6 +47,15 @@ def digest(tensor: torch.Tensor, algorithm: str) -> str:
     hashed = _ALGORITHMS[algorithm](header)
     hashed.update(_bytes_at(flat.data_ptr(), flat.nbytes))
     return str(hashed.hexdigest())
+
+
+def differing_digests(named: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Digests by name; of a name with several unlike tensors, such as a head apart from the embedding, all of them."""
+    table: dict[str, str] = {}
+    for name, digest in named:
+        if digest not in table.setdefault(name, digest):
+            table[name] += f" {digest}"
+    return table
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from kit.engines.contents import Contents
-from kit.engines.hosted import LoadedModel, differing_digests
+from kit.engines.hosted import LoadedModel
 from kit.errors import BadInput
 from kit.sync.buckets import Mismatch, lay_out, specs_of
+from kit.sync.hashes import differing_digests
 
 CPU = torch.device("cpu")
 

@@ -21,7 +21,6 @@ from kit.engines.hosted import (
     LoadedModel,
     MegatronModel,
     OwnSide,
-    differing_digests,
 )
 from kit.errors import KitError
 from kit.labs import rankside
@@ -33,7 +32,7 @@ from kit.measure.observers.tensors import live_bytes
 from kit.megatron import model, scales, standin
 from kit.sync import transports
 from kit.sync.buckets import Cut, Destination
-from kit.sync.hashes import digest
+from kit.sync.hashes import differing_digests, digest
 from kit.sync.link import call
 from kit.sync.receiver import SENDER, Call, Receiver
 from kit.sync.serving import Serving
