@@ -83,6 +83,7 @@ class WorldCall:
                 member.work.send_encoded(self._payload)
             except ChannelClosed:
                 self.gone.add(member.rank)  # the end of its channel is seen below, or its silence is
+        self.gone |= {member.rank for member in self.members if self.crew.has_no_agent(member)}
 
     def hear(self, member: WorldMember, message: Message) -> None:
         """Take in an answer; one that comes late still frees its rank."""

@@ -335,8 +335,7 @@ class Crew:
         if not ready.isdisjoint(self._agent_fds()):
             self.hear_agents()
             gone = {exit_.rank for exit_ in self.exits}
-            if self.torchrun_pid is not None and 0 not in self.agents:
-                gone |= {m.rank for m in self.members if m.node == 0 and m.call is not None}
+            gone |= {m.rank for m in self.members if m.call is not None and self.has_no_agent(m)}
             for call in self.calls():  # also those without such a rank: torchrun ends all of them
                 call.gone |= gone - call.answers.keys()
         for member in self.members:
@@ -394,6 +393,10 @@ class Crew:
 
     def calls(self) -> list[Any]:
         return list({id(m.call): m.call for m in self.members if m.call is not None}.values())
+
+    def has_no_agent(self, member: WorldMember) -> bool:
+        """Whether it is gone with its machine's agent. Its own link may notice much later: the kernel is patient with what was sent."""
+        return member.node not in self.agents and (member.node > 0 or self.torchrun_pid is not None)
 
     def is_lost(self, member: WorldMember) -> bool:
         """Whether no answer is to be expected from its machine."""

@@ -37,15 +37,26 @@ def test_who_looks_on_is_asked_though_there_is_always_something_to_hear() -> Non
             rank=0, call=None, work=SimpleNamespace(send_encoded=lambda _: None), asked=False, news=[]
         )
         member.watch = SimpleNamespace(send=lambda _: None)
-        crew: Any = SimpleNamespace(
-            members=[member], is_lost=lambda _: False, filenos=lambda: [link.fileno()], take=lambda *_: None
-        )
+        crew: Any = SimpleNamespace(members=[member], filenos=lambda: [link.fileno()], take=lambda *_: None)
+        crew.is_lost = crew.has_no_agent = lambda _: False
         crew.read_log = lambda *_: b""
         member.log, member.since, member.phase = 0, 0.0, "idle"
         call = WorldCall(crew, [member], {"id": 1, "phase": "train"}, die=lambda *_: None)
         pending = Pending([call], threading.RLock(), Onlooker(), 60.0)
         with pytest.raises(KeyboardInterrupt):
             pending.result()
+
+
+def test_a_rank_whose_machine_was_lost_before_the_call_is_gone_at_once() -> None:
+    """Its own link may not know yet: what is sent into it waits for the kernel, for minutes."""
+    crew = Crew.__new__(Crew)
+    crew.agents = {0: SimpleNamespace()}  # type: ignore[dict-item]
+    members: Any = [
+        SimpleNamespace(rank=rank, node=rank, work=SimpleNamespace(send_encoded=lambda _: None)) for rank in range(2)
+    ]
+    call = WorldCall(crew, members, {"id": 1, "phase": "run"}, die=lambda *_: None)
+    call.send()
+    assert call.gone == {1}
 
 
 class Said:
