@@ -17,8 +17,8 @@ from tests.labs.parts import failed, passed
     "config",
     [
         {},
-        {"tp": 2, "ranks": 6},
-        {"pp": 2, "ranks": 6, "dtype": "bfloat16"},
+        {"tp": 1},
+        {"pp": 2, "tp": 1, "dtype": "bfloat16"},
         {"worlds": "two"},
         {"kv_scales": True},
         {"transport": "serialize"},

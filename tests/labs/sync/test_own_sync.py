@@ -204,8 +204,8 @@ def _mine(_places: None) -> Iterator[None]:
 def test_right_ones_pass(sync: Sync, code: str, config: dict[str, object]) -> None:
     verdict = sync(implementation=code, **config).verdict()
     assert failed(verdict) == set()
-    null = {"others_untouched", "cache_bounded", "sweep_arrived"}
-    null |= {"sleepers_release"} if config.get("placement") == "apart" else set()
+    null = {"others_untouched", "cache_bounded", "sweep_arrived", "weights_once"}
+    null |= {"sleepers_release", "trainer_restored"} if config.get("placement") == "apart" else set()
     null |= {"failure_is_clean"} if code in {BUCKETS, "mine:Named"} else set()
     assert unanswered(verdict) - {"nothing_piles_up"} == null
     if "failure_is_clean" in null:
