@@ -67,7 +67,9 @@ class WritingEngine(Engine):
         for _ in range(n if self._flights else 0):
             for name, token, logprob in self.own.step():
                 if (flight := self._flights.get(name)) is None:
-                    raise KitError(f"the engine wrote a token of request {name}, which it has not or has ended")
+                    raise KitError(
+                        f"the engine wrote a token of request {name}, but it has no such request or has ended it"
+                    )
                 flight.context = self.own  # has its KV
                 flight.write(token, logprob, self.version)
                 if ended := flight.ended:

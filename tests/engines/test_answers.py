@@ -55,7 +55,7 @@ def test_a_token_that_nobody_asked_for_and_logits_that_are_no_numbers_are_named(
     engine = writing(own)
     engine.start(ASKED)
     monkeypatch.setattr(own, "step", lambda: [("0.7", 3, -1.0)])
-    with pytest.raises(KitError, match=r"a token of request 0\.7, which it has not or has ended"):
+    with pytest.raises(KitError, match=r"a token of request 0\.7, but it has no such request or has ended it"):
         engine.decode(1)
     monkeypatch.setattr(LoadedModel, "logits", lambda _, tokens: torch.full((1, GEOMETRY.vocab), float("nan")))
     with pytest.raises(KitError, match="logits of the engine at rest are NaN"):

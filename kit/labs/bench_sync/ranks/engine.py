@@ -7,7 +7,6 @@ time. The sender's weights change before each sync. On both sides vLLM's linear 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from kit.engines.hosted import EngineContext, LoadedModel
 from kit.engines.vllm import VllmModel
 from kit.errors import KitError
 from kit.labs.bench_sync.lab import LOADED, SYNCED
-from kit.labs.bench_sync.ranks.ways import SENDER, TIMEOUT_S, Laid, Ways
+from kit.labs.bench_sync.ranks.ways import SENDER, TIMEOUT_S, Laid, Ways, seconds_together
 from kit.measure.turns import turn_by_turn
 from kit.megatron.config import Geometry
 from kit.sync.hashes import algorithms, digest
@@ -96,23 +95,16 @@ def engine_seconds(*, layers: int, meeting: str, python: str, rounds: int) -> di
     end = EngineWays(Geometry(layers=layers, **WIDTHS), meeting, python)
     works = {name: end.work(name) for name in (SYNCED, LOADED)}
     try:
-        seconds = turn_by_turn([*works], rounds, lambda name, _: one_turn(end, name, works[name]))
+        seconds = turn_by_turn([*works], rounds, lambda name, _: engine_turn(end, name, works[name]))
     finally:
         end.close()
     return {"bytes": end.total, "seconds": seconds}
 
 
-def one_turn(end: EngineWays, name: str, work: Callable[[], None]) -> float:
+def engine_turn(end: EngineWays, name: str, work: Callable[[], None]) -> float:
     for tensor in end.tensors.values() if name == SYNCED and not end.rank else ():
         tensor.mul_(STEP)
-    dist.barrier()
-    start = time.perf_counter()
-    work()
-    taken = time.perf_counter() - start
-    if end.rank == 0:  # the sender's end is the first to close
-        end.close_opened()
-    dist.barrier()
-    end.close_opened()
+    taken = seconds_together(end, work)
     if name == SYNCED:
         tables: list[Any] = [None, None]
         dist.all_gather_object(tables, end.digests())

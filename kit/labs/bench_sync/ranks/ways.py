@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -329,20 +328,23 @@ def seconds_by_shape(
     return [{name: seconds[at, name] for name in ways} for at in range(len(ends))]
 
 
+def seconds_together(end: Ways, work: Callable[[], None]) -> float:
+    """The time of this rank's part in a transfer that all begin together, and the end of what it opened."""
+    dist.barrier()
+    taken = seconds_of(work)
+    if end.rank == 0:  # the sender's end is the first to close
+        end.close_opened()
+    dist.barrier()
+    end.close_opened()
+    return taken
+
+
 def one_turn(end: Ways, name: str, work: Callable[[], None], *, first: bool) -> float:
     end.begin(name)
     if first:
         for tensor in end.tensors.values() if end.rank else ():  # what was received is forgotten
             tensor.zero_()
-    dist.barrier()
-    start = time.perf_counter()
-    if end.taking:
-        work()
-    taken = time.perf_counter() - start
-    if end.rank == 0:  # the sender's end is the first to close
-        end.close_opened()
-    dist.barrier()
-    end.close_opened()
+    taken = seconds_together(end, work if end.taking else lambda: None)
     if first and name not in COPYING:
         contents: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(contents, end.content())
