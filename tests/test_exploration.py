@@ -154,11 +154,14 @@ def test_a_desk_that_waits_for_a_replica_that_died_asleep_is_seen() -> None:
         (ShareWorlds(scheduler=f"{WRONG}:never_admits_late"), 2, "no_deadlock"),
         (ShareWorlds(planner=f"{WRONG}:plans_for_three"), 4, "no_starvation"),
         (StreamWorlds(implementation=f"{WRONG}:logs_nothing"), 0, "metrics_true"),
+        (StreamWorlds(implementation=f"{WRONG}:IgnoresFloor"), 32, "one_step_per_batch"),
+        (StreamWorlds(implementation=f"{WRONG}:NeverShrinks"), 33, "no_deadlock"),
+        (StreamWorlds(), 32, ""),
         (StreamWorlds(sampler=f"{WRONG}:LeavesTheLast"), 0, "no_deadlock"),
         (StreamWorlds(implementation="tests.loop.right_cores:WholeSteps"), 3, ""),
         (ShareWorlds(scheduler="tests.labs.share.test_own:own_desk"), 1, ""),
     ],
-    ids=lambda value: next(iter(value.settings.values())).partition(":")[2] if hasattr(value, "settings") else None,
+    ids=lambda value: next(iter(value.settings.values()), "").partition(":")[2] if hasattr(value, "settings") else None,
 )
 def test_a_single_world_tells_right_from_wrong(worlds: Worlds, seed: int, rule: str) -> None:
     findings = play(worlds, world_of(worlds, seed)).findings

@@ -141,7 +141,16 @@ def test_worlds_have_the_layout_of_the_run_and_keep_it_when_they_are_made_small(
 
 
 def test_worlds_have_the_loop_of_the_run_and_keep_it_when_they_are_made_small() -> None:
-    loop = {"sampler": "windowed", "window": 2, "places": 13, "slots": 5, "replicas": 3, "min_groups": 3, "steps": 2}
+    loop = {
+        "sampler": "windowed",
+        "window": 2,
+        "places": 13,
+        "slots": 5,
+        "replicas": 3,
+        "min_groups": 3,
+        "floor": 2,
+        "steps": 2,
+    }
     worlds = worlds_like(stream, ranks=1, batch=8, at_sync="drain", phases="stream", **loop)
     drawn = [world_of(worlds, seed) for seed in range(12)]
     wanted = {**loop, "groups": 4, "group": 4, "updates": 2, "at_sync": "drain", "filter": False, "on_failed": "stop"}

@@ -156,6 +156,20 @@ def drops_the_last(plan: Any, start: Any = None) -> Controller:
     return DropsTheLast(plan, pipeline="a", resume=start)
 
 
+class IgnoresFloor(Controller):
+    """A step shrinks to one group, whatever `floor` says."""
+
+    def __init__(self, plan: Any, start: Any = None) -> None:
+        super().__init__(replace(plan, floor=1), pipeline="a", resume=start)
+
+
+class NeverShrinks(Controller):
+    """Ends although a step may lack a group."""
+
+    def __init__(self, plan: Any, start: Any = None) -> None:
+        super().__init__(replace(plan, floor=plan.groups), pipeline="a", resume=start)
+
+
 class LogsNothing(Controller):
     def step(self, state: Any, event: Event) -> tuple[Any, tuple[Command, ...]]:
         state, commands = super().step(state, event)

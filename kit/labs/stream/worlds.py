@@ -23,7 +23,7 @@ from kit.loop.runner import Stalled
 from kit.results.records import Unjudged
 from kit.results.rules import Measured, Missing, NotMeasured, Violations, settle
 from kit.stream import core
-from kit.stream.history import LoopLedger
+from kit.stream.history import LoopLedger, ends_group
 from kit.stream.judge import RULES, resume_equals
 from kit.stream.settings import SAMPLERS, Resume, StreamSettings
 from kit.stream.simulated import Durations, System, simulate
@@ -41,10 +41,11 @@ OF_THE_LAB = (  # what a world and the lab's config have in common
     "at_sync",
     "filter",
     "on_failed",
+    "floor",
 )
 # As in a config, where there is one; the sizes only of a loop with at most MOST samples at once.
 MANNERS = ("sampler", "window", "at_sync", "filter", "on_failed")
-LOOP_SIZES = ("groups", "group", "updates", "min_groups", "places", "slots", "replicas")
+LOOP_SIZES = ("groups", "group", "updates", "min_groups", "floor", "places", "slots", "replicas")
 MOST = 64
 HAPPENS = ("died", "left", "joined")
 FAILS = ("begin", "microbatch", "finish", "clear")
@@ -112,6 +113,7 @@ class StreamWorlds:
             "happens": happens,
             "prompt_ms": rng.choice([0, 0, 5, 50]),
             "later": rng.choice([0, 0, 1, 2, 4]),  # how many events after that version it stops
+            "floor": rng.choice([1, groups]),  # with `groups`, a step that would shrink ends the loop
         }
 
     def sizes(self, world: World) -> dict[str, int]:
@@ -213,6 +215,7 @@ class StreamWorlds:
             "prompts": None,
             "updates": 1,
             "min_groups": 1,
+            "floor": 1,
             "lengths": [low, low],
             "span": 1,
             "train_ms": 1,
@@ -251,8 +254,8 @@ def answer_of_rule(rule: Callable[[LoopLedger], Measured | Violations], ledger: 
 def ends_well(ledger: LoopLedger) -> Violations:
     """Does the controller end on its own, without an error?
 
-    Of what happens in a world, only the data's end, rows that cannot be cleared, a sync that fails, and more failed steps than may be
-    retried are reasons for one. The data's end is none if the open step has all its groups.
+    Of what happens in a world, only the data's end, rows that cannot be cleared, a sync that fails, more failed steps than may be retried
+    and a step that would shrink below `floor` are reasons for one. The data's end is none if the open step has all its groups.
     """
     ends = ledger.by_event["ended"]
     failed = [row.get("of") for row in ledger.by_event["error"]]
@@ -261,6 +264,7 @@ def ends_well(ledger: LoopLedger) -> Violations:
         (ledger.by_event["exhausted"] and not only_trains(ledger))
         or {"clear", "sync"} & {*failed}
         or steps > (ledger.limit("step_retries") or 0)
+        or shrinks_too_far(ledger)
     )
     if not ends:
         yield f"the controller never ended; the last row is {ledger.rows[-1]}"
@@ -278,6 +282,13 @@ def only_trains(ledger: LoopLedger) -> bool:
         count == ledger.limit("groups_per_step") and step == max(selected) and step not in over
         for step, count in selected.items()
     )
+
+
+def shrinks_too_far(ledger: LoopLedger) -> bool:
+    """Whether so many groups failed that the step of all of them would be smaller than `floor`."""
+    failed = sum(ends_group(row) for row in ledger.by_event["failed"])
+    groups, floor = (ledger.limit(name) or 0 for name in ("groups_per_step", "floor"))
+    return ledger.setting("on_failed") == "shrink" and groups - failed < floor
 
 
 def draw_failures(rng: random.Random, groups: int, steps: int, retries: int) -> dict[str, int]:
@@ -307,7 +318,7 @@ def draw_happens(rng: random.Random, replicas: int) -> list[list[Any]]:
 
 def loop_settings(world: Mapping[str, Any]) -> StreamSettings:
     return StreamSettings(
-        **{name: world[name] for name in ("sampler", *OF_THE_LAB)},
+        **{name: world[name] for name in ("sampler", *OF_THE_LAB) if name in world},
         train_global_batch_size=world["groups"] * world["group"] // world["updates"],
         step_retries=world["retries"],
         on_dead_replica="go-on",
@@ -339,6 +350,7 @@ def consistent_world(world: World) -> World:
         **world,
         "updates": updates,
         "min_groups": min(world["min_groups"], groups),
+        "floor": min(world.get("floor", 1), groups),
         "places": places,
         "slots": min(world["slots"], places),
         "on_failed": world.get("on_failed", "replace") if groups > 1 else "replace",
