@@ -207,27 +207,24 @@ def let_signals_end_forks() -> None:
     """From now on SIGTERM, SIGHUP and SIGQUIT end a process that this one forks, from its first instruction on.
 
     torchrun handles them with an exception, and a fork inherits the handler: a signal in a rank's first milliseconds would end it with
-    status 1 or get lost. So they are blocked during the fork. Forks of forks are not affected.
+    status 1 or get lost. So they are blocked during the fork. Forks of forks are not affected. This is no hook of `os.register_at_fork`:
+    what the handler of a signal that came meanwhile raises in a hook is lost, and with it the signal.
     """
-    parent, ending = os.getpid(), (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    masks: list[set[int | signal.Signals]] = []
+    fork, ending = os.fork, (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
-    def block() -> None:
-        if os.getpid() == parent:
-            masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ending))
+    def fork_blocked() -> int:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ending)
+        try:
+            pid = fork()
+            if not pid:
+                os.fork = fork
+                for number in ending:
+                    signal.signal(number, signal.SIG_DFL)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return pid
 
-    def unblock() -> None:
-        if os.getpid() == parent:
-            signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
-
-    def unblock_fork() -> None:
-        if masks:  # empty in a fork of a fork
-            for number in ending:
-                signal.signal(number, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_SETMASK, masks[-1])
-            masks.clear()
-
-    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=unblock_fork)
+    os.fork = fork_blocked
 
 
 def adopt_orphans() -> None:

@@ -68,6 +68,7 @@ class Rank:
         self.busy = False
         self.call = 0  # the request it works at
         self.interrupted = 0  # the request that is to stop, which may not have begun yet
+        self.stopped = 0  # the request in which an interrupt was raised
         self.lent: Message | None = None  # the request that lent this rank to Ray, until Ray gives it back
         self.all_here = threading.Event()
         self.main = threading.main_thread()
@@ -271,7 +272,9 @@ def transfer_counts(kind: str, first: int) -> dict[str, int]:
 
 
 def on_interrupt(_signal: int, _frame: object) -> None:
-    if RANK.busy:
+    """Once per request, as the signal comes again: what cleans up after the first is not disturbed."""
+    if RANK.busy and RANK.stopped != RANK.call:
+        RANK.stopped = RANK.call
         raise KeyboardInterrupt
 
 

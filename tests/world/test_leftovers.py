@@ -189,3 +189,27 @@ def test_a_signal_in_the_first_moment_of_a_fork_ends_it(hook: bool, first: int) 
     code = f"HOOK = {hook}\n{FORKS}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=20)
     assert done.stdout.split(maxsplit=3) == [str(int(first)), "7", "True", "set()\n"]
+
+
+STRUCK = """
+import os, signal
+from kit.world import leftovers
+
+def raises(number, frame):
+    raise InterruptedError("torchrun's handler")
+
+signal.signal(signal.SIGTERM, raises)
+parent = os.getpid()
+os.register_at_fork(before=lambda: os.kill(parent, signal.SIGTERM))
+leftovers.let_signals_end_forks()
+try:
+    if not os.fork():
+        os._exit(0)
+except InterruptedError:
+    print("raised")
+"""
+
+
+def test_a_signal_during_a_fork_reaches_the_handler_of_the_parent() -> None:
+    done = subprocess.run([sys.executable, "-c", STRUCK], capture_output=True, text=True, check=True, timeout=20)
+    assert done.stdout == "raised\n"

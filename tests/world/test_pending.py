@@ -204,6 +204,28 @@ def test_cancel_interrupts_the_ranks(world: World) -> None:
     assert issubclass(kit.Cancelled, kit.KitError)
 
 
+def test_an_interrupt_that_is_lost_comes_again(world: World, tmp_path: Path) -> None:
+    pids = world.pids
+    pending = world.submit(f"{FLIGHT}:deaf_once", args={"begun": str(tmp_path / "begun")}, ranks=[0])
+    assert wait_for((tmp_path / "begun").exists)
+    assert pending.cancel() is True
+    with pytest.raises(Cancelled):
+        pending.result()
+    assert world.call(f"{FLIGHT}:number") == [0, 1]
+    assert world.pids == pids
+
+
+def test_what_cleans_up_is_interrupted_only_once(world: World, tmp_path: Path) -> None:
+    begun, tidied = tmp_path / "begun", tmp_path / "tidied"
+    pending = world.submit(f"{FLIGHT}:tidy", args={"begun": str(begun), "tidied": str(tidied)}, ranks=[1])
+    assert wait_for(begun.exists)
+    assert pending.cancel() is True
+    with pytest.raises(Cancelled):
+        pending.result()
+    assert tidied.exists()
+    assert world.call(f"{FLIGHT}:number") == [0, 1]
+
+
 def test_what_is_over_cannot_be_cancelled(world: World) -> None:
     pending = world.submit(f"{FLIGHT}:number")
     kit.wait([pending])

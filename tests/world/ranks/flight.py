@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -54,6 +55,25 @@ def stubborn(*, begun: str) -> None:
             time.sleep(FOR_EVER)
         except KeyboardInterrupt:
             continue
+
+
+def deaf_once(*, begun: str) -> None:
+    """Lose the first interrupt, as a system call does that is entered just after the signal came."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    Path(begun).touch()
+    signal.sigwait([signal.SIGINT])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    time.sleep(FOR_EVER)
+
+
+def tidy(*, begun: str, tidied: str) -> None:
+    """Clean up for a while once interrupted."""
+    try:
+        Path(begun).touch()
+        time.sleep(FOR_EVER)
+    finally:
+        time.sleep(1.0)
+        Path(tidied).touch()
 
 
 def fail() -> None:
