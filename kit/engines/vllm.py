@@ -34,7 +34,8 @@ from kit.train.draws import uniform
 
 ALIGNED = 64  # bytes
 START_S, CALL_S = 110.0, 60.0
-# By what a sync does with requests in flight: vLLM's mode, and whether it clears its cache. The controller has drained the engine.
+# By what a sync does with requests in flight: vLLM's mode, and whether it clears its cache. It has no mode `wait` inside one process: with
+# `drain` the controller has let all requests end.
 PAUSES = {"keep": ("keep", False), "recompute": ("keep", True), "abort": ("abort", True), "drain": ("abort", True)}
 SIDE = Path(__file__).with_name("vllmside.py")
 ENVIRONMENT = {
@@ -87,6 +88,7 @@ class VllmModel:
         except BaseException:
             self.process.kill()
             self.process.wait()
+            self._arena.close()
             raise
         finally:
             folder.cleanup()
@@ -163,6 +165,7 @@ class VllmModel:
         return int(named[1])
 
     def close(self) -> None:
+        self._arena.close()
         self._lines[0].close()
         try:
             self.process.wait(CALL_S)
@@ -219,7 +222,7 @@ class VllmModel:
 
 class Arena:
     """Memory that the engine's process maps, with a place for each tensor: vLLM reads a tensor when its layer is complete, so none may be
-    written over before the next version."""
+    written over before the next version. Both ends map it once, for as long as the engine runs."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
         self.places: dict[str, tuple[int, int]] = {}
@@ -229,7 +232,12 @@ class Arena:
             end += -(-tensor.nbytes // ALIGNED) * ALIGNED
         self.file = os.memfd_create("kit-vllm")
         os.ftruncate(self.file, end)
-        self._memory = torch.frombuffer(mmap.mmap(self.file, end), dtype=torch.uint8)
+        self._mapping = mmap.mmap(self.file, end)
+        self._memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
+
+    def close(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)  # a tensor keeps it mapped
+        self._mapping.close()
 
     def put(self, name: str, tensor: torch.Tensor) -> int:
         """Copy a tensor to its place; returns where that begins."""

@@ -23,6 +23,7 @@ import torch
 
 Named = Iterator[tuple[str, torch.Tensor]]
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+EMBEDDING = "model.embed_tokens.weight"  # the tied head's name too, where that has memory of its own
 
 
 class Engine:
@@ -63,11 +64,11 @@ class Engine:
             parts = PARTS.get(packed)
             sizes = modules[path].output_sizes if parts else None
             for part, piece in zip(parts or (packed,), tensor.split(sizes) if sizes else [tensor], strict=True):
-                yield f"{owner}.{part}.{kind}" if owner else f"{part}.{kind}", piece
+                yield f"{owner}.{part}.{kind}" if owner else EMBEDDING, piece
 
         head = modules["lm_head"]  # has the embedding's weight, and perhaps a packed copy
         if getattr(head, "cpu_linear", torch.nn.functional.linear) is not torch.nn.functional.linear:
-            yield "model.embed_tokens.weight", read_packed(head)
+            yield EMBEDDING, read_packed(head)
 
     def constants(self) -> Named:
         yield from self.model.named_buffers()
@@ -241,9 +242,13 @@ def answer(line: Connection, tensors: list[tuple[str, torch.Tensor]]) -> None:
         line.send_bytes(tensor.view(-1).view(torch.uint8).numpy().tobytes())
 
 
-if __name__ == "__main__":
+def main(engine: type[Engine]) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with its rank
     connection = Connection(int(sys.argv[1]))
-    made = Engine(json.loads(sys.argv[2]))
+    made = engine(json.loads(sys.argv[2]))
     answer(connection, [])
     serve(connection, made)
+
+
+if __name__ == "__main__":
+    main(Engine)

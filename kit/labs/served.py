@@ -11,7 +11,10 @@ from kit.machine import has_gpu_driver
 from kit.megatron.config import ModelConfig
 from kit.world.asked import find_python, python_has
 
-SERVED = ("megatron", "transformers", "vllm")
+KITS_ENGINES = ("transformers", "vllm")
+SERVED = ("megatron", *KITS_ENGINES)
+VLLM_BYTES = 7 * 2**28  # of a vLLM process without weights, 1 GiB of it for keys and values: 1.65 GiB measured
+FOR_ENGINES = " and for engines"  # what host memory is for, in a refusal
 HEAD = 32  # the least width of a head, and its step, in vLLM's attention on a CPU
 SERVE = Option(
     "model that replicas serve with: megatron (the kit's), transformers (Hugging Face), vllm, or your own engine as module:attr",
@@ -41,9 +44,15 @@ def check_served(config: Any, replica: ModelConfig) -> None:
         f"{shape.hidden // shape.heads}: use size=small",
     )
     refuse_if(
-        serve in SERVED[1:] and not shape.qkv_bias,
-        f"serve={serve} serves Qwen2, whose query, key and value have biases, but size={config.size} has none: use another size",
+        serve in KITS_ENGINES and not shape.qkv_bias,
+        f"serve={serve} serves Qwen2, whose query, key and value have biases, but size={config.size} has none: use size=small",
     )
+
+
+def engine_bytes(config: Any, weights: int) -> int:
+    """Host memory of a replica's engine beside its rank and its weights. `weights`: their bytes, which vLLM's process gets through memory
+    that both ends map."""
+    return VLLM_BYTES + weights if config.serve == "vllm" else 0
 
 
 def check_engine_there(config: Any) -> None:

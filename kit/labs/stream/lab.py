@@ -21,7 +21,15 @@ from kit.labs.definition import (
     model_of,
     own_code,
 )
-from kit.labs.served import REPLICA_PYTHON, SERVE, check_engine_there, check_served
+from kit.labs.served import (
+    FOR_ENGINES,
+    KITS_ENGINES,
+    REPLICA_PYTHON,
+    SERVE,
+    check_engine_there,
+    check_served,
+    engine_bytes,
+)
 from kit.labs.stream.faults import FAULTS, KIT_CORE
 from kit.megatron.config import ModelConfig, check, model_bytes
 from kit.stream.ports import replica_role
@@ -31,6 +39,7 @@ from kit.train.draws import answer_length, tool_stalls
 
 DRIVER = "kit.labs.stream.drive"
 LONGEST_PROMPT = 4  # of "9+9="
+DOUBLE_BYTES = 8  # of a float64 number
 OWN = ("implementation", "sampler")  # settings that name code of the notebook side
 PHASES = {
     EXPLORED.phase: EXPLORED.cycle,
@@ -213,6 +222,12 @@ class StreamConfig(JobConfig):
         return possible.get(phase, True)
 
     @property
+    def measures_noise(self) -> bool:
+        """Whether recomputed tokens have a limit from the noise of an engine. One from outside is judged itself, so its noise limits
+        nothing."""
+        return self.serve in KITS_ENGINES and self.runs("verify")
+
+    @property
     def trainer_ranks(self) -> int:
         return self.ranks - self.infer_tp * self.replicas
 
@@ -310,9 +325,14 @@ def fits(config: StreamConfig) -> None:
     check_engine_there(config)
     trainer = config.trainer_model
     job = max(model_bytes(trainer, ranks=config.trainer_ranks, stage=stage)["total"] for stage in range(config.pp))
-    whole = model_bytes(config.replica_model, ranks=1)["params"] * config.infer_tp
-    versions = whole * (config.steps + 1) * config.runs("verify")
-    check_fits(config, job=job, host=versions // config.ranks, kept="for the weights of every version")
+    held = model_bytes(config.replica_model, ranks=1)
+    whole = held["params"] * config.infer_tp
+    kept = whole * (config.steps + 1) * config.runs("verify")
+    # Noise is measured with a float64 model.
+    noise = DOUBLE_BYTES * held["parameters"] * config.measures_noise
+    engines = (engine_bytes(config, whole) + noise) * config.replicas
+    words = "for the weights of every version" + FOR_ENGINES * bool(engines)
+    check_fits(config, job=job, host=(kept + engines) // config.ranks, kept=words)
 
 
 LAB = Definition(

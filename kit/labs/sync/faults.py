@@ -2,7 +2,7 @@
 
 from kit.labs.definition import Fault, exposed_by
 
-ENGINE = {"serve": "transformers"}
+ENGINE = {"serve": "transformers", "size": "small"}  # vLLM has no heads of the default size
 DOUBLE = {"receiver": "kit.sync.protocols:VllmCalls"}
 DOUBLES = {"receiver": ("kit.sync.protocols:VllmCalls", "kit.sync.protocols:SglangSession")}
 QUICK = {"cycles": 2, "sweep": False}
@@ -20,9 +20,7 @@ IN_THE_RANK = ("megatron", "transformers")  # models whose tensors are the rank'
 VLLM = {"serve": "vllm", "placement": "apart", "ranks": 2, "tp": 1, "replicas": 1, "size": "small"}
 IN_VLLM = {"serve": ("vllm",)}
 VLLM_MODEL = "kit.engines.vllm:VllmModel"
-ENGINES_OWN = {"serve": ("transformers",)}
 ENGINES = {"serve": ("transformers", "vllm")}
-SMALL_ENGINE = {**ENGINE, "size": "small"}  # vLLM has no heads of the default size
 KITS = {"receiver": ("",), "serve": ("megatron",)}
 HUGGING = "kit.engines.hugging:TransformersModel"
 DELTA = {"delta": "word", "dtype": "bfloat16", "lr": 3e-6, "cycles": 3}
@@ -348,7 +346,7 @@ FAULTS = exposed_by(
         "wrong-half",
         "an engine loads gate projections into the half of the packed tensor that belongs to up projections, and the reverse",
         "bit_exact",
-        set=SMALL_ENGINE,
+        set=ENGINE,
         needs=ENGINES,
         patch={
             f"{HUGGING}.load": f"{BUGS}:loads_into_the_wrong_half",
@@ -360,22 +358,28 @@ FAULTS = exposed_by(
         "an engine has its own copy of the tied head and does not load it, because no tensor with its name comes",
         "bit_exact",
         set=ENGINE,
-        needs=ENGINES_OWN,
-        patch={f"{HUGGING}.__init__": f"{BUGS}:unties_the_head"},
+        needs=ENGINES,
+        patch={
+            f"{HUGGING}.__init__": f"{BUGS}:unties_the_head",
+            "kit.engines.vllm:write_folder": f"{BUGS}:writes_an_untied_head",
+        },
     ),
     Fault(
         "buffer-not-sent",
         "an engine's reload creates the rotary table again and leaves it empty, because no sync brings it",
         "every_parameter_written",
         set=ENGINE,
-        needs=ENGINES_OWN,
-        patch={"kit.engines.hosted:LoadedModel.finalize": f"{BUGS}:leaves_the_rotary_table_empty"},
+        needs=ENGINES,
+        patch={
+            "kit.engines.hosted:LoadedModel.finalize": f"{BUGS}:leaves_the_rotary_table_empty",
+            "kit.engines.vllm:SIDE": f"{BUGS}:EMPTIED_SIDE",
+        },
     ),
     Fault(
         "served-asleep",
         "an engine that gets a request while it sleeps wakes without weights and answers",
         "sleepers_release",
-        set=SMALL_ENGINE,
+        set=ENGINE,
         needs={**ENGINES, "placement": ("overlap",)},
         patch={f"{HUGGING}.logits": f"{BUGS}:answers_asleep", f"{VLLM_MODEL}.logits": f"{BUGS}:answers_asleep_in_vllm"},
     ),

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from kit.errors import refuse_if
 from kit.labs.definition import Definition, JobConfig, Option, Role, Step, check_fits, check_transport, model_of
-from kit.labs.served import REPLICA_PYTHON, SERVE, check_engine_there, check_served
+from kit.labs.served import FOR_ENGINES, REPLICA_PYTHON, SERVE, check_engine_there, check_served, engine_bytes
 from kit.labs.sync.faults import FAULTS
 from kit.megatron.config import DTYPE_BYTES, ModelConfig, check, dtype_on, model_bytes
 
@@ -30,6 +30,9 @@ class SyncConfig(JobConfig):
         Option("overlap: the trainer uses devices of the first replicas, which sleep; apart: it has its own devices"),
     ] = "overlap"
     worlds: Annotated[Literal["one", "two"], Option("run trainer and inference as one torchrun job or as two")] = "one"
+    prewarm: Annotated[
+        bool, Option("replicas that share devices with the trainer wake and sleep once before the first version")
+    ] = False
     cycles: Annotated[int, Option("number of versions that are trained and sent to the replicas", low=1, high=1000)] = 3
     steps: Annotated[int, Option("optimizer steps per version", low=1, high=1000)] = 1
     refresh: Annotated[
@@ -116,6 +119,10 @@ class SyncConfig(JobConfig):
             f"receiver={self.receiver} loads into the kit's model, but serve={self.serve}: use one of the two",
         )
         overlap = self.placement == "overlap"
+        refuse_if(
+            self.prewarm and not overlap,
+            "prewarm wakes replicas that sleep, but with placement=apart none does: use placement=overlap",
+        )
         refuse_if(
             overlap and self.replicas < 2,
             f"replicas={self.replicas} cannot share devices with the trainer: one replica sleeps while another one serves; "
@@ -260,9 +267,10 @@ def fits(config: SyncConfig) -> None:
     stages = [model_bytes(trainer, ranks=config.trainer_ranks, stage=stage)["total"] for stage in range(config.pp)]
     jobs = sum(stages) * (config.trainer_ranks // config.pp)
     whole = model_bytes(replica_model(config), ranks=config.infer_tp)["params"] * config.infer_tp
-    copies = whole * (GATHERED + CACHED + STAGED * config.awake)
+    engines = engine_bytes(config, whole) * config.replicas
+    copies = whole * (GATHERED + CACHED + STAGED * config.awake) + engines
     job, host = (jobs + whole * config.replicas) // config.ranks, copies // config.ranks
-    check_fits(config, job=job, host=host, kept="for copies on the way to the replicas")
+    check_fits(config, job=job, host=host, kept="for copies on the way to the replicas" + FOR_ENGINES * bool(engines))
     check_engine_there(config)
 
 

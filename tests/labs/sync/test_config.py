@@ -14,9 +14,11 @@ from kit.errors import BadInput
 from kit.labs import definition
 from kit.labs.definition import world_sizes
 from kit.labs.rankside import Context
-from kit.labs.sync.lab import SyncConfig, plan, roles
+from kit.labs.served import VLLM_BYTES
+from kit.labs.sync.lab import SyncConfig, plan, replica_model, roles
 from kit.labs.sync.lab import fits as sync_fits
 from kit.labs.sync.ranks.trainer import SyncTrainer
+from kit.megatron.config import model_bytes
 from kit.sync.transports import RankPlace, best_transport
 
 GIB = 2**30
@@ -71,6 +73,12 @@ GIB = 2**30
             {"serve": "vllm", "placement": "apart", "ranks": 4, "replicas": 2},
             "heads whose width is a multiple of 32, but those of size=tiny have 16: use size=small",
         ),
+        (
+            {"serve": "vllm", "size": "small", "ranks": 6, "replicas": 2, "infer_tp": 2},
+            "serve=vllm puts a whole model on each rank, but infer_tp=2: use infer_tp=1",
+        ),
+        ({"serve": "vllm", "size": "125m"}, "have biases, but size=125m has none: use size=small"),
+        ({"prewarm": True, "placement": "apart"}, "with placement=apart none does: use placement=overlap"),
         ({"serve": "vllm", "device": "cuda"}, "serve=vllm runs on a CPU here, but device=cuda"),
         ({"serve": "sglang"}, "serve must be one of megatron, transformers, vllm, or module:attr"),
         ({"delta": "word", "arena": "cache"}, "compares two versions of the weights, but arena=cache keeps one"),
@@ -108,6 +116,20 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     sync_fits(SyncConfig(size="125m", layers=2))
     with pytest.raises(BadInput, match="for copies on the way to the replicas"):
         sync_fits(SyncConfig(size="qwen2.5-0.5b"))
+
+
+def test_engines_count_in_what_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's process gets the weights through memory that both ends map."""
+    monkeypatch.setattr("kit.labs.sync.lab.check_engine_there", lambda config: None)
+    asked: list[tuple[int, str]] = []
+    monkeypatch.setattr("kit.labs.sync.lab.check_fits", lambda _, host, kept, **__: asked.append((host, kept)))
+    config = SyncConfig(serve="vllm", size="small")
+    sync_fits(config)
+    sync_fits(SyncConfig(size="small"))
+    (vllm, words), (megatron, fewer_words) = asked
+    weights = model_bytes(replica_model(config), ranks=1)["params"]
+    assert (vllm - megatron) * config.ranks / config.replicas == pytest.approx(VLLM_BYTES + weights, abs=config.ranks)
+    assert words == f"{fewer_words} and for engines"
 
 
 def test_a_package_that_the_ranks_lack_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

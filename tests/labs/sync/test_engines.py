@@ -57,3 +57,15 @@ def test_vllm_wakes_with_new_weights_and_says_that_its_sleep_frees_none(sync: Ca
     assert "vLLM frees no weights on a CPU: 16 keep their memory; a sleeping engine refused every forward" in row.why
     assert "sleepers_release" in failed(sync(fault="served-asleep", **ASLEEP).verdict())
     assert "bit_exact" in failed(sync(fault="wrong-half", **ASLEEP).verdict())
+
+
+@pytest.mark.slow
+def test_a_prewarmed_replica_wakes_and_sleeps_once_before_the_first_version(sync: Callable[..., kit.Run]) -> None:
+    pytest.importorskip("transformers", reason="needs the package transformers")
+    run = sync(serve="transformers", prewarm=True)
+    verdict = run.verdict()
+    assert failed(verdict) == set()
+    assert {"bit_exact", "every_parameter_written", "sleepers_release"} <= {row.check for row in verdict if row.passed}
+    frame = run.frame()
+    sleeps = frame[(frame["phase"] == "base") & (frame["metric"] == "asleep_tensors")]
+    assert sleeps.groupby("rank").size().to_dict() == {2: 2, 3: 2}

@@ -56,7 +56,7 @@ class EngineReplica(Replica):
         self.own = load(ENGINES.get(settings.serve, settings.serve))(ctx)
         self.scope.callback(getattr(self.own, "close", lambda: None))
         self.model = LoadedModel(self.own, settings.serve, ctx.device)
-        if settings.serve in ENGINES:  # an engine from outside is judged itself, so its noise limits nothing
+        if settings.measures_noise:
             self.noise = engine_noise(
                 self.model, config.geometry, self.base, temperature=settings.temperature, seed=settings.seed
             )

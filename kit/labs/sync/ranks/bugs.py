@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kit.engines.hosted import EngineContext, LoadedModel
 from kit.engines.hugging import TransformersModel
-from kit.engines.vllm import EngineFailed, VllmModel
+from kit.engines.vllm import EngineFailed, VllmModel, write_folder
 from kit.errors import KitError
 from kit.labs.sync.lab import SyncConfig
 from kit.labs.sync.ranks import phases  # noqa: F401 - see above
@@ -466,6 +469,17 @@ def unties_the_head(engine: TransformersModel, ctx: EngineContext) -> None:
     make_engine(engine, ctx)
     head = engine.model.lm_head
     head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+
+
+def writes_an_untied_head(folder: Path, ctx: EngineContext) -> None:
+    """The head has a name of its own, with which no tensor comes later."""
+    head = {"lm_head.weight": ctx.weights["model.embed_tokens.weight"].clone()}
+    write_folder(folder, replace(ctx, weights={**ctx.weights, **head}))
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": False}))
+
+
+EMPTIED_SIDE = Path(__file__).with_name("emptiedside.py")
 
 
 def leaves_the_rotary_table_empty(model: LoadedModel) -> None:

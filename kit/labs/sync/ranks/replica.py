@@ -166,6 +166,9 @@ class SyncReplica(Side):
         self.compare()
         if self.sleeper:
             self.leave()
+        if self.sleeper and self.config.prewarm:
+            self.model.wake()
+            self.leave()
         self.count()
 
     def refresh(self, cycle: int) -> None:  # noqa: ARG002 - as above
