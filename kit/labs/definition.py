@@ -302,14 +302,15 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Role:
-    """The role of some ranks. `world`: the number of their World; `devices`: a device number per rank, if any; `phases`: the object
+    """The role of some ranks. `world`: the number of their World; `devices`: a device number per rank, if any, or None
+    for ranks on the CPU whatever the others use; `phases`: the object
     that each of these ranks makes once, if it differs from the lab's. `machine`: where their World is, if not on all in turn; `called`:
     ranks of other machines call the first of these, as they call rank 0."""
 
     name: str
     ranks: tuple[int, ...]
     world: int = 0
-    devices: tuple[int, ...] = ()
+    devices: tuple[int, ...] | None = ()
     phases: str = ""
     machine: int | None = None
     called: bool = False

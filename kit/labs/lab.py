@@ -485,7 +485,7 @@ class Lab:
                 **machines,
                 **settings,
             )
-        return World(self._sizes[0], devices=places[0] if places else (), **machines, **settings)
+        return World(self._sizes[0], devices=(places[0] or ()) if places else (), **machines, **settings)
 
     def _step(self) -> Stepped:
         self._check_going()
@@ -778,13 +778,16 @@ def raise_as_break(error: BaseException) -> None:
         raise KitError(str(error)) from error
 
 
-def devices(roles: Sequence[Role], sizes: Sequence[int]) -> list[list[int]]:
-    """Device numbers for each World if roles place their ranks; a World places all of its ranks or none."""
-    placed = {rank: place for role in roles for rank, place in zip(role.ranks, role.devices, strict=False)}
-    if not placed:
+def devices(roles: Sequence[Role], sizes: Sequence[int]) -> list[list[int] | None]:
+    """Device numbers for each World if roles place their ranks, None for one on the CPU; a World places all of its ranks or none."""
+    placed = {rank: place for role in roles for rank, place in zip(role.ranks, role.devices or (), strict=False)}
+    on_cpu = {rank for role in roles if role.devices is None for rank in role.ranks}
+    if not placed and not on_cpu:
         return []
     worlds = [range(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
-    return [[placed[rank] for rank in ranks if rank in placed] for ranks in worlds]
+    return [
+        None if on_cpu.issuperset(ranks) else [placed[rank] for rank in ranks if rank in placed] for ranks in worlds
+    ]
 
 
 def check_given(world: World | Worlds, config: LabConfig, sizes: tuple[int, ...], *, isolate: bool) -> None:

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -226,6 +226,11 @@ def act(*, method: str, args: dict[str, Any]) -> Any:
     finally:
         ended = time.time()
         publish_row(Row(metric="call", value=ended - began, unit="s", time=ended, start=began, ids={"call": method}))
+
+
+def when_step_ends(do: Callable[[], object]) -> None:
+    """Have this done at the end of the driven step, also of one that fails."""
+    _running().phase.callback(do)
 
 
 def close_step() -> None:

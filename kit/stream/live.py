@@ -74,6 +74,8 @@ class LiveRanks(Port):
 
     def wait(self, seconds: float) -> None:
         """Wait until a call ends. For the runner's clock: `RealClock(ranks.wait)`."""
+        if self.stuck is not None:  # the controller was told, and can do nothing
+            raise self.stuck
         self.start()
         if self.flying:
             self.heard = time.monotonic()

@@ -88,13 +88,9 @@ class Crew:
     # -- starting ---------------------------------------------------------------------------------------------------
 
     def start(self, *, launch: bool = True) -> None:
-        """Start this machine's agent, wait for the others, launch the first generation if that is not left to the caller."""
+        """Start the agents, and the first generation of ranks if that is not left to the caller."""
         try:
             self._start_agent(self._listen())
-            self._assemble(lambda: len(self.agents) == self.plan.nodes, "agents")
-            for launched in self._launched:
-                for note in launched.notes():
-                    print(note)
             if launch:
                 self.launch()
         except BaseException:
@@ -154,7 +150,11 @@ class Crew:
         return process
 
     def launch(self) -> None:
-        """Start a generation of ranks under torchrun and wait until all have joined WORLD."""
+        """Wait for the agents, start a generation of ranks under torchrun and wait until all have joined WORLD."""
+        self._assemble(lambda: len(self.agents) == self.plan.nodes, "agents")
+        for launched in self._launched if self.generation < 0 else ():
+            for note in launched.notes():
+                print(note)
         address = self._listen().address
         self.generation += 1
         ray = None if self._cluster is None else self._ray_order(self._cluster)
@@ -246,23 +246,27 @@ class Crew:
 
     def _assemble(self, complete: Callable[[], bool], what: str) -> None:
         """Let callers in until `complete`, printing who is still missing; a start that fails names why."""
-        listener = self._listen()
         printed = time.monotonic()
         deadline = printed + self.plan.start_timeout_s
         while not complete():
-            unnamed = [link.fileno() for link in self._unnamed]
-            ready = readable_message([*listener.filenos(), *self._agent_fds(), *unnamed], 0.05)
-            for link in [link for link in self._unnamed if link.fileno() in ready]:
-                self._greet(link)  # without waiting: a caller that stops within its first frame delays no other
-            self._unnamed += listener.welcome()
-            self.hear_agents()
-            self._check_start(what)
+            self._let_in(what, 0.05)
             self.tick()
             if time.monotonic() > deadline:
                 raise KitError(f"{self._missing(what)} after {self.plan.start_timeout_s:g} s; {self._last_words()}")
             if time.monotonic() - printed > 5 and self.plan.is_remote:
                 printed = time.monotonic()
                 print(self._missing(what))
+
+    def _let_in(self, what: str, seconds: float) -> None:
+        """Let callers in, after waiting so long for one."""
+        listener = self._listen()
+        unnamed = [link.fileno() for link in self._unnamed]
+        ready = readable_message([*listener.filenos(), *self._agent_fds(), *unnamed], seconds)
+        for link in [link for link in self._unnamed if link.fileno() in ready]:
+            self._greet(link)  # without waiting: a caller that stops within its first frame delays no other
+        self._unnamed += listener.welcome()
+        self.hear_agents()
+        self._check_start(what)
 
     def _greet(self, link: WorldLink) -> None:
         hello: Message = {}
@@ -506,8 +510,11 @@ class Crew:
         elif not self.ask(member.node, "kill_rank", rank=member.rank):
             raise KitError(f"rank {member.rank} was not killed: the agent of machine {member.node} does not answer")
 
-    def refuse_death(self) -> None:
-        """Raise if a rank that has joined, or torchrun, has ended. For a World that waits until others have started."""
+    def look_beside_others(self) -> None:
+        """While others start: let this World's agents in; once it has ranks, raise if one of them, or torchrun, has ended."""
+        if self.generation < 0:
+            self._let_in("agents", 0.0)
+            return
         self.hear_agents()
         if self.exits and (death := self.first_exit()) is not None:
             how = "is gone" if death.status is None else how_ended(death.status)

@@ -436,7 +436,7 @@ class Worlds(RankCalls):
         *,
         names: Sequence[str] = (),
         isolate: bool = False,
-        devices: Sequence[Sequence[int]] = (),
+        devices: Sequence[Sequence[int] | None] = (),
         timeout_s: float = TIMEOUT_S,
         observer: WorldObserver | None = None,
         nodes: int = 1,
@@ -444,15 +444,15 @@ class Worlds(RankCalls):
         machines: Sequence[int] = (),
         **options: Any,
     ) -> None:
-        """`devices` has a list of GPU numbers for each World; `options` are World's. With several nodes each World is on one of them:
-        `machines` has its number, 0 for this one; without it they are on all in turn, the first one here."""
+        """`devices` has a list of GPU numbers for each World, None for one on the CPU; `options` are World's. With several nodes each World
+        is on one of them: `machines` has its number, 0 for this one; without it they are on all in turn, the first one here."""
         if not sizes:
             raise BadInput("Worlds need at least one size, a number of ranks")
         asked.check_worlds(sizes, nodes, endpoint, machines)
         if devices and len(devices) != len(sizes):
             raise BadInput(f"devices has {len(devices)} lists for {len(sizes)} Worlds; give one list per World")
         for size, places in zip(sizes, devices, strict=False):
-            asked.check_gpu_numbers(places, size)
+            asked.check_gpu_numbers(places or (), size)
         self.names = tuple(names) or tuple(f"World {n}" for n in range(len(sizes)))
         self.isolate = isolate
         self.timeout_s = timeout_s
@@ -464,22 +464,24 @@ class Worlds(RankCalls):
         self._turn = threading.RLock()
         try:
             for number, (size, part) in enumerate(zip(sizes, asked.spread(sizes, nodes, machines), strict=True)):
+                places = devices[number] if devices else ()
+                on_cpu = {"device": "cpu"} if places is None else {}
                 made = World(
                     size,
                     timeout_s=timeout_s,
                     observer=self.observer,
-                    devices=devices[number] if devices else (),
+                    devices=places or (),
                     part=part,
                     endpoint=endpoint,
                     look=self._look_at_start,
-                    **options,
+                    **{**options, **on_cpu},
                 )
                 made._lock = self._lock  # ranks of several Worlds are called together
                 made._crew.silent = self._silent
                 if not isolate:
                     made.on_death = self._end_all
                 self.worlds.append(made)
-            for world in self.worlds:  # while one launches, the agents of the others load torch
+            for world in self.worlds:  # while one launches, the agents of the others are on their way, or load torch
                 world._crew.launch()
             self._starting = False
         except BaseException:
@@ -567,7 +569,7 @@ class Worlds(RankCalls):
     def _look_at_start(self) -> None:
         """A World that dies while another one starts ends the start of all."""
         for world in self.worlds if self._starting else ():
-            world._crew.refuse_death()
+            world._crew.look_beside_others()
 
     def _end_all(self, why: str, error: KitError | None) -> None:
         for world in self.worlds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import secrets
@@ -23,6 +24,7 @@ from kit.errors import BadInput, KitError, RankDied, RankTimeout
 from kit.labs.bench_world import hosts
 from kit.labs.bench_world.hosts import SecondHost
 from kit.labs.definition import world_machines
+from kit.labs.lab import devices
 from kit.labs.share.lab import roles
 from kit.results.frames import with_ids
 from kit.tls import make_certificate
@@ -243,16 +245,19 @@ def test_a_machine_that_is_lost_is_named_and_ends_by_itself(two_hosts: tuple[Wor
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_machine_that_is_lost_while_pipelines_share_devices_is_named(
-    far_host: OtherHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("lab_name", "phase"), [("stream", "stream"), ("share", "shared")])
+def test_a_machine_that_is_lost_in_a_loop_is_named(
+    far_host: OtherHost, lab_name: str, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", far_host.near)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     where = {"nodes": 2, "endpoint": far_host.free_endpoint(), "launch": far_host.launch, "device": "cpu"}
     limits = {"timeout_s": 8.0, "deadline_s": 8.0}
     try:
-        with kit.lab("share", out=tmp_path / "run", **where, **limits, **LABS_OVER_HOSTS["share"]) as lab:
-            while lab.phases[lab.done].phase != "shared":
+        longer = {"phases": phase, "steps": 100} if lab_name == "stream" else {}
+        settings = {**LABS_OVER_HOSTS[lab_name], **longer}
+        with kit.lab(lab_name, out=tmp_path / "run", **where, **limits, **settings) as lab:
+            while lab.phases[lab.done].phase != phase:
                 lab.step()
             cutter = threading.Timer(0.5, far_host.cut)
             cutter.start()
@@ -437,12 +442,17 @@ def test_shared_devices_that_machines_cannot_have_are_one_sentence(settings: dic
         kit.lab("share", nodes=2, endpoint="127.0.0.1:4000", **settings)
 
 
-def test_pipelines_are_where_their_devices_are_and_an_observer_is_on_each_other_machine() -> None:
+def test_pipelines_are_where_their_devices_are_and_an_observer_is_on_each_other_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = share(nodes=2, devices=4, **{"a.train": (0, 1), "b.train": (2,), "b.infer": (3,)})
     on = {role.name: role.machine for role in roles(config)}
     assert on == {"a trainer": 0, "a replica 0": 0, "a replica 1": 0, "b trainer": 1, "b replica 0": 1, "observer 1": 1}
     assert [role.name for role in roles(config) if role.called] == ["a trainer", "b trainer"]
     assert (config.ranks, [config.devices_on(machine) for machine in (0, 1)]) == (7, [[0, 1], [2, 3]])
+    monkeypatch.setattr("kit.labs.share.lab.free_gpu_bytes", lambda: [1, 1])
+    gpus = devices(roles(dataclasses.replace(config, device="auto")), [2, 1, 1, 1, 1, 1])
+    assert gpus == [[0, 1], [0], [1], [0], [1], None]  # which no observer has
     parts = spread([2, 1, 1, 1, 1, 1], 2, world_machines(roles(config)))
     assert [(part.machine, part.before, part.neighbours) for part in parts[2:]] == [
         (0, 3, 4),

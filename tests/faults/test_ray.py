@@ -203,19 +203,6 @@ def test_without_a_cluster_a_small_one_plays_the_other_machines(
         assert folder in leftovers.dead_folders(())
 
 
-def start_ray(words: list[str], output: Path, **env: str) -> subprocess.Popen[bytes]:
-    """A Ray node, once it runs. Ray gives itself 30 s, which a busy machine may exceed."""
-    for _ in range(RAY_S // 30):
-        with output.open("wb") as file:
-            node = subprocess.Popen(
-                words, stdout=file, stderr=file, start_new_session=True, env={**os.environ, **OPEN, **env}
-            )
-        wait_for(lambda node=node: node.poll() is not None or "runtime started" in output.read_text(), RAY_S)  # type: ignore[misc]
-        if node.poll() is None:
-            return node
-    raise AssertionError(output.read_text())
-
-
 @pytest.mark.slow
 @needs_ray
 def test_of_several_worlds_each_has_a_small_cluster_of_its_own(alone: Path, tmp_path: Path, nothing_left: None) -> None:
@@ -247,91 +234,6 @@ def test_a_cluster_that_starts_here_leaves_nothing(alone: Path, ended: str, tmp_
             (launch,) = processes("raylaunch.py", f"--notebook {notebook.pid} ")
             os.killpg(launch, signal.SIGTERM)
     assert wait_for(lambda: not processes(f"{alone}/kit-ray-") and left_folders() <= before, 60)
-
-
-@pytest.fixture(scope="module")
-def cluster(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecondHost]:
-    """A Ray cluster of two nodes: this host, and a network namespace that claims two GPUs."""
-    try:
-        other = SecondHost()
-    except KitError as error:
-        pytest.skip(str(error))
-    output = tmp_path_factory.mktemp("ray") / "output"
-    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--num-cpus=4"]
-    ray += ["--object-store-memory=80000000"]
-    head = [*ray, "--head", f"--node-ip-address={other.address}", "--include-dashboard=false"]
-    worker = [*other.prefix, *ray, f"--address={other.address}:6379", f"--node-ip-address={other.far_address}"]
-    started = []
-    try:
-        started.append(start_ray(head, output))
-        started.append(start_ray([*worker, "--num-gpus=2"], output, GLOO_SOCKET_IFNAME=other.far))
-        yield other
-    finally:
-        for process in reversed(started):
-            process.terminate()
-            process.wait(60)
-        wait_for(lambda: not other.pids(), 60)
-        other.remove()
-
-
-ASKED = """
-import json, ray
-ray.init(logging_level="ERROR")
-print(json.dumps({**ray.available_resources(), "nodes": sum(node["Alive"] for node in ray.nodes())}))
-"""
-
-
-def free_in(host: SecondHost) -> dict[str, float]:
-    """What the cluster has free, and how many nodes."""
-    env = {**os.environ, **OPEN, "RAY_ADDRESS": f"{host.address}:6379"}
-    done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0, done.stderr
-    resources: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return resources
-
-
-@pytest.mark.slow
-@needs_ray
-def test_a_cluster_that_was_there_runs_the_agents_and_stays(
-    cluster: SecondHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
-) -> None:
-    for name, value in {**OPEN, "RAY_ADDRESS": f"{cluster.address}:6379"}.items():
-        monkeypatch.setenv(name, value)
-    options: dict[str, Any] = {"device": "auto", "logs": tmp_path, "env": {"GLOO_SOCKET_IFNAME": cluster.near}}
-    options |= {"launch": "ray", "start_timeout_s": RAY_S}
-    said = "the Ray cluster has 1 machines with a CPU beside this one, and the World needs 2"
-    with pytest.raises(KitError, match=rf"the launch of machine 1, 2 exited with status 1 before .*{said}"):
-        World(3, nodes=3, endpoint=cluster.free_endpoint(), **options)
-    with agents_are_killed(), World(2, nodes=2, endpoint=cluster.free_endpoint(), **options) as world:
-        over_there = set(cluster.pids())
-        assert [pid in over_there for pid in world.pids] == [False, True]
-        world.run("t = torch.ones(1) * (rank + 1); dist.all_reduce(t)")
-        assert world.eval("t.item()") == [3.0, 3.0]
-        assert "GPU" not in free_in(cluster)  # taken
-        assert world.eval("__import__('os').environ.get('CUDA_VISIBLE_DEVICES')") == [None, None]  # as ranks count them
-        (worker,) = [pid for pid in processes("ray::run_agent") if pid in over_there]
-        os.kill(worker, signal.SIGKILL)
-        said = r"is gone with the agent of machine 1; the launch of machine 1 exited with status 1: .*Ray lost the task"
-        with pytest.raises(RankDied, match=said):
-            world.run("dist.barrier()\nif rank: import time; time.sleep(100)", timeout_s=100)
-    assert wait_for(lambda: free_in(cluster) == {**free_in(cluster), "nodes": 2, "GPU": 2.0, "CPU": 8.0}, 60)
-
-
-@pytest.mark.slow
-@needs_ray
-@pytest.mark.parametrize("lab", ["smoke", "stream", "share"])
-def test_a_lab_passes_over_a_cluster(
-    cluster: SecondHost, lab: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
-) -> None:
-    for name, value in {**OPEN, "RAY_ADDRESS": f"{cluster.address}:6379"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", cluster.near)
-    where = {"nodes": 2, "endpoint": cluster.free_endpoint(), "launch": "ray", "device": "cpu"}
-    before = left_folders()
-    run = kit.run(lab, out=tmp_path / "run", **where, **LABS_OVER_HOSTS[lab])
-    assert left_folders() <= before
-    verdict = run.verdict()
-    assert {check: why(verdict, check) for check in failed(verdict)} == {}
 
 
 # -- engine=ray --------------------------------------------------------------------------------------------------------------
@@ -434,6 +336,107 @@ def test_a_controller_that_ends_or_is_silent_is_named(
         }
     assert not processes(f"{alone}/kit-ray-")
     assert left_folders() == set()
+
+
+# -- in a cluster that was there: last, because it stays until these tests end, and each launch of the others would join it ---
+
+
+def start_ray(words: list[str], output: Path, **env: str) -> subprocess.Popen[bytes]:
+    """A Ray node, once it runs. Ray gives itself 30 s, which a busy machine may exceed."""
+    for _ in range(RAY_S // 30):
+        with output.open("wb") as file:
+            node = subprocess.Popen(
+                words, stdout=file, stderr=file, start_new_session=True, env={**os.environ, **OPEN, **env}
+            )
+        wait_for(lambda node=node: node.poll() is not None or "runtime started" in output.read_text(), RAY_S)  # type: ignore[misc]
+        if node.poll() is None:
+            return node
+    raise AssertionError(output.read_text())
+
+
+@pytest.fixture(scope="module")
+def cluster(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecondHost]:
+    """A Ray cluster of two nodes: this host, and a network namespace that claims two GPUs."""
+    try:
+        other = SecondHost()
+    except KitError as error:
+        pytest.skip(str(error))
+    output = tmp_path_factory.mktemp("ray") / "output"
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--num-cpus=4"]
+    ray += ["--object-store-memory=80000000"]
+    head = [*ray, "--head", f"--node-ip-address={other.address}", "--include-dashboard=false"]
+    worker = [*other.prefix, *ray, f"--address={other.address}:6379", f"--node-ip-address={other.far_address}"]
+    started = []
+    try:
+        started.append(start_ray(head, output))
+        started.append(start_ray([*worker, "--num-gpus=2"], output, GLOO_SOCKET_IFNAME=other.far))
+        yield other
+    finally:
+        for process in reversed(started):
+            process.terminate()
+            process.wait(60)
+        wait_for(lambda: not other.pids(), 60)
+        other.remove()
+
+
+ASKED = """
+import json, ray
+ray.init(logging_level="ERROR")
+print(json.dumps({**ray.available_resources(), "nodes": sum(node["Alive"] for node in ray.nodes())}))
+"""
+
+
+def free_in(host: SecondHost) -> dict[str, float]:
+    """What the cluster has free, and how many nodes."""
+    env = {**os.environ, **OPEN, "RAY_ADDRESS": f"{host.address}:6379"}
+    done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    resources: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return resources
+
+
+@pytest.mark.slow
+@needs_ray
+def test_a_cluster_that_was_there_runs_the_agents_and_stays(
+    cluster: SecondHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
+) -> None:
+    for name, value in {**OPEN, "RAY_ADDRESS": f"{cluster.address}:6379"}.items():
+        monkeypatch.setenv(name, value)
+    options: dict[str, Any] = {"device": "auto", "logs": tmp_path, "env": {"GLOO_SOCKET_IFNAME": cluster.near}}
+    options |= {"launch": "ray", "start_timeout_s": RAY_S}
+    said = "the Ray cluster has 1 machines with a CPU beside this one, and the World needs 2"
+    with pytest.raises(KitError, match=rf"the launch of machine 1, 2 exited with status 1 before .*{said}"):
+        World(3, nodes=3, endpoint=cluster.free_endpoint(), **options)
+    with agents_are_killed(), World(2, nodes=2, endpoint=cluster.free_endpoint(), **options) as world:
+        over_there = set(cluster.pids())
+        assert [pid in over_there for pid in world.pids] == [False, True]
+        world.run("t = torch.ones(1) * (rank + 1); dist.all_reduce(t)")
+        assert world.eval("t.item()") == [3.0, 3.0]
+        assert "GPU" not in free_in(cluster)  # taken
+        assert world.eval("__import__('os').environ.get('CUDA_VISIBLE_DEVICES')") == [None, None]  # as ranks count them
+        (worker,) = [pid for pid in processes("ray::run_agent") if pid in over_there]
+        os.kill(worker, signal.SIGKILL)
+        said = r"is gone with the agent of machine 1; the launch of machine 1 exited with status 1: .*Ray lost the task"
+        with pytest.raises(RankDied, match=said):
+            world.run("dist.barrier()\nif rank: import time; time.sleep(100)", timeout_s=100)
+    assert wait_for(lambda: free_in(cluster) == {**free_in(cluster), "nodes": 2, "GPU": 2.0, "CPU": 8.0}, 60)
+
+
+@pytest.mark.slow
+@needs_ray
+@pytest.mark.parametrize("lab", ["smoke", "stream", "share"])
+def test_a_lab_passes_over_a_cluster(
+    cluster: SecondHost, lab: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
+) -> None:
+    for name, value in {**OPEN, "RAY_ADDRESS": f"{cluster.address}:6379"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", cluster.near)
+    where = {"nodes": 2, "endpoint": cluster.free_endpoint(), "launch": "ray", "device": "cpu"}
+    before = left_folders()
+    run = kit.run(lab, out=tmp_path / "run", **where, **LABS_OVER_HOSTS[lab])
+    assert left_folders() <= before
+    verdict = run.verdict()
+    assert {check: why(verdict, check) for check in failed(verdict)} == {}
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 from kit.errors import BadInput
 from kit.labs import rankside
 from kit.labs.definition import LabConfig
+from kit.labs.share.lab import ShareConfig
 from kit.world import channel
+from tests.holdings import wait_for
 
 Calls = list[Any]
 
@@ -47,12 +50,25 @@ class Typed(LabConfig):
     dtype = "float32"
 
 
-def begin(config: type[LabConfig] = LabConfig, device: str = "cpu", **more: Any) -> None:
-    role = {"name": "", "ranks": [0], "phases": f"{__name__}:Phases"}
+def begin(
+    config: type[LabConfig] = LabConfig, device: str = "cpu", phases: str = f"{__name__}:Phases", **more: Any
+) -> None:
+    role = {"name": "", "ranks": [0], "phases": phases}
     where: dict[str, Any] = {"devices": [device], "nodes": [0], "world_sizes": [1], "meeting": "here"}
     rankside.begin(
         roles=[role], config_type=f"{config.__module__}:{config.__qualname__}", config={}, fault=None, **where, **more
     )
+
+
+def test_an_observer_of_another_machine_ends_with_the_step_of_a_loop_that_failed(calls: Calls) -> None:
+    begin(ShareConfig, phases="kit.labs.share.ranks.observer:FarObserver")
+    rankside.open_step(name="shared")
+    folder = Path(rankside.act(method="watch", args={"names": {}, "machine": 0, "on_gpus": False}))
+    rankside.act(method="start", args={})
+    assert any(thread.name == "kit-observer" for thread in threading.enumerate())
+    rankside.close_step()
+    assert wait_for(lambda: not any(thread.name == "kit-observer" for thread in threading.enumerate()))
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(("config", "device", "within"), [(Typed, "cuda:0", "highest"), (Typed, "cpu", "high")])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kit.errors import Cancelled, KitError, RankDied
+from kit.errors import Cancelled, KitError, RankDied, RankTimeout
 from kit.loop.messages import Command
 from kit.stream.live import LiveRanks
 
@@ -106,3 +106,17 @@ def test_a_stopped_loop_waits_for_its_calls_and_drops_what_they_answer() -> None
     calls.wait = answers  # type: ignore[method-assign]
     ranks.settle()
     assert (ranks.flying, ranks.take(), len(calls.made)) == ({}, [], 2)
+
+
+def test_a_rank_that_did_not_answer_is_the_reason_and_gets_no_call() -> None:
+    calls = Calls()
+    ranks = LiveRanks(calls, ["replica 0"], pipeline="a")  # type: ignore[arg-type]
+    ranks.send(Command("generate", "replica", group=0, sample=0, replica=0, attempt=0))
+    ranks.wait(0.0)
+    calls.made[0].answer = RankTimeout("no answer", phase="stream", ranks=(1,), culprits=(1,), stacks={})
+    with pytest.raises(RankTimeout):  # which a runner makes an event
+        ranks.take()
+    ranks.send(Command("generate", "replica", group=1, sample=0, replica=0, attempt=0))
+    with pytest.raises(RankTimeout, match="no answer"):
+        ranks.wait(0.0)
+    assert len(calls.made) == 1

@@ -357,6 +357,11 @@ def test_ranks_can_be_placed_on_devices(tmp_path: Path) -> None:
         assert [(row["device"], row["seat"]) for row in placed.status()] == [("cpu", 3), ("cpu", 3)]
 
 
+def test_a_world_among_others_can_be_on_the_cpu(tmp_path: Path) -> None:
+    with Worlds((1, 1), devices=[[], None], device="auto", logs=tmp_path) as placed:
+        assert [row["why"] == "asked for" for row in placed.status()] == [False, True]
+
+
 @pytest.mark.parametrize("devices", [[0], [0, -1], [0, True], ["0", "1"], 0])
 def test_places_that_cannot_be(devices: Any, nothing_left: None) -> None:
     with pytest.raises(BadInput, match="devices"):

@@ -362,7 +362,7 @@ def roles(config: ShareConfig) -> tuple[Role, ...]:
     for machine in range(1, config.nodes):
         phases = "kit.labs.share.ranks.observer:FarObserver"
         name = f"{OBSERVER}{machine}"
-        every.append(Role(name=name, ranks=(first,), world=len(every), phases=phases, machine=machine))
+        every.append(Role(name=name, ranks=(first,), world=len(every), devices=None, phases=phases, machine=machine))
         first += 1
     return tuple(every)
 

@@ -39,12 +39,12 @@ class Watcher(Protocol):
 class FarWatch:
     """The watch of another machine, which a rank there keeps."""
 
-    def __init__(self, drive: Drive, names: dict[int, str], machine: int) -> None:
+    def __init__(self, drive: Drive, names: dict[int, str], machine: int, *, on_gpus: bool) -> None:
         self.drive = drive
         self.role = f"{OBSERVER}{machine}"
         named = {str(pid): name for pid, name in names.items()}
         self._refuse_other_clock(machine)
-        self.folder = Path(self._ask("watch", names=named, machine=machine))
+        self.folder = Path(self._ask("watch", names=named, machine=machine, on_gpus=on_gpus))
 
     def _refuse_other_clock(self, machine: int) -> None:
         """The checks compare times of several machines. A question and its answer are no proof of a smaller difference."""
@@ -94,7 +94,10 @@ class Observer:
 
         on_gpus = drive.world.device == "cuda"
         self._near = Watch(names(0), folder, drive.config.devices_on(0), place=0, on_gpus=on_gpus)
-        far = {machine: FarWatch(drive, names(machine), machine) for machine in range(1, drive.config.nodes)}
+        far = {
+            machine: FarWatch(drive, names(machine), machine, on_gpus=on_gpus)
+            for machine in range(1, drive.config.nodes)
+        }
         self._watchers: dict[int, Watcher] = {0: self._near, **far}
 
     def __enter__(self) -> Self:

@@ -95,6 +95,10 @@ class Watch:
         self._see()
         return Samples(self.samples, self.shared_samples, self.blind)
 
+    def end(self) -> None:
+        """Without a last sample, and without waiting."""
+        self._over.set()
+
     def _run(self) -> None:
         while not self._over.wait(EVERY_S):
             self._see()

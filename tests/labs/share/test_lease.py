@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from kit.errors import KitError
-from kit.labs.share.ranks import DeviceLock
+from kit.labs.rankside import Context
+from kit.labs.share.ranks import DeviceLock, context_of
+from tests.labs.share.conftest import share
 
 
 def lease(owner: str, device: int, notes: list[tuple[str, Any]]) -> DeviceLock:
@@ -77,3 +79,23 @@ def test_ranks_of_one_pipeline_may_share_a_device_if_all_say_so(tmp_path: Path, 
     other.free()
     mine.free()
     assert os.sched_getaffinity(0) == cores
+
+
+def test_a_pipeline_knows_the_places_of_its_own_ranks() -> None:
+    roles = {"a trainer": (0,), "a replica 0": (1,), "b trainer": (2,), "b replica 0": (3,), "observer 1": (4,)}
+    ctx = Context(
+        rank=3,
+        world_size=5,
+        world_sizes=(1, 1, 1, 1, 1),
+        world=3,
+        role="b replica 0",
+        roles=roles,
+        meeting="here",
+        device=torch.device("cpu"),
+        config=share(),
+        devices=("cuda:0", "cuda:1", "cuda:1", "cuda:2", "cpu"),
+        nodes=(0, 0, 0, 1, 1),
+        hosts=("near", "near", "near", "far", "far"),
+    )
+    mine = context_of(ctx)
+    assert (mine.rank, mine.devices, mine.nodes, mine.hosts) == (1, ("cuda:1", "cuda:2"), (0, 1), ("near", "far"))

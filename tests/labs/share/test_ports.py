@@ -256,7 +256,7 @@ def test_another_machine_s_clock_that_is_off_is_refused(off: float, right: bool)
 
     drive: Any = SimpleNamespace(config=SimpleNamespace(timeout_s=60.0), submit=submit)
     if right:
-        assert FarWatch(drive, {}, 1).folder == Path("/the/folder")
+        assert FarWatch(drive, {}, 1, on_gpus=False).folder == Path("/the/folder")
     else:
         with pytest.raises(KitError, match=r"the clock of machine 1 is off by \d+ ms or more"):
-            FarWatch(drive, {}, 1)
+            FarWatch(drive, {}, 1, on_gpus=False)

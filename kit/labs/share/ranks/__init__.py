@@ -57,7 +57,7 @@ def context_of(ctx: Context) -> PipelineContext:
         meeting=f"{ctx.meeting}-{pipeline}",
         device=ctx.device,
         config=loop_of(ctx, pipeline),
-        devices=ctx.devices,
+        devices=ctx.devices[first : first + size],
         nodes=ctx.nodes[first : first + size],
         hosts=ctx.hosts[first : first + size],
         certificate=ctx.certificate,

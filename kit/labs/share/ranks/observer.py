@@ -1,7 +1,8 @@
-"""The rank that watches the others of its machine, where the notebook's process sees nothing."""
+"""The rank that watches the others of its machine, where the notebook's process sees nothing. It is on the CPU."""
 
 from __future__ import annotations
 
+import functools
 import shutil
 import tempfile
 import time
@@ -9,24 +10,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kit.labs.rankside import Context
+from kit.labs.rankside import Context, when_step_ends
 from kit.labs.share.watch import Watch
 
 
 class FarObserver:
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
-        self.folder: Path | None = None
 
     def prepare(self, cycle: int) -> None: ...
 
-    def watch(self, names: Mapping[str, str], machine: int) -> str:
-        """Returns the folder for the locks of this machine's devices."""
-        self.folder = Path(tempfile.mkdtemp(prefix="kit-devices-"))
-        devices, on_gpus = self.ctx.config.devices_on(machine), self.ctx.device.type == "cuda"
+    def watch(self, names: Mapping[str, str], machine: int, on_gpus: bool) -> str:
+        """Returns the folder for the locks of this machine's devices. A loop that fails stops no watch, so the step's end does."""
+        folder = Path(tempfile.mkdtemp(prefix="kit-devices-"))
+        when_step_ends(functools.partial(shutil.rmtree, folder, ignore_errors=True))
         named = {int(pid): name for pid, name in names.items()}
-        self.watcher = Watch(named, self.folder, devices, place=machine, on_gpus=on_gpus)
-        return str(self.folder)
+        devices = self.ctx.config.devices_on(machine)
+        self.watcher = Watch(named, folder, devices, place=machine, on_gpus=on_gpus)
+        when_step_ends(self.watcher.end)
+        return str(folder)
 
     def clock(self) -> float:
         return time.time()
@@ -39,13 +41,6 @@ class FarObserver:
         return [row.facts() for row in seen.rows], seen.changes, seen.owners
 
     def stop(self) -> tuple[Any, ...]:
-        samples = self.watcher.stop()
-        self._forget()
-        return samples
+        return self.watcher.stop()
 
-    def end(self, cycle: int) -> None:  # noqa: ARG002 - as for every role
-        self._forget()  # a loop that failed stopped no watch
-
-    def _forget(self) -> None:
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+    def end(self, cycle: int) -> None: ...
