@@ -59,6 +59,7 @@ class Node:
         self.link.limit_silence()
         self.launched = threading.Event()
         self.order: Message = {}
+        self._door: socket.socket | None = None  # of the ranks' store
         self.ranks: dict[int, tuple[int, int]] = {}  # rank -> pid, start time
         self.link.send({"role": "agent", "node": node, "pid": os.getpid(), "started": machine.start_time(os.getpid())})
 
@@ -91,7 +92,15 @@ class Node:
         for scratch in self.folder.glob("torchelastic_*"):
             shutil.rmtree(scratch, ignore_errors=True)
         self.order = order
+        if order["store"] is not None and self._door is None:
+            # At once, while this process may still import: another machine's torchrun that knocks in vain waits long before it tries again.
+            with contextlib.suppress(OSError):  # `take_door` will say why
+                self._door = store_socket(order)
         self.launched.set()
+
+    def take_door(self) -> socket.socket:
+        door, self._door = self._door, None
+        return store_socket(self.order) if door is None else door
 
     def on_watch(self, ranks: dict[str, list[int]]) -> None:
         self.ranks = {int(rank): (pid, started) for rank, (pid, started) in ranks.items()}
@@ -149,15 +158,16 @@ def store_socket(order: Message) -> socket.socket:
     return socket.create_server(tuple(order["store"]), family=family)
 
 
-def torchrun(order: Message) -> None:
+def torchrun(node: Node) -> None:
     """Run torchrun's command line here until its ranks have ended. Its store listens on one address: the endpoint's, or loopback."""
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed import run as cli
     from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 
+    order = node.order
     arguments = list(order["torchrun"])
     if order["store"] is not None:
-        door = store_socket(order)
+        door = node.take_door()
         address, port = order["store"][0], door.getsockname()[1]
 
         def store_at_address(host: str, port: int, size: int, master: bool, timeout: Any, **_: Any) -> TCPStore:
@@ -264,7 +274,7 @@ def agent_main(arguments: list[str] | None = None, *, preload: str) -> NoReturn:
         import_all(order["preload"])
         try:
             if order["ray"] is None:
-                torchrun(order)
+                torchrun(NODE)
             else:
                 importlib.import_module("kit.world.rayside").run_actors(NODE)
         except Exception as failure:  # noqa: BLE001 - torchrun's error is passed on; the notebook judges

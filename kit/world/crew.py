@@ -161,7 +161,7 @@ class Crew:
         self.members, self.exits = [], []
         self._broken_links.clear()
         self._oom_kills = machine.oom_kills()
-        for agent in self.agents.values():
+        for _, agent in sorted(self.agents.items()):  # the first one opens the ranks' store
             agent.link.send({"do": "launch", "with": self._order(agent.node, address, ray)})
         joined = self._joined = {}
         self._assemble(lambda: len(joined) == self.plan.ranks, "ranks")  # each reports first on its watch link

@@ -22,7 +22,6 @@ from typing import Any
 
 from kit import machine
 from kit.world import agentside
-from kit.world.agentside import RankHost
 from kit.world.channel import ChannelClosed, Message, WorldLink
 
 RAY_DRIVER: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
@@ -94,7 +93,7 @@ def rank_actors() -> tuple[type, type]:
     return Rank, AsynchronousRank
 
 
-def run_actors(agent: RankHost) -> None:
+def run_actors(agent: agentside.Node) -> None:
     """Have Ray start a generation of ranks, and wait until one has ended; then end the others, as torchrun does."""
     from torch._C._distributed_c10d import TCPStore
 
@@ -106,8 +105,8 @@ def run_actors(agent: RankHost) -> None:
     if not ray.is_initialized():
         print(f"waiting for the Ray cluster at {order['ray']['address']}", flush=True)
         ray.init(order["ray"]["address"], namespace=order["ray"]["namespace"], **RAY_DRIVER)
-    door = store_door = agentside.store_socket(order)
-    place = {"MASTER_ADDR": order["store"][0], "MASTER_PORT": str(store_door.getsockname()[1])}
+    door = agent.take_door()
+    place = {"MASTER_ADDR": order["store"][0], "MASTER_PORT": str(door.getsockname()[1])}
     seconds = dt.timedelta(seconds=order["group_timeout_s"])
     store = TCPStore(place["MASTER_ADDR"], int(place["MASTER_PORT"]), 1, True, seconds, master_listen_fd=door.detach())
     place |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
