@@ -136,10 +136,12 @@ def as_raised(described: Mapping[str, Any], pendings: Sequence[Pending], world: 
 
 
 class LentRanks:
-    """Ranks that were lent: the part of World that a driver uses. `lent`: the name, pid and start time of each rank's actor."""
+    """Ranks that were lent: the part of World that a driver uses. `lent`: the name, pid and start time of each rank's actor; `device`: the
+    kind that they are on."""
 
-    def __init__(self, lent: Mapping[str, Sequence[Any]]) -> None:
+    def __init__(self, lent: Mapping[str, Sequence[Any]], device: str) -> None:
         ray = importlib.import_module("ray")
+        self.device = device
         self.processes = {int(rank): (pid, started) for rank, (_, pid, started) in lent.items()}
         self.actors = {int(rank): ray.get_actor(name) for rank, (name, _, _) in lent.items()}
 
@@ -163,6 +165,11 @@ class LentRanks:
     async def _answer(self, rank: int, phase: str, request: Message) -> Message:
         answer: Message = await self.actors[rank].act.remote(phase, request)
         return answer
+
+    def status(self) -> list[dict[str, Any]]:
+        """A row for each rank up to the last one; a rank that was not lent is dead."""
+        rows = {rank: {"rank": rank, "pid": pid, "node": 0} for rank, (pid, _) in self.processes.items()}
+        return [rows.get(rank, {"rank": rank, "pid": 0, "node": 0}) for rank in range(max(rows) + 1)]
 
     def interrupt(self, rank: int) -> None:
         leftovers.interrupt_process(*self.processes[rank])

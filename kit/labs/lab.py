@@ -177,6 +177,7 @@ class HostedDrive(Drive):
 def host_driver(
     *,
     lent: Mapping[str, Sequence[Any]],
+    device: str,
     driver: str,
     patches: Mapping[str, str],
     config_type: str,
@@ -193,7 +194,7 @@ def host_driver(
     def refuse(*_: object) -> None:
         raise KitError(f"the driver {driver} needs engine=torchrun, because it does more with ranks than call them")
 
-    world: Any = LentRanks(lent)
+    world: Any = LentRanks(lent, device)
     drive = HostedDrive(
         world=world,
         config=made(load(config_type), config),
@@ -603,6 +604,7 @@ class Lab:
         """Run the driver in the controller's actor."""
         config = type(self.config)
         args = {
+            "device": self.world.device,
             "driver": driver,
             "patches": patches,
             "config_type": f"{config.__module__}:{config.__qualname__}",

@@ -279,9 +279,9 @@ def decisions(run: kit.Run) -> list[tuple[str, str]]:
     return list(zip(rows["metric"], rows["ids"], strict=True))
 
 
-def weight_digests(run: kit.Run) -> list[tuple[str, str]]:
+def weight_digests(run: kit.Run, phase: str = "lockstep") -> list[tuple[str, str]]:
     frame = run.frame()
-    rows = frame[(frame["phase"] == "lockstep") & (frame["metric"] == "digest")]
+    rows = frame[(frame["phase"] == phase) & (frame["metric"] == "digest")]
     return list(zip(rows["ids"], rows["text"], strict=True))
 
 
@@ -297,6 +297,25 @@ def test_without_staleness_the_controller_in_an_actor_decides_and_trains_the_sam
     assert len(decisions(here)) > 50
     assert weight_digests(by_ray) == weight_digests(here)
     assert len({digest for _, digest in weight_digests(here)}) == 4
+    assert {check: why(by_ray.verdict(), check) for check in failed(by_ray.verdict())} == {}
+    assert not processes(f"{alone}/kit-ray-")
+
+
+@pytest.mark.slow
+@needs_ray
+def test_pipelines_share_devices_under_a_desk_in_an_actor_and_train_the_same(
+    alone: Path, tmp_path: Path, nothing_left: None
+) -> None:
+    small = {**LABS_OVER_HOSTS["share"], "device": "cpu"}
+    here = kit.run("share", out=tmp_path / "here", rehearse=False, **small)
+    with kit.lab("share", out=tmp_path / "ray", engine="ray", **small) as lab:
+        lab.start()
+        assert lab._controller is not None
+        by_ray = lab.run()
+    digests = dict(weight_digests(here, "shared"))
+    assert dict(weight_digests(by_ray, "shared")) == digests
+    assert len({*digests.values()}) == 6  # two pipelines with three versions each
+    # Also of the phase in which a replica and a trainer are killed.
     assert {check: why(by_ray.verdict(), check) for check in failed(by_ray.verdict())} == {}
     assert not processes(f"{alone}/kit-ray-")
 

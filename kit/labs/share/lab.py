@@ -410,6 +410,7 @@ LAB = Definition(
     plan=plan,
     roles=roles,
     isolate=True,
+    hosted=True,
     fits=fits,
     phases="kit.labs.share.ranks.roles:LeasedTrainer",
     rules="kit.labs.share.rules:RULES",
