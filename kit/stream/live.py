@@ -99,6 +99,8 @@ class LiveRanks(Port):
     def take(self) -> list[Event]:
         """The new events. Idle ranks get their next call only after the controller has handled all of them, because each event may bring
         orders and an order that comes after a call began waits for its end."""
+        if self.stuck is not None:  # the reason is known, and a look at each further silent rank takes a second
+            return []
         if self.in_vain is not None and self.in_vain[0] <= time.monotonic():
             # A trainer of one rank may wait for a replica that died before it called. It notifies the other replicas, and the sync is
             # then tried with them. Limit: several ranks are not interrupted, because some wait in a collective.

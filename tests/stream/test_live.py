@@ -110,8 +110,10 @@ def test_a_stopped_loop_waits_for_its_calls_and_drops_what_they_answer() -> None
 
 def test_a_rank_that_did_not_answer_is_the_reason_and_gets_no_call() -> None:
     calls = Calls()
-    ranks = LiveRanks(calls, ["replica 0"], pipeline="a")  # type: ignore[arg-type]
-    ranks.send(Command("generate", "replica", group=0, sample=0, replica=0, attempt=0))
+    calls.roles = {"trainer": (0,), "replica 0": (1,), "replica 1": (2,)}
+    ranks = LiveRanks(calls, ["replica 0", "replica 1"], pipeline="a")  # type: ignore[arg-type]
+    for replica in (0, 1):
+        ranks.send(Command("generate", "replica", group=0, sample=replica, replica=replica, attempt=0))
     ranks.wait(0.0)
     calls.made[0].answer = RankTimeout("no answer", phase="stream", ranks=(1,), culprits=(1,), stacks={})
     with pytest.raises(RankTimeout):  # which a runner makes an event
@@ -119,4 +121,6 @@ def test_a_rank_that_did_not_answer_is_the_reason_and_gets_no_call() -> None:
     ranks.send(Command("generate", "replica", group=1, sample=0, replica=0, attempt=0))
     with pytest.raises(RankTimeout, match="no answer"):
         ranks.wait(0.0)
-    assert len(calls.made) == 1
+    assert len(calls.made) == 2
+    calls.made[1].answer = RankTimeout("no answer either", phase="stream", ranks=(2,), culprits=(2,), stacks={})
+    assert ranks.take() == []  # nor is the next one looked at
