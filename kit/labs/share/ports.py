@@ -65,6 +65,13 @@ class Ranks(LiveRanks):
     def take(self) -> list[Event]:
         """The new events, without a replica's answers after its shrink was ordered. Events of the observer come before the trainer's
         reports that it entered or left its devices."""
+        try:
+            return self._take()
+        except RankTimeout as error:  # of a rank, or of an observer on another machine
+            self.stuck = error
+            raise
+
+    def _take(self) -> list[Event]:
         leaving = {
             replica_number(name)
             for name, commands in self.moves.items()

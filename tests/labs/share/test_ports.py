@@ -226,6 +226,21 @@ def test_a_call_past_its_deadline_ends_the_run_with_its_own_error(calls: Calls, 
     assert ranks.stuck is late
 
 
+def test_an_observer_that_does_not_answer_ends_the_run_with_its_own_error(
+    calls: Calls, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = RankTimeout("no answer from rank 6", phase="shared", ranks=(6,), culprits=(6,), stacks={})
+
+    def holds(_: str) -> bool:
+        raise late
+
+    monkeypatch.setattr(calls, "holds", holds)
+    ranks.late = [("replica 0", [])]
+    with pytest.raises(RankTimeout):
+        ranks.take()
+    assert ranks.stuck is late
+
+
 def died(rank: int) -> RankDied:
     return RankDied(f"rank {rank} was killed", rank=rank, phase="shared", signal="SIGKILL")
 
