@@ -171,6 +171,16 @@ def test_ranks_measure_pauses_and_shapes(nothing_left: None) -> None:
     assert [len(by_way["shm+expand"]) for by_way in seconds] == [2, 2]
 
 
+@pytest.mark.slow
+def test_turns_do_not_map_memory_again(nothing_left: None) -> None:
+    """A new mapping costs as much as a copy, and only the row about it may have one."""
+    with kit.World(3, device="cpu") as world:
+        asked = {"meeting": f"bench-{secrets.token_hex(8)}", "rounds": 4}
+        _, receiver, sleeper = world.call("tests.sync.ranks.mappings:count_mappings", **asked)
+    assert receiver == {"ways": 4, "stalls": 3}  # a cache has two versions
+    assert sleeper == {"ways": 0, "stalls": 2}
+
+
 @pytest.mark.parametrize(("device", "first"), [("cuda", "gpus.ipc"), ("cpu", "model.transports")])
 def test_gpu_rows_come_first_where_there_is_a_gpu(device: Any, first: str) -> None:
     phases = [step.phase for step in LAB.plan(BenchSyncConfig(device=device))]

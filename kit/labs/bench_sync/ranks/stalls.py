@@ -58,7 +58,7 @@ class Replica:
         self.spans: list[tuple[float, float]] = []
         self.matrix = torch.ones(WORK, WORK)
         self.serving = Serving(self.forward, timeout_s=TIMEOUT_S)
-        self.kept = KeptMappings()
+        self.kept = {ring: KeptMappings() for ring in (False, True)}  # by sender, of which each has memory of its own
         self.receiver = Receiver(
             f"rank {rank}",
             lambda: Whole(self.tensors),
@@ -66,7 +66,6 @@ class Replica:
             address=address,
             device=torch.device("cpu"),
             timeout_s=TIMEOUT_S,
-            kept=self.kept,
         )
 
     def forward(self) -> torch.Tensor:
@@ -132,6 +131,7 @@ class Ends:
         asleep = replica is not None and state == "asleep" and self.rank == to
         if replica is not None:
             replica.spans = []
+            replica.receiver.kept = replica.kept[ring]
             if asleep:
                 replica.sleep()
             elif self.rank == SERVES:
@@ -185,7 +185,8 @@ class Ends:
 
     def close(self) -> None:
         if self.replica is not None:
-            self.replica.kept.close()
+            for kept in self.replica.kept.values():
+                kept.close()
         self.scope.close()
 
 

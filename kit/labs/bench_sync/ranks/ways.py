@@ -41,6 +41,12 @@ NOISE = 8 * MIB
 TIMEOUT_S = 120.0
 SENDER = "the sender"
 EXTRAS = ("cache", "expand", "whole", "fresh", "one")
+SEGMENT = "segment"
+MEMORIES = (
+    "cache",
+    "expand",
+    SEGMENT,
+)  # from which shared memory is sent: a cache that gets each version, one that has it, one segment
 COPYING = ("memcpy", "copies")  # they bring nothing
 
 
@@ -82,7 +88,8 @@ class Ways:
         self.total = sum(tensor.nbytes for tensor in self.tensors.values())
         self.all_links = self.links = self.meet(meeting)
         self.opened: list[Transport | Digests] = []
-        self.kept = KeptMappings()
+        # By the sender's memory, each of which would have a sender of its own: mappings of one do not displace those of another.
+        self.kept = {memory: KeptMappings() for memory in MEMORIES}
         self.segment: Segment | None = None
         self.cache: Cache | None = None
         self.kept_version: Cache | None = None
@@ -144,7 +151,8 @@ class Ways:
             if "expand" in extras:
                 return lambda: self.send_again(kind, size, algorithm)
             return lambda: self.send_bound(kind, size, algorithm, slots=slots)
-        kept = None if "fresh" in extras else self.kept
+        memory = next(memory for memory in MEMORIES if memory in [*extras, SEGMENT])
+        kept = None if "fresh" in extras else self.kept[memory]
         return lambda: self.receive(kind, size, algorithm, slots=slots, kept=kept)
 
     def memcpy(self) -> None:
@@ -288,7 +296,7 @@ class Ways:
 
     def close(self) -> None:
         self.close_opened()
-        for holder in (self.kept, self.segment, self.cache, self.kept_version, *self.all_links.values()):
+        for holder in (*self.kept.values(), self.segment, self.cache, self.kept_version, *self.all_links.values()):
             if holder is not None:
                 holder.close()
 
