@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
@@ -153,6 +154,22 @@ def test_pauses_are_shares_of_the_time_of_a_sync() -> None:
     assert staged.note == "8 forwards meanwhile by the same replica"
     other = rows["a sync of 256 MiB, expansion: share without a forward"]
     assert (other.metric, other.note) == ("pause", "3 forwards meanwhile by another replica")
+
+
+def test_copies_of_an_offloaded_trainer_are_those_that_the_lab_counted() -> None:
+    counted = {"own": [1.0, 1.1, 1.2], "cache": [0.0, 0.25, 0.1]}
+
+    def run(name: str, out: str, *, arena: str, **_: Any) -> Any:
+        rows = [{"metric": "host_copies", "value": value} for value in counted[arena]]
+        frame = pd.DataFrame([*rows, {"metric": "offloaded_left", "value": 7.0}])
+        assert (name, out) == ("sync", arena)
+        return SimpleNamespace(frame=lambda: frame)
+
+    bench: Any = SimpleNamespace(config=CONFIG, lab=run)
+    own, cache = parts.host_copies(bench)
+    assert (own.metric, list(own.values)) == ("copies", counted["own"])
+    assert (cache.metric, list(cache.values)) == ("cached_once", counted["cache"])
+    assert cache.note == "on the host 1.10 times"
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def plan(config: BenchSyncConfig) -> list[Step]:
     on_gpus = [f"gpus.{name}" for name in GPUS]
     kinds = ("transports", "receivers", "verified", "files")
     on_host = [f"{shape}.{kind}" for shape in config.shapes.split(",") for kind in kinds]
-    on_host += ["terms", "stalls", "engine", "digests", "growth.bytes", "growth.receivers"]
+    on_host += ["terms", "stalls", "arena", "engine", "digests", "growth.bytes", "growth.receivers"]
     cuda = config.device == "cuda" or (config.device == "auto" and has_gpu_driver())
     on_host.append("deltas")
     return driven_parts(

@@ -54,6 +54,7 @@ RANKS = {"ipc": 2, "shm": 2, "broadcast": 3}  # a group is a proper subset of th
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 BLOCK = 2**28
 ROUNDS = 7
+CYCLES = 3  # of the sync lab, for what does not vary from one to the next
 
 
 def ask_rates(bench: Bench, shape: Shape, ways: Sequence[str], *, receivers: int, rounds: int = 0) -> dict[str, Any]:
@@ -247,6 +248,25 @@ def pauses(bench: Bench) -> Iterator[Samples]:
         )
 
 
+# -- host memory of an offloaded trainer -----------------------------------------------------------------------------------
+
+
+def host_copies(bench: Bench) -> Iterator[Samples]:
+    """Copies of the weights beside the buckets, as the sync lab counts them at every offload of its trainer."""
+    settings: dict[str, Any] = {"size": bench.config.delta_model, "cycles": CYCLES, "sweep": False, "rehearse": False}
+    for arena in ("own", "cache"):
+        frame = bench.lab("sync", arena, arena=arena, **settings).frame()
+        beside = frame[frame["metric"] == "host_copies"]["value"].tolist()
+        yield Samples(
+            what=f"an offloaded trainer of {bench.config.delta_model}, arena={arena}: copies of the weights beside the buckets",
+            values=beside,
+            metric="cached_once" if arena == "cache" else "copies",
+            unit="copies",
+            note=f"on the host {1 + statistics.median(beside):.2f} times" if beside else "",
+            ids={"arena": arena},
+        )
+
+
 def digest_rates(bench: Bench) -> Iterator[Samples]:
     """Seconds for 10^9 bytes on one core, in tensors of 4 MiB and of 32 KiB."""
     with bench.world(1, device="cpu", **WORLD) as world:
@@ -355,6 +375,7 @@ def measure_sync(drive: Drive) -> None:
         "engine": engine_sync,
         "growth.bytes": partial(growing_weights, megabytes=config.growth_mb, receivers=[1]),
         "growth.receivers": partial(growing_weights, megabytes=[config.receivers_mb], receivers=config.receivers),
+        "arena": host_copies,
         "deltas": changed_words,
         **{f"gpus.{name}": partial(gpu_transport, name=name) for name in GPUS},
     }
