@@ -286,6 +286,19 @@ FAULTS = exposed_by(
         patch={f"{CALL}.look": f"{BUGS}:stalls_in_the_middle"},
     ),
     Fault(
+        "answered-twice",
+        "a replica repeats its last answer when it pauses for new weights",
+        "receivers_answer",
+        patch={"kit.sync.serving:Serving.writing": f"{BUGS}:repeats_its_last_answer"},
+    ),
+    Fault(
+        "first-tokens",
+        "a forward keeps the tokens of its first request, like a captured graph with an input buffer that is not filled again",
+        "logits_equal",
+        needs=KITS,
+        patch={"kit.engines.hosted:MegatronModel.logits": f"{BUGS}:keeps_the_first_tokens"},
+    ),
+    Fault(
         "activates-alone",
         "a rank runs the new version before all ranks of its replica are ready and keeps it if one of them fails",
         "failure_is_clean",

@@ -481,9 +481,10 @@ def no_double_bump(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: AR
 
 
 def receivers_answer(frame: pd.DataFrame, config: Config) -> Measured:
-    """Does every receiver serve the new version after a sync?
+    """Does every receiver serve the new version after a sync, and answer each request once?
 
-    Each is asked for a forward after every sync, if its phase ended or the sync failed on any rank."""
+    Each is asked for a forward after every sync, if its phase ended or the sync failed on any rank. Requests that run or wait while weights
+    change must get one answer each, their own."""
     rows = frame[frame["phase"].isin([*PATHS, "rehearse"])]
     failed = rows[rows["metric"] == "failed"][["cycle", "phase"]].drop_duplicates()
     asked = {key for key in ended(rows) if key[2] >= trainer_ranks(config)}
@@ -497,7 +498,12 @@ def receivers_answer(frame: pd.DataFrame, config: Config) -> Measured:
     served = int((serves["value"] >= 1).sum())
     why = f"the new version was served after {served} of {served + len(unserved)} syncs on receivers"
     places = [f"; not on rank {rank}, {phase}, cycle {cycle}" for cycle, phase, rank in unserved[:1]]
-    return Measured(float(len(unserved)), why + "".join(places))
+    misanswered = rows[rows["metric"] == "misanswered"]
+    if others := misanswered["value"].sum():
+        places.append(
+            f"; {others:.0f} requests got no answer, two, or that of another request: {worst(misanswered).why}"
+        )
+    return Measured(float(len(unserved) + others), why + "".join(places))
 
 
 def served_in(phase: str, config: Config) -> list[int]:

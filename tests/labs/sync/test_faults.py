@@ -54,6 +54,7 @@ ALSO = {
     "early-gate": {"version_order", "failure_is_clean"},
     "reads-ahead": {"version_order", "failure_is_clean"},
     "resumed-trainer": {"logits_equal"},
+    "answered-twice": {"failure_is_clean"},
     "activates-alone": {"version_order", "no_torn_reads"},
     "keeps-new-weights": {"bit_exact", "no_torn_reads", "version_order"},
     # Changes to a wrong copy leave old weights under the new label, and some versions are empty.

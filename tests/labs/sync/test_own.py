@@ -107,6 +107,15 @@ class Packs(PacksUnnamed):
     derived = ["packed"]
 
 
+class FirstTokens(Packs):
+    """Like a captured graph with an input buffer that is not filled again."""
+    tokens = None
+
+    def forward(self, tokens):
+        self.tokens = tokens if self.tokens is None else self.tokens
+        return super().forward(self.tokens)
+
+
 class LoadsNothing:
     def __init__(self, ctx):
         self.size = ctx.world_size
@@ -178,6 +187,12 @@ def test_a_packed_copy_on_the_model_is_no_constant_if_it_is_declared() -> None:
     assert row.check == "every_parameter_written"
     assert "packed" in row.why
     assert row.why.endswith("tensors that `finalize` derives must be in your receiver's list `derived`")
+
+
+@pytest.mark.slow
+def test_the_answer_to_another_request_shows() -> None:
+    (row,) = run("auto", receiver="mine:FirstTokens", cycles=1).verdict().failed
+    assert row.check == "logits_equal"
 
 
 @pytest.mark.slow

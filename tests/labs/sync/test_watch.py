@@ -19,7 +19,16 @@ import torch
 from kit.engines.contents import sha256
 from kit.labs.sync.lab import SyncConfig
 from kit.labs.sync.ranks.trainer import SyncTrainer
-from kit.labs.sync.ranks.watch import WAITS, Forward, Forwards, SeenTransport, SyncWatch, judge_forwards
+from kit.labs.sync.ranks.watch import (
+    WAITS,
+    Forward,
+    Forwards,
+    SeenTransport,
+    SyncWatch,
+    judge_forwards,
+    known_logits,
+    logits_of,
+)
 from kit.measure.phase import shared_memory
 from kit.sync.cache import Segment
 from kit.sync.serving import Serving
@@ -33,12 +42,12 @@ class Scene:
     def __init__(self) -> None:
         self.weight = torch.zeros(4)
         self.receiver: Any = SimpleNamespace(version=1, routed=True)
-        self.forwards = Forwards(self.logits, lambda: self.receiver, LONG)
+        self.forwards = Forwards(self.logits, [torch.zeros(1)], lambda: self.receiver, LONG)
         self.serving = Serving(self.forwards, timeout_s=LONG)
         self.watch = SyncWatch(lambda: self.receiver.version, lambda: self.receiver.routed, self.forwards, self.serving)
 
-    def logits(self) -> torch.Tensor:
-        return self.weight.clone()
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.weight + tokens
 
 
 @pytest.fixture
@@ -50,18 +59,18 @@ def scene() -> Iterator[Scene]:
 
 
 def test_an_attempt_gives_logits_or_waits(scene: Scene) -> None:
-    assert scene.forwards.attempt(LONG) == sha256(torch.zeros(4))
+    assert scene.forwards.attempt(LONG) == logits_of(0, torch.zeros(4))
     with scene.forwards.writer(scene.serving.writing(), serves=True):
         assert scene.forwards.attempt() == WAITS
         scene.weight = torch.ones(4)
-    assert scene.forwards.attempt(LONG) == sha256(torch.ones(4))
+    assert scene.forwards.attempt(LONG) == logits_of(0, torch.ones(4))
     assert scene.forwards.overlaps == 0
 
 
 def test_a_writer_that_does_not_wait_for_a_forward_is_counted(scene: Scene) -> None:
     with scene.forwards.writer(contextlib.nullcontext(), serves=True):
         assert scene.forwards.overlaps == 1
-        assert scene.forwards.attempt(LONG) == sha256(torch.zeros(4))  # nothing keeps it from running
+        assert scene.forwards.attempt(LONG) == logits_of(0, torch.zeros(4))  # nothing keeps it from running
 
 
 def test_nobody_serves_and_an_attempt_waits() -> None:
@@ -70,7 +79,7 @@ def test_nobody_serves_and_an_attempt_waits() -> None:
 
 @pytest.mark.slow
 def test_a_forward_that_raises_is_not_inside_any_more(scene: Scene) -> None:
-    def broken() -> torch.Tensor:
+    def broken(_: torch.Tensor) -> torch.Tensor:
         raise ValueError("no such token")
 
     scene.forwards.forward = broken
@@ -80,7 +89,7 @@ def test_a_forward_that_raises_is_not_inside_any_more(scene: Scene) -> None:
 
 
 def test_points_hold_version_route_and_the_forward(scene: Scene) -> None:
-    scene.watch.known[1] = sha256(torch.zeros(4))
+    scene.watch.known[1] = known_logits([torch.zeros(4)])
     scene.watch.point("verify")
     scene.receiver.version, scene.receiver.routed, scene.weight = 2, False, torch.ones(4)
     scene.forwards.attempt(LONG)
@@ -108,19 +117,39 @@ def test_points_hold_version_route_and_the_forward(scene: Scene) -> None:
         ("o1 n1 n2", 0, 1),
         ("o1 o2", 0, 1),
         ("o1 n2 s2", 1, 1),
+        ("o1 N2 n2 O2", 1, 1),
+        ("O1 n2 X2", 1, 0),
     ],
 )
 def test_forwards_are_judged_by_logits_and_by_label(made: str, torn: int, mislabelled: int) -> None:
-    forwards = Forwards(lambda: torch.zeros(1), lambda: None, LONG)  # type: ignore[arg-type, return-value]
+    """Each version has logits for two prompts."""
+    forwards = Scene().forwards
     forwards.made = {n: Forward(one[0], (int(one[1]), int(one[1])), True) for n, one in enumerate(made.split())}
-    found = judge_forwards(forwards, {0: "s", 1: "o", 2: "n"}, 1, 2)
+    found = judge_forwards(forwards, {0: frozenset("sS"), 1: frozenset("oO"), 2: frozenset("nN")}, 1, 2)
     assert (found.served, found.torn, found.mislabelled) == (len(made.split()), torn, mislabelled)
 
 
 def test_nobody_is_routed_to_a_forward_that_does_not_count() -> None:
-    forwards = Forwards(lambda: torch.zeros(1), lambda: None, LONG)  # type: ignore[arg-type, return-value]
+    forwards = Scene().forwards
     forwards.made = {0: Forward("rubbish", (1, 1), False)}
-    assert judge_forwards(forwards, {1: "o", 2: "n"}, 1, 2) == (0, 0, 0)
+    assert judge_forwards(forwards, {1: frozenset("o"), 2: frozenset("n")}, 1, 2) == (0, 0, 0)
+
+
+def test_prompts_take_turns_and_an_answer_belongs_to_its_prompt(scene: Scene) -> None:
+    scene.forwards.prompts = [torch.zeros(1), torch.ones(1)]
+    seen = {scene.forwards.attempt(LONG) for _ in range(8)}
+    assert known_logits(scene.forwards.at_rest()) == {logits_of(0, torch.zeros(4)), logits_of(1, torch.ones(4))}
+    assert seen <= known_logits(scene.forwards.at_rest())
+    assert logits_of(1, torch.zeros(4)) not in known_logits(scene.forwards.at_rest())
+
+
+@pytest.mark.parametrize(
+    ("served", "count"), [("abc", 0), ("ab", 1), ("abcc", 1), ("abb", 1), ("bac", 2), ("", 3), ("bc", 3)]
+)
+def test_every_request_gets_one_answer_its_own(served: str, count: int) -> None:
+    forwards = Scene().forwards
+    forwards.made = {n: Forward("", (1, 1), True, answer) for n, answer in enumerate("abc")}
+    assert forwards.misanswered(served) == count
 
 
 def test_every_byte_the_shape_and_the_dtype_are_hashed() -> None:
@@ -185,4 +214,4 @@ def test_attempts_come_from_any_thread(scene: Scene) -> None:
         thread.start()
     for thread in threads:
         thread.join(LONG)
-    assert found == [sha256(torch.zeros(4))] * 3
+    assert found == [logits_of(0, torch.zeros(4))] * 3

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kit.engines.hosted import EngineContext, LoadedModel
+from kit.engines.hosted import EngineContext, LoadedModel, MegatronModel
 from kit.engines.hugging import TransformersModel
 from kit.engines.vllm import EngineFailed, VllmModel, write_folder
 from kit.errors import KitError
@@ -35,7 +35,7 @@ from kit.sync.link import PeerSilent
 from kit.sync.protocols import EngineDouble
 from kit.sync.receiver import Call
 from kit.sync.sender import STEPS, Gathered, OtherBase, Sending
-from kit.sync.serving import Gate
+from kit.sync.serving import Gate, Serving
 from kit.target import replaced
 
 tell, compare_base, base = Sending.tell, Sending.compare_base, Sending.base
@@ -50,6 +50,7 @@ wake, finalize = SyncReplica.wake, SyncReplica.finalize
 finalize_call, finalize_engine = Call.finalize, LoadedModel.finalize
 make_engine, load_by_name, engine_logits = TransformersModel.__init__, TransformersModel.load, TransformersModel.logits
 load_in_vllm, vllm_logits = VllmModel.load, VllmModel.logits
+writing, megatron_logits = Serving.writing, MegatronModel.logits
 full_tensors, all_destinations, views = shards.full_tensors, shards.destinations, shards.views
 
 KEPT: list[Any] = []  # leaked buffers
@@ -450,6 +451,17 @@ def reads_ahead(replica: SyncReplica, cycle: int) -> None:
     prepare(replica, cycle)
     _, weight = next(replica.model.versioned())
     replica.serving.gate = ReadsAhead(replica.serving.gate.timeout_s, weight)
+
+
+@contextlib.contextmanager
+def repeats_its_last_answer(serving: Serving) -> Iterator[None]:
+    with writing(serving):
+        serving.served += serving.served[-1:]
+        yield
+
+
+def keeps_the_first_tokens(model: MegatronModel, tokens: torch.Tensor) -> torch.Tensor:
+    return megatron_logits(model, vars(model).setdefault("first_tokens", tokens))
 
 
 # -- in an engine ----------------------------------------------------------------------------------------------------------

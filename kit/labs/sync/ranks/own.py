@@ -386,6 +386,7 @@ class OwnReplica(SyncReplica):
         note(self, "kept_wrong", int((self.hashed() == held) != kept), GATE)
         known = self.watch.known
         if kept:
-            note(self, "served_wrong", int(failed is not None or served != known.get(version)), GATE)
+            wrong = int(failed is not None or served not in known.get(version, ()))
+            note(self, "served_wrong", wrong + self.forwards.misanswered(self.serving.served), GATE)
         else:
-            known[self.receiver.version] = sha256(self.forwards.at_rest())
+            known[self.receiver.version] = self.forwards.known_at_rest()

@@ -291,14 +291,15 @@ def endure(replica: SyncReplica, scene: str) -> None:
             served, failed = replica.stop_serving()
             known = replica.watch.known
             count = sum(
-                (forward.logits != known.get(version)) + (forward.versions != (version, version))
+                (forward.logits not in known.get(version, ())) + (forward.versions != (version, version))
                 for forward in replica.forwards.made.values()
             )
             # Old weights are restored behind the gate: no forward may run at `derive`.
             early = sum(point.name == "derive" and point.logits != WAITS for point in replica.watch.points)
-            stopped = failed is not None or served not in known.values()
+            stopped = failed is not None or not any(served in logits for logits in known.values())
+            misanswered = replica.forwards.misanswered(replica.serving.served)
             note(replica, "not_derived", not_derived(replica), scene)
-            note(replica, "served_wrong", count + early + replica.forwards.overlaps + stopped, scene)
+            note(replica, "served_wrong", count + early + replica.forwards.overlaps + stopped + misanswered, scene)
             note(replica, "kept_wrong", int(not receiver.routed) + replica.compare_weights(scene=scene), scene)
         else:
             # The weights of a replica that paused or woke are undefined now: it must have no route, and sleep again if it woke.
@@ -339,10 +340,11 @@ def go_back(replica: SyncReplica) -> None:
     changed = replica.hashes(sha256) != replica.own
     note(replica, "kept_wrong", int(changed == goes_back and (staged or not goes_back)), TOO_LATE)
     if staged or not goes_back:
-        rest = known.setdefault(receiver.version, sha256(replica.forwards.at_rest()))
+        rest = known.setdefault(receiver.version, replica.forwards.known_at_rest())
         if staged:
             judged = judge_forwards(replica.forwards, known, version, receiver.version)
-            wrong = judged.torn + judged.mislabelled + int(failed is not None or served != rest)
+            wrong = judged.torn + judged.mislabelled + int(failed is not None or served not in rest)
+            wrong += replica.forwards.misanswered(replica.serving.served)
             note(replica, "served_wrong", wrong, TOO_LATE)
 
 

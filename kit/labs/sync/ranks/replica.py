@@ -26,8 +26,8 @@ from kit.errors import KitError
 from kit.labs import rankside
 from kit.labs.served import vllm_python
 from kit.labs.sync.lab import SyncConfig, replica_model, roles
-from kit.labs.sync.ranks.side import ANY, Side, base_weights, error_of, fill, logits_error, plain_logits
-from kit.labs.sync.ranks.watch import Forwards, SeenWeights, SyncWatch, judge_forwards
+from kit.labs.sync.ranks.side import ANY, Side, base_weights, error_of, fill, logits_error, plain_logits, worst_error
+from kit.labs.sync.ranks.watch import Forwards, SeenWeights, SyncWatch, judge_forwards, known_logits
 from kit.measure.observers.tensors import live_bytes
 from kit.megatron import model, scales, standin
 from kit.sync import transports
@@ -80,16 +80,15 @@ class SyncReplica(Side):
         with self.as_job():
             self.model = self.make_model()
         self.contents = Contents(self.model)
-        tokens = self.prompt(config.geometry.vocab)
         wait = self.config.deadline_s
 
-        def forward() -> torch.Tensor:
+        def forward(tokens: torch.Tensor) -> torch.Tensor:
             if self.ctx.device.type == "cuda":
                 torch.cuda.set_device(self.ctx.device)  # every thread begins with the first GPU
             with standin.on_this_thread():
                 return self.model.logits(tokens).float()
 
-        self.forwards = Forwards(forward, lambda: self.receiver, wait)
+        self.forwards = Forwards(forward, self.prompts(config.geometry.vocab), lambda: self.receiver, wait)
         self.serving = Serving(self.forwards, group=self.group, timeout_s=wait)
         self.receiver = self.new_receiver(self.weights)
         self.watch = SyncWatch(lambda: self.receiver.version, lambda: self.receiver.routed, self.forwards, self.serving)
@@ -197,15 +196,16 @@ class SyncReplica(Side):
             self.compare_changes(truth["changed"])
             self.weigh_tensors()
             self.before, self.watch.beginnings, self.watch.repeats = self.watch.beginnings, {}, set()
-            logits = self.forwards.at_rest().cpu()
-            cached = self.model.cached_logits(self.prompt(wanted.shape[1]))
+            logits = torch.stack(self.forwards.at_rest()).cpu()
+            cached = [self.model.cached_logits(prompt) for prompt in self.forwards.prompts]
             link.send({"kind": "judged"})
-        self.ctx.record("logits_error", logits_error(logits, wanted))
-        if cached is not None:
-            self.ctx.record("logits_error", logits_error(cached.cpu(), wanted), text="through the engine's cache")
+        self.ctx.record("logits_error", worst_error(logits, wanted))
+        if through_cache := [each.cpu() for each in cached if each is not None]:
+            self.ctx.record("logits_error", worst_error(through_cache, wanted), text="through the engine's cache")
         self.ctx.record("logits_same", int(torch.equal(logits, wanted)))
-        known = self.watch.known.setdefault(self.receiver.version, sha256(logits))
-        self.ctx.record("logits_moved", int(known != sha256(logits)))
+        now = known_logits([*logits])
+        known = self.watch.known.setdefault(self.receiver.version, now)
+        self.ctx.record("logits_moved", int(known != now))
 
     def compare_weights(self, scene: str = SYNCED) -> int:
         """Record how many tensors differ from the trainer's; return how many changed since the last call. Collective over a replica."""
@@ -358,20 +358,21 @@ class SyncReplica(Side):
                 self.serving.start()
             served, failed = self.stop_serving()
             new = self.receiver.version
-            known[new] = sha256(self.forwards.at_rest())
+            known[new] = self.forwards.known_at_rest()
         finally:
             with contextlib.suppress(KitError):  # the first error is the one to raise
                 self.serving.stop()
             self.watch.record(self.ctx)
         if failed is not None:
             print(f"a forward failed after a successful sync: {failed}")
-        self.ctx.record("serves", int(failed is None and self.receiver.routed and served == known[new]))
+        self.ctx.record("serves", int(failed is None and self.receiver.routed and served in known[new]))
+        self.ctx.record("misanswered", self.forwards.misanswered(self.serving.served))
         if not asleep:
             self.ctx.record("bytes_arrived", self.watch.arrived, "B")
             self.ctx.record("base_named", self.watch.base, was=old)
             for metric, count in judge_forwards(self.forwards, known, old, new)._asdict().items():
                 self.ctx.record(metric, count)
-            self.ctx.record("versions_differ", int(known.get(old) != known[new]))
+            self.ctx.record("versions_differ", int(known[new].isdisjoint(known.get(old, ()))))
 
     def receive(self) -> None:
         """Take part in the next sync."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from kit.sync import transports
 from kit.sync.sender import SyncLog
 from kit.train.plain import PlainModel
 
-ROWS, LENGTH = 2, 8  # of the prompt; its logits are compared
+ROWS, LENGTH = 2, 8  # of a prompt; its logits are compared
+REQUESTS = 2  # prompts that take turns, so that the answer to another request shows
 CACHED_LENGTH = 48  # more than a block of vLLM's prefix cache
 
 
@@ -93,6 +95,9 @@ class Side:
         for metric, value in self.bystander.ask().items() if self.bystander else ():
             self.ctx.record(metric, value, "B")
 
+    def prompts(self, vocab: int) -> list[torch.Tensor]:
+        return [self.prompt(vocab, number) for number in range(REQUESTS)]
+
     def prompt(self, vocab: int, number: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.config.seed + number)
         length = CACHED_LENGTH if self.config.serve == "vllm" else LENGTH
@@ -137,6 +142,11 @@ def logits_error(logits: torch.Tensor, wanted: torch.Tensor) -> float:
     """The largest difference divided by the largest logit; infinite if it is no number."""
     error = float((logits.double() - wanted.double()).abs().max() / wanted.double().abs().max())
     return error if math.isfinite(error) else math.inf
+
+
+def worst_error(logits: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor]) -> float:
+    """The largest `logits_error` of any prompt."""
+    return max(itertools.starmap(logits_error, zip(logits, wanted, strict=True)))
 
 
 EXPECTED = (KitError, OSError)

@@ -18,7 +18,7 @@ from kit.engines.changes import ChangeOracle
 from kit.engines.contents import Contents, ModuleTensors, listed_names, sha256
 from kit.labs import rankside
 from kit.labs.sync.lab import SyncConfig, trainer_model
-from kit.labs.sync.ranks.side import ANY, Side, error_of, fill, logits_error, plain_logits
+from kit.labs.sync.ranks.side import ANY, Side, error_of, fill, plain_logits, worst_error
 from kit.labs.sync.ranks.watch import SyncWatch
 from kit.measure.observers.tensors import TensorState, held_bytes
 from kit.measure.phase import MEMFD, SHM, Place, log_steps, memory_pages, shared_bytes, shared_memory
@@ -68,7 +68,7 @@ class SyncTrainer(Side):
         self.enter()
         self.make_job()
         self.contents = Contents(ModuleTensors(self.job.chunks))
-        self.tokens = self.prompt(trainer_model(self.config).geometry.vocab)
+        self.asked = self.prompts(trainer_model(self.config).geometry.vocab)
         if self.config.shares:  # before anything is counted: the host memory for offloaded weights stays allocated
             self.job.mover.release(KINDS if self.config.arena == "own" else KINDS[1:])
             self.job.mover.restore()
@@ -150,7 +150,8 @@ class SyncTrainer(Side):
     def update_truth(self) -> None:
         """Take a SHA-256 of each current tensor, and logits; compare the logits with those of a plain model loaded by tensor names."""
         with self.as_job():
-            self.logits = serve.logits(self.job, self.tokens)
+            answers = [serve.logits(self.job, tokens) for tokens in self.asked]
+        self.logits = torch.stack([logits for logits in answers if logits is not None]) if self.sends else None
         first = not self.contents.seen
         changed = self.everywhere(self.contents.changed())
         self.changed = [] if first else changed
@@ -159,8 +160,8 @@ class SyncTrainer(Side):
         if self.config.delta != "off" and self.sends:
             self.record_changes(tensors)
         if self.logits is not None and self.sends:
-            plain = plain_logits(trainer_model(self.config), tensors, self.tokens)
-            self.ctx.record("plain_error", logits_error(plain, self.logits))
+            plain = [plain_logits(trainer_model(self.config), tensors, tokens) for tokens in self.asked]
+            self.ctx.record("plain_error", worst_error(plain, self.logits))
 
     def record_changes(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """What changed since the truth before, and the bytes that this needs."""

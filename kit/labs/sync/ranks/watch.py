@@ -14,9 +14,10 @@ import hashlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +25,10 @@ import torch
 from kit.engines.contents import sha256
 from kit.labs.rankside import Context
 from kit.measure.phase import Place, shared_at
+from kit.sync.hashes import digest
 from kit.sync.link import Link
 from kit.sync.receiver import Call, Receiver
-from kit.sync.serving import Serving
+from kit.sync.serving import ALGORITHM, Serving
 
 QUIET_S = 0.015  # if no forward is inside and none begins for this long, forwards wait
 SETTLED_S = 2.0  # after a sync a forward has this long to begin: nothing may hold it back any more
@@ -37,11 +39,13 @@ STEPS = ("verify", "apply", "teardown", "finalize", "publish", "activate", "end"
 
 
 class Forward(NamedTuple):
-    """One forward: the SHA-256 of its logits, the versions of the replica when it began and ended, and whether there was a route."""
+    """One forward: its prompt and the SHA-256 of its logits, the versions of the replica when it began and ended, whether there was a
+    route, and the answer that its request must get."""
 
     logits: str
     versions: tuple[int, int]
     routed: bool
+    answer: str = ""
 
 
 class Point(NamedTuple):
@@ -57,9 +61,10 @@ class Point(NamedTuple):
 
 @dataclass(eq=False)
 class Forwards:
-    """The forward that `Serving` runs, with a record of each call."""
+    """The forward that `Serving` runs, with a record of each call. The prompts take turns; a replica's ranks run the same forwards."""
 
-    forward: Callable[[], torch.Tensor]
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    prompts: Sequence[torch.Tensor]
     receiver: Callable[[], Receiver]
     deadline_s: float
 
@@ -79,8 +84,10 @@ class Forwards:
             self._changed.notify_all()
         before, routed = receiver.version, receiver.routed
         try:
-            logits = self.forward()
-            made = Forward(sha256(logits), (before, receiver.version), routed or receiver.routed)
+            prompt = number % len(self.prompts)
+            logits = self.forward(self.prompts[prompt])
+            versions = before, receiver.version
+            made = Forward(logits_of(prompt, logits), versions, routed or receiver.routed, digest(logits, ALGORITHM))
             with self._changed:
                 self.made[number] = made
                 self._changed.notify_all()
@@ -95,10 +102,18 @@ class Forwards:
         with self._changed:
             self.made, self.overlaps = {}, 0
 
-    def at_rest(self) -> torch.Tensor:
-        """Logits of the current weights, on a separate thread like served forwards. Nothing may be served meanwhile."""
+    def at_rest(self) -> list[torch.Tensor]:
+        """Logits of the current weights for each prompt, on a separate thread like served forwards. Nothing may be served meanwhile."""
         with ThreadPoolExecutor(1) as pool:
-            return pool.submit(self.forward).result()
+            return [*pool.map(self.forward, self.prompts)]
+
+    def known_at_rest(self) -> frozenset[str]:
+        return known_logits(self.at_rest())
+
+    def misanswered(self, served: Sequence[str]) -> int:
+        """Requests that got no answer, two, or that of another request."""
+        wanted = [forward.answer for _, forward in sorted(self.made.items())]
+        return sum(one != other for one, other in zip_longest(wanted, served))
 
     def attempt(self, quiet_s: float = QUIET_S) -> str:
         """Logits of a forward that begins from now on; WAITS if none begins, STUCK if one does not end."""
@@ -135,9 +150,17 @@ class Forwards:
             yield
 
 
+def logits_of(prompt: int, logits: torch.Tensor) -> str:
+    return f"{prompt}:{sha256(logits)}"
+
+
+def known_logits(of_prompts: Sequence[torch.Tensor]) -> frozenset[str]:
+    return frozenset(logits_of(prompt, logits) for prompt, logits in enumerate(of_prompts))
+
+
 @dataclass(eq=False)
 class SyncWatch:
-    """One rank's observer: the `points` of the current sync. `known` are the logits of each version, taken at rest."""
+    """One rank's observer: the `points` of the current sync. `known` are the logits of each version for each prompt, taken at rest."""
 
     version: Callable[[], int]
     routed: Callable[[], bool] = lambda: True
@@ -146,7 +169,7 @@ class SyncWatch:
     measure: Callable[[], None] = lambda: None  # called at every point
     points: list[Point] = field(default_factory=list)
     homes: set[Place] = field(default_factory=set)  # shared memory from which buckets were sent
-    known: dict[int, str] = field(default_factory=dict)
+    known: dict[int, frozenset[str]] = field(default_factory=dict)
     # SHA-256 of the first bytes of each bucket that was last written.
     beginnings: dict[int, str] = field(default_factory=dict)
     repeats: set[int] = field(default_factory=set)  # buckets that begin with the bytes of the one before
@@ -210,7 +233,7 @@ class SyncWatch:
         """The version that gave these logits, in words."""
         if logits in {"", WAITS, STUCK}:
             return logits
-        return next((f"version {version}" for version, known in self.known.items() if known == logits), "no version")
+        return next((f"version {version}" for version, known in self.known.items() if logits in known), "no version")
 
     def record(self, ctx: Context) -> None:
         """Record every point in order. `sync` counts the syncs of a path, and is the same on both ends."""
@@ -237,16 +260,17 @@ class JudgedForwards(NamedTuple):
     mislabelled: int  # on another version than the replica reported at that moment
 
 
-def judge_forwards(forwards: Forwards, known: Mapping[int, str], old: int, new: int) -> JudgedForwards:
+def judge_forwards(forwards: Forwards, known: Mapping[int, frozenset[str]], old: int, new: int) -> JudgedForwards:
     """Compare the forwards of a replica with a route with the logits of the two versions at rest."""
     routed = [forward for _, forward in sorted(forwards.made.items()) if forward.routed]
-    before, after = known.get(old), known[new]
-    torn = forwards.overlaps + sum(forward.logits not in {before, after} for forward in routed)
-    news = [place for place, forward in enumerate(routed) if forward.logits == after]
-    if news and before != after:
-        torn += sum(forward.logits == before for forward in routed[news[0] :])
+    before, after = known.get(old, frozenset()), known[new]
+    torn = forwards.overlaps + sum(forward.logits not in before | after for forward in routed)
+    news = [place for place, forward in enumerate(routed) if forward.logits in after]
+    if news and before.isdisjoint(after):
+        torn += sum(forward.logits in before for forward in routed[news[0] :])
+    every = frozenset[str]().union(*known.values())
     mislabelled = sum(
-        forward.logits in known.values() and forward.logits not in {known.get(version) for version in forward.versions}
+        forward.logits in every and not any(forward.logits in known.get(version, ()) for version in forward.versions)
         for forward in routed
     )
     return JudgedForwards(len(routed), torn, mislabelled)
