@@ -106,6 +106,7 @@ STREAM = "run stream --set simulated=true --set ranks=1"
 LIVE = "run stream --set steps=3 --set worlds=0"
 ADAPTED = "run share --set scenario=C --set rehearse=false --set worlds=0"
 SMALL_SYNC = runs_of("sync")[0]
+CACHED = f"{SMALL_SYNC} --set arena=cache"  # its trainer is released without copies of its weights
 
 ROOMS = (
     Room(
@@ -118,7 +119,7 @@ ROOMS = (
             "kit/measure/host.py",
             "kit/labs/offload/ranks/releaser.py",
         ),
-        runs_of("offload"),
+        (*runs_of("offload"), CACHED),
         ("tests/megatron", "tests/measure"),
     ),
     Room(
@@ -136,6 +137,8 @@ ROOMS = (
             ADAPTED,
             f"{SMALL_SYNC} --set receiver=kit.sync.protocols:VllmCalls",
             f"{SMALL_SYNC} --set receiver=kit.sync.protocols:SglangSession",
+            f"{SMALL_SYNC} --set delta=word --set lr=3e-6 --set dtype=bfloat16",  # some words change
+            CACHED,
         ),
         ("tests/sync", "tests/megatron"),
     ),
@@ -183,22 +186,27 @@ EQUIVALENT = {
     "sync-9a59bfd5": "equivalent: both callers give `split` by its name and the others by their place",
     "sync-429ab7af": "equivalent: the logits are float32, so a tensor of float64 is a copy in any case",
     "split-563f2586": "equivalent: no ratio is below the band and above it, so either is the same as one of both",
+    "share-ba181e6b": "equivalent: an error is of a command's name, a word of the source, which Python keeps once",
+    "stream-48d63de6": "equivalent: without a window no group is of a later step, and without a complete group both counts are 0",
     "offload-3557f2fe": "equivalent: every copy is waited for at the end, so the bytes are the same; on a GPU copies would be slower",
 }
 
 # Why a lab does not see others. They count as not seen.
 ON_A_GPU = "this code runs on a GPU only"
 WORDS = "only the words of an error differ"
+HINTS = "only how fast a reload is, which kit bench offload measures"
 KITS_OWN = "the kit's own bookkeeping: no code of a user's stands in its place"
 WHY = {
     "offload-89b64116": ON_A_GPU,
+    "offload-a362ba66": HINTS,
     "offload-b0a7106b": ON_A_GPU,
     "offload-ca51b63f": ON_A_GPU,
     "offload-d661cb7c": f"{ON_A_GPU}; on a CPU only the types of the groups differ, which a slow test compares",
     "offload-ef332806": ON_A_GPU,
     "stream-a1e8b92e": KITS_OWN,
     "stream-fbf9ca6e": "a figure of a table, which no check judges",
-    "stream-bd5c6690": "in every run of the lab a step may shrink to one group",
+    "sync-213bafb7": WORDS,
+    "sync-4d2253e8": ON_A_GPU,
     "sync-224b7985": "no run of a lab fills the cache of prefixes",
     "sync-4c6e7de4": "a lab uses no cache after it was closed",
     "sync-5e805f38": ON_A_GPU,
@@ -750,7 +758,12 @@ named one to a slow test. A run or a test that never reaches the changed stateme
 reaches more of the function, so *lab alone* may be higher with all settings. The results are in `tests/mutants/drawn.jsonl`; each holds
 until the source of its function changes. The order is by a hash too, so those that have run are a sample of each room. Shares have their
 95 % interval (Wilson). *mended* mutants were not seen until a check or a test was written for them; both shares count them, and *untested*
-ones, as not seen."""
+ones, as not seen. So do they with those under *GPU only*, whose code no lab runs on this machine; they are in another column too."""
+
+
+def is_beyond_this_machine(outcome: Outcome) -> bool:
+    """Whether no lab can see it without a GPU."""
+    return outcome.state not in SEEN_BY_LAB and WHY.get(outcome.id, "").startswith(ON_A_GPU)
 
 
 def section(outcomes: Sequence[Outcome], drawn_by_room: Mapping[str, int]) -> str:
@@ -768,10 +781,11 @@ def section(outcomes: Sequence[Outcome], drawn_by_room: Mapping[str, int]) -> st
         either = by_lab + count["tests"]
         shares = [share_in_words(seen, counted) for seen in (by_lab, either)]
         left = [count[state] for state in ("mended", "survived", "untested", "equivalent")]
+        left.append(sum(is_beyond_this_machine(each) for each in outcomes if name in ("all", each.room)))
         size = sum(drawn_by_room.values()) if name == "all" else drawn_by_room[name]
         rows.append([name, size, len(states), count["check"], count["broke"], *shares, *left])
     head = ["room", "drawn", "run", "a check", "run broke", "lab alone", "lab or tests"]
-    head += ["mended", "survived", "untested", "equivalent"]
+    head += ["mended", "survived", "untested", "equivalent", "GPU only"]
     left_rows = [
         [
             outcome.id,

@@ -226,6 +226,15 @@ MUTANTS = (
     # -- the sender ------------------------------------------------------------------------------------------------------------
     Mutant(
         "sync",
+        RECEIVER,
+        "failure_message",
+        old='"; ".join([f"{kind}{error}", *',
+        new='"; ".join([kind or "it failed", *',
+        check="failure_is_clean",
+        bug="a receiver that fails does not say why",
+    ),
+    Mutant(
+        "sync",
         SENDER,
         "Sender._path",
         old="        if version <= active and not version == active == BASE:\n",

@@ -76,10 +76,14 @@ def test_rooms_with_setups_run_all_of_them_on_what_no_run_before_has_seen() -> N
     setups = Counter(setup.lab for setup in SETUPS.values())
     assert all(runs[lab][:number] == mechanical.runs_of(lab) for lab, number in setups.items())
     assert runs["split"][0].startswith("run split --set ranks=2 --set chunks=[1,2] --set microbatches=4")
-    assert any(run.endswith("--set transport=broadcast") for run in runs["sync"])
+    for setting in ("transport=broadcast", "arena=cache"):
+        assert any(run.endswith(f"--set {setting}") for run in runs["sync"])
 
 
-def test_the_page_counts_what_the_lab_sees_alone_and_what_the_tests_add(tmp_path: Path) -> None:
+def test_the_page_counts_what_the_lab_sees_alone_and_what_the_tests_add(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mechanical, "WHY", {f"share-{number}": mechanical.ON_A_GPU for number in (0, 2)})
     page = tmp_path / "mutants.md"
     page.write_text("# Mutants\n\nwords\n\n## By check\n\nrows\n")
     states = ("check", "broke", "tests", "survived", "untested", "mended")
@@ -88,7 +92,7 @@ def test_the_page_counts_what_the_lab_sees_alone_and_what_the_tests_add(tmp_path
     text = page.read_text()
     assert text.startswith("# Mutants\n\nwords\n\n## Drawn by a library\n")
     assert text.endswith("\n## By check\n\nrows\n")
-    assert text.count("| share | 9 | 6 | 1 | 1 | 2 (33%; 10% to 70%) | 3 (50%; 19% to 81%) | 1 | 1 | 1 | 0 |") == 1
+    assert text.count("| share | 9 | 6 | 1 | 1 | 2 (33%; 10% to 70%) | 3 (50%; 19% to 81%) | 1 | 1 | 1 | 0 | 1 |") == 1
     assert "share-3" in text
     assert "share-0" not in text
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from kit.errors import KitError
 from kit.labs.sync.lab import SyncConfig
-from kit.labs.sync.ranks.rehearsals import counting_leftovers, misnamed, not_derived
+from kit.labs.sync.ranks.rehearsals import WHY, counting_leftovers, misnamed, not_derived
 from kit.labs.sync.ranks.watch import SeenWeights
 from kit.labs.sync.rules import failure_is_clean
 from kit.sync.buckets import Spec, lay_out
@@ -154,7 +154,7 @@ def test_what_is_wrong_with_an_error_is_told(
     class RehearsedFailureError(KitError):
         pass
 
-    failure = RehearsedFailureError(f"{peer} failed")
+    failure = RehearsedFailureError(f"{peer} failed: {WHY.get(scene, '')}")
     failure.peer, failure.tensors = peer, tensors  # type: ignore[attr-defined]
     layout = lay_out([Spec(name, 0, torch.uint8, (8,)) for name in "ab"], 512)
     trainer: Any = SimpleNamespace(
@@ -163,6 +163,9 @@ def test_what_is_wrong_with_an_error_is_told(
     error = SyncFailed("the refresh with version 3", 2, failure)
     assert [*misnamed(trainer, scene, error, 2, ["rank 3", "rank 4"])] == sentences
     assert next(misnamed(trainer, scene, error, 3, ["rank 4"])) == "the error does not say that version 3 stays"
+    silent = SyncFailed("the refresh with version 3", 2, KitError(f"{peer} failed"))
+    lacking = [sentence for sentence in misnamed(trainer, scene, silent, 2, [peer]) if "why" in sentence]
+    assert lacking == [f"the error does not say why: {WHY[scene]}" for scene in [scene] if scene in WHY]
     assert [*misnamed(trainer, scene, KeyError(3), 2, [])] == ["KeyError was raised instead of SyncFailed"]
     assert [*misnamed(trainer, scene, None, 2, [])] == ["no error was raised"]
 

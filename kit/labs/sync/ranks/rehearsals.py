@@ -53,6 +53,15 @@ TOO_LATE = "activate"
 CLOSING = ("left_unlisted", "left_groups", "left_fds", "left_sockets", "left_threads")
 REFILL = "refill"  # fails nowhere
 LOST = "lost"  # the receivers have lost the weights that were changed, and do not know it
+WHY = {  # what code that fails on purpose says; the sender's error must say it too
+    MIDDLE: "rehearsed error before a bucket",
+    "transport": "rehearsed error of the receiver's transport",
+    "both": "rehearsed error of the receiver's transport",
+    ALONE: "rehearsed error of the sender's transport",
+    LATE: "rehearsed failure after all weights are new",
+    "publish": "rehearsed failure after others have published",
+    TOO_LATE: "rehearsed failure after the version became active",
+}
 
 CALL, TRANSPORT = "kit.sync.receiver:Call", "kit.labs.sync.ranks.watch:SeenTransport"
 DESTINATIONS = "kit.labs.sync.ranks.replica:SyncReplica.destinations"
@@ -189,6 +198,8 @@ def misnamed(
     remains = f"version {active} {'is already active' if scene == TOO_LATE else 'stays'}"
     if remains not in str(error):
         yield f"the error does not say that {remains}"
+    if (why := WHY.get(scene, "")) not in str(error):
+        yield f"the error does not say why: {why}"
     if scene == ALONE:
         if error.peer is not None or "the sender" not in str(error):
             yield f"the error names {error.peer or 'nobody'} instead of the sender"
@@ -436,36 +447,36 @@ def looks_at_other_bytes(call: Call, index: int, buffer: torch.Tensor) -> None:
 
 
 def raises_when_all_weights_are_new(call: Call, message: dict[str, Any]) -> None:  # noqa: ARG001 - a step of the receiver
-    raise RehearsedError("rehearsed failure after all weights are new")
+    raise RehearsedError(WHY[LATE])
 
 
 def raises_after_others_have_published(call: Call, message: dict[str, Any]) -> None:
     call.receiver.version = message["version"]
-    raise RehearsedError("rehearsed failure after others have published")
+    raise RehearsedError(WHY["publish"])
 
 
 def raises_after_the_version_became_active(call: Call, message: dict[str, Any]) -> None:  # noqa: ARG001 - as above
-    raise RehearsedError("rehearsed failure after the version became active")
+    raise RehearsedError(WHY[TOO_LATE])
 
 
 def raises_before_a_bucket_in_the_middle(transport: SeenTransport, index: int, into: torch.Tensor) -> torch.Tensor:
     """The bucket is sent and never read, and the next sync has the same bytes: a sender that notes what it sent must not take it for
     received."""
     if index == transport.buckets // 2:
-        raise RehearsedError("rehearsed error before a bucket")
+        raise RehearsedError(WHY[MIDDLE])
     return receive(transport, index, into)
 
 
 def raises_at_the_last_bucket(transport: SeenTransport, index: int, into: torch.Tensor) -> torch.Tensor:
     got = receive(transport, index, into)
     if index == transport.buckets - 1:
-        raise OSError("rehearsed error of the receiver's transport")
+        raise OSError(WHY["transport"])
     return got
 
 
 def raises_at_the_second_bucket(transport: SeenTransport, index: int, buffer: torch.Tensor) -> None:
     if index == min(1, transport.buckets - 1):
-        raise OSError("rehearsed error of a transport")
+        raise OSError(WHY[ALONE])
     send(transport, index, buffer)
 
 
@@ -480,7 +491,7 @@ def raises_in_flush(transport: SeenTransport) -> None:
     links = [*transport.links.values()]
     for link in ready(links, links[0].timeout_s) if reason is None else ():
         reason = reason or link.last_words("the receiver's failure", patience_s=link.timeout_s)
-    raise OSError("rehearsed error of the sender's transport") from reason
+    raise OSError(WHY[ALONE]) from reason
 
 
 flipped: dict[int, torch.Tensor] = {}  # packed buffers, by address: a second transport must not flip the bit back
