@@ -194,6 +194,7 @@ EQUIVALENT = {
 # Why a lab does not see others. They count as not seen.
 ON_A_GPU = "this code runs on a GPU only"
 WORDS = "only the words of an error differ"
+LATER = "an error comes later than its limit; in no run of a lab a receiver is silent for so long"
 HINTS = "only how fast a reload is, which kit bench offload measures"
 KITS_OWN = "the kit's own bookkeeping: no code of a user's stands in its place"
 WHY = {
@@ -205,9 +206,15 @@ WHY = {
     "offload-ef332806": ON_A_GPU,
     "stream-a1e8b92e": KITS_OWN,
     "stream-fbf9ca6e": "a figure of a table, which no check judges",
+    "stream-bd5c6690": "since then worlds draw `floor`, and `one_step_per_batch` sees it",
+    "sync-0f124311": LATER,
     "sync-213bafb7": WORDS,
+    "sync-19f21675": "only where a write takes longer than the gate's limit",
     "sync-4d2253e8": ON_A_GPU,
     "sync-224b7985": "no run of a lab fills the cache of prefixes",
+    "sync-55517adc": "only where a forward is awaited before the replica serves",
+    "sync-cd003c0c": WORDS,
+    "sync-dbb6473d": f"{WORDS}, at receivers that do not fail themselves",
     "sync-4c6e7de4": "a lab uses no cache after it was closed",
     "sync-5e805f38": ON_A_GPU,
     "sync-520e039c": f"{WORDS}, from bucket 257 on",
