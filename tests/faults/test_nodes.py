@@ -34,6 +34,7 @@ from kit.world.agentside import look_around
 from kit.world.asked import check_worlds, spread
 from kit.world.channel import ASKED_S, SILENCE_S, WorldLink, WorldListener
 from kit.world.launch import Launched, agent_command, launch_commands
+from kit.world.world import Worlds
 from tests.faults.test_strangers import Proxy
 from tests.holdings import holdings, wait_for
 from tests.labs.parts import failed, why
@@ -381,6 +382,17 @@ def test_a_link_of_an_agent_that_was_tampered_with_is_the_reason(
         with pytest.raises(RankDied, match=said):
             world.run("import time; time.sleep(50)")  # until the agent, which has heard of it, ends its ranks
     proxies[0].thread.join()
+
+
+@pytest.mark.slow
+def test_the_agents_of_several_worlds_start_at_once(tmp_path: Path, nothing_left: None) -> None:
+    """Each of the two launches waits for the other one."""
+    (tmp_path / "begun").mkdir()
+    both = f"touch {tmp_path}/begun/$$; until [ $(ls {tmp_path}/begun | wc -l) = 2 ]; do sleep 0.05; done"
+    options = {"device": "cpu", "logs": tmp_path / "logs", "env": {"GLOO_SOCKET_IFNAME": "lo"}, "start_timeout_s": 60}
+    launch = f"{both}; GLOO_SOCKET_IFNAME=lo exec sh -c {{command}}"
+    with Worlds([1, 1, 1, 1], nodes=2, endpoint=f"127.0.0.1:{free_port()}", launch=launch, **options) as worlds:
+        assert [row["node"] for row in worlds.status()] == [0, 1, 0, 1]
 
 
 @pytest.mark.slow
