@@ -13,9 +13,8 @@ from torch.distributed import checkpoint
 
 
 class Folders:
-    """The last two folders stay: a replica that wakes reads the newest, and a slow one may still read the one before."""
-
-    retries = True
+    """The last two folders stay: a replica that wakes reads the newest, and a slow one may still read the one before. They do not wait
+    for each other, so one may fail alone: there is no `retries`."""
 
     def __init__(self, ctx: Any) -> None:
         self.ctx = ctx

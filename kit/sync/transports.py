@@ -235,7 +235,10 @@ def by_name(name: str) -> Make:
 
 
 def make(kind: str | Make, ctx: TransportContext, *, ring: bool = False) -> Transport:
-    """Make this end of a transport, given by name or as a callable. With a ring the sender also needs `ahead`."""
+    """Make this end of a transport, given by name or as a callable. With a ring the sender also needs `ahead`. A version without buckets,
+    in which nothing changed, needs no transport: `serialize` sends nothing."""
+    if not ctx.sizes:
+        return Serialize(ctx)
     made = (by_name(kind) if isinstance(kind, str) else kind)(ctx)
     if lacks := [name for name in (*CALLS, *["ahead"] * ring) if not callable(getattr(made, name, None))]:
         why = ", which a ring needs" if lacks == ["ahead"] else ""

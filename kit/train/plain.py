@@ -1,7 +1,8 @@
 """A GPT in plain torch with the shape of the Megatron job and Hugging Face's Qwen2 names for its parameters.
 
-RMSNorm, SwiGLU, grouped-query attention, rotary positions (the two halves of a head turned), tied head. Runs in float32, bfloat16
-and float64 on any device. Limits: no dropout, no activation recomputation; padding must be at the end of rows.
+RMSNorm, SwiGLU, grouped-query attention, rotary positions (the two halves of a head turned), tied head. With experts, a token goes to the
+two with the highest scores. Runs in float32, bfloat16 and float64 on any device. Limits: no dropout, no activation recomputation; padding
+must be at the end of rows.
 
 `Numerics` are the settings of how exactly this process computes: deterministic kernels, and float32 products without TF32. Whatever is set
 is put back by whoever set it: `Numerics.now()` before, `restore()` at the end. No GPU has confirmed it yet.
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 
 STD = 0.02
+CHOSEN = 2  # experts of a token
 Cache = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer, [rows, kv_heads, length, head]
 
 
@@ -83,11 +85,31 @@ class Mlp(nn.Module):
         return out
 
 
+class Experts(nn.Module):
+    """Every expert runs for every token: simple, and slow."""
+
+    def __init__(self, geometry: Geometry, experts: int, **made: Any) -> None:
+        super().__init__()
+        self.gate = nn.Linear(geometry.hidden, experts, bias=False, **made)
+        self.experts = nn.ModuleList([Mlp(geometry, **made) for _ in range(experts)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores, chosen = self.gate(x).topk(CHOSEN, dim=-1)
+        shares = scores.softmax(dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+        return sum(
+            (
+                (shares * (chosen == number)).sum(-1, keepdim=True) * expert(x)
+                for number, expert in enumerate(self.experts)
+            ),
+            start=torch.zeros_like(x),
+        )
+
+
 class Layer(nn.Module):
-    def __init__(self, geometry: Geometry, **made: Any) -> None:
+    def __init__(self, geometry: Geometry, experts: int, **made: Any) -> None:
         super().__init__()
         self.self_attn = Attention(geometry, **made)
-        self.mlp = Mlp(geometry, **made)
+        self.mlp = Experts(geometry, experts, **made) if experts else Mlp(geometry, **made)
         self.input_layernorm = Norm(geometry.hidden, geometry.norm_eps, **made)
         self.post_attention_layernorm = Norm(geometry.hidden, geometry.norm_eps, **made)
 
@@ -98,10 +120,10 @@ class Layer(nn.Module):
 
 
 class Body(nn.Module):
-    def __init__(self, geometry: Geometry, **made: Any) -> None:
+    def __init__(self, geometry: Geometry, experts: int, **made: Any) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(geometry.vocab, geometry.hidden, **made)
-        self.layers = nn.ModuleList([Layer(geometry, **made) for _ in range(geometry.layers)])
+        self.layers = nn.ModuleList([Layer(geometry, experts, **made) for _ in range(geometry.layers)])
         self.norm = Norm(geometry.hidden, geometry.norm_eps, **made)
 
 
@@ -109,11 +131,16 @@ class PlainModel(nn.Module):
     """`model.layers.N...` as Hugging Face names them. Made without weights: see `from_weights`."""
 
     def __init__(
-        self, geometry: Geometry, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self,
+        geometry: Geometry,
+        *,
+        experts: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         self.geometry = geometry
-        self.model = Body(geometry, dtype=dtype, device=device)
+        self.model = Body(geometry, experts, dtype=dtype, device=device)
 
     def forward(
         self,

@@ -14,6 +14,7 @@ from kit.sync.cache import Ring
 from kit.sync.hashes import digest
 from kit.sync.receiver import Call
 from kit.sync.sender import STEPS, SyncFailed
+from kit.sync.transports import Serialize
 from kit.sync.words import changed_words, gaps_of, positions_of, write_words
 from kit.target import replaced
 from tests.sync import test_service
@@ -186,8 +187,18 @@ def test_one_changed_tensor_is_sent_alone(deltas: Scene) -> None:
     assert all(torch.equal(host.tensors["last", 0], one["last", 0]) for host in deltas.hosts.values())
 
 
+class OneLargeBuffer(Serialize):
+    """The buffer is as large as the largest bucket."""
+
+    def __init__(self, ctx: Any) -> None:
+        super().__init__(ctx)
+        self.buffer = torch.empty(max(ctx.sizes))
+
+
+@pytest.mark.parametrize("transport", ["auto", f"{__name__}:OneLargeBuffer"])
 @pytest.mark.parametrize("state", ["serving", "paused"])
-def test_a_version_in_which_nothing_changed_is_still_one(deltas: Scene, state: str) -> None:
+def test_a_version_in_which_nothing_changed_is_still_one(deltas: Scene, state: str, transport: str) -> None:
+    deltas.sender.transport = transport
     report, *received = deltas.sync(2, state, gather=lambda: slightly(1))
     assert (report.base, report.bytes, report.buckets) == (1, 0, 0)
     assert not any(isinstance(one, Exception) for one in received)

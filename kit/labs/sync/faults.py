@@ -65,6 +65,14 @@ FAULTS = exposed_by(
         patch={"kit.megatron.tensors:Elsewhere.covers": f"{BUGS}:covers_nothing"},
     ),
     Fault(
+        "kept-what-was-gathered",
+        "the trainer keeps the full tensors that it gathered for the last version",
+        "weights_once",
+        set=IN_BUCKETS,
+        needs=KEPT_IN_BUCKETS,
+        patch={f"{TRAINER}.to_send": f"{BUGS}:keeps_what_it_gathered"},
+    ),
+    Fault(
         "unfilled-bucket",
         "a bucket is handed out before it is filled",
         "bit_exact",
@@ -159,6 +167,14 @@ FAULTS = exposed_by(
         "bit_exact",
         needs=KITS,
         patch={f"{REPLICA}.destinations": f"{BUGS}:loads_queries_first"},
+    ),
+    Fault(
+        "swapped-experts",
+        "each expert is loaded in the place of the next one, which has the same shapes",
+        "bit_exact",
+        set={"experts": 4, "tp": 1, "dtype": "float32", **UNSEEN},
+        needs={**KITS, "experts": (2, 4, 8)},
+        patch={f"{REPLICA}.destinations": f"{BUGS}:loads_the_next_expert"},
     ),
     Fault(
         "parameter-not-sent",
@@ -376,6 +392,14 @@ FAULTS = exposed_by(
             f"{HUGGING}.__init__": f"{BUGS}:unties_the_head",
             "kit.engines.vllm:write_folder": f"{BUGS}:writes_an_untied_head",
         },
+    ),
+    Fault(
+        "tied-name-skipped-by-a-stage",
+        "the last stage of a pipeline has the tied head and no embedding, and does not load it, because no tensor has its name",
+        "trainer_restored",
+        set={**IN_BUCKETS, "pp": 2, "tp": 1},
+        needs={**KEPT_IN_BUCKETS, "pp": (2, 4)},
+        patch={f"{TRAINER}.fill_from_buckets": f"{BUGS}:skips_the_tied_name"},
     ),
     Fault(
         "buffer-not-sent",

@@ -23,6 +23,7 @@ class SyncConfig(JobConfig):
     ranks: Annotated[int, Option("trainer and inference ranks together", low=2, high=4096)] = 5
     tp: Annotated[int, Option("tensor parallel size of the trainer", low=1, high=64)] = 2
     pp: Annotated[int, Option("pipeline parallel size of the trainer", low=1, high=64)] = 1
+    experts: Annotated[int, Option("experts per layer; 0: a dense model", low=0, high=256)] = 0
     infer_tp: Annotated[int, Option("tensor parallel size of each inference replica", low=1, high=64)] = 1
     replicas: Annotated[int, Option("number of inference replicas", low=1, high=512)] = 3
     placement: Annotated[
@@ -155,6 +156,16 @@ class SyncConfig(JobConfig):
         refuse_if(
             self.delta != "off" and self.arena == "cache",
             f"delta={self.delta} compares two versions of the weights, but arena=cache keeps one: use one of the two",
+        )
+        refuse_if(self.experts == 1, "experts=1 is too few: a token goes to 2 of them; use 2 or more, or 0")
+        refuse_if(
+            self.experts > 0 and self.serve != "megatron",
+            f"experts={self.experts} needs the kit's model on both ends, but serve={self.serve}: use serve=megatron",
+        )
+        refuse_if(
+            self.experts > 0 and self.dtype != "float32",
+            f"dtype={self.dtype} may round so that a token goes to other experts, which changes its logits: use dtype=float32 with "
+            f"experts={self.experts}",
         )
         refuse_if(
             self.kv_scales and self.serve != "megatron",

@@ -593,7 +593,7 @@ def failure_is_clean(frame: pd.DataFrame, config: Config) -> Measured:
         for row in rows[rows["value"] > 0].itertuples()
     )
     scenes = ", ".join(sorted(rows["scene"].unique()))  # ranks answer in any order
-    named = "raised on the replica that failed" if own else "named the cause"
+    named = "raised on the trainer and on the replica that failed" if own else "named the cause"
     right = f"every failed sync left weights and version unchanged and {named}, and the next sync succeeded"
     return Measured(float(rows["value"].sum()), broken or f"{right} ({scenes})")
 

@@ -47,11 +47,31 @@ class SkipsAReplica(Broadcasts):
 
 
 class WithoutTheGate(Broadcasts):
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        self.gate = contextlib.nullcontext
     def write(self, version, tensors):
         for name, tensor in tensors.items():
             self.ctx.load(name, tensor)
         with self.ctx.writing():
             self.ctx.publish(version)
+
+
+class OneByOne(WithoutTheGate):
+    """Each replica for itself: one that fails leaves the others with the new version."""
+    def write(self, version, tensors):
+        with self.ctx.writing():
+            Broadcasts.write(self, version, tensors)
+
+
+class FailsAlone(Broadcasts):
+    """No replica has the new version, and the trainer is not told."""
+    def expand(self, version, targets):
+        try:
+            super().expand(version, targets)
+        except RuntimeError:
+            if self.ctx.role == "replica":
+                raise
 
 
 class PublishesInTheMiddle(HostBuckets):
@@ -95,11 +115,12 @@ class PublishesNothing(Broadcasts):
 
 
 class PublishesThoughItFailed(Broadcasts):
-    def write(self, version, tensors):
+    def expand(self, version, targets):
         try:
-            super().write(version, tensors)
+            super().expand(version, targets)
         except Exception:
-            self.ctx.publish(version)
+            if self.ctx.role == "replica":
+                self.ctx.publish(version)
 
 
 class Named:
@@ -193,6 +214,7 @@ def _mine(_places: None) -> Iterator[None]:
     [
         (BROADCASTS, SMALL),
         (BROADCASTS, {**TWO_RANKS, "tp": 1}),
+        (BROADCASTS, APART),
         (FOLDERS, {**APART, "refresh": "paused"}),
         (BUCKETS, {"ranks": 5, "tp": 2, "replicas": 3, "receiver": "docs.examples.own_receiver:ByName"}),
         ("mine:Named", APART),
@@ -206,7 +228,7 @@ def test_right_ones_pass(sync: Sync, code: str, config: dict[str, object]) -> No
     assert failed(verdict) == set()
     null = {"others_untouched", "cache_bounded", "sweep_arrived", "weights_once"}
     null |= {"sleepers_release", "trainer_restored"} if config.get("placement") == "apart" else set()
-    null |= {"failure_is_clean"} if code in {BUCKETS, "mine:Named"} else set()
+    null |= {"failure_is_clean"} if code in {BUCKETS, FOLDERS, "mine:Named"} else set()
     assert unanswered(verdict) - {"nothing_piles_up"} == null
     if "failure_is_clean" in null:
         assert "no retries = True" in why(verdict, "failure_is_clean")
@@ -230,6 +252,20 @@ def test_a_wrong_one_fails_the_right_check(sync: Sync, code: str, check: str, sa
     verdict = sync(implementation=code, **SMALL).verdict()
     assert check in failed(verdict)
     assert says in why(verdict, check)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("mine:OneByOne", "wrong versions after the failure: 1 (rank 1, scene gate)"),
+        ("mine:FailsAlone", "failures without an error: 1 (rank 0, scene gate)"),
+    ],
+)
+def test_no_replica_has_a_version_that_another_one_lacks(sync: Sync, code: str, says: str) -> None:
+    verdict = sync(implementation=code, **APART).verdict()
+    assert "failure_is_clean" in failed(verdict)
+    assert says in why(verdict, "failure_is_clean")
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from kit import machine
 from kit.engines.contents import sha256
 from kit.labs.sync.lab import SyncConfig
 from kit.labs.sync.ranks.trainer import SyncTrainer
@@ -141,6 +142,14 @@ def test_prompts_take_turns_and_an_answer_belongs_to_its_prompt(scene: Scene) ->
     assert known_logits(scene.forwards.at_rest()) == {logits_of(0, torch.zeros(4)), logits_of(1, torch.ones(4))}
     assert seen <= known_logits(scene.forwards.at_rest())
     assert logits_of(1, torch.zeros(4)) not in known_logits(scene.forwards.at_rest())
+
+
+def test_the_thread_of_a_forward_at_rest_is_gone_afterwards() -> None:
+    """Also for the system, which counts threads: a thread that was joined may still be there, one time in four."""
+    forwards, before = Scene().forwards, machine.status()["Threads"]
+    for _ in range(100):
+        forwards.at_rest()
+        assert machine.status()["Threads"] == before
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ close, discard = Call.close, Cache.discard
 close_group = Broadcast.close
 make_job, gather, refresh = SyncTrainer.make_job, SyncTrainer.gather, SyncTrainer.refresh
 offload, map_buckets = SyncTrainer.offload, SyncTrainer.map_buckets
+fill_from_buckets = SyncTrainer.fill_from_buckets
 prepare, destinations = SyncReplica.prepare, SyncReplica.destinations
 wake, finalize = SyncReplica.wake, SyncReplica.finalize
 finalize_call, finalize_engine = Call.finalize, LoadedModel.finalize
@@ -111,6 +112,21 @@ def gathers_the_base(trainer: SyncTrainer) -> dict[Key, torch.Tensor]:
 
 def covers_nothing(elsewhere: Elsewhere, item: Item) -> bool:  # noqa: ARG001 - in place of `covers`
     return False
+
+
+def keeps_what_it_gathered(trainer: SyncTrainer) -> Gathered:
+    tensors = gather(trainer)
+    vars(trainer)["gathered"] = {key: tensor.clone() for key, tensor in tensors.items()}
+    return tensors
+
+
+def skips_the_tied_name(trainer: SyncTrainer, weights: Cut) -> None:
+    named = {name for chunk in trainer.job.chunks for name, _ in shards.unwrapped(chunk).named_parameters()}
+    if "embedding.word_embeddings.weight" not in named:
+        for into, _ in weights.destinations["model.embed_tokens.weight"]:
+            into.zero_()  # as new memory is
+        weights.destinations = {**weights.destinations, "model.embed_tokens.weight": ()}
+    fill_from_buckets(trainer, weights)
 
 
 class LateBytes(Bound):
@@ -389,6 +405,18 @@ def loads_queries_first(replica: SyncReplica) -> Mapping[str, Sequence[Destinati
 
     with replaced({"kit.megatron.shards:views": side_by_side}):
         return destinations(replica)
+
+
+def loads_the_next_expert(replica: SyncReplica) -> Mapping[str, Sequence[Destination]]:
+    places = destinations(replica)
+
+    def next_one(name: str) -> str:
+        before, experts, after = name.partition(".experts.")
+        number, _, rest = after.partition(".")
+        following = (int(number) + 1) % replica.config.experts
+        return f"{before}{experts}{following}.{rest}"
+
+    return {name: places[next_one(name) if ".experts." in name else name] for name in places}
 
 
 def not_listed(names: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ import torch
 from kit.engines.contents import listed_names, sha256
 from kit.errors import BadInput, RehearsedError, refuse_if
 from kit.labs.sync.lab import SyncConfig
-from kit.labs.sync.ranks.rehearsals import REFILL, counting_leftovers, note, step
+from kit.labs.sync.ranks.rehearsals import REFILL, counting_leftovers, note, on_another_version, step
 from kit.labs.sync.ranks.replica import SyncReplica
 from kit.labs.sync.ranks.side import ANY, Side, error_of, replica_ranks
 from kit.labs.sync.ranks.trainer import SyncTrainer
@@ -222,7 +222,8 @@ class OwnTrainer(SyncTrainer):
             step(self)
             with counting_leftovers(self, GATE):
                 error = error_of(lambda: self.own.sync(self.synced + 1, tuple(target.rank for target in awake)), ANY)
-            print(f"rehearse: the trainer's end of a sync that failed on a replica raised {error or 'nothing'}")
+            if self.sends:
+                note(self, "silent", int(error is None), GATE)
         step(self)
         self.deliver(self.synced + 2, awake)
         self.update_truth()
@@ -369,7 +370,7 @@ class OwnReplica(SyncReplica):
         self.count()
 
     def endure_own(self) -> None:
-        """The gates of the last replica raise, and so must its sync. Ranks that raise keep version and weights; all others change."""
+        """The gates of the last replica raise, and so must its sync. No replica may then have the new version, or other weights."""
         version, held = self.receiver.version, self.hashed()
         self.watch.reset("rehearsed")
         with counting_leftovers(self, GATE):
@@ -379,14 +380,10 @@ class OwnReplica(SyncReplica):
             error = error_of(lambda: self.own_sync.sync(version + 1, ranks_of(self.config, sleeping=False)), ANY)
             self.gate_fails = False
             served, failed = self.stop_serving()
-        kept = error is not None
         if self.of_last_replica:
-            note(self, "silent", int(not kept), GATE)
-        note(self, "kept_version", int(self.receiver.version != version + (not kept)), GATE)
-        note(self, "kept_wrong", int((self.hashed() == held) != kept), GATE)
-        known = self.watch.known
-        if kept:
-            wrong = int(failed is not None or served not in known.get(version, ()))
-            note(self, "served_wrong", wrong + self.forwards.misanswered(self.serving.served), GATE)
-        else:
-            known[self.receiver.version] = self.forwards.known_at_rest()
+            note(self, "silent", int(error is None), GATE)
+        note(self, "kept_version", int(self.receiver.version != version), GATE)
+        note(self, "kept_wrong", int(self.hashed() != held), GATE)
+        wrong = int(failed is not None or served not in self.watch.known.get(version, ()))
+        wrong += on_another_version(self, version) + self.forwards.misanswered(self.serving.served)
+        note(self, "served_wrong", wrong, GATE)

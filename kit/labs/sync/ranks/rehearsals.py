@@ -102,15 +102,17 @@ def rehearsed_scenes(config: SyncConfig, *, expansion: bool = False) -> tuple[st
 
 def of_trainer(trainer: SyncTrainer) -> None:
     awake, asleep = trainer.targets(sleeping=False), trainer.targets(sleeping=True)
+    if trainer.config.arena == "cache":  # before the trainer has other weights than the buckets
+        trainer.offload(0)
+        fail_expansions(trainer, asleep)
+        trainer.reload()
     step(trainer)
     if trainer.sends:
         note(trainer, "accepted", accepted(trainer), "calls that must be refused")
     named = {scene: fail_sync(trainer, scene, awake, ahead=1) for scene in rehearsed_scenes(trainer.config)}
     if trainer.config.shares:
         trainer.job.mover.release()
-        for scene in rehearsed_scenes(trainer.config, expansion=True):
-            fail_sync(trainer, scene, asleep, ahead=0)
-        succeed(trainer, "expansion", asleep, ahead=0)
+        fail_expansions(trainer, asleep)
         trainer.job.mover.restore()
     step(trainer)  # so that no memory on the receiver has the bytes of this version already
     fail_sync(trainer, MIDDLE, awake, ahead=1)
@@ -129,6 +131,12 @@ def of_trainer(trainer: SyncTrainer) -> None:
     if trainer.config.delta != "off":
         fail_sync(trainer, LOST, awake, ahead=1)
     succeed(trainer, REFILL, awake, ahead=1)
+
+
+def fail_expansions(trainer: SyncTrainer, asleep: Sequence[Target]) -> None:
+    for scene in rehearsed_scenes(trainer.config, expansion=True):
+        fail_sync(trainer, scene, asleep, ahead=0)
+    succeed(trainer, "expansion", asleep, ahead=0)
 
 
 def step(trainer: SyncTrainer) -> None:
@@ -254,13 +262,12 @@ def accepted(trainer: SyncTrainer) -> int:
 
 def of_replica(replica: SyncReplica) -> None:
     version = replica.receiver.version
-    for scene in rehearsed_scenes(replica.config, expansion=replica.sleeper):
-        endure(replica, scene)
     if replica.sleeper:
-        take_next(replica, "expansion", version)
-        replica.compare_weights(scene="expansion")
-        replica.leave()
+        for _ in range(1 + (replica.config.arena == "cache")):
+            endure_expansions(replica, version)
     else:
+        for scene in rehearsed_scenes(replica.config):
+            endure(replica, scene)
         endure(replica, MIDDLE)
         take_next(replica, "refresh", version + 1)
         replica.compare()
@@ -270,6 +277,14 @@ def of_replica(replica: SyncReplica) -> None:
         take_next(replica, TOO_LATE, version + 3)
         replica.compare()
         refill(replica)
+
+
+def endure_expansions(replica: SyncReplica, version: int) -> None:
+    for scene in rehearsed_scenes(replica.config, expansion=True):
+        endure(replica, scene)
+    take_next(replica, "expansion", version)
+    replica.compare_weights(scene="expansion")
+    replica.leave()
 
 
 def take_next(replica: SyncReplica, scene: str, wanted: int) -> None:
@@ -301,15 +316,12 @@ def endure(replica: SyncReplica, scene: str) -> None:
         if serves:
             served, failed = replica.stop_serving()
             known = replica.watch.known
-            count = sum(
-                (forward.logits not in known.get(version, ())) + (forward.versions != (version, version))
-                for forward in replica.forwards.made.values()
-            )
             # Old weights are restored behind the gate: no forward may run at `derive`.
             early = sum(point.name == "derive" and point.logits != WAITS for point in replica.watch.points)
             stopped = failed is not None or not any(served in logits for logits in known.values())
             misanswered = replica.forwards.misanswered(replica.serving.served)
             note(replica, "not_derived", not_derived(replica), scene)
+            count = on_another_version(replica, version)
             note(replica, "served_wrong", count + early + replica.forwards.overlaps + stopped + misanswered, scene)
             note(replica, "kept_wrong", int(not receiver.routed) + replica.compare_weights(scene=scene), scene)
         else:
@@ -318,6 +330,15 @@ def endure(replica: SyncReplica, scene: str) -> None:
             note(replica, "kept_wrong", int(receiver.routed) + int(awake), scene)
             if awake:
                 replica.sleep()
+
+
+def on_another_version(replica: SyncReplica, version: int) -> int:
+    """Forwards of this sync with other logits or another label than the version's."""
+    known = replica.watch.known.get(version, frozenset())
+    return sum(
+        (forward.logits not in known) + (forward.versions != (version, version))
+        for forward in replica.forwards.made.values()
+    )
 
 
 def not_derived(replica: SyncReplica) -> int:

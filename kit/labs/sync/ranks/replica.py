@@ -99,13 +99,12 @@ class SyncReplica(Side):
     def make_model(self) -> HostedModel:
         """The model to serve with, with the base weights. Inside `as_job`."""
         settings, config = self.config, replica_model(self.config)
-        dtype = model.DTYPES[config.dtype]
         if settings.serve != "megatron":
-            return self.make_engine(dict(base_weights(config.geometry, dtype, settings.seed)))
+            return self.make_engine(dict(base_weights(config)))
         kits = OwnSide(config) if settings.receiver else MegatronModel(config)
         if settings.kv_scales:
             scales.add_scales(kits.chunks)
-        fill(kits.chunks, config.geometry, dtype, settings.seed)
+        fill(kits.chunks, config)
         if isinstance(kits, OwnSide):
             ctx = ReceiverContext(
                 rank=dist.get_rank(),

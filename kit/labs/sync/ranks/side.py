@@ -19,7 +19,7 @@ from kit.labs.bystander import Bystander
 from kit.labs.sync.lab import SyncConfig
 from kit.measure.phase import shared_memory
 from kit.megatron import groups, ownership, serve, shards, standin
-from kit.megatron.config import Geometry, ModelConfig
+from kit.megatron.config import ModelConfig
 from kit.megatron.model import DTYPES
 from kit.sync import transports
 from kit.sync.sender import SyncLog
@@ -104,11 +104,12 @@ class Side:
         return torch.randint(0, vocab, (ROWS, length), generator=generator)
 
 
-def base_weights(geometry: Geometry, dtype: torch.dtype, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same base weights for any model: each full tensor is drawn from its name."""
+def base_weights(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same base weights for any layout: each full tensor is drawn from its name."""
+    seed, dtype = config.seed, DTYPES[config.dtype]
     with torch.device("meta"):
-        shapes = {name: param.shape for name, param in PlainModel(geometry).named_parameters()}
-    for name, shape in shapes.items():
+        plain = PlainModel(config.geometry, experts=config.experts)
+    for name, shape in ((name, param.shape) for name, param in plain.named_parameters()):
         generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
         full = torch.randn(shape, generator=generator)
         yield name, (1 + 0.1 * full if full.dim() == 1 and "norm" in name else 0.05 * full).to(dtype)
@@ -119,18 +120,18 @@ def replica_ranks(config: SyncConfig) -> list[range]:
     return [range(at, at + config.infer_tp) for at in range(config.trainer_ranks, config.ranks, config.infer_tp)]
 
 
-def fill(chunks: Sequence[Any], geometry: Geometry, dtype: torch.dtype, seed: int) -> None:
+def fill(chunks: Sequence[Any], config: ModelConfig) -> None:
     """Fill in the base weights for any layout."""
     places = shards.destinations(chunks)
     with torch.no_grad():
-        for name, full in base_weights(geometry, dtype, seed):
+        for name, full in base_weights(config):
             for into, take in places.get(name, ()):
                 into.copy_(take(full))
 
 
 def plain_logits(config: ModelConfig, tensors: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
     """Logits of the last position from the plain model, which is loaded by tensor names only."""
-    plain = PlainModel(config.geometry, dtype=DTYPES[config.dtype], device="meta")
+    plain = PlainModel(config.geometry, experts=config.experts, dtype=DTYPES[config.dtype], device="meta")
     weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(shards.SCALES)}
     plain.load_state_dict(weights, assign=True)
     with torch.no_grad():

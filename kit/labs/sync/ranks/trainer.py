@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import mmap
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,8 @@ from kit.train.options import DEFAULTS
 class HeldOnHost(NamedTuple):
     private: int  # bytes of tensors outside of shared memory
     weights: list[int]  # of these, of each storage of weights on the device
+    rest: int  # of these, the job's gradients, optimizer and scratch
+    others: int  # of these, what is no part of the job
     files: dict[Place, int]
     homes: list[Place]  # files from which buckets were sent
 
@@ -55,6 +58,7 @@ class SyncTrainer(Side):
         self.outside: set[Place] = set()  # memory files that existed before, or appeared between syncs
         self.named: set[str] = set()  # files in /dev/shm that were open during a sync
         self.most = 0  # peak bytes of memory files that appeared during syncs
+        self.largest = 0  # bytes of one version in its buckets, each of which begins a page
         self.steps_sent = -1  # the trainer's steps when it sent a version last
         self.unlocked = 0  # points of a sync at which the sender's lock was free
         self.watch = SyncWatch(lambda: self.version, measure=self.weigh)
@@ -108,8 +112,9 @@ class SyncTrainer(Side):
             self.job.mover.arena.open()  # now, so that its file is no growth after the first release
             if self.config.kv_scales:
                 scales.add_scales(self.job.chunks)
-            fill(self.job.chunks, config.geometry, model.DTYPES[config.dtype], self.config.seed)
+            fill(self.job.chunks, config)
             self.job.optimizer.reload_model_params()
+        self.at_first = self.held_on_host()  # before there can be a copy of the weights
 
     def base(self, cycle: int) -> None:  # noqa: ARG002 - as above
         """Version -1: a base with one changed number must be refused; then the real base is published, and no weights move."""
@@ -197,6 +202,10 @@ class SyncTrainer(Side):
         layout, _, _ = self.bucket_memory
         with self.as_job():
             places = shards.destinations(self.job.chunks)
+            parts = [part for chunk in self.job.chunks for part in shards.parts_of_chunk(chunk)]
+        # A bucket holds the first tensor rank's copy of what all of them have, such as norms: other ranks keep their own.
+        for name in {name for part in parts if part.how == shards.WHOLE and part.place.rank for name in part.full}:
+            del places[name]
         # A stage of a pipeline has only some of the tensors.
         weights = Cut({spec.name: places.get(spec.name, ()) for spec in layout.specs}, ())
         tensors = [into for several in places.values() for into, _ in several]
@@ -228,20 +237,29 @@ class SyncTrainer(Side):
     def held_on_host(self) -> HeldOnHost:
         """What this rank holds in tensors and in files of memory."""
         state = TensorState(chunks=self.job.chunks, optimizer=self.job.optimizer)
-        weights = [item.size for item in state.resident(self.ctx.device.type) if item.kind == "weights"]
-        return HeldOnHost(held_bytes() - shared_bytes(), weights, memory_pages(), list(self.watch.homes))
+        private, own = held_bytes() - shared_bytes(), self.ctx.device.type
+        resident = {kind: state.resident(kind) for kind in {"cpu", own}}
+        weights = [item.size for item in resident[own] if item.kind == "weights"]
+        jobs = sum(item.size for items in resident.values() for item in items)
+        homes = list(self.watch.homes)
+        return HeldOnHost(private, weights, jobs - sum(weights), private - jobs, memory_pages(), homes)
 
     def record_offloaded(self, before: HeldOnHost) -> None:
         """Record copies of the weights on the host beside the buckets, and weights that did not leave. Collective over the trainer."""
         with self.as_job():
             tables: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(tables, (before, self.held_on_host()))
-        weights = sum(sum(was.weights) for was, _ in tables)
-        homes = {home for _, now in tables for home in now.homes}
-        files = {place: size for _, now in tables for place, size in now.files.items() if place not in homes}
-        held = sum(now.private for _, now in tables) + sum(files.values())
-        others = sum(was.private for was, _ in tables) - weights
-        self.ctx.record("offloaded_left", sum(len(now.weights) for _, now in tables))
+            dist.all_gather_object(tables, (self.at_first, before, self.held_on_host()))
+        weights = sum(sum(was.weights) for _, was, _ in tables)
+        homes = {home for _, _, now in tables for home in now.homes}
+        files = {
+            place: max(0, size - first.files.get(place, 0))
+            for first, _, now in tables
+            for place, size in now.files.items()
+            if place not in homes
+        }
+        held = sum(now.private for _, _, now in tables) + sum(files.values())
+        others = sum(first.others + was.rest for first, was, _ in tables)
+        self.ctx.record("offloaded_left", sum(len(now.weights) for _, _, now in tables))
         self.ctx.record("host_copies", (held - others) / weights)
 
     def expand(self, cycle: int) -> None:
@@ -267,10 +285,13 @@ class SyncTrainer(Side):
         self.ctx.record("version", self.version)
 
     def shrink(self, cycle: int) -> None:  # noqa: ARG002 - as above
+        self.reload()
+        self.count()
+
+    def reload(self) -> None:
         self.job.mover.restore()
         changed = self.contents.changed()
         self.ctx.record("restored_wrong", len(changed), text=listed_names(sorted(changed)))
-        self.count()
 
     def end(self, cycle: int) -> None:
         with self.as_job():
@@ -325,6 +346,8 @@ class SyncTrainer(Side):
         return self.gather()
 
     def record_report(self, report: Report) -> None:
+        in_pages = sum(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in self.watch.sent.values())
+        self.largest = max(self.largest, self.total, in_pages)
         numbers = {
             "bytes": (report.bytes, "B"),
             "buckets": (report.buckets, "1"),
@@ -336,7 +359,7 @@ class SyncTrainer(Side):
             "tensors_verified": (report.verified, "1"),
             "tensors_sent": (report.tensors, "1"),
             "unlocked": (self.unlocked, "1"),
-            "cache_copies": (self.most // self.total, "1"),
+            "cache_copies": (self.most // self.largest, "1"),
             "cache_bytes": (self.most, "B"),
         }
         for metric, (value, unit) in numbers.items():

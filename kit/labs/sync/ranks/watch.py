@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +106,12 @@ class Forwards:
     def at_rest(self) -> list[torch.Tensor]:
         """Logits of the current weights for each prompt, on a separate thread like served forwards. Nothing may be served meanwhile."""
         with ThreadPoolExecutor(1) as pool:
-            return [*pool.map(self.forward, self.prompts)]
+            thread = pool.submit(threading.get_native_id).result()
+            logits = [*pool.map(self.forward, self.prompts)]
+        end = time.monotonic() + SETTLED_S
+        while Path(f"/proc/self/task/{thread}").exists() and time.monotonic() < end:
+            time.sleep(0.001)  # the system still counts a thread that has just been joined
+        return logits
 
     def known_at_rest(self) -> frozenset[str]:
         return known_logits(self.at_rest())
@@ -169,6 +175,7 @@ class SyncWatch:
     measure: Callable[[], None] = lambda: None  # called at every point
     points: list[Point] = field(default_factory=list)
     homes: set[Place] = field(default_factory=set)  # shared memory from which buckets were sent
+    sent: dict[int, int] = field(default_factory=dict)  # bytes of each bucket of the current sync
     known: dict[int, frozenset[str]] = field(default_factory=dict)
     # SHA-256 of the first bytes of each bucket that was last written.
     beginnings: dict[int, str] = field(default_factory=dict)
@@ -187,7 +194,7 @@ class SyncWatch:
         self.points.append(Point(name, bucket, when, version, routed, logits))
 
     def reset(self, path: str) -> None:
-        self.path, self.points, self.base, self.arrived = path, [], None, 0
+        self.path, self.points, self.base, self.arrived, self.sent = path, [], None, 0, {}
         if self.forwards is not None:
             self.forwards.reset()
 
@@ -290,6 +297,7 @@ class SeenTransport:
 
     def send(self, index: int, buffer: torch.Tensor) -> None:
         self._watch.homes |= {home for home in [shared_at(buffer.data_ptr())] if home}
+        self._watch.sent[index] = buffer.numel()
         self._transport.send(index, buffer)
         self._watch.point("send", index)
 
