@@ -84,7 +84,10 @@ GIB = 2**30
         ({"delta": "word", "arena": "cache"}, "compares two versions of the weights, but arena=cache keeps one"),
         ({"kv_scales": True, "serve": "transformers"}, "kv_scales needs the kit's model on both ends"),
         ({"experts": 4, "tp": 1, "serve": "transformers"}, "experts=4 needs the kit's model on both ends"),
-        ({"experts": 4, "tp": 1, "dtype": "bfloat16"}, "dtype=bfloat16 may round so that a token goes to other experts"),
+        (
+            {"experts": 4, "tp": 1, "dtype": "bfloat16"},
+            "dtype=bfloat16 may round so that a token goes to other experts",
+        ),
         ({"experts": 1, "tp": 1}, "experts=1 is too few: a token goes to 2 of them"),
         ({"experts": 4}, "experts=4 with tp=2 is not supported"),
         ({"delta": "word", "serve": "transformers"}, "serve=transformers loads whole tensors, but delta=word"),

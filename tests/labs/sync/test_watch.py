@@ -4,6 +4,7 @@ hashed."""
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import secrets
 import threading
@@ -214,6 +215,21 @@ def test_the_sender_keeps_copies_of_versions_and_nothing_else(refresh: str, allo
     named.unlink()
     for segment in segments[:allowed]:
         segment.close()
+
+
+@pytest.mark.parametrize(("sizes", "copies"), [([1024] * 40, 2), ([512] * 80, 2), ([40960], 5)])
+def test_pages_that_buckets_leave_unfilled_are_no_copy(sizes: list[int], copies: int) -> None:
+    """Each bucket begins a page of 4096 bytes; the last case has five copies of a model that fills its pages."""
+    side = SyncTrainer.__new__(SyncTrainer)
+    side.watch, side.total, side.largest = SyncWatch(lambda: 0), 40960, 0
+    transport = SeenTransport(Sends(), side.watch)
+    for index, size in enumerate(sizes):
+        transport.send(index, torch.zeros(size, dtype=torch.uint8))
+    side.most = copies * sum(max(size, mmap.PAGESIZE) for size in sizes)
+    assert side.copies() == copies
+    side.watch.reset("refresh")
+    transport.send(0, torch.zeros(8, dtype=torch.uint8))  # changes to a version: the model is as large as before
+    assert side.copies() == copies
 
 
 def test_attempts_come_from_any_thread(scene: Scene) -> None:

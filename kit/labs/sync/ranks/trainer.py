@@ -346,8 +346,6 @@ class SyncTrainer(Side):
         return self.gather()
 
     def record_report(self, report: Report) -> None:
-        in_pages = sum(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in self.watch.sent.values())
-        self.largest = max(self.largest, self.total, in_pages)
         numbers = {
             "bytes": (report.bytes, "B"),
             "buckets": (report.buckets, "1"),
@@ -359,7 +357,7 @@ class SyncTrainer(Side):
             "tensors_verified": (report.verified, "1"),
             "tensors_sent": (report.tensors, "1"),
             "unlocked": (self.unlocked, "1"),
-            "cache_copies": (self.most // self.largest, "1"),
+            "cache_copies": (self.copies(), "1"),
             "cache_bytes": (self.most, "B"),
         }
         for metric, (value, unit) in numbers.items():
@@ -367,6 +365,12 @@ class SyncTrainer(Side):
         for name, count in report.transports.items():
             self.ctx.record("transport_receivers", count, transport=name)
         self.record_log(report.log, report.began)
+
+    def copies(self) -> int:
+        """Copies of the model in those files. The pages that small buckets leave unfilled are no copy."""
+        in_pages = sum(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in self.watch.sent.values())
+        self.largest = max(self.largest, self.total, in_pages)
+        return self.most // self.largest
 
     def weigh(self) -> None:
         """Measure the peak of shared memory that syncs allocated, and count points at which the sender's lock is free."""
