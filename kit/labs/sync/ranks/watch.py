@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from kit import machine
 from kit.engines.contents import sha256
 from kit.labs.rankside import Context
 from kit.measure.phase import Place, shared_at
@@ -109,7 +109,7 @@ class Forwards:
             thread = pool.submit(threading.get_native_id).result()
             logits = [*pool.map(self.forward, self.prompts)]
         end = time.monotonic() + SETTLED_S
-        while Path(f"/proc/self/task/{thread}").exists() and time.monotonic() < end:
+        while machine.has_thread(thread) and time.monotonic() < end:
             time.sleep(0.001)  # the system still counts a thread that has just been joined
         return logits
 
