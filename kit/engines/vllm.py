@@ -87,8 +87,7 @@ class VllmModel:
             self._answer(line, START_S)
         except BaseException:
             self.process.kill()
-            self.process.wait()
-            self._arena.close()
+            self.close()
             raise
         finally:
             folder.cleanup()

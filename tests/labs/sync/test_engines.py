@@ -33,14 +33,42 @@ IN_VLLM = {**VLLM, "layers": 2}
 def test_vllm_serves_and_its_old_layer_is_named(sync: Callable[..., kit.Run]) -> None:
     verdict = sync(**IN_VLLM).verdict()
     assert failed(verdict) == set()
-    assert {"bit_exact", "logits_equal", "no_torn_reads", "failure_is_clean"} <= {
-        row.check for row in verdict if row.passed
-    }
+    asked = {"bit_exact", "logits_equal", "no_torn_reads", "failure_is_clean", "segments_return_to_baseline"}
+    assert asked <= {row.check for row in verdict if row.passed}
     stale = sync(fault="prepacked-stale", **IN_VLLM).verdict()
     assert {"bit_exact", "logits_equal"} <= failed(stale)
     row = next(row for row in stale if row.check == "bit_exact")
     assert row.measured == 1  # the head, which has the embedding's name; every other layer is new
     assert "model.embed_tokens.weight" in row.why
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not vllm_python(), reason="needs vLLM: make env-vllm, and KIT_VLLM_PYTHON")
+@pytest.mark.parametrize(
+    ("fault", "check", "named"),
+    [
+        ("tied-name-skipped", "bit_exact", "model.embed_tokens.weight"),
+        ("buffer-not-sent", "every_parameter_written", "rotary_emb.cos_sin_cache"),
+        ("finalize-twice", "version_order", "derive came instead of finalize"),
+    ],
+)
+def test_faults_of_engines_are_seen_in_vllm(sync: Callable[..., kit.Run], fault: str, check: str, named: str) -> None:
+    verdict = sync(fault=fault, **IN_VLLM).verdict()
+    assert check in failed(verdict)
+    assert named in why(verdict, check)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not vllm_python(), reason="needs vLLM: make env-vllm, and KIT_VLLM_PYTHON")
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"refresh": "paused"}])
+def test_vllm_is_right_in_bfloat16_and_where_it_pauses(sync: Callable[..., kit.Run], settings: dict[str, str]) -> None:
+    verdict = sync(**IN_VLLM, **settings).verdict()
+    assert failed(verdict) == set()
+    row = next(row for row in verdict if row.check == "logits_equal")
+    assert 0 < row.measured <= row.limit
+    assert "noise at rest" in row.why
 
 
 ASLEEP = {**IN_VLLM, "placement": "overlap", "ranks": 3, "replicas": 2}

@@ -166,7 +166,8 @@ class SyncReplica(Side):
             self.leave()
         if self.sleeper and self.config.prewarm:
             self.model.wake()
-            self.leave()
+            self.model.sleep()
+            self.note_asleep()
         self.count()
 
     def refresh(self, cycle: int) -> None:  # noqa: ARG002 - as above
@@ -330,6 +331,10 @@ class SyncReplica(Side):
         """Lose the route and sleep, which makes room for the trainer."""
         self.receiver.routed = False
         self.sleep()
+        self.note_asleep()
+
+    def note_asleep(self) -> None:
+        """Record what a sleeping model keeps, and whether an engine answers."""
         kept = self.model.resident()
         self.ctx.record("asleep_tensors", len(kept), text="; ".join(kept[:3]))
         if self.config.serve != "megatron":
