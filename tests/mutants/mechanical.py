@@ -187,6 +187,7 @@ EQUIVALENT = {
     "sync-429ab7af": "equivalent: the logits are float32, so a tensor of float64 is a copy in any case",
     "split-563f2586": "equivalent: no ratio is below the band and above it, so either is the same as one of both",
     "share-ba181e6b": "equivalent: an error is of a command's name, a word of the source, which Python keeps once",
+    "offload-90fff7b4": "equivalent: every caller gives the kinds by their place",
     "stream-48d63de6": "equivalent: without a window no group is of a later step, and without a complete group both counts are 0",
     "offload-3557f2fe": "equivalent: every copy is waited for at the end, so the bytes are the same; on a GPU copies would be slower",
 }
@@ -198,9 +199,11 @@ LATER = "an error comes later than its limit; in no run of a lab a receiver is s
 HINTS = "only how fast a reload is, which kit bench offload measures"
 KITS_OWN = "the kit's own bookkeeping: no code of a user's stands in its place"
 WHY = {
+    "offload-119dd683": "the kit's own list of groups that stayed; the lab looks for them itself",
     "offload-89b64116": ON_A_GPU,
     "offload-a362ba66": HINTS,
     "offload-b0a7106b": ON_A_GPU,
+    "offload-ca0d0690": HINTS,
     "offload-ca51b63f": ON_A_GPU,
     "offload-d661cb7c": f"{ON_A_GPU}; on a CPU only the types of the groups differ, which a slow test compares",
     "offload-ef332806": ON_A_GPU,
@@ -214,6 +217,9 @@ WHY = {
     "sync-224b7985": "no run of a lab fills the cache of prefixes",
     "sync-55517adc": "only where a forward is awaited before the replica serves",
     "sync-cd003c0c": WORDS,
+    "sync-ce700ef6": WORDS,
+    "sync-d9cbfb74": "the lab sync writes no folder of weights",
+    "sync-fb749af0": LATER,
     "sync-dbb6473d": f"{WORDS}, at receivers that do not fail themselves",
     "sync-4c6e7de4": "a lab uses no cache after it was closed",
     "sync-5e805f38": ON_A_GPU,
