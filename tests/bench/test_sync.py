@@ -19,6 +19,7 @@ from kit.labs.bench_sync import lab, parts
 from kit.labs.bench_sync.lab import LAB, BenchSyncConfig, Shape, shape_of
 from kit.labs.bench_sync.ranks import stalls
 from kit.labs.bench_sync.ranks import ways as onranks
+from kit.labs.sync.lab import SyncConfig
 
 CONFIG = BenchSyncConfig()
 SHAPES = {key: shape_of(CONFIG, key) for key in ("model", "small", "large")}
@@ -159,7 +160,8 @@ def test_pauses_are_shares_of_the_time_of_a_sync() -> None:
 def test_copies_of_an_offloaded_trainer_are_those_that_the_lab_counted() -> None:
     counted = {"own": [1.0, 1.1, 1.2], "cache": [0.0, 0.25, 0.1]}
 
-    def run(name: str, out: str, *, arena: str, **_: Any) -> Any:
+    def run(name: str, out: str, *, arena: Any, **settings: Any) -> Any:
+        SyncConfig(arena=arena, **settings)  # the lab has all of them
         rows = [{"metric": "host_copies", "value": value} for value in counted[arena]]
         frame = pd.DataFrame([*rows, {"metric": "offloaded_left", "value": 7.0}])
         assert (name, out) == ("sync", arena)
