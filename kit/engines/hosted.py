@@ -160,9 +160,9 @@ class EngineContext:
 class LoadedModel:
     """An engine that takes whole tensors: an object with `full_tensors()`, `load(name, tensor)` and `logits(tokens)`.
 
-    It may have `constants()`, `begin()`, `finalize()`, `sleep()` and `wake()`. `begin` comes before the first tensor of a version, also
-    after a load that failed. `cached_logits` may use what the engine keeps of earlier requests. `live_bytes()` are those of its tensors
-    in other processes, `resident()` the names of weights with memory there."""
+    It may have `constants()`, `begin()`, `finalize()`, `abandon()`, `sleep()` and `wake()`. `begin` comes before the first tensor of a
+    version, `abandon` after one that failed. `cached_logits` may use what the engine keeps of earlier requests. `live_bytes()` are those
+    of its tensors in other processes, `resident()` the names of weights with memory there."""
 
     def __init__(self, engine: Any, target: str, device: torch.device) -> None:
         if lacking := [call for call in ("full_tensors", "load", "logits") if not hasattr(engine, call)]:
@@ -206,6 +206,10 @@ class LoadedModel:
 
     def finalize(self) -> None:
         call_if_there(self.engine, "finalize")
+
+    def abandon(self) -> None:
+        """A version failed: an engine with an open update must end it, or it cannot serve."""
+        call_if_there(self.engine, "abandon")
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -100,8 +100,7 @@ class VllmModel:
 
     def begin(self) -> None:
         """The first tensor of a version follows; a version that was not finished is finished first, as vLLM demands."""
-        if self.open:
-            self.finish()
+        self.abandon()
         self.call("begin")
         self.open = True
 
@@ -110,9 +109,12 @@ class VllmModel:
         self.call("load", name=name, dtype=dtype_name(tensor.dtype), shape=list(tensor.shape), offset=offset)
 
     def finalize(self) -> None:
+        self.abandon()
+        self.drop_cache()
+
+    def abandon(self) -> None:
         if self.open:
             self.finish()
-        self.drop_cache()
 
     def finish(self) -> None:
         self.call("finish")

@@ -189,7 +189,13 @@ class Engine:
         how = vllm.SamplingParams(
             temperature=0, max_tokens=1, logprobs=-1, detokenize=False, skip_reading_prefix_cache=not cached
         )
-        outputs = self.llm.generate([self.salted(row) for row in tokens], how, use_tqdm=False)
+        in_flight = self.llm.llm_engine.output_processor.request_states
+        before = {*in_flight}
+        try:
+            outputs = self.llm.generate([self.salted(row) for row in tokens], how, use_tqdm=False)
+        except Exception:  # vLLM keeps requests whose step raised, and has room for few
+            self.llm.llm_engine.abort_request([*({*in_flight} - before)], internal=True)
+            raise
         rows = []
         for output in outputs:
             (answer,) = output.outputs

@@ -170,3 +170,19 @@ def test_a_request_in_flight_goes_on_with_its_keys_and_values_or_new_ones_or_end
     after = errors(AFTER, tokens, range(5, 12))
     assert max(after) < EXACT if at_sync == "recompute" else max(after) > 100 * EXACT
     assert max(errors(BEFORE, tokens, range(5, 12))) > 100 * EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@on_an_engine({"serve": "vllm"})
+def test_a_forward_that_raises_leaves_no_request_in_vllm(real: VllmModel) -> None:
+    """While an update is open, layers have no weights."""
+    bring(real, BEFORE)
+    prompts = torch.arange(96).view(2, 48)
+    wanted = real.logits(prompts)
+    real.begin()
+    for _ in range(3):  # four requests have room
+        with pytest.raises(EngineFailed, match=r"the vLLM engine raised .*meta"):
+            real.logits(prompts)
+    bring(real, BEFORE)
+    assert torch.equal(real.logits(prompts), wanted)

@@ -295,7 +295,7 @@ class SyncReplica(Side):
         return contextlib.nullcontext() if self.serving.gated else self.serving.writing()
 
     def abandon(self) -> None:
-        if isinstance(self.model, OwnSide):
+        if isinstance(self.model, OwnSide | LoadedModel):
             self.model.abandon()
 
     def finalize(self) -> None:
