@@ -68,7 +68,7 @@ class Rank:
         self.busy = False
         self.call = 0  # the request it works at
         self.interrupted = 0  # the request that is to stop, which may not have begun yet
-        self.stopped = 0  # the request in which an interrupt was raised
+        self.stopped = 0  # the request in whose answer an interrupt was raised
         self.lent: Message | None = None  # the request that lent this rank to Ray, until Ray gives it back
         self.all_here = threading.Event()
         self.main = threading.main_thread()
@@ -150,6 +150,7 @@ class Rank:
 
     def answer(self, request: Message) -> Message:
         try:
+            self.stopped = 0  # a rank that is lent answers many calls of one request
             self.busy = True  # from here on an interrupt raises
             stopped = self.interrupted == self.call  # before it began
             reply = rank_failure(KeyboardInterrupt()) if stopped else answer_call(self.names, request)
@@ -272,7 +273,10 @@ def transfer_counts(kind: str, first: int) -> dict[str, int]:
 
 
 def on_interrupt(_signal: int, _frame: object) -> None:
-    """Once per request, as the signal comes again: what cleans up after the first is not disturbed."""
+    """Once per answer, as the signal comes again: what cleans up after the first is not disturbed.
+
+    What is raised in a `__del__` or a hook of the interpreter is lost there; such a rank ends with its World.
+    """
     if RANK.busy and RANK.stopped != RANK.call:
         RANK.stopped = RANK.call
         raise KeyboardInterrupt

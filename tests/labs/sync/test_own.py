@@ -116,6 +116,17 @@ class FirstTokens(Packs):
         return super().forward(self.tokens)
 
 
+class SameMemory(Packs):
+    """Like a captured graph, whose logits are always in the same memory."""
+    logits = None
+
+    def forward(self, tokens):
+        logits = super().forward(tokens)
+        if self.logits is None:
+            self.logits = torch.empty_like(logits)
+        return self.logits.copy_(logits)
+
+
 class LoadsNothing:
     def __init__(self, ctx):
         self.size = ctx.world_size
@@ -193,6 +204,11 @@ def test_a_packed_copy_on_the_model_is_no_constant_if_it_is_declared() -> None:
 def test_the_answer_to_another_request_shows() -> None:
     (row,) = run("auto", receiver="mine:FirstTokens", cycles=1).verdict().failed
     assert row.check == "logits_equal"
+
+
+@pytest.mark.slow
+def test_logits_that_are_always_in_the_same_memory_pass() -> None:
+    assert not run("auto", receiver="mine:SameMemory", cycles=1).verdict().failed
 
 
 @pytest.mark.slow

@@ -86,7 +86,9 @@ class SyncReplica(Side):
             if self.ctx.device.type == "cuda":
                 torch.cuda.set_device(self.ctx.device)  # every thread begins with the first GPU
             with standin.on_this_thread():
-                return self.model.logits(tokens).float()
+                return (
+                    self.model.logits(tokens).float().clone()
+                )  # an engine may write its next logits into the same memory
 
         self.forwards = Forwards(forward, self.prompts(config.geometry.vocab), lambda: self.receiver, wait)
         self.serving = Serving(self.forwards, group=self.group, timeout_s=wait)
@@ -197,10 +199,14 @@ class SyncReplica(Side):
             self.weigh_tensors()
             self.before, self.watch.beginnings, self.watch.repeats = self.watch.beginnings, {}, set()
             logits = torch.stack(self.forwards.at_rest()).cpu()
-            cached = [self.model.cached_logits(prompt) for prompt in self.forwards.prompts]
+            through_cache = [
+                each.cpu().clone()
+                for prompt in self.forwards.prompts
+                if (each := self.model.cached_logits(prompt)) is not None
+            ]
             link.send({"kind": "judged"})
         self.ctx.record("logits_error", worst_error(logits, wanted))
-        if through_cache := [each.cpu() for each in cached if each is not None]:
+        if through_cache:
             self.ctx.record("logits_error", worst_error(through_cache, wanted), text="through the engine's cache")
         self.ctx.record("logits_same", int(torch.equal(logits, wanted)))
         now = known_logits([*logits])
@@ -376,7 +382,7 @@ class SyncReplica(Side):
             self.ctx.record("base_named", self.watch.base, was=old)
             for metric, count in judge_forwards(self.forwards, known, old, new)._asdict().items():
                 self.ctx.record(metric, count)
-            self.ctx.record("versions_differ", int(known[new].isdisjoint(known.get(old, ()))))
+            self.ctx.record("versions_differ", int(known[new] != known.get(old)))
 
     def receive(self) -> None:
         """Take part in the next sync."""

@@ -272,9 +272,9 @@ def judge_forwards(forwards: Forwards, known: Mapping[int, frozenset[str]], old:
     routed = [forward for _, forward in sorted(forwards.made.items()) if forward.routed]
     before, after = known.get(old, frozenset()), known[new]
     torn = forwards.overlaps + sum(forward.logits not in before | after for forward in routed)
-    news = [place for place, forward in enumerate(routed) if forward.logits in after]
-    if news and before.isdisjoint(after):
-        torn += sum(forward.logits in before for forward in routed[news[0] :])
+    news = [place for place, forward in enumerate(routed) if forward.logits in after - before]
+    if news:
+        torn += sum(forward.logits in before - after for forward in routed[news[0] :])
     every = frozenset[str]().union(*known.values())
     mislabelled = sum(
         forward.logits in every and not any(forward.logits in known.get(version, ()) for version in forward.versions)
