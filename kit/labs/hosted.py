@@ -23,7 +23,17 @@ from kit.errors import BadInput, Cancelled, KitError, RankDied, RankError, RankP
 from kit.results.records import NOTEBOOK
 from kit.world import World, asked, leftovers, rayside
 from kit.world.asked import NodePart
-from kit.world.calls import GRACE_S, TICK_S, Pending, WorldObserver, failure_of, ranks_word, refuse_silence, wait
+from kit.world.calls import (
+    GRACE_S,
+    INTERRUPT_AGAIN_S,
+    TICK_S,
+    Pending,
+    WorldObserver,
+    failure_of,
+    ranks_word,
+    refuse_silence,
+    wait,
+)
 from kit.world.channel import Message
 from kit.world.launch import RAY
 from kit.world.world import Worlds
@@ -199,7 +209,7 @@ class LentCall:
         self.answers: dict[int, Message] = {}
         self.error: KitError | None = None
         self.failed_at: float | None = None
-        self._cancelled = False
+        self._interrupted_at = math.inf
 
     @property
     def settled(self) -> bool:
@@ -231,7 +241,7 @@ class LentCall:
         until = self.deadline if timeout_s is None else time.monotonic() + timeout_s
         while not self.settled and time.monotonic() < until:
             wait_for_lent([self], timeout_s=until - time.monotonic(), overdue=True)
-        if self._cancelled:
+        if self._interrupted_at < math.inf:
             raise Cancelled(f"the call of phase {self.phase!r} on {ranks_word(self.ranks)} was cancelled")
         if not self.settled:
             silent = tuple(self.flying)
@@ -244,10 +254,16 @@ class LentCall:
     def cancel(self) -> bool:
         if self.settled:
             return False
-        self._cancelled = True
-        for rank in self.flying:
-            self.world.interrupt(rank)
+        self._interrupted_at = -math.inf
+        self.insist()
         return True
+
+    def insist(self) -> None:
+        """Interrupt the ranks again if they were and did not answer, as a World does."""
+        if time.monotonic() - self._interrupted_at >= INTERRUPT_AGAIN_S:
+            self._interrupted_at = time.monotonic()
+            for rank in self.flying:
+                self.world.interrupt(rank)
 
 
 def cancel_lent(calls: Sequence[LentCall]) -> None:
@@ -267,6 +283,8 @@ def wait_for_lent(
             return ended
         if rayside.is_interrupted():
             raise KeyboardInterrupt
+        for call in calls:
+            call.insist()
         flying = [future for call in calls for future in call.flying.values()]
         with contextlib.suppress(TimeoutError):
             concurrent.futures.wait(flying, min(TICK_S, until - now), concurrent.futures.FIRST_COMPLETED)

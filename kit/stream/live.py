@@ -74,7 +74,7 @@ class LiveRanks(Port):
 
     def wait(self, seconds: float) -> None:
         """Wait until a call ends. For the runner's clock: `RealClock(ranks.wait)`."""
-        if self.stuck is not None:  # the controller was told, and can do nothing
+        if self.stuck is not None:  # the controller knows, and can do nothing
             raise self.stuck
         self.start()
         if self.flying:
@@ -133,6 +133,8 @@ class LiveRanks(Port):
     def settle(self) -> None:
         """Wait until no call is in flight, after a loop has ended. Nobody hears of the answers."""
         while self.flying:
+            if self.stuck is not None:
+                raise self.stuck
             pendings = [pending for pending, _, _ in self.flying.values()]
             self.drive.wait(pendings, timeout_s=self.patient(self.drive.config.deadline_s))
             self.take()

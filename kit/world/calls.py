@@ -31,8 +31,8 @@ from kit.world.leftovers import users_part
 TICK_S = 0.05  # how often logs are read and the observer is asked, while ranks work
 # How long interrupted ranks have to stop. A World with one that cannot is ended, so that none is half usable.
 INTERRUPT_S = 3.0
-# How often they are told. A signal that comes just before a rank enters a system call is noticed only when that call ends.
-TELL_S = 0.25
+# How often they are interrupted. A signal that comes just before a rank enters a system call is noticed only when that call ends.
+INTERRUPT_AGAIN_S = 0.25
 LOST_S = 0.5  # instead, if their machine is silent
 GRACE_S = 3.0  # after a failure in one of several Worlds: how long the others are waited for
 SHOWN_BYTES = 256 * 1024  # of one rank's output in one call; the rest is in its log
@@ -528,7 +528,7 @@ def take_turn(pendings: Sequence[Pending], seconds: float) -> None:
         pending.advance(tick=not ready)
 
 
-def tell_to_stop(calls: Sequence[WorldCall]) -> None:
+def interrupt_ranks(calls: Sequence[WorldCall]) -> None:
     for call in calls:
         for member in call.waiting():
             with contextlib.suppress(ChannelClosed):  # it is gone, which whoever waits for it sees
@@ -539,11 +539,11 @@ def stop_calls(pendings: Sequence[Pending]) -> None:
     """Interrupt the ranks of these calls. Those that cannot stop end, so that each World is clearly dead or usable."""
     open_ = [call for pending in pendings if not pending.settled for call in pending.calls if not call.settled]
     began = time.monotonic()
-    told = -math.inf
+    interrupted = -math.inf
     while (waited := time.monotonic() - began) < max((call.patience() for call in open_), default=0.0):
-        if waited - told >= TELL_S:
-            told = waited
-            tell_to_stop(open_)
+        if waited - interrupted >= INTERRUPT_AGAIN_S:
+            interrupted = waited
+            interrupt_ranks(open_)
         crews = {id(call.crew): call.crew for call in open_}.values()
         if readable_message([fd for crew in crews for fd in crew.filenos()], TICK_S):
             for pending in pendings:

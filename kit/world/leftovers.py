@@ -208,13 +208,15 @@ def let_signals_end_forks() -> None:
 
     torchrun handles them with an exception, and a fork inherits the handler: a signal in a rank's first milliseconds would end it with
     status 1 or get lost. So they are blocked during the fork. Forks of forks are not affected. This is no hook of `os.register_at_fork`:
-    what the handler of a signal that came meanwhile raises in a hook is lost, and with it the signal.
+    what the handler of a signal that came meanwhile raises in a hook is lost, and with it the signal. torchrun does not know of a process
+    during whose fork its handler raised; that ends with the World.
     """
     fork, ending = os.fork, (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
     def fork_blocked() -> int:
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ending)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, ending)  # may block and raise, for a signal that came just before
             pid = fork()
             if not pid:
                 os.fork = fork

@@ -19,12 +19,14 @@ import importlib
 import io
 import itertools
 import linecache
+import math
 import os
 import re
 import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import types
 import weakref
@@ -46,6 +48,7 @@ from kit.world.channel import ChannelClosed, Message, WorldLink, connect, report
 from kit.world.device import choose_device, prepare_device, restore
 
 KEPT = 2_000  # cells with source that tracebacks can show
+RAISE_AGAIN_S = 2.0  # how long what cleans up after an interrupt is not interrupted
 SHOWN = 10_000  # characters of a shown value: a notebook cell, not a dump
 VICTIM = ("gloo/transport", "NCCL error", "ncclRemoteError", "Connection closed by peer", "Connection reset by peer")
 
@@ -68,7 +71,7 @@ class Rank:
         self.busy = False
         self.call = 0  # the request it works at
         self.interrupted = 0  # the request that is to stop, which may not have begun yet
-        self.stopped = 0  # the request in whose answer an interrupt was raised
+        self.raised_at = -math.inf  # when an interrupt was raised in this answer
         self.lent: Message | None = None  # the request that lent this rank to Ray, until Ray gives it back
         self.all_here = threading.Event()
         self.main = threading.main_thread()
@@ -150,7 +153,7 @@ class Rank:
 
     def answer(self, request: Message) -> Message:
         try:
-            self.stopped = 0  # a rank that is lent answers many calls of one request
+            self.raised_at = -math.inf
             self.busy = True  # from here on an interrupt raises
             stopped = self.interrupted == self.call  # before it began
             reply = rank_failure(KeyboardInterrupt()) if stopped else answer_call(self.names, request)
@@ -273,12 +276,9 @@ def transfer_counts(kind: str, first: int) -> dict[str, int]:
 
 
 def on_interrupt(_signal: int, _frame: object) -> None:
-    """Once per answer, as the signal comes again: what cleans up after the first is not disturbed.
-
-    What is raised in a `__del__` or a hook of the interpreter is lost there; such a rank ends with its World.
-    """
-    if RANK.busy and RANK.stopped != RANK.call:
-        RANK.stopped = RANK.call
+    """The signal comes again until the answer is there. What cleans up is not disturbed, but what was raised in a `__del__` is lost."""
+    if RANK.busy and time.monotonic() - RANK.raised_at >= RAISE_AGAIN_S:
+        RANK.raised_at = time.monotonic()
         raise KeyboardInterrupt
 
 

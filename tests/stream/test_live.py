@@ -124,3 +124,5 @@ def test_a_rank_that_did_not_answer_is_the_reason_and_gets_no_call() -> None:
     assert len(calls.made) == 2
     calls.made[1].answer = RankTimeout("no answer either", phase="stream", ranks=(2,), culprits=(2,), stacks={})
     assert ranks.take() == []  # nor is the next one looked at
+    with pytest.raises(RankTimeout, match=r"no answer$"):
+        ranks.settle()

@@ -65,6 +65,8 @@ class Ranks(LiveRanks):
     def take(self) -> list[Event]:
         """The new events, without a replica's answers after its shrink was ordered. Events of the observer come before the trainer's
         reports that it entered or left its devices."""
+        if self.stuck is not None:  # the reason is known, and an observer on a lost machine would be waited for
+            return []
         try:
             return self._take()
         except RankTimeout as error:  # of a rank, or of an observer on another machine
