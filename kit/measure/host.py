@@ -40,10 +40,9 @@ class Move(NamedTuple):
     size: int
 
 
-def copy_threads(ranks: int = 0) -> int:
-    """How many threads this rank may copy with: its share of the cores, since the other ranks copy at the same time. `ranks`: how many do,
-    if not all."""
-    ranks = ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def copy_threads() -> int:
+    """How many threads this rank may copy with: its share of the cores, since the other ranks copy at the same time."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(_WORKERS, len(os.sched_getaffinity(0)) // ranks))
 
 

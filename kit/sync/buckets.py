@@ -262,11 +262,6 @@ class Bound:
         self.tensors = tensors
         self._plans: dict[tuple[int, bool, torch.device], _Plan] = {}
 
-    @property
-    def large(self) -> bool:
-        """Whether several threads may apply buckets at once: copies of small pieces wait for the interpreter's lock."""
-        return self.layout.total > HOT * sum(map(len, self.layout.buckets))
-
     def pack(self, index: int, out: torch.Tensor, *, fresh: bool = False, hot: bool = False) -> None:
         """Copy the tensors into a bucket. `fresh`: the pages of `out` are not allocated yet. `hot`: keep the bucket in the processor's
         cache for a reader that copies it out at once."""

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 import torch
 
 from kit.errors import KitError
-from kit.measure.host import copy_threads
-from kit.sync.buckets import Bound, Layout, Mismatch, Weights
+from kit.sync.buckets import Layout, Mismatch, Weights
 from kit.sync.cache import BASE, KeptMappings, starts
 from kit.sync.hashes import Digests
 from kit.sync.link import BRIEF_S, FAILED, Link, PeerFailed, PeerGone, call
@@ -197,7 +194,7 @@ class Call:
         self.digests = Digests(self.layout, message["version"], algorithm=message["verify"], share=message["share"])
         self.link.send({"kind": "ready"})
         self.log.event("ready")
-        self.kind, self.receivers = message["transport"], len(message["ranks"]) - 1  # those of this transport
+        self.kind = message["transport"]
         with self.log.stage("receive"), self.at_the_transport():
             self.transport = self.receiver.make(message["transport"], self.context(message))
         if message["path"] in STREAMS:
@@ -286,19 +283,8 @@ class Call:
         self.applier.apply(index, buffer)
 
     def apply_stored(self) -> None:
-        """Meanwhile the sender and this replica's forwards wait, so that only receivers share the cores."""
-        numbers, threads = range(len(self.stored)), copy_threads(self.receivers)
-        if (
-            threads > 1
-            and self.receiver.device.type == "cpu"
-            and isinstance(self.applier, Bound)
-            and self.applier.large
-        ):
-            with ThreadPoolExecutor(threads, "kit-apply") as pool:
-                deque(pool.map(self.apply_bucket, numbers, self.stored), maxlen=0)
-            return
-        for index in numbers:
-            self.apply_bucket(index, self.stored[index])
+        for index, buffer in enumerate(self.stored):
+            self.apply_bucket(index, buffer)
 
     def look(self, index: int, buffer: torch.Tensor) -> None:
         if self.digests is not None and self.digests.count:
