@@ -156,6 +156,7 @@ def test_a_desk_that_waits_for_a_replica_that_died_asleep_is_seen() -> None:
         (StreamWorlds(implementation=f"{WRONG}:logs_nothing"), 0, "metrics_true"),
         (StreamWorlds(implementation=f"{WRONG}:IgnoresFloor"), 32, "one_step_per_batch"),
         (StreamWorlds(implementation=f"{WRONG}:NeverShrinks"), 33, "no_deadlock"),
+        (StreamWorlds(implementation=f"{WRONG}:ReplacesAlways"), 32, "eviction_justified"),
         (StreamWorlds(), 32, ""),
         (StreamWorlds(sampler=f"{WRONG}:LeavesTheLast"), 0, "no_deadlock"),
         (StreamWorlds(implementation="tests.loop.right_cores:WholeSteps"), 3, ""),

@@ -170,6 +170,14 @@ class NeverShrinks(Controller):
         super().__init__(replace(plan, floor=plan.groups), pipeline="a", resume=start)
 
 
+class ReplacesAlways(Controller):
+    """A group that failed is replaced, and no step shrinks."""
+
+    def __init__(self, plan: Any, start: Any = None) -> None:
+        shrinks = plan.on_failed == "shrink"
+        super().__init__(replace(plan, on_failed="replace") if shrinks else plan, pipeline="a", resume=start)
+
+
 class LogsNothing(Controller):
     def step(self, state: Any, event: Event) -> tuple[Any, tuple[Command, ...]]:
         state, commands = super().step(state, event)
