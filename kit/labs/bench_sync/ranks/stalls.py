@@ -58,7 +58,7 @@ class Replica:
         self.spans: list[tuple[float, float]] = []
         self.matrix = torch.ones(WORK, WORK)
         self.serving = Serving(self.forward, timeout_s=TIMEOUT_S)
-        self.kept = {ring: KeptMappings() for ring in (False, True)}  # by sender, of which each has memory of its own
+        self.kept = {ring: KeptMappings() for ring in (False, True)}  # each sender has memory of its own
         self.receiver = Receiver(
             f"rank {rank}",
             lambda: Whole(self.tensors),

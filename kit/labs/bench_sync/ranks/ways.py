@@ -42,11 +42,8 @@ TIMEOUT_S = 120.0
 SENDER = "the sender"
 EXTRAS = ("cache", "expand", "whole", "fresh", "one")
 SEGMENT = "segment"
-MEMORIES = (
-    "cache",
-    "expand",
-    SEGMENT,
-)  # from which shared memory is sent: a cache that gets each version, one that has it, one segment
+# From which shared memory is sent: a cache that gets each version, one that has it, one segment.
+MEMORIES = ("cache", "expand", SEGMENT)
 COPYING = ("memcpy", "copies")  # they bring nothing
 
 
@@ -88,7 +85,7 @@ class Ways:
         self.total = sum(tensor.nbytes for tensor in self.tensors.values())
         self.all_links = self.links = self.meet(meeting)
         self.opened: list[Transport | Digests] = []
-        # By the sender's memory, each of which would have a sender of its own: mappings of one do not displace those of another.
+        # Apart for each memory, so that mappings of one do not displace those of another.
         self.kept = {memory: KeptMappings() for memory in MEMORIES}
         self.segment: Segment | None = None
         self.cache: Cache | None = None
