@@ -22,25 +22,30 @@ class Broadcasts:
 
     def sync(self, version: int, targets: tuple[int, ...]) -> None:
         """Bring the live weights. Every rank of the trainer is called, and every rank in `targets`."""
+        tensors: dict[str, torch.Tensor] = {}
         if self.ctx.role == "trainer":
-            self.kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.ctx.full_tensors()}
-        self.expand(version, targets)
+            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.ctx.full_tensors()}
+        self.bring(version, targets, tensors)
+        self.kept = tensors  # only now: a replica that wakes after a sync that failed gets the version before
 
     def expand(self, version: int, targets: tuple[int, ...]) -> None:
         """Bring the version that the last sync brought: the trainer's weights are not in its memory now."""
+        self.bring(version, targets, self.kept)
+
+    def bring(self, version: int, targets: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
         if self.ctx.rank in (0, *targets):
             group, here, arrived = self.groups[targets], self.ctx.device, {}
-            specs = [[(name, tensor.dtype, tensor.shape) for name, tensor in self.kept.items()]]
+            specs = [[(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]]
             dist.broadcast_object_list(specs, src=0, group=group)
             for name, dtype, shape in specs[0]:
-                arrived[name] = (self.kept[name] if self.ctx.rank == 0 else torch.empty(shape, dtype=dtype)).to(here)
+                arrived[name] = (tensors[name] if self.ctx.rank == 0 else torch.empty(shape, dtype=dtype)).to(here)
                 dist.broadcast(arrived[name], src=0, group=group)
             with contextlib.ExitStack() as gate:  # between two forwards
                 closed = torch.zeros(1, device=here)
                 try:
                     gate.enter_context(self.gate())
                     closed += 1
-                finally:  # either all replicas get the version, or none does and all ends raise
+                finally:  # all replicas write the version, or none does and all ends raise
                     dist.all_reduce(closed, dist.ReduceOp.MIN, group=group)
                 if not closed:
                     raise RuntimeError("a replica failed")

@@ -64,6 +64,13 @@ class OneByOne(WithoutTheGate):
             Broadcasts.write(self, version, tensors)
 
 
+class KeepsAtOnce(Broadcasts):
+    """After a sync that failed, an expansion brings what that sync had."""
+    def bring(self, version, targets, tensors):
+        self.kept = tensors
+        super().bring(version, targets, tensors)
+
+
 class FailsAlone(Broadcasts):
     """No replica has the new version, and the trainer is not told."""
     def expand(self, version, targets):
@@ -266,6 +273,11 @@ def test_no_replica_has_a_version_that_another_one_lacks(sync: Sync, code: str, 
     verdict = sync(implementation=code, **APART).verdict()
     assert "failure_is_clean" in failed(verdict)
     assert says in why(verdict, "failure_is_clean")
+
+
+@pytest.mark.slow
+def test_an_expansion_after_a_sync_that_failed_brings_the_version_before(sync: Sync) -> None:
+    assert "bit_exact" in failed(sync(implementation="mine:KeepsAtOnce", **SMALL).verdict())
 
 
 @pytest.mark.slow

@@ -211,19 +211,19 @@ class OwnTrainer(SyncTrainer):
         super().shrink(cycle)
 
     def rehearse(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """An expansion, a sync that fails if your code allows it, the next sync, and one to replicas that lost their weights."""
+        """A sync that fails if your code allows it, an expansion, the next sync, and one to replicas that lost their weights."""
         awake, asleep = self.targets(sleeping=False), self.targets(sleeping=True)
-        if self.config.shares:
-            self.job.mover.release()
-            self.deliver(self.synced, asleep, asleep=True)
-            self.shrink_own()
-            self.job.mover.restore()
         if retries(self.own):
             step(self)
             with counting_leftovers(self, GATE):
                 error = error_of(lambda: self.own.sync(self.synced + 1, tuple(target.rank for target in awake)), ANY)
             if self.sends:
                 note(self, "silent", int(error is None), GATE)
+        if self.config.shares:  # after the sync that failed, as an expansion must still bring the version before
+            self.job.mover.release()
+            self.deliver(self.synced, asleep, asleep=True)
+            self.shrink_own()
+            self.job.mover.restore()
         step(self)
         self.deliver(self.synced + 2, awake)
         self.update_truth()

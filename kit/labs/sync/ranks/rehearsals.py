@@ -137,6 +137,7 @@ def fail_expansions(trainer: SyncTrainer, asleep: Sequence[Target]) -> None:
     for scene in rehearsed_scenes(trainer.config, expansion=True):
         fail_sync(trainer, scene, asleep, ahead=0)
     succeed(trainer, "expansion", asleep, ahead=0)
+    trainer.everywhere(set())  # no rank takes its device back while replicas wake
 
 
 def step(trainer: SyncTrainer) -> None:
