@@ -471,3 +471,26 @@ def test_ranks_in_a_cluster_that_was_there_take_their_part_and_it_stays(
         assert world.eval("t.item()") == [3.0, 3.0]
         assert free_in(cluster)["CPU"] == 6.0
     assert wait_for(lambda: free_in(cluster) == {**free_in(cluster), "nodes": 2, "CPU": 8.0}, 60)
+
+
+@pytest.mark.slow
+@needs_ray
+def test_a_machine_of_the_cluster_that_is_lost_is_named_and_its_agent_ends(
+    cluster: SecondHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last test: the cluster has lost the machine too."""
+    for name, value in {**OPEN, "RAY_ADDRESS": f"{cluster.address}:6379"}.items():
+        monkeypatch.setenv(name, value)
+    options: dict[str, Any] = {"device": "cpu", "logs": tmp_path, "env": {"GLOO_SOCKET_IFNAME": cluster.near}}
+    options |= {"launch": "ray", "start_timeout_s": RAY_S}
+    try:
+        with agents_are_killed(), World(2, nodes=2, endpoint=cluster.free_endpoint(), **options) as world:
+            far = world.pids[1]
+            pending = world.submit_code("import time\nif rank: time.sleep(600)\ndist.barrier()", timeout_s=3)
+            cluster.cut()
+            with pytest.raises(RankTimeout, match="no stack: its machine's agent does not answer") as late:
+                pending.result()
+            assert late.value.culprits == (1,)
+        assert wait_for(lambda: far not in cluster.pids() and not processes("agent.py", "--node 1"), 30)
+    finally:
+        cluster.mend()
