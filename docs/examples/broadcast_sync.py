@@ -14,27 +14,22 @@ class Broadcasts:
     retries = True  # a sync that raised leaves nothing behind, so the next one may be called
 
     def __init__(self, ctx: Any) -> None:
-        self.ctx = ctx
+        self.ctx, self.kept = ctx, dict[str, torch.Tensor]()
         self.gate = ctx.writing if ctx.role == "replica" else contextlib.nullcontext
         receiving = dict.fromkeys([tuple(sorted(ctx.awake + ctx.asleep)), ctx.awake, ctx.asleep])
         self.groups = {ranks: dist.new_group([0, *ranks]) for ranks in receiving}  # on all ranks, in the same order
-        self.kept: dict[str, torch.Tensor] = {}
 
     def sync(self, version: int, targets: tuple[int, ...]) -> None:
         """Bring the live weights. Every rank of the trainer is called, and every rank in `targets`."""
-        tensors: dict[str, torch.Tensor] = {}
-        if self.ctx.role == "trainer":
-            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.ctx.full_tensors()}
-        self.bring(version, targets, tensors)
-        self.kept = tensors  # only now: a replica that wakes after a sync that failed gets the version before
+        live = self.ctx.full_tensors() if self.ctx.role == "trainer" else ()
+        sent = {name: tensor.detach().to("cpu", copy=True) for name, tensor in live}
+        self.expand(version, targets, sent)
+        self.kept = sent  # only now: a replica that wakes after a sync that failed gets the version before
 
-    def expand(self, version: int, targets: tuple[int, ...]) -> None:
-        """Bring the version that the last sync brought: the trainer's weights are not in its memory now."""
-        self.bring(version, targets, self.kept)
-
-    def bring(self, version: int, targets: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
+    def expand(self, version: int, targets: tuple[int, ...], sent: dict[str, torch.Tensor] | None = None) -> None:
+        """Without `sent`, bring the version that the last sync brought: the trainer's weights are not in its memory now."""
         if self.ctx.rank in (0, *targets):
-            group, here, arrived = self.groups[targets], self.ctx.device, {}
+            group, here, arrived, tensors = self.groups[targets], self.ctx.device, {}, sent or self.kept
             specs = [[(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]]
             dist.broadcast_object_list(specs, src=0, group=group)
             for name, dtype, shape in specs[0]:

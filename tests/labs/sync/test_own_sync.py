@@ -66,16 +66,16 @@ class OneByOne(WithoutTheGate):
 
 class KeepsAtOnce(Broadcasts):
     """After a sync that failed, an expansion brings what that sync had."""
-    def bring(self, version, targets, tensors):
-        self.kept = tensors
-        super().bring(version, targets, tensors)
+    def expand(self, version, targets, sent=None):
+        self.kept = sent or self.kept
+        super().expand(version, targets, sent)
 
 
 class FailsAlone(Broadcasts):
     """No replica has the new version, and the trainer is not told."""
-    def expand(self, version, targets):
+    def expand(self, version, targets, sent=None):
         try:
-            super().expand(version, targets)
+            super().expand(version, targets, sent)
         except RuntimeError:
             if self.ctx.role == "replica":
                 raise
@@ -122,9 +122,9 @@ class PublishesNothing(Broadcasts):
 
 
 class PublishesThoughItFailed(Broadcasts):
-    def expand(self, version, targets):
+    def expand(self, version, targets, sent=None):
         try:
-            super().expand(version, targets)
+            super().expand(version, targets, sent)
         except Exception:
             if self.ctx.role == "replica":
                 self.ctx.publish(version)

@@ -188,7 +188,9 @@ def test_a_faults_settings_come_below_a_persons() -> None:
 
 @pytest.mark.drawn(2, of="faults")
 @pytest.mark.parametrize("name", LABS)
-def test_every_fault_can_be_switched_on(name: str) -> None:
+def test_every_fault_can_be_switched_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KIT_VLLM_PYTHON", "python")  # engines, as if they were installed
+    monkeypatch.setattr("kit.labs.served.python_has", lambda path, module: True)
     model = PanelModel(find(name))
     for fault in model.definition.faults:
         model.set_fault(fault.name)
