@@ -266,8 +266,8 @@ def test_a_machine_that_is_lost_in_a_loop_is_named(
                 lab.step()
             cutter.join()
             states = {(row["node"], row["state"]) for row in lab.world.status()}
-            # Also ranks there that no call was waiting for, so that none is asked in vain. Other calls there are cancelled, which ends their
-            # Worlds: of stream's single World, if two replicas of the lost machine had one.
+            # Also ranks there that no call was waiting for, so that none is asked in vain. Other calls there are cancelled, which ends
+            # their Worlds: the only one of stream, if two replicas there had a call.
             assert {state for node, state in states if node} <= {"lost", "dead"}
             assert "lost" not in {state for node, state in states if not node}
         assert wait_for(lambda: far_host.pids() == [], 30)  # the agents end by themselves, whatever they were sending

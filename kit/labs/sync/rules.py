@@ -595,7 +595,11 @@ def failure_is_clean(frame: pd.DataFrame, config: Config) -> Measured:
     scenes = ", ".join(sorted(rows["scene"].unique()))  # ranks answer in any order
     named = "raised on the trainer and on the replica that failed" if own else "named the cause"
     right = f"every failed sync left weights and version unchanged and {named}, and the next sync succeeded"
-    return Measured(float(rows["value"].sum()), broken or f"{right} ({scenes})")
+    alone = own and len(served_in("refresh", config)) == config.get("infer_tp")
+    unseen = (
+        "; with one serving replica it does not show whether others stay behind: use placement=apart" if alone else ""
+    )
+    return Measured(float(rows["value"].sum()), broken or f"{right} ({scenes}){unseen}")
 
 
 def delta_bytes(frame: pd.DataFrame, config: Config) -> Measured:
