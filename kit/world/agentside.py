@@ -93,7 +93,7 @@ class Node:
             shutil.rmtree(scratch, ignore_errors=True)
         self.order = order
         if order["store"] is not None and self._door is None:
-            # At once, while this process may still import: another machine's torchrun that knocks in vain waits long before it tries again.
+            # While this process may still import: another machine's torchrun that finds nobody here waits long before it tries again.
             with contextlib.suppress(OSError):  # `take_door` will say why
                 self._door = store_socket(order)
         self.launched.set()

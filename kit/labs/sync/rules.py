@@ -483,8 +483,8 @@ def no_double_bump(frame: pd.DataFrame, config: Config) -> Measured:  # noqa: AR
 def receivers_answer(frame: pd.DataFrame, config: Config) -> Measured:
     """Does every receiver serve the new version after a sync, and answer each request once?
 
-    Each is asked for a forward after every sync, if its phase ended or the sync failed on any rank. Requests that run or wait while weights
-    change must get one answer each, their own."""
+    Each is asked for a forward after every sync, if its phase ended or the sync failed on any rank. Each request that
+    runs or waits while weights change must get exactly one answer, to its own prompt."""
     rows = frame[frame["phase"].isin([*PATHS, "rehearse"])]
     failed = rows[rows["metric"] == "failed"][["cycle", "phase"]].drop_duplicates()
     asked = {key for key in ended(rows) if key[2] >= trainer_ranks(config)}
@@ -498,10 +498,10 @@ def receivers_answer(frame: pd.DataFrame, config: Config) -> Measured:
     served = int((serves["value"] >= 1).sum())
     why = f"the new version was served after {served} of {served + len(unserved)} syncs on receivers"
     places = [f"; not on rank {rank}, {phase}, cycle {cycle}" for cycle, phase, rank in unserved[:1]]
-    misanswered = rows[rows["metric"] == "misanswered"]
-    if others := misanswered["value"].sum():
+    wrong_answers = rows[rows["metric"] == "wrong_answers"]
+    if others := wrong_answers["value"].sum():
         places.append(
-            f"; {others:.0f} requests got no answer, two, or that of another request: {worst(misanswered).why}"
+            f"; {others:.0f} requests got no answer, two, or that of another request: {worst(wrong_answers).why}"
         )
     return Measured(float(len(unserved) + others), why + "".join(places))
 

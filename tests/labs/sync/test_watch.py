@@ -170,7 +170,7 @@ def test_the_thread_of_a_forward_at_rest_is_gone_afterwards() -> None:
 def test_every_request_gets_one_answer_its_own(served: str, count: int) -> None:
     forwards = Scene().forwards
     forwards.made = {n: Forward("", (1, 1), True, answer) for n, answer in enumerate("abc")}
-    assert forwards.misanswered(served) == count
+    assert forwards.wrong_answers(served) == count
 
 
 def test_every_byte_the_shape_and_the_dtype_are_hashed() -> None:

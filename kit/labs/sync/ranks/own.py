@@ -385,5 +385,5 @@ class OwnReplica(SyncReplica):
         note(self, "kept_version", int(self.receiver.version != version), GATE)
         note(self, "kept_wrong", int(self.hashed() != held), GATE)
         wrong = int(failed is not None or served not in self.watch.known.get(version, ()))
-        wrong += on_another_version(self, version) + self.forwards.misanswered(self.serving.served)
+        wrong += on_another_version(self, version) + self.forwards.wrong_answers(self.serving.served)
         note(self, "served_wrong", wrong, GATE)

@@ -320,10 +320,10 @@ def endure(replica: SyncReplica, scene: str) -> None:
             # Old weights are restored behind the gate: no forward may run at `derive`.
             early = sum(point.name == "derive" and point.logits != WAITS for point in replica.watch.points)
             stopped = failed is not None or not any(served in logits for logits in known.values())
-            misanswered = replica.forwards.misanswered(replica.serving.served)
+            wrong_answers = replica.forwards.wrong_answers(replica.serving.served)
             note(replica, "not_derived", not_derived(replica), scene)
             count = on_another_version(replica, version)
-            note(replica, "served_wrong", count + early + replica.forwards.overlaps + stopped + misanswered, scene)
+            note(replica, "served_wrong", count + early + replica.forwards.overlaps + stopped + wrong_answers, scene)
             note(replica, "kept_wrong", int(not receiver.routed) + replica.compare_weights(scene=scene), scene)
         else:
             # The weights of a replica that paused or woke are undefined now: it must have no route, and sleep again if it woke.
@@ -377,7 +377,7 @@ def go_back(replica: SyncReplica) -> None:
         if staged:
             judged = judge_forwards(replica.forwards, known, version, receiver.version)
             wrong = judged.torn + judged.mislabelled + int(failed is not None or served not in rest)
-            wrong += replica.forwards.misanswered(replica.serving.served)
+            wrong += replica.forwards.wrong_answers(replica.serving.served)
             note(replica, "served_wrong", wrong, TOO_LATE)
 
 

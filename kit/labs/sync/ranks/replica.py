@@ -376,7 +376,7 @@ class SyncReplica(Side):
         if failed is not None:
             print(f"a forward failed after a successful sync: {failed}")
         self.ctx.record("serves", int(failed is None and self.receiver.routed and served in known[new]))
-        self.ctx.record("misanswered", self.forwards.misanswered(self.serving.served))
+        self.ctx.record("wrong_answers", self.forwards.wrong_answers(self.serving.served))
         if not asleep:
             self.ctx.record("bytes_arrived", self.watch.arrived, "B")
             self.ctx.record("base_named", self.watch.base, was=old)

@@ -116,7 +116,7 @@ class Forwards:
     def known_at_rest(self) -> frozenset[str]:
         return known_logits(self.at_rest())
 
-    def misanswered(self, served: Sequence[str]) -> int:
+    def wrong_answers(self, served: Sequence[str]) -> int:
         """Requests that got no answer, two, or that of another request."""
         wanted = [forward.answer for _, forward in sorted(self.made.items())]
         return sum(one != other for one, other in zip_longest(wanted, served))
