@@ -386,7 +386,16 @@ def search_pythons() -> Iterator[Interpreter]:
 
 # Settings of the notebook's process that would mislead the ranks: its plotting backend, its test, and a job it may itself be part of.
 NOT_INHERITED = {"MPLBACKEND", "PYTHONHOME", "PYTEST_CURRENT_TEST", machine.MARK}
-NOT_INHERITED |= {"KIT_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+NOT_INHERITED |= {
+    "KIT_RANK",
+    "KIT_FOLDER",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
 
 
 def agent_environment(neighbours: int, nodes: int = 1, given: Mapping[str, str] | None = None) -> dict[str, str]:

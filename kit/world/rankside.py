@@ -67,6 +67,7 @@ class Rank:
         self.order = order = node.order
         self.number = call_number(order)
         os.environ["KIT_RANK"] = str(self.number)  # for a lab on this rank
+        os.environ["KIT_FOLDER"] = str(node.folder)  # ends with the World, also where its rank cannot tidy up
         self.phase = "start"
         self.busy = False
         self.call = 0  # the request it works at

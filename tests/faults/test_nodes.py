@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -271,6 +272,7 @@ def test_a_machine_that_is_lost_in_a_loop_is_named(
             assert {state for node, state in states if node} <= {"lost", "dead"}
             assert "lost" not in {state for node, state in states if not node}
         assert wait_for(lambda: far_host.pids() == [], 30)  # the agents end by themselves, whatever they were sending
+        assert [*Path(tempfile.gettempdir()).glob("kit-devices-*")] == []
     finally:
         far_host.mend()
     assert wait_for(lambda: holdings(os.getpid())["processes"] == [])

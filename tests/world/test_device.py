@@ -126,7 +126,7 @@ def test_what_a_person_has_set_stays_under_its_old_name_too(with_cuda: None, nam
 def test_a_rank_has_it_before_it_looks_for_its_gpu(
     with_cuda: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name in [*WHOLE, "KIT_RANK", "NCCL_HOSTID"]:
+    for name in [*WHOLE, "KIT_RANK", "KIT_FOLDER", "NCCL_HOSTID"]:
         monkeypatch.delenv(name, raising=False)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
@@ -144,7 +144,7 @@ def test_a_rank_has_it_before_it_looks_for_its_gpu(
     assert {name: seen.get(name) for name in WHOLE} == made(tmp_path)
     assert "NCCL_HOSTID" not in seen
     assert os.environ["NCCL_HOSTID"] == "host"
-    for name in [*WHOLE, "KIT_RANK", "NCCL_HOSTID"]:
+    for name in [*WHOLE, "KIT_RANK", "KIT_FOLDER", "NCCL_HOSTID"]:
         del os.environ[name]  # otherwise monkeypatch would restore the values that the rank set
 
 

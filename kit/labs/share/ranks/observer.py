@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import tempfile
 import time
@@ -22,7 +23,7 @@ class FarObserver:
 
     def watch(self, names: Mapping[str, str], machine: int, on_gpus: bool) -> str:
         """Returns the folder for the locks of this machine's devices. A loop that fails stops no watch, so the step's end does."""
-        folder = Path(tempfile.mkdtemp(prefix="kit-devices-"))
+        folder = Path(tempfile.mkdtemp(prefix="kit-devices-", dir=os.environ["KIT_FOLDER"]))
         when_step_ends(functools.partial(shutil.rmtree, folder, ignore_errors=True))
         named = {int(pid): name for pid, name in names.items()}
         devices = self.ctx.config.devices_on(machine)
