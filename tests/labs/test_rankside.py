@@ -60,7 +60,10 @@ def begin(
     )
 
 
-def test_an_observer_of_another_machine_ends_with_the_step_of_a_loop_that_failed(calls: Calls) -> None:
+def test_an_observer_of_another_machine_ends_with_the_step_of_a_loop_that_failed(
+    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KIT_FOLDER", str(tmp_path))
     begin(ShareConfig, phases="kit.labs.share.ranks.observer:FarObserver")
     rankside.open_step(name="shared")
     folder = Path(rankside.act(method="watch", args={"names": {}, "machine": 0, "on_gpus": False}))
