@@ -1,5 +1,6 @@
 """What the bench of weight transfer asks: ratios to one memcpy of the same bytes, and to the other ways, turn by turn."""
 
+from kit.labs.sync.rules import MOST_BESIDE
 from kit.results.samples import median_rule
 
 RULES = (
@@ -12,7 +13,9 @@ RULES = (
     median_rule("verified_beside", "Do they add at most 30 % where each end has a core for them?", 1.3),
     median_rule("small_verified", "Do digests of small tensors at most treble the time?", 3.0),
     median_rule("expand_over_memcpy", "Does a replica that wakes get its weights in the time of one copy?", 1.1),
-    median_rule("cached_once", "Are an offloaded trainer's weights on the host once with arena=cache?", 0.5, "copies"),
+    median_rule(
+        "cached_once", "Are an offloaded trainer's weights on the host once with arena=cache?", MOST_BESIDE, "copies"
+    ),
     median_rule("shm_over_group", "Does shared memory take at most a quarter of the time of the best group?", 1 / 4),
     median_rule("delta_over_needed", "Does a delta bring at most twice the bytes of what changed?", 2.0),
     median_rule("terms_predict", "Do two terms predict the time of a third size, within a factor of 2?", 2.0),

@@ -73,6 +73,12 @@ FAULTS = exposed_by(
         patch={f"{TRAINER}.to_send": f"{BUGS}:keeps_what_it_gathered"},
     ),
     Fault(
+        "kept-on-parameters",
+        "the trainer keeps a copy of the last version, as an attribute of every parameter",
+        "weights_once",
+        patch={f"{TRAINER}.gather": f"{BUGS}:keeps_a_copy_on_every_parameter"},
+    ),
+    Fault(
         "unfilled-bucket",
         "a bucket is handed out before it is filled",
         "bit_exact",
@@ -95,6 +101,12 @@ FAULTS = exposed_by(
         set=IN_BUCKETS,
         needs=KEPT_IN_BUCKETS,
         patch={f"{TRAINER}.map_buckets": f"{BUGS}:maps_the_version_before"},
+    ),
+    Fault(
+        "room-behind-buckets",
+        "the sender's memory for a version is larger than its buckets",
+        "cache_bounded",
+        patch={"kit.sync.cache:starts": f"{BUGS}:leaves_room_behind_the_buckets", **WITH_A_COPY},
     ),
     Fault(
         "double-bump",

@@ -28,7 +28,7 @@ from kit.labs.sync.ranks.trainer import SyncTrainer, memory_of
 from kit.megatron import shards
 from kit.megatron.tensors import Elsewhere, Item
 from kit.sync.buckets import Bound, Cut, Destination, Key, Layout
-from kit.sync.cache import BASE, Cache, Segment
+from kit.sync.cache import BASE, Cache, Segment, starts
 from kit.sync.deltas import Packed
 from kit.sync.groups import Broadcast
 from kit.sync.link import PeerSilent
@@ -120,6 +120,13 @@ def keeps_what_it_gathered(trainer: SyncTrainer) -> Gathered:
     return tensors
 
 
+def keeps_a_copy_on_every_parameter(trainer: SyncTrainer) -> dict[Key, torch.Tensor]:
+    """As a synchroniser does that compares the next version with it."""
+    for param in (param for chunk in trainer.job.chunks for param in chunk.parameters()):
+        param.last_sent = param.detach().clone()
+    return gather(trainer)
+
+
 def skips_the_tied_name(trainer: SyncTrainer, weights: Cut) -> None:
     named = {name for chunk in trainer.job.chunks for name, _ in shards.unwrapped(chunk).named_parameters()}
     if "embedding.word_embeddings.weight" not in named:
@@ -208,6 +215,12 @@ def bumps_in_an_expansion(
     if kind == "publish" and sending.report.path == "expand":
         message["version"] += 1
     tell(sending, kind, each, **message)
+
+
+def leaves_room_behind_the_buckets(sizes: Sequence[int], slots: int = 0) -> tuple[tuple[int, ...], int]:
+    """As much as 40 % of the buckets."""
+    places, total = starts(sizes, slots)
+    return places, total * 7 // 5
 
 
 def trusts_the_base(sending: Sending, weights: Gathered) -> None:

@@ -37,8 +37,8 @@ from kit.train.options import DEFAULTS
 class HeldOnHost(NamedTuple):
     private: int  # bytes of tensors outside of shared memory
     weights: list[int]  # of these, of each storage of weights on the device
-    rest: int  # of these, the job's gradients, optimizer and scratch
-    others: int  # of these, what is no part of the job
+    trained: int  # of these, gradients and optimizer
+    others: int  # of these, everything else, also where it hangs on the job's parameters and modules
     files: dict[Place, int]
     homes: list[Place]  # files from which buckets were sent
 
@@ -58,7 +58,7 @@ class SyncTrainer(Side):
         self.outside: set[Place] = set()  # memory files that existed before, or appeared between syncs
         self.named: set[str] = set()  # files in /dev/shm that were open during a sync
         self.most = 0  # peak bytes of memory files that appeared during syncs
-        self.largest = 0  # bytes of one version in its buckets, each of which begins a page
+        self.version_bytes = 0  # of one version in the lab's own buckets, each of which begins a page
         self.steps_sent = -1  # the trainer's steps when it sent a version last
         self.unlocked = 0  # points of a sync at which the sender's lock was free
         self.watch = SyncWatch(lambda: self.version, measure=self.weigh)
@@ -84,6 +84,7 @@ class SyncTrainer(Side):
     def make_sender(self, tensors: dict[Key, torch.Tensor]) -> None:
         if not self.sends:
             return
+        self.version_bytes = bytes_in_pages(layout(self.config, tensors).sizes)
         self.cache = memory_of(self.config, tensors)
         self.scope.callback(self.cache.close)
         self.sender = Sender(
@@ -240,16 +241,16 @@ class SyncTrainer(Side):
         private, own = held_bytes() - shared_bytes(), self.ctx.device.type
         resident = {kind: state.resident(kind) for kind in {"cpu", own}}
         weights = [item.size for item in resident[own] if item.kind == "weights"]
-        jobs = sum(item.size for items in resident.values() for item in items)
+        trained = sum(item.size for items in resident.values() for item in items if item.kind in KINDS[1:])
         homes = list(self.watch.homes)
-        return HeldOnHost(private, weights, jobs - sum(weights), private - jobs, memory_pages(), homes)
+        return HeldOnHost(private, weights, trained, private - sum(weights) - trained, memory_pages(), homes)
 
     def record_offloaded(self, before: HeldOnHost) -> None:
         """Record copies of the weights on the host beside the buckets, and weights that did not leave. Collective over the trainer."""
         with self.as_job():
             tables: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(tables, (self.at_first, before, self.held_on_host()))
-        weights = sum(sum(was.weights) for _, was, _ in tables)
+        weights = sum(sum(first.weights) for first, _, _ in tables)
         homes = {home for _, _, now in tables for home in now.homes}
         files = {
             place: max(0, size - first.files.get(place, 0))
@@ -258,7 +259,7 @@ class SyncTrainer(Side):
             if place not in homes
         }
         held = sum(now.private for _, _, now in tables) + sum(files.values())
-        others = sum(first.others + was.rest for first, was, _ in tables)
+        others = sum(first.others + was.trained for first, was, _ in tables)
         self.ctx.record("offloaded_left", sum(len(now.weights) for _, _, now in tables))
         self.ctx.record("host_copies", (held - others) / weights)
 
@@ -366,11 +367,9 @@ class SyncTrainer(Side):
             self.ctx.record("transport_receivers", count, transport=name)
         self.record_log(report.log, report.began)
 
-    def copies(self) -> int:
+    def copies(self) -> float:
         """Copies of the model in those files. The pages that small buckets leave unfilled are no copy."""
-        in_pages = sum(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in self.watch.sent.values())
-        self.largest = max(self.largest, self.total, in_pages)
-        return self.most // self.largest
+        return self.most / self.version_bytes
 
     def weigh(self) -> None:
         """Measure the peak of shared memory that syncs allocated, and count points at which the sender's lock is free."""
@@ -415,6 +414,11 @@ def layout(config: Any, tensors: dict[Key, torch.Tensor], most: float = math.inf
         limit = min(limit, most) if config.oversize == "split" else max(limit, config.largest)
         size = int(min(automatic(specs, oversize=config.oversize), limit))
     return lay_out(specs, -(-size // ALIGN) * ALIGN, oversize=config.oversize)
+
+
+def bytes_in_pages(sizes: Sequence[int]) -> int:
+    """Of buckets, each of which begins a page."""
+    return sum(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)
 
 
 def lock_is_free(cache: Cache) -> bool:

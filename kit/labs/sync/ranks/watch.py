@@ -175,7 +175,6 @@ class SyncWatch:
     measure: Callable[[], None] = lambda: None  # called at every point
     points: list[Point] = field(default_factory=list)
     homes: set[Place] = field(default_factory=set)  # shared memory from which buckets were sent
-    sent: dict[int, int] = field(default_factory=dict)  # bytes of each bucket of the current sync
     known: dict[int, frozenset[str]] = field(default_factory=dict)
     # SHA-256 of the first bytes of each bucket that was last written.
     beginnings: dict[int, str] = field(default_factory=dict)
@@ -194,7 +193,7 @@ class SyncWatch:
         self.points.append(Point(name, bucket, when, version, routed, logits))
 
     def reset(self, path: str) -> None:
-        self.path, self.points, self.base, self.arrived, self.sent = path, [], None, 0, {}
+        self.path, self.points, self.base, self.arrived = path, [], None, 0
         if self.forwards is not None:
             self.forwards.reset()
 
@@ -297,7 +296,6 @@ class SeenTransport:
 
     def send(self, index: int, buffer: torch.Tensor) -> None:
         self._watch.homes |= {home for home in [shared_at(buffer.data_ptr())] if home}
-        self._watch.sent[index] = buffer.numel()
         self._transport.send(index, buffer)
         self._watch.point("send", index)
 
