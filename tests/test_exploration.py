@@ -7,6 +7,7 @@ import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,10 @@ from kit.errors import BadInput
 from kit.exploration import ExplorationError, power, replay
 from kit.labs.discover import find, find_fault
 from kit.labs.share.worlds import ShareWorlds
-from kit.labs.stream.worlds import StreamWorlds
+from kit.labs.stream.worlds import StreamWorlds, ends_well
 from kit.loop.explore import Worlds, play, world_of
+from kit.results.rules import settle
+from kit.stream.history import LoopLedger
 from kit.target import replaced
 from tests.loop.right_cores import DESIGNS
 
@@ -85,6 +88,21 @@ def test_a_wrong_core_is_found_made_small_and_replayed(lab: str, settings: dict[
     if rule != "raised":
         failed = [row.check for row in run.verdict() if row.passed is False]
         assert rule in failed
+
+
+def test_only_groups_that_replicas_lost_excuse_an_end_below_the_floor() -> None:
+    """What a core notes about its groups does not."""
+
+    def ends(*failed: dict[str, Any]) -> bool:
+        capacity = {"event": "capacity", "groups_per_step": 2, "on_failed": "shrink", "floor": 2}
+        ended = {"event": "ended", "why": "error", "error": "too few groups"}
+        rows = [capacity, *({"event": "failed", **ids} for ids in failed), ended]
+        ledger = LoopLedger([{"time": 0.0, **row} for row in rows])
+        return settle(ends_well(ledger)).value == 0
+
+    assert not ends({"group": 1}, {"group": 2})
+    assert not ends({"group": 1, "sample": 0})
+    assert ends({"group": 1, "sample": 0, "core": "a"}, {"group": 1})
 
 
 def test_an_exploration_is_ended_while_its_failure_is_made_small() -> None:

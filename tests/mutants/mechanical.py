@@ -50,6 +50,7 @@ TITLE = "## Drawn by a library"
 SEED = "97615f4ba6b9c3c12ae7245bf8fafa32875a40fd"  # the parent of the first commit with results
 COUNT = 300
 MAP_S = 2400.0  # for what has not run yet
+TESTS_S = 240.0  # of the tests for one mutant, which without it take that long
 SLOWER, SPARE_S = 4, 20.0  # how much longer than without a mutant a run or tests may take
 PYTEST = ("-m", "not slow and not browser", "-q", "-p", "no:cacheprovider")
 RUNS = 2  # of a lab for each mutant, before only those count that reach more of its function
@@ -58,6 +59,7 @@ LATE = (
     "SyncFailed",
     "gone",
     "did not answer",
+    "no answer within",
 )  # in the words of runs that a busy machine may break
 WORLDS = 100  # random ones, in which the cores run after the lab's own settings
 SEEN_BY_LAB = ("check", "broke")
@@ -89,12 +91,16 @@ class Room(NamedTuple):
 
 
 def runs_of(lab: str) -> tuple[str, ...]:
-    """The commands of all setups in which mutants of the lab run that were written by hand."""
+    """The commands of all setups in which mutants of the lab run that were written by hand; a busy machine may take longer for a phase."""
     return tuple(
-        " ".join([f"run {lab} --set ranks={setup.ranks}", *map(set_by, setup.config.items())])
+        " ".join([f"run {lab} --set ranks={setup.ranks}", *map(set_by, without_limit(setup.config).items())])
         for setup in SETUPS.values()
         if setup.lab == lab
     )
+
+
+def without_limit(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != "timeout_s"}
 
 
 def set_by(setting: tuple[str, Any]) -> str:
@@ -232,7 +238,7 @@ WHY = {
 }
 
 # Checks that a busy machine may fail: such a mutant is seen if a second run says so too.
-TIMED = OF_WALL_TIME | {"reload_peak", "memory_drift", "memory_slope", "trains_before_straggler"}
+TIMED = OF_WALL_TIME | {"reload_peak", "memory_drift", "memory_slope", "trains_before_straggler", "never_returned"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,12 +447,19 @@ class Known(dict[str, Any]):
     """What took long to find out, by a hash of what it depends on; kept in a file."""
 
     def __init__(self) -> None:
-        super().__init__(json.loads(KNOWN.read_text()) if KNOWN.exists() else {})
+        super().__init__()
+        self.read()
+
+    def read(self) -> None:
+        self.update(json.loads(KNOWN.read_text()) if KNOWN.exists() else {})
 
     def __setitem__(self, key: str, value: Any) -> None:
+        self.read()  # what another process found out meanwhile
         super().__setitem__(key, value)
         KNOWN.parent.mkdir(exist_ok=True)
-        KNOWN.write_text(json.dumps(self))
+        whole = KNOWN.with_suffix(f".{os.getpid()}")
+        whole.write_text(json.dumps(self))
+        whole.replace(KNOWN)
 
 
 def in_turns(queues: dict[str, list[Place]]) -> list[Place]:
@@ -574,12 +587,14 @@ class Map:
 
     def of_run(self, room: Room, arguments: str) -> Reach | None:
         """None where the run fails without a mutant, three times."""
+        key = digest(arguments, hash_of(ROOT / "kit" / "labs" / room.name, *sources(room)))
+        if key in self.known:
+            return as_reach(self.known[key])  # nobody waits here for another map
         with self.lock:
-            key = digest(arguments, hash_of(ROOT / "kit" / "labs" / room.name, *sources(room)))
             for _ in range(3):
                 if key not in self.known and key not in self.failing:
                     started, turn = time.monotonic(), self.turn.begin()
-                    if self.fine(*self.copy.run(arguments, room.mode)):
+                    if self.fine(arguments, *self.copy.run(arguments, room.mode)):
                         self.known[key] = [as_text(self.turn.noted(turn)), time.monotonic() - started]
             if key in self.known:
                 return as_reach(self.known[key])
@@ -588,8 +603,8 @@ class Map:
 
     def of_tests(self, folder: str) -> dict[str, Reach]:
         """By the name of a test; those that fail without a mutant are left out."""
+        key = digest(folder, hash_of(ROOT / folder, *sources(*ROOMS)))
         with self.lock:
-            key = digest(folder, hash_of(ROOT / folder, *sources(*ROOMS)))
             if key not in self.known:
                 status, text = self.copy.ask("fork", ["pytest", *PYTEST, "-p", "tests.mutants.turns", folder], MAP_S)
                 failed = {
@@ -609,9 +624,9 @@ class Map:
                 }
             return {name: as_reach(each) for name, each in self.known[key].items()}
 
-    def fine(self, state: str, by: Sequence[str]) -> bool:
+    def fine(self, arguments: str, state: str, by: Sequence[str]) -> bool:
         if state != "survived":
-            print(f"fails without a mutant: {state}, {', '.join(by)}", flush=True)
+            print(f"fails without a mutant: {arguments}: {', '.join(by)}", flush=True)
         return state == "survived"
 
 
@@ -670,23 +685,43 @@ def statements_at(room: Room, place: Place) -> reached.Lines:
     return {(file, line) for file in files_of(room) for line in reached.mentions((ROOT / file).read_text(), names)}
 
 
+class BusyMachineError(Exception):
+    """What a run said of a mutant it says without it, too."""
+
+
 def by_lab(copy: Copy, known: Map, room: Room, place: Place, at: reached.Lines) -> tuple[str, list[str]]:
     inside = {(place.file, line) for line in reached.around((ROOT / place.file).read_text(), place.line)} or at
-    covered: reached.Lines = set()
-    ran = 0
-    for arguments in room.runs:
-        reach = known.of_run(room, arguments)
-        if reach is None or not at & reach.lines or (ran >= RUNS and reach.lines & inside <= covered):
-            continue
-        covered |= reach.lines & inside
-        ran += 1
+    for arguments, reach in in_order(known, room, at, inside):
         limit_s = SLOWER * reach.seconds + SPARE_S
         state, by = copy.run(arguments, room.mode, limit_s)
         if doubtful(state, by):
             state, by = copy.run(arguments, room.mode, limit_s)
+        if doubtful(state, by):
+            copy.restore(place)
+            control = copy.run(arguments, room.mode, limit_s)
+            copy.change(place)
+            if control[0] != "survived":
+                raise BusyMachineError(f"without the mutant too: {', '.join(control[1])}")
         if state != "survived":
             return state, by
     return "untested", []
+
+
+def in_order(known: Map, room: Room, at: reached.Lines, inside: reached.Lines) -> Iterator[tuple[str, Reach]]:
+    """Yield the runs that reach a statement: the room's first one, then the ones that add most of its function."""
+    reaching = ((each, reach) for each in room.runs if (reach := known.of_run(room, each)) and at & reach.lines)
+    first = next(reaching, None)
+    if first is None:
+        return
+    yield first
+    covered, ran, left = first[1].lines & inside, 1, list(reaching)
+    while left:
+        best = max(left, key=lambda each: len(each[1].lines & inside - covered))
+        if ran >= RUNS and best[1].lines & inside <= covered:
+            return
+        yield best
+        left.remove(best)
+        covered, ran = covered | best[1].lines & inside, ran + 1
 
 
 def doubtful(state: str, by: Sequence[str]) -> bool:
@@ -696,7 +731,7 @@ def doubtful(state: str, by: Sequence[str]) -> bool:
 
 
 def by_tests(copy: Copy, known: Map, room: Room, at: reached.Lines) -> tuple[str, list[str]]:
-    """The tests that reach the statement, file by file, the quickest first."""
+    """The tests that reach the statement, file by file, the quickest first, as many as fit into `TESTS_S`."""
     files: dict[str, dict[str, float]] = {}
     for folder in room.tests:
         for name, reach in known.of_tests(folder).items():
@@ -704,8 +739,13 @@ def by_tests(copy: Copy, known: Map, room: Room, at: reached.Lines) -> tuple[str
             if at & reach.lines and not file.endswith("/test_mutants.py"):  # they want the source as it is
                 files.setdefault(file, {})[name] = reach.seconds
     order = sorted(files.values(), key=lambda tests: sum(tests.values()))
-    nearest = [name for tests in order for name in sorted(tests, key=lambda name: tests[name])]
-    seconds = sum(sum(tests.values()) for tests in order)
+    nearest: list[str] = []
+    seconds = 0.0
+    for name, takes in [each for tests in order for each in sorted(tests.items(), key=lambda each: each[1])]:
+        if nearest and seconds + takes > TESTS_S:
+            break
+        nearest.append(name)
+        seconds += takes
     return copy.tests(nearest, SLOWER * seconds + SPARE_S) if nearest else ("survived", [])
 
 
@@ -713,8 +753,26 @@ def by_tests(copy: Copy, known: Map, room: Room, at: reached.Lines) -> tuple[str
 
 
 def run_all(rooms: Sequence[Room], count: int, seed: str, results: Path, workers: int, *, tested: bool) -> None:
-    """Run what has no result yet. With `tested`, also run the tests on what the labs let through."""
-    by_name, places_drawn = {room.name: room for room in rooms}, draw(rooms, count, seed)
+    """Run the labs on what has no result yet; with `tested`, then the tests on what the labs let through."""
+    with tempfile.TemporaryDirectory(prefix="kit-mutants-") as name:
+        reaches = Map(Path(name) / "map")
+        copies = [Copy(Path(name) / str(number)) for number in range(workers)]
+        for with_tests in (False, True)[: 1 + tested]:
+            run_pass(rooms, draw(rooms, count, seed), results, reaches, copies, tested=with_tests)
+        for copy in (reaches.copy, *copies):
+            copy.close()
+
+
+def run_pass(
+    rooms: Sequence[Room],
+    places_drawn: Sequence[Place],
+    results: Path,
+    reaches: Map,
+    copies: Sequence[Copy],
+    *,
+    tested: bool,
+) -> None:
+    by_name = {room.name: room for room in rooms}
     known = read(results, places_drawn)
     before = {outcome.id: outcome for outcome in known if outcome.holds}
     ran = {outcome.id for outcome in known}
@@ -722,29 +780,28 @@ def run_all(rooms: Sequence[Room], count: int, seed: str, results: Path, workers
     todo = iter(sorted(left, key=lambda each: each.id in ran))  # what never ran comes first
     lock = threading.Lock()
 
-    def work(copy: Copy, reaches: Map) -> None:
+    def work(copy: Copy) -> None:
         while True:
             with lock:
                 place = next(todo, None)
             if place is None:
                 return
-            outcome = judged(copy, reaches, by_name[place.room], place, before.get(place.id), tested=tested)
+            try:
+                outcome = judged(copy, reaches, by_name[place.room], place, before.get(place.id), tested=tested)
+            except BusyMachineError as busy:
+                print(f"no result  {place.id}: {busy}", flush=True)
+                continue
             with lock:
                 with results.open("a") as file:
                     file.write(json.dumps(asdict(outcome)) + "\n")
                 words = f"{outcome.id} {outcome.file}:{outcome.line} {outcome.change}: {', '.join(outcome.by)}"
                 print(f"{outcome.state:8} {outcome.seconds:5.1f} s  {words}", flush=True)
 
-    with tempfile.TemporaryDirectory(prefix="kit-mutants-") as name:
-        reaches = Map(Path(name) / "map")
-        copies = [Copy(Path(name) / str(number)) for number in range(workers)]
-        threads = [threading.Thread(target=work, args=(copy, reaches)) for copy in copies]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for copy in (reaches.copy, *copies):
-            copy.close()
+    threads = [threading.Thread(target=work, args=(copy,)) for copy in copies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def read(results: Path, places_drawn: Sequence[Place]) -> list[Outcome]:

@@ -21,6 +21,7 @@ from kit.labs.stream import tables
 from kit.labs.stream.lab import ALL, OWN, phase_wanted
 from kit.results.frames import read_ids, rows_of, with_ids
 from kit.results.ledger import PerFrame, events
+from kit.results.records import Unjudged
 from kit.results.rules import (
     Measure,
     Measured,
@@ -257,16 +258,24 @@ def controller_answers(frame: pd.DataFrame, _: Mapping[str, Any]) -> Measured:
 
 
 def logger_is_harmless(frame: pd.DataFrame, config: Mapping[str, Any]) -> Measured:
-    """Does training continue when the logger raises?"""
+    """Does training continue when the logger raises?
+
+    A loop that ends with another error must have begun a step after the logger raised first."""
     rows = needed(frame, "stream" if config["simulated"] else "rehearse", "no phase with a broken logger was recorded")
-    failed = len(rows.by_event["logger_failed"])
+    failed = rows.by_event["logger_failed"]
     if rows.ended is None:
         raise NotMeasured("the loop did not end, so what the logger did to it is unknown; see no_deadlock")
     error = str(rows.ended.get("error", ""))
     if error and not failed:
         raise NotMeasured(f"the loop ended before anything was logged: {error}")
-    harmed = "logger" in error
-    why = f"the logger raised {failed} times; {error if harmed else 'the loop continued'}"
+    harmed = any(str(row["why"]).partition(": ")[2] in error for row in failed)
+    if error and not harmed and not any(row.at > failed[0].at for row in rows.by_event["begin"]):
+        incidents = [
+            row for row in rows.rows[: rows.ended.at] if row.event in ("logger_failed", "error", "died", "failed")
+        ]
+        gone = Unjudged if incidents[-1].event == "logger_failed" else NotMeasured
+        raise gone(f"after the logger raised, the loop ended before another step: {error}")
+    why = f"the logger raised {len(failed)} times; {error if harmed else 'the loop continued'}"
     return Measured(float(not failed) + float(harmed), why)
 
 

@@ -23,7 +23,7 @@ from kit.loop.runner import Stalled
 from kit.results.records import Unjudged
 from kit.results.rules import Measured, Missing, NotMeasured, Violations, settle
 from kit.stream import core
-from kit.stream.history import LoopLedger, ends_group
+from kit.stream.history import LoopLedger
 from kit.stream.judge import RULES, resume_equals
 from kit.stream.settings import SAMPLERS, Resume, StreamSettings
 from kit.stream.simulated import Durations, System, simulate
@@ -285,10 +285,10 @@ def only_trains(ledger: LoopLedger) -> bool:
 
 
 def shrinks_too_far(ledger: LoopLedger) -> bool:
-    """Whether so many groups failed that the step of all of them would be smaller than `floor`."""
-    failed = sum(ends_group(row) for row in ledger.by_event["failed"])
+    """Whether the replicas lost so many groups that the step of all of them would be smaller than `floor`."""
+    lost = {row["group"] for row in ledger.by_event["failed"] if {"core", "group", "sample"} <= row.ids.keys()}
     groups, floor = (ledger.limit(name) or 0 for name in ("groups_per_step", "floor"))
-    return ledger.setting("on_failed") == "shrink" and groups - failed < floor
+    return ledger.setting("on_failed") == "shrink" and groups - len(lost) < floor
 
 
 def draw_failures(rng: random.Random, groups: int, steps: int, retries: int) -> dict[str, int]:

@@ -9,13 +9,15 @@ import pytest
 
 import kit
 from kit.errors import KitError
-from kit.labs.definition import Fault
+from kit.labs.definition import Fault, as_settings, made
 from kit.labs.stream.faults import OF_RANKS, OF_THE_CONTROLLER
 from kit.labs.stream.lab import LAB
 from kit.results import Verdict, list_runs, runs_dir
-from tests.labs.parts import failed, on_an_engine, passed, why
+from kit.results.run import to_frame
+from tests.labs.parts import Answers, failed, on_an_engine, passed, why
 from tests.labs.simulated import run
 from tests.labs.stream.conftest import simulated
+from tests.results.conftest import make_record
 
 # With wrong stamps or another temperature, the recomputed distributions are not those that tokens were drawn from.
 OF_TOKENS = {"stamps_true", "behaviour_logprob", "kv_policy_kept", "no_torn_generation", "draws_independent"}
@@ -88,6 +90,34 @@ def test_what_fails_first_is_named() -> None:
     )
     assert "the loop did not end" in why(verdict, "logger_is_harmless")
     assert passed(verdict, "logger_is_harmless") is None
+
+
+RAISED = ("logger_failed", {"why": "OSError: disk full"})
+BEGINS = ("begin", {"step": 2})
+
+
+@pytest.mark.parametrize(
+    ("rows", "answer"),
+    [
+        ([RAISED, BEGINS, ("ended", {})], True),
+        ([RAISED, BEGINS, ("ended", {"error": "the logger's machine is lost"})], True),  # another failure
+        ([RAISED, BEGINS, RAISED, ("ended", {"error": "step 2: disk full"})], False),
+        ([RAISED, ("error", {"why": "no memory"}), ("ended", {"error": "no memory"})], None),
+        ([RAISED, ("ended", {"error": "cannot go on"})], False),  # nothing else went wrong
+        ([("ended", {"error": "the logger is slow"})], None),
+    ],
+)
+def test_an_end_is_the_loggers_if_it_raised_what_the_loop_says_or_nothing_else_went_wrong(
+    rows: list[tuple[str, dict[str, object]]], answer: bool | None
+) -> None:
+    frame = to_frame(
+        [
+            make_record(lab="stream", phase="stream", rank=-1, metric=name, value=None, unit="", ids=ids)
+            for name, ids in rows
+        ]
+    )
+    config = as_settings(made(LAB.config, {"simulated": True, "ranks": 1}))
+    assert Answers(frame, config, LAB.load_rules())["logger_is_harmless"].passed is answer
 
 
 JUDGED = [fault for fault in OF_RANKS if fault.exit == 1]
