@@ -34,6 +34,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +53,7 @@ COUNT = 300
 MAP_S = 2400.0  # for what has not run yet
 TESTS_S = 240.0  # of the tests for one mutant, which without it take that long
 SLOWER, SPARE_S = 4, 20.0  # how much longer than without a mutant a run or tests may take
+FIRST, LAB, TESTS = "first", "lab", "tests"  # one run of the lab, all of its runs, also its tests
 PYTEST = ("-m", "not slow and not browser", "-q", "-p", "no:cacheprovider")
 RUNS = 2  # of a lab for each mutant, before only those count that reach more of its function
 LATE = (
@@ -69,6 +71,7 @@ SAID_OF = {
     "mended": "not seen; a check or a test was written for it",
     "survived": "not seen",
     "untested": "let through by the lab; its tests have not run",
+    "begun": "let through by one run of the lab; others and its tests have not run",
 }
 SURE = 1.96  # standard deviations of an interval of 95 %
 # A decorator that is gone raises at the import, nearly always; the last two need a person to name variables.
@@ -261,8 +264,8 @@ class Place:
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """`state`: check, broke, tests, survived; before its tests ran, untested; mended by a test that was written for it afterwards, set by
-    hand. `by`: what failed, or how the run broke."""
+    """`state`: check, broke, tests, survived; before its tests ran, untested; before the lab's second run, begun; mended by a test that was
+    written for it afterwards, set by hand. `by`: what failed, or how the run broke."""
 
     id: str
     room: str
@@ -279,11 +282,11 @@ class Outcome:
     @property
     def holds(self) -> bool:
         """Whether to run it again is no use: it was seen, or its lab and its tests are the same."""
-        return (
-            self.state in SEEN
-            or self.id in EQUIVALENT
-            or self.judges == judges(next(room for room in ROOMS if room.name == self.room))
-        )
+        return self.state in SEEN or self.id in EQUIVALENT or (self.state != "begun" and self.is_of_today)
+
+    @property
+    def is_of_today(self) -> bool:
+        return self.judges == judges(next(room for room in ROOMS if room.name == self.room))
 
 
 def digest(*words: object) -> str:
@@ -648,15 +651,19 @@ def sources(*rooms: Room) -> list[Path]:
     return [ROOT / file for room in rooms for file in files_of(room)]
 
 
-def judged(copy: Copy, known: Map, room: Room, place: Place, before: Outcome | None, *, tested: bool) -> Outcome:
-    """Judge a mutant by its lab, unless that was done before, and by tests if asked."""
+def judged(copy: Copy, known: Map, room: Room, place: Place, before: Outcome | None, *, ask: str) -> Outcome:
+    """Judge a mutant by the first run of its lab, by all of them, or by tests; what was done before is not done again."""
     started = time.monotonic()
     at = statements_at(room, place)
     change = copy.change(place)
     try:
-        state, by = ("untested", []) if before else by_lab(copy, known, room, place, at)
-        if state == "untested" and tested:
+        if ask == TESTS:
             state, by = by_tests(copy, known, room, at)
+        else:
+            begun = before is not None and before.state == "begun" and before.is_of_today
+            state, by = by_lab(copy, known, room, place, at, part=slice(1) if ask == FIRST else slice(int(begun), None))
+            if (state, ask) == ("untested", FIRST):
+                state = "begun"
     finally:
         copy.restore(place)
     return Outcome(
@@ -689,9 +696,12 @@ class BusyMachineError(Exception):
     """What a run said of a mutant it says without it, too."""
 
 
-def by_lab(copy: Copy, known: Map, room: Room, place: Place, at: reached.Lines) -> tuple[str, list[str]]:
+def by_lab(
+    copy: Copy, known: Map, room: Room, place: Place, at: reached.Lines, *, part: slice = slice(None)
+) -> tuple[str, list[str]]:
+    """Run the lab; `part`: of the runs that a mutant gets, those here."""
     inside = {(place.file, line) for line in reached.around((ROOT / place.file).read_text(), place.line)} or at
-    for arguments, reach in in_order(known, room, at, inside):
+    for arguments, reach in islice(in_order(known, room, at, inside), part.start, part.stop):
         limit_s = SLOWER * reach.seconds + SPARE_S
         state, by = copy.run(arguments, room.mode, limit_s)
         if doubtful(state, by):
@@ -753,31 +763,27 @@ def by_tests(copy: Copy, known: Map, room: Room, at: reached.Lines) -> tuple[str
 
 
 def run_all(rooms: Sequence[Room], count: int, seed: str, results: Path, workers: int, *, tested: bool) -> None:
-    """Run the labs on what has no result yet; with `tested`, then the tests on what the labs let through."""
+    """Run each lab once on what has no result yet, then all its runs on what that lets through; with `tested`, then the tests."""
     with tempfile.TemporaryDirectory(prefix="kit-mutants-") as name:
         reaches = Map(Path(name) / "map")
         copies = [Copy(Path(name) / str(number)) for number in range(workers)]
-        for with_tests in (False, True)[: 1 + tested]:
-            run_pass(rooms, draw(rooms, count, seed), results, reaches, copies, tested=with_tests)
+        for ask in (FIRST, LAB, TESTS)[: 2 + tested]:
+            run_pass({room.name: room for room in rooms}, draw(rooms, count, seed), results, reaches, copies, ask=ask)
         for copy in (reaches.copy, *copies):
             copy.close()
 
 
 def run_pass(
-    rooms: Sequence[Room],
+    rooms: Mapping[str, Room],
     places_drawn: Sequence[Place],
     results: Path,
     reaches: Map,
     copies: Sequence[Copy],
     *,
-    tested: bool,
+    ask: str,
 ) -> None:
-    by_name = {room.name: room for room in rooms}
-    known = read(results, places_drawn)
-    before = {outcome.id: outcome for outcome in known if outcome.holds}
-    ran = {outcome.id for outcome in known}
-    left = [each for each in places_drawn if each.id not in before or (tested and before[each.id].state == "untested")]
-    todo = iter(sorted(left, key=lambda each: each.id in ran))  # what never ran comes first
+    before = {outcome.id: outcome for outcome in read(results, places_drawn)}
+    todo = iter([place for place in places_drawn if is_left(before.get(place.id), ask)])
     lock = threading.Lock()
 
     def work(copy: Copy) -> None:
@@ -787,7 +793,7 @@ def run_pass(
             if place is None:
                 return
             try:
-                outcome = judged(copy, reaches, by_name[place.room], place, before.get(place.id), tested=tested)
+                outcome = judged(copy, reaches, rooms[place.room], place, before.get(place.id), ask=ask)
             except BusyMachineError as busy:
                 print(f"no result  {place.id}: {busy}", flush=True)
                 continue
@@ -802,6 +808,13 @@ def run_pass(
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def is_left(outcome: Outcome | None, ask: str) -> bool:
+    """Whether a mutant waits for what is asked now; an older result of a lab that has changed waits for all of its runs."""
+    if outcome is None:
+        return ask == FIRST
+    return (outcome.state == "untested" and outcome.holds) if ask == TESTS else ask == LAB and not outcome.holds
 
 
 def read(results: Path, places_drawn: Sequence[Place]) -> list[Outcome]:
@@ -850,6 +863,7 @@ def section(outcomes: Sequence[Outcome], drawn_by_room: Mapping[str, int]) -> st
         by_lab = count["check"] + count["broke"]
         either = by_lab + count["tests"]
         shares = [share_in_words(seen, counted) for seen in (by_lab, either)]
+        count["untested"] += count["begun"]
         left = [count[state] for state in ("mended", "survived", "untested", "equivalent")]
         left.append(sum(is_beyond_this_machine(each) for each in outcomes if name in ("all", each.room)))
         size = sum(drawn_by_room.values()) if name == "all" else drawn_by_room[name]
