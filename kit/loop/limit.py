@@ -6,6 +6,7 @@ import bdb
 import contextlib
 import ctypes
 import math
+import queue
 import signal
 import sys
 import threading
@@ -95,23 +96,60 @@ class BySignal:
 
 class ByThread:
     def start(self, seconds: float, error: type[BaseException], is_over: Callable[[], bool]) -> None:
-        self.lock, self.over, self.error, self.who = threading.Lock(), threading.Event(), error, threading.get_ident()
-        self.is_over = is_over
-        threading.Thread(target=self.watch, args=(seconds,), daemon=True).start()
+        self.error, self.is_over, self.who = error, is_over, threading.get_ident()
+        self.due = time.monotonic() + seconds
+        _watcher.add(self)
 
-    def watch(self, seconds: float) -> None:
-        while not self.over.wait(seconds):
-            with self.lock:
-                if not self.over.is_set() and self.is_over():
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.who), ctypes.py_object(self.error))
-            seconds = AGAIN_S
+    def ring(self) -> None:
+        if self.is_over():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.who), ctypes.py_object(self.error))
 
     def stop(self, _: float) -> None:
         # What was thrown at the end is let out here. Taking it back instead would leave CPython 3.11 looking for it for ever.
         try:
-            with self.lock:
-                self.over.set()
+            _watcher.forget(self)
             for _ in range(3):
                 pass
         except self.error:
-            self.over.set()
+            _watcher.forget(self)
+
+
+class Watcher:
+    """One thread for the limits of all others: to start one for every turn of a core would take longer than the turn, and a turn that
+    begins must not wake it. What it rings may be raised in `add` or `forget`, so both take nothing but a lock and a queue of C."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.bells: set[ByThread] = set()
+        self.sooner: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.looks_at = math.inf
+        self.thread: threading.Thread | None = None
+
+    def add(self, bell: ByThread) -> None:
+        with self.lock:
+            self.bells.add(bell)
+            if self.thread is None or not self.thread.is_alive():  # as in a fork
+                self.thread = threading.Thread(target=self.watch, daemon=True, name="time limits")
+                self.thread.start()
+            elif bell.due < self.looks_at:
+                self.sooner.put(None)
+
+    def forget(self, bell: ByThread) -> None:
+        with self.lock:
+            self.bells.discard(bell)
+
+    def watch(self) -> None:
+        while True:
+            with self.lock:
+                now = time.monotonic()
+                for bell in self.bells:
+                    if bell.due <= now:
+                        bell.due = now + AGAIN_S
+                        bell.ring()
+                self.looks_at = min((bell.due for bell in self.bells), default=math.inf)
+                left = None if self.looks_at == math.inf else self.looks_at - now
+            with contextlib.suppress(queue.Empty):
+                self.sooner.get(timeout=left)
+
+
+_watcher = Watcher()

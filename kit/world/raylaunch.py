@@ -80,6 +80,8 @@ def join_cluster(folder: str, agents: int) -> bool:
             raise SystemExit(f"Ray could not join {where}: {str(error).strip().partition(chr(10))[0]}") from None
     say("waiting until Ray has started here: there is no cluster")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray's own 15 lets whatever else is busy here go before the ranks.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     small: dict[str, Any] = {"num_cpus": agents, "num_gpus": 0, "object_store_memory": 80_000_000}
     end = time.monotonic() + START_S
     while True:

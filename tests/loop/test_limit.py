@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -109,6 +110,68 @@ def test_somebody_elses_alarm_rings_after_the_block() -> None:
     finally:
         signal.signal(signal.SIGALRM, before)
         signal.setitimer(signal.ITIMER_REAL, left)
+
+
+def test_limits_of_other_threads_share_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To start one takes longer than a turn of a core, which has such a limit."""
+    started: list[str] = []
+    start = threading.Thread.start
+
+    def count(thread: threading.Thread) -> None:
+        started.append(thread.name)
+        start(thread)
+
+    def many() -> int:
+        monkeypatch.setattr(threading.Thread, "start", count)
+        for _ in range(100):
+            with time_limit(30.0, OverError):
+                pass
+        monkeypatch.undo()
+        return len(started)
+
+    assert in_another(many) in (0, 1)
+
+
+def test_a_limit_that_ends_sooner_than_that_of_another_thread_holds() -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def patient() -> str:
+        with time_limit(60.0, OverError):
+            begun.set()
+            return "over" if over.wait(30) else "the other thread was not ended"
+
+    def short() -> None:
+        assert begun.wait(30)
+        with time_limit(0.05, InnerError):
+            until = time.monotonic() + 20
+            while time.monotonic() < until:
+                pass
+
+    with ThreadPoolExecutor(2) as pool:
+        waits, ended = pool.submit(patient), pool.submit(short)
+        with pytest.raises(InnerError):
+            ended.result()
+        over.set()
+        assert waits.result() == "over"
+
+
+def test_a_limit_holds_in_a_forked_process() -> None:
+    code = (
+        "import os, threading\n"
+        "from kit.loop.limit import time_limit\n"
+        "def limited(seconds, spin):\n"
+        "    try:\n"
+        "        with time_limit(seconds, RuntimeError):\n"
+        "            while spin: pass\n"
+        "    except RuntimeError:\n"
+        "        print('ended', flush=True)\n"
+        "def in_thread(*args):\n"
+        "    thread = threading.Thread(target=limited, args=args)\n    thread.start()\n    thread.join()\n"
+        "in_thread(60.0, False)\n"
+        "if os.fork() == 0:\n    in_thread(0.05, True)\nelse:\n    os.wait()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "ended\n", done.stderr
 
 
 def test_own_code_that_never_returns_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
