@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -13,6 +14,7 @@ from kit.megatron.config import DTYPE_BYTES, ModelConfig, check, dtype_on, model
 
 TRANSPORTS = ("auto", "shm", "broadcast", "rendezvous", "serialize", "ipc", "per-tensor")
 ONE_WORLD = ("broadcast", "per-tensor")  # they create a group inside one World
+MOST_BUCKETS = 256  # of one version
 CLOSED_S = 0.5  # how long groups, threads and sockets that are being closed may take after a failed sync
 
 
@@ -143,6 +145,12 @@ class SyncConfig(JobConfig):
             self.oversize == "refuse" and self.bucket_mib is not None and self.bucket_mib * 2**20 < self.largest,
             f"bucket_mib={self.bucket_mib} is less than the largest tensor ({self.largest / 2**20:.3g} MiB) "
             "and oversize=refuse: use larger buckets or oversize=split",
+        )
+        whole = model_bytes(replica_model(self), ranks=self.infer_tp)["params"] * self.infer_tp / 2**20
+        refuse_if(
+            self.bucket_mib is not None and whole / self.bucket_mib > MOST_BUCKETS,
+            f"bucket_mib={self.bucket_mib} makes more than {MOST_BUCKETS} buckets of {whole:.3g} MiB, and the lab asks for a forward at "
+            f"each of them: use at least {math.ceil(1e4 * whole / MOST_BUCKETS) / 1e4:g}",
         )
         refuse_if(
             bool(self.implementation) and self.transport != "auto",

@@ -32,6 +32,7 @@ from kit.sync.receiver import Call, Receiver
 from kit.sync.serving import ALGORITHM, Serving
 
 QUIET_S = 0.015  # if no forward is inside and none begins for this long, forwards wait
+MANY, BRIEF_S = 16, 0.002  # from this bucket on for this long; a later point observes what began meanwhile
 SETTLED_S = 2.0  # after a sync a forward has this long to begin: nothing may hold it back any more
 LINGER_S = 0.02  # a forward stays inside this long when a writer arrives, to detect a writer that does not wait
 BEGINNING = 2**16  # bytes of each bucket that are compared with those of other buckets
@@ -187,7 +188,7 @@ class SyncWatch:
     def point(self, name: str, bucket: int = 0) -> None:
         when, version, routed = time.time(), self.version(), self.routed()
         serves = self.forwards is not None and self.serving is not None and self.serving.running
-        quiet_s = SETTLED_S if name == "end" else QUIET_S
+        quiet_s = SETTLED_S if name == "end" else QUIET_S if bucket < MANY else BRIEF_S
         logits = self.forwards.attempt(quiet_s) if self.forwards is not None and serves else ""
         self.measure()
         self.points.append(Point(name, bucket, when, version, routed, logits))
