@@ -29,6 +29,7 @@ import torch.distributed as dist
 from docs.examples.broadcast_sync import Broadcasts
 from docs.examples.bucket_sync import HostBuckets
 from docs.examples.checkpoint_sync import Folders
+LEFT = []
 
 
 class FoldersWithAStaleTensor(Folders):
@@ -130,6 +131,15 @@ class PublishesThoughItFailed(Broadcasts):
                 self.ctx.publish(version)
 
 
+class LeavesAFileOpen(Broadcasts):
+    def expand(self, version, targets, sent=None):
+        try:
+            super().expand(version, targets, sent)
+        except Exception:
+            LEFT.append(open("/dev/null"))
+            raise
+
+
 class Named:
     """As NeMo-RL's weight synchronizers are called: live weights to all, without a version."""
     def __init__(self, ctx):
@@ -138,10 +148,8 @@ class Named:
 
     def sync_weights(self, *, timer=None, kv_scales=None):
         if self.ctx.role == "trainer":
-            tensors = dict(self.ctx.full_tensors())
-            sent = {name: float(tensor) for name, tensor in tensors.items() if name.endswith("_scale")}
-            if self.ctx.rank == 0 and sent != (kv_scales or {}):
-                raise ValueError(f"{kv_scales} are not the scales {sent}")
+            scales = {name: torch.tensor([value]) for name, value in (kv_scales or {}).items()}
+            tensors = {**dict(self.ctx.full_tensors()), **scales}
             if self.ctx.rank == 0:
                 dist.broadcast_object_list([tensors], src=0, group=self.group)
             return
@@ -149,6 +157,11 @@ class Named:
         dist.broadcast_object_list(tensors, src=0, group=self.group)
         for name, tensor in tensors[0].items():
             self.ctx.load(name, tensor)
+
+
+class NamedWithoutScales(Named):
+    def sync_weights(self, *, timer=None, kv_scales=None):
+        super().sync_weights(timer=timer)
 
 
 class NamedWithoutATensor(Named):
@@ -225,7 +238,7 @@ def _mine(_places: None) -> Iterator[None]:
         (FOLDERS, {**APART, "refresh": "paused"}),
         (BUCKETS, {"ranks": 5, "tp": 2, "replicas": 3, "receiver": "docs.examples.own_receiver:ByName"}),
         ("mine:Named", APART),
-        ("mine:Named", {**APART, "kv_scales": True}),
+        ("mine:Named", {**APART, "ranks": 4, "pp": 2, "kv_scales": True}),
         ("mine:Calls", {**SMALL, **VLLM}),
         ("mine:Session", {**SMALL, "receiver": "kit.sync.protocols:SglangSession"}),
     ],
@@ -253,6 +266,7 @@ def test_right_ones_pass(sync: Sync, code: str, config: dict[str, object]) -> No
         ("mine:KeepsTheOldCopy", "bit_exact", "tensors_differ"),
         ("mine:PublishesNothing", "no_double_bump", "version"),
         ("mine:PublishesThoughItFailed", "failure_is_clean", "failures without an error"),
+        ("mine:LeavesAFileOpen", "failure_is_clean", "file descriptors left behind: 1 (rank"),
     ],
 )
 def test_a_wrong_one_fails_the_right_check(sync: Sync, code: str, check: str, says: str) -> None:
@@ -284,6 +298,12 @@ def test_an_expansion_after_a_sync_that_failed_brings_the_version_before(sync: S
 def test_a_wrong_one_without_versions_fails_too(sync: Sync) -> None:
     verdict = sync(implementation="mine:NamedWithoutATensor", **APART).verdict()
     assert {"bit_exact", "trained_changed", "every_parameter_written"} <= failed(verdict)
+
+
+@pytest.mark.slow
+def test_one_that_drops_the_scales_of_keys_and_values_fails_too(sync: Sync) -> None:
+    verdict = sync(implementation="mine:NamedWithoutScales", kv_scales=True, **APART).verdict()
+    assert {"bit_exact", "every_parameter_written"} <= failed(verdict)
 
 
 @pytest.mark.slow

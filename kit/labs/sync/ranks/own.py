@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from kit.engines.contents import listed_names, sha256
 from kit.errors import BadInput, RehearsedError, refuse_if
 from kit.labs.sync.lab import SyncConfig
-from kit.labs.sync.ranks.rehearsals import REFILL, counting_leftovers, note, on_another_version, step
+from kit.labs.sync.ranks.rehearsals import counting_leftovers, note, on_another_version, step
 from kit.labs.sync.ranks.replica import SyncReplica
+from kit.labs.sync.ranks.scenes import REFILL
 from kit.labs.sync.ranks.side import ANY, Side, error_of, replica_ranks
 from kit.labs.sync.ranks.trainer import SyncTrainer
 from kit.megatron import shards
@@ -29,6 +31,7 @@ from kit.sync.sender import Report, SyncLog, Target
 from kit.target import load
 
 GATE = "gate"  # the rehearsed failure: the last replica's gate raises
+FAILURES = 2  # to tell what is made once from what every failure leaves behind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +105,17 @@ class Labelled:
 
     def sync(self, version: int, targets: Sequence[int]) -> None:  # noqa: ARG002 - as of any synchroniser
         if not isinstance(self.ctx, SinkContext):
-            values = scale_values(self.ctx.chunks) if self.ctx.config.kv_scales else None
-            self.own.sync_weights(timer=None, kv_scales=values)
+            self.own.sync_weights(timer=None, kv_scales=self.scales() if self.ctx.config.kv_scales else None)
             return
         with self.ctx.writing():
             self.own.sync_weights(timer=None, kv_scales=None)
             self.ctx.publish(version)
+
+    def scales(self) -> dict[str, float]:
+        """The scales of all layers, on every rank of the trainer. Collective over these."""
+        tables: list[Any] = [None] * len(self.ctx.trainer)
+        dist.all_gather_object(tables, scale_values(self.ctx.chunks), group=self.ctx.group)
+        return {name: value for table in tables for name, value in table.items()}
 
 
 def build_own(ctx: SynchroniserContext) -> Any:
@@ -171,7 +179,8 @@ class OwnTrainer(SyncTrainer):
                 following = next(tensors, None)
             if following is None:
                 return
-            yield following
+            if not (isinstance(self.own, Labelled) and following[0].endswith(shards.SCALES)):  # which it gets by name
+                yield following
 
     def base(self, cycle: int) -> None:  # noqa: ARG002 - phases are called with their cycle
         self.update_truth()
@@ -211,9 +220,9 @@ class OwnTrainer(SyncTrainer):
         super().shrink(cycle)
 
     def rehearse(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """A sync that fails if your code allows it, an expansion, the next sync, and one to replicas that lost their weights."""
+        """Syncs that fail if your code allows it, an expansion, the next sync, and one to replicas that lost their weights."""
         awake, asleep = self.targets(sleeping=False), self.targets(sleeping=True)
-        if retries(self.own):
+        for _ in range(FAILURES if retries(self.own) else 0):
             step(self)
             with counting_leftovers(self, GATE):
                 error = error_of(lambda: self.own.sync(self.synced + 1, tuple(target.rank for target in awake)), ANY)
@@ -356,7 +365,7 @@ class OwnReplica(SyncReplica):
             self.compare_weights(scene="expansion")
             self.leave()
         else:
-            if retries(self.own_sync):
+            for _ in range(FAILURES if retries(self.own_sync) else 0):
                 self.endure_own()
             self.expected += 2
             self.take()
