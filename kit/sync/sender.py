@@ -129,7 +129,7 @@ class SyncFailed(KitError):  # noqa: N818 - it is what happened
         super().__init__(f"{what} failed: {error}; version {active} {remains}")
         message = error.message if isinstance(error, PeerFailed) else {}
         self.peer: str | None = getattr(error, "peer", None)
-        self.bucket: int | None = message.get("bucket")
+        self.bucket: int | None = message.get("bucket", getattr(error, "bucket", None))
         self.tensors: tuple[str, ...] = tuple(message.get("tensors", getattr(error, "tensors", ())))
 
 

@@ -54,6 +54,7 @@ FAILURES = {
     "left_unlisted": f"process groups that torch does not list, still there after {CLOSED_S:g} s",
     "not_derived": "undos after which nothing was derived from the old weights",
     "silent": "failures without an error",
+    "unheard": "errors of other receivers that name another cause or none",
     "compared_again": "versions with the same compared tensors as the one before (verify_share)",
     "served_wrong": "wrong forwards during the failure",
     "next_failed": "failures of the next sync",
@@ -576,7 +577,7 @@ def base_equal(frame: pd.DataFrame, config: Config) -> Measured:
         accepted = select(frame, phase="base", metric="base_accepted")["value"].sum()
     why = f"{differ.sum():.0f} of {hashed:.0f} tensors on all receivers differ (SHA-256)"
     if accepted:
-        why += f"; a base with one changed number was not refused by name on {counted(int(accepted), 'rank')}"
+        why += f"; a base with two changed numbers was not refused by name on {counted(int(accepted), 'rank')}"
     return Measured(float(differ.sum() + accepted), why)
 
 
@@ -602,7 +603,7 @@ def failure_is_clean(frame: pd.DataFrame, config: Config) -> Measured:
     scenes = ", ".join(sorted(rows["scene"].unique()))  # ranks answer in any order
     named = "raised on the trainer and on the replica that failed" if own else "named the cause"
     right = f"every failed sync left weights and version unchanged and {named}, and the next sync succeeded"
-    alone = own and len(served_in("refresh", config)) == config.get("infer_tp")
+    alone = len(served_in("refresh", config)) == config.get("infer_tp")
     unseen = (
         "; with one serving replica it does not show whether others stay behind: use placement=apart" if alone else ""
     )

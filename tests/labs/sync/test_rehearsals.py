@@ -17,7 +17,9 @@ import torch.distributed as dist
 
 from kit.errors import KitError
 from kit.labs.sync.lab import SyncConfig
-from kit.labs.sync.ranks.rehearsals import WHY, counting_leftovers, misnamed, not_derived
+from kit.labs.sync.ranks.rehearsals import counting_leftovers, misnamed, not_derived
+from kit.labs.sync.ranks.scenes import WHY
+from kit.labs.sync.ranks.side import miscounted
 from kit.labs.sync.ranks.watch import SeenWeights
 from kit.labs.sync.rules import failure_is_clean
 from kit.sync.buckets import Spec, lay_out
@@ -154,8 +156,8 @@ def test_what_is_wrong_with_an_error_is_told(
     class RehearsedFailureError(KitError):
         pass
 
-    failure = RehearsedFailureError(f"{peer} failed: {WHY.get(scene, '')}")
-    failure.peer, failure.tensors = peer, tensors  # type: ignore[attr-defined]
+    failure = RehearsedFailureError(f"{peer} failed: {WHY.get(scene, '')} in bucket 0 ({', '.join(tensors)})")
+    failure.peer, failure.tensors, failure.bucket = peer, tensors, 0  # type: ignore[attr-defined]
     layout = lay_out([Spec(name, 0, torch.uint8, (8,)) for name in "ab"], 512)
     trainer: Any = SimpleNamespace(
         digests={"a": "", "b": ""}, cache=SimpleNamespace(layout=layout), config=SyncConfig(verify_share=share)
@@ -197,7 +199,7 @@ def test_after_an_undo_of_new_weights_everything_is_derived_again(points: list[s
     ],
 )
 def test_an_error_names_the_changed_tensors_or_all(scene: str, tensors: tuple[str, ...], right: bool) -> None:
-    failure = KitError("rank 4 failed")
+    failure = KitError(f"rank 4 failed: {', '.join(tensors)}")
     failure.peer, failure.tensors = "rank 4", tensors  # type: ignore[attr-defined]
     layout = lay_out([Spec(name, 0, torch.uint8, (8,)) for name in "ab"], 512)
     trainer: Any = SimpleNamespace(
@@ -205,3 +207,49 @@ def test_an_error_names_the_changed_tensors_or_all(scene: str, tensors: tuple[st
     )
     error = SyncFailed("the refresh with version 3", 2, failure)
     assert (not [*misnamed(trainer, scene, error, 2, ["rank 4"], changed=["b"])]) == right
+
+
+FIVE = ("a", "b", "layers.1.b", "d", "e")
+
+
+@pytest.mark.parametrize(
+    ("words", "tensors", "wrong"),
+    [
+        ("a (shard 0) is missing", FIVE[:1], []),
+        ("a, b and 3 more are empty", FIVE, []),
+        ("5 of 9 tensors, a first", FIVE, []),
+        ("a, b, layers.1.b, d, e", FIVE, []),
+        ("layers.1.b is missing", FIVE[:1], ["name layers.1.b instead of a"]),
+        ("5 tensors, e first", FIVE, ["name e instead of a, b, layers.1.b and 2 more"]),
+        ("a, b and 2 more are empty", FIVE, ["name 2 of 5 tensors, and count others"]),
+        ("a, b are empty", FIVE, ["name 2 of 5 tensors, and count others"]),
+        ("a and -4 more are empty", FIVE[:1], ["name 1 of 1 tensors, and count others"]),
+        ("", FIVE[:1], ["name no tensor instead of a", "name 0 of 1 tensors, and count others"]),
+    ],
+)
+def test_the_tensors_in_the_words_of_an_error_are_compared_and_counted(
+    words: str, tensors: tuple[str, ...], wrong: list[str]
+) -> None:
+    found = [*miscounted(words, tensors, {*FIVE, "c"})]
+    assert found == [f"the words {sentence}" for sentence in wrong]
+
+
+@pytest.mark.parametrize(
+    ("bucket", "words", "wrong"),
+    [
+        (0, "bucket 0 differs: a", []),
+        (1, "bucket 1 differs: b", ["the error names bucket 1 instead of bucket 0"]),
+        (0, "bucket 1 differs: a", ["the error has bucket 0 and does not say it"]),
+    ],
+)
+def test_the_bucket_of_an_error_is_compared(bucket: int, words: str, wrong: list[str]) -> None:
+    failure = KitError(f"rank 4 failed: {words}")
+    failure.peer, failure.tensors, failure.bucket = "rank 4", ("a", "b"), bucket  # type: ignore[attr-defined]
+    layout = lay_out([Spec(name, 0, torch.uint8, (512,)) for name in "ab"], 512)
+    trainer: Any = SimpleNamespace(
+        digests={"a": "", "b": ""}, cache=SimpleNamespace(layout=layout), config=SyncConfig()
+    )
+    error = SyncFailed("the refresh with version 3", 2, failure)
+    found = [*misnamed(trainer, "wrong-bytes", error, 2, ["rank 4"])]
+    assert found[: len(wrong)] == wrong
+    assert bool(found) == bool(wrong)

@@ -33,12 +33,13 @@ from kit.sync.deltas import Packed
 from kit.sync.groups import Broadcast
 from kit.sync.link import PeerSilent
 from kit.sync.protocols import EngineDouble
-from kit.sync.receiver import Call
+from kit.sync.receiver import Call, wrong_bytes
 from kit.sync.sender import STEPS, Gathered, OtherBase, Sending
 from kit.sync.serving import Gate, Serving
 from kit.target import replaced
 
 tell, compare_base, base = Sending.tell, Sending.compare_base, Sending.base
+answers, abandon = Sending.answers, Sending.abandon
 teardown = Sending.teardown
 activate, apply, apply_bucket, look, undo = Call.activate, Call.apply, Call.apply_bucket, Call.look, Call.undo
 close, discard = Call.close, Cache.discard
@@ -228,6 +229,21 @@ def trusts_the_base(sending: Sending, weights: Gathered) -> None:
         compare_base(sending, weights)
 
 
+def waits_four_times_as_long(
+    sending: Sending, kind: str, grace_s: float
+) -> tuple[dict[str, dict[str, Any]], KitError | None]:
+    before = sending.sender.timeout_s
+    sending.sender.timeout_s = 4 * before
+    try:
+        return answers(sending, kind, grace_s)
+    finally:
+        sending.sender.timeout_s = before
+
+
+def gives_up_without_a_reason(sending: Sending, error: BaseException) -> None:
+    abandon(sending, KitError(type(error).__name__))
+
+
 def takes_any_acknowledgement(sending: Sending) -> None:
     """Nobody is asked for digests of the result."""
 
@@ -260,6 +276,13 @@ def keeps_its_group(transport: Broadcast) -> None:
 
 
 # -- at a receiver's end ---------------------------------------------------------------------------------------------------
+
+
+IMPATIENT = 1  # the receivers wait no longer than the sender
+
+
+def names_the_next_bucket(differing: Sequence[tuple[int, str]]) -> str:
+    return wrong_bytes([(bucket + 1, name) for bucket, name in differing])
 
 
 def runs_at_once(call: Call, message: dict[str, Any]) -> None:
@@ -499,6 +522,10 @@ def repeats_its_last_answer(serving: Serving) -> Iterator[None]:
     with writing(serving):
         serving.served += serving.served[-1:]
         yield
+
+
+def waits_no_longer_than_the_gate(serving: Serving) -> contextlib.AbstractContextManager[None]:
+    return serving.gate.reading()
 
 
 def keeps_the_first_tokens(model: MegatronModel, tokens: torch.Tensor) -> torch.Tensor:

@@ -4,97 +4,62 @@ In a rehearsed failure no replica may have the new version, weights must be unch
 work. Broken promises are counted; 0 is correct. The last of the receivers fails on purpose, each time in another way, and so does the
 sender's end of a transport; the others do their part. Forwards run throughout on serving replicas and must all use the old version.
 Expansions fail while replicas wake; afterwards the replicas must sleep again, and the next expansion must bring the active version.
-
-What fails is a patch by name, as a fault is: `AT_THE_RECEIVER` and `AT_THE_SENDER`, by scene.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import re
+import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch.distributed import distributed_c10d as c10d
 
 from kit import machine
+from kit.actors.common import address_for
 from kit.engines.contents import listed_names, sha256
-from kit.errors import BadInput, RehearsedError
+from kit.errors import BadInput, KitError, RehearsedError
 from kit.labs.sync.lab import CLOSED_S, SyncConfig
 from kit.labs.sync.ranks.replica import SyncReplica
-from kit.labs.sync.ranks.side import ANY, Side, error_of
+from kit.labs.sync.ranks.scenes import (
+    ALONE,
+    AT_THE_OTHERS,
+    AT_THE_RECEIVER,
+    AT_THE_SENDER,
+    AT_THE_TRAINER,
+    CLOSING,
+    EMPTIED,
+    EXTRA,
+    LOST,
+    MIDDLE,
+    MUTE,
+    PACKED,
+    REFILL,
+    SILENT,
+    SURE,
+    TOO_LATE,
+    UNLIKE,
+    WHY,
+    WRONG_BYTES,
+    GateOfHastyReaders,
+    Tensors,
+    in_fullest_bucket,
+    rehearsed_scenes,
+)
+from kit.labs.sync.ranks.side import ANY, Side, error_of, miscounted
 from kit.labs.sync.ranks.trainer import SyncTrainer
-from kit.labs.sync.ranks.watch import WAITS, SeenTransport, judge_forwards
+from kit.labs.sync.ranks.watch import WAITS, judge_forwards
 from kit.measure.observers.births import Births, registered_groups
 from kit.measure.phase import MEMFD, resource_counts, temp_files
-from kit.sync.buckets import Destination, Key
 from kit.sync.cache import BASE
-from kit.sync.link import ready
-from kit.sync.receiver import Call
+from kit.sync.link import call, tcp_family
+from kit.sync.receiver import PATIENCE, SENDER
 from kit.sync.sender import SyncFailed, Target
 from kit.target import replaced
 
-# The ways in which a sync fails. A receiver lacks a tensor (missing), waits for one that is not sent (unsent), or has another dtype or
-# shape (unfit); its transport raises before a bucket in the middle has arrived, the first time that bytes of this version move (middle);
-# it gets bytes that changed after sending (wrong-bytes) or after packing; its transport raises at the last bucket; so does the sender's
-# (both); only the sender's raises (alone); the receiver fails when all weights are new (late), or after others have published, or after the
-# version became active.
-EXTRA = "rehearsed.weight"
-ALONE = "alone"
-# These scenes run twice, to tell what is made once from what every failure leaves behind.
-LATE, MIDDLE = "late", "middle"
-PACKED, WRONG_BYTES = "packed", "wrong-bytes"
-# A smaller share of the tensors may be none of them, so wrong bytes may arrive unseen. A share above 1 - SURE may be the same tensors for
-# two versions: of 14 tensors, 1 time in 10,000 at this limit.
-SURE = 0.4
-TOO_LATE = "activate"
-CLOSING = ("left_unlisted", "left_groups", "left_fds", "left_sockets", "left_threads")
-REFILL = "refill"  # fails nowhere
-LOST = "lost"  # the receivers have lost the weights that were changed, and do not know it
-WHY = {  # what code that fails on purpose says; the sender's error must say it too
-    MIDDLE: "rehearsed error before a bucket",
-    "transport": "rehearsed error of the receiver's transport",
-    "both": "rehearsed error of the receiver's transport",
-    ALONE: "rehearsed error of the sender's transport",
-    LATE: "rehearsed failure after all weights are new",
-    "publish": "rehearsed failure after others have published",
-    TOO_LATE: "rehearsed failure after the version became active",
-}
-
-CALL, TRANSPORT = "kit.sync.receiver:Call", "kit.labs.sync.ranks.watch:SeenTransport"
-DESTINATIONS = "kit.labs.sync.ranks.replica:SyncReplica.destinations"
-AT_THE_RECEIVER = {
-    "missing": {DESTINATIONS: f"{__name__}:without_a_tensor"},
-    "unsent": {DESTINATIONS: f"{__name__}:with_a_tensor_that_is_not_sent"},
-    "unfit": {DESTINATIONS: f"{__name__}:with_another_dtype_and_another_shape"},
-    WRONG_BYTES: {f"{CALL}.look": f"{__name__}:looks_at_other_bytes"},
-    MIDDLE: {f"{TRANSPORT}.receive": f"{__name__}:raises_before_a_bucket_in_the_middle"},
-    "transport": {f"{TRANSPORT}.receive": f"{__name__}:raises_at_the_last_bucket"},
-    "both": {f"{TRANSPORT}.receive": f"{__name__}:raises_at_the_last_bucket"},
-    LATE: {f"{CALL}.finalize": f"{__name__}:raises_when_all_weights_are_new"},
-    "publish": {f"{CALL}.publish": f"{__name__}:raises_after_others_have_published"},
-    TOO_LATE: {f"{CALL}.activate": f"{__name__}:raises_after_the_version_became_active"},
-}
-AT_THE_SENDER = {
-    "both": {f"{TRANSPORT}.flush": f"{__name__}:raises_in_flush"},
-    ALONE: {f"{TRANSPORT}.send": f"{__name__}:raises_at_the_second_bucket"},
-    PACKED: {
-        f"{TRANSPORT}.send": f"{__name__}:flips_a_packed_bit",
-        f"{TRANSPORT}.close": f"{__name__}:flips_the_bit_back",
-    },
-}
-look, destinations = Call.look, SyncReplica.destinations
-send, receive, flush, close = SeenTransport.send, SeenTransport.receive, SeenTransport.flush, SeenTransport.close
-
-
-def rehearsed_scenes(config: SyncConfig, *, expansion: bool = False) -> tuple[str, ...]:
-    wrong_bytes = (WRONG_BYTES,) * (config.verify != "none" and config.verify_share >= SURE)
-    wrong_bytes += (PACKED,) * (config.verify != "none" and config.verify_share == 1)
-    if expansion:
-        return ("missing", *wrong_bytes, LATE, "publish")
-    return ("missing", "unsent", "unfit", MIDDLE, *wrong_bytes, "transport", "both", ALONE, LATE, "publish", LATE)
+THROUGH = ", still mute"  # of the name with which a mute replica asks whether the sender has given up
 
 
 # -- on the trainer --------------------------------------------------------------------------------------------------------
@@ -104,7 +69,7 @@ def of_trainer(trainer: SyncTrainer) -> None:
     awake, asleep = trainer.targets(sleeping=False), trainer.targets(sleeping=True)
     if trainer.config.arena == "cache":  # before the trainer has other weights than the buckets
         trainer.offload(0)
-        fail_expansions(trainer, asleep)
+        fail_expansions(trainer, asleep, awake)
         trainer.reload()
     step(trainer)
     if trainer.sends:
@@ -112,7 +77,7 @@ def of_trainer(trainer: SyncTrainer) -> None:
     named = {scene: fail_sync(trainer, scene, awake, ahead=1) for scene in rehearsed_scenes(trainer.config)}
     if trainer.config.shares:
         trainer.job.mover.release()
-        fail_expansions(trainer, asleep)
+        fail_expansions(trainer, asleep, awake)
         trainer.job.mover.restore()
     step(trainer)  # so that no memory on the receiver has the bytes of this version already
     fail_sync(trainer, MIDDLE, awake, ahead=1)
@@ -133,11 +98,22 @@ def of_trainer(trainer: SyncTrainer) -> None:
     succeed(trainer, REFILL, awake, ahead=1)
 
 
-def fail_expansions(trainer: SyncTrainer, asleep: Sequence[Target]) -> None:
+def fail_expansions(trainer: SyncTrainer, asleep: Sequence[Target], awake: Sequence[Target]) -> None:
+    let_in(trainer, asleep)
     for scene in rehearsed_scenes(trainer.config, expansion=True):
         fail_sync(trainer, scene, asleep, ahead=0)
     succeed(trainer, "expansion", asleep, ahead=0)
     trainer.everywhere(set())  # no rank takes its device back while replicas wake
+    let_in(trainer, awake)
+
+
+def let_in(trainer: SyncTrainer, targets: Sequence[Target], suffix: str = "") -> None:
+    """Tell replicas that it is their turn. They wait for it outside of a sync, which has a deadline."""
+    if trainer.sends:
+        names = [f"{target.name}{suffix}" for target in targets]
+        for link in trainer.listener.accept(names, trainer.config.deadline_s).values():
+            link.send({"kind": "turn"})
+            link.close()
 
 
 def step(trainer: SyncTrainer) -> None:
@@ -157,8 +133,9 @@ def succeed(trainer: SyncTrainer, scene: str, targets: Sequence[Target], *, ahea
 def fail_sync(trainer: SyncTrainer, scene: str, targets: Sequence[Target], *, ahead: int) -> list[str]:
     """One failing sync; returns the tensors that its error names. With TOO_LATE the version is active by then, and only the replica that
     fails goes back."""
+    gathers = ahead > 0 and scene != MUTE  # which ends before that
     if not trainer.sends:
-        if ahead:
+        if gathers:
             trainer.gather()
         return []
     sender, version = trainer.sender, trainer.sender.version + ahead
@@ -166,13 +143,17 @@ def fail_sync(trainer: SyncTrainer, scene: str, targets: Sequence[Target], *, ah
     changes = trainer.config.delta != "off" and trainer.config.refresh == "staged" and ahead
     changed: list[str] = []
 
-    def gather() -> dict[Key, torch.Tensor]:
-        tensors = trainer.gather()
+    def gather() -> Tensors:
+        tensors = trainer.gather() if gathers else {}
         changed.extend(trainer.oracle.names({name: tensor for (name, _), tensor in tensors.items()}) if changes else ())
-        return tensors
+        return AT_THE_TRAINER[scene](tensors, trainer.cache.layout) if scene in AT_THE_TRAINER else tensors
 
     with counting_leftovers(trainer, scene), replaced(AT_THE_SENDER.get(scene, {})):
+        if scene == MUTE:
+            let_in(trainer, targets)
         error = error_of(lambda: sender.sync(version, targets, gather if ahead else None), ANY)
+        if scene == MUTE:
+            let_in(trainer, targets[-1:], THROUGH)
     peers = [target.name for target in targets]
     wrong = "; ".join(misnamed(trainer, scene, error, active, peers, changed=changed))
     note(trainer, "unnamed", int(bool(wrong)), scene, f"{wrong}: {error}" if wrong else "")
@@ -209,12 +190,11 @@ def misnamed(
         yield f"the error does not say that {remains}"
     if (why := WHY.get(scene, "")) not in str(error):
         yield f"the error does not say why: {why}"
-    if scene == ALONE:
-        if error.peer is not None or "the sender" not in str(error):
-            yield f"the error names {error.peer or 'nobody'} instead of the sender"
-        return
     last = peers[-1]
-    if error.peer not in (peers if scene in {PACKED, LOST} else [last]):
+    if scene in {ALONE, *AT_THE_TRAINER}:
+        if error.peer is not None or (scene == ALONE and SENDER not in str(error)):
+            yield f"the error names {error.peer or 'nobody'} instead of {SENDER}"
+    elif error.peer not in (peers if scene in {PACKED, LOST} else [last]):
         yield f"the error names {error.peer or 'no receiver'} instead of {last}"
     elif str(error.peer) not in str(error):
         yield f"the error has the receiver {error.peer} and does not say it"
@@ -223,6 +203,26 @@ def misnamed(
     some_of_them = scene == WRONG_BYTES and compares_some(trainer.config) and named and {*named} <= {*wanted[-1]}
     if named not in [sorted(names) for names in wanted] and not some_of_them:
         yield f"the error names {counted_tensors(named)} instead of {counted_tensors(wanted[0])}"
+    yield from misspoken(trainer, scene, error)
+
+
+def misspoken(trainer: SyncTrainer, scene: str, error: SyncFailed) -> Iterator[str]:
+    """What is wrong with the bucket of an error, and with the tensors in its words."""
+    layout, tensors = trainer.cache.layout, error.tensors
+    if scene in {WRONG_BYTES, PACKED, UNLIKE} and trainer.config.delta == "off":
+        # All buckets differ; with a share of the tensors those that were compared.
+        right = in_fullest_bucket(layout)[0] if scene == UNLIKE else 0
+        index = error.bucket if error.bucket is not None and compares_some(trainer.config) else right
+        if error.bucket != index:
+            yield f"the error names bucket {error.bucket} instead of bucket {index}"
+        elif not re.search(rf"\bbucket {index}\b", str(error)):
+            yield f"the error has bucket {index} and does not say it"
+        held = {layout.specs[piece.spec].name for piece in layout.buckets[index]}
+        tensors = tuple(name for name in tensors if name in held)
+    if scene == EMPTIED:
+        tensors = tuple(spec.name for spec in layout.specs)
+    if tensors:
+        yield from miscounted(str(error), tensors, {*trainer.digests, EXTRA})
 
 
 def counted_tensors(names: Sequence[str]) -> str:
@@ -239,6 +239,7 @@ def blamed(trainer: SyncTrainer, scene: str, sent: Sequence[str]) -> Sequence[st
     """The tensors that an error must name; these are sent, in this order."""
     names = sorted(trainer.digests)
     of_receivers = {"missing": names[-1:], "unfit": [names[0], names[-1]], "unsent": [EXTRA], LOST: names}
+    of_receivers[UNLIKE] = in_fullest_bucket(trainer.cache.layout)[1]
     return {**of_receivers, WRONG_BYTES: sent, PACKED: sent[:1]}.get(scene, [])
 
 
@@ -263,12 +264,18 @@ def accepted(trainer: SyncTrainer) -> int:
 
 def of_replica(replica: SyncReplica) -> None:
     version = replica.receiver.version
+    note(replica, "accepted", int(not isinstance(replica.early, KitError)), "a forward before the replica serves")
     if replica.sleeper:
         for _ in range(1 + (replica.config.arena == "cache")):
+            come_in(replica)
             endure_expansions(replica, version)
     else:
+        if replica.config.arena == "cache":
+            come_in(replica)
         for scene in rehearsed_scenes(replica.config):
             endure(replica, scene)
+        if replica.config.shares:
+            come_in(replica)
         endure(replica, MIDDLE)
         take_next(replica, "refresh", version + 1)
         replica.compare()
@@ -309,7 +316,7 @@ def endure(replica: SyncReplica, scene: str) -> None:
     receiver, version = replica.receiver, replica.receiver.version
     serves = replica.config.refresh == "staged" and not replica.sleeper
     replica.watch.reset("rehearsed")
-    with counting_leftovers(replica, scene):
+    with counting_leftovers(replica, scene), hasty_readers(replica, scene):
         if serves:
             replica.serve()
         join_failing(replica, scene)
@@ -352,8 +359,48 @@ def not_derived(replica: SyncReplica) -> int:
 
 
 def join_failing(replica: SyncReplica, scene: str) -> None:
-    with replaced(AT_THE_RECEIVER.get(scene, {}) if replica.fails else {}):
-        note(replica, "silent", int(error_of(replica.receiver.join, ANY) is None), scene)
+    """Fail, or take part while the last of the receivers fails; each of them must hear which one it was, and why."""
+    mute = scene == MUTE and replica.fails
+    if scene == MUTE:
+        come_in(replica)
+    with replaced((AT_THE_RECEIVER if replica.fails else AT_THE_OTHERS).get(scene, {})):
+        error = error_of((lambda: stay_mute(replica)) if mute else replica.receiver.join, ANY)
+    note(replica, "silent", int(error is None), scene)
+    if error is not None and scene in WHY and not replica.fails:
+        name = SENDER if scene in {ALONE, EMPTIED} else replica.failing
+        heard = WHY[scene] in str(error) and re.search(rf"\b{re.escape(name)}\b", str(error))
+        note(replica, "unheard", int(not heard), scene, "" if heard else f"no word of {name} and why: {error}")
+
+
+def come_in(replica: SyncReplica, suffix: str = "") -> None:
+    """Wait for this replica's turn, for as long as all that may come before it."""
+    scenes = len(rehearsed_scenes(replica.config)) + len(rehearsed_scenes(replica.config, expansion=True))
+    limit_s = scenes * PATIENCE * replica.config.deadline_s
+    name, address = f"{replica.receiver.name}{suffix}", address_for(replica.ctx, "sync")
+    with call(address, name, peer=SENDER, timeout_s=limit_s) as link:
+        link.expect("turn")
+
+
+def stay_mute(replica: SyncReplica) -> None:
+    """Connect and say nothing, until the sender has given up."""
+    address = address_for(replica.ctx, "sync")
+    unix = "unix" in address
+    with socket.socket(socket.AF_UNIX if unix else tcp_family(address["host"])) as sock:
+        sock.connect(b"\0" + address["unix"].encode() if unix else (address["host"], address["port"]))
+        come_in(replica, THROUGH)
+    raise RehearsedError("the silence is over")
+
+
+@contextlib.contextmanager
+def hasty_readers(replica: SyncReplica, scene: str) -> Iterator[None]:
+    """Where a writer is inside for long, because another replica is silent, forwards must go on waiting."""
+    serving, gate = replica.serving, replica.serving.gate
+    if scene == SILENT:
+        serving.gate = GateOfHastyReaders(gate.timeout_s)
+    try:
+        yield
+    finally:
+        serving.gate = gate
 
 
 def go_back(replica: SyncReplica) -> None:
@@ -427,107 +474,3 @@ def note(side: Side, metric: str, number: int, scene: str, text: str = "") -> No
     side.ctx.record(metric, number, text=text, scene=scene)
     if number:
         print(f"rehearse: {metric} is {number} in scene {scene}{': ' * bool(text)}{text}")
-
-
-# -- code that fails on purpose --------------------------------------------------------------------------------------------
-
-
-Destinations = Mapping[str, Sequence[Destination]]
-
-
-def without_a_tensor(replica: SyncReplica) -> Destinations:
-    places = dict(destinations(replica))
-    del places[max(replica.truth)]
-    return places
-
-
-def with_a_tensor_that_is_not_sent(replica: SyncReplica) -> Destinations:
-    places = destinations(replica)
-    return {**places, EXTRA: places[max(replica.truth)]}
-
-
-def with_another_dtype_and_another_shape(replica: SyncReplica) -> Destinations:
-    """Of one tensor each; a plain copy would silently convert the first and broadcast the second."""
-    places = dict(destinations(replica))
-    first, last = min(places), max(replica.truth)
-    places[last] = [(into.to(torch.float64), take) for into, take in places[last]]
-    places[first] = [(into.new_empty(2, *into.shape), take) for into, take in places[first]]
-    return places
-
-
-def looks_at_other_bytes(call: Call, index: int, buffer: torch.Tensor) -> None:
-    """Every piece of the bucket is changed: two words are swapped, or one bit of the first or last byte is flipped."""
-    buffer = buffer.clone()
-    for number, _, size, offset in call.layout.buckets[index]:
-        piece = buffer[offset : offset + size]
-        words = piece[: size // 8 * 8].view(-1, 8)
-        if number % 3 == 0 and len(words) > 1 and not torch.equal(words[0], words[-1]):
-            words[[0, -1]] = words[[-1, 0]]
-        else:
-            piece[-1 if number % 3 == 1 else 0] ^= 1
-    look(call, index, buffer)
-
-
-def raises_when_all_weights_are_new(call: Call, message: dict[str, Any]) -> None:  # noqa: ARG001 - a step of the receiver
-    raise RehearsedError(WHY[LATE])
-
-
-def raises_after_others_have_published(call: Call, message: dict[str, Any]) -> None:
-    call.receiver.version = message["version"]
-    raise RehearsedError(WHY["publish"])
-
-
-def raises_after_the_version_became_active(call: Call, message: dict[str, Any]) -> None:  # noqa: ARG001 - as above
-    raise RehearsedError(WHY[TOO_LATE])
-
-
-def raises_before_a_bucket_in_the_middle(transport: SeenTransport, index: int, into: torch.Tensor) -> torch.Tensor:
-    """The bucket is sent and never read, and the next sync has the same bytes: a sender that notes what it sent must not take it for
-    received."""
-    if index == transport.buckets // 2:
-        raise RehearsedError(WHY[MIDDLE])
-    return receive(transport, index, into)
-
-
-def raises_at_the_last_bucket(transport: SeenTransport, index: int, into: torch.Tensor) -> torch.Tensor:
-    got = receive(transport, index, into)
-    if index == transport.buckets - 1:
-        raise OSError(WHY["transport"])
-    return got
-
-
-def raises_at_the_second_bucket(transport: SeenTransport, index: int, buffer: torch.Tensor) -> None:
-    if index == min(1, transport.buckets - 1):
-        raise OSError(WHY[ALONE])
-    send(transport, index, buffer)
-
-
-def raises_in_flush(transport: SeenTransport) -> None:
-    """The transport's own error, once the receiver has failed. A transport may have read the receiver's reason; one that does not listen
-    has left it on the link."""
-    reason: Exception | None = None
-    try:
-        flush(transport)
-    except Exception as error:  # noqa: BLE001 - a transport may raise anything
-        reason = error
-    links = [*transport.links.values()]
-    for link in ready(links, links[0].timeout_s) if reason is None else ():
-        reason = reason or link.last_words("the receiver's failure", patience_s=link.timeout_s)
-    raise OSError(WHY[ALONE]) from reason
-
-
-flipped: dict[int, torch.Tensor] = {}  # packed buffers, by address: a second transport must not flip the bit back
-
-
-def flips_a_packed_bit(transport: SeenTransport, index: int, buffer: torch.Tensor) -> None:
-    if index == 0 and buffer.data_ptr() not in flipped:
-        buffer[0] ^= 1
-        flipped[buffer.data_ptr()] = buffer
-    send(transport, index, buffer)
-
-
-def flips_the_bit_back(transport: SeenTransport) -> None:
-    """The packed bytes may be the only copy of the active version."""
-    while flipped:
-        flipped.popitem()[1][0] ^= 1
-    close(transport)

@@ -67,7 +67,8 @@ class SyncReplica(Side):
         alike = next(role.ranks for role in roles(self.config) if ctx.rank in role.ranks)
         self.sleeper = self.config.sleeps((ctx.rank - self.config.trainer_ranks) // self.config.infer_tp)
         self.last = ctx.rank == self.config.ranks - 1  # of the run; it takes part in the comparison of transports
-        self.fails = ctx.rank == alike[-1]  # in rehearsed syncs: the last of the receivers
+        self.failing = f"rank {alike[-1]}"  # in rehearsed syncs: the last of the receivers
+        self.fails = ctx.rank == alike[-1]
         self.of_last_replica = ctx.rank in alike[-self.config.infer_tp :]
         self.truth: dict[str, str] = {}  # the trainer's digests of the version that this replica must have
         self.before: dict[int, str] = {}  # how each bucket of the version before began
@@ -92,6 +93,7 @@ class SyncReplica(Side):
 
         self.forwards = Forwards(forward, self.prompts(config.geometry.vocab), lambda: self.receiver, wait)
         self.serving = Serving(self.forwards, group=self.group, timeout_s=wait)
+        self.early = error_of(self.serving.next, ANY)
         self.receiver = self.new_receiver(self.weights)
         self.watch = SyncWatch(lambda: self.receiver.version, lambda: self.receiver.routed, self.forwards, self.serving)
         self.receiver.make = self.watch.wrap_make(self.receiver.make)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from kit.actors.common import listen
+from kit.engines.contents import listed_names
 from kit.errors import KitError
 from kit.labs import rankside
 from kit.labs.bystander import Bystander
@@ -148,6 +150,19 @@ def logits_error(logits: torch.Tensor, wanted: torch.Tensor) -> float:
 def worst_error(logits: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor]) -> float:
     """The largest `logits_error` of any prompt."""
     return max(itertools.starmap(logits_error, zip(logits, wanted, strict=True)))
+
+
+def miscounted(words: str, tensors: Sequence[str], names: Iterable[str]) -> Iterator[str]:
+    """What is wrong with the tensors in an error's words, which may name the first of them and count all or the others. `names`: of all
+    tensors there are."""
+    places = {name: re.search(rf"(?<![\w.]){re.escape(name)}(?!\.?\w)", words) for name in names}
+    found = sorted((name for name in places if places[name]), key=lambda name: places[name].start())  # type: ignore[union-attr]
+    if found[:1] != [*tensors[:1]] or not {*found} <= {*tensors}:
+        yield f"the words name {listed_names(found) or 'no tensor'} instead of {listed_names(tensors)}"
+    left = len(tensors) - len(found)
+    counts = (f"and {left} more", f"{len(tensors)} tensors", f"{len(tensors)} of ")
+    if not any(count in words for count in counts) if left else re.search(r"and -?\d+ more", words):
+        yield f"the words name {len(found)} of {len(tensors)} tensors, and count others"
 
 
 EXPECTED = (KitError, OSError)

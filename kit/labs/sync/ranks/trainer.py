@@ -19,7 +19,7 @@ from kit.engines.changes import ChangeOracle
 from kit.engines.contents import Contents, ModuleTensors, listed_names, sha256
 from kit.labs import rankside
 from kit.labs.sync.lab import SyncConfig, trainer_model
-from kit.labs.sync.ranks.side import ANY, Side, error_of, fill, plain_logits, worst_error
+from kit.labs.sync.ranks.side import ANY, Side, error_of, fill, miscounted, plain_logits, worst_error
 from kit.labs.sync.ranks.watch import SyncWatch
 from kit.measure.observers.tensors import TensorState, held_bytes
 from kit.measure.phase import MEMFD, SHM, Place, log_steps, memory_pages, shared_bytes, shared_memory
@@ -118,15 +118,17 @@ class SyncTrainer(Side):
         self.at_first = self.held_on_host()  # before there can be a copy of the weights
 
     def base(self, cycle: int) -> None:  # noqa: ARG002 - as above
-        """Version -1: a base with one changed number must be refused; then the real base is published, and no weights move."""
+        """Version -1: a base with two changed numbers must be refused; then the real base is published, and no weights move."""
         self.update_truth()
         targets = self.targets()
         if self.sends:
             error = error_of(lambda: self.sender.sync(BASE, targets, self.other_base), ANY)
+            wrong = min(self.digests), max(self.digests)
             named = (
                 isinstance(error, SyncFailed)
-                and error.tensors == (max(self.digests),)
+                and error.tensors == wrong
                 and error.peer in {target.name for target in targets}
+                and not [*miscounted(str(error), wrong, self.digests)]
             )
             self.ctx.record("base_accepted", int(not named))
         else:
@@ -136,11 +138,11 @@ class SyncTrainer(Side):
         self.count()
 
     def other_base(self) -> dict[Key, torch.Tensor]:
-        """The gathered weights with one changed number in the last tensor."""
+        """The gathered weights with one changed number in two of the tensors."""
         tensors = self.gather()
-        key = max(self.digests), 0
-        tensors[key] = tensors[key].clone()
-        tensors[key].view(-1)[-1] += 1
+        for key in ((min(self.digests), 0), (max(self.digests), 0)):
+            tensors[key] = tensors[key].clone()
+            tensors[key].view(-1)[-1] += 1
         return tensors
 
     def train(self, cycle: int) -> None:  # noqa: ARG002 - as above
