@@ -526,7 +526,7 @@ def report_progress(t: StreamTurn) -> None:
     asleep, the loop would report a complete step and wait for ever."""
     need = t.need
     complete = len(t.buffer) - t.unfinished
-    if complete and t.settings.window:
+    if complete:
         complete = sum(group.order >= 0 and group.target <= t.version for group in t.buffer.values())
     there = min(need, (0 if t.step is None else len(t.step.groups)) + complete)
     if need > 0 and (part := 50 * there // need) != t.progress:

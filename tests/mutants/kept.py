@@ -30,7 +30,7 @@ def command(words: list[str]) -> dict[str, Any]:
             if words[0] == "pytest":
                 status = int(importlib.import_module("pytest").main(words[1:]))
             elif words[0] == "explore":
-                status = explored(words[1], int(words[words.index("--seeds") + 1]))
+                status = explored(words[1], words[2:])
             else:
                 status = importlib.import_module("kit.cli").main(words)
         except SystemExit as end:
@@ -41,9 +41,12 @@ def command(words: list[str]) -> dict[str, Any]:
     return {"status": status, "text": output.getvalue()[-KEPT:]}
 
 
-def explored(lab: str, seeds: int) -> int:
+def explored(lab: str, words: list[str]) -> int:
     """As the command does, but a failure is not made small."""
-    done = importlib.import_module("kit.exploration").explore(lab, seeds, shrinks=False, jobs=1)
+    given = [*zip(words[::2], words[1::2], strict=True)]
+    settings = dict(value.split("=", 1) for option, value in given if option == "--set")
+    seeds = int(dict(given)["--seeds"])
+    done = importlib.import_module("kit.exploration").explore(lab, seeds, shrinks=False, jobs=1, **settings)
     failed = sorted({name for outcome in done.outcomes for name in outcome.findings})
     print(", ".join(failed))
     return int(bool(failed))

@@ -114,7 +114,8 @@ def set_by(setting: tuple[str, Any]) -> str:
 STREAM = "run stream --set simulated=true --set ranks=1"
 LIVE = "run stream --set steps=3 --set worlds=0"
 ADAPTED = "run share --set scenario=C --set rehearse=false --set worlds=0"
-SMALL_SYNC = runs_of("sync")[0]
+SMALL_SPLIT, SMALL_SYNC = runs_of("split")[0], runs_of("sync")[0]
+OWN_SAMPLER = "--set sampler=docs.examples.own_sampler:InOrder"
 CACHED = f"{SMALL_SYNC} --set arena=cache"  # its trainer is released without copies of its weights
 
 ROOMS = (
@@ -134,7 +135,12 @@ ROOMS = (
     Room(
         "split",
         ("kit/megatron/split.py", "kit/train/protocol.py", "kit/train/losses.py", "kit/train/plain.py"),
-        runs_of("split"),
+        (
+            *runs_of("split"),
+            f"{SMALL_SPLIT} --set backend=fsdp2 --set batching=packed",
+            f"{SMALL_SPLIT} --set backend=fsdp2 --set batching=dynamic --set recipe=nll",
+            f"{SMALL_SPLIT} --set kl=0.05 --set kl_kind=k2 --set kl_output_clamp=0.01 --set kl_input_clamp=0.5",
+        ),
         ("tests/train", "tests/megatron"),
     ),
     Room(
@@ -166,8 +172,9 @@ ROOMS = (
             STREAM,
             f"{STREAM} --set sampler=strict --set window=0 --set at_sync=abort",
             f"{STREAM} --set window=2 --set replicas=3",
-            f"{STREAM} --set places=16 --set sampler=docs.examples.own_sampler:InOrder",
+            f"{STREAM} --set places=16 {OWN_SAMPLER}",
             LIVE,
+            f"explore stream --seeds {WORLDS} {OWN_SAMPLER}",
         ),
         ("tests/stream", "tests/loop", "tests/labs/stream"),
         here=True,
@@ -179,6 +186,8 @@ ROOMS = (
             f"explore share --seeds {WORLDS}",
             "run share --set simulated=true",
             "run share --set simulated=true --set scenario=F",
+            "run share --set simulated=true --set planner=static",
+            "run share --set simulated=true --set pipeline=tests.labs.share.test_own:Right",
             "run share --set a.steps=2 --set b.steps=2 --set rehearse=false --set worlds=0",
         ),
         ("tests/share", "tests/loop", "tests/labs/share"),
@@ -197,7 +206,6 @@ EQUIVALENT = {
     "split-563f2586": "equivalent: no ratio is below the band and above it, so either is the same as one of both",
     "share-ba181e6b": "equivalent: an error is of a command's name, a word of the source, which Python keeps once",
     "offload-90fff7b4": "equivalent: every caller gives the kinds by their place",
-    "stream-48d63de6": "equivalent: without a window no group is of a later step, and without a complete group both counts are 0",
     "offload-3557f2fe": "equivalent: every copy is waited for at the end, so the bytes are the same; on a GPU copies would be slower",
 }
 
@@ -278,6 +286,7 @@ class Outcome:
     by: list[str] = field(default_factory=list)
     seconds: float = 0.0
     judges: str = ""  # the hash of the room's lab and tests
+    runs: int = -1  # of the lab that reach the statement without the mutant; -1: not counted
 
     @property
     def holds(self) -> bool:
@@ -590,7 +599,7 @@ class Map:
 
     def of_run(self, room: Room, arguments: str) -> Reach | None:
         """None where the run fails without a mutant, three times."""
-        key = digest(arguments, hash_of(ROOT / "kit" / "labs" / room.name, *sources(room)))
+        key = key_of_run(room, arguments)
         if key in self.known:
             return as_reach(self.known[key])  # nobody waits here for another map
         with self.lock:
@@ -631,6 +640,10 @@ class Map:
         if state != "survived":
             print(f"fails without a mutant: {arguments}: {', '.join(by)}", flush=True)
         return state == "survived"
+
+
+def key_of_run(room: Room, arguments: str) -> str:
+    return digest(arguments, hash_of(ROOT / "kit" / "labs" / room.name, *sources(room)))
 
 
 def as_text(lines: reached.Lines) -> str:
@@ -767,8 +780,10 @@ def run_all(rooms: Sequence[Room], count: int, seed: str, results: Path, workers
     with tempfile.TemporaryDirectory(prefix="kit-mutants-") as name:
         reaches = Map(Path(name) / "map")
         copies = [Copy(Path(name) / str(number)) for number in range(workers)]
+        places_drawn = draw(rooms, count, seed)
         for ask in (FIRST, LAB, TESTS)[: 2 + tested]:
-            run_pass({room.name: room for room in rooms}, draw(rooms, count, seed), results, reaches, copies, ask=ask)
+            run_pass({room.name: room for room in rooms}, places_drawn, results, reaches, copies, ask=ask)
+        count_runs(rooms, places_drawn, results)
         for copy in (reaches.copy, *copies):
             copy.close()
 
@@ -810,6 +825,23 @@ def run_pass(
         thread.join()
 
 
+def count_runs(rooms: Sequence[Room], places_drawn: Sequence[Place], results: Path) -> None:
+    """Write how many runs of the lab reach what it did not see, where the map has all of them."""
+    known, outcomes = Known(), {outcome.id: outcome for outcome in read(results, places_drawn)}
+    for room in rooms:
+        keys = [key_of_run(room, arguments) for arguments in room.runs]
+        if not known.keys() >= {*keys}:
+            continue
+        reaches = [as_reach(known[key]).lines for key in keys]
+        for place in places_drawn:
+            outcome = outcomes.get(place.id)
+            if place.room == room.name and outcome is not None and outcome.state not in SEEN_BY_LAB:
+                at = statements_at(room, place)
+                outcome.runs = sum(bool(at & lines) for lines in reaches)
+                with results.open("a") as file:
+                    file.write(json.dumps(asdict(outcome)) + "\n")
+
+
 def is_left(outcome: Outcome | None, ask: str) -> bool:
     """Whether a mutant waits for what is asked now; an older result of a lab that has changed waits for all of its runs."""
     if outcome is None:
@@ -841,12 +873,7 @@ named one to a slow test. A run or a test that never reaches the changed stateme
 reaches more of the function, so *lab alone* may be higher with all settings. The results are in `tests/mutants/drawn.jsonl`; each holds
 until the source of its function changes. The order is by a hash too, so those that have run are a sample of each room. Shares have their
 95 % interval (Wilson). *mended* mutants were not seen until a check or a test was written for them; both shares count them, and *untested*
-ones, as not seen. So do they with those under *GPU only*, whose code no lab runs on this machine; they are in another column too."""
-
-
-def is_beyond_this_machine(outcome: Outcome) -> bool:
-    """Whether no lab can see it without a GPU."""
-    return outcome.state not in SEEN_BY_LAB and WHY.get(outcome.id, "").startswith(ON_A_GPU)
+ones, as not seen. *unreached* are those of them whose statement no run of the lab reaches on this machine, which has no GPU."""
 
 
 def section(outcomes: Sequence[Outcome], drawn_by_room: Mapping[str, int]) -> str:
@@ -865,11 +892,11 @@ def section(outcomes: Sequence[Outcome], drawn_by_room: Mapping[str, int]) -> st
         shares = [share_in_words(seen, counted) for seen in (by_lab, either)]
         count["untested"] += count["begun"]
         left = [count[state] for state in ("mended", "survived", "untested", "equivalent")]
-        left.append(sum(is_beyond_this_machine(each) for each in outcomes if name in ("all", each.room)))
+        left.append(sum(each.runs == 0 for each in outcomes if name in ("all", each.room)))
         size = sum(drawn_by_room.values()) if name == "all" else drawn_by_room[name]
         rows.append([name, size, len(states), count["check"], count["broke"], *shares, *left])
     head = ["room", "drawn", "run", "a check", "run broke", "lab alone", "lab or tests"]
-    head += ["mended", "survived", "untested", "equivalent", "GPU only"]
+    head += ["mended", "survived", "untested", "equivalent", "unreached"]
     left_rows = [
         [
             outcome.id,

@@ -154,3 +154,12 @@ def test_a_selection_that_waits_is_an_error() -> None:
 
     done = simulate(SETTINGS, sampler=Waits)
     assert "select failed: KitError: the sampler's select or evict waits" in done.ended.error
+
+
+def test_progress_counts_no_group_that_their_sampler_admitted_for_a_later_step() -> None:
+    driver = Driver(small(sampler="mine:Sampler", window=0, places=4, slots=4, min_groups=2))
+    driver.event("admitted", target=0)
+    driver.event("admitted", target=1)
+    driver.finish_group(2, 3)
+    driver.finish_group(0)
+    assert [(one.completed, one.target) for one in driver.did("progress")] == [(0, 2), (1, 2)]
