@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -204,10 +205,10 @@ def filled_template(template: str, words: Mapping[Any, Any]) -> str:
 def draw_legend(ax: Axes, handles: Sequence[Any], width: float) -> int:
     """A legend between the axes and their title, in as few lines as the inches of width allow; returns how many."""
     words = [len(handle.get_label()) for handle in handles]
-    for columns in range(len(words), 0, -1):
-        deep = math.ceil(len(words) / columns)
-        longest = [max(words[first : first + deep]) for first in range(0, len(words), deep)]
-        if columns == 1 or sum(HANDLE + LETTER * letters for letters in longest) <= width:
+    for deep in range(1, len(words) + 1):
+        columns = math.ceil(len(words) / deep)
+        longest = [max(part) for part in np.array_split(words, columns)]  # as matplotlib fills the columns
+        if sum(HANDLE + LETTER * letters for letters in longest) <= width:
             break
     place: dict[str, Any] = {"bbox_to_anchor": (0, 1), "borderaxespad": 0.1, "borderpad": 0.2}
     legend = ax.legend(handles=handles, loc="lower left", ncols=columns, columnspacing=1.1, handlelength=1.4, **place)

@@ -132,7 +132,7 @@ def own_lines(data: RunData) -> pd.DataFrame:
 
 
 def phase_times(data: RunData) -> pd.DataFrame:
-    rows = data.timed().sort_values("step", kind="stable")
+    rows = data.timed().sort_values(["step", "rank"], kind="stable")  # not in the order in which ranks answered
     rows = rows.assign(place=rows["phase"], kind=rows["phase"], lane=data.lanes(rows))
     counts = counts_in_words(rows, "phase", "lane")
     spread = "" if counts == "n = 1" else ", median and range"

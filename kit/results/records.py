@@ -21,6 +21,7 @@ import math
 import operator
 import os
 import re
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -503,8 +504,10 @@ def output_file(path: str | os.PathLike[str]) -> Path:
     if target.is_dir():
         raise BadInput(f"cannot write {target}: it is a folder")
     make_folder(target.parent)
-    if not os.access(target.parent, os.W_OK):
-        raise BadInput(f"cannot write {target}: its folder is read-only")
+    try:
+        tempfile.TemporaryFile(dir=target.parent).close()
+    except OSError as error:
+        raise BadInput(f"cannot write {target}: its folder takes no file ({error.strerror})") from error
     return target
 
 

@@ -258,7 +258,8 @@ class Parameters:
         self.widget = widgets.VBox([self.line, self.form, self.problems, self.remark])
         self.fault.observe(lambda change: model.set_fault(change["new"] or None), "value")
         model.observe(self._show, ["values", "fault", "refused", "problems", "state", "remark"])
-        model.observe(self._fold, ["run", "problems"])
+        model.observe(self._fold, ["run"])
+        model.observe(self._unfold, ["problems"])
         self._fold()
         self._regroup()
         self._show()
@@ -288,6 +289,11 @@ class Parameters:
     def _fold(self, _: Any = None) -> None:
         """Once there is a run, its verdict and picture come first; errors must stay visible."""
         if self.open is not (self.model.run is None or bool(self.model.problems)):
+            self._turn()
+
+    def _unfold(self, _: Any = None) -> None:
+        """Errors open the settings. Whoever corrects one is still setting something, so they stay open."""
+        if self.model.problems and not self.open:
             self._turn()
 
     def _grid(self, names: Sequence[str], *others: Any) -> widgets.Box:

@@ -54,6 +54,16 @@ def test_each_panel_has_a_drawing_and_all_have_one_legend():
     assert all(axes.get_legend() for axes in drawn(Lines(rows=other, heading="{panel}")).axes)
 
 
+@pytest.mark.parametrize("count", [2, 4, 5, 7, 9])
+def test_a_legend_of_long_words_ends_within_the_picture(count):
+    kinds = ["a transport: best 5.65 GB/s at 16 MiB, 31% of memcpy, used here", "another: 0.5 GB/s"]
+    rows = given(
+        [{"kind": f"{kinds[index % 2]} {index}", "x": x, "value": 1.0} for index in range(count) for x in (0, 1)]
+    )
+    picture = drawn(Lines(rows=rows))
+    assert picture.axes[0].get_legend().get_window_extent().x1 <= picture.bbox.x1
+
+
 def test_a_chart_that_was_not_measured_is_left_out():
     def missing(_):
         raise NotMeasured("the run ended before")

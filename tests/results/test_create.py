@@ -102,13 +102,18 @@ def test_a_read_only_folder_is_refused(tmp_path):
         tmp_path.chmod(0o755)
 
 
+def test_a_file_in_a_folder_that_takes_none_is_refused_before_the_run():
+    with pytest.raises(BadInput, match=r"cannot write /proc/checks.xml: its folder takes no file"):  # not even of root
+        output_file("/proc/checks.xml")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_file_in_a_read_only_folder_is_refused_before_the_run(tmp_path):
     run = Run(create_run(tmp_path, "smoke", {}, {}).dir)
     run.dir.chmod(0o500)
-    with pytest.raises(BadInput, match="its folder is read-only"):
+    with pytest.raises(BadInput, match="its folder takes no file"):
         run.label = "mine"
-    with pytest.raises(BadInput, match="its folder is read-only"):
+    with pytest.raises(BadInput, match="its folder takes no file"):
         output_file(run.dir / "checks.xml")
     run.dir.chmod(0o700)
 

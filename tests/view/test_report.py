@@ -14,7 +14,7 @@ import pytest
 
 import kit
 from kit.draw.data import read
-from kit.draw.general import time_of_phases
+from kit.draw.general import phase_times, time_of_phases
 from kit.draw.picture import PLACES, image_uri
 from kit.draw.style import LIGHT
 from kit.errors import BadInput, KitError
@@ -232,6 +232,15 @@ def test_times_are_by_phase_and_rank(make_run):
     table = table_cells(time_of_phases(read(make_run(ranks=2))), "times", {"median": "s"}, worst="median")
     assert table["head"] == ["phase", "rank", "n", "median", "min", "max"]
     assert [text for text, _ in table["rows"][0]][:4] == ["create", "rank 0", "3", "10 ms"]
+
+
+def test_ranks_stand_in_their_order_although_the_last_answers_first(make_run):
+    run = make_run(ranks=2)
+    path = run.dir / "records.jsonl"
+    path.write_text("".join(sorted(path.read_text().splitlines(keepends=True), key=lambda line: '"rank":0' in line)))
+    data = read(kit.load(run.dir))
+    assert data.of("seconds")["rank"].iloc[0] == 1
+    assert list(phase_times(data)["lane"].unique()) == ["rank 0", "rank 1"]
 
 
 def test_long_tables_say_what_is_left_out(make_run):

@@ -180,6 +180,9 @@ def test_once_there_is_a_run_the_settings_are_one_line_and_what_is_wrong_unfolds
     assert settings.open
     assert "cycles" in settings.problems.value
     model.set("cycles", 3)
+    assert settings.open  # for the next setting
+    model.show(None)
+    model.show(finished)
     assert not settings.open
 
 
