@@ -1,7 +1,6 @@
-"""A Hugging Face model as the engine of a replica: Qwen2 of the package transformers, made from the kit's own geometry.
+"""A Hugging Face model as the engine of a replica: Qwen2 or Llama of the package transformers, made from the kit's own geometry.
 
-Nothing is downloaded. It writes answers with the kit's random numbers. Limits: one rank; a geometry with biases of query, key and value, as
-Qwen2 has.
+Nothing is downloaded. It writes answers with the kit's random numbers. Limit: one rank.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class TransformersModel:
     def __init__(self, ctx: EngineContext) -> None:
         import transformers
 
-        config = transformers.Qwen2Config(**qwen2_settings(ctx.geometry))
+        config = transformers.AutoConfig.for_model(**served_config(ctx.geometry))
         self.model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=ctx.dtype).to(ctx.device).eval()
         self.model.load_state_dict({**ctx.weights}, strict=False)  # without a name for the tied head
         self.model.requires_grad_(requires_grad=False)
@@ -112,9 +111,12 @@ class TransformersModel:
         return logits
 
 
-def qwen2_settings(geometry: Geometry) -> dict[str, Any]:
-    """What config.json says about a model of this geometry."""
+def served_config(geometry: Geometry) -> dict[str, Any]:
+    """The config.json of a model of this geometry: Llama has the same layers as Qwen2, without biases of query, key and value."""
+    name = "Qwen2" if geometry.qkv_bias else "Llama"
     return {
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": name.lower(),
         "hidden_size": geometry.hidden,
         "num_hidden_layers": geometry.layers,
         "num_attention_heads": geometry.heads,

@@ -3,8 +3,8 @@
 The engine reads the base weights from a folder that this rank writes; nothing is downloaded. New weights go through vLLM's layerwise
 reload: `begin`, `load` for each tensor, `finalize`. Every call has a deadline. The process ends with its socket, or with its rank.
 
-Limits: a CPU, one rank, dense Qwen2 with heads of a size that vLLM's attention has; a sleeping engine keeps its memory, because vLLM frees
-it on GPUs only.
+Limits: a CPU, one rank, a dense model with heads of a size that vLLM's attention has; a sleeping engine keeps its memory, because vLLM
+frees it on GPUs only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 
 from kit.engines.contents import Named
 from kit.engines.hosted import EngineContext
-from kit.engines.hugging import qwen2_settings
+from kit.engines.hugging import served_config
 from kit.errors import KitError
 from kit.megatron.serve import PromptRequest
 from kit.sync.buckets import dtype_name
@@ -253,6 +253,6 @@ class Arena:
 def write_folder(folder: Path, ctx: EngineContext) -> None:
     from safetensors.torch import save_file
 
-    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **qwen2_settings(ctx.geometry)}
-    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": dtype_name(ctx.dtype)}))
+    config = {**served_config(ctx.geometry), "torch_dtype": dtype_name(ctx.dtype)}
+    (folder / "config.json").write_text(json.dumps(config))
     save_file({**ctx.weights}, folder / "model.safetensors", metadata={"format": "pt"})

@@ -43,10 +43,6 @@ def check_served(config: Any, replica: ModelConfig) -> None:
         f"serve=vllm needs heads whose width is a multiple of {HEAD}, but those of size={config.size} have "
         f"{shape.hidden // shape.heads}: use size=small",
     )
-    refuse_if(
-        serve in KITS_ENGINES and not shape.qkv_bias,
-        f"serve={serve} serves Qwen2, whose query, key and value have biases, but size={config.size} has none: use size=small",
-    )
 
 
 def engine_bytes(config: Any, weights: int) -> int:

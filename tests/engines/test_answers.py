@@ -22,16 +22,16 @@ ASKED = PromptRequest(id="0.0", prompt=(3, 5, 7), sample=0, seed=1, end=255, max
 OTHER = dataclasses.replace(ASKED, id="0.1", sample=1)
 
 
-def weights_of(seed: int) -> dict[str, torch.Tensor]:
-    return dict(initial_weights(GEOMETRY, seed))
+def weights_of(seed: int, geometry: Geometry = GEOMETRY) -> dict[str, torch.Tensor]:
+    return dict(initial_weights(geometry, seed))
 
 
-def hugging(seed: int = 0) -> Any:
+def hugging(seed: int = 0, geometry: Geometry = GEOMETRY) -> Any:
     pytest.importorskip("transformers", reason="needs the package transformers")
     from kit.engines.hugging import TransformersModel
 
     ctx = EngineContext(
-        geometry=GEOMETRY, dtype=torch.float32, device=CPU, weights=weights_of(seed), timeout_s=5.0, python="",
+        geometry=geometry, dtype=torch.float32, device=CPU, weights=weights_of(seed, geometry), timeout_s=5.0, python="",
         config=None, writes=True,
     )  # fmt: skip
     return TransformersModel(ctx)
@@ -42,9 +42,9 @@ def writing(own: Any) -> WritingEngine:
     return WritingEngine(ServedModel(model, ModelConfig(size=GEOMETRY)), own, "transformers")
 
 
-def load(own: Any, seed: int) -> None:
+def load(own: Any, seed: int, geometry: Geometry = GEOMETRY) -> None:
     with torch.no_grad():
-        for name, tensor in weights_of(seed).items():
+        for name, tensor in weights_of(seed, geometry).items():
             own.load(name, tensor)
 
 
@@ -125,15 +125,17 @@ def test_requests_cannot_wait_apart() -> None:
         engine.decode(1, {ASKED.id})
 
 
-def test_noise_at_rest_is_that_of_arithmetic_and_not_of_what_writes() -> None:
-    own = hugging()
+@pytest.mark.parametrize("biases", [True, False], ids=["Qwen2", "Llama"])
+def test_noise_at_rest_is_that_of_arithmetic_and_not_of_what_writes(biases: bool) -> None:
+    geometry = dataclasses.replace(GEOMETRY, qkv_bias=biases)
+    own = hugging(geometry=geometry)
     model = LoadedModel(own, "transformers", CPU)
-    measure: Callable[[Geometry], float] = lambda geometry: engine_noise(  # noqa: E731 - three calls
-        model, geometry, weights_of(0), temperature=1.0, seed=1
+    measure: Callable[[], float] = lambda: engine_noise(  # noqa: E731 - three calls
+        model, geometry, weights_of(0, geometry), temperature=1.0, seed=1
     )
-    noise = measure(GEOMETRY)
+    noise = measure()
     assert 0 < noise < 1e-5
     own.recorded = lambda logits, *_: logits  # a bug in what is recorded moves no limit
-    assert measure(GEOMETRY) == noise
-    load(own, 1)
-    assert measure(GEOMETRY) > 1e-3
+    assert measure() == noise
+    load(own, 1, geometry)
+    assert measure() > 1e-3

@@ -70,10 +70,6 @@ GIB = 2**30
         ),
         ({"serve": "mine:Engine", "receiver": "mine:Side"}, "receiver=mine:Side loads into the kit's model"),
         (
-            {"serve": "transformers", "size": "125m", "layers": 2},
-            "whose query, key and value have biases, but size=125m",
-        ),
-        (
             {"serve": "vllm", "placement": "apart", "ranks": 4, "replicas": 2},
             "heads whose width is a multiple of 32, but those of size=tiny have 16: use size=small",
         ),
@@ -81,7 +77,6 @@ GIB = 2**30
             {"serve": "vllm", "size": "small", "ranks": 6, "replicas": 2, "infer_tp": 2},
             "serve=vllm puts a whole model on each rank, but infer_tp=2: use infer_tp=1",
         ),
-        ({"serve": "vllm", "size": "125m"}, "have biases, but size=125m has none: use size=small"),
         ({"prewarm": True, "placement": "apart"}, "with placement=apart none does: use placement=overlap"),
         ({"serve": "vllm", "device": "cuda"}, "serve=vllm runs on a CPU here, but device=cuda"),
         ({"serve": "sglang"}, "serve must be one of megatron, transformers, vllm, or module:attr"),

@@ -62,9 +62,11 @@ def test_faults_of_engines_are_seen_in_vllm(sync: Callable[..., kit.Run], fault:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(not vllm_python(), reason="needs vLLM: make env-vllm, and KIT_VLLM_PYTHON")
-@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"refresh": "paused"}])
-def test_vllm_is_right_in_bfloat16_and_where_it_pauses(sync: Callable[..., kit.Run], settings: dict[str, str]) -> None:
-    verdict = sync(**IN_VLLM, **settings).verdict()
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"refresh": "paused"}, {"size": "125m"}])
+def test_vllm_is_right_in_bfloat16_and_where_it_pauses_and_as_llama(
+    sync: Callable[..., kit.Run], settings: dict[str, str]
+) -> None:
+    verdict = sync(**{**IN_VLLM, **settings}).verdict()
     assert failed(verdict) == set()
     row = next(row for row in verdict if row.check == "logits_equal")
     assert 0 < row.measured <= row.limit
