@@ -33,7 +33,8 @@ from tests.holdings import wait_for
 from tests.labs.parts import failed, why
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not here: make env-ray")
-OPEN = {"RAY_AUTH_MODE": "disabled"}  # by default it depends on whether this user has a token
+# By default it depends on whether this user has a token, and all that runs beside Ray's workers goes before them.
+OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
 RAY_S = 240  # Ray starts slowly on a busy machine
 pytestmark = pytest.mark.timeout(2 * RAY_S)
 
