@@ -659,7 +659,7 @@ def progress_true(ledger: DeskLedger) -> Violations:
             stream = str(row.get("stream", "training")) if name in adapters else "training"
             if row["target"] > size[name] or (row["target"] < size[name] and name not in lost):
                 yield f"{row} reports that a step needs {row['target']} groups; it needs {size[name]}"
-            elif row["completed"] > most[name][stream]:
+            elif not 0 <= row["completed"] <= most[name][stream]:
                 yield f"{row} reports {row['completed']} complete groups; there are {most[name][stream]}"
     if not count:
         raise Missing("no pipeline with a `capacity` event has a `progress` event")

@@ -113,6 +113,7 @@ def set_by(setting: tuple[str, Any]) -> str:
 
 STREAM = "run stream --set simulated=true --set ranks=1"
 LIVE = "run stream --set steps=3 --set worlds=0"
+SHARED = "run share --set simulated=true"
 ADAPTED = "run share --set scenario=C --set rehearse=false --set worlds=0"
 SMALL_SPLIT, SMALL_SYNC = runs_of("split")[0], runs_of("sync")[0]
 OWN_SAMPLER = "--set sampler=docs.examples.own_sampler:InOrder"
@@ -175,6 +176,8 @@ ROOMS = (
             f"{STREAM} --set places=16 {OWN_SAMPLER}",
             LIVE,
             f"explore stream --seeds {WORLDS} {OWN_SAMPLER}",
+            f"{STREAM} --set previous=recomputed --set reference=recomputed",
+            SHARED,  # a desk asks for its progress
         ),
         ("tests/stream", "tests/loop", "tests/labs/stream"),
         here=True,
@@ -184,10 +187,10 @@ ROOMS = (
         ("kit/share/core.py", "kit/share/planner.py", "kit/share/member.py", "kit/share/state.py"),
         (
             f"explore share --seeds {WORLDS}",
-            "run share --set simulated=true",
-            "run share --set simulated=true --set scenario=F",
-            "run share --set simulated=true --set planner=static",
-            "run share --set simulated=true --set pipeline=tests.labs.share.test_own:Right",
+            SHARED,
+            f"{SHARED} --set scenario=F",
+            f"{SHARED} --set planner=static",
+            f"{SHARED} --set pipeline=tests.labs.share.test_own:Right",
             "run share --set a.steps=2 --set b.steps=2 --set rehearse=false --set worlds=0",
         ),
         ("tests/share", "tests/loop", "tests/labs/share"),
@@ -199,6 +202,8 @@ ROOMS = (
 EQUIVALENT = {
     "sync-e46c5b34": "equivalent: the method does nothing, whatever its arguments are",
     "sync-3c3613e0": "equivalent: the same bytes by another way of copying; kit bench sync asks for its speed",
+    "share-2f1abb6c": "equivalent: its only caller gives three arguments by their place and the others by name",
+    "stream-1be18105": "equivalent: each status is one of four constants of the file, and a resumed loop has no samples",
     "share-b5414624": "equivalent: every caller gives the core, the name and the clusters by their place",
     "stream-919d014d": "equivalent: the first event sets the second and the count to 1, whatever was there",
     "sync-9a59bfd5": "equivalent: both callers give `split` by its name and the others by their place",

@@ -116,6 +116,13 @@ class OverReports(Pipeline):
         super().begin_progress(completed, 50 * target)
 
 
+class ReportsDebts(Pipeline):
+    """The desk takes what is left of the step for its demand."""
+
+    def begin_progress(self, completed: int, target: int) -> None:
+        super().begin_progress(completed - 50 * target, target)
+
+
 class CompleteAtOnce(Pipeline):
     def begin_progress(self, completed: int, target: int) -> None:
         super().begin_progress(target, target)
@@ -191,6 +198,7 @@ def test_somebody_elses_hears_each_moment_once_and_in_order() -> None:
         (FailsTwice, "no_deadlock", "after_training(0) of the pipeline's own code returned version 0"),  # the first error
         (KeepsProgress, "progress_ended", ""),
         (OverReports, "progress_true", ""),
+        (ReportsDebts, "progress_true", ""),
         (CompleteAtOnce, "progress_true", ""),
     ],
 )  # fmt: skip
