@@ -202,6 +202,7 @@ ROOMS = (
 EQUIVALENT = {
     "sync-e46c5b34": "equivalent: the method does nothing, whatever its arguments are",
     "sync-3c3613e0": "equivalent: the same bytes by another way of copying; kit bench sync asks for its speed",
+    "offload-1afe9125": "equivalent: descriptor 0 is a rank's standard input, so no arena has it",
     "share-2f1abb6c": "equivalent: its only caller gives three arguments by their place and the others by name",
     "stream-1be18105": "equivalent: each status is one of four constants of the file, and a resumed loop has no samples",
     "share-b5414624": "equivalent: every caller gives the core, the name and the clusters by their place",
@@ -219,16 +220,26 @@ ON_A_GPU = "this code runs on a GPU only"
 WORDS = "only the words of an error differ"
 LATER = "an error comes later than its limit; in no run of a lab a receiver is silent for so long"
 HINTS = "only how fast a reload is, which kit bench offload measures"
+BAD_ON_PURPOSE = "mode=manual is wrong as it is: the lab is there to show that"
 KITS_OWN = "the kit's own bookkeeping: no code of a user's stands in its place"
 WHY = {
     "offload-119dd683": "the kit's own list of groups that stayed; the lab looks for them itself",
     "offload-89b64116": ON_A_GPU,
+    "offload-45bc7641": HINTS,
     "offload-a362ba66": HINTS,
     "offload-b0a7106b": ON_A_GPU,
     "offload-ca0d0690": HINTS,
     "offload-ca51b63f": ON_A_GPU,
     "offload-d661cb7c": f"{ON_A_GPU}; on a CPU only the types of the groups differ, which a slow test compares",
     "offload-ef332806": ON_A_GPU,
+    "offload-1b2c2589": BAD_ON_PURPOSE,
+    "offload-857c53d1": BAD_ON_PURPOSE,
+    "offload-fd4d2ca1": KITS_OWN,
+    "offload-d02e0d42": "no lab calls it: notebooks do",
+    "split-40ded642": "only a row of one token, which predicts nothing, tells them apart",
+    "split-832921c0": "only how fast a step is",
+    "share-cdb2c53a": "only when the desk repeats a request that it does not answer",
+    "stream-81e381dc": WORDS,
     "stream-a1e8b92e": KITS_OWN,
     "stream-fbf9ca6e": "a figure of a table, which no check judges",
     "stream-bd5c6690": "since then worlds draw `floor`, and `one_step_per_batch` sees it",
