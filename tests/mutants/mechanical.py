@@ -884,12 +884,13 @@ def share_in_words(seen: int, total: int) -> str:
 
 ABOUT = """\
 `python -m tests.mutants.mechanical` draws {count} places and operators (cosmic-ray) by a hash, from each room in proportion to its
-statements. The lab runs with cut-down settings on each mutant; what that lets through goes to the nearest quick tests, and where a person
-named one to a slow test. A run or a test that never reaches the changed statement is left out, and a lab runs at most twice unless a run
-reaches more of the function, so *lab alone* may be higher with all settings. The results are in `tests/mutants/drawn.jsonl`; each holds
-until the source of its function changes. The order is by a hash too, so those that have run are a sample of each room. Shares have their
-95 % interval (Wilson). *mended* mutants were not seen until a check or a test was written for them; both shares count them, and *untested*
-ones, as not seen. *unreached* are those of them whose statement no run of the lab reaches on this machine, which has no GPU."""
+statements. The lab runs on each mutant, by commands that a person may type, with few cycles and steps: once, then by those that reach more
+of the function, at least twice in all. What that lets through goes to the nearest quick tests, as many as take four minutes, and where a
+person named one to a slow test. What never reaches the changed statement is left out. The results are in `tests/mutants/drawn.jsonl`; each
+holds until the source of its function changes. The order is by a hash too, so those that have run are a sample of each room. Shares have
+their 95 % interval (Wilson). *mended* mutants were not seen until a check or a test was written for them; both shares count them, and
+*untested* ones, of which a run of the lab or the tests are left, as not seen. *unreached* are those of them whose statement no run of the
+lab reaches on this machine, which has no GPU."""
 
 
 def section(outcomes: Sequence[Outcome], drawn_by_room: Mapping[str, int]) -> str:
